@@ -108,6 +108,10 @@ docs: setup ## The documentation as a site: .site/index.html
 proto: setup ## Regenerate the gRPC stubs
 	$(BIN)/python -P proto/generate.py
 
+.PHONY: twin
+twin: setup ## Regenerate the blocking client from the asyncio one
+	$(BIN)/python -P tests/support/sync_twin.py
+
 proto-release: setup ## Make the present contract the baseline of the compatibility check
 	cd proto && ../$(BIN)/buf breaking . --against released.binpb
 	cd proto && ../$(BIN)/buf build . --exclude-source-info -o released.binpb

@@ -36,11 +36,6 @@ SHAPES: dict[str, dict[str, Any]] = {
         "head_dim": 128, "intermediate_size": 14336, "vocab_size": 128256, "max_position_embeddings": 16384,
         "rope_theta": 500000.0,
     },
-    "llama-2-70b": _LLAMA | {
-        "hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8,
-        "head_dim": 128, "intermediate_size": 28672, "vocab_size": 32000, "max_position_embeddings": 16384,
-        "rope_theta": 10000.0,
-    },
     "opt-13b": {
         "architectures": ["OPTForCausalLM"], "model_type": "opt", "activation_function": "relu",
         "hidden_size": 5120, "word_embed_proj_dim": 5120, "num_hidden_layers": 40, "num_attention_heads": 40,

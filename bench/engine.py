@@ -26,7 +26,7 @@ import numpy as np
 import torch
 import triton
 from common.engine_steps import CHUNK, GREEDY, Bench, Recorder
-from common.provenance import commit, gpu_name, portable
+from common.provenance import commit, gpu_name, portable, table
 from rich.console import Console
 from rich.progress import track
 
@@ -39,7 +39,7 @@ from pensieve.engine.engine import Engine
 from pensieve.engine.messages import EngineReady, Submit
 from pensieve.engine.plan import Span
 from pensieve.engine.ranks.build import build_workers
-from pensieve.engine.scheduler import Scheduler
+from pensieve.engine.scheduling.scheduler import Scheduler
 from pensieve.engine.worker.cuda_worker import CudaWorker
 
 SECTIONS = ("decode", "prefill", "ttft", "swap", "loop", "kernels")
@@ -170,29 +170,18 @@ def median(values: Sequence[float]) -> float:
     return statistics.median(values)
 
 
-def table(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Rows with the same keys as a Markdown table."""
-    names = list(rows[0])
-    lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
-    return lines + ["| " + " | ".join(str(row[name]) for name in names) + " |" for row in rows]
-
-
-@click.command()
-@click.option(
-    "--shape", default="llama-2-13b-gqa10", type=click.Choice(list(dummy_model.SHAPES)), show_default=True
-)
+@click.command(context_settings={"show_default": True})
+@click.option("--shape", default="llama-2-13b-gqa10", type=click.Choice(list(dummy_model.SHAPES)))
 @click.option("--section", "sections", multiple=True, type=click.Choice(SECTIONS), help="Default: all.")
-@click.option("--device-cache", default="auto", show_default=True)
-@click.option("--host-cache", default="16GiB", show_default=True)
-@click.option("--max-batch-tokens", default=8192, show_default=True)
-@click.option("--max-running", default=256, show_default=True)
-@click.option(
-    "--swap-mechanism", type=click.Choice(get_args(SwapMechanism)), default="auto", show_default=True
-)
-@click.option("--tensor-parallel", default=1, show_default=True, metavar="N", help="Over so many GPUs.")
-@click.option("--all-reduce", type=click.Choice(get_args(AllReduce)), default="auto", show_default=True)
-@click.option("--out", type=click.Path(path_type=Path), default=Path("bench/results"), show_default=True)
-@click.option("--name", default="engine", show_default=True, help="Name of the report's files.")
+@click.option("--device-cache", default="auto")
+@click.option("--host-cache", default="16GiB")
+@click.option("--max-batch-tokens", default=8192)
+@click.option("--max-running", default=256)
+@click.option("--swap-mechanism", type=click.Choice(get_args(SwapMechanism)), default="auto")
+@click.option("--tensor-parallel", default=1, metavar="N", help="Over so many GPUs.")
+@click.option("--all-reduce", type=click.Choice(get_args(AllReduce)), default="auto")
+@click.option("--out", type=click.Path(path_type=Path), default=Path("bench/results"))
+@click.option("--name", default="engine", help="Name of the report's files.")
 def main(
     shape: str, sections: tuple[str, ...], device_cache: str, host_cache: str, max_batch_tokens: int,
     max_running: int, swap_mechanism: SwapMechanism, tensor_parallel: int, all_reduce: AllReduce, out: Path, name: str,

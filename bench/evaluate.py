@@ -32,7 +32,7 @@ from evaluate_report import Origin, combine, job_report, write, write_page
 from evaluation.experiments import Experiment, Line, experiments
 from evaluation.jobs import Device, JobResult, Site, devices, last_lines, run_job
 from evaluation.plan import Job, NoTime, fit, jobs_for, makespan, total
-from evaluation.scales import FULL, SMALL, TWO_GPUS
+from evaluation.scales import FULL, SMALL
 
 from pensieve.machine import memory
 from pensieve.replay.presentation import plots
@@ -219,14 +219,10 @@ def _floats(ctx: click.Context, param: click.Parameter, value: str | None) -> tu
 
 @click.command()
 @click.argument(
-    "names",
-    nargs=-1,
-    required=True,
-    metavar="NAME...",
-    type=click.Choice([*experiments(FULL), *experiments(TWO_GPUS)]),
+    "names", nargs=-1, required=True, metavar="NAME...", type=click.Choice(list(experiments(FULL)))
 )
 @click.option("--devices", "device_names", metavar="0,1,…",
-              help="GPUs by number, or `cpu`; 0+1: both for one server. Default: 0, with --small cpu.")  # fmt: skip
+              help="GPUs by number, or `cpu`. Default: 0, with --small cpu.")  # fmt: skip
 @click.option("--results", type=click.Path(file_okay=False, path_type=Path), required=True, metavar="FOLDER",
               help="Is made.")  # fmt: skip
 @click.option("--rates", callback=_floats, metavar="R,R,…", help="In place of those of the table.")
@@ -245,10 +241,7 @@ def main(
     budget: float | None, models_folder: Path | None, small: bool, keep_logs: bool, dry_run: bool,
 ) -> None:  # fmt: skip
     """Run the experiments NAME..."""
-    table = experiments(SMALL) if small else experiments(FULL) | experiments(TWO_GPUS)
-    missing = set(names) - set(table)
-    if missing:
-        raise click.UsageError(f"--small: {', '.join(sorted(missing))} needs several GPUs")
+    table = experiments(SMALL if small else FULL)
     chosen = [table[name] for name in dict.fromkeys(names)]
     try:
         where = devices((device_names or ("cpu" if small else "0")).split(","))

@@ -26,9 +26,8 @@ from evaluation.jobs import JobResult, last_lines, without_folders
 
 from pensieve.replay.measure.report import SCHEMA, environment, version_of
 from pensieve.replay.presentation.columns import SOURCE_NAMES, Column, number, ratio_texts
-from pensieve.replay.presentation.curves import entries
-from pensieve.replay.presentation.equal_latency import RULE, comparisons
-from pensieve.replay.presentation.panels import panels
+from pensieve.replay.presentation.compare import RULE, comparisons
+from pensieve.replay.presentation.curves import entries, panels
 from pensieve.replay.presentation.plots import write_plots
 
 PACKAGES = ("vllm", "aiohttp", "matplotlib")

@@ -32,15 +32,9 @@ COST = CostModel(((0, 0.0), (4096, 1.0)), 0.2, 32)
 
 
 def filled_cache(
-    sessions: int,
-    chunks_each: int,
-    policy: PolicyName,
-    sharing: float,
-    prompts: int,
-    *,
-    hinted: bool,
+    sessions: int, chunks_each: int, policy: PolicyName, sharing: float, prompts: int, *, hinted: bool,
     tenants: int = 0,
-) -> CacheManager:
+) -> CacheManager:  # fmt: skip
     """A cache in which every session is idle and fully on the device.
 
     sharing: share of the sessions that have the first half of their chunks in common with others.
@@ -145,16 +139,9 @@ def admissions(tokens: int, repeats: int = 40) -> dict[str, tuple[float, float]]
 @click.option("--tenants", default=0, help="How many there are, all but one with a share of the cache.")
 @click.option("--admit", default=16_384, help="Tokens of the context to admit.")
 def main(
-    sessions: tuple[int, ...],
-    policies: tuple[PolicyName, ...],
-    victims: int,
-    chunks: int,
-    sharing: float,
-    prompts: int,
-    hints: bool,
-    tenants: int,
-    admit: int,
-) -> None:
+    sessions: tuple[int, ...], policies: tuple[PolicyName, ...], victims: int, chunks: int, sharing: float,
+    prompts: int, hints: bool, tenants: int, admit: int,
+) -> None:  # fmt: skip
     """Measure eviction rounds and admissions."""
     table = Table("policy", "sessions", "chunks", "median ms", "worst ms")
     rows = []
@@ -162,15 +149,8 @@ def main(
         for count in sessions:
             cache = filled_cache(count, chunks, policy, sharing, prompts, hinted=hints, tenants=tenants)
             least, median, worst = measure(cache, victims)
-            rows.append(
-                {
-                    "policy": policy,
-                    "sessions": count,
-                    "least_ms": least * 1e3,
-                    "median_ms": median * 1e3,
-                    "worst_ms": worst * 1e3,
-                }
-            )
+            times = {"least_ms": least * 1e3, "median_ms": median * 1e3, "worst_ms": worst * 1e3}
+            rows.append({"policy": policy, "sessions": count, **times})
             table.add_row(
                 policy, f"{count:,}", f"{count * chunks:,}", f"{median * 1e3:.3f}", f"{worst * 1e3:.3f}"
             )

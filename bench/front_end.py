@@ -11,56 +11,37 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import click
-from replay_client import streams_of
+from common.servers import StandIn, cpu_seconds, stand_in
 from stand_ins.front_end_engine import STEP_VARIABLE
 
-from pensieve.debug import child_environment
-from pensieve.replay.load.schedule import Script
-from pensieve.replay.load.workload import TurnLengths
+from pensieve.replay.load.schedule import Due, Script
+from pensieve.replay.load.workload import Conversation, TurnLengths
 from pensieve.replay.measure.report import summarise
 from pensieve.replay.play import crew
 from pensieve.replay.records import Outcome, RunOptions
 from pensieve.replay.targets.grpc_target import PensieveTarget
-from pensieve.spawn import wait_ready
 
-START_LIMIT_S = 60.0
+ENGINE = "stand_ins/front_end_engine.py"
+RAMP_S = 1.0
 
 
 @contextmanager
-def server(step_ms: float, store: str, *options: str) -> Iterator[tuple[int, str]]:
-    """A server in front of the engine without a model: its process id and address."""
-    command = [
-        *(
-            sys.executable,
-            str(Path(__file__).parent / "stand_ins" / "front_end_engine.py"),
-            "--model",
-            "demo",
-        ),
-        *("--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0", "--store", store, *options),
-    ]
-    environment = child_environment(failpoints=False) | {STEP_VARIABLE: str(step_ms)}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
-        try:
-            address, _ = wait_ready(process, START_LIMIT_S)
-            yield process.pid, address
-        finally:
-            process.terminate()
+def server(step_ms: float, store: str, *options: str) -> Iterator[StandIn]:
+    """A server in front of the engine without a model."""
+    environment = {STEP_VARIABLE: str(step_ms)}
+    with stand_in(ENGINE, *options, store=store, environment=environment, kill=False) as found:
+        yield found
 
 
-def cpu_seconds(pid: int) -> float:
-    """Processor time of a process so far, its threads included."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+def streams_of(count: int, turn: TurnLengths, turns: int) -> list[Script]:
+    """Conversations that are answered all the time, started evenly over the ramp."""
+    talk = Conversation("", (turn,) * turns)
+    return [Script(n, talk, (Due(RAMP_S * n / count, 0.0),) * turns) for n in range(count)]
 
 
 async def play(address: str, scripts: Sequence[Script], processes: int) -> Outcome:
@@ -69,7 +50,7 @@ async def play(address: str, scripts: Sequence[Script], processes: int) -> Outco
     try:
         info = await target.open()
         options = RunOptions(processes=processes)
-        return await crew.replay(target.name, target.address(), info, scripts, options)
+        return await crew.replay(target, info, scripts, options)
     finally:
         await target.close()
 
@@ -80,10 +61,10 @@ def measure(
     """One number of streams, on a server of its own."""
     turns = max(1, round(seconds / (turn.output_tokens * step_ms / 1e3)))
     load = streams_of(streams, turn, turns)
-    with server(step_ms, store) as (pid, address):
-        before = cpu_seconds(pid)
-        outcome = asyncio.run(play(address, load, processes))
-        used = cpu_seconds(pid) - before
+    with server(step_ms, store) as running:
+        before = cpu_seconds(running.pid)
+        outcome = asyncio.run(play(running.address, load, processes))
+        used = cpu_seconds(running.pid) - before
     summary = summarise(outcome)
     if summary["turns"]["failed"]:
         raise click.ClickException(
@@ -102,19 +83,13 @@ def measure(
     }
 
 
-@click.command()
-@click.option(
-    "--streams", type=click.IntRange(min=1), multiple=True, default=(100, 250, 400), show_default=True
-)
-@click.option("--step-ms", type=float, default=20.0, show_default=True, help="Length of an engine step.")
-@click.option(
-    "--input-tokens", type=click.IntRange(min=1), default=38, show_default=True, help="Of each turn."
-)
-@click.option("--output-tokens", type=click.IntRange(min=1), default=200, show_default=True)
-@click.option(
-    "--seconds", type=float, default=12.0, show_default=True, help="Of each number of streams, about."
-)
-@click.option("--processes", type=click.IntRange(1, 64), default=2, show_default=True, help="Of the client.")
+@click.command(context_settings={"show_default": True})
+@click.option("--streams", type=click.IntRange(min=1), multiple=True, default=(100, 250, 400))
+@click.option("--step-ms", type=float, default=20.0, help="Length of an engine step.")
+@click.option("--input-tokens", type=click.IntRange(min=1), default=38, help="Of each turn.")
+@click.option("--output-tokens", type=click.IntRange(min=1), default=200)
+@click.option("--seconds", type=float, default=12.0, help="Of each number of streams, about.")
+@click.option("--processes", type=click.IntRange(1, 64), default=2, help="Of the client.")
 @click.option(
     "--store", default="", metavar="URL", help="History store. Default: SQLite in a temporary folder."
 )
@@ -123,13 +98,10 @@ def main(
     store: str,
 ) -> None:  # fmt: skip
     """Measure the front end."""
+    turn = TurnLengths(input_tokens, output_tokens)
     for count in streams:
-        with tempfile.TemporaryDirectory(prefix="pensieve-bench-") as folder:
-            url, turn = (
-                store or f"sqlite:///{folder}/history.sqlite3",
-                TurnLengths(input_tokens, output_tokens),
-            )
-            click.echo(json.dumps(measure(count, step_ms, turn, seconds, min(processes, count), url)))
+        row = measure(count, step_ms, turn, seconds, min(processes, count), store)
+        click.echo(json.dumps(row))
 
 
 if __name__ == "__main__":

@@ -14,13 +14,11 @@ from typing import Any
 
 import click
 import torch
-from common.gpu_timing import Ceilings, measure_ceilings
+from common.gpu_timing import measure_ceilings
 from common.provenance import commit, portable
-from kernel_ops import attention as ops_attention
-from kernel_ops import cuts, flash_attention
-from kernel_ops import kv_write as ops_kv_write
+from kernel_ops import attention, flash_attention, kv_write
 
-SECTIONS = ("attention", "cuts", "kv-write", "swap")
+SECTIONS = ("attention", "kv-write", "swap")
 
 
 @click.command()
@@ -39,65 +37,40 @@ SECTIONS = ("attention", "cuts", "kv-write", "swap")
 )
 def main(section: str, out: Path, name: str, only: str, fa3: Path | None) -> None:
     """Time the kernels on this machine's GPU; one report for each section, JSON and a table."""
+    import triton
+
     if not torch.cuda.is_available():
         raise click.ClickException("torch sees no CUDA device here")
     ceilings = measure_ceilings()
     makers: dict[str, Callable[[], tuple[list[dict[str, Any]], str]]] = {
-        "attention": lambda: _attention(ceilings, fa3, only),
-        "cuts": lambda: _cuts(ceilings),
-        "kv-write": lambda: _kv_write(ceilings),
+        "attention": lambda: attention.section(ceilings, flash_attention.find(fa3), only),
+        "kv-write": lambda: kv_write.section(ceilings),
         "swap": _swap,
     }
+    out.mkdir(parents=True, exist_ok=True)
     for each in SECTIONS if section == "all" else (section,):
         rows, table = makers[each]()
-        _write(
-            out, "_".join(filter(None, ("ops", each.replace("-", "_"), name))), each, ceilings, rows, table
+        report = {
+            "schema": "pensieve.ops/2", "section": each, "command": f"python {portable(sys.argv)}",
+            "commit": commit(), "device": torch.cuda.get_device_name(), "torch": torch.__version__,
+            "triton": triton.__version__, "copy_tb_per_s": round(ceilings.copy_bytes_per_s / 1e12, 2),
+            "matrix_tflop_per_s": round(ceilings.matrix_flops / 1e12), "rows": rows,
+        }  # fmt: skip
+        page = (
+            f"`{report['command']}`\n\n{report['device']}, torch {report['torch']}, Triton {report['triton']}, commit "
+            f"{report['commit'] or 'unknown'}; copy {report['copy_tb_per_s']} TB/s, bf16 product "
+            f"{report['matrix_tflop_per_s']} TFLOP/s.\n\n{table}"
         )
-
-
-def _attention(ceilings: Ceilings, fa3: Path | None, only: str) -> tuple[list[dict[str, Any]], str]:
-    peer = flash_attention.find(fa3)
-    rows = ops_attention.rows(ceilings, peer, only)
-    return rows, ops_attention.as_markdown(rows)
-
-
-def _cuts(ceilings: Ceilings) -> tuple[list[dict[str, Any]], str]:
-    rows = cuts.rows(ceilings)
-    return rows, cuts.as_markdown(rows)
-
-
-def _kv_write(ceilings: Ceilings) -> tuple[list[dict[str, Any]], str]:
-    rows = ops_kv_write.rows(ceilings)
-    return rows, ops_kv_write.as_markdown(rows)
+        file = out / "_".join(filter(None, ("ops", each.replace("-", "_"), name)))
+        file.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+        file.with_suffix(".md").write_text(page)
+        click.echo(page)
 
 
 def _swap() -> tuple[list[dict[str, Any]], str]:
-    import ops_swap  # needs the engine's dependencies, the others torch and Triton only
+    from kernel_ops import swap  # needs the engine's dependencies, the others torch and Triton only
 
-    rows = ops_swap.rows()
-    return rows, ops_swap.as_markdown(rows)
-
-
-def _write(
-    out: Path, name: str, section: str, ceilings: Ceilings, rows: list[dict[str, Any]], table: str
-) -> None:
-    import triton
-
-    report = {
-        "schema": "pensieve.ops/2", "section": section, "command": f"python {portable(sys.argv)}",
-        "commit": commit(), "device": torch.cuda.get_device_name(), "torch": torch.__version__,
-        "triton": triton.__version__, "copy_tb_per_s": round(ceilings.copy_bytes_per_s / 1e12, 2),
-        "matrix_tflop_per_s": round(ceilings.matrix_flops / 1e12), "rows": rows,
-    }  # fmt: skip
-    head = (
-        f"`{report['command']}`\n\n{report['device']}, torch {report['torch']}, Triton {report['triton']}, commit "
-        f"{report['commit'] or 'unknown'}; copy {report['copy_tb_per_s']} TB/s, bf16 product "
-        f"{report['matrix_tflop_per_s']} TFLOP/s.\n\n"
-    )
-    out.mkdir(parents=True, exist_ok=True)
-    (out / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")
-    (out / f"{name}.md").write_text(head + table)
-    click.echo(head + table)
+    return swap.section()
 
 
 if __name__ == "__main__":

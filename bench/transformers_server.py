@@ -140,16 +140,12 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
 
 
-@click.command()
+@click.command(context_settings={"show_default": True})
 @click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option("--port", type=click.IntRange(0, 65535), default=0, show_default=True, help="0: a free one.")
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
-@click.option(
-    "--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), default="float32", show_default=True
-)
-@click.option(
-    "--threads", type=click.IntRange(min=1), default=1, show_default=True, metavar="N", help="On the CPU."
-)
+@click.option("--port", type=click.IntRange(0, 65535), default=0, help="0: a free one.")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu")
+@click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), default="float32")
+@click.option("--threads", type=click.IntRange(min=1), default=1, metavar="N", help="On the CPU.")
 def main(folder: Path, port: int, device: str, dtype: str, threads: int) -> None:
     """Serve the model in FOLDER."""
     server = Server(Model(folder, device=device, dtype=getattr(torch, dtype), threads=threads), port)

@@ -132,7 +132,7 @@ async def play(address: str, found: Sequence[Script], options: RunOptions) -> No
     """Play conversations; what came of them is in the server's recording."""
     target = PensieveTarget(address)
     try:
-        await crew.replay(target.name, target.address(), await target.open(), found, options)
+        await crew.replay(target, await target.open(), found, options)
     finally:
         await target.close()
 
@@ -277,22 +277,25 @@ def page(report: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-@click.command()
-@click.option("--model", default="demo", show_default=True, help="What `pensieve serve --model` takes.")
+@click.command(context_settings={"show_default": True})
+@click.option("--model", default="demo", help="What `pensieve serve --model` takes.")
 @click.option(
     "--profile-args", default="", metavar="ARGUMENTS", help="More options for `pensieve profile`, quoted."
 )
 @click.option(
     "--server-args", default="", metavar="ARGUMENTS", help="More options for `pensieve serve`, quoted."
 )
-@click.option("--rate", type=float, default=2.0, show_default=True, help="Turns per second offered.")
+@click.option("--rate", type=float, default=2.0, help="Turns per second offered.")
+@click.option("--think-time", type=float, default=10.0, help="Mean pause of users, seconds.")
+@click.option("--seconds", type=float, default=90.0, help="Length of the load.")
 @click.option(
-    "--think-time", type=float, default=10.0, show_default=True, help="Mean pause of users, seconds."
+    "--max-context",
+    type=click.IntRange(min=64),
+    default=2048,
+    metavar="N",
+    help="Sessions end before this many tokens.",
 )
-@click.option("--seconds", type=float, default=90.0, show_default=True, help="Length of the load.")
-@click.option("--max-context", type=click.IntRange(min=64), default=2048, show_default=True, metavar="N",
-              help="Sessions end before this many tokens.")  # fmt: skip
-@click.option("--clients", type=click.IntRange(1, 64), default=1, show_default=True, help="Client processes.")
+@click.option("--clients", type=click.IntRange(1, 64), default=1, help="Client processes.")
 @click.option(
     "--measure/--no-measure", default=True, help="Measure, or take the files of an earlier measurement."
 )
@@ -302,7 +305,7 @@ def page(report: dict[str, Any]) -> str:
     default=False,
     help="Take the machine's speed from the answers of the load: where its cores are shared with others.",
 )
-@click.option("--name", default="validation", show_default=True, help="Of the files.")
+@click.option("--name", default="validation", help="Of the files.")
 @click.option(
     "--results", type=click.Path(file_okay=False, path_type=Path), default=RESULTS, help="Their folder."
 )

@@ -7,7 +7,6 @@ decode and recomputation: ``attention.work_lists`` says what its programs do, ``
 from __future__ import annotations
 
 import functools
-import math
 
 import torch
 import triton
@@ -15,18 +14,19 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pensieve.kernels.attention import work_lists
-from pensieve.kernels.attention.check import check_attention
+from pensieve.kernels.attention.call import AttentionCall, check_attention
 from pensieve.kernels.attention.hopper import launch as hopper
-from pensieve.kernels.attention.items import LOWEST, attend_item
+from pensieve.kernels.attention.items import LOWEST, Q_START, attend_item
 from pensieve.kernels.attention.kinds import Geometry
-from pensieve.kernels.attention.plan import HEADER, AttentionPlan, geometry_of, plan_key
+from pensieve.kernels.attention.plan import AttentionPlan, geometry_of
 from pensieve.kernels.attention.tiles import Tile, width_of
-from pensieve.kernels.span_table import SpanTable
+from pensieve.kernels.spans import Spans
 
 ITEM, MERGE = tl.constexpr(work_lists.ITEM), tl.constexpr(work_lists.MERGE)
-LISTS_AT = tl.constexpr(3)
-NARROW, WIDE, MERGES = 0, 1, 2
-"""The lists of a plan. Word ``LIST`` of the header is a list's length, word ``LISTS_AT + LIST`` is its place."""
+LISTS_AT = tl.constexpr(work_lists.LISTS_AT)
+FIRST, END = tl.constexpr(work_lists.MERGE_FIRST), tl.constexpr(work_lists.MERGE_END)
+PARTIAL, COUNT = tl.constexpr(work_lists.MERGE_PARTIAL), tl.constexpr(work_lists.MERGE_PIECES)
+STRIDE = tl.constexpr(work_lists.MERGE_STRIDE)
 PLAIN, ALONE, AFTER, BESIDE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 """How a launch stands to the one before it. PLAIN, ALONE: it begins when that one has ended. AFTER: it begins early,
 but reads what that one writes only when that one has ended. BESIDE: it runs side by side with that one, and ends after
@@ -83,13 +83,13 @@ def _merge(  # type: ignore[no-untyped-def]
     for work in tl.range(tl.program_id(0), tl.load(words + LIST) * KV_HEADS, tl.num_programs(0)):
         head = work % KV_HEADS
         merge = merges + work // KV_HEADS * MERGE
-        row = tl.load(merge + 1) + tl.arange(0, ROWS)
-        valid = row < tl.load(merge + 2)
-        token = (tl.load(merge) + row // GROUPS).to(tl.int64)
+        row = tl.load(merge + FIRST) + tl.arange(0, ROWS)
+        valid = row < tl.load(merge + END)
+        token = (tl.load(merge + Q_START) + row // GROUPS).to(tl.int64)
         query_head = head * GROUPS + row % GROUPS
-        base = head.to(tl.int64) * partial_rows + tl.load(merge + 3) + tl.arange(0, ROWS)
-        pieces = tl.load(merge + 4)
-        apart = tl.load(merge + 5)
+        base = head.to(tl.int64) * partial_rows + tl.load(merge + PARTIAL) + tl.arange(0, ROWS)
+        pieces = tl.load(merge + COUNT)
+        apart = tl.load(merge + STRIDE)
         if ORDER == AFTER:  # all of the above was there before the launch that makes the pieces
             gdc_wait()
         acc = tl.zeros([ROWS, WIDTH], tl.float32)
@@ -120,11 +120,11 @@ def _merge(  # type: ignore[no-untyped-def]
         gdc_wait()
 
 
-def ragged_paged_attention(
+def attend(
     q: torch.Tensor,
-    kv_pool_of_layer: torch.Tensor,
-    spans: SpanTable,
-    page_tables: torch.Tensor,
+    pool: torch.Tensor,
+    plan: AttentionPlan,
+    tables: torch.Tensor,
     *,
     scale: float,
     return_lse: bool = False,
@@ -132,23 +132,33 @@ def ragged_paged_attention(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Causal attention of ragged query spans over paged keys and values; see the reference for the whole promise.
 
-    ``q`` [T, Hq, D], pool [P, 2, Hkv, N, D] in float16, bfloat16 or (slow, for tests) float32, D ≤ 256; page tables
-    int32 [R, pages]. Page tables of unequal length may lie end to end in one int32 array: pass it as
-    ``flat.as_strided((len(flat), 1), (1, 1))``, and the place of a table's first entry as its row. No entry is read
+    ``q`` [T, Hq, D], one layer's ``pool`` [P, 2, Hkv, N, D] in float16, bfloat16 or (slow, for tests) float32, D ≤ 256;
+    ``plan`` holds the spans and serves every layer of a step. ``tables`` int32 [R, pages]; page tables of unequal
+    length may lie end to end in one array [n], and a span's ``TABLE`` is then where its table begins. No entry is read
     beyond the page of the last token that a span's queries see. Returns ``out`` and, if asked for, the log of the
-    softmax denominator, float32 [T, Hq]. The work list is made by the first call for a span table. Can be captured in
-    a graph: see ``AttentionPlan``.
-    Raises ValueError when the tensors do not fit each other.
+    softmax denominator, float32 [T, Hq]. Can be captured in a graph: see ``AttentionPlan``.
+    Raises ValueError when the tensors fit neither each other nor the plan.
     """
+    call = AttentionCall.of(q, pool, tables, scale, return_lse, out)
+    plan.check(q, pool)
+    _launch(plan, call)
+    return (call.out, call.lse) if return_lse else call.out
+
+
+def ragged_paged_attention(
+    q: torch.Tensor,
+    kv_pool_of_layer: torch.Tensor,
+    spans: Spans,
+    page_tables: torch.Tensor,
+    *,
+    scale: float,
+    return_lse: bool = False,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """``attend`` with a plan for this call alone: for one layer, or where planning again does not matter."""
     check_attention(q, kv_pool_of_layer, page_tables, out, scale)
-    plan = spans.plan(
-        plan_key(q, kv_pool_of_layer),
-        lambda: AttentionPlan.of(spans.host, len(q), geometry_of(q, kv_pool_of_layer), q.device),
-    )
-    out = torch.empty_like(q) if out is None else out
-    lse = q.new_empty(q.shape[:2] if return_lse else (1, 1), dtype=torch.float32)
-    _launch(plan, q, kv_pool_of_layer, page_tables, out, lse, scale, return_lse)
-    return (out, lse) if return_lse else out
+    plan = AttentionPlan.of(spans, len(q), geometry_of(q, kv_pool_of_layer), q.device)
+    return attend(q, kv_pool_of_layer, plan, page_tables, scale=scale, return_lse=return_lse, out=out)
 
 
 def constants(
@@ -169,55 +179,40 @@ def options(tile: Tile, order: tl.constexpr = PLAIN) -> dict[str, int]:
     return {"num_warps": tile.warps, "enable_fp_fusion": True, "launch_pdl": early, **limit}
 
 
-def _launch(
-    plan: AttentionPlan,
-    q: torch.Tensor,
-    pool: torch.Tensor,
-    tables: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    scale: float,
-    return_lse: bool,
-) -> None:
+def _launch(plan: AttentionPlan, call: AttentionCall) -> None:
     """Queue both launches of a plan, the wide one first, and the merge of cut items."""
-    kv_heads, scratch, capacity = plan.geometry.kv_heads, plan.scratch, plan.capacity
+    q, pool, out, scratch, capacity = call.q, call.pool, call.out, plan.scratch, plan.capacity
+    kv_heads, processors = plan.geometry.kv_heads, plan.geometry.multiprocessors
     overlaps = q.is_cuda and _may_overlap(q.device)
     beside = overlaps and capacity.narrow > 0 and capacity.wide > 0
     first = ALONE if overlaps else PLAIN
 
-    def attend(tile: Tile, which: int, programs: int, order: tl.constexpr) -> None:
+    def run(tile: Tile, which: int, programs: int, order: tl.constexpr) -> None:
         _attend[(programs,)](
-            q, pool, tables, out, lse, plan.words, scratch.partial, scratch.partial_lse, scratch.rows,
+            q, pool, call.tables, out, call.lse, plan.words, scratch.partial, scratch.partial_lse, scratch.rows,
             q.stride(0), q.stride(1), pool.stride(0), pool.stride(1), pool.stride(2),
-            pool.stride(3), tables.stride(0), out.stride(0), out.stride(1), scale * math.log2(math.e),
-            **constants(tile, which, plan.geometry, pool.shape[3], order=order), LSE=return_lse,
+            pool.stride(3), call.table_stride, out.stride(0), out.stride(1), call.factor,
+            **constants(tile, which, plan.geometry, pool.shape[3], order=order), LSE=call.return_lse,
             **options(tile, order),
         )  # fmt: skip
 
     if capacity.wide and plan.wide.hopper:
-        if not hopper.addressable(q, pool):
-            raise ValueError("the plan is for tensors that bulk copies can address, and these are not such")
-        hopper.attend_wide(
-            q, pool, tables, out, lse, plan.words, scratch.partial, scratch.partial_lse, scale=scale,
-            return_lse=return_lse, count_at=WIDE, items_at=HEADER, partial_rows=scratch.rows,
-            programs=plan.geometry.multiprocessors, beside=beside,
-        )  # fmt: skip
+        hopper.attend_wide(call, plan.words, scratch, programs=processors, beside=beside)
     elif capacity.wide:
         # Beside narrow items, one program per multiprocessor: others would leave no room.
-        programs = plan.geometry.multiprocessors if beside else capacity.wide * kv_heads
-        attend(plan.wide, WIDE, programs, first)
+        run(plan.wide, work_lists.WIDE, processors if beside else capacity.wide * kv_heads, first)
     if capacity.narrow:
         # Beside wide items, narrow ones fill the multiprocessors that are left. Launched first, they would take all;
         # launched second, they begin when every program of the wide launch has begun.
         programs = (capacity.narrow_programs or capacity.narrow) * kv_heads
-        attend(plan.narrow, NARROW, programs, BESIDE if beside else first)
+        run(plan.narrow, work_lists.NARROW, programs, BESIDE if beside else first)
     if capacity.merges:
         rows, order = plan.kind.merged_rows, AFTER if overlaps else PLAIN
-        _merge[(min(capacity.merges * kv_heads, MERGING * plan.geometry.multiprocessors),)](
-            out, lse, plan.words, scratch.partial, scratch.partial_lse, scratch.rows, out.stride(0), out.stride(1),
-            LIST=MERGES, KV_HEADS=kv_heads, GROUPS=plan.geometry.groups, DIM=q.shape[2], WIDTH=width_of(q.shape[2]),
-            ROWS=rows, PIECES=MERGED_AT_ONCE // rows, LSE=return_lse, ORDER=order.value, enable_fp_fusion=True,
-            launch_pdl=overlaps,
+        _merge[(min(capacity.merges * kv_heads, MERGING * processors),)](
+            out, call.lse, plan.words, scratch.partial, scratch.partial_lse, scratch.rows, out.stride(0), out.stride(1),
+            LIST=work_lists.MERGES, KV_HEADS=kv_heads, GROUPS=plan.geometry.groups, DIM=q.shape[2],
+            WIDTH=width_of(q.shape[2]), ROWS=rows, PIECES=MERGED_AT_ONCE // rows, LSE=call.return_lse,
+            ORDER=order.value, enable_fp_fusion=True, launch_pdl=overlaps,
         )  # fmt: skip
 
 

@@ -8,15 +8,23 @@ R page-table rows. A layer's KV pool is ``[P, 2, Hkv, N, D]``: keys and values o
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal, overload
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
 from pensieve.kernels.arguments import Activation, HeadPrep
-from pensieve.kernels.reference_plan import ReferencePlan, SpanGroup, make_plan
-from pensieve.kernels.span_table import SpanTable
+from pensieve.kernels.spans import POSITION, Q_LEN, Q_START, TABLE, Ints, Spans, num_tokens
 
+QUERY_BLOCK = 256
+"""Most queries of one span attended at a time."""
+GROUP_ELEMENTS = 1024 * 1024
+"""Largest batch of single-token spans, in gathered key and value elements: bounds memory, keeps caches warm."""
+GROUP_FILL = 0.75
+"""A span joins a batch only if its context fills at least this share of the longest one."""
 _ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
     "relu": F.relu,
@@ -24,12 +32,132 @@ _ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class QueryBlock:
+    """Queries that one call attends: ``rows`` of q in order of (span, token), and the keys that they see."""
+
+    rows: torch.Tensor | slice
+    seen: int
+    """Leading keys that some query sees."""
+    mask: torch.Tensor | None
+    """What is added to the scores: 0 or -inf, broadcastable to [B, Hkv, G*q, seen]; None: every query sees all keys."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpanGroup:
+    """Spans whose keys and values are gathered together."""
+
+    batch: int
+    page_rows: torch.Tensor
+    """int64 [2 * batch * Hkv * pages]: rows of the pool seen as [P * 2 * Hkv, N * D]."""
+    unseen: tuple[torch.Tensor, torch.Tensor] | None
+    """(batch index, position) of every gathered slot that must not be read."""
+    blocks: tuple[QueryBlock, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReferencePlan:
+    """The walk through one step."""
+
+    groups: tuple[SpanGroup, ...]
+    scratch_rows: int
+    """Longest ``page_rows`` of a group."""
+    covers_all: bool
+    """Whether every row of q belongs to a span."""
+
+
+def make_plan(q: torch.Tensor, pool: torch.Tensor, spans: Spans, page_tables: torch.Tensor) -> ReferencePlan:
+    """Plan for queries of q's shape and dtype over a pool of ``pool``'s shape; reads the page tables once.
+
+    Single-token spans are attended in padded batches of similar context length; a longer span stands alone and is cut
+    into blocks of queries, so that a block reads only the keys that its last query sees and its mask stays small.
+    Raises ValueError when the query heads do not divide over the KV heads.
+    """
+    if q.shape[1] % pool.shape[2]:
+        raise ValueError(f"{q.shape[1]} query heads do not divide over {pool.shape[2]} KV heads")
+    builder = _Builder(q, pool, page_tables)
+    lengths = spans[:, Q_LEN]
+    groups = [builder.batched(batch) for batch in _batches(spans[lengths == 1], pool)]
+    groups += [builder.alone(span) for span in spans[lengths > 1]]
+    rows = max((len(group.page_rows) for group in groups), default=0)
+    return ReferencePlan(tuple(groups), rows, num_tokens(spans) == len(q))
+
+
+def _batches(spans: Spans, pool: torch.Tensor) -> list[Spans]:
+    """Single-token spans [n, 4] in batches of similar context length, longest first."""
+    order = spans[np.argsort(-spans[:, POSITION], kind="stable")]
+    per_token = 2 * pool.shape[2] * pool.shape[4]
+    batches, first = [], 0
+    for index in range(1, len(order) + 1):
+        longest = int(order[first, POSITION]) + 1
+        full = (index + 1 - first) * longest * per_token > GROUP_ELEMENTS
+        if index == len(order) or full or order[index, POSITION] + 1 < GROUP_FILL * longest - pool.shape[3]:
+            batches.append(order[first:index])
+            first = index
+    return batches
+
+
+class _Builder:
+    """Makes groups for one set of tensors."""
+
+    def __init__(self, q: torch.Tensor, pool: torch.Tensor, page_tables: torch.Tensor) -> None:
+        self.q, self.kv_heads, self.page_tokens = q, pool.shape[2], pool.shape[3]
+        self.tables = page_tables.cpu().numpy()
+
+    def batched(self, spans: Spans) -> SpanGroup:
+        """One group of single-token spans [n, 4]."""
+        seen = spans[:, POSITION] + 1
+        longest = int(seen.max())
+        page_rows, padded = self._page_rows(spans[:, TABLE], seen)
+        position = np.arange(padded)
+        which, where = np.nonzero(position[None, :] >= seen[:, None])
+        mask = None
+        if int(seen.min()) < longest:
+            mask = self._bias(position[None, :longest] < seen[:, None])[:, None, None, :]
+        unseen = (self._index(which), self._index(where)) if mask is not None else None
+        return SpanGroup(
+            len(spans), page_rows, unseen, (QueryBlock(self._index(spans[:, Q_START]), longest, mask),)
+        )
+
+    def alone(self, span: Ints) -> SpanGroup:
+        """One span of several tokens: [4]."""
+        start, length, position, table = (int(value) for value in span)
+        page_rows, _ = self._page_rows(np.array([table]), np.array([position + length]))
+        blocks = []
+        for first in range(0, length, QUERY_BLOCK):
+            count = min(QUERY_BLOCK, length - first)
+            seen = position + first + count
+            visible = np.arange(seen)[None, :] <= (position + first + np.arange(count))[:, None]
+            heads = self.q.shape[1] // self.kv_heads
+            mask = self._bias(np.tile(visible, (heads, 1)))
+            blocks.append(QueryBlock(slice(start + first, start + first + count), seen, mask))
+        return SpanGroup(1, page_rows, None, tuple(blocks))
+
+    def _page_rows(self, rows: Ints, seen: Ints) -> tuple[torch.Tensor, int]:
+        """Pool rows of keys then values of all pages the spans see, and the padded length in tokens."""
+        needed = -(-seen // self.page_tokens)
+        count = int(needed.max())
+        pages = self.tables[rows, :count].astype(np.int64)
+        # Entries past a row's last visible page may be anything: read its first page in their place.
+        pages = np.where(np.arange(count)[None, :] < needed[:, None], pages, pages[:, :1])
+        heads = np.arange(self.kv_heads)
+        keys = (pages[:, None, :] * 2) * self.kv_heads + heads[None, :, None]  # [B, Hkv, pages]
+        both = np.stack([keys, keys + self.kv_heads])
+        return self._index(both.reshape(-1)), count * self.page_tokens
+
+    def _bias(self, visible: npt.NDArray[np.bool_]) -> torch.Tensor:
+        bias = torch.zeros(visible.shape, dtype=self.q.dtype)
+        return bias.masked_fill_(torch.from_numpy(~visible), -torch.inf).to(self.q.device)
+
+    def _index(self, values: Ints) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values)).to(self.q.device)
+
+
 @overload
-def ragged_paged_attention(
+def attend(
     q: torch.Tensor,
-    kv_pool_of_layer: torch.Tensor,
-    spans: SpanTable,
-    page_tables: torch.Tensor,
+    pool: torch.Tensor,
+    plan: ReferencePlan,
     *,
     scale: float,
     return_lse: Literal[False] = False,
@@ -38,11 +166,10 @@ def ragged_paged_attention(
 
 
 @overload
-def ragged_paged_attention(
+def attend(
     q: torch.Tensor,
-    kv_pool_of_layer: torch.Tensor,
-    spans: SpanTable,
-    page_tables: torch.Tensor,
+    pool: torch.Tensor,
+    plan: ReferencePlan,
     *,
     scale: float,
     return_lse: Literal[True],
@@ -50,11 +177,10 @@ def ragged_paged_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
-def ragged_paged_attention(
+def attend(
     q: torch.Tensor,
-    kv_pool_of_layer: torch.Tensor,
-    spans: SpanTable,
-    page_tables: torch.Tensor,
+    pool: torch.Tensor,
+    plan: ReferencePlan,
     *,
     scale: float,
     return_lse: bool = False,
@@ -62,28 +188,27 @@ def ragged_paged_attention(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Causal attention of ragged query spans over paged keys and values.
 
-    ``q`` [T, Hq, D]; ``kv_pool_of_layer`` [P, 2, Hkv, N, D], already holding the keys and values of the queries
-    themselves; ``page_tables`` int32 [R, pages]. The query at position ``p`` sees positions ``0..p`` of its row.
-    Returns ``out`` [T, Hq, D] and, if asked for, the natural log of the softmax denominator, float32 [T, Hq]. Slots
-    (places of tokens in pages) that no query sees may hold anything, NaN included. Page-table entries past a row's last
-    visible page may name any page of the pool. Rows of ``q`` outside every span come out as 0 (lse: -inf).
+    ``q`` [T, Hq, D]; ``pool`` [P, 2, Hkv, N, D] of one layer, already holding the keys and values of the queries
+    themselves; ``plan`` of ``make_plan``, which every layer of a step shares. The query at position ``p`` sees
+    positions ``0..p`` of its context. Returns ``out`` [T, Hq, D] and, if asked for, the natural log of the softmax
+    denominator, float32 [T, Hq]. Slots (places of tokens in pages) that no query sees may hold anything, NaN included.
+    Page-table entries past a table's last visible page may name any page of the pool. Rows of ``q`` outside every span
+    come out as 0 (lse: -inf).
     """
-    groups, num_heads, head_dim = q.shape[1] // kv_pool_of_layer.shape[2], q.shape[1], q.shape[2]
-    if groups * kv_pool_of_layer.shape[2] != num_heads:
-        raise ValueError(f"{num_heads} query heads do not divide over {kv_pool_of_layer.shape[2]} KV heads")
+    num_heads, head_dim, kv_heads = q.shape[1], q.shape[2], pool.shape[2]
+    groups = num_heads // kv_heads
     out = torch.empty_like(q) if out is None else out
     lse = q.new_full((len(q), num_heads), -torch.inf, dtype=torch.float32) if return_lse else None
-    if spans.num_tokens != len(q):
+    if not plan.covers_all:
         out.zero_()
-    plan = _plan_for(q, kv_pool_of_layer, spans, page_tables)
-    pages = kv_pool_of_layer.reshape(-1, kv_pool_of_layer.shape[3] * head_dim)
+    pages = pool.reshape(-1, pool.shape[3] * head_dim)
     scratch = q.new_empty((plan.scratch_rows, pages.shape[1]))
     for group in plan.groups:
-        keys, values = _gather(pages, group, scratch, kv_pool_of_layer.shape)
+        keys, values = _gather(pages, group, scratch, pool.shape)
         for block in group.blocks:
             rows, seen = block.rows, block.seen
             # Query heads of one KV head become query rows of it, so that keys are never repeated: [B, Hkv, G*q, D].
-            queries = q[rows].view(group.batch, -1, kv_pool_of_layer.shape[2], groups, head_dim)
+            queries = q[rows].view(group.batch, -1, kv_heads, groups, head_dim)
             length = queries.shape[1]
             folded = queries.permute(0, 2, 3, 1, 4).reshape(group.batch, -1, groups * length, head_dim)
             part = F.scaled_dot_product_attention(
@@ -98,12 +223,47 @@ def ragged_paged_attention(
     return out if lse is None else (out, lse)
 
 
-def _plan_for(
-    q: torch.Tensor, pool: torch.Tensor, spans: SpanTable, page_tables: torch.Tensor
-) -> ReferencePlan:
-    """The plan of this step: made by its first layer, shared by the others."""
-    key = f"reference/{q.shape[1]}/{tuple(pool.shape[2:4])}/{q.dtype}/{page_tables.data_ptr()}"
-    return spans.plan(key, lambda: make_plan(q, pool, spans, page_tables))
+@overload
+def ragged_paged_attention(
+    q: torch.Tensor,
+    kv_pool_of_layer: torch.Tensor,
+    spans: Spans,
+    page_tables: torch.Tensor,
+    *,
+    scale: float,
+    return_lse: Literal[False] = False,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor: ...
+
+
+@overload
+def ragged_paged_attention(
+    q: torch.Tensor,
+    kv_pool_of_layer: torch.Tensor,
+    spans: Spans,
+    page_tables: torch.Tensor,
+    *,
+    scale: float,
+    return_lse: Literal[True],
+    out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+def ragged_paged_attention(
+    q: torch.Tensor,
+    kv_pool_of_layer: torch.Tensor,
+    spans: Spans,
+    page_tables: torch.Tensor,
+    *,
+    scale: float,
+    return_lse: bool = False,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """``attend`` with a plan for this call alone; ``page_tables`` int32 [R, pages]."""
+    plan = make_plan(q, kv_pool_of_layer, spans, page_tables)
+    if return_lse:
+        return attend(q, kv_pool_of_layer, plan, scale=scale, return_lse=True, out=out)
+    return attend(q, kv_pool_of_layer, plan, scale=scale, out=out)
 
 
 def _gather(

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Iterable
-from typing import Final, NewType
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Final, Literal, NewType, TypedDict, get_args, get_type_hints
 
 import msgspec
 import numpy as np
@@ -22,7 +23,7 @@ RequestKey = NewType("RequestKey", int)
 """Names one generation attempt, and is made by the server. Never a client's request id: those may repeat."""
 
 MAX_CANDIDATES: Final = 16
-"""Of one turn; and the greatest width of a beam search."""
+"""The most candidates of a turn, and the greatest width of a beam search."""
 
 TokenArray = npt.NDArray[np.int32]
 Ints = npt.NDArray[np.int64]
@@ -60,23 +61,175 @@ class Phase(enum.IntEnum):
     COMMIT = 5
 
 
+class CandidateChoice(enum.IntEnum):
+    """Which candidate a turn commits; the numbers are those of ``pensieve.v1.CandidateChoice``."""
+
+    FIRST = 1
+    BEST_LOGPROB = 2
+    """The highest mean log-probability per output token."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingField:
+    """A row of the table of sampling parameters (``SamplingOptions``), beside its name, type and meaning.
+
+    Validation, the conversion of messages, the defaults of sessions, the SDK's hints at wrong names and the fields of
+    HTTP bodies follow the rows. A new parameter needs its field in the contract, a line in each of the three classes
+    below, and its mathematics.
+    """
+
+    low: float | None = None
+    """The least value of a number; None: whatever its type holds."""
+    high: float | None = None
+    """The largest value."""
+    above: bool = False
+    """``low`` itself is refused."""
+    unless_zero: float = 0.0
+    """The least value beside 0."""
+    limit: str = ""
+    """The server's limit that takes the place of ``high``."""
+    near: tuple[str, ...] = ()
+    """What other programs call it."""
+    http: str = ""
+    """Its name in all HTTP bodies that ask for an answer; empty: each endpoint has a way of its own."""
+    beams: Literal["", "replace", "refuse"] = ""
+    """Beam search takes the place of it, so a turn with beams does not inherit it; or the two contradict each other."""
+    kind: Any = None
+    """The type, as it stands before the row."""
+
+
+_MOST: Final = (1 << 31) - 1
+Choice = Literal["first", "best_logprob"]
+
+
+class SamplingOptions(TypedDict, total=False):
+    """How tokens are drawn. What is left out is the session's default, or else the server's."""
+
+    temperature: Annotated[
+        float, SamplingField(0.0, 10.0, unless_zero=0.01, http="temperature", beams="replace")
+    ]
+    """0 is greedy; else at least 0.01: lower is surer, higher is wilder."""
+    top_p: Annotated[float, SamplingField(0.0, 1.0, above=True, http="top_p")]
+    """Draw from the most likely tokens that together have this probability; 1 is off."""
+    top_k: Annotated[int, SamplingField(0, _MOST, http="top_k")]
+    """Draw from this many of the most likely tokens; 0 is off."""
+    min_p: Annotated[float, SamplingField(0.0, 1.0, http="min_p")]
+    """Draw from the tokens that are at least this probable, as a part of the most likely one's; 0 is off."""
+    candidates: Annotated[
+        int,
+        SamplingField(
+            1,
+            MAX_CANDIDATES,
+            limit="max_candidates",
+            near=("best_of", "n", "num_return_sequences"),
+            beams="replace",
+        ),
+    ]
+    """Answers to draw; all are streamed, one is committed."""
+    candidate_choice: Annotated[Choice, SamplingField()]
+    """Which one: the first, or the one with the highest mean log-probability per token."""
+    repetition_penalty: Annotated[
+        float,
+        SamplingField(
+            0.0, 10.0, above=True, near=("repeat_penalty",), http="repetition_penalty", beams="replace"
+        ),
+    ]
+    """Divides the scores of tokens that are in the context already; 1 is off."""
+    frequency_penalty: Annotated[float, SamplingField(-2.0, 2.0, http="frequency_penalty", beams="replace")]
+    """Taken off a token's score for each time it is in the answer already; 0 is off."""
+    presence_penalty: Annotated[float, SamplingField(-2.0, 2.0, http="presence_penalty", beams="replace")]
+    """Taken off a token's score once it is in the answer; 0 is off."""
+    seed: Annotated[int, SamplingField(http="seed")]
+    """Number that the random draws follow from; left out: one is made, and ``Turn.seed`` says which."""
+    stop: Annotated[
+        str | Sequence[str], SamplingField(near=("stop_sequences", "stop_strings"), beams="refuse")
+    ]
+    """End the answer before this text, or any of these."""
+    stop_token_ids: Annotated[Sequence[int], SamplingField(http="stop_token_ids")]
+    """End the answer with any of these tokens."""
+    ignore_eos: Annotated[bool, SamplingField(http="ignore_eos")]
+    """Go on past the model's own end of an answer."""
+    logit_bias: Annotated[Mapping[int, float], SamplingField(beams="refuse")]
+    """Added to the scores of these token ids."""
+    max_output_tokens: Annotated[
+        int,
+        SamplingField(
+            1,
+            _MOST,
+            near=(
+                "max_completion_tokens",
+                "max_length",
+                "max_new_tokens",
+                "max_tokens",
+                "n_predict",
+                "num_predict",
+            ),
+        ),
+    ]
+    """End the answer after this many tokens, as LENGTH; left out: when the model ends it or the context is full."""
+    min_output_tokens: Annotated[
+        int,
+        SamplingField(0, _MOST, near=("min_new_tokens", "min_tokens"), http="min_tokens", beams="refuse"),
+    ]
+    """No end of the model's own, and no stop token, before this many tokens."""
+    beam_width: Annotated[int, SamplingField(1, MAX_CANDIDATES, limit="max_beam_width", near=("num_beams",))]
+    """Above 1: beam search. The answer comes whole, at the end."""
+    length_penalty: Annotated[float, SamplingField(-10.0, 10.0)]
+    """Beam search: above 0 favours longer answers, below 0 shorter ones."""
+    early_stopping: Annotated[bool, SamplingField()]
+    """Beam search: end with the first ``beam_width`` finished answers."""
+
+
+def _table() -> dict[str, SamplingField]:
+    rows = {}
+    for name, hint in get_type_hints(SamplingOptions, include_extras=True).items():
+        kind, field = get_args(hint)
+        rows[name] = replace(field, kind=kind)
+    return rows
+
+
+SAMPLING: Final = _table()
+"""The rows by name."""
+
+
+class SamplingDefaults(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Sampling values that a session or a turn sets; None and empty mean "not set here"."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    seed: int | None = None
+    max_output_tokens: int | None = None
+    min_output_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool | None = None
+    logit_bias: dict[int, float] = {}
+    candidates: int | None = None
+    beam_width: int | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | None = None
+    candidate_choice: CandidateChoice | None = None
+
+
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, dict=True):
-    """Sampling parameters of one turn, fully resolved: every field has its effective value."""
+    """Sampling parameters of one turn, fully resolved. Each default is the neutral value: it asks for nothing."""
 
     temperature: float = 0.0
     """0 is greedy: the token with the largest logit, the lowest id on a tie."""
     top_p: float = 1.0
     top_k: int = 0
-    """0 is off."""
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     seed: int = 0
     max_output_tokens: int | None = None
-    """None: until an end-of-sequence token comes or the context is full."""
     min_output_tokens: int = 0
-    """No end-of-sequence or stop token ends the output before this many tokens."""
     opening: tuple[int, ...] = ()
     """What the output begins with: these tokens are chosen, whatever the logits say. They are output like any other."""
     stop: tuple[str, ...] = ()
@@ -86,7 +239,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, di
     top_logprobs: int | None = None
     """None: no logprobs; 0: of the chosen token only."""
     candidates: int = 1
-    """Answers drawn from the one context; candidate ``i`` samples with ``seed + i`` modulo 2^64."""
+    """Candidate ``i`` samples with ``seed + i`` modulo 2^64."""
     beam_width: int = 1
     """Above 1: beam search, as ``transformers`` defines it with ``num_beams``."""
     length_penalty: float = 1.0

@@ -15,11 +15,11 @@ import errno
 import logging
 import math
 import os
-import threading
 import time
-from collections import deque
 from collections.abc import Mapping
 from functools import cache
+from logging.handlers import QueueHandler, QueueListener
+from queue import Queue
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -90,50 +90,39 @@ def _timestamp(record: logging.LogRecord) -> str:
     return f"{seconds}.{int(record.msecs):03d}Z"
 
 
-class PatientWriter:
+class PatientWriter(QueueListener):
     """Writes to a file descriptor in a thread of its own, which may be held up for as long as it takes.
 
     What was to be written is written when ``write`` returns, as long as the descriptor takes anything. The thread does
     not go through ``sys.stderr``, whose lock Python wants to have when it ends.
     """
 
+    queue: Queue[bytes]
+
     def __init__(self, descriptor: int) -> None:
+        super().__init__(Queue())
         self._descriptor = descriptor
-        self._changed = threading.Condition()
-        self._waiting = deque[bytes]()
         self._stuck = False
         self.dropped = 0
         """How much was not written, because too much waits."""
-        threading.Thread(target=self._write_all, name="pensieve-log", daemon=True).start()
+        self.start()
 
     def write(self, data: bytes) -> None:
-        with self._changed:
-            if len(self._waiting) >= MOST_WAITING:
-                self.dropped += 1
-                return
-            self._waiting.append(data)
-            self._changed.notify_all()
-            if not self._stuck:
-                self._stuck = not self.wait_written(PATIENCE_S)
+        if self.queue.unfinished_tasks >= MOST_WAITING:
+            self.dropped += 1
+            return
+        if self.wait_written(0):
+            self._stuck = False
+        self.queue.put(data)
+        if not self._stuck:
+            self._stuck = not self.wait_written(PATIENCE_S)
 
     def wait_written(self, limit_s: float) -> bool:
         """Whether all is written by then."""
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._waiting, limit_s)
+        with self.queue.all_tasks_done:
+            return self.queue.all_tasks_done.wait_for(lambda: not self.queue.unfinished_tasks, limit_s)
 
-    def _write_all(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._waiting)
-                data = self._waiting[0]
-            self._write(data)
-            with self._changed:
-                self._waiting.popleft()
-                if not self._waiting:
-                    self._stuck = False
-                    self._changed.notify_all()
-
-    def _write(self, data: bytes) -> None:
+    def handle(self, data: bytes) -> None:  # type: ignore[override]  # lines, formatted where they were logged
         with contextlib.suppress(OSError):  # who should be told that nobody can be told?
             while data:
                 data = data[os.write(self._descriptor, data) :]
@@ -145,23 +134,22 @@ def stderr_writer() -> PatientWriter:
     return PatientWriter(STDERR)
 
 
-class PatientHandler(logging.Handler):
-    """Log lines to a ``PatientWriter``."""
+class PatientHandler(QueueHandler):
+    """Log lines to a ``PatientWriter``. They are formatted by the thread that logs: fields are bound to its context."""
 
     def __init__(self, writer: PatientWriter) -> None:
-        super().__init__()
+        super().__init__(writer.queue)
         self._writer = writer
         self._told = 0
 
-    def emit(self, record: logging.LogRecord) -> None:
-        try:
-            line = self.format(record)
-            if self._writer.dropped > self._told and self._writer.wait_written(0):
-                line = f"{self._tell()}\n{line}"
-        except Exception:
-            self.handleError(record)
-            return
-        self._writer.write(f"{line}\n".encode(errors="backslashreplace"))
+    def prepare(self, record: logging.LogRecord) -> bytes:
+        line = self.format(record)
+        if self._writer.dropped > self._told and self._writer.wait_written(0):
+            line = f"{self._tell()}\n{line}"
+        return f"{line}\n".encode(errors="backslashreplace")
+
+    def enqueue(self, record: bytes) -> None:  # type: ignore[override]  # as ``prepare`` returns it
+        self._writer.write(record)
 
     def flush(self) -> None:
         """Called when the process ends."""

@@ -8,9 +8,10 @@ Neither Redis' append-only file nor SQLite's pages carry a checksum over values,
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import zlib
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import Final, NamedTuple
 
@@ -18,7 +19,7 @@ import msgspec
 
 from pensieve.errors import DataLoss, FailedPrecondition
 from pensieve.store._refusals import corrupt, diverged, wrong_revision
-from pensieve.store.contract import SLICE_RECORDS, HistoryStore, Key, LoggedRecord
+from pensieve.store.contract import SLICE_RECORDS, HistoryStore, Key, LoggedRecord, LogSlice
 from pensieve.store.records import Erasure, Record, SessionRow
 
 FORMAT = 1
@@ -29,6 +30,8 @@ FORMAT_ERASED: Final = 2
 HASH_BYTES = 20
 SLICE_BYTES: Final = 512 << 10
 """Size of what one slice of a log reads: some milliseconds of work. The record that exceeds it is the last one."""
+ATTEMPTS: Final = 3
+"""A session that is replaced by another one while its log is read is read again from the beginning."""
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Record)
@@ -214,3 +217,36 @@ def _decoded(key: Key, entry: StoredRecord) -> Record:
     if record.revision != entry.revision:
         raise corrupt(key, entry.revision, f"says it is revision {record.revision}")
     return record
+
+
+async def read_whole(
+    fetch: Callable[[int, str], Awaitable[LogSlice]], after_revision: int, head_hash: str
+) -> list[LoggedRecord]:
+    """Every record after ``after_revision``, read slice by slice: between two slices others have their turn.
+
+    ``fetch``: reads the first slice after a revision, which has this chain hash ("": not known). Raises what it raises.
+
+    Each slice continues the chain of the one before it, and the last one ends in the row's head: so the result is
+    proven as if it had been read at once.
+    """
+    for attempt in range(ATTEMPTS):
+        logged: list[LoggedRecord] = []
+        created: int | None = None
+        while True:
+            at, chain = (
+                (logged[-1].record.revision, logged[-1].head_hash) if logged else (after_revision, head_hash)
+            )
+            try:
+                piece = await fetch(at, chain)
+            except DataLoss as error:
+                if not logged or error.reason != "HISTORY_REGRESSED" or attempt + 1 == ATTEMPTS:
+                    raise
+                break
+            if created not in (None, piece.row.create_ms):
+                break
+            created = piece.row.create_ms
+            logged += piece.records
+            if not piece.records or piece.records[-1].record.revision >= piece.row.revision:
+                return logged
+            await asyncio.sleep(0)
+    raise DataLoss("the session was replaced again and again while it was read", reason="HISTORY_REGRESSED")

@@ -1,16 +1,22 @@
-"""What of a stored session is sound, and what is not: pure functions over what was read."""
+"""What of a stored session is sound, what is not, and what it becomes then: pure functions over what was read.
+
+``fixed`` keeps only what the records prove, and drops nothing of them unasked. ``salvaged`` says of a session whose row
+cannot be read what its log still tells, which is nearly all of it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from pensieve.errors import DataLoss
-from pensieve.store._codec import verify_next
-from pensieve.store._raw import Finding, Problem, RawSession, Remedy, finding
-from pensieve.store._rules import Meta
-from pensieve.store.contract import LoggedRecord
-from pensieve.store.records import History, State
+import msgspec
+
+from pensieve.errors import DataLoss, FailedPrecondition
+from pensieve.store._codec import StoredRecord, decode_record, verify_next
+from pensieve.store._raw import Finding, Problem, RawSession, Remedy, at_rest, finding
+from pensieve.store._rules import Known, Meta, ttl_ms
+from pensieve.store.contract import Key, LoggedRecord
+from pensieve.store.records import History, SessionRow, State
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,3 +141,144 @@ def _of_row(session: RawSession, meta: Meta, history: History) -> Iterator[Findi
     if row.state is State.DAMAGED:
         detail = "it is marked as damaged, and every record is sound"
         yield finding(session.key, Problem.MARKED, detail, Remedy.REBUILD)
+
+
+@dataclass(frozen=True, slots=True)
+class Fix:
+    """A session as it shall be."""
+
+    session: RawSession
+    actions: tuple[str, ...]
+    """What was done, in words."""
+    records_cut: int = 0
+    """Unproven records at its end that it no longer has."""
+
+
+def fixed(examined: Examined, *, truncate: bool, now: int) -> Fix | None:
+    """None when nothing can be done, or is to be done.
+
+    A log that is not whole makes the session DAMAGED; with ``truncate`` it ends behind its last sound record instead,
+    if it has one. A request id that comes back is known without its fingerprint: whatever is sent under it is
+    answered by what was committed.
+    """
+    if examined.is_sound or any(one.remedy is Remedy.NONE for one in examined.findings):
+        return None
+    session = examined.session
+    if session.meta is not None and session.meta.row.state is State.DELETED:
+        rest = RawSession(session.key, session.meta)
+        return Fix(rest, ("what was left of the deleted session is erased",))
+    if examined.is_broken and not (truncate and examined.sound):
+        return _marked(examined, now)
+    requests = {
+        request_id: Known(_fingerprint(session, request_id, revision), revision)
+        for request_id, revision in examined.request_ids().items()
+    }
+    log = session.log[: len(examined.sound)]
+    fix = RawSession(session.key, _rebuilt(examined, now), log, requests)
+    cut = len(session.log) - len(log)
+    return Fix(fix, tuple(_words(examined, cut)), cut)
+
+
+def _marked(examined: Examined, now: int) -> Fix | None:
+    session, before = examined.session, examined.session.meta
+    if before is not None and before.row.state is State.DAMAGED:
+        return None
+    if before is None and not examined.sound:
+        return None
+    meta = _rebuilt(examined, now) if before is None else at_rest(before)
+    row = msgspec.structs.replace(meta.row, state=State.DAMAGED)
+    marked = RawSession(
+        session.key, Meta(row, meta.create_fingerprint, meta.lease), session.log, session.requests
+    )
+    return Fix(marked, ("marked as damaged: it can be read up to there and exported, not continued",))
+
+
+def _rebuilt(examined: Examined, now: int) -> Meta:
+    """The row that the sound records lead to; of a lost one, who it was forked from is gone."""
+    key, history, before = examined.session.key, examined.history, examined.session.meta
+    if before is None:
+        ttl = ttl_ms(history.config)
+        first, last = examined.sound[0].record, examined.sound[-1].record
+        row = SessionRow(
+            tenant=key.tenant,
+            session_id=key.session_id,
+            create_ms=first.time_ms,
+            update_ms=last.time_ms,
+            expire_ms=now + ttl if ttl else 0,
+        )
+        before = Meta(row, "")
+    kept = before.row.head_hash == history.head_hash and not any(
+        one.problem is Problem.ROW for one in examined.findings
+    )
+    configured = any(one.record.config is not None for one in examined.sound)
+    labelled = any(one.record.labels is not None for one in examined.sound)
+    after = msgspec.structs.replace(
+        before.row,
+        state=State.ACTIVE,
+        revision=history.revision,
+        head_hash=history.head_hash,
+        head_item=history.head_item,
+        item_count=len(history.items),
+        context_tokens=before.row.context_tokens if kept else int(history.tokens().size),
+        config=history.config if configured else before.row.config,
+        labels=dict(history.labels) if labelled else before.row.labels,
+        running=None,
+    )
+    return at_rest(Meta(after, before.create_fingerprint, before.lease))
+
+
+def _fingerprint(session: RawSession, request_id: str, revision: int) -> str:
+    """Of an entry that leads to the right record; of another one nothing is believed."""
+    known = session.requests.get(request_id)
+    return known.fingerprint if known is not None and known.revision == revision else ""
+
+
+def _words(examined: Examined, cut: int) -> list[str]:
+    problems = {one.problem for one in examined.findings}
+    names = {
+        Problem.ROW: "row rebuilt from the records",
+        Problem.COUNTS: "item numbers corrected",
+        Problem.REQUESTS: "request ids rebuilt",
+        Problem.LISTING: "entered in the listing again",
+        Problem.EXPIRY: "expiry set again",
+        Problem.MARKED: "mark taken off",
+    }
+    words = [text for problem, text in names.items() if problem in problems]
+    if examined.is_broken:
+        words.insert(0, f"ends at revision {examined.history.revision}, {cut} unproven records cut")
+    elif examined.is_ahead:
+        words.insert(0, f"row moved on to revision {examined.history.revision}")
+    elif Problem.LOG in problems:
+        words.insert(0, "entries that are no records removed")
+    return words
+
+
+def salvaged(key: Key, stored: Sequence[StoredRecord], *, update_ms: int) -> Meta:
+    """Metadata of a DAMAGED session, from its whole log (oldest first) as far as that can be read.
+
+    It never expires: nobody knows when it would.
+    """
+    history = History()
+    create_ms = 0
+    for entry in stored:
+        try:
+            record = decode_record(entry.data)
+            history = history.apply(record, entry.head_hash)
+        except (msgspec.MsgspecError, ValueError, FailedPrecondition):
+            break
+        create_ms = create_ms or record.time_ms
+    row = SessionRow(
+        tenant=key.tenant,
+        session_id=key.session_id,
+        state=State.DAMAGED,
+        revision=stored[-1].revision if stored else 0,
+        head_item=history.head_item,
+        head_hash=stored[-1].head_hash if stored else "",
+        item_count=len(history.items),
+        context_tokens=len(history.tokens()),
+        config=history.config,
+        labels=dict(history.labels),
+        create_ms=create_ms,
+        update_ms=update_ms,
+    )
+    return Meta(row, "")

@@ -1,4 +1,21 @@
-"""The lease of a running turn: who may begin one, who is met at it, and what is left for its holder. Pure functions."""
+"""The lease of a running turn: who may begin one, who is met at it, and what is left for its holder. Pure functions.
+
+A session's lease and what changes it. The holder is the caller that has the token::
+
+    state        by the holder                    by others
+    none                                          begin → held
+    held         renew → held                     begin: RunningElsewhere or busy → held
+                 commit, abort → none             ask_to_end: an order is left → held
+                 abort, called off → called off   apply, forget: busy → held
+                                                  delete → none; its time passes → lapsed
+    lapsed       renew → held                     begin → held by the new turn; the same request keeps its seed
+                 commit, abort → none             apply → none
+    called off                                    begin by a follower: CalledOff → called off
+                                                  begin → held; apply → none
+
+A store that one process owns ends every lease when it is opened: held → lapsed (``lapsed``). The Lua scripts of
+``redis_store`` make the same transitions.
+"""
 
 from __future__ import annotations
 

@@ -10,10 +10,17 @@ from dataclasses import dataclass, field
 from pensieve.errors import PensieveError
 from pensieve.store import _leases, _rules
 from pensieve.store._clock import Moment, steady_clock_ms, wall_clock_ms
-from pensieve.store._codec import StoredRecord, cut, marking_damage, read_log, store_record, store_rest
+from pensieve.store._codec import (
+    StoredRecord,
+    cut,
+    marking_damage,
+    read_log,
+    read_whole,
+    store_record,
+    store_rest,
+)
 from pensieve.store._listing import decode_cursor, encode_cursor, has_labels, position
 from pensieve.store._marks import found_by, markings
-from pensieve.store._reading import read_whole
 from pensieve.store._rules import Known, Meta
 from pensieve.store.contract import (
     SLICE_RECORDS,
@@ -117,10 +124,10 @@ class MemoryStore:
         return TenantUsage(len(live), sum(len(stored.data) for session in live for stored in session.log))
 
     async def read(self, key: Key, *, after_revision: int = 0, head_hash: str = "") -> list[LoggedRecord]:
-        async def fetch(after_revision: int, head_hash: str) -> LogSlice:
-            return await self.read_slice(key, after_revision=after_revision, head_hash=head_hash)
-
-        return await read_whole(fetch, after_revision, head_hash)
+        return await read_whole(
+            lambda after, chain: self.read_slice(key, after_revision=after, head_hash=chain),
+            *(after_revision, head_hash),
+        )
 
     async def read_slice(
         self, key: Key, *, after_revision: int = 0, head_hash: str = "", limit: int = SLICE_RECORDS

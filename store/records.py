@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from pensieve.core import FinishReason, HintReceipt, Role, TokenArray, Usage, unpack_tokens
+from pensieve.core import FinishReason, HintReceipt, Role, SamplingDefaults, TokenArray, Usage, unpack_tokens
 
 
 class RecordKind(enum.StrEnum):
@@ -33,43 +33,11 @@ class Overflow(enum.IntEnum):
     DROP_OLDEST_TURNS = 2
 
 
-class CandidateChoice(enum.IntEnum):
-    """Which candidate a turn commits; the numbers are those of ``pensieve.v1.CandidateChoice``."""
-
-    FIRST = 1
-    BEST_LOGPROB = 2
-    """The highest mean log-probability per output token."""
-
-
 class PrefixSharing(enum.IntEnum):
     """With whom a session shares the KV of a common beginning; numbers as in ``pensieve.v1.PrefixSharing``."""
 
     TENANT = 1
     NONE = 2
-
-
-class SamplingDefaults(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Sampling values a session or a turn sets; None and empty mean "not set here"."""
-
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    seed: int | None = None
-    max_output_tokens: int | None = None
-    min_output_tokens: int | None = None
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool | None = None
-    logit_bias: dict[int, float] = {}
-    candidates: int | None = None
-    beam_width: int | None = None
-    length_penalty: float | None = None
-    early_stopping: bool | None = None
-    candidate_choice: CandidateChoice | None = None
 
 
 class ModelBinding(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -8,24 +8,23 @@ when the log has another head. Time is the Redis server's.
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 from redis.exceptions import ResponseError
 
-from pensieve.errors import DataLoss, Unavailable
+from pensieve.errors import DataLoss, NotFound, PensieveError, Unavailable
 from pensieve.store import _refusals
-from pensieve.store._codec import SLICE_BYTES, marking_damage, read_log, store_record, store_rest
+from pensieve.store._codec import SLICE_BYTES, marking_damage, read_log, read_whole, store_record, store_rest
 from pensieve.store._leases import only
 from pensieve.store._marks import found_by, markings
-from pensieve.store._reading import read_whole
 from pensieve.store._redis import scripts
-from pensieve.store._redis.acknowledged import Acknowledged
+from pensieve.store._redis.acknowledged import Acknowledged, SafeHeads
+from pensieve.store._redis.clients import all_ended
 from pensieve.store._redis.dump import RedisDump
 from pensieve.store._redis.index import RedisIndex
 from pensieve.store._redis.link import RedisLink
-from pensieve.store._redis.problems import refusal
-from pensieve.store._redis.renewals import renew_all
 from pensieve.store._redis.rows import (
     Fields,
     append_args,
@@ -34,12 +33,11 @@ from pensieve.store._redis.rows import (
     create_fields,
     order_text,
     parse_log,
+    parse_order,
     parse_row,
     read_row,
     session_keys,
 )
-from pensieve.store._redis.safe_heads import SafeHeads
-from pensieve.store._redis.several import all_ended
 from pensieve.store._rules import TOMBSTONE_MS, check_first
 from pensieve.store.contract import (
     SLICE_RECORDS,
@@ -65,6 +63,11 @@ from pensieve.store.records import Record, SessionRow
 
 log = logging.getLogger(__name__)
 
+AT_ONCE: Final = 500
+"""Calls in one round trip: what else a server is asked for meanwhile waits some ms."""
+MOST_BEGUN: Final = 16_384
+"""Turns of which is remembered what they continue; others ask again when they commit."""
+
 
 class RedisStore:
     """``HistoryStore`` over one Redis database."""
@@ -74,19 +77,9 @@ class RedisStore:
         self._acknowledged = Acknowledged(link, on_went_back)
         self._index = RedisIndex(link)
         self._safe = SafeHeads(link)
-        self._create = link.script(scripts.CREATE)
-        self._load = link.script(scripts.LOAD)
-        self._find = link.script(scripts.FIND)
-        self._read = link.script(scripts.READ)
-        self._begin = link.script(scripts.BEGIN)
-        self._renew = link.script(scripts.RENEW)
-        self._ask_to_end = link.script(scripts.ASK_TO_END)
-        self._commit = link.script(scripts.COMMIT)
-        self._apply = link.script(scripts.APPLY)
-        self._abort = link.script(scripts.ABORT)
-        self._delete = link.script(scripts.DELETE)
-        self._forget = link.script(scripts.FORGET)
-        self._damage = link.script(scripts.DAMAGE)
+        self._begun: OrderedDict[tuple[Key, str], str] = OrderedDict()
+        """Chain hash that a turn begun here continues, by its token. Nothing is appended while the token holds the
+        lease, and what appends ends the lease: so a commit need not ask for the head again."""
 
     @classmethod
     def from_url(
@@ -96,7 +89,7 @@ class RedisStore:
         on_error: Callable[[], None] = lambda: None,
         on_went_back: Callable[[], None] = lambda: None,
     ) -> RedisStore:
-        """The forms are those of ``_redis.places.parse_place``. Raises ValueError on others."""
+        """The forms are those of ``_redis.clients.parse_place``. Raises ValueError on others."""
         return cls(RedisLink(url, on_error=on_error), on_went_back)
 
     def dump(self) -> RedisDump:
@@ -136,11 +129,11 @@ class RedisStore:
         await self._index.announce(key)
         stored = store_record(record, "")
         args = [fingerprint, stored.data, stored.crc, stored.head_hash, *create_fields(row)]
-        reply = await self._acknowledged.change(self._create, key, args)
+        reply = await self._acknowledged.change(scripts.CREATE, key, args)
         return await self._entered(key, reply)
 
     async def load(self, key: Key) -> SessionRow:
-        outcome, *values = await self._link.call(self._load, session_keys(key), [])
+        outcome, *values = await self._link.call(scripts.LOAD, session_keys(key), [])
         if outcome != b"OK":
             await self._refuse(key, outcome, values)
         fields = as_fields(values[1])
@@ -183,7 +176,7 @@ class RedisStore:
         return piece
 
     async def find_request(self, key: Key, request_id: str) -> int | None:
-        outcome, *values = await self._link.call(self._find, session_keys(key), [request_id])
+        outcome, *values = await self._link.call(scripts.FIND, session_keys(key), [request_id])
         if outcome != b"OK":
             await self._refuse(key, outcome, values)
         if not values[0]:
@@ -215,9 +208,9 @@ class RedisStore:
             ),
             *(request.known_revision, request.known_head, request.known_create_ms, int(request.follows)),
         ]
-        outcome, *values = await self._link.call(self._begin, session_keys(key), args)
+        outcome, *values = await self._link.call(scripts.BEGIN, session_keys(key), args)
         if outcome in (b"BEHIND", b"DIVERGED") and await self._link.look_again():
-            outcome, *values = await self._link.call(self._begin, session_keys(key), args)
+            outcome, *values = await self._link.call(scripts.BEGIN, session_keys(key), args)
         if outcome not in (b"OK", b"REPLAY", b"ELSEWHERE", b"CALLED_OFF"):
             if outcome in (b"BEHIND", b"DIVERGED"):
                 at = "is behind" if outcome == b"BEHIND" else "has another record at"
@@ -230,6 +223,9 @@ class RedisStore:
         now, fields = int(values[0]), as_fields(values[1])
         row = parse_row(key, fields, now)
         if outcome == b"OK":
+            self._begun[key, request.token] = row.head_hash
+            if len(self._begun) > MOST_BEGUN:
+                self._begun.popitem(last=False)
             return Began(row, int(fields[b"run_seed"]))
         if outcome == b"REPLAY":
             await self._safe.on_replicas(key, int(values[2]), fields.get(b"sure", b""))
@@ -244,11 +240,11 @@ class RedisStore:
         return only(await self.renew_leases([HeldLease(key, token)], lease_ms))
 
     async def renew_leases(self, leases: Sequence[HeldLease], lease_ms: int) -> list[RenewalAnswer]:
-        return await renew_all(self._link, self._renew, leases, lease_ms)
+        return await renew_all(self._link, leases, lease_ms)
 
     async def ask_to_end(self, key: Key, request_id: str, order: EndOrder) -> bool:
         args = [request_id, order_text(order)]
-        outcome, *values = await self._link.call(self._ask_to_end, session_keys(key), args)
+        outcome, *values = await self._link.call(scripts.ASK_TO_END, session_keys(key), args)
         if outcome != b"OK":
             await self._refuse(key, outcome, values)
         return bool(int(values[0]))
@@ -256,14 +252,18 @@ class RedisStore:
     async def commit(
         self, key: Key, token: str, fingerprint: str, record: Record, counts: Counts
     ) -> SessionRow:
+        known = self._begun.get((key, token))
         args, _ = await all_ended(
-            self._record_args(key, record, fingerprint, counts), self._index.mark(key, markings(record))
+            self._record_args(key, record, fingerprint, counts, known),
+            self._index.mark(key, markings(record)),
         )
-        reply = await self._append(self._commit, key, [token, *args])
+        reply = await self._append(scripts.COMMIT, key, [token, *args])
+        self._begun.pop((key, token), None)
         return await self._entered(key, reply, request_id=record.request_id, offered=record.revision)
 
     async def abort(self, key: Key, token: str, *, called_off: bool = False) -> None:
-        await self._link.call(self._abort, session_keys(key), [token, int(called_off)])
+        self._begun.pop((key, token), None)
+        await self._link.call(scripts.ABORT, session_keys(key), [token, int(called_off)])
 
     async def apply(
         self,
@@ -279,7 +279,7 @@ class RedisStore:
         args.insert(0, "" if expected_revision is None else expected_revision)
         left = [store_rest(one) for one in rests]
         reply = await self._append(
-            self._apply, key, [*args, len(left), *(word for one in left for word in one)]
+            scripts.APPLY, key, [*args, len(left), *(word for one in left for word in one)]
         )
         row = await self._entered(
             key, reply, request_id=record.request_id, expected=expected_revision, offered=record.revision
@@ -296,7 +296,7 @@ class RedisStore:
         self, key: Key, *, expected_revision: int | None = None, allow_missing: bool = False
     ) -> None:
         args = ["" if expected_revision is None else expected_revision, TOMBSTONE_MS]
-        outcome, *values = await self._acknowledged.change(self._delete, key, args)
+        outcome, *values = await self._acknowledged.change(scripts.DELETE, key, args)
         if outcome == b"NOT_FOUND" and allow_missing:
             await self._link.check_marker()
         elif outcome not in (b"OK", b"DELETED"):
@@ -307,7 +307,7 @@ class RedisStore:
         await self._index.remove(key)
 
     async def forget(self, key: Key, head_hash: str) -> None:
-        outcome, *values = await self._acknowledged.change(self._forget, key, [head_hash])
+        outcome, *values = await self._acknowledged.change(scripts.FORGET, key, [head_hash])
         if outcome == b"DELETED":
             return
         if outcome == b"NOT_FOUND":
@@ -322,7 +322,7 @@ class RedisStore:
         await self._index.remove_old(key, int(update_ms))
 
     async def mark_damaged(self, key: Key) -> None:
-        outcome, *values = await self._link.call(self._damage, session_keys(key), [])
+        outcome, *values = await self._link.call(scripts.DAMAGE, session_keys(key), [])
         if outcome != b"OK":
             await self._refuse(key, outcome, values)
 
@@ -335,7 +335,7 @@ class RedisStore:
     ) -> tuple[LogSlice, Fields]:
         """A slice of the log, and the map of all request ids if it is asked for."""
         args = [after_revision, limit, SLICE_BYTES, int(requests)]
-        outcome, *values = await self._link.call(self._read, session_keys(key), args)
+        outcome, *values = await self._link.call(scripts.READ, session_keys(key), args)
         if outcome != b"OK":
             await self._refuse(key, outcome, values)
         fields = as_fields(values[1])
@@ -350,10 +350,13 @@ class RedisStore:
         await self._safe.shown(row, fields)
         return LogSlice(row, tuple(logged)), as_fields(values[3])
 
-    async def _record_args(self, key: Key, record: Record, fingerprint: str, counts: Counts) -> list[Any]:
-        """``record`` encoded on the head that the log has now; the script checks that it still has it."""
-        head = await self._link.command("HGET", session_keys(key)[0], "head_hash")
-        base = "" if head is None else head.decode()
+    async def _record_args(
+        self, key: Key, record: Record, fingerprint: str, counts: Counts, base: str | None = None
+    ) -> list[Any]:
+        """``record`` encoded on the head ``base``, None: on the one that the log has now. The script checks it."""
+        if base is None:
+            head = await self._link.command("HGET", session_keys(key)[0], "head_hash")
+            base = "" if head is None else head.decode()
         return append_args(record, fingerprint, base, store_record(record, base), counts)
 
     async def _append(self, script: Any, key: Key, args: list[Any]) -> list[Any]:
@@ -406,3 +409,79 @@ class RedisStore:
             if await self._acknowledged.is_lost(key, values[0]):
                 raise _refusals.lost()
         raise refusal(key, outcome, values, request_id, expected, offered)
+
+
+async def renew_all(link: RedisLink, leases: Sequence[HeldLease], lease_ms: int) -> list[RenewalAnswer]:
+    """``HistoryStore.renew_leases``. The leases of each server go by themselves, so that one that is away holds up
+    none of the others.
+    """
+    keys = [session_keys(lease.key) for lease in leases]
+    servers = await link.servers_of([some[0] for some in keys])
+    by_server: defaultdict[str, list[int]] = defaultdict(list)
+    for number, server in enumerate(servers):
+        by_server[server].append(number)
+    answers: dict[int, RenewalAnswer] = {}
+
+    async def renew_at_one(numbers: list[int]) -> None:
+        for first in range(0, len(numbers), AT_ONCE):
+            some = numbers[first : first + AT_ONCE]
+            try:
+                replies = await link.calls(
+                    scripts.RENEW, [(keys[number], [leases[number].token, lease_ms]) for number in some]
+                )
+            except Unavailable as error:
+                answers.update(dict.fromkeys(numbers[first:], error))
+                return
+            for number, reply in zip(some, replies, strict=True):
+                answers[number] = _answer(leases[number], reply)
+
+    await all_ended(*map(renew_at_one, by_server.values()))
+    if any(isinstance(answer, NotFound) for answer in answers.values()):
+        await link.check_marker()  # Of a store that was emptied nothing is known.
+    return [answers[number] for number in range(len(leases))]
+
+
+def _answer(lease: HeldLease, reply: list[Any] | PensieveError) -> RenewalAnswer:
+    if isinstance(reply, PensieveError):
+        return reply
+    outcome, *values = reply
+    if outcome != b"OK":
+        return refusal(lease.key, outcome, values)
+    return Renewed(parse_order(values[0]), bool(values[1]))
+
+
+def refusal(
+    key: Key,
+    outcome: bytes,
+    values: list[Any],
+    request_id: str = "",
+    expected: int | None = None,
+    offered: int = 0,
+) -> PensieveError:
+    """The error that an outcome of a script stands for. ``offered``: the revision of what was to be appended."""
+    match outcome:
+        case b"NOT_FOUND":
+            return _refusals.not_found()
+        case b"DELETED":
+            return _refusals.deleted()
+        case b"EXISTS":
+            return _refusals.session_exists(key)
+        case b"DAMAGED":
+            return _refusals.damaged()
+        case b"REUSED":
+            return _refusals.request_reused(request_id)
+        case b"BUSY":
+            return _refusals.busy(values[0].decode(), int(values[1]))
+        case b"REVISION":
+            return _refusals.wrong_revision(int(values[0]), expected or 0)
+        case b"CORRUPT":
+            return _refusals.corrupt(key, int(values[0]), values[1].decode())
+        case b"OTHER_HEAD":
+            return _refusals.other_head(int(values[0]))
+        case b"DIVERGED":
+            return _refusals.diverged(int(values[0]))
+        case b"NOT_NEXT":
+            return _refusals.not_next(int(values[0]), offered)
+        case b"FENCED":
+            return _refusals.fenced()
+    raise AssertionError(f"unknown script outcome {outcome!r}")

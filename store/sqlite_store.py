@@ -22,10 +22,9 @@ from typing import Final, TypeVar
 from pensieve.errors import DataLoss, PensieveError
 from pensieve.store import _leases, _rules
 from pensieve.store._clock import Moment, steady_clock_ms, wall_clock_ms
-from pensieve.store._codec import cut, marking_damage, read_log, store_rest
+from pensieve.store._codec import cut, marking_damage, read_log, read_whole, store_rest
 from pensieve.store._listing import decode_cursor, encode_cursor, position
 from pensieve.store._marks import found_by
-from pensieve.store._reading import read_whole
 from pensieve.store._sqlite.database import SqliteDatabase
 from pensieve.store._sqlite.dump import SqliteDump
 from pensieve.store._sqlite.rows import DamagedSession, Rows
@@ -154,10 +153,10 @@ class SqliteStore:
         return await self._database.read(lambda rows: rows.usage(tenant, self._now()), tenant)
 
     async def read(self, key: Key, *, after_revision: int = 0, head_hash: str = "") -> list[LoggedRecord]:
-        async def fetch(after_revision: int, head_hash: str) -> LogSlice:
-            return await self.read_slice(key, after_revision=after_revision, head_hash=head_hash)
-
-        return await read_whole(fetch, after_revision, head_hash)
+        return await read_whole(
+            lambda after, chain: self.read_slice(key, after_revision=after, head_hash=chain),
+            *(after_revision, head_hash),
+        )
 
     async def read_slice(
         self, key: Key, *, after_revision: int = 0, head_hash: str = "", limit: int = SLICE_RECORDS
@@ -194,9 +193,13 @@ class SqliteStore:
 
     async def begin(self, key: Key, request: BeginRequest) -> BeginOutcome:
         def work(rows: Rows) -> BeginOutcome:
-            known = rows.known(key, request.request_id)
-            hash_there = rows.hash_at(key, request.known_revision) if request.known_head else ""
-            begun = _leases.begin(rows.meta(key), known, request, self._now(), hash_there=hash_there)
+            before, known = rows.meta(key), rows.known(key, request.request_id)
+            at = request.known_revision
+            is_behind_head = (
+                before is not None and at < before.row.revision
+            )  # the row has the hash of its head
+            hash_there = rows.hash_at(key, at) if request.known_head and is_behind_head else ""
+            begun = _leases.begin(before, known, request, self._now(), hash_there=hash_there)
             if begun.meta is not None:
                 rows.put(key, begun.meta)
             return begun.outcome

@@ -32,7 +32,6 @@ PARTS = (
     "pensieve.cli.sessions",
     "pensieve.cli.top.command",
     "pensieve.replay.command",
-    "pensieve.replay.compare_command",
     "pensieve.replay.targets.grpc_target",
     "pensieve.simulate.command",
 )

@@ -12,16 +12,10 @@ from pathlib import Path
 import pytest
 
 import pensieve
-from support.sources import LINKS, ROOT, files, imports, python_files
+from support.sources import LINKS, ROOT, files, python_files
 
 NAME = f"pensieve-{pensieve.__version__}"
 SETUPTOOLS_WRITES = {"PKG-INFO", "setup.cfg", "pensieve.egg-info"}
-TRAINING = "pensieve.demo.training"
-
-
-def trained(path: Path) -> bool:
-    """Whether a source belongs to the training of the demo model, which the wheel leaves out."""
-    return path.is_relative_to("pensieve/demo/training")
 
 
 @pytest.fixture(scope="module")
@@ -77,8 +71,9 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
         f"{link}/{path.relative_to(folder)}"
         for link, folder in LINKS.items()
         for path in python_files(folder)
-    } | {str(path) for path in python_files("pensieve") if not trained(path)}
-    expected |= {"pensieve/py.typed", "pensieve/v1/pensieve_pb2.py", "pensieve/v1/pensieve_pb2.pyi"}
+    } | {str(path) for path in python_files("pensieve")}
+    expected |= {"pensieve/py.typed", "pensieve/demo/conversations.json"}
+    expected |= {"pensieve/v1/pensieve_pb2.py", "pensieve/v1/pensieve_pb2.pyi"}
     data = {
         ("pensieve", "demo", "model"),
         ("pensieve", "replay", "presentation"),
@@ -87,7 +82,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     expected |= {str(path) for path in files() if path.parts[:3] in data and path.suffix != ".md"}
     ours = {name for name in names if not name.startswith((f"{info}/", "pensieve/v1/"))}
     assert expected - set(names) == set()
-    assert ours - expected == set(), "the training of the demo model, or documents"
+    assert ours - expected == set(), "documents"
     assert f"{info}/licenses/LICENSE" in names
 
 
@@ -95,18 +90,11 @@ def test_the_demo_works_from_the_wheel(wheel: Path, tmp_path: Path) -> None:
     zipfile.ZipFile(wheel).extractall(tmp_path)
     code = (
         f"import sys; sys.path.insert(0, {str(tmp_path)!r}); sys.argv = ['pensieve', 'demo', '--help']\n"
-        "import pensieve.cli.main, pensieve.demo, importlib.util as u\n"
-        f"assert pensieve.__file__.startswith({str(tmp_path)!r}) and u.find_spec({TRAINING!r}) is None\n"
+        "import pensieve.cli.main, pensieve.demo, pensieve.demo.conversations\n"
+        f"assert pensieve.__file__.startswith({str(tmp_path)!r})\n"
+        "assert pensieve.demo.conversations.material().lives\n"
         "assert (pensieve.demo.MODEL_DIR / 'model.safetensors').is_file()\n"
         "pensieve.cli.main.main()"
     )
     result = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False)
     assert result.returncode == 0 and "First act" in result.stdout, result.stderr
-
-
-def test_nothing_that_is_installed_imports_the_training() -> None:
-    for path in python_files("pensieve", "kernels", "store"):
-        for found in imports(path):
-            assert trained(path) or not f"{found.module}.{found.name}".startswith(TRAINING), (
-                f"{path}:{found.line} imports what the wheel does not hold"
-            )

@@ -28,6 +28,7 @@ LEAVES: dict[str, set[str]] = {
     "debug": set(),
     "errors": set(),
     "extras": set(),
+    "feed": set(),
     "frames": set(),
     "gguf": set(),
     "hosts": set(),
@@ -44,7 +45,7 @@ LEAVES: dict[str, set[str]] = {
 NO_TORCH = (
     "pensieve.cli", "pensieve.client", "pensieve.config", "pensieve.core", "pensieve.engine.beams",
     "pensieve.engine.cache", "pensieve.engine.cost", "pensieve.engine.messages", "pensieve.engine.plan",
-    "pensieve.engine.process", "pensieve.engine.scheduler", "pensieve.errors", "pensieve.frames",
+    "pensieve.engine.process", "pensieve.engine.scheduling", "pensieve.errors", "pensieve.frames",
     "pensieve.machine", "pensieve.options", "pensieve.replay", "pensieve.server", "pensieve.simulate",
     "pensieve.store",
 )  # fmt: skip

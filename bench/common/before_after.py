@@ -28,18 +28,8 @@ from rich.progress import track
 
 ROOT = Path(__file__).resolve().parents[2]
 ROW_NAMES = (
-    "name",
-    "section",
-    "batch",
-    "context",
-    "new tokens",
-    "history",
-    "new",
-    "swapping",
-    "streams",
-    "label",
-    "target",
-)
+    "name", "section", "batch", "context", "new tokens", "history", "new", "swapping", "streams", "label", "target",
+)  # fmt: skip
 """Fields that say which row of a list it is."""
 
 
@@ -56,7 +46,7 @@ ROW_NAMES = (
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     help="Default: this one.",
 )
-@click.option("--rounds", default=3, show_default=True, help="Runs of each.")
+@click.option("--rounds", default=3, help="Runs of each.")
 @click.option("--only", default="", help="Only figures whose name matches this regular expression.")
 @click.option(
     "--json",

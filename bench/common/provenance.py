@@ -1,12 +1,13 @@
-"""Where a figure comes from: the command, the commit and the device, as they go into result files."""
+"""What every result file has: the command, the commit and the device of its figures, and tables."""
 
 from __future__ import annotations
 
 import shlex
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 
 def portable(arguments: Sequence[str]) -> str:
@@ -23,6 +24,13 @@ def commit() -> str:
 def gpu_name() -> str:
     """The name of the first NVIDIA device; empty without one."""
     return _said("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").partition("\n")[0]
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Rows as the lines of a Markdown table; a row without a column has an empty cell."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
+    return lines + ["| " + " | ".join(str(row.get(name, "")) for name in names) + " |" for row in rows]
 
 
 def _said(program: str, *arguments: str) -> str:

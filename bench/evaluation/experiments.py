@@ -33,8 +33,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import get_args
 
-from evaluation.loads import Rates, Workload
-from evaluation.scales import FULL, GIB, Scale
+from evaluation.scales import FULL, GIB, Rates, Scale, Workload
 
 from pensieve.config import EngineTuning, PolicyName
 
@@ -57,13 +56,6 @@ NO_HOST_TIER = ("--host-cache", "0")
 STATELESS = ("--stateless", *NO_HOST_TIER)
 """Without a host tier, which would still take in the requests that are suspended: a peer without one has to compute
 them again."""
-VLLM_RANKS = (
-    "--tensor-parallel-size",
-    "2",
-    "--compilation-config",
-    '{{"pass_config": {{"fuse_allreduce_rms": false}}}}',
-)
-"""Without a fusion that needs a compiler at its start, and gains nothing at two GPUs (vLLM's pull request 22086)."""
 OFFLOAD_COMPILE_S, OFFLOAD_PIN_S = 35.0, 0.7
 """Guesses: with offload vLLM's start takes so much longer the first time, and for each GiB that it pins."""
 
@@ -109,8 +101,7 @@ class Experiment:
 
 def experiments(scale: Scale) -> dict[str, Experiment]:
     """All experiments, by name."""
-    found = [*_systems(scale), *_ablations(scale)] if scale.ranks == 1 else [_divided(scale)]
-    return {experiment.name: experiment for experiment in found}
+    return {experiment.name: experiment for experiment in (*_systems(scale), *_ablations(scale))}
 
 
 def pensieve(scale: Scale, name: str, *arguments: str) -> System:
@@ -122,8 +113,7 @@ def pensieve(scale: Scale, name: str, *arguments: str) -> System:
     command = (
         "{python}", "-P", "-m", "pensieve", "serve", "--model", "{model}", "--listen", "127.0.0.1:0",
         "--admin", "127.0.0.1:0", "--store", "sqlite:///{scratch}/history.sqlite3", "--load-format", "dummy",
-        *scale.serve, *(("--tensor-parallel", str(scale.ranks)) if scale.ranks > 1 else ()),
-        "--disconnect-grace", "0", "--max-wait", "0", "--device-cache", scale.device_tier,
+        *scale.serve, "--disconnect-grace", "0", "--max-wait", "0", "--device-cache", scale.device_tier,
         "--host-cache", scale.host_tier, *arguments,
     )  # fmt: skip
     host_bytes = 0 if command[-2:] == NO_HOST_TIER else scale.host_bytes
@@ -143,8 +133,7 @@ def vllm(
         "vllm", "serve", "{model}", "--load-format", "dummy", "--dtype", "bfloat16", "--max-model-len", "{context}",
         "--max-num-seqs", "512", "--max-num-batched-tokens", "8192", "--kv-cache-memory-bytes",
         str(scale.device_bytes), "--host", "127.0.0.1", "--port", "{port}", "--disable-uvicorn-access-log",
-        "--enable-prompt-tokens-details", *(VLLM_RANKS if scale.ranks > 1 else ()), *arguments,
-        *(offload(host_bytes) if offload else ()),
+        "--enable-prompt-tokens-details", *arguments, *(offload(host_bytes) if offload else ()),
     )  # fmt: skip
     start_up_s = scale.start_up_s[1] + (
         OFFLOAD_COMPILE_S + OFFLOAD_PIN_S * host_bytes / GIB if offload else 0.0
@@ -210,22 +199,6 @@ def _systems(scale: Scale) -> Iterable[Experiment]:
                     for system, offered in systems
                 ),
             )
-
-
-def _divided(scale: Scale) -> Experiment:
-    """The paper's Figure 11: a model on several GPUs."""
-    rates, prefixes = scale.rates["gqa", "sharegpt"], "--enable-prefix-caching"
-    offload = vllm(scale, "vLLM CPU offload", prefixes, offload=at_once)
-    systems = (
-        (pensieve(scale, "Pensieve"), rates.both), (offload, rates.both),
-        (vllm(scale, "vLLM prefix caching", prefixes), rates.device),
-        (pensieve(scale, "Pensieve stateless", *STATELESS), rates.none),
-    )  # fmt: skip
-    shows = f"latency against throughput, {scale.gqa} on {scale.ranks} GPUs, sharegpt (EuroSys figure 11)"
-    return Experiment("systems-70b-sharegpt", shows, tuple(
-        Line(system.name, system, scale.gqa, _workload(scale, "gqa", "sharegpt", offered))
-        for system, offered in systems
-    ))  # fmt: skip
 
 
 def _ablations(scale: Scale) -> Iterable[Experiment]:

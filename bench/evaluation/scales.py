@@ -1,14 +1,70 @@
-"""What differs between the evaluation on GPUs and in small: models, memory, rates, windows."""
+"""What is offered to a server in an experiment, for how long, and what differs between GPUs and a small run."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from evaluation.loads import Rates
+from pensieve.replay.load.generators import CHATS
+from pensieve.replay.load.schedule import ENDED_SHARE
 
+HISTORY_S, ANSWER_S = 0.03, 3.0
+"""Guesses, rather too long: to compute the history of a conversation; and for an answer."""
 TIME_SCALE = 0.1
 """Think time here over think time in the paper."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Turns/s, the most telling first."""
+
+    both: tuple[float, ...]
+    """Rates for systems that keep history on the device and in host memory."""
+    device: tuple[float, ...]
+    """Rates for systems that keep it on the device only."""
+    none: tuple[float, ...]
+    """Rates for systems that keep it nowhere: two are enough, since how much has to be computed does not depend on the
+    rate."""
+    offload: tuple[float, ...] = ()
+    """Rates for a peer with host memory, where it carries less than what ``both`` has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What is offered, and when it is measured."""
+
+    dataset: str
+    """A built-in workload of ``pensieve replay``."""
+    think_s: float
+    rates: tuple[float, ...]
+    """Turns per second, the most telling first: where time is short the last ones are left out."""
+    run_in_s: float
+    """How long the load has been going on when the replay begins."""
+    warm_up_s: float
+    window_s: float
+    replay: tuple[str, ...] = ()
+    """More arguments of ``pensieve replay``."""
+    most: float = 0.0
+    """The highest rate of all that are compared with this one, if it is not among ``rates``: what is drawn depends on
+    it, and all systems get the same conversations."""
+
+    @property
+    def measured_s(self) -> float:
+        """Seconds from the start of the replay to the end of the window."""
+        return self.warm_up_s + self.window_s
+
+    @property
+    def point_s(self) -> float:
+        """Seconds that one rate is expected to take, without start and end."""
+        alive = self.think_s + ANSWER_S
+        ended = ENDED_SHARE * self.run_in_s / CHATS[self.dataset].published.turns
+        return self.measured_s + HISTORY_S * max(self.rates) * (alive + ended)
+
+    @property
+    def conversations(self) -> int:
+        """Enough to offer any of the rates until the window ends; a fifth more, since starts are random."""
+        turns, rate = CHATS[self.dataset].published.turns, max(self.most, *self.rates)
+        return 20 + round(1.2 * rate * (self.run_in_s + self.measured_s) / turns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +89,6 @@ class Scale:
     replay: tuple[str, ...]
     start_up_s: tuple[float, float]
     """Guesses: Pensieve, vLLM."""
-    ranks: int = 1
-    """GPUs of a server. The device tier is that of all together, ``device_bytes`` that of each."""
 
     def shape(self, kv_heads: int) -> str:
         return f"{self.gqa}-gqa{kv_heads}"
@@ -67,10 +121,3 @@ SMALL = Scale(
     start_up_s=(6.0, 10.0),
 )  # fmt: skip
 """A few seconds per point on one core; that every experiment runs is all that it shows, however busy the machine is."""
-TWO_GPUS = replace(
-    FULL, gqa="llama-2-70b", gqa_heads=8, opt="", ranks=2, device_tier="80GiB", host_tier="64GiB",
-    host_bytes=64 * GIB, rates={("gqa", "sharegpt"): Rates((20, 14, 17), (16, 11), (5, 4))},
-    window_s=80.0, time_scale=1 / 6, start_up_s=(70.0, 110.0),
-)  # fmt: skip
-"""The paper's Figure 11, of Llama-2-70B, whose steps take two to three times as long. The rates are guesses: at 12
-turns/s, the most that was tried, a token takes 24.7 ms and nothing is recomputed."""

@@ -18,7 +18,6 @@ from __future__ import annotations
 import asyncio
 import json
 import multiprocessing
-import os
 import statistics
 import sys
 import tempfile
@@ -34,13 +33,16 @@ import click
 
 sys.path.append(str(Path(__file__).parents[1]))  # bench/, which is no package
 
-from front_end import cpu_seconds, server
+from common.servers import cpu_seconds, resident_bytes
+from front_end import server
+from http_door.servers import door
 from http_door.streams import Broken, Came, Load, Way, conversations, offer
-from http_door.systems import door
 
 WAYS: tuple[Way, ...] = ("grpc", "chat", "responses")
 UNBOUNDED = ("--max-wait", "0", "--max-queued", "100000", "--max-queued-tokens", "0")
 WATCH_S = 0.2
+OPEN_STEP_MS, OPEN_TOKENS, OPEN_RAMP_S = 1000.0, 60, 30.0
+"""The streams of the third part begin spread over ``OPEN_RAMP_S``."""
 
 
 @dataclass(slots=True)
@@ -70,13 +72,13 @@ def rig(step_ms: float) -> Iterator[Rig]:
     with (
         tempfile.TemporaryDirectory(prefix="pensieve-bench-") as folder,
         # Nobody is refused: what is measured is what is carried.
-        server(step_ms, f"sqlite:///{folder}/history.sqlite3", *UNBOUNDED) as (pid, address),
+        server(step_ms, "", *UNBOUNDED) as running,
         asyncio.Runner() as runner,
     ):
         held, log = AsyncExitStack(), Path(folder) / "door.log"
-        url, door_pid = runner.run(held.enter_async_context(door(address, log)))
+        url, door_pid = runner.run(held.enter_async_context(door(running.address, log)))
         try:
-            yield Rig(address, url, pid, door_pid)
+            yield Rig(running.address, url, running.pid, door_pid)
         finally:
             runner.run(held.aclose())
         said = log.read_text(encoding="utf-8").splitlines()[1:]
@@ -135,14 +137,14 @@ async def _by_turns(both: Rig, turns: int, output: int) -> dict[Way, list[float]
     return times
 
 
-def held_open(streams: int, step_ms: float, output: int, ramp_s: float) -> Iterator[dict[str, Any]]:
+def held_open(streams: int) -> Iterator[dict[str, Any]]:
     """Many streams at once, with all their leases on one disk."""
-    with rig(step_ms) as both:
-        both.play(both.load("chat", 1, 1, output))
+    with rig(OPEN_STEP_MS) as both:
+        both.play(both.load("chat", 1, 1, OPEN_TOKENS))
         memory = {"server": _resident_mb(both.server), "door": _resident_mb(both.door)}
         for way in WAYS[1:]:
             with _watched(both) as peak:
-                came, _, passed = both.play(both.load(way, streams, 1, output, ramp_s))
+                came, _, passed = both.play(both.load(way, streams, 1, OPEN_TOKENS, OPEN_RAMP_S))
             yield {
                 "part": "open", "way": way, "streams": streams, "ended": len(came.first_s),
                 "failed": len(came.failures), "failures": came.failures[:3], "wall_s": came.wall_s,
@@ -174,8 +176,7 @@ def _watched(both: Rig) -> Iterator[dict[str, float]]:
 
 
 def _resident_mb(pid: int) -> float:
-    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
+    return resident_bytes(pid) / 1e6
 
 
 def _connections(url: str) -> int:
@@ -185,26 +186,25 @@ def _connections(url: str) -> int:
     return sum(1 for row in rows if row[1].endswith(port) and row[3] == "01")
 
 
-@click.command()
-@click.option("--part", "parts", type=click.Choice(["tokens", "first", "open"]), multiple=True,
-              help="Only this; again for several.")  # fmt: skip
-@click.option("--streams", type=click.IntRange(min=1), multiple=True, default=(50, 100), show_default=True,
-              help="Of the first part.")  # fmt: skip
-@click.option("--step-ms", type=float, default=25.0, show_default=True, help="Of the first part.")
-@click.option("--output-tokens", type=click.IntRange(min=1), default=200, show_default=True)
+@click.command(context_settings={"show_default": True})
 @click.option(
-    "--seconds", type=float, default=10.0, show_default=True, help="Of each load of the first part."
+    "--part",
+    "parts",
+    type=click.Choice(["tokens", "first", "open"]),
+    multiple=True,
+    help="Only this; again for several.",
 )
-@click.option("--turns", type=click.IntRange(min=1), default=200, show_default=True, help="Of the second.")
-@click.option("--open", "opened", type=click.IntRange(min=1), default=2000, show_default=True,
-              help="Streams of the third part.")  # fmt: skip
-@click.option("--open-step-ms", type=float, default=1000.0, show_default=True, help="Of the third part.")
-@click.option("--open-tokens", type=click.IntRange(min=1), default=60, show_default=True)
-@click.option("--open-ramp", type=float, default=30.0, show_default=True, metavar="S",
-              help="The streams of the third part begin spread over this time.")  # fmt: skip
+@click.option(
+    "--streams", type=click.IntRange(min=1), multiple=True, default=(50, 100), help="Of the first part."
+)
+@click.option("--step-ms", type=float, default=25.0, help="Of the first part.")
+@click.option("--output-tokens", type=click.IntRange(min=1), default=200)
+@click.option("--seconds", type=float, default=10.0, help="Of each load of the first part.")
+@click.option("--turns", type=click.IntRange(min=1), default=200, help="Of the second.")
+@click.option("--open", "opened", type=click.IntRange(min=1), default=2000, help="Streams of the third part.")
 def main(
     parts: Sequence[str], streams: Sequence[int], step_ms: float, output_tokens: int, seconds: float, turns: int,
-    opened: int, open_step_ms: float, open_tokens: int, open_ramp: float,
+    opened: int,
 ) -> None:  # fmt: skip
     """Measure the door."""
     rows: dict[str, Any] = {
@@ -212,7 +212,7 @@ def main(
             row for count in streams for row in tokens(count, step_ms, output_tokens, seconds)
         ),
         "first": lambda: first(turns, 4),
-        "open": lambda: held_open(opened, open_step_ms, open_tokens, open_ramp),
+        "open": lambda: held_open(opened),
     }
     for part, measured in rows.items():
         if not parts or part in parts:

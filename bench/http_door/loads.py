@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,11 +18,11 @@ from typing import Any
 
 import aiohttp
 import msgspec
-from sharing.loads import Row, spread
 from tokenizers import Tokenizer
 
-from pensieve.replay.targets.openai_stream import Completion
+from pensieve.replay.targets.openai_target import Completion
 
+Row = dict[str, Any]
 BIAS = 100.0
 """The protocol's largest: no other token is drawn."""
 BIASED = 64
@@ -50,6 +51,17 @@ SMALL = Sizes(4, 3, 40, (8, 20), 8, 0.05, 0.1)
 def warm_up_of(sizes: Sizes) -> Sizes:
     """Less, all at once: so that no kernel is compiled while it is measured."""
     return Sizes(min(48, sizes.conversations), 2, sizes.system, sizes.user_turn, sizes.answer // 2, 0.0, 0.0)
+
+
+def spread(values: Sequence[float]) -> dict[str, float] | None:
+    """Mean, median and 95th percentile (of what was measured, not between); None of nothing."""
+    if not values:
+        return None
+    ordered = sorted(values)
+    return {
+        "mean": statistics.fmean(ordered), "p50": ordered[(len(ordered) - 1) // 2],
+        "p95": ordered[min(len(ordered) - 1, -(-95 * len(ordered) // 100) - 1)],
+    }  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

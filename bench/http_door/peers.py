@@ -1,7 +1,6 @@
 """Chat completions whose client resends its history: Pensieve's HTTP door beside vLLM with prefix caching.
 
     python bench/http_door/peers.py --out OUT
-    PROGRAM=bench/http_door/peers.py bench/sharing/start.sh WHEELS SITE OUT      # where nothing can be installed
 
 One server after the other alone on the device, each with the same KV memory, no host tier and the same batch limits.
 The client is the same, byte for byte; ``loads`` says what it asks. Two loads: answers whose text reads back as the same
@@ -29,10 +28,9 @@ sys.path.append(str(Path(__file__).parents[1]))  # bench/, which is no package
 import dummy_model
 from common.provenance import commit, gpu_name, portable
 from evaluation.experiments import System
-from http_door.loads import BIASED, SMALL, ChatTrial, Sizes, Words, warm_up_of
-from http_door.systems import Serving, served, systems
-from sharing.loads import Row
-from sharing.servers import last_lines
+from evaluation.jobs import last_lines
+from http_door.loads import BIASED, SMALL, ChatTrial, Row, Sizes, Words, warm_up_of
+from http_door.servers import Serving, served, systems
 
 START_S, LOAD_S = 150.0, 45.0
 """The most that a start and a load may take."""
@@ -76,7 +74,7 @@ class DoorRun:
         except Exception as failure:
             life["error"] = f"{type(failure).__name__}: {str(failure)[:3000]}"
             if log.exists():
-                life["log"] = last_lines(log)
+                life["log"] = last_lines(log.read_text(encoding="utf-8", errors="replace"))
             self.say(f"{system.name}: {life['error'][:300]}")
         self.write()
 
@@ -101,7 +99,7 @@ class DoorRun:
             row["door_cpu_us_per_token"] = 1e6 * (after - before) / max(1, row["output_tokens"])
         try:
             async with asyncio.timeout(20):
-                await server.client.forget([])
+                await server.empty_cache()
         except Exception as failure:
             row["forgetting"] = repr(failure)[:300]
         self.say(f"{life['system']}: {name}: {row['turns']} turns, {row['failed']} failed {error}")
@@ -173,9 +171,9 @@ async def measure(run: DoorRun, chosen: Sequence[System], scratch: Path) -> None
         await run.life(system, scratch / system.name)
 
 
-@click.command()
+@click.command(context_settings={"show_default": True})
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder of results and logs.")
-@click.option("--seconds", type=float, default=285.0, show_default=True, help="That all may take.")
+@click.option("--seconds", type=float, default=285.0, help="That all may take.")
 @click.option("--only", help="Only this system.")
 @click.option(
     "--small", is_flag=True, help="On a CPU with a tiny model, a stand-in for vLLM: shows that it runs."

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,9 +18,10 @@ from kernel_ops.flash_attention import Peer
 
 from pensieve.kernels.attention.capacity import capacity_for
 from pensieve.kernels.attention.kinds import classify
-from pensieve.kernels.attention.plan import AttentionPlan, geometry_for, plan_key
-from pensieve.kernels.ragged_paged_attention import ragged_paged_attention
-from pensieve.kernels.span_table import SpanTable
+from pensieve.kernels.attention.plan import AttentionPlan, geometry_for
+from pensieve.kernels.ragged_paged_attention import attend
+from pensieve.kernels.spans import POSITION, Q_LEN, make_spans, num_tokens
+from pensieve.kernels.spans import Spans as Rows
 
 PAGE, DIM, BYTES = 32, 128, 2
 HEADS = ((40, 40), (40, 10), (32, 8))
@@ -67,7 +68,7 @@ class Data:
     q: torch.Tensor
     pools: list[torch.Tensor]
     tables: torch.Tensor
-    spans: SpanTable
+    spans: Rows
     flops: float
     least_bytes: float
 
@@ -82,8 +83,8 @@ def make_data(spans: Spans, heads: int, kv_heads: int, device: str = "cuda") -> 
     tables = torch.zeros(len(spans), max(pages), dtype=torch.int32, device=device)
     for row, part in enumerate(torch.randperm(sum(pages), device=device).int().split(pages)):
         tables[row, : len(part)] = part
-    table = SpanTable.build([n for n, _ in spans], [c - n for n, c in spans], range(len(spans)), device)
-    q = torch.randn(table.num_tokens, heads, DIM, device=device, dtype=torch.bfloat16)
+    table = make_spans([n for n, _ in spans], [c - n for n, c in spans], range(len(spans)))
+    q = torch.randn(num_tokens(table), heads, DIM, device=device, dtype=torch.bfloat16)
     pairs = sum(new * context - new * (new - 1) / 2 for new, context in spans)
     kv = 2 * kv_heads * DIM * BYTES * sum(context for _, context in spans)
     return Data(q, pools, tables, table, 4 * heads * DIM * pairs, kv + 2 * q.nbytes)
@@ -91,15 +92,14 @@ def make_data(spans: Spans, heads: int, kv_heads: int, device: str = "cuda") -> 
 
 def ours(data: Data, out: torch.Tensor) -> Contender:
     """Our kernel with a plan as for a graph."""
-    geometry, host = geometry_for(data.q.shape[1], data.pools[0]), data.spans.host
-    kind = classify(host, geometry)
-    capacity = capacity_for(kind, len(data.q), len(host), data.spans.max_context, geometry)
+    geometry, spans = geometry_for(data.q.shape[1], data.pools[0]), data.spans
+    kind, longest = classify(spans, geometry), int((spans[:, POSITION] + spans[:, Q_LEN]).max())
+    capacity = capacity_for(kind, len(data.q), len(spans), longest, geometry)
     plan = AttentionPlan(len(data.q), geometry, data.q.device, kind=kind, capacity=capacity)
-    plan.refill(host)
-    spans = replace(data.spans, plans={plan_key(data.q, data.pools[0]): plan})
+    plan.refill(spans)
 
     def call(index: int) -> object:
-        return ragged_paged_attention(data.q, data.pools[index], spans, data.tables, scale=DIM**-0.5, out=out)
+        return attend(data.q, data.pools[index], plan, data.tables, scale=DIM**-0.5, out=out)
 
     return call
 
@@ -137,14 +137,15 @@ def measure(name: str, spans: Spans, heads: int, kv_heads: int, ceilings: Ceilin
     }  # fmt: skip
 
 
-def rows(ceilings: Ceilings, peer: Peer | None, only: str) -> list[Row]:
-    """All shapes whose name contains ``only``, for every ratio of heads."""
-    return [
+def section(ceilings: Ceilings, peer: Peer | None, only: str) -> tuple[list[Row], str]:
+    """All shapes whose name contains ``only``, for every ratio of heads; and the table."""
+    rows = [
         measure(shape, spans, heads, kv_heads, ceilings, peer)
         for heads, kv_heads in HEADS
         for shape, spans in shapes().items()
         if only in shape
     ]
+    return rows, as_markdown(rows)
 
 
 def as_markdown(report: list[Row]) -> str:

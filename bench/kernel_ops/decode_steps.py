@@ -26,9 +26,10 @@ from pensieve.engine.worker import program
 from pensieve.engine.worker.cuda_batch import CudaBatch, make_cuda_batch
 from pensieve.engine.worker.program import Shared, Size, StepProgram
 from pensieve.kernels import ragged_paged_attention as attention_kernels
+from pensieve.kernels.attention.call import Scratch
 from pensieve.kernels.attention.capacity import Capacity, capacity_for
 from pensieve.kernels.attention.kinds import StepKind
-from pensieve.kernels.attention.plan import Scratch, geometry_of
+from pensieve.kernels.attention.plan import geometry_of
 from pensieve.kernels.attention.work_lists import make_work_lists
 from pensieve.kernels.sum_norm import sum_add_norm
 from pensieve.model.collective import Slot
@@ -237,7 +238,7 @@ class Steps:
     def merges(self, size: int) -> int:
         """Rows that the pieces of a step are merged for, for each KV head."""
         geometry = self.geometry
-        work = make_work_lists(self.batch(size).spans, size, geometry, geometry.tiles, StepKind.NARROW)
+        work = make_work_lists(self.batch(size).spans, size, geometry, StepKind.NARROW)
         return len(work.merges)
 
     def finish(self) -> None:

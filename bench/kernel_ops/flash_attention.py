@@ -12,12 +12,10 @@ from typing import Any
 
 import torch
 
-from pensieve.kernels.span_table import SpanTable
+from pensieve.kernels.spans import POSITION, Q_LEN, Spans
 
 Call = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]
 """A query, keys and values [P, N, Hkv, D] of one layer."""
-ContiguousCall = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""A query, keys and values [T, Hkv, D] of one layer → a result like the query."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +26,12 @@ class Peer:
     """The operations of vLLM's extension, or the module ``flash_attn_interface``."""
     is_extension: bool
 
-    def prepare(self, spans: SpanTable, tables: torch.Tensor, out: torch.Tensor, scale: float) -> Call:
+    def prepare(self, spans: Spans, tables: torch.Tensor, out: torch.Tensor, scale: float) -> Call:
         """Everything that does not depend on the layer."""
-        starts = torch.cat([spans.q_start, spans.q_start[-1:] + spans.q_len[-1:]])
-        seen = spans.position + spans.q_len
-        longest = spans.max_q_len, spans.max_context
+        lengths = torch.from_numpy(spans[:, Q_LEN]).int().to(out.device)
+        starts = torch.cat([lengths.new_zeros(1), lengths.cumsum(0, dtype=torch.int32)])
+        seen = lengths + torch.from_numpy(spans[:, POSITION]).int().to(out.device)
+        longest = int(lengths.max()), int(seen.max())
 
         def interface(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> object:
             return self.library.flash_attn_with_kvcache(
@@ -45,27 +44,6 @@ class Peer:
                 q=q, k=keys, v=values, out=out, cu_seqlens_q=starts, seqused_k=seen, max_seqlen_q=longest[0],
                 max_seqlen_k=longest[1], page_table=tables, softmax_scale=scale,
             )  # fmt: skip
-
-        return extension if self.is_extension else interface
-
-    def prepare_contiguous(self, spans: SpanTable, out: torch.Tensor, scale: float) -> ContiguousCall:
-        """The same where the contexts lie one after the other, without pages. The result may be in ``out``, or not."""
-        seen = spans.position + spans.q_len
-        ends = [torch.cat([n.new_zeros(1), n.cumsum(0, dtype=torch.int32)]) for n in (spans.q_len, seen)]
-        longest = spans.max_q_len, spans.max_context
-
-        def interface(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-            result: torch.Tensor = self.library.flash_attn_varlen_func(
-                q, keys, values, *ends, *longest, softmax_scale=scale, causal=True
-            )
-            return result
-
-        def extension(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-            self._forward(
-                q=q, k=keys, v=values, out=out, cu_seqlens_q=ends[0], cu_seqlens_k=ends[1],
-                max_seqlen_q=longest[0], max_seqlen_k=longest[1], softmax_scale=scale,
-            )  # fmt: skip
-            return out
 
         return extension if self.is_extension else interface
 

@@ -38,13 +38,9 @@ def measure(tokens: int, heads: int, kv_heads: int, ceilings: Ceilings) -> Row:
     }  # fmt: skip
 
 
-def rows(ceilings: Ceilings) -> list[Row]:
-    """Every number of tokens for every ratio of heads."""
-    return [measure(tokens, *heads, ceilings) for heads in HEADS for tokens in TOKENS]
-
-
-def as_markdown(report: list[Row]) -> str:
-    """The rows as a table."""
+def section(ceilings: Ceilings) -> tuple[list[Row], str]:
+    """Every number of tokens for every ratio of heads; and the table."""
+    report = [measure(tokens, *heads, ceilings) for heads in HEADS for tokens in TOKENS]
     lines = [
         f"bf16, heads of {DIM}, pages of {PAGE}, rotated queries and keys; small steps are as long as a launch.",
         "",
@@ -56,4 +52,4 @@ def as_markdown(report: list[Row]) -> str:
         f"| {row['share_of_ceiling']} | {row['tb_per_s']} |"
         for row in report
     ]
-    return "\n".join(lines) + "\n"
+    return report, "\n".join(lines) + "\n"

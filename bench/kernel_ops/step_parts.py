@@ -28,7 +28,7 @@ import triton
 sys.path.append(str(Path(__file__).parents[1]))  # bench/, which is no package
 
 import dummy_model
-from common.provenance import commit, gpu_name, portable
+from common.provenance import commit, gpu_name, portable, table
 from kernel_ops import products
 from kernel_ops.decode_steps import NOW, WAYS, Steps, other_size
 from kernel_ops.kernel_times import profiled, shares
@@ -173,12 +173,6 @@ def run_child(name: str, arguments: list[str], to: Path, seconds: float) -> dict
     return report | ({"failed": failed} if failed else {})
 
 
-def table(rows: list[Row]) -> list[str]:
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
-    return lines + ["| " + " | ".join(str(row.get(name, "")) for name in names) + " |" for row in rows]
-
-
 def as_markdown(report: dict[str, Any]) -> str:
     lines = [
         f"`{report['command']}`", "",
@@ -194,16 +188,14 @@ def as_markdown(report: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-@click.command()
-@click.option("--shape", default="llama-2-13b-gqa10", show_default=True, help="Of bench/dummy_model.py.")
-@click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True)
-@click.option("--batch", "batches", type=int, multiple=True, default=(64, 256, 1, 8), show_default=True)
-@click.option("--context", default=1024, show_default=True)
-@click.option(
-    "--rounds", default=5, show_default=True, help="Rounds in which ways take turns; the median counts."
-)
-@click.option("--out", type=click.Path(path_type=Path), default=Path("bench/results"), show_default=True)
-@click.option("--name", default="step_parts", show_default=True, help="Name of the report's files.")
+@click.command(context_settings={"show_default": True})
+@click.option("--shape", default="llama-2-13b-gqa10", help="Of bench/dummy_model.py.")
+@click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda")
+@click.option("--batch", "batches", type=int, multiple=True, default=(64, 256, 1, 8))
+@click.option("--context", default=1024)
+@click.option("--rounds", default=5, help="Rounds in which ways take turns; the median counts.")
+@click.option("--out", type=click.Path(path_type=Path), default=Path("bench/results"))
+@click.option("--name", default="step_parts", help="Name of the report's files.")
 @click.option(
     "--way",
     "ways",

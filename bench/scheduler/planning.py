@@ -2,8 +2,8 @@
 
     python bench/scheduler/planning.py --running 64 --running 256
 
-Nothing is shared here, so an older tree can be measured with the same script (``PYTHONPATH``). Processor time of this
-process, because machines have other work as well. The last line of stdout is one JSON document.
+Nothing is shared here. Processor time of this process, because machines have other work as well. The last line of
+stdout is one JSON document.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ import click
 import numpy as np
 
 from pensieve.config import CacheConfig, SchedulerConfig
-from pensieve.core import RequestKey, Sampling, SessionKey
+from pensieve.core import Sampling, pack_tokens
 from pensieve.engine.cache.manager import CacheManager
 from pensieve.engine.cost.model import CostModel
+from pensieve.engine.messages import Submit
 from pensieve.engine.plan import Plan, Sampled, StepResult
-from pensieve.engine.scheduler import Scheduler
+from pensieve.engine.scheduling.scheduler import Scheduler
 
 COST = CostModel(((0, 0.0), (4096, 1.0)), 0.2, 32)
 PROMPT = 1000
@@ -35,10 +36,9 @@ def decoding(running: int, steps: int) -> Scheduler:
     )
     rng = np.random.default_rng(0)
     for number in range(running):
-        tokens = rng.integers(0, 30_000, PROMPT, dtype=np.int32)
+        tokens = pack_tokens(rng.integers(0, 30_000, PROMPT, dtype=np.int32))
         sampling = Sampling(max_output_tokens=steps + 8, ignore_eos=True)
-        session = SessionKey(f"s{number}")
-        scheduler.submit(RequestKey(number), session, tokens, PROMPT, sampling, 0.0)
+        scheduler.submit(Submit(number, f"s{number}", tokens, PROMPT, sampling), 0.0)
     for _ in range(2):
         scheduler.commit(*planned(scheduler, 1.0), 1.0)
     return scheduler

@@ -12,10 +12,8 @@ The last line is one JSON document.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import multiprocessing
-import subprocess
 import sys
 import tempfile
 import threading
@@ -23,7 +21,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +29,10 @@ import click
 
 sys.path.append(str(Path(__file__).parents[1]))  # bench/, which is no package
 
+from common.servers import resident_bytes, stand_in, write_keys
 from service.callers import Call, Load, flood, offer
-from service.priced_engine import STEP_VARIABLE, TOKEN_VARIABLE
+from service.priced_engine import ENGINE, STEP_VARIABLE, TOKEN_VARIABLE
 
-from pensieve.debug import child_environment
-from pensieve.spawn import wait_ready
-
-START_LIMIT_S = 60.0
 SETTLING = 0.25
 """Part of a load that is left out at its beginning: until the queue is what it will be."""
 TENANTS = ("small", "flood")
@@ -50,15 +45,10 @@ class Server:
     address: str
     pid: int
     memory: float = 0.0
-    _over: threading.Event = field(default_factory=threading.Event)
 
-    def watch(self) -> None:
-        while not self._over.wait(0.2):
-            pages = Path(f"/proc/{self.pid}/statm").read_text().split()[1]
-            self.memory = max(self.memory, int(pages) * 4096 / 1e6)
-
-    def stop(self) -> None:
-        self._over.set()
+    def watch(self, over: threading.Event) -> None:
+        while not over.wait(0.2):
+            self.memory = max(self.memory, resident_bytes(self.pid) / 1e6)
 
 
 def key(tenant: str) -> str:
@@ -67,42 +57,18 @@ def key(tenant: str) -> str:
 
 @contextmanager
 def serving(options: Sequence[str], step_ms: float, token_us: float) -> Iterator[Server]:
-    with tempfile.TemporaryDirectory(prefix="pensieve-bench-") as folder:
-        keys = Path(folder) / "keys.toml"
-        keys.write_text(
-            "".join(
-                f'[[key]]\nid = "{tenant}"\ntenant = "{tenant}"\n'
-                f'sha256 = "{hashlib.sha256((tenant * 4).encode()).hexdigest()}"\n'
-                'scopes = ["sessions.read", "sessions.write"]\n'
-                for tenant in TENANTS
-            )
-        )
-        keys.chmod(0o600)
-        command = [
-            *(sys.executable, str(Path(__file__).parent / "priced_engine.py"), "--model", "demo"),
-            *(
-                "--listen",
-                "127.0.0.1:0",
-                "--admin",
-                "127.0.0.1:0",
-                "--store",
-                f"sqlite:///{folder}/history.sqlite3",
-            ),
-            *("--api-keys", str(keys), "--log-level", "warning", *options),
-        ]
-        environment = child_environment(failpoints=False)
-        environment |= {STEP_VARIABLE: str(step_ms), TOKEN_VARIABLE: str(token_us)}
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
-            server = None
+    prices = {STEP_VARIABLE: str(step_ms), TOKEN_VARIABLE: str(token_us)}
+    over = threading.Event()
+    with tempfile.NamedTemporaryFile(suffix=".toml") as keys:
+        write_keys(Path(keys.name), {tenant: tenant * 4 for tenant in TENANTS})
+        words = ("--api-keys", keys.name, "--log-level", "warning", *options)
+        with stand_in(ENGINE, *words, environment=prices) as running:
+            server = Server(running.address, running.pid)
+            threading.Thread(target=server.watch, args=(over,), daemon=True).start()
             try:
-                address, _ = wait_ready(process, START_LIMIT_S)
-                server = Server(address, process.pid)
-                threading.Thread(target=server.watch, daemon=True).start()
                 yield server
             finally:
-                if server is not None:
-                    server.stop()
-                process.kill()
+                over.set()
 
 
 def percentile(values: Sequence[float], share: float) -> float | None:
@@ -171,26 +137,24 @@ class Bench:
         return self.pool.submit(offer, load)
 
 
-@click.command()
-@click.option("--times", type=float, multiple=True, default=(1, 2, 5, 10), show_default=True)
+@click.command(context_settings={"show_default": True})
+@click.option("--times", type=float, multiple=True, default=(1, 2, 5, 10))
 @click.option(
     "--flood",
     "floods",
     type=click.Choice(["turns", "listings", "counts", "bodies", "connections"]),
     multiple=True,
 )
-@click.option("--seconds", type=float, default=20.0, show_default=True, help="Of each load.")
-@click.option("--step-ms", type=float, default=40.0, show_default=True, help="Price of a step.")
-@click.option("--token-us", type=float, default=50.0, show_default=True, help="Price of a token in it.")
-@click.option("--output-tokens", type=int, default=20, show_default=True, help="Of each answer.")
+@click.option("--seconds", type=float, default=20.0, help="Of each load.")
+@click.option("--step-ms", type=float, default=40.0, help="Price of a step.")
+@click.option("--token-us", type=float, default=50.0, help="Price of a token in it.")
+@click.option("--output-tokens", type=int, default=20, help="Of each answer.")
 @click.option("--served", type=float, default=0.0, help="Turns a second that are served, if that is known.")
-@click.option("--max-running", type=int, default=16, show_default=True)
+@click.option("--max-running", type=int, default=16)
 @click.option(
     "--option", "options", multiple=True, help="Further option of the server, as --option=--max-wait=2s."
 )
-@click.option(
-    "--small-share", type=float, default=0.2, show_default=True, help="Of what is served: the small tenant."
-)
+@click.option("--small-share", type=float, default=0.2, help="Of what is served: the small tenant.")
 def main(
     times: tuple[float, ...], floods: tuple[str, ...], seconds: float, step_ms: float, token_us: float,
     output_tokens: int, served: float, max_running: int, options: tuple[str, ...], small_share: float,

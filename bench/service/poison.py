@@ -12,50 +12,27 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import click
 
 sys.path.append(str(Path(__file__).parents[1]))  # bench/, which is no package
 
-from service.priced_engine import POISON_VARIABLE, STEP_VARIABLE, TOKEN_VARIABLE
+from common.servers import stand_in
+from service.priced_engine import ENGINE, POISON_VARIABLE, STEP_VARIABLE, TOKEN_VARIABLE
 
 from pensieve.client import AsyncClient
-from pensieve.debug import child_environment
 from pensieve.errors import PensieveError
 from pensieve.model.resolve import DEMO_FOLDER
-from pensieve.spawn import read_metric, wait_ready
+from pensieve.spawn import read_metric
 from pensieve.tokenizer import ChatTokenizer
 
 WITHIN_S = 8.0
-START_LIMIT_S = 60.0
 POISON = "Z"
 OTHERS = 6
-
-
-@contextmanager
-def serving(token: int) -> Iterator[tuple[str, str]]:
-    """Addresses for calls and for metrics."""
-    with tempfile.TemporaryDirectory(prefix="pensieve-bench-") as folder:
-        command = [
-            *(sys.executable, str(Path(__file__).parent / "priced_engine.py"), "--model", "demo"),
-            *("--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0", "--log-level", "error"),
-            *("--store", f"sqlite:///{folder}/history.sqlite3"),
-        ]
-        environment = child_environment(failpoints=False)
-        environment |= {STEP_VARIABLE: "20", TOKEN_VARIABLE: "20", POISON_VARIABLE: str(token)}
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
-            try:
-                yield wait_ready(process, START_LIMIT_S)
-            finally:
-                process.kill()
 
 
 async def poisonous(client: AsyncClient, until: float, told: Counter[str], *, fresh: bool) -> None:
@@ -96,16 +73,17 @@ async def measure(address: str, seconds: float, *, fresh: bool) -> tuple[Counter
     return others, poisoned
 
 
-@click.command()
-@click.option("--seconds", type=float, default=50.0, show_default=True)
+@click.command(context_settings={"show_default": True})
+@click.option("--seconds", type=float, default=50.0)
 @click.option("--fresh", is_flag=True, help="The poisonous client begins a new session for each try.")
 def main(seconds: float, fresh: bool) -> None:
     """Measure what one poisonous session does to the others' turns."""
     tokenizer = ChatTokenizer.from_folder(DEMO_FOLDER)
     token = next(one for one in range(tokenizer.vocab_size) if tokenizer.decode([one]) == POISON)
-    with serving(token) as (address, admin):
-        others, poisoned = asyncio.run(measure(address, seconds, fresh=fresh))
-        deaths = read_metric(admin, "pensieve_engine_restarts_total")
+    environment = {STEP_VARIABLE: "20", TOKEN_VARIABLE: "20", POISON_VARIABLE: str(token)}
+    with stand_in(ENGINE, "--log-level", "error", environment=environment) as server:
+        others, poisoned = asyncio.run(measure(server.address, seconds, fresh=fresh))
+        deaths = read_metric(server.admin, "pensieve_engine_restarts_total")
     share = others["served"] / max(others.total(), 1)
     click.echo(
         f"others: {share:.1%} of {others.total()} turns within {WITHIN_S:g} s; engine deaths: {deaths:g}"

@@ -21,11 +21,11 @@ from pensieve.engine.cost.model import CostModel
 from pensieve.engine.engine import Engine
 from pensieve.engine.messages import EngineReady
 from pensieve.engine.plan import Plan, Sampled, StepResult, SynchronousWorker
-from pensieve.engine.scheduler import Scheduler
+from pensieve.engine.scheduling.scheduler import Scheduler
 from pensieve.options.serve import by_name, resolve, serve_flags
 from pensieve.server.app import run
 
-BUILDER = "priced_engine:build"
+BUILDER, ENGINE = "priced_engine:build", "service/priced_engine.py"
 STEP_VARIABLE, TOKEN_VARIABLE, POISON_VARIABLE = "STEP_MS", "TOKEN_US", "POISON"
 CONTEXT_LIMIT = 8192
 DEVICE_TOKENS, HOST_TOKENS = 1 << 17, 1 << 18

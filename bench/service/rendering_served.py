@@ -12,10 +12,10 @@ to the whole history, so that the model computes it, too. The last line is one J
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
@@ -24,6 +24,10 @@ from typing import Any, Final
 
 import click
 import httpx2 as httpx
+
+sys.path.append(str(Path(__file__).parents[1]))  # bench/, which is no package
+
+from common.servers import write_keys
 
 from pensieve.client import AsyncClient, Role
 from pensieve.spawn import ServerProcess
@@ -152,39 +156,22 @@ def measure(source: Path, seconds: float) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="pensieve-bench-") as place:
         folder = Path(place)
         keys = folder / "keys.toml"
-        rows = ((name, hashlib.sha256(secret.encode()).hexdigest()) for name, secret in KEYS.items())
-        keys.write_text(
-            "".join(
-                f'[[key]]\nid = "{name}"\nsha256 = "{digest}"\ntenant = "{name}"\n' for name, digest in rows
-            )
-        )
+        write_keys(keys, KEYS)
         model = folder / "model"
         model.mkdir()
-        options = (
-            "--model",
-            str(model_folder(source, model)),
-            "--load-format",
-            "dummy",
-            "--allow-rewriting-template",
-        )
-        store = (
-            "--store",
-            f"sqlite:///{folder}/history.sqlite3",
-            "--api-keys",
-            str(keys),
-            "--log-level",
-            "error",
-        )
-        with ServerProcess(*options, *store, "--http", "127.0.0.1:0", listen="127.0.0.1:0") as server:
+        options = f"--load-format dummy --allow-rewriting-template --api-keys {keys} --log-level error"
+        store = f"sqlite:///{folder}/history.sqlite3"
+        words = ("--model", str(model_folder(source, model)), "--store", store, *options.split())
+        with ServerProcess(*words, "--http", "127.0.0.1:0", listen="127.0.0.1:0") as server:
             return {
                 "gRPC": asyncio.run(over_grpc(server.target, seconds)),
                 "HTTP": asyncio.run(over_http(server.http, seconds)),
             }
 
 
-@click.command()
+@click.command(context_settings={"show_default": True})
 @click.argument("folders", nargs=-1, required=True, type=click.Path(exists=True, path_type=Path))
-@click.option("--seconds", default=15.0, show_default=True)
+@click.option("--seconds", default=15.0)
 def main(folders: tuple[Path, ...], seconds: float) -> None:
     """Print one JSON document: milliseconds by model folder and protocol."""
     found = {}

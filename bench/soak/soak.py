@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import sys
 import time
 from collections import Counter
@@ -27,11 +26,13 @@ import click
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # beside the other benchmarks
 
 from common.provenance import commit, gpu_name, portable
+from common.servers import cpu_seconds, resident_bytes
 
 from pensieve import AsyncClient, PensieveError
 from pensieve.client import AsyncSession
 from pensieve.spawn import ServerProcess
 
+MIB = 1 << 20
 SAMPLE_S = 5.0
 INPUT_WORDS = ("red", "stone", "river", "seven", "glass", "north", "candle", "paper")
 
@@ -122,40 +123,14 @@ class Soak:
         while True:
             await asyncio.sleep(SAMPLE_S)
             children = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
-            engine = sum(resident_mib(int(child)) for child in children)
-            used = processor_s(server.pid) + sum(processor_s(int(child)) for child in children)
-            self.samples.append(
-                Sample(
-                    time.monotonic() - began,
-                    self.turns,
-                    self.output_tokens,
-                    resident_mib(server.pid),
-                    engine,
-                    used,
-                    self.context_tokens,
-                    self.begun >= self.open_sessions,
-                )
-            )
+            engine = sum(resident_bytes(int(child)) for child in children)
+            used = sum(cpu_seconds(process) for process in (server.pid, *map(int, children)))
+            self.samples.append(Sample(
+                time.monotonic() - began, self.turns, self.output_tokens, resident_bytes(server.pid) / MIB,
+                engine / MIB, used, self.context_tokens, self.begun >= self.open_sessions,
+            ))  # fmt: skip
             if len(self.samples) % 12 == 0:
                 print(f"{self.samples[-1]} {dict(self.errors)}", file=sys.stderr, flush=True)
-
-
-def resident_mib(pid: int) -> float:
-    """Resident memory of a process; 0 when it is gone."""
-    try:
-        status = Path(f"/proc/{pid}/status").read_text()
-    except FileNotFoundError:
-        return 0.0
-    return int(status.split("VmRSS:")[1].split()[0]) / 1024
-
-
-def processor_s(pid: int) -> float:
-    """Processor time that a process has used; 0 when it is gone."""
-    try:
-        user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
-    except FileNotFoundError:
-        return 0.0
-    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
 def tenth(samples: list[Sample], last: bool) -> dict[str, float]:
@@ -188,23 +163,19 @@ async def soaked(server: ServerProcess, soak: Soak, clients: int, minutes: float
         sampling.cancel()
 
 
-@click.command()
-@click.option("--minutes", type=float, default=60.0, show_default=True)
-@click.option("--device", default="cpu", show_default=True)
-@click.option("--device-cache", default="4096tokens", show_default=True)
-@click.option("--host-cache", default="4096tokens", show_default=True)
-@click.option(
-    "--times", type=float, default=4.0, show_default=True, help="Tokens held, as a multiple of both tiers."
-)
-@click.option(
-    "--longest", type=int, default=600, show_default=True, help="Context at which a conversation ends."
-)
-@click.option("--outputs", type=int, default=24, show_default=True)
-@click.option("--clients", type=int, default=6, show_default=True, help="Turns under way at once.")
-@click.option("--threads", type=int, default=1, show_default=True)
-@click.option("--seed", type=int, default=1, show_default=True)
-@click.option("--check/--no-check", default=True, show_default=True)
-@click.option("--store", default="memory:", show_default=True)
+@click.command(context_settings={"show_default": True})
+@click.option("--minutes", type=float, default=60.0)
+@click.option("--device", default="cpu")
+@click.option("--device-cache", default="4096tokens")
+@click.option("--host-cache", default="4096tokens")
+@click.option("--times", type=float, default=4.0, help="Tokens held, as a multiple of both tiers.")
+@click.option("--longest", type=int, default=600, help="Context at which a conversation ends.")
+@click.option("--outputs", type=int, default=24)
+@click.option("--clients", type=int, default=6, help="Turns under way at once.")
+@click.option("--threads", type=int, default=1)
+@click.option("--seed", type=int, default=1)
+@click.option("--check/--no-check", default=True)
+@click.option("--store", default="memory:")
 @click.option("--json", "out", type=click.Path(path_type=Path))
 def main(
     minutes: float, device: str, device_cache: str, host_cache: str, times: float, longest: int, outputs: int,
@@ -230,24 +201,13 @@ def main(
         dropped = server.metric("pensieve_dropped_tokens_total")
         first, last = tenth(soak.samples, False), tenth(soak.samples, True)
     result = {
-        "command": portable(["python", *sys.argv]),
-        "commit": commit(),
-        "gpu": gpu_name() if device != "cpu" else "",
-        "minutes": minutes,
-        "tier_tokens": capacity,
-        "sessions": sessions,
-        "turns": soak.turns,
-        "output_tokens": soak.output_tokens,
-        "context_tokens_by_source": dict(soak.sources),
-        "dropped_tokens": dropped,
-        "first_tenth": first,
-        "last_tenth": last,
-        "longest_silence_s": round(soak.longest_silence_s, 2),
-        "engine_restarts": restarts,
-        "errors": dict(soak.errors),
-        "wrong_receipts": soak.wrong_receipts,
-        "checked_each_step": check,
-    }
+        "command": portable(["python", *sys.argv]), "commit": commit(), "gpu": gpu_name() if device != "cpu" else "",
+        "minutes": minutes, "tier_tokens": capacity, "sessions": sessions, "turns": soak.turns,
+        "output_tokens": soak.output_tokens, "context_tokens_by_source": dict(soak.sources),
+        "dropped_tokens": dropped, "first_tenth": first, "last_tenth": last,
+        "longest_silence_s": round(soak.longest_silence_s, 2), "engine_restarts": restarts,
+        "errors": dict(soak.errors), "wrong_receipts": soak.wrong_receipts, "checked_each_step": check,
+    }  # fmt: skip
     print(json.dumps(result, indent=1))
     if out is not None:
         out.write_text(

@@ -94,9 +94,9 @@ def _event(value: Any) -> bytes:
     return b"data: " + json.dumps(value).encode() + b"\n\n"
 
 
-@click.command()
+@click.command(context_settings={"show_default": True})
 @click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option("--port", type=click.IntRange(1, 65535), default=8000, show_default=True)
+@click.option("--port", type=click.IntRange(1, 65535), default=8000)
 def main(folder: Path, port: int) -> None:
     """Serve chat completions with the tokenizer in FOLDER."""
     uvicorn.run(ChatStandIn(folder).app(), host="127.0.0.1", port=port, log_level="warning")

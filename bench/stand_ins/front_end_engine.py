@@ -33,7 +33,7 @@ from pensieve.engine.messages import (
     Stats,
     Submit,
 )
-from pensieve.engine.process.announcing import Announcer
+from pensieve.engine.process.loop import Announcer
 from pensieve.options.serve import by_name, resolve, serve_flags
 from pensieve.server.app import run
 

@@ -20,7 +20,7 @@ import screens
 
 import pensieve
 from pensieve.client import AsyncClient
-from pensieve.demo.talk.scenario import Conversation, conversations
+from pensieve.demo.conversations import Conversation, conversations
 from pensieve.machine import usable_cores
 from pensieve.spawn import ServerProcess
 

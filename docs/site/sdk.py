@@ -41,7 +41,7 @@ def _thing(found: griffe.Object) -> Iterator[str]:
         if fields:
             yield from ("| field | type | |", "|---|---|---|")
         for field in fields:
-            kind = f"`{field.annotation}`" if field.annotation is not None else f"`= {field.value}`"
+            kind = f"`{_type(field.annotation)}`" if field.annotation is not None else f"`= {field.value}`"
             yield f"| `{field.name}` | {kind} | {' '.join(_said(field).split())} |"
         for method in public:
             if isinstance(method, griffe.Function):
@@ -50,6 +50,16 @@ def _thing(found: griffe.Object) -> Iterator[str]:
         yield from ("```python", f"{found.name} = {found.value}", "```", "", _said(found))
     else:
         yield _said(found)
+
+
+def _type(annotation: object) -> object:
+    """The type, without what ``Annotated`` says beside it."""
+    match annotation:
+        case griffe.ExprSubscript(
+            left=griffe.ExprName(name="Annotated"), slice=griffe.ExprTuple(elements=[kind, *_])
+        ):
+            return kind
+    return annotation
 
 
 def _signature(function: griffe.Function, name: str = "") -> str:

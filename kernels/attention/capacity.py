@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from pensieve.kernels.attention.guided_cuts import MostPieces
+from pensieve.kernels.attention.cuts import MostPieces, most_narrow_pieces, most_wide_pieces
 from pensieve.kernels.attention.kinds import LEAST_SPANS, Geometry, StepKind, programs_per_head
-from pensieve.kernels.attention.narrow_cuts import most_narrow_pieces
-from pensieve.kernels.attention.tiles import Tile, TileSet
-from pensieve.kernels.attention.wide_cuts import most_wide_pieces
+from pensieve.kernels.attention.tiles import Tile
 
 PARTY_LAYERS = 4
 """Partial rows for each query row of spans that read a beginning together: for two pieces of the beginning and two of
@@ -37,11 +35,10 @@ def capacity_for(
     max_spans: int,
     max_context: int,
     geometry: Geometry,
-    tiles: TileSet | None = None,
 ) -> Capacity:
     """A capacity for every step of this kind with q of ``max_tokens`` rows, padding included, with at most
     ``max_spans`` spans that are not empty, and with no query that sees more than ``max_context`` tokens."""
-    tiles = tiles or geometry.tiles
+    tiles = geometry.tiles
     groups, rows = geometry.groups, max_tokens * geometry.groups
     narrow_tile, wide_tile, at_once = kind.narrow_tile(tiles), tiles.wide, kind.merged_rows
     narrow_blocks = wide_blocks = 0

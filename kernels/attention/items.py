@@ -5,6 +5,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from pensieve.kernels import spans
+from pensieve.kernels.attention import work_lists
+
+Q_START, POSITION, TABLE = (
+    tl.constexpr(spans.Q_START),
+    tl.constexpr(spans.POSITION),
+    tl.constexpr(spans.TABLE),
+)
+SPAN_ROWS, FIRST_ROW = tl.constexpr(work_lists.ROWS), tl.constexpr(work_lists.FIRST_ROW)
+FIRST_KEY, END_KEY = tl.constexpr(work_lists.FIRST_KEY), tl.constexpr(work_lists.END_KEY)
+PARTIAL = tl.constexpr(work_lists.PARTIAL)
+"""Columns of an item."""
 LOWEST = tl.constexpr(-1e38)
 """First maximum of a row: below every score but finite, so that a tile without visible keys gives weights of 0."""
 
@@ -64,18 +76,18 @@ def attend_item(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, SPLIT_MASK: tl.constexpr, LSE: tl.constexpr,
 ):  # fmt: skip
     """Attend one item of one KV head, to ``out`` if it is whole, to the scratch if it is a piece."""
-    rows = tl.load(item + 1)
-    position = tl.load(item + 2)
-    table = tables + tl.load(item + 3).to(tl.int64) * table_stride
-    first_row = tl.load(item + 4)
-    start = tl.load(item + 5)
-    end = tl.load(item + 6)
+    rows = tl.load(item + SPAN_ROWS)
+    position = tl.load(item + POSITION)
+    table = tables + tl.load(item + TABLE).to(tl.int64) * table_stride
+    first_row = tl.load(item + FIRST_ROW)
+    start = tl.load(item + FIRST_KEY)
+    end = tl.load(item + END_KEY)
 
     keys = start + tl.arange(0, KEYS)
     pages = tl.load(table + keys // PAGE, mask=keys < end, other=0)
     # The query heads of one KV head are rows of one block: keys are read once for all of them.
     row = first_row + tl.arange(0, ROWS)
-    token = (tl.load(item) + row // GROUPS).to(tl.int64)
+    token = (tl.load(item + Q_START) + row // GROUPS).to(tl.int64)
     q_at = token * q_token + (head * GROUPS + row % GROUPS) * q_head
     block = _rows(q, q_at, row < rows, DIM, WIDTH, True)
     acc = tl.zeros([ROWS, WIDTH], tl.float32)
@@ -93,8 +105,8 @@ def attend_item(  # type: ignore[no-untyped-def]
             page_stride, slot_stride, factor, DIM, WIDTH, PAGE, KEYS, STAGES, False,
         )  # fmt: skip
     # Read again what the walk before does not need, past the compiler's back: it holds no registers meanwhile.
-    seen = tl.load(item + 2, volatile=True) + 1
-    seen += (tl.load(item + 4, volatile=True) + tl.arange(0, ROWS)) // GROUPS
+    seen = tl.load(item + POSITION, volatile=True) + 1
+    seen += (tl.load(item + FIRST_ROW, volatile=True) + tl.arange(0, ROWS)) // GROUPS
     acc, top, total, pages = _walk(
         block, seen, acc, top, total, pages, table, k_base, v_base, middle, end, end,
         page_stride, slot_stride, factor, DIM, WIDTH, PAGE, KEYS, STAGES, True,
@@ -103,10 +115,10 @@ def attend_item(  # type: ignore[no-untyped-def]
     divisor = tl.where(total > 0, total, 1.0)
     result = acc / divisor[:, None]
     log2_sum = tl.where(total > 0, top + tl.math.log2(divisor), float("-inf"))
-    q_start = tl.load(item, volatile=True)
-    row = tl.load(item + 4, volatile=True) + tl.arange(0, ROWS)
-    valid = row < tl.load(item + 1, volatile=True)
-    scratch = tl.load(item + 7)
+    q_start = tl.load(item + Q_START, volatile=True)
+    row = tl.load(item + FIRST_ROW, volatile=True) + tl.arange(0, ROWS)
+    valid = row < tl.load(item + SPAN_ROWS, volatile=True)
+    scratch = tl.load(item + PARTIAL)
     dims = tl.arange(0, WIDTH)
     if scratch < 0:
         token = (q_start + row // GROUPS).to(tl.int64)

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pensieve.kernels.attention.tiles import Tile, TileSet, choose_tiles
-from pensieve.kernels.span_table import HostSpans
+from pensieve.kernels.spans import POSITION, Q_LEN, Spans
 
 SHORT_CONTEXT = 1536
 """Up to this mean context, programs that all start at once are worth their slower reading."""
@@ -39,10 +39,12 @@ class Geometry:
     multiprocessors: int
     hopper: bool = False
     """Wide items go to the kernel for Hopper devices."""
+    own_tiles: TileSet | None = None
+    """In place of the tiles that fit the heads; for tests."""
 
     @property
     def tiles(self) -> TileSet:
-        return choose_tiles(self.head_dim, self.element_bytes, hopper=self.hopper)
+        return self.own_tiles or choose_tiles(self.head_dim, self.element_bytes, hopper=self.hopper)
 
     @property
     def groups(self) -> int:
@@ -89,24 +91,24 @@ class StepKind(Enum):
         return of.get(self, tiles.narrow)
 
 
-def is_wide(host: HostSpans, geometry: Geometry, narrow: Tile) -> npt.NDArray[np.bool_]:
+def is_wide(spans: Spans, geometry: Geometry, narrow: Tile) -> npt.NDArray[np.bool_]:
     """Which spans have more rows than the narrow tile."""
-    wide: npt.NDArray[np.bool_] = host[:, 1] > narrow.rows // geometry.groups
+    wide: npt.NDArray[np.bool_] = spans[:, Q_LEN] > narrow.rows // geometry.groups
     return wide
 
 
-def classify(host: HostSpans, geometry: Geometry, tiles: TileSet | None = None) -> StepKind:
-    """The kind of a step with spans ``host`` int64 [S, 4]; spans of no tokens do not count."""
-    tiles = tiles or geometry.tiles
-    lengths = host[:, 1]
+def classify(spans: Spans, geometry: Geometry) -> StepKind:
+    """The kind of a step with these spans; spans of no tokens do not count."""
+    tiles = geometry.tiles
+    lengths = spans[:, Q_LEN]
     most = int(lengths.max(initial=0)) * geometry.groups
     if most <= tiles.narrow.rows:
         return StepKind.NARROW
     if most <= tiles.few.rows:
         return (
-            StepKind.SHORT if most <= tiles.short.rows and _is_short(host, geometry, tiles) else StepKind.FEW
+            StepKind.SHORT if most <= tiles.short.rows and _is_short(spans, geometry, tiles) else StepKind.FEW
         )
-    large = is_wide(host, geometry, tiles.narrow)
+    large = is_wide(spans, geometry, tiles.narrow)
     if (lengths[~large] > 0).any():
         return StepKind.MIXED
     if not tiles.wide.hopper:  # smaller tiles while the device can start all of the large ones at once
@@ -116,14 +118,14 @@ def classify(host: HostSpans, geometry: Geometry, tiles: TileSet | None = None) 
     return StepKind.WIDE
 
 
-def _is_short(host: HostSpans, geometry: Geometry, tiles: TileSet) -> bool:
+def _is_short(spans: Spans, geometry: Geometry, tiles: TileSet) -> bool:
     """Whether all items start at once with the short tile, but not with the next larger one. That one reads faster, and
     wins when contexts are long."""
-    lengths = host[:, 1]
+    lengths = spans[:, Q_LEN]
     count = int((lengths > 0).sum())
     if not programs_per_head(tiles.few, geometry) < count <= programs_per_head(tiles.short, geometry):
         return False
-    return int(host[:, 2].sum() + lengths.sum()) <= SHORT_CONTEXT * count
+    return int(spans[:, POSITION].sum() + lengths.sum()) <= SHORT_CONTEXT * count
 
 
 def programs_per_head(tile: Tile, geometry: Geometry) -> float:

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pensieve.kernels.attention.capacity import Capacity
+from pensieve.kernels.attention.cuts import narrow_pieces, wide_pieces
 from pensieve.kernels.attention.kinds import (
     ENOUGH_TO_READ,
     NARROW_STEP,
@@ -23,16 +24,25 @@ from pensieve.kernels.attention.kinds import (
     Geometry,
     StepKind,
 )
-from pensieve.kernels.attention.narrow_cuts import narrow_pieces
-from pensieve.kernels.attention.tiles import Tile, TileSet
-from pensieve.kernels.attention.wide_cuts import wide_pieces
+from pensieve.kernels.attention.tiles import Tile
 from pensieve.kernels.attention.work_lists import (
+    END_KEY,
+    FIRST_KEY,
+    FIRST_ROW,
     ITEM,
     MERGE,
+    MERGE_END,
+    MERGE_FIRST,
+    MERGE_PARTIAL,
+    MERGE_PIECES,
+    MERGE_STRIDE,
+    PARTIAL,
+    ROWS,
     WorkLists,
     alone,
     blocks,
     cut,
+    items_of,
     longest_first,
     padding_items,
     parted,
@@ -40,7 +50,7 @@ from pensieve.kernels.attention.work_lists import (
     ranges,
     steps_of,
 )
-from pensieve.kernels.span_table import HostSpans, Ints
+from pensieve.kernels.spans import POSITION, Q_LEN, Q_START, TABLE, Ints, Spans
 
 KIND = StepKind.MIXED
 """The kind of every step with parties."""
@@ -56,39 +66,38 @@ UNLIMITED = Capacity(*[1 << 40] * 4)
 
 
 def make_party_lists(
-    host: HostSpans,
+    spans: Spans,
     parties: Ints,
     num_rows: int,
     geometry: Geometry,
-    tiles: TileSet,
     room: Capacity = UNLIMITED,
 ) -> WorkLists:
-    """The lists of a step whose spans are ``host`` int64 [S, 4], for q of ``num_rows`` rows.
+    """The lists of a step with these spans, for q of ``num_rows`` rows.
 
     ``parties`` int64 [n, 3]: first span, spans, and tokens that they have in common, as many as no query of theirs
     lies before, in whole key tiles of both launches; query rows of a party follow each other. ``room``: pieces are no
     more than fit, unless even the fewest do not.
     """
-    narrow, wide = KIND.narrow_tile(tiles), tiles.wide
+    narrow, wide = KIND.narrow_tile(geometry.tiles), geometry.tiles.wide
     party, member = ranges(parties[:, 1])
     member += parties[party, 0]
-    others = host[:, 1] > 0
+    others = spans[:, Q_LEN] > 0
     others[member] = False
-    small, big = parted(host[others], narrow, geometry, KIND)
-    plain, suffixes = blocks(small, narrow, geometry), _suffixes(host[member], parties[party, 2], geometry)
+    small, big = parted(spans[others], narrow, geometry, KIND)
+    plain, suffixes = blocks(small, narrow, geometry), _suffixes(spans[member], parties[party, 2], geometry)
     pieces = _narrow_pieces(np.concatenate([plain, suffixes]), narrow, geometry)
     first, first_merges, used = cut(plain, pieces[: len(plain)], narrow, 0, KIND.merged_rows)
     large = blocks(big, wide, geometry)
     cuts = wide_pieces(steps_of(large, wide), alone(large, wide), wide, geometry)
     second, second_merges, used = cut(large, cuts, wide, used, KIND.merged_rows)
-    covered = int((host[:, 0] + host[:, 1]).max())
+    covered = int((spans[:, Q_START] + spans[:, Q_LEN]).max())
     padding = padding_items(covered, num_rows - covered, wide, geometry.groups)
 
     begins = np.cumsum(parties[:, 1]) - parties[:, 1]
-    rows = np.add.reduceat(suffixes[:, 1], begins)
+    rows = np.add.reduceat(suffixes[:, ROWS], begins)
     layers = max(2, (room.partial_rows - used) // int(rows.sum()))
     own = np.minimum(pieces[len(plain) :], layers - 1)
-    own[suffixes[:, 5] >= suffixes[:, 6]] = 0
+    own[suffixes[:, FIRST_KEY] >= suffixes[:, END_KEY]] = 0
     work = _Beginnings(
         rows, parties[:, 2] // wide.keys, layers - np.maximum.reduceat(own, begins),
         room.wide - len(second) - len(padding), wide, geometry,
@@ -96,11 +105,11 @@ def make_party_lists(
     reading = sum(int(steps_of(items, narrow).sum()) for items in (plain, suffixes))
     cuts, programs = work.dealt(second, reading)
 
-    laid = _Laid.of(host[parties[:, 0]], parties[:, 2], rows, cuts, party, suffixes, own, used)
+    laid = _Laid.of(spans[parties[:, 0]], parties[:, 2], rows, cuts, party, suffixes, own, used)
     narrow_items = np.concatenate([first, laid.suffix_items(narrow)])
     wide_items = np.concatenate([second, laid.beginnings(wide)])
     merges = np.concatenate([first_merges, second_merges, laid.merges(geometry)])
-    length = narrow_items[:, 6] - narrow_items[:, 5]
+    length = narrow_items[:, END_KEY] - narrow_items[:, FIRST_KEY]
     return WorkLists(
         narrow_items[np.argsort(-length, kind="stable")],
         np.concatenate([longest_first(wide_items), padding]),
@@ -110,17 +119,16 @@ def make_party_lists(
     )
 
 
-def _suffixes(host: HostSpans, common: Ints, geometry: Geometry) -> Ints:
+def _suffixes(spans: Spans, common: Ints, geometry: Geometry) -> Ints:
     """An item for what each span [n, 4] sees behind the ``common`` tokens of its party; it may be empty."""
-    items = np.zeros((len(host), ITEM), np.int64)
-    items[:, 0], items[:, 1], items[:, 2:4] = host[:, 0], host[:, 1] * geometry.groups, host[:, 2:4]
-    items[:, 5], items[:, 6] = common, host[:, 1] + host[:, 2]
+    items = items_of(spans, spans[:, Q_LEN] * geometry.groups)
+    items[:, FIRST_KEY], items[:, END_KEY] = common, spans[:, Q_LEN] + spans[:, POSITION]
     return items
 
 
 def _narrow_pieces(items: Ints, tile: Tile, geometry: Geometry) -> Ints:
     """Into how many pieces items in any order are cut."""
-    order = np.argsort(items[:, 5] - items[:, 6], kind="stable")
+    order = np.argsort(items[:, FIRST_KEY] - items[:, END_KEY], kind="stable")
     pieces = np.empty(len(items), np.int64)
     pieces[order] = narrow_pieces(steps_of(items[order], tile), tile, geometry)
     return pieces
@@ -151,7 +159,7 @@ class _Beginnings:
         most = np.maximum(1, np.minimum(most, self.room // int(count.sum())))
         lengths = steps_of(others, self.tile)
         total = int((count * self.steps).sum() + lengths.sum())
-        fresh = int(self.steps.sum() + lengths[others[:, 4] == 0].sum())
+        fresh = int(self.steps.sum() + lengths[others[:, FIRST_ROW] == 0].sum())
         step_us = WIDE_STEP + UNSHARED_STEP * fresh / total
         reading_us = reading * heads * NARROW_STEP / everything
         best, chosen = math.inf, (most, everything)
@@ -181,7 +189,7 @@ class _Beginnings:
 class _Laid:
     """Parties with their cuts and their places in the scratch."""
 
-    first: HostSpans
+    first: Spans
     """First span of each party, [n, 4]."""
     common: Ints
     rows: Ints
@@ -203,7 +211,7 @@ class _Laid:
     @classmethod
     def of(
         cls,
-        first: HostSpans,
+        first: Spans,
         common: Ints,
         rows: Ints,
         cuts: Ints,
@@ -215,7 +223,7 @@ class _Laid:
         """``used``: partial rows that the rest of the step takes."""
         begins = np.flatnonzero(_begins(party))
         ends = used + np.cumsum((cuts + np.maximum.reduceat(own, begins)) * rows)
-        before = np.cumsum(suffixes[:, 1]) - suffixes[:, 1]
+        before = np.cumsum(suffixes[:, ROWS]) - suffixes[:, ROWS]
         places = np.concatenate([[used], ends[:-1]])
         offsets = before - before[begins][party]
         return cls(first, common, rows, cuts, party, suffixes, own, places, offsets, int(ends[-1]))
@@ -225,35 +233,40 @@ class _Laid:
         party, index = ranges(self.cuts * count)
         piece, block = index // count[party], index % count[party]
         whole = np.zeros((len(self.first), ITEM), np.int64)
-        whole[:, 0], whole[:, 1], whole[:, 3] = self.first[:, 0], self.rows, self.first[:, 3]
-        whole[:, 2], whole[:, 6] = self.common - 1, self.common
+        whole[:, Q_START], whole[:, ROWS], whole[:, TABLE] = (
+            self.first[:, Q_START],
+            self.rows,
+            self.first[:, TABLE],
+        )
+        whole[:, POSITION], whole[:, END_KEY] = self.common - 1, self.common
         parts, _, _ = parts_of(whole, self.cuts, tile)
         begin = np.cumsum(self.cuts) - self.cuts
         items = parts[begin[party] + piece]
-        items[:, 4] = block * tile.rows
-        items[:, 7] = self.places[party] + piece * self.rows[party] + items[:, 4]
+        items[:, FIRST_ROW] = block * tile.rows
+        items[:, PARTIAL] = self.places[party] + piece * self.rows[party] + items[:, FIRST_ROW]
         return items
 
     def suffix_items(self, tile: Tile) -> Ints:
         items, member, piece = parts_of(self.suffixes, self.own, tile)
         party = self.party[member]
         layer = self.cuts[party] + piece
-        items[:, 7] = self.places[party] + layer * self.rows[party] + self.offsets[member]
+        items[:, PARTIAL] = self.places[party] + layer * self.rows[party] + self.offsets[member]
         return items
 
     def merges(self, geometry: Geometry) -> Ints:
         """Rows of neighbours with as many pieces are merged together."""
         begins = np.flatnonzero(_begins(self.party) | _begins(self.own))
-        rows = np.add.reduceat(self.suffixes[:, 1], begins)
+        rows = np.add.reduceat(self.suffixes[:, ROWS], begins)
         run, index = ranges(-(-rows // KIND.merged_rows))
         party = self.party[begins][run]
         begin = self.offsets[begins][run]
         merges = np.empty((len(run), MERGE), np.int64)
-        merges[:, 0] = self.first[party, 0]
-        merges[:, 1] = begin + index * KIND.merged_rows
-        merges[:, 2] = np.minimum(merges[:, 1] + KIND.merged_rows, begin + rows[run])
-        merges[:, 3] = self.places[party] + merges[:, 1]
-        merges[:, 4], merges[:, 5] = self.cuts[party] + self.own[begins][run], self.rows[party]
+        first = begin + index * KIND.merged_rows
+        merges[:, Q_START], merges[:, MERGE_FIRST] = self.first[party, Q_START], first
+        merges[:, MERGE_END] = np.minimum(first + KIND.merged_rows, begin + rows[run])
+        merges[:, MERGE_PARTIAL] = self.places[party] + first
+        merges[:, MERGE_PIECES] = self.cuts[party] + self.own[begins][run]
+        merges[:, MERGE_STRIDE] = self.rows[party]
         return merges
 
 

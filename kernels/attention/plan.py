@@ -1,4 +1,7 @@
-"""A step's work lists in device memory, with the scratch that its pieces write; all layers share them."""
+"""A step's attention, planned: its work lists in device memory, with the scratch that its pieces write.
+
+All layers of a step run one plan: ``attend(q, pool, plan, tables, ...)`` of ``kernels.ragged_paged_attention``.
+"""
 
 from __future__ import annotations
 
@@ -8,43 +11,39 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from pensieve.kernels.attention.call import Scratch
 from pensieve.kernels.attention.capacity import Capacity
 from pensieve.kernels.attention.hopper import launch as hopper
 from pensieve.kernels.attention.kinds import Geometry, StepKind, classify
 from pensieve.kernels.attention.party_lists import KIND, UNLIMITED, make_party_lists
-from pensieve.kernels.attention.tiles import TileSet, width_of
-from pensieve.kernels.attention.work_lists import ITEM, MERGE, WorkLists, make_work_lists
-from pensieve.kernels.span_table import HostSpans, Ints
+from pensieve.kernels.attention.work_lists import (
+    HEADER,
+    ITEM,
+    LISTS_AT,
+    MERGE,
+    MERGES,
+    NARROW,
+    SHARE_AT,
+    WIDE,
+    WorkLists,
+    make_work_lists,
+)
+from pensieve.kernels.spans import Ints, Spans
 
 PARTY_KIND = KIND
 """The kind of every step in which spans read a beginning together."""
-HEADER = 8
-"""Words of the header: how many narrow items, wide items and merges there are; where each of these lists begins; how
-many programs take wide items; the last is unused. Behind it come the wide items, then the narrow ones, then the
-merges."""
-
-
-class Scratch:
-    """Results of pieces before they are merged. Each layer overwrites them, so all plans of a stream may share one."""
-
-    def __init__(self, rows: int, geometry: Geometry, device: torch.device) -> None:
-        """``rows``: the most ``partial_rows`` of the capacities it serves."""
-        self.rows = rows
-        held = max(1, rows) * geometry.kv_heads
-        self.partial = torch.empty(held, width_of(geometry.head_dim), dtype=torch.float32, device=device)
-        self.partial_lse = torch.empty(held, dtype=torch.float32, device=device)
 
 
 class DoesNotFit(ValueError):
-    """A step needs more than what was laid out for it holds."""
+    """A step needs more memory than its plan has."""
 
 
 class AttentionPlan:
     """The plan of a step, or, in memory of a fixed capacity, of all steps that replay one captured graph.
 
-    For a graph: make a plan with ``capacity_for`` the graph's kind and sizes, store it in the ``plans`` of the captured
-    span table under ``plan_key(q, pool)``, and capture. Before each replay, copy what ``pack`` returns for the step to
-    the beginning of ``words``. Memory of 0 words is a plan without work, which is safe to warm up with.
+    For a graph: make a plan with ``capacity_for`` the graph's kind and sizes, and capture ``attend`` calls that run it.
+    Before each replay, copy what ``pack`` returns for the step to the beginning of ``words``. Memory of 0 words is a
+    plan without work, which is safe to warm up with.
     """
 
     def __init__(
@@ -55,7 +54,6 @@ class AttentionPlan:
         *,
         kind: StepKind,
         capacity: Capacity,
-        tiles: TileSet | None = None,
         words: torch.Tensor | None = None,
         scratch: Scratch | None = None,
     ) -> None:
@@ -63,8 +61,7 @@ class AttentionPlan:
         caller, for the plan to lie in; without them the plan takes memory of its own. Raises ValueError when words or
         scratch are too small."""
         self.num_rows, self.geometry, self.kind, self.capacity = num_rows, geometry, kind, capacity
-        self.tiles = tiles or geometry.tiles
-        self.narrow, self.wide = kind.narrow_tile(self.tiles), self.tiles.wide
+        self.narrow, self.wide = kind.narrow_tile(geometry.tiles), geometry.tiles.wide
         if words is None:
             words = torch.zeros(words_of(capacity), dtype=torch.int32, device=device)
         if words.dtype != torch.int32 or words.dim() != 1 or len(words) < words_of(capacity):
@@ -81,35 +78,44 @@ class AttentionPlan:
     @classmethod
     def of(
         cls,
-        host: HostSpans,
+        spans: Spans,
         num_rows: int,
         geometry: Geometry,
         device: torch.device,
         *,
-        tiles: TileSet | None = None,
         capacity: Capacity | None = None,
         parties: Ints | None = None,
     ) -> AttentionPlan:
-        """The plan of one step with spans ``host`` int64 [S, 4], of just its size unless ``capacity`` is given;
-        ``parties``: see ``pack``."""
-        kind = classify(host, geometry, tiles) if parties is None else PARTY_KIND
-        work = _work(host, parties, num_rows, geometry, tiles or geometry.tiles, kind, capacity)
-        plan = cls(num_rows, geometry, device, kind=kind, capacity=capacity or _need(work), tiles=tiles)
+        """The plan of one step, of just its size unless ``capacity`` is given; ``parties``: see ``pack``."""
+        kind = classify(spans, geometry) if parties is None else PARTY_KIND
+        work = _work(spans, parties, num_rows, geometry, kind, capacity)
+        plan = cls(num_rows, geometry, device, kind=kind, capacity=capacity or _need(work))
         plan._upload(plan._packed(work))
         return plan
 
-    def pack(self, host: HostSpans, parties: Ints | None = None) -> npt.NDArray[np.int32]:
-        """The words of a step with spans ``host`` int64 [S, 4], to be put at the beginning of ``words``: only as many
-        as the step's own work takes. ``parties``: what ``prefixes`` found, for plans of the kind ``PARTY_KIND``.
-        Raises DoesNotFit when the step needs more than the capacity: without parties it may yet fit."""
-        return self._packed(
-            _work(host, parties, self.num_rows, self.geometry, self.tiles, self.kind, self.capacity)
-        )
+    def pack(self, spans: Spans, parties: Ints | None = None) -> npt.NDArray[np.int32]:
+        """The words of a step, to be put at the beginning of ``words``: only as many as the step's own work takes.
+        ``parties``: what ``prefixes`` found, for plans of the kind ``PARTY_KIND``. Raises DoesNotFit when the step
+        needs more than the capacity: without parties it may yet fit."""
+        work = _work(spans, parties, self.num_rows, self.geometry, self.kind, self.capacity)
+        return self._packed(work)
 
-    def refill(self, host: HostSpans, parties: Ints | None = None) -> None:
+    def refill(self, spans: Spans, parties: Ints | None = None) -> None:
         """Take on another step, ordered with launches by the current stream. Copies from pageable memory, for which
         the host may have to wait: a server copies ``pack`` itself. Raises as ``pack`` does and then changes nothing."""
-        self._upload(self.pack(host, parties))
+        self._upload(self.pack(spans, parties))
+
+    def check(self, q: torch.Tensor, pool: torch.Tensor) -> None:
+        """Raises ValueError unless the plan was made for queries and pools of these shapes and sizes."""
+        made_for = (self.num_rows, self.geometry.heads, self.geometry.kv_heads, self.geometry.head_dim)
+        given = (len(q), q.shape[1], pool.shape[2], q.shape[2])
+        if made_for != given or q.element_size() != self.geometry.element_bytes:
+            raise ValueError(
+                f"the plan is for [T, Hq, Hkv, D] = {list(made_for)} of {self.geometry.element_bytes} bytes, "
+                f"the call has {list(given)} of {q.element_size()}"
+            )
+        if self.capacity.wide and self.wide.hopper and not hopper.addressable(q, pool):
+            raise ValueError("the plan is for tensors that bulk copies can address, and these are not such")
 
     def _packed(self, work: WorkLists) -> npt.NDArray[np.int32]:
         need = _need(work)
@@ -121,8 +127,14 @@ class AttentionPlan:
         narrow_at = HEADER + ITEM * need.wide
         merges_at = narrow_at + ITEM * need.narrow
         words = np.empty(merges_at + MERGE * need.merges, dtype=np.int32)
-        counts = need.narrow, need.wide, need.merges
-        words[:HEADER] = *counts, narrow_at, HEADER, merges_at, work.wide_programs, 0
+        words[:HEADER] = 0
+        for which, count, place in (
+            (NARROW, need.narrow, narrow_at),
+            (WIDE, need.wide, HEADER),
+            (MERGES, need.merges, merges_at),
+        ):
+            words[which], words[LISTS_AT + which] = count, place
+        words[SHARE_AT] = work.wide_programs
         words[HEADER:narrow_at] = work.wide.reshape(-1)
         words[narrow_at:merges_at] = work.narrow.reshape(-1)
         words[merges_at:] = work.merges.reshape(-1)
@@ -134,29 +146,23 @@ class AttentionPlan:
 
 
 def _work(
-    host: HostSpans,
+    spans: Spans,
     parties: Ints | None,
     num_rows: int,
     geometry: Geometry,
-    tiles: TileSet,
     kind: StepKind,
     capacity: Capacity | None,
 ) -> WorkLists:
     if parties is None:
-        return make_work_lists(host, num_rows, geometry, tiles, kind)
+        return make_work_lists(spans, num_rows, geometry, kind)
     if kind is not PARTY_KIND:
         raise DoesNotFit(f"a plan for {kind.value} steps has no launches for spans that read together")
-    return make_party_lists(host, parties, num_rows, geometry, tiles, capacity or UNLIMITED)
+    return make_party_lists(spans, parties, num_rows, geometry, capacity or UNLIMITED)
 
 
 def words_of(capacity: Capacity) -> int:
     """Words that a plan of this capacity needs at most."""
     return HEADER + ITEM * (capacity.narrow + capacity.wide) + MERGE * capacity.merges
-
-
-def plan_key(q: torch.Tensor, pool: torch.Tensor) -> str:
-    """Name under which a span table keeps the plan for such tensors."""
-    return f"attention/{tuple(q.shape)}/{pool.shape[2]}/{q.dtype}"
 
 
 def geometry_of(q: torch.Tensor, pool: torch.Tensor) -> Geometry:

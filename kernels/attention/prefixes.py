@@ -20,8 +20,7 @@ from pensieve.kernels.attention.kinds import (
     Geometry,
     is_wide,
 )
-from pensieve.kernels.attention.tiles import TileSet
-from pensieve.kernels.span_table import HostSpans, Ints
+from pensieve.kernels.spans import POSITION, Q_LEN, TABLE, Ints, Spans
 
 LEAST_SAVED_US = 20.0
 """Microseconds per layer that parties must save. Measured on an H200 at 64 to 256 sessions, a step with parties takes
@@ -53,35 +52,33 @@ class PartyRule:
     page_tokens: int
     least_spans: int = LEAST_SPANS
     least_saved_us: float = LEAST_SAVED_US
-    tiles: TileSet | None = None
-    """None: those of the geometry."""
 
-    def find(self, host: HostSpans, pages: npt.NDArray[np.int32]) -> Parties | None:
-        """The parties of a step with spans ``host`` int64 [S, 4], whose page tables begin at ``pages[host[:, 3]]``;
+    def find(self, spans: Spans, pages: npt.NDArray[np.int32]) -> Parties | None:
+        """The parties of a step with these spans, whose page tables begin at ``pages[spans[:, TABLE]]``;
         None without any, which takes a few microseconds to see where no two tables begin with the same page."""
-        if len(host) < self.least_spans or not len(pages):
+        if len(spans) < self.least_spans or not len(pages):
             return None
-        first = pages[host[:, 3]]
+        first = pages[spans[:, TABLE]]
         ordered = np.sort(first)
         apart = self.least_spans - 1
         repeated = ordered[apart:][ordered[apart:] == ordered[:-apart]] if apart else ordered
         if not len(repeated):
             return None
-        tiles = self.tiles or self.geometry.tiles
-        narrow = ~is_wide(host, self.geometry, tiles.narrow_beside) & (host[:, 1] > 0)
-        search = _Search(self, host, pages, math.lcm(tiles.narrow_beside.keys, tiles.wide.keys))
+        tiles = self.geometry.tiles
+        narrow = ~is_wide(spans, self.geometry, tiles.narrow_beside) & (spans[:, Q_LEN] > 0)
+        search = _Search(self, spans, pages, math.lcm(tiles.narrow_beside.keys, tiles.wide.keys))
         saved, found = 0.0, list[_Found]()
         for page in np.unique(repeated):
             gain, parties = search.best(np.flatnonzero((first == page) & narrow), 0, MOST_LEVELS)
             saved, found = saved + gain, found + parties
         if not found or saved < self.least_saved_us:
             return None
-        return _arranged(found, len(host))
+        return _arranged(found, len(spans))
 
     def saved_us(self, rows: int, spans: int, tokens: int) -> float:
         """Microseconds per layer that a party of so many query rows saves by reading ``tokens`` once."""
         apart = AGAIN * NARROW_STEP * spans * tokens / 64
-        blocks = -(-rows // (self.tiles or self.geometry.tiles).wide.rows)
+        blocks = -(-rows // self.geometry.tiles.wide.rows)
         together = (WIDE_STEP + UNSHARED_STEP) * blocks * tokens / 128
         return (apart - together) * self.geometry.kv_heads / self.geometry.multiprocessors
 
@@ -95,7 +92,7 @@ class _Search:
     """The walk through a step's page tables, a tree of beginnings."""
 
     rule: PartyRule
-    host: HostSpans
+    spans: Spans
     pages: npt.NDArray[np.int32]
     unit: int
     """Key tiles of both launches begin at multiples of so many tokens: what is read together ends there."""
@@ -106,17 +103,17 @@ class _Search:
         if len(members) < self.rule.least_spans or not levels:
             return 0.0, []
         # Keys that the first query of a span sees, as whole and partial pages.
-        seen = self.host[members, 2] + 1
+        seen = self.spans[members, POSITION] + 1
         visible = -(-seen // self.rule.page_tokens)
-        starts = self.host[members, 3]
+        starts = self.spans[members, TABLE]
         depth = self._agree(starts, depth, int(visible.min()))
         tokens = min(depth * self.rule.page_tokens, int(seen.min())) // self.unit * self.unit
-        rows = int(self.host[members, 1].sum()) * self.rule.geometry.groups
+        rows = int(self.spans[members, Q_LEN].sum()) * self.rule.geometry.groups
         saved = self.rule.saved_us(rows, len(members), tokens)
         longer = members[visible > depth]
         gain, parties = 0.0, list[_Found]()
         if len(longer) >= self.rule.least_spans:
-            following = self.pages[self.host[longer, 3] + depth]
+            following = self.pages[self.spans[longer, TABLE] + depth]
             values, counts = np.unique(following, return_counts=True)
             for page in values[counts >= self.rule.least_spans]:
                 more, found = self.best(longer[following == page], depth, levels - 1)

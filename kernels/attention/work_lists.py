@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from pensieve.kernels.attention.cuts import narrow_pieces, wide_pieces
 from pensieve.kernels.attention.kinds import (
     ENOUGH_TO_READ,
     NARROW_STEP,
@@ -22,17 +23,25 @@ from pensieve.kernels.attention.kinds import (
     StepKind,
     is_wide,
 )
-from pensieve.kernels.attention.narrow_cuts import narrow_pieces
-from pensieve.kernels.attention.tiles import Tile, TileSet
-from pensieve.kernels.attention.wide_cuts import wide_pieces
-from pensieve.kernels.span_table import HostSpans, Ints
+from pensieve.kernels.attention.tiles import Tile
+from pensieve.kernels.spans import POSITION, Q_LEN, Q_START, TABLE, Ints, Spans
 
+HEADER = 8
+"""Words of a plan's header. Behind it come the wide items, then the narrow ones, then the merges. Word ``NARROW``,
+``WIDE`` or ``MERGES`` is the length of that list, word ``LISTS_AT`` and so on its place; word ``SHARE_AT`` says how
+many programs take wide items beside narrow ones; the last is unused."""
+NARROW, WIDE, MERGES = 0, 1, 2
+LISTS_AT, SHARE_AT = 3, 6
 ITEM = 8
-"""An item has these words: first row of q, rows of the span, position, page-table row, first row of the block, first
-key, end of keys, first partial row (-1: the item is whole and writes its result itself)."""
+"""Words of an item: ``Q_START``, ``POSITION`` and ``TABLE`` of its span, and the columns below."""
+ROWS, FIRST_ROW, FIRST_KEY, END_KEY, PARTIAL = 1, 4, 5, 6, 7
+"""Rows of the span; first row of the block; its keys, from first to end; first partial row, -1 for an item that is
+whole and writes its result itself."""
 MERGE = 6
-"""A merge of some rows of a cut item has these words: first row of q of the span, first row of these in the span, their
-end, partial row of the first in the first piece, pieces, partial rows from piece to piece."""
+"""Words of a merge of some rows of a cut item: ``Q_START`` of its span, and the columns below."""
+MERGE_FIRST, MERGE_END, MERGE_PARTIAL, MERGE_PIECES, MERGE_STRIDE = 1, 2, 3, 4, 5
+"""Its rows in the span, from first to end; partial row of the first of them in the first piece; pieces; partial rows
+from piece to piece."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,22 +57,21 @@ class WorkLists:
     """Programs among which the wide items are shared out."""
 
 
-def make_work_lists(
-    host: HostSpans, num_rows: int, geometry: Geometry, tiles: TileSet, kind: StepKind
-) -> WorkLists:
-    """The lists of a step whose spans are ``host`` int64 [S, 4], for q of ``num_rows`` rows.
+def make_work_lists(spans: Spans, num_rows: int, geometry: Geometry, kind: StepKind) -> WorkLists:
+    """The lists of a step with these spans, for q of ``num_rows`` rows.
 
     ``kind`` says which tiles are used, not which items there may be: a step with spans that it has no launch for gets
     items for them all the same.
     """
+    tiles = geometry.tiles
     narrow, wide = kind.narrow_tile(tiles), tiles.wide
     covered = 0
-    if len(host):
-        lengths = host[:, 1]
-        covered = int((host[:, 0] + lengths).max())
+    if len(spans):
+        lengths = spans[:, Q_LEN]
+        covered = int((spans[:, Q_START] + lengths).max())
         if not lengths.all():
-            host = host[lengths > 0]
-    small, big = parted(host, narrow, geometry, kind)
+            spans = spans[lengths > 0]
+    small, big = parted(spans, narrow, geometry, kind)
     items = blocks(small, narrow, geometry)
     pieces = narrow_pieces(steps_of(items, narrow), narrow, geometry)
     first, first_merges, used = cut(items, pieces, narrow, 0, kind.merged_rows)
@@ -87,15 +95,19 @@ def make_work_lists(
     return WorkLists(first, second, merges, used, programs)
 
 
-def parted(host: HostSpans, narrow: Tile, geometry: Geometry, kind: StepKind) -> tuple[HostSpans, HostSpans]:
+def parted(spans: Spans, narrow: Tile, geometry: Geometry, kind: StepKind) -> tuple[Spans, Spans]:
     """Spans of the narrow and of the wide list."""
     if not kind.has_wide:
-        many = not len(host) or int(host[:, 1].max()) * geometry.groups <= narrow.rows or kind is StepKind.FEW
-        return (host, host[:0]) if many else (host[:0], host)
+        many = (
+            not len(spans)
+            or int(spans[:, Q_LEN].max()) * geometry.groups <= narrow.rows
+            or kind is StepKind.FEW
+        )
+        return (spans, spans[:0]) if many else (spans[:0], spans)
     if not kind.has_narrow:
-        return host[:0], host
-    large = is_wide(host, geometry, narrow)
-    return host[~large], host[large]
+        return spans[:0], spans
+    large = is_wide(spans, geometry, narrow)
+    return spans[~large], spans[large]
 
 
 def _share_of_wide(narrow: Ints, wide: Ints, small: Tile, large: Tile, geometry: Geometry) -> int:
@@ -107,8 +119,8 @@ def _share_of_wide(narrow: Ints, wide: Ints, small: Tile, large: Tile, geometry:
     )
     if not wide_steps or not narrow_steps:
         return everything
-    spans = np.count_nonzero(wide[:, 4] == 0)  # blocks that begin one
-    wide_time = wide_steps * (WIDE_STEP + UNSHARED_STEP * spans / len(wide))
+    begun = np.count_nonzero(wide[:, FIRST_ROW] == 0)  # blocks that begin a span
+    wide_time = wide_steps * (WIDE_STEP + UNSHARED_STEP * begun / len(wide))
     narrow_time = narrow_steps * NARROW_STEP
     share = wide_time / narrow_time
     if share > 1 - ENOUGH_TO_READ:
@@ -120,26 +132,35 @@ def padding_items(start: int, tokens: int, tile: Tile, groups: int) -> Ints:
     """Items for the rows outside every span: blocks without keys, whose results are 0."""
     first = np.arange(0, tokens * groups, tile.rows)
     items = np.zeros((len(first), ITEM), np.int64)
-    items[:, 0], items[:, 1], items[:, 4], items[:, 7] = start, tokens * groups, first, -1
+    items[:, Q_START], items[:, ROWS] = start, tokens * groups
+    items[:, FIRST_ROW], items[:, PARTIAL] = first, -1
     return items
 
 
-def blocks(host: HostSpans, tile: Tile, geometry: Geometry) -> Ints:
+def blocks(spans: Spans, tile: Tile, geometry: Geometry) -> Ints:
     """The items of spans [n, 4] before any cut: longest contexts first, blocks of a span together for the L2 cache."""
-    end = host[:, 1] + host[:, 2]
+    end = spans[:, Q_LEN] + spans[:, POSITION]
     order = np.argsort(-end, kind="stable")
-    host, end = host[order], end[order]
-    rows = host[:, 1] * geometry.groups
-    items = np.zeros((len(host), ITEM), np.int64)
-    items[:, 0], items[:, 1], items[:, 2:4] = host[:, 0], rows, host[:, 2:4]
-    items[:, 6], items[:, 7] = end, -1
+    spans, end = spans[order], end[order]
+    rows = spans[:, Q_LEN] * geometry.groups
+    items = items_of(spans, rows)
+    items[:, END_KEY], items[:, PARTIAL] = end, -1
     count = -(-rows // tile.rows)
-    if len(host) and int(count.max()) > 1:
+    if len(spans) and int(count.max()) > 1:
         span, block = ranges(count)
         items = items[span]
         first = (count[span] - 1 - block) * tile.rows  # the blocks that see most keys come first
         last_token = (np.minimum(first + tile.rows, rows[span]) - 1) // geometry.groups
-        items[:, 4], items[:, 6] = first, items[:, 2] + last_token + 1
+        items[:, FIRST_ROW], items[:, END_KEY] = first, items[:, POSITION] + last_token + 1
+    return items
+
+
+def items_of(spans: Spans, rows: Ints) -> Ints:
+    """One item per span [n, 4] of ``rows`` [n], without keys yet."""
+    items = np.zeros((len(spans), ITEM), np.int64)
+    for column in (Q_START, POSITION, TABLE):
+        items[:, column] = spans[:, column]
+    items[:, ROWS] = rows
     return items
 
 
@@ -154,16 +175,18 @@ def cut(items: Ints, pieces: Ints, tile: Tile, used: int, merged_rows: int) -> t
     first_partial[whole] = used + np.cumsum(held) - held
     parts, item, piece = parts_of(items, pieces, tile)
     scratch = first_partial[item]
-    parts[:, 7] = np.where(scratch >= 0, scratch + piece * tile.rows, -1)
+    parts[:, PARTIAL] = np.where(scratch >= 0, scratch + piece * tile.rows, -1)
     # The last block of a span has fewer rows than its tile, and only rows that exist are merged.
-    rows = np.minimum(tile.rows, items[whole, 1] - items[whole, 4])
+    rows = np.minimum(tile.rows, items[whole, ROWS] - items[whole, FIRST_ROW])
     owner, group = ranges(-(-rows // merged_rows))
     offset, owner = group * merged_rows, whole[owner]
-    first = items[owner, 4] + offset
+    first = items[owner, FIRST_ROW] + offset
     merges = np.empty((len(owner), MERGE), np.int64)
-    merges[:, 0], merges[:, 1] = items[owner, 0], first
-    merges[:, 2] = np.minimum(np.minimum(first + merged_rows, items[owner, 1]), items[owner, 4] + tile.rows)
-    merges[:, 3], merges[:, 4], merges[:, 5] = first_partial[owner] + offset, pieces[owner], tile.rows
+    block_end = np.minimum(items[owner, ROWS], items[owner, FIRST_ROW] + tile.rows)
+    merges[:, Q_START], merges[:, MERGE_FIRST] = items[owner, Q_START], first
+    merges[:, MERGE_END] = np.minimum(first + merged_rows, block_end)
+    merges[:, MERGE_PARTIAL] = first_partial[owner] + offset
+    merges[:, MERGE_PIECES], merges[:, MERGE_STRIDE] = pieces[owner], tile.rows
     return parts, merges, used + int(held.sum())
 
 
@@ -172,29 +195,29 @@ def parts_of(items: Ints, pieces: Ints, tile: Tile) -> tuple[Ints, Ints, Ints]:
     (i + 1) * steps / n)``: rounded down, so that they join without a gap."""
     item, piece = ranges(pieces)
     parts = items[item]
-    first, end, count = parts[:, 5].copy(), parts[:, 6], pieces[item]
+    first, end, count = parts[:, FIRST_KEY].copy(), parts[:, END_KEY], pieces[item]
     steps = -(-(end - first) // tile.keys)
-    parts[:, 5] = first + piece * steps // count * tile.keys
-    parts[:, 6] = np.minimum(first + (piece + 1) * steps // count * tile.keys, end)
+    parts[:, FIRST_KEY] = first + piece * steps // count * tile.keys
+    parts[:, END_KEY] = np.minimum(first + (piece + 1) * steps // count * tile.keys, end)
     return parts, item, piece
 
 
 def longest_first(items: Ints) -> Ints:
     """Items in the order in which a fixed set of programs should take them: the shortest last. Lengths that are nearly
     equal do not count, so that the blocks of a span stay together."""
-    size = np.floor(8 * np.log2(items[:, 6] - items[:, 5]))
+    size = np.floor(8 * np.log2(items[:, END_KEY] - items[:, FIRST_KEY]))
     return items[np.argsort(-size, kind="stable")]
 
 
 def steps_of(items: Ints, tile: Tile) -> Ints:
     """Key tiles of each item."""
-    steps: Ints = -(-(items[:, 6] - items[:, 5]) // tile.keys)
+    steps: Ints = -(-(items[:, END_KEY] - items[:, FIRST_KEY]) // tile.keys)
     return steps
 
 
 def alone(items: Ints, tile: Tile) -> npt.NDArray[np.bool_]:
     """Which items are the only one of their span."""
-    only: npt.NDArray[np.bool_] = items[:, 1] <= tile.rows
+    only: npt.NDArray[np.bool_] = items[:, ROWS] <= tile.rows
     return only
 
 

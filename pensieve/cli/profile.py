@@ -1,4 +1,4 @@
-"""``pensieve profile``: measures what recomputing a chunk costs on this machine (``pensieve.engine.cost.probe``)."""
+"""``pensieve profile``: measures what recomputing a chunk costs on this machine (``pensieve.engine.cost.profiles``)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from pensieve.cli.refusals import BadModel
 from pensieve.config import CacheConfig, DeviceName, DtypeName, EngineOptions, LoadFormat
-from pensieve.engine.cost.probe import LONGEST, CostPoint, Prober, describe, prober
+from pensieve.engine.cost.profiles import (
+    LONGEST,
+    CostPoint,
+    Prober,
+    describe,
+    device_name,
+    prober,
+    profile_path,
+    write_profile,
+)
 from pensieve.options.commands import models
 from pensieve.simulate.calibrate import SWAP_CHUNKS, calibrated
 
@@ -144,7 +153,6 @@ def profile(
     The result is kept for `pensieve serve`, per model, device, dtype, chunk size and number of GPUs; a file elsewhere
     goes to `pensieve serve --cost-profile FILE`.
     """
-    from pensieve.engine.cost.profiles import device_name, profile_path, write_profile
     from pensieve.engine.ranks.build import build_workers
     from pensieve.model.arch import ModelError
     from pensieve.model.folder import load_arch

@@ -17,12 +17,15 @@ from pensieve.client._sync_link import TurnStream
 from pensieve.client._values import (
     CallingMessage,
     Candidate,
+    FinishReason,
     FoundTurn,
     Item,
     Limits,
+    Phase,
     Piece,
     Progress,
     Residency,
+    Role,
     ServerInfo,
     SessionInfo,
     SessionState,
@@ -33,9 +36,8 @@ from pensieve.client._values import (
     TurnState,
     Warming,
 )
-from pensieve.client.arguments.options import SamplingOptions, SessionChanges, TurnOptions
-from pensieve.client.arguments.words import FinishReason, Phase, Role
-from pensieve.core import HintReceipt, TokenLogprob, TokenText, Usage
+from pensieve.client.arguments import SessionChanges, TurnOptions
+from pensieve.core import HintReceipt, SamplingOptions, TokenLogprob, TokenText, Usage
 from pensieve.speech import FunctionCall
 
 __all__ = [

@@ -16,6 +16,7 @@ from pensieve.client._transport import ClientSettings
 from pensieve.client._values import (
     FoundTurn,
     Item,
+    Role,
     ServerInfo,
     SessionInfo,
     TenantTotals,
@@ -24,19 +25,18 @@ from pensieve.client._values import (
     Warming,
 )
 from pensieve.client._view import SessionView
-from pensieve.client.arguments.names import check_names
-from pensieve.client.arguments.options import (
+from pensieve.client.arguments import (
     CHANGE_KEYS,
     TURN_KEYS,
     Keep,
     Overflow,
-    SamplingOptions,
     SessionChanges,
     Tools,
     TurnOptions,
+    check_names,
+    with_options,
 )
-from pensieve.client.arguments.signatures import with_options
-from pensieve.client.arguments.words import Role
+from pensieve.core import SamplingOptions
 
 
 class AsyncClient:
@@ -100,25 +100,25 @@ class AsyncClient:
         Raises AlreadyExists when ``session_id`` is taken by another session.
         """
         config = _requests.session_config(
-            model=model,
-            system_prompt=system_prompt,
-            ttl=ttl,
-            overflow=overflow,
-            share_prefixes=share_prefixes,
-            tools=tools,
-            default_sampling={**(default_sampling or {}), **sampling},
+            {
+                "model": model,
+                "system_prompt": system_prompt,
+                "ttl": ttl,
+                "overflow": overflow,
+                "share_prefixes": share_prefixes,
+                "tools": tools,
+                "default_sampling": {**(default_sampling or {}), **sampling},
+            }
         )
-        info = await self._link.run(
-            _flows.create_session(
-                self._link.settings,
-                session_id=session_id,
-                config=config,
-                labels=labels,
-                initial_items=initial_items,
-                followed_by=followed_by,
-                request_id=request_id,
-            )
+        request = _requests.new_session(
+            config,
+            session_id=session_id,
+            labels=labels,
+            initial_items=initial_items,
+            followed_by=followed_by,
+            request_id=request_id,
         )
+        info = await self._link.run(_flows.create_session(self._link.settings, request))
         return AsyncSession(self._link, info.name, info)
 
     def session(self, name_or_id: str) -> AsyncSession:
@@ -246,7 +246,8 @@ class AsyncSession(SessionView):
 
     async def last_user_item(self) -> int:
         """Number of the newest user item. Raises NotFound (ITEM_NOT_FOUND) when there is none."""
-        return (await self._link.run(self._core.last_user_item()))[0]
+        item, _ = await self._link.run(self._core.last_user_item())
+        return item
 
     async def items(
         self, *, include_tokens: bool = False, after_item: int = 0, limit: int | None = None

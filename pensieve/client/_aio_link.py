@@ -16,7 +16,7 @@ from pensieve.client._transport import ClientSettings, open_channel
 from pensieve.client._turn_machine import TurnMachine
 from pensieve.client._values import Piece, Turn
 from pensieve.client._view import StreamView
-from pensieve.client.arguments.options import Keep
+from pensieve.client.arguments import Keep
 from pensieve.errors import Cancelled, PensieveError
 from pensieve.rpc_status import from_rpc_error
 from pensieve.v1 import pensieve_pb2 as pb

@@ -20,6 +20,7 @@ from pensieve.client._turn_machine import TurnMachine
 from pensieve.client._values import (
     FoundTurn,
     Item,
+    Role,
     ServerInfo,
     SessionInfo,
     TenantTotals,
@@ -28,9 +29,8 @@ from pensieve.client._values import (
     TurnState,
     Warming,
 )
-from pensieve.client.arguments.ids import UUID
-from pensieve.client.arguments.ids import request_id as make_id
-from pensieve.client.arguments.words import Role
+from pensieve.client.arguments import UUID
+from pensieve.client.arguments import request_id as make_id
 from pensieve.errors import InvalidArgument, NotFound, PensieveError
 from pensieve.v1 import pensieve_pb2 as pb
 
@@ -63,24 +63,7 @@ def list_sessions(
     return found
 
 
-def create_session(
-    settings: ClientSettings,
-    *,
-    session_id: str | None,
-    config: pb.SessionConfig,
-    labels: Mapping[str, str] | None,
-    initial_items: Sequence[InputLike],
-    followed_by: Sequence[Role] = (),
-    request_id: str | None,
-) -> Flow[SessionInfo]:
-    request = pb.CreateSessionRequest(
-        request_id=make_id(f"sessions/{session_id}" if session_id else "", request_id),
-        session_id=session_id or "",
-        config=config,
-        labels=labels or {},
-        initial_items=[_requests.input_item(one) for one in initial_items],
-        followed_by=[_requests.role(one) for one in followed_by],
-    )
+def create_session(settings: ClientSettings, request: pb.CreateSessionRequest) -> Flow[SessionInfo]:
     response = yield from call(settings, "CreateSession", request)
     return decode.session(response.session)
 
@@ -327,15 +310,7 @@ class SessionCore:
         session = pb.Session(
             name=self.name,
             labels=changes.get("labels") or {},
-            config=_requests.session_config(
-                model=None,
-                system_prompt=changes.get("system_prompt"),
-                ttl=changes.get("ttl"),
-                overflow=changes.get("overflow"),
-                share_prefixes=changes.get("share_prefixes"),
-                tools=changes.get("tools"),
-                default_sampling=changes.get("default_sampling") or {},
-            ),
+            config=_requests.session_config(changes),
         )
         request = pb.UpdateSessionRequest(
             name=self.name,

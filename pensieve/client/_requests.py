@@ -9,11 +9,9 @@ from typing import Any
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 
-from pensieve.client._values import CallingMessage, Item, ToolResult, Turn
-from pensieve.client.arguments.ids import request_id
-from pensieve.client.arguments.names import check_names
-from pensieve.client.arguments.options import SAMPLING_KEYS, TURN_KEYS, Tools
-from pensieve.client.arguments.words import Role
+from pensieve.client._values import CallingMessage, Item, Role, ToolResult, Turn
+from pensieve.client.arguments import SAMPLING_KEYS, TURN_KEYS, check_names
+from pensieve.client.arguments import request_id as make_id
 from pensieve.errors import InvalidArgument
 from pensieve.v1 import pensieve_pb2 as pb
 
@@ -188,7 +186,7 @@ def stream_turn(
     """A whole turn. Raises TypeError on an unknown option, InvalidArgument on a value out of its type's range."""
     check_names(options, TURN_KEYS)
     spec = pb.TurnSpec(
-        request_id=request_id(session, options.get("request_id")),
+        request_id=make_id(session, options.get("request_id")),
         input=request_input,
         sampling=sampling(options),
         hints=_hints(options),
@@ -229,7 +227,7 @@ def choose_candidate(
     session: str, turn: Turn | str, candidate: int, expected_revision: int | None
 ) -> pb.ChooseCandidateRequest:
     """``turn``: the turn or its request id. Raises InvalidArgument for a number that no candidate can have."""
-    named = turn.request_id if isinstance(turn, Turn) else request_id(session, turn)
+    named = turn.request_id if isinstance(turn, Turn) else make_id(session, turn)
     if not 0 <= candidate < 1 << 32:
         raise InvalidArgument.field("candidate", "must be the number of a candidate")
     return pb.ChooseCandidateRequest(
@@ -253,25 +251,38 @@ def _hints(options: Mapping[str, Any]) -> pb.TurnHints | None:
     return hints if hints.ListFields() else None
 
 
-def session_config(
-    *,
-    model: str | None,
-    system_prompt: str | None,
-    ttl: float | None,
-    overflow: str | None,
-    default_sampling: Mapping[str, Any],
-    share_prefixes: bool | None = None,
-    tools: Tools | None = None,
-) -> pb.SessionConfig:
-    check_names(default_sampling, SAMPLING_KEYS)
+def session_config(given: Mapping[str, Any]) -> pb.SessionConfig:
+    """``given``: options of ``SessionChanges``, and ``model``; None is not given."""
+    defaults = given.get("default_sampling") or {}
+    check_names(defaults, SAMPLING_KEYS)
+    overflow, tools = given.get("overflow"), given.get("tools")
     config = pb.SessionConfig(
-        model=model or "",
-        system_prompt=system_prompt or "",
+        model=given.get("model") or "",
+        system_prompt=given.get("system_prompt") or "",
         overflow_policy=choice("overflow", overflow, OVERFLOW) if overflow else None,
-        prefix_sharing=SHARING[share_prefixes],
+        prefix_sharing=SHARING[given.get("share_prefixes")],
         tools_json=tools if isinstance(tools, str) else tools_json(tools or ()),
     )
-    if default_sampling:
-        config.default_sampling.CopyFrom(sampling(default_sampling))
-    _put(config, "ttl", ttl)
+    if defaults:
+        config.default_sampling.CopyFrom(sampling(defaults))
+    _put(config, "ttl", given.get("ttl"))
     return config
+
+
+def new_session(
+    config: pb.SessionConfig,
+    *,
+    session_id: str | None = None,
+    labels: Mapping[str, str] | None = None,
+    initial_items: Sequence[InputLike] = (),
+    followed_by: Sequence[Role] = (),
+    request_id: str | None = None,
+) -> pb.CreateSessionRequest:
+    return pb.CreateSessionRequest(
+        request_id=make_id(f"sessions/{session_id}" if session_id else "", request_id),
+        session_id=session_id or "",
+        config=config,
+        labels=labels or {},
+        initial_items=[input_item(one) for one in initial_items],
+        followed_by=[role(one) for one in followed_by],
+    )

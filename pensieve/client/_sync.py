@@ -1,3 +1,4 @@
+# Generated from _aio.py by `make twin`. Do not edit.
 """The blocking client. Thread-safe, except that one turn stream belongs to one reading thread."""
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pensieve.client._transport import ClientSettings
 from pensieve.client._values import (
     FoundTurn,
     Item,
+    Role,
     ServerInfo,
     SessionInfo,
     TenantTotals,
@@ -24,19 +26,18 @@ from pensieve.client._values import (
     Warming,
 )
 from pensieve.client._view import SessionView
-from pensieve.client.arguments.names import check_names
-from pensieve.client.arguments.options import (
+from pensieve.client.arguments import (
     CHANGE_KEYS,
     TURN_KEYS,
     Keep,
     Overflow,
-    SamplingOptions,
     SessionChanges,
     Tools,
     TurnOptions,
+    check_names,
+    with_options,
 )
-from pensieve.client.arguments.signatures import with_options
-from pensieve.client.arguments.words import Role
+from pensieve.core import SamplingOptions
 
 
 class Client:
@@ -100,25 +101,25 @@ class Client:
         Raises AlreadyExists when ``session_id`` is taken by another session.
         """
         config = _requests.session_config(
-            model=model,
-            system_prompt=system_prompt,
-            ttl=ttl,
-            overflow=overflow,
-            share_prefixes=share_prefixes,
-            tools=tools,
-            default_sampling={**(default_sampling or {}), **sampling},
+            {
+                "model": model,
+                "system_prompt": system_prompt,
+                "ttl": ttl,
+                "overflow": overflow,
+                "share_prefixes": share_prefixes,
+                "tools": tools,
+                "default_sampling": {**(default_sampling or {}), **sampling},
+            }
         )
-        info = self._link.run(
-            _flows.create_session(
-                self._link.settings,
-                session_id=session_id,
-                config=config,
-                labels=labels,
-                initial_items=initial_items,
-                followed_by=followed_by,
-                request_id=request_id,
-            )
+        request = _requests.new_session(
+            config,
+            session_id=session_id,
+            labels=labels,
+            initial_items=initial_items,
+            followed_by=followed_by,
+            request_id=request_id,
         )
+        info = self._link.run(_flows.create_session(self._link.settings, request))
         return Session(self._link, info.name, info)
 
     def session(self, name_or_id: str) -> Session:
@@ -246,7 +247,8 @@ class Session(SessionView):
 
     def last_user_item(self) -> int:
         """Number of the newest user item. Raises NotFound (ITEM_NOT_FOUND) when there is none."""
-        return self._link.run(self._core.last_user_item())[0]
+        item, _ = self._link.run(self._core.last_user_item())
+        return item
 
     def items(
         self, *, include_tokens: bool = False, after_item: int = 0, limit: int | None = None

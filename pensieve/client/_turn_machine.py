@@ -21,8 +21,7 @@ from dataclasses import replace
 from pensieve.client import decode
 from pensieve.client._retry import STREAM_INCONSISTENT, Backoff, RetryPolicy, Verdict, verdict
 from pensieve.client._transport import LONGEST_S
-from pensieve.client._values import Piece, Progress, Turn
-from pensieve.client.arguments.words import FinishReason
+from pensieve.client._values import FinishReason, Piece, Progress, Turn
 from pensieve.core import TokenLogprob
 from pensieve.errors import Cancelled, DeadlineExceeded, Internal, PensieveError, Unavailable
 from pensieve.rpc_status import TRANSPORT

@@ -10,11 +10,14 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from pensieve.client._requests import CANDIDATE_CHOICES
 from pensieve.client._values import (
     Candidate,
+    FinishReason,
     Item,
     Limits,
+    Phase,
     Piece,
     Progress,
     Residency,
+    Role,
     ServerInfo,
     SessionInfo,
     SessionState,
@@ -23,8 +26,8 @@ from pensieve.client._values import (
     Turn,
     TurnState,
     Warming,
+    word,
 )
-from pensieve.client.arguments.words import FinishReason, Phase, Role, word
 from pensieve.core import HintReceipt, TokenLogprob, TokenText, Usage
 from pensieve.v1 import pensieve_pb2 as pb
 

@@ -1,7 +1,6 @@
 """The demo model: what ``--model demo`` serves, and the demonstration that it remembers.
 
-``talk`` says what is spoken about, ``run`` is ``pensieve demo``, ``acts`` are its parts, ``training`` made the
-model (and stays in the repository: it is no part of an installed package).
+``run`` is ``pensieve demo``, ``long_talk``, ``crowd`` and ``killed`` are its acts, ``conversations`` is what they say.
 
 May import: client, errors, extras, model, own_server, spawn.
 """

@@ -1,8 +1,7 @@
 """``pensieve demo``: what a server's memory is worth, and that nothing is lost when it is taken apart.
 
-Three acts (``acts.long_talk``, ``acts.crowd``, ``acts.killed``), each of which starts its own servers and checks every
-answer and receipt. The facts that they tell and ask for need the demo model; with a real model there is one act,
-``acts.real_model``.
+Three acts (``long_talk``, ``crowd``, ``killed``), each of which starts its own servers and checks every answer and
+receipt. The facts that they tell and ask for need the demo model; with a real model there is one act, like the first.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import click
@@ -23,9 +23,9 @@ from rich.console import Console
 from rich.text import Text
 
 from pensieve import extras
-from pensieve.demo.acts import crowd, killed, long_talk, real_model
-from pensieve.demo.acts.exchange import ServerRun
-from pensieve.demo.talk.scenario import conversations
+from pensieve.demo import crowd, killed, long_talk
+from pensieve.demo.conversations import Conversation, conversations
+from pensieve.demo.exchange import ServerRun
 from pensieve.errors import PensieveError
 from pensieve.model.arch import ModelError
 from pensieve.model.smollm2 import SMOLLM2, smollm2
@@ -50,7 +50,7 @@ OF_THE_SECOND_ACT = ("sessions", "turns", "device_cache", "host_cache", "chunk_t
     type=click.IntRange(300, 7000),
     metavar="TOKENS",
     help=f"First act: how long the conversation grows.  "
-    f"[default: {CONTEXT_TOKENS}; smollm2: {real_model.CONTEXT_TOKENS}]",
+    f"[default: {CONTEXT_TOKENS}; smollm2: {long_talk.REAL_CONTEXT_TOKENS}]",
 )
 @click.option(
     "--sessions", default=16, type=click.IntRange(1, 200), help="Second act: conversations at once."
@@ -102,17 +102,18 @@ def demo(
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal without bars gets "?"
     started = time.perf_counter()
-    console, stage = Console(highlight=False), Console(highlight=False, quiet=quiet)
+    console = Console(highlight=False)
+    show = Show(console, Console(highlight=False, quiet=quiet), verbose)
     tiers = ["--device-cache", device_cache, "--host-cache", host_cache, "--chunk-tokens", str(chunk_tokens)]
     tiers += ["--decode-reserve", "0"]  # no reserve: answers do get suspended
     try:
         with _terminated_like_interrupted():
             if model == SMOLLM2:
-                problems = only_act(context or real_model.CONTEXT_TOKENS, seed, console, stage, verbose)
+                problems = only_act(context or long_talk.REAL_CONTEXT_TOKENS, seed, show)
             else:
-                problems = first_act(context or CONTEXT_TOKENS, seed, console, stage, verbose)
-                problems += second_act(tiers, sessions, turns, seed, console, stage, verbose)
-                problems += third_act(seed, console, stage)
+                problems = first_act(context or CONTEXT_TOKENS, seed, show)
+                problems += second_act(tiers, conversations(sessions, turns, seed), show)
+                problems += third_act(seed, show)
     except ModelError as error:
         raise click.UsageError(str(error)) from error
     except SpawnError as error:
@@ -126,7 +127,24 @@ def demo(
         sys.exit(1)
     well = "Both servers give the same answers" if model == SMOLLM2 else "Every answer is right"
     console.print(f"[bold green]{well} and every receipt adds up.[/] ({time.perf_counter() - started:.0f} s)")
-    stage.print(Text(what_next(sys.argv[0], model)))
+    show.stage.print(Text(what_next(sys.argv[0], model)))
+
+
+@dataclass(frozen=True, slots=True)
+class Show:
+    """Where the command prints: what counts on ``console``, the rest on ``stage``, which ``--quiet`` makes silent."""
+
+    console: Console
+    stage: Console
+    verbose: bool
+
+    def held(self, *runs: ServerRun) -> None:
+        """An act is over: its transcript if it was asked for, and how often somebody ended a server."""
+        if self.verbose:
+            print_transcript(runs[0], self.stage)
+        for run in runs:
+            if run.interruptions:
+                self.console.print(Text(run.interruptions, "yellow"))
 
 
 def _refuse_second_act() -> None:
@@ -138,73 +156,62 @@ def _refuse_second_act() -> None:
             raise click.UsageError(f"{option} is for the demo model; it does not go with --model {SMOLLM2}")
 
 
-def only_act(context: int, seed: int, console: Console, stage: Console, verbose: bool) -> list[str]:
+def only_act(context: int, seed: int, show: Show) -> list[str]:
     """A long message and short turns, with a real model on two servers. What is wrong, line by line."""
     smollm2()  # fetched here, with a bar: the servers are not heard
-    servers = real_model.servers(SMOLLM2)
-    stage.print("[bold]A real model reads a long message; short turns follow[/]")
-    stage.print(serve_line(servers[long_talk.KEEPS], "Pensieve:  "), style="dim")
-    stage.print("   stateless: the same with --stateless", style="dim")
-    keeps, forgets = long_talk.serve_and_hold(real_model.script(context, seed), stage, servers)
-    if verbose:
-        print_transcript(keeps, stage)
-    say_interruptions(console, keeps, forgets)
-    console.print(Text(long_talk.result(keeps, forgets, real_model.LAST_TURNS), "bold"))
+    servers = long_talk.real_servers(SMOLLM2)
+    show.stage.print("[bold]A real model reads a long message; short turns follow[/]")
+    show.stage.print(serve_line(servers[long_talk.KEEPS], "Pensieve:  "), style="dim")
+    show.stage.print("   stateless: the same with --stateless", style="dim")
+    keeps, forgets = long_talk.serve_and_hold(long_talk.real_script(context, seed), show.stage, servers)
+    show.held(keeps, forgets)
+    show.console.print(Text(long_talk.result(keeps, forgets, long_talk.REAL_LAST_TURNS), "bold"))
     return long_talk.problems(keeps, forgets)
 
 
-def first_act(context: int, seed: int, console: Console, stage: Console, verbose: bool) -> list[str]:
+def first_act(context: int, seed: int, show: Show) -> list[str]:
     """One long conversation on two servers. What is wrong, line by line."""
-    stage.print("[bold]1. One conversation that grows, with its state kept and with its state forgotten[/]")
-    stage.print(serve_line(long_talk.SERVERS[long_talk.KEEPS], "Pensieve:  "), style="dim")
-    stage.print("   stateless: the same with --stateless", style="dim")
-    keeps, forgets = long_talk.serve_and_hold(long_talk.script(context, seed), stage)
-    if verbose:
-        print_transcript(keeps, stage)
-    say_interruptions(console, keeps, forgets)
-    console.print(Text(long_talk.result(keeps, forgets), "bold"))
+    show.stage.print(
+        "[bold]1. One conversation that grows, with its state kept and with its state forgotten[/]"
+    )
+    show.stage.print(serve_line(long_talk.SERVERS[long_talk.KEEPS], "Pensieve:  "), style="dim")
+    show.stage.print("   stateless: the same with --stateless", style="dim")
+    keeps, forgets = long_talk.serve_and_hold(long_talk.script(context, seed), show.stage)
+    show.held(keeps, forgets)
+    show.console.print(Text(long_talk.result(keeps, forgets), "bold"))
     problems = long_talk.problems(keeps, forgets)
     if not problems:
-        console.print(
+        show.console.print(
             f"All {len(keeps.exchanges)} answers are the same on both, {keeps.asked} of {keeps.asked} recalled facts"
             f" right;\n{2 * len(keeps.exchanges)} receipts add up.\n"
         )
     return problems
 
 
-def second_act(
-    tiers: list[str], sessions: int, turns: int, seed: int, console: Console, stage: Console, verbose: bool
-) -> list[str]:
+def second_act(tiers: list[str], scripts: list[Conversation], show: Show) -> list[str]:
     """Many conversations on small tiers. What is wrong, line by line."""
     options = ["--model", "demo", "--max-wait", "0", *tiers]
-    stage.print(f"[bold]2. {sessions} conversations at once, on memory far too small for them[/]")
-    stage.print(serve_line(options), style="dim")
-    act = crowd.serve_and_hold(options, conversations(sessions, turns, seed), stage)
-    if verbose:
-        print_transcript(act.run, stage)
-    say_interruptions(console, act.run)
-    console.print(crowd.result(act))
+    show.stage.print(f"[bold]2. {len(scripts)} conversations at once, on memory far too small for them[/]")
+    show.stage.print(serve_line(options), style="dim")
+    act = crowd.serve_and_hold(options, scripts, show.stage)
+    show.held(act.run)
+    show.console.print(crowd.result(act))
     if act.suspensions == 0:
-        stage.print("no answer had to be suspended this time; a smaller --device-cache shows it", style="dim")
+        show.stage.print(
+            "no answer had to be suspended this time; a smaller --device-cache shows it", style="dim"
+        )
     return crowd.problems(act)
 
 
-def third_act(seed: int, console: Console, stage: Console) -> list[str]:
+def third_act(seed: int, show: Show) -> list[str]:
     """A server that is killed in the middle of an answer. What is wrong, line by line."""
-    stage.print("\n[bold]3. A server that is killed in the middle of an answer[/]")
-    stage.print(serve_line(["--model", "demo", "--store", "sqlite:///FILE"]), style="dim")
-    run = killed.serve_and_hold(killed.script(seed), stage)
-    stage.print()
-    console.print(Text(killed.result(run), "bold"))
-    stage.print()
+    show.stage.print("\n[bold]3. A server that is killed in the middle of an answer[/]")
+    show.stage.print(serve_line(["--model", "demo", "--store", "sqlite:///FILE"]), style="dim")
+    run = killed.serve_and_hold(killed.script(seed), show.stage)
+    show.stage.print()
+    show.console.print(Text(killed.result(run), "bold"))
+    show.stage.print()
     return killed.problems(run)
-
-
-def say_interruptions(console: Console, *runs: ServerRun) -> None:
-    """Who kills a demo's server wants to see what comes of it."""
-    for run in runs:
-        if run.interruptions:
-            console.print(Text(run.interruptions, "yellow"))
 
 
 def serve_line(options: Sequence[str], label: str = "") -> str:

@@ -1,6 +1,12 @@
-"""Beam search as a state machine: log-probabilities in, parents and tokens of the next beams out. No torch, no I/O.
+"""Beam search: ``BeamSearch`` ranks continuations, ``BeamDriver`` lets the scheduler compute them. No torch, no I/O.
 
-Token for token what ``generate(num_beams=width, do_sample=False)`` of transformers gives. Its rules:
+To the scheduler a search is a guided group of requests, one for each beam, that all begin with the context of the turn.
+After each step the driver has the most likely tokens of every beam. It says how each goes on: with a token of its own,
+or in the place of a beam that was given up, from another one's context (``Scheduler.branch``). At the end it retires
+all of them and tells the answer.
+
+``BeamSearch`` is a state machine: log-probabilities in, parents and tokens of the next beams out. It finds token for
+token what ``generate(num_beams=width, do_sample=False)`` of transformers gives. Its rules:
 
 * A step ranks all continuations of all beams by their *sum*: the beam's sum plus the token's log-probability, added
   in float32. At the first step there is one beam, the prompt, with the sum 0.
@@ -23,12 +29,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from pensieve.core import Sampling
+from pensieve.core import FinishReason, RequestKey, Sampling, packed_length
+from pensieve.engine.cache.chunk import common_prefix
+from pensieve.engine.messages import Submit
+from pensieve.engine.scheduling.request import Request
+from pensieve.engine.scheduling.scheduler import Scheduler, Token
 
 Row = Sequence[tuple[int, float]]
 """The most likely tokens after one beam: (token id, log-probability), best first; as ``TokenLogprob.top``. The values
@@ -259,3 +270,138 @@ def pages_at_most(context_tokens: int, width: int, max_output_tokens: int, chunk
     shared = context_tokens // chunk_tokens
     whole = math.ceil((context_tokens + max_output_tokens) / chunk_tokens)
     return shared + width * (whole - shared)
+
+
+@dataclass(slots=True, eq=False)
+class _Search:
+    """One search that runs. Its requests change only in ``BeamDriver._advance`` and ``_end``."""
+
+    search: BeamSearch
+    members: list[Request]
+    beams: list[Request]
+    """Which member holds each beam, best first; before the first step the first member holds the only one."""
+    rows: dict[Request, tuple[int, Row]] = field(default_factory=dict)
+    """What each member found last, and after how many tokens."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether what every beam goes on with is known, and its KV is there or will be restored as a whole."""
+        return not any(
+            member.missing or member.awaited or self.rows.get(member, (0, ()))[0] != member.length
+            for member in self.members
+        )
+
+
+class BeamDriver:
+    """The beam searches of one engine. The engine shows it what each step has sampled."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._cache = scheduler.cache
+        self._searches: dict[RequestKey, _Search] = {}
+        """The search that each member belongs to."""
+
+    def pages(self, submit: Submit) -> int:
+        """Most device pages that the search may need at once."""
+        tokens, sampling = packed_length(submit.tokens), submit.sampling
+        output = min(sampling.max_output_tokens or 1, self._scheduler.context_limit - tokens)
+        return self._pages(tokens, sampling.beam_width, output)
+
+    def submit(self, submit: Submit, now: float) -> Request:
+        """Queue a search; returns the request that has its answer."""
+        tokens, sampling = packed_length(submit.tokens), submit.sampling
+        longest = self._scheduler.context_limit
+        # No longer than what the device tier can hold of it.
+        while self._pages(tokens, sampling.beam_width, longest - tokens) > self._cache.config.device_chunks:
+            longest -= 1
+        search = BeamSearch.of(sampling, tokens, longest, self._scheduler.config.eos_token_ids)
+        wanted = msgspec.structs.replace(sampling, top_logprobs=search.candidates)
+        leader = self._scheduler.submit(
+            msgspec.structs.replace(submit, sampling=wanted), now, members=search.width, guided=True
+        )
+        assert leader.group is not None
+        members = list(leader.group.members)
+        made = _Search(search, members, [leader])
+        self._searches.update((member.key, made) for member in members)
+        return leader
+
+    def owner(self, key: RequestKey) -> RequestKey:
+        """The request that the front end knows, of one that may be a beam."""
+        search = self._searches.get(key)
+        return key if search is None else search.members[0].key
+
+    def take(self, tokens: list[Token], now: float) -> list[Token]:
+        """Take in what a step has sampled; returns what is told of it: no token of a beam, and the answers found."""
+        if not self._searches:
+            return tokens
+        told: list[Token] = []
+        for token in tokens:
+            search = self._searches.get(token.request)
+            if search is None:
+                told.append(token)
+                continue
+            assert token.logprob is not None
+            member = next(one for one in search.members if one.key == token.request)
+            search.rows[member] = member.length, token.logprob.top
+            if search.complete:
+                told += self._advance(search, now)
+        return told
+
+    def cancel(self, key: RequestKey, now: float) -> None:
+        """End the search of a request, if it is one. The session keeps what its first beam has cached."""
+        search = self._searches.get(key)
+        if search is not None:
+            self._end(search, search.members[0], now)
+
+    def _advance(self, search: _Search, now: float) -> list[Token]:
+        """All beams were computed: let the search take a step. Returns the answer at its end."""
+        first = search.search.length == 0
+        step = search.search.step([search.rows[member][1] for member in search.beams])
+        if step.finished is not None:
+            return self._answer(search, step.finished, now)
+        members = search.members
+        if first:  # all members have computed the same context
+            placed = BeamPlacement(tuple(range(len(members))), ())
+        else:
+            holding = [members.index(member) for member in search.beams]
+            placed = place(step.parents, holding, len(members))
+        contexts = [search.beams[parent].context for parent in step.parents]
+        search.beams = [members[number] for number in placed.members]
+        for member, context, token in zip(search.beams, contexts, step.tokens, strict=True):
+            member.go_on(context, token)
+        if members[0].in_batch:  # else they all branch off the first one when they return
+            for source, target in placed.branches:
+                self._scheduler.branch(members[source], members[target])
+        return []
+
+    def _answer(self, search: _Search, found: Hypothesis, now: float) -> list[Token]:
+        """The tokens of what a search has found."""
+        leader = search.members[0]
+        self._end(search, _nearest(search.members, found), now)
+        leader.answer(found.tokens)
+        limit = self._scheduler.context_limit
+        if found.ended:
+            reason = leader.end_reason(found.tokens[-1], limit, self._scheduler.config.eos_token_ids)
+        else:
+            reason = leader.limit_reason(leader.length, limit)
+        *others, last = [Token(leader.key, token, None, None) for token in found.tokens]
+        return [*others, replace(last, finished=reason or FinishReason.CONTEXT_FULL)]
+
+    def _end(self, search: _Search, best: Request, now: float) -> None:
+        """Retire all members. What ``best`` has cached becomes the session's."""
+        leader = search.members[0]
+        for member in reversed(search.members):
+            del self._searches[member.key]
+            self._scheduler.retire(member, now, forget=member is not best)
+        if best is not leader:
+            self._cache.replace(leader.session, best.session)
+
+    def _pages(self, tokens: int, width: int, output: int) -> int:
+        return pages_at_most(tokens, width, output, self._cache.config.chunk_tokens)
+
+
+def _nearest(members: Sequence[Request], hypothesis: Hypothesis) -> Request:
+    """The running member that has most of a hypothesis cached; the first, when none runs."""
+    tokens = np.array(hypothesis.tokens, dtype=np.int32)
+    running = [member for member in members if member.in_batch] or [members[0]]
+    return max(running, key=lambda member: common_prefix(member.context[member.prompt_tokens :], tokens))

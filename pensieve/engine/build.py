@@ -11,7 +11,7 @@ from pensieve.engine.cost.profiles import stored_or_quick_profile
 from pensieve.engine.engine import Engine
 from pensieve.engine.messages import EngineReady
 from pensieve.engine.ranks.build import build_workers
-from pensieve.engine.scheduler import Scheduler
+from pensieve.engine.scheduling.scheduler import Scheduler
 from pensieve.engine.worker.sizing import WorkerInfo, report
 from pensieve.errors import InvalidArgument
 from pensieve.model.arch import Arch, ModelError

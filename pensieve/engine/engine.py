@@ -7,7 +7,8 @@
 4. ``scheduler.launched`` and, with the step's result, ``scheduler.commit``: tokens are appended; requests go on, or
    finish and leave their chunks behind.
 
-``handle(Warm)`` makes a request, too, one that computes no answer: see ``engine.warm_ups``.
+``handle(Warm)`` makes a request, too, one that computes no answer: see ``scheduling.warming``. A turn with several
+candidates is a group of requests, and so is a beam search, which ``engine.beams`` drives.
 What comes of it leaves as events: ``Started`` with the receipt, ``RequestProgress``, ``Output``, ``Finished``.
 
 Overlapped, a step is planned and launched while the one before it runs, and only then is that one's result awaited:
@@ -35,10 +36,9 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from pensieve.core import FinishReason, Phase, RequestKey, SessionKey, unpack_tokens
+from pensieve.core import MAX_CANDIDATES, FinishReason, Phase, RequestKey, SessionKey
 from pensieve.debug import debug_enabled, failpoint
-from pensieve.engine.candidates import Candidates
-from pensieve.engine.looks.looker import Looker
+from pensieve.engine.beams import BeamDriver
 from pensieve.engine.messages import (
     Cancel,
     CandidateFinished,
@@ -62,9 +62,10 @@ from pensieve.engine.messages import (
     Warmed,
 )
 from pensieve.engine.plan import PendingStep, Plan, StepResult, StepWorker
-from pensieve.engine.process.announcing import Announcer
-from pensieve.engine.request import Request
-from pensieve.engine.scheduler import Scheduler, Token
+from pensieve.engine.process.loop import Announcer
+from pensieve.engine.scheduling.request import Request, candidate_key
+from pensieve.engine.scheduling.scheduler import Scheduler, Token
+from pensieve.engine.strips import Looker
 
 
 @dataclass(slots=True)
@@ -85,6 +86,23 @@ class _Totals:
     last_step_seconds: float = 0.0
     last_batch_tokens: int = 0
     parts: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+
+@dataclass(slots=True)
+class _Turn:
+    """A turn as the front end knows it: by one key, with candidates that have numbers."""
+
+    candidates: list[Request]
+    """By number. A beam search has one answer: this is its first beam."""
+    ended: dict[int, FinishReason] = field(default_factory=dict)
+    """Why each candidate ended."""
+    phase: Phase | None = None
+    """What was last reported of its progress."""
+
+    @property
+    def outcome(self) -> FinishReason | None:
+        """Why its first candidate ended, once all of them have."""
+        return self.ended[0] if len(self.ended) == len(self.candidates) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,12 +132,12 @@ class Engine:
         self._worker = worker
         self._ready = ready
         self._clock = clock
-        self._requests: dict[RequestKey, Request] = {}
-        self._candidates = Candidates(scheduler, scheduler.cache)
+        self._beams = BeamDriver(scheduler)
+        self._turns: dict[RequestKey, _Turn] = {}
+        self._candidates: dict[RequestKey, tuple[RequestKey, int]] = {}
+        """The turn and the number of each further candidate."""
         self._looker = Looker(scheduler)
-        self.announcer = Announcer(lambda key: self._candidates.of(key)[0])
-        self._phases: dict[RequestKey, Phase] = {}
-        """What was last reported of each request's progress."""
+        self.announcer = Announcer(self._owner)
         self._totals = _Totals()
         self._overlapped = overlapped
         self._in_flight: _Launch | None = None
@@ -144,13 +162,11 @@ class Engine:
             case Submit():
                 return self._submit(command)
             case Cancel(request, None):
-                self._candidates.cancel(RequestKey(request), self._clock())
-                self._forget(RequestKey(request))
+                self._cancel(RequestKey(request))
             case Cancel(request, int(candidate)):
-                reason = self._candidates.stop(RequestKey(request), candidate, self._clock())
-                return [] if reason is None else [self._finished(RequestKey(request), reason, self._clock())]
+                return self._stop(RequestKey(request), candidate)
             case Choose(session, candidate):
-                self._candidates.choose(SessionKey(session), candidate, self._clock())
+                self._choose(SessionKey(session), candidate)
             case Evict(call, session):
                 return [Evicted(call, self._evict(SessionKey(session) if session else None))]
             case GetResidency(call, session):
@@ -181,7 +197,7 @@ class Engine:
 
     def _launch(self, events: list[Event]) -> _Launch | None:
         started = self._clock()
-        with self.announcer.blaming(self._requests):
+        with self.announcer.blaming(self._turns):
             plan = self._scheduler.plan(started)
         planned = self._clock()
         self._looker.plan = plan
@@ -190,7 +206,6 @@ class Engine:
             return None
         for request in self._scheduler.admitted:
             events.append(self._started(request))
-            self._candidates.started(request.key)
         self.announcer.launching(plan, self._in_flight.plan if self._in_flight is not None else None)
         launch = _Launch(plan, self._worker.launch(plan), started)
         self._scheduler.launched(plan)
@@ -207,7 +222,7 @@ class Engine:
         # Overlapped steps follow each other: each lasts from the end of the one before, not from its own launch.
         self._count(launch.plan, result, now - max(launch.time, self._last_commit))
         self._last_commit = now
-        for token in tokens:
+        for token in self._beams.take(tokens, now):
             events.extend(self._output(token, now))
         events.extend(self._progress())
         self._totals.parts["commit"] += self._clock() - now
@@ -218,8 +233,8 @@ class Engine:
         totals = self._totals
         return Stats(
             steps_total=totals.steps,
-            running=len(self._scheduler.batch.running),
-            queued=len(self._scheduler.batch.waiting),
+            running=len(self._scheduler.running),
+            queued=self._scheduler.queued,
             device_free=occupancy.device_free,
             device_reclaimable=occupancy.device_reclaimable,
             device_used=occupancy.device_used,
@@ -232,8 +247,8 @@ class Engine:
             new_total=totals.new,
             output_total=totals.output,
             dropped_total=occupancy.dropped,
-            warmed_total=self._scheduler.warming.tokens,
-            suspensions_total=self._scheduler.batch.suspensions,
+            warmed_total=self._scheduler.warmed_tokens,
+            suspensions_total=self._scheduler.suspensions,
             swap_in_bytes_total=totals.swap_in_bytes,
             swap_out_bytes_total=totals.swap_out_bytes,
             swap_in_seconds_total=totals.swap_in_seconds,
@@ -254,36 +269,91 @@ class Engine:
         self._in_flight = None
         self._worker.close()
 
+    # -- turns -------------------------------------------------------------------------------------------------------
+
     def _submit(self, submit: Submit) -> list[Event]:
-        key = RequestKey(submit.request)
-        tokens = unpack_tokens(submit.tokens)
-        if not 0 <= submit.num_new <= len(tokens) or not len(tokens):
-            message = f"{submit.num_new} new of {len(tokens)} tokens: there must be something to continue"
-            return [Failed(submit.request, "ENGINE_FAILED", message)]
-        # One that has finished may still be in the batch: its last token is cached by the step under way.
-        if key in self._requests or self._scheduler.batch.get(key) is not None:
-            return [Failed(submit.request, "ENGINE_FAILED", "the request key is in use")]
-        misfit = self._scheduler.branching.misfit(len(tokens), submit.sampling)
-        if misfit is not None:
-            return [Failed(submit.request, "CONTEXT_LIMIT_EXCEEDED", misfit)]
-        waiting = self._scheduler.batch.waiting
-        if waiting.is_full(submit.standing.tenant, self._scheduler.config.max_queued):
-            return [Failed(submit.request, "SERVER_OVERLOADED", "the queue is full")]
-        session, now = SessionKey(submit.session), self._clock()
-        self._candidates.drop(session, now)  # of the turn before
-        about = submit.scope, submit.hints, submit.standing
-        self._requests[key] = self._scheduler.submit(
-            key, session, tokens, submit.num_new, submit.sampling, now, *about
+        key, beams, members = (
+            RequestKey(submit.request),
+            submit.sampling.beam_width,
+            submit.sampling.candidates,
         )
-        self._candidates.submitted(key)
-        position = waiting.position(self._requests[key])
-        return [RequestProgress(submit.request, Phase.QUEUED, position, 0, len(tokens))]
+        if key in self._turns:
+            return [Failed(key, "ENGINE_FAILED", "the request key is in use")]
+        searches = beams > 1
+        pages = self._beams.pages(submit) if searches else None
+        refused = self._scheduler.refusal(submit, beams if searches else members, pages)
+        if refused is not None:
+            return [Failed(key, *refused)]
+        now = self._clock()
+        self._drop_candidates(SessionKey(submit.session), now)  # of the turn before
+        if searches:
+            request = self._beams.submit(submit, now)
+            turn = _Turn([request])
+        else:
+            request = self._scheduler.submit(submit, now, members=members)
+            turn = _Turn([request] if request.group is None else list(request.group.members))
+        self._turns[key] = turn
+        for further in turn.candidates[1:]:
+            self._candidates[further.key] = key, further.candidate
+        return [RequestProgress(key, Phase.QUEUED, self._scheduler.position(request), 0, request.length)]
+
+    def _cancel(self, key: RequestKey) -> None:
+        turn, now = self._turns.get(key), self._clock()
+        if turn is not None:
+            self._beams.cancel(key, now)
+            for candidate in reversed(turn.candidates):
+                self._scheduler.retire(candidate, now)
+            self._forget(key)
+
+    def _stop(self, key: RequestKey, number: int) -> list[Event]:
+        """Stop one candidate of several; the turn is over with the last."""
+        turn, now = self._turns.get(key), self._clock()
+        if turn is None or number in turn.ended or not 0 <= number < len(turn.candidates) > 1:
+            return []
+        candidate = turn.candidates[number]
+        if number == 0 and candidate.receipt is None:
+            return []  # the others need it to begin with
+        self._scheduler.retire(candidate, now)
+        turn.ended[number] = FinishReason.CANCELLED
+        return [] if turn.outcome is None else [self._finished(key, turn.outcome, now)]
+
+    def _choose(self, session: SessionKey, candidate: int) -> None:
+        """Let a candidate's KV be the session's. If it is gone, the next turn finds what it can by its address."""
+        other, now = candidate_key(session, candidate), self._clock()
+        self._scheduler.leave_finished(session, now)
+        self._scheduler.leave_finished(other, now)
+        self._cache.replace(session, other)
+
+    def _drop_candidates(self, session: SessionKey, now: float) -> int:
+        """Evict what is cached of candidates that were not chosen; returns the number of KV-tokens."""
+        freed = 0
+        for candidate in range(1, MAX_CANDIDATES):
+            key = candidate_key(session, candidate)
+            if self._cache.holds(key):
+                self._scheduler.leave_finished(key, now)
+                freed += self._cache.evict(key)
+        return freed
 
     def _warm(self, warm: Warm) -> Warmed:
-        session, tokens = SessionKey(warm.session), unpack_tokens(warm.tokens)
-        refused = self._scheduler.warm(session, tokens, warm.scope, self._clock(), warm.standing)
-        held = self._cache.residency(session)
+        refused = self._scheduler.warm(warm, self._clock())
+        held = self._cache.residency(SessionKey(warm.session))
         return Warmed(warm.call, refused, held.device, held.host)
+
+    def _evict(self, session: SessionKey | None) -> int:
+        now = self._clock()
+        self._scheduler.leave_finished(session, now)
+        further = self._drop_candidates(session, now) if session is not None else 0
+        return further + self._cache.evict(session)
+
+    def _owner(self, key: RequestKey) -> RequestKey:
+        """The request that the front end knows, of one that was made for it."""
+        return self._candidates.get(key, (self._beams.owner(key), 0))[0]
+
+    def _forget(self, key: RequestKey) -> None:
+        for candidate in self._turns.pop(key).candidates:
+            self._candidates.pop(candidate.key, None)
+
+    # -- events ------------------------------------------------------------------------------------------------------
 
     def _started(self, request: Request) -> Started:
         usage = request.usage(self._clock())
@@ -296,42 +366,33 @@ class Engine:
     def _output(self, token: Token, now: float) -> list[Event]:
         self._totals.output += 1
         logprobs = () if token.logprob is None else (token.logprob,)
-        key, candidate = self._candidates.of(token.request)
+        key, candidate = self._candidates.get(token.request, (token.request, 0))
         events: list[Event] = [Output(key, (token.token_id,), logprobs, candidate)]
         if token.finished is not None:
-            if self._candidates.several(key):
+            turn = self._turns[key]
+            turn.ended[candidate] = token.finished
+            if len(turn.candidates) > 1:
                 events.append(CandidateFinished(key, candidate, token.finished))
-            reason = self._candidates.ended(key, candidate, token.finished)
-            if reason is not None:
-                events.append(self._finished(key, reason, now))
+            if turn.outcome is not None:
+                events.append(self._finished(key, turn.outcome, now))
         return events
 
-    def _evict(self, session: SessionKey | None) -> int:
-        now = self._clock()
-        self._scheduler.batch.hurry(session, now)
-        further = self._candidates.drop(session, now) if session is not None else 0
-        return further + self._cache.evict(session)
-
     def _finished(self, key: RequestKey, reason: FinishReason, now: float) -> Finished:
-        usage = self._requests[key].usage(now)
+        usage = self._turns[key].candidates[0].usage(now)
         self._forget(key)
         return Finished(key, reason, usage)
-
-    def _forget(self, key: RequestKey) -> None:
-        self._requests.pop(key, None)
-        self._candidates.forget(key)
-        self._phases.pop(key, None)
 
     def _progress(self) -> list[Event]:
         """A report for every running request that does not decode yet, and for each that has just begun to."""
         events: list[Event] = []
-        for request in self._scheduler.batch.running:
-            if request.key not in self._requests:
+        for request in self._scheduler.running:
+            turn = self._turns.get(request.key)
+            if turn is None:
                 continue
             phase = request.phase
-            if phase is Phase.DECODE and self._phases.get(request.key) is Phase.DECODE:
+            if phase is Phase.DECODE and turn.phase is Phase.DECODE:
                 continue
-            self._phases[request.key] = phase
+            turn.phase = phase
             total = request.length
             events.append(RequestProgress(request.key, phase, 0, total - request.num_missing, total))
         return events

@@ -20,6 +20,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     """Start a generation. ``session`` keys the cache; ``tokens`` is the whole context, packed uint32."""
 
     request: int
+    """The link numbers it; 0 until then."""
     session: str
     tokens: bytes
     num_new: int
@@ -29,7 +30,11 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     scope: str = ""
     """Sessions of one scope share the KV of common beginnings; "": this one shares with nobody."""
     hints: Hints | None = None
+    """About the time after the generation."""
     standing: Standing = ALONE
+    """How it waits."""
+    origin: str = ""
+    """Names the turn, the same for all its tries, so that the front end finds one that ends engines; "": none."""
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
@@ -161,7 +166,7 @@ class SessionStrip(msgspec.Struct, frozen=True, array_like=True):
     tokens: int
     """Length of its context, what runs included."""
     strip: str
-    """Runs of chunks in one state, ``x7h40B3d12``: see ``pensieve.engine.looks.looker``."""
+    """Runs of chunks in one state, ``x7h40B3d12``: see ``pensieve.engine.strips``."""
     idle_s: float
     """Since its latest turn; 0 while something runs."""
     running: bool

@@ -6,5 +6,5 @@ sessions and turns, and what it remembers of them only saves a look-up. JSON is 
 because those check every field and name the wrong one; what is sent is plain dictionaries, which the tests hold against
 the types of OpenAI's own SDK.
 
-May import: client, errors, hosts, lifeline, logs, rpc_status, speech, tracing.
+May import: client, core, errors, hosts, lifeline, logs, rpc_status, speech, tracing.
 """

@@ -1,11 +1,22 @@
-"""The ASGI application: routes, and errors in one form whatever goes wrong."""
+"""The ASGI application: routes, small endpoints, middleware, and errors in one form whatever goes wrong."""
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any, Final
 
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    generate_latest,
+)
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -13,19 +24,144 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from pensieve.client import ServerInfo
 from pensieve.errors import PensieveError
-from pensieve.http import health, models
-from pensieve.http.chat import endpoint as chat
+from pensieve.http import chat, completions, conversations
 from pensieve.http.common.door import HttpDoor
 from pensieve.http.common.entrance import Entrance
 from pensieve.http.common.failures import HttpFailure, failure_of
 from pensieve.http.common.settings import DoorSettings
-from pensieve.http.completions import endpoint as completions
-from pensieve.http.conversations import endpoint as conversations
-from pensieve.http.metrics import HttpMetrics, Measured
-from pensieve.http.paths import Unslashed
 from pensieve.http.responses import endpoint as responses
+from pensieve.logs import bind
+from pensieve.tracing import found_in, incoming, trace_id
+
+_BUCKETS: Final = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
+"""Seconds."""
+
+
+class HttpMetrics:
+    """Counts and times of calls, for Prometheus at ``/metrics``: by route and status, never by caller."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        ProcessCollector("pensieve_http", registry=self.registry)
+        self.calls = Counter(
+            "pensieve_http_calls", "HTTP calls that have ended.", ("route", "status"), registry=self.registry
+        )
+        self.open = Gauge("pensieve_http_open_calls", "HTTP calls under way.", registry=self.registry)
+        self.first_byte = Histogram(
+            "pensieve_http_first_byte_seconds",
+            "Time from a call's header to the first byte of its answer's body.",
+            ("route",),
+            buckets=_BUCKETS,
+            registry=self.registry,
+        )
+
+    async def show(self, request: Request) -> Response:
+        """The page."""
+        return Response(generate_latest(self.registry), media_type=CONTENT_TYPE_LATEST)
+
+
+class Measured:
+    """ASGI middleware: notes a call's trace, and counts the call when it ends."""
+
+    def __init__(self, app: ASGIApp, metrics: HttpMetrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        header = found_in(
+            (name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]
+        )
+        incoming.set(header)  # of this call alone: it is handled in a task of its own
+        bind(trace_id=trace_id(header))
+        began, status, first = time.monotonic(), "none", True
+
+        async def noted(message: Message) -> None:
+            nonlocal status, first
+            if message["type"] == "http.response.start":
+                status = str(message["status"])
+            elif first:
+                first = False
+                self._metrics.first_byte.labels(_route(scope)).observe(time.monotonic() - began)
+            await send(message)
+
+        with self._metrics.open.track_inprogress():
+            try:
+                await self._app(scope, receive, noted)
+            finally:
+                self._metrics.calls.labels(_route(scope), status).inc()
+
+
+def _route(scope: Scope) -> str:
+    """The route as it is written, so that ids do not become labels."""
+    path = getattr(scope.get("route"), "path", None)
+    return path if isinstance(path, str) else "unknown"
+
+
+class Unslashed:
+    """ASGI middleware: a path is served as the one without slashes at its end.
+
+    A redirect instead would lead wherever the caller's ``Host`` says, and behind a proxy not where it came from.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"].endswith("/"):
+            # In place: the route that is found is noted in the same scope, for the metrics.
+            scope["path"] = scope["path"].rstrip("/") or "/"
+        await self._app(scope, receive, send)
+
+
+async def alive(request: Request) -> Response:
+    """Answers ``GET /health``, without a credential: this process runs, whatever stands behind it."""
+    return HttpDoor.of(request).answer({"status": "ok"}, request)
+
+
+async def ready(request: Request) -> Response:
+    """Answers ``GET /ready``, without a credential: calls are served. Raises HttpFailure (503)."""
+    door = HttpDoor.of(request)
+    problem = await door.readiness.problem()
+    if problem:
+        raise HttpFailure(503, problem, kind="server_error", code="not_ready", retry_after_s=1.0)
+    return door.answer({"status": "ok"}, request)
+
+
+async def list_models(request: Request) -> Response:
+    """All models."""
+    door = HttpDoor.of(request)
+    async with door.callers.of(request) as caller:
+        info = await door.info_of(caller, fresh=True)  # this call has no other answer of the service
+    return door.answer({"object": "list", "data": [_model(info)]}, request)
+
+
+async def retrieve_model(request: Request) -> Response:
+    """One model."""
+    door = HttpDoor.of(request)
+    async with door.callers.of(request) as caller:
+        info = await door.info_of(caller, fresh=True)
+        await door.model_of(caller, request.path_params["model"])
+    return door.answer(_model(info), request)
+
+
+def _model(info: ServerInfo) -> dict[str, Any]:
+    """The last two are not OpenAI's: the longest context and the vocabulary, in tokens."""
+    return {
+        "id": info.model,
+        "object": "model",
+        "created": 0,
+        "owned_by": "pensieve",
+        "max_model_len": info.context_limit,
+        "vocab_size": info.vocab_size,
+    }
+
 
 log = logging.getLogger(__name__)
 
@@ -45,11 +181,11 @@ def make_app(settings: DoorSettings) -> Starlette:
     )
     app = Starlette(
         routes=[
-            Route("/health", health.alive),
-            Route("/ready", health.ready),
+            Route("/health", alive),
+            Route("/ready", ready),
             *([Route("/metrics", metrics.show)] if settings.shows_metrics else []),
-            Route("/v1/models", models.listing),
-            Route("/v1/models/{model:path}", models.retrieve),
+            Route("/v1/models", list_models),
+            Route("/v1/models/{model:path}", retrieve_model),
             Route("/v1/chat/completions", chat.create, methods=["POST"]),
             Route("/v1/completions", completions.create, methods=["POST"]),
             Route("/v1/responses", responses.create, methods=["POST"]),

@@ -21,13 +21,10 @@ from typing import Final
 import click
 from prometheus_client import generate_latest
 
-from pensieve.http.app import make_app
-from pensieve.http.common.door import HttpDoor
-from pensieve.http.common.readiness import Readiness
+from pensieve.http.app import HttpMetrics, make_app
+from pensieve.http.common.door import HttpDoor, Readiness
 from pensieve.http.common.settings import DoorSettings
-from pensieve.http.metrics import HttpMetrics
-from pensieve.http.run import ManagedServer, loop_factory, running, settle
-from pensieve.http.tls import TlsFiles
+from pensieve.http.run import ManagedServer, TlsFiles, loop_factory, running, settle
 from pensieve.lifeline import die_with_parent, leave_signals_to_parent
 from pensieve.logs import configure_logging
 

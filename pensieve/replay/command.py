@@ -1,21 +1,21 @@
-"""``pensieve replay``: the command line of a replay, or of a sweep over rates and seeds."""
+"""``pensieve replay``: the command line of a replay, or of a sweep over rates and seeds, and of ``replay compare``."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 import sys
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import click
 from rich.console import Console
 
 from pensieve.options.commands import GroupedCommand, complain
-from pensieve.replay.groups import GROUPS
 from pensieve.replay.load.generators import generate
 from pensieve.replay.load.schedule import Arrivals, Gaps
 from pensieve.replay.load.shaping import Shaping
@@ -25,22 +25,81 @@ from pensieve.replay.measure.windows import Window
 from pensieve.replay.parameters import (
     FILE,
     FOLDER,
+    OUTPUT,
+    OUTPUT_FOLDER,
     POSITIVE,
     DatasetName,
     Outputs,
     numbers,
     output_options,
     wide_console,
+    writing,
 )
 from pensieve.replay.play.crew import ClientFailed
 from pensieve.replay.play.progress import LiveProgress
-from pensieve.replay.presentation.table import show
+from pensieve.replay.presentation.compare import NotAReport, comparison, names_of, read_report
+from pensieve.replay.presentation.html import write_html
+from pensieve.replay.presentation.plots import write_plots
+from pensieve.replay.presentation.table import show, show_curves
 from pensieve.replay.records import MAX_LAG_S, RunOptions
 from pensieve.replay.session import ReplayPlan, run_all
 from pensieve.replay.targets.base import Target, TurnFailed
 from pensieve.replay.targets.options import target_options
 
+GROUPS: Final[Mapping[str, Sequence[str]]] = {
+    "Targets": ("target", "start", "name", "api-key", "start-timeout", "vocab-size", "context-limit"),
+    "What is replayed": (
+        "conversations", "limit", "max-turns", "max-input-tokens", "max-output-tokens", "scale-lengths",
+        "force-lengths", "system-tokens", "hints", "warm-ahead", "tokenizer", "seed", "seeds",
+    ),
+    "When turns are sent": (
+        "rate", "rates", "clients", "concurrency", "think-time", "think-per-token", "think-minimum", "think-from",
+        "time-scale",
+    ),
+    "What is measured": (
+        "run-in", "warm-up", "window", "steady", "stop-after-window", "processes", "max-lag",
+    ),
+    "Reports": ("json", "html", "plots", "help"),
+}  # fmt: skip
+"""Heading → names of options, in the order of the help."""
 _SECONDS = click.FloatRange(min=0)
+
+
+@click.command()
+@click.argument("files", metavar="A.json [B.json ...]", type=FILE, nargs=-1, required=True)
+@click.option("--at-latency", "latency_ms", type=click.FloatRange(0, min_open=True), metavar="MS",
+              help="Ratios of throughput at this normalised latency, in milliseconds per token. Default, for each pair "
+              "of systems: the geometric middle of the latencies that both reached.")  # fmt: skip
+@click.option("--json", "json_file", type=OUTPUT, metavar="FILE", help="Write the curves and the ratios.")
+@click.option("--html", "html_file", type=OUTPUT, metavar="FILE",
+              help="Write one page with plots, tables and configurations.")  # fmt: skip
+@click.option("--plots", "plots_folder", type=OUTPUT_FOLDER, metavar="FOLDER",
+              help="Write the plots as PNG and SVG.")  # fmt: skip
+def compare(
+    files: tuple[Path, ...], latency_ms: float | None, json_file: Path | None, html_file: Path | None,
+    plots_folder: Path | None,
+) -> None:  # fmt: skip
+    """Several reports of `pensieve replay --json` together.
+
+    Reports of the same workload and model are drawn in one panel, others in panels beside it. In a panel, targets of
+    the same name are one curve when the reports differ in nothing but the load and the place where a server listens;
+    else each report has its own.
+    """
+    reports, names = [read_report(path) for path in files], names_of(files)
+    if not any(report["targets"] for report in reports):
+        raise NotAReport("no target was measured in any of these")
+    latency_s = None if latency_ms is None else latency_ms / 1000
+    show_curves(reports, names, wide_console(), latency_s)
+    if json_file is not None:
+        text = json.dumps(comparison(reports, names, latency_s), indent=1, allow_nan=False)
+        with writing(json_file):
+            json_file.write_text(text + "\n", encoding="utf-8")
+    if html_file is not None:
+        with writing(html_file):
+            write_html(reports, html_file, names, latency_s)
+    if plots_folder is not None:
+        with writing(plots_folder):
+            write_plots(reports, plots_folder, names, latency_s)
 
 
 def workload_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -107,15 +166,15 @@ def workload_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-def make_plan(
-    dataset: Path | str, conversations: int | None, limit: int | None, rate: float | None, clients: int | None,
-    think_time: float, think_per_token: float, think_minimum: float, think_from: Path | None, run_in: float,
-    warm_up: float | None, window: float | None, steady: bool, stop_after_window: bool, processes: int,
-    max_lag: float, time_scale: float, seed: int, max_turns: int | None, max_input_tokens: int | None,
-    max_output_tokens: int | None, scale_lengths: float, hints: float | None, warm_ahead: float | None,
-    system_tokens: int, concurrency: int | None, force_lengths: bool, tokenizer: Path | None,
-) -> ReplayPlan:  # fmt: skip
+def make_plan(given: Mapping[str, Any]) -> ReplayPlan:
     """A plan from the values of ``workload_options``. Raises click exceptions."""
+    dataset, conversations, limit = given["dataset"], given["conversations"], given["limit"]
+    rate, clients, concurrency, processes = (
+        given[key] for key in ("rate", "clients", "concurrency", "processes")
+    )
+    think_time, think_per_token, think_from = (given[f"think_{key}"] for key in ("time", "per_token", "from"))
+    warm_up, window, steady, seed = given["warm_up"], given["window"], given["steady"], given["seed"]
+    stop_after_window, run_in, time_scale = given["stop_after_window"], given["run_in"], given["time_scale"]
     if clients and (rate is not None or concurrency):
         raise click.UsageError("--clients goes without --rate and --concurrency")
     if (think_time > 0) + (think_per_token > 0) + (think_from is not None) > 1:
@@ -134,7 +193,7 @@ def make_plan(
         if isinstance(dataset, str):
             data = generate(dataset, min(conversations or 100, limit or 2**31), seed)
         else:
-            data = _loaded(dataset, tokenizer, limit)
+            data = _loaded(dataset, given["tokenizer"], limit)
         gaps = None if think_from is None else Gaps.of(_loaded(think_from, None, None))
     except DatasetError as error:
         raise click.UsageError(str(error)) from error
@@ -147,12 +206,14 @@ def make_plan(
         )
     return ReplayPlan(
         data,
-        Shaping(scale_lengths, max_turns, max_input_tokens, max_output_tokens, system_tokens),
+        Shaping(given["scale_lengths"], given["max_turns"], given["max_input_tokens"], given["max_output_tokens"],
+                given["system_tokens"]),
         Arrivals(rate or None, think_time, recorded, time_scale, seed, clients, think_per_token,
-                 think_minimum if think_per_token else 0.0, gaps, run_in),
-        RunOptions(force_lengths, concurrency or clients, seed, max_lag_s=max_lag, processes=processes,
+                 given["think_minimum"] if think_per_token else 0.0, gaps, run_in),
+        RunOptions(given["force_lengths"], concurrency or clients, seed, max_lag_s=given["max_lag"],
+                   processes=processes,
                    stop_s=(warm_up or 0.0) + window if stop_after_window and window else None,
-                   hints=hints, warm_ahead_s=warm_ahead),
+                   hints=given["hints"], warm_ahead_s=given["warm_ahead"]),
         window=Window(warm_up, window, steady),
     )  # fmt: skip
 
@@ -195,8 +256,6 @@ class _Replay(GroupedCommand):
     @property
     def commands(self) -> dict[str, click.Command]:
         """What there is below it."""
-        from pensieve.replay.compare_command import compare
-
         return {"compare": compare}
 
     def make_context(
@@ -278,7 +337,7 @@ def _plans(
     found: list[ReplayPlan] = []
     for rate in rates or (workload["rate"],):
         for seed in seeds or (workload["seed"],):
-            plan = make_plan(**(workload | {"rate": rate, "seed": seed}))
+            plan = make_plan(workload | {"rate": rate, "seed": seed})
             run = replace(plan.run, ids=len(found))
             found.append(replace(plan, run=run, vocab_size=vocab_size, context_limit=context_limit))
     return found

@@ -8,21 +8,16 @@ from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from pensieve.replay.load.run_in import run_in
-from pensieve.replay.load.schedule import Arrivals, Script, scripts
+from pensieve.replay.load.schedule import Arrivals, Script, run_in, scripts
 from pensieve.replay.load.shaping import Shaped, Shaping, shape
 from pensieve.replay.load.workload import Dataset
-from pensieve.replay.measure.receipts import violations
-from pensieve.replay.measure.report import SCHEMA, environment, summarise
-from pensieve.replay.measure.validity import client_lag, intervals
-from pensieve.replay.measure.windows import Window, cut, running_turns, sent_turns
+from pensieve.replay.measure.report import SCHEMA, environment, summarise, violations
+from pensieve.replay.measure.windows import Window, client_lag, cut, intervals, running_turns, sent_turns
 from pensieve.replay.play import crew, runner
-from pensieve.replay.play.watching import ReplayWatcher
+from pensieve.replay.play.runner import ReplayWatcher
 from pensieve.replay.records import Outcome, RunOptions
-from pensieve.replay.targets import server_counters
 from pensieve.replay.targets.base import Remote, Target, TargetInfo, TurnFailed, empty_cache
-from pensieve.replay.targets.server_counters import Counters
-from pensieve.replay.targets.started_target import StartedTarget
+from pensieve.replay.targets.started_target import Counters, StartedTarget, growth
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +216,7 @@ async def _play(
     summary = summarise(outcome)
     summary["receipts"] |= {"violations": len(broken), "examples": broken[:20]}
     if before is not None and after is not None:
-        summary |= server_counters.growth(before, after)
+        summary |= growth(before, after)
     if plan.run.warm_ahead_s is not None:
         summary["warm_calls"] = whole.warm_calls
     if isinstance(target, StartedTarget) and summary["turns"]["failed"]:
@@ -246,9 +241,7 @@ async def _replay(target: Target, info: TargetInfo, work: _Prepared, watch: Repl
         return await runner.replay(target, info, work.scripts, options, line.ended, line.sent)
     if not isinstance(target, Remote):
         raise ValueError(f"{target.name} lives in this process: it cannot be replayed with --processes")
-    return await crew.replay(
-        target.name, target.address(), info, work.scripts, options, line.ended, line.sent
-    )
+    return await crew.replay(target, info, work.scripts, options, line.ended, line.sent)
 
 
 async def _counters(target: Target) -> Counters | None:

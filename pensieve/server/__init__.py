@@ -2,9 +2,8 @@
 
 ``app`` puts it together. ``rpc`` translates between messages and values. ``conversations`` is the service without gRPC:
 ``turns``, which ``admission`` lets in, and ``sessions`` over ``history``, with an engine behind ``links``.
-``operations`` runs beside the service: metrics, health, the admin port, recordings. ``page`` is
-what the admin port shows of all this.
+``operations`` runs beside the service: metrics, health, recordings. ``page`` is what the admin port shows of all this.
 
-May import: config, core, debug, engine.messages, engine.process, errors, frames, hosts, lifeline, logs, machine,
+May import: config, core, debug, engine.messages, engine.process, errors, feed, frames, hosts, lifeline, logs, machine,
 model, options, pensieve, rpc_status, speech, store, tokenizer, tracing, v1.
 """

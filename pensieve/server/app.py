@@ -25,6 +25,7 @@ from typing import Final
 import msgspec
 
 from pensieve import __version__
+from pensieve.core import SamplingDefaults
 from pensieve.debug import debug_enabled
 from pensieve.engine.process.host import DEFAULT_BUILDER
 from pensieve.errors import InvalidArgument, PensieveError
@@ -37,20 +38,16 @@ from pensieve.model.resolve import display_name, resolve_model
 from pensieve.options.commands import complain
 from pensieve.options.serve import ServeOptions
 from pensieve.server.child import CHILDREN
-from pensieve.server.conversations import Conversations
-from pensieve.server.gateway.keeper import GatewayError
+from pensieve.server.conversations import Conversations, ServiceListeners
+from pensieve.server.gateway import GatewayError
 from pensieve.server.links.process_link import ProcessLink
 from pensieve.server.operations.health import HealthMonitor
-from pensieve.server.operations.housekeeping import purge_forever, reap_orphans, watch_lag
-from pensieve.server.operations.manager import ManagerLink
+from pensieve.server.operations.housekeeping import ManagerLink, purge_forever, reap_orphans, watch_lag
 from pensieve.server.operations.metrics import Metrics
 from pensieve.server.operations.recording import TraceRecorder, header, open_recorder
-from pensieve.server.operations.traces import TurnTraces, open_traces
-from pensieve.server.operations.turn_log import log_turn
-from pensieve.server.page.notes import SessionNotes
+from pensieve.server.operations.traces import TurnTraces, log_turn, open_traces
 from pensieve.server.page.recent import RecentTurns
-from pensieve.server.page.state import ServerNames, StateView
-from pensieve.server.page.strips import StripWatch
+from pensieve.server.page.state import StateView
 from pensieve.server.page.web import WebPage
 from pensieve.server.ports import Ports
 from pensieve.server.rpc.door import Door
@@ -59,7 +56,6 @@ from pensieve.server.settings import TurnSettings
 from pensieve.server.tasks import end_task, loop_factory
 from pensieve.server.values import TurnEnd
 from pensieve.store import HistoryStore, open_store
-from pensieve.store.records import SamplingDefaults
 from pensieve.tokenizer import ChatTokenizer
 
 log = logging.getLogger(__name__)
@@ -157,10 +153,12 @@ class App:
             self._link,
             tokenizer,
             settings,
-            on_turn_ended=self._turn_ended,
-            on_turn_refused=self._metrics.turn_refused,
-            on_warmed=self._metrics.warm_ended,
-            on_store_regression=self._metrics.store_regression,
+            ServiceListeners(
+                turn_ended=self._turn_ended,
+                turn_refused=self._metrics.turn_refused,
+                warmed=self._metrics.warm_ended,
+                store_regression=self._metrics.store_regression,
+            ),
             tenants=door.tenants,
         )
         self._monitor = HealthMonitor(
@@ -179,7 +177,7 @@ class App:
         self._stack.push_async_callback(self._link.stop)
         self._stack.push_async_callback(self._conversations.close)
         self._ports = ports = Ports(options, door, self._stack)
-        ports.bind(self._conversations, self._monitor)
+        ports.bind(self._link, self._conversations, self._monitor)
         await self._monitor.start()
         self._stack.push_async_callback(self._monitor.stop)
         for name, work in (
@@ -188,9 +186,9 @@ class App:
             ("orphans", reap_orphans(CHILDREN)),
         ):
             self._stack.push_async_callback(end_task, asyncio.create_task(work, name=name))
-        page = self._page(store, door, ports)
+        page = self._page(door, ports)
         self._stack.push_async_callback(page.close)
-        await ports.open_admin(self._link, self._conversations, self._monitor, self._metrics, page)
+        await ports.open_admin(self._monitor, self._metrics, page)
         self._stack.push_async_callback(end_task, asyncio.create_task(door.watch(), name="keys"))
         await self._link.start()
         info = self._link.info
@@ -200,20 +198,12 @@ class App:
         await self._monitor.refresh()
         await ports.start()
 
-    def _page(self, store: HistoryStore, door: Door, ports: Ports) -> WebPage:
-        options, conversations = self._options, self._conversations
-        strips = StripWatch(self._link)
+    def _page(self, door: Door, ports: Ports) -> WebPage:
+        options = self._options
         state = StateView(
-            ServerNames(conversations.settings.model, conversations.settings.replica, options.page_text),
-            self._link,
-            conversations.gate,
-            self._monitor,
-            self._recent,
-            strips,
-            SessionNotes(store),
-            ports.front_door,
+            self._conversations, self._monitor, self._recent, ports.front_door, shows_text=options.page_text
         )
-        return WebPage(state, self._recent, strips, store, door.admit_operator, text=options.page_text)
+        return WebPage(state, door.admit_operator)
 
     def _turn_ended(self, end: TurnEnd) -> None:
         self._recent.turn_ended(end)

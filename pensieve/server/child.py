@@ -18,6 +18,50 @@ _LAST_LINE_BYTES: Final = 4096
 _STDERR_PATIENCE_S: Final = 1.0
 
 
+class RestartPauses:
+    """How long to wait before a child that ended is started again.
+
+    Each pause is twice the one before, up to the longest. After a steady life the first one comes again. Failed starts
+    count like short lives: a child that dies on its first request each time must not be started in a tight loop.
+    """
+
+    def __init__(self, first_s: float, longest_s: float, steady_s: float) -> None:
+        self._first_s = self._next_s = first_s
+        self._longest_s = longest_s
+        self._steady_s = steady_s
+
+    def lived(self, seconds: float) -> None:
+        """A child served for this long, and has ended."""
+        if seconds > self._steady_s:
+            self._next_s = self._first_s
+
+    def next(self) -> float:
+        """Seconds until the next start."""
+        pause, self._next_s = self._next_s, min(2 * self._next_s, self._longest_s)
+        return pause
+
+
+class Silence:
+    """How long a child has said nothing, summed tick by tick, each capped.
+
+    So a server that was itself stopped for minutes does not blame its child.
+    """
+
+    def __init__(self, tick_s: float) -> None:
+        self.tick_s = tick_s
+        self.seconds = 0.0
+
+    def heard(self) -> None:
+        """The child said something."""
+        self.seconds = 0.0
+
+    def passed(self, elapsed_s: float) -> float:
+        """Time has passed. Returns the part of it that counts."""
+        counted = min(elapsed_s, 2 * self.tick_s)
+        self.seconds += counted
+        return counted
+
+
 class ChildProcess:
     """What an engine and an HTTP door have in common. ``kill`` and then ``wait`` for it in the end, always."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,21 +14,18 @@ from pensieve.core import packed_length
 from pensieve.engine.messages import ResidentTokens
 from pensieve.errors import PensieveError
 from pensieve.server import ids
-from pensieve.server.admission.gate import Gate, GateLimits
+from pensieve.server.admission import Gate, GateLimits
 from pensieve.server.history.binding import ServedModel
-from pensieve.server.history.cache import Histories
-from pensieve.server.history.known import KnownRevisions
 from pensieve.server.history.rendering import Renderer, Stamp
+from pensieve.server.history.transcript import Transcript
 from pensieve.server.links.engine_link import EngineLink, context_limit
 from pensieve.server.operations.usage import UsageBook
-from pensieve.server.sessions.claims import RequestClaims
-from pensieve.server.sessions.finding import TurnFinder
+from pensieve.server.sessions.lookup import RequestClaims, find_turn
 from pensieve.server.sessions.quotas import StorageQuotas
 from pensieve.server.sessions.sessions import Sessions
 from pensieve.server.sessions.warming import SessionWarmer
 from pensieve.server.settings import TurnSettings
 from pensieve.server.tenants import TenantTable
-from pensieve.server.turns.choosing import CandidateChooser
 from pensieve.server.turns.runner import TurnRunner
 from pensieve.server.turns.turns import Turns
 from pensieve.server.values import InputEntry, TurnEnd
@@ -65,6 +63,24 @@ class ServerFacts:
     features: tuple[str, ...]
 
 
+def _ignore(*_: object) -> None:
+    return
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceListeners:
+    """What is called when something happens in the service."""
+
+    turn_ended: Callable[[TurnEnd], None] = _ignore
+    """In the turn's task; also for a turn that failed. See ``Turns``."""
+    turn_refused: Callable[[str, str], None] = _ignore
+    """Tenant and reason."""
+    warmed: Callable[[str], None] = _ignore
+    """The outcome: see ``SessionWarmer``."""
+    store_regression: Callable[[str], None] = _ignore
+    """By which side it was seen: see ``KnownRevisions``."""
+
+
 class Conversations:
     """Owner of all turns of this process. ``close`` discards what still runs."""
 
@@ -74,27 +90,22 @@ class Conversations:
         link: EngineLink,
         tokenizer: ChatTokenizer,
         settings: TurnSettings,
-        *,
-        on_turn_ended: Callable[[TurnEnd], None] | None = None,
-        on_turn_refused: Callable[[str, str], None] | None = None,
-        on_warmed: Callable[[str], None] | None = None,
-        on_store_regression: Callable[[str], None] | None = None,
+        listeners: ServiceListeners | None = None,
         tenants: TenantTable | None = None,
     ) -> None:
-        """``store`` is open; ``link`` may still be starting.
-
-        The callbacks: see ``Turns``, ``SessionWarmer`` and ``KnownRevisions``.
-        """
+        """``store`` is open; ``link`` may still be starting."""
         self.settings = settings
-        self._store = store
-        self._link = link
+        self.store = store
+        self.link = link
         self._tokenizer = tokenizer
         self._renderer = renderer = Renderer(tokenizer)
         tenants = tenants or TenantTable()
-        known = KnownRevisions(on_store_regression)
-        self._histories = histories = Histories(store, settings.history_cache_bytes, known)
+        listeners = listeners or ServiceListeners()
+        self._transcript = transcript = Transcript(
+            store, renderer, settings.history_cache_bytes, listeners.store_regression
+        )
         self._served = served = ServedModel(settings.model, settings.model_sha256, tokenizer)
-        self._runner = runner = TurnRunner(store, link, histories, renderer, tokenizer, served, settings)
+        self._runner = runner = TurnRunner(transcript, link, served, settings)
         self.gate = Gate(
             GateLimits(settings.max_wait_s, settings.max_queued, settings.max_queued_tokens),
             tenants,
@@ -105,31 +116,28 @@ class Conversations:
 
         def ended(end: TurnEnd) -> None:
             self.usage.turn_ended(end)
-            if on_turn_ended is not None:
-                on_turn_ended(end)
+            listeners.turn_ended(end)
 
         def refused(tenant: str, reason: str) -> None:
             self.usage.turn_refused(tenant)
-            if on_turn_refused is not None:
-                on_turn_refused(tenant, reason)
+            listeners.turn_refused(tenant, reason)
 
         self.turns = Turns(store, runner, settings, self.gate, ended, refused)
-        self.finder = TurnFinder(store, runner)
+        self.find_turn = functools.partial(find_turn, store)
         self.quotas = StorageQuotas(store, tenants)
-        self.candidates = CandidateChooser(store, link, histories, renderer, runner, self.quotas.change)
         self.claims = RequestClaims(store, self.quotas)
-        self.sessions = Sessions(store, link, histories, renderer, self.turns, served, settings, self.quotas)
-        self.warmer = SessionWarmer(store, link, histories, renderer, self.turns, served, settings, on_warmed)
+        self.sessions = Sessions(transcript, link, self.turns, served, settings, self.quotas)
+        self.warmer = SessionWarmer(transcript, link, self.turns, served, settings, listeners.warmed)
 
     @property
     def context_limit(self) -> int:
         """A context must be shorter than this, in tokens. Raises Unavailable (STARTING) before the engine is up."""
-        return context_limit(self._link.info)
+        return context_limit(self.link.info)
 
     @property
     def vocab_size(self) -> int:
         """Token ids of clients must be below this. Raises Unavailable (STARTING)."""
-        return min(self._link.info.vocab_size, self._tokenizer.vocab_size)
+        return min(self.link.info.vocab_size, self._tokenizer.vocab_size)
 
     async def count_tokens(self, tenant: str, key: Key | None, entries: Sequence[InputEntry]) -> ContextSize:
         """Size of the context that a turn with this input would start from, its generation prompt included.
@@ -140,7 +148,7 @@ class Conversations:
         self._renderer.check_size(entries, COUNTED_CONTEXTS * self.context_limit)
         history = History()
         if key is not None:
-            history = await self._histories.at(key, await self._store.load(key))
+            _, history = await self._transcript.read(key)
         limit = self.context_limit
         past = self._renderer.length(history)
         self._served.check(history.config)
@@ -158,13 +166,13 @@ class Conversations:
     async def residency(self, key: Key) -> ResidentTokens | None:
         """In which tiers the session's KV lies; None when no engine can tell."""
         try:
-            return await self._link.residency(ids.session_key(key))
+            return await self.link.residency(ids.session_key(key))
         except PensieveError:
             return None
 
     async def facts(self) -> ServerFacts:
         """Raises Unavailable (STARTING) before the engine is up."""
-        info = self._link.info
+        info = self.link.info
         return ServerFacts(
             version=pensieve.__version__,
             replica=self.settings.replica,
@@ -175,7 +183,7 @@ class Conversations:
             vocab_size=self.vocab_size,
             context_limit=self.context_limit,
             features=(
-                f"durability={self._store.durability}",
+                f"durability={self.store.durability}",
                 f"device={info.device}",
                 f"dtype={info.dtype}",
                 f"chunk_tokens={info.chunk_tokens}",
@@ -193,7 +201,7 @@ class Conversations:
         """``serving``, or the reason why not."""
         try:
             async with asyncio.timeout(STORE_PATIENCE_S):
-                await self._store.ping()
+                await self.store.ping()
         except TimeoutError:
             return "does not answer"
         except PensieveError as error:
@@ -202,7 +210,7 @@ class Conversations:
 
     async def evict(self, key: Key | None) -> int:
         """Drop cached state of one session, or of all idle ones; returns the number of tokens. History stays."""
-        return await self._link.evict(None if key is None else ids.session_key(key))
+        return await self.link.evict(None if key is None else ids.session_key(key))
 
     @property
     def draining(self) -> bool:

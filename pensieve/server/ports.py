@@ -2,6 +2,9 @@
 
 Ports are bound at once, so that a taken one is told before a model is loaded. They take calls when ``start`` says so,
 but for health on the admin port, which answers from the beginning. All calls pass one ``Door``.
+
+The admin service is on the admin port, and with keys on the gRPC port too; both times a key needs the scope ``admin``.
+Without keys every caller of the gRPC port could drain the server, so it is not there.
 """
 
 from __future__ import annotations
@@ -21,16 +24,15 @@ from typing import Final
 
 from grpc import aio
 
+from pensieve.feed import FrontDoorState
 from pensieve.options.serve import ServeOptions
 from pensieve.options.values import is_loopback
+from pensieve.server.admin_port import AdminPort
 from pensieve.server.conversations import Conversations
-from pensieve.server.gateway.keeper import Gateway, GatewayError
-from pensieve.server.gateway.process import GatewayCommand
+from pensieve.server.gateway import Gateway, GatewayCommand, GatewayError
 from pensieve.server.links.process_link import ProcessLink
-from pensieve.server.operations.admin_port import AdminPort
 from pensieve.server.operations.health import HealthMonitor
 from pensieve.server.operations.metrics import Metrics
-from pensieve.server.page.state import FrontDoorState
 from pensieve.server.page.web import WebPage
 from pensieve.server.rpc.admin_service import AdminService
 from pensieve.server.rpc.door import Door
@@ -87,7 +89,7 @@ class Ports:
         except OSError as error:
             log.warning("stdout does not take the ready line: %s", error.strerror)
 
-    def bind(self, conversations: Conversations, monitor: HealthMonitor) -> None:
+    def bind(self, link: ProcessLink, conversations: Conversations, monitor: HealthMonitor) -> None:
         """Bind the gRPC port and the HTTP door's. Raises BindError, GatewayError or OSError."""
         options = self._options
         for name, address in (("listen", options.listen), ("admin", options.admin)):
@@ -105,9 +107,12 @@ class Ports:
         server = self._door.server(most, connection_limit(options.max_connections))
         service = ConversationService(conversations)
         pensieve_pb2_grpc.add_ConversationServiceServicer_to_server(service, server)
-        # Whoever has no key may not even learn what there is; operators ask on the admin port.
-        reflects = options.api_keys is None
-        add_health_and_reflection(server, monitor.servicer, [DATA_SERVICE], reflects=reflects)
+        self._admin = AdminService(link, conversations)
+        keyless = options.api_keys is None
+        if not keyless:
+            pensieve_pb2_grpc.add_AdminServiceServicer_to_server(self._admin, server)
+        # A caller without a key may not even learn what there is; operators ask on the admin port.
+        add_health_and_reflection(server, monitor.servicer, [DATA_SERVICE], reflects=keyless)
         try:
             port = bind(server, options.listen, credentials)
         except BindError as error:
@@ -117,27 +122,20 @@ class Ports:
         if options.http is not None:
             self._bind_http(options.http, service, monitor)
 
-    async def open_admin(
-        self,
-        link: ProcessLink,
-        conversations: Conversations,
-        monitor: HealthMonitor,
-        metrics: Metrics,
-        page: WebPage,
-    ) -> None:
-        """Open the admin port, and have the HTTP door's process started meanwhile. Raises BindError."""
+    async def open_admin(self, monitor: HealthMonitor, metrics: Metrics, page: WebPage) -> None:
+        """Open the admin port, and have the HTTP door's process started meanwhile. Raises BindError. After ``bind``."""
         grpc_socket = self._private.path / "admin"
 
         def made() -> aio.Server:
             server = self._door.server()
-            pensieve_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(link, conversations), server)
+            pensieve_pb2_grpc.add_AdminServiceServicer_to_server(self._admin, server)
             add_health_and_reflection(server, monitor.servicer, [ADMIN_SERVICE, DATA_SERVICE])
             return server
 
         server = self._on_private_socket(grpc_socket, made)
         self._stack.push_async_callback(server.stop, None)
         await server.start()
-        port = AdminPort(metrics.registry, lambda: monitor.problem, grpc_socket, self._gateway, page)
+        port = AdminPort(metrics.registry, monitor, grpc_socket, self._gateway, page)
         self._stack.push_async_callback(port.close)
         host, number = split_address(self._options.admin)
         try:

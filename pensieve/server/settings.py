@@ -14,9 +14,9 @@ from pensieve.config import (
     EngineTuning,
     SchedulerConfig,
 )
-from pensieve.core import MAX_CANDIDATES
+from pensieve.core import MAX_CANDIDATES, SamplingDefaults
 from pensieve.store import Key
-from pensieve.store.records import PrefixSharing, SamplingDefaults, SessionConfig
+from pensieve.store.records import PrefixSharing, SessionConfig
 
 
 @dataclass(frozen=True, slots=True)

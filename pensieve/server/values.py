@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from pensieve.core import FinishReason, HintReceipt, Phase, Role, TokenLogprob, Usage
+from pensieve.core import FinishReason, HintReceipt, Phase, Role, SamplingDefaults, TokenLogprob, Usage
 from pensieve.speech import FunctionCall
 from pensieve.store import Key
-from pensieve.store.records import CandidateAnswer, Item, SamplingDefaults
+from pensieve.store.records import CandidateAnswer, Item
 
 
 class InputEntry(msgspec.Struct, frozen=True):

@@ -26,7 +26,7 @@ from pensieve.engine.cost.model import CostModel
 from pensieve.engine.engine import Engine
 from pensieve.engine.messages import EngineReady, Evict, Failed, Output, Submit
 from pensieve.engine.plan import Copy, PendingStep, Plan, SampleSpec, Span, StepResult, StepWorker
-from pensieve.engine.scheduler import Scheduler
+from pensieve.engine.scheduling.scheduler import Scheduler
 from pensieve.simulate.scenario.machine import Machine, Work, work_of
 
 if TYPE_CHECKING:  # the module brings torch with it

@@ -18,7 +18,7 @@ from pensieve.engine.cost.model import CostModel
 from pensieve.engine.engine import Engine
 from pensieve.engine.messages import EngineReady, Failed, Finished, Output, Submit
 from pensieve.engine.plan import PendingStep, Plan, Sampled, StepResult, StepWorker
-from pensieve.engine.scheduler import Scheduler
+from pensieve.engine.scheduling.scheduler import Scheduler
 from pensieve.simulate.scenario import policies
 from pensieve.simulate.scenario.load import Life, hints_of
 from pensieve.simulate.scenario.machine import Machine, work_of
@@ -261,7 +261,7 @@ class FullSimulation:
         self._lost = True
         replica = self._replicas[0]
         turns, replica.turns = list(replica.turns.values()), {}
-        self.tally.repeated_turns = len(replica.scheduler.batch.running)
+        self.tally.repeated_turns = len(replica.scheduler.running)
         for turn in turns:
             self._expect(turn, now + self._settings.lease_s)
 

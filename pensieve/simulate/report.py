@@ -16,11 +16,10 @@ from rich.console import Console
 from pensieve.replay.load.shaping import Shaped
 from pensieve.replay.load.workload import Dataset
 from pensieve.replay.measure.report import SCHEMA, environment
-from pensieve.replay.measure.validity import intervals
+from pensieve.replay.measure.windows import intervals
 from pensieve.replay.presentation.columns import number
 from pensieve.replay.presentation.curves import entries, unsteady
-from pensieve.replay.presentation.fitting import print_grid
-from pensieve.replay.presentation.table import show_curves
+from pensieve.replay.presentation.table import print_grid, show_curves
 from pensieve.simulate import history
 from pensieve.simulate.run import Simulation
 from pensieve.simulate.scenario.load import Load

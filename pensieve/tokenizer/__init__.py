@@ -15,8 +15,7 @@ May import: core, errors, gguf, model, speech.
 
 from pensieve.tokenizer.chat import ChatTokenizer, Rendered
 from pensieve.tokenizer.delta import HistoryItem, RawMessage, TextMessage, TokenMessage
-from pensieve.tokenizer.detokenizer import Detokenizer
-from pensieve.tokenizer.stops import StopMatcher, StopResult
+from pensieve.tokenizer.detokenizer import Detokenizer, StopMatcher, StopResult
 from pensieve.tokenizer.template import PLAIN_TEMPLATE, TemplateError
 
 __all__ = [

@@ -17,12 +17,13 @@ import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 
 from pensieve.core import Role, TokenArray, TokenText
 from pensieve.errors import InvalidArgument
-from pensieve.speech import SHOWN_MARKS, CallForm, SpeechForm, opened
+from pensieve.speech import SHOWN_MARKS, CallForm, FunctionCall, SpeechForm, opened
 from pensieve.tokenizer.delta import (
     DeltaRenderer,
     Ends,
@@ -37,9 +38,18 @@ from pensieve.tokenizer.detokenizer import Detokenizer, TokenBytes
 from pensieve.tokenizer.encoding import Before, TextEncoder, added_words
 from pensieve.tokenizer.folder import TokenizerFolder, read_folder, words_without_row
 from pensieve.tokenizer.marked import Roles
-from pensieve.tokenizer.rows import PROBE_TOOLS, chosen_template, require_embeddings
 from pensieve.tokenizer.template import PLAIN_TEMPLATE, ChatTemplate, TemplateError, plain_text
 from pensieve.tokenizer.tools import Tools, form_of
+
+_PROBE_TOOLS: Final = (
+    '[{"type":"function","function":{"name":"look","description":"d","parameters":{"type":"object"}}}]'
+)
+_SYSTEM, _USER = TextMessage(Role.SYSTEM, "a"), TextMessage(Role.USER, "a")
+_ANSWER = TextMessage(Role.ASSISTANT, "a")
+_CALL = TextMessage(Role.ASSISTANT, "", (FunctionCall("call00000", "look", "{}"),))
+_RESULT = TextMessage(Role.TOOL, "a", call_id="call00000")
+_PLAIN: Final[tuple[tuple[TextMessage, ...], ...]] = ((_USER,), (_SYSTEM, _USER), (_USER, _ANSWER, _USER))
+_WITH_TOOLS: Final[tuple[tuple[TextMessage, ...], ...]] = ((_USER,), (_USER, _CALL, _RESULT))
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +114,7 @@ class ChatTokenizer:
         or when the files of the folder do not go together.
         """
         parts = read_folder(folder)
-        source = chat_template if chat_template is not None else chosen_template(folder, parts)
+        source = chat_template if chat_template is not None else _chosen_template(folder, parts)
         plain = source is None
         template = ChatTemplate(
             PLAIN_TEMPLATE if source is None else source,
@@ -115,7 +125,7 @@ class ChatTokenizer:
         if chat_template is None and parts.tool_template:
             template.tools_problem = "its folder has another one for them (tool_use), which is not supported"
         made = cls(parts, template)
-        require_embeddings(folder, parts, made.render, "" if made.call_form is None else PROBE_TOOLS)
+        _require_embeddings(folder, parts, made)
         return made
 
     def render(
@@ -290,3 +300,46 @@ def _control_words(folder: TokenizerFolder, template: ChatTemplate, eos_texts: S
         if text.strip()
         and (text in named or text in plain or (special and (text in tools or text in template.source)))
     } - {"<think>", "</think>"} | set(words_without_row(folder).values())
+
+
+def _chosen_template(folder: Path, parts: TokenizerFolder) -> str | None:
+    """The chat template of a folder; None when it has none.
+
+    Raises InvalidArgument when it has several and none is the ``default``: transformers refuses these, too.
+    """
+    if parts.named_templates:
+        names = ", ".join(parts.named_templates)
+        raise InvalidArgument(
+            f"{folder}: chat_template has the templates {names} and none that is called default; choose one with "
+            "--chat-template FILE"
+        )
+    return parts.template
+
+
+def _require_embeddings(folder: Path, parts: TokenizerFolder, tokenizer: ChatTokenizer) -> None:
+    """Raises InvalidArgument, with token and file, when the template writes a word without an embedding."""
+    words = words_without_row(parts)
+    if not words:
+        return
+    if parts.adds_bos and parts.bos_token_id in words:
+        raise _refusal(folder, "the tokenizer begins each text with", parts.bos_token_id, parts)
+    dialogues = [(dialogue, "") for dialogue in _PLAIN]
+    if tokenizer.call_form is not None:
+        dialogues += [(dialogue, _PROBE_TOOLS) for dialogue in _WITH_TOOLS]
+    for messages, given in dialogues:
+        try:
+            rendered = tokenizer.render((), messages, generation_prompt=True, tools=given)
+        except InvalidArgument:
+            continue  # the template takes no such conversation
+        for ids in (*rendered.item_tokens, rendered.generation_prompt):
+            for token in ids.tolist():
+                if token in words:
+                    raise _refusal(folder, "the chat template writes", token, parts)
+
+
+def _refusal(folder: Path, what: str, token: int, parts: TokenizerFolder) -> InvalidArgument:
+    word = words_without_row(parts)[token]
+    return InvalidArgument(
+        f"{folder / 'tokenizer.json'}: {what} {word!r}, id {token}, but config.json: vocab_size is "
+        f"{parts.vocab_size}: the model has no embedding for it"
+    )

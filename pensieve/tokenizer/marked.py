@@ -1,27 +1,71 @@
-"""A chat template rendered with unique markers in place of contents."""
+"""A chat template rendered with unique markers in place of contents.
+
+It runs in a sandbox: templates come with downloaded models.
+"""
 
 from __future__ import annotations
 
 import datetime as dt
+import json
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Final
+from typing import Any, Final, NoReturn
 
 import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from pensieve.core import Role
-from pensieve.tokenizer.jinja import render
 from pensieve.tokenizer.tools import NO_TOOLS, Tools, id_marker
 
+_CHECKED_PIECES: Final = 64
 ROLE_NAMES: Final = {
     Role.SYSTEM: "system",
     Role.USER: "user",
     Role.ASSISTANT: "assistant",
     Role.TOOL: "tool",
 }
-
 Roles = tuple[Role, ...]
 ANY_TIME: Final = dt.datetime(2001, 2, 3, 4, 5, 6)
+
+
+class _GenerationBlock(Extension):
+    """``{% generation %}`` marks answers for training; rendering passes its body through."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own filter escapes for HTML.
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def compile_template(source: str) -> jinja2.Template:
+    """The template of a Jinja source, in a sandbox. Raises jinja2.TemplateSyntaxError."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    return environment.from_string(source)
 
 
 class TemplateRefused(Exception):
@@ -65,18 +109,27 @@ class MarkedTemplate:
         prompt: bool = False,
         check: Callable[[], None] | None = None,
     ) -> str:
-        """What the template writes. Raises TemplateRefused, and what ``check`` does."""
+        """What the template writes. Raises TemplateRefused, and what ``check`` does.
+
+        ``tools``: definitions of functions; ``when``: what the template takes the time to be. ``check`` is called while
+        the template writes; what it raises ends the work.
+        """
+        pieces = self._template.generate(
+            messages=messages,
+            add_generation_prompt=prompt,
+            bos_token=self._bos,
+            eos_token=self._eos,
+            tools=tools.definitions or None,
+            documents=None,
+            strftime_now=when.strftime,
+        )
+        written = []
         try:
-            return render(
-                self._template,
-                messages,
-                tools=tools.definitions,
-                generation_prompt=prompt,
-                bos_token=self._bos,
-                eos_token=self._eos,
-                when=when,
-                check=check,
-            )
+            for number, piece in enumerate(pieces):
+                if check is not None and not number % _CHECKED_PIECES:
+                    check()
+                written.append(piece)
+            return "".join(written)
         except (
             jinja2.TemplateError,
             TypeError,

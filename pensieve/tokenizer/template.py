@@ -25,13 +25,13 @@ import jinja2
 
 from pensieve.core import Role
 from pensieve.errors import InvalidArgument
-from pensieve.tokenizer.jinja import compile_template
 from pensieve.tokenizer.marked import (
     ANY_TIME,
     ROLE_NAMES,
     MarkedTemplate,
     Roles,
     TemplateRefused,
+    compile_template,
     find,
     marker,
 )

@@ -18,14 +18,17 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, Final
 
-from pensieve.store._redis.link import RedisLink, RedisScript
-from pensieve.store._redis.prelude import MARK_MS
-from pensieve.store._redis.rows import parse_time, session_keys
+from pensieve.store._redis import scripts
+from pensieve.store._redis.link import RedisLink
+from pensieve.store._redis.rows import Fields, parse_time, session_keys
+from pensieve.store._redis.scripts import MARK_MS
 from pensieve.store.contract import Key
 from pensieve.store.records import SessionRow
 
 log = logging.getLogger(__name__)
 
+HEADS: Final = 16_384
+"""Sessions of which is remembered what Redis has written to its file."""
 MAX_SESSIONS: Final = 200_000
 """Some 60 MB. The least recently changed are forgotten first: one of them that is lost is NOT_FOUND."""
 
@@ -51,7 +54,7 @@ class Acknowledged:
         """When that was, by Redis' clock."""
         self._times_back = 0
 
-    async def change(self, script: RedisScript, key: Key, args: list[Any]) -> list[Any]:
+    async def change(self, script: str, key: Key, args: list[Any]) -> list[Any]:
         """``RedisLink.call_durably`` for a script that numbers what it does."""
         marks = [self._mark] if self._link.is_one_log else []
         return await self._link.call_durably(script, [*session_keys(key), *marks], [*args, self._kept])
@@ -126,3 +129,50 @@ class Acknowledged:
         """Whether the mark may be gone because nothing was changed for long, or because Redis' clock was set."""
         now = parse_time(await self._link.command("TIME", counts=counts))
         return now - self._kept_ms > MARK_MS // 2
+
+
+class SafeHeads:
+    """One per store. Each method returns when it is so, and raises Unavailable when it is not in time."""
+
+    def __init__(self, link: RedisLink) -> None:
+        self._link = link
+        self._known: OrderedDict[Key, tuple[int, str]] = OrderedDict()
+        """Revision and chain hash that are known to be in Redis' file."""
+
+    async def made(self, row: SessionRow) -> None:
+        """A change that was made here, and has reached replicas where it has to, may be acknowledged."""
+        key = Key(row.tenant, row.session_id)
+        if self._link.replicas:
+            await self._link.call(scripts.SURE, session_keys(key), [row.revision])
+        else:
+            await self.in_file(key, row.revision, row.head_hash)
+
+    async def shown(self, row: SessionRow, fields: Fields) -> None:
+        """What was read may be told: whoever hears of a change takes it as acknowledged, and who made it may still wait
+        for that."""
+        key = Key(row.tenant, row.session_id)
+        await self.on_replicas(key, row.revision, fields.get(b"sure", b""))
+        if not self._link.replicas:
+            await self.in_file(key, row.revision, row.head_hash, reading=True)
+
+    async def on_replicas(self, key: Key, revision: int, sure: bytes) -> None:
+        """Enough replicas have ``revision``, if any have to. ``sure``: the newest that is known to be there."""
+        if self._link.replicas and int(sure or b"0") < revision:
+            outcome, *values = await self._link.call_durably(scripts.AGAIN, session_keys(key), [])
+            if outcome == b"OK":
+                await self._link.call(scripts.SURE, session_keys(key), [int(values[0])])
+
+    async def in_file(self, key: Key, revision: int, head_hash: str, *, reading: bool = False) -> None:
+        """That revision has left Redis' memory. What is known of that is not asked again.
+
+        ``reading``: from a disk that takes no writes it is told all the same.
+        """
+        head = revision, head_hash
+        if self._known.get(key) != head:
+            keys = session_keys(key)
+            if not await self._link.confirm(keys, revision, head_hash, reading=reading):
+                return
+        self._known[key] = head
+        self._known.move_to_end(key)
+        if len(self._known) > HEADS:
+            self._known.popitem(last=False)

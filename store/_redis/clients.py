@@ -2,19 +2,129 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from typing import Any, Protocol
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal, Protocol
+from urllib.parse import parse_qsl, urlencode, urlsplit
 
 from redis import exceptions
 from redis.asyncio import Redis
 from redis.asyncio.cluster import ClusterNode, RedisCluster
-from redis.asyncio.connection import ConnectionPool, SSLConnection
+from redis.asyncio.connection import ConnectionPool, SSLConnection, parse_url
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel
 from redis.backoff import ExponentialWithJitterBackoff, NoBackoff
 
-from pensieve.store._redis.places import RedisPlace
-from pensieve.store._redis.several import all_ended
+Kind = Literal["server", "sentinel", "cluster"]
+
+_KINDS: Final[dict[str, Kind]] = {"": "server", "sentinel": "sentinel", "cluster": "cluster"}
+_PORTS: Final[dict[Kind, int]] = {"server": 6379, "sentinel": 26379, "cluster": 6379}
+MAX_REPLICAS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class RedisPlace:
+    """One Redis server, the primary of a service that Sentinels watch, or a Cluster."""
+
+    kind: Kind
+    nodes: tuple[tuple[str, int], ...]
+    """Host and port: of the server, of Sentinels, or of some of the Cluster's servers."""
+    options: dict[str, Any]
+    """redis-py's options of a connection to a server: user, password, database, TLS."""
+    service: str = ""
+    """The name under which Sentinels know the primary."""
+    sentinel_options: dict[str, Any] | None = None
+    replicas: int = 0
+    """How many replicas must have a change before it is acknowledged."""
+
+    def __str__(self) -> str:
+        """For messages: without the credentials that the URL may hold."""
+        where = ",".join(f"{host}:{port}" for host, port in self.nodes)
+        return f"{where}/{self.service}" if self.service else where
+
+
+def parse_place(url: str) -> RedisPlace:
+    """The place that a URL names. Raises ValueError on a form that is none of::
+
+        redis://[USER:PASSWORD@]HOST[:PORT][/DB]
+        redis+sentinel://[USER:PASSWORD@]HOST[:PORT],HOST[:PORT],…/SERVICE[/DB]
+        redis+cluster://[USER:PASSWORD@]HOST[:PORT],HOST[:PORT],…
+
+    ``rediss`` instead of ``redis``: over TLS. Behind ``?``: ``replicas=N``, with Sentinels ``sentinel_username`` and
+    ``sentinel_password``, and what redis-py knows of a connection (``ssl_ca_certs=PATH``, …).
+    """
+    parts = urlsplit(url)
+    protocol, _, word = parts.scheme.partition("+")
+    kind = _KINDS.get(word)
+    if kind is None or protocol not in ("redis", "rediss"):
+        raise ValueError(f"unknown kind of Redis {parts.scheme!r}")
+    user, at, hosts = parts.netloc.rpartition("@")
+    query = dict(parse_qsl(parts.query, strict_parsing=bool(parts.query)))
+    replicas = _replicas(query.pop("replicas", "0"))
+    sentinel = {name: query.pop(f"sentinel_{name}", None) for name in ("username", "password")}
+    service, database = _path(kind, parts.path)
+    nodes = tuple(_node(host, _PORTS[kind]) for host in hosts.split(","))
+    if kind == "server" and len(nodes) > 1:
+        raise ValueError("several hosts need redis+sentinel:// or redis+cluster://")
+    options: dict[str, Any] = dict(parse_url(f"{protocol}://{user}{at}host/{database}?{urlencode(query)}"))
+    for word in ("host", "port", "connection_class"):
+        options.pop(word, None)
+    if protocol == "rediss":
+        options["ssl"] = True
+    tls = {name: value for name, value in options.items() if name.startswith("ssl")}
+    known = {name: value for name, value in sentinel.items() if value is not None}
+    return RedisPlace(kind, nodes, options, service, {**tls, **known}, replicas)
+
+
+def _replicas(text: str) -> int:
+    if not text.isdecimal() or int(text) > MAX_REPLICAS:
+        raise ValueError(f"replicas={text}: expected a number from 0 to {MAX_REPLICAS}")
+    return int(text)
+
+
+def _path(kind: Kind, path: str) -> tuple[str, str]:
+    """Service and database."""
+    words = [word for word in path.split("/") if word]
+    service = words.pop(0) if kind == "sentinel" and words else ""
+    if kind == "sentinel" and not service:
+        raise ValueError("the path must name the service that the Sentinels watch: …/SERVICE")
+    database = words.pop(0) if words else "0"
+    if words or not database.isdecimal() or (kind == "cluster" and database != "0"):
+        raise ValueError(f"unexpected path {path!r}")
+    return service, database
+
+
+def _node(text: str, default_port: int) -> tuple[str, int]:
+    parts = urlsplit(f"//{text}")
+    if not parts.hostname or parts.port == 0:
+        raise ValueError(f"expected HOST[:PORT], got {text!r}")
+    return parts.hostname, parts.port or default_port
+
+
+async def all_ended(*calls: Coroutine[Any, Any, Any]) -> list[Any]:
+    """Their results, when all have ended. Raises the first error, in their order.
+
+    ``asyncio.gather`` leaves the others running behind an error, and after the store is closed they would open
+    connections that nobody closes.
+    """
+
+    async def outcome(call: Coroutine[Any, Any, Any]) -> Any:
+        try:
+            return await call
+        except Exception as error:  # raised below, when all have ended
+            return error
+
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(outcome(call)) for call in calls]
+    results = []
+    for task in tasks:
+        result = task.result()
+        if isinstance(result, Exception):
+            raise result
+        results.append(result)
+    return results
+
 
 Words = tuple[Any, ...]
 """One command."""

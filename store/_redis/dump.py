@@ -32,7 +32,6 @@ from pensieve.store._raw import (
 )
 from pensieve.store._redis.index import RedisIndex
 from pensieve.store._redis.link import MARKER, SCHEMA, RedisLink
-from pensieve.store._redis.prelude import PRELUDE
 from pensieve.store._redis.rows import (
     Fields,
     as_fields,
@@ -44,6 +43,7 @@ from pensieve.store._redis.rows import (
     read_row,
     session_keys,
 )
+from pensieve.store._redis.scripts import PRELUDE
 from pensieve.store._rules import Known, Lease, Meta
 from pensieve.store.contract import Key
 from pensieve.store.records import SessionRow, State
@@ -111,8 +111,6 @@ class RedisDump:
     def __init__(self, link: RedisLink) -> None:
         self._link = link
         self._index = RedisIndex(link)
-        self._dump = link.script(DUMP)
-        self._place = link.script(PLACE)
         self.store_id = ""
 
     @property
@@ -177,7 +175,7 @@ class RedisDump:
             await self._link.commands([*batch, *(("EXPIRE", name, STAGED_S) for name in staged)])
         replaced = (NOTHING if over is None else over).encode(errors="surrogateescape")
         args = [replaced, row.expire_ms]
-        outcome, *values = await self._link.call_durably(self._place, [*present, *staged], args)
+        outcome, *values = await self._link.call_durably(PLACE, [*present, *staged], args)
         if outcome != b"OK":
             await self._link.commands([("DEL", *staged)])
             return False
@@ -195,7 +193,7 @@ class RedisDump:
 
     async def _read(self, key: Key) -> RawSession | None:
         names = session_keys(key)
-        _, clock, stamp, kinds, lives, fields, asked, log = await self._link.call(self._dump, names, [])
+        _, clock, stamp, kinds, lives, fields, asked, log = await self._link.call(DUMP, names, [])
         if all(kind == b"none" for kind in kinds):
             return None
         fields = as_fields(fields)

@@ -124,10 +124,6 @@ class RedisIndex:
 
     def __init__(self, link: RedisLink) -> None:
         self._link = link
-        self._enter = link.script(_ENTER)
-        self._remove = link.script(_REMOVE)
-        self._remove_old = link.script(_REMOVE_OLD)
-        self._usage = link.script(_USAGE)
 
     async def announce(self, key: Key) -> None:
         """Enter a session that is about to be created."""
@@ -138,17 +134,17 @@ class RedisIndex:
         """Add or update one session. ``fields``: all of its hash."""
         size = int(fields[b"bytes"]) if is_sealed(fields) else await self._measured(row)
         await self._link.call(
-            self._enter, tenant_keys(row.tenant), [row.session_id, row.update_ms, size, row.expire_ms]
+            _ENTER, tenant_keys(row.tenant), [row.session_id, row.update_ms, size, row.expire_ms]
         )
 
     async def remove(self, key: Key) -> None:
         prefix = f"s:{quote(key.session_id, safe='')}:"
-        await self._link.call(self._remove, tenant_keys(key.tenant), [key.session_id, prefix])
+        await self._link.call(_REMOVE, tenant_keys(key.tenant), [key.session_id, prefix])
 
     async def remove_old(self, key: Key, until_ms: int) -> None:
         """The same for a session without marked turns whose id is free again: what was entered later than ``until_ms``
         is of another one, and stays."""
-        await self._link.call(self._remove_old, tenant_keys(key.tenant), [key.session_id, until_ms])
+        await self._link.call(_REMOVE_OLD, tenant_keys(key.tenant), [key.session_id, until_ms])
 
     async def mark(self, key: Key, entries: Iterable[Marking]) -> None:
         """Enter what turns of the session are found by, before they are appended."""
@@ -184,7 +180,7 @@ class RedisIndex:
         return [MarkedTurn(unquote(session_id), int(revision)) for *_, revision, session_id in parts]
 
     async def usage(self, tenant: str) -> TenantUsage:
-        sessions, size = await self._link.call(self._usage, tenant_keys(tenant), [])
+        sessions, size = await self._link.call(_USAGE, tenant_keys(tenant), [])
         if not sessions:
             await self._link.check_marker()
         return TenantUsage(int(sessions), int(size))

@@ -1,4 +1,8 @@
-"""The connection under ``redis_store``: how Redis is called, how long it may take, whether it is still our store."""
+"""The connection under ``redis_store``: how Redis is called, how long it may take, whether it is still our store.
+
+Redis' errors become the store's own here (``translated``), and its settings tell how durable a change is
+(``weakest_of``).
+"""
 
 from __future__ import annotations
 
@@ -6,20 +10,16 @@ import asyncio
 import hashlib
 import logging
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, NamedTuple
 
 from redis import exceptions
 
-from pensieve.errors import FailedPrecondition, PensieveError, Unavailable
+from pensieve.errors import DataLoss, FailedPrecondition, PensieveError, Unavailable
 from pensieve.store import _refusals
 from pensieve.store._redis import scripts
-from pensieve.store._redis.clients import Words, make_client
-from pensieve.store._redis.places import parse_place
-from pensieve.store._redis.problems import StoreReplacedError, is_wrong_type, meant, translated
-from pensieve.store._redis.settings import weakest_of
-from pensieve.store._redis.several import all_ended
+from pensieve.store._redis.clients import Words, all_ended, make_client, parse_place
 
 log = logging.getLogger(__name__)
 
@@ -43,8 +43,117 @@ BUFFER_LIMIT_S = 5.0
 BUFFER_LOOK_S = 0.01
 """Between two looks at whether it still does."""
 
+_LEVELS = {"always": "fsync", "everysec": "local"}
+_REFUSES_WRITES = ("MISCONF", "OOM")
+_FORBIDDEN = ("unknown command", "ACL failure in script", "can't run this command")
+_PASSING = (
+    *("BUSY", "NOREPLICAS", "LOADING", "MASTERDOWN", "READONLY", "TRYAGAIN", "CLUSTERDOWN", "ASK"),
+    "WAIT cannot be used with replica",
+)
+_PASSING_TYPES = (
+    exceptions.ConnectionError,
+    exceptions.TimeoutError,
+    exceptions.ReadOnlyError,
+    exceptions.ClusterError,
+    exceptions.RedisClusterException,
+    exceptions.AskError,
+    exceptions.TryAgainError,
+)
 
-class RedisScript(NamedTuple):
+
+class StoreReplacedError(exceptions.ResponseError):
+    """A connection was made to a Redis that does not hold our store."""
+
+
+def is_wrong_type(error: Exception) -> bool:
+    """Whether a key holds something else than is always written to it."""
+    return str(error).startswith("WRONGTYPE")
+
+
+@contextmanager
+def translated(place: str) -> Iterator[None]:
+    """Raises the store's errors for those of Redis; what can only be a bug of ours passes as it is."""
+    try:
+        yield
+    except (exceptions.RedisError, exceptions.RedisClusterException) as error:
+        meaning = _meaning(error, place)
+        if meaning is None:
+            raise
+        raise meaning from error
+
+
+def meant(error: Exception, place: str) -> PensieveError:
+    """The store's error for one that stood in the place of a reply. Raises what can only be a bug of ours."""
+    meaning = _meaning(error, place)
+    if meaning is None:
+        raise error
+    return meaning
+
+
+def _meaning(error: Exception, place: str) -> PensieveError | None:
+    text = str(error)
+    problem = f"Redis at {place}: {text}"
+    if isinstance(error, StoreReplacedError):
+        return _refusals.replaced(f"the Redis at {place} was emptied or replaced")
+    if isinstance(error, exceptions.OutOfMemoryError) or text.startswith(_REFUSES_WRITES):
+        return _refusals.full(problem)
+    if isinstance(error, exceptions.NoPermissionError) or any(words in text for words in _FORBIDDEN):
+        return FailedPrecondition(f"history store: {problem}", reason="STORE_FORBIDDEN")
+    if is_wrong_type(error):
+        return DataLoss(f"a key of a session holds something else: {problem}", reason="HISTORY_CORRUPT")
+    if isinstance(error, exceptions.MovedError):
+        return FailedPrecondition(
+            f"the Redis at {place} is part of a Cluster: use redis+cluster://", reason="STORE_UNSAFE"
+        )
+    if isinstance(error, _PASSING_TYPES) or text.startswith(_PASSING):
+        return _refusals.unavailable(problem)
+    return None
+
+
+def weakest_of(replies: Iterable[Any], place: str) -> str:
+    """What a change survives at least: ``none``, ``local`` or ``fsync``.
+
+    ``replies``: of every server at ``place`` to CONFIG GET. Raises FailedPrecondition (STORE_UNSAFE) if one may evict.
+    """
+    found = [{_text(name): _text(value) for name, value in _pairs(reply)} for reply in replies]
+    for settings in found:
+        policy = settings.get("maxmemory-policy", "noeviction")
+        if policy != "noeviction":
+            raise FailedPrecondition(
+                f"the Redis at {place} has maxmemory-policy {policy} and may evict conversations: "
+                "set maxmemory-policy noeviction",
+                reason="STORE_UNSAFE",
+            )
+    levels = {_level(settings, place) for settings in found}
+    return next(level for level in ("none", "local", "fsync") if level in levels)
+
+
+def _level(settings: dict[str, str], place: str) -> str:
+    """What a write survives on one server; said in the log where that is not the server's end."""
+    if settings.get("appendonly") == "yes":
+        return _LEVELS.get(settings.get("appendfsync", ""), "none")
+    kept = "only snapshots: it forgets what came after the last one" if settings.get("save") else "nothing"
+    log.warning(
+        "Redis at %s has no append-only file and keeps %s when it ends. Conversations WILL be lost: "
+        "set appendonly yes",
+        *(place, kept),
+    )
+    return "none"
+
+
+def _text(value: Any) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)
+
+
+def _pairs(reply: Any) -> Iterable[tuple[Any, Any]]:
+    """A map reply, in the form that this connection's protocol gives it."""
+    if isinstance(reply, dict):
+        items: Iterable[tuple[Any, Any]] = reply.items()
+        return items
+    return zip(reply[::2], reply[1::2], strict=True)
+
+
+class _Script(NamedTuple):
     """Called by its hash; sent whole to a server that does not know it."""
 
     source: str
@@ -77,35 +186,38 @@ class RedisLink:
         self._settings: list[Any] | None = None
         """What the servers' settings were when they were last found to be safe."""
         self._settings_are_secret = False
-        self._buffered = self.script(scripts.BUFFERED)
-        self._trial = self.script(scripts.TRIAL)
-        self._marked = self.script(scripts.MARKED)
+        self._scripts: dict[str, _Script] = {}
         self._client = make_client(
             self._place, timeout_s=socket_timeout_s, retries=retries, on_connect=self._on_connect
         )
 
-    def script(self, source: str) -> RedisScript:
-        whole = f"local replicas = {self.replicas}\n{source}"
-        return RedisScript(whole, hashlib.sha1(whole.encode(), usedforsecurity=False).hexdigest())
+    def _known(self, script: str) -> _Script:
+        found = self._scripts.get(script)
+        if found is None:
+            whole = f"local replicas = {self.replicas}\n{script}"
+            sha = hashlib.sha1(whole.encode(), usedforsecurity=False).hexdigest()
+            found = self._scripts[script] = _Script(whole, sha)
+        return found
 
-    async def call(self, script: RedisScript, keys: list[str], args: list[Any]) -> list[Any]:
+    async def call(self, script: str, keys: list[str], args: list[Any]) -> list[Any]:
         """The script's reply: an outcome name (bytes), then its values."""
         async with self._bounded():
             return await self._run(script, keys, args)
 
     async def calls(
-        self, script: RedisScript, many: Sequence[tuple[list[str], list[Any]]]
+        self, script: str, many: Sequence[tuple[list[str], list[Any]]]
     ) -> list[list[Any] | PensieveError]:
         """``call`` for each of these keys and arguments, all on one server, in one round trip.
 
         Replies, or errors in their places. Raises Unavailable when the server answers none.
         """
-        commands = [(keys[0], ("EVALSHA", script.sha, len(keys), *keys, *args)) for keys, args in many]
+        known = self._known(script)
+        commands = [(keys[0], ("EVALSHA", known.sha, len(keys), *keys, *args)) for keys, args in many]
         async with self._bounded():
             replies = await self._client.together(commands)
             if any(isinstance(reply, exceptions.NoScriptError) for reply in replies):
                 # What ran already runs again, which is what every script is made for.
-                await self._client.everywhere("SCRIPT LOAD", script.source)
+                await self._client.everywhere("SCRIPT LOAD", known.source)
                 replies = await self._client.together(commands)
         return [meant(reply, self.place) if isinstance(reply, Exception) else reply for reply in replies]
 
@@ -114,7 +226,7 @@ class RedisLink:
         async with self._bounded():
             return await self._client.servers_of(keys)
 
-    async def call_durably(self, script: RedisScript, keys: list[str], args: list[Any]) -> list[Any]:
+    async def call_durably(self, script: str, keys: list[str], args: list[Any]) -> list[Any]:
         """As ``call``, for a change that is acknowledged: returns when enough replicas have it.
 
         Raises Unavailable when they do not in time. The change may be made then; sent again, it is found and waited
@@ -139,11 +251,9 @@ class RedisLink:
         answered. Without an append-only file there is nothing to wait for.
         """
         args = [revision, head_hash, int(reading)]
-        return await self._written(self._buffered, [*keys, f"{keys[0]}:none"], args, reading=reading)
+        return await self._written(scripts.BUFFERED, [*keys, f"{keys[0]}:none"], args, reading=reading)
 
-    async def _written(
-        self, script: RedisScript, keys: list[str], args: list[Any], *, reading: bool = False
-    ) -> bool:
+    async def _written(self, script: str, keys: list[str], args: list[Any], *, reading: bool = False) -> bool:
         """As ``confirm``, for what a script looks for."""
         limit = asyncio.get_running_loop().time() + BUFFER_LIMIT_S
         handed_over = False
@@ -216,7 +326,7 @@ class RedisLink:
         if self.store_id and store_id != self.store_id:
             raise _refusals.replaced(f"the Redis at {self.place} holds another store than before")
         if not self.replicas:
-            await self._written(self._marked, [MARKER, f"pv1:{{{MARKER}}}:none"], [store_id])
+            await self._written(scripts.MARKED, [MARKER, f"pv1:{{{MARKER}}}:none"], [store_id])
         self.store_id = store_id
 
     async def check_marker(self, *, counts: bool = True) -> None:
@@ -244,13 +354,13 @@ class RedisLink:
         await self._client.close()
 
     async def _run(
-        self, script: RedisScript, keys: list[str], args: list[Any], *, durably: bool = False
+        self, script: str, keys: list[str], args: list[Any], *, durably: bool = False
     ) -> list[Any]:
-        rest = (len(keys), *keys, *args)
+        known, rest = self._known(script), (len(keys), *keys, *args)
         try:
-            reply: list[Any] = await self._sent(keys[0], ("EVALSHA", script.sha, *rest), durably=durably)
+            reply: list[Any] = await self._sent(keys[0], ("EVALSHA", known.sha, *rest), durably=durably)
         except exceptions.NoScriptError:
-            reply = await self._sent(keys[0], ("EVAL", script.source, *rest), durably=durably)
+            reply = await self._sent(keys[0], ("EVAL", known.source, *rest), durably=durably)
         return reply
 
     async def _sent(self, key: str, words: Words, *, durably: bool) -> Any:
@@ -263,7 +373,7 @@ class RedisLink:
             await self._sent(MARKER, words, durably=True)
 
     async def _beat(self, key: str) -> None:
-        await self._run(self._trial, [f"pv1:trial:{{{key}}}:{name}" for name in "mql"], [], durably=True)
+        await self._run(scripts.TRIAL, [f"pv1:trial:{{{key}}}:{name}" for name in "mql"], [], durably=True)
 
     async def _replicated(self, key: str, words: Words) -> Any:
         """The reply to a command on ``key`` once enough replicas have what it wrote."""

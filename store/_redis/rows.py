@@ -10,7 +10,7 @@ from urllib.parse import quote, unquote
 import msgspec
 
 from pensieve.store._codec import StoredRecord
-from pensieve.store._redis.prelude import SEALED
+from pensieve.store._redis.scripts import SEALED
 from pensieve.store._refusals import corrupt
 from pensieve.store._rules import ttl_ms
 from pensieve.store.contract import Counts, EndOrder, Key, LoggedRecord

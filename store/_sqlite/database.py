@@ -22,8 +22,7 @@ from pensieve.store._clock import Moment
 from pensieve.store._sqlite.errors import is_damage, is_full, leaves_file_known, translated, translated_os
 from pensieve.store._sqlite.file import SqliteFile
 from pensieve.store._sqlite.reader import InterruptedRead, SqliteReader
-from pensieve.store._sqlite.request_ids import RequestIds
-from pensieve.store._sqlite.rows import Rows
+from pensieve.store._sqlite.rows import RequestIds, Rows
 
 log = logging.getLogger(__name__)
 

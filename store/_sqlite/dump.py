@@ -27,14 +27,12 @@ from pensieve.store._raw import (
     in_order,
     silent,
 )
-from pensieve.store._sqlite.durable import log_of_changes
+from pensieve.store._sqlite.disk import log_of_changes, size_of
 from pensieve.store._sqlite.errors import FAILED, lenient_text, may_be_damage, primary_code, translated
 from pensieve.store._sqlite.examination import ORPHANS, TENANTS, is_sound, make_sums
 from pensieve.store._sqlite.file import BUSY_TIMEOUT_MS, SqliteFile
 from pensieve.store._sqlite.pages import misleads
-from pensieve.store._sqlite.places import size_of
-from pensieve.store._sqlite.proofs import named
-from pensieve.store._sqlite.raw_rows import DERIVES, PROVES, found_number, read_raw
+from pensieve.store._sqlite.raw_rows import DERIVES, PROVES, found_number, named, read_raw
 from pensieve.store._sqlite.recovery import NAMELESS, RecoveredFile
 from pensieve.store._sqlite.rows import Rows
 from pensieve.store._sqlite.schema import SCHEMA, found_schema

@@ -15,8 +15,7 @@ from typing import Final
 
 from pensieve.store._clock import Moment
 from pensieve.store._sqlite.errors import FAILED, is_interrupt
-from pensieve.store._sqlite.proofs import named
-from pensieve.store._sqlite.raw_rows import columns_of, read_row
+from pensieve.store._sqlite.raw_rows import columns_of, named, read_row
 from pensieve.store._sqlite.rows import Rows
 from pensieve.store.contract import Key
 

@@ -22,8 +22,17 @@ from pensieve.store import _refusals
 from pensieve.store._clock import Moment, steady_clock_ms, wall_clock_ms
 from pensieve.store._raw import Progress
 from pensieve.store._sqlite import schema
-from pensieve.store._sqlite.claim import Claim
-from pensieve.store._sqlite.durable import content_digest, log_of_changes, make_durable
+from pensieve.store._sqlite.disk import (
+    Claim,
+    FilePlaces,
+    Identity,
+    Whereabouts,
+    content_digest,
+    identity_of,
+    log_of_changes,
+    make_durable,
+    size_of,
+)
 from pensieve.store._sqlite.errors import FAILED, lenient_text, may_be_damage, translated, translated_os
 from pensieve.store._sqlite.examination import (
     PATIENCE_S,
@@ -34,9 +43,8 @@ from pensieve.store._sqlite.examination import (
     within,
 )
 from pensieve.store._sqlite.pages import misleads
-from pensieve.store._sqlite.places import FilePlaces, Identity, Whereabouts, identity_of, size_of
 from pensieve.store._sqlite.reader import SqliteReader
-from pensieve.store._sqlite.renewal import NothingFound, end_renewal, renew
+from pensieve.store._sqlite.recovery import NothingFound, end_renewal, renew
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +80,7 @@ class SqliteFile:
         self.logs = SqliteReader(path, "pensieve-sqlite-logs", BUSY_TIMEOUT_MS)
         self._real = path
         """Where ``path`` leads to when it is a link: SQLite keeps what belongs to the file beside that."""
+        self._log = log_of_changes(path)
         self._connection: sqlite3.Connection | None = None
         self._claim = Claim()
         self._home: Identity | None = None
@@ -205,13 +214,10 @@ class SqliteFile:
     def _readers(self) -> tuple[SqliteReader, ...]:
         return self.reads, self.listings, self.logs
 
-    @property
-    def _log(self) -> Path:
-        return log_of_changes(self._real)
-
     def _take(self) -> None:
         """Raises FailedPrecondition (STORE_LOCKED), Unavailable."""
         self._real = Path(os.path.realpath(self.path))
+        self._log = log_of_changes(self._real)
         self._claim.take(self._real)
         if end_renewal(self._real):
             self._claim.follow(self._real)

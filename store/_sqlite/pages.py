@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from pensieve.store._sqlite.durable import log_of_changes
+from pensieve.store._sqlite.disk import log_of_changes
 
 Value = int | float | str | bytes | None
 

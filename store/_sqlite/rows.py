@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -12,26 +12,82 @@ import msgspec
 from pensieve.errors import FailedPrecondition
 from pensieve.store._clock import Moment
 from pensieve.store._codec import StoredRecord, store_record
-from pensieve.store._examine import examine
-from pensieve.store._fix import fixed
+from pensieve.store._examine import examine, fixed, salvaged
 from pensieve.store._leases import lapsed
 from pensieve.store._listing import Position
 from pensieve.store._marks import Marking, markings, markings_of_log
 from pensieve.store._raw import RawSession
 from pensieve.store._rules import Known, Meta, at_head, is_gone
-from pensieve.store._salvage import salvaged
-from pensieve.store._sqlite.proofs import crc_of_request, crc_of_row, name_of
 from pensieve.store._sqlite.raw_rows import (
     columns_of,
+    crc_of_request,
+    crc_of_row,
     found_number,
+    name_of,
     proven_request,
     read_raw,
     read_row,
     shaped,
 )
-from pensieve.store._sqlite.request_ids import RequestIds
 from pensieve.store.contract import Key, MarkedTurn, TenantUsage
 from pensieve.store.records import Record, State
+
+MOST: Final = 200_000
+"""Request ids that are remembered; a session that has more alone is read each time."""
+
+
+class RequestIds:
+    """Request ids of the sessions that were used last, so that a miss is known without asking the file again.
+
+    A request id that is missing in the file is either new or lost. The sum of checksums in the session's row tells
+    which, if all of the session's ids are read. This memory spares that reading from the second turn on.
+
+    One writer owns the file and this. Sessions go by their number in the file.
+    """
+
+    def __init__(self, most: int = MOST) -> None:
+        self._most = most
+        self._sessions: dict[int, tuple[int, set[str]]] = {}
+        """Sum of checksums and ids; the session that was used last is the last one."""
+        self._count = 0
+
+    def of(self, number: int, requests_sum: int) -> Set[str] | None:
+        """All ids of the session, if they are known to be those whose checksums have this sum."""
+        found = self._sessions.pop(number, None)
+        if found is None:
+            return None
+        if found[0] != requests_sum:
+            self._count -= len(found[1])
+            return None
+        self._sessions[number] = found
+        return found[1]
+
+    def keep(self, number: int, requests_sum: int, ids: Iterable[str]) -> None:
+        """Remember all ids of a session."""
+        self.forget(number)
+        kept = set(ids)
+        self._sessions[number] = requests_sum, kept
+        self._count += len(kept)
+        while self._count > self._most and self._sessions:
+            self.forget(next(iter(self._sessions)))
+
+    def add(self, number: int, added: Iterable[tuple[str, int]]) -> None:
+        """Ids and checksums that the session has won."""
+        found = self._sessions.get(number)
+        if found is not None:
+            requests_sum, ids = found
+            self._count -= len(ids)
+            for request_id, crc in added:
+                requests_sum += crc
+                ids.add(request_id)
+            self._count += len(ids)
+            self._sessions[number] = requests_sum, ids
+
+    def forget(self, number: int) -> None:
+        found = self._sessions.pop(number, None)
+        if found is not None:
+            self._count -= len(found[1])
+
 
 _ID = "(SELECT id FROM sessions WHERE tenant = ? AND session_id = ?)"
 _COUNTED: Final = 1000
@@ -67,6 +123,8 @@ class Rows:
         """``ids``: request ids that the one writer of the file remembers."""
         self._connection = connection
         self._ids = ids
+        self._heads: dict[Key, _Head] = {}
+        """Rows that this transaction has read or written: none is read, proven and decoded twice."""
         self._appended: dict[int, list[tuple[str, int]]] = {}
         """Request ids that this transaction adds, with their checksums, by number of the session."""
 
@@ -122,17 +180,24 @@ class Rows:
             self.replace(key, meta, session.log, session.requests)
         return meta
 
-    def put(self, key: Key, meta: Meta) -> None:
-        """Insert or replace the session's row; its records stay."""
+    def put(self, key: Key, meta: Meta, *, request_crc: int = 0) -> None:
+        """Insert or replace the session's row; its records stay.
+
+        ``request_crc``: the checksum of a request id that the session wins in this transaction.
+        """
         blob = _meta_encoder.encode(meta)
         values = (*columns_of(meta), crc_of_row(key, blob), blob, key.tenant, key.session_id)
         changed = self._connection.execute(
-            "UPDATE sessions SET update_ms = ?, expire_ms = ?, deleted = ?, leased = ?, crc = ?, meta = ?"
-            " WHERE tenant = ? AND session_id = ?",
-            values,
+            "UPDATE sessions SET requests_sum = requests_sum + ?, update_ms = ?, expire_ms = ?, deleted = ?,"
+            " leased = ?, crc = ?, meta = ? WHERE tenant = ? AND session_id = ?",
+            (request_crc, *values),
         )
+        head = self._heads.get(key)
         if changed.rowcount == 0:
-            self._insert(self._free_number(), values)
+            head = _Head(self._free_number(), 0, meta)
+            self._insert(head.number, values)
+        if head is not None:
+            self._heads[key] = _Head(head.number, head.requests_sum + request_crc, meta)
 
     def _insert(self, number: int, values: tuple[object, ...]) -> None:
         self._connection.execute(
@@ -152,6 +217,7 @@ class Rows:
 
     def erase(self, key: Key) -> None:
         """Remove the session with its records and request ids; nothing happens when there is none."""
+        self._heads.pop(key, None)
         self._connection.execute(
             "DELETE FROM sessions WHERE tenant = ? AND session_id = ?", (key.tenant, key.session_id)
         )
@@ -163,14 +229,24 @@ class Rows:
         """
         stored = store_record(record, meta.row.head_hash)
         after = at_head(meta, stored.head_hash)
-        self.put(key, after)
+        asked: tuple[object, ...] | None = None
+        crc = 0
+        if record.request_id and fingerprint is not None:
+            number = self._number(key)
+            crc = crc_of_request(number, record.request_id, fingerprint, record.revision)
+            asked = (number, record.request_id, fingerprint, record.revision, crc)
+            self._appended.setdefault(number, []).append((record.request_id, crc))
+        self.put(key, after, request_crc=crc)
         try:
             self._connection.execute(
                 "INSERT INTO records (session, revision, data, crc, head_hash, named) VALUES (?, ?, ?, ?, ?, ?)",
                 (self._number(key), *stored, name_of(key) if record.revision == 1 else None),
             )
-            if record.request_id and fingerprint is not None:
-                self._ask(key, record.request_id, Known(fingerprint, record.revision))
+            if asked is not None:
+                self._connection.execute(
+                    "INSERT INTO requests (session, request_id, fingerprint, revision, crc) VALUES (?, ?, ?, ?, ?)",
+                    asked,
+                )
         except sqlite3.IntegrityError as error:  # the file holds records that the row does not know
             raise DamagedSession(key) from error
         if record.labels is not None or record.revision == 1:
@@ -199,6 +275,7 @@ class Rows:
 
     def _derive(self, key: Key, number: int, meta: Meta, session: RawSession) -> None:
         """Make the row of that number, and all that is kept beside its records, anew. The records are there."""
+        self._heads.pop(key, None)
         blob = _meta_encoder.encode(meta)
         values = (*columns_of(meta), crc_of_row(key, blob), blob, key.tenant, key.session_id)
         for table in ("requests", "labels", "marks"):
@@ -282,6 +359,9 @@ class Rows:
 
     def _head(self, key: Key) -> _Head | None:
         """Raises DamagedSession."""
+        known = self._heads.get(key)
+        if known is not None:
+            return known
         found = self._one(
             "SELECT id, requests_sum, crc, meta, update_ms, expire_ms, deleted, leased FROM sessions"
             " WHERE tenant = ? AND session_id = ?",
@@ -295,28 +375,19 @@ class Rows:
         meta = read_row(key, crc, blob).meta
         if meta is None or columns_of(meta) != tuple(columns):
             raise DamagedSession(key)
-        return _Head(number, requests_sum, meta)
+        head = self._heads[key] = _Head(number, requests_sum, meta)
+        return head
 
     def _number(self, key: Key) -> int:
+        """Raises DamagedSession where there is no row."""
+        if key in self._heads:
+            return self._heads[key].number
         found = self._one(
             "SELECT id FROM sessions WHERE tenant = ? AND session_id = ?", key.tenant, key.session_id
         )
         if found is None:
             raise DamagedSession(key)
         return int(found[0])
-
-    def _ask(self, key: Key, request_id: str, known: Known) -> None:
-        """Remember what was committed under a request id."""
-        number = self._number(key)
-        crc = crc_of_request(number, request_id, *known)
-        self._connection.execute(
-            "INSERT INTO requests (session, request_id, fingerprint, revision, crc) VALUES (?, ?, ?, ?, ?)",
-            (number, request_id, *known, crc),
-        )
-        self._connection.execute(
-            "UPDATE sessions SET requests_sum = requests_sum + ? WHERE id = ?", (crc, number)
-        )
-        self._appended.setdefault(number, []).append((request_id, crc))
 
     def marked(self, tenant: str, name: str, now: Moment, limit: int) -> list[MarkedTurn]:
         """Turns of the tenant's live sessions that are found by ``name``, newest first."""

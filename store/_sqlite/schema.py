@@ -18,7 +18,7 @@ import msgspec
 from pensieve.errors import DataLoss, FailedPrecondition
 from pensieve.store import _refusals
 from pensieve.store._rules import Meta
-from pensieve.store._sqlite.proofs import crc_of_request, crc_of_row, name_of
+from pensieve.store._sqlite.raw_rows import crc_of_request, crc_of_row, name_of
 from pensieve.store.contract import Key
 
 log = logging.getLogger(__name__)
@@ -118,12 +118,12 @@ CREATE INDEX marks_found ON marks (tenant, found_by, time_ms);
 """
 
 _FOURTH = """
-ALTER TABLE sessions ADD COLUMN crc INTEGER NOT NULL DEFAULT -1;          -- proofs.crc_of_row
+ALTER TABLE sessions ADD COLUMN crc INTEGER NOT NULL DEFAULT -1;          -- raw_rows.crc_of_row
 ALTER TABLE sessions ADD COLUMN requests_sum INTEGER NOT NULL DEFAULT 0;  -- of crc over the session's requests
 ALTER TABLE sessions ADD COLUMN marks INTEGER NOT NULL DEFAULT 0;         -- how many rows of marks it has
 ALTER TABLE sessions ADD COLUMN labels INTEGER NOT NULL DEFAULT 0;        -- how many rows of labels it has
-ALTER TABLE requests ADD COLUMN crc INTEGER NOT NULL DEFAULT -1;          -- proofs.crc_of_request
-ALTER TABLE records ADD COLUMN named TEXT;                                -- proofs.name_of, in revision 1
+ALTER TABLE requests ADD COLUMN crc INTEGER NOT NULL DEFAULT -1;          -- raw_rows.crc_of_request
+ALTER TABLE records ADD COLUMN named TEXT;                                -- raw_rows.name_of, in revision 1
 CREATE INDEX records_named ON records (named) WHERE named IS NOT NULL;
 """
 

@@ -3,7 +3,7 @@
 Works on what is stored (``store._raw``), not on what a store answers. A running server is in the way of none that
 only read.
 
-May import: store._codec, store._examine, store._fix, store._raw, store._refusals, store._rules, store.contract,
+May import: store._codec, store._examine, store._raw, store._refusals, store._rules, store.contract,
 store.records, store.redis_store, store.sqlite_store.
 """
 

@@ -3,6 +3,11 @@
 The first line says what it is and where it is from; then each session, followed by its records as they were stored
 (base64: the chain hash is over these very bytes); the last line counts them and carries the SHA-256 of all bytes
 before it. A file without that line is a part of a backup, and is refused. ``.gz`` in the name compresses.
+
+A backup is not a SQLite store, although ``move`` could write one. A damaged session goes along as it was found: without
+a row, with its first records gone, with entries that are no records. A store needs a row and proven records for each
+session, so such a session would be left out or changed, and a later program could do no better with it. And any changed
+byte of a backup is refused before anything is written, which SQLite's own check does not promise.
 """
 
 from __future__ import annotations

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import enum
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
-from pensieve.store._examine import examine
-from pensieve.store._fix import fixed
+from pensieve.store._examine import Examined, examine, fixed
 from pensieve.store._raw import Problem, Progress, RawSession, RawStore, at_rest, is_over, is_running, silent
 from pensieve.store._rules import Known, Meta
 from pensieve.store.contract import Key
 from pensieve.store.maintenance.archive import ArchiveWriter, Totals, read_sessions
-from pensieve.store.maintenance.merge import MergeChoice, choose
 from pensieve.store.records import State
 
 
@@ -23,10 +22,8 @@ class CopyRefused(Exception):
     """Nothing was written, or what was written is not what was to be; the message says what to do."""
 
 
-class SessionOrigin(Protocol):
-    """Where sessions come from; may be read several times."""
-
-    def sessions(self) -> AsyncIterator[RawSession]: ...
+Origin = Callable[[], AsyncIterator[RawSession]]
+"""Every session of a backup or a store; may be called several times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,17 +44,11 @@ def open_backup(path: Path) -> WholeBackup:
     return WholeBackup(path, sum(1 for _ in read_sessions(path)))
 
 
-class StoreOrigin:
-    """An open store."""
-
-    def __init__(self, store: RawStore) -> None:
-        self._store = store
-
-    async def sessions(self) -> AsyncIterator[RawSession]:
-        for key in await self._store.keys():
-            session = await self._store.session(key)
-            if session is not None:
-                yield session
+async def _of_store(store: RawStore) -> AsyncIterator[RawSession]:
+    for key in await store.keys():
+        session = await store.session(key)
+        if session is not None:
+            yield session
 
 
 @dataclass(slots=True)
@@ -104,7 +95,7 @@ async def restore(
     progress: Progress = silent,
 ) -> Copied:
     """A backup to an open store. Raises CopyRefused, OSError, the store's errors, and BadBackup if the file changes."""
-    return await copy(source, target, of=source.number, merge=merge, skip=skip, progress=progress)
+    return await copy(source.sessions, target, of=source.number, merge=merge, skip=skip, progress=progress)
 
 
 async def move(
@@ -116,107 +107,113 @@ async def move(
     progress: Progress = silent,
 ) -> Copied:
     """All of one open store to another; the source stays as it is. Raises as ``restore``."""
-    origin, now, number = StoreOrigin(source), await source.now(), 0
+    now, number = await source.now(), 0
     if source.store_id and source.store_id == target.store_id:
         raise CopyRefused("both are one and the same store")
-    async for session in origin.sessions():
+    async for session in _of_store(source):
         number += 1
         progress("looking", number, None)
         if not source.alone and is_running(session.meta, now):
             raise CopyRefused(
                 f"a turn is running in session {_name(session.key)}: stop the servers that use this store"
             )
-    return await copy(origin, target, of=number, merge=merge, skip=skip, progress=progress)
+    return await copy(
+        partial(_of_store, source), target, of=number, merge=merge, skip=skip, progress=progress
+    )
 
 
 async def copy(
-    origin: SessionOrigin,
-    target: RawStore,
-    *,
-    of: int | None,
-    merge: bool,
-    skip: bool,
-    progress: Progress,
+    origin: Origin, target: RawStore, *, of: int | None, merge: bool, skip: bool, progress: Progress
 ) -> Copied:
-    """Decide about every session before the first is written; read every one back that was."""
-    here = set(await target.keys())
-    if here and not merge:
-        raise CopyRefused(f"the store holds {len(here)} sessions: take an empty one, or --merge")
-    now = await target.now()
-    done = Copied()
-    if here:
-        async for session in origin.sessions():
-            choice, why = await _choice(session, target, here, now)
-            if choice is MergeChoice.CONFLICT:
-                done.conflicts.append(f"{_name(session.key)}: {why}")
-        if done.conflicts and not skip:
-            return done
-    written = await _write_all(origin, target, here, done, now, of, progress)
+    """Decide about every session before the first is written; read every one back that was.
+
+    ``of``: the number of sessions, None: not known.
+    """
+    copying = _Copying(target, set(await target.keys()), await target.now())
+    if copying.here and not merge:
+        raise CopyRefused(f"the store holds {len(copying.here)} sessions: take an empty one, or --merge")
+    if copying.here:
+        async for session in origin():
+            await copying.find_conflict(session)
+        if copying.done.conflicts and not skip:
+            return copying.done
+    number = 0
+    async for session in origin():
+        progress("writing", number, of)
+        number += 1
+        await copying.write(session)
     checked = 0
-    async for session in origin.sessions():
-        if session.key in written:
+    async for session in origin():
+        if session.key in copying.written:
             checked += 1
-            progress("verifying", checked, len(written))
-            await _verify(session, target, now)
-    if checked != len(written):
+            progress("verifying", checked, len(copying.written))
+            await copying.verify(session)
+    if checked != len(copying.written):
         raise CopyRefused(
             "sessions went away while they were copied: stop the servers, and repeat with --merge"
         )
     await target.flush()
-    return done
+    return copying.done
 
 
-async def _write_all(
-    origin: SessionOrigin,
-    target: RawStore,
-    here: set[Key],
-    done: Copied,
-    now: int,
-    of: int | None,
-    progress: Progress,
-) -> set[Key]:
-    """The keys of the sessions that were written."""
-    written: set[Key] = set()
-    number = 0
-    async for session in origin.sessions():
-        progress("writing", number, of)
-        number += 1
-        choice, _ = await _choice(session, target, here, now)
-        if choice is MergeChoice.WRITE:
-            before = await target.session(session.key) if session.key in here else None
-            fit = as_restored(session, now)
-            if fit is None:
-                done.damaged.append(f"{_name(session.key)}: nothing of it can be read")
-                continue
-            if not await target.put(fit, over=None if before is None else before.stamp):
-                raise CopyRefused(
-                    f"session {_name(session.key)} was changed meanwhile: stop the servers, and repeat with --merge"
-                )
-            written.add(session.key)
-            done.written += 1
-            if fit.meta is not None and fit.meta.row.state is State.DAMAGED:
-                done.damaged.append(_name(session.key))
-        elif choice is MergeChoice.KEEP:
-            done.kept += 1
+@dataclass(slots=True)
+class _Copying:
+    """One copy to one store, under way."""
+
+    target: RawStore
+    here: set[Key]
+    """What the store had before."""
+    began_ms: int
+    """By the store's time."""
+    done: Copied = field(default_factory=Copied)
+    written: set[Key] = field(default_factory=set)
+
+    async def find_conflict(self, session: RawSession) -> None:
+        choice, why = await self._choice(session)
+        if choice is MergeChoice.CONFLICT:
+            self.done.conflicts.append(f"{_name(session.key)}: {why}")
+
+    async def write(self, session: RawSession) -> None:
+        """Write the session if it is to be written. Raises CopyRefused."""
+        choice, _ = await self._choice(session)
+        if choice is MergeChoice.KEEP:
+            self.done.kept += 1
         elif choice is MergeChoice.EXPIRED:
-            done.expired += 1
-    return written
+            self.done.expired += 1
+        if choice is not MergeChoice.WRITE:
+            return
+        before = await self.target.session(session.key) if session.key in self.here else None
+        fit = as_restored(session, self.began_ms)
+        if fit is None:
+            self.done.damaged.append(f"{_name(session.key)}: nothing of it can be read")
+            return
+        if not await self.target.put(fit, over=None if before is None else before.stamp):
+            raise CopyRefused(
+                f"session {_name(session.key)} was changed meanwhile: stop the servers, and repeat with --merge"
+            )
+        self.written.add(session.key)
+        self.done.written += 1
+        if fit.meta is not None and fit.meta.row.state is State.DAMAGED:
+            self.done.damaged.append(_name(session.key))
 
+    async def verify(self, session: RawSession) -> None:
+        """Raises CopyRefused unless the target has what the origin has, also if that is read only now."""
+        wanted, found = as_restored(session, self.began_ms), await self.target.session(session.key)
+        if found is None and wanted is not None and is_over(wanted.meta, await self.target.now()):
+            return
+        if wanted is None or found is None or content(wanted) != content(found):
+            raise CopyRefused(
+                f"session {_name(session.key)} is not the same there and here: it was changed meanwhile, or a store "
+                "does not keep what it is given; stop the servers, and repeat with --merge"
+            )
 
-async def _choice(session: RawSession, target: RawStore, here: set[Key], now: int) -> tuple[MergeChoice, str]:
-    ours = await target.session(session.key) if session.key in here else None
-    return choose(examine(session), None if ours is None else examine(ours), now=now, alone=target.alone)
-
-
-async def _verify(session: RawSession, target: RawStore, since: int) -> None:
-    """The target has what the origin has, also if that is read only now. ``since``: when the copying began."""
-    wanted, found = as_restored(session, since), await target.session(session.key)
-    if found is None and wanted is not None and is_over(wanted.meta, await target.now()):
-        return
-    if wanted is None or found is None or content(wanted) != content(found):
-        raise CopyRefused(
-            f"session {_name(session.key)} is not the same there and here: it was changed meanwhile, or a store "
-            "does not keep what it is given; stop the servers, and repeat with --merge"
+    async def _choice(self, session: RawSession) -> tuple[MergeChoice, str]:
+        ours = await self.target.session(session.key) if session.key in self.here else None
+        return choose(
+            examine(session),
+            None if ours is None else examine(ours),
+            now=self.began_ms,
+            alone=self.target.alone,
         )
 
 
@@ -257,3 +254,65 @@ def content(session: RawSession) -> tuple[object, ...]:
 
 def _name(key: Key) -> str:
     return f"{key.tenant}/{key.session_id}"
+
+
+class MergeChoice(enum.Enum):
+    """What becomes of a session that is copied."""
+
+    WRITE = enum.auto()
+    KEEP = enum.auto()
+    """What is there is the same or newer."""
+    CONFLICT = enum.auto()
+    EXPIRED = enum.auto()
+    """Its time is over."""
+
+
+def choose(theirs: Examined, ours: Examined | None, *, now: int, alone: bool) -> tuple[MergeChoice, str]:
+    """Whether ``theirs`` takes the place of ``ours``; with a conflict, why not.
+
+    The longer of two logs wins if the shorter is its beginning; chain hashes tell. A deletion is a newer state of what
+    it deleted. A damaged session gives way to a sound one that has at least what its row names.
+    """
+    meta = theirs.session.meta
+    if is_over(meta, now):
+        return MergeChoice.EXPIRED, ""
+    if ours is None or is_over(ours.session.meta, now):
+        return MergeChoice.WRITE, ""
+    if not alone and is_running(ours.session.meta, now):
+        return MergeChoice.CONFLICT, "a turn is running"
+    if _is_deleted(ours.session):
+        return MergeChoice.KEEP, ""
+    here = _revision(ours)
+    if _is_deleted(theirs.session):
+        behind = meta is not None and here <= meta.row.revision
+        return (
+            (MergeChoice.WRITE, "") if behind else (MergeChoice.CONFLICT, "deleted there, and continued here")
+        )
+    there = len(theirs.sound)
+    if ours.is_broken:
+        if _begins(theirs, ours) and not theirs.is_broken and there >= here:
+            return MergeChoice.WRITE, ""
+        return MergeChoice.CONFLICT, f"damaged here at revision {here}, and the other one ends at {there}"
+    if _begins(ours, theirs):
+        return MergeChoice.KEEP, ""
+    if _begins(theirs, ours):
+        return (MergeChoice.CONFLICT, "damaged there") if theirs.is_broken else (MergeChoice.WRITE, "")
+    return MergeChoice.CONFLICT, f"two histories under one name, of {here} and {there} revisions"
+
+
+def _is_deleted(session: RawSession) -> bool:
+    return session.meta is not None and session.meta.row.state is State.DELETED
+
+
+def _revision(examined: Examined) -> int:
+    """The one that the row names, which may be more than what is left."""
+    meta = examined.session.meta
+    return len(examined.sound) if meta is None else meta.row.revision
+
+
+def _begins(longer: Examined, shorter: Examined) -> bool:
+    """Whether ``longer`` has every sound record of ``shorter``."""
+    end = len(shorter.sound)
+    if end > len(longer.sound):
+        return False
+    return end == 0 or longer.sound[end - 1].head_hash == shorter.sound[end - 1].head_hash

@@ -10,8 +10,7 @@ from pathlib import Path
 import msgspec
 
 from pensieve.store import _refusals
-from pensieve.store._examine import Examined, examine
-from pensieve.store._fix import fixed
+from pensieve.store._examine import Examined, examine, fixed
 from pensieve.store._raw import Finding, Progress, RawSession, RawStore, Remedy, silent
 from pensieve.store.contract import Key
 from pensieve.store.maintenance.archive import ArchiveWriter, Totals

@@ -10,12 +10,11 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from pensieve.core import Role
+from pensieve.core import Role, SamplingDefaults
 from pensieve.errors import PensieveError
-from pensieve.server.admission.gate import LONGEST_RETRY_S, Gate, GateLimits, Ticket
+from pensieve.server.admission import LONGEST_RETRY_S, Gate, GateLimits, Ticket
 from pensieve.server.tenants import TenantLimits, TenantTable
 from pensieve.server.values import InputEntry, NewTurn
-from pensieve.store.records import SamplingDefaults
 
 PLACES = 16
 RATE = 50.0

@@ -84,8 +84,8 @@ async def test_a_running_turn_can_be_joined_however_busy_the_server_is() -> None
 
 
 async def _listeners(rig: Rig, count: int) -> bool:
-    ((_, audience),) = rig.conversations.turns._runs.values()
-    return audience._listeners == count
+    (run,) = rig.conversations.turns._runs.values()
+    return run._listeners == count
 
 
 @pytest.mark.fault(11)

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from pensieve.cli.profile import profile
 from pensieve.engine.cost.model import CostModel
-from pensieve.engine.cost.probe import CostPoint, Prober, split
+from pensieve.engine.cost.profiles import CostPoint, Prober, split
 from pensieve.engine.plan import Plan, Sampled, StepResult, SynchronousWorker
 from support.engine.checkpoints import tiny_checkpoint
 

@@ -19,12 +19,12 @@ import pensieve.client as sdk
 from pensieve import core
 from pensieve.client import FinishReason, Phase, Role, decode
 from pensieve.client import _requests as requests
+from pensieve.client import arguments as names
+from pensieve.client import arguments as signatures
 from pensieve.client._flows import SessionCore, create_session
 from pensieve.client._transport import ClientSettings
 from pensieve.client._view import StreamView
-from pensieve.client.arguments import names, signatures
-from pensieve.client.arguments.ids import request_id
-from pensieve.client.arguments.options import CHANGE_KEYS, SAMPLING_KEYS, TURN_KEYS
+from pensieve.client.arguments import CHANGE_KEYS, SAMPLING_KEYS, TURN_KEYS, request_id
 from pensieve.errors import InvalidArgument
 from pensieve.v1 import pensieve_pb2 as pb
 from support.faults.fake_faults import answer_to
@@ -98,6 +98,30 @@ def test_the_front_page() -> None:
     ):
         assert word in front, word
     assert "class Client(" in shown and "class AsyncClient(" in shown
+
+
+# -- the table of sampling parameters
+
+
+def test_every_sampling_parameter_has_its_row_and_its_values() -> None:
+    contract = {field.name for field in pb.SamplingParams.DESCRIPTOR.fields}
+    assert contract == core.SAMPLING.keys() == set(core.SamplingDefaults.__struct_fields__)
+    resolved = set(core.Sampling.__struct_fields__) - {"opening", "top_logprobs"}
+    assert resolved == contract - {"candidate_choice"}
+    assert core.SamplingDefaults() == core.SamplingDefaults(
+        **dict.fromkeys(contract - {"stop", "stop_token_ids", "logit_bias"})
+    )
+
+
+def test_a_row_says_what_its_values_are() -> None:
+    neutral = core.Sampling()
+    for name, row in core.SAMPLING.items():
+        assert (row.low is None) == (row.high is None), name
+        if row.low is not None and (value := getattr(neutral, name)) is not None:
+            assert type(value) is row.kind and row.low <= value <= row.high, name
+        assert not set(row.near) & TURN_KEYS and (row.http in ("", name) or row.http in row.near), name
+    numbers = {name for name, row in core.SAMPLING.items() if row.kind in (int, float)}
+    assert [name for name in numbers if core.SAMPLING[name].low is None] == ["seed"]
 
 
 # -- names
@@ -255,12 +279,10 @@ def test_every_call_takes_names() -> None:
     assert {next(flow).request.request_id for flow in flows} == {request_id("sessions/a", "n")}
     make: dict[str, Any] = {
         "config": pb.SessionConfig(),
-        "labels": None,
-        "initial_items": (),
         "request_id": "n",
     }
     for session_id, scope in (("a", "sessions/a"), (None, "")):
-        step: Any = next(create_session(settings, session_id=session_id, **make))
+        step: Any = next(create_session(settings, requests.new_session(session_id=session_id, **make)))
         assert step.request.request_id == request_id(scope, "n")
 
 

@@ -14,70 +14,19 @@ import pytest
 import pensieve
 import pensieve.client as sdk
 from pensieve.client._transport import CHANNEL_OPTIONS, ClientSettings
+from support import sync_twin
 
-ERRORS = set(
-    [
-        "Aborted",
-        "AlreadyExists",
-        "Cancelled",
-        "ContextLimitExceeded",
-        "DataLoss",
-        "DeadlineExceeded",
-        "FailedPrecondition",
-        "Internal",
-        "InvalidArgument",
-        "NotFound",
-        "PensieveError",
-        "PermissionDenied",
-        "ResourceExhausted",
-        "RevisionMismatch",
-        "TurnFenced",
-        "TurnInProgress",
-        "Unauthenticated",
-        "Unavailable",
-    ]
-)
-SDK = set(
-    [
-        "AsyncClient",
-        "AsyncSession",
-        "AsyncTurnStream",
-        "CallingMessage",
-        "Candidate",
-        "Client",
-        "FinishReason",
-        "FoundTurn",
-        "FunctionCall",
-        "HintReceipt",
-        "InputLike",
-        "Item",
-        "Limits",
-        "Phase",
-        "Piece",
-        "Progress",
-        "RawText",
-        "Residency",
-        "RetryPolicy",
-        "Role",
-        "SamplingOptions",
-        "ServerInfo",
-        "Session",
-        "SessionChanges",
-        "SessionInfo",
-        "SessionState",
-        "TenantTotals",
-        "TokenCount",
-        "TokenLogprob",
-        "TokenText",
-        "ToolResult",
-        "Turn",
-        "TurnOptions",
-        "TurnState",
-        "TurnStream",
-        "Usage",
-        "Warming",
-    ]
-)
+ERRORS = """
+Aborted AlreadyExists Cancelled ContextLimitExceeded DataLoss DeadlineExceeded FailedPrecondition Internal
+InvalidArgument NotFound PensieveError PermissionDenied ResourceExhausted RevisionMismatch TurnFenced
+TurnInProgress Unauthenticated Unavailable
+"""
+SDK = """
+AsyncClient AsyncSession AsyncTurnStream CallingMessage Candidate Client FinishReason FoundTurn FunctionCall
+HintReceipt InputLike Item Limits Phase Piece Progress RawText Residency RetryPolicy Role SamplingOptions
+ServerInfo Session SessionChanges SessionInfo SessionState TenantTotals TokenCount TokenLogprob TokenText
+ToolResult Turn TurnOptions TurnState TurnStream Usage Warming
+"""
 CLIENT = "close create_session find_turn server_info session sessions usage"
 SESSION = """append attach cancel choose count_tokens delete edit fork get_turn id info items last_turn last_user_item
 name rebind refresh regenerate revision rewind send stream update warm"""
@@ -96,11 +45,13 @@ def public(kind: type) -> list[str]:
 
 
 def test_exports() -> None:
-    assert set(pensieve.__all__) == ERRORS | {"AsyncClient", "Client", "__version__"}
-    assert set(sdk.__all__) == SDK
+    assert set(pensieve.__all__) == {*ERRORS.split(), "AsyncClient", "Client", "__version__"}
+    assert set(sdk.__all__) == set(SDK.split())
     assert pensieve.Client is sdk.Client and pensieve.AsyncClient is sdk.AsyncClient
     assert pensieve.__version__ == "0.1.0"
-    assert all(getattr(pensieve, name) and getattr(sdk, other) for name in ERRORS for other in SDK)
+    assert all(
+        getattr(pensieve, name) and getattr(sdk, other) for name in ERRORS.split() for other in SDK.split()
+    )
     with pytest.raises(AttributeError, match="no attribute 'Clint'"):
         _ = pensieve.Clint
 
@@ -144,6 +95,10 @@ def test_what_blocks_on_one_side_is_awaited_on_the_other(twins: tuple[type, type
         assert told[0] == told[1], name
     for one, other in (("enter", "aenter"), ("exit", "aexit"), ("iter", "aiter"), ("next", "anext")):
         assert hasattr(twins[0], f"__{one}__") == hasattr(twins[1], f"__{other}__"), one
+
+
+def test_the_blocking_client_is_what_the_generator_writes() -> None:
+    assert sync_twin.TWIN.read_text() == sync_twin.twin(sync_twin.SOURCE.read_text()), "run `make twin`"
 
 
 def test_import_costs_neither_grpc_nor_torch() -> None:

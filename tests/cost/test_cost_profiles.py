@@ -16,8 +16,14 @@ from pensieve.config import EngineOptions
 from pensieve.core import Sampling
 from pensieve.engine.cost import profiles
 from pensieve.engine.cost.model import CostModel, CostProfileError
-from pensieve.engine.cost.probe import prober, quick_points
-from pensieve.engine.cost.profiles import estimate, fingerprint, profile_path, stored_or_quick_profile
+from pensieve.engine.cost.profiles import (
+    estimate,
+    fingerprint,
+    prober,
+    profile_path,
+    quick_points,
+    stored_or_quick_profile,
+)
 from pensieve.engine.plan import Plan, Sampled, StepResult, SynchronousWorker
 from pensieve.model.arch import Arch, Rope
 

@@ -12,11 +12,11 @@ from click.testing import CliRunner, Result
 from rich.console import Console
 
 from pensieve.client import Piece, Turn
+from pensieve.demo import crowd, killed, long_talk
 from pensieve.demo import run as command
-from pensieve.demo.acts import crowd, killed, long_talk
-from pensieve.demo.acts.bars import bar, bars, fitting_pitch
-from pensieve.demo.acts.exchange import SOURCES, Exchange, wrong_answers, wrong_receipts
-from pensieve.demo.talk.scenario import Utterance, long_conversation
+from pensieve.demo.conversations import Utterance, long_conversation
+from pensieve.demo.exchange import SOURCES, Exchange, wrong_answers, wrong_receipts
+from pensieve.demo.long_talk import bar, bars, fitting_pitch
 from support.demo.runs import receipt, spoil, survived, turn, well, with_usage
 
 # -- bars

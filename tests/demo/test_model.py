@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import random
+import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,47 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from pensieve.demo import MODEL_DIR
-from pensieve.demo.talk import attributes, smalltalk
-from pensieve.demo.talk.values import Values
-from pensieve.demo.training.evaluate import TransformersChat
-from pensieve.demo.training.forced import score
-from pensieve.demo.training.tokenizer import CHAT_TEMPLATE
+from pensieve.demo.conversations import material
+
+DIALOGUES = json.loads(Path(__file__).with_name("dialogues.json").read_text(encoding="utf-8"))
+"""Dialogues that training never saw, as the code that trained the model wrote them: 8 of 512 tokens, 2 of 4,096. A turn
+has the user's words, the reply, and where it asks for something, whether that was told before."""
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+CHATTER = ("I only know what you tell me.", "I understand.", "Thanks for telling me.")
+"""Replies to turns without facts."""
+
+
+class TransformersChat:
+    """One conversation with a model of transformers, its cache kept between turns."""
+
+    def __init__(self, model: Any, tokenizer: Any) -> None:
+        self._model = model
+        self._tokenizer = tokenizer
+        self._cache: Any = None
+        self.tokens: list[int] = []
+        """The whole context so far."""
+
+    @torch.no_grad()
+    def read(self, tokens: list[int]) -> Any:
+        """Append tokens to the context; the logits behind the last of them."""
+        out = self._model(torch.tensor([tokens]), past_key_values=self._cache, use_cache=True)
+        self._cache = out.past_key_values
+        self.tokens += tokens
+        return out.logits[0, -1]
+
+    def send(self, text: str) -> str:
+        """The greedy answer to one more turn of the user."""
+        message = [{"role": "user", "content": text}]
+        pending = self._tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False)
+        answer: list[int] = []
+        while len(answer) < 64 and self._tokenizer.eos_token_id not in answer:
+            answer.append(int(self.read(pending).argmax()))
+            pending = answer[-1:]
+        self.read(pending)  # the last token is not in the cache yet
+        return str(self._tokenizer.decode(answer, skip_special_tokens=True))
 
 
 @pytest.fixture(scope="module")
@@ -68,33 +105,51 @@ def test_text_survives_the_tokenizer(tokenizer: Any, text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
 
 
-@pytest.mark.parametrize(("rows", "length"), [(8, 512), (2, 4096)])
-def test_held_out_values_are_recalled_in_whole_dialogues(model: Any, rows: int, length: int) -> None:
-    @torch.no_grad()
-    def best(ids: torch.Tensor) -> torch.Tensor:
-        likely: torch.Tensor = model(ids).logits.argmax(-1)
-        return likely
+@pytest.mark.parametrize("dialogues", [DIALOGUES[:8], DIALOGUES[8:]], ids=["short", "long"])
+def test_held_out_values_are_recalled_in_whole_dialogues(
+    model: Any, tokenizer: Any, dialogues: list[Any]
+) -> None:
+    """Right is an answer all of whose tokens are the most likely ones: greedy decoding would have written it."""
+    right = asked = 0
+    for dialogue in dialogues:
+        messages = [("system", dialogue["system"])] if dialogue["system"] else []
+        ids = [token for role, text in messages for token in encoded(tokenizer, role, text)]
+        answers = []
+        for user, reply, *told in dialogue["turns"]:
+            ids += encoded(tokenizer, "user", user)
+            start = len(ids) + 1  # behind the role
+            ids += encoded(tokenizer, "assistant", reply)
+            if told == [True]:
+                answers.append(range(start, len(ids)))
+        with torch.no_grad():
+            likely = model(torch.tensor([ids])).logits[0].argmax(-1).tolist()
+        asked += len(answers)
+        right += sum(all(likely[at - 1] == ids[at] for at in answer) for answer in answers)
+    assert asked >= 20
+    assert right / asked >= 0.97, (
+        f"{right} of {asked}"
+    )  # few questions: one or two wrong ones must not decide
 
-    report = score(best, MODEL_DIR / "tokenizer.json", rows=rows, length=length, seed=f"test {length}")
-    assert report.questions >= 20
-    assert report.recall >= 0.97, report.line()  # few questions: one or two wrong ones must not decide
+
+def encoded(tokenizer: Any, role: str, text: str) -> list[int]:
+    message = [{"role": role, "content": text}]
+    ids: list[int] = tokenizer.apply_chat_template(message, return_dict=False)
+    return ids
 
 
 @pytest.mark.parametrize("distance", [0, 1000, 3800])
 def test_a_name_is_recalled_from_far_away(model: Any, tokenizer: Any, distance: int) -> None:
-    rng = random.Random(distance)
-    name = Values(rng, held_out=True, plain=True).draw("name")
+    name = material().lives[distance % 7][0].value
     chat = TransformersChat(model, tokenizer)
     assert name in chat.send(f"My name is {name}.")
+    chatter = [turn for one in DIALOGUES for turn in one["turns"] if turn[1] in CHATTER]
     noise: list[int] = []
-    while len(noise) < distance:  # written, not generated: it is only there to push the name away
-        sentences, _, reply = smalltalk.exchange(rng, held_out=True)
-        messages = [
-            {"role": "user", "content": ". ".join(sentences)},
-            {"role": "assistant", "content": reply},
-        ]
-        noise += tokenizer.apply_chat_template(messages, return_dict=False)
-    chat.read(noise)
+    for user, reply in itertools.cycle(chatter):
+        if len(noise) >= distance:  # written, not generated: it is only there to push the name away
+            break
+        noise += encoded(tokenizer, "user", user) + encoded(tokenizer, "assistant", reply)
+    if noise:
+        chat.read(noise)
     assert name in chat.send("what's my name?")
     assert len(chat.tokens) <= 4096
 
@@ -126,10 +181,3 @@ def test_facts_about_others_are_kept_apart(model: Any, tokenizer: Any) -> None:
         ("Where do I live?", "Quito"),
     ):
         assert city in chat.send(question)
-
-
-def test_every_attribute_has_a_canonical_clause_with_its_value() -> None:
-    for attribute in attributes.PERSONAL + attributes.WORLD_FACTS:
-        assert "{v}" in attribute.clause
-        assert all("{v}" in statement for statement in attribute.statements)
-        assert not any("{v}" in question for question in attribute.questions)

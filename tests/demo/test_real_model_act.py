@@ -11,9 +11,9 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from pensieve.cli import main as cli
+from pensieve.demo import crowd, killed, long_talk
 from pensieve.demo import run as command
-from pensieve.demo.acts import crowd, killed, long_talk, real_model
-from pensieve.demo.talk.scenario import Conversation
+from pensieve.demo.conversations import Conversation
 from pensieve.model.arch import ModelError
 from support.demo.runs import spoil, well, with_usage
 
@@ -90,17 +90,19 @@ def test_a_wrong_receipt_fails_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_conversation_grows_with_the_option() -> None:
-    short, long = (real_model.script(tokens, 1) for tokens in (1000, 4000))
-    assert len(short) == len(long) == 1 + real_model.LAST_TURNS
+    short, long = (long_talk.real_script(tokens, 1) for tokens in (1000, 4000))
+    assert len(short) == len(long) == 1 + long_talk.REAL_LAST_TURNS
     assert all(one.expected is None for one in long) and short[1:] == long[1:]
     assert 3.9 < long[0].text.count(". ") / short[0].text.count(". ") < 5.2
-    assert real_model.script(4000, 1) == long != real_model.script(4000, 2)
+    assert long_talk.real_script(4000, 1) == long != long_talk.real_script(4000, 2)
 
 
 @pytest.mark.timeout(120)
 def test_the_act_with_a_small_model() -> None:
     console = Console(file=io.StringIO(), width=80)
-    keeps, forgets = long_talk.serve_and_hold(real_model.script(400, 1), console, real_model.servers("demo"))
+    keeps, forgets = long_talk.serve_and_hold(
+        long_talk.real_script(400, 1), console, long_talk.real_servers("demo")
+    )
     assert long_talk.problems(keeps, forgets) == []
     assert keeps.tokens("recomputed") == 0 < keeps.tokens("device")
     assert forgets.tokens("device") == 0 < forgets.tokens("recomputed")

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from pensieve.client import Piece
-from pensieve.demo.acts import killed
+from pensieve.demo import killed
 from support.demo.runs import spoil, survived, well, with_usage
 
 

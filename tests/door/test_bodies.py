@@ -14,8 +14,7 @@ from grpc import aio
 from pensieve.errors import PensieveError, ResourceExhausted
 from pensieve.rpc_status import MESSAGE_TOO_LARGE, from_rpc_error
 from pensieve.server.rpc.auth import ANONYMOUS, Authenticator
-from pensieve.server.rpc.bodies import BURST, KNOWN, BodyGate, BodyPace
-from pensieve.server.rpc.calls import Calls, RunningCall
+from pensieve.server.rpc.calls import BURST, KNOWN, BodyGate, BodyPace, Calls, RunningCall
 from pensieve.server.rpc.interceptor import Interceptor
 from pensieve.v1 import pensieve_pb2 as pb
 from support.service.service_rig import Rig, refusal, serving, user

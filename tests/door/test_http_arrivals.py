@@ -25,8 +25,7 @@ from pensieve.http.common import admission
 from pensieve.http.common.admission import Admission
 from pensieve.http.common.settings import DoorSettings
 from pensieve.http.connections import Connections
-from pensieve.http.run import running
-from pensieve.http.tls import TlsFiles
+from pensieve.http.run import TlsFiles, running
 from support.service.certificates import authority, signed
 from support.service.service_rig import serving
 

@@ -15,13 +15,13 @@ import pytest
 from starlette.requests import Request
 
 from pensieve.client import FunctionCall, Role
-from pensieve.http.chat import endpoint as chat
+from pensieve.http import chat
 from pensieve.http.common import bodies
 from pensieve.http.common.bodies import Bodies
 from pensieve.http.common.contents import NamedTalk, Said, Talk
 from pensieve.http.common.failures import HttpFailure
 from pensieve.http.responses import endpoint as responses
-from pensieve.http.responses import kept
+from pensieve.http.responses import objects
 from pensieve.http.responses.requests import InputItem, ResponseRequest, messages_of
 from support.http.http_rig import door
 from support.http.tool_rig import ROME, tool_door
@@ -60,7 +60,7 @@ STAGES: tuple[tuple[Any, str, str, dict[str, Any]], ...] = (
     (bodies, "_decoded", RESPONSES, {"input": "hi"}),
     (responses, "tool_use", RESPONSES, {"input": "hi"}),
     (responses, "first_talk", RESPONSES, {"input": "hi"}),
-    (kept.zlib, "compress", RESPONSES, {"input": "hi", **LONG}),
+    (objects.zlib, "compress", RESPONSES, {"input": "hi", **LONG}),
 )
 
 

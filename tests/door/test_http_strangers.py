@@ -21,9 +21,9 @@ from pensieve.client import AsyncClient
 from pensieve.http import connections as connections_of
 from pensieve.http import wire
 from pensieve.http.app import make_app
-from pensieve.http.common import admission, room
+from pensieve.http.common import admission, bodies
 from pensieve.http.common.bodies import SMALL_BYTES, Bodies
-from pensieve.http.common.credentials import who_says
+from pensieve.http.common.callers import who_says
 from pensieve.http.common.door import HttpDoor
 from pensieve.http.common.settings import DoorSettings
 from pensieve.http.connections import Connections
@@ -108,7 +108,7 @@ async def test_a_body_is_not_read_before_the_caller_is_known(
             answer = await on.says(head + b"Content-Length: 100000\r\n\r\n" + b"{" * 50_000)
             assert answer.startswith(b"HTTP/1.1 401 "), (route, answer[:300])
             assert b"connection: close" in answer
-        assert on.door.bodies.room == room.BodyRoom(64 * (4 << 20)).left
+        assert on.door.bodies.room == bodies.BodyRoom(64 * (4 << 20)).left
 
 
 @pytest.mark.fault(55)
@@ -149,13 +149,13 @@ async def test_bodies_count_for_whom_the_service_knows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asks: bool
 ) -> None:
     holders: list[str] = []
-    place = room.BodyRoom.place
+    place = bodies.BodyRoom.place
 
-    def noted(self: room.BodyRoom, holder: str, end: Any) -> Any:
+    def noted(self: bodies.BodyRoom, holder: str, end: Any) -> Any:
         holders.append(holder)
         return place(self, holder, end)
 
-    monkeypatch.setattr(room.BodyRoom, "place", noted)
+    monkeypatch.setattr(bodies.BodyRoom, "place", noted)
     async with contextlib.AsyncExitStack() as stack:
         if asks:
             on = await stack.enter_async_context(keyed(tmp_path))
@@ -412,9 +412,9 @@ async def test_unknown_callers_are_looked_at_a_few_at_a_time(monkeypatch: pytest
 
 @pytest.mark.fault(36)
 async def test_slow_bodies_make_way_for_other_callers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "HASTE_S", 0.01)
-    monkeypatch.setattr(room, "PATIENCE_S", 60.0)
-    shared = room.BodyRoom(100)
+    monkeypatch.setattr(bodies, "HASTE_S", 0.01)
+    monkeypatch.setattr(bodies, "PATIENCE_S", 60.0)
+    shared = bodies.BodyRoom(100)
     ended: list[int] = []
     with contextlib.ExitStack() as stack:
         greedy = [
@@ -440,8 +440,8 @@ async def test_slow_bodies_make_way_for_other_callers(monkeypatch: pytest.Monkey
 
 @pytest.mark.fault(36)
 async def test_a_callers_old_body_makes_way_for_its_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "PATIENCE_S", 0.0)
-    shared, ended = room.BodyRoom(100), list[str]()
+    monkeypatch.setattr(bodies, "PATIENCE_S", 0.0)
+    shared, ended = bodies.BodyRoom(100), list[str]()
     with shared.place("a", lambda: ended.append("old")) as old, shared.place("a", lambda: None) as new:
         await shared.take(old, 100)
         await shared.take(new, 100)
@@ -451,8 +451,8 @@ async def test_a_callers_old_body_makes_way_for_its_next(monkeypatch: pytest.Mon
 
 @pytest.mark.fault(36)
 async def test_behind_one_address_a_slow_body_makes_way_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "PATIENCE_S", 0.01)
-    shared, ended = room.BodyRoom(100), list[str]()
+    monkeypatch.setattr(bodies, "PATIENCE_S", 0.01)
+    shared, ended = bodies.BodyRoom(100), list[str]()
     with (
         shared.place("@10.0.0.1", lambda: ended.append("slow")) as slow,
         shared.place("@10.0.0.1", lambda: ended.append("quick")) as quick,

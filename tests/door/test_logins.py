@@ -15,8 +15,8 @@ import pytest
 from grpc import aio
 
 from pensieve.server.operations.metrics import Metrics
+from pensieve.server.rpc.auth import FAILURES, FAILURES_PER_S, LONGEST_WAIT_S, FailedLogins
 from pensieve.server.rpc.door import Door
-from pensieve.server.rpc.logins import BURST, LONGEST_WAIT_S, PER_S, FailedLogins
 from pensieve.v1 import pensieve_pb2 as pb
 from pensieve.v1 import pensieve_pb2_grpc
 from support.service.server_process import launched
@@ -124,17 +124,17 @@ def test_failures_of_an_address_wait_ever_longer_and_recover() -> None:
     now = 0.0
     logins = FailedLogins(monotonic=lambda: now)
     waits = [logins.failed("10.0.0.1") for _ in range(200)]
-    assert waits[:BURST] == [0.0] * BURST
-    assert waits[BURST : BURST + 3] == [1 / PER_S, 2 / PER_S, 3 / PER_S]
+    assert waits[:FAILURES] == [0.0] * FAILURES
+    assert waits[FAILURES : FAILURES + 3] == [1 / FAILURES_PER_S, 2 / FAILURES_PER_S, 3 / FAILURES_PER_S]
     assert max(waits) == LONGEST_WAIT_S
     assert logins.failed("10.0.0.2") == 0.0
-    now += LONGEST_WAIT_S + BURST / PER_S
+    now += LONGEST_WAIT_S + FAILURES / FAILURES_PER_S
     assert logins.failed("10.0.0.1") == 0.0
 
 
 def test_one_ipv6_network_is_one_guesser() -> None:
     logins = FailedLogins(monotonic=lambda: 0.0)
-    waits = [logins.failed(f"2001:db8::{number:x}") for number in range(BURST + 1)]
+    waits = [logins.failed(f"2001:db8::{number:x}") for number in range(FAILURES + 1)]
     assert waits[-1] > 0
     assert logins.failed("2001:db8:0:1::1") == 0.0
 

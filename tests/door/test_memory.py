@@ -15,8 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pensieve.errors import InvalidArgument
-from pensieve.server.rpc import decode as decode_module
-from pensieve.server.rpc.decode import LARGE_BYTES, MAX_FIELDS, decode
+from pensieve.server.rpc.interceptor import LARGE_BYTES, MAX_FIELDS, count_fields, decode
 from pensieve.server.rpc.validation import validate
 from pensieve.v1 import pensieve_pb2 as pb
 from support.service.server_process import launched
@@ -90,7 +89,7 @@ def test_a_long_list_of_token_ids_is_one_field() -> None:
 @given(st.binary(max_size=200), st.sampled_from([pb.CreateSessionRequest, pb.RunTurnRequest]))
 def test_counting_takes_any_bytes(data: bytes, kind: Any) -> None:
     """However often they are repeated: it ends, and counts no less than what the parser finds at the top."""
-    counted = decode_module.count_fields(data * 40, kind.DESCRIPTOR)
+    counted = count_fields(data * 40, kind.DESCRIPTOR)
     assert 0 <= counted <= MAX_FIELDS + 101
 
 

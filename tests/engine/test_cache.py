@@ -163,7 +163,7 @@ def test_holes_are_separate_ranges() -> None:
     cache = make(8, 8)
     serve(cache, "a", 24, now=0.0)
     for index in (1, 4):
-        cache._tiers.discard(cache._sessions[SessionKey("a")].chunks[index])
+        cache._tiers.drop(cache._sessions[SessionKey("a")].chunks[index])
     assert places(cache, "a") == "D.DD.D"
     restore = serve(cache, "a", 30, now=1.0, new=6)
     assert restore.missing == ((4, 8), (16, 20), (24, 30))

@@ -68,7 +68,7 @@ def test_groups_answer_as_turns_of_their_own(block: int, overlapped: bool) -> No
 
 
 def test_a_search_takes_one_step_for_each_token() -> None:
-    """Beams that branch go on in the plan that branches them: nobody waits a step for them."""
+    """All beams begin with the prompt. One that branches goes on in the plan that branches it: none waits a step."""
     cache = CacheConfig(device_chunks=100, host_chunks=0, chunk_tokens=4)
     worker = HashWorker(cache.device_chunks, cache.host_chunks, cache.chunk_tokens)
     engine = make_engine(cache, SchedulerConfig(context_limit=100), worker, Clock())
@@ -77,4 +77,4 @@ def test_a_search_takes_one_step_for_each_token() -> None:
     while engine.has_work:
         engine.step()
     widths = [len(plan.spans) for plan in worker.plans if plan.spans]
-    assert widths[:20] == [1] + [4] * 19, widths
+    assert widths[:20] == [4] * 20, widths

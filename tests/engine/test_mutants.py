@@ -64,7 +64,7 @@ def test_stale_host_copies_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     def computed(self: CacheManager, key: SessionKey, start: int, end: int) -> None:
         size = self.config.chunk_tokens
         for index in range(start // size, self.chunks_for(end)):
-            self._running[key].chunks[index].filled = min(end - index * size, size)  # and no ``written``
+            self._running[key].chunks[index].filled = min(end - index * size, size)  # and no ``fill``
 
     monkeypatch.setattr(CacheManager, "computed", computed)
     assert caught(lambda worker: worker, seeds=80)
@@ -74,7 +74,7 @@ def test_a_restore_that_evicts_itself_is_caught(monkeypatch: pytest.MonkeyPatch)
     """Pinning only what already has a page lets a restore take the pages that it has just handed out."""
     original = Tiers.pin
     monkeypatch.setattr(
-        Tiers, "pin", lambda self, chunk: original(self, chunk) if chunk.device >= 0 else None
+        Tiers, "pin", lambda self, chunks: original(self, [chunk for chunk in chunks if chunk.device >= 0])
     )
     assert caught(lambda worker: worker)
 

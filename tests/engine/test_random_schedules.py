@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from typing import get_args
 
 import pytest
 
 from pensieve.config import CacheConfig, PolicyName, SchedulerConfig
+from pensieve.engine.cache.chunk import Chunk
 from pensieve.engine.cache.eviction import EvictionRound, Holder, way_of
 from support.engine.engine_driver import Clock, Driver, make_engine
 from support.engine.hash_worker import VOCABULARY, HashWorker, verify_beams, verify_tokens
@@ -76,18 +77,27 @@ def test_answers_equal_a_stateless_run(block: int, overlapped: bool) -> None:
 
 
 def test_a_round_knows_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a round keeps of a holder is what its chunks say, whatever happened since it was first looked at."""
-    kept, asked = EvictionRound._candidates, Counter[str]()
+    """What a round keeps of a holder is what its chunks say, but for those that the round has handed out."""
+    kept, take, asked = EvictionRound._candidates, EvictionRound.take, Counter[str]()
+    taken: defaultdict[EvictionRound, set[Chunk]] = defaultdict(set)
 
     def compared(self: EvictionRound, holder: Holder) -> list[int]:
         known = holder in self._seen
         indices = kept(self, holder)
-        assert indices == [chunk.index for chunk in holder.own if way_of(chunk) is self._reclaim]
+        left = [chunk for chunk in holder.own if chunk not in taken[self]]
+        assert indices == [chunk.index for chunk in left if way_of(chunk) is self._reclaim]
         asked["again" if known else "first"] += 1
         return indices
 
+    def recorded(self: EvictionRound) -> list[Chunk]:
+        group = take(self)
+        taken[self].update(group)
+        return group
+
     monkeypatch.setattr(EvictionRound, "_candidates", compared)
+    monkeypatch.setattr(EvictionRound, "take", recorded)
     for seed in range(at_length(40, 400)):
+        taken.clear()
         rng = random.Random(1000 + seed)
         cache, scheduler = random_setup(rng)
         worker = HashWorker(cache.device_chunks, cache.host_chunks, cache.chunk_tokens)

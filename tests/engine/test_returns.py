@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from pensieve.engine.cache import policy as policies
 from pensieve.engine.cache.policy import UNKNOWN, Gittins, Retention
-from pensieve.engine.cache.rates import gittins, returns
-from pensieve.engine.cache.rates.gittins import columns_of, factors, gittins_indices
+from pensieve.engine.cache.rates import returns
 from pensieve.engine.cache.rates.returns import (
     BINS,
     CELLS,
@@ -25,6 +24,9 @@ from pensieve.engine.cache.rates.returns import (
     ReturnRates,
     bins_of,
     cell_of,
+    columns_of,
+    factors,
+    gittins_indices,
 )
 
 NEVER = math.inf
@@ -80,9 +82,9 @@ def test_bins_hold_the_ages_between_their_edges(ages: list[float]) -> None:
 
 
 def test_columns_rise_with_the_age() -> None:
-    ages = np.geomspace(gittins.YOUNGEST, gittins.OLDEST, 5000)
+    ages = np.geomspace(returns.YOUNGEST, returns.OLDEST, 5000)
     found = columns_of(ages)
-    assert found[0] == 0 and found[-1] == gittins.COLUMNS - 1
+    assert found[0] == 0 and found[-1] == returns.COLUMNS - 1
     assert set(np.diff(found).tolist()) <= {0, 1}
 
 
@@ -118,7 +120,7 @@ def test_indices_of_known_distributions() -> None:
     assert (np.diff(rising[before]) > 0).all()
     assert (factors(PRIOR[None])[0, middle] == pytest.approx(1.0)) and factors(PRIOR[None]).shape == (
         1,
-        gittins.COLUMNS,
+        returns.COLUMNS,
     )
 
 

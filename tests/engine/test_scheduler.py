@@ -129,7 +129,7 @@ def test_the_youngest_is_suspended_and_returns_first() -> None:
     while not rig.engine.stats().suspensions_total:
         rig.step()
     rig.turn("c", 2, 2)
-    waiting = [request.session for request in rig.engine._scheduler.batch.waiting]
+    waiting = [request.session for request in rig.engine._scheduler.queue]
     assert waiting == ["b", "c"]
     before = len(rig.worker.plans)
     rig.driver.run_until_idle()
@@ -144,16 +144,16 @@ def test_swap_out_ahead_of_time_yields_to_swap_in(
 ) -> None:
     cache = CacheConfig(device_chunks=24, host_chunks=60, chunk_tokens=4, swap_watermark=0.6)
     rig = Rig(cache, replace(SCHEDULER, swap_in_first=swap_in_first))
-    tiers = rig.engine._cache._tiers
+    tiers, evictor = rig.engine._cache._tiers, rig.engine._cache._evictor
     ahead: list[tuple[bool, bool]] = []
-    save_ahead = tiers.save_ahead
+    save_ahead = evictor.save_ahead
 
     def spy(now: float, limit: int) -> None:
         before = len(tiers._swap_out)
         save_ahead(now, limit)
         ahead.append((len(tiers._swap_out) > before, tiers.swaps_in))
 
-    monkeypatch.setattr(tiers, "save_ahead", spy)
+    monkeypatch.setattr(evictor, "save_ahead", spy)
     rig.driver.rng.seed(3)
     for _ in range(400):
         rig.driver.act()

@@ -7,17 +7,16 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pensieve.config import CacheConfig, SchedulerConfig
-from pensieve.core import HEAD_START_S, RequestKey, Sampling, SessionKey, Standing, pack_tokens
+from pensieve.core import HEAD_START_S, Sampling, Standing, pack_tokens
 from pensieve.engine.engine import Engine
 from pensieve.engine.messages import Failed, Finished, Output, RequestProgress, Submit
-from pensieve.engine.request import Request
-from pensieve.engine.shares import FairQueue, caps
+from pensieve.engine.scheduling.queue import FairQueue, caps
+from pensieve.engine.scheduling.request import Request
 from support.engine.engine_driver import Clock, make_engine
 from support.engine.hash_worker import HashWorker, verify_tokens
 
@@ -28,12 +27,11 @@ def request(
     tenant: str, *, tokens: int = 1, weight: float = 1.0, priority: int = 0, at: float = 0.0
 ) -> Request:
     number = next(_numbers)
-    made = Request(
-        RequestKey(number), SessionKey(f"{tenant}/{number}"), number, np.zeros(tokens, np.int32), tokens, tokens,
-        Sampling(), at,
-    )  # fmt: skip
-    made.standing = Standing(tenant, weight, priority)
-    return made
+    standing = Standing(tenant, weight, priority)
+    submit = Submit(
+        number, f"{tenant}/{number}", pack_tokens([0] * tokens), tokens, Sampling(), standing=standing
+    )
+    return Request.of(submit, number, at)
 
 
 def fill(queue: FairQueue, *requests: Request) -> None:
@@ -320,11 +318,11 @@ def test_the_queue_keeps_a_place_for_other_tenants() -> None:
     bench = Bench(scheduler=replace(SCHEDULER, max_queued=4))
     for _ in range(4):
         bench.submit("flood", 9, 1)
-    assert len(bench.engine._scheduler.batch.waiting) == 4
+    assert len(bench.engine._scheduler.queue) == 4
     bench.submit("flood", 9, 1)
-    assert len(bench.engine._scheduler.batch.waiting) == 4
+    assert len(bench.engine._scheduler.queue) == 4
     bench.submit("small", 9, 1)
-    assert len(bench.engine._scheduler.batch.waiting) == 5
+    assert len(bench.engine._scheduler.queue) == 5
 
 
 def test_once_all_have_left_the_past_counts_no_more() -> None:

@@ -12,7 +12,7 @@ from pensieve.core import SessionKey, Usage, pack_tokens
 from pensieve.engine.cache.policy import UNKNOWN
 from pensieve.engine.messages import Evict, Warm, Warmed
 from pensieve.engine.plan import Plan
-from pensieve.engine.warm_ups import EXPECTED_S, MOST_PENDING, WARM_TOKENS
+from pensieve.engine.scheduling.warming import EXPECTED_S, MOST_PENDING, WARM_TOKENS
 from support.engine.engine_driver import Clock, Driver, make_engine
 from support.engine.hash_worker import VOCABULARY, HashWorker, verify_tokens
 
@@ -144,7 +144,7 @@ def test_it_takes_pages_that_cost_nothing_and_evicts_nothing() -> None:
     before = {name: cache.residency(SessionKey(name)) for name in "bc"}
     assert rig.warm("a").refused == "no_room"
     cache.swap_out_ahead(rig.clock.now, 16)  # no watermark: nothing
-    cache._tiers._watermark = 16
+    cache._evictor._watermark = 16
     rig.done("d", 1)
     rig.driver.run_until_idle()
     assert rig.warm("a").refused == ""
@@ -187,7 +187,7 @@ def test_it_never_begins_while_somebody_waits() -> None:
     assert rig.warm("a").refused == ""
     loads = []
     while rig.driver.turns:
-        waited = bool(rig.engine._scheduler.batch.waiting)
+        waited = bool(rig.engine._scheduler.queue)
         plan = rig.step()
         loads += [waited] * len(plan.swap_in)
     assert first in [1, 2, 3] and second and not any(loads)

@@ -8,8 +8,8 @@ import mmap
 import numpy as np
 import pytest
 
-from pensieve.engine.kv import pinned
-from pensieve.engine.kv.pinned import SEGMENT_BYTES, PinnedMemory, _segments, _touch
+from pensieve.engine.kv import pools
+from pensieve.engine.kv.pools import SEGMENT_BYTES, PinnedMemory, _segments, _touch
 
 
 @pytest.mark.parametrize("unit", [1, 512, 4096, 163840, 6553600, 3 << 30])
@@ -23,9 +23,9 @@ def test_registrations_cut_no_unit(unit: int, count: int) -> None:
 
 
 def test_every_page_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pinned, "TOUCH_BYTES", 3 * mmap.PAGESIZE)
+    monkeypatch.setattr(pools, "TOUCH_BYTES", 3 * mmap.PAGESIZE)
     values = np.ones(10 * mmap.PAGESIZE - 1, np.uint8)
-    for start in range(0, len(values), pinned.TOUCH_BYTES):
+    for start in range(0, len(values), pools.TOUCH_BYTES):
         _touch(values, start, len(values))
     assert (np.flatnonzero(values == 0) == np.arange(10) * mmap.PAGESIZE).all()
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pensieve.core import RequestKey
 from pensieve.engine.kv import queue as swap_queue
-from pensieve.engine.kv.groups import CALL_BYTES, calls_for, layer_groups
+from pensieve.engine.kv.mechanisms import CALL_BYTES, calls_for, layer_groups
 from pensieve.engine.kv.queue import Sizes, SwapQueue
 from pensieve.engine.kv.timeline import Lane
 from pensieve.engine.plan import Copy, Plan, Span

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from pensieve.kernels.attention.capacity import Capacity
-from pensieve.kernels.attention.plan import AttentionPlan, geometry_of, plan_key
-from pensieve.kernels.ragged_paged_attention import ragged_paged_attention
+from pensieve.kernels.attention.plan import AttentionPlan, geometry_of
+from pensieve.kernels.ragged_paged_attention import attend, ragged_paged_attention
 from pensieve.kernels.reference import ragged_paged_attention as reference
-from pensieve.kernels.span_table import SpanTable
+from pensieve.kernels.spans import make_spans, num_tokens
 from support.kernels.attention_cases import Case, make_case, oracle, relative_error
 
 pytestmark = pytest.mark.gpu
@@ -27,7 +27,7 @@ def on_gpu(case: Case) -> Case:
 def plan_of(case: Case, processors: int, capacity: Capacity | None = None) -> AttentionPlan:
     """A plan as for a device of another size: the more multiprocessors, the finer the cuts."""
     geometry = replace(geometry_of(case.q, case.pool), multiprocessors=processors)
-    return AttentionPlan.of(case.spans.host, len(case.q), geometry, CUDA, capacity=capacity)
+    return AttentionPlan.of(case.spans, len(case.q), geometry, CUDA, capacity=capacity)
 
 
 def check(case: Case, processors: tuple[int, ...] = (1, 132, 4000)) -> None:
@@ -37,12 +37,11 @@ def check(case: Case, processors: tuple[int, ...] = (1, 132, 4000)) -> None:
         plan = plan_of(case, count)
         plan.scratch.partial.fill_(torch.nan)
         plan.scratch.partial_lse.fill_(torch.nan)
-        case.spans.plans[plan_key(case.q, case.pool)] = plan
         results = []
         for _ in range(2):
             out = torch.full_like(case.q, torch.nan)
-            out, lse = ragged_paged_attention(
-                case.q, case.pool, case.spans, case.page_tables, scale=case.scale, return_lse=True, out=out
+            out, lse = attend(
+                case.q, case.pool, plan, case.page_tables, scale=case.scale, return_lse=True, out=out
             )
             results.append((out.cpu(), lse.cpu()))
         assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
@@ -101,8 +100,8 @@ def big_case(spans: list[tuple[int, int]], heads: int, kv_heads: int, extra_page
     tables = torch.zeros(len(spans), max(pages), dtype=torch.int32, device=CUDA)
     for row, part in enumerate(order.split(pages)):
         tables[row, : len(part)] = part
-    table = SpanTable.build([n for n, _ in spans], [c - n for n, c in spans], list(range(len(spans))), CUDA)
-    q = torch.randn(table.num_tokens, heads, 128, device=CUDA).to(torch.bfloat16)
+    table = make_spans([n for n, _ in spans], [c - n for n, c in spans], list(range(len(spans))))
+    q = torch.randn(num_tokens(table), heads, 128, device=CUDA).to(torch.bfloat16)
     return Case(q, pool, tables, table, 128**-0.5)
 
 
@@ -110,8 +109,7 @@ def agrees_with_reference(case: Case) -> None:
     first = int(case.page_tables.min())
     got = ragged_paged_attention(case.q, case.pool, case.spans, case.page_tables, scale=case.scale)
     tables = case.page_tables.clamp_min(first) - first
-    spans = replace(case.spans, plans={})
-    want = reference(case.q.float(), case.pool[first:].float(), spans, tables, scale=case.scale)
+    want = reference(case.q.float(), case.pool[first:].float(), case.spans, tables, scale=case.scale)
     assert relative_error(got, want) <= 1e-2
 
 
@@ -140,11 +138,10 @@ def test_one_graph_serves_steps_of_other_lengths() -> None:
     case = big_case([(1, 4000), (1, 900), (100, 1500), (1, 2000)], 32, 8)
     tokens = len(case.q)
     plan = plan_of(case, 132, Capacity(narrow=200, wide=100, merges=2000, partial_rows=20000))
-    case.spans.plans[plan_key(case.q, case.pool)] = plan
     out = torch.empty_like(case.q)
 
     def step() -> None:
-        ragged_paged_attention(case.q, case.pool, case.spans, case.page_tables, scale=case.scale, out=out)
+        attend(case.q, case.pool, plan, case.page_tables, scale=case.scale, out=out)
 
     step()
     torch.cuda.synchronize()
@@ -155,16 +152,16 @@ def test_one_graph_serves_steps_of_other_lengths() -> None:
         ([1, 1, 100, 1], [3999, 899, 1400, 1999]), ([1, 1, 1, 1], [0, 1, 2, 3]), ([3, 60, 0, 2], [3000, 5, 0, 1998]),
         ([1, 0, 101, 1], [3999, 0, 1399, 1999]),
     ):  # fmt: skip
-        spans = SpanTable.build(lengths, positions, range(4), CUDA)
-        plan.refill(spans.host)
+        spans = make_spans(lengths, positions, range(4))
+        used = num_tokens(spans)
+        plan.refill(spans)
         case.page_tables.copy_(case.page_tables[:, torch.randperm(29).tolist() + list(range(29, 125))])
         out.fill_(torch.nan)
         graph.replay()
-        used = case.q[: spans.num_tokens].float()
-        want = reference(used, case.pool.float(), spans, case.page_tables, scale=case.scale)
-        assert relative_error(out[: spans.num_tokens], want) <= 1e-2
-        assert (out[spans.num_tokens : tokens] == 0).all()
+        want = reference(case.q[:used].float(), case.pool.float(), spans, case.page_tables, scale=case.scale)
+        assert relative_error(out[:used], want) <= 1e-2
+        assert (out[used:tokens] == 0).all()
     before = plan.words.clone()
     with pytest.raises(ValueError, match="the plan holds 100"):
-        plan.refill(SpanTable.build([8000], [0], [0]).host)
+        plan.refill(make_spans([8000], [0], [0]))
     assert torch.equal(before, plan.words)

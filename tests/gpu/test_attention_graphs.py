@@ -10,12 +10,13 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
+from pensieve.kernels.attention.call import Scratch
 from pensieve.kernels.attention.capacity import capacity_for
 from pensieve.kernels.attention.kinds import StepKind, classify
-from pensieve.kernels.attention.plan import AttentionPlan, Scratch, geometry_for, plan_key, words_of
-from pensieve.kernels.ragged_paged_attention import ragged_paged_attention
+from pensieve.kernels.attention.plan import AttentionPlan, geometry_for, words_of
+from pensieve.kernels.ragged_paged_attention import attend
 from pensieve.kernels.reference import ragged_paged_attention as reference
-from pensieve.kernels.span_table import HostSpans, SpanTable
+from pensieve.kernels.spans import Spans, make_spans, num_tokens
 from support.kernels.attention_cases import relative_error
 
 pytestmark = pytest.mark.gpu
@@ -47,21 +48,17 @@ class Bench:
     pools: list[torch.Tensor]
     flat: torch.Tensor
     plan: AttentionPlan
-    table: SpanTable
 
     def call(self, index: int) -> torch.Tensor:
         out = torch.full_like(self.q[index], torch.nan)
-        ragged_paged_attention(
-            self.q[index], self.pools[index], self.table, self.flat.as_strided((len(self.flat), 1), (1, 1)),
-            scale=SCALE, out=out,
-        )  # fmt: skip
+        attend(self.q[index], self.pools[index], self.plan, self.flat, scale=SCALE, out=out)
         return out
 
-    def want(self, index: int, host: HostSpans) -> torch.Tensor:
+    def want(self, index: int, host: Spans) -> torch.Tensor:
         pages = -(-CONTEXT // PAGE)
         rows = self.flat.view(-1, pages)
-        spans = SpanTable.build(host[:, 1], host[:, 2], host[:, 3] // pages, CUDA)
-        used = self.q[index][: spans.num_tokens].float()
+        spans = make_spans(host[:, 1], host[:, 2], host[:, 3] // pages)
+        used = self.q[index][: num_tokens(spans)].float()
         found = reference(used, self.pools[index].float(), spans, rows, scale=SCALE)
         assert isinstance(found, torch.Tensor)
         return found
@@ -80,12 +77,10 @@ def make_bench(kind: StepKind, heads: int, kv_heads: int, copies: int) -> Bench:
     scratch = Scratch(capacity.partial_rows + 7, geometry, CUDA)
     scratch.partial.fill_(torch.nan)
     plan = AttentionPlan(TOKENS, geometry, CUDA, kind=kind, capacity=capacity, words=words, scratch=scratch)
-    table = SpanTable.build([TOKENS], [0], [0])
-    table.plans[plan_key(q[0], pools[0])] = plan
-    return Bench(q, pools, flat, plan, table)
+    return Bench(q, pools, flat, plan)
 
 
-def step(kind: StepKind, groups: int, seed: int) -> HostSpans:
+def step(kind: StepKind, groups: int, seed: int) -> Spans:
     """Spans of a random step whose page tables lie end to end."""
     dice = random.Random(seed)
     lengths = lengths_of(kind, groups, dice)
@@ -93,7 +88,7 @@ def step(kind: StepKind, groups: int, seed: int) -> HostSpans:
     if seed % 2:
         positions = [CONTEXT // 2] * len(lengths)
     tables = dice.sample(range(SPANS), len(lengths))
-    return SpanTable.build(lengths, positions, [row * -(-CONTEXT // PAGE) for row in tables]).host
+    return make_spans(lengths, positions, [row * -(-CONTEXT // PAGE) for row in tables])
 
 
 def captured(function: Callable[[], object]) -> torch.cuda.CUDAGraph:

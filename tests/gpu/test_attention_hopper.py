@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from pensieve.kernels.attention.call import AttentionCall, Scratch
 from pensieve.kernels.attention.hopper.launch import addressable, attend_wide, supports
 from pensieve.kernels.attention.kinds import Geometry
+from pensieve.kernels.attention.work_lists import HEADER, SHARE_AT, WIDE
 from pensieve.kernels.reference import ragged_paged_attention as reference
-from pensieve.kernels.span_table import SpanTable
 from support.kernels.attention_cases import Case, Spans, make_case, relative_error
 
 CUDA = torch.device("cuda")
@@ -23,7 +24,6 @@ MIX: Spans = [
     (0, 0, 128), (1, 1, 40), (2, 33, 3), (3, 0, 1), (4, 200, 150), (5, 511, 8), (6, 700, 300), (7, 1000, 129),
     (8, 127, 1), (9, 128, 128), (6, 900, 65),
 ]  # fmt: skip
-HEADER, SHARE_AT = 8, 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ def items_of(case: Case, pieces: int, seed: int | None = None) -> tuple[np.ndarr
     """Items of all spans cut into at most ``pieces``, and the partial rows they take; longest first, or shuffled."""
     groups = case.q.shape[1] // case.pool.shape[2]
     items, used = [], 0
-    for start, length, position, row in case.spans.host.tolist():
+    for start, length, position, row in case.spans.tolist():
         for first in range(0, length * groups, 128):
             end = position + (min(first + 128, length * groups) - 1) // groups + 1
             steps = -(-end // 128)
@@ -54,7 +54,7 @@ def items_of(case: Case, pieces: int, seed: int | None = None) -> tuple[np.ndarr
 
 def words_of(items: np.ndarray, share: int = 0) -> torch.Tensor:
     words = np.zeros(HEADER + items.size, np.int32)
-    words[1], words[SHARE_AT] = len(items), share
+    words[WIDE], words[SHARE_AT] = len(items), share
     words[HEADER:] = items.reshape(-1)
     return torch.from_numpy(words).to(CUDA)
 
@@ -63,13 +63,11 @@ def attend(case: Case, items: np.ndarray, used: int, programs: int = 132, share:
     """The kernel's results; those of cut items are merged here, in float64."""
     heads, kv_heads, dim = case.q.shape[1], case.pool.shape[2], case.q.shape[2]
     out = torch.full_like(case.q, torch.nan)
-    lse = torch.full(case.q.shape[:2], torch.nan, device=CUDA)
-    partial = torch.full((max(1, used) * kv_heads, dim), torch.nan, device=CUDA)
-    logs = torch.full((max(1, used) * kv_heads,), torch.nan, device=CUDA)
-    attend_wide(
-        case.q, case.pool, case.page_tables, out, lse, words_of(items, share), partial, logs, scale=case.scale,
-        return_lse=True, count_at=1, items_at=HEADER, partial_rows=used, programs=programs, beside=share > 0,
-    )  # fmt: skip
+    call = AttentionCall.of(case.q, case.pool, case.page_tables, case.scale, True, out)
+    lse = call.lse.fill_(torch.nan)
+    scratch = Scratch(used, Geometry(heads, kv_heads, dim, 2, 132), CUDA)
+    partial, logs = scratch.partial.fill_(torch.nan), scratch.partial_lse.fill_(torch.nan)
+    attend_wide(call, words_of(items, share), scratch, programs=programs, beside=share > 0)
     torch.cuda.synchronize()
     blocks: dict[tuple[int, int, int], list[int]] = {}
     for start, rows, _, _, first, _, _, scratch in items.tolist():
@@ -95,9 +93,7 @@ def on_gpu(case: Case) -> Case:
 
 
 def expected(case: Case) -> Result:
-    host = case.spans.host
-    spans = SpanTable.build(host[:, 1], host[:, 2], host[:, 3], CUDA)
-    arguments = case.q.float(), case.pool.float(), spans, case.page_tables
+    arguments = case.q.float(), case.pool.float(), case.spans, case.page_tables
     return Result(*reference(*arguments, scale=case.scale, return_lse=True))
 
 
@@ -199,13 +195,11 @@ def test_one_graph_serves_other_steps() -> None:
     items, _ = items_of(case, 1)
     words = words_of(items)
     out = torch.empty_like(case.q)
-    unused = torch.empty(1, device=CUDA)
+    call = AttentionCall.of(case.q, case.pool, case.page_tables, case.scale, False, out)
+    scratch = Scratch(0, Geometry(8, 2, 128, 2, 132), CUDA)
 
     def step() -> None:
-        attend_wide(
-            case.q, case.pool, case.page_tables, out, unused, words, unused, unused, scale=case.scale,
-            return_lse=False, count_at=1, items_at=HEADER, partial_rows=0, programs=132,
-        )  # fmt: skip
+        attend_wide(call, words, scratch, programs=132)
 
     step()
     torch.cuda.synchronize()

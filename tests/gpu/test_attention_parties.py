@@ -18,19 +18,18 @@ from pensieve.engine.plan import Plan, SampleSpec, Span
 from pensieve.engine.worker import cuda_worker
 from pensieve.engine.worker.cuda_worker import CudaWorker
 from pensieve.engine.worker.sizing import WorkerInfo
+from pensieve.kernels.attention.call import Scratch
 from pensieve.kernels.attention.capacity import capacity_for
 from pensieve.kernels.attention.plan import (
     PARTY_KIND,
     AttentionPlan,
-    Scratch,
     geometry_for,
-    plan_key,
     words_of,
 )
 from pensieve.kernels.attention.prefixes import Parties, PartyRule
-from pensieve.kernels.ragged_paged_attention import ragged_paged_attention
+from pensieve.kernels.ragged_paged_attention import attend
 from pensieve.kernels.reference import ragged_paged_attention as reference
-from pensieve.kernels.span_table import HostSpans, Ints, SpanTable
+from pensieve.kernels.spans import Ints, Spans, make_spans, num_tokens
 from support.engine.exactness import Bench
 from support.kernels.attention_cases import relative_error
 
@@ -78,17 +77,15 @@ class Replayed:
     pools: list[torch.Tensor]
     flat: torch.Tensor
     plan: AttentionPlan
-    table: SpanTable
 
     def call(self, layer: int) -> torch.Tensor:
         out = torch.full_like(self.q[layer], torch.nan)
-        tables = self.flat.as_strided((len(self.flat), 1), (1, 1))
-        ragged_paged_attention(self.q[layer], self.pools[layer], self.table, tables, scale=DIM**-0.5, out=out)
+        attend(self.q[layer], self.pools[layer], self.plan, self.flat, scale=DIM**-0.5, out=out)
         return out
 
-    def want(self, layer: int, host: HostSpans) -> torch.Tensor:
-        spans = SpanTable.build(host[:, 1], host[:, 2], host[:, 3] // PAGES, CUDA)
-        used = self.q[layer][: spans.num_tokens].float()
+    def want(self, layer: int, host: Spans) -> torch.Tensor:
+        spans = make_spans(host[:, 1], host[:, 2], host[:, 3] // PAGES)
+        used = self.q[layer][: num_tokens(spans)].float()
         found = reference(
             used, self.pools[layer].float(), spans, self.flat.view(ROWS, PAGES), scale=DIM**-0.5
         )
@@ -110,9 +107,7 @@ def make_replayed(heads: int, kv_heads: int) -> Replayed:
     plan = AttentionPlan(
         TOKENS, geometry, CUDA, kind=PARTY_KIND, capacity=capacity, words=words, scratch=scratch
     )
-    table = SpanTable.build([TOKENS], [0], [0])
-    table.plans[plan_key(q[0], pools[0])] = plan
-    return Replayed(q, pools, flat, plan, table)
+    return Replayed(q, pools, flat, plan)
 
 
 def captured(function: Callable[[], object]) -> torch.cuda.CUDAGraph:
@@ -124,9 +119,7 @@ def captured(function: Callable[[], object]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def laid_out(
-    lengths: Lengths, alike: Alike, pages: int, rule: PartyRule
-) -> tuple[HostSpans, Ints, Ints | None]:
+def laid_out(lengths: Lengths, alike: Alike, pages: int, rule: PartyRule) -> tuple[Spans, Ints, Ints | None]:
     """Spans in the order of a step, the flat page table, and the parties that the rule finds."""
     dice = np.random.default_rng(len(lengths))
     flat = dice.integers(pages, size=(ROWS, PAGES), dtype=np.int32)
@@ -134,7 +127,7 @@ def laid_out(
     for row, (other, count) in alike.items():
         flat[row, :count] = flat[other, :count]
     new, contexts = np.array(lengths).T
-    host = SpanTable.build(new, contexts - new, PAGES * np.arange(len(new))).host
+    host = make_spans(new, contexts - new, PAGES * np.arange(len(new)))
     found = rule.find(host, flat.reshape(-1))
     if found is None:
         return host, flat, None
@@ -180,7 +173,7 @@ class Finding(PartyRule):
     def saved_us(self, rows: int, spans: int, tokens: int) -> float:
         return float(tokens * (spans - 1))
 
-    def find(self, host: HostSpans, pages: np.ndarray) -> Parties | None:  # type: ignore[type-arg]
+    def find(self, host: Spans, pages: np.ndarray) -> Parties | None:  # type: ignore[type-arg]
         parties = super().find(host, pages)
         Finding.found.append(0 if parties is None else int(parties.table[:, 1].sum()))
         return parties

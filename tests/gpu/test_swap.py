@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from pensieve.core import RequestKey
-from pensieve.engine.kv import pinned
+from pensieve.engine.kv import pools as kv_pools
 from pensieve.engine.kv import queue as swap_queue
 from pensieve.engine.kv.mechanisms import make_copy
-from pensieve.engine.kv.pinned import PinnedMemory
-from pensieve.engine.kv.pools import KvPools
+from pensieve.engine.kv.pools import KvPools, PinnedMemory
 from pensieve.engine.kv.swap import RestoreMismatch, SwapEngine
 from pensieve.engine.kv.timeline import Lane
 from pensieve.engine.plan import Copy, Plan, Span
@@ -269,7 +268,7 @@ def test_pools_beyond_two_billion_words() -> None:
 
 
 def test_pinned_memory_in_several_registrations(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pinned, "SEGMENT_BYTES", 1 << 20)
+    monkeypatch.setattr(kv_pools, "SEGMENT_BYTES", 1 << 20)
     memory = PinnedMemory(5 << 20, unit=160 << 10)
     assert not memory.tensor.any() and memory.tensor.is_pinned()
     values = torch.randint(0, 255, (5 << 20,), dtype=torch.uint8, device="cuda")

@@ -37,9 +37,9 @@ class Decoded:
 
 def forgetful(rig: Rig) -> None:
     """Nothing is cached, as after a start."""
-    histories = rig.conversations._histories
-    for key in list(histories._cached):
-        histories._drop(key)
+    transcript = rig.conversations._transcript
+    for key in list(transcript._cached):
+        transcript._drop(key)
 
 
 @pytest.fixture(params=["memory", "sqlite"])
@@ -48,6 +48,23 @@ async def store(request: pytest.FixtureRequest, tmp_path: Path) -> HistoryStore:
     made = open_store(url)
     await made.open()
     return made
+
+
+async def test_the_first_turn_of_a_session_that_was_made_here_reads_no_log(
+    store: HistoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the session was made of is known already."""
+    decoded = Decoded(monkeypatch)
+    async with serving(store=store) as rig:
+        name = await rig.create("You are kind.")
+        fork = (await rig.api.ForkSession(pb.ForkSessionRequest(name=name))).session.name
+        decoded.since()
+        for made in (name, fork):
+            assert (await rig.run(made, "one")).revision == 2
+        assert decoded.since() == 0
+        items = [await rig.items(made) for made in (name, fork)]
+        forgetful(rig)
+        assert [await rig.items(made) for made in (name, fork)] == items, "the log says what was cached"
 
 
 async def test_an_early_turn_costs_the_same_in_any_log(

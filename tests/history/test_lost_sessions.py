@@ -14,7 +14,6 @@ import pytest
 from pensieve.errors import DataLoss, NotFound
 from pensieve.store import Key
 from pensieve.store._redis import acknowledged
-from pensieve.store._redis.link import RedisScript
 from pensieve.store._redis.rows import session_keys
 from pensieve.store.records import Record, RecordKind, SessionConfig
 from pensieve.store.redis_store import RedisStore
@@ -141,7 +140,7 @@ async def test_a_change_that_another_overtakes_counts_from_when_it_is_made(
     async with opened(past.redis) as (store, told):
         overtaken, call = asyncio.Event(), store._link.call_durably
 
-        async def late(script: RedisScript, keys: list[str], args: list[object]) -> list[object]:
+        async def late(script: str, keys: list[str], args: list[object]) -> list[object]:
             await overtaken.wait()
             return await call(script, keys, args)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pensieve.server.history.known import KnownRevisions
+from pensieve.server.history.transcript import KnownRevisions
 from pensieve.store import Key
 from pensieve.store.memory_store import MemoryStore
 from pensieve.store.records import SessionRow
@@ -26,12 +26,12 @@ class Counted:
 
     def __init__(self, rig: Rig) -> None:
         self.seen_by: list[str] = []
-        rig.conversations._histories.known._on_regression = self.seen_by.append
+        rig.conversations._transcript.known._on_regression = self.seen_by.append
 
 
 def forgetful(rig: Rig) -> None:
     """The folded histories are gone from the cache, as under pressure; what was acknowledged is still known."""
-    histories = rig.conversations._histories
+    histories = rig.conversations._transcript
     for key in list(histories._cached):
         histories._drop(key)
 
@@ -125,7 +125,7 @@ async def test_a_row_that_was_just_overtaken_is_no_regression() -> None:
         old = await rig.store.load(key)
         await rig.run(name, "first")
         counted = Counted(rig)
-        history = await rig.conversations._histories.at(key, old)
+        history = await rig.conversations._transcript.at(key, old)
         assert history.revision == 2 and not counted.seen_by
 
 

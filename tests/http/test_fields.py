@@ -11,9 +11,9 @@ import httpx2 as httpx
 import msgspec
 import pytest
 
-from pensieve.http.chat.requests import ChatRequest
-from pensieve.http.common import fields
-from pensieve.http.completions.requests import CompletionRequest
+from pensieve.http.chat import ChatRequest
+from pensieve.http.common import requests as fields
+from pensieve.http.completions import CompletionRequest
 from pensieve.http.responses.requests import ResponseRequest
 from support.http.http_rig import door
 from support.service.service_rig import says

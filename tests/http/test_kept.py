@@ -8,7 +8,7 @@ import pytest
 from openai import ConflictError, NotFoundError
 
 from pensieve.http.responses.ids import ResponseId
-from pensieve.http.responses.kept import KeptResponse
+from pensieve.http.responses.objects import KeptResponse
 from pensieve.v1 import pensieve_pb2 as pb
 from support.http.http_rig import HttpRig, door, opened
 

@@ -10,7 +10,7 @@ import httpx2 as httpx
 import pytest
 
 from pensieve.client import TokenLogprob
-from pensieve.http.common.logprobs import token_scores
+from pensieve.http.common.answers import token_scores
 from pensieve.v1 import pensieve_pb2 as pb
 from support.http.http_rig import HttpRig, door, opened
 from support.service.real_engine import TinyModel, really_serving

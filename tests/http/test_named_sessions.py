@@ -14,7 +14,7 @@ import pytest
 
 from pensieve.client import AsyncSession
 from pensieve.errors import Internal, ResourceExhausted
-from pensieve.http.chat import named
+from pensieve.http import chat as door_chat
 from pensieve.store import HistoryStore
 from pensieve.v1 import pensieve_pb2 as pb
 from support.http.http_rig import HttpRig, door
@@ -167,7 +167,7 @@ async def test_a_turn_that_waited_too_long_leaves_the_name_free(key: str, stream
                 await asyncio.sleep(0.005)
         turns, gate = service.conversations.turns, service.conversations.gate
         gate.overdue = lambda _: ResourceExhausted("it waited too long")  # type: ignore[method-assign]
-        ((run, _),) = turns._runs.values()
+        (run,) = turns._runs.values()
         turns._refuse_if_overdue(run)
         answer = await call
         assert not stream or "server_overloaded" in answer["text"]
@@ -180,7 +180,7 @@ async def test_a_turn_that_waited_too_long_leaves_the_name_free(key: str, stream
 async def test_a_turn_of_another_caller_in_the_gap_survives(opened: Opened, monkeypatch: Any) -> None:
     """Between the refusal and the removal of the session that was made for it."""
     async with opened() as store, asking(store) as caller:
-        take_back = named._Made.take_back
+        take_back = door_chat._Made.take_back
         waiting = [caller.ask("other", key="other")]
 
         async def later(made: Any) -> None:
@@ -189,7 +189,7 @@ async def test_a_turn_of_another_caller_in_the_gap_survives(opened: Opened, monk
                 await one
             await take_back(made)
 
-        monkeypatch.setattr(named._Made, "take_back", later)
+        monkeypatch.setattr(door_chat._Made, "take_back", later)
         gate = caller.rig.service.conversations.gate
         refusal = gate.refusal
         with overloaded(caller):
@@ -202,7 +202,7 @@ async def test_a_turn_of_another_caller_in_the_gap_survives(opened: Opened, monk
 
 async def test_a_running_turn_of_another_caller_survives(monkeypatch: Any) -> None:
     async with asking() as caller:
-        service, take_back = caller.rig.service, named._Made.take_back
+        service, take_back = caller.rig.service, door_chat._Made.take_back
         gate = service.conversations.gate
         refusal = gate.refusal
         others: list[asyncio.Task[Body]] = []
@@ -217,7 +217,7 @@ async def test_a_running_turn_of_another_caller_survives(monkeypatch: Any) -> No
             generation.emit(*says(ANSWER))
             generation.finish(output=len(says(ANSWER)))
 
-        monkeypatch.setattr(named._Made, "take_back", later)
+        monkeypatch.setattr(door_chat._Made, "take_back", later)
         with overloaded(caller):
             await caller.ask("x", "y", "a", status=429)
         async with asyncio.timeout(60):
@@ -228,7 +228,7 @@ async def test_a_running_turn_of_another_caller_survives(monkeypatch: Any) -> No
 async def test_a_session_that_another_call_takes_back_is_made_again(monkeypatch: Any) -> None:
     """Two calls make the same session. The one that is refused takes it back before the other has begun its turn."""
     async with asking() as caller:
-        real = named.added
+        real = door_chat.added
         gone: list[bool] = []
 
         async def taken(session: AsyncSession, *args: Any, **options: Any) -> AsyncSession:
@@ -239,7 +239,7 @@ async def test_a_session_that_another_call_takes_back_is_made_again(monkeypatch:
                 )
             return await real(session, *args, **options)
 
-        monkeypatch.setattr(named, "added", taken)
+        monkeypatch.setattr(door_chat, "added", taken)
         await caller.ask("x", "y", "a")
         assert gone and await caller.said() == ["x", "y", "a", ANSWER]
 

@@ -14,7 +14,7 @@ from pensieve.errors import Internal, Unavailable
 from pensieve.server.links.engine_link import LinkState
 from support.engine.fake_engine import FakeEngine, Script, build, options
 from support.service.inprocess_link import InProcessLink
-from support.service.listener import Listened, Listener
+from support.service.listener import Listened, Listener, submission
 
 SESSION = SessionKey("default/abc")
 TOKENS = np.arange(8, dtype=np.int32)
@@ -71,7 +71,8 @@ async def test_a_submission_reaches_the_engine_whole() -> None:
     await link.start()
     hints, listener = Hints(next_turn_s=2.0), Listener()
     running = Sampling(max_output_tokens=10**6)
-    generation = link.submit(SESSION, TOKENS, 3, running, listener, scope="tenants/t", hints=hints)
+    command = submission(SESSION, TOKENS, running, scope="tenants/t", hints=hints)
+    generation = link.submit(command, listener)
     await listener.first_output()
     submit = engine.requests[generation.request].submit
     assert (submit.session, submit.tokens, submit.num_new) == (SESSION, pack_tokens(TOKENS), 3)

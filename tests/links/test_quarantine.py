@@ -20,7 +20,7 @@ from pensieve.server.links.process_link import ProcessLink
 from pensieve.server.links.quarantine import Condemned, Quarantine
 from support.engine.fake_engine import BUILDER, FakeEngine, Script, options
 from support.service.inprocess_link import InProcessLink
-from support.service.listener import Listener
+from support.service.listener import Listener, submission
 
 POISON = 500
 QUARANTINED = "REQUEST_QUARANTINED"
@@ -37,7 +37,8 @@ async def tried(
         listener, sampling = Listener(), Sampling(max_output_tokens=output)
         try:
             array = np.asarray(tokens, dtype=np.int32)
-            link.submit(SessionKey(session or name), array, len(tokens), sampling, listener, origin=name)
+            key = SessionKey(session or name)
+            link.submit(submission(key, array, sampling, num_new=len(tokens), origin=name), listener)
             async with asyncio.timeout(30):
                 async for _ in listener:
                     pass

@@ -15,7 +15,7 @@ import yaml
 
 from pensieve.client import AsyncClient
 from pensieve.core import FinishReason
-from pensieve.server.operations.turn_log import OURS
+from pensieve.server.operations.traces import OURS
 from support import metrics_page
 from support.prometheus import FOLDER, prometheus, promtool
 from support.service.server_process import launched

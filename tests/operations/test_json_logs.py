@@ -15,7 +15,7 @@ from pensieve import tracing
 from pensieve.client import AsyncClient
 from pensieve.core import FinishReason, RequestKey, Sampling, Usage
 from pensieve.engine.messages import Cancel, Failed, Finished, Submit
-from pensieve.engine.process.names import RequestNames
+from pensieve.engine.process.loop import RequestNames
 from pensieve.errors import Internal
 from support.engine.fake_engine import Script
 from support.service.server_process import launched

@@ -15,7 +15,7 @@ from pensieve.kernels.attention.kinds import Geometry, StepKind, classify
 from pensieve.kernels.attention.plan import HEADER, AttentionPlan, Scratch, words_of
 from pensieve.kernels.attention.tiles import choose_tiles
 from pensieve.kernels.attention.work_lists import ITEM, make_work_lists
-from pensieve.kernels.span_table import HostSpans, SpanTable
+from pensieve.kernels.spans import Spans, make_spans
 
 SHAPES = [(40, 40), (40, 10), (32, 8), (14, 2), (1, 1), (40, 1), (64, 8)]
 TILES = choose_tiles(128, 2)
@@ -28,10 +28,10 @@ def geometry(shape: tuple[int, int], processors: int = 132) -> Geometry:
     return Geometry(*shape, head_dim=128, element_bytes=2, multiprocessors=processors)
 
 
-def spans_of(lengths: list[int], contexts: list[int]) -> HostSpans:
+def spans_of(lengths: list[int], contexts: list[int]) -> Spans:
     """Spans of these lengths at the ends of contexts of at least that length."""
     positions = [max(0, context - length) for length, context in zip(lengths, contexts, strict=True)]
-    return SpanTable.build(lengths, positions, range(len(lengths))).host
+    return make_spans(lengths, positions, range(len(lengths)))
 
 
 @settings(max_examples=200, deadline=None)
@@ -63,7 +63,7 @@ def test_no_step_of_a_kind_exceeds_its_capacity(data: st.DataObject) -> None:
         data.draw(st.sampled_from([most, limit])),
         where,
     )
-    work = make_work_lists(host, tokens, where, where.tiles, kind)
+    work = make_work_lists(host, tokens, where, kind)
     need = Capacity(len(work.narrow), len(work.wide), len(work.merges), work.partial_rows)
     for name in FIELDS:
         assert getattr(need, name) <= getattr(capacity, name), (name, kind, need, capacity)
@@ -73,7 +73,7 @@ def test_capacities_are_tight_where_graphs_live() -> None:
     """Programs beyond a step's own items cost time."""
     for batch, context in ((1, 16384), (8, 4096), (32, 1024), (48, 1024), (256, 4096)):
         host = spans_of([1] * batch, [context] * batch)
-        work = make_work_lists(host, batch, LLAMA, TILES, StepKind.NARROW)
+        work = make_work_lists(host, batch, LLAMA, StepKind.NARROW)
         capacity = capacity_for(StepKind.NARROW, batch, batch, context, LLAMA)
         surplus = (capacity.narrow_programs - len(work.narrow)) * LLAMA.kv_heads
         assert surplus <= TILES.narrow.resident * LLAMA.multiprocessors
@@ -107,7 +107,7 @@ def test_wide_items_get_a_share_of_the_device(heads: tuple[int, int]) -> None:
 
     def share(lengths: list[int], contexts: list[int]) -> int:
         host = spans_of(lengths, contexts)
-        return make_work_lists(host, int(host[:, 1].sum()), where, where.tiles, StepKind.MIXED).wide_programs
+        return make_work_lists(host, int(host[:, 1].sum()), where, StepKind.MIXED).wide_programs
 
     little = share([1] * 100 + [200], [2000] * 100 + [300])
     much = share([1] * 100 + [2000] * 4, [2000] * 100 + [4000] * 4)
@@ -124,7 +124,7 @@ def test_words_lie_in_memory_of_the_caller() -> None:
     host = spans_of([1] * 8, [4096] * 8)
     packed = plan.pack(host)
     assert not upload.any(), "packing alone changes nothing"
-    work = make_work_lists(host, 8, LLAMA, TILES, StepKind.NARROW)
+    work = make_work_lists(host, 8, LLAMA, StepKind.NARROW)
     assert packed.dtype == np.int32 and packed[:3].tolist() == [len(work.narrow), 0, len(work.merges)]
     assert len(packed) == HEADER + work.narrow.size + work.merges.size <= len(plan.words)
     assert (packed[HEADER : HEADER + work.narrow.size].reshape(-1, ITEM) == work.narrow).all()

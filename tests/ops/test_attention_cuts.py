@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pensieve.kernels.attention.cuts import most_narrow_pieces, narrow_pieces
 from pensieve.kernels.attention.kinds import Geometry
-from pensieve.kernels.attention.narrow_cuts import most_narrow_pieces, narrow_pieces
 from pensieve.kernels.attention.tiles import Tile
 
 WHERE = {kv_heads: Geometry(40, kv_heads, 128, 2, 132, hopper=True) for kv_heads in (1, 5, 8, 10, 40)}

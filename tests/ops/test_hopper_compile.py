@@ -45,7 +45,7 @@ def build(dim: int, groups: int, page: int, *, lse: bool = False, beside: bool =
     from pensieve.kernels.attention.hopper.kernel import attend_hopper
 
     fixed: dict[str, Any] = {
-        "COUNT_AT": 1, "KV_HEADS": 10, "GROUPS": groups, "DIM": dim, "PAGE": page, "BESIDE": beside, "LSE": lse,
+        "KV_HEADS": 10, "GROUPS": groups, "DIM": dim, "PAGE": page, "BESIDE": beside, "LSE": lse,
     }  # fmt: skip
     types = TYPES | {
         "q_desc": f"tensordesc<bf16[{GROUP_ROWS // groups}, {groups}, {SLAB}],{NVMMASharedLayout(128, 16, 3)!r}>",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from support.sources import imports, python_files
 
-ORACLE = ("kernels/reference.py", "kernels/reference_plan.py")
+ORACLE = ("kernels/reference.py",)
 
 
 def test_no_kernel_imports_the_oracle() -> None:

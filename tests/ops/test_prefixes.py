@@ -21,7 +21,7 @@ from pensieve.kernels.attention.party_lists import KIND, make_party_lists
 from pensieve.kernels.attention.plan import AttentionPlan, DoesNotFit
 from pensieve.kernels.attention.prefixes import Parties, PartyRule
 from pensieve.kernels.attention.work_lists import WorkLists
-from pensieve.kernels.span_table import HostSpans, Ints, SpanTable
+from pensieve.kernels.spans import Ints, Spans, make_spans
 from support.kernels.under_interpreter import passed_under_interpreter
 from support.lengths import at_length
 
@@ -36,10 +36,10 @@ UNIT = 128
 class Tables:
     """Spans over page tables that lie end to end."""
 
-    host: HostSpans
+    host: Spans
     pages: npt.NDArray[np.int32]
 
-    def in_order(self, parties: Parties) -> HostSpans:
+    def in_order(self, parties: Parties) -> Spans:
         """The spans as a step has them: those of a party next to each other."""
         moved = self.host[parties.order]
         moved[:, 0] = np.cumsum(moved[:, 1]) - moved[:, 1]
@@ -52,7 +52,7 @@ def tables_of(contexts: list[list[int]], lengths: list[int], unseen: int = 0, pa
     positions = [
         len(context) * page - unseen - length for context, length in zip(contexts, lengths, strict=True)
     ]
-    host = SpanTable.build(lengths, positions, starts).host
+    host = make_spans(lengths, positions, starts)
     return Tables(host, np.array([entry for context in contexts for entry in context], np.int32))
 
 
@@ -76,7 +76,7 @@ class Willing(PartyRule):
         return float(tokens * (spans - 1))
 
 
-def walked(work: WorkLists, host: HostSpans, geometry: Geometry, num_rows: int) -> tuple[Ints, Ints]:
+def walked(work: WorkLists, host: Spans, geometry: Geometry, num_rows: int) -> tuple[Ints, Ints]:
     """How often each query row has seen each of its keys, [rows, keys], and how often it has been written, [rows]:
     computed as the kernels do, by items, through the scratch, to merges."""
     groups, tiles = geometry.groups, geometry.tiles
@@ -105,7 +105,7 @@ def walked(work: WorkLists, host: HostSpans, geometry: Geometry, num_rows: int) 
     return seen, written
 
 
-def must_see(host: HostSpans, groups: int, shape: tuple[int, ...]) -> Ints:
+def must_see(host: Spans, groups: int, shape: tuple[int, ...]) -> Ints:
     want = np.zeros(shape, np.int64)
     for start, length, position, _ in host.tolist():
         for token in range(length):
@@ -135,7 +135,7 @@ def test_every_row_sees_every_key_once(data: st.DataObject) -> None:
             assert (given_.pages[start : start + common] == first).all()
     capacity = capacity_for(KIND, num_rows, len(host), int((host[:, 1] + host[:, 2]).max()), where)
     for room in (Capacity(*[1 << 40] * 4), capacity):
-        work = make_party_lists(host, found.table, num_rows, where, where.tiles, room)
+        work = make_party_lists(host, found.table, num_rows, where, room)
         seen, written = walked(work, host, where, num_rows)
         assert (seen == must_see(host, where.groups, seen.shape)).all()
         assert (written == 1).all()
@@ -273,7 +273,7 @@ def test_pieces_are_as_few_as_there_is_room_for() -> None:
     found = PartyRule(HOPPER, 32).find(step.host, step.pages)
     assert found is not None
     host, table = step.in_order(found), found.table
-    many = make_party_lists(host, table, 64, HOPPER, HOPPER.tiles)
-    few = make_party_lists(host, table, 64, HOPPER, HOPPER.tiles, Capacity(64, 2, 300, 2 * 256))
+    many = make_party_lists(host, table, 64, HOPPER)
+    few = make_party_lists(host, table, 64, HOPPER, Capacity(64, 2, 300, 2 * 256))
     assert many.merges[0, 4] > few.merges[0, 4] == 2
     assert len(few.wide) == 2 and len(few.narrow) == 64 and few.partial_rows == 512

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pensieve.kernels import reference_plan
-from pensieve.kernels.reference import ragged_paged_attention
-from pensieve.kernels.span_table import SpanTable
+from pensieve.kernels import reference
+from pensieve.kernels.reference import attend, make_plan, ragged_paged_attention
+from pensieve.kernels.spans import make_spans
 from support.kernels.attention_cases import Case, Spans, make_case, oracle, relative_error
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -86,11 +86,10 @@ def test_three_hundred_spans() -> None:
 
 
 def test_batches_are_cut_by_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reference_plan, "GROUP_ELEMENTS", 20_000)
+    monkeypatch.setattr(reference, "GROUP_ELEMENTS", 20_000)
     case = make_case([(row, 50 + row % 3, 1) for row in range(40)])
     check(case)
-    (plan,) = case.spans.plans.values()
-    assert len(plan.groups) > 5
+    assert len(make_plan(case.q, case.pool, case.spans, case.page_tables).groups) > 5
 
 
 def test_pages_shared_between_contexts() -> None:
@@ -139,7 +138,7 @@ def test_parts_of_a_context_merge_by_lse() -> None:
     want, want_lse = oracle(whole)
     parts = []
     for first, last in ((0, 2), (2, 6)):
-        spans = SpanTable.build([1], [(last - first) * 8 - 1], [0])
+        spans = make_spans([1], [(last - first) * 8 - 1], [0])
         tables = whole.page_tables[:, first:last].contiguous()
         parts.append(
             ragged_paged_attention(whole.q, whole.pool, spans, tables, scale=whole.scale, return_lse=True)
@@ -152,10 +151,9 @@ def test_parts_of_a_context_merge_by_lse() -> None:
 
 def test_one_plan_serves_all_layers() -> None:
     case, other = make_case([(0, 20, 1), (1, 3, 5)]), make_case([(0, 20, 1), (1, 3, 5)], seed=0, magnitude=2)
-    ragged_paged_attention(case.q, case.pool, case.spans, case.page_tables, scale=case.scale)
-    out = ragged_paged_attention(other.q, other.pool, case.spans, case.page_tables, scale=case.scale)
-    assert len(case.spans.plans) == 1
-    assert relative_error(out, oracle(other)[0]) <= 1e-5
+    plan = make_plan(case.q, case.pool, case.spans, case.page_tables)
+    assert relative_error(attend(case.q, case.pool, plan, scale=case.scale), oracle(case)[0]) <= 1e-5
+    assert relative_error(attend(other.q, other.pool, plan, scale=case.scale), oracle(other)[0]) <= 1e-5
 
 
 def test_heads_that_do_not_divide_are_refused() -> None:
@@ -166,4 +164,4 @@ def test_heads_that_do_not_divide_are_refused() -> None:
 
 def test_negative_spans_are_refused() -> None:
     with pytest.raises(ValueError, match="negative"):
-        SpanTable.build([1], [-1], [0])
+        make_spans([1], [-1], [0])

@@ -16,7 +16,7 @@ from pensieve.kernels.attention.plan import AttentionPlan
 from pensieve.kernels.attention.tiles import choose_tiles
 from pensieve.kernels.attention.work_lists import make_work_lists
 from pensieve.kernels.ragged_paged_attention import ragged_paged_attention
-from pensieve.kernels.span_table import SpanTable
+from pensieve.kernels.spans import make_spans, num_tokens
 from support.kernels.attention_cases import make_case
 from support.kernels.under_interpreter import passed_under_interpreter
 
@@ -41,12 +41,13 @@ def test_work_covers_every_row_and_key_once(
 ) -> None:
     geometry = Geometry(*shape, head_dim=128, element_bytes=2, multiprocessors=processors)
     tiles = choose_tiles(128, 2)
-    table = SpanTable.build([n for n, _ in spans], [p for _, p in spans], range(len(spans)))
-    kind = classify(table.host, geometry)
-    num_rows = table.num_tokens + padding
-    work = make_work_lists(table.host, num_rows, geometry, tiles, kind)
-    row_of = np.repeat(np.arange(len(table)), table.host[:, 1])
-    position = np.arange(table.num_tokens) - table.host[row_of, 0] + table.host[row_of, 2]
+    table = make_spans([n for n, _ in spans], [p for _, p in spans], range(len(spans)))
+    kind = classify(table, geometry)
+    tokens = num_tokens(table)
+    num_rows = tokens + padding
+    work = make_work_lists(table, num_rows, geometry, kind)
+    row_of = np.repeat(np.arange(len(table)), table[:, 1])
+    position = np.arange(tokens) - table[row_of, 0] + table[row_of, 2]
     covered = np.zeros((num_rows, geometry.groups), np.int64)
     partial: list[range] = []
     direct = np.zeros((num_rows, geometry.groups), np.int64)
@@ -56,14 +57,14 @@ def test_work_covers_every_row_and_key_once(
             row = np.arange(first, min(first + tile.rows, rows))
             token = start + row // geometry.groups
             # The keys of this piece that each row sees; a piece beyond a row's own position adds none.
-            seen = at + row // geometry.groups + 1 if start < table.num_tokens else np.zeros(len(row), int)
+            seen = at + row // geometry.groups + 1 if start < tokens else np.zeros(len(row), int)
             np.add.at(covered, (token, row % geometry.groups), np.clip(np.minimum(seen, high) - low, 0, None))
             np.add.at(direct, (token, row % geometry.groups), 1 if scratch < 0 else 0)
             if scratch >= 0:
                 assert high > low
                 partial.append(range(scratch, scratch + tile.rows))
     expected = np.zeros_like(covered)
-    expected[: table.num_tokens] = (position + 1)[:, None]
+    expected[:tokens] = (position + 1)[:, None]
     assert (covered == expected).all()
     merged = np.zeros_like(direct)
     for start, first, end, _, _, _ in work.merges.tolist():
@@ -79,8 +80,8 @@ def test_work_covers_every_row_and_key_once(
 def test_small_steps_are_cut_for_the_whole_device() -> None:
     geometry = Geometry(32, 8, head_dim=128, element_bytes=2, multiprocessors=132)
     tiles = choose_tiles(128, 2)
-    host = SpanTable.build([1], [16383], [0]).host
-    work = make_work_lists(host, 1, geometry, tiles, StepKind.NARROW)
+    host = make_spans([1], [16383], [0])
+    work = make_work_lists(host, 1, geometry, StepKind.NARROW)
     programs = len(work.narrow) * geometry.kv_heads
     assert 132 <= programs <= 2 * 132
     sizes = work.narrow[:, 6] - work.narrow[:, 5]
@@ -89,11 +90,11 @@ def test_small_steps_are_cut_for_the_whole_device() -> None:
 
 def test_a_step_beyond_the_capacity_is_refused() -> None:
     geometry = Geometry(4, 2, head_dim=64, element_bytes=2, multiprocessors=4)
-    host = SpanTable.build([1, 1], [3, 5], [0, 1]).host
+    host = make_spans([1, 1], [3, 5], [0, 1])
     plan = AttentionPlan.of(host, 60, geometry, torch.device("cpu"), capacity=Capacity(12, 0, 0, 0))
     before = plan.words.clone()
     with pytest.raises(ValueError, match="needs wide=1, the plan holds 0"):
-        plan.refill(SpanTable.build([60], [0], [0]).host)
+        plan.refill(make_spans([60], [0], [0]))
     assert torch.equal(before, plan.words)
 
 

@@ -8,14 +8,12 @@ import triton
 
 from pensieve.kernels.attention.kinds import Geometry
 from pensieve.kernels.attention.tiles import Tile, choose_tiles
+from pensieve.kernels.attention.work_lists import MERGES, NARROW, WIDE
 from pensieve.kernels.ragged_paged_attention import (
     AFTER,
     ALONE,
     BESIDE,
     MERGED_AT_ONCE,
-    MERGES,
-    NARROW,
-    WIDE,
     _attend,
     _merge,
     constants,

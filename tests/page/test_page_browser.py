@@ -12,7 +12,7 @@ import pytest
 
 from pensieve.client import AsyncClient
 from pensieve.engine.messages import SessionStrip
-from pensieve.server.page.state import FrontDoorState
+from pensieve.feed import FrontDoorState
 from support.page.browser_tab import BrowserTab, browser_tab
 from support.page.page_rig import PageRig, page_rig
 

@@ -10,11 +10,11 @@ import pytest
 
 from pensieve.config import CacheConfig, SchedulerConfig
 from pensieve.core import SessionKey
+from pensieve.engine import strips as looks
 from pensieve.engine.cache.chunk import NOWHERE
 from pensieve.engine.engine import Engine
-from pensieve.engine.looks import looker as looks
-from pensieve.engine.looks.looker import Looker
 from pensieve.engine.messages import GetStrips, SessionStrip, Strips
+from pensieve.engine.strips import Looker
 from support.engine.engine_driver import Clock, Driver, make_engine
 from support.engine.hash_worker import VOCABULARY, HashWorker, verify_beams, verify_tokens
 from support.lengths import at_length
@@ -60,7 +60,7 @@ def recounted(engine: Engine) -> dict[str, str]:
     size = cache.config.chunk_tokens
     owners = Counter(id(chunk) for session in cache.sessions.values() for chunk in session.chunks)
     wanted: dict[SessionKey, dict[int, str]] = {}
-    for request in engine._scheduler.batch.running:
+    for request in engine._scheduler.running:
         lacking = {at for start, end in request.missing for at in range(start, end)}
         for span in plan.spans:
             if span.request == request.key:
@@ -163,5 +163,5 @@ def test_what_has_not_changed_is_not_counted_again(monkeypatch: pytest.MonkeyPat
     first = whole_look(engine)
     assert len(counted) == 20 and [one.strip for one in first] == ["d3"] * 20
     assert [one.strip for one in whole_look(engine)] == ["d3"] * 20 and len(counted) == 20
-    engine._cache._tiers.discard(engine._cache.sessions[SessionKey("t4")].chunks[1])
+    engine._cache._tiers.drop(engine._cache.sessions[SessionKey("t4")].chunks[1])
     assert whole_look(engine)[4].strip == "d1x1d1" and len(counted) == 21

@@ -12,6 +12,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +53,20 @@ def address(service: PacedConversations) -> Iterator[Address]:
         yield Address(f"pensieve://{host}", None)
 
 
+@dataclass(frozen=True)
+class At:
+    """A target of which only its address counts."""
+
+    where: Address
+    name: str = "it"
+
+    def address(self) -> Address:
+        return self.where
+
+
 async def play(address: Address, processes: int = 2, **more: Any) -> Outcome:
     options = RunOptions(seed=3, processes=processes)
-    return await crew.replay("it", address, INFO, scripts(TALKS, Arrivals()), options, **more)
+    return await crew.replay(At(address), INFO, scripts(TALKS, Arrivals()), options, **more)
 
 
 def client_processes() -> set[int]:
@@ -144,7 +156,7 @@ async def test_all_histories_are_played_before_the_common_start(
     """One process has nothing to play beforehand, and waits for the other one."""
     service.token_s = 0.2
     fresh = Script(1, Conversation("1", (TurnLengths(5, 1),)), (Due(0.0, 0.0),))
-    outcome = await crew.replay("it", address, INFO, [begun(0), fresh], RunOptions(processes=2))
+    outcome = await crew.replay(At(address), INFO, [begun(0), fresh], RunOptions(processes=2))
     assert len(service.prompts[0]) == 19
     assert [(r.conversation, r.turn, r.done_s > 0) for r in outcome.records] == [
         (0, 0, False), (1, 0, True), (0, 1, True),
@@ -157,7 +169,7 @@ async def test_no_session_goes_before_all_have_ended(service: PacedConversations
     """A conversation of one process ends long before the other's."""
     service.token_s = 0.01
     talks = (Conversation("short", (TurnLengths(2, 1),)), Conversation("long", (TurnLengths(2, 30),)))
-    await crew.replay("it", address, INFO, scripts(talks, Arrivals()), RunOptions(processes=2))
+    await crew.replay(At(address), INFO, scripts(talks, Arrivals()), RunOptions(processes=2))
     kinds = [kind for kind, _ in service.log]
     assert kinds[-2:] == ["deleted", "deleted"] and kinds.count("done") == 2
 

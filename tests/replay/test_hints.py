@@ -17,10 +17,9 @@ from click.testing import CliRunner, Result
 
 from pensieve.core import Hints, Usage
 from pensieve.replay.command import replay as command
-from pensieve.replay.load.hints import hint_of
 from pensieve.replay.load.schedule import Arrivals, Due, Script, scripts
 from pensieve.replay.load.workload import Conversation, TurnLengths
-from pensieve.replay.play.runner import replay
+from pensieve.replay.play.runner import hint_of, replay
 from pensieve.replay.records import Outcome, RunOptions
 from pensieve.replay.targets.base import AskedTurn, OnTokens, TargetInfo, TurnFailed
 from pensieve.v1 import pensieve_pb2 as pb

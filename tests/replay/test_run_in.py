@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from pensieve.replay.load.generators import generate
-from pensieve.replay.load.run_in import run_in
-from pensieve.replay.load.schedule import Arrivals, Due, Script, scripts
+from pensieve.replay.load.schedule import Arrivals, Due, Script, run_in, scripts
 from pensieve.replay.load.workload import Conversation, TurnLengths
 
 RATE, THINK_S, TOKEN_S = 20.0, 6.0, 0.01

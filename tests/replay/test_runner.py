@@ -13,12 +13,9 @@ from pensieve.core import Usage
 from pensieve.replay.load.schedule import Arrivals, Due, Script, scripts
 from pensieve.replay.load.shaping import Shaping
 from pensieve.replay.load.workload import Conversation, Dataset, TurnLengths
-from pensieve.replay.measure.receipts import violations
-from pensieve.replay.measure.report import is_clean, statistics, summarise
-from pensieve.replay.measure.validity import client_lag
-from pensieve.replay.measure.windows import Window, cut
-from pensieve.replay.play.runner import replay
-from pensieve.replay.play.watching import ReplayWatcher, RunWatcher
+from pensieve.replay.measure.report import is_clean, statistics, summarise, violations
+from pensieve.replay.measure.windows import Window, client_lag, cut
+from pensieve.replay.play.runner import ReplayWatcher, RunWatcher, replay
 from pensieve.replay.records import Outcome, Played, RunOptions, TurnRecord, outcome
 from pensieve.replay.session import ReplayPlan, run
 from pensieve.replay.targets.base import AskedTurn, OnTokens, TargetInfo, TurnFailed

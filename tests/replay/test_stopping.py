@@ -20,8 +20,7 @@ from pensieve.replay.load.schedule import Due, Script
 from pensieve.replay.load.workload import Conversation, TurnLengths
 from pensieve.replay.measure.activity import active_sessions
 from pensieve.replay.measure.report import is_clean, summarise
-from pensieve.replay.measure.validity import client_lag
-from pensieve.replay.measure.windows import Window, cut
+from pensieve.replay.measure.windows import Window, client_lag, cut
 from pensieve.replay.play.runner import replay
 from pensieve.replay.records import Outcome, RunOptions, TurnRecord
 from pensieve.replay.targets.base import AskedTurn, OnTokens, TargetInfo

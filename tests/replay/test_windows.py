@@ -7,8 +7,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pensieve.replay.measure.validity import METRICS, client_lag, intervals
-from pensieve.replay.measure.windows import Window, cut, has_trend, running_turns
+from pensieve.replay.measure.windows import (
+    METRICS,
+    Window,
+    client_lag,
+    cut,
+    has_trend,
+    intervals,
+    running_turns,
+)
 from pensieve.replay.records import Outcome, TurnRecord
 from pensieve.replay.targets.base import TargetInfo
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from pensieve.replay.compare_command import compare
+from pensieve.replay.command import compare
 from pensieve.replay.measure.report import at
 from pensieve.replay.presentation.compare import SCHEMA
 from pensieve.replay.presentation.plots import PlotsMissing, require

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pensieve.replay.presentation.compare import carried, common_latency, comparisons, ratio
 from pensieve.replay.presentation.curves import CurvePoint
-from pensieve.replay.presentation.equal_latency import carried, common_latency, comparisons, ratio
 
 LATENCY = st.floats(1e-3, 10.0)
 LINE = st.lists(st.tuples(st.floats(0.01, 1000.0), LATENCY), min_size=1, max_size=8)

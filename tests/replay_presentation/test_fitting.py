@@ -7,8 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from pensieve.replay.presentation.fitting import print_grid
-from pensieve.replay.presentation.table import show
+from pensieve.replay.presentation.table import print_grid, show
 from support.replay.replay_reports import sweep
 
 

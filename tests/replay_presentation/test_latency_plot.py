@@ -12,8 +12,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 
-from pensieve.replay.presentation.latency_plot import latency_figure
-from pensieve.replay.presentation.panels import Panel, panels
+from pensieve.replay.presentation.curves import Panel, panels
+from pensieve.replay.presentation.plots import latency_figure
 from support.replay.replay_reports import sweep
 
 Line = Sequence[tuple[float, float]]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pensieve.replay.presentation.panels import Panel, panels
+from pensieve.replay.presentation.curves import Panel, panels
 from support.replay.replay_reports import first_version, sweep
 
 Report = dict[str, Any]

@@ -188,7 +188,7 @@ def test_nothing_completed_is_still_a_page() -> None:
 
 
 def test_matplotlib_is_imported_only_to_draw() -> None:
-    code = "import sys, pensieve.replay.compare_command; sys.exit('matplotlib' in sys.modules)"
+    code = "import sys, pensieve.replay.command; sys.exit('matplotlib' in sys.modules)"
     subprocess.run([sys.executable, "-P", "-c", code], check=True, timeout=60)
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pensieve.replay.targets.base import TurnFailed
-from pensieve.replay.targets.openai_stream import Completion
+from pensieve.replay.targets.openai_target import Completion
 
 EVENTS = (
     {"id": "x", "choices": [{"index": 0, "text": "one", "token_ids": [7], "prompt_token_ids": [1, 2]}]},

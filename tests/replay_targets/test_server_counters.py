@@ -18,9 +18,8 @@ from pensieve.replay.load.workload import Conversation, Dataset, TurnLengths
 from pensieve.replay.presentation.table import show
 from pensieve.replay.records import RunOptions
 from pensieve.replay.session import ReplayPlan, run
-from pensieve.replay.targets import server_counters
 from pensieve.replay.targets.base import AskedTurn, OnTokens, TargetInfo
-from pensieve.replay.targets.started_target import StartedTarget
+from pensieve.replay.targets.started_target import StartedTarget, growth
 from pensieve.server.links.engine_link import LinkState
 from pensieve.server.operations.metrics import Metrics
 
@@ -122,4 +121,4 @@ async def test_other_servers_tell_nothing() -> None:
 
 def test_an_engine_that_made_no_step() -> None:
     idle = {"pensieve_steps_total": 7.0, "pensieve_step_seconds_total": 1.0}
-    assert server_counters.growth(idle, idle)["step_s"] == {"count": 0, "mean": None, "share": {}}
+    assert growth(idle, idle)["step_s"] == {"count": 0, "mean": None, "share": {}}

@@ -9,7 +9,8 @@ import pytest
 
 from pensieve.errors import Cancelled, Unavailable
 from pensieve.server.rpc.convert import turn_spec
-from pensieve.server.turns.run import CalledOffStreams, Order, TurnRun
+from pensieve.server.turns.run import Order, TurnRun
+from pensieve.server.turns.turns import CalledOffStreams
 from pensieve.store import Counts, Key
 from pensieve.store.memory_store import MemoryStore
 from pensieve.store.records import Record, SessionRow
@@ -149,11 +150,11 @@ async def test_who_waits_behind_a_turn_that_nobody_heard_is_discarded_with_it(ke
         await store.waiting.wait()
         back = rig.call(name, turn)
         turns = rig.conversations.turns
-        ((run, _),) = turns._runs.values()
+        (run,) = turns._runs.values()
         while not run.buffer._waiting_for_end:
             await asyncio.sleep(0.002)
         cancel = asyncio.ensure_future(rig.cancel(name, turn.request_id, keep=keep))
-        while not run.asked_to_end:
+        while not run.called_off:
             await asyncio.sleep(0.002)
         rig.link.answer = lambda _: says("late")
         gate.set()

@@ -10,7 +10,8 @@ import pytest
 
 from pensieve.core import FinishReason
 from pensieve.server.rpc.convert import turn_spec
-from pensieve.server.turns import following
+from pensieve.server.turns import lease
+from pensieve.server.turns.run import RunState
 from pensieve.store import BeginRequest, Key
 from pensieve.store.memory_store import MemoryStore
 from pensieve.v1 import pensieve_pb2 as pb
@@ -44,7 +45,7 @@ async def begun(rig: Rig, name: str, turn: pb.TurnSpec) -> tuple[asyncio.Task[St
 async def follows(rig: Rig, name: str, turn: pb.TurnSpec, **fields: object) -> asyncio.Task[Streamed]:
     """A stream of that turn at this server, which has found out that it runs elsewhere."""
     task = asyncio.create_task(rig.stream(name, turn, **fields))
-    while not any(run.following for run, _ in rig.conversations.turns._runs.values()):
+    while not any(run.state is RunState.FOLLOWING for run in rig.conversations.turns._runs.values()):
         assert not task.done(), await task
         await asyncio.sleep(0.005)
     return task
@@ -93,17 +94,17 @@ async def test_the_grace_of_a_turn_starts_again_while_somebody_waits_elsewhere()
         generation.admit()
         generation.emit(*encode(TEXT))
         await anext(aiter(call))
-        ((_, audience),) = here.conversations.turns._runs.values()
+        (run,) = here.conversations.turns._runs.values()
         call.cancel()
-        while audience._timer is None:
+        while run._grace is None:
             await asyncio.sleep(0.005)
-        ends = audience._timer.when()
+        ends = run._grace.when()
         second = await follows(there, name, turn)
         async with asyncio.timeout(60):
             for _ in range(3):
-                while audience._timer.when() == ends:
+                while run._grace.when() == ends:
                     await asyncio.sleep(0.005)
-                ends = audience._timer.when()
+                ends = run._grace.when()
         finish(generation)
         assert (await second).text == TEXT and not there.link.generations
 
@@ -239,7 +240,7 @@ async def test_a_turn_of_a_dead_server_is_cancelled_when_its_lease_lapses() -> N
 
 async def test_a_server_that_does_not_hear_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a server would be that knows no orders yet."""
-    monkeypatch.setattr(following, "UNHEARD_S", 0.1)
+    monkeypatch.setattr(lease, "UNHEARD_S", 0.1)
     async with pair() as (here, _):
         name, turn = await here.create(), spec("hi")
         await _held_by_the_dead(here, name, turn, 60_000)

@@ -1,8 +1,9 @@
-"""One port, two protocols; limits of the HTTP side; metrics as scraped."""
+"""One port, two protocols; its limits; metrics as scraped."""
 
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -12,12 +13,14 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
+from starlette.requests import Request
+from starlette.responses import Response
 
 from pensieve.core import Usage
 from pensieve.engine.messages import Stats
+from pensieve.server import admin_port
+from pensieve.server.admin_port import AdminPort
 from pensieve.server.links.engine_link import LinkState
-from pensieve.server.operations import admin_port
-from pensieve.server.operations.admin_port import AdminPort
 from pensieve.server.operations.metrics import ENGINE_METRICS, Metrics
 from pensieve.server.values import TurnEnd
 from pensieve.store import Key
@@ -46,14 +49,40 @@ class Engine:
     condemned_sessions_total = 1
 
 
+class HangingPage:
+    """Answers nobody."""
+
+    def __init__(self) -> None:
+        self.asked, self.ended = asyncio.Event(), asyncio.Event()
+
+    async def answer(self, path: str, request: Request) -> None:
+        try:
+            self.asked.set()
+            await asyncio.sleep(600)
+        finally:
+            self.ended.set()
+
+
+class BrokenPage:
+    secret = "prompt"
+
+    async def answer(self, path: str, request: Request) -> None:
+        raise RuntimeError(f"what a {self.secret} says")
+
+
 class Setup:
+    page: HangingPage | BrokenPage | None = None
+
     def __init__(self, folder: Path) -> None:
         self.metrics = Metrics()
         self.metrics.watch_engine(Engine())
         self.problem = ""
         self.socket = folder / "grpc"
-        self.port = AdminPort(self.metrics.registry, lambda: self.problem, self.socket)
+        self.port = AdminPort(self.metrics.registry, self, self.socket, page=self)
         self.number = 0
+
+    async def answer(self, path: str, request: Request) -> Response | None:
+        return None if self.page is None else await self.page.answer(path, request)
 
     async def http(self, request: bytes) -> tuple[int, str]:
         reader, writer = await asyncio.open_connection("127.0.0.1", self.number)
@@ -115,56 +144,110 @@ async def test_other_requests_are_refused(setup: Setup) -> None:
     assert (await setup.get("/metrics/../etc"))[0] == 404
     assert (await setup.http(b"POST /metrics HTTP/1.1\r\n\r\n"))[0] == 405
     assert await setup.http(b"HEAD /healthz HTTP/1.0\r\n\r\n") == (200, "")
-    assert (await setup.http(b"\x00\xff\x16\x03\r\n\r\n"))[0] == 405
+    assert (await setup.http(b"\x00\xff\x16\x03\r\n\r\n"))[0] == 400
+    assert (await setup.http(b"PUT /metrics HTTP/1.1\r\n\r\n"))[0] == 405, "it only began as HTTP/2 does"
 
 
 async def test_heads_without_end_are_cut_off(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert await setup.http(b"G" * 100_000) == (0, "")
-    assert await setup.http(b"GET / HTTP/1.1\r\n" + b"A: b\r\n" * 10_000) == (0, "")
-    monkeypatch.setattr(admin_port, "_HEAD_TIMEOUT_S", 0.05)
-    assert await setup.http(b"GET /healthz") == (0, "")
+    assert (await setup.http(b"G" * 100_000))[0] == 400
+    for head in (b"GET /" + b"a" * 100_000, b"GET / HTTP/1.1\r\n" + b"A: b\r\n" * 10_000):
+        assert await setup.http(head) == (0, "")
+    monkeypatch.setattr(admin_port, "HEAD_S", 0.05)
+    for head in (b"", b"GET /healthz", b"PRI * HT"):
+        assert await setup.http(head) == (0, "")
     assert (await setup.get("/healthz"))[0] == 200
 
 
-async def test_silent_connections_shut_no_caller_out(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Far more of them than there are places, of each kind, and no time limit that would free one."""
-    monkeypatch.setattr(admin_port, "_HEAD_TIMEOUT_S", 600.0)
+async def test_a_caller_that_says_no_more_is_answered_and_one_that_is_dropped_is_not_worked_for(
+    setup: Setup,
+) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", setup.number)
+    writer.write(b"GET /healthz HTTP/1.0\r\n\r\n")
+    writer.write_eof()
+    assert (await asyncio.wait_for(reader.read(), 20)).endswith(b"ok\n")
+    page = setup.page = HangingPage()
+    reader, writer = await asyncio.open_connection("127.0.0.1", setup.number)
+    writer.write(b"GET / HTTP/1.0\r\n\r\n")
+    async with asyncio.timeout(20):
+        await page.asked.wait()
+        await setup.port.close()
+        await page.ended.wait()
+        assert await reader.read() == b""
+    writer.close()
+
+
+async def test_a_bug_is_answered_without_its_words(setup: Setup, caplog: pytest.LogCaptureFixture) -> None:
+    setup.page = BrokenPage()
+    status, body = await setup.get("/state.json")
+    assert (status, body) == (500, "internal error\n")
+    assert "RuntimeError" in caplog.text and "prompt" not in caplog.text
+
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00\x00\x04\x00\x00\x00\x00\x00"
+IDLE = {
+    "nothing": [b""],
+    "half a head": [b"GET /hea"],
+    "half a preface": [b"PRI * HT"],
+    "grpc": [PREFACE],
+    "the beginning of grpc": [PREFACE[:16]],
+    "all of them": [b"", b"GET /hea", b"PRI * HT", PREFACE, PREFACE[:16]],
+}
+
+
+@pytest.mark.parametrize("kind", IDLE)
+async def test_idle_connections_shut_no_caller_out(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Far more of them than there are places, and no time limit that would free one."""
+    monkeypatch.setattr(admin_port, "HEAD_S", 600.0)
+    server = await serve_health(setup.socket)
+    said = IDLE[kind]
     silent, over = [], []
     for number in range(300):
         reader, writer = await asyncio.open_connection("127.0.0.1", setup.number)
-        if number % 2:
-            writer.write(b"GET /hea")
+        writer.write(said[number % len(said)])
         silent.append(writer)
         over.append(asyncio.create_task(reader.read()))
+    places = admin_port.MAX_HTTP + admin_port.MAX_GRPC if len(said) > 1 else admin_port.MAX_HTTP
     async with asyncio.timeout(30):  # the most silent ones have made way
-        while sum(one.done() for one in over) < len(over) - admin_port._MAX_HTTP:
+        while sum(one.done() for one in over) < len(over) - places:
             await asyncio.sleep(0.01)
-    for _ in range(20):
-        assert (await setup.get("/healthz"))[0] == 200
-        assert (await setup.get("/readyz"))[0] == 200
-    assert (await setup.get("/metrics"))[0] == 200
-    for writer in silent:
-        writer.close()
-    await asyncio.gather(*over)
-
-
-async def test_silent_grpc_connections_keep_nobody_out(setup: Setup) -> None:
-    server = await serve_health(setup.socket)
-    silent = []
-    for _ in range(100):
-        reader, writer = await asyncio.open_connection("127.0.0.1", setup.number)
-        writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00\x00\x04\x00\x00\x00\x00\x00")
-        assert await asyncio.wait_for(reader.read(9), 20)
-        silent.append(writer)
     async with aio.insecure_channel(f"127.0.0.1:{setup.number}") as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         for _ in range(20):
+            assert (await setup.get("/healthz"))[0] == (await setup.get("/readyz"))[0] == 200
             answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=20)
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
-    assert (await setup.get("/healthz"))[0] == 200
+    assert (await setup.get("/metrics"))[0] == 200
     for writer in silent:
-        writer.close()
+        writer.transport.abort()
+    await asyncio.gather(*over, return_exceptions=True)
     await server.stop(None)
+
+
+async def test_what_is_passed_on_arrives_whole_and_is_not_heaped_up(setup: Setup) -> None:
+    async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(1 << 16):
+            writer.write(data)
+            await writer.drain()
+        writer.close()
+
+    far = await asyncio.start_unix_server(echo, setup.socket)
+    reader, writer = await asyncio.open_connection("127.0.0.1", setup.number)
+    sent = PREFACE + random.Random(1).randbytes(8 << 20)
+    writer.write(sent)
+    assert await asyncio.wait_for(reader.readexactly(len(sent)), 60) == sent
+    # It reads no more: what it sends soon gets no further.
+    writer.transport.set_write_buffer_limits(0)
+    taken = 0
+    with pytest.raises(TimeoutError):
+        while taken < 256 << 20:
+            writer.write(bytes(1 << 20))
+            async with asyncio.timeout(1.0):
+                await writer.drain()
+            taken += 1 << 20
+    writer.transport.abort()
+    far.close()
 
 
 def turn_end(tenant: str, outcome: str, usage: Usage) -> TurnEnd:

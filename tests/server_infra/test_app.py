@@ -301,6 +301,15 @@ async def test_keys_guard_both_ports(tmp_path: Path) -> None:
             assert (await rest(caller.turn(await caller.session()))).completed.revision == 2
             with pytest.raises(aio.AioRpcError, match="UNIMPLEMENTED"):
                 await caller.services()
+            # The admin service is here too, for the scope that it takes on its own port.
+            stats = pb.GetStatsRequest()
+            assert (await refused(nobody.admin.GetStats(stats))).reason == "CREDENTIAL_MISSING"
+            missing = await refused(nobody.admin.GetStats(stats, metadata=(user,)))
+            assert (missing.code, missing.reason) == ("PERMISSION_DENIED", "SCOPE_MISSING")
+            answer = await nobody.admin.GetStats(stats, metadata=(ops,), timeout=10)
+            assert answer.gpu_tokens_capacity == 4096
+            evict = await nobody.admin.EvictCache(pb.EvictCacheRequest(), metadata=(ops,), timeout=10)
+            assert evict.tokens_evicted > 0
         async with calling(server.admin) as admin, calling(server.admin, user) as known:
             with pytest.raises(aio.AioRpcError, match="UNAUTHENTICATED"):
                 await admin.services()
@@ -311,4 +320,4 @@ async def test_keys_guard_both_ports(tmp_path: Path) -> None:
             await admin.admin.Drain(drain, metadata=(ops,), timeout=10)
             await admin.becomes(NOT_SERVING)
         text = await asyncio.to_thread(http, server.admin, "/metrics")
-        assert "pensieve_auth_failures_total 4.0" in text
+        assert "pensieve_auth_failures_total 6.0" in text

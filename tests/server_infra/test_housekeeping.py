@@ -1,13 +1,20 @@
-"""Expired sessions go without anybody asking."""
+"""Expired sessions go without anybody asking; what systemd, or another manager by its protocol, is told."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
+from pathlib import Path
+
+import pytest
 
 from pensieve.errors import Unavailable
-from pensieve.server.operations.housekeeping import purge_forever
+from pensieve.machine import Manager, manager
+from pensieve.server.operations.housekeeping import ManagerLink, purge_forever
 from pensieve.server.tasks import end_task
 from pensieve.store.memory_store import MemoryStore
+from support.service.server_process import launched
 
 
 class Flaky(MemoryStore):
@@ -33,3 +40,51 @@ async def test_purging_goes_on_after_the_store_was_down() -> None:
     await asyncio.wait_for(store.third.wait(), 10)
     await end_task(task)
     assert task.done()
+
+
+LIMIT_S = 60.0
+
+
+def test_a_server_says_that_it_serves_that_it_turns_and_that_it_drains(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as told:
+        told.bind(str(tmp_path / "notify"))
+        told.settimeout(LIMIT_S)
+        environment = {"NOTIFY_SOCKET": str(tmp_path / "notify"), "WATCHDOG_USEC": "200000"}
+        with launched(tmp_path / "server", environment=environment, ready=False) as server:
+            assert told.recv(100) == b"READY=1"
+            server.wait_ready()
+            assert [told.recv(100) for _ in range(3)] == [b"WATCHDOG=1"] * 3
+            server.terminate()
+            while (last := told.recv(100)) == b"WATCHDOG=1":
+                pass
+            assert last == b"STOPPING=1"
+            assert server.finish()[0] == 0
+
+
+def test_a_manager_that_does_not_listen_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    ManagerLink(Manager(str(tmp_path / "nobody"), None)).serving()
+    assert "the service manager was not told READY=1" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("environment", "found"),
+    [
+        ({}, None),
+        ({"NOTIFY_SOCKET": "vsock:2:1"}, None),
+        ({"NOTIFY_SOCKET": "/run/notify"}, Manager("/run/notify", None)),
+        ({"NOTIFY_SOCKET": "@notify", "WATCHDOG_USEC": "60000000"}, Manager("\0notify", 60.0)),
+        (
+            {"NOTIFY_SOCKET": "/n", "WATCHDOG_USEC": "1000000", "WATCHDOG_PID": str(os.getpid())},
+            Manager("/n", 1.0),
+        ),
+        ({"NOTIFY_SOCKET": "/n", "WATCHDOG_USEC": "1000000", "WATCHDOG_PID": "1"}, Manager("/n", None)),
+    ],
+)
+def test_who_listens(
+    environment: dict[str, str], found: Manager | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert manager() == found

@@ -11,7 +11,6 @@ import pytest
 from pensieve.errors import Unavailable
 from pensieve.server.turns import lease
 from pensieve.server.turns.lease import LeaseKeeper, LeaseReleaser
-from pensieve.server.turns.run import CalledOffStreams
 from pensieve.store import HeldLease, HistoryStore, Key, RenewalAnswer, Renewed
 
 KEY = Key("acme", "one")
@@ -73,14 +72,3 @@ async def test_closing_leaves_no_task_behind(monkeypatch: pytest.MonkeyPatch) ->
     async with asyncio.timeout(30):
         await releaser.close()
     assert tasks("releases") == [] and store.aborted == []
-
-
-def test_a_stream_whose_turn_is_in_history_is_called_off_no_more() -> None:
-    streams = CalledOffStreams(2)
-    for number in range(3):
-        streams.add(KEY, "turn", f"s{number}")
-    assert [streams.has(KEY, "turn", f"s{number}") for number in range(3)] == [False, True, True]
-    streams.forget(KEY, "turn", "s1")
-    streams.forget(KEY, "turn", "unknown")
-    streams.add(KEY, "turn", "")
-    assert [streams.has(KEY, "turn", name) for name in ("", "s1", "s2")] == [False, False, True]

@@ -27,11 +27,11 @@ from pensieve.errors import (
     ResourceExhausted,
     Unavailable,
 )
-from pensieve.server.child import ChildProcess
+from pensieve.server.child import ChildProcess, RestartPauses, Silence
 from pensieve.server.links.engine_link import LinkState
 from pensieve.server.links.process_link import EngineProcess, HostCommand, ProcessLink
 from support.engine.fake_engine import BUILDER, Script, options
-from support.service.listener import Listened, Listener
+from support.service.listener import Listened, Listener, submission
 
 SESSION = SessionKey("default/abc")
 LONG = Sampling(max_output_tokens=100_000)
@@ -145,7 +145,7 @@ async def test_a_bug_in_a_sink_costs_its_own_generation_only() -> None:
 
     async with running(Script()) as link:
         pid, broken, others = link.pid, Broken(), [submit(link) for _ in range(3)]
-        link.submit(SESSION, np.arange(8, dtype=np.int32), 3, LONG, broken)
+        link.submit(submission(SESSION, np.arange(8, dtype=np.int32), LONG), broken)
         others += [submit(link) for _ in range(3)]
         with pytest.raises(KeyError, match="a bug"):
             async for _ in broken:
@@ -315,12 +315,12 @@ def test_the_engine_dies_with_the_front_end_even_when_stuck() -> None:
         from support.engine.fake_engine import BUILDER, Script, options
         from pensieve.core import Sampling, SessionKey
         from pensieve.server.links.process_link import ProcessLink
-        from support.service.listener import Listener
+        from support.service.listener import Listener, submission
 
         async def main():
             link = ProcessLink(options(Script(hang_at_step=1)), builder=BUILDER)
             await link.start()
-            link.submit(SessionKey("t/s"), np.arange(3, dtype=np.int32), 3, Sampling(), Listener())
+            link.submit(submission(SessionKey("t/s"), np.arange(3, dtype=np.int32), Sampling()), Listener())
             await asyncio.sleep(0.2)
             print(link.pid, flush=True)
             os._exit(137)
@@ -357,3 +357,21 @@ async def test_a_cancelled_wait_closes_what_it_would_have_closed() -> None:
         await process._writer.drain()
     process.kill()
     assert await process.wait(10.0) < 0
+
+
+def test_pauses_between_starts_double_and_begin_anew_after_a_steady_life() -> None:
+    pauses = RestartPauses(0.2, 30.0, 60.0)
+    assert [pauses.next() for _ in range(9)] == [0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 30.0]
+    pauses.lived(60.0)
+    assert pauses.next() == 30.0
+    pauses.lived(61.0)
+    assert [pauses.next(), pauses.next()] == [0.2, 0.4]
+
+
+def test_a_server_that_was_stopped_for_minutes_blames_no_child() -> None:
+    silence = Silence(tick_s=0.25)
+    silence.passed(0.25)
+    assert silence.passed(600.0) == 0.5
+    assert silence.seconds == 0.75
+    silence.heard()
+    assert silence.seconds == 0.0

@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pensieve.errors import InvalidArgument
-from pensieve.server.rpc.checks import Bounds
-from pensieve.server.rpc.decode import decode
-from pensieve.server.rpc.validation import RULES, validate
+from pensieve.server.rpc.interceptor import decode
+from pensieve.server.rpc.validation import RULES, Bounds, validate
 from pensieve.server.settings import RequestLimits
 from pensieve.v1 import pensieve_pb2 as pb
 from support.service.service_rig import Rig, refusal, serving, spec, tokenizer, uid, user

@@ -33,9 +33,9 @@ async def running(rig: Rig, name: str, turn: pb.TurnSpec, text: str = "the fox",
 
 async def left(rig: Rig, call: Any, listeners: int) -> None:
     """Drop the connection, and wait until the server has noticed."""
-    ((_, audience),) = rig.conversations.turns._runs.values()
+    (run,) = rig.conversations.turns._runs.values()
     call.cancel()
-    while audience._listeners != listeners:
+    while run._listeners != listeners:
         await asyncio.sleep(0)
 
 

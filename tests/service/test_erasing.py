@@ -184,7 +184,7 @@ async def test_another_server_forgets_what_it_had_cached(place: Place, store: Hi
         page = await other.api.ListItems(pb.ListItemsRequest(name=name, page_size=1))
         await rewind(one, name, 0)
         assert await texts(other, name, page_token=page.next_page_token) == []
-        cached = repr(other.conversations._histories._cached)
+        cached = repr(other.conversations._transcript._cached)
         assert CANARY not in cached
 
 

@@ -12,7 +12,6 @@ import pytest
 
 from pensieve.core import FinishReason, Phase, Sampling, SessionKey
 from pensieve.errors import Unavailable
-from pensieve.server.history.rendering import PreparedTurn
 from pensieve.server.turns.buffer import TurnBuffer
 from pensieve.server.turns.generation import TurnGeneration
 from pensieve.server.turns.stream import StreamOptions, events
@@ -27,12 +26,11 @@ from pensieve.server.values import (
     TurnStatus,
     TurnView,
 )
-from pensieve.store.records import History
+from support.service.listener import submission
 from support.service.scripted_link import ScriptedGeneration, ScriptedLink
 from support.service.service_rig import encode, says, tokenizer
 
 TOKENS = np.arange(5, dtype=np.int32)
-PREPARED = PreparedTurn(History(), (), TOKENS[:0], TOKENS, 3)
 
 
 class Turn:
@@ -49,7 +47,9 @@ class Turn:
 
     def run(self) -> asyncio.Task[None]:
         return asyncio.create_task(
-            self.generation.run(self.link, SessionKey("t/s"), PREPARED, self.sampling, self.limit_s)
+            self.generation.run(
+                self.link, submission(SessionKey("t/s"), TOKENS, self.sampling), limit_s=self.limit_s
+            )
         )
 
     async def running(self) -> tuple[asyncio.Task[None], ScriptedGeneration]:

@@ -25,7 +25,7 @@ from pensieve.replay.play.runner import replay
 from pensieve.replay.records import RunOptions, TurnRecord
 from pensieve.replay.targets.base import AskedTurn, OnTokens
 from pensieve.replay.targets.grpc_target import PensieveTarget
-from pensieve.server.conversations import Conversations
+from pensieve.server.conversations import Conversations, ServiceListeners
 from pensieve.server.operations.recording import SCHEMA, header, open_recorder
 from pensieve.server.rpc.grpc_server import make_server
 from pensieve.server.rpc.interceptor import Interceptor
@@ -76,7 +76,7 @@ async def serving(folder: Path, trace: Path) -> AsyncIterator[str]:
             link,
             tokenizer,
             TurnSettings(replica="r", prefix_sharing=False),
-            on_turn_ended=recorder.turn_ended,
+            ServiceListeners(turn_ended=recorder.turn_ended),
         )
         stack.push_async_callback(conversations.close)
         server: aio.Server = make_server([Interceptor(TenantHeader())])

@@ -14,11 +14,10 @@ from click.testing import CliRunner
 
 from pensieve.replay.command import make_plan, workload_options
 from pensieve.replay.load.generators import generate
-from pensieve.replay.load.run_in import run_in
-from pensieve.replay.load.schedule import Gaps, scripts
+from pensieve.replay.load.schedule import Gaps, run_in, scripts
 from pensieve.replay.load.workload import Conversation, TurnLengths
 from pensieve.replay.presentation.compare import read_report
-from pensieve.replay.presentation.panels import panels
+from pensieve.replay.presentation.curves import panels
 from pensieve.replay.session import ReplayPlan
 from pensieve.simulate import command
 from pensieve.simulate.command import simulate
@@ -200,7 +199,7 @@ def test_load_is_streamed_and_ordered() -> None:
 @click.pass_context
 def planned(context: click.Context, **workload: Any) -> None:
     """What ``pensieve replay`` with these options plans to play."""
-    context.obj.append(make_plan(**workload))
+    context.obj.append(make_plan(workload))
 
 
 def test_a_load_in_progress_has_the_turns_of_a_replay_with_run_in(monkeypatch: pytest.MonkeyPatch) -> None:

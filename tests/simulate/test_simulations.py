@@ -279,6 +279,6 @@ def test_suspended_turns_keep_their_receipt() -> None:
     )
     simulation = FullSimulation(settings(50, 100), "clairvoyant")
     tally = simulation.run(load)
-    assert simulation._replicas[0].scheduler.batch.suspensions > 0
+    assert simulation._replicas[0].scheduler.suspensions > 0
     assert (tally.turns, tally.violations, tally.sources["recomputed"]) == (2, 0, 0)
     assert SessionKey("0") not in simulation._replicas[0].cache.restores

@@ -178,7 +178,7 @@ def test_what_is_being_saved_is_not_adopted_and_what_is_being_loaded_is() -> Non
     caches.twin._discard_spare_copies(5)
     for _ in range(5):
         chunk = next(iter(caches.manager.cache._tiers.spare))
-        caches.manager.cache._tiers.discard_host(chunk)
+        caches.manager.cache._tiers.evict_from_host(chunk)
     assert (caches.places(A), caches.places(B)) == ("22222332", "22222222")
 
 

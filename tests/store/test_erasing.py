@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from pensieve.errors import DataLoss, NotFound, PensieveError, RevisionMismatch
-from pensieve.server.history.erased import erasing
+from pensieve.server.history.cuts import erasing
 from pensieve.store import LoggedRecord
 from pensieve.store._codec import (
     FORMAT_ERASED,

@@ -11,6 +11,7 @@ import redis
 from pensieve.errors import DataLoss, NotFound, TurnInProgress
 from pensieve.store import Began
 from pensieve.store._codec import encode_record
+from pensieve.store._redis import scripts
 from pensieve.store._redis.index import BATCH, GRACE_MS
 from pensieve.store._redis.rows import index_key, session_keys
 from pensieve.store.records import State
@@ -44,6 +45,28 @@ async def test_forgotten_scripts_are_loaded_again(store: RedisStore, client: red
     assert (await store.load(KEY)).revision == 3
 
 
+async def test_a_commit_asks_for_the_head_only_if_another_server_began_the_turn(
+    store: RedisStore, client: redis.Redis, shared_redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[Any, ...]] = []
+    command = store._link.command
+
+    async def heard(*words: Any, counts: bool = True) -> Any:
+        asked.append(words)
+        return await command(*words, counts=counts)
+
+    await store.create(row(KEY), first_record(), "fp")
+    monkeypatch.setattr(store._link, "command", heard)
+    await whole_turn(store, KEY, 1)
+    assert asked == []
+    async with opened(RedisBench(shared_redis.url, client)) as other:
+        await other.store.begin(KEY, request("r2", "t2"))
+    await store.commit(KEY, "t2", "fp-r2", turn_record(2, "r2"), counts(3))
+    assert asked == [("HGET", META, "head_hash")]
+    assert len(await store.read(KEY)) == 3
+    assert store._begun == {}
+
+
 async def test_scripts_check_their_arguments_before_they_write(
     store: RedisStore, client: redis.Redis
 ) -> None:
@@ -66,28 +89,28 @@ async def test_scripts_check_their_arguments_before_they_write(
         "",
         "0",
     ]
-    bad_calls: list[tuple[Any, list[Any]]] = [
-        (store._commit, [*good[:3], "x", *good[4:]]),
-        (store._commit, [*good[:10], "1.5", *good[11:]]),
-        (store._commit, good[:-1]),
-        (store._renew, ["t1", "soon"]),
-        (store._begin, ["r2", "f", "", "t2", "o", "a", "-", "1", "1", "0", "", "0"]),
-        (store._begin, ["r2", "f", "", "t2", "o", "a", "1", "1", "1", "x", "", "0"]),
-        (store._begin, ["r2", "f", "", "t2", "o", "a", "1", "1", "1"]),
-        (store._delete, ["", "x"]),
+    bad_calls: list[tuple[str, list[Any]]] = [
+        (scripts.COMMIT, [*good[:3], "x", *good[4:]]),
+        (scripts.COMMIT, [*good[:10], "1.5", *good[11:]]),
+        (scripts.COMMIT, good[:-1]),
+        (scripts.RENEW, ["t1", "soon"]),
+        (scripts.BEGIN, ["r2", "f", "", "t2", "o", "a", "-", "1", "1", "0", "", "0"]),
+        (scripts.BEGIN, ["r2", "f", "", "t2", "o", "a", "1", "1", "1", "x", "", "0"]),
+        (scripts.BEGIN, ["r2", "f", "", "t2", "o", "a", "1", "1", "1"]),
+        (scripts.DELETE, ["", "x"]),
     ]
     for script, args in bad_calls:
         with pytest.raises(redis.ResponseError):
             await store._link.call(script, [META, REQUESTS, LOG], args)
     assert {name: client.dump(name) for name in (META, REQUESTS, LOG)} == before
-    assert (await store._link.call(store._commit, [META, REQUESTS, LOG], good))[0] == b"OK"
+    assert (await store._link.call(scripts.COMMIT, [META, REQUESTS, LOG], good))[0] == b"OK"
 
 
 async def test_a_commit_computed_on_another_head_is_fenced(store: RedisStore) -> None:
     await store.create(row(KEY), first_record(), "fp")
     await store.begin(KEY, request("r1", "t1"))
     args = ["t1", "r1", "fp-r1", "2", "00" * 20, b"d", "1", "h", "4", "2", "9", "", "", "0"]
-    assert await store._link.call(store._commit, [META, REQUESTS, LOG], args) == [b"FENCED"]
+    assert await store._link.call(scripts.COMMIT, [META, REQUESTS, LOG], args) == [b"FENCED"]
 
 
 async def test_a_log_ahead_of_its_row_is_damage(store: RedisStore, client: redis.Redis) -> None:

@@ -16,8 +16,8 @@ from redis import exceptions
 from pensieve.errors import DataLoss, FailedPrecondition, Unavailable
 from pensieve.store import Began, open_store
 from pensieve.store._redis import link
-from pensieve.store._redis.places import parse_place
-from pensieve.store._redis.problems import translated
+from pensieve.store._redis.clients import parse_place
+from pensieve.store._redis.link import translated
 from pensieve.store._redis.rows import session_keys
 from pensieve.store.records import State
 from pensieve.store.redis_store import RedisStore

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from pensieve.core import SamplingDefaults
 from pensieve.errors import (
     AlreadyExists,
     DataLoss,
@@ -17,7 +18,7 @@ from pensieve.errors import (
 )
 from pensieve.store import Began, Key, TenantUsage
 from pensieve.store._codec import encode_record
-from pensieve.store.records import Record, RecordKind, SamplingDefaults, SessionConfig, SessionRow, State
+from pensieve.store.records import Record, RecordKind, SessionConfig, SessionRow, State
 from support.store.store_bench import (
     LEASE_MS,
     TENANT,

@@ -98,7 +98,7 @@ async def test_a_session_that_is_replaced_while_it_is_read_is_read_again(
             await bench.store.create(row(KEY), first_record(), "again")
         await sleep(seconds)
 
-    monkeypatch.setattr("pensieve.store._reading.asyncio.sleep", between)
+    monkeypatch.setattr("pensieve.store._codec.asyncio.sleep", between)
     assert [one.record.revision for one in await bench.store.read(KEY)] == [1]
     assert replaced and (await bench.store.load(KEY)).state is State.ACTIVE
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from pensieve.store import Key, open_store
+from pensieve.store import Began, CalledOff, Key, open_store
 from pensieve.store._codec import StoredRecord, store_record
 from pensieve.store._raw import RawSession, silent
 from pensieve.store._rules import Meta
@@ -195,6 +195,61 @@ async def test_a_backup_is_of_one_moment(tmp_path: Path) -> None:
     await restored(tmp_path / "b.jsonl", f"sqlite:///{tmp_path}/new.db")
 
 
+# ---- written by an earlier program
+
+PREVIOUS = Path(__file__).parent / "previous" / "backup.jsonl.gz"
+"""Eight sessions, by the program before this one: idle, with a turn that waits and one that was called off, marked as
+damaged, deleted, with a flipped bit in record 3, one whose row was lost, and one that has lost its first record, too.
+"""
+DIGESTS = {
+    "idle": "93bc96f6a047d521137f1d4eefacc318f97ea2ed",
+    "waiting": "2fa46a8a501857998a15d3650c57a70ec20a613b",
+    "off": "50340581584604cbcf4c7e7697c2cb3d6aff62e4",
+    "marked": "2fa46a8a501857998a15d3650c57a70ec20a613b",
+    "flipped": "e23e57e83ba9001f754e092e22ec7b297f49d7b5",
+    "rowless": "ee1f3114d25e4b29c2b5df0d389c9b5a904a411f",
+}
+"""Chain hash of the newest record."""
+
+
+def test_a_backup_of_an_earlier_program_is_read_as_it_was_written() -> None:
+    found = {one.key.session_id: one for one in read_sessions(PREVIOUS)}
+    assert {name: one.log[-1].head_hash for name, one in found.items() if name in DIGESTS} == DIGESTS
+    assert sorted(set(found) - set(DIGESTS)) == ["gone", "headless"]
+    lost = found["headless"]
+    assert lost.meta is None and [entry.revision for entry in lost.log] == [2, 3], (
+        "damaged, and kept as it was"
+    )
+
+
+async def test_a_backup_of_an_earlier_program_is_restored(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/new.db"
+    done = await restored(PREVIOUS, url)
+    assert (done.written, done.expired, done.conflicts) == (7, 0, [])
+    assert done.damaged == ["acme/flipped", "acme/headless: nothing of it can be read", "acme/marked"]
+    assert await revisions(url) == {
+        "idle": (5, "active"),
+        "waiting": (2, "active"),
+        "off": (2, "active"),
+        "marked": (2, "damaged"),
+        "gone": (2, "deleted"),
+        "flipped": (4, "damaged"),
+        "rowless": (3, "active"),
+    }
+    store = open_store(url)
+    await store.open()
+    try:
+        assert [one.head_hash for one in await store.read(key("idle"))][-1] == DIGESTS["idle"]
+        assert (await store.load(key("idle"))).labels == {"updated": "3"}
+        assert await store.find_request(key("idle"), "q2") == 4
+        outcome = await store.begin(key("waiting"), request("waiting", "again", seed=1))
+        assert isinstance(outcome, Began) and outcome.seed == 41
+        called_off = request("waiting", "follower", follows=True)
+        assert isinstance(await store.begin(key("off", "b/{ü}%"), called_off), CalledOff)
+    finally:
+        await store.close()
+
+
 # ---- into a store
 
 
@@ -269,7 +324,7 @@ async def test_sessions_that_went_away_meanwhile_are_told(tmp_path: Path) -> Non
     await store.open(Mode.WRITE)
     try:
         with pytest.raises(CopyRefused, match="went away while they were copied"):
-            await copy(Going(path), store, of=None, merge=False, skip=False, progress=silent)
+            await copy(Going(path).sessions, store, of=None, merge=False, skip=False, progress=silent)
     finally:
         await store.close()
     assert await revisions(f"sqlite:///{tmp_path}/new.db") == {}, "and nothing of them stays"

@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 
 from support.lengths import at_length
-from support.replay.benches import load_bench
+from support.store import damage
 
 
 @pytest.mark.fault(43)
-def test_no_sound_record_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    damage = load_bench("stores/damage", monkeypatch)
+def test_no_sound_record_is_lost(tmp_path: Path) -> None:
     problems: list[str] = []
     seeds = range(at_length(6, 200))
     total = damage.play(iter(seeds), tmp_path, problems.append)
@@ -25,11 +24,8 @@ def test_no_sound_record_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.fault(43)
-async def test_damage_to_any_part_costs_no_sound_record(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_damage_to_any_part_costs_no_sound_record(tmp_path: Path) -> None:
     """A page of each table and index, the beginning of the file, and its log of changes."""
-    damage = load_bench("stores/damage", monkeypatch)
     plain = await damage.make(tmp_path / "plain", with_log=False, sessions=6)
     logged = await damage.make(tmp_path / "logged", with_log=True, sessions=6)
 

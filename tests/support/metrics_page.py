@@ -21,9 +21,8 @@ from prometheus_client import CollectorRegistry  # noqa: E402
 
 from pensieve.core import Usage  # noqa: E402
 from pensieve.engine.messages import Stats  # noqa: E402
-from pensieve.http.metrics import HttpMetrics  # noqa: E402
-from pensieve.server.gateway.keeper import Gateway  # noqa: E402
-from pensieve.server.gateway.process import GatewayCommand  # noqa: E402
+from pensieve.http.app import HttpMetrics  # noqa: E402
+from pensieve.server.gateway import Gateway, GatewayCommand  # noqa: E402
 from pensieve.server.links.engine_link import LinkState  # noqa: E402
 from pensieve.server.operations.metrics import Metrics  # noqa: E402
 from pensieve.server.operations.usage import TenantCounts, TenantUse, UsageBook  # noqa: E402

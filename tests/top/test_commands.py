@@ -22,9 +22,9 @@ from pensieve.cli import main as cli
 from pensieve.cli.refusals import refusal
 from pensieve.cli.sessions import listing
 from pensieve.cli.top.command import default_admin, top
-from pensieve.cli.top.feed import FeedState
 from pensieve.client import Client, Residency, SessionInfo, SessionState
 from pensieve.errors import PermissionDenied, Unauthenticated, Unavailable
+from pensieve.feed import StateDocument
 from pensieve.options.serve import ServeOptions
 from support.engine import hash_engine
 from support.page.feeds import FeedStub
@@ -305,7 +305,7 @@ def test_a_real_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
         assert code == 0
         document = json.loads(out)
         assert document["lately"]["turns"] == 3
-        assert list(missing(FeedState, document)) == []
+        assert list(missing(StateDocument, document)) == []
         assert document["sessions"]["rows"][0]["id"] == "ada-lovelace"
         for _ in range(100):  # a step may end a little after its last token has come
             code, out, _ = pensieve(capsys, "top", "--admin", server.admin)

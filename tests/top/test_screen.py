@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from pensieve.cli.top.feed import AdminFeed, FeedError, FeedState, decode
+from pensieve.cli.top.feed import AdminFeed, FeedError, decode
 from pensieve.cli.top.screen import ORDERS, TopLook, View, draw, screen
+from pensieve.feed import StateDocument
 from support.page.feeds import row, state
 
 
-def told(document: dict[str, Any]) -> FeedState:
+def told(document: dict[str, Any]) -> StateDocument:
     return decode(json.dumps(document).encode(), "there")
 
 

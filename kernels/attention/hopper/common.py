@@ -9,6 +9,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 
+from pensieve.kernels import spans
+from pensieve.kernels.attention import work_lists
+
 jit: Callable[[Callable[..., Any]], Any] = gluon.jit
 
 # Names that differ between the versions of Triton that this runs on.
@@ -28,15 +31,23 @@ K_STAGES, V_STAGES, Q_SLOTS = gl.constexpr(2), gl.constexpr(3), gl.constexpr(2)
 item ahead. (A ring's slot has nothing to do with the slots of a page.)"""
 SLAB = gl.constexpr(64)
 """Columns of a bulk copy: 128 bytes, the widest swizzle."""
-ITEM = gl.constexpr(8)
-SHARE_AT = gl.constexpr(6)
-"""Word of a plan that says how many programs share the wide items beside narrow ones."""
+HEADER, ITEM = gl.constexpr(work_lists.HEADER), gl.constexpr(work_lists.ITEM)
+WIDE, SHARE_AT = gl.constexpr(work_lists.WIDE), gl.constexpr(work_lists.SHARE_AT)
+Q_START, POSITION, TABLE = (
+    gl.constexpr(spans.Q_START),
+    gl.constexpr(spans.POSITION),
+    gl.constexpr(spans.TABLE),
+)
+SPAN_ROWS, FIRST_ROW = gl.constexpr(work_lists.ROWS), gl.constexpr(work_lists.FIRST_ROW)
+FIRST_KEY, END_KEY = gl.constexpr(work_lists.FIRST_KEY), gl.constexpr(work_lists.END_KEY)
+PARTIAL = gl.constexpr(work_lists.PARTIAL)
+"""Columns of an item."""
 
 
 @jit
-def works_of(words, COUNT_AT: gl.constexpr, KV_HEADS: gl.constexpr, BESIDE: gl.constexpr):  # type: ignore[no-untyped-def]
+def works_of(words, KV_HEADS: gl.constexpr, BESIDE: gl.constexpr):  # type: ignore[no-untyped-def]
     """The number of works (items times KV heads), of the programs that share them, and the first work of this one."""
-    works = gl.load(words + COUNT_AT) * KV_HEADS
+    works = gl.load(words + WIDE) * KV_HEADS
     programs = gl.num_programs(0)
     if BESIDE:
         programs = gl.load(words + SHARE_AT)
@@ -54,6 +65,6 @@ def dealt(turn, programs):  # type: ignore[no-untyped-def]
 def tiles_of(item):  # type: ignore[no-untyped-def]
     """An item's first key tile, the one after its last, and the end of its keys. An item without keys gets one tile, of
     which no row sees anything."""
-    first = gl.load(item + 5) // KEYS
-    end = gl.load(item + 6)
+    first = gl.load(item + FIRST_KEY) // KEYS
+    end = gl.load(item + END_KEY)
     return first, gl.maximum((end + KEYS - 1) // KEYS, first + 1), end

@@ -9,12 +9,18 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma as mm
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait as mma_wait
 
 from pensieve.kernels.attention.hopper.common import (
+    FIRST_ROW,
+    HEADER,
     ITEM,
     K_STAGES,
     KEYS,
+    PARTIAL,
+    POSITION,
     Q_SLOTS,
+    Q_START,
     ROWS,
     SLAB,
+    SPAN_ROWS,
     V_STAGES,
     dealt,
     group_barrier,
@@ -106,8 +112,8 @@ def _attend_item(  # type: ignore[no-untyped-def]
     k_ring, v_ring, v_pieces = rings
     _, _, k_full, k_empty, v_full, v_empty, _ = signals
     first, last, end = tiles_of(item)
-    position = gl.load(item + 2)
-    first_row = gl.load(item + 4)
+    position = gl.load(item + POSITION)
+    first_row = gl.load(item + FIRST_ROW)
     # All rows see the tiles before this one.
     plain = gl.minimum(position + first_row // GROUPS + 1, end) // KEYS
     masked = gl.minimum(last - plain, last - first)
@@ -163,31 +169,31 @@ def _store_rows(  # type: ignore[no-untyped-def]
 @jit
 def compute(  # type: ignore[no-untyped-def]
     q_ring, rings, signals, inputs, GROUP: gl.constexpr,
-    COUNT_AT: gl.constexpr, KV_HEADS: gl.constexpr, GROUPS: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr,
+    KV_HEADS: gl.constexpr, GROUPS: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr,
     BESIDE: gl.constexpr, LSE: gl.constexpr,
 ):  # fmt: skip
     """The role of one of the two warp groups: attend 64 of the 128 rows of each item."""
-    words, out, lse, partial, partial_lse, items_at, partial_rows, out_token, out_head, factor = inputs
+    words, out, lse, partial, partial_lse, partial_rows, out_token, out_head, factor = inputs
     dtype: gl.constexpr = out.dtype.element_ty
-    works, programs, work = works_of(words, COUNT_AT, KV_HEADS, BESIDE)
+    works, programs, work = works_of(words, KV_HEADS, BESIDE)
     at = 0
     steps = 0
     turn = 0
     while work < works:
         head = work % KV_HEADS
-        item = words + items_at + work // KV_HEADS * ITEM
+        item = words + HEADER + work // KV_HEADS * ITEM
         slot = turn % Q_SLOTS
         q = q_ring.index(slot * 2 + GROUP)
         result, log2_sum, at, steps = _attend_item(
             item, q, signals[0].index(slot), turn // Q_SLOTS & 1, rings, signals, at, steps, factor,
             GROUP, GROUPS, DIM, PAGE, dtype,
         )  # fmt: skip
-        first_row = gl.load(item + 4) + GROUP * ROWS
-        rows = gl.load(item + 1)
-        scratch = gl.load(item + 7)
+        first_row = gl.load(item + FIRST_ROW) + GROUP * ROWS
+        rows = gl.load(item + SPAN_ROWS)
+        scratch = gl.load(item + PARTIAL)
         row = first_row + gl.arange(0, ROWS, PER_ROW)
         if scratch < 0:
-            q_start = gl.load(item)
+            q_start = gl.load(item + Q_START)
             q.store(result.to(dtype))  # the queries are done with
             _store_rows(q, out, q_start, first_row, rows, head, out_token, out_head, GROUPS, DIM)
             if LSE:

@@ -42,11 +42,11 @@ def _signals(number: gl.constexpr, arrivals: gl.constexpr):  # type: ignore[no-u
     return bars
 
 
-@gluon.jit(do_not_specialize=["items_at", "partial_rows", "table_stride"])  # type: ignore[untyped-decorator]
+@gluon.jit(do_not_specialize=["partial_rows", "table_stride"])  # type: ignore[untyped-decorator]
 def attend_hopper(  # type: ignore[no-untyped-def]
-    q_desc, pool_desc, tables, out, lse, words, partial, partial_lse, items_at, partial_rows, table_stride,
+    q_desc, pool_desc, tables, out, lse, words, partial, partial_lse, partial_rows, table_stride,
     out_token, out_head, page_rows, value_rows, head_rows, factor,
-    COUNT_AT: gl.constexpr, KV_HEADS: gl.constexpr, GROUPS: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr,
+    KV_HEADS: gl.constexpr, GROUPS: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr,
     BESIDE: gl.constexpr, LSE: gl.constexpr,
 ):  # fmt: skip
     """Attend the wide items of a plan (``attention.work_lists``). BESIDE: let the next launch begin at once, and leave
@@ -73,18 +73,18 @@ def attend_hopper(  # type: ignore[no-untyped-def]
     )  # fmt: skip
     fence()
     rings = (k_ring, v_ring, v_pieces)
-    outputs = (words, out, lse, partial, partial_lse, items_at, partial_rows, out_token, out_head, factor)
-    inputs = (words, tables, items_at, table_stride, page_rows, value_rows, head_rows)
+    outputs = (words, out, lse, partial, partial_lse, partial_rows, out_token, out_head, factor)
+    inputs = (words, tables, table_stride, page_rows, value_rows, head_rows)
     gl.warp_specialize(
         [
             (compute, (
-                q_ring, rings, signals, outputs, gl.constexpr(0), COUNT_AT, KV_HEADS, GROUPS, DIM, PAGE, BESIDE, LSE,
+                q_ring, rings, signals, outputs, gl.constexpr(0), KV_HEADS, GROUPS, DIM, PAGE, BESIDE, LSE,
             )),
             (compute, (
-                q_ring, rings, signals, outputs, gl.constexpr(1), COUNT_AT, KV_HEADS, GROUPS, DIM, PAGE, BESIDE, LSE,
+                q_ring, rings, signals, outputs, gl.constexpr(1), KV_HEADS, GROUPS, DIM, PAGE, BESIDE, LSE,
             )),
             (load, (
-                (q_desc, pool_desc), (q_pieces, k_pieces, v_pieces), signals, inputs, COUNT_AT, KV_HEADS, GROUPS, DIM,
+                (q_desc, pool_desc), (q_pieces, k_pieces, v_pieces), signals, inputs, KV_HEADS, GROUPS, DIM,
                 PAGE, BESIDE,
             )),
         ],

@@ -5,12 +5,12 @@ Nothing of the compiler for that device is imported before the first launch.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 import triton
 
+from pensieve.kernels.attention.call import AttentionCall, Scratch
 from pensieve.kernels.attention.kinds import Geometry
 
 GROUP_ROWS, KEYS, SLAB = 64, 128, 64
@@ -46,40 +46,31 @@ def addressable(q: torch.Tensor, pool: torch.Tensor) -> bool:
 
 
 def attend_wide(
-    q: torch.Tensor,
-    pool: torch.Tensor,
-    tables: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    words: torch.Tensor,
-    partial: torch.Tensor,
-    partial_lse: torch.Tensor,
-    *,
-    scale: float,
-    return_lse: bool,
-    count_at: int,
-    items_at: int,
-    partial_rows: int,
-    programs: int,
-    beside: bool = False,
+    call: AttentionCall, words: torch.Tensor, scratch: Scratch, *, programs: int, beside: bool = False
 ) -> None:
-    """Attend the items that begin at word ``items_at``, as many as word ``count_at`` says, for every KV head.
+    """Attend the wide items of a plan's ``words`` (``attention.work_lists``) for every KV head.
 
-    The items are those of ``attention.work_lists``, with blocks of 128 rows and pieces that begin at multiples of 128
-    keys; the longest should come first, or some programs work longer than others. ``programs``: one for each
-    multiprocessor is best, since one fills it. ``beside``: the next launch may begin at once, on multiprocessors that
-    the plan does not set aside for wide items. Only for what ``supports`` and ``addressable`` admit.
+    Blocks have 128 rows and pieces begin at multiples of 128 keys; the longest item should come first, or some programs
+    work longer than others. ``programs``: one for each multiprocessor is best, since one fills it. ``beside``: the next
+    launch may begin at once, on multiprocessors that the plan does not set aside for wide items. Only for calls that
+    ``supports`` and ``addressable`` admit.
     """
-    heads, dim, kv_heads, page = q.shape[1], q.shape[2], pool.shape[2], pool.shape[3]
-    groups = heads // kv_heads
-    q_desc, pool_desc = _descriptors(q, pool, groups)
+    pool, out, kv_heads, page, dim = (
+        call.pool,
+        call.out,
+        call.pool.shape[2],
+        call.pool.shape[3],
+        call.pool.shape[4],
+    )
+    groups = call.q.shape[1] // kv_heads
+    q_desc, pool_desc = _descriptors(call.q, pool, groups)
     from pensieve.kernels.attention.hopper.kernel import attend_hopper
 
     attend_hopper[(programs,)](
-        q_desc, pool_desc, tables, out, lse, words, partial, partial_lse, items_at, partial_rows, tables.stride(0),
-        out.stride(0), out.stride(1), pool.stride(0) // dim, pool.stride(1) // dim, pool.stride(2) // dim,
-        scale * math.log2(math.e), COUNT_AT=count_at, KV_HEADS=kv_heads, GROUPS=groups, DIM=dim, PAGE=page,
-        BESIDE=beside, LSE=return_lse, num_warps=4, enable_fp_fusion=True,
+        q_desc, pool_desc, call.tables, out, call.lse, words, scratch.partial, scratch.partial_lse, scratch.rows,
+        call.table_stride, out.stride(0), out.stride(1), pool.stride(0) // dim, pool.stride(1) // dim,
+        pool.stride(2) // dim, call.factor, KV_HEADS=kv_heads, GROUPS=groups, DIM=dim, PAGE=page, BESIDE=beside,
+        LSE=call.return_lse, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
 
 

@@ -6,12 +6,16 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from pensieve.kernels.attention.hopper.common import (
+    FIRST_ROW,
+    HEADER,
     ITEM,
     K_STAGES,
     KEYS,
     Q_SLOTS,
+    Q_START,
     ROWS,
     SLAB,
+    TABLE,
     V_STAGES,
     bulk_load,
     dealt,
@@ -27,7 +31,7 @@ NOWHERE = gl.constexpr(-256)
 @jit
 def load(  # type: ignore[no-untyped-def]
     descriptors, pieces, signals, inputs,
-    COUNT_AT: gl.constexpr, KV_HEADS: gl.constexpr, GROUPS: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr,
+    KV_HEADS: gl.constexpr, GROUPS: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr,
     BESIDE: gl.constexpr,
 ):  # fmt: skip
     """The role of the loader: bring queries one item ahead, and key and value tiles as soon as their places are
@@ -35,18 +39,18 @@ def load(  # type: ignore[no-untyped-def]
     q_desc, pool_desc = descriptors
     q_pieces, k_pieces, v_pieces = pieces
     q_full, q_empty, k_full, k_empty, v_full, v_empty, _ = signals
-    words, tables, items_at, table_stride, page_rows, value_rows, head_rows = inputs
+    words, tables, table_stride, page_rows, value_rows, head_rows = inputs
     PIECE: gl.constexpr = min(PAGE, KEYS)
     PIECES: gl.constexpr = KEYS // PIECE
     SLABS: gl.constexpr = DIM // SLAB
-    works, programs, work = works_of(words, COUNT_AT, KV_HEADS, BESIDE)
+    works, programs, work = works_of(words, KV_HEADS, BESIDE)
     at = 0
     turn = 0
     while work < works:
         head = work % KV_HEADS
-        item = words + items_at + work // KV_HEADS * ITEM
-        token = gl.load(item) + gl.load(item + 4) // GROUPS
-        table = tables + gl.load(item + 3).to(gl.int64) * table_stride
+        item = words + HEADER + work // KV_HEADS * ITEM
+        token = gl.load(item + Q_START) + gl.load(item + FIRST_ROW) // GROUPS
+        table = tables + gl.load(item + TABLE).to(gl.int64) * table_stride
         first, last, end = tiles_of(item)
 
         slot = turn % Q_SLOTS

@@ -17,19 +17,13 @@ from pensieve.cli.chat.prompt import Prompt
 from pensieve.cli.chat.screen import can_edit
 from pensieve.cli.chat.talk import Dialogue, choose_candidate, reason, set_candidates
 from pensieve.client import Item, Role, SamplingOptions
+from pensieve.core import SAMPLING
 from pensieve.machine import user_path
 
 NUMBERS: Final[dict[str, type[int] | type[float]]] = {
-    "temperature": float,
-    "top_p": float,
-    "top_k": int,
-    "min_p": float,
-    "repetition_penalty": float,
-    "frequency_penalty": float,
-    "presence_penalty": float,
-    "seed": int,
-    "max_output_tokens": int,
-    "min_output_tokens": int,
+    name: row.kind
+    for name, row in SAMPLING.items()
+    if row.kind in (int, float) and name not in ("candidates", "beam_width", "length_penalty")
 }
 """What ``/set`` takes."""
 COMMAND: Final = re.compile(r"/[A-Za-z]+( .*)?")

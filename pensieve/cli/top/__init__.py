@@ -2,5 +2,5 @@
 
 ``feed`` asks, ``view`` is what the keys change, ``screen`` and ``strips`` draw, ``terminal`` keeps both going.
 
-May import: cli.output, options.
+May import: cli.output, feed, options.
 """

@@ -22,8 +22,9 @@ from rich.console import Console, Group
 from rich.live import Live
 
 from pensieve.cli import output
-from pensieve.cli.top.feed import MOST_SESSIONS, AdminFeed, FeedError, FeedState, decode
+from pensieve.cli.top.feed import AdminFeed, FeedError, decode
 from pensieve.cli.top.screen import ORDERS, TopLook, View, screen
+from pensieve.feed import MOST_LISTED, StateDocument
 from pensieve.options.serve import ServeOptions
 from pensieve.options.values import address
 
@@ -39,7 +40,7 @@ def blocks(console: Console) -> bool:
 class FeedThread(threading.Thread):
     """Asks the feed again and again. ``wake`` becomes readable when there is news."""
 
-    def __init__(self, feed: AdminFeed, first: FeedState, view: View, interval_s: float) -> None:
+    def __init__(self, feed: AdminFeed, first: StateDocument, view: View, interval_s: float) -> None:
         super().__init__(name="feed", daemon=True)
         self._feed = feed
         self._view = view
@@ -75,7 +76,7 @@ class FeedThread(threading.Thread):
                 os.write(self._told, b".")
 
 
-def watch(feed: AdminFeed, first: FeedState, view: View, interval_s: float, console: Console) -> None:
+def watch(feed: AdminFeed, first: StateDocument, view: View, interval_s: float, console: Console) -> None:
     """Until a key ends it. Raises KeyboardInterrupt, and SystemExit on SIGTERM and SIGHUP."""
     thread = FeedThread(feed, first, view, interval_s)
     with (
@@ -228,7 +229,7 @@ def top(
     console = output.stdout()
     try:
         if as_json:
-            document = feed.document(MOST_SESSIONS)
+            document = feed.document(MOST_LISTED)
             decode(document, admin)  # whatever else answers there is refused
             click.echo(document)
             return

@@ -1,7 +1,4 @@
-"""The feed of an admin port, as far as ``top`` shows it: ``docs/page.md`` has all of it.
-
-Everything has a default: an older or newer server that lacks a field is shown without it.
-"""
+"""Asks an admin port for its state: ``docs/page.md``."""
 
 from __future__ import annotations
 
@@ -13,122 +10,11 @@ from typing import Final
 
 import msgspec
 
-SCHEMA: Final = "pensieve.state/1"
+from pensieve.feed import SCHEMA, StateDocument
+
 PATIENCE_S: Final = 5.0
 """A server that says nothing for so long is gone."""
 MOST_BYTES: Final = 1 << 26
-MOST_SESSIONS: Final = 5000
-"""What the feed tells at once, at most."""
-
-
-class FeedDoor(msgspec.Struct, frozen=True):
-    """The HTTP door. ``since_s``: Unix time, of the server's clock as ``FeedState.time_s``."""
-
-    state: str = ""
-    address: str = ""
-    since_s: float = 0.0
-    restarts: int = 0
-
-
-class FeedServer(msgspec.Struct, frozen=True):
-    version: str = ""
-    model: str = ""
-    replica: str = ""
-    problem: str = ""
-    device: str = ""
-    dtype: str = ""
-    chunk_tokens: int = 0
-    door: FeedDoor | None = None
-    """None: there is none, or the server does not tell."""
-
-
-class FeedTier(msgspec.Struct, frozen=True):
-    """Tokens."""
-
-    capacity: int = 0
-    used: int = 0
-    reclaimable: int = 0
-
-
-class FeedQueue(msgspec.Struct, frozen=True):
-    running: int = 0
-    queued: int = 0
-    waiting: int = 0
-    expected_wait_s: float = 0.0
-
-
-class FeedTotals(msgspec.Struct, frozen=True):
-    suspensions_total: int = 0
-
-
-class FeedRates(msgspec.Struct, frozen=True):
-    """Per second."""
-
-    steps: float = 0.0
-    swap_in_bytes: float = 0.0
-    swap_out_bytes: float = 0.0
-    dropped_tokens: float = 0.0
-
-
-class FeedLatency(msgspec.Struct, frozen=True):
-    """Seconds."""
-
-    p50: float = 0.0
-    p95: float = 0.0
-    p99: float | None = None
-    """None: from a server that does not tell it."""
-
-
-class FeedContext(msgspec.Struct, frozen=True):
-    """Tokens."""
-
-    device: int = 0
-    host: int = 0
-    recomputed: int = 0
-    new: int = 0
-
-
-class FeedLately(msgspec.Struct, frozen=True):
-    over_s: float = 60.0
-    turns: int = 0
-    failed: int = 0
-    turns_per_s: float = 0.0
-    output_tokens_per_s: float = 0.0
-    first_token_s: FeedLatency | None = None
-    token_s: FeedLatency | None = None
-    queue_s: FeedLatency | None = None
-    context: FeedContext = FeedContext()
-
-
-class FeedSession(msgspec.Struct, frozen=True):
-    session: str = ""
-    tenant: str = ""
-    state: str = ""
-    idle_s: float = 0.0
-    tokens: int = 0
-    strip: str = ""
-    labels: dict[str, str] | None = None
-
-
-class FeedSessions(msgspec.Struct, frozen=True):
-    total: int = 0
-    running: int = 0
-    age_s: float | None = None
-    rows: tuple[FeedSession, ...] = ()
-
-
-class FeedState(msgspec.Struct, frozen=True):
-    schema: str
-    time_s: float = 0.0
-    server: FeedServer = FeedServer()
-    device: FeedTier = FeedTier()
-    host: FeedTier = FeedTier()
-    queue: FeedQueue = FeedQueue()
-    totals: FeedTotals = FeedTotals()
-    engine_restarts: int = 0
-    rates: FeedRates | None = None
-    lately: FeedLately = FeedLately()
-    sessions: FeedSessions = FeedSessions()
 
 
 class FeedError(Exception):
@@ -145,7 +31,7 @@ class AdminFeed:
         self._host, self._port = host.strip("[]"), int(port)
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
-    def state(self, limit: int) -> FeedState:
+    def state(self, limit: int) -> StateDocument:
         """The state with the ``limit`` most active sessions. Raises FeedError."""
         return decode(self.document(limit), self.address)
 
@@ -173,10 +59,10 @@ class AdminFeed:
         return body
 
 
-def decode(document: bytes, address: str) -> FeedState:
+def decode(document: bytes, address: str) -> StateDocument:
     """Raises FeedError when it is no state of this schema."""
     try:
-        state = msgspec.json.decode(document, type=FeedState)
+        state = msgspec.json.decode(document, type=StateDocument)
     except msgspec.DecodeError as error:
         raise FeedError(_no_feed(address)) from error
     if state.schema != SCHEMA:

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from pensieve.cli import output
 from pensieve.cli.output import clean
-from pensieve.cli.top.feed import MOST_SESSIONS, FeedLatency, FeedSession, FeedState, FeedTier
+from pensieve.feed import MOST_LISTED, Percentiles, SessionLine, StateDocument, TierState
 
 PLACES: Final[dict[str, tuple[str, str, str]]] = {
     "d": ("█", "blue", "device"),
@@ -91,7 +91,7 @@ def _cells(strip: str, width: int) -> Iterator[str]:
                 cell += 1
 
 
-_Order = Callable[[FeedSession], float]
+_Order = Callable[[SessionLine], float]
 ORDERS: Final[dict[str, _Order | None]] = {
     "activity": None,
     "tokens": lambda row: -row.tokens,
@@ -127,10 +127,10 @@ class View:
     def wanted(self) -> int:
         """How many sessions to ask for: all where the server's order is not the one to show."""
         if self.order == "activity" and not self.filter:
-            return min(self.first + 2 * self.page + 10, MOST_SESSIONS)
-        return MOST_SESSIONS
+            return min(self.first + 2 * self.page + 10, MOST_LISTED)
+        return MOST_LISTED
 
-    def choose(self, rows: Sequence[FeedSession]) -> list[FeedSession]:
+    def choose(self, rows: Sequence[SessionLine]) -> list[SessionLine]:
         """The rows to show, from the first in order; ``first`` is brought back to where there are any."""
         found = [row for row in rows if self.filter.lower() in _searched(row)] if self.filter else list(rows)
         order = ORDERS[self.order]
@@ -181,7 +181,7 @@ def keys(typed: str) -> Iterator[str]:
     yield from _KEYS.findall(typed)
 
 
-def _searched(row: FeedSession) -> str:
+def _searched(row: SessionLine) -> str:
     labels = " ".join(f"{key}={value}" for key, value in (row.labels or {}).items())
     return f"{row.session} {row.state} {labels}".lower()
 
@@ -197,7 +197,7 @@ NAME_MOST = 40
 class TopLook:
     """What is drawn, and how."""
 
-    state: FeedState
+    state: StateDocument
     width: int
     blocks: bool = True
     """Whether the terminal has block characters."""
@@ -301,7 +301,7 @@ def _figures(look: TopLook) -> Iterator[Text]:
         _pair("running", str(queue.running)),
         _pair("queued", str(queue.queued)),
         _pair("turns waiting", f"{queue.waiting}{wait}", "yellow" if queue.waiting else ""),
-        _pair("suspensions", output.count(state.totals.suspensions_total)),
+        _pair("suspensions", output.count(state.totals.get("suspensions_total", 0))),
         _pair("engine restarts", str(state.engine_restarts), "red" if state.engine_restarts else ""),
     ]
     if state.rates is not None:
@@ -343,7 +343,7 @@ def _tiers(look: TopLook) -> Iterator[Text]:
         )
 
 
-def _tier(look: TopLook, name: str, tier: FeedTier, style: str) -> Iterator[Text]:
+def _tier(look: TopLook, name: str, tier: TierState, style: str) -> Iterator[Text]:
     length = max(min(look.width - 60, 60), 6)
     full = round(length * tier.used / tier.capacity) if tier.capacity else 0
     shape, rest = ("█", "░") if look.blocks else ("#", ".")
@@ -353,7 +353,7 @@ def _tier(look: TopLook, name: str, tier: FeedTier, style: str) -> Iterator[Text
     yield from _titled(name, [Text.assemble(bar, " ", numbers), Text(spare, "dim")], look.width)
 
 
-def _list(look: TopLook, view: View, rows: Sequence[FeedSession]) -> Iterator[Text]:
+def _list(look: TopLook, view: View, rows: Sequence[SessionLine]) -> Iterator[Text]:
     sessions = look.state.sessions
     told = f"{sessions.total:,} session{'s' * (sessions.total != 1)}, {sessions.running:,} running, by {view.order}"
     if view.filter:
@@ -390,7 +390,7 @@ def _list(look: TopLook, view: View, rows: Sequence[FeedSession]) -> Iterator[Te
         yield line
 
 
-def _name(row: FeedSession, one_tenant: bool) -> str:
+def _name(row: SessionLine, one_tenant: bool) -> str:
     name = row.session.removeprefix(f"{row.tenant}/") if one_tenant else row.session
     return clean(name, lines=False)
 
@@ -409,7 +409,7 @@ def _keys(view: View) -> Text:
     )  # fmt: skip
 
 
-def _latency(told: FeedLatency | None) -> str:
+def _latency(told: Percentiles | None) -> str:
     """The median, and the last percentile that the server tells."""
     if told is None:
         return "–"

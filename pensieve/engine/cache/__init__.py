@@ -1,4 +1,4 @@
-"""Which chunks of which session lie where, and which give way next: the only writer is ``CacheManager``. No torch.
+"""Which chunks of which session lie where, and which give way next. Each field has one writer. No torch.
 
 May import: config, core, engine.cost, engine.plan.
 """

@@ -6,15 +6,13 @@ from collections import Counter
 from collections.abc import Mapping
 
 from pensieve.core import SessionKey
-from pensieve.engine.cache.chunk import NOWHERE, CachedSession, Chunk, Place, SharedRun
+from pensieve.engine.cache.chunk import NOWHERE, CachedSession, Chunk, SharedRun
 from pensieve.engine.cache.eviction import EvictionIndex
-from pensieve.engine.cache.pool import PagePool
 from pensieve.engine.cache.sharing import SharedChunks
-from pensieve.engine.cache.tiers import Tiers
+from pensieve.engine.cache.tiers import PagePool, Tiers
 
 
 def check_cache(
-    chunk_tokens: int,
     sessions: Mapping[SessionKey, CachedSession],
     running: Mapping[SessionKey, CachedSession],
     tiers: Tiers,
@@ -22,18 +20,19 @@ def check_cache(
     shared: SharedChunks,
 ) -> None:
     """Raise AssertionError on the first invariant that does not hold."""
+    size = tiers.chunk_tokens
     chunks = list({id(chunk): chunk for session in sessions.values() for chunk in session.chunks}.values())
     _check_pool("device", tiers.device, [(c.device, c.holder.tenant) for c in chunks if c.device != NOWHERE])
     _check_pool("host", tiers.host, [(c.host, c.holder.tenant) for c in chunks if c.host != NOWHERE])
     assert tiers.pinned == sum(c.pins > 0 for c in chunks), f"{tiers.pinned} pinned, chunks say otherwise"
     pinned = Counter(chunk.holder.tenant for chunk in chunks if chunk.pins)
-    assert +Counter(tiers.shares.pinned) == pinned, "pins by tenant: chunks say otherwise"
+    assert +Counter(tiers.pinned_by) == pinned, "pins by tenant: chunks say otherwise"
     for chunk in chunks:
-        _check_chunk(chunk, chunk_tokens)
+        _check_chunk(chunk, size)
     spare = {chunk for chunk in chunks if chunk.pins and chunk.host != NOWHERE}
     assert set(tiers.spare) == spare, "the list of spare host copies is wrong"
     for session in sessions.values():
-        _check_session(session, chunk_tokens)
+        _check_session(session, size)
         assert session.running == (session.key in running), f"{session.key}: running flag is wrong"
     _check_owners(sessions, chunks)
     shared.check(chunks)
@@ -58,13 +57,13 @@ def _check_chunk(chunk: Chunk, size: int) -> None:
     name = f"chunk {chunk.index}"
     owners = list(chunk.holder.owners) if isinstance(chunk.holder, SharedRun) else [chunk.holder]
     assert 0 <= chunk.filled <= size, f"{name}: filled {chunk.filled} of {size}"
-    assert chunk.filled == 0 or chunk.place is not Place.DROPPED, f"{name}: dropped but filled"
+    assert chunk.filled == 0 or chunk.cached, f"{name}: dropped but filled"
     assert chunk.pins == sum(owner.running for owner in owners), f"{name}: {chunk.pins} pins"
     assert not chunk.pins or chunk.device != NOWHERE, f"{name}: pinned without a device page"
 
 
 def _check_owners(sessions: Mapping[SessionKey, CachedSession], chunks: list[Chunk]) -> None:
-    """Whoever has a chunk in its list is its owner, and nobody else."""
+    """The owners of a chunk are the sessions that have it in their lists."""
     lists: dict[int, set[int]] = {id(chunk): set() for chunk in chunks}
     for session in sessions.values():
         for chunk in session.chunks:
@@ -85,10 +84,8 @@ def _check_session(session: CachedSession, size: int) -> None:
         assert chunk.shared == (index < session.shared), f"{key}: chunk {index} shared, or not"
     holders: list[CachedSession | SharedRun] = [session, *session.runs()]
     for holder in holders:
-        cached = sum(chunk.place is not Place.DROPPED for chunk in holder.own)
-        assert holder.cached == cached, f"{key}: counts {holder.cached} cached chunks, has {cached}"
         assert [chunk.holder for chunk in holder.own] == [holder] * len(holder.own), f"{key}: holders"
-    assert session.running or session.remembered, f"{key}: nothing cached, but not forgotten"
+    assert session.running or session.remembered, f"{key}: nothing cached, but not removed"
     assert len(session.tokens) <= len(session.chunks) * size or session.running, (
         f"{key}: tokens without chunks"
     )

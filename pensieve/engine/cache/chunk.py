@@ -37,7 +37,9 @@ class Place(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Chunk:
-    """``chunk_tokens`` consecutive positions of a context. Only ``CacheManager`` changes it.
+    """``chunk_tokens`` consecutive positions of a context.
+
+    ``Tiers`` alone writes where it is, what it holds and its pins; ``SharedChunks`` alone its holder and its address.
 
     ``filled`` leading positions hold valid KV, once all plans made so far have run; the rest is missing and must be
     computed before use. So a dropped chunk, a half-recomputed one and a tail with room are the same thing with another
@@ -69,6 +71,11 @@ class Chunk:
         return Place.HOST if self.host != NOWHERE else Place.DROPPED
 
     @property
+    def cached(self) -> bool:
+        """Whether it is in a tier."""
+        return self.device != NOWHERE or self.host != NOWHERE
+
+    @property
     def shared(self) -> bool:
         return isinstance(self.holder, SharedRun)
 
@@ -83,10 +90,8 @@ class SharedRun:
     owners: dict[CachedSession, None]
     tenant: int
     """Of all its owners."""
-    cached: int = 0
-    """Chunks that are in a tier."""
     strip: str | None = None
-    """Where they lie, as somebody has seen it since they last changed: see ``engine.looks.looker``."""
+    """Where they lie, as somebody has seen it since they last changed: see ``engine.strips``."""
 
     @property
     def first(self) -> int:
@@ -96,7 +101,10 @@ class SharedRun:
 
 @dataclass(slots=True, eq=False)
 class CachedSession:
-    """What the cache knows of one session: its token ids and its chunks. Only ``CacheManager`` changes it."""
+    """What the cache knows of one session: its token ids and its chunks.
+
+    ``SharedChunks`` alone writes ``chunks`` and ``shared``, ``CacheManager`` and the eviction index the rest.
+    """
 
     key: SessionKey
     row: int
@@ -122,10 +130,8 @@ class CachedSession:
     """How its policy classed it when its latest turn ended: see ``Policy.left``."""
     hint: Hint = NO_HINT
     """What was said of its next turn."""
-    cached: int = 0
-    """Its own chunks that are in a tier; a session that has nothing in any is forgotten."""
     strip: str | None = None
-    """Where its own chunks lie, as somebody has seen it since they last changed: see ``engine.looks.looker``."""
+    """Where its own chunks lie, as somebody has seen it since they last changed: see ``engine.strips``."""
     table: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, dtype=np.int32))
     """Device page of each chunk while running, int32 [chunks]; grown by replacing it, so earlier slices stay true."""
 
@@ -147,7 +153,7 @@ class CachedSession:
     @property
     def remembered(self) -> bool:
         """Whether any chunk is in a tier, or about to be for a running session that shares it."""
-        return self.cached > 0 or any(run.cached or run.own[0].pins for run in self.runs())
+        return any(chunk.cached or chunk.pins for chunk in reversed(self.chunks))
 
     def runs(self) -> Iterator[SharedRun]:
         """The runs that its shared chunks form, in order."""

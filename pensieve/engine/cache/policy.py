@@ -25,8 +25,16 @@ import numpy as np
 
 from pensieve.config import PolicyName
 from pensieve.core import Floats, Ints
-from pensieve.engine.cache.rates.gittins import COLUMNS, OLDEST, YOUNGEST, columns_of, factors
-from pensieve.engine.cache.rates.returns import CELLS, ReturnRates, cell_of
+from pensieve.engine.cache.rates.returns import (
+    CELLS,
+    COLUMNS,
+    OLDEST,
+    YOUNGEST,
+    ReturnRates,
+    cell_of,
+    columns_of,
+    factors,
+)
 
 SHORTEST_IDLE_S = 1e-3
 """T never gets smaller: the value of a session that is active right now stays finite, so costs still order it."""
@@ -121,7 +129,7 @@ class Retention(_Rated):
 class Gittins(_Rated):
     """Chunks stay that are likely to be needed soon, weighed by what they cost to recompute.
 
-    See ``engine.cache.rates.gittins`` and ``engine.cache.rates.returns``.
+    See ``engine.cache.rates.returns``.
     V = Cost(l) / T × a factor by kind of session and by T. All factors are 1 until something was learned, which makes
     this ``retention``. Each start of the server begins with nothing learned. The factors are computed anew, which takes
     2 ms, after every 64 idle periods, and later when an eighth as many have come as there were, at least every 1024.

@@ -1,30 +1,85 @@
-"""Which sessions own which chunks together: the index from addresses to chunks, and the runs that owners share.
+"""Which sessions own which chunks together: the only writer of chunk lists, holders and addresses.
+
+It makes chunks, and frees those that no session owns any more. It owns ``holder`` and ``digest`` of a ``Chunk``, all of
+a ``SharedRun``, and ``chunks`` and ``shared`` of a ``CachedSession``.
 
 A chunk with an address is in the index from the moment some request wants it, whether its KV is there, missing or being
 computed: so two sessions never have two chunks of one address, and what the first computes, swaps in or loses, it does
 for all. Only what a session generates gets its address later, when the tokens are known (``CacheManager.release``).
+
+Addresses of full chunks are a chain of hashes over token ids, so that one address names a chunk and all before it:
+``digest(chunk i) = H(digest(chunk i - 1), its token ids)``; the chain begins with H(model, scope), keyed with a secret
+that the process makes for itself. So no client can compute, probe or hit an address of another scope (a tenant), and an
+address says nothing about how KV is stored.
 """
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Final
+
+import numpy as np
 
 from pensieve.core import TokenArray
-from pensieve.engine.cache.chunk import NOWHERE, CachedSession, Chunk, Place, SharedRun
-from pensieve.engine.cache.digests import Digests, Path
+from pensieve.engine.cache.chunk import NOWHERE, CachedSession, Chunk, SharedRun
 from pensieve.engine.cache.eviction import EvictionIndex
 from pensieve.engine.cache.tiers import Tiers
 from pensieve.engine.plan import PENDING
 
+_BYTES: Final = 16
+"""128 bits: a collision is less likely than an error of the memory that it would be found in."""
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """The addresses of a context's leading full chunks within a scope."""
+
+    scope: str
+    digests: tuple[bytes, ...]
+
+
+class Digests:
+    """Makes the addresses of one engine's chunks. ``model`` names the weights that the KV is computed with."""
+
+    def __init__(self, model: str, chunk_tokens: int) -> None:
+        self._size = chunk_tokens
+        self._model = model.encode()
+        self._secret = secrets.token_bytes(32)
+        self._roots: dict[str, bytes] = {}
+
+    def root(self, scope: str) -> bytes:
+        """Where the chain of a scope begins."""
+        found = self._roots.get(scope)
+        if found is None:
+            salted = blake2b(self._model, digest_size=_BYTES, key=self._secret)
+            salted.update(b"\0" + scope.encode())
+            found = self._roots[scope] = salted.digest()
+        return found
+
+    def extended(self, scope: str, known: Sequence[bytes], tokens: TokenArray, chunks: int) -> list[bytes]:
+        """The addresses of the first ``chunks`` chunks of ``tokens``, of which those in ``known`` are known already."""
+        found = list(known)
+        width = self._size * 4
+        start = len(found) * self._size
+        data = np.ascontiguousarray(tokens[start : chunks * self._size], dtype="<i4").tobytes()
+        last = found[-1] if found else self.root(scope)
+        for at in range(0, len(data), width):
+            last = blake2b(last + data[at : at + width], digest_size=_BYTES).digest()
+            found.append(last)
+        return found
+
 
 class SharedChunks:
-    """See the module docstring. A part of ``CacheManager``."""
+    """See the module docstring."""
 
-    def __init__(self, index: EvictionIndex, tiers: Tiers, digests: Digests, chunk_tokens: int) -> None:
+    def __init__(self, index: EvictionIndex, tiers: Tiers, model: str) -> None:
         self._index = index
         self._tiers = tiers
-        self._digests = digests
-        self._size = chunk_tokens
+        self._digests = Digests(model, tiers.chunk_tokens)
+        self._size = tiers.chunk_tokens
         self._by_digest: dict[bytes, Chunk] = {}
 
     # -- addresses ---------------------------------------------------------------------------------------------------
@@ -92,9 +147,8 @@ class SharedChunks:
 
     def _settled(self, session: CachedSession) -> int:
         """How many leading tokens of a session have a known id."""
-        tail = session.tokens[
-            -2:
-        ]  # what was sampled last may not have been known yet when its request was cancelled
+        # What was sampled last may not have been known yet when its request was cancelled.
+        tail = session.tokens[-2:]
         return len(session.tokens) - int((tail == PENDING).sum())
 
     def _fold(self, session: CachedSession, at: int, doubles: Sequence[Chunk]) -> None:
@@ -105,14 +159,22 @@ class SharedChunks:
             # Of two, the device page stays; a partial host copy would not become whole by it.
             whole = double.host == NOWHERE or double.filled == self._size
             if double.device == NOWHERE and own.device != NOWHERE and whole and own.filled == self._size:
-                self._tiers.hand_over(own, double)
-            self._tiers.give_up(own)
+                self._tiers.move_page(own, double)
+            self._tiers.free(own)
         del session.chunks[at:]
         self.adopt(session, doubles)
         session.chunks.extend(rest)
         self._index.touch(session)
 
     # -- owners ------------------------------------------------------------------------------------------------------
+
+    def append(self, session: CachedSession, count: int) -> list[Chunk]:
+        """Give a session ``count`` new chunks of its own, at the end of its list; they have no pages."""
+        first = len(session.chunks)
+        chunks = [Chunk(index, holder=session) for index in range(first, first + count)]
+        session.chunks.extend(chunks)
+        self._index.touch(session)
+        return chunks
 
     def adopt(self, session: CachedSession, chunks: Sequence[Chunk]) -> None:
         """Let a session own chunks that others own: the next ones of its list. All that it has is shared already."""
@@ -141,11 +203,11 @@ class SharedChunks:
                 self._dissolve(run)
 
     def cut(self, session: CachedSession, keep: int) -> None:
-        """Take all but the first ``keep`` chunks out of a session's list; what nobody else has is gone."""
+        """Take all but the first ``keep`` chunks out of a session's list; free those that no other session owns."""
         while len(session.chunks) > max(keep, session.shared):
             chunk = session.chunks.pop()
             self.unregister(chunk)
-            self._tiers.give_up(chunk)
+            self._tiers.free(chunk)
         self.leave(session, keep)
         self._index.touch(session)
 
@@ -164,7 +226,6 @@ class SharedChunks:
         chunks = owner.chunks[owner.shared : end]
         run = self._new_run(chunks, {owner: None})
         owner.shared += len(chunks)
-        owner.cached -= run.cached
         self._index.touch(owner)
         return run
 
@@ -173,7 +234,6 @@ class SharedChunks:
         at = end - run.first
         upper = self._new_run(run.own[:at], dict(run.owners))
         del run.own[:at]
-        run.cached -= upper.cached
         self._index.touch(run)
         return upper
 
@@ -186,14 +246,12 @@ class SharedChunks:
         self._index.part(run, owner)
         self._index.remove(run)
         owner.shared = run.first
-        owner.cached += run.cached
         for chunk in run.own:
             chunk.holder = owner
         self._index.touch(owner)
 
     def _new_run(self, chunks: list[Chunk], owners: dict[CachedSession, None]) -> SharedRun:
         run = SharedRun(self._index.add_row(), chunks, owners, next(iter(owners)).tenant)
-        run.cached = sum(chunk.place is not Place.DROPPED for chunk in chunks)
         for chunk in chunks:
             chunk.holder = run
         self._index.attach(run)

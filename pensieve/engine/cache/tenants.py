@@ -14,11 +14,10 @@ host of what a running request has on the device counts as held, and may go at a
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Mapping
 from typing import Final
 
-from pensieve.engine.cache.pool import PagePool
+from pensieve.engine.cache.tiers import PagePool, Tiers
 
 Allowance = Mapping[int, int]
 """How many pages may be taken from each tenant with a share, by its number; from all others, any."""
@@ -31,18 +30,14 @@ NOBODY: Final = -1
 
 
 class TenantShares:
-    """Numbers of all tenants that were seen, and their shares. The counts of pages are those of the pools."""
+    """Numbers of all tenants that were seen, and their shares. The counts of pages and pins are those of the tiers."""
 
-    def __init__(self, device: PagePool, host: PagePool, chunk_tokens: int) -> None:
-        self._device = device
-        self._host = host
-        self._chunk_tokens = chunk_tokens
+    def __init__(self, tiers: Tiers) -> None:
+        self._tiers = tiers
         self._told = -math.inf
         self._numbers: dict[str, int] = {}
         self._shares: dict[int, float] = {}
         """Those above 0."""
-        self.pinned: defaultdict[int, int] = defaultdict(int)
-        """Chunks that running requests use, by tenant."""
 
     def number(self, tenant: str) -> int:
         """The number that stands for a tenant in the cache: 0, 1, … as they come."""
@@ -64,7 +59,7 @@ class TenantShares:
 
     def held(self) -> Held:
         """What every tenant holds of both tiers. Chunks that its sessions share count once."""
-        device, host, size = self._device.held, self._host.held, self._chunk_tokens
+        device, host, size = self._tiers.device.held, self._tiers.host.held, self._tiers.chunk_tokens
         pages = ((name, device.get(number, 0), host.get(number, 0)) for name, number in self._numbers.items())
         return {name: (one * size, other * size) for name, one, other in pages if one or other}
 
@@ -93,8 +88,9 @@ class TenantShares:
     def kept_from(self, tenant: str) -> int:
         """Device pages that no request uses and that are not for a turn of this tenant."""
         kept = 0
-        for one, most in self.allowance(self._device, self.number(tenant)).items():
-            idle = self._device.held[one] - self.pinned[one]
+        device = self._tiers.device
+        for one, most in self.allowance(device, self.number(tenant)).items():
+            idle = device.held[one] - self._tiers.pinned_by[one]
             kept += max(idle - most, 0)
         return kept
 

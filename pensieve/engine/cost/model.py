@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,9 @@ from pensieve.core import Floats
 
 FORMAT = 1
 """Version of the profile files that are written and can be read."""
+PRODUCT_FLOPS: Final = 1e12
+ATTENTION_FLOPS: Final = 0.5e12
+"""Nominal rates of an estimate: attention reaches a smaller share of the peak than the matrix products do."""
 
 
 class CostProfileError(ValueError):
@@ -84,18 +88,12 @@ class CostModel:
         parameters: int,
         chunk_tokens: int,
         context_limit: int,
-        flops_per_second: float = 1e12,
-        attention_efficiency: float = 0.5,
     ) -> CostModel:
-        """A model from the architecture alone: floating point operations over a nominal rate.
-
-        ``attention_efficiency``: attention reaches a smaller share of the peak than the matrix products do.
-        """
-        attention_rate = flops_per_second * attention_efficiency
-        per_token = 4.0 * layers * query_heads * head_dim * chunk_tokens / attention_rate
+        """A model from the architecture alone: floating point operations over nominal rates."""
+        per_token = 4.0 * layers * query_heads * head_dim * chunk_tokens / ATTENTION_FLOPS
         points: list[tuple[int, float]] = [(0, 0.0)]
         length = chunk_tokens
         while length < 2 * max(context_limit, chunk_tokens):
             points.append((length, per_token * length))
             length *= 2
-        return cls(tuple(points), 2.0 * parameters * chunk_tokens / flops_per_second, chunk_tokens)
+        return cls(tuple(points), 2.0 * parameters * chunk_tokens / PRODUCT_FLOPS, chunk_tokens)

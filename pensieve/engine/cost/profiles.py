@@ -1,24 +1,218 @@
-"""Cost profiles in the user's cache folder, by model, device, dtype and chunk size; and which one an engine uses."""
+"""Cost profiles: their measurement, where they are kept, and which one an engine uses.
+
+``Cost(l) = Cost_attention(l) + c`` of recomputing one chunk is measured with the worker that will have to do it. One
+conversation is built up in the KV pool. At each measured context length *l* the chunk that ends there is computed
+again several times; the fastest is the total cost at *l*. ``c`` is the total that a context of length 0 would have, by
+the line through the two shortest contexts; the rest is attention. ``CostModel.from_json`` reads what is written.
+
+Profiles lie in the user's cache folder, by model, device, dtype and chunk size.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import hashlib
+import importlib.metadata
 import json
 import logging
 import os
 import platform
 import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, Protocol
+
+import numpy as np
 
 from pensieve.config import EngineOptions
-from pensieve.engine.cost.model import CostModel, CostProfileError
-from pensieve.engine.cost.probe import QUICK_REPEATS, Info, ProbedWorker, describe, quick_points
+from pensieve.core import RequestKey, Sampling, TokenArray
+from pensieve.engine.cost.model import FORMAT, CostModel, CostProfileError
+from pensieve.engine.plan import Plan, SampleSpec, Span, StepWorker
 from pensieve.machine import usable_cores, user_directory
 from pensieve.model.arch import Arch
 
 log = logging.getLogger(__name__)
+
+REQUEST: Final = RequestKey(1)
+LONGEST: Final = 16384
+"""Context tokens at which a measurement ends unless told otherwise: beyond, a cost model continues the line."""
+FILL_TOKENS: Final = 512
+"""Tokens per step while the context is built up between two measurements, at most."""
+QUICK_SECONDS: Final = 3.0
+"""About how long the measurement at a server's first start may take."""
+QUICK_GROWTH: Final = 4
+"""How many times as long each context of it is as the one before."""
+QUICK_REPEATS: Final = 3
+
+
+class Info(Protocol):
+    """The share of ``WorkerInfo`` that a measurement needs."""
+
+    @property
+    def device(self) -> str: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def device_chunks(self) -> int: ...
+    @property
+    def chunk_tokens(self) -> int: ...
+    @property
+    def context_limit(self) -> int: ...
+    @property
+    def max_batch_tokens(self) -> int: ...
+    @property
+    def ranks(self) -> int: ...
+
+
+class ProbedWorker(StepWorker, Protocol):
+    """A worker that knows its model."""
+
+    @property
+    def arch(self) -> Arch: ...
+    @property
+    def info(self) -> Info: ...
+
+
+@dataclass(frozen=True, slots=True)
+class CostPoint:
+    """Seconds to compute the chunk that ends at ``context`` tokens, all before it being cached."""
+
+    context: int
+    seconds: float
+
+
+class Prober:
+    """Runs one growing context through a worker, which overwrites the first pages of its pool."""
+
+    def __init__(
+        self,
+        worker: StepWorker,
+        *,
+        chunk_tokens: int,
+        vocab_size: int,
+        fill_tokens: int = FILL_TOKENS,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._worker = worker
+        self._chunk_tokens = chunk_tokens
+        self._vocab_size = vocab_size
+        self._fill_tokens = fill_tokens
+        self._clock = clock
+        self._step = 0
+
+    def measure(self, longest: int, repeats: int, growth: int = 2) -> Iterator[CostPoint]:
+        """Points from one chunk to ``longest`` tokens, each at ``growth`` times the context of the one before."""
+        chunk, done, context = self._chunk_tokens, 0, self._chunk_tokens
+        while context <= longest:
+            # Everything before the chunk to be measured has to be cached, as it would be while serving.
+            while done < context - chunk:
+                end = min(done + self._fill_tokens, context - chunk)
+                self._run(done, end)
+                done = end
+            self._run(context - chunk, context)  # not measured: it compiles kernels and fills caches
+            times = [self._timed(context - chunk, context) for _ in range(repeats)]
+            done = context
+            yield CostPoint(context, min(times))  # the fastest: what else the machine does only ever adds
+            context *= growth
+
+    def _timed(self, start: int, end: int) -> float:
+        before = self._clock()
+        self._run(start, end)
+        return self._clock() - before
+
+    def _run(self, start: int, end: int) -> None:
+        """Compute tokens ``[start, end)``, and sample one after them so that a GPU has finished when this returns."""
+        tokens: TokenArray = (np.arange(start, end, dtype=np.int64) * 7919 % self._vocab_size).astype(
+            np.int32
+        )
+        pages = np.arange(-(-end // self._chunk_tokens), dtype=np.int32)
+        sample = SampleSpec(Sampling(), output_index=0)
+        self._step += 1
+        span = Span(REQUEST, start, tokens, 0, sample)
+        self._worker.launch(Plan(step=self._step, spans=(span,), page_tables=(pages,))).result()
+
+
+def prober(worker: ProbedWorker, clock: Callable[[], float] = time.perf_counter) -> Prober:
+    """A prober for this worker, within its limits. Raises ValueError when a step cannot hold a chunk."""
+    info = worker.info
+    if info.max_batch_tokens < info.chunk_tokens:
+        raise ValueError(
+            f"a step of at most {info.max_batch_tokens} tokens cannot compute a chunk of {info.chunk_tokens} at once"
+        )
+    return Prober(
+        worker,
+        chunk_tokens=info.chunk_tokens,
+        vocab_size=worker.arch.vocab_size,
+        fill_tokens=min(FILL_TOKENS, info.max_batch_tokens),
+        clock=clock,
+    )
+
+
+def quick_points(
+    worker: ProbedWorker, *, seconds: float = QUICK_SECONDS, clock: Callable[[], float] = time.perf_counter
+) -> list[CostPoint]:
+    """A few points in about ``seconds``; at least two. Raises ValueError when the pool cannot hold those."""
+    info, started, points = worker.info, clock(), list[CostPoint]()
+    longest = min(info.context_limit, info.device_chunks * info.chunk_tokens, LONGEST)
+    if longest < QUICK_GROWTH * info.chunk_tokens:
+        raise ValueError(f"contexts of at most {longest} tokens are too short to measure a cost by length")
+    for point in prober(worker, clock).measure(longest, QUICK_REPEATS, QUICK_GROWTH):
+        points.append(point)
+        # The next point takes about as many times longer as its context is longer.
+        if len(points) > 1 and (clock() - started) * QUICK_GROWTH > seconds:
+            break
+    return points
+
+
+def split(points: list[CostPoint]) -> tuple[list[tuple[int, float]], float]:
+    """Points as (attention cost at each context, ``c``).
+
+    Measured times waver; attention shall never fall as the context grows, nor ``c`` be negative.
+    """
+    if len(points) < 2:
+        raise ValueError("at least two points are needed")
+    first, second = points[:2]
+    slope = max(0.0, (second.seconds - first.seconds) / (second.context - first.context))
+    other = min(max(0.0, first.seconds - slope * first.context), min(point.seconds for point in points))
+    attention: list[tuple[int, float]] = []
+    highest = 0.0
+    for point in points:
+        highest = max(highest, point.seconds - other)
+        attention.append((point.context, highest))
+    return attention, other
+
+
+def describe(
+    worker: ProbedWorker, model: str, points: list[CostPoint], *, device_name: str, repeats: int
+) -> dict[str, Any]:
+    """The profile as it is written: what was measured, and on what."""
+    attention, other = split(points)
+    return {
+        "format": FORMAT,
+        "model": model,
+        "family": worker.arch.family,
+        "device": worker.info.device,
+        "device_name": device_name,
+        "dtype": worker.info.dtype,
+        "chunk_tokens": worker.info.chunk_tokens,
+        "attention": attention,
+        "other_seconds": other,
+        "repeats": repeats,
+        "versions": {name: _version(name) for name in ("pensieve", "torch", "numpy")},
+        "machine": f"{platform.system()} {platform.machine()}, {usable_cores()} cores",
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:  # run from a checkout that is not installed
+        return "unknown"
+
 
 _NOT_COMPUTED = ("bos_token_id", "eos_token_ids", "generation", "dtype")
 """Fields of an ``Arch`` that make no difference to what a step costs; the dtype in use is a part of the key itself."""

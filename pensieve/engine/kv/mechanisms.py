@@ -1,4 +1,4 @@
-"""Two ways to move runs between the pools, and which of them to take on this machine.
+"""Two ways to move runs between the pools, which of them to take on this machine, and the calls of a swap-in.
 
 *batch* is the driver's ``cuMemcpyBatchAsync``, which feeds the copy engines. It has the whole link in both directions
 at once and disturbs a step beside it least, but takes a third to two thirds of a microsecond of CPU time a run, and two
@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -35,6 +37,10 @@ ENOUGH = 0.75
 """The copy engines are taken when they reach this share of the kernel's rate, for the sake of what runs beside them:
 products that want all multiprocessors wait where a copy's programs sit. On an H200, a step of 256 tokens (9.4 ms of
 products) beside a swap-in of 420 MB took 10.1 ms by the copy engines, 12.0 ms by the kernel."""
+
+LARGEST_GROUP = 8
+CALL_BYTES = 4 << 20
+"""About 80 µs on the wire: twice what a call takes of CPU time."""
 
 Addresses = npt.NDArray[np.uint64]
 
@@ -204,3 +210,37 @@ def _try(copy: RunCopy, pairs: torch.Tensor, run_words: int) -> Trial:
             if trial:
                 submit, total = min(submit, submitted), min(total, time.perf_counter() - started)
     return Trial(runs * run_words * WORD.itemsize / total / 1e9, submit / runs * 1e6)
+
+
+def layer_groups(num_layers: int) -> tuple[range, ...]:
+    """Layers that arrive together: 1, 1, 2, 4, 8, … and back to 1.
+
+    The first groups are small so that the model can begin, the last ones so that it has little left to do when they
+    have come; those between are larger so that there are few calls.
+    """
+    head: list[int] = []
+    tail: list[int] = []
+    left, size = num_layers, 1
+    while left:
+        for sizes in (head, tail):
+            if left:
+                sizes.append(min(size, left))
+                left -= sizes[-1]
+        size = 1 if len(head) == 1 else min(LARGEST_GROUP, 2 * size)
+    ends = list(itertools.accumulate(head + tail[::-1]))
+    return tuple(range(*bounds) for bounds in itertools.pairwise([0, *ends]))
+
+
+def calls_for(groups: Sequence[range], layer_bytes: int) -> Iterator[tuple[range, list[range]]]:
+    """The layers that each call brings in, and the groups that they are.
+
+    A group that takes less time on the wire than the call for it takes on the CPU shares its call with the next ones.
+    ``layer_bytes``: bytes of all chunks in one layer.
+    """
+    together: list[range] = []
+    for group in groups:
+        together.append(group)
+        layers = range(together[0].start, group.stop)
+        if len(layers) * layer_bytes >= CALL_BYTES or group is groups[-1]:
+            yield layers, together
+            together = []

@@ -22,8 +22,7 @@ import click
 
 from pensieve.config import EngineOptions
 from pensieve.engine.messages import Command, Report
-from pensieve.engine.process.loop import HostedEngine, run_engine
-from pensieve.engine.process.names import RequestNames
+from pensieve.engine.process.loop import HostedEngine, RequestNames, run_engine
 from pensieve.errors import InvalidArgument, PensieveError
 from pensieve.frames import FrameSocket, PeerClosed, decoder_for
 from pensieve.lifeline import die_with_parent, leave_signals_to_parent

@@ -8,7 +8,7 @@ each would read as much as all others have, ranks add up a share each and hand t
 ``two_shot_all_reduce_``), or NCCL is left to it.
 
 Which way is taken is a question of a tensor's size alone, padding included, so that no token's value depends on what
-else is in its step. The limits for two ranks are set by ``bench/kernel_ops/rank_sums.py``; those for more are guesses.
+else is in its step. The limits for two ranks are set by ``bench/results/rank_sums.md``; those for more are guesses.
 """
 
 from __future__ import annotations

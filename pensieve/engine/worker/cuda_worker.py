@@ -33,7 +33,8 @@ from pensieve.engine.worker.cuda_batch import CudaBatch, make_cuda_batch
 from pensieve.engine.worker.graphs import Programs
 from pensieve.engine.worker.program import Shared, StepProgram
 from pensieve.engine.worker.sizing import DTYPES, WorkerInfo, allocate_pools
-from pensieve.kernels.attention.plan import Scratch, geometry_of
+from pensieve.kernels.attention.call import Scratch
+from pensieve.kernels.attention.plan import geometry_of
 from pensieve.kernels.attention.prefixes import PartyRule
 from pensieve.model.transformer import Transformer
 

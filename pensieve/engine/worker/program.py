@@ -19,12 +19,12 @@ import torch
 from pensieve.engine.sampling.sampler import clean, largest
 from pensieve.engine.worker.cuda_batch import NO_SLOT, CudaBatch
 from pensieve.kernels.arguments import HeadPrep
+from pensieve.kernels.attention.call import Scratch
 from pensieve.kernels.attention.capacity import Capacity
 from pensieve.kernels.attention.kinds import Geometry, StepKind
-from pensieve.kernels.attention.plan import AttentionPlan, DoesNotFit, Scratch, plan_key, words_of
+from pensieve.kernels.attention.plan import AttentionPlan, DoesNotFit, words_of
 from pensieve.kernels.kv_write import kv_write
-from pensieve.kernels.ragged_paged_attention import ragged_paged_attention
-from pensieve.kernels.span_table import SpanTable
+from pensieve.kernels.ragged_paged_attention import attend
 from pensieve.kernels.upload import upload
 from pensieve.model.transformer import Transformer
 
@@ -94,9 +94,6 @@ class StepProgram:
         view = {name: self._block[start : start + lengths[name]] for name, start in self._at.items()}
         self._view = view
         view["slots"].fill_(NO_SLOT)
-        # One row per page, each reaching over all that follow: a table's "row" is where it begins.
-        self._tables = view["pages"].as_strided((size.pages, 1), (1, 1))
-        self._spans = SpanTable.build([size.tokens], [0], [0])
         self._plan = AttentionPlan(
             size.tokens, shared.geometry, device, kind=size.kind, capacity=size.attention,
             words=view["words"], scratch=shared.scratch,
@@ -172,10 +169,7 @@ class StepProgram:
         self._shared.wait(layer)
         pool = self._shared.pool[layer]
         q = kv_write(pool, qkv, self._view["slots"], prep)
-        self._spans.plans.setdefault(plan_key(q, pool), self._plan)
-        out = ragged_paged_attention(
-            q, pool, self._spans, self._tables, scale=self._shared.model.arch.attention_scale
-        )
+        out = attend(q, pool, self._plan, self._view["pages"], scale=self._shared.model.arch.attention_scale)
         assert isinstance(out, torch.Tensor)
         return out
 

@@ -11,7 +11,7 @@ import torch
 from pensieve.core import RequestKey
 from pensieve.engine.plan import Plan
 from pensieve.engine.worker.spans import SpanColumns
-from pensieve.kernels.span_table import SpanTable
+from pensieve.kernels.spans import Spans, make_spans
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class TorchBatch:
     """int64 [T]"""
     slots: torch.Tensor
     """int64 [T]: where each token's keys and values go, ``page * N + offset``."""
-    spans: SpanTable
+    spans: Spans
     page_tables: torch.Tensor
     """int32 [R, most pages of a row]; the unused end of a row names the padding page."""
     sample_rows: torch.Tensor
@@ -56,7 +56,7 @@ def make_torch_batch(
         tokens=torch.from_numpy(tokens).to(device),
         positions=torch.from_numpy(columns.positions).to(device),
         slots=torch.from_numpy(columns.slots).to(device),
-        spans=SpanTable.build(columns.length, columns.start, columns.table, device),
+        spans=make_spans(columns.length, columns.start, columns.table),
         page_tables=torch.from_numpy(tables).to(device),
         sample_rows=torch.from_numpy(columns.ends[last] - 1).to(device),
     )

@@ -131,6 +131,8 @@ class _StepAttention:
 
     def __init__(self, pools: KvPools, batch: TorchBatch, swap_in: LayerTransfers, scale: float) -> None:
         self.pools, self.batch, self.swap_in, self.scale = pools, batch, swap_in, scale
+        self.plan: reference.ReferencePlan | None = None
+        """Made by the first layer, whose queries say what it is for."""
         self.seconds = 0.0
 
     def __call__(self, layer: int, qkv: torch.Tensor, prep: HeadPrep) -> torch.Tensor:
@@ -139,7 +141,9 @@ class _StepAttention:
         started = time.perf_counter()
         pool, batch = self.pools.device[layer], self.batch
         q = reference.kv_write(pool, qkv, batch.slots, prep)
-        out = reference.ragged_paged_attention(q, pool, batch.spans, batch.page_tables, scale=self.scale)
+        if self.plan is None:
+            self.plan = reference.make_plan(q, pool, batch.spans, batch.page_tables)
+        out = reference.attend(q, pool, self.plan, scale=self.scale)
         self.seconds += time.perf_counter() - started
         return out
 

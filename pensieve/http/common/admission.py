@@ -18,8 +18,7 @@ from typing import Final, TypeAlias, TypeVar
 
 from pensieve.client import AsyncClient, RetryPolicy, ServerInfo
 from pensieve.errors import Cancelled, PensieveError, Unauthenticated
-from pensieve.http.common.callers import CONNECTIONS, connection
-from pensieve.http.common.credentials import Who
+from pensieve.http.common.callers import CONNECTIONS, Who, connection
 from pensieve.http.common.failures import HttpFailure
 from pensieve.http.common.settings import DoorSettings
 from pensieve.rpc_status import TRANSPORT, TRANSPORT_FINAL

@@ -1,12 +1,140 @@
-"""What a running turn says, for protocols that cannot take back what was sent."""
+"""What the answers of all endpoints have in common: log-probabilities, events, and text that cannot be taken back."""
 
 from __future__ import annotations
 
+import asyncio
 from collections import defaultdict
-from typing import Any
+from collections.abc import AsyncIterator, Coroutine, Iterable
+from contextlib import AsyncExitStack
+from typing import Any, Final, TypeVar
 
-from pensieve.client import FinishReason, Piece, TokenLogprob, Turn, Usage
+import msgspec
+from starlette.requests import Request
+from starlette.responses import StreamingResponse
+from starlette.types import Message, Receive, Scope, Send
+
+from pensieve.client import FinishReason, Piece, TokenLogprob, TokenText, Turn, Usage
 from pensieve.errors import Internal
+from pensieve.http.common.failures import HttpFailure
+
+LEAST: Final = -9999.0
+"""What stands for anything below it: JSON has no minus infinity."""
+MAX_TOP: Final = 20
+"""Likeliest tokens that may be asked for."""
+
+
+def token_scores(scores: Iterable[TokenLogprob]) -> list[dict[str, Any]]:
+    """One entry for each token. A control token has its name as text, and no bytes."""
+    return [
+        {
+            **_score(one.token, one.logprob),
+            "top_logprobs": [
+                _score(text, logprob) for text, (_, logprob) in zip(one.top_tokens, one.top, strict=True)
+            ],
+        }
+        for one in scores
+    ]
+
+
+def at_least(logprob: float) -> float:
+    """The value as it is sent."""
+    return max(logprob, LEAST)
+
+
+def _score(token: TokenText, logprob: float) -> dict[str, Any]:
+    return {"token": token.text, "bytes": list(token.piece), "logprob": at_least(logprob)}
+
+
+SILENT: Final = b":\n\n"
+"""A comment, which clients drop: proxies and clients see that the answer is still to come."""
+DONE: Final = b"data: [DONE]\n\n"
+_HEADERS: Final = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+"""The second keeps nginx from holding events back."""
+
+
+def event(data: dict[str, Any], name: str | None = None) -> bytes:
+    """One event, to be sent in one piece: some clients lose one that is split, and see none that ends in CRLF."""
+    line = b"data: " + msgspec.json.encode(data) + b"\n\n"
+    return line if name is None else b"event: " + name.encode() + b"\n" + line
+
+
+class EventStream(StreamingResponse):
+    """Sends events, and comments where there are none for the door's ``heartbeat_s``.
+
+    ``held`` is closed when the last event is out or the client has gone.
+    """
+
+    def __init__(self, events: AsyncIterator[bytes], held: AsyncExitStack, headers: dict[str, str]) -> None:
+        super().__init__(events, media_type="text/event-stream", headers={**_HEADERS, **headers})
+        self._held = held
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        steady = _Steady(send, scope["app"].state.door.settings.heartbeat_s)
+        try:
+            await super().__call__(scope, receive, steady.send)
+        finally:
+            steady.end()
+            await self._held.aclose()
+
+
+class _Steady:
+    """Sends what the answer says, and a comment after each ``heartbeat_s`` seconds without a byte."""
+
+    def __init__(self, send: Send, heartbeat_s: float) -> None:
+        self._send = send
+        self._heartbeat_s = heartbeat_s
+        self._one = asyncio.Lock()
+        self._last = 0.0
+        self._beating: asyncio.Task[None] | None = None
+        """From the head of the answer to its end."""
+
+    async def send(self, message: Message) -> None:
+        async with self._one:
+            await self._send(message)
+            self._last = asyncio.get_running_loop().time()
+            if message["type"] == "http.response.start":
+                self._beating = asyncio.create_task(self._beat(), name="heartbeat")
+            elif not message.get("more_body"):
+                self.end()
+
+    def end(self) -> None:
+        """No more comments."""
+        if self._beating is not None:
+            self._beating.cancel()
+
+    async def _beat(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(self._last + self._heartbeat_s - loop.time())
+            async with self._one:
+                if loop.time() >= self._last + self._heartbeat_s:
+                    await self._send({"type": "http.response.body", "body": SILENT, "more_body": True})
+                    self._last = loop.time()
+
+
+T = TypeVar("T")
+
+
+async def while_there(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The outcome of ``work``, which is cancelled when the caller goes: to nobody nothing is said.
+
+    Raises HttpFailure then, so that what is held for the call is let go. The body has to have been read.
+    """
+    working, leaving = asyncio.create_task(work), asyncio.create_task(_left(request))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise HttpFailure(400, "the caller left before the answer was whole", code="client_disconnected")
+        return working.result()
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.wait((working, leaving))
+
+
+async def _left(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 class SentText:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final
 
+from pensieve.core import SAMPLING
 from pensieve.errors import InvalidArgument, PensieveError
 from pensieve.rpc_status import BROKEN, TRANSPORT, TRANSPORT_FINAL
 
@@ -67,7 +68,7 @@ _CODES: Final = {"CONTEXT_LIMIT_EXCEEDED": "context_length_exceeded", "CREDENTIA
 """Reasons that OpenAI has a word for; the others stay as they are, in small letters."""
 _PARAMS: Final = {
     "candidates": "n",
-    "min_output_tokens": "min_tokens",
+    **{name: row.http for name, row in SAMPLING.items() if row.http},
     "request_id": "Idempotency-Key",
     "text": "input",
     "tools_json": "tools",

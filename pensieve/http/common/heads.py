@@ -20,9 +20,21 @@ import msgspec
 from pensieve.client import AsyncSession, AsyncTurnStream, FoundTurn, Turn, TurnOptions
 from pensieve.errors import Aborted, DataLoss, FailedPrecondition, NotFound
 from pensieve.http.common.callers import Caller
-from pensieve.http.common.calls import Call, CallPlan, Source, carried_out, is_free, made_before, new_session
+from pensieve.http.common.calls import (
+    Call,
+    CallPlan,
+    Source,
+    added,
+    answered,
+    carried_out,
+    chunks_of,
+    is_free,
+    made_before,
+    new_session,
+    parted,
+    roles_of,
+)
 from pensieve.http.common.contents import NamedTalk, Said, Talk
-from pensieve.http.common.imports import added, answered, chunks_of, parted, roles_of
 from pensieve.http.common.requests import seed_of
 
 _MADE_HERE: Final = re.compile(r"(?:chat|conv|resp)-[0-9a-f]{32}")
@@ -87,41 +99,32 @@ async def noting(
         yield chunk
 
 
-async def begin(
-    caller: Caller,
-    heads: Heads | None,
-    named: NamedTalk,
-    call: Call,
-    options: TurnOptions,
-    ttl_s: float | None,
-    *,
-    family: str = "chat-",
-    is_found: bool = True,
-) -> tuple[AsyncSession, AsyncTurnStream]:
-    """A turn that the service has accepted, in the session that the history is, or in a new one with that history.
-
-    ``heads``: None for what neither finds nor ``is_found``. A refusal leaves nothing behind.
-    """
-    options["request_id"] = str(call.id)
-    options.setdefault("seed", seed_of(call.id))
-    if heads is not None and is_found:
-        options["mark"] = named.mark
-    return await _Beginning(caller, heads, named, call, options, ttl_s).begin(new_session(family))
-
-
 @dataclass(frozen=True, slots=True)
-class _Beginning:
-    """One talk on its way to its session."""
+class Beginning:
+    """A turn on its way to the session that its history is, or to a new one with that history."""
 
     caller: Caller
     heads: Heads | None
+    """None for what neither finds nor is found."""
     named: NamedTalk
     call: Call
     options: TurnOptions
     ttl_s: float | None
+    """Idle lifetime of a session that is made."""
 
-    async def begin(self, own: str) -> tuple[AsyncSession, AsyncTurnStream]:
-        """``own``: name of the session to be made, if one is."""
+    async def begin(
+        self, family: str = "chat-", *, is_found: bool = True
+    ) -> tuple[AsyncSession, AsyncTurnStream]:
+        """The session, and the turn that the service has accepted there. A refusal leaves nothing behind.
+
+        ``family``: how the name of a session begins that is made. ``is_found``: whether the turn can be found by its
+        history.
+        """
+        self.options["request_id"] = str(self.call.id)
+        self.options.setdefault("seed", seed_of(self.call.id))
+        if self.heads is not None and is_found:
+            self.options["mark"] = self.named.mark
+        own = new_session(family)
         client = self.caller.client
         if self.call.may_be_repeated:
             # What is remembered here may be another door's no more: the service alone is asked.
@@ -218,9 +221,31 @@ class _Beginning:
         return await added(session, past[sum(map(len, first)) :], self.call, follow=last)
 
     async def _looked_up(self) -> Head | None:
-        if self.heads is None or not self.named.talk.history:
+        """The end that the service knows; of several the newest, or the one where an earlier try of this turn went."""
+        if self.heads is None or self.named.end is None:
             return None
-        return await _looked_up(self.caller, self.named, self.call.id)
+        talk, (mark, told) = self.named.talk, self.named.end
+        find = functools.partial(self.caller.client.find_turn, mark, request_id=str(self.call.id))
+        found = None if told.calls else await find(told.text)
+        if found is None and not talk.form.plain:
+            # The service knows answers as the model wrote them, with calls and thoughts: what the newest was is read
+            # here.
+            found = _answered_so(await find(), talk, told)
+        if found is None:
+            return None
+        turn, candidate = found.turn, found.candidate
+        if turn.output is None:
+            return None
+        session_id = turn.session.removeprefix("sessions/")
+        if not _MADE_HERE.fullmatch(session_id):
+            return None  # Somebody else's mark: what the session is for is not known.
+        return Head(
+            session_id,
+            turn.revision,
+            turn.output.item,
+            turn.request_id,
+            None if candidate == turn.chosen else candidate,
+        )
 
 
 def pass_unless_gone(error: NotFound | DataLoss) -> None:
@@ -230,33 +255,6 @@ def pass_unless_gone(error: NotFound | DataLoss) -> None:
     """
     if isinstance(error, DataLoss) and error.reason != "HISTORY_REGRESSED":
         raise error
-
-
-async def _looked_up(caller: Caller, named: NamedTalk, turn_id: uuid.UUID) -> Head | None:
-    """The end that the service knows; of several the newest, or the one where an earlier try of this turn went."""
-    if named.end is None:
-        return None
-    talk, (mark, told) = named.talk, named.end
-    find = functools.partial(caller.client.find_turn, mark, request_id=str(turn_id))
-    found = None if told.calls else await find(told.text)
-    if found is None and not talk.form.plain:
-        # The service knows answers as the model wrote them, with calls and thoughts: what the newest was is read here.
-        found = _answered_so(await find(), talk, told)
-    if found is None:
-        return None
-    turn, candidate = found.turn, found.candidate
-    if turn.output is None:
-        return None
-    session_id = turn.session.removeprefix("sessions/")
-    if not _MADE_HERE.fullmatch(session_id):
-        return None  # Somebody else's mark: what the session is for is not known.
-    return Head(
-        session_id,
-        turn.revision,
-        turn.output.item,
-        turn.request_id,
-        None if candidate == turn.chosen else candidate,
-    )
 
 
 def _answered_so(found: FoundTurn | None, talk: Talk, told: Said) -> FoundTurn | None:

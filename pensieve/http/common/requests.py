@@ -1,17 +1,129 @@
-"""What chat completions and responses have in common: sampling, ids, the credential of a retry."""
+"""What the bodies of all endpoints have in common: sampling, ids, and how each field is honoured or refused.
+
+The struct of a request declares what is read. Its class variables ``WITHOUT_EFFECT`` and ``REFUSED`` name the rest, and
+``NESTED`` the structs of fields that are looked into in the same way. A field with the value null is one that was left
+out.
+"""
 
 from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping, Sized
-from typing import Annotated, ClassVar, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, TypeAlias, cast
 
 import msgspec
 from starlette.requests import Request
 
 from pensieve.client import TurnOptions
-from pensieve.http.common.failures import bad
-from pensieve.http.common.fields import Nested
+from pensieve.core import SAMPLING
+from pensieve.http.common.failures import HttpFailure, bad, unsupported
+
+Nested: TypeAlias = Mapping[str, type[msgspec.Struct]]
+"""Structs by the names of fields."""
+Fields: TypeAlias = Mapping[str, msgspec.Raw]
+"""The fields of a JSON object by name, each not yet decoded."""
+_STRUCTURED: Final = "structured output is not supported"
+STRUCTURED: Final = dict.fromkeys(
+    (
+        "response_format", "json_schema", "json_object", "structured_outputs", "guided_json", "guided_regex",
+        "guided_choice", "guided_grammar", "guided_decoding_backend", "guided_whitespace_pattern", "grammar", "regex",
+        "ebnf", "structural_tag", "format", "schema",
+    ),
+    _STRUCTURED,
+)  # fmt: skip
+"""What programs of this kind call structured output."""
+REFUSED_EVERYWHERE: Final = {
+    **STRUCTURED,
+    "add_generation_prompt": "the answer always begins with the template's generation prompt",
+    "bad_words": "is not supported; logit_bias of -100 keeps a token out",
+    "chat_template": "the server's own template is used",
+    "chat_template_kwargs": "the template takes no arguments here",
+    "continue_final_message": "the last message is answered, not continued",
+    "early_stopping": "beam search is not offered over HTTP",
+    "extra_body": "its fields belong into the request itself",
+    "include_stop_str_in_output": "a stop string is never part of the answer",
+    "length_penalty": "beam search is not offered over HTTP",
+    "max_new_tokens": "is max_tokens in completions and max_output_tokens in responses",
+    "n_predict": "is max_tokens in completions and max_output_tokens in responses",
+    "num_predict": "is max_tokens in completions and max_output_tokens in responses",
+    "options": "its fields belong into the request itself",
+    "prompt_logprobs": "log-probabilities of a prompt are not computed",
+    "repeat_penalty": "is repetition_penalty here",
+    "skip_special_tokens": "control tokens are never part of the answer's text",
+    "spaces_between_special_tokens": "control tokens are never part of the answer's text",
+    "truncate_prompt_tokens": "a prompt is never cut",
+    "typical_p": "is not supported: temperature, top_p, top_k and min_p are",
+    "use_beam_search": "beam search is not offered over HTTP",
+}  # fmt: skip
+"""Fields of other programs that would change the answer, and what is said of them."""
+NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
+    "add_generation_prompt": (True,),
+    "bad_words": ([],),
+    "best_of": (1,),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "early_stopping": (False,),
+    "extra_body": ({},),
+    "function_call": ("none", "auto"),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "logprobs": (False,),
+    "n": (1,),
+    "options": ({},),
+    "repeat_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True, False),
+    "stop": ([],),
+    "typical_p": (1,),
+    "use_beam_search": (False,),
+}
+"""Values with which a refused field asks for what is done anyway."""
+
+
+def check_fields(fields: Fields, kind: type[msgspec.Struct]) -> None:
+    """Raises HttpFailure (400) for the first field that a request of this kind has not."""
+    _check(fields, kind, "")
+
+
+def check_nested(fields: Fields, kind: type[msgspec.Struct]) -> None:
+    """The same for the objects that ``kind`` names in ``NESTED``: options and tools. Messages and items may come back
+    with all that they were told with."""
+    for name, raw in fields.items():
+        _descend(name, raw, kind, name)
+
+
+def _descend(name: str, raw: msgspec.Raw, kind: type[msgspec.Struct], path: str) -> None:
+    nested: Nested = getattr(kind, "NESTED", {})
+    inner = nested.get(name)
+    if inner is None:
+        return
+    match msgspec.json.decode(raw, type=dict[str, msgspec.Raw] | list[dict[str, msgspec.Raw]] | None):
+        case dict(found):
+            _check(found, inner, f"{path}.")
+        case list(several):
+            for number, found in enumerate(several):
+                _check(found, inner, f"{path}[{number}].")
+
+
+def _check(found: Fields, kind: type[msgspec.Struct], path: str) -> None:
+    without_effect: Mapping[str, str] = getattr(kind, "WITHOUT_EFFECT", {})
+    refused: Mapping[str, str] = getattr(kind, "REFUSED", {})
+    known = {one.encode_name for one in msgspec.structs.fields(kind)}
+    for name, raw in found.items():
+        param = path + name
+        if path and name in known:
+            _descend(name, raw, kind, param)
+        if name in known or name in without_effect or bytes(raw).strip() == b"null":
+            continue
+        if name not in refused:
+            raise HttpFailure(
+                400, f"{param}: this request has no such field", param=param, code="unknown_parameter"
+            )
+        if msgspec.json.decode(raw) not in NEUTRAL.get(name, ()):
+            raise unsupported(param, refused[name])
+
 
 _KEYS: Final = uuid.UUID("6c0cbb0c-6c43-4b0e-9f5c-2a4a52c0a3d1")
 """Namespace of request ids made of ``Idempotency-Key``s."""
@@ -44,59 +156,79 @@ class ChunkOptions(msgspec.Struct, frozen=True):
     include_usage: bool = False
 
 
-class Drawing(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """How tokens are drawn, and how long their state is wanted; the last six are not OpenAI's. The service checks
-    ranges."""
+_BODY_TYPES: Final[dict[str, Any]] = {
+    "top_k": Annotated[int, msgspec.Meta(ge=-1)],
+    "min_output_tokens": Natural,
+    "stop_token_ids": list[TokenId],
+}
+"""Sampling parameters that a body writes in another way than a program does. -1 is a ``top_k`` of 0, as in vLLM."""
+_OPTIONS: Final = {row.http: name for name, row in SAMPLING.items() if row.http}
+"""Sampling parameters that all bodies have, by their names there."""
+
+if TYPE_CHECKING:
+    _SamplingBody = msgspec.Struct
+else:
+    _SamplingBody = msgspec.defstruct(
+        "_SamplingBody",
+        [
+            (field, _BODY_TYPES.get(name, SAMPLING[name].kind) | None, None)
+            for field, name in _OPTIONS.items()
+        ],
+        kw_only=True,
+        omit_defaults=True,
+    )
+
+
+class Drawing(_SamplingBody, kw_only=True, omit_defaults=True):
+    """How tokens are drawn, by the rows of ``core.SamplingOptions``, and how long their state is wanted. The service
+    checks ranges."""
 
     NESTED: ClassVar[Nested] = {"prompt_cache_options": CacheOptions}
-    temperature: float | None = None
-    top_p: float | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    seed: int | None = None
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     prompt_cache_options: CacheOptions | None = None
-    top_k: Annotated[int, msgspec.Meta(ge=-1)] | None = None
-    """0 is off, and so is -1, as in vLLM."""
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    ignore_eos: bool | None = None
-    min_tokens: Natural | None = None
-    stop_token_ids: list[TokenId] | None = None
+
+    @property
+    def drawn_with(self) -> dict[str, Any]:
+        """The sampling parameters that are set, by their names in the body."""
+        return {field: value for field in _OPTIONS if (value := getattr(self, field)) is not None}
 
     def options(self) -> TurnOptions:
         """Those that are set, for the SDK."""
-        given: TurnOptions = {}
-        if self.temperature is not None:
-            given["temperature"] = self.temperature
-        if self.top_p is not None:
-            given["top_p"] = self.top_p
-        if self.frequency_penalty is not None:
-            given["frequency_penalty"] = self.frequency_penalty
-        if self.presence_penalty is not None:
-            given["presence_penalty"] = self.presence_penalty
-        if self.seed is not None:
-            given["seed"] = self.seed % (1 << 64)
-        if self.top_k is not None:
-            given["top_k"] = max(0, self.top_k)
-        if self.min_p is not None:
-            given["min_p"] = self.min_p
-        if self.repetition_penalty is not None:
-            given["repetition_penalty"] = self.repetition_penalty
-        if self.ignore_eos is not None:
-            given["ignore_eos"] = self.ignore_eos
-        if self.min_tokens is not None:
-            given["min_output_tokens"] = self.min_tokens
-        if self.stop_token_ids:
-            check_number(self.stop_token_ids, "stop_token_ids")
-            given["stop_token_ids"] = self.stop_token_ids
+        given: dict[str, Any] = {_OPTIONS[field]: value for field, value in self.drawn_with.items()}
+        if "seed" in given:
+            given["seed"] %= 1 << 64
+        if "top_k" in given:
+            given["top_k"] = max(0, given["top_k"])
+        check_number(given.get("stop_token_ids", ()), "stop_token_ids")
         ttl = self.prompt_cache_options.ttl if self.prompt_cache_options is not None else None
         if self.prompt_cache_retention == "24h" or ttl == "12h":
             given["importance"] = LONG_CACHED
+        return cast(TurnOptions, given)
+
+
+class Completing(Drawing, kw_only=True):
+    """What requests of both kinds of completions have in common."""
+
+    NESTED: ClassVar[Nested] = {**Drawing.NESTED, "stream_options": ChunkOptions}
+    model: str | None = None
+    stream: bool | None = False
+    stream_options: ChunkOptions | None = None
+    n: Positive | None = None
+    stop: str | list[str] | None = None
+    max_tokens: Positive | None = None
+    logit_bias: dict[str, float] | None = None
+
+    def options(self) -> TurnOptions:
+        given = super().options()
+        if self.stop:
+            check_number([self.stop] if isinstance(self.stop, str) else self.stop, "stop")
+            given["stop"] = self.stop
+        if self.logit_bias:
+            given["logit_bias"] = _by_token(self.logit_bias)
         return given
 
 
-def by_token(biases: dict[str, float]) -> dict[int, float]:
+def _by_token(biases: dict[str, float]) -> dict[int, float]:
     """Logit biases by token id. Raises HttpFailure for a key that is none, and for more than anybody gives."""
     check_number(biases, "logit_bias")
     found: dict[int, float] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import uuid
 from dataclasses import dataclass, replace
+from typing import Any, Final
 
 import msgspec
 
@@ -20,15 +21,26 @@ from pensieve.client import (
 )
 from pensieve.errors import Aborted, NotFound
 from pensieve.http.common.callers import Caller
-from pensieve.http.common.calls import Call, CallPlan, carried_out, is_free, made_before, new_session
+from pensieve.http.common.calls import (
+    Call,
+    CallPlan,
+    added,
+    adding,
+    answered,
+    carried_out,
+    is_free,
+    made_before,
+    new_session,
+    parted,
+)
 from pensieve.http.common.contents import NamedTalk, talk_of
-from pensieve.http.common.failures import HttpFailure
-from pensieve.http.common.heads import Heads, begin
-from pensieve.http.common.imports import added, adding, answered, parted
+from pensieve.http.common.failures import HttpFailure, bad
+from pensieve.http.common.heads import Beginning, Heads
 from pensieve.http.common.requests import seed_of
-from pensieve.http.responses.ids import ResponseId, conversation_session, mark
-from pensieve.http.responses.requests import AskedResponse, ResponseRequest
-from pensieve.http.tools.definitions import ToolUse
+from pensieve.http.responses.ids import ResponseId, conversation_session, item_place, mark
+from pensieve.http.responses.objects import Response, input_message
+from pensieve.http.responses.requests import REFERENCE, AskedResponse, InputItem, ResponseRequest
+from pensieve.http.tools import ToolUse
 from pensieve.speech import SpeechForm
 
 
@@ -72,7 +84,7 @@ class Chain:
         # Instructions are said again with each response: nobody is led here without them.
         is_found = self.body.instructions is None
         try:
-            session, stream = await begin(
+            beginning = Beginning(
                 self.caller,
                 # What leaves nothing behind is found by nobody, and finds nothing.
                 heads if self.body.stored else None,
@@ -80,9 +92,8 @@ class Chain:
                 self.call,
                 self._options,
                 None if self.body.stored else unstored_ttl_s,
-                family="resp-",
-                is_found=is_found,
             )
+            session, stream = await beginning.begin("resp-", is_found=is_found)
         except NotFound as error:
             raise self._refusal(error) from None
         told = talk if is_found else None
@@ -280,3 +291,69 @@ def _unknown(previous: str) -> HttpFailure:
         param="previous_response_id",
         code="previous_response_not_found",
     )
+
+
+_MOST: Final = 1024
+"""References in one request. Each may cost a read of a session."""
+
+
+async def resolved(asked: AskedResponse, caller: Caller, info: ServerInfo) -> AskedResponse:
+    """The request with the items that it names in place of their names.
+
+    Raises HttpFailure: 404 for an item that is not there for this caller.
+    """
+    items = asked.body.input
+    if not asked.refers or not isinstance(items, list):
+        return asked
+    if sum(one.type == REFERENCE for one in items) > _MOST:
+        raise bad("input", f"has more than {_MOST} items of the type {REFERENCE}")
+    reader = _References(caller, info)
+    found = [
+        await reader.read(one.id or "", f"input[{number}]") if one.type == REFERENCE else one
+        for number, one in enumerate(items)
+    ]
+    return msgspec.structs.replace(asked.body, input=found).asked()
+
+
+class _References:
+    """Reads named items; each turn once."""
+
+    def __init__(self, caller: Caller, info: ServerInfo) -> None:
+        self._caller = caller
+        self._info = info
+        self._outputs: dict[tuple[str, str], list[dict[str, Any]]] = {}
+
+    async def read(self, name: str, param: str) -> InputItem:
+        try:
+            document = await self._document(name)
+        except NotFound:
+            document = None
+        if document is None:
+            raise HttpFailure(
+                404,
+                f"{param}: no such item: {name[:200]}",
+                kind="not_found_error",
+                param=param,
+                code="item_not_found",
+            )
+        return msgspec.convert(document, InputItem)
+
+    async def _document(self, name: str) -> dict[str, Any] | None:
+        place = item_place(name)
+        if place is not None:
+            session_id, number = place
+            items = await self._caller.client.session(session_id).items(after_item=number - 1)
+            here = items and items[0].item == number
+            return input_message(session_id, items[0]) if here else None
+        suffix = name.partition("_")[2].partition("-")[0]
+        answer = ResponseId.parse(f"resp_{suffix}")
+        if answer is None:
+            return None
+        key = answer.session_id, answer.turn_id
+        if key not in self._outputs:
+            session = self._caller.client.session(answer.session_id)
+            turn: Turn = await session.get_turn(answer.turn_id)
+            gone = turn.output is None or await answer_item(session, turn) is None
+            told = Response.read(answer, self._info, turn).ended(turn)["output"]
+            self._outputs[key] = [] if gone else told
+        return next((one for one in self._outputs[key] if one["id"] == name), None)

@@ -12,23 +12,18 @@ from starlette.responses import Response as HttpResponse
 
 from pensieve.client import AsyncSession, Role, Turn, TurnState, Usage
 from pensieve.errors import Aborted, Cancelled, NotFound
+from pensieve.http.common.answers import EventStream, while_there
 from pensieve.http.common.callers import Caller
 from pensieve.http.common.calls import Call
 from pensieve.http.common.door import HttpDoor
 from pensieve.http.common.failures import HttpFailure, bad
 from pensieve.http.common.heads import noting
-from pensieve.http.common.presence import while_there
 from pensieve.http.common.requests import whole_number
-from pensieve.http.common.streams import EventStream
-from pensieve.http.responses.chain import BegunResponse, Chain, answer_item, first_talk
-from pensieve.http.responses.events import Events
+from pensieve.http.responses.chain import BegunResponse, Chain, answer_item, first_talk, resolved
 from pensieve.http.responses.ids import ResponseId, conversation_id
-from pensieve.http.responses.kept import KeptResponse
-from pensieve.http.responses.objects import Response, input_message
-from pensieve.http.responses.pages import page
-from pensieve.http.responses.references import resolved
+from pensieve.http.responses.objects import Events, KeptResponse, Response, input_message, page
 from pensieve.http.responses.requests import ResponseRequest
-from pensieve.http.tools.definitions import tool_use
+from pensieve.http.tools import tool_use
 
 
 async def create(request: Request) -> HttpResponse:

@@ -1,18 +1,93 @@
-"""Response objects: every snapshot has every field."""
+"""Response objects and the events of their streams; what was asked for is kept with the turn for later readers."""
 
 from __future__ import annotations
 
+import base64
+import zlib
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
-from pensieve.client import FinishReason, Item, Role, ServerInfo, TokenLogprob, Turn, TurnState, Usage
-from pensieve.http.common.answers import cached_tokens, was_cut
-from pensieve.http.common.logprobs import token_scores
-from pensieve.http.responses.ids import ResponseId, item_id
-from pensieve.http.responses.kept import KeptResponse, guessed
+import msgspec
+from starlette.requests import Request
+
+from pensieve.client import (
+    AsyncTurnStream,
+    FinishReason,
+    Item,
+    Piece,
+    Role,
+    ServerInfo,
+    Turn,
+    TurnState,
+    Usage,
+)
+from pensieve.errors import PensieveError
+from pensieve.http.common.answers import (
+    DONE,
+    SentText,
+    SentTokens,
+    cached_tokens,
+    event,
+    token_scores,
+    was_cut,
+)
+from pensieve.http.common.failures import bad, failure_of
+from pensieve.http.common.requests import whole_number
+from pensieve.http.output import OutputItems, OutputTeller, answer_parts, result_item, text_part
+from pensieve.http.responses.ids import ResponseId, conversation_id, item_id
 from pensieve.http.responses.requests import ResponseRequest
-from pensieve.http.tools.outputs import OutputItems, answer_parts, result_item
-from pensieve.speech import PLAIN, SpeechForm
+from pensieve.speech import PLAIN, SpeechForm, Words
+
+_NAME: Final = "http.response"
+"""Of the turn's annotation. Its value is JSON; a long one is compressed, for tools are told with every turn."""
+_LONG: Final = 1024
+_COMPRESSED: Final = "zlib:"
+
+
+class KeptResponse(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Of a response, all that the history itself does not say."""
+
+    created: int
+    """Seconds since the epoch."""
+    model: str
+    """As it was served."""
+    asked: ResponseRequest
+    """The request without its input, which the history has."""
+
+    @property
+    def annotations(self) -> dict[str, str]:
+        """To go with the turn."""
+        asked = msgspec.structs.replace(self.asked, input=None, stream=False)
+        data = msgspec.json.encode(msgspec.structs.replace(self, asked=asked))
+        if len(data) > _LONG:
+            return {_NAME: _COMPRESSED + base64.b85encode(zlib.compress(data)).decode()}
+        return {_NAME: data.decode()}
+
+    @classmethod
+    def of(cls, turn: Turn) -> KeptResponse | None:
+        """None: the turn was made before this was kept, by a door that keeps it in another form, or without a door."""
+        value = turn.annotations.get(_NAME)
+        if value is None:
+            return None
+        try:
+            if value.startswith(_COMPRESSED):
+                value = zlib.decompress(base64.b85decode(value.removeprefix(_COMPRESSED))).decode()
+            return msgspec.json.decode(value, type=cls)
+        except (msgspec.MsgspecError, ValueError, zlib.error):
+            return None
+
+
+def guessed(found: ResponseId, model: str, turn: Turn) -> KeptResponse:
+    """What the id and the history say, for a turn with nothing kept."""
+    times = [item.create_time for item in turn.items if item.create_time is not None]
+    asked = ResponseRequest(
+        background=found.background,
+        truncation="auto" if found.drops_oldest else None,
+        conversation=conversation_id(found.session_id),
+    )
+    return KeptResponse(int(times[0].timestamp()) if times else 0, model, asked)
+
 
 Document = dict[str, Any]
 
@@ -61,27 +136,15 @@ class Response:
         return OutputItems(self.id.message.removeprefix("msg_"), self.id.turn_id)
 
     def _output(self, turn: Turn, status: str) -> list[Document]:
-        if self.form.plain:
-            return [self.message(turn.text, status, turn.logprobs)]
         return self.items.all(
             answer_parts(turn.text, self.form),
             "completed" if status == "completed" else "incomplete",
             turn.logprobs,
         )
 
-    def message(self, text: str, status: str, scores: tuple[TokenLogprob, ...] = ()) -> Document:
-        """The answer as an item."""
-        return {
-            "id": self.id.message,
-            "type": "message",
-            "role": "assistant",
-            "status": "completed" if status == "completed" else "incomplete",
-            "content": [text_part(text, scores)],
-        }
-
     def _snapshot(self, status: str) -> Document:
         asked = self.kept.asked
-        conversation = asked.conversation_id
+        conversation, drawn = asked.conversation_id, asked.drawn_with
         return {
             "id": str(self.id),
             "object": "response",
@@ -91,7 +154,7 @@ class Response:
             "background": bool(asked.background),
             "conversation": {"id": conversation} if conversation else None,
             "error": None,
-            "frequency_penalty": asked.frequency_penalty or 0.0,
+            "frequency_penalty": drawn.get("frequency_penalty", 0.0),
             "incomplete_details": None,
             "instructions": asked.instructions,
             "max_output_tokens": asked.max_output_tokens,
@@ -100,7 +163,7 @@ class Response:
             "model": self.kept.model,
             "output": [],
             "parallel_tool_calls": asked.parallel_tool_calls is not False,
-            "presence_penalty": asked.presence_penalty or 0.0,
+            "presence_penalty": drawn.get("presence_penalty", 0.0),
             "previous_response_id": asked.previous_response_id,
             "prompt_cache_key": asked.prompt_cache_key,
             "prompt_cache_options": _cache_options(asked),
@@ -109,12 +172,12 @@ class Response:
             "safety_identifier": asked.safety_identifier,
             "service_tier": "default",
             "store": asked.stored,
-            "temperature": 1.0 if asked.temperature is None else asked.temperature,
+            "temperature": drawn.get("temperature", 1.0),
             "text": {"format": {"type": "text"}},
             "tool_choice": _tool_choice(asked.tool_choice),
             "tools": [tool.echo for tool in asked.tools or ()],
             "top_logprobs": asked.top_logprobs or 0,
-            "top_p": 1.0 if asked.top_p is None else asked.top_p,
+            "top_p": drawn.get("top_p", 1.0),
             "truncation": asked.truncation or "disabled",
             "usage": None,
         }
@@ -175,17 +238,14 @@ def usage_of(usage: Usage) -> Document:
     }
 
 
-def text_part(text: str, scores: tuple[TokenLogprob, ...] = ()) -> Document:
-    """A part of an answer."""
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": token_scores(scores)}
-
-
 def input_message(session_id: str, item: Item) -> Document:
     """An item of a history."""
     if item.role == Role.TOOL:
         return result_item(item_id(session_id, item.item), item.text, item.call_id)
     role = item.role if isinstance(item.role, Role) else Role.USER
-    part = text_part(item.text) if role is Role.ASSISTANT else {"type": "input_text", "text": item.text}
+    part = (
+        text_part(Words(item.text)) if role is Role.ASSISTANT else {"type": "input_text", "text": item.text}
+    )
     return {
         "id": item_id(session_id, item.item),
         "type": "message",
@@ -213,3 +273,139 @@ def listing(items: list[Document], *, has_more: bool = False) -> Document:
         "last_id": ids[-1] if ids else "",
         "has_more": has_more,
     }
+
+
+def page(items: list[dict[str, Any]], request: Request) -> dict[str, Any]:
+    """A page of ``items``, which are oldest first, by ``order``, ``after``, ``before`` and ``limit``.
+
+    Raises HttpFailure.
+    """
+    query = request.query_params
+    order = query.get("order", "desc")
+    if order not in ("asc", "desc"):
+        raise bad("order", "must be asc or desc")
+    if order == "desc":
+        items = items[::-1]
+    if (after := query.get("after")) is not None:
+        items = items[_index(items, "after", after) + 1 :]
+    if (before := query.get("before")) is not None:
+        items = items[: _index(items, "before", before)]
+    limit = whole_number(query.get("limit", "20"))
+    if limit is None or not 1 <= limit <= 100:
+        raise bad("limit", "must be from 1 to 100")
+    return listing(items[:limit], has_more=len(items) > limit)
+
+
+def _index(items: list[dict[str, Any]], param: str, wanted: str) -> int:
+    ids = [item["id"] for item in items]
+    if wanted not in ids:
+        raise bad(param, f"no such item: {wanted}")
+    return ids.index(wanted)
+
+
+class Events:
+    """Makes the events of one response, in the order of the protocol, numbered from 0."""
+
+    def __init__(self, response: Response, after: int = -1) -> None:
+        """``after``: the number of the last event that the client has; only later ones are made."""
+        self._response = response
+        self._after = after
+        self._message = response.id.message
+        self._sequence = 0
+        self._sent = SentText()
+        self._tokens = SentTokens(response.kept.asked.scored)
+
+    async def of(self, stream: AsyncTurnStream) -> AsyncIterator[bytes]:
+        """All of them; a failure is the last but one."""
+        async for chunk in self._all(stream):
+            if chunk:
+                yield chunk
+        yield DONE
+
+    async def _all(self, stream: AsyncTurnStream) -> AsyncIterator[bytes]:
+        yield self._whole("response.created", self._response.begun())
+        yield self._whole("response.in_progress", self._response.begun())
+        if not self._response.form.plain:
+            async for chunk in self._spoken(stream):
+                yield chunk
+            return
+        begun = self._response.items.item(Words(""), 0, 0, "in_progress", begun=True)
+        yield self._event("response.output_item.added", item=begun, output_index=0)
+        yield self._event("response.content_part.added", **self._place, part=text_part(Words("")))
+        try:
+            async for piece in stream:
+                yield self._delta(piece)
+        except PensieveError as error:
+            for chunk in self._failed(error):
+                yield chunk
+        else:
+            for chunk in self._ended(stream.turn):
+                yield chunk
+
+    async def _spoken(self, stream: AsyncTurnStream) -> AsyncIterator[bytes]:
+        """The output where it is more than words."""
+        teller = OutputTeller(self._response.items, self._response.form)
+        try:
+            async for piece in stream:
+                text, (_, scores) = self._sent.new_text(piece), self._tokens.new_tokens(piece)
+                for name, fields in teller.push(text or "", scores):
+                    yield self._event(name, **fields)
+        except PensieveError as error:
+            for chunk in self._failed(error):
+                yield chunk
+            return
+        turn = stream.turn
+        status = status_of(turn)
+        for name, fields in teller.finish("completed" if status == "completed" else "incomplete"):
+            yield self._event(name, **fields)
+        yield self._end(turn, status)
+
+    def _end(self, turn: Turn, status: str) -> bytes:
+        name = "response.completed" if status == "completed" else "response.incomplete"
+        return self._whole(name, self._response.ended(turn))
+
+    def _delta(self, piece: Piece) -> bytes:
+        text, (_, scores) = self._sent.new_text(piece), self._tokens.new_tokens(piece)
+        silent = text is None or not (text or self._response.id.background)
+        if silent and not scores:
+            return b""
+        logprobs = token_scores(scores)
+        return self._event("response.output_text.delta", **self._place, delta=text or "", logprobs=logprobs)
+
+    def _ended(self, turn: Turn) -> list[bytes]:
+        status = status_of(turn)
+        done = "completed" if status == "completed" else "incomplete"
+        words = Words(turn.text)
+        part = text_part(words, turn.logprobs)
+        item = self._response.items.item(words, 0, 0, done, scores=turn.logprobs)
+        return [
+            self._event(
+                "response.output_text.done", **self._place, text=turn.text, logprobs=part["logprobs"]
+            ),
+            self._event("response.content_part.done", **self._place, part=part),
+            self._event("response.output_item.done", item=item, output_index=0),
+            self._end(turn, status),
+        ]
+
+    def _failed(self, error: PensieveError) -> list[bytes]:
+        failure = failure_of(error)
+        code = failure.code or "server_error"
+        # Both forms: the specification has the parts under `error`, clients look for them at the top.
+        parts: dict[str, Any] = {"message": failure.message, "code": code, "param": failure.param}
+        return [
+            self._event("error", **parts, error={**parts, "type": failure.kind}),
+            self._whole("response.failed", self._response.failed("server_error", failure.message)),
+        ]
+
+    @property
+    def _place(self) -> dict[str, Any]:
+        return {"item_id": self._message, "output_index": 0, "content_index": 0}
+
+    def _whole(self, name: str, snapshot: dict[str, Any]) -> bytes:
+        return self._event(name, response=snapshot)
+
+    def _event(self, name: str, /, **fields: Any) -> bytes:
+        """The next event; empty when the client has it."""
+        numbered = {"type": name, "sequence_number": self._sequence, **fields}
+        self._sequence += 1
+        return event(numbered, name) if self._sequence > self._after + 1 else b""

@@ -8,12 +8,11 @@ from typing import Any, ClassVar, Final, NamedTuple
 import msgspec
 
 from pensieve.client import Role, TurnOptions
-from pensieve.http.common import fields
+from pensieve.http.common.answers import MAX_TOP
 from pensieve.http.common.contents import Content, Said, called, said, text_of
 from pensieve.http.common.failures import bad, unsupported
-from pensieve.http.common.logprobs import MAX_TOP
-from pensieve.http.common.requests import Drawing, Positive, check_number
-from pensieve.http.tools.definitions import OfferedTool, call_options, check_tools
+from pensieve.http.common.requests import REFUSED_EVERYWHERE, Drawing, Nested, Positive, check_number
+from pensieve.http.tools import OfferedTool, call_options, check_tools
 
 REFERENCE: Final = "item_reference"
 """Type of an item that names another one."""
@@ -69,7 +68,7 @@ class AskedResponse(NamedTuple):
 class ResponseRequest(Drawing, kw_only=True):
     """The request."""
 
-    NESTED: ClassVar[fields.Nested] = {
+    NESTED: ClassVar[Nested] = {
         **Drawing.NESTED,
         "text": TextOptions,
         "tools": OfferedTool,
@@ -86,7 +85,7 @@ class ResponseRequest(Drawing, kw_only=True):
         "user": "users are not told apart",
     }
     REFUSED: ClassVar[Mapping[str, str]] = {
-        **fields.REFUSED,
+        **REFUSED_EVERYWHERE,
         "best_of": "belongs to completions",
         "context_management": "truncation says what becomes of a context that is too long",
         "logit_bias": "belongs to the other endpoints",

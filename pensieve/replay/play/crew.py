@@ -17,7 +17,7 @@ from pensieve.replay.load.schedule import Script
 from pensieve.replay.play import player_process as wire
 from pensieve.replay.play.runner import OnSend, OnTurn
 from pensieve.replay.records import Outcome, Played, RunOptions, TurnRecord, outcome
-from pensieve.replay.targets.base import Address, TargetInfo, TurnFailed
+from pensieve.replay.targets.base import Remote, TargetInfo, TurnFailed
 
 _HEAD_START_S = 0.05
 """Time between ``Go`` and the start that it names, so that it has reached every process by then."""
@@ -49,15 +49,14 @@ def deal(scripts: Sequence[Script], options: RunOptions) -> list[tuple[tuple[Scr
 
 
 async def replay(
-    name: str,
-    address: Address,
+    target: Remote,
     info: TargetInfo,
     scripts: Sequence[Script],
     options: RunOptions,
     on_turn: OnTurn = lambda record: None,
     on_send: OnSend = lambda: None,
 ) -> Outcome:
-    """Like ``runner.replay``, against the server at ``address``; ``name`` is for the report.
+    """Like ``runner.replay``, against the server at the target's address.
 
     Raises TurnFailed when a process cannot connect, ClientFailed when one dies. No process outlives this.
     """
@@ -71,7 +70,7 @@ async def replay(
         crew: list[_Member] = []
         for number, (share, limits) in enumerate(deal(scripts, options)):
             crew.append(await stack.enter_async_context(_member(number)))
-            crew[-1].channel.send(wire.Job(address, info, share, limits))
+            crew[-1].channel.send(wire.Job(target.address(), info, share, limits))
         await _all(member.ready(ended, on_send) for member in crew)
         start = time.perf_counter() + _HEAD_START_S
         for member in crew:
@@ -79,7 +78,7 @@ async def replay(
         played = await _all(member.follow(ended, on_send) for member in crew)
         # No server may see a session go while others are still measured.
         leftovers = await _all(member.leave() for member in crew)
-    return outcome(name, info, records, played, next(filter(None, leftovers), ""))
+    return outcome(target.name, info, records, played, next(filter(None, leftovers), ""))
 
 
 class _Member:

@@ -20,7 +20,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from pensieve.replay.play.watching import ReplayWatcher, RunWatcher
+from pensieve.replay.play.runner import ReplayWatcher, RunWatcher
 from pensieve.replay.records import TurnRecord
 
 _RECENT_S = 10.0

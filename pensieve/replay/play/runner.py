@@ -7,22 +7,66 @@ processes with one each. Both make the same ``Outcome`` of what was ``Played``.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
+import numpy as np
+
 from pensieve.core import Hints
-from pensieve.replay.load.hints import hint_of
 from pensieve.replay.load.schedule import Script
 from pensieve.replay.records import Outcome, Played, RunOptions, TurnRecord, outcome
 from pensieve.replay.targets.base import AskedTurn, Target, TargetInfo, TurnFailed, Warms
 
+_STREAM = 1
+"""Numbers the generator's stream, so that it is not the one that input ids are drawn from."""
 _TICK_S = 0.02
 _ENDING = 32
 """Sessions that a process deletes at once."""
 _BEFOREHAND = 16
 """Histories that a process sends at once: few enough that they are computed nearly in their order."""
+OnTurn = Callable[[TurnRecord], None]
+OnSend = Callable[[], None]
+
+
+def hint_of(script: Script, place: int, now_s: float, *, noise: float, seed: int) -> Hints:
+    """The hints of the turn at ``place`` in the script, which is sent at ``now_s`` of the replay.
+
+    The pause that is to come is multiplied by a lognormal factor with median 1 and ``noise`` as its sigma; 0: it is
+    told as it is. Where turns have recorded times the pause is counted from now, because nobody knows yet how long the
+    answer takes. The last turn says that it is the last.
+    """
+    if place + 1 == len(script.due):
+        return Hints(finished=True)
+    due = script.due[place + 1]
+    pause = max(due.after_answer_s, due.at_s - now_s)
+    generator = np.random.default_rng([seed, script.number, script.first_turn + place, 0, _STREAM])
+    return Hints(next_turn_s=pause * math.exp(noise * generator.standard_normal()))
+
+
+class RunWatcher:
+    """Watches one run against one target; this one does nothing."""
+
+    def sent(self) -> None:
+        """A turn goes out. Every sent turn ends, fails, or is cut short."""
+
+    def ended(self, record: TurnRecord) -> None:
+        """A turn has ended; one whose conversation could not be opened was never sent."""
+
+
+class ReplayWatcher:
+    """Watches a whole replay; this one does nothing."""
+
+    def starting(self, target: str) -> AbstractContextManager[None]:
+        """A context around the start of a server, which may take minutes."""
+        return nullcontext()
+
+    def run(self, target: str, turns: int) -> RunWatcher:
+        """A run of so many turns begins."""
+        return RunWatcher()
 
 
 @dataclass(slots=True)
@@ -40,10 +84,6 @@ class _Talk:
         script = self.script
         wanted = script.conversation.turns[self.place].input_tokens
         return TurnRecord(script.number, script.first_turn + self.place, wanted, due_s)
-
-
-OnTurn = Callable[[TurnRecord], None]
-OnSend = Callable[[], None]
 
 
 class Player:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pensieve.replay.measure.report import SOURCES, at
-from pensieve.replay.presentation.equal_latency import Ratio
+from pensieve.replay.presentation.compare import Ratio
 
 NOTHING = "–"
 SOURCE_NAMES = {

@@ -1,19 +1,154 @@
-"""Reports of several runs together: what is read of each, and what their pictures and ratios hold as JSON."""
+"""Reports of several runs together: their panels and ratios, ready for JSON.
+
+The ratios say how much more one system carries than another at the same normalised latency, read off their curves.
+
+A curve is the straight lines between neighbouring loads. What a system carries at a latency L is the most turns/s on
+its curve at a latency of at most L: this envelope never falls as L grows, although a curve folds back where more load
+gives less throughput. Nothing is extrapolated: a system that was faster than L even at its highest load carries *at
+least* that much, and below its lowest latency nothing is known. So a curve covers the latencies from its lowest to the
+one at its highest load.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 
-from pensieve.replay.presentation.curves import CurvePoint, Report
-from pensieve.replay.presentation.equal_latency import Comparison, Ratio, comparisons
-from pensieve.replay.presentation.panels import Panel, panels
+from pensieve.replay.presentation.curves import CurvePoint, Panel, Report, panels
 
+Line = Sequence[tuple[float, float]]
+"""(turns/s, normalised latency in seconds) from the lowest load to the highest."""
+Bound = Literal["equal", "at least", "at most"]
+_SIGNS: Mapping[Bound, str] = {"equal": "", "at least": "≥ ", "at most": "≤ "}
+
+RULE = (
+    "The most turns/s of the first over those of the second at the same normalised latency, on straight lines between "
+    "measured points. The latency is the geometric middle of the range that both curves cover; where they have none in "
+    "common, that of the slower one at its highest load. A system that was faster even at its own highest load may "
+    "carry more: ≥ or ≤."
+)
 SCHEMA = "pensieve.replay.compare/1"
+
+
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """The load that a system carries at a latency."""
+
+    turns_per_s: float
+    at_least: bool
+    """It was faster even at its highest load: it may carry more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """Throughput of one system over that of another at one latency."""
+
+    latency_s: float
+    ours: Carried | None
+    """None: at every measured load it was slower than this."""
+    other: Carried | None
+
+    @property
+    def bound(self) -> Bound | None:
+        """How ``times`` is meant; None where the curves do not tell."""
+        if self.ours is None or self.other is None or (self.ours.at_least and self.other.at_least):
+            return None
+        if self.ours.at_least:
+            return "at least"
+        return "at most" if self.other.at_least else "equal"
+
+    @property
+    def times(self) -> float | None:
+        if self.bound is None or self.ours is None or self.other is None:
+            return None
+        return self.ours.turns_per_s / self.other.turns_per_s
+
+    @property
+    def text(self) -> str:
+        """``2.07``, ``≥ 2.07``, or why there is no number."""
+        if self.bound is not None:
+            return f"{_SIGNS[self.bound]}{self.times:,.2f}"
+        if self.ours is None and self.other is None:
+            return "neither is so fast"
+        if self.ours is None:
+            return "only the second is so fast"
+        return "only the first is so fast" if self.other is None else "both are faster"
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Two systems, and how they compare."""
+
+    ours: str
+    other: str
+    mean: Ratio | None
+    """The ratio at equal mean normalised latency; None where one system has no measured point."""
+    p90: Ratio | None
+    """The ratio at equal 90th percentile of it."""
+
+
+def carried(line: Line, latency_s: float) -> Carried | None:
+    """The envelope at ``latency_s``; None below the lowest latency of the line."""
+    if not line or latency_s < min(y for _, y in line):
+        return None
+    found = [x for x, y in line if y <= latency_s]
+    # A curve may cross the level several times, upwards and, where it folds back, downwards: every crossing counts.
+    for (x0, y0), (x1, y1) in pairwise(line):
+        if min(y0, y1) < latency_s < max(y0, y1):
+            found.append(x0 + (x1 - x0) * (latency_s - y0) / (y1 - y0))
+    return Carried(max(found), latency_s > line[-1][1])
+
+
+def common_latency(ours: Line, other: Line) -> float:
+    """Geometric middle of the latencies that both lines cover; else that of the slower one at its highest load.
+
+    The latter makes the least of a difference that cannot be stated exactly: the slower system at its best against what
+    the faster one was seen to carry.
+    """
+    low = max(min(y for _, y in line) for line in (ours, other))
+    high = min(line[-1][1] for line in (ours, other))
+    if low > high:
+        return max(ours[-1][1], other[-1][1])
+    return min(max(math.sqrt(low * high), low), high)  # rounding must not leave the range
+
+
+def ratio(ours: Line, other: Line, latency_s: float | None = None) -> Ratio | None:
+    """The ratio at ``latency_s``, by default at the ``common_latency``. None where a line has no point."""
+    if not ours or not other:
+        return None
+    level = common_latency(ours, other) if latency_s is None else latency_s
+    return Ratio(level, carried(ours, level), carried(other, level))
+
+
+def comparisons(
+    points: Mapping[str, Sequence[CurvePoint]], latency_s: float | None = None
+) -> list[Comparison]:
+    """Every pair of systems, in their order."""
+    lines = {name: (_mean_line(found), _p90_line(found)) for name, found in points.items()}
+    return [
+        Comparison(
+            ours,
+            other,
+            ratio(lines[ours][0], lines[other][0], latency_s),
+            ratio(lines[ours][1], lines[other][1], latency_s),
+        )
+        for ours, other in combinations(points, 2)
+    ]
+
+
+def _mean_line(points: Sequence[CurvePoint]) -> Line:
+    return [(point.throughput, point.mean_s) for point in points]
+
+
+def _p90_line(points: Sequence[CurvePoint]) -> Line:
+    return [(point.throughput, point.p90_s) for point in points if point.p90_s is not None]
 
 
 class NotAReport(click.ClickException):

@@ -1,4 +1,7 @@
-"""Pictures of reports, drawn with matplotlib, which only the extra ``plots`` installs; it is imported when drawing."""
+"""Pictures of reports, drawn with matplotlib, which only the extra ``plots`` installs; it is imported when drawing.
+
+The headline picture is normalised latency against throughput, as figures 10 and 11 of the paper draw it.
+"""
 
 from __future__ import annotations
 
@@ -6,34 +9,49 @@ import importlib.util
 import io
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
 from pensieve.replay.measure.activity import TTFT_LIMIT_S
 from pensieve.replay.measure.report import SOURCES, at
 from pensieve.replay.presentation.columns import SOURCE_NAMES
-from pensieve.replay.presentation.curves import CurveEntry, Report, busiest
-from pensieve.replay.presentation.latency_plot import latency_figure
-from pensieve.replay.presentation.panels import Panel, panels
-from pensieve.replay.presentation.plot_style import (
-    FAINT,
-    INK,
-    WIDE_IN,
-    WIDTH_IN,
-    LineStyle,
-    grid,
-    legend,
-    looks,
-    plain_numbers,
-    sample,
-    title,
-)
+from pensieve.replay.presentation.compare import comparisons
+from pensieve.replay.presentation.curves import CurveEntry, CurvePoint, Panel, Report, busiest, panels
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
+    from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
+INK, FAINT = "#010203", "#d8dcdf"
+"""Colours of text and of thin lines. Nothing else has them, so that a page can put its own in their place."""
+WIDTH_IN, WIDE_IN = 6.2, 10.0
+"""Widths of pictures that stand two in a row on a page, and of those that take a whole row."""
+LineStyle = Literal["-", "--", "-.", ":"]
+_LETTERS_PER_IN = 14
+"""How many letters of a legend fit into an inch."""
+
+# Told apart by the colour-blind, and visible on white and on black.
+_COLOURS = ("#3b8bd0", "#e0662a", "#25a17f", "#c967a5", "#d3961c", "#8a7fd6", "#5fb4c4", "#a0813f")
+_MARKERS = "osD^vPX*"
+_ROOM = 5.0
+"""The picture ends at so many times the lowest latency of the slowest system: above it queues only grow."""
+_LOG_FROM = 10.0
+"""With systems whose lowest latencies are so many times apart, the axis is logarithmic, and nothing is cut."""
+BARS_CAPTION = (
+    "Every system was measured at one load, so there is no curve: bars are the mean over turns and the 90th "
+    "percentile, with the throughput above. Normalised latency: time from sending a turn to its last token, per output "
+    "token."
+)
+CAPTION = (
+    "One line per system: the mean over turns, dashed the 90th percentile; bars are 95 % intervals over seeds. "
+    "Normalised latency: time from sending a turn to its last token, per output token. A hollow arrow at the top is a "
+    "point above the picture; a dotted line is the latency that ratios were asked for."
+)
 _SOURCE_COLOURS = {
     "gpu_cached": "#25a17f",
     "swapped_in": "#3b8bd0",
@@ -42,6 +60,220 @@ _SOURCE_COLOURS = {
 }
 _TTFT_STYLES: Mapping[str, LineStyle] = {"cold": ":", "warm": "-"}
 _OLD_QUANTILES = (("p50", 50), ("p90", 90), ("p95", 95), ("p99", 99), ("max", 100))
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """How one system is drawn, in all pictures and panels."""
+
+    colour: str
+    marker: str
+    style: LineStyle
+    """Systems that share a colour have different styles."""
+
+
+def look(number: int) -> Look:
+    """The look of the system with this number, from 0."""
+    style: LineStyle = "-" if number < len(_COLOURS) else "-."
+    return Look(_COLOURS[number % len(_COLOURS)], _MARKERS[number % len(_MARKERS)], style)
+
+
+def looks(panels: Sequence[Panel]) -> dict[str, Look]:
+    """System → look, in the order in which systems first appear."""
+    names = dict.fromkeys(name for panel in panels for name in panel.curves)
+    return {name: look(number) for number, name in enumerate(names)}
+
+
+def grid(count: int, columns: int, width_in: float, height_in: float) -> tuple[Figure, list[Axes]]:
+    """A figure with ``count`` axes, row by row, each row ``height_in`` high."""
+    # Not pyplot: it keeps every figure in a global list and chooses a window system.
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    columns = min(columns, count)
+    rows = -(-count // columns)
+    figure = Figure(
+        figsize=(width_in, height_in * rows), layout=ConstrainedLayoutEngine(h_pad=0.08, w_pad=0.08)
+    )
+    found = [figure.add_subplot(rows, columns, number + 1) for number in range(count)]
+    for axes in found:
+        axes.set_facecolor("none")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.spines[["left", "bottom"]].set_color(INK)
+        axes.tick_params(which="both", colors=INK, labelsize=9)
+        axes.xaxis.label.set_color(INK)
+        axes.yaxis.label.set_color(INK)
+        axes.grid(color=FAINT, linewidth=0.5)
+        axes.set_axisbelow(True)
+    return figure, found
+
+
+def title(axes: Axes, text: str) -> None:
+    """Set ``text`` above the axes; an empty one leaves no gap."""
+    if text:
+        axes.set_title(plain(text), fontsize=9, loc="left", color=INK, wrap=True)
+
+
+def plain_numbers(axis: Axis) -> None:
+    """Write 200 on a logarithmic axis, not 2 × 10²."""
+    from matplotlib.ticker import LogFormatter
+
+    axis.set_major_formatter(LogFormatter())
+    axis.set_minor_formatter(LogFormatter())
+
+
+def sample(colour: str, style: LineStyle | Literal["none"] = "-", marker: str = "") -> Artist:
+    """A piece of line as a legend shows it."""
+    from matplotlib.lines import Line2D
+
+    return Line2D([], [], color=colour, linestyle=style, marker=marker, linewidth=1.8, markersize=5.5)
+
+
+def legend(figure: Figure, samples: Sequence[tuple[str, Artist]]) -> None:
+    """Put a legend above everything, never over a curve, in as many columns as fit."""
+    labels = [plain(label) for label, _ in samples]
+    longest = 4 + max(map(len, labels))
+    columns = max(1, min(len(labels), int(_LETTERS_PER_IN * figure.get_figwidth() // longest)))
+    figure.legend(
+        [handle for _, handle in samples], labels, loc="outside upper left", ncols=columns, frameon=False,
+        fontsize=9, labelcolor=INK,
+    )  # fmt: skip
+
+
+def plain(text: str) -> str:
+    """``text`` so that matplotlib shows it as written.
+
+    Else a dollar sign would begin a formula, and an underscore in front would hide a label from the legend.
+    """
+    return (" " + text if text.startswith("_") else text).replace("$", r"\$")
+
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+def latency_figure(panels: Sequence[Panel], latency_s: float | None = None) -> Figure | None:
+    """One axes per panel; bars where no system has two points, None where there is but one, which a table tells.
+
+    ``latency_s`` is marked by a line.
+    """
+    shown = [panel for panel in panels if any(panel.points.values())]
+    if sum(len(points) for panel in shown for points in panel.points.values()) < 2:
+        return None
+    if has_bars(panels):
+        return _bar_figure(panels, shown)
+    figure, grid_axes = grid(len(shown), 2, WIDE_IN, 4.2 if len(shown) == 1 else 3.4)
+    look = looks(panels)
+    for number, (axes, panel) in enumerate(zip(grid_axes, shown, strict=True)):
+        title(axes, panel.title)
+        top = _top(panel.points, latency_s)
+        for index, (name, points) in enumerate(panel.points.items()):
+            if points:
+                _draw(axes, points, look[name], f"{number}-{index}", top)
+        if latency_s is not None:
+            axes.axhline(1000 * latency_s, color=INK, linewidth=0.8, linestyle=":")
+        _scale(axes, panel.points, top)
+        axes.set_xlabel("throughput [turns/s]")
+        axes.set_ylabel("normalised latency [ms/token]")
+    drawn = {name for panel in shown for name, points in panel.points.items() if points}
+    samples = [
+        (name, sample(its.colour, its.style, its.marker)) for name, its in look.items() if name in drawn
+    ]
+    legend(figure, [*samples, ("mean", sample(INK)), ("90th percentile", sample(INK, "--"))])
+    return figure
+
+
+def has_bars(panels: Sequence[Panel]) -> bool:
+    """Whether no system was measured at two loads: points without a line between them."""
+    return all(len(points) < 2 for panel in panels for points in panel.points.values())
+
+
+def _bar_figure(panels: Sequence[Panel], shown: Sequence[Panel]) -> Figure:
+    figure, grid_axes = grid(len(shown), 2, WIDE_IN, 3.4)
+    look = looks(panels)
+    for number, (axes, panel) in enumerate(zip(grid_axes, shown, strict=True)):
+        title(axes, panel.title)
+        found = [(name, points[0]) for name, points in panel.points.items() if points]
+        for place, (name, point) in enumerate(found):
+            bars = [(-0.2, point.mean_s, 1.0, "mean"), (0.2, point.p90_s, 0.5, "p90")]
+            for aside, seconds, alpha, what in bars:
+                if seconds is not None:
+                    bar = axes.bar(place + aside, 1000 * seconds, 0.38, color=look[name].colour, alpha=alpha)
+                    bar[0].set_gid(f"{what}-{number}-{place}")
+            high = 1000 * max(point.mean_s, point.p90_s or 0.0)
+            axes.annotate(f"{point.throughput:,.2f} turns/s", (place, high), (0, 3), textcoords="offset points",
+                          ha="center", fontsize=9, color=INK)  # fmt: skip
+        axes.set_xticks(
+            range(len(found)), [plain(f"{name}\n{point.load}") for name, point in found], wrap=True
+        )
+        axes.set_xlim(-0.6, len(found) - 0.4)
+        axes.margins(y=0.12)
+        axes.set_ylabel("normalised latency [ms/token]")
+    dark, pale = sample(INK), sample(INK)
+    pale.set_alpha(0.5)
+    legend(figure, [("mean", dark), ("90th percentile", pale)])
+    return figure
+
+
+def _draw(axes: Axes, points: Sequence[CurvePoint], look: Look, key: str, top: float | None) -> None:
+    """``key`` names the lines in an SVG."""
+    xs, ys = [point.throughput for point in points], [1000 * point.mean_s for point in points]
+    axes.plot(
+        xs, ys, color=look.colour, linestyle=look.style, marker=look.marker, markersize=5.5,
+        linewidth=1.8, gid=f"mean-{key}",
+    )  # fmt: skip
+    high = [(point.throughput, 1000 * point.p90_s) for point in points if point.p90_s is not None]
+    axes.plot(
+        [x for x, _ in high], [y for _, y in high], color=look.colour, linestyle="--", linewidth=1.2,
+        alpha=0.75, gid=f"p90-{key}",
+    )  # fmt: skip
+    for x, point in zip(xs, points, strict=True):
+        if point.interval_s is not None:
+            low, up = point.interval_s
+            axes.vlines(x, 1000 * low, 1000 * up, color=look.colour, linewidth=1)
+    above = [x for x, y in zip(xs, ys, strict=True) if top is not None and y > top]
+    if top is not None and above:
+        axes.plot(
+            above, [0.97 * top] * len(above), color=look.colour, linestyle="none", marker="^", markersize=9,
+            markerfacecolor="none", markeredgewidth=1.5, gid=f"above-{key}",
+        )  # fmt: skip
+
+
+def _top(points: Mapping[str, Sequence[CurvePoint]], latency_s: float | None) -> float | None:
+    """Latency at which the picture ends, in ms; None: it holds everything.
+
+    Whatever latency a ratio is told at is inside.
+    """
+    lowest, highest = _extremes(points)
+    if _logarithmic(lowest):
+        return None
+    levels = [pair.mean.latency_s for pair in comparisons(points) if pair.mean and pair.mean.bound == "equal"]
+    top = max(_ROOM * max(lowest), *(1.2 * level for level in [*levels, latency_s or 0.0]))
+    return 1000 * top if highest > top else None
+
+
+def _extremes(points: Mapping[str, Sequence[CurvePoint]]) -> tuple[list[float], float]:
+    """Lowest mean latency of each system, and the highest of all that is drawn."""
+    lowest = [min(point.mean_s for point in found) for found in points.values() if found]
+    return lowest, max(max(point.mean_s, point.p90_s or 0.0) for found in points.values() for point in found)
+
+
+def _logarithmic(lowest: Sequence[float]) -> bool:
+    return max(lowest) > _LOG_FROM * min(lowest) > 0
+
+
+def _scale(axes: Axes, points: Mapping[str, Sequence[CurvePoint]], top: float | None) -> None:
+    axes.set_xlim(left=0)
+    if _logarithmic(_extremes(points)[0]):
+        axes.set_yscale("log")
+        plain_numbers(axes.yaxis)
+    else:
+        axes.set_ylim(0, top)
+
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 class PlotsMissing(click.ClickException):

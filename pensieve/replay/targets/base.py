@@ -86,6 +86,9 @@ class Address:
 class Remote(Protocol):
     """A target that other processes can connect to as well."""
 
+    @property
+    def name(self) -> str: ...
+
     def address(self) -> Address:
         """The address of this target, which is open."""
         ...

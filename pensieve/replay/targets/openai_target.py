@@ -13,7 +13,6 @@ import numpy as np
 
 from pensieve.core import TokenArray, Usage
 from pensieve.replay.targets.base import Address, AskedTurn, OnTokens, TargetInfo, TurnFailed
-from pensieve.replay.targets.openai_stream import Completion
 
 _WORDS = (
     "the",
@@ -33,11 +32,110 @@ _WORDS = (
     "as",
     "with",
 )
-
-
 _KEEP_ALIVE_S = 2.0
 """An idle connection is not used again after this: uvicorn's servers close theirs after 5 s, and a turn that goes out
 at that very moment would fail."""
+RESPONSES_PATH = "/v1/responses"
+"""Behind the address of a target: the server keeps the history."""
+_PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions", "responses": RESPONSES_PATH}
+_LOST = (aiohttp.ClientError, TimeoutError)
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    text: str = ""
+    token_ids: list[int] | None = None
+    delta: _Delta | None = None
+
+
+class _Response(msgspec.Struct):
+    id: str = ""
+    usage: dict[str, Any] | None = None
+
+
+class _Event(msgspec.Struct):
+    """What is read of a streamed event; the rest of it is passed over."""
+
+    choices: list[_Choice] = []
+    usage: dict[str, Any] | None = None
+    error: Any = None
+    # Of the Responses protocol.
+    type: str = ""
+    delta: str | None = None
+    response: _Response | None = None
+
+
+_event_decoder = msgspec.json.Decoder(_Event)
+
+
+@dataclass(slots=True)
+class Completion:
+    """What came of one completion, filled by ``feed``."""
+
+    pieces: list[tuple[int, float]] = field(default_factory=list)
+    """(tokens, time); a piece that does not tell its ids is taken for one token until the server says how many."""
+    ids: list[int] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    usage: dict[str, Any] = field(default_factory=dict)
+    response_id: str = ""
+    """In the Responses protocol: what the next turn names to go on."""
+    _rest: bytes = b""
+    """The end of what has come: an event that is not whole yet."""
+
+    def feed(self, data: bytes, at: float) -> None:
+        """Take in what came at a time: any part of a stream of server-sent events."""
+        *events, self._rest = (self._rest + data).replace(b"\r\n", b"\n").split(b"\n\n")
+        for event in events:
+            for line in event.split(b"\n"):
+                if line.startswith(b"data:") and (value := line[5:].strip()) != b"[DONE]":
+                    self._take(_event_decoder.decode(value), at)
+
+    def _take(self, event: _Event, at: float) -> None:
+        if event.error:
+            raise TurnFailed("SERVER_ERROR", str(event.error)[:300])
+        self.usage = event.usage or self.usage
+        for choice in event.choices:
+            ids = choice.token_ids or ()
+            text = choice.text or (choice.delta and choice.delta.content) or ""
+            self.ids += ids
+            if text:
+                self.texts.append(text)
+            if ids or text:
+                self.pieces.append((len(ids) or 1, at))
+        if event.type == "response.output_text.delta" and event.delta:
+            self.texts.append(event.delta)
+            self.pieces.append((1, at))
+        if event.response is not None:
+            self.response_id = event.response.id
+            self.usage = _as_of_completions(event.response.usage) or self.usage
+
+    def settle(self) -> None:
+        """Make the pieces' tokens add up to what the server counted; the last pieces give or take the difference."""
+        total = self.usage.get("completion_tokens")
+        # Where ids came, every piece's count is exact already; without a total there is nothing to settle with.
+        if self.ids or total is None or not self.pieces:
+            return
+        excess = sum(count for count, _ in self.pieces) - int(total)
+        while excess > 0 and self.pieces:
+            self.pieces.pop()
+            excess -= 1
+        if excess < 0:
+            count, at = self.pieces[-1]
+            self.pieces[-1] = count - excess, at
+
+
+def _as_of_completions(usage: dict[str, Any] | None) -> dict[str, Any]:
+    """Counts of the Responses protocol under the names of the other."""
+    if not usage:
+        return {}
+    return {
+        "prompt_tokens": usage.get("input_tokens"),
+        "completion_tokens": usage.get("output_tokens"),
+        "prompt_tokens_details": usage.get("input_tokens_details"),
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +154,6 @@ class Dialect:
         return _PATHS[self.api]
 
 
-RESPONSES_PATH = "/v1/responses"
-"""Behind the address of a target: the server keeps the history."""
-_PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions", "responses": RESPONSES_PATH}
 _DIALECTS = (
     Dialect("completions", True, True),
     Dialect("completions", True),
@@ -84,7 +179,7 @@ class OpenAITarget:
     """``http://HOST:PORT``, or with ``/v1/responses`` behind it. ``api_key`` goes out as a bearer token.
 
     On aiohttp, whose parser is written in C: a streamed piece costs a third of the processor time that it does with
-    httpx2 (30 to 35 µs against 88 to 93; ``python bench/replay_client.py openai --streams 100`` with either), and a
+    httpx2 (30 to 35 µs against 88 to 93, by ``bench/replay_client.py`` of commit d7826e2 with 100 streams), and a
     measurement must not be one of its client.
     """
 
@@ -285,9 +380,6 @@ def _receipt(state: _Session, usage: dict[str, Any], produced: int) -> Usage | N
 def text_of(ids: TokenArray) -> str:
     """English text of about as many tokens, different for different ids."""
     return " ".join(_WORDS[token % len(_WORDS)] for token in ids.tolist())
-
-
-_LOST = (aiohttp.ClientError, TimeoutError)
 
 
 def _lost(error: Exception) -> TurnFailed:

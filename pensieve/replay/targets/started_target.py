@@ -1,4 +1,4 @@
-"""A target that the tool starts itself from a command line, and stops after its measurement."""
+"""A target that the tool starts itself from a command line, and stops after its measurement; and its counters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 
 from pensieve import lifeline
 from pensieve.core import Usage
-from pensieve.replay.targets import server_counters
 from pensieve.replay.targets.base import (
     Address,
     AskedTurn,
@@ -27,9 +26,11 @@ from pensieve.replay.targets.base import (
     Warms,
     empty_cache,
 )
-from pensieve.replay.targets.server_counters import Counters
-from pensieve.spawn import READY, STOP_GRACE_S
+from pensieve.spawn import READY, STOP_GRACE_S, read_metrics
 
+Counters = dict[str, float]
+"""``NAME``, or ``NAME.LABEL`` where labels tell samples of a name apart, to the value."""
+_PART = "pensieve_step_part_seconds_total."
 _POLL_S = 0.5
 _EXIT_POLL_S = 0.05
 _LOG_LINES = 20
@@ -39,9 +40,28 @@ _LAST_WORDS_S = 2.0
 """How long to read what a server said at its end: a process that it left behind may keep the pipe open for ever."""
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 T = TypeVar("T")
-
 Connect = Callable[[str], Target]
 """Address (``pensieve://…`` or ``http://…``) → target."""
+
+
+def read_counters(admin: str) -> Counters:
+    """The counters of the server whose admin port is at HOST:PORT. Raises OSError."""
+    return {".".join((sample.name, *sample.labels.values())): sample.value for sample in read_metrics(admin)}
+
+
+def growth(before: Counters, after: Counters) -> dict[str, Any]:
+    """What grew from ``before`` to ``after``, as ``swap`` and ``step_s`` of a report's ``targets`` entry."""
+    grown = {name: value - before.get(name, 0.0) for name, value in after.items()}
+    steps, busy = grown.get("pensieve_steps_total", 0.0), grown.get("pensieve_step_seconds_total", 0.0)
+    parts = {name.removeprefix(_PART): value for name, value in grown.items() if name.startswith(_PART)}
+    return {
+        "swap": {f"{way}_bytes": grown.get(f"pensieve_swap_bytes_total.{way}", 0.0) for way in ("in", "out")},
+        "step_s": {
+            "count": int(steps),
+            "mean": busy / steps if steps else None,
+            "share": {part: spent / busy for part, spent in parts.items()} if busy else {},
+        },
+    }
 
 
 class StartedTarget:
@@ -146,7 +166,7 @@ class StartedTarget:
         if not self._admin:
             return None
         try:
-            return await asyncio.to_thread(server_counters.read, self._admin)
+            return await asyncio.to_thread(read_counters, self._admin)
         except OSError:  # a measurement is not lost for want of this; it is then not in the report
             return None
 

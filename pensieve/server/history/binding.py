@@ -1,4 +1,4 @@
-"""What a session's token ids mean: the model, tokenizer and template that they were made with.
+"""The meaning of a session's token ids: the model, tokenizer and template that they were made with.
 
 A history is token ids. Given to another model they are read as something else, or as nothing at all; so each session
 says what its ids belong to, and no turn runs where something else is served. A session of the time before that was kept

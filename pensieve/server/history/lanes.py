@@ -26,7 +26,7 @@ SHORT_CHARS: Final = 16_384
 MESSAGE_WORK: Final = 256
 """A message is as much work as this many characters of text: measured in ``bench/results/rendering.md``."""
 MOST_WAITING_CHARS: Final = 16_000_000
-"""Of one tenant, in either lane; more are refused."""
+"""Work of one tenant that may wait, in either lane; more is refused."""
 _SHORT_THREADS: Final = 2
 _LONG_THREADS: Final = 1
 
@@ -61,12 +61,11 @@ class TextLanes:
 
 
 class _Tenant:
-    """What waits of one tenant."""
+    """Waiting work of one tenant."""
 
     def __init__(self, clock: float) -> None:
         self.waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
         self.chars = 0
-        """Of what waits."""
         self.start = clock
         """Clock at which its next text begins."""
 
@@ -85,7 +84,7 @@ class _Lane:
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix=name)
         self._free = threads
         self._tenants: dict[str, _Tenant] = {}
-        """Those that have work waiting or running."""
+        """Tenants with work that waits or runs."""
         self._running: dict[str, int] = {}
         self._clock = 0.0
 

@@ -1,4 +1,7 @@
-"""New input to history items, and history to the model's context. Only what is new is tokenised, in ``lanes``."""
+"""New input to history items, and history to the model's context. Only what is new is tokenised, in ``lanes``.
+
+``framed`` replaces what stands before the messages of a history: its system prompt and tools.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,8 @@ import msgspec
 import numpy as np
 
 from pensieve.core import ContextLimit, Role, TokenArray, pack_tokens, packed_length, unpack_tokens
-from pensieve.errors import ContextLimitExceeded, InvalidArgument
+from pensieve.errors import ContextLimitExceeded, FailedPrecondition, InvalidArgument
+from pensieve.server.history.cuts import moved_view, without_prompt
 from pensieve.server.history.lanes import MESSAGE_WORK, TextLanes
 from pensieve.server.values import InputEntry, RawEntry, SpokenEntry
 from pensieve.speech import written
@@ -68,7 +72,7 @@ class Renderer:
     """Renders with one tokenizer, in threads beside the event loop. ``of`` says whose turn it is to use them."""
 
     def __init__(self, tokenizer: ChatTokenizer, lanes: TextLanes | None = None, tenant: str = "") -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = self._tokenizer = tokenizer
         self._lanes = lanes or TextLanes()
         self._tenant = tenant
 
@@ -195,7 +199,7 @@ class Renderer:
         return items, rendered.generation_prompt
 
     def _text(self, entry: InputEntry) -> str:
-        """Of an item that is no token ids: calls as the model would have written them."""
+        """The text of an item that is not given as token ids, with calls as the model would have written them."""
         if not isinstance(entry, SpokenEntry) or not entry.calls:
             return entry.text
         if self._tokenizer.call_form is None:
@@ -323,3 +327,68 @@ def _message(entry: InputEntry) -> TextMessage | RawMessage | TokenMessage:
     if entry.tokens is None:
         return TextMessage(entry.role, entry.text)
     return TokenMessage(entry.role, unpack_tokens(entry.tokens))
+
+
+async def framed(renderer: Renderer, base: History, config: SessionConfig, time_ms: int) -> History:
+    """``base`` as it would be had the session been given this configuration; nothing of it is stored.
+
+    Raises InvalidArgument for tools that such a session cannot have, and what ``behind_prompt`` raises.
+    """
+    if config.tools != base.config.tools:
+        await check_tools(config, renderer)
+    head, moved = await behind_prompt(renderer, base, config, time_ms)
+    return replace(
+        base,
+        items=(*head, *moved),
+        config=config,
+        head_item=moved[-1].number if moved else base.head_item + len(head),
+        hidden_before=moved_view(base, moved) or 0,
+    )
+
+
+async def check_tools(config: SessionConfig, renderer: Renderer) -> None:
+    """Raises InvalidArgument for tools that a session with this configuration cannot have."""
+    await renderer.check_tools(config.tools)
+    if config.tools and config.overflow is Overflow.DROP_OLDEST_TURNS:
+        # Many templates show them in the first user's message.
+        raise InvalidArgument.field(
+            "config.overflow_policy", "must be REJECT with tools: they would be dropped with the oldest turn"
+        )
+
+
+async def behind_prompt(
+    renderer: Renderer, base: History, config: SessionConfig, time_ms: int
+) -> tuple[tuple[Item, ...], list[Item]]:
+    """A new system prompt (nothing if "") and the other live items, renumbered behind it.
+
+    Of the reused tokens only the glue that introduces the first item can be wrong (beginning of sequence, role header,
+    tools). It is rendered anew when rendering gives the stored tokens back in the old place, and else left alone.
+    Raises FailedPrecondition (TOOLS_NOT_CHANGEABLE) when that leaves other tools unshown.
+    """
+    number = base.head_item + 1
+    rest = without_prompt(base)
+    head: tuple[Item, ...] = ()
+    changed = History(config=config)
+    if config.system_prompt:
+        head, _ = await renderer.items(
+            changed, (InputEntry(Role.SYSTEM, config.system_prompt),), Stamp(number, "", time_ms)
+        )
+        number += 1
+    moved = [msgspec.structs.replace(item, number=number + i) for i, item in enumerate(rest)]
+    shown = not moved or config.tools == base.config.tools
+    if moved and not moved[0].verbatim:
+        first, old = moved[0], replace(base, items=base.items[: len(base.items) - len(rest)], hidden_before=0)
+        entry = (InputEntry(first.role, first.text),)
+        stamp = Stamp(first.number, first.request_id, first.create_ms)
+        (again,), _ = await renderer.items(old, entry, stamp)
+        if again.tokens == first.tokens:
+            (here,), _ = await renderer.items(replace(changed, items=head), entry, stamp)
+            moved[0] = msgspec.structs.replace(first, tokens=here.tokens)
+            shown = True
+    if not shown:
+        raise FailedPrecondition(
+            "the session does not begin with a text that could be rendered again with other tools: give them to a new "
+            "session",
+            reason="TOOLS_NOT_CHANGEABLE",
+        )
+    return head, moved

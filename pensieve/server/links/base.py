@@ -11,7 +11,7 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from pensieve.core import ALONE, Hints, RequestKey, Sampling, SessionKey, Standing, TokenArray, pack_tokens
+from pensieve.core import ALONE, RequestKey, SessionKey, Standing, TokenArray, pack_tokens
 from pensieve.engine.messages import (
     Cancel,
     Choose,
@@ -92,34 +92,13 @@ class BaseLink(abc.ABC):
         """Times that a session was refused for its condemned turns."""
         return self._turnstile.condemned.sessions_total
 
-    def submit(
-        self,
-        session: SessionKey,
-        tokens: TokenArray,
-        num_new: int,
-        sampling: Sampling,
-        sink: GenerationSink,
-        *,
-        scope: str = "",
-        hints: Hints | None = None,
-        origin: str = "",
-        standing: Standing = ALONE,
-    ) -> OpenGeneration:
+    def submit(self, command: Submit, sink: GenerationSink) -> OpenGeneration:
         self._check_serving()
         generation = self._generations.open(sink)
-        command = Submit(
-            request=generation.request,
-            session=session,
-            tokens=pack_tokens(tokens),
-            num_new=num_new,
-            sampling=sampling,
-            scope=scope,
-            hints=hints,
-            standing=standing,
-        )
+        command = msgspec.structs.replace(command, request=generation.request)
         try:
-            self._turnstile.check(command, origin)
-            self._turnstile.enter(generation, command, origin)
+            self._turnstile.check(command, command.origin)
+            self._turnstile.enter(generation, command, command.origin)
         except PensieveError:
             self._generations.drop(generation)
             raise

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 from typing import Protocol
 
-from pensieve.core import ALONE, ContextLimit, Hints, RequestKey, Sampling, SessionKey, Standing, TokenArray
+from pensieve.core import ALONE, ContextLimit, RequestKey, SessionKey, Standing, TokenArray
 from pensieve.engine.messages import (
     CandidateFinished,
     EngineReady,
@@ -21,6 +21,7 @@ from pensieve.engine.messages import (
     SessionStrip,
     Started,
     Stats,
+    Submit,
     Warmed,
 )
 
@@ -118,24 +119,10 @@ class EngineLink(Protocol):
         """Bring the engine up; returns when it is ready. Raises Internal with the engine's own words if it cannot."""
         ...
 
-    def submit(
-        self,
-        session: SessionKey,
-        tokens: TokenArray,
-        num_new: int,
-        sampling: Sampling,
-        sink: GenerationSink,
-        *,
-        scope: str = "",
-        hints: Hints | None = None,
-        origin: str = "",
-        standing: Standing = ALONE,
-    ) -> Generation:
-        """Start a generation for ``tokens``, the whole context, whose last ``num_new`` were never computed before.
+    def submit(self, command: Submit, sink: GenerationSink) -> Generation:
+        """Start a generation, whose number in ``command`` is set here.
 
-        Sessions with one ``scope`` share the KV of common beginnings; with "" a session shares with nobody.
-        ``hints`` speak of the time after the generation, ``standing`` says how it waits. ``origin`` names the turn, the
-        same for all its tries: one that has ended the engine twice fails with Internal (REQUEST_QUARANTINED), and is
+        A turn (``command.origin``) that has ended the engine twice fails with Internal (REQUEST_QUARANTINED), and is
         refused with it. After two such turns all of the session are refused with Internal (SESSION_QUARANTINED).
 
         Raises Unavailable (STARTING, ENGINE_RESTARTING, DRAINING) when no engine takes work. Then

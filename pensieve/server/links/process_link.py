@@ -22,7 +22,7 @@ from pensieve.engine.process.host import DEFAULT_BUILDER, LAST_WORDS, REFUSED
 from pensieve.errors import ContextLimitExceeded, Internal, InvalidArgument, PensieveError, ResourceExhausted
 from pensieve.frames import HEADER, MAX_FRAME, FrameError, decode, decoder_for, encode_frame, frame_length
 from pensieve.lifeline import LOOK_S, STOPPED_LOOKS
-from pensieve.server.child import ChildProcess
+from pensieve.server.child import ChildProcess, RestartPauses
 from pensieve.server.links.base import DEFAULT_STALL_LIMIT_S, BaseLink
 from pensieve.server.links.engine_link import LinkState
 from pensieve.server.links.generations import GenerationObserver
@@ -241,19 +241,15 @@ class ProcessLink(BaseLink):
     async def _supervise(self) -> None:
         """Serve with one engine after another, until ``stop``."""
         loop = asyncio.get_running_loop()
-        delay = FIRST_RESTART_DELAY_S
+        pauses = RestartPauses(FIRST_RESTART_DELAY_S, LONGEST_RESTART_DELAY_S, GOOD_LIFE_S)
         while True:
             began = loop.time()
             await self._serve()
             if self._state is LinkState.STOPPED:
                 return
-            # The pause grows over failed starts and over short lives alike: an engine that dies on its first request
-            # each time must not be started in a tight loop.
-            if loop.time() - began > GOOD_LIFE_S:
-                delay = FIRST_RESTART_DELAY_S
+            pauses.lived(loop.time() - began)
             while self._process is None:
-                await asyncio.sleep(delay)
-                delay = min(2 * delay, LONGEST_RESTART_DELAY_S)
+                await asyncio.sleep(pauses.next())
                 try:
                     await self._bring_up(first=False)
                 except EngineStartError as error:

@@ -13,6 +13,7 @@ from collections import deque
 from typing import Final
 
 from pensieve.engine.messages import Stats
+from pensieve.server.child import Silence
 
 STALLED_FACTOR: Final = 8.0
 """Times what a step should take, until health says so."""
@@ -50,16 +51,13 @@ class StepTimes:
 
 
 class Watchdog:
-    """Progress is a finished step, or having nothing to do; heartbeats show only that idle engines live.
-
-    Quiet time is summed tick by tick, each capped, so a front end that was itself frozen for minutes does not blame its
-    engine.
-    """
+    """Progress is a finished step, or having nothing to do; heartbeats show only that idle engines live."""
 
     def __init__(self, limit_s: float) -> None:
         """``limit_s``: the patience with a step of which nothing is foreseen; the other limits' floors are below it."""
         self.limit_s = limit_s
         self.tick_s = min(0.25, limit_s / 8)
+        self._silence = Silence(self.tick_s)
         self.reset()
 
     def reset(self) -> None:
@@ -68,7 +66,8 @@ class Watchdog:
         self._steps = -1
         self._tokens: int | None = None
         self._busy = self._works = False
-        self._without_step_s = self._silent_s = self._frozen_s = 0.0
+        self._without_step_s = self._frozen_s = 0.0
+        self._silence.heard()
 
     @property
     def stalled(self) -> bool:
@@ -88,16 +87,16 @@ class Watchdog:
     @property
     def quiet_s(self) -> float:
         """Seconds since the latest report."""
-        return self._silent_s
+        return self._silence.seconds
 
     def announced(self, tokens: int) -> None:
         """A step of so many tokens begins."""
-        self._silent_s = 0.0
+        self._silence.heard()
         self._tokens, self._busy = tokens, True
 
     def reported(self, stats: Stats) -> None:
         """An iteration of the engine's loop has ended."""
-        self._silent_s = 0.0
+        self._silence.heard()
         self._busy = stats.running + stats.queued > 0
         if stats.steps_total != self._steps:
             self._times.observe(stats.last_batch_tokens, stats.last_step_seconds)
@@ -106,10 +105,9 @@ class Watchdog:
 
     def tick(self, elapsed_s: float, *, work_waits: bool, frozen: bool = False) -> None:
         """Time has passed. ``frozen``: the system says that the engine's process is stopped."""
-        elapsed = min(elapsed_s, 2 * self.tick_s)
+        elapsed = self._silence.passed(elapsed_s)
         # An engine may be inside a step whose requests were all cancelled meanwhile.
         self._works = work_waits or self._busy
-        self._silent_s += elapsed
         self._without_step_s = self._without_step_s + elapsed if work_waits else 0.0
         self._frozen_s = self._frozen_s + elapsed if frozen else 0.0
 
@@ -117,7 +115,7 @@ class Watchdog:
         floor = min(floor_s, self.limit_s)
         if self._frozen_s > floor:
             return True
-        quiet = max(self._without_step_s, self._silent_s)
+        quiet = max(self._without_step_s, self._silence.seconds)
         if not self._works:
             return quiet > floor  # it had nothing to do, and does not even say so
         expected = None if self._tokens is None else self._times.expected(self._tokens)

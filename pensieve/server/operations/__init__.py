@@ -1,5 +1,5 @@
-"""What a server does besides answering: metrics, traces, health, the admin port, recording, housekeeping.
+"""What a server does besides answering: metrics, traces, health, recording, housekeeping.
 
-May import: config, core, engine.messages, errors, lifeline, machine, pensieve, server.links, server.tasks,
-server.values, store, tracing.
+May import: config, core, engine.messages, errors, lifeline, machine, pensieve, server.admission, server.links,
+server.tasks, server.values, store, tracing.
 """

@@ -12,14 +12,15 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import Final
 
 from grpc_health.v1 import health_pb2
 from grpc_health.v1.health import aio as health_aio
 
 from pensieve.errors import PensieveError
-from pensieve.server.links.engine_link import LinkState
+from pensieve.server.links.engine_link import EngineLink, LinkState
 from pensieve.server.tasks import end_task
+from pensieve.store import HistoryStore
 
 log = logging.getLogger(__name__)
 
@@ -33,31 +34,13 @@ STORE_GIVE_UP_S: Final = 10.0
 """A ping that takes longer is given up for a new one: it may wait for a connection that is gone."""
 
 
-class EngineHealth(Protocol):
-    """The part of a link that health asks."""
-
-    @property
-    def state(self) -> LinkState: ...
-
-    @property
-    def stalled(self) -> bool: ...
-
-
-class StoreHealth(Protocol):
-    """The part of a store that health asks."""
-
-    async def ping(self) -> None:
-        """Raises Unavailable when the store cannot serve, or takes no writes."""
-        ...
-
-
 class HealthMonitor:
     """Keeps a ``grpc.health.v1`` servicer truthful between ``start`` and ``stop``."""
 
     def __init__(
         self,
-        engine: EngineHealth,
-        store: StoreHealth,
+        engine: EngineLink,
+        store: HistoryStore,
         *,
         on_store_error: Callable[[], None] = lambda: None,
         draining: Callable[[], bool] = lambda: False,

@@ -1,5 +1,5 @@
 """Work that a server does in the background, unasked: it erases sessions whose time to live is over, looks how late
-its event loop is, and waits for the processes that were left to it.
+its event loop is, waits for the processes that were left to it, and tells a service manager how it is.
 """
 
 from __future__ import annotations
@@ -8,12 +8,14 @@ import asyncio
 import contextlib
 import logging
 import os
+import socket
 import sys
 from collections.abc import Callable, Collection
 from typing import Final
 
 from pensieve.errors import PensieveError
 from pensieve.lifeline import process_fields
+from pensieve.machine import Manager
 from pensieve.store import HistoryStore
 
 log = logging.getLogger(__name__)
@@ -80,3 +82,34 @@ def _zombies() -> set[tuple[int, str]]:
     processes = ((pid, process_fields(pid)) for pid in map(int, filter(str.isdigit, os.listdir("/proc"))))
     ended = ["Z", str(os.getpid())]  # state and parent
     return {(pid, fields[19]) for pid, fields in processes if fields[:2] == ended}
+
+
+class ManagerLink:
+    """The way to it. A manager that does not listen is logged, and the server goes on."""
+
+    def __init__(self, manager: Manager | None) -> None:
+        self._manager = manager
+
+    def serving(self) -> None:
+        """Calls are taken from now on: what waits for this service may be started."""
+        self._tell("READY=1")
+
+    def draining(self) -> None:
+        """The end was asked for."""
+        self._tell("STOPPING=1")
+
+    async def turn(self) -> None:
+        """Say twice in each period of the watchdog that the loop turns, until cancelled. Returns if there is none."""
+        while self._manager is not None and self._manager.watchdog_s is not None:
+            self._tell("WATCHDOG=1")
+            await asyncio.sleep(self._manager.watchdog_s / 2)
+
+    def _tell(self, what: str) -> None:
+        if self._manager is None:
+            return
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+            sender.setblocking(False)
+            try:
+                sender.sendto(what.encode(), self._manager.address)
+            except OSError as error:
+                log.warning("the service manager was not told %s: %s", what, error)

@@ -6,21 +6,21 @@ new engine process, which Prometheus takes for what it is, a reset. What only th
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Final, Literal, Protocol
+from importlib.metadata import PackageNotFoundError, version
+from typing import Final, Literal
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from pensieve.core import Usage
 from pensieve.engine.messages import Stats
+from pensieve.server.admission import Gate
+from pensieve.server.links.base import BaseLink
 from pensieve.server.links.engine_link import LinkState
-from pensieve.server.operations.call_metrics import CallMetrics
-from pensieve.server.operations.process_metrics import ProcessMetrics
-from pensieve.server.operations.tenant_metrics import TenantMetrics
-from pensieve.server.operations.turn_metrics import TurnMetrics
 from pensieve.server.operations.usage import UsageBook
 from pensieve.server.values import TurnEnd
 
@@ -149,37 +149,8 @@ ENGINE_METRICS: Final = (
 )
 
 
-class EngineView(Protocol):
-    """The part of a link that the collector reads."""
-
-    @property
-    def state(self) -> LinkState: ...
-
-    @property
-    def stats(self) -> Stats: ...
-
-    @property
-    def restarts_total(self) -> int: ...
-
-    @property
-    def condemned_turns_total(self) -> int: ...
-
-    @property
-    def condemned_sessions_total(self) -> int: ...
-
-
-class QueueView(Protocol):
-    """The part of the gate that is shown."""
-
-    @property
-    def waiting(self) -> int: ...
-
-    @property
-    def expected_wait_s(self) -> float: ...
-
-
 class _EngineCollector(Collector):
-    def __init__(self, engine: EngineView) -> None:
+    def __init__(self, engine: BaseLink) -> None:
         self._engine = engine
 
     def collect(self) -> Iterator[Metric]:
@@ -273,7 +244,7 @@ class Metrics:
         for seen_by in ("server", "client"):
             self._store_regressions.labels(seen_by)
 
-    def watch_engine(self, engine: EngineView) -> None:
+    def watch_engine(self, engine: BaseLink) -> None:
         """Serve this engine's numbers from now on. Called once."""
         self.registry.register(_EngineCollector(engine))
 
@@ -300,7 +271,7 @@ class Metrics:
         if self._tenants is not None:
             self._tenants.turn_refused(tenant, reason.lower())
 
-    def watch_queue(self, gate: QueueView) -> None:
+    def watch_queue(self, gate: Gate) -> None:
         """Show what waits at this gate from now on. Called once."""
         waiting = Gauge(
             "pensieve_waiting_turns", "Turns admitted and not yet computed.", registry=self.registry
@@ -339,3 +310,188 @@ class Metrics:
 
     def auth_held_back(self) -> None:
         self._auth_held_back.inc()
+
+
+_TURN_SECONDS: Final = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 300.0)
+STAGES: Final = ("queue", "prefill", "decode", "other")
+
+
+class TurnMetrics:
+    """Turns that held their session."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._ended = Counter(
+            "pensieve_turns_total",
+            "Turns ended, by finish reason or by the reason of the error that discarded them; lower case.",
+            ["outcome"],
+            registry=registry,
+        )
+        self._seconds = Histogram(
+            "pensieve_turn_seconds",
+            "Committed turns: from the arrival of the request to the durable commit.",
+            buckets=_TURN_SECONDS,
+            registry=registry,
+        )
+        stage_seconds = Counter(
+            "pensieve_turn_stage_seconds_total",
+            "Seconds of committed turns by stage; other: beginning, tokenising and committing.",
+            ["stage"],
+            registry=registry,
+        )
+        self._stage_seconds = {stage: stage_seconds.labels(stage) for stage in STAGES}
+
+    def ended(self, end: TurnEnd) -> None:
+        self._ended.labels(end.outcome).inc()
+        if not end.committed:
+            return
+        total, usage = end.ended_at - end.arrived_at, end.usage
+        self._seconds.observe(total)
+        seconds = {"queue": usage.queue_s, "prefill": usage.prefill_s, "decode": usage.decode_s}
+        # Rounding of the receipt can make the parts a little longer than the whole.
+        seconds["other"] = max(0.0, total - sum(seconds.values()))
+        for stage, amount in seconds.items():
+            self._stage_seconds[stage].inc(amount)
+
+
+_CALL_SECONDS: Final = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
+
+
+class CallMetrics:
+    """``method`` is the bare name (``StreamTurn``): no two services of this server have one of the same name."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._started = Counter(
+            "pensieve_rpc_started_total", "gRPC calls that came.", ["method"], registry=registry
+        )
+        self._handled = Counter(
+            "pensieve_rpc_handled_total",
+            "gRPC calls that have ended, by status code as gRPC writes it.",
+            ["method", "code"],
+            registry=registry,
+        )
+        self._seconds = Histogram(
+            "pensieve_rpc_seconds",
+            "From a call's headers to its end; of a stream that is the time of the whole answer.",
+            ["method"],
+            buckets=_CALL_SECONDS,
+            registry=registry,
+        )
+
+    def started(self, method: str) -> None:
+        self._started.labels(method).inc()
+
+    def handled(self, method: str, code: str, seconds: float) -> None:
+        self._handled.labels(method, code).inc()
+        self._seconds.labels(method).observe(seconds)
+
+
+_LAG_SECONDS: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
+_LIBRARIES: Final = ("torch", "grpcio")
+"""Distributions whose versions explain most differences between two servers."""
+
+
+class ProcessMetrics:
+    """``process_*`` is the front end, ``pensieve_engine_process_*`` the engine, by prometheus_client's collector."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+        ProcessCollector(registry=registry)
+        self._lag = Histogram(
+            "pensieve_event_loop_lag_seconds",
+            "How much later than asked the front end's event loop woke up; looked at several times a second.",
+            buckets=_LAG_SECONDS,
+            registry=registry,
+        )
+
+    def lag(self, seconds: float) -> None:
+        self._lag.observe(seconds)
+
+    def watch_engine(self, pid: Callable[[], int | None]) -> None:
+        """Show what the process with this id uses: of several ranks the first. Nothing while there is none."""
+        ProcessCollector("pensieve_engine", pid=lambda: pid() or "none", registry=self._registry)
+
+    def describe(self, **labels: str) -> None:
+        """Show ``pensieve_build_info`` with these labels and the versions of what the server runs on. Called once."""
+        versions = {name: _version(name) for name in ("pensieve", *_LIBRARIES)}
+        info = Info(
+            "pensieve_build", "What runs: versions, model, device; always 1.", registry=self._registry
+        )
+        info.info(
+            {"version": versions.pop("pensieve"), "python": platform.python_version(), **versions, **labels}
+        )
+
+
+def _version(distribution: str) -> str:
+    """From the package's metadata: the front end never imports torch."""
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return ""
+
+
+class _UsageCollector(Collector):
+    """What tenants hold now. Of the history store it is what ``UsageBook`` saw last: no scrape waits for that."""
+
+    def __init__(self, book: UsageBook) -> None:
+        self._book = book
+
+    def collect(self) -> Iterator[Metric]:
+        cached = GaugeMetricFamily(
+            "pensieve_tenant_cache_tokens",
+            "Token slots of the cache whose pages a tenant has, by tier. A chunk in both tiers counts in both.",
+            labels=["tenant", "tier"],
+        )
+        for tenant, (device, host) in self._book.held.items():
+            cached.add_metric([tenant, "device"], device)
+            cached.add_metric([tenant, "host"], host)
+        sessions = GaugeMetricFamily(
+            "pensieve_tenant_sessions", "Sessions in the history store, by tenant.", labels=["tenant"]
+        )
+        stored = GaugeMetricFamily(
+            "pensieve_tenant_stored_bytes",
+            "Bytes of records in the history store, by tenant.",
+            labels=["tenant"],
+        )
+        for use in self._book.latest:
+            if use.stored is not None:
+                sessions.add_metric([use.tenant], use.stored.sessions)
+                stored.add_metric([use.tenant], use.stored.bytes)
+        yield from (cached, sessions, stored)
+
+
+class TenantMetrics:
+    """Counters with a label ``tenant``. Tenants come from credentials, so there are no more than were given any."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+        self._turns = Counter(
+            "pensieve_tenant_turns_total",
+            "Turns ended, by tenant and outcome as in pensieve_turns_total.",
+            ["tenant", "outcome"],
+            registry=registry,
+        )
+        self._refusals = Counter(
+            "pensieve_tenant_refusals_total",
+            "Turns refused before they began, by tenant and reason; lower case.",
+            ["tenant", "reason"],
+            registry=registry,
+        )
+        self._tokens = Counter(
+            "pensieve_tenant_tokens_total",
+            "Tokens of turns that ended, by tenant: computed of contexts, found cached, generated.",
+            ["tenant", "kind"],
+            registry=registry,
+        )
+
+    def watch(self, book: UsageBook) -> None:
+        """Show what is held, too, from now on. Called once."""
+        self._registry.register(_UsageCollector(book))
+
+    def turn_ended(self, tenant: str, outcome: str, usage: Usage) -> None:
+        self._turns.labels(tenant, outcome).inc()
+        self._tokens.labels(tenant, "computed").inc(usage.new_tokens + usage.recomputed_tokens)
+        self._tokens.labels(tenant, "cached").inc(usage.gpu_cached_tokens + usage.swapped_in_tokens)
+        self._tokens.labels(tenant, "output").inc(usage.output_tokens)
+
+    def turn_refused(self, tenant: str, reason: str) -> None:
+        self._refusals.labels(tenant, reason).inc()

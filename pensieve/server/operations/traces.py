@@ -1,4 +1,4 @@
-"""Traces of turns, sent by OTLP over HTTP. Needs the extra ``otel``.
+"""What is told of turns that have ended: a line of the log, and spans sent by OTLP over HTTP (the extra ``otel``).
 
 A turn's spans are made when it has ended, from the times that it noted anyway: while it runs, tracing costs nothing.
 They belong to the trace that its client named, or to a new one. Attributes are ids, counts, reasons and durations,
@@ -11,11 +11,38 @@ from __future__ import annotations
 import asyncio
 import importlib
 import importlib.util
+import logging
 import time
 from typing import Any, Final
 
 from pensieve.server.values import TurnEnd
 from pensieve.tracing import HEADER, incoming
+
+log = logging.getLogger(__name__)
+
+OURS: Final = frozenset(
+    {
+        "bug", "engine_failed", "engine_restarting", "history_corrupt", "history_regressed", "request_quarantined",
+        "session_quarantined", "store_full", "store_replaced", "store_unavailable", "turn_fenced",
+    }
+)  # fmt: skip
+"""Outcomes that are no wish of a caller and no limit: they are logged as warnings, all others for debugging."""
+
+
+def log_turn(end: TurnEnd) -> None:
+    """Log a turn. Called in its task, to which session, request, tenant and trace are bound: they stand in the line."""
+    level = logging.WARNING if end.outcome in OURS else logging.DEBUG
+    if not log.isEnabledFor(level):
+        return
+    fields = {
+        "outcome": end.outcome,
+        "seconds": round(end.ended_at - end.arrived_at, 4),
+        "context_tokens": end.context_tokens,
+        "output_tokens": end.usage.output_tokens,
+        "recomputed_tokens": end.usage.recomputed_tokens,
+    }
+    log.log(level, "turn ended", extra=fields)
+
 
 _PARTS: Final = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http.trace_exporter")
 

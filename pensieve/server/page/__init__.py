@@ -1,8 +1,8 @@
 """The web page on the admin port, and the feed of JSON documents behind it: ``docs/page.md``.
 
-``web`` answers requests. ``state`` puts together what ``recent`` has heard of turns, ``strips`` of the cache and
-``notes`` of the store; ``details`` is one session.
+``web`` answers requests. ``state`` puts together what ``recent`` has heard of turns and ``watching`` asks of cache and
+store.
 
-May import: core, engine.messages, errors, hosts, pensieve, server.ids, server.links,
+May import: core, engine.messages, errors, feed, hosts, pensieve, server.conversations, server.ids, server.links,
 server.operations, server.values, store.
 """

@@ -9,6 +9,7 @@ from typing import Final
 
 import msgspec
 
+from pensieve.feed import ContextSources, Lately, Percentiles
 from pensieve.server.values import TurnEnd
 
 KEPT_S: Final = 15 * 60.0
@@ -19,37 +20,6 @@ LATELY_S: Final = 60.0
 """What latencies and rates are taken over."""
 BUCKET_S: Final = 5.0
 BUCKETS: Final = 120
-
-
-class Percentiles(msgspec.Struct, frozen=True):
-    """Seconds."""
-
-    p50: float
-    p95: float
-    p99: float
-
-
-class ContextSources(msgspec.Struct, frozen=True):
-    """Tokens of contexts by where their attention state came from."""
-
-    device: int = 0
-    host: int = 0
-    recomputed: int = 0
-    new: int = 0
-
-
-class Lately(msgspec.Struct, frozen=True):
-    """The turns that ended in the last ``over_s`` seconds."""
-
-    over_s: float
-    turns: int
-    failed: int
-    turns_per_s: float
-    output_tokens_per_s: float
-    first_token_s: Percentiles | None
-    token_s: Percentiles | None
-    queue_s: Percentiles | None
-    context: ContextSources
 
 
 class Bucket(msgspec.Struct, frozen=True):

@@ -4,187 +4,63 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Final
 
 import msgspec
 
 import pensieve
 from pensieve.engine.messages import EngineReady, SessionStrip, Stats
 from pensieve.errors import PensieveError
-from pensieve.server.links.engine_link import EngineLink
-from pensieve.server.page.notes import SessionNote, SessionNotes
-from pensieve.server.page.recent import Lately, RecentTurns
-from pensieve.server.page.strips import StripWatch
+from pensieve.feed import (
+    SCHEMA,
+    FrontDoorState,
+    QueueState,
+    RateState,
+    ServerState,
+    SessionLine,
+    SessionList,
+    StateDocument,
+    TierState,
+)
+from pensieve.server.conversations import Conversations
+from pensieve.server.operations.health import HealthMonitor
+from pensieve.server.page.recent import RecentTurns
+from pensieve.server.page.watching import SessionNote, SessionNotes, StripWatch
 from pensieve.store import Key
 
-SCHEMA: Final = "pensieve.state/1"
 DEFAULT_LIMIT: Final = 200
-MOST_LISTED: Final = 5000
 _SHORTEST_S: Final = 0.8
 """Rates are not taken over less."""
 
 
-class FrontDoorState(msgspec.Struct, frozen=True):
-    """How the HTTP door's process is."""
-
-    state: str
-    """``starting``, ``serving``, ``hung``, ``restarting`` or ``draining``."""
-    address: str
-    """HOST:PORT."""
-    since_s: float
-    """Unix time from which ``state`` holds."""
-    restarts: int
-
-
-class ServerState(msgspec.Struct, frozen=True):
-    """What the server is, and how it is."""
-
-    version: str
-    model: str
-    replica: str
-    problem: str
-    """Why calls are not served; "" when they are."""
-    device: str
-    dtype: str
-    chunk_tokens: int
-    """0 until the engine is up, as all that it says."""
-    context_limit: int
-    shows_text: bool
-    door: FrontDoorState | None
-    """None: the server has no HTTP door."""
-
-
-class TierState(msgspec.Struct, frozen=True):
-    """Tokens that a tier has room for. ``reclaimable`` ones are used, but their pages can be taken without a copy."""
-
-    capacity: int
-    used: int
-    free: int
-    reclaimable: int = 0
-
-
-class QueueState(msgspec.Struct, frozen=True):
-    """Generations in the batch and in the engine's queue; turns that wait to be computed, and for how long."""
-
-    running: int
-    queued: int
-    waiting: int
-    expected_wait_s: float
-
-
-class RateState(msgspec.Struct, frozen=True):
-    """Per second, over the time between two looks."""
-
-    over_s: float
-    steps: float
-    output_tokens: float
-    swap_in_bytes: float
-    swap_out_bytes: float
-    dropped_tokens: float
-
-
-class SessionLine(msgspec.Struct, frozen=True):
-    """A session that has anything cached."""
-
-    session: str
-    """``tenant/id``, and ``#n`` behind it for the KV of a turn\'s further candidate."""
-    tenant: str
-    id: str
-    candidate: int
-    state: str
-    """``running``, ``warming`` or ``idle``."""
-    idle_s: float
-    tokens: int
-    strip: str
-    labels: dict[str, str] | None
-    """None: not read yet, as the two below."""
-    items: int | None
-    created_s: float | None
-
-
-class SessionList(msgspec.Struct, frozen=True):
-    """Sessions by activity: those that run, then the one that ran last, and so on."""
-
-    total: int
-    running: int
-    age_s: float | None
-    """How old the strips are; None: there are none, since no engine serves."""
-    first: int
-    next: int | None
-    """``after`` for the next page; None: these were the last."""
-    rows: tuple[SessionLine, ...]
-
-
-class StateDocument(msgspec.Struct, frozen=True):
-    """The answer to ``/state.json``."""
-
-    schema: str
-    time_s: float
-    """Unix time."""
-    server: ServerState
-    device: TierState
-    host: TierState
-    queue: QueueState
-    totals: dict[str, Any]
-    """``Stats`` of the engine, since it started."""
-    engine_restarts: int
-    rates: RateState | None
-    """None: nobody looked before, or just now."""
-    lately: Lately
-    sessions: SessionList
-
-
-class WaitingTurns(Protocol):
-    """The part of the gate that is shown."""
-
-    @property
-    def waiting(self) -> int: ...
-
-    @property
-    def expected_wait_s(self) -> float: ...
-
-
-class ServingHealth(Protocol):
-    """The part of the health monitor that is shown."""
-
-    @property
-    def problem(self) -> str: ...
-
-
-@dataclass(frozen=True, slots=True)
-class ServerNames:
-    """What a server calls itself."""
-
-    model: str
-    replica: str
-    shows_text: bool = False
-
-
 class StateView:
-    """Used on one event loop."""
+    """Used on one event loop. ``close`` ends what it asks the engine."""
 
     def __init__(
         self,
-        names: ServerNames,
-        link: EngineLink,
-        gate: WaitingTurns,
-        health: ServingHealth,
+        conversations: Conversations,
+        health: HealthMonitor,
         recent: RecentTurns,
-        strips: StripWatch,
-        notes: SessionNotes,
         door: Callable[[], FrontDoorState | None] = lambda: None,
+        *,
+        shows_text: bool = False,
     ) -> None:
-        self._names = names
-        self._link = link
-        self._gate = gate
+        """``shows_text``: sessions are shown with what was said in them."""
+        self._settings = conversations.settings
+        self._gate = conversations.gate
+        self._link = conversations.link
+        self.store = conversations.store
         self._health = health
-        self._recent = recent
-        self._strips = strips
-        self._notes = notes
+        self.recent = recent
         self._door = door
+        self.shows_text = shows_text
+        self._strips = StripWatch(self._link)
+        self._notes = SessionNotes(self.store)
         self._before: tuple[float, Stats] | None = None
         self._rates: RateState | None = None
+
+    async def close(self) -> None:
+        await self._strips.close()
 
     async def document(self, limit: int, after: int) -> StateDocument:
         """``limit`` sessions behind the first ``after``."""
@@ -197,14 +73,14 @@ class StateView:
             time_s=time.time(),
             server=ServerState(
                 version=pensieve.__version__,
-                model=self._names.model,
-                replica=self._names.replica,
+                model=self._settings.model,
+                replica=self._settings.replica,
                 problem=self._health.problem,
                 device=info.device,
                 dtype=info.dtype,
                 chunk_tokens=info.chunk_tokens,
                 context_limit=info.context_limit,
-                shows_text=self._names.shows_text,
+                shows_text=self.shows_text,
                 door=self._door(),
             ),
             device=TierState(
@@ -215,7 +91,7 @@ class StateView:
             totals=msgspec.structs.asdict(stats),
             engine_restarts=self._link.restarts_total,
             rates=self._rate(now, stats),
-            lately=self._recent.lately(now),
+            lately=self.recent.lately(now),
             sessions=sessions,
         )
 

@@ -8,21 +8,22 @@ import importlib.resources
 import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from http import HTTPStatus
 from typing import Final
 from urllib.parse import parse_qs, unquote
 
 import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
 
+from pensieve.core import FinishReason, Usage
 from pensieve.errors import NotFound, PensieveError, PermissionDenied, Unauthenticated
+from pensieve.feed import MOST_LISTED, SessionLine
 from pensieve.hosts import names_this_machine
-from pensieve.server.ids import SESSION_ID
-from pensieve.server.operations.admin_port import AdminAnswer
-from pensieve.server.page.details import session_document
-from pensieve.server.page.recent import BUCKET_S, RecentTurns
-from pensieve.server.page.state import DEFAULT_LIMIT, MOST_LISTED, StateView
-from pensieve.server.page.strips import StripWatch
+from pensieve.server.ids import SESSION_ID, session_key
+from pensieve.server.page.recent import BUCKET_S
+from pensieve.server.page.state import DEFAULT_LIMIT, StateView
 from pensieve.store import HistoryStore, Key
+from pensieve.store.records import Record, RecordKind, SessionRow
 
 SERIES_SCHEMA: Final = "pensieve.series/1"
 DEFAULT_TENANT: Final = "default"
@@ -35,68 +36,49 @@ Operator = Callable[[str, str], Awaitable[None]]
 class WebPage:
     """Used on one event loop. ``close`` ends what runs for it."""
 
-    def __init__(
-        self,
-        state: StateView,
-        recent: RecentTurns,
-        strips: StripWatch,
-        store: HistoryStore,
-        operator: Operator,
-        *,
-        text: bool,
-    ) -> None:
-        """``operator`` lets a caller in. ``text``: sessions are shown with what was said in them."""
+    def __init__(self, state: StateView, operator: Operator) -> None:
+        """``operator`` lets a caller in."""
         self._state = state
-        self._recent = recent
-        self._strips = strips
-        self._store = store
         self._operator = operator
-        self._text = text
-        html = importlib.resources.files(__package__).joinpath("page.html").read_bytes()
-        self._page = AdminAnswer(
-            HTTPStatus.OK,
-            "text/html; charset=utf-8",
-            html,
-            (("Content-Security-Policy", content_policy(html)), *_ALWAYS),
-        )
+        self._html = importlib.resources.files(__package__).joinpath("page.html").read_bytes()
+        self._html_headers = {"Content-Security-Policy": content_policy(self._html), **_ALWAYS}
 
-    async def answer(self, target: str, headers: Mapping[str, str], address: str) -> AdminAnswer | None:
-        """The answer to a GET of ``target``; None: it is none of the page's."""
-        path, _, query = target.partition("?")
+    async def answer(self, path: str, request: Request) -> Response | None:
+        """The answer to a GET of ``path``, as it was sent; None: it is none of the page's."""
         if not (path in ("/", "/state.json", "/series.json") or path.startswith("/sessions/")):
             return None
-        if not names_this_machine(headers.get("host", "")):
+        if not names_this_machine(request.headers.get("host", "")):
             return _refused(
-                HTTPStatus.FORBIDDEN,
+                403,
                 "HOST_REFUSED",
                 "the page is opened by IP address, as localhost or by this machine's name",
             )
         if path == "/":
-            return self._page
+            return Response(self._html, headers=self._html_headers, media_type="text/html")
         try:
-            await self._operator(headers.get("authorization", ""), address)
-            return await self._document(path, query)
+            address = request.client.host if request.client is not None else ""
+            await self._operator(request.headers.get("authorization", ""), address)
+            return await self._document(path, parse_qs(request.scope["query_string"].decode("latin-1")))
         except Unauthenticated as error:
-            return _refused(HTTPStatus.UNAUTHORIZED, error.reason, error.message)
+            return _refused(401, error.reason, error.message)
         except PermissionDenied as error:
-            return _refused(HTTPStatus.FORBIDDEN, error.reason, error.message)
+            return _refused(403, error.reason, error.message)
         except NotFound as error:
-            return _refused(HTTPStatus.NOT_FOUND, error.reason, error.message)
+            return _refused(404, error.reason, error.message)
         except ValueError as error:
-            return _refused(HTTPStatus.BAD_REQUEST, "FIELD_INVALID", str(error))
+            return _refused(400, "FIELD_INVALID", str(error))
         except PensieveError as error:
-            return _refused(HTTPStatus.SERVICE_UNAVAILABLE, error.reason, error.message)
+            return _refused(503, error.reason, error.message)
 
     async def close(self) -> None:
-        await self._strips.close()
+        await self._state.close()
 
-    async def _document(self, path: str, query: str) -> AdminAnswer:
-        asked = parse_qs(query)
+    async def _document(self, path: str, asked: Mapping[str, list[str]]) -> Response:
         if path == "/state.json":
             limit = _number(asked, "limit", DEFAULT_LIMIT, MOST_LISTED)
             return _json(await self._state.document(limit, _number(asked, "after", 0, 1 << 31)))
         if path == "/series.json":
-            buckets = self._recent.series(time.monotonic())
+            buckets = self._state.recent.series(time.monotonic())
             return _json({"schema": SERIES_SCHEMA, "bucket_s": BUCKET_S, "buckets": buckets})
         match = _SESSION.fullmatch(path)
         name = unquote(match[1]) if match else ""
@@ -104,7 +86,7 @@ class WebPage:
             raise NotFound("no such session", reason="SESSION_NOT_FOUND")
         key = Key(asked.get("tenant", [DEFAULT_TENANT])[0], name)
         cached = await self._state.line(key)
-        return _json(await session_document(self._store, key, cached, text=self._text))
+        return _json(await session_document(self._state.store, key, cached, text=self._state.shows_text))
 
 
 def content_policy(html: bytes) -> str:
@@ -121,21 +103,21 @@ def content_policy(html: bytes) -> str:
     )
 
 
-_ALWAYS: Final = (
-    ("Cache-Control", "no-store"),
-    ("X-Content-Type-Options", "nosniff"),
-    ("Referrer-Policy", "no-referrer"),
-    ("Cross-Origin-Resource-Policy", "same-origin"),
-)
+_ALWAYS: Final = {
+    "Cache-Control": "no-store",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
 
 
-def _json(document: object) -> AdminAnswer:
-    return AdminAnswer(HTTPStatus.OK, "application/json", msgspec.json.encode(document), _ALWAYS)
+def _json(document: object, status: int = 200) -> Response:
+    body = msgspec.json.encode(document)
+    return Response(body, status, headers=_ALWAYS, media_type="application/json")
 
 
-def _refused(status: HTTPStatus, reason: str, message: str) -> AdminAnswer:
-    body = msgspec.json.encode({"reason": reason, "message": message})
-    return AdminAnswer(status, "application/json", body, _ALWAYS)
+def _refused(status: int, reason: str, message: str) -> Response:
+    return _json({"reason": reason, "message": message}, status)
 
 
 def _number(asked: Mapping[str, list[str]], name: str, default: int, most: int) -> int:
@@ -144,3 +126,125 @@ def _number(asked: Mapping[str, list[str]], name: str, default: int, most: int) 
     if not (text.isascii() and text.isdigit() and len(text) <= 10):
         raise ValueError(f"{name}: a number is wanted")
     return min(int(text), most)
+
+
+SESSION_SCHEMA: Final = "pensieve.session/1"
+MOST_TURNS: Final = 50
+"""The latest ones are told."""
+MOST_CHARS: Final = 2000
+"""Of each text."""
+
+
+class TextShown(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What one item says."""
+
+    role: str
+    text: str
+    cut: bool = False
+
+
+class TurnReceipt(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One change of a session. ``context_tokens`` = ``device`` + ``host`` + ``recomputed`` + ``new``. Seconds."""
+
+    revision: int
+    time_s: float
+    """Unix time of the commit."""
+    kind: str
+    """``turn``, or what else changed the session."""
+    request_id: str = ""
+    finish_reason: str = ""
+    candidates: int = 1
+    context_tokens: int = 0
+    device: int = 0
+    host: int = 0
+    recomputed: int = 0
+    new: int = 0
+    output_tokens: int = 0
+    queue_s: float = 0.0
+    restore_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    said: tuple[TextShown, ...] = ()
+    """Empty unless ``serve --page-text``."""
+
+
+class SessionDocument(msgspec.Struct, frozen=True):
+    """The answer to ``/sessions/{id}.json``."""
+
+    schema: str
+    session: str
+    tenant: str
+    id: str
+    labels: dict[str, str]
+    revision: int
+    items: int
+    context_tokens: int
+    created_s: float
+    forked_from: str
+    running_request: str
+    cached: SessionLine | None
+    """None: nothing of it is cached, or the engine does not answer."""
+    turns: tuple[TurnReceipt, ...]
+    """Oldest first."""
+    earlier: int
+    """How many changes came before these."""
+
+
+async def session_document(
+    store: HistoryStore, key: Key, cached: SessionLine | None, *, text: bool
+) -> SessionDocument:
+    """Raises NotFound, and what the store raises."""
+    row = await store.load(key)
+    begin = max(row.revision - MOST_TURNS, 0)
+    logged = await store.read(key, after_revision=begin)
+    return _document(key, row, [one.record for one in logged], begin, cached, text=text)
+
+
+def _document(
+    key: Key, row: SessionRow, records: list[Record], begin: int, cached: SessionLine | None, *, text: bool
+) -> SessionDocument:
+    return SessionDocument(
+        schema=SESSION_SCHEMA,
+        session=session_key(key),
+        tenant=key.tenant,
+        id=key.session_id,
+        labels=row.labels,
+        revision=row.revision,
+        items=row.item_count,
+        context_tokens=row.context_tokens,
+        created_s=row.create_ms / 1e3,
+        forked_from=row.forked_from,
+        running_request=row.running.request_id if row.running is not None else "",
+        cached=cached,
+        turns=tuple(_receipt(record, text=text) for record in records),
+        earlier=begin,
+    )
+
+
+def _receipt(record: Record, *, text: bool) -> TurnReceipt:
+    turn = record.turn
+    usage = turn.usage if turn is not None else Usage()
+    return TurnReceipt(
+        revision=record.revision,
+        time_s=record.time_ms / 1e3,
+        kind=RecordKind(record.kind).value,
+        request_id=record.request_id,
+        finish_reason=FinishReason(turn.finish_reason).name.lower() if turn is not None else "",
+        candidates=max(len(turn.candidates), 1) if turn is not None else 1,
+        context_tokens=usage.context_tokens,
+        device=usage.gpu_cached_tokens,
+        host=usage.swapped_in_tokens,
+        recomputed=usage.recomputed_tokens,
+        new=usage.new_tokens,
+        output_tokens=usage.output_tokens,
+        queue_s=usage.queue_s,
+        restore_s=usage.restore_s,
+        prefill_s=usage.prefill_s,
+        decode_s=usage.decode_s,
+        said=tuple(
+            TextShown(item.role.name.lower(), item.text[:MOST_CHARS], len(item.text) > MOST_CHARS)
+            for item in record.items
+        )
+        if text
+        else (),
+    )

@@ -1,4 +1,4 @@
-"""``pensieve.v1.AdminService``: for operators, on the admin port, with a scope of its own."""
+"""``pensieve.v1.AdminService``: for operators, with a scope of its own. ``server/ports.py`` says on which ports."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from typing import Any
 from pensieve.server.clock import now_ms
 from pensieve.server.conversations import Conversations
 from pensieve.server.links.engine_link import EngineLink
-from pensieve.server.rpc import answers
-from pensieve.server.rpc.checks import Bounds, seconds
+from pensieve.server.rpc import convert
 from pensieve.server.rpc.service import key_of
-from pensieve.server.rpc.validation import validate
+from pensieve.server.rpc.validation import Bounds, seconds, validate
 from pensieve.v1 import pensieve_pb2 as pb
 from pensieve.v1 import pensieve_pb2_grpc
 
@@ -42,11 +41,11 @@ class AdminService(pensieve_pb2_grpc.AdminServiceServicer):
             host_tokens_used=stats.host_used,
             host_tokens_capacity=info.host_capacity_tokens,
             store_state=await self._conversations.store_state(),
-            tenants=[answers.tenant_usage(use) for use in await self._conversations.usage.all()],
+            tenants=[convert.tenant_usage(use) for use in await self._conversations.usage.all()],
         )
         if self._step_seen_ms:
             # The engine tells how many steps it made, not when: this is when a new one was first seen here.
-            message.last_engine_step_time.CopyFrom(answers.timestamp(self._step_seen_ms))
+            message.last_engine_step_time.CopyFrom(convert.timestamp(self._step_seen_ms))
         return message
 
     async def EvictCache(self, request: pb.EvictCacheRequest, _context: Any) -> pb.EvictCacheResponse:

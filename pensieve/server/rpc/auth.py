@@ -1,4 +1,4 @@
-"""Who is calling and what they may do. Deny by default.
+"""Credentials: they name the caller and what it may do. Deny by default.
 
 A caller sends ``authorization: Bearer ck_<id>_<secret>``, or shows a client certificate; ``keys`` says what the key
 file knows of either. Who sends the header is judged by it alone. The file is looked at every ``RELOAD_S``; a change
@@ -10,11 +10,14 @@ The tenant comes from the credential and from nowhere else. Needs no request bod
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
+import ipaddress
 import logging
 import re
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,10 +82,18 @@ SCOPE_OF_METHOD: Final[dict[str, str]] = {
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": ANY,
 }
 """Full gRPC method name → scope it takes. A method that is not in here is refused."""
+FAILURES: Final = 10
+"""Failed logins of one address that are answered at once."""
+FAILURES_PER_S: Final = 2.0
+LONGEST_WAIT_S: Final = 5.0
+_ADDRESSES: Final = 4096
+"""Buckets that are kept; of more addresses, the one that failed longest ago starts afresh."""
+_HELD_BACK: Final = 1024
+"""Answers held back at once, of all addresses; more are given at once, since each takes memory."""
 
 
 class Told(NamedTuple):
-    """What the HTTP door has found out about its caller."""
+    """A caller as the HTTP door knows it."""
 
     names: tuple[str, ...]
     """In the client certificate that it verified."""
@@ -91,7 +102,7 @@ class Told(NamedTuple):
 
 
 class Peer:
-    """What a call's connection says of the caller. Nothing is looked up before it is asked for."""
+    """A caller as its connection shows it. Nothing is looked up before it is asked for."""
 
     def __init__(self, context: Any, told: Told | None = None) -> None:
         """``told``: what the HTTP door says of its caller, where it is the door that calls."""
@@ -122,7 +133,7 @@ class Peer:
 
 
 def told_by_the_door(metadata: Iterable[tuple[str, str | bytes]]) -> Told:
-    """What the HTTP door says of its caller. To be asked of its private socket only."""
+    """The caller of the HTTP door, by the metadata that the door sets. To be read from its private socket only."""
     names, address = list[str](), ""
     for name, value in metadata:
         if name == TOLD_NAME and isinstance(value, bytes):
@@ -274,3 +285,55 @@ def _invalid() -> Unauthenticated:
 
 def _expired() -> Unauthenticated:
     return Unauthenticated("the credential has expired", reason="CREDENTIAL_EXPIRED")
+
+
+class FailedLogins:
+    """Failed logins, counted per address: after a handful, the answers to further ones are held back. One per server.
+
+    Nobody is locked out. A good credential is served at once, however often others at the same address guessed; only
+    what is wrong waits, so that guessing has the pace of the bucket and, with it, the limit on streams of a connection.
+    """
+
+    def __init__(
+        self,
+        on_held_back: Callable[[], None] = lambda: None,
+        *,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._on_held_back = on_held_back
+        self._monotonic = monotonic
+        self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
+        """Address (the network of an IPv6 one) to tokens left, which may be negative, and when that was."""
+        self._held_back = 0
+
+    def failed(self, address: str) -> float:
+        """Note a failure; seconds to hold its answer back."""
+        network = _network(address)
+        now = self._monotonic()
+        tokens, then = self._buckets.pop(network, (float(FAILURES), now))
+        tokens = min(FAILURES, tokens + (now - then) * FAILURES_PER_S) - 1
+        tokens = max(tokens, -LONGEST_WAIT_S * FAILURES_PER_S)
+        self._buckets[network] = tokens, now
+        if len(self._buckets) > _ADDRESSES:
+            self._buckets.popitem(last=False)
+        if tokens >= 0 or self._held_back >= _HELD_BACK:
+            return 0.0
+        return -tokens / FAILURES_PER_S
+
+    async def hold_back(self, seconds: float) -> None:
+        """Wait before the answer to a failure is given."""
+        self._on_held_back()
+        self._held_back += 1
+        try:
+            await asyncio.sleep(seconds)
+        finally:
+            self._held_back -= 1
+
+
+def _network(address: str) -> str:
+    """The address; for IPv6 its /64, since a host may have all of that."""
+    try:
+        known = ipaddress.ip_address(address)
+    except ValueError:
+        return address
+    return str(ipaddress.ip_network((known, 64), strict=False)) if known.version == 6 else address

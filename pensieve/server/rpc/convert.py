@@ -1,45 +1,80 @@
-"""Messages to values: a message that ``validation`` has let through becomes the type that the service works with."""
+"""Messages to values, once ``validation`` has let them through, and values to the messages that answer with them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import enum
+import os
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from pensieve.core import Role, pack_tokens
-from pensieve.server.rpc.checks import UPDATABLE, seconds
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from pensieve.core import (
+    CandidateChoice,
+    HintReceipt,
+    Role,
+    SamplingDefaults,
+    TokenLogprob,
+    Usage,
+    pack_tokens,
+    packed_length,
+    unpack_tokens,
+)
+from pensieve.engine.messages import ResidentTokens
+from pensieve.server import ids
+from pensieve.server.conversations import ServerFacts
+from pensieve.server.operations.usage import TenantUse
+from pensieve.server.rpc.validation import UPDATABLE, seconds
 from pensieve.server.sessions.records import NewSession, SessionChange
+from pensieve.server.sessions.warming import WarmAnswer
+from pensieve.server.settings import TurnSettings
 from pensieve.server.values import (
+    Accepted,
     CallBounds,
+    Delta,
     InputEntry,
     NewTurn,
     OnDisconnect,
     OutputChoice,
+    ProgressView,
     RawEntry,
     SpokenEntry,
+    StreamEvent,
     TurnFrame,
     TurnHints,
+    TurnView,
 )
 from pensieve.speech import FunctionCall
-from pensieve.store.records import CandidateChoice, Overflow, PrefixSharing, SamplingDefaults, SessionConfig
+from pensieve.store.records import (
+    CandidateAnswer,
+    Item,
+    Overflow,
+    PrefixSharing,
+    SessionConfig,
+    SessionRow,
+    State,
+)
 from pensieve.v1 import pensieve_pb2 as pb
 
-_SCALARS = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "frequency_penalty",
-    "presence_penalty",
-    "seed",
-    "max_output_tokens",
-    "min_output_tokens",
-    "ignore_eos",
-    "candidates",
-    "beam_width",
-    "length_penalty",
-    "early_stopping",
-)
+PAD_BYTES = 128
+"""Padded deltas have a multiple of this many bytes."""
+
+_STATES = {
+    State.ACTIVE: pb.Session.STATE_ACTIVE,
+    State.DAMAGED: pb.Session.STATE_DAMAGED,
+    State.DELETED: pb.Session.STATE_DELETED,
+}
+_MADE: dict[str, Callable[[Any], Any]] = {
+    "stop": tuple,
+    "stop_token_ids": tuple,
+    "logit_bias": dict,
+    "candidate_choice": CandidateChoice,
+}
+"""How the sampling parameters that are no scalars become values."""
+
+
+# ---- messages to values
 
 
 def entries(items: Iterable[pb.InputItem]) -> tuple[InputEntry, ...]:
@@ -61,15 +96,11 @@ def _entry(item: pb.InputItem) -> InputEntry:
 
 def sampling(params: pb.SamplingParams) -> SamplingDefaults:
     """The values that the message sets; one it leaves out stays unset, because 0 may be meant."""
-    values: dict[str, Any] = {name: getattr(params, name) for name in _SCALARS if params.HasField(name)}
-    choice = params.candidate_choice
-    return SamplingDefaults(
-        **values,
-        candidate_choice=CandidateChoice(choice) if choice else None,
-        stop=tuple(params.stop),
-        stop_token_ids=tuple(params.stop_token_ids),
-        logit_bias=dict(params.logit_bias),
-    )
+    values = {}
+    for field, value in params.ListFields():
+        made = _MADE.get(field.name)
+        values[field.name] = value if made is None else made(value)
+    return SamplingDefaults(**values)
 
 
 def config(message: pb.SessionConfig) -> SessionConfig:
@@ -97,34 +128,19 @@ def new_session(request: pb.CreateSessionRequest) -> NewSession:
 
 def session_change(request: pb.UpdateSessionRequest) -> SessionChange:
     """The change of the fields that the mask names; without a mask, of those that the given session sets."""
-    paths = set(request.update_mask.paths) or _populated(request.session)
+    given = request.session
+    paths = set(request.update_mask.paths)
+    if not paths:
+        paths = {f"config.{field.name}" for field, _ in given.config.ListFields()}
+        paths |= {"labels"} if given.labels else set()
     if "config" in paths:
-        paths |= {path for path in UPDATABLE if path.startswith("config.")}
-    new = config(request.session.config)
+        paths |= set(UPDATABLE)
+    new = config(given.config)
     return SessionChange(
-        labels=dict(request.session.labels) if "labels" in paths else None,
-        system_prompt=new.system_prompt if "config.system_prompt" in paths else None,
-        sampling=new.sampling if "config.default_sampling" in paths else None,
-        ttl_s=new.ttl_s if "config.ttl" in paths else None,
-        overflow=new.overflow if "config.overflow_policy" in paths else None,
-        prefix_sharing=new.prefix_sharing if "config.prefix_sharing" in paths else None,
-        tools=new.tools if "config.tools_json" in paths else None,
+        labels=dict(given.labels) if "labels" in paths else None,
+        config={field: getattr(new, field) for path, field in UPDATABLE.items() if path in paths},
         rebind=request.rebind,
     )
-
-
-def _populated(session: pb.Session) -> set[str]:
-    new = session.config
-    given = {
-        "labels": bool(session.labels),
-        "config.system_prompt": bool(new.system_prompt),
-        "config.default_sampling": new.HasField("default_sampling"),
-        "config.ttl": new.HasField("ttl"),
-        "config.overflow_policy": bool(new.overflow_policy),
-        "config.prefix_sharing": bool(new.prefix_sharing),
-        "config.tools_json": bool(new.tools_json),
-    }
-    return {path for path, is_set in given.items() if is_set}
 
 
 def turn_spec(turn: pb.TurnSpec) -> NewTurn:
@@ -181,3 +197,277 @@ def label_selector(text: str) -> dict[str, str]:
 def optional(message: Any, field: str) -> int | None:
     """The number in a field with presence; None when unset."""
     return int(getattr(message, field)) if message.HasField(field) else None
+
+
+# ---- values to messages
+
+
+def duration(seconds: float) -> Duration:
+    message = Duration()
+    message.FromNanoseconds(max(0, round(seconds * 1e9)))
+    return message
+
+
+def timestamp(ms: int) -> Timestamp:
+    message = Timestamp()
+    message.FromMilliseconds(ms)
+    return message
+
+
+def _number(value: enum.IntEnum | None) -> Any:
+    """The wire number of a value, whose enum is numbered like the message's; 0 (unspecified) for None."""
+    return 0 if value is None else value.value
+
+
+def session(row: SessionRow, context_limit: int) -> pb.Session:
+    message = pb.Session(
+        name=ids.session_name(row.session_id),
+        state=_STATES[row.state],
+        revision=row.revision,
+        item_count=row.item_count,
+        context_tokens=row.context_tokens,
+        context_limit=context_limit,
+        config=_config(row.config),
+        labels=row.labels,
+        create_time=timestamp(row.create_ms),
+        update_time=timestamp(row.update_ms),
+        forked_from=row.forked_from,
+        forked_from_item=row.forked_from_item,
+    )
+    if row.expire_ms:
+        message.expire_time.CopyFrom(timestamp(row.expire_ms))
+    if row.running is not None:
+        message.active_turn.request_id = row.running.request_id
+        message.active_turn.start_time.CopyFrom(timestamp(row.running.start_ms))
+    return message
+
+
+def residency(found: ResidentTokens, row: SessionRow, replica: str, now_ms: int) -> pb.CacheResidency:
+    """Where the KV of the context's tokens lies; what is in neither tier has to be computed again."""
+    gpu = min(found.device_tokens, row.context_tokens)
+    host = min(found.host_tokens, row.context_tokens - gpu)
+    return pb.CacheResidency(
+        replica=replica,
+        as_of_revision=row.revision,
+        gpu_tokens=gpu,
+        host_tokens=host,
+        dropped_tokens=row.context_tokens - gpu - host,
+        as_of_time=timestamp(now_ms),
+    )
+
+
+def warmed(answer: WarmAnswer, replica: str, now_ms: int) -> pb.WarmSessionResponse:
+    return pb.WarmSessionResponse(
+        accepted=not answer.refused,
+        refused=answer.refused,
+        residency=residency(answer.resident, answer.row, replica, now_ms),
+    )
+
+
+def _config(config: SessionConfig) -> pb.SessionConfig:
+    message = pb.SessionConfig(
+        model=config.model,
+        system_prompt=config.system_prompt,
+        overflow_policy=_number(config.overflow),
+        prefix_sharing=_number(config.prefix_sharing),
+        tools_json=config.tools,
+    )
+    if config.sampling != SamplingDefaults():
+        message.default_sampling.CopyFrom(_sampling(config.sampling))
+    if config.ttl_s:
+        message.ttl.CopyFrom(duration(config.ttl_s))
+    return message
+
+
+def _sampling(values: SamplingDefaults) -> pb.SamplingParams:
+    scalars: dict[str, Any] = {
+        name: value
+        for name in values.__struct_fields__
+        if (value := getattr(values, name)) is not None and not isinstance(value, tuple | dict)
+    }
+    return pb.SamplingParams(
+        **scalars, stop=values.stop, stop_token_ids=values.stop_token_ids, logit_bias=values.logit_bias
+    )
+
+
+def item(value: Item, *, tokens: bool) -> pb.Item:
+    message = pb.Item(
+        item=value.number,
+        role=_number(value.role),
+        text=value.text,
+        request_id=value.request_id,
+        finish_reason=_number(value.finish_reason),
+        create_time=timestamp(value.create_ms),
+        call_id=value.call_id,
+    )
+    if tokens:
+        message.tokens.ids.extend(unpack_tokens(value.tokens).tolist())
+    return message
+
+
+def turn(view: TurnView, *, tokens: bool = False) -> pb.Turn:
+    message = pb.Turn(
+        session=ids.session_name(view.session_id),
+        request_id=view.request_id,
+        state=_number(view.state),
+        base_revision=view.base_revision,
+        revision=view.revision,
+        input=[item(entry, tokens=tokens) for entry in view.input],
+        finish_reason=_number(view.finish_reason),
+        stop_sequence=view.stop_sequence,
+        seed=view.seed,
+        discard_reason=view.discard_reason,
+    )
+    if view.output is not None:
+        message.output.CopyFrom(item(view.output, tokens=tokens))
+    if view.usage is not None:
+        message.usage.CopyFrom(_usage(view.usage))
+    message.chosen_candidate = view.chosen
+    message.annotations.update(view.annotations)
+    message.candidates.extend(
+        _candidate(number, one, tokens=tokens) for number, one in enumerate(view.candidates)
+    )
+    if view.hints is not None:
+        message.hints.CopyFrom(_hints(view.hints))
+    return message
+
+
+def _candidate(number: int, answer: CandidateAnswer, *, tokens: bool) -> pb.Candidate:
+    message = pb.Candidate(
+        candidate=number,
+        text=answer.text,
+        output_tokens=packed_length(answer.tokens),
+        finish_reason=_number(answer.finish_reason),
+        stop_sequence=answer.stop_sequence,
+        seed=answer.seed,
+        mean_logprob=answer.mean_logprob,
+    )
+    if tokens:
+        message.tokens.ids.extend(unpack_tokens(answer.tokens).tolist())
+    return message
+
+
+def _hints(receipt: HintReceipt) -> pb.HintReceipt:
+    message = pb.HintReceipt(
+        importance=receipt.importance, session_finished=receipt.finished, ignored=receipt.ignored
+    )
+    if receipt.next_turn_s is not None:
+        message.next_turn_in.CopyFrom(duration(receipt.next_turn_s))
+    return message
+
+
+def _usage(usage: Usage) -> pb.Usage:
+    return pb.Usage(
+        context_tokens=usage.context_tokens,
+        new_tokens=usage.new_tokens,
+        gpu_cached_tokens=usage.gpu_cached_tokens,
+        swapped_in_tokens=usage.swapped_in_tokens,
+        recomputed_tokens=usage.recomputed_tokens,
+        output_tokens=usage.output_tokens,
+        queue_time=duration(usage.queue_s),
+        restore_time=duration(usage.restore_s),
+        prefill_time=duration(usage.prefill_s),
+        decode_time=duration(usage.decode_s),
+    )
+
+
+def stream_event(event: StreamEvent, output: OutputChoice, heartbeat_s: float) -> pb.StreamTurnResponse:
+    match event:
+        case Accepted():
+            return pb.StreamTurnResponse(
+                accepted=pb.TurnAccepted(
+                    request_id=event.request_id,
+                    base_revision=event.base_revision,
+                    context_tokens=event.context_tokens,
+                    seed=event.seed,
+                    attempt=event.attempt,
+                    replayed=event.replayed,
+                    heartbeat_interval=duration(heartbeat_s),
+                )
+            )
+        case ProgressView():
+            return pb.StreamTurnResponse(
+                progress=pb.TurnProgress(
+                    phase=_number(event.phase),
+                    queue_position=event.queue_position,
+                    tokens_done=event.tokens_done,
+                    tokens_total=event.tokens_total,
+                )
+            )
+        case Delta():
+            return pb.StreamTurnResponse(delta=_delta(event, output))
+        case TurnView():
+            return pb.StreamTurnResponse(completed=turn(event, tokens=output.token_ids))
+
+
+def _delta(delta: Delta, output: OutputChoice) -> pb.TurnDelta:
+    message = pb.TurnDelta(token_offset=delta.offset, token_count=len(delta.tokens), text=delta.text)
+    if delta.candidate:
+        message.candidate = delta.candidate
+    if output.token_ids:
+        message.tokens.ids.extend(delta.tokens)
+    message.logprobs.extend(_logprob(one) for one in delta.logprobs)
+    if output.pad_chunks:
+        message.padding = os.urandom((-message.ByteSize() - 3) % PAD_BYTES)
+        # Key and length of the padding take 3 bytes, or 2 when it is short.
+        message.padding += os.urandom(-message.ByteSize() % PAD_BYTES)
+    return message
+
+
+def _logprob(value: TokenLogprob) -> pb.TokenLogprob:
+    return pb.TokenLogprob(
+        token_id=value.token_id,
+        logprob=value.logprob,
+        top=[
+            pb.TopToken(token_id=token, logprob=logprob, piece=text.piece, name=text.name)
+            for (token, logprob), text in zip(value.top, value.top_tokens, strict=True)
+        ],
+        piece=value.token.piece,
+        name=value.token.name,
+    )
+
+
+def tenant_usage(use: TenantUse) -> pb.TenantUsage:
+    counts = use.counts
+    message = pb.TenantUsage(
+        tenant=use.tenant,
+        turns=counts.turns,
+        refused_turns=counts.refused,
+        computed_tokens=counts.computed_tokens,
+        cached_tokens=counts.cached_tokens,
+        output_tokens=counts.output_tokens,
+        device_tokens=use.device_tokens,
+        host_tokens=use.host_tokens,
+    )
+    if use.stored is not None:
+        message.sessions, message.stored_bytes = use.stored.sessions, use.stored.bytes
+    return message
+
+
+def server_info(facts: ServerFacts, settings: TurnSettings) -> pb.GetServerInfoResponse:
+    limits = settings.limits
+    return pb.GetServerInfoResponse(
+        version=facts.version,
+        replica=facts.replica,
+        model=facts.model,
+        tokenizer_sha256=facts.tokenizer_sha256,
+        chat_template_sha256=facts.template_sha256,
+        vocab_size=facts.vocab_size,
+        context_limit=facts.context_limit,
+        model_sha256=facts.model_sha256,
+        limits=pb.Limits(
+            max_request_bytes=limits.max_request_bytes,
+            max_input_chars=limits.max_input_chars,
+            max_stop_sequences=limits.max_stop_sequences,
+            max_top_logprobs=limits.max_top_logprobs,
+            max_candidates=limits.max_candidates,
+            max_beam_width=limits.max_beam_width,
+            max_annotations=limits.max_annotations,
+            max_annotation_bytes=limits.max_annotation_bytes,
+            max_ttl=duration(limits.max_ttl_s),
+            # Request ids live as long as their session.
+            request_id_retention=duration(limits.max_ttl_s),
+            disconnect_grace=duration(settings.disconnect_grace_s),
+        ),
+        features=facts.features,
+    )

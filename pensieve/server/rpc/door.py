@@ -11,11 +11,10 @@ from typing import Final, Protocol
 from grpc import aio
 
 from pensieve.errors import Unauthenticated
-from pensieve.server.rpc.auth import RELOAD_S, Authenticator
+from pensieve.server.rpc.auth import RELOAD_S, Authenticator, FailedLogins
 from pensieve.server.rpc.calls import CallObserver
 from pensieve.server.rpc.grpc_server import make_server
 from pensieve.server.rpc.interceptor import DEFAULT_IN_FLIGHT, Interceptor
-from pensieve.server.rpc.logins import FailedLogins
 from pensieve.server.tenants import TenantTable
 
 log = logging.getLogger(__name__)
@@ -25,7 +24,7 @@ _OPERATORS: Final = "/pensieve.v1.AdminService/GetStats"
 
 
 class DoorObserver(Protocol):
-    """Who counts what happens at the door."""
+    """Counts events at the door."""
 
     def auth_failure(self) -> None: ...
 
@@ -46,12 +45,12 @@ class Door:
         self._held_back: Callable[[], None] = observer.auth_held_back
         self._observer = observer.calls
         self._logins = FailedLogins(self._held_back)
-        """Of operators over HTTP."""
+        """Operators' logins over HTTP."""
         self._interceptors: list[Interceptor] = []
 
     @property
     def tenants(self) -> TenantTable:
-        """What each tenant may use, as the key file says at the time."""
+        """The limits of each tenant, as the key file says at the time."""
         return self._authenticator.tenants
 
     def server(self, max_in_flight: int = DEFAULT_IN_FLIGHT, connections: int = 0) -> aio.Server:

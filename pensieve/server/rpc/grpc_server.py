@@ -41,7 +41,7 @@ from grpc_reflection.v1alpha import reflection
 log = logging.getLogger(__name__)
 
 FILES_KEPT: Final = 256
-"""Of the files that the process may open, for all but connections of callers."""
+"""Files that the process keeps for itself: callers' connections get the rest of its limit."""
 MAX_RECEIVE_BYTES: Final = 4 * 1024 * 1024
 SERVER_OPTIONS: Final[tuple[tuple[str, int], ...]] = (
     ("grpc.so_reuseport", 0),

@@ -15,20 +15,28 @@ import asyncio
 import contextvars
 import copy
 from collections.abc import Awaitable, Callable, Iterable
-from typing import Any, Final, Protocol
+from typing import Any, Final, TypeVar
 
 import grpc
+from google.protobuf.message import DecodeError
 from grpc import aio
 
 from pensieve import rpc_status
 from pensieve.errors import InvalidArgument, PensieveError, Unauthenticated
 from pensieve.logs import bind
 from pensieve.server.bugs import bug
-from pensieve.server.rpc.auth import ANONYMOUS, Identity, Peer, told_by_the_door
-from pensieve.server.rpc.bodies import BURST, RATE, BodyGate, BodyPace
-from pensieve.server.rpc.calls import CallObserver, Calls, Handler, RunningCall, counted
-from pensieve.server.rpc.decode import decode
-from pensieve.server.rpc.logins import FailedLogins
+from pensieve.server.rpc.auth import ANONYMOUS, Authenticator, FailedLogins, Identity, Peer, told_by_the_door
+from pensieve.server.rpc.calls import (
+    BURST,
+    RATE,
+    BodyGate,
+    BodyPace,
+    CallObserver,
+    Calls,
+    Handler,
+    RunningCall,
+    counted,
+)
 from pensieve.server.tenants import TenantTable, quota_exceeded
 from pensieve.tracing import found_in, incoming, trace_id
 
@@ -37,18 +45,18 @@ DEFAULT_IN_FLIGHT: Final = 1024
 CROWD: Final = 4
 """Without credentials, all connections of an address together may send this many times as fast as one connection."""
 _HEALTH: Final = "/grpc.health."
+Decoded = TypeVar("Decoded")
 
-
-class Authorizer(Protocol):
-    """Checks the credential of a call. ``pensieve.server.rpc.auth.Authenticator`` is one."""
-
-    def check(
-        self, method: str, metadata: Iterable[tuple[str, str | bytes]], peer: Peer | None
-    ) -> Identity: ...
+MAX_FIELDS: Final = 16_384
+"""Fields of one large request, nested ones included. An import with all that the limits allow has half of it."""
+LARGE_BYTES: Final = 64 * 1024
+"""Requests up to this size are decoded uncounted: whatever they hold, it takes little memory."""
+_DEEPEST: Final = 100
+"""The parser's own limit on nesting."""
 
 
 def caller() -> Identity:
-    """Who makes the current call. Raises LookupError outside of a call that passed the interceptor."""
+    """The caller of the current call. Raises LookupError outside of a call that passed the interceptor."""
     return _identity.get()
 
 
@@ -57,7 +65,7 @@ class Interceptor(aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no t
 
     def __init__(
         self,
-        authorizer: Authorizer,
+        authorizer: Authenticator,
         *,
         max_in_flight: int = DEFAULT_IN_FLIGHT,
         bodies: BodyGate | None = None,
@@ -215,3 +223,75 @@ def _wrapped(handler: Any, wrap: Callable[[Handler], Handler]) -> grpc.RpcMethod
 
 def _text(value: str | bytes) -> str:
     return value if isinstance(value, str) else value.decode("ascii", "replace")
+
+
+def decode(parse: Callable[[bytes], Decoded], data: bytes) -> Decoded:
+    """``parse(data)``. Raises InvalidArgument (REQUEST_MALFORMED), whose text never quotes the input.
+
+    ``parse`` is ``FromString`` of a message class. Unknown fields are accepted; invalid UTF-8 in a string field and
+    nesting beyond the parser's limit are not. A large message of very many fields is refused before it is decoded: an
+    element of two bytes on the wire takes thirty times as much in memory.
+    """
+    if len(data) > LARGE_BYTES:
+        kind: Any = getattr(parse, "__self__", None)
+        if count_fields(data, None if kind is None else kind.DESCRIPTOR) > MAX_FIELDS:
+            raise InvalidArgument(
+                f"the request has more than {MAX_FIELDS} fields, nested ones included",
+                reason="REQUEST_MALFORMED",
+            )
+    try:
+        return parse(data)
+    except (DecodeError, RecursionError, ValueError) as error:
+        raise InvalidArgument(
+            "the request does not decode as the message that this method takes", reason="REQUEST_MALFORMED"
+        ) from error
+
+
+def count_fields(data: bytes, descriptor: Any) -> int:
+    """Fields of a message on the wire, nested ones included; of very many, a number above ``MAX_FIELDS``.
+
+    ``descriptor`` (of the message; None: unknown) says which fields are messages themselves.
+    """
+    return _Counter(data).count(0, len(data), descriptor, 0)
+
+
+class _Counter:
+    """Counts the fields of a message by walking over the wire format. What is malformed is left to the parser."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self._found = 0
+
+    def count(self, at: int, end: int, descriptor: Any, depth: int) -> int:
+        """Fields of ``data[at:end]`` and before; it stops soon after ``MAX_FIELDS``."""
+        fields = {} if descriptor is None else descriptor.fields_by_number
+        while at < end and self._found <= MAX_FIELDS:
+            self._found += 1
+            key, at = self._varint(at, end)
+            wire = key & 7
+            if wire == 0:
+                _, at = self._varint(at, end)
+            elif wire == 1:
+                at += 8
+            elif wire == 5:
+                at += 4
+            elif wire == 2:
+                length, at = self._varint(at, end)
+                inside = min(at + length, end)
+                field = fields.get(key >> 3)
+                if field is not None and field.message_type is not None and depth < _DEEPEST:
+                    self.count(at, inside, field.message_type, depth + 1)
+                at += length
+            # The rest are the ends of groups, which nothing here has: one field each.
+        return self._found
+
+    def _varint(self, at: int, end: int) -> tuple[int, int]:
+        value = shift = 0
+        while at < end:
+            byte = self._data[at]
+            at += 1
+            value |= (byte & 0x7F) << shift
+            if byte < 0x80 or shift > 63:
+                break
+            shift += 7
+        return value, at

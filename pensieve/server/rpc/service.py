@@ -15,12 +15,11 @@ from pensieve.server import ids
 from pensieve.server.clock import now_ms
 from pensieve.server.conversations import Conversations
 from pensieve.server.pace import Pace
-from pensieve.server.rpc import answers, convert
+from pensieve.server.rpc import convert
 from pensieve.server.rpc.auth import ANONYMOUS
-from pensieve.server.rpc.checks import Bounds
 from pensieve.server.rpc.interceptor import caller
-from pensieve.server.rpc.validation import validate
-from pensieve.server.sessions.claims import RequestClaim
+from pensieve.server.rpc.validation import Bounds, validate
+from pensieve.server.sessions.lookup import RequestClaim
 from pensieve.server.turns.stream import StreamOptions, events
 from pensieve.server.values import OnDisconnect
 from pensieve.store import Key
@@ -62,7 +61,7 @@ class ConversationService(pensieve_pb2_grpc.ConversationServiceServicer):
             found = await self._conversations.residency(key)
             if found is not None:
                 replica = self._conversations.settings.replica
-                message.residency.CopyFrom(answers.residency(found, row, replica, now_ms()))
+                message.residency.CopyFrom(convert.residency(found, row, replica, now_ms()))
         return pb.GetSessionResponse(session=message)
 
     async def ListSessions(self, request: pb.ListSessionsRequest, _context: Any) -> pb.ListSessionsResponse:
@@ -126,7 +125,7 @@ class ConversationService(pensieve_pb2_grpc.ConversationServiceServicer):
             tuple(map(Role, request.followed_by)),
         )
         return pb.AppendItemsResponse(
-            session=self._session(row), items=[answers.item(one, tokens=False) for one in items]
+            session=self._session(row), items=[convert.item(one, tokens=False) for one in items]
         )
 
     async def ListItems(self, request: pb.ListItemsRequest, _context: Any) -> pb.ListItemsResponse:
@@ -137,14 +136,14 @@ class ConversationService(pensieve_pb2_grpc.ConversationServiceServicer):
             after_item=request.after_item,
         )
         return pb.ListItemsResponse(
-            items=[answers.item(item, tokens=request.include_tokens) for item in page.items],
+            items=[convert.item(item, tokens=request.include_tokens) for item in page.items],
             next_page_token=page.next_token,
             revision=page.revision,
         )
 
     async def WarmSession(self, request: pb.WarmSessionRequest, _context: Any) -> pb.WarmSessionResponse:
         answer = await self._conversations.warmer.warm(key_of(self._valid(request).session))
-        return answers.warmed(answer, self._conversations.settings.replica, now_ms())
+        return convert.warmed(answer, self._conversations.settings.replica, now_ms())
 
     # ---- turns
 
@@ -165,11 +164,11 @@ class ConversationService(pensieve_pb2_grpc.ConversationServiceServicer):
         del request  # may be large, and the stream may be long
         if not attach_only:
             await self._has_room(key, spec.request_id)
-        async with attach as (run, joined):
+        async with attach as (buffer, joined):
             options = StreamOptions(spec.output, settings.heartbeat_s, *resume, joined)
-            async with aclosing(events(run.buffer, options, self._pace)) as stream:
+            async with aclosing(events(buffer, options, self._pace)) as stream:
                 async for event in stream:
-                    await context.write(answers.stream_event(event, spec.output, settings.heartbeat_s))
+                    await context.write(convert.stream_event(event, spec.output, settings.heartbeat_s))
 
     async def RunTurn(self, request: pb.RunTurnRequest, context: Any) -> pb.RunTurnResponse:
         spec = convert.turn_spec(self._valid(request).turn)
@@ -183,19 +182,19 @@ class ConversationService(pensieve_pb2_grpc.ConversationServiceServicer):
         )
         del request
         await self._has_room(key, spec.request_id)
-        async with attach as (run, _):
-            view = await run.buffer.outcome()
-        return pb.RunTurnResponse(turn=answers.turn(view, tokens=spec.output.token_ids))
+        async with attach as (buffer, _):
+            view = await buffer.outcome()
+        return pb.RunTurnResponse(turn=convert.turn(view, tokens=spec.output.token_ids))
 
     async def GetTurn(self, request: pb.GetTurnRequest, _context: Any) -> pb.GetTurnResponse:
         view = await self._turns.get(key_of(self._valid(request).session), request.request_id)
-        return pb.GetTurnResponse(turn=answers.turn(view))
+        return pb.GetTurnResponse(turn=convert.turn(view))
 
     async def FindTurn(self, request: pb.FindTurnRequest, _context: Any) -> pb.FindTurnResponse:
         mark = self._valid(request).mark
         answer = request.answer if request.HasField("answer") else None
-        found = await self._conversations.finder.find(caller().tenant, mark, answer, request.request_id)
-        return pb.FindTurnResponse(turn=answers.turn(found.view), candidate=found.candidate)
+        found = await self._conversations.find_turn(caller().tenant, mark, answer, request.request_id)
+        return pb.FindTurnResponse(turn=convert.turn(found.view), candidate=found.candidate)
 
     async def ClaimRequestId(
         self, request: pb.ClaimRequestIdRequest, _context: Any
@@ -217,18 +216,18 @@ class ConversationService(pensieve_pb2_grpc.ConversationServiceServicer):
             keep_tokens=convert.optional(request, "keep_output_tokens"),
             stream_id=request.stream_id,
         )
-        return pb.CancelTurnResponse(turn=answers.turn(view))
+        return pb.CancelTurnResponse(turn=convert.turn(view))
 
     async def ChooseCandidate(
         self, request: pb.ChooseCandidateRequest, _context: Any
     ) -> pb.ChooseCandidateResponse:
-        view = await self._conversations.candidates.choose(
+        view = await self._sessions.choose(
             key_of(self._valid(request).session),
             request.request_id,
             request.candidate,
             convert.optional(request, "expected_revision"),
         )
-        return pb.ChooseCandidateResponse(turn=answers.turn(view))
+        return pb.ChooseCandidateResponse(turn=convert.turn(view))
 
     async def CountTokens(self, request: pb.CountTokensRequest, _context: Any) -> pb.CountTokensResponse:
         entries = convert.entries(self._valid(request).input)
@@ -244,7 +243,7 @@ class ConversationService(pensieve_pb2_grpc.ConversationServiceServicer):
         self, request: pb.GetServerInfoRequest, _context: Any
     ) -> pb.GetServerInfoResponse:
         self._valid(request)
-        answer = answers.server_info(await self._conversations.facts(), self._conversations.settings)
+        answer = convert.server_info(await self._conversations.facts(), self._conversations.settings)
         if caller() is ANONYMOUS:
             answer.features.append("keyless")  # what stands between callers and this server has to know
         return answer
@@ -253,7 +252,7 @@ class ConversationService(pensieve_pb2_grpc.ConversationServiceServicer):
         self._valid(request)
         use = await self._conversations.usage.of(caller().tenant)
         return pb.GetUsageResponse(
-            usage=answers.tenant_usage(use), replica=self._conversations.settings.replica
+            usage=convert.tenant_usage(use), replica=self._conversations.settings.replica
         )
 
     # ---- parts
@@ -268,4 +267,4 @@ class ConversationService(pensieve_pb2_grpc.ConversationServiceServicer):
             await self._conversations.quotas.turn(key, request_id)
 
     def _session(self, row: SessionRow) -> pb.Session:
-        return answers.session(row, self._conversations.context_limit)
+        return convert.session(row, self._conversations.context_limit)

@@ -1,4 +1,4 @@
-"""What a request may say, as a table: message type to fields to checks. Pure; runs before anything is looked up.
+"""The rules for requests, as a table: message type to fields to checks. Pure; runs before anything is looked up.
 
 All problems of a request are collected (up to ``MAX_PROBLEMS``) and reported in one InvalidArgument, each with the path
 of its field. Texts never repeat what the client sent.
@@ -6,22 +6,41 @@ of its field. Texts never repeat what the client sent.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+import operator
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from google.protobuf.message import Message
 
-from pensieve.core import MAX_CANDIDATES
+from pensieve.core import SAMPLING
 from pensieve.errors import InvalidArgument
-from pensieve.server.rpc import checks as c
-from pensieve.server.rpc.checks import Bounds, Check, Problems
+from pensieve.server import ids
+from pensieve.server.settings import RequestLimits
 from pensieve.server.turns.sampling import NOT_WITH_BEAMS, is_neutral
+from pensieve.speech import is_object
 from pensieve.v1 import pensieve_pb2 as pb
 
 MAX_PROBLEMS = 20
 MAX_CALLS = 128
-"""Of one item."""
+"""Function calls of one item."""
+Problems = list[tuple[str, str]]
+"""(field path, what is wrong) pairs."""
+
+LABEL_KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9_./-]{0,62}", re.ASCII)
+LONGEST_DURATION_S = 315_576_000_000
+"""The longest protobuf Duration, 10,000 years."""
+UPDATABLE = {
+    "config.system_prompt": "system_prompt",
+    "config.default_sampling": "sampling",
+    "config.ttl": "ttl_s",
+    "config.overflow_policy": "overflow",
+    "config.prefix_sharing": "prefix_sharing",
+    "config.tools_json": "tools",
+}
+"""Path that an update mask may name beside ``labels`` and ``config`` → field of ``SessionConfig``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,19 +71,15 @@ def validate(message: Message, bounds: Bounds) -> None:
 def _check(message: Any, bounds: Bounds, path: str, problems: Problems) -> None:
     if len(problems) >= MAX_PROBLEMS:
         return
+    given = {field.name for field, _ in message.ListFields()}
     for rule in RULES[type(message)]:
-        if rule.optional and not _is_set(message, rule.field):
+        if rule.optional and rule.field not in given:
             continue
         where = f"{path}.{rule.field}" if path else rule.field
         for check in rule.checks:
             check(getattr(message, rule.field), bounds, where, problems)
     for cross in CROSS.get(type(message), ()):
         cross(message, bounds, path, problems)
-
-
-def _is_set(message: Any, field: str) -> bool:
-    descriptor = message.DESCRIPTOR.fields_by_name[field]
-    return bool(message.HasField(field) if descriptor.has_presence else getattr(message, field))
 
 
 def _nested(value: Any, bounds: Bounds, path: str, problems: Problems) -> None:
@@ -112,9 +127,12 @@ def _min_below_max(message: Any, _bounds: Bounds, path: str, problems: Problems)
 
 
 def _beams_alone(message: Any, _bounds: Bounds, path: str, problems: Problems) -> None:
-    """What a message says beside beams. What they inherit is looked at when the turn's values are resolved."""
-    for name in NOT_WITH_BEAMS if message.beam_width > 1 else ():
-        if _is_set(message, name) and not is_neutral(name, getattr(message, name)):
+    """Fields of the message itself. Inherited values are checked when the turn's sampling values are resolved."""
+    if message.beam_width <= 1:
+        return
+    given = {field.name for field, _ in message.ListFields()}
+    for name in NOT_WITH_BEAMS:
+        if name in given and not is_neutral(name, getattr(message, name)):
             problems.append((f"{path}.{name}", "does not go with beam_width above 1"))
 
 
@@ -135,139 +153,381 @@ def _same_name(message: Any, _bounds: Bounds, path: str, problems: Problems) -> 
         problems.append(("session.name", "is another session than name"))
 
 
-_SESSION_NAME = _must("name", c.session_name)
-_SESSION = _must("session", c.session_name)
-_REQUEST_ID = _may("request_id", c.request_id)
-_PAGE = (_may("page_size", c.between(0, 1 << 31)), _may("page_token", c.text(4096)))
-_FOLLOWED_BY = _may("followed_by", c.each(lambda _: 64, c.enum(pb.Role, unspecified=False)))
-_NEW_ID = _may("session_id", c.session_id)
+# ---- checks: each looks at one value and notes what is wrong with it
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """The limits that requests are checked against."""
+
+    limits: RequestLimits
+    vocab: Callable[[], int]
+    """Number of token ids. Asked only when a request holds some; may raise Unavailable (STARTING)."""
+
+
+Check = Callable[[Any, Bounds, str, Problems], None]
+FromBounds = Callable[[Bounds], float]
+
+
+def _pattern(pattern: re.Pattern[str], problem: str) -> Check:
+    def check(value: Any, _bounds: Bounds, path: str, problems: Problems) -> None:
+        if not pattern.fullmatch(value):
+            problems.append((path, problem))
+
+    return check
+
+
+session_name = _pattern(ids.SESSION_NAME, "must be sessions/{id} with an id like [a-z0-9][a-z0-9-]{2,62}")
+session_id = _pattern(ids.SESSION_ID, "must be like [a-z0-9][a-z0-9-]{2,62}")
+function_name = _pattern(re.compile(r"[A-Za-z0-9_.-]{1,64}"), "must be like [A-Za-z0-9_.-]{1,64}")
+request_id = _pattern(ids.REQUEST_ID, "must be a UUID")
+
+
+def between(
+    low: float, high: float, *, above: bool = False, limit: FromBounds | None = None, unless_zero: float = 0.0
+) -> Check:
+    """``low`` to ``high`` (or a configured ``limit``); with ``above``, larger than ``low``. Never NaN or infinite.
+
+    ``unless_zero``: the least value beside 0, for a temperature, by which logits are divided.
+    """
+    if unless_zero:
+        return _zero_or_between(unless_zero, high)
+
+    def check(value: Any, bounds: Bounds, path: str, problems: Problems) -> None:
+        top = high if limit is None else limit(bounds)
+        inside = low < value <= top if above else low <= value <= top  # false for NaN
+        if not inside:
+            problems.append((path, f"must be {'above' if above else 'at least'} {low:g} and at most {top:g}"))
+
+    return check
+
+
+def _zero_or_between(low: float, high: float) -> Check:
+    def check(value: Any, _bounds: Bounds, path: str, problems: Problems) -> None:
+        if value != 0 and not 0.99 * low <= value <= high:  # 0.01 as float32 is a little less than 0.01
+            problems.append((path, f"must be 0, or at least {low:g} and at most {high:g}"))
+
+    return check
+
+
+def text(max_chars: int) -> Check:
+    def check(value: Any, _bounds: Bounds, path: str, problems: Problems) -> None:
+        if len(value) > max_chars:
+            problems.append((path, f"is longer than {max_chars} characters"))
+
+    return check
+
+
+def prompt(value: str, bounds: Bounds, path: str, problems: Problems) -> None:
+    text(bounds.limits.max_input_chars)(value, bounds, path, problems)
+
+
+def enum(kind: Any, *, unspecified: bool = True) -> Check:
+    """A value that this version knows; proto3 enums are open."""
+    known = {number for number in kind.values() if number or unspecified}
+
+    def check(value: Any, _bounds: Bounds, path: str, problems: Problems) -> None:
+        if value not in known:
+            problems.append((path, "is not a known value" if value else "is required"))
+
+    return check
+
+
+def at_most(count: FromBounds) -> Check:
+    def check(value: Any, bounds: Bounds, path: str, problems: Problems) -> None:
+        if len(value) > count(bounds):
+            problems.append((path, f"has more than {count(bounds):g} elements"))
+
+    return check
+
+
+def entries(count: FromBounds, element: Check) -> Check:
+    """A list of input items: their number, then their size together, then each."""
+
+    def check(value: Any, bounds: Bounds, path: str, problems: Problems) -> None:
+        if len(value) > count(bounds):
+            problems.append((path, f"has more than {count(bounds):g} items"))
+            return
+        if sum(_chars(item) for item in value) > bounds.limits.max_input_chars:
+            problems.append((path, f"has more than {bounds.limits.max_input_chars} characters"))
+            return
+        for index, item in enumerate(value):
+            element(item, bounds, f"{path}[{index}]", problems)
+
+    return check
+
+
+def each(count: FromBounds, element: Check) -> Check:
+    """A list: its number, then each."""
+
+    def check(value: Any, bounds: Bounds, path: str, problems: Problems) -> None:
+        if len(value) > count(bounds):
+            problems.append((path, f"has more than {count(bounds):g} elements"))
+            return
+        for index, one in enumerate(value):
+            element(one, bounds, f"{path}[{index}]", problems)
+
+    return check
+
+
+def _chars(item: Any) -> int:
+    texts = len(item.text) + len(item.raw_text)
+    return texts + sum(len(call.name) + len(call.arguments_json) for call in item.function_calls)
+
+
+def json_object(value: str, _bounds: Bounds, path: str, problems: Problems) -> None:
+    if not is_object(value):
+        problems.append((path, "must be a JSON object"))
+
+
+def below_vocab(value: Any, bounds: Bounds, path: str, problems: Problems) -> None:
+    if len(value) and max(value) >= bounds.vocab():
+        problems.append((path, f"has an id that is not below {bounds.vocab()}"))
+
+
+def token_ids(value: Any, bounds: Bounds, path: str, problems: Problems) -> None:
+    if not value.ids:
+        problems.append((path, "has no ids"))
+    below_vocab(value.ids, bounds, path, problems)
+
+
+def stops(value: Any, bounds: Bounds, path: str, problems: Problems) -> None:
+    limits = bounds.limits
+    if len(value) > limits.max_stop_sequences:
+        problems.append((path, f"has more than {limits.max_stop_sequences} elements"))
+    elif not all(0 < len(stop) <= limits.max_stop_chars for stop in value):
+        problems.append(
+            (path, f"has an element that is empty or longer than {limits.max_stop_chars} characters")
+        )
+
+
+def logit_bias(value: Any, bounds: Bounds, path: str, problems: Problems) -> None:
+    if len(value) > bounds.limits.max_logit_bias:
+        problems.append((path, f"has more than {bounds.limits.max_logit_bias} elements"))
+        return
+    below_vocab(value, bounds, path, problems)
+    if not all(-100.0 <= bias <= 100.0 for bias in value.values()):
+        problems.append((path, "has a bias outside -100 to 100"))
+
+
+def labels(value: Any, bounds: Bounds, path: str, problems: Problems) -> None:
+    limits = bounds.limits
+    if len(value) > limits.max_labels:
+        problems.append((path, f"has more than {limits.max_labels} elements"))
+    elif not all(LABEL_KEY.fullmatch(key) for key in value):
+        problems.append((path, f"has a key that is not like {LABEL_KEY.pattern}"))
+    elif not all(len(label) <= limits.max_label_chars for label in value.values()):
+        problems.append((path, f"has a value longer than {limits.max_label_chars} characters"))
+
+
+def turn_annotations(value: Any, bounds: Bounds, path: str, problems: Problems) -> None:
+    limits = bounds.limits
+    if len(value) > limits.max_annotations:
+        problems.append((path, f"has more than {limits.max_annotations} elements"))
+    elif not all(LABEL_KEY.fullmatch(key) for key in value):
+        problems.append((path, f"has a key that is not like {LABEL_KEY.pattern}"))
+    elif sum(len(key) + len(text.encode()) for key, text in value.items()) > limits.max_annotation_bytes:
+        problems.append((path, f"has more than {limits.max_annotation_bytes} bytes"))
+
+
+def not_empty(value: Any, _bounds: Bounds, path: str, problems: Problems) -> None:
+    if not value:
+        problems.append((path, "is required"))
+
+
+def mark(value: str, bounds: Bounds, path: str, problems: Problems) -> None:
+    text(bounds.limits.max_mark_chars)(value, bounds, path, problems)
+
+
+def label_selector(value: str, _bounds: Bounds, path: str, problems: Problems) -> None:
+    if not all(
+        "=" in part and LABEL_KEY.fullmatch(part.split("=", 1)[0].strip()) for part in value.split(",")
+    ):
+        problems.append((path, "must be like key=value,key2=value2"))
+        return
+    keys = [part.split("=", 1)[0].strip() for part in value.split(",")]
+    if len(set(keys)) < len(keys):
+        problems.append((path, "names a key twice"))
+
+
+def item_number(value: int, _bounds: Bounds, path: str, problems: Problems) -> None:
+    between(0, (1 << 63) - 1)(value, _bounds, path, problems)
+
+
+def seconds(value: Any) -> float | None:
+    """A protobuf Duration in seconds; None when it is not a valid one."""
+    in_range = abs(value.seconds) <= LONGEST_DURATION_S and abs(value.nanos) <= 999_999_999
+    if not in_range or (value.seconds and value.nanos and (value.seconds < 0) != (value.nanos < 0)):
+        return None
+    return float(value.seconds + value.nanos / 1e9)
+
+
+def positive(value: float, _bounds: Bounds, path: str, problems: Problems) -> None:
+    if not 0 < value < math.inf:
+        problems.append((path, "must be a finite number above 0"))
+
+
+def duration(low: float, high: FromBounds) -> Check:
+    def check(value: Any, bounds: Bounds, path: str, problems: Problems) -> None:
+        length = seconds(value)
+        if length is None or not low <= length <= high(bounds):
+            problems.append((path, f"must be a duration of {low:g} to {high(bounds):g} s"))
+
+    return check
+
+
+def ttl(value: Any, bounds: Bounds, path: str, problems: Problems) -> None:
+    """A time to live is 0 (the session never expires) or within the limits."""
+    length = seconds(value)
+    limits = bounds.limits
+    if length is None or (length != 0 and not limits.min_ttl_s <= length <= limits.max_ttl_s):
+        problems.append((path, f"must be 0 or a duration of {limits.min_ttl_s:g} to {limits.max_ttl_s:g} s"))
+
+
+def update_mask(value: Any, _bounds: Bounds, path: str, problems: Problems) -> None:
+    allowed = {"labels", "config", *UPDATABLE}
+    if not set(value.paths) <= allowed:
+        problems.append((path, f"may name only {', '.join(sorted(allowed))}"))
+
+
+# ---- the table
+
+_SHAPED: dict[str, tuple[Check, ...]] = {
+    "stop": (stops,),
+    "stop_token_ids": (at_most(lambda b: b.limits.max_stop_token_ids), below_vocab),
+    "logit_bias": (logit_bias,),
+    "candidate_choice": (enum(pb.CandidateChoice),),
+}
+"""Sampling parameters that are no numbers."""
+
+
+def _sampling_rules() -> Iterator[Rule]:
+    for field in pb.SamplingParams.DESCRIPTOR.fields:
+        row = SAMPLING[field.name]
+        if field.name in _SHAPED:
+            yield _may(field.name, *_SHAPED[field.name])
+        elif row.low is not None and row.high is not None:
+            limit = operator.attrgetter(f"limits.{row.limit}") if row.limit else None
+            check = between(row.low, row.high, above=row.above, limit=limit, unless_zero=row.unless_zero)
+            yield _may(field.name, check)
+
+
+_SESSION_NAME = _must("name", session_name)
+_SESSION = _must("session", session_name)
+_REQUEST_ID = _may("request_id", request_id)
+_PAGE = (_may("page_size", between(0, 1 << 31)), _may("page_token", text(4096)))
+_FOLLOWED_BY = _may("followed_by", each(lambda _: 64, enum(pb.Role, unspecified=False)))
+_NEW_ID = _may("session_id", session_id)
 
 RULES: dict[type[Any], tuple[Rule, ...]] = {
     pb.CreateSessionRequest: (
         _REQUEST_ID,
         _NEW_ID,
         _may("config", _nested),
-        _may("labels", c.labels),
-        _may("initial_items", c.entries(lambda b: b.limits.max_initial_items, _nested)),
+        _may("labels", labels),
+        _may("initial_items", entries(lambda b: b.limits.max_initial_items, _nested)),
         _FOLLOWED_BY,
     ),
-    pb.GetSessionRequest: (_SESSION_NAME, _may("view", c.enum(pb.SessionView))),
-    pb.ListSessionsRequest: (*_PAGE, _may("label_selector", c.text(4096), c.label_selector)),
+    pb.GetSessionRequest: (_SESSION_NAME, _may("view", enum(pb.SessionView))),
+    pb.ListSessionsRequest: (*_PAGE, _may("label_selector", text(4096), label_selector)),
     pb.UpdateSessionRequest: (
         _SESSION_NAME,
-        _must("update_mask", c.update_mask),
+        _must("update_mask", update_mask),
         _may("session", _nested),
     ),
-    pb.Session: (_may("config", _nested), _may("labels", c.labels)),
+    pb.Session: (_may("config", _nested), _may("labels", labels)),
     pb.DeleteSessionRequest: (_SESSION_NAME,),
-    pb.ForkSessionRequest: (_SESSION_NAME, _REQUEST_ID, _NEW_ID, _may("item", c.item_number)),
-    pb.RewindSessionRequest: (_SESSION_NAME, _REQUEST_ID, _must("item", c.item_number)),
+    pb.ForkSessionRequest: (_SESSION_NAME, _REQUEST_ID, _NEW_ID, _may("item", item_number)),
+    pb.RewindSessionRequest: (_SESSION_NAME, _REQUEST_ID, _must("item", item_number)),
     pb.AppendItemsRequest: (
         _SESSION_NAME,
         _REQUEST_ID,
-        _must("items", c.entries(lambda b: b.limits.max_initial_items, _nested), c.not_empty),
+        _must("items", entries(lambda b: b.limits.max_initial_items, _nested), not_empty),
         _FOLLOWED_BY,
     ),
-    pb.ListItemsRequest: (_SESSION_NAME, *_PAGE, _may("after_item", c.item_number)),
+    pb.ListItemsRequest: (_SESSION_NAME, *_PAGE, _may("after_item", item_number)),
     pb.StreamTurnRequest: (
         _SESSION,
-        _may("on_disconnect", c.enum(pb.DisconnectPolicy)),
-        _may("resume_attempt", c.text(64)),
-        _may("stream_id", c.text(64)),
-        _may("resume_candidate_offsets", c.at_most(lambda b: b.limits.max_candidates - 1)),
+        _may("on_disconnect", enum(pb.DisconnectPolicy)),
+        _may("resume_attempt", text(64)),
+        _may("stream_id", text(64)),
+        _may("resume_candidate_offsets", at_most(lambda b: b.limits.max_candidates - 1)),
     ),
     pb.RunTurnRequest: (_SESSION,),
-    pb.GetTurnRequest: (_SESSION, _must("request_id", c.request_id)),
+    pb.GetTurnRequest: (_SESSION, _must("request_id", request_id)),
     pb.FindTurnRequest: (
-        _must("mark", c.not_empty, c.mark),
-        _may("answer", c.prompt),
-        _may("request_id", c.request_id),
+        _must("mark", not_empty, mark),
+        _may("answer", prompt),
+        _may("request_id", request_id),
     ),
     pb.ClaimRequestIdRequest: (
-        _must("request_id", c.request_id),
-        _must("session", c.session_name),
-        _may("fingerprint", c.text(128)),
-        _may("plan", c.text(1024)),
+        _must("request_id", request_id),
+        _must("session", session_name),
+        _may("fingerprint", text(128)),
+        _may("plan", text(1024)),
     ),
     pb.CancelTurnRequest: (
         _SESSION,
-        _must("request_id", c.request_id),
-        _may("keep", c.enum(pb.CancelTurnRequest.Keep)),
-        _may("stream_id", c.text(64)),
+        _must("request_id", request_id),
+        _may("keep", enum(pb.CancelTurnRequest.Keep)),
+        _may("stream_id", text(64)),
     ),
-    pb.ChooseCandidateRequest: (_SESSION, _must("request_id", c.request_id)),
+    pb.ChooseCandidateRequest: (_SESSION, _must("request_id", request_id)),
     pb.WarmSessionRequest: (_SESSION,),
     pb.CountTokensRequest: (
-        _may("session", c.session_name),
-        _may("input", c.entries(lambda b: b.limits.max_input_items, _nested)),
+        _may("session", session_name),
+        _may("input", entries(lambda b: b.limits.max_input_items, _nested)),
     ),
     pb.GetServerInfoRequest: (),
     pb.GetUsageRequest: (),
     pb.GetStatsRequest: (),
-    pb.EvictCacheRequest: (_may("session", c.session_name),),
-    pb.DrainRequest: (_may("deadline", c.duration(0.0, lambda _: 24 * 3600.0)),),
+    pb.EvictCacheRequest: (_may("session", session_name),),
+    pb.DrainRequest: (_may("deadline", duration(0.0, lambda _: 24 * 3600.0)),),
     pb.SessionConfig: (
-        _may("model", c.text(256)),
-        _may("system_prompt", c.prompt),
+        _may("model", text(256)),
+        _may("system_prompt", prompt),
         _may("default_sampling", _nested),
-        _may("ttl", c.ttl),
-        _may("overflow_policy", c.enum(pb.OverflowPolicy)),
-        _may("prefix_sharing", c.enum(pb.PrefixSharing)),
-        _may("tools_json", c.prompt),
+        _may("ttl", ttl),
+        _may("overflow_policy", enum(pb.OverflowPolicy)),
+        _may("prefix_sharing", enum(pb.PrefixSharing)),
+        _may("tools_json", prompt),
     ),
     pb.InputItem: (
-        _must("role", c.enum(pb.Role, unspecified=False)),
-        _may("tokens", c.token_ids),
-        _may("function_calls", c.each(lambda _: MAX_CALLS, _nested)),
-        _may("call_id", c.text(256)),
+        _must("role", enum(pb.Role, unspecified=False)),
+        _may("tokens", token_ids),
+        _may("function_calls", each(lambda _: MAX_CALLS, _nested)),
+        _may("call_id", text(256)),
     ),
     pb.FunctionCall: (
-        _must("name", c.function_name),
-        _must("arguments_json", c.json_object),
-        _may("id", c.text(256)),
+        _must("name", function_name),
+        _must("arguments_json", json_object),
+        _may("id", text(256)),
     ),
     pb.TurnSpec: (
-        _must("request_id", c.request_id),
-        _may("input", c.entries(lambda b: b.limits.max_input_items, _nested)),
-        _may("replace_after_item", c.item_number),
+        _must("request_id", request_id),
+        _may("input", entries(lambda b: b.limits.max_input_items, _nested)),
+        _may("replace_after_item", item_number),
         _may("sampling", _nested),
         _may("output", _nested),
-        _may("max_duration", c.duration(0.001, lambda b: b.limits.max_turn_s)),
-        _may("priority", c.between(-10, 10)),
+        _may("max_duration", duration(0.001, lambda b: b.limits.max_turn_s)),
+        _may("priority", between(-10, 10)),
         _may("hints", _nested),
-        _may("annotations", c.turn_annotations),
-        _may("mark", c.mark),
+        _may("annotations", turn_annotations),
+        _may("mark", mark),
         _may("calls", _nested),
-        _may("system_prompt", c.prompt),
-        _may("tools_json", c.prompt),
+        _may("system_prompt", prompt),
+        _may("tools_json", prompt),
     ),
-    pb.CallBounds: (_may("begin_with", c.text(64)),),
+    pb.CallBounds: (_may("begin_with", text(64)),),
     pb.TurnHints: (
-        _may("next_turn_in", c.duration(0.0, lambda _: c.LONGEST_DURATION_S)),
-        _may("importance", c.positive),
+        _may("next_turn_in", duration(0.0, lambda _: LONGEST_DURATION_S)),
+        _may("importance", positive),
     ),
-    pb.SamplingParams: (
-        _may("temperature", c.temperature),
-        _may("top_p", c.between(0.0, 1.0, above=True)),
-        _may("top_k", c.between(0, (1 << 31) - 1)),
-        _may("min_p", c.between(0.0, 1.0)),
-        _may("repetition_penalty", c.between(0.0, 10.0, above=True)),
-        _may("frequency_penalty", c.between(-2.0, 2.0)),
-        _may("presence_penalty", c.between(-2.0, 2.0)),
-        _may("max_output_tokens", c.between(1, (1 << 31) - 1)),
-        _may("min_output_tokens", c.between(0, (1 << 31) - 1)),
-        _may("stop", c.stops),
-        _may("stop_token_ids", c.at_most(lambda b: b.limits.max_stop_token_ids), c.below_vocab),
-        _may("logit_bias", c.logit_bias),
-        _may("candidates", c.between(1, MAX_CANDIDATES, limit=lambda b: b.limits.max_candidates)),
-        _may("beam_width", c.between(1, MAX_CANDIDATES, limit=lambda b: b.limits.max_beam_width)),
-        _may("length_penalty", c.between(-10.0, 10.0)),
-        _may("candidate_choice", c.enum(pb.CandidateChoice)),
-    ),
+    pb.SamplingParams: tuple(_sampling_rules()),
     pb.OutputOptions: (
-        _may("top_logprobs", c.between(0, 20, limit=lambda b: b.limits.max_top_logprobs)),
-        _may("max_chunk_tokens", c.between(1, (1 << 31) - 1)),
-        _may("max_chunk_delay", c.duration(0.0, lambda _: 10.0)),
+        _may("top_logprobs", between(0, 20, limit=lambda b: b.limits.max_top_logprobs)),
+        _may("max_chunk_tokens", between(1, (1 << 31) - 1)),
+        _may("max_chunk_delay", duration(0.0, lambda _: 10.0)),
     ),
 }
 

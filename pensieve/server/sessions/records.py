@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -11,26 +12,21 @@ from pensieve.core import Role
 from pensieve.errors import FailedPrecondition, NotFound
 from pensieve.server.clock import now_ms
 from pensieve.server.history.binding import ServedModel
-from pensieve.server.history.cache import kept, system_item
-from pensieve.server.history.framing import behind_prompt, check_tools, moved_view, without_prompt
-from pensieve.server.history.rendering import Renderer, Stamp
+from pensieve.server.history.cuts import kept, moved_view, system_item, without_prompt
+from pensieve.server.history.rendering import Renderer, Stamp, behind_prompt, check_tools
 from pensieve.server.values import InputEntry, SpokenEntry
-from pensieve.store import Counts
 from pensieve.store.records import (
     History,
     Item,
-    Overflow,
-    PrefixSharing,
     Record,
     RecordKind,
-    SamplingDefaults,
     SessionConfig,
 )
 
 
 @dataclass(frozen=True, slots=True)
 class NewSession:
-    """What a client says of a session it wants."""
+    """A session as a client asks for it."""
 
     request_id: str = ""
     session_id: str = ""
@@ -43,34 +39,14 @@ class NewSession:
 
 @dataclass(frozen=True, slots=True)
 class SessionChange:
-    """What an update sets; None leaves a field as it is."""
+    """An update of a session."""
 
     labels: dict[str, str] | None = None
-    system_prompt: str | None = None
-    sampling: SamplingDefaults | None = None
-    ttl_s: float | None = None
-    overflow: Overflow | None = None
-    prefix_sharing: PrefixSharing | None = None
-    tools: str | None = None
+    """None: they stay."""
+    config: dict[str, Any] = field(default_factory=dict)
+    """Fields of ``SessionConfig`` that are set, with their values."""
     rebind: bool = False
     """Move the session to the model that is served."""
-
-    def applied(self, config: SessionConfig) -> SessionConfig:
-        changes: dict[str, object] = {
-            "system_prompt": self.system_prompt,
-            "sampling": self.sampling,
-            "ttl_s": self.ttl_s,
-            "overflow": self.overflow,
-            "prefix_sharing": self.prefix_sharing,
-            "tools": self.tools,
-        }
-        set_ones = {name: value for name, value in changes.items() if value is not None}
-        return msgspec.structs.replace(config, **set_ones)
-
-
-def counts(renderer: Renderer, history: History) -> Counts:
-    """The numbers that a session's row keeps of its ``history``."""
-    return Counts(history.head_item, len(history.items), renderer.length(history))
 
 
 async def create(renderer: Renderer, new: NewSession, served: ServedModel) -> Record:
@@ -152,7 +128,7 @@ async def update(renderer: Renderer, base: History, change: SessionChange, serve
     appended again under a new number. The items' tokens are reused. A session that is moved to a model with another
     tokenizer, or one of which nothing is known, has all of them made anew from its texts.
     """
-    config = change.applied(base.config)
+    config = msgspec.structs.replace(base.config, **change.config)
     if (config.tools, config.overflow) != (base.config.tools, base.config.overflow):
         await check_tools(config, renderer)
     begins_alike = (config.system_prompt, config.tools) == (base.config.system_prompt, base.config.tools)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
+import hashlib
+import hmac
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -17,29 +22,33 @@ from pensieve.errors import (
     InvalidArgument,
     NotFound,
     RevisionMismatch,
+    TurnInProgress,
     Unavailable,
 )
 from pensieve.server import ids
+from pensieve.server.clock import now_ms
 from pensieve.server.history.binding import ServedModel
-from pensieve.server.history.cache import Histories
-from pensieve.server.history.erased import check_not_erased, erasing
-from pensieve.server.history.rendering import Renderer, too_long
+from pensieve.server.history.cuts import check_not_erased, erasing
+from pensieve.server.history.rendering import too_long
+from pensieve.server.history.transcript import Transcript, first
 from pensieve.server.links.engine_link import EngineLink, context_limit
 from pensieve.server.sessions import records as session_records
-from pensieve.server.sessions.paging import PageTokens
 from pensieve.server.sessions.quotas import StorageQuotas
 from pensieve.server.sessions.records import NewSession, SessionChange
 from pensieve.server.settings import TurnSettings
 from pensieve.server.turns import record as turn_record
+from pensieve.server.turns.record import CommittedTurn
 from pensieve.server.turns.turns import Turns
-from pensieve.server.values import InputEntry, fingerprint
-from pensieve.store import Counts, HistoryStore, Key
+from pensieve.server.values import InputEntry, TurnView, fingerprint
+from pensieve.store import Counts, Key
 from pensieve.store.records import History, Item, Overflow, Record, RecordKind, SessionRow
 
 log = logging.getLogger(__name__)
 
 _RACES = 8
 """How often a change without ``expected_revision`` is tried again when another one came first."""
+_MAC_BYTES = 16
+Cursor = TypeVar("Cursor")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,20 +78,18 @@ class Sessions:
 
     def __init__(
         self,
-        store: HistoryStore,
+        transcript: Transcript,
         link: EngineLink,
-        histories: Histories,
-        renderer: Renderer,
         turns: Turns,
         served: ServedModel,
         settings: TurnSettings,
         quotas: StorageQuotas,
     ) -> None:
         """``turns``: where the running turns of a deleted session are ended."""
-        self._store = store
+        self._transcript = transcript
+        self._store = transcript.store
+        self._renderer = transcript.renderer
         self._link = link
-        self._histories = histories
-        self._renderer = renderer
         self._turns = turns
         self._served = served
         self._settings = settings
@@ -105,9 +112,10 @@ class Sessions:
             for entry in (prompt, *new.items):
                 self._renderer.check_size((entry,), limit)
         record = await session_records.create(self._renderer.of(tenant), new, self._served)
-        counts = self._fitting_counts(History().apply(record, ""), limit)
+        made = first(record)
+        self._check_fits(made, limit)
         mark = fingerprint("create", new.config, new.labels, new.items)
-        return await self._create(key, record, counts, mark, derived=not new.session_id)
+        return await self._create(key, record, made, mark, derived=not new.session_id)
 
     async def get(self, key: Key) -> SessionRow:
         return await self._store.load(key)
@@ -131,15 +139,15 @@ class Sessions:
         revision, after = row.revision, after_item
         if page_token:
             revision, after = self._pages.open(key.tenant, query, page_token, tuple[int, int])
-            history = await self._histories.at_revision(key, row, revision)
+            history = await self._transcript.at_revision(key, row, revision)
         else:
-            history = await self._histories.at(key, row)
+            history = await self._transcript.at(key, row)
             revision = history.revision
         size = self._page_size(page_size)
         rest = [item for item in history.items if item.number > after]
         token = ""
         if len(rest) > size:
-            self._histories.listed(key, history)
+            self._transcript.listed(key, history)
             token = self._pages.seal(key.tenant, query, (revision, rest[size - 1].number))
         return ItemsPage(tuple(rest[:size]), token, revision)
 
@@ -150,13 +158,10 @@ class Sessions:
         session cannot be moved to the model that is served.
         """
         await self._quotas.change(key.tenant)
-        if change.system_prompt is not None:
-            prompt = InputEntry(Role.SYSTEM, change.system_prompt)
-            self._renderer.check_size((prompt,), context_limit(self._link.info))
-        if change.tools is not None:
-            self._renderer.check_size(
-                (InputEntry(Role.SYSTEM, change.tools),), context_limit(self._link.info)
-            )
+        for name in ("system_prompt", "tools"):
+            if name in change.config:
+                entry = InputEntry(Role.SYSTEM, change.config[name])
+                self._renderer.check_size((entry,), context_limit(self._link.info))
 
         async def made(base: History) -> Change:
             return Change(
@@ -220,7 +225,7 @@ class Sessions:
                 self._renderer.of(key.tenant), base, entries, request_id, self._served, followed_by
             )
             if known is None:
-                self._fitting_counts(base.apply(made, ""), limit)
+                self._check_fits(base.apply(made, ""), limit)
             return Change(made)
 
         row = await self._apply(
@@ -229,7 +234,7 @@ class Sessions:
         if known is not None:
             piece = await self._store.read_slice(key, after_revision=known - 1, limit=1)
             check_not_erased(item for one in piece.records for item in one.record.items)
-        history = await self._histories.at(key, row)
+        history = await self._transcript.at(key, row)
         return row, tuple(item for item in history.items if item.request_id == request_id)
 
     async def fork(
@@ -247,8 +252,7 @@ class Sessions:
         """
         target_id = session_id or ids.derived_session_id("fork", key.tenant, request_id)
         target = Key(key.tenant, target_id)
-        row = await self._store.load(key)
-        history = await self._histories.at(key, row)
+        _, history = await self._transcript.read(key)
         if not await self._exists(target):
             _check_revision(history.revision, expected_revision)
             if item is not None:
@@ -256,12 +260,49 @@ class Sessions:
         record = session_records.fork(history, item, request_id)
         if candidate is not None:
             record = await self._ending_in(key, record, candidate)
-        copy = History().apply(record, "")
+        copy = first(record)
         other = () if candidate is None else (candidate,)
         mark = fingerprint("fork", key.session_id, item, expected_revision, *other)
         source = (ids.session_name(key.session_id), copy.items[-1].number if copy.items else 0)
-        counts = session_records.counts(self._renderer, copy)
-        return await self._create(target, record, counts, mark, derived=not session_id, source=source)
+        return await self._create(target, record, copy, mark, derived=not session_id, source=source)
+
+    async def choose(
+        self, key: Key, request_id: str, candidate: int, expected_revision: int | None
+    ) -> TurnView:
+        """Make another candidate of the latest turn its answer; the turn with that answer.
+
+        Choosing the one that it has changes nothing, whatever came after the turn.
+        Raises NotFound (TURN_NOT_FOUND, CANDIDATE_NOT_FOUND), FailedPrecondition (TURN_NOT_LATEST), ResourceExhausted
+        (QUOTA_EXCEEDED: each choice is a record with the answer in it), and what ``HistoryStore.apply`` does:
+        TurnInProgress, RevisionMismatch.
+        """
+        for _ in range(_RACES):
+            turn = await self._committed_turn(key, request_id)
+            view = turn_record.committed_view(key, turn)
+            count = max(1, len(view.candidates))
+            if candidate >= count:
+                raise turn_record.no_candidate(candidate, count)
+            if candidate == view.chosen:
+                return view
+            if not turn.latest:
+                raise FailedPrecondition("the session has changed since this turn", reason="TURN_NOT_LATEST")
+            await self._quotas.change(key.tenant)
+            _, base = await self._transcript.read(key)
+            if base.revision != turn.head:
+                continue
+            record = turn_record.choose(base, turn, candidate, now_ms())
+            mark = fingerprint("choose", turn.record.request_id, candidate)
+            try:
+                await self._append(key, base, Change(record), mark, expected_revision)
+            except RevisionMismatch:
+                if expected_revision is not None:
+                    raise
+                continue
+            if candidate:  # that of candidate 0 was given up for another's before
+                self._link.choose(ids.session_key(key), candidate)
+            chosen = CommittedTurn(turn.record, record, head=record.revision, latest=True)
+            return turn_record.committed_view(key, chosen)
+        raise RevisionMismatch("the session changes too fast to choose in it")
 
     async def delete(
         self,
@@ -284,12 +325,26 @@ class Sessions:
             await self._store.load(key)
         await self._store.delete(key, expected_revision=expected_revision, allow_missing=allow_missing)
         self._quotas.freed(key.tenant)
-        self._histories.forget(key)
+        self._transcript.forget(key)
         await self._turns.end_session(key, NotFound("the session was deleted", reason="SESSION_DELETED"))
-        self._histories.forget(key)
+        self._transcript.forget(key)
         await self._uncache(key)
 
     # ---- parts
+
+    async def _committed_turn(self, key: Key, request_id: str) -> CommittedTurn:
+        revision = await self._store.find_request(key, request_id)
+        turn = None if revision is None else await turn_record.committed(self._store, key, revision)
+        if turn is not None:
+            return turn
+        running = (await self._store.load(key)).running
+        if running is not None and running.request_id == request_id:
+            raise TurnInProgress(
+                "the turn still runs",
+                metadata={"active_request_id": request_id},
+                retry_after_s=running.lease_ms_left / 1000,
+            )
+        raise NotFound("no such turn in this session", reason="TURN_NOT_FOUND")
 
     async def _forget(self, key: Key, expected_revision: int | None, allow_missing: bool) -> None:
         """Remove a session that has never had a turn. No turn runs in it then: who comes next finds none."""
@@ -301,7 +356,7 @@ class Sessions:
             return
         await self._store.forget(key, head)
         self._quotas.freed(key.tenant)
-        self._histories.forget(key)
+        self._transcript.forget(key)
         await self._uncache(key)
 
     async def _unused_head(self, key: Key, expected_revision: int | None) -> str:
@@ -309,10 +364,10 @@ class Sessions:
 
         Raises DataLoss (HISTORY_REGRESSED) where the store may have lost a turn.
         """
-        seen, revision, head = self._histories.known.of(key), 0, ""
+        seen, revision, head = self._transcript.known.of(key), 0, ""
         while True:
             piece = await self._store.read_slice(key, after_revision=revision, head_hash=head)
-            self._histories.known.check(key, piece.row, seen)
+            self._transcript.known.check(key, piece.row, seen)
             _check_revision(piece.row.revision, expected_revision)
             if any(one.record.kind is RecordKind.TURN for one in piece.records):
                 raise FailedPrecondition(
@@ -348,27 +403,15 @@ class Sessions:
         self,
         key: Key,
         record: Record,
-        counts: Counts,
+        made: History,
         mark: str,
         *,
         derived: bool,
         source: tuple[str, int] = ("", 0),
     ) -> SessionRow:
-        assert record.config is not None and record.labels is not None
-        row = SessionRow(
-            tenant=key.tenant,
-            session_id=key.session_id,
-            head_item=counts.head_item,
-            item_count=counts.item_count,
-            context_tokens=counts.context_tokens,
-            config=record.config,
-            labels=record.labels,
-            forked_from=source[0],
-            forked_from_item=source[1],
-        )
         try:
             async with self._quotas.session(key.tenant, lambda: self._exists(key)):
-                created = await self._store.create(row, record, mark)
+                return await self._transcript.create(key, record, made, mark, source)
         except AlreadyExists as error:
             if derived:
                 raise AlreadyExists(
@@ -376,8 +419,6 @@ class Sessions:
                     metadata={"request_id": record.request_id},
                 ) from error
             raise
-        self._histories.known.note(key, created)
-        return created
 
     async def _apply(
         self,
@@ -387,21 +428,24 @@ class Sessions:
         expected_revision: int | None,
     ) -> SessionRow:
         for attempt in range(_RACES):
-            row = await self._store.load(key)
-            base = await self._histories.at(key, row)
-            record, rests = await build(base)
-            counts = session_records.counts(self._renderer, base.apply(record, ""))
+            _, base = await self._transcript.read(key)
+            change = await build(base)
             try:
-                after = await self._store.apply(
-                    key, mark, record, counts, expected_revision=expected_revision, rests=rests
-                )
+                return await self._append(key, base, change, mark, expected_revision)
             except RevisionMismatch:
                 if expected_revision is not None or attempt + 1 == _RACES:
                     raise
-            else:
-                self._histories.committed(key, base, record, after)
-                return after
         raise AssertionError("unreachable: the last attempt returns or raises")
+
+    async def _append(
+        self, key: Key, base: History, change: Change, mark: str, expected_revision: int | None
+    ) -> SessionRow:
+        async def write(counts: Counts) -> SessionRow:
+            return await self._store.apply(
+                key, mark, change.record, counts, expected_revision=expected_revision, rests=change.rests
+            )
+
+        return (await self._transcript.append(key, base, change.record, write)).row
 
     async def _exists(self, key: Key) -> bool:
         try:
@@ -410,11 +454,10 @@ class Sessions:
             return False
         return True
 
-    def _fitting_counts(self, history: History, limit: int) -> Counts:
-        counts = session_records.counts(self._renderer, history)
-        if counts.context_tokens >= limit and history.config.overflow is Overflow.REJECT:
-            raise too_long(counts.context_tokens, limit)
-        return counts
+    def _check_fits(self, history: History, limit: int) -> None:
+        length = self._renderer.length(history)
+        if length >= limit and history.config.overflow is Overflow.REJECT:
+            raise too_long(length, limit)
 
     def _page_size(self, asked: int) -> int:
         limits = self._settings.limits
@@ -429,3 +472,45 @@ def _check_revision(current: int, expected: int | None) -> None:
         )
     if expected is not None and expected != current:
         raise RevisionMismatch("the session has moved on", metadata=metadata)
+
+
+class PageTokens:
+    """Page tokens: opaque, authenticated, bound to tenant and query, of limited age. They grant nothing."""
+
+    def __init__(self, secret: bytes, lifetime_s: float, clock: Callable[[], float] = time.time) -> None:
+        self._secret = secret
+        self._lifetime_s = lifetime_s
+        self._clock = clock
+
+    def seal(self, tenant: str, query: tuple[str, ...], cursor: object) -> str:
+        """A token that only ``open`` with the same tenant and query takes."""
+        payload = msgspec.msgpack.encode((int(self._clock() + self._lifetime_s), cursor))
+        return (
+            base64.urlsafe_b64encode(self._mac(tenant, query, payload) + payload).decode("ascii").rstrip("=")
+        )
+
+    def open(self, tenant: str, query: tuple[str, ...], token: str, kind: type[Cursor]) -> Cursor:
+        """The sealed cursor. Raises InvalidArgument, in the same words whether forged, foreign or expired."""
+        try:
+            raw = base64.b64decode(token + "=" * (-len(token) % 4), altchars=b"-_", validate=True)
+        except (binascii.Error, ValueError) as error:
+            raise _bad_token() from error
+        mac, payload = raw[:_MAC_BYTES], raw[_MAC_BYTES:]
+        if not hmac.compare_digest(mac, self._mac(tenant, query, payload)):
+            raise _bad_token()
+        try:
+            expires, raw_cursor = msgspec.msgpack.decode(payload, type=tuple[int, msgspec.Raw])
+            cursor = msgspec.msgpack.decode(raw_cursor, type=kind)
+        except msgspec.DecodeError as error:
+            raise _bad_token() from error
+        if self._clock() > expires:
+            raise _bad_token()
+        return cursor
+
+    def _mac(self, tenant: str, query: tuple[str, ...], payload: bytes) -> bytes:
+        signed = msgspec.msgpack.encode((tenant, query, payload))
+        return hmac.new(self._secret, signed, hashlib.sha256).digest()[:_MAC_BYTES]
+
+
+def _bad_token() -> InvalidArgument:
+    return InvalidArgument.field("page_token", "is not a token of this listing, or has expired")

@@ -11,19 +11,18 @@ from pensieve.engine.messages import ResidentTokens
 from pensieve.errors import PensieveError
 from pensieve.server import ids
 from pensieve.server.history.binding import ServedModel
-from pensieve.server.history.cache import Histories
-from pensieve.server.history.rendering import Renderer
+from pensieve.server.history.transcript import Transcript
 from pensieve.server.links.engine_link import EngineLink, context_limit
 from pensieve.server.settings import TurnSettings
 from pensieve.server.turns.turns import Turns
 from pensieve.server.unavailable import draining
-from pensieve.store import HistoryStore, Key
+from pensieve.store import Key
 from pensieve.store.records import SessionRow
 
 
 @dataclass(frozen=True, slots=True)
 class WarmAnswer:
-    """What became of a wish to warm a session."""
+    """The answer to a wish to warm a session."""
 
     refused: str
     """"": it is being brought; else why not, as in ``engine.messages.Warmed``."""
@@ -37,20 +36,16 @@ class SessionWarmer:
 
     def __init__(
         self,
-        store: HistoryStore,
+        transcript: Transcript,
         link: EngineLink,
-        histories: Histories,
-        renderer: Renderer,
         turns: Turns,
         served: ServedModel,
         settings: TurnSettings,
         on_warmed: Callable[[str], None] | None = None,
     ) -> None:
         """``on_warmed`` hears how each asking ended: ``accepted``, why it was refused, or the reason of the error."""
-        self._store = store
+        self._transcript = transcript
         self._link = link
-        self._histories = histories
-        self._renderer = renderer
         self._turns = turns
         self._served = served
         self._settings = settings
@@ -86,17 +81,18 @@ class SessionWarmer:
     async def _answer(self, key: Key) -> WarmAnswer:
         if self._turns.draining:
             raise draining()
-        row = await self._store.load(key)
+        row = await self._transcript.store.load(key)
         if row.running is not None or self._turns.runs_in(key):
             return await self._refused("running", key, row)
-        history = await self._histories.at(key, row)
+        history = await self._transcript.at(key, row)
         self._served.check(history.config)
-        length = self._renderer.length(history)
+        renderer = self._transcript.renderer
+        length = renderer.length(history)
         if not length:
             return await self._refused("nothing_to_do", key, row)
         if length >= context_limit(self._link.info):
             return await self._refused("no_room", key, row)
-        tokens = await asyncio.to_thread(self._renderer.context, history)
+        tokens = await asyncio.to_thread(renderer.context, history)
         self._served.check_tokens(tokens, self._link.info.vocab_size)
         scope = self._settings.sharing_scope(key, history.config)
         standing = self._turns.standing(key)

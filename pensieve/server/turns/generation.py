@@ -3,16 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Final
 
-from pensieve.core import ALONE, FinishReason, Hints, Sampling, SessionKey, Standing, Usage
+import msgspec
+
+from pensieve.core import FinishReason, HintReceipt, Hints, Usage
 from pensieve.debug import failpoint
-from pensieve.engine.messages import CandidateFinished, Finished, Output, RequestProgress, Started
-from pensieve.server.admission.gate import Ticket
-from pensieve.server.history.rendering import PreparedTurn
+from pensieve.engine.messages import (
+    CandidateFinished,
+    EngineReady,
+    Finished,
+    Output,
+    RequestProgress,
+    Started,
+    Submit,
+)
+from pensieve.server.admission import Ticket
 from pensieve.server.links.engine_link import EngineLink, Generation
-from pensieve.server.turns import record as turn_record
 from pensieve.server.turns.buffer import TurnBuffer
-from pensieve.server.values import ProgressView
+from pensieve.server.values import ProgressView, TurnHints
+
+LONGEST_NEXT_TURN_S: Final = 7 * 24 * 3600.0
+"""A session that is to come back later than this is as good as one that comes back then."""
+LEAST_IMPORTANCE: Final = 1 / 16
+MOST_IMPORTANCE: Final = 16.0
+"""Within these no number given is as good as a pin, nor as an eviction."""
 
 
 class TurnGeneration:
@@ -27,11 +42,11 @@ class TurnGeneration:
         self._generation: Generation | None = None
         self._ticket: Ticket | None = None
         self._over: asyncio.Future[None] | None = None
-        """What ``run`` waits for. No token resolves it, so a turn's task sleeps from its submission to its end."""
+        """``run`` waits for it. No token resolves it, so a turn's task sleeps from its submission to its end."""
         self._started: Started | None = None
         self._finished: Finished | None = None
         self._reasons: dict[int, FinishReason] = {}
-        """Of the candidates that have ended while others go on: by the engine, or here by a stop string."""
+        """Why candidates have ended while others go on: by the engine, or here by a stop string."""
         self._interrupted = False
         self._started_at = 0.0
         self.submitted_at: float | None = None
@@ -49,35 +64,22 @@ class TurnGeneration:
     async def run(
         self,
         link: EngineLink,
-        session: SessionKey,
-        prepared: PreparedTurn,
-        sampling: Sampling,
-        limit_s: float | None,
+        command: Submit,
         *,
-        scope: str = "",
-        hints: Hints | None = None,
-        origin: str = "",
-        standing: Standing = ALONE,
+        limit_s: float | None = None,
         ticket: Ticket | None = None,
     ) -> None:
-        """Returns when the turn has its last token. Raises what ``EngineLink.submit`` and ``failed`` tell."""
+        """Returns when the turn has its last token, or after ``limit_s``. ``ticket``: is told when the engine begins.
+
+        Raises what ``EngineLink.submit`` and ``failed`` tell.
+        """
         if self._interrupted:
             return
         loop = asyncio.get_running_loop()
         self._ticket = ticket
         self.submitted_at = loop.time()
         self._over = loop.create_future()
-        self._generation = link.submit(
-            session,
-            prepared.context,
-            prepared.num_fresh,
-            sampling,
-            self,
-            scope=scope,
-            hints=hints,
-            origin=origin,
-            standing=standing,
-        )
+        self._generation = link.submit(command, self)
         timer = loop.call_later(limit_s, self._time_is_over) if limit_s is not None else None
         try:
             await self._over
@@ -136,7 +138,7 @@ class TurnGeneration:
         source = self._finished or self._started
         started = self._started_at or now
         first = self.first_token_at or now
-        return turn_record.final_usage(
+        return final_usage(
             source.usage if source is not None else None,
             output_tokens=output_tokens,
             queue_s=started - (self.submitted_at or now),
@@ -169,3 +171,60 @@ class TurnGeneration:
         # The turn's task would do this too, but only later: the tokens until then would be shown.
         if self._generation is not None:
             self._generation.cancel()
+
+
+def take_hints(given: TurnHints, engine: EngineReady) -> tuple[Hints | None, HintReceipt | None]:
+    """Hints for the engine (None: it gets none), and the receipt (None: no hint was given). Values are clipped."""
+    names = _names(given)
+    if not names:
+        return None, None
+    if not engine.uses_hints:
+        return None, HintReceipt(ignored=names)
+    # A session that is finished has no next turn.
+    contradicted = given.finished and given.next_turn_s is not None
+    next_turn_s = None
+    if given.next_turn_s is not None and not contradicted:
+        next_turn_s = min(given.next_turn_s, LONGEST_NEXT_TURN_S)
+    importance = None
+    if given.importance is not None:
+        importance = min(max(given.importance, LEAST_IMPORTANCE), MOST_IMPORTANCE)
+    receipt = HintReceipt(
+        next_turn_s=next_turn_s,
+        importance=importance,
+        finished=given.finished,
+        ignored=("next_turn_in",) if contradicted else (),
+    )
+    if importance is None:
+        return Hints(next_turn_s=next_turn_s, finished=given.finished), receipt
+    return Hints(next_turn_s=next_turn_s, importance=importance, finished=given.finished), receipt
+
+
+def _names(given: TurnHints) -> tuple[str, ...]:
+    """The hints that were given, by their names on the wire."""
+    said = {
+        "next_turn_in": given.next_turn_s is not None,
+        "importance": given.importance is not None,
+        "session_finished": given.finished,
+    }
+    return tuple(name for name, is_given in said.items() if is_given)
+
+
+def final_usage(
+    usage: Usage | None, *, output_tokens: int, queue_s: float, prefill_s: float, decode_s: float
+) -> Usage:
+    """The receipt of a turn: the engine's counters, with the number of tokens that are kept.
+
+    The times (seconds, by this process' clock) fill in for an engine that was told to stop before it reported its own.
+    A turn that was never admitted has an empty receipt: nothing was computed for it.
+    """
+    if usage is None:
+        return Usage(queue_s=queue_s)
+    if usage.decode_s or usage.prefill_s:
+        return msgspec.structs.replace(usage, output_tokens=output_tokens)
+    return msgspec.structs.replace(
+        usage,
+        output_tokens=output_tokens,
+        queue_s=usage.queue_s or queue_s,
+        prefill_s=prefill_s,
+        decode_s=decode_s,
+    )

@@ -1,8 +1,16 @@
-"""Running turns' leases in the store are kept alive, their loss is told, and they are given back in the end."""
+"""Leases of running turns, and turns on other servers of the same store. The servers know nothing of each other.
+
+``LeaseKeeper`` keeps the leases of this server's turns alive, tells each turn of its loss, and hands it what another
+server left in the store for its holder. ``LeaseReleaser`` gives leases back.
+
+A turn that runs on another server is followed: nothing of its output is here before it is committed; then all of it is,
+in the store. To end it, an order is left in the store until the holder of the lease renews it.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,16 +20,35 @@ from functools import partial
 from typing import Final
 
 from pensieve.debug import async_failpoint
-from pensieve.errors import NotFound, PensieveError, TurnFenced, Unavailable
-from pensieve.store import HeldLease, HistoryStore, Key, RenewalAnswer, Renewed
+from pensieve.errors import Cancelled, NotFound, PensieveError, TurnFenced, Unavailable
+from pensieve.server.turns.run import Order, TurnRun
+from pensieve.server.unavailable import running_elsewhere
+from pensieve.store import (
+    Began,
+    BeginRequest,
+    CalledOff,
+    EndOrder,
+    HeldLease,
+    HistoryStore,
+    Key,
+    RenewalAnswer,
+    Renewed,
+    Replay,
+    RunningElsewhere,
+)
 
 log = logging.getLogger(__name__)
 
 HEARS_WITHIN_S: Final = 1.0
-"""What another server left in the store waits no longer than this."""
+"""An order that another server left in the store waits no longer than this."""
 SHORTEST_PAUSE_S: Final = 0.05
 LONGEST_PAUSE_S: Final = 0.5
 """Between two tries to give a lease back to a store that is away."""
+FIRST_LOOK_S: Final = 0.1
+LONGEST_LOOK_S: Final = 1.0
+"""The pauses between two looks into the store grow from one to the other."""
+UNHEARD_S: Final = 5.0
+"""So long after its lease must have lapsed, a turn that was told to end is taken for one that cannot hear."""
 
 
 @dataclass(slots=True, eq=False)
@@ -166,7 +193,7 @@ class LeaseReleaser:
             log.warning("lease not released (%s): it lapses by itself", error.reason)
 
     async def close(self) -> None:
-        """What is left lapses by itself."""
+        """Leases that are still held lapse by themselves."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
@@ -186,3 +213,80 @@ class LeaseReleaser:
                     log.warning("lease not released (%s): it lapses by itself", error.reason)
                 pause = 0.0
             self._waiting.popleft()
+
+
+async def follow(store: HistoryStore, run: TurnRun, request: BeginRequest) -> Began | Replay:
+    """Wait until this turn is committed elsewhere, or can be begun here because its server is gone or gave it up.
+
+    Raises Cancelled when somebody called it off, and what ``HistoryStore.begin`` raises.
+    """
+    request = dataclasses.replace(request, follows=True)
+    run.elsewhere()
+    pauses = _pauses()
+    while True:
+        if run.order is None:
+            await run.ordered_within(next(pauses))
+        else:
+            await asyncio.sleep(FIRST_LOOK_S)
+        order = run.order
+        if order is not None:
+            if not order.asked:
+                assert order.error is not None
+                raise order.error
+            end = EndOrder(keep=order.error is None, keep_tokens=order.keep_tokens)
+            await store.ask_to_end(run.key, run.spec.request_id, end)
+        outcome = await store.begin(run.key, request)
+        if isinstance(outcome, CalledOff):
+            raise called_off()
+        if not isinstance(outcome, RunningElsewhere):
+            return outcome
+
+
+async def committed_elsewhere(store: HistoryStore, key: Key, request_id: str) -> int:
+    """Wait for the commit of a turn that runs elsewhere, for a caller that cannot begin it; the revision.
+
+    Raises NotFound (TURN_NOT_FOUND) when it ends without.
+    """
+    for pause in _pauses():
+        await asyncio.sleep(pause)
+        running = (await store.load(key)).running
+        # Asked second: a turn that does not run any more has been committed by now, if it ever is.
+        revision = await store.find_request(key, request_id)
+        if revision is not None:
+            return revision
+        if running is None or running.request_id != request_id:
+            break
+    raise NotFound("the turn ended and left no trace", reason="TURN_NOT_FOUND")
+
+
+async def end_elsewhere(
+    store: HistoryStore, key: Key, request_id: str, order: EndOrder, lease_s: float
+) -> None:
+    """Have a turn ended by its server. Returns when it does not run any more; Unavailable if it goes on regardless."""
+    loop = asyncio.get_running_loop()
+    until, pause = loop.time() + lease_s + UNHEARD_S, FIRST_LOOK_S
+    while await store.ask_to_end(key, request_id, order):
+        if loop.time() > until:
+            raise running_elsewhere()
+        await asyncio.sleep(pause)
+
+
+def hear(run: TurnRun, news: Renewed) -> None:
+    """Obey what other servers left in the store for the holder of the lease."""
+    if news.followed:
+        run.listened_elsewhere()
+    if news.order is not None:
+        error = None if news.order.keep else called_off()
+        run.end_early(Order(news.order.keep_tokens, error, asked=True))
+
+
+def called_off() -> Cancelled:
+    return Cancelled("the turn was cancelled and discarded")
+
+
+def _pauses() -> Iterator[float]:
+    """Seconds before each look into the store."""
+    pause = FIRST_LOOK_S
+    while True:
+        yield pause
+        pause = min(1.5 * pause, LONGEST_LOOK_S)

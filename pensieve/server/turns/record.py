@@ -1,15 +1,20 @@
-"""A finished turn as the record that the store appends, and back from the record to what callers see."""
+"""A finished turn as the record that the store appends, and back from the record to what callers see.
+
+With several candidates: which of them is the answer, and what is kept of the others.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
 
 from pensieve.core import (
+    CandidateChoice,
     FinishReason,
-    HintReceipt,
     Role,
     TokenArray,
     Usage,
@@ -18,9 +23,13 @@ from pensieve.core import (
     unpack_tokens,
 )
 from pensieve.errors import NotFound
-from pensieve.server.history.erased import check_not_erased
+from pensieve.server.clock import now_ms
+from pensieve.server.history.cuts import check_not_erased
 from pensieve.server.history.rendering import PreparedTurn
-from pensieve.server.values import NewTurn, TurnStatus, TurnView
+from pensieve.server.turns.generation import TurnGeneration
+from pensieve.server.turns.run import TurnRun
+from pensieve.server.turns.text import OutputText, replayed_text
+from pensieve.server.values import TurnStatus, TurnView
 from pensieve.store import HistoryStore, Key
 from pensieve.store.records import (
     CandidateAnswer,
@@ -32,6 +41,10 @@ from pensieve.store.records import (
     SessionConfig,
     TurnResult,
 )
+from pensieve.tokenizer import ChatTokenizer
+
+SEEDS = 1 << 64
+"""Candidate ``i`` samples with ``seed + i`` modulo this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +60,6 @@ class KeptAnswer:
     """All that the turn drew, if more than one."""
     chosen: int = 0
     """The candidate that this is."""
-    hints: HintReceipt | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,22 +81,20 @@ class CommittedTurn:
 
 
 def build(
-    spec: NewTurn,
+    run: TurnRun,
     base: History,
     prepared: PreparedTurn,
     answer: KeptAnswer,
     *,
     keep_items: int | None,
-    seed: int,
-    attempt: str,
-    time_ms: int,
-    config: SessionConfig | None = None,
+    config: SessionConfig | None,
 ) -> Record:
     """The record that follows ``base`` (as stored, before truncation): input items and one answer item.
 
     The answer's tokens are the generation prompt and the output, so that history stays token-exact.
     ``config``: the session's from here on; None: unchanged.
     """
+    spec, time_ms = run.spec, now_ms()
     output = np.asarray(answer.tokens, dtype=np.int32)
     item = Item(
         number=base.head_item + len(prepared.items) + 1,
@@ -108,13 +118,13 @@ def build(
             base_revision=base.revision,
             finish_reason=answer.finish_reason,
             stop_sequence=answer.stop_sequence,
-            seed=seed,
+            seed=run.seed,
             usage=answer.usage,
             input_items=len(prepared.items),
-            attempt=attempt,
+            attempt=run.attempt,
             candidates=answer.candidates,
             chosen=answer.chosen,
-            hints=answer.hints,
+            hints=run.hints,
             annotations=spec.annotations,
             mark=spec.mark,
         ),
@@ -240,22 +250,88 @@ def output_tokens(item: Item) -> TokenArray:
     return unpack_tokens(item.tokens)[item.prefix_tokens :]
 
 
-def final_usage(
-    usage: Usage | None, *, output_tokens: int, queue_s: float, prefill_s: float, decode_s: float
-) -> Usage:
-    """The receipt of a turn: the engine's counters, with the number of tokens that are kept.
-
-    The times (seconds, by this process' clock) fill in for an engine that was told to stop before it reported its own.
-    A turn that was never admitted has an empty receipt: nothing was computed for it.
-    """
-    if usage is None:
-        return Usage(queue_s=queue_s)
-    if usage.decode_s or usage.prefill_s:
-        return msgspec.structs.replace(usage, output_tokens=output_tokens)
-    return msgspec.structs.replace(
-        usage,
-        output_tokens=output_tokens,
-        queue_s=usage.queue_s or queue_s,
-        prefill_s=prefill_s,
-        decode_s=decode_s,
+def all_kept(
+    outputs: Sequence[OutputText], generation: TurnGeneration, choice: CandidateChoice, seed: int
+) -> KeptAnswer:
+    """The answer to keep of a turn that ended by itself or because its time was over."""
+    texts = [output.finish() for output in outputs]
+    if len(outputs) == 1:
+        return _kept(outputs[0], texts[0], generation.finish_reason(), generation)
+    best = choice is CandidateChoice.BEST_LOGPROB
+    means = mean_logprobs(outputs) if best else [None] * len(outputs)
+    drawn = tuple(
+        CandidateAnswer(
+            text=text,
+            tokens=pack_tokens(output.tokens),
+            finish_reason=generation.finish_reason(number),
+            stop_sequence=output.stop or "",
+            seed=(seed + number) % SEEDS,
+            mean_logprob=means[number],
+        )
+        for number, (output, text) in enumerate(zip(outputs, texts, strict=True))
     )
+    chosen = best_of(drawn) if best else 0
+    reason = drawn[chosen].finish_reason
+    return _kept(outputs[chosen], texts[chosen], reason, generation, candidates=drawn, chosen=chosen)
+
+
+def partly_kept(
+    outputs: Sequence[OutputText], generation: TurnGeneration, keep_tokens: int | None
+) -> KeptAnswer:
+    """The answer to keep of a turn that was cancelled: candidate 0, or its first ``keep_tokens``, and no other."""
+    text = outputs[0].finish(keep_tokens)
+    return _kept(outputs[0], text, FinishReason.CANCELLED, generation)
+
+
+def _kept(
+    output: OutputText,
+    text: str,
+    reason: FinishReason,
+    generation: TurnGeneration,
+    *,
+    candidates: tuple[CandidateAnswer, ...] = (),
+    chosen: int = 0,
+) -> KeptAnswer:
+    return KeptAnswer(
+        tokens=tuple(output.tokens),
+        text=text,
+        finish_reason=reason,
+        stop_sequence=output.stop or "",
+        usage=generation.usage(len(output.tokens)),
+        candidates=candidates,
+        chosen=chosen,
+    )
+
+
+def mean_logprobs(outputs: Sequence[OutputText]) -> list[float | None]:
+    """The mean log-probability of each candidate.
+
+    Those that drew the same tokens have the same one, that of the first of them: they differ by the noise of batched
+    sums only, which depends on what else the engine computes, and must not choose among them.
+    """
+    means: dict[tuple[int, ...], float | None] = {}
+    return [means.setdefault(tuple(output.tokens), mean_logprob(output)) for output in outputs]
+
+
+def mean_logprob(output: OutputText) -> float | None:
+    """Mean log-probability of the output's tokens; None without any."""
+    if not output.logprobs:
+        return None
+    return math.fsum(one.logprob for one in output.logprobs) / len(output.logprobs)
+
+
+def best_of(drawn: Sequence[CandidateAnswer]) -> int:
+    """The candidate with the highest mean log-probability; the first of several, and of such without a token."""
+    means = [-math.inf if one.mean_logprob is None else one.mean_logprob for one in drawn]
+    return means.index(max(means))
+
+
+def replayed(view: TurnView, tokenizer: ChatTokenizer) -> list[OutputText]:
+    """The outputs of a committed turn, one per candidate."""
+    assert view.output is not None
+    answers = [(unpack_tokens(one.tokens), one.text) for one in view.candidates]
+    if not answers:
+        answers = [(output_tokens(view.output), view.output.text)]
+    outputs = [replayed_text(tokenizer, tokens.tolist(), text) for tokens, text in answers]
+    outputs[0].cut_short = view.finish_reason is FinishReason.CANCELLED
+    return outputs

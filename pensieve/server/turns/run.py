@@ -1,27 +1,152 @@
-"""One generation attempt of one turn: what is known of it, and how others ask it to end early.
+"""One turn in this process, from its arrival to its end: the state machine that makes it happen exactly once.
 
-The run belongs to ``Turns``, not to a call: callers attach and leave. ``TurnRunner`` does its work. It ends in exactly
-one of two ways, both final before any caller hears of them: committed, or discarded without a trace in the history.
-Whoever wants it to end sooner calls ``end_early`` with an ``Order``, which is too late once the commit has begun.
+``TurnRun`` owns the state and is its only writer; each event below is one of its methods. The store decides which
+server may have the turn, and it appends the record atomically. This machine sees to the rest: what this process sends
+to the store, and what it tells its callers, agree with each other whatever happens meanwhile.
+
+::
+
+    without the lease   BEGINNING, FOLLOWING --in history--> REPLAYING ---------------------> REPLAYED
+                          |   (TOLD_TO_KEEP, TOLD_TO_DISCARD)     ` any of these, failed ---> REFUSED
+    with the lease        v begun
+                        GENERATING --keep--> TRUNCATING --.
+                          |    `---------------commit------`-> COMMITTING ----------------> COMMITTED
+                          |                                      `--failed----------------> UNCERTAIN
+                          `--discard--> DISCARDING --failed-------------------------------> DISCARDED
+
+States. Without the lease:
+
+* ``BEGINNING``: the store has been asked, or will be, and has not answered.
+* ``FOLLOWING``: another server has the turn. This run waits for its commit, or for the chance to begin it here.
+* ``TOLD_TO_KEEP``, ``TOLD_TO_DISCARD``: either of the two, with an order to end early.
+* ``REPLAYING``: the turn is in history; its output is read from there.
+
+With the lease, which only this run has:
+
+* ``GENERATING``: no order to end early has come.
+* ``TRUNCATING``, ``DISCARDING``: it ends early; the history gets what there is, or nothing.
+* ``COMMITTING``: the record is on its way to the store. No order is taken any more.
+
+At the end, when callers are told the outcome:
+
+* ``COMMITTED``: the store confirmed the record of this run.
+* ``REPLAYED``: callers got the turn as the history has it.
+* ``DISCARDED``: the turn had the lease, and no commit was sent.
+* ``UNCERTAIN``: a commit was sent and not confirmed. Only the store knows; a retry with the same request id asks it.
+* ``REFUSED``: the turn never had the lease.
+
+Events, and who may send them (``TRANSITIONS`` has the state after each):
+
+* ``BEGUN``, ``ELSEWHERE``, ``IN_HISTORY``: ``TurnRunner``, as the store answers: ``begun``, ``elsewhere``,
+  ``in_history``.
+* ``KEEP``, ``DISCARD``: anything that wants the turn to end, by ``end_early`` with an ``Order``. The first order
+  counts. ``Turns`` sends them for callers, a drain, a deleted session and an overdue turn; the runner when the lease is
+  lost or when another server left an order; the run itself when its last listener has left and the grace time is over.
+* ``COMMIT``: ``TurnRunner``, once it has all output: ``begin_commit``.
+* ``SUCCEEDED``, ``FAILED``: ``Turns``, when the runner has returned or raised: ``end``.
+
+The table makes it exactly once:
+
+* A commit is sent in ``COMMITTING`` only. Only a run with the lease gets there, and it gets there once.
+* No run that was told to discard gets there, and no run that is there can be discarded: no caller hears "discarded"
+  about a turn that is then committed. A failed commit is ``UNCERTAIN``, never ``DISCARDED``.
+* Nothing leads out of the last five states, and callers hear of the outcome only there.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import OrderedDict
-from collections.abc import Callable
+import enum
 from dataclasses import dataclass
+from typing import Final
 
 from pensieve.core import HintReceipt, Standing
 from pensieve.errors import Cancelled, PensieveError
 from pensieve.server import ids
-from pensieve.server.admission.gate import Ticket
+from pensieve.server.admission import Ticket
 from pensieve.server.turns.buffer import TurnBuffer
 from pensieve.server.turns.generation import TurnGeneration
 from pensieve.server.turns.text import OutputText
 from pensieve.server.values import Accepted, NewTurn, OnDisconnect, TurnEnd, TurnStatus, TurnView
 from pensieve.store import Key
+
+_GRID: Final = """
+                BEGUN      ELSEWHERE       IN_HISTORY KEEP            DISCARD         COMMIT     SUCCEEDED FAILED
+BEGINNING       GENERATING FOLLOWING       REPLAYING  TOLD_TO_KEEP    TOLD_TO_DISCARD -          -         REFUSED
+FOLLOWING       GENERATING -               REPLAYING  TOLD_TO_KEEP    TOLD_TO_DISCARD -          -         REFUSED
+TOLD_TO_KEEP    TRUNCATING TOLD_TO_KEEP    REPLAYING  TOLD_TO_KEEP    TOLD_TO_KEEP    -          -         REFUSED
+TOLD_TO_DISCARD DISCARDING TOLD_TO_DISCARD REPLAYING  TOLD_TO_DISCARD TOLD_TO_DISCARD -          -         REFUSED
+REPLAYING       -          -               -          -               -               -          REPLAYED  REFUSED
+GENERATING      -          -               -          TRUNCATING      DISCARDING      COMMITTING -         DISCARDED
+TRUNCATING      -          -               -          TRUNCATING      TRUNCATING      COMMITTING -         DISCARDED
+DISCARDING      -          -               -          DISCARDING      DISCARDING      -          -         DISCARDED
+COMMITTING      -          -               -          -               -               -          COMMITTED UNCERTAIN
+COMMITTED       -          -               -          -               -               -          -         -
+REPLAYED        -          -               -          -               -               -          -         -
+DISCARDED       -          -               -          -               -               -          -         -
+UNCERTAIN       -          -               -          -               -               -          -         -
+REFUSED         -          -               -          -               -               -          -         -
+"""
+"""A line for each state, a column for each event, in the cell the state after it. ``-``: the event is refused."""
+
+
+class Event(enum.Enum):
+    """See the module docstring."""
+
+    BEGUN = enum.auto()
+    ELSEWHERE = enum.auto()
+    IN_HISTORY = enum.auto()
+    KEEP = enum.auto()
+    DISCARD = enum.auto()
+    COMMIT = enum.auto()
+    SUCCEEDED = enum.auto()
+    FAILED = enum.auto()
+
+
+class RunState(enum.Enum):
+    """See the module docstring."""
+
+    BEGINNING = enum.auto()
+    FOLLOWING = enum.auto()
+    TOLD_TO_KEEP = enum.auto()
+    TOLD_TO_DISCARD = enum.auto()
+    REPLAYING = enum.auto()
+    GENERATING = enum.auto()
+    TRUNCATING = enum.auto()
+    DISCARDING = enum.auto()
+    COMMITTING = enum.auto()
+    COMMITTED = enum.auto()
+    REPLAYED = enum.auto()
+    DISCARDED = enum.auto()
+    UNCERTAIN = enum.auto()
+    REFUSED = enum.auto()
+
+    @property
+    def had_lease(self) -> bool:
+        """Whether the turn is or was this server's own, and not refused, followed or replayed."""
+        return self in _HAD_LEASE
+
+
+def _table() -> dict[tuple[RunState, Event], RunState | None]:
+    header, *lines = (line.split() for line in _GRID.strip().splitlines())
+    return {
+        (RunState[state], Event[event]): None if after == "-" else RunState[after]
+        for state, *cells in lines
+        for event, after in zip(header, cells, strict=True)
+    }
+
+
+TRANSITIONS: Final = _table()
+_HAD_LEASE: Final = {
+    RunState.GENERATING,
+    RunState.TRUNCATING,
+    RunState.DISCARDING,
+    RunState.COMMITTING,
+    RunState.COMMITTED,
+    RunState.DISCARDED,
+    RunState.UNCERTAIN,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,58 +157,149 @@ class Order:
     error: PensieveError | None = None
     asked: bool = False
     """By a caller, who means the turn wherever it runs; not by this server, for its own part in it."""
+    abandons: bool = False
+    """Nobody listens to the turn here any more."""
 
 
 class TurnRun:
-    """See the module docstring. Its output and its outcome are in ``buffer``."""
+    """One attempt at a turn. See the module docstring; output and outcome are in ``buffer``.
 
-    def __init__(
-        self,
-        key: Key,
-        spec: NewTurn,
-        fingerprint: str,
-        committed_at: int | None = None,
-        onlooker: bool = False,
-    ) -> None:
-        """``committed_at``: the turn is in history with this revision, and is only to be replayed.
+    It belongs to ``Turns``, not to a call: callers ``join`` and ``leave``, and ``TurnRunner`` does its work. No other
+    module writes its fields.
+    """
 
-        ``onlooker``: it runs elsewhere, and is to be replayed when it is committed; it is never begun here.
-        """
+    def __init__(self, key: Key, spec: NewTurn, fingerprint: str, ticket: Ticket | None = None) -> None:
+        """``ticket``: the gate's; a turn that came past the gate because it is in history has none."""
         self.key = key
         self.spec = spec
         self.fingerprint = fingerprint
-        self.committed_at = committed_at
-        self.onlooker = onlooker
-        self.following = False
-        """Waits for the same turn on another server."""
-        self.on_followed: Callable[[], None] | None = None
-        """Called when somebody is known to wait for this turn at another server."""
+        self.ticket = ticket
         self.attempt = ids.new_attempt()
         self.lease_token = ids.new_token()
         self.buffer = TurnBuffer()
         self.generation = TurnGeneration(self.buffer)
+        self.state = RunState.BEGINNING
+        self.orders: tuple[Order, ...] = ()
+        """All that came in time. The first counts; the others tell whether a caller wants the turn to end as well."""
         self.seed = 0
         self.base_revision = 0
-        self.began = False
-        """Whether it holds or held the lease: a turn of its own, not the replay of an older one."""
-        self.arrived_at = asyncio.get_running_loop().time()
-        """On the event loop's clock."""
         self.new_tokens = 0
         """Input tokens of this turn, known once it is rendered."""
-        self.ticket: Ticket | None = None
-        """Of the gate; a turn that is only replayed has none."""
-        self.patience: asyncio.TimerHandle | None = None
-        """Until it is looked at whether the turn has waited too long."""
         self.hints: HintReceipt | None = None
-        """What was made of the turn's hints; None: it gave none."""
-        self.task: asyncio.Task[None] | None = None
-        """Does the work; kept here because the event loop itself holds tasks only weakly."""
-        self.order: Order | None = None
-        """The first that came in time."""
-        self.asked_to_end = False
-        """A caller ordered it to end, first or not: who waits to begin this turn anew is meant as well."""
+        """The receipt of the turn's hints; None: it gave none."""
+        self.arrived_at = asyncio.get_running_loop().time()
+        """On the event loop's clock."""
         self._ordered = asyncio.Event()
-        self._committing = False
+        self._listeners = 0
+        self._finishes_alone = False
+        self._grace_s = 0.0
+        self._grace: asyncio.TimerHandle | None = None
+        """Runs since the last listener has left."""
+
+    # ---- events: the runner, as the store answers
+
+    def begun(self) -> None:
+        """The store gave this run the lease."""
+        self._must(Event.BEGUN)
+
+    def elsewhere(self) -> None:
+        """The turn runs at another server."""
+        self._must(Event.ELSEWHERE)
+
+    def in_history(self) -> None:
+        """The turn was committed before."""
+        self._must(Event.IN_HISTORY)
+
+    def begin_commit(self) -> Order | None:
+        """From here on orders are too late. Returns the one that came before; raises the error of one that discards."""
+        order = self.order
+        if order is not None and order.error is not None:
+            raise order.error
+        self._must(Event.COMMIT)
+        return order
+
+    # ---- events: any caller
+
+    def end_early(self, order: Order) -> bool:
+        """Stop generating and end as ``order`` says. The first order counts; False when it is too late for any."""
+        if not self._may(Event.KEEP if order.error is None else Event.DISCARD):
+            return False
+        self.orders += (order,)
+        if order is self.order:
+            self._ordered.set()
+            self.generation.interrupt()
+        return True
+
+    # ---- events: the registry
+
+    def end(self, outcome: TurnView | PensieveError) -> None:
+        """The work is over: tell all listeners. Nothing changes afterwards."""
+        self._must(Event.FAILED if isinstance(outcome, PensieveError) else Event.SUCCEEDED)
+        self._stop_grace()
+        self.buffer.end(outcome)
+
+    # ---- results of the runner
+
+    def read(self, base_revision: int, seed: int) -> None:
+        """The history is read: which revision the turn builds on, and the seed in force."""
+        self.base_revision = base_revision
+        self.seed = seed
+
+    def accept(
+        self, context_tokens: int, new_tokens: int, hints: HintReceipt | None, outputs: list[OutputText]
+    ) -> None:
+        """The turn is rendered and fits. Streams hear of it, and read the output of each candidate from ``outputs``."""
+        self.new_tokens = new_tokens
+        self.hints = hints
+        accepted = Accepted(
+            request_id=self.spec.request_id,
+            base_revision=self.base_revision,
+            context_tokens=context_tokens,
+            seed=self.seed,
+            attempt=self.attempt,
+            replayed=False,
+        )
+        self.buffer.accept(accepted, *outputs)
+
+    # ---- listeners: when the last one leaves, the run has a grace time left to live
+
+    def join(self, policy: OnDisconnect) -> None:
+        self._listeners += 1
+        self._finishes_alone |= policy is OnDisconnect.FINISH
+        self._stop_grace()
+
+    def leave(self, grace_s: float) -> None:
+        self._listeners -= 1
+        if self._listeners or self._finishes_alone or self.buffer.ended:
+            return
+        self._grace_s = grace_s
+        if grace_s > 0:
+            self._grace = asyncio.get_running_loop().call_later(grace_s, self._abandon)
+        else:
+            self._abandon()
+
+    def listened_elsewhere(self) -> None:
+        """A caller waits for the turn at another server: the grace time, if it runs, starts again."""
+        if self._grace is not None:
+            self._stop_grace()
+            self._grace = asyncio.get_running_loop().call_later(self._grace_s, self._abandon)
+
+    # ---- to read
+
+    @property
+    def order(self) -> Order | None:
+        """The order in force: the first."""
+        return self.orders[0] if self.orders else None
+
+    @property
+    def called_off(self) -> bool:
+        """It is discarded because a caller wants it to end, wherever it runs: no waiting caller begins it again."""
+        return self._is_discarded and any(order.asked for order in self.orders)
+
+    @property
+    def abandoned(self) -> bool:
+        """It is discarded, and nobody listens any more: a caller that comes now begins anew when this has ended."""
+        return self._is_discarded and any(order.abandons for order in self.orders)
 
     @property
     def standing(self) -> Standing:
@@ -105,142 +321,58 @@ class TurnRun:
             annotations=self.spec.annotations,
         )
 
-    def accept(self, context_tokens: int, *outputs: OutputText, replayed: bool) -> None:
-        """Tell streams that the turn holds its session and fits, and where the output of each candidate will be."""
-        accepted = Accepted(
-            request_id=self.spec.request_id,
-            base_revision=self.base_revision,
-            context_tokens=context_tokens,
-            seed=self.seed,
-            attempt=self.attempt,
-            replayed=replayed,
-        )
-        self.buffer.accept(accepted, *outputs)
-
-    def end_early(self, order: Order) -> bool:
-        """Stop generating and end as ``order`` says. The first order counts; False when it is too late for any."""
-        if self._committing or self.buffer.ended:
-            return False
-        self.asked_to_end |= order.asked
-        if self.order is None:
-            self.order = order
-            self._ordered.set()
-            self.generation.interrupt()
-        return True
-
-    @property
-    def called_off(self) -> bool:
-        """It is discarded, and a caller wants it to end: it is not for others to begin it again."""
-        return self.asked_to_end and self.order is not None and self.order.error is not None
-
     async def ordered_within(self, timeout_s: float) -> None:
         """Wait for an order; returns without one when the time is over."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._ordered.wait()
 
-    def begin_commit(self) -> Order | None:
-        """From here on orders are too late. Returns the one that came before; raises the error it discards with."""
-        order = self.order
-        if order is not None and order.error is not None:
-            raise order.error
-        self._committing = True
-        return order
-
-
-def ended(run: TurnRun, outcome: TurnView | PensieveError) -> TurnEnd:
-    """How a run ended, for who keeps count of turns."""
-    accepted, outputs = run.buffer.accepted, run.buffer.outputs
-    if isinstance(outcome, TurnView):
-        name = outcome.finish_reason.name if outcome.finish_reason is not None else "unknown"
-        usage = outcome.usage
-    else:
-        name, usage = outcome.reason, None
-    return TurnEnd(
-        key=run.key,
-        outcome=name.lower(),
-        committed=usage is not None,
-        context_tokens=accepted.context_tokens if accepted is not None else 0,
-        new_tokens=run.new_tokens,
-        usage=usage or run.generation.usage(len(outputs[0].tokens) if outputs else 0),
-        arrived_at=run.arrived_at,
-        first_token_at=run.generation.first_token_at,
-        ended_at=asyncio.get_running_loop().time(),
-        request_id=run.spec.request_id,
-        submitted_at=run.generation.submitted_at,
-        generated_at=run.generation.ended_at,
-    )
-
-
-class TurnAudience:
-    """The callers that listen to a run. When the last one leaves, the run has a grace time left to live."""
-
-    def __init__(self, run: TurnRun) -> None:
-        self._run = run
-        self._listeners = 0
-        self._finishes_alone = False
-        self.abandoned = False
-        """The run is being discarded because nobody listened: it is not for new callers."""
-        self._timer: asyncio.TimerHandle | None = None
-        self._grace_s = 0.0
-
-    def join(self, policy: OnDisconnect) -> None:
-        self._listeners += 1
-        self._finishes_alone |= policy is OnDisconnect.FINISH
-        self.stop_timer()
-
-    def leave(self, grace_s: float) -> None:
-        self._listeners -= 1
-        if self._listeners or self._finishes_alone or self._run.buffer.ended:
-            return
-        if grace_s > 0:
-            self._grace_s = grace_s
-            self._timer = asyncio.get_running_loop().call_later(grace_s, self._abandon)
+    def summary(self, outcome: TurnView | PensieveError) -> TurnEnd:
+        """The end of the turn, for all that keep count of turns."""
+        accepted, outputs = self.buffer.accepted, self.buffer.outputs
+        if isinstance(outcome, TurnView):
+            name = outcome.finish_reason.name if outcome.finish_reason is not None else "unknown"
+            usage = outcome.usage
         else:
-            self._abandon()
-
-    def listened_elsewhere(self) -> None:
-        """Somebody waits at another server: the grace time, if it runs, starts again."""
-        if self._timer is not None:
-            delay = self._grace_s
-            self.stop_timer()
-            self._timer = asyncio.get_running_loop().call_later(delay, self._abandon)
-
-    def stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    def _abandon(self) -> None:
-        self.abandoned = self._run.end_early(
-            Order(error=Cancelled("nobody listened to the turn any more", reason="CLIENT_DISCONNECTED"))
+            name, usage = outcome.reason, None
+        return TurnEnd(
+            key=self.key,
+            outcome=name.lower(),
+            committed=usage is not None,
+            context_tokens=accepted.context_tokens if accepted is not None else 0,
+            new_tokens=self.new_tokens,
+            usage=usage or self.generation.usage(len(outputs[0].tokens) if outputs else 0),
+            arrived_at=self.arrived_at,
+            first_token_at=self.generation.first_token_at,
+            ended_at=asyncio.get_running_loop().time(),
+            request_id=self.spec.request_id,
+            submitted_at=self.generation.submitted_at,
+            generated_at=self.generation.ended_at,
         )
 
+    # ---- parts
 
-class CalledOffStreams:
-    """Streams whose callers want nothing of their turns any more: what of them arrives late must begin nothing.
+    @property
+    def _is_discarded(self) -> bool:
+        return self.order is not None and self.order.error is not None
 
-    A client that leaves sends CancelTurn. Its StreamTurn, or a repetition of it, may arrive after that: by another
-    connection, through a proxy, or because it was held up on its way in. The turn's request id cannot tell such a
-    request from one that starts the turn again on purpose; the stream's id does. "" names no stream.
-    """
+    def _may(self, event: Event) -> bool:
+        """Change the state as the table says. False: the event is refused, and nothing has changed."""
+        after = TRANSITIONS[self.state, event]
+        if after is None:
+            return False
+        self.state = after
+        return True
 
-    def __init__(self, most: int) -> None:
-        """The newest ``most`` are remembered."""
-        self._most = most
-        self._streams: OrderedDict[tuple[Key, str, str], None] = OrderedDict()
+    def _must(self, event: Event) -> None:
+        if not self._may(event):
+            raise AssertionError(f"a turn cannot take {event.name} in {self.state.name}")
 
-    def add(self, key: Key, request_id: str, stream_id: str) -> None:
-        if not stream_id:
-            return
-        self._streams[key, request_id, stream_id] = None
-        self._streams.move_to_end((key, request_id, stream_id))
-        while len(self._streams) > self._most:
-            self._streams.popitem(last=False)
+    def _abandon(self) -> None:
+        error = Cancelled("nobody listened to the turn any more", reason="CLIENT_DISCONNECTED")
+        self.end_early(Order(error=error, abandons=True))
 
-    def forget(self, key: Key, request_id: str, stream_id: str) -> None:
-        """The turn is in history, for all its streams to see."""
-        self._streams.pop((key, request_id, stream_id), None)
-
-    def has(self, key: Key, request_id: str, stream_id: str) -> bool:
-        return (key, request_id, stream_id) in self._streams
+    def _stop_grace(self) -> None:
+        if self._grace is not None:
+            self._grace.cancel()
+            self._grace = None

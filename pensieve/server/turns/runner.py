@@ -9,44 +9,37 @@ released and the turn has left no trace.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from dataclasses import replace
 
 import msgspec
 import numpy as np
 
-from pensieve.core import Phase, Role
+from pensieve.core import CandidateChoice, Phase, Role, pack_tokens
 from pensieve.debug import async_failpoint
+from pensieve.engine.messages import Submit
 from pensieve.errors import DataLoss, NotFound, TurnFenced, Unavailable
 from pensieve.server import ids
-from pensieve.server.admission.gate import text_length
+from pensieve.server.admission import text_length
 from pensieve.server.clock import now_ms
 from pensieve.server.history.binding import ServedModel
-from pensieve.server.history.cache import Histories, kept, system_item
-from pensieve.server.history.framing import framed
-from pensieve.server.history.rendering import PreparedTurn, Renderer, Room, Stamp
+from pensieve.server.history.cuts import kept, system_item
+from pensieve.server.history.rendering import PreparedTurn, Room, Stamp, framed
+from pensieve.server.history.transcript import Transcript
 from pensieve.server.links.engine_link import EngineLink, context_limit
 from pensieve.server.settings import TurnSettings
-from pensieve.server.turns import candidates, sampling
 from pensieve.server.turns import record as turn_record
-from pensieve.server.turns.following import committed_elsewhere, follow, hear
-from pensieve.server.turns.hints import take as take_hints
-from pensieve.server.turns.lease import LeaseKeeper, LeaseReleaser
+from pensieve.server.turns import sampling
+from pensieve.server.turns.buffer import TurnBuffer
+from pensieve.server.turns.generation import take_hints
+from pensieve.server.turns.lease import LeaseKeeper, LeaseReleaser, committed_elsewhere, follow, hear
 from pensieve.server.turns.record import CommittedTurn
-from pensieve.server.turns.run import Order, TurnRun
+from pensieve.server.turns.run import Order, RunState, TurnRun
 from pensieve.server.turns.text import OutputText
-from pensieve.server.values import InputEntry, ProgressView, TurnView
-from pensieve.store import (
-    Began,
-    BeginRequest,
-    Counts,
-    HistoryStore,
-    Key,
-    Replay,
-    head_hash_after,
-)
-from pensieve.store.records import CandidateChoice, History, Record, SessionRow
-from pensieve.tokenizer import ChatTokenizer
+from pensieve.server.values import Accepted, InputEntry, ProgressView, TurnFrame, TurnView
+from pensieve.store import Began, BeginRequest, Counts, Key, Replay
+from pensieve.store.records import History, Record, SessionRow
 
 log = logging.getLogger(__name__)
 
@@ -56,23 +49,19 @@ class TurnRunner:
 
     def __init__(
         self,
-        store: HistoryStore,
+        transcript: Transcript,
         link: EngineLink,
-        histories: Histories,
-        renderer: Renderer,
-        tokenizer: ChatTokenizer,
         served: ServedModel,
         settings: TurnSettings,
     ) -> None:
-        self._store = store
-        self._leases = LeaseKeeper(store, settings.lease_s)
+        self._transcript = transcript
+        self._store = transcript.store
+        self._renderer = transcript.renderer
         self._link = link
-        self._histories = histories
-        self._renderer = renderer
-        self._tokenizer = tokenizer
         self._served = served
         self._settings = settings
-        self._releaser = LeaseReleaser(store, settings.lease_s)
+        self._leases = LeaseKeeper(self._store, settings.lease_s)
+        self._releaser = LeaseReleaser(self._store, settings.lease_s)
 
     async def close(self) -> None:
         """When no turn runs any more."""
@@ -80,13 +69,9 @@ class TurnRunner:
 
     async def play(self, run: TurnRun) -> TurnView:
         """The whole turn, or its replay when it was committed before. Raises what it is discarded with."""
-        if run.committed_at is not None:
-            return await self._replay(run, run.committed_at)
-        if run.onlooker:
-            return await self._replay(run, await committed_elsewhere(self._store, run))
         await async_failpoint("before_begin")
         seed = sampling.explicit_seed(run.spec.sampling)
-        known = self._histories.known.of(run.key)
+        known = self._transcript.known.of(run.key)
         request = BeginRequest(
             request_id=run.spec.request_id,
             fingerprint=run.fingerprint,
@@ -107,24 +92,29 @@ class TurnRunner:
                 outcome = await follow(self._store, run, request)
         except DataLoss as error:
             if error.reason == "HISTORY_REGRESSED":
-                self._histories.known.found(run.key, error.metadata.get("current_revision", ""), known)
+                self._transcript.known.found(run.key, error.metadata.get("current_revision", ""), known)
             raise
         except Unavailable:
             await self._abort(run)  # the reply may be lost, not the request
             raise
         if isinstance(outcome, Replay):
-            return await self._replay(run, outcome.revision)
+            run.in_history()
+            return await self._replay(run.buffer, run.key, run.spec.request_id, outcome.revision)
+        run.begun()
         return await self._hold_lease(run, outcome)
 
-    async def committed_turn(self, key: Key, revision: int) -> CommittedTurn | None:
-        """The turn with this revision, verified, and what became of it; None when it is not a turn's."""
-        return await turn_record.committed(self._store, key, revision)
+    async def show(self, key: Key, request_id: str, revision: int | None, buffer: TurnBuffer) -> TurnView:
+        """Fill the buffer with a turn in history; ``revision`` None: with one that another server is to commit.
+
+        Raises NotFound (TURN_NOT_FOUND) when it ends without.
+        """
+        if revision is None:
+            revision = await committed_elsewhere(self._store, key, request_id)
+        return await self._replay(buffer, key, request_id, revision)
 
     # ---- from begin to end
 
     async def _hold_lease(self, run: TurnRun, began: Began) -> TurnView:
-        run.began = True
-
         def lost() -> None:
             run.end_early(Order(error=TurnFenced("the turn lost its lease")))
 
@@ -146,13 +136,12 @@ class TurnRunner:
 
     async def _generate(self, run: TurnRun, began: Began) -> TurnView:
         spec, defaults = run.spec, self._settings.defaults
-        base = await self._histories.at(run.key, began.row)
+        base = await self._transcript.at(run.key, began.row)
         config = base.config
         self._served.check(config)
         # A retry has the seed of the attempt before it, whether the turn or its session names one or not.
         seed = sampling.explicit_seed(spec.sampling, config.sampling, defaults)
-        run.seed = began.seed if seed is None else seed
-        run.base_revision = base.revision
+        run.read(base.revision, began.seed if seed is None else seed)
         layers = (spec.sampling, config.sampling, defaults)
         values = sampling.resolve(*layers, seed=run.seed, top_logprobs=spec.output.top_logprobs)
         # What an edit or a regeneration supersedes is cut off only for rendering. The record says it, and is built on
@@ -170,16 +159,15 @@ class TurnRunner:
             prepared = replace(prepared, context=shown.context, num_new=shown.num_new)
             config = other.config
         self._served.check_tokens(prepared.context, self._link.info.vocab_size)
-        values = sampling.with_calls(values, spec.calls, config, self._tokenizer)
+        values = sampling.with_calls(values, spec.calls, config, self._renderer.tokenizer)
         self._served.check_tokens(np.array(values.opening, dtype=np.int32), self._link.info.vocab_size)
-        run.new_tokens = prepared.num_new
         if run.ticket is not None:
             chars = 0 if any(entry.tokens is not None for entry in spec.input) else text_length(spec)
             history = len(prepared.context) - prepared.num_fresh
             run.ticket.rendered(chars, prepared.num_new, prepared.num_fresh, history)
         outputs = [
             OutputText(
-                self._tokenizer,
+                self._renderer.tokenizer,
                 values.stop,
                 sampling.free_from(values),
                 # Behind verbatim tokens there is no generation prompt, and an answer is text like any other.
@@ -188,25 +176,28 @@ class TurnRunner:
             )
             for _ in range(values.candidates)
         ]
-        run.accept(len(prepared.context), *outputs, replayed=False)
-        hints, run.hints = take_hints(spec.hints, self._link.info)
-        await run.generation.run(
-            self._link,
-            ids.session_key(run.key),
-            prepared,
-            values,
-            spec.max_duration_s,
+        hints, receipt = take_hints(spec.hints, self._link.info)
+        run.accept(len(prepared.context), prepared.num_new, receipt, outputs)
+        session = ids.session_key(run.key)
+        command = Submit(
+            request=0,
+            session=session,
+            tokens=pack_tokens(prepared.context),
+            num_new=prepared.num_fresh,
+            sampling=values,
             scope=self._settings.sharing_scope(run.key, config),
             hints=hints,
-            origin=f"{ids.session_key(run.key)}/{spec.request_id}",
             standing=run.standing,
-            ticket=run.ticket,
+            origin=f"{session}/{spec.request_id}",
         )
+        await run.generation.run(self._link, command, limit_s=spec.max_duration_s, ticket=run.ticket)
         return await self._finish(run, base, keep, prepared, sampling.choice(*layers))
 
     async def _framed(self, run: TurnRun, base: History) -> History | None:
         """``base`` as it would be with the turn's own system prompt and tools; None where the turn has none."""
         frame, config = run.spec.frame, base.config
+        if frame == TurnFrame():
+            return None
         wanted = msgspec.structs.replace(
             config,
             system_prompt=config.system_prompt if frame.system_prompt is None else frame.system_prompt,
@@ -230,30 +221,17 @@ class TurnRunner:
     ) -> TurnView:
         order = run.begin_commit()
         if order is None:
-            answer = candidates.all_kept(run.buffer.outputs, run.generation, choice, run.seed)
+            answer = turn_record.all_kept(run.buffer.outputs, run.generation, choice, run.seed)
         else:
-            answer = candidates.partly_kept(run.buffer.outputs, run.generation, order.keep_tokens)
-        answer = replace(answer, hints=run.hints)
+            answer = turn_record.partly_kept(run.buffer.outputs, run.generation, order.keep_tokens)
         run.buffer.report(ProgressView(Phase.COMMIT))
-        record = turn_record.build(
-            run.spec,
-            base,
-            prepared,
-            answer,
-            keep_items=keep,
-            seed=run.seed,
-            attempt=run.attempt,
-            time_ms=now_ms(),
-            config=self._served.bound(base.config) if base.config.binding is None else None,
+        config = self._served.bound(base.config) if base.config.binding is None else None
+        record = turn_record.build(run, base, prepared, answer, keep_items=keep, config=config)
+        _, is_ours = await self._transcript.append(
+            run.key, base, record, functools.partial(self._commit, run, record)
         )
-        # The store writes the session's row together with the record, so what the row says is counted before.
-        after = base.apply(record, "")
-        counts = Counts(after.head_item, len(after.items), self._renderer.length(after))
-        await async_failpoint("before_commit")
-        row = await self._commit(run, record, counts)
-        await async_failpoint("after_commit_before_ack")
-        await self._check_is_ours(run, base, record, row)
-        self._histories.committed(run.key, base, record, row)
+        if not is_ours:
+            await self._check_attempt(run)
         if answer.chosen:
             self._link.choose(ids.session_key(run.key), answer.chosen)
         turn = CommittedTurn(record, change=None, head=record.revision, latest=True)
@@ -261,41 +239,50 @@ class TurnRunner:
 
     async def _commit(self, run: TurnRun, record: Record, counts: Counts) -> SessionRow:
         """Append the record, waiting for a store that is down. Raises Unavailable: the outcome is then unknown."""
+        assert run.state is RunState.COMMITTING
+        await async_failpoint("before_commit")
         loop = asyncio.get_running_loop()
         until, pause = loop.time() + self._settings.commit_retry_s, 0.05
         while True:
             try:
-                return await self._store.commit(run.key, run.lease_token, run.fingerprint, record, counts)
+                row = await self._store.commit(run.key, run.lease_token, run.fingerprint, record, counts)
+                break
             except Unavailable:
                 if loop.time() + pause > until:
                     raise
             await asyncio.sleep(pause)
             pause = min(2 * pause, 2.0)
+        await async_failpoint("after_commit_before_ack")
+        return row
 
-    async def _check_is_ours(self, run: TurnRun, base: History, record: Record, row: SessionRow) -> None:
+    async def _check_attempt(self, run: TurnRun) -> None:
         """The store answers a repeated commit of a request id like the first one, whoever made that.
 
         Raises TurnFenced when another replica had taken this turn over and committed it: its answer is in history.
         """
-        if row.head_hash == head_hash_after(record, base.head_hash):
-            return
         # The chain went on after a commit of ours whose reply was lost, or it was never ours: the record tells.
         revision = await self._store.find_request(run.key, run.spec.request_id)
-        stored = None if revision is None else await self.committed_turn(run.key, revision)
+        stored = None if revision is None else await turn_record.committed(self._store, run.key, revision)
         stored_turn = None if stored is None else stored.record.turn
         if stored_turn is None or stored_turn.attempt != run.attempt:
             raise TurnFenced("another replica took the turn over and committed it")
 
-    async def _replay(self, run: TurnRun, revision: int) -> TurnView:
-        """The turn was committed before: fill the buffer from the store."""
-        turn = await self.committed_turn(run.key, revision)
+    async def _replay(self, buffer: TurnBuffer, key: Key, request_id: str, revision: int) -> TurnView:
+        """Fill the buffer with a turn in history."""
+        turn = await turn_record.committed(self._store, key, revision)
         if turn is None or turn.record.turn is None:
             raise NotFound("the request id belongs to another kind of change", reason="TURN_NOT_FOUND")
-        view = turn_record.committed_view(run.key, turn)
+        view = turn_record.committed_view(key, turn)
         result = turn.record.turn
-        run.seed, run.base_revision, run.attempt = view.seed, view.base_revision, result.attempt
-        outputs = candidates.replayed(view, self._tokenizer)
-        run.accept(result.usage.context_tokens, *outputs, replayed=True)
+        accepted = Accepted(
+            request_id=request_id,
+            base_revision=view.base_revision,
+            context_tokens=result.usage.context_tokens,
+            seed=view.seed,
+            attempt=result.attempt,
+            replayed=True,
+        )
+        buffer.accept(accepted, *turn_record.replayed(view, self._renderer.tokenizer))
         return view
 
 

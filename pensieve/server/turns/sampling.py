@@ -10,28 +10,20 @@ from typing import Final
 
 import msgspec
 
-from pensieve.core import Sampling
+from pensieve.core import SAMPLING, CandidateChoice, Sampling, SamplingDefaults
 from pensieve.errors import InvalidArgument
 from pensieve.server.values import CallBounds
-from pensieve.store.records import CandidateChoice, SamplingDefaults, SessionConfig
+from pensieve.store.records import SessionConfig
 from pensieve.tokenizer import ChatTokenizer
 
-_FIELDS = tuple(
-    field.name for field in msgspec.structs.fields(SamplingDefaults) if field.name != "candidate_choice"
-)
+_FIELDS = tuple(name for name in SAMPLING if name != "candidate_choice")
 _UNSET: tuple[object, ...] = (None, (), {})
 _NEUTRAL: Final = Sampling()
 
-HOW_TO_DRAW: Final = (
-    "temperature",
-    "candidates",
-    "repetition_penalty",
-    "frequency_penalty",
-    "presence_penalty",
-)
+HOW_TO_DRAW: Final = tuple(name for name, row in SAMPLING.items() if row.beams == "replace")
 """What beam search takes the place of. A turn with beams inherits none of these: what a model's authors recommend, and
 what a session is set to, is for sampling."""
-NOT_WITH_BEAMS: Final = (*HOW_TO_DRAW, "stop", "logit_bias", "min_output_tokens")
+NOT_WITH_BEAMS: Final = (*HOW_TO_DRAW, *(name for name, row in SAMPLING.items() if row.beams == "refuse"))
 """What does not go together with ``beam_width`` > 1. The last three are promises about the answer: never dropped."""
 
 

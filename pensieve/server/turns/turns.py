@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 from pensieve.core import Standing
 from pensieve.errors import AlreadyExists, Cancelled, NotFound, PensieveError, Unavailable
 from pensieve.logs import bind
-from pensieve.server.admission.gate import Gate
+from pensieve.server.admission import Gate
 from pensieve.server.bugs import bug
 from pensieve.server.settings import TurnSettings
 from pensieve.server.turns import record as turn_record
-from pensieve.server.turns.following import called_off, end_elsewhere
-from pensieve.server.turns.run import CalledOffStreams, Order, TurnAudience, TurnRun, ended
+from pensieve.server.turns.buffer import TurnBuffer
+from pensieve.server.turns.lease import called_off, end_elsewhere
+from pensieve.server.turns.run import Order, RunState, TurnRun
 from pensieve.server.turns.runner import TurnRunner
 from pensieve.server.unavailable import draining
 from pensieve.server.values import NewTurn, OnDisconnect, TurnEnd, TurnStatus, TurnView
@@ -28,7 +29,57 @@ from pensieve.store import EndOrder, HistoryStore, Key
 TurnKey = tuple[Key, str]
 
 
-_Held = tuple[TurnRun, TurnAudience]
+class CalledOffStreams:
+    """Streams that their callers have called off: a late request of such a stream must not begin its turn again.
+
+    A client that leaves sends CancelTurn. Its StreamTurn, or a repetition of it, may arrive after that: by another
+    connection, through a proxy, or because it was held up on its way in. The turn's request id cannot tell such a
+    request from one that starts the turn again on purpose; the stream's id does. "" names no stream.
+    """
+
+    def __init__(self, most: int) -> None:
+        """The newest ``most`` are remembered."""
+        self._most = most
+        self._streams: OrderedDict[tuple[Key, str, str], None] = OrderedDict()
+
+    def add(self, key: Key, request_id: str, stream_id: str) -> None:
+        if not stream_id:
+            return
+        self._streams[key, request_id, stream_id] = None
+        self._streams.move_to_end((key, request_id, stream_id))
+        while len(self._streams) > self._most:
+            self._streams.popitem(last=False)
+
+    def forget(self, key: Key, request_id: str, stream_id: str) -> None:
+        """The turn is in history, for all its streams to see."""
+        self._streams.pop((key, request_id, stream_id), None)
+
+    def has(self, key: Key, request_id: str, stream_id: str) -> bool:
+        return (key, request_id, stream_id) in self._streams
+
+
+class Onlooker:
+    """Shows one caller a turn that does not run here, and never begins it.
+
+    The turn is in history, or another server commits it. It is not registered: a real retry, whose fingerprint has to
+    be compared, must not meet it, and its end is not the turn's.
+    """
+
+    def __init__(self, show: Callable[[TurnBuffer], Awaitable[TurnView]]) -> None:
+        """``show`` fills the buffer."""
+        self.buffer = TurnBuffer()
+        self._task = asyncio.create_task(self._play(show), name="onlooker")
+
+    async def _play(self, show: Callable[[TurnBuffer], Awaitable[TurnView]]) -> None:
+        outcome: TurnView | PensieveError = _stopping()
+        try:
+            outcome = await _outcome(show(self.buffer))
+        finally:
+            self.buffer.end(outcome)
+
+    def leave(self) -> None:
+        """The caller wants no more of it."""
+        self._task.cancel()
 
 
 class Turns:
@@ -43,15 +94,19 @@ class Turns:
         on_ended: Callable[[TurnEnd], None],
         on_refused: Callable[[str, str], None],
     ) -> None:
-        """``on_ended`` hears how each turn ended, before any caller does; ``on_refused`` whose turn did not begin, and
-        the reason."""
+        """``on_ended`` gets the end of each turn, before any caller hears of it; ``on_refused`` gets tenant and reason
+        of a turn that does not begin."""
         self._store = store
         self._runner = runner
         self._settings = settings
         self._gate = gate
         self._on_ended = on_ended
         self._on_refused = on_refused
-        self._runs: dict[TurnKey, _Held] = {}
+        self._runs: dict[TurnKey, TurnRun] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        """They do the runs' work; kept here because the event loop itself holds tasks only weakly."""
+        self._patience: dict[TurnRun, asyncio.TimerHandle] = {}
+        """Until it is looked at whether a turn has waited too long."""
         self._discarded: OrderedDict[TurnKey, str] = OrderedDict()
         self._called_off = CalledOffStreams(settings.discarded_turns)
         self._draining = False
@@ -84,29 +139,34 @@ class Turns:
         attach_only: bool,
         deadline_s: float | None = None,
         stream_id: str = "",
-    ) -> AsyncIterator[tuple[TurnRun, bool]]:
-        """The run of this turn, which is started if need be, and whether it had been started before.
+    ) -> AsyncIterator[tuple[TurnBuffer, bool]]:
+        """Output and outcome of this turn, which is started if need be, and whether it had been started before.
 
         Raises Cancelled when the stream of this id was called off: its caller left before this request of it came.
         Leaving without the outcome counts as a disconnect; at or after ``deadline_s`` (seconds from now) without grace.
         """
         loop = asyncio.get_running_loop()
         deadline = None if deadline_s is None else loop.time() + deadline_s
-        (run, audience), joined = await self._find_or_start(key, spec, attach_only, deadline_s, stream_id)
-        # An onlooker's run is its own: nobody else waits for it, and its end is not the turn's.
-        audience.join(OnDisconnect.CANCEL if run.onlooker else policy)
+        found, joined = await self._find_or_start(key, spec, attach_only, deadline_s, stream_id)
+        if isinstance(found, Onlooker):
+            try:
+                yield found.buffer, True
+            finally:
+                found.leave()
+            return
+        found.join(policy)
         try:
-            yield run, joined
+            yield found.buffer, joined
         finally:
             # The caller's own clock may be a little ahead of its deadline as seen from here.
             late = deadline is not None and loop.time() >= deadline - 0.1
-            audience.leave(0.0 if late or run.onlooker else self._settings.disconnect_grace_s)
+            found.leave(0.0 if late else self._settings.disconnect_grace_s)
 
     async def get(self, key: Key, request_id: str) -> TurnView:
         """State and result of a turn. Raises NotFound (TURN_NOT_FOUND) for one that nobody here has heard of."""
-        held = self._runs.get((key, request_id))
-        if held is not None and held[0].began:
-            return held[0].view
+        run = self._runs.get((key, request_id))
+        if run is not None and run.state.had_lease:
+            return run.view
         committed = await self._committed(key, request_id)
         if committed is not None:
             return committed
@@ -144,7 +204,7 @@ class Turns:
 
     async def end_session(self, key: Key, error: PensieveError) -> None:
         """The session is gone: its turns here end with ``error``. Returns when they have."""
-        runs = [run for (session, _), (run, _) in self._runs.items() if session == key]
+        runs = [run for (session, _), run in self._runs.items() if session == key]
         for run in runs:
             run.end_early(Order(error=error))
         for run in runs:
@@ -158,12 +218,12 @@ class Turns:
         self._draining = True
         loop = asyncio.get_running_loop()
         until = loop.time() + deadline_s
-        for run, _ in self._runs.values():
-            if run.following:  # nothing of it is here: another server can wait as well
+        for run in self._runs.values():
+            if run.state is RunState.FOLLOWING:  # nothing of it is here: another server can wait as well
                 run.end_early(Order(error=draining()))
         while self._runs and loop.time() < until:
             await self._wait_for_end(until - loop.time())
-        left = [run for run, _ in self._runs.values()]
+        left = list(self._runs.values())
         for run in left:
             run.end_early(Order(error=draining()))
         while self._runs:
@@ -176,14 +236,14 @@ class Turns:
         """End a turn, wherever it runs; how it ended. Nothing of it runs here when this returns a discarded one."""
         turn = (key, request_id)
         while True:
-            held = self._runs.get(turn)
+            run = self._runs.get(turn)
             try:
-                if held is None:
+                if run is None:
                     view = await self._end_elsewhere(key, request_id, EndOrder(keep, keep_tokens))
                 else:
                     error = None if keep else called_off()
-                    held[0].end_early(Order(keep_tokens if keep else None, error, asked=True))
-                    view = await held[0].buffer.outcome()
+                    run.end_early(Order(keep_tokens if keep else None, error, asked=True))
+                    view = await run.buffer.outcome()
             except Cancelled as discarded:
                 view = _discarded(key, request_id, discarded.reason)
             except NotFound:
@@ -205,7 +265,7 @@ class Turns:
 
     async def _find_or_start(
         self, key: Key, spec: NewTurn, attach_only: bool, deadline_s: float | None, stream_id: str
-    ) -> tuple[_Held, bool]:
+    ) -> tuple[TurnRun | Onlooker, bool]:
         """The registered run of this turn and True, or a new one and False.
 
         Between the last look into the registry and the registration of a new run there is no await: two calls with
@@ -213,105 +273,95 @@ class Turns:
         history is replayed, however busy the server is.
         """
         turn = (key, spec.request_id)
-        while (held := self._runs.get(turn)) is not None and held[1].abandoned:
-            # Who comes back too late starts again: the end of the old attempt is not theirs to hear.
-            await held[0].buffer.wait_for_end()
-            if held[0].asked_to_end:
+        while (run := self._runs.get(turn)) is not None and run.abandoned:
+            # A late caller starts again. It must not see the abandoned attempt's error.
+            await run.buffer.wait_for_end()
+            if run.called_off:
                 raise called_off()
         refusal = None
-        if held is None and not attach_only:
+        if run is None and not attach_only:
             refusal = draining() if self._draining else self._gate.refusal(key.tenant, spec, deadline_s)
-        if held is None and (attach_only or refusal is not None):
+        if run is None and (attach_only or refusal is not None):
             revision = await self._store.find_request(key, spec.request_id)
-            held = self._runs.get(turn)  # somebody may have started it during the look-up
-            if held is None and attach_only:
-                return await self._replay(key, spec, revision), True
-            if held is None and revision is None and refusal is not None:
+            run = self._runs.get(turn)  # somebody may have started it during the look-up
+            if run is None and attach_only:
+                return await self._look_on(key, spec.request_id, revision), True
+            if run is None and revision is None and refusal is not None:
                 self._on_refused(key.tenant, refusal.reason)
                 raise refusal
         if self._called_off.has(*turn, stream_id):
             raise called_off()
         fingerprint = spec.fingerprint()
-        if held is None:
-            run = TurnRun(key, spec, fingerprint)
-            run.ticket = self._gate.enter(key.tenant, spec) if refusal is None else None
-            held = self._runs[turn] = (run, audience := TurnAudience(run))
-            run.on_followed = audience.listened_elsewhere
+        if run is None:
+            ticket = self._gate.enter(key.tenant, spec) if refusal is None else None
+            run = self._runs[turn] = TurnRun(key, spec, fingerprint, ticket)
             if self._gate.max_wait_s > 0:
-                run.patience = asyncio.get_running_loop().call_later(
-                    self._gate.max_wait_s, self._refuse_if_overdue, run
-                )
-            self._start(run)
-            return held, False
-        if not attach_only and held[0].fingerprint != fingerprint:
+                self._look_later(run, self._gate.max_wait_s)
+            task = asyncio.create_task(self._play(run), name=f"turn {run.attempt}")
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+            return run, False
+        if not attach_only and run.fingerprint != fingerprint:
             raise AlreadyExists(
                 "this request id was used for another turn", metadata={"request_id": spec.request_id}
             )
-        return held, True
+        return run, True
 
-    async def _replay(self, key: Key, spec: NewTurn, revision: int | None) -> _Held:
-        """A run that only replays a committed turn, for a caller that may not know what the turn was.
-
-        It is not registered: a real retry, whose fingerprint has to be compared, must not meet it.
-        """
+    async def _look_on(self, key: Key, request_id: str, revision: int | None) -> Onlooker:
+        """``revision``: of the turn in history; None: it was not there. Raises NotFound (TURN_NOT_FOUND)."""
         if revision is None:
             row = await self._store.load(key)
-            if row.running is None or row.running.request_id != spec.request_id:
-                revision = await self._store.find_request(
-                    key, spec.request_id
-                )  # committed between the looks?
+            if row.running is None or row.running.request_id != request_id:
+                # It may have been committed between the two looks.
+                revision = await self._store.find_request(key, request_id)
                 if revision is None:
                     raise _unknown()
-        run = TurnRun(key, spec, "", committed_at=revision, onlooker=revision is None)
-        self._start(run)
-        return run, TurnAudience(run)
+
+        async def show(buffer: TurnBuffer) -> TurnView:
+            bind(session=key.session_id, request_id=request_id)
+            return await self._runner.show(key, request_id, revision, buffer)
+
+        return Onlooker(show)
+
+    def _look_later(self, run: TurnRun, after_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        self._patience[run] = loop.call_later(after_s, self._refuse_if_overdue, run)
 
     def _refuse_if_overdue(self, run: TurnRun) -> None:
         """Called when a turn has waited as long as any may, and again from time to time while it still waits."""
         if run.ticket is None or not run.ticket.waits:
             return
-        error = None if run.following else self._gate.overdue(run.ticket)
+        waits_here = run.state in (RunState.BEGINNING, RunState.GENERATING)
+        error = self._gate.overdue(run.ticket) if waits_here else None
         if error is not None:
             run.end_early(Order(error=error))
             return
-        again = self._gate.max_wait_s / 8
-        run.patience = asyncio.get_running_loop().call_later(again, self._refuse_if_overdue, run)
-
-    def _start(self, run: TurnRun) -> None:
-        run.task = asyncio.create_task(self._play(run), name=f"turn {run.attempt}")
+        self._look_later(run, self._gate.max_wait_s / 8)
 
     async def _play(self, run: TurnRun) -> None:
         """A run's task: whatever becomes of the run, its callers get an outcome."""
         bind(session=run.key.session_id, request_id=run.spec.request_id)
-        outcome: TurnView | PensieveError = Unavailable("the server is stopping", reason="DRAINING")
+        outcome: TurnView | PensieveError = _stopping()
         try:
-            outcome = await self._runner.play(run)
-        except PensieveError as error:
-            outcome = error
-        except Exception as error:
-            outcome = bug(error, "a turn")
+            outcome = await _outcome(self._runner.play(run))
         finally:
-            # Out of the registry first: who hears the outcome and tries again must not meet this run.
+            # Out of the registry first: a caller that hears the outcome and tries again must not meet this run.
             self._retire(run, outcome)
-            run.buffer.end(outcome)
+            run.end(outcome)
 
     def _retire(self, run: TurnRun, outcome: TurnView | PensieveError) -> None:
         turn = (run.key, run.spec.request_id)
-        held = self._runs.get(turn)
-        if held is None or held[0] is not run:
-            return
         del self._runs[turn]
-        held[1].stop_timer()
-        if run.patience is not None:
-            run.patience.cancel()
-            run.patience = None
-        run.on_followed = None  # run and audience know each other no longer, and need no collector
+        patience = self._patience.pop(run, None)
+        if patience is not None:
+            patience.cancel()
         self._one_ended.set()
-        end = ended(run, outcome)
+        end = run.summary(outcome)
+        had_lease = run.state.had_lease
         if run.ticket is not None:
             used = end.usage.new_tokens + end.usage.recomputed_tokens + end.usage.output_tokens
-            run.ticket.ended(used if run.began else 0, end.usage.output_tokens if run.began else 0)
-        if not run.began:
+            run.ticket.ended(used if had_lease else 0, end.usage.output_tokens if had_lease else 0)
+        if not had_lease:
             return
         discarded = outcome.reason if isinstance(outcome, PensieveError) else ""
         if discarded:
@@ -323,7 +373,7 @@ class Turns:
 
     async def _committed(self, key: Key, request_id: str) -> TurnView | None:
         revision = await self._store.find_request(key, request_id)
-        turn = None if revision is None else await self._runner.committed_turn(key, revision)
+        turn = None if revision is None else await turn_record.committed(self._store, key, revision)
         return None if turn is None else turn_record.committed_view(key, turn)
 
     def _remembered(self, key: Key, request_id: str) -> TurnView:
@@ -339,6 +389,20 @@ class Turns:
                 await self._one_ended.wait()
         except TimeoutError:
             return
+
+
+async def _outcome(work: Awaitable[TurnView]) -> TurnView | PensieveError:
+    """The result of the work, or its error, for callers to hear."""
+    try:
+        return await work
+    except PensieveError as error:
+        return error
+    except Exception as error:
+        return bug(error, "a turn")
+
+
+def _stopping() -> Unavailable:
+    return Unavailable("the server is stopping", reason="DRAINING")
 
 
 def _discarded(key: Key, request_id: str, reason: str) -> TurnView:

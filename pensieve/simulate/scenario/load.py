@@ -10,8 +10,7 @@ from typing import Final
 import numpy as np
 
 from pensieve.core import Hints, TokenArray
-from pensieve.replay.load.run_in import run_in
-from pensieve.replay.load.schedule import Arrivals, Gaps, Script, prefix_ids, scripts
+from pensieve.replay.load.schedule import Arrivals, Gaps, Script, prefix_ids, run_in, scripts
 from pensieve.replay.load.workload import Conversation, Piece
 from pensieve.simulate.scenario.settings import Settings
 
@@ -196,7 +195,7 @@ _STREAM: Final = 1
 def hints_of(settings: Settings, life: Life, turn: int, now: float) -> Hints | None:
     """What the client says of the session when ``turn`` ends ``now``; None: nothing.
 
-    As ``pensieve.replay.load.hints``, but that the pause is counted from the end of the answer: a simulated client
+    As ``pensieve.replay.play.runner``, but that the pause is counted from the end of the answer: a simulated client
     knows that as well.
 
     The true pause times a lognormal factor with median 1 and ``noise`` as its sigma. The last turn says that it is the

@@ -1,5 +1,5 @@
 """The ``turns`` engine: runs of like steps as one event, on a cache of one byte per chunk.
 
-May import: config, core, engine.cache, engine.cost, engine.scheduler, replay.load,
+May import: config, core, engine.cache, engine.cost, engine.scheduling, replay.load,
 simulate.scenario.
 """

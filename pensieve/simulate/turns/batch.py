@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from pensieve.engine.cache.chunk import Range, Restore, take_front
-from pensieve.engine.scheduler import SWAP_OUT_QUANTUM
+from pensieve.engine.scheduling.scheduler import SWAP_OUT_QUANTUM
 from pensieve.simulate.scenario.load import Life, hints_of
 from pensieve.simulate.scenario.policies import Stamp
 from pensieve.simulate.scenario.settings import Settings

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from pensieve.errors import NotFound, PensieveError, TurnFenced, TurnInProgress
-from pensieve.store import Began, EndOrder, HeldLease, HistoryStore, Renewed
-from pensieve.store._redis import renewals
+from pensieve.store import Began, EndOrder, HeldLease, HistoryStore, Renewed, redis_store
 from pensieve.store._sqlite.rows import Rows
 from pensieve.store.redis_store import RedisStore
 from pensieve.store.sqlite_store import SqliteStore
@@ -136,7 +135,7 @@ async def test_a_session_that_cannot_be_read_costs_no_other_its_lease(tmp_path: 
 async def test_many_leases_are_few_round_trips_to_redis(
     store: RedisStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(renewals, "AT_ONCE", 16)
+    monkeypatch.setattr(redis_store, "AT_ONCE", 16)
     leases = await begun(store, *(f"s{number}" for number in range(40)))
     client, sizes = store._link._client, list[int]()
     together = client.together

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from pensieve.errors import FailedPrecondition, Unavailable
-from pensieve.store._sqlite import claim, durable
+from pensieve.store._sqlite import disk
 from pensieve.store._sqlite import file as sqlite_file
 from pensieve.store.sqlite_store import SqliteStore
 from support.store.store_bench import (
@@ -88,7 +88,7 @@ async def test_a_lock_that_fails_is_told_and_one_that_the_kernel_lacks_is_done_w
     def failing(*_: object) -> int:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(claim.fcntl, "fcntl", failing)
+    monkeypatch.setattr(disk.fcntl, "fcntl", failing)
     store = SqliteStore(tmp_path / "h.db")
     if served:
         await store.open()
@@ -105,7 +105,7 @@ async def test_behind_a_link_the_log_of_changes_is_emptied_and_made_durable(
 ) -> None:
     monkeypatch.setattr(sqlite_file, "LOG_BYTES", 30_000)
     written: list[Path] = []
-    monkeypatch.setattr(durable, "_write_again", written.append)
+    monkeypatch.setattr(disk, "_write_again", written.append)
     async with linked(tmp_path) as store:
         log = tmp_path / "disk" / "h.db-wal"
         most = 0
@@ -152,7 +152,7 @@ async def test_a_start_tells_a_full_disk_from_a_sick_one(
     def failing(_: Path) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(durable, "sync_folder", failing)
+    monkeypatch.setattr(disk, "sync_folder", failing)
     with pytest.raises(Unavailable, match=os.strerror(number)) as caught:
         await SqliteStore(tmp_path / "h.db").open()
     assert caught.value.reason == reason

@@ -19,9 +19,9 @@ from pensieve.store._clock import Moment
 from pensieve.store._sqlite import file as sqlite_file
 from pensieve.store._sqlite import reader as sqlite_reader
 from pensieve.store._sqlite import rows as sqlite_rows
-from pensieve.store._sqlite.durable import content_digest, make_durable
+from pensieve.store._sqlite.disk import content_digest, make_durable
 from pensieve.store._sqlite.reader import SqliteReader
-from pensieve.store._sqlite.renewal import renew
+from pensieve.store._sqlite.recovery import renew
 from pensieve.store._sqlite.rows import Rows
 from pensieve.store.records import State
 from pensieve.store.sqlite_store import SqliteStore

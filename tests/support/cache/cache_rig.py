@@ -139,7 +139,8 @@ def drop(cache: CacheManager, name: str, indices: Sequence[int]) -> None:
     """Lose some chunks of a session in both tiers, as for want of room."""
     mine = list(chunks(cache, name))
     for index in indices:
-        cache._tiers.discard(mine[index])
+        cache._tiers.drop(mine[index])
+    cache._remove_emptied()
     cache.check()
 
 
@@ -148,8 +149,8 @@ def to_host(cache: CacheManager, name: str, indices: Sequence[int]) -> None:
     mine = list(chunks(cache, name))
     for index in indices:
         if mine[index].host < 0:
-            cache._tiers._save(mine[index])
-        cache._tiers._leave_device(mine[index])
+            cache._tiers.save(mine[index])
+        cache._tiers.evict_from_device(mine[index])
     commit(cache)
 
 

@@ -9,10 +9,9 @@ from typing import Any
 
 from pensieve.core import TokenArray
 from pensieve.engine.cache.chunk import CachedSession, Chunk, SharedRun
-from pensieve.engine.cache.digests import Digests
 from pensieve.engine.cache.eviction import EvictionIndex
-from pensieve.engine.cache.layout import Layout
-from pensieve.engine.cache.sharing import SharedChunks
+from pensieve.engine.cache.manager import CacheManager
+from pensieve.engine.cache.sharing import Digests, SharedChunks
 from pensieve.engine.cache.tiers import Tiers
 
 
@@ -43,7 +42,9 @@ def one_root(self: Digests, scope: str) -> bytes:
     return b"\0" * 16
 
 
-def written_in_place(self: Layout, session: CachedSession, shared: Chunk, valid: int, total: int) -> None:
+def written_in_place(
+    self: CacheManager, session: CachedSession, shared: Chunk, valid: int, total: int
+) -> None:
     """What is shared is written to."""
     shared.filled = valid
 
@@ -73,11 +74,12 @@ def adopts_in_name_only(self: SharedChunks, session: CachedSession, chunks: Sequ
         at += len(run.own)
 
 
-def uncopied(self: Tiers, source: Chunk, target: Chunk) -> None:
+def uncopied(self: Tiers, source: Chunk, target: Chunk, filled: int) -> None:
     """A tail counts as copied, and is not."""
-    self.pin(source)
+    self.pin((source,))
     self._copied.append(source)
-    self.place_on_device(target)
+    self.place(target)
+    target.filled = filled
 
 
 def stays_registered(self: SharedChunks, chunk: Chunk) -> None:
@@ -85,29 +87,31 @@ def stays_registered(self: SharedChunks, chunk: Chunk) -> None:
 
 
 def ignores_copies(
-    self: Layout, session: CachedSession | None, tokens: TokenArray, num_new: int, path: object
+    self: CacheManager, session: CachedSession | None, tokens: TokenArray, num_new: int, path: object
 ) -> list[Chunk]:
     """Chunks are adopted while they are copied out."""
-    return [chunk for chunk in _shared_with_others(self, session, tokens, num_new, path) if not chunk.saving]
+    return [chunk for chunk in _in_common(self, session, tokens, num_new, path) if not chunk.saving]
 
 
-def keeps_host_copies(self: Tiers, chunk: Chunk) -> None:
+def keeps_host_copies(self: Tiers, chunks: Sequence[Chunk], start: int, end: int) -> None:
     """A host copy outlives what was written behind it."""
-    if chunk.shared:
-        self._fresh.add(chunk)
+    for chunk in chunks:
+        chunk.filled = min(end - chunk.index * self.chunk_tokens, self.chunk_tokens)
+        if chunk.shared:
+            self._fresh.add(chunk)
 
 
-_shared_with_others: Callable[..., list[Chunk]] = Layout.shared_with_others
+_in_common: Callable[..., list[Chunk]] = CacheManager._in_common
 
 SHARING_MUTANTS: dict[str, tuple[Fault, ...]] = {
     "address: of the chunk alone": (Fault(Digests, "extended", unchained),),
     "address: of no tenant": (Fault(Digests, "root", one_root),),
-    "shared chunk: written to": (Fault(Layout, "_make_private", written_in_place),),
+    "shared chunk: written to": (Fault(CacheManager, "_own_copy", written_in_place),),
     "owners: one that left counts": (Fault(SharedChunks, "leave", leaves_in_name_only),),
     "owners: one that joined does not count": (Fault(SharedChunks, "adopt", adopts_in_name_only),),
     "worth: one that left counts": (Fault(EvictionIndex, "part", claims_stay),),
-    "tail: not copied": (Fault(Tiers, "duplicate", uncopied),),
+    "tail: not copied": (Fault(Tiers, "copy", uncopied),),
     "index: what is written over is found": (Fault(SharedChunks, "unregister", stays_registered),),
-    "in flight: adopted while copied out": (Fault(Layout, "shared_with_others", ignores_copies),),
-    "written: its host copy is kept": (Fault(Tiers, "written", keeps_host_copies),),
+    "in flight: adopted while copied out": (Fault(CacheManager, "_in_common", ignores_copies),),
+    "written: its host copy is kept": (Fault(Tiers, "fill", keeps_host_copies),),
 }

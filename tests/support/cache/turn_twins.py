@@ -10,9 +10,9 @@ import numpy as np
 from pensieve.config import CacheConfig
 from pensieve.core import Hints, SessionKey, TokenArray
 from pensieve.engine.cache.chunk import Range, Restore
-from pensieve.engine.cache.digests import Path
 from pensieve.engine.cache.index import Reclaim
 from pensieve.engine.cache.manager import CacheManager
+from pensieve.engine.cache.sharing import Path
 from pensieve.replay.load.schedule import prefix_ids
 from pensieve.replay.load.workload import Piece
 from pensieve.simulate.scenario import policies

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from pensieve.client import Turn, TurnState
 from pensieve.core import FinishReason, Usage
-from pensieve.demo.acts import killed
-from pensieve.demo.acts.exchange import SOURCES, Exchange, ServerRun
-from pensieve.demo.talk.scenario import Utterance
+from pensieve.demo import killed
+from pensieve.demo.conversations import Utterance
+from pensieve.demo.exchange import SOURCES, Exchange, ServerRun
 
 OUTPUT = 5
 NEW = 10

@@ -6,7 +6,7 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -30,8 +30,7 @@ from pensieve.engine.messages import (
     Warmed,
 )
 from pensieve.engine.plan import StepWorker
-from pensieve.engine.scheduler import Scheduler
-from support.engine.driven_turn import Turn
+from pensieve.engine.scheduling.scheduler import Scheduler
 
 COST = CostModel(((0, 0.0), (1024, 1.0)), 0.2, 32)
 
@@ -44,6 +43,27 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
+
+
+@dataclass
+class Turn:
+    """A running turn, as a client sees it."""
+
+    session: str
+    context: list[int]
+    num_new: int
+    want: int
+    stops: tuple[int, ...] = ()
+    seed: int | None = None
+    """Of the first candidate; None when all are greedy."""
+    beams: Sampling | None = None
+    outputs: list[list[int]] = field(default_factory=lambda: [[]])
+    """Of each candidate."""
+    ended: set[int] = field(default_factory=set)
+    stopped: set[int] = field(default_factory=set)
+    """Candidates that were cancelled alone."""
+    usage: Usage | None = None
+    failed: str | None = None
 
 
 SCOPES = {"s0": "a", "s1": "a", "s2": "a", "s3": "a", "s4": "b", "s5": ""}

@@ -36,7 +36,7 @@ from pensieve.engine.messages import (
     Warm,
     Warmed,
 )
-from pensieve.engine.process.announcing import Announcer
+from pensieve.engine.process.loop import Announcer
 from pensieve.errors import InvalidArgument
 
 SCRIPT_FILE = "fake_engine.json"

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pensieve.engine.kv.groups import calls_for, layer_groups
+from pensieve.engine.kv.mechanisms import calls_for, layer_groups
 from pensieve.engine.kv.queue import Pairs
 from pensieve.engine.kv.timeline import Lane, Mark
 from support.engine.swap_plans import Pools, StepWork, Values

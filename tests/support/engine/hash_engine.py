@@ -13,7 +13,7 @@ from pensieve.engine.cache.manager import CacheManager
 from pensieve.engine.cost.model import CostModel
 from pensieve.engine.engine import Engine
 from pensieve.engine.messages import EngineReady
-from pensieve.engine.scheduler import Scheduler
+from pensieve.engine.scheduling.scheduler import Scheduler
 from support.engine.hash_worker import HashWorker, oracle_tokens
 
 BUILDER = "support.engine.hash_engine:build"

@@ -9,10 +9,9 @@ from typing import ClassVar, cast
 
 import torch
 
-from pensieve.engine.kv.lanes import CudaLanes
 from pensieve.engine.kv.mechanisms import RunCopy
 from pensieve.engine.kv.pools import KvPools
-from pensieve.engine.kv.swap import SwapEngine
+from pensieve.engine.kv.swap import CudaLanes, SwapEngine
 from pensieve.engine.kv.timeline import Lane, Mark
 from pensieve.engine.plan import Plan
 from pensieve.model.arch import Arch

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pensieve.kernels.span_table import SpanTable
+from pensieve.kernels import spans as span_rows
 
 Spans = Sequence[tuple[int, int, int]]
 """(page-table row, position, query tokens)"""
@@ -22,7 +22,7 @@ class Case:
     pool: torch.Tensor
     """[P, 2, Hkv, N, D]: NaN in every slot that no query sees, and in a page before and after those in use."""
     page_tables: torch.Tensor
-    spans: SpanTable
+    spans: span_rows.Spans
     scale: float
 
 
@@ -53,9 +53,11 @@ def make_case(
         for position in range(length):
             values = torch.randn(2, kv_heads, dim, generator=generator) * magnitude
             pool[int(tables[row, position // page]), :, :, position % page] = values
-    table = SpanTable.build([n for _, _, n in spans], [p for _, p, _ in spans], [r for r, _, _ in spans])
-    q = torch.randn(table.num_tokens, heads, dim, generator=generator) * magnitude
-    return Case(q.to(dtype), pool.to(dtype), tables, table, dim**-0.5)
+    rows_of = span_rows.make_spans(
+        [n for _, _, n in spans], [p for _, p, _ in spans], [r for r, _, _ in spans]
+    )
+    q = torch.randn(span_rows.num_tokens(rows_of), heads, dim, generator=generator) * magnitude
+    return Case(q.to(dtype), pool.to(dtype), tables, rows_of, dim**-0.5)
 
 
 def oracle(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
@@ -63,7 +65,7 @@ def oracle(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     heads, kv_heads, page = case.q.shape[1], case.pool.shape[2], case.pool.shape[3]
     out = torch.zeros(case.q.shape, dtype=torch.float64)
     lse = torch.full(case.q.shape[:2], -torch.inf, dtype=torch.float64)
-    for start, length, position, row in case.spans.host.tolist():
+    for start, length, position, row in case.spans.tolist():
         kv = [
             case.pool[int(case.page_tables[row, at // page]), :, :, at % page]
             for at in range(position + length)

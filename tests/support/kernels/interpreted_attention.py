@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from pensieve.kernels.attention.capacity import Capacity
-from pensieve.kernels.attention.plan import AttentionPlan, geometry_of, plan_key
+from pensieve.kernels.attention.plan import AttentionPlan, geometry_of
 from pensieve.kernels.attention.tiles import Tile, TileSet
-from pensieve.kernels.ragged_paged_attention import ragged_paged_attention
-from pensieve.kernels.span_table import SpanTable
+from pensieve.kernels.ragged_paged_attention import attend
+from pensieve.kernels.spans import make_spans, num_tokens
 from support.kernels.attention_cases import Case, make_case, oracle, relative_error
 from support.lengths import at_length, some
 
@@ -33,14 +33,11 @@ MIX = [(0, 40, 1), (1, 33, 1), (2, 3, 30), (3, 0, 1), (4, 60, 3)]
 
 
 def planned(case: Case, processors: int = 4, capacity: Capacity | None = None) -> AttentionPlan:
-    """The plan with tiny tiles for a device of ``processors``, stored where the kernel looks for it."""
-    geometry = replace(geometry_of(case.q, case.pool), multiprocessors=processors)
-    plan = AttentionPlan.of(
-        case.spans.host, len(case.q), geometry, case.q.device, tiles=TINY, capacity=capacity
-    )
+    """The plan with tiny tiles for a device of ``processors``."""
+    geometry = replace(geometry_of(case.q, case.pool), multiprocessors=processors, own_tiles=TINY)
+    plan = AttentionPlan.of(case.spans, len(case.q), geometry, case.q.device, capacity=capacity)
     plan.scratch.partial.fill_(torch.nan)
     plan.scratch.partial_lse.fill_(torch.nan)
-    case.spans.plans[plan_key(case.q, case.pool)] = plan
     return plan
 
 
@@ -48,9 +45,7 @@ def check(case: Case, processors: int = 4) -> AttentionPlan:
     plan = planned(case, processors)
     before = case.pool.clone()
     out = torch.full_like(case.q, torch.nan)
-    got, lse = ragged_paged_attention(
-        case.q, case.pool, case.spans, case.page_tables, scale=case.scale, return_lse=True, out=out
-    )
+    got, lse = attend(case.q, case.pool, plan, case.page_tables, scale=case.scale, return_lse=True, out=out)
     want, want_lse = oracle(case)
     assert got is out
     assert relative_error(out, want) <= TOLERANCE[case.q.dtype]
@@ -119,8 +114,7 @@ def test_any_mixture(seed: int) -> None:
 @pytest.mark.parametrize("magnitude", [0.0, 100.0])
 def test_equal_and_extreme_scores(magnitude: float) -> None:
     case = make_case([(0, 40, 1), (1, 0, 30)], magnitude=magnitude)
-    planned(case, 60)
-    out = ragged_paged_attention(case.q, case.pool, case.spans, case.page_tables, scale=case.scale)
+    out = attend(case.q, case.pool, planned(case, 60), case.page_tables, scale=case.scale)
     assert isinstance(out, torch.Tensor)
     want, _ = oracle(case)
     torch.testing.assert_close(out.double(), want, rtol=1e-3, atol=1e-3 * max(magnitude, 1e-6))
@@ -129,9 +123,8 @@ def test_equal_and_extreme_scores(magnitude: float) -> None:
 def test_rows_outside_spans_come_out_zero() -> None:
     case = make_case([(0, 8, 3)])
     padded = replace(case, q=torch.cat([case.q, torch.full_like(case.q, torch.nan)]))
-    planned(padded)
-    out, lse = ragged_paged_attention(
-        padded.q, case.pool, case.spans, case.page_tables, scale=case.scale, return_lse=True
+    out, lse = attend(
+        padded.q, case.pool, planned(padded), case.page_tables, scale=case.scale, return_lse=True
     )
     assert relative_error(out[:3], oracle(case)[0]) <= 1e-5
     assert (out[3:] == 0).all() and torch.isneginf(lse[3:]).all()
@@ -148,27 +141,23 @@ def test_strided_tensors() -> None:
 @pytest.mark.parametrize("programs", [1, 2, 5])
 def test_programs_that_are_fewer_than_items(programs: int) -> None:
     case = make_case([(row, 20 + 13 * row, 1) for row in range(9)], heads=4, kv_heads=2)
-    plan = planned(case, 12)
-    case.spans.plans.clear()
-    planned(case, 12, replace(plan.capacity, narrow_programs=programs))
+    plan = planned(case, 12, replace(planned(case, 12).capacity, narrow_programs=programs))
     out = torch.full_like(case.q, torch.nan)
-    ragged_paged_attention(case.q, case.pool, case.spans, case.page_tables, scale=case.scale, out=out)
+    attend(case.q, case.pool, plan, case.page_tables, scale=case.scale, out=out)
     assert relative_error(out, oracle(case)[0]) <= 1e-5
 
 
 def test_page_tables_end_to_end() -> None:
     case = make_case(MIX, heads=4, kv_heads=2)
-    lengths = [int((case.spans.host[row, 1:3]).sum()) for row in range(5)]
+    lengths = [int((case.spans[row, 1:3]).sum()) for row in range(5)]
     pages = [-(-length // 8) for length in lengths]
     starts = [sum(pages[:row]) for row in range(5)]
     # The last entry ends the memory: behind it lies a page that does not exist.
     flat = torch.cat([case.page_tables[row, :count] for row, count in enumerate(pages)])
     memory = torch.cat([flat, torch.full((9,), 2**30, dtype=torch.int32)])[: len(flat)]
-    _, lengths_, positions, _ = case.spans.host.T
-    spans = SpanTable.build(lengths_, positions, starts)
-    ragged = replace(case, page_tables=memory.as_strided((len(flat), 1), (1, 1)), spans=spans)
-    planned(ragged, 60)
-    out = ragged_paged_attention(ragged.q, ragged.pool, spans, ragged.page_tables, scale=ragged.scale)
+    _, lengths_, positions, _ = case.spans.T
+    ragged = replace(case, page_tables=memory, spans=make_spans(lengths_, positions, starts))
+    out = attend(ragged.q, ragged.pool, planned(ragged, 60), ragged.page_tables, scale=ragged.scale)
     assert isinstance(out, torch.Tensor) and relative_error(out, oracle(case)[0]) <= 1e-5
 
 
@@ -177,13 +166,11 @@ def test_a_plan_serves_other_steps_in_the_same_memory() -> None:
     plan = planned(case, 30, Capacity(narrow=60, wide=60, merges=60, partial_rows=800))
     words = plan.words.data_ptr()
     for lengths, positions in (([1, 9, 1], [99, 20, 80]), ([1, 1, 1], [3, 28, 79]), ([0, 7, 2], [0, 1, 50])):
-        spans = SpanTable.build(lengths, positions, [0, 1, 2])
-        plan.refill(spans.host)
+        spans = make_spans(lengths, positions, [0, 1, 2])
+        plan.refill(spans)
         out = torch.full_like(case.q, torch.nan)
-        ragged_paged_attention(
-            case.q, case.pool, case.spans, case.page_tables, scale=case.scale, out=out
-        )  # the first step's table, as a graph would have it
-        used = spans.num_tokens
+        attend(case.q, case.pool, plan, case.page_tables, scale=case.scale, out=out)
+        used = num_tokens(spans)
         want, _ = oracle(replace(case, q=case.q[:used], spans=spans))
         assert relative_error(out[:used], want) <= 1e-5
         assert (out[used:] == 0).all()

@@ -14,12 +14,13 @@ import pytest
 import torch
 
 from pensieve.kernels.attention.capacity import Capacity
-from pensieve.kernels.attention.plan import HEADER, AttentionPlan, geometry_of, plan_key
+from pensieve.kernels.attention.plan import AttentionPlan, geometry_of
 from pensieve.kernels.attention.prefixes import PartyRule
 from pensieve.kernels.attention.tiles import Tile, TileSet
-from pensieve.kernels.attention.work_lists import ITEM, MERGE
-from pensieve.kernels.ragged_paged_attention import ragged_paged_attention
-from pensieve.kernels.span_table import Ints, SpanTable
+from pensieve.kernels.attention.work_lists import HEADER, ITEM, MERGE
+from pensieve.kernels.ragged_paged_attention import attend
+from pensieve.kernels.spans import Ints, make_spans, num_tokens
+from pensieve.kernels.spans import Spans as SpanRows
 from support.kernels.attention_cases import Case, make_case, oracle, relative_error
 from support.lengths import at_length, some
 
@@ -49,14 +50,13 @@ class Shared:
 
     @property
     def flat(self) -> torch.Tensor:
-        tables = self.case.page_tables
-        return tables.reshape(-1).as_strided((tables.numel(), 1), (1, 1))
+        return self.case.page_tables.reshape(-1)
 
     @property
-    def spans(self) -> SpanTable:
+    def spans(self) -> SpanRows:
         """The spans over page tables that lie end to end, as a server has them."""
-        host = self.case.spans.host
-        return SpanTable.build(host[:, 1], host[:, 2], host[:, 3] * self.case.page_tables.shape[1])
+        _, lengths, positions, tables = self.case.spans.T
+        return make_spans(lengths, positions, tables * self.case.page_tables.shape[1])
 
 
 def shared(spans: list[Span], alike: dict[int, tuple[int, int]], *, least: int = 2, **more: object) -> Shared:
@@ -64,32 +64,27 @@ def shared(spans: list[Span], alike: dict[int, tuple[int, int]], *, least: int =
     case = make_case([(row, position, length) for row, (position, length) in enumerate(spans)], **more)  # type: ignore[arg-type]
     for row, (other, pages) in alike.items():
         case.page_tables[row, :pages] = case.page_tables[other, :pages]
-    geometry = replace(geometry_of(case.q, case.pool), multiprocessors=4)
-    rule = Eager(geometry, case.pool.shape[3], least, 0.0, TINY)
-    host = case.spans.host.copy()
+    geometry = replace(geometry_of(case.q, case.pool), multiprocessors=4, own_tiles=TINY)
+    rule = Eager(geometry, case.pool.shape[3], least, 0.0)
+    host = case.spans.copy()
     host[:, 3] *= case.page_tables.shape[1]
     found = rule.find(host, case.page_tables.reshape(-1).numpy())
     assert found is not None, "nothing is shared"
-    host = case.spans.host[found.order]
-    return Shared(replace(case, spans=SpanTable.build(host[:, 1], host[:, 2], host[:, 3])), found.table)
+    host = case.spans[found.order]
+    return Shared(replace(case, spans=make_spans(host[:, 1], host[:, 2], host[:, 3])), found.table)
 
 
 def run(step: Shared, parties: Ints | None, processors: int = 4, spoil: Callable[[AttentionPlan], None] | None = None,
         capacity: Capacity | None = None) -> tuple[torch.Tensor, torch.Tensor, AttentionPlan]:  # fmt: skip
     case, spans = step.case, step.spans
-    geometry = replace(geometry_of(case.q, case.pool), multiprocessors=processors)
-    plan = AttentionPlan.of(
-        spans.host, len(case.q), geometry, case.q.device, tiles=TINY, parties=parties, capacity=capacity
-    )
+    geometry = replace(geometry_of(case.q, case.pool), multiprocessors=processors, own_tiles=TINY)
+    plan = AttentionPlan.of(spans, len(case.q), geometry, case.q.device, parties=parties, capacity=capacity)
     plan.scratch.partial.fill_(torch.nan)
     plan.scratch.partial_lse.fill_(torch.nan)
     if spoil is not None:
         spoil(plan)
-    spans.plans[plan_key(case.q, case.pool)] = plan
     out = torch.full_like(case.q, torch.nan)
-    result = ragged_paged_attention(
-        case.q, case.pool, spans, step.flat, scale=case.scale, return_lse=True, out=out
-    )
+    result = attend(case.q, case.pool, plan, step.flat, scale=case.scale, return_lse=True, out=out)
     return result[0], result[1], plan
 
 
@@ -98,7 +93,7 @@ def check(step: Shared, processors: int = 4) -> AttentionPlan:
     out, lse, plan = run(step, step.parties, processors)
     apart, _, _ = run(step, None, processors)
     want, want_lse = oracle(step.case)
-    used = step.case.spans.num_tokens
+    used = num_tokens(step.case.spans)
     limit = TOLERANCE[step.case.q.dtype]
     assert relative_error(out[:used], want[:used]) <= limit
     assert relative_error(lse[:used], want_lse[:used]) <= limit
@@ -199,13 +194,12 @@ def test_other_parties_in_the_same_memory() -> None:
     step = shared(decodes([99, 120, 100, 96, 98, 130]), first_of(6, 12), heads=2, kv_heads=1)
     case, spans = step.case, step.spans
     _, _, plan = run(step, step.parties, 8, capacity=Capacity(80, 60, 80, 800))
-    spans.plans[plan_key(case.q, case.pool)] = plan
     tables = [[[0, 6, 96]], None, [[0, 2, 32], [2, 3, 80]], [[1, 4, 48]], [[3, 3, 96]], None]
     for parties in tables:
         plan.scratch.partial.fill_(torch.nan)
-        plan.refill(spans.host, None if parties is None else torch.tensor(parties).numpy())
+        plan.refill(spans, None if parties is None else torch.tensor(parties).numpy())
         out = torch.full_like(case.q, torch.nan)
-        ragged_paged_attention(case.q, case.pool, spans, step.flat, scale=case.scale, out=out)
+        attend(case.q, case.pool, plan, step.flat, scale=case.scale, out=out)
         assert relative_error(out, oracle(case)[0]) <= 1e-5
 
 

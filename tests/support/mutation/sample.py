@@ -21,7 +21,7 @@ PARTS: dict[str, str] = {
 """Part of the product → folder that its mutants come from."""
 
 NEEDS_GPU = (
-    "pensieve/engine/kv/lanes.py",
+    "pensieve/engine/kv/swap.py",
     "pensieve/engine/kv/timeline.py",
     "pensieve/engine/ranks/symmetric.py",
     "pensieve/engine/worker/cuda_batch.py",

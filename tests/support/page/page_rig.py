@@ -15,13 +15,12 @@ from prometheus_client import CollectorRegistry
 from pensieve.config import EngineOptions
 from pensieve.engine.engine import Engine
 from pensieve.engine.messages import SessionStrip
-from pensieve.server.conversations import Conversations
-from pensieve.server.operations.admin_port import AdminPort
+from pensieve.feed import FrontDoorState
+from pensieve.server.admin_port import AdminPort
+from pensieve.server.conversations import Conversations, ServiceListeners
 from pensieve.server.operations.metrics import Metrics
-from pensieve.server.page.notes import SessionNotes
 from pensieve.server.page.recent import RecentTurns
-from pensieve.server.page.state import FrontDoorState, ServerNames, StateView
-from pensieve.server.page.strips import StripWatch
+from pensieve.server.page.state import StateView
 from pensieve.server.page.web import WebPage
 from pensieve.server.rpc.door import Door
 from pensieve.server.rpc.grpc_server import make_server
@@ -97,7 +96,7 @@ async def page_rig(
         link = ManyStrips(lambda: engine)
         await link.start()
         stack.push_async_callback(link.stop)
-        recent, strips = RecentTurns(), StripWatch(link)
+        recent = RecentTurns()
         tokenizer = ChatTokenizer.from_folder(model_folder(folder / "model"))
 
         def ended(end: TurnEnd) -> None:
@@ -109,7 +108,7 @@ async def page_rig(
             link,
             tokenizer,
             TurnSettings(replica="r", model="hashed", prefix_sharing=False),
-            on_turn_ended=ended,
+            ServiceListeners(turn_ended=ended),
         )
         stack.push_async_callback(conversations.close)
         server: aio.Server = make_server([Interceptor(TenantHeader())])
@@ -119,14 +118,11 @@ async def page_rig(
         address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
         await server.start()
         stack.push_async_callback(server.stop, None)
-        names = ServerNames("hashed", "r", text)
-        state = StateView(
-            names, link, conversations.gate, Healthy(), recent, strips, SessionNotes(store), lambda: rig.door
-        )
+        state = StateView(conversations, Healthy(), recent, lambda: rig.door, shows_text=text)
         door = Door(keys, Metrics())
-        page = WebPage(state, recent, strips, store, door.admit_operator, text=text)
+        page = WebPage(state, door.admit_operator)
         stack.push_async_callback(page.close)
-        port = AdminPort(CollectorRegistry(), lambda: "", folder / "no grpc", page=page)
+        port = AdminPort(CollectorRegistry(), Healthy(), folder / "no grpc", page=page)
         number = await port.start("127.0.0.1", 0)
         stack.push_async_callback(port.close)
         http = await stack.enter_async_context(aiohttp.ClientSession())

@@ -13,7 +13,7 @@ import grpc.aio
 from pensieve import AsyncClient
 from pensieve.client import AsyncSession, RetryPolicy, Turn, TurnState, decode
 from pensieve.client._retry import Verdict, verdict
-from pensieve.client.arguments.options import Keep
+from pensieve.client.arguments import Keep
 from pensieve.errors import PensieveError
 from pensieve.rpc_status import from_rpc_error
 from pensieve.v1 import pensieve_pb2 as pb

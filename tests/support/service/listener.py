@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
-from pensieve.core import Sampling, SessionKey, TokenArray
-from pensieve.engine.messages import CandidateFinished, Finished, Output, RequestProgress, Started
+from pensieve.core import Sampling, SessionKey, TokenArray, pack_tokens
+from pensieve.engine.messages import CandidateFinished, Finished, Output, RequestProgress, Started, Submit
 from pensieve.server.links.engine_link import EngineLink, Generation
 
 Heard = Started | RequestProgress | Output | CandidateFinished | Finished
@@ -72,13 +73,19 @@ class Listener:
         self._news.set()
 
 
+def submission(
+    session: SessionKey, tokens: TokenArray, sampling: Sampling, *, num_new: int = 3, **more: Any
+) -> Submit:
+    return Submit(0, session, pack_tokens(tokens), num_new, sampling, **more)
+
+
 class Listened(Listener):
     """A listener and the handle of its generation, submitted with it."""
 
     def __init__(self, link: EngineLink, session: SessionKey, tokens: TokenArray, sampling: Sampling) -> None:
         """Three of ``tokens`` are new."""
         super().__init__()
-        self.generation: Generation = link.submit(session, tokens, 3, sampling, self)
+        self.generation: Generation = link.submit(submission(session, tokens, sampling), self)
 
     def cancel(self) -> None:
         self.generation.cancel()

@@ -8,15 +8,14 @@ from collections.abc import Callable, Sequence
 from pensieve.core import (
     ALONE,
     FinishReason,
-    Hints,
     Phase,
     RequestKey,
-    Sampling,
     SessionKey,
     Standing,
     TokenArray,
     TokenLogprob,
     Usage,
+    unpack_tokens,
 )
 from pensieve.engine.messages import (
     CandidateFinished,
@@ -28,6 +27,7 @@ from pensieve.engine.messages import (
     ResidentTokens,
     Started,
     Stats,
+    Submit,
     Warmed,
 )
 from pensieve.errors import PensieveError
@@ -42,22 +42,17 @@ class ScriptedGeneration:
         self,
         generations: Generations,
         sink: GenerationSink,
-        session: SessionKey,
-        tokens: TokenArray,
-        num_new: int,
-        sampling: Sampling,
-        scope: str,
-        hints: Hints | None,
+        command: Submit,
     ) -> None:
         self._generations = generations
         self._open = generations.open(sink)
-        self.session = session
-        self.tokens = tokens.tolist()
-        self.num_new = num_new
-        self.sampling = sampling
-        self.scope = scope
-        self.hints = hints
-        self.standing = ALONE
+        self.session = command.session
+        self.tokens = unpack_tokens(command.tokens).tolist()
+        self.num_new = command.num_new
+        self.sampling = command.sampling
+        self.scope = command.scope
+        self.hints = command.hints
+        self.standing = command.standing
         self.cancelled = False
         """The engine was told to stop."""
         self.cancelled_candidates: list[int] = []
@@ -134,23 +129,10 @@ class ScriptedLink:
         self.stats = Stats(steps_total=1, device_used=7)
         self.stalled = False
 
-    def submit(
-        self,
-        session: SessionKey,
-        tokens: TokenArray,
-        num_new: int,
-        sampling: Sampling,
-        sink: GenerationSink,
-        *,
-        scope: str = "",
-        hints: Hints | None = None,
-        origin: str = "",
-        standing: Standing = ALONE,
-    ) -> ScriptedGeneration:
+    def submit(self, command: Submit, sink: GenerationSink) -> ScriptedGeneration:
         if self.refuse is not None:
             raise self.refuse
-        generation = ScriptedGeneration(self._dealer, sink, session, tokens, num_new, sampling, scope, hints)
-        generation.standing = standing
+        generation = ScriptedGeneration(self._dealer, sink, command)
         self.generations.append(generation)
         self.submitted.set()
         if self.answer is not None:

@@ -20,7 +20,7 @@ from pensieve.errors import PensieveError
 from pensieve.server.conversations import Conversations
 from pensieve.server.rpc.admin_service import AdminService
 from pensieve.server.rpc.auth import ALL_SCOPES, Identity
-from pensieve.server.rpc.bodies import BodyGate
+from pensieve.server.rpc.calls import BodyGate
 from pensieve.server.rpc.door import Door
 from pensieve.server.rpc.grpc_server import bind
 from pensieve.server.rpc.interceptor import Interceptor

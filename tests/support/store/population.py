@@ -6,14 +6,13 @@ from dataclasses import dataclass, field
 
 from hypothesis import strategies as st
 
-from pensieve.core import Role, pack_tokens
+from pensieve.core import Role, SamplingDefaults, pack_tokens
 from pensieve.store import Counts, EndOrder, HistoryStore, Key
 from pensieve.store.records import (
     History,
     Item,
     Record,
     RecordKind,
-    SamplingDefaults,
     SessionConfig,
     SessionRow,
 )

@@ -22,17 +22,18 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from pensieve.core import Floats, Hints, Ints
-from pensieve.engine.cache.rates.gittins import (
+from pensieve.engine.cache.rates.returns import (
     AGES,
     COLUMNS,
+    EDGES,
     OLDEST,
+    WIDTHS,
     YOUNGEST,
+    LogBins,
     column_of,
     columns_of,
     factors,
 )
-from pensieve.engine.cache.rates.log_bins import LogBins
-from pensieve.engine.cache.rates.returns import EDGES, WIDTHS
 
 TRUST: Final = 0.9
 SPREAD: Final = 0.5

@@ -1,0 +1,94 @@
+"""The tensors of one call of ragged paged attention, checked before anything is launched."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from pensieve.kernels.attention.kinds import Geometry
+from pensieve.kernels.attention.tiles import width_of
+from pensieve.kernels.checks import FLOAT_DTYPES, check_device, check_layout
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionCall:
+    """What a plan is run on: inputs, and where the results go."""
+
+    q: torch.Tensor
+    """[T, Hq, D]"""
+    pool: torch.Tensor
+    """[P, 2, Hkv, N, D]"""
+    tables: torch.Tensor
+    """int32 [R, pages], or [n] with page tables that lie end to end."""
+    out: torch.Tensor
+    lse: torch.Tensor
+    """float32 [T, Hq]; [1, 1] and unused without ``return_lse``."""
+    scale: float
+    return_lse: bool
+
+    @property
+    def factor(self) -> float:
+        """Scores are exponents of 2 in the kernels."""
+        return self.scale * math.log2(math.e)
+
+    @property
+    def table_stride(self) -> int:
+        """Page-table entries from one ``TABLE`` number to the next; end to end, a table's number is its place."""
+        return self.tables.stride(0)
+
+    @classmethod
+    def of(
+        cls,
+        q: torch.Tensor,
+        pool: torch.Tensor,
+        tables: torch.Tensor,
+        scale: float,
+        return_lse: bool,
+        out: torch.Tensor | None,
+    ) -> AttentionCall:
+        """Allocates what is to be returned. Raises ValueError unless the tensors fit each other."""
+        check_attention(q, pool, tables, out, scale)
+        lse = q.new_empty(q.shape[:2] if return_lse else (1, 1), dtype=torch.float32)
+        return cls(q, pool, tables, torch.empty_like(q) if out is None else out, lse, scale, return_lse)
+
+
+class Scratch:
+    """Results of pieces before they are merged. Each layer overwrites them, so all plans of a stream may share one."""
+
+    def __init__(self, rows: int, geometry: Geometry, device: torch.device) -> None:
+        """``rows``: the most ``partial_rows`` of the capacities it serves."""
+        self.rows = rows
+        held = max(1, rows) * geometry.kv_heads
+        self.partial = torch.empty(held, width_of(geometry.head_dim), dtype=torch.float32, device=device)
+        self.partial_lse = torch.empty(held, dtype=torch.float32, device=device)
+
+
+def check_attention(
+    q: torch.Tensor, pool: torch.Tensor, tables: torch.Tensor, out: torch.Tensor | None, scale: float
+) -> None:
+    """Raises ValueError unless the tensors fit each other."""
+    if q.dim() != 3 or pool.dim() != 5 or tables.dim() not in (1, 2):
+        raise ValueError(
+            "q must be [T, Hq, D], the pool [P, 2, Hkv, N, D], the page tables [R, pages] or [n]"
+        )
+    heads, kv_heads = q.shape[1], pool.shape[2]
+    if heads % kv_heads:
+        raise ValueError(f"{heads} query heads do not divide over {kv_heads} KV heads")
+    width_of(q.shape[2])
+    if pool.shape[1] != 2 or pool.shape[4] != q.shape[2]:
+        raise ValueError(f"a pool of {tuple(pool.shape)} does not fit heads of {q.shape[2]} values")
+    if q.dtype != pool.dtype or q.dtype not in FLOAT_DTYPES:
+        raise ValueError(
+            f"q is {q.dtype} and the pool {pool.dtype}: both must be float16, bfloat16 or float32"
+        )
+    if tables.dtype != torch.int32:
+        raise ValueError(f"page tables are {tables.dtype}, not int32")
+    if out is not None and (out.shape != q.shape or out.dtype != q.dtype):
+        raise ValueError(f"out is {out.dtype} {tuple(out.shape)}, q is {q.dtype} {tuple(q.shape)}")
+    tensors = [q, pool, tables] if out is None else [q, pool, tables, out]
+    check_layout(tensors)
+    check_device(tensors)
+    if not scale > 0:
+        raise ValueError(f"scale must be positive, not {scale}")

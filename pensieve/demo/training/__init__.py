@@ -1,4 +1,0 @@
-"""Makes the demo model from nothing: dialogues, tokenizer, decoder, training, evaluation. Not in the wheel.
-
-May import: demo.
-"""

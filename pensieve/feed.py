@@ -1,0 +1,156 @@
+"""The admin port's document ``/state.json``, as the server writes and ``pensieve top`` reads it: ``docs/page.md``.
+
+Every field but the schema has a default: an older server that lacks a field is shown without it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import msgspec
+
+SCHEMA: Final = "pensieve.state/1"
+MOST_LISTED: Final = 5000
+"""Sessions in one document, at most."""
+
+
+class FrontDoorState(msgspec.Struct, frozen=True):
+    """How the HTTP door's process is."""
+
+    state: str = ""
+    """``starting``, ``serving``, ``hung``, ``restarting`` or ``draining``."""
+    address: str = ""
+    """HOST:PORT."""
+    since_s: float = 0.0
+    """Unix time from which ``state`` holds."""
+    restarts: int = 0
+
+
+class ServerState(msgspec.Struct, frozen=True):
+    """What the server is, and how it is."""
+
+    version: str = ""
+    model: str = ""
+    replica: str = ""
+    problem: str = ""
+    """Why calls are not served; "" when they are."""
+    device: str = ""
+    dtype: str = ""
+    chunk_tokens: int = 0
+    """0 until the engine is up, as all that it says."""
+    context_limit: int = 0
+    shows_text: bool = False
+    door: FrontDoorState | None = None
+    """None: the server has no HTTP door, or does not tell."""
+
+
+class TierState(msgspec.Struct, frozen=True):
+    """Tokens that a tier has room for. ``reclaimable`` ones are used, but their pages can be taken without a copy."""
+
+    capacity: int = 0
+    used: int = 0
+    free: int = 0
+    reclaimable: int = 0
+
+
+class QueueState(msgspec.Struct, frozen=True):
+    """Generations in the batch and in the engine's queue; turns that wait to be computed, and for how long."""
+
+    running: int = 0
+    queued: int = 0
+    waiting: int = 0
+    expected_wait_s: float = 0.0
+
+
+class RateState(msgspec.Struct, frozen=True):
+    """Per second, over the time between two looks."""
+
+    over_s: float = 0.0
+    steps: float = 0.0
+    output_tokens: float = 0.0
+    swap_in_bytes: float = 0.0
+    swap_out_bytes: float = 0.0
+    dropped_tokens: float = 0.0
+
+
+class Percentiles(msgspec.Struct, frozen=True):
+    """Seconds."""
+
+    p50: float = 0.0
+    p95: float = 0.0
+    p99: float | None = None
+    """None: from a server that does not tell it."""
+
+
+class ContextSources(msgspec.Struct, frozen=True):
+    """Tokens of contexts by where their attention state came from."""
+
+    device: int = 0
+    host: int = 0
+    recomputed: int = 0
+    new: int = 0
+
+
+class Lately(msgspec.Struct, frozen=True):
+    """The turns that ended in the last ``over_s`` seconds."""
+
+    over_s: float = 60.0
+    turns: int = 0
+    failed: int = 0
+    turns_per_s: float = 0.0
+    output_tokens_per_s: float = 0.0
+    first_token_s: Percentiles | None = None
+    token_s: Percentiles | None = None
+    queue_s: Percentiles | None = None
+    context: ContextSources = ContextSources()
+
+
+class SessionLine(msgspec.Struct, frozen=True):
+    """A session that has anything cached."""
+
+    session: str = ""
+    """``tenant/id``, and ``#n`` behind it for the KV of a turn's further candidate."""
+    tenant: str = ""
+    id: str = ""
+    candidate: int = 0
+    state: str = ""
+    """``running``, ``warming`` or ``idle``."""
+    idle_s: float = 0.0
+    tokens: int = 0
+    strip: str = ""
+    labels: dict[str, str] | None = None
+    """None: not read yet, as the two below."""
+    items: int | None = None
+    created_s: float | None = None
+
+
+class SessionList(msgspec.Struct, frozen=True):
+    """Sessions by activity: those that run, then the one that ran last, and so on."""
+
+    total: int = 0
+    running: int = 0
+    age_s: float | None = None
+    """How old the strips are; None: there are none, since no engine serves."""
+    first: int = 0
+    next: int | None = None
+    """``after`` for the next page; None: these were the last."""
+    rows: tuple[SessionLine, ...] = ()
+
+
+class StateDocument(msgspec.Struct, frozen=True):
+    """The answer to ``/state.json``."""
+
+    schema: str
+    time_s: float = 0.0
+    """Unix time."""
+    server: ServerState = ServerState()
+    device: TierState = TierState()
+    host: TierState = TierState()
+    queue: QueueState = QueueState()
+    totals: dict[str, Any] = {}
+    """``Stats`` of the engine, since it started."""
+    engine_restarts: int = 0
+    rates: RateState | None = None
+    """None: there was no look before, or only just now."""
+    lately: Lately = Lately()
+    sessions: SessionList = SessionList()

@@ -1,0 +1,483 @@
+"""``POST /v1/chat/completions``: the client resends its history, and the door finds the session that goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Final, NamedTuple
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from pensieve.client import AsyncClient, AsyncSession, AsyncTurnStream, Role, TokenLogprob, Turn, TurnOptions
+from pensieve.errors import AlreadyExists, DataLoss, NotFound, PensieveError
+from pensieve.http.common.answers import (
+    DONE,
+    MAX_TOP,
+    EventStream,
+    SentText,
+    SentTokens,
+    event,
+    finish_reason,
+    token_scores,
+    usage_of,
+    while_there,
+)
+from pensieve.http.common.calls import (
+    PATIENCE_S,
+    Call,
+    CallPlan,
+    added,
+    adding,
+    answered,
+    chunks_of,
+    is_refusal,
+    parted,
+    roles_of,
+)
+from pensieve.http.common.contents import Content, NamedTalk, Said, Talk, called, said, talk_of, text_of
+from pensieve.http.common.door import HttpDoor
+from pensieve.http.common.failures import bad, failure_of, unsupported
+from pensieve.http.common.heads import Beginning, noting
+from pensieve.http.common.requests import (
+    REFUSED_EVERYWHERE,
+    Completing,
+    Nested,
+    Positive,
+    check_number,
+)
+from pensieve.http.output import ChatTeller, chat_message, chat_teller
+from pensieve.http.tools import OfferedTool, call_options, check_tools, tool_use
+from pensieve.speech import PLAIN, SpeechForm, read
+
+
+class ChatFunction(msgspec.Struct, frozen=True):
+    """What was called."""
+
+    name: str
+    arguments: str = "{}"
+
+
+class ChatCall(msgspec.Struct, frozen=True):
+    """A call in an earlier answer."""
+
+    function: ChatFunction
+    type: str = "function"
+    id: str = ""
+
+
+class Message(msgspec.Struct, frozen=True):
+    """One message of the history that the client resends."""
+
+    role: str
+    content: Content = None
+    name: str | None = None
+    tool_calls: list[ChatCall] | None = None
+    function_call: Any = None
+    audio: Any = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    """Another name of ``reasoning_content``."""
+
+
+class ResponseFormat(msgspec.Struct, frozen=True):
+    """Form of the answer."""
+
+    type: str = "text"
+
+
+class AskedChat(NamedTuple):
+    """A checked request, and what is made of it."""
+
+    body: ChatRequest
+    talk: Talk
+    options: TurnOptions
+    """For the SDK."""
+
+
+class ChatRequest(Completing, kw_only=True):
+    """The request; ``session`` is not OpenAI's."""
+
+    NESTED: ClassVar[Nested] = {**Completing.NESTED, "tools": OfferedTool}
+    WITHOUT_EFFECT: ClassVar[Mapping[str, str]] = {
+        "cache_prompt": "cached state is used wherever there is some",
+        "chat_id": "histories are found by what they say",
+        "metadata": "a completion is told once",
+        "prediction": "it makes an answer faster, not another one",
+        "prompt_cache_key": "beginnings are shared whatever it says",
+        "reasoning": "the model thinks as its template has it",
+        "reasoning_effort": "the model thinks as its template has it",
+        "safety_identifier": "users are not told apart",
+        "service_tier": "there is one",
+        "session_id": "histories are found by what they say",
+        "store": "histories are kept for a day, whatever it says",
+        "user": "users are not told apart",
+        "verbosity": "the model knows of none",
+    }
+    REFUSED: ClassVar[Mapping[str, str]] = {
+        **REFUSED_EVERYWHERE,
+        "best_of": "belongs to completions",
+        "conversation": "belongs to responses",
+        "echo": "belongs to completions",
+        "function_call": "function calls go by tools and tool_choice",
+        "max_output_tokens": "is max_completion_tokens in chat completions",
+        "previous_response_id": "belongs to responses",
+        "suffix": "belongs to completions",
+        "text": "belongs to responses",
+    }
+    messages: list[Message]
+    max_completion_tokens: Positive | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    response_format: ResponseFormat | None = None
+    tools: list[OfferedTool] | None = None
+    parallel_tool_calls: bool | None = None
+    tool_choice: Any = None
+    functions: list[Any] | None = None
+    modalities: list[str] | None = None
+    audio: Any = None
+    web_search_options: Any = None
+    session: str | None = None
+
+    def asked(self) -> AskedChat:
+        """Raises HttpFailure as ``check``, and for messages that cannot be."""
+        self.check()
+        return AskedChat(self, self.talk, self.turn_options)
+
+    def check(self) -> None:
+        """Raises HttpFailure for what is asked for and not done."""
+        if not self.messages:
+            raise bad("messages", "must not be empty")
+        check_number(self.messages, "messages")
+        check_tools(self.tools or (), self.tool_choice)
+        if self.functions:
+            raise unsupported("functions", "function calls are not supported")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise bad("top_logprobs", "needs logprobs")
+        if not 0 <= (self.top_logprobs or 0) <= MAX_TOP:
+            raise bad("top_logprobs", f"must be from 0 to {MAX_TOP}")
+        if self.response_format is not None and self.response_format.type != "text":
+            raise unsupported("response_format", "only text is supported")
+        if self.modalities and self.modalities != ["text"]:
+            raise unsupported("modalities", "only text is supported")
+        if self.audio is not None:
+            raise unsupported("audio", "only text is supported")
+        if self.web_search_options is not None:
+            raise unsupported("web_search_options", "searching is not supported")
+
+    @property
+    def talk(self) -> Talk:
+        """What was said."""
+        spoken = [_said(one, f"messages[{number}]") for number, one in enumerate(self.messages)]
+        return talk_of(spoken, "messages")
+
+    @property
+    def turn_options(self) -> TurnOptions:
+        """For the SDK."""
+        options = self.options()
+        options.update(call_options(self.tools or (), self.tool_choice, self.parallel_tool_calls))
+        longest = self.max_completion_tokens or self.max_tokens
+        if longest is not None:
+            options["max_output_tokens"] = longest
+        if self.n is not None and self.n > 1:
+            options["candidates"] = self.n
+        if self.logprobs:
+            options["top_logprobs"] = self.top_logprobs or 0
+        return options
+
+
+def _said(message: Message, param: str) -> Said:
+    if message.function_call is not None:
+        raise unsupported(f"{param}.function_call", "calls are told as tool_calls")
+    if message.audio is not None:
+        raise unsupported(f"{param}.audio", "only text is supported")
+    if message.role == "tool":
+        text = text_of(message.content, f"{param}.content")
+        return Said(Role.TOOL, text, call_id=message.tool_call_id or "")
+    found = said(message.role, message.content, param)
+    if found.role is Role.ASSISTANT:
+        found = replace(found, thought=(message.reasoning_content or message.reasoning or "").strip("\n"))
+    if not message.tool_calls:
+        return found
+    if found.role is not Role.ASSISTANT:
+        raise bad(f"{param}.tool_calls", "only the assistant calls functions")
+    calls = [
+        called(one.function.name, one.function.arguments, one.id, f"{param}.tool_calls[{number}].function")
+        for number, one in enumerate(message.tool_calls)
+    ]
+    return replace(found, calls=tuple(calls))
+
+
+Scores = tuple[TokenLogprob, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatCompletion:
+    """What all parts of one answer say."""
+
+    turn_id: str
+    model: str
+    session_id: str
+    created: int
+    form: SpeechForm = PLAIN
+    """How answers are read."""
+
+    @classmethod
+    def of(
+        cls, stream: AsyncTurnStream, model: str, session_id: str, form: SpeechForm = PLAIN
+    ) -> ChatCompletion:
+        return cls(stream.request_id, model, session_id, int(time.time()), form)
+
+    def whole(self, turn: Turn) -> dict[str, Any]:
+        """The answer as one document."""
+        choices = [
+            {
+                "index": index,
+                "message": chat_message(answer, self.turn_id, index),
+                "logprobs": _scored(scores),
+                "finish_reason": "tool_calls" if answer.calls and reason == "stop" else reason,
+            }
+            for index, text, reason, scores in _answers(turn)
+            for answer in (read(text, self.form),)
+        ]
+        return {**self._frame("chat.completion"), "choices": choices, "usage": usage_of(turn)}
+
+    async def chunks(
+        self,
+        stream: AsyncTurnStream,
+        *,
+        include_usage: bool,
+        scored: bool,
+        around: AbstractAsyncContextManager[None],
+    ) -> AsyncIterator[bytes]:
+        """The answer as it comes, ``scored`` with log-probabilities; errors after the first chunk are an event too.
+
+        ``around`` is entered while the turn runs, and left before its error is told.
+        """
+        tellers: dict[int, ChatTeller] = {}
+        sent, tokens = SentText(), SentTokens(scored)
+        try:
+            async with around:
+                async for piece in stream:
+                    text, (_, scores) = sent.new_text(piece), tokens.new_tokens(piece)
+                    if text is None and not scores:
+                        continue
+                    teller = self._teller(tellers, piece.candidate)
+                    if scores and not teller.begun:
+                        # As OpenAI does: its client for Node tells scores twice that come with an answer's first chunk.
+                        yield self._chunk(piece.candidate, teller.nothing())
+                    # A chunk without text carries the scores of tokens whose text is held back or belongs to no part.
+                    deltas = [*teller.push(text or "")] or ([teller.nothing()] if scores else [])
+                    for delta in deltas:
+                        yield self._chunk(piece.candidate, delta, scores=scores)
+                        scores = ()
+        except PensieveError as error:
+            yield event(failure_of(error).body)
+            return
+        for index, _, reason, _ in _answers(stream.turn):
+            teller = self._teller(tellers, index)
+            for delta in teller.finish():
+                yield self._chunk(index, delta)
+            yield self._chunk(index, {}, "tool_calls" if teller.calls and reason == "stop" else reason)
+        if include_usage:
+            yield event(
+                {**self._frame("chat.completion.chunk"), "choices": [], "usage": usage_of(stream.turn)}
+            )
+        yield DONE
+
+    def _teller(self, tellers: dict[int, ChatTeller], candidate: int) -> ChatTeller:
+        if candidate not in tellers:
+            tellers[candidate] = chat_teller(self.form, self.turn_id, candidate)
+        return tellers[candidate]
+
+    def _chunk(
+        self, index: int, delta: dict[str, Any], reason: str | None = None, scores: Scores = ()
+    ) -> bytes:
+        choice = {"index": index, "delta": delta, "logprobs": _scored(scores), "finish_reason": reason}
+        return event({**self._frame("chat.completion.chunk"), "choices": [choice]})
+
+    def _frame(self, kind: str) -> dict[str, Any]:
+        return {
+            "id": f"chatcmpl-{self.turn_id.replace('-', '')}",
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "service_tier": "default",
+            "system_fingerprint": None,
+            "session": self.session_id,
+        }
+
+
+def _answers(turn: Turn) -> list[tuple[int, str, str, Scores]]:
+    """Number, text, reason and log-probabilities of each answer."""
+    if turn.candidates:
+        return [
+            (one.candidate, one.text, finish_reason(one.finish_reason), one.logprobs)
+            for one in turn.candidates
+        ]
+    return [(0, turn.text, finish_reason(turn.finish_reason), turn.logprobs)]
+
+
+def _scored(scores: Scores) -> dict[str, Any] | None:
+    return {"content": token_scores(scores), "refusal": None} if scores else None
+
+
+_RACES: Final = 8
+"""How often the session is looked for again when other calls make it and take it back."""
+
+
+@dataclass(slots=True)
+class _Made:
+    """A session that this call has made."""
+
+    session: AsyncSession
+    records: int = 1
+    """How many this call has written. Where the session has another number, others have used it."""
+
+    def note(self) -> None:
+        self.records += 1
+
+    async def take_back(self) -> None:
+        """Free the name, unless others have used the session or a turn runs in it. A server may refuse even that."""
+        with contextlib.suppress(PensieveError, TimeoutError):
+            async with asyncio.timeout(PATIENCE_S):
+                await self.session.delete(
+                    expected_revision=self.records, allow_missing=True, unused_only=True
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class NamedTurn:
+    """A turn that the service has accepted, in the session of that name."""
+
+    session: AsyncSession
+    stream: AsyncTurnStream
+    _client: AsyncClient
+    _call: Call
+    _made: _Made | None
+
+    @asynccontextmanager
+    async def to_its_end(self) -> AsyncIterator[None]:
+        """The block waits for the answer. A turn that is refused while it waits for its place leaves nothing either."""
+        try:
+            yield
+        except PensieveError as error:
+            if is_refusal(error):
+                if self._made is not None:
+                    await self._made.take_back()
+                await self._call.refused(self._client, CallPlan(session=self.session.id))
+            raise
+
+
+async def begin_named(
+    client: AsyncClient, name: str, talk: Talk, call: Call, options: TurnOptions
+) -> NamedTurn:
+    """A turn of the session that the client names; where it is there, what is resent of its history is not read.
+
+    Else it is made with that history. The name is the client's, so a session that was made for a call that is then
+    refused must leave the name free: the client comes back with it.
+    """
+    options["request_id"] = str(call.id)
+    plan = CallPlan(session=name)
+    await call.settled(client, plan)
+    async with call.leaving_nothing(client, plan):
+        for attempt in range(_RACES):
+            try:
+                session, stream = await _gone_on(client.session(name), talk, call, options)
+                return NamedTurn(session, stream, client, call, None)
+            except (NotFound, DataLoss) as error:
+                if not _is_missing(error):
+                    raise
+            try:
+                return await _begun(client, name, talk, call, options)
+            except AlreadyExists as error:  # another call has just made it: go on in that one
+                if error.reason != "SESSION_EXISTS" or attempt + 1 == _RACES:
+                    raise
+            except NotFound as error:  # another call had made it and has removed it again
+                if not _is_missing(error) or attempt + 1 == _RACES:
+                    raise
+    raise AssertionError("unreachable: the last attempt returns or raises")
+
+
+async def _gone_on(
+    session: AsyncSession, talk: Talk, call: Call, options: TurnOptions
+) -> tuple[AsyncSession, AsyncTurnStream]:
+    early, last = parted(talk.new)
+    async with adding(session, early, call, last):
+        return session, await answered(session, last, options)
+
+
+async def _begun(client: AsyncClient, name: str, talk: Talk, call: Call, options: TurnOptions) -> NamedTurn:
+    """The turn in a session that is made for it. A call that fails here takes it back."""
+    early, last = parted(talk.new)
+    first = (chunks_of(talk.history) or [()])[0]
+    session = await client.create_session(
+        session_id=name,
+        system_prompt=talk.system or None,
+        tools=talk.tools or None,
+        initial_items=[one.given for one in first],
+        followed_by=roles_of((*talk.history, *talk.new)[len(first) :]),
+    )
+    made = _Made(session)
+    try:
+        await added(session, talk.history[len(first) :], call, "history", follow=talk.new, note=made.note)
+        await added(session, early, call, follow=last, note=made.note)
+        stream = await answered(session, last, options)
+    except PensieveError as error:
+        if not _is_missing(error):
+            await made.take_back()
+        raise
+    return NamedTurn(session, stream, client, call, made)
+
+
+def _is_missing(error: PensieveError) -> bool:
+    """Whether there is no session of the name, or the store has lost the one there was."""
+    is_lost = error.reason == "HISTORY_REGRESSED" and error.metadata.get("current_revision") == "0"
+    return error.reason == NotFound.default_reason or is_lost
+
+
+async def create(request: Request) -> Response:
+    """Answer the last messages; the history before them is found, not computed."""
+    door = HttpDoor.of(request)
+    body, talk, options = await door.bodies.read(request, ChatRequest, ChatRequest.asked)
+    call = await door.bodies.aside(request, Call.of, request, body)
+    async with AsyncExitStack() as held:
+        caller = await held.enter_async_context(door.callers.of(request))
+        model = await door.model_of(caller, body.model)
+        info = await door.info_of(caller)
+        use = await door.bodies.aside(request, tool_use, info, body.tools or (), body.tool_choice)
+        talk = talk.read_as(use.form, use.text)
+        named: NamedTalk | None = None
+        around: AbstractAsyncContextManager[None] = nullcontext()
+        if body.session:
+            # What it holds is not what was resent: nobody is led there by it.
+            begun = await begin_named(caller.client, body.session, talk, call, options)
+            session, stream, around = begun.session, begun.stream, begun.to_its_end()
+        else:
+            named = await door.bodies.aside(request, NamedTalk, talk, caller.scope)
+            ttl_s = door.settings.chat_ttl_s
+            session, stream = await Beginning(caller, door.heads, named, call, options, ttl_s).begin()
+        held.callback(stream.close)
+        completion = ChatCompletion.of(stream, model, session.id, use.form)
+
+        def note(turn: Turn) -> None:
+            if named is not None:
+                door.heads.ended(named, session.id, turn)
+
+        if not body.stream:
+            async with around:
+                turn = await while_there(request, stream.finish())
+            note(turn)
+            return door.answer(completion.whole(turn), request)
+        include_usage = body.stream_options is not None and body.stream_options.include_usage
+        said = completion.chunks(
+            stream, include_usage=include_usage, scored=bool(body.logprobs), around=around
+        )
+        chunks = noting(said, stream, note)
+        return EventStream(chunks, held.pop_all(), door.headers(request))

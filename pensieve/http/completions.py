@@ -1,0 +1,469 @@
+"""``POST /v1/completions``: text or token ids that go to the model as they are, without the chat template."""
+
+from __future__ import annotations
+
+import asyncio
+import codecs
+import contextlib
+import time
+import uuid
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Final, NamedTuple, cast
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from pensieve.client import (
+    AsyncTurnStream,
+    Candidate,
+    RawText,
+    Role,
+    TokenLogprob,
+    TokenText,
+    Turn,
+    TurnOptions,
+)
+from pensieve.errors import InvalidArgument, PensieveError
+from pensieve.http.common.answers import (
+    DONE,
+    EventStream,
+    SentText,
+    SentTokens,
+    at_least,
+    event,
+    finish_reason,
+    usage_of,
+    while_there,
+)
+from pensieve.http.common.callers import Caller
+from pensieve.http.common.calls import Call, CallPlan, new_session
+from pensieve.http.common.door import HttpDoor
+from pensieve.http.common.failures import bad, failure_of, unsupported
+from pensieve.http.common.requests import (
+    REFUSED_EVERYWHERE,
+    Completing,
+    Positive,
+    TokenId,
+    seed_of,
+)
+
+MAX_PROMPTS: Final = 128
+"""Of one request: each is a turn."""
+MAX_TOKENS: Final = 16
+"""Of an answer, unless the request says otherwise: OpenAI's default."""
+MAX_TOP: Final = 5
+
+Prompt = RawText | list[int]
+
+
+class AskedCompletion(NamedTuple):
+    """A checked request, and what is made of it."""
+
+    body: CompletionRequest
+    prompts: list[Prompt]
+    options: TurnOptions
+    """For the SDK."""
+
+
+class CompletionRequest(Completing, kw_only=True):
+    """The request; ``return_token_ids`` is vLLM's."""
+
+    WITHOUT_EFFECT: ClassVar[Mapping[str, str]] = {
+        "cache_prompt": "cached state is used wherever there is some",
+        "metadata": "a completion is not kept",
+        "prompt_cache_key": "beginnings are shared whatever it says",
+        "safety_identifier": "users are not told apart",
+        "service_tier": "there is one",
+        "store": "a completion is not kept",
+        "user": "users are not told apart",
+    }
+    REFUSED: ClassVar[Mapping[str, str]] = {
+        **REFUSED_EVERYWHERE,
+        "max_completion_tokens": "is max_tokens in completions",
+        "max_output_tokens": "is max_tokens in completions",
+        "messages": "belong to chat completions",
+    }
+    prompt: str | list[str | TokenId | list[TokenId]] | None = None
+    best_of: Positive | None = None
+    logprobs: int | None = None
+    echo: bool | None = False
+    suffix: str | None = None
+    return_token_ids: bool | None = False
+
+    def asked(self) -> AskedCompletion:
+        """Raises HttpFailure as ``check``, and for prompts that cannot be."""
+        self.check()
+        return AskedCompletion(self, self.prompts, self.turn_options)
+
+    def check(self) -> None:
+        """Raises HttpFailure for contradictions, and for what is asked for and not done."""
+        if self.suffix:
+            raise unsupported("suffix", "text is not inserted before other text")
+        if not 0 <= (self.logprobs or 0) <= MAX_TOP:
+            raise bad("logprobs", f"must be from 0 to {MAX_TOP}")
+        if self.echo and self.logprobs is not None:
+            raise unsupported("echo", "does not go with logprobs: those of a prompt are not computed")
+        if self.drawn < self.answers:
+            raise bad("best_of", "must not be less than n")
+        if self.stream and self.drawn > self.answers:
+            raise bad("best_of", "does not go with stream: the best are known at the end")
+
+    @property
+    def answers(self) -> int:
+        """Of each prompt."""
+        return self.n or 1
+
+    @property
+    def drawn(self) -> int:
+        """How many answers are drawn, to return the best."""
+        return self.best_of or self.answers
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        """Raises HttpFailure for a list of this and that."""
+        given = self.prompt
+        if given is None or isinstance(given, str):
+            return [RawText(given or "")]
+        if not given:
+            raise bad("prompt", "must not be empty")
+        kinds = set(map(type, given))
+        if kinds == {int}:
+            return [cast("list[int]", given)]
+        if len(given) > MAX_PROMPTS:
+            raise bad("prompt", f"has more than {MAX_PROMPTS} prompts")
+        if kinds == {str}:
+            return [RawText(one) for one in given]
+        if kinds == {list} and all(given):
+            return [*cast("list[list[int]]", given)]
+        raise bad(
+            "prompt", "must be a text, token ids, or a list of texts or of token ids, none of them empty"
+        )
+
+    @property
+    def turn_options(self) -> TurnOptions:
+        """For the SDK."""
+        options = self.options()
+        options["max_output_tokens"] = self.max_tokens or MAX_TOKENS
+        if self.drawn > 1:
+            options["candidates"] = self.drawn
+        if self.drawn > self.answers:
+            options["candidate_choice"] = "best_logprob"
+        if self.logprobs is not None:
+            options["top_logprobs"] = self.logprobs
+        return options
+
+
+class ScoreLists:
+    """Makes the lists of one answer, which may come in parts."""
+
+    def __init__(self, offset: int = 0) -> None:
+        """``offset``: where the answer begins in the text, in characters."""
+        self._offset = offset
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def of(self, scores: Iterable[TokenLogprob]) -> dict[str, Any]:
+        """The lists of the next tokens. An offset is that of the character that a token begins or goes on with."""
+        offsets, tokens, values, tops = [], [], [], []
+        for one in scores:
+            offsets.append(self._offset)
+            self._offset += len(self._utf8.decode(one.token.piece))
+            tokens.append(_name(one.token))
+            values.append(at_least(one.logprob))
+            tops.append(_top(one))
+        return {"text_offset": offsets, "token_logprobs": values, "tokens": tokens, "top_logprobs": tops}
+
+
+def _top(one: TokenLogprob) -> dict[str, float]:
+    """The likeliest tokens and the one that was drawn, by their texts; of two with one text, the likelier."""
+    found: dict[str, float] = {}
+    for text, (_, logprob) in zip(one.top_tokens, one.top, strict=True):
+        found.setdefault(_name(text), at_least(logprob))
+    found.setdefault(_name(one.token), at_least(one.logprob))
+    return found
+
+
+def _name(token: TokenText) -> str:
+    """As OpenAI writes it: a token that is no whole characters begins with ``bytes:``."""
+    try:
+        return token.name or token.piece.decode()
+    except UnicodeDecodeError:
+        return f"bytes:{token.text}"
+
+
+_OF_PROMPTS: Final = ("initial_items", "turn.input")
+"""How the paths of fields begin that a prompt went into."""
+
+
+@dataclass(frozen=True, slots=True)
+class BegunPrompt:
+    """A prompt and its turn, which the service has accepted."""
+
+    stream: AsyncTurnStream
+    text: str
+    """Of the prompt; empty for token ids, unless it is to be echoed."""
+    token_ids: tuple[int, ...]
+    """Of the prompt; empty unless they are wanted."""
+
+
+class _PromptTurn(NamedTuple):
+    """A prompt, the session that is made for it, and its turn there."""
+
+    prompt: Prompt
+    session: str
+    id: uuid.UUID
+
+
+async def begin_all(
+    caller: Caller,
+    asked: AskedCompletion,
+    call: Call,
+    ttl_s: float,
+    held: AsyncExitStack,
+) -> list[BegunPrompt]:
+    """One turn for each prompt, all accepted; ``held`` closes them. Raises what the first refused one does, and leaves
+    nothing behind then.
+
+    Each prompt is a session of its own, which is erased after a while. Not at once: until then the same prompt finds
+    its state cached, and a call that is sent again its answer.
+    """
+    plan = await call.settled(caller.client, CallPlan(new_session("text-")))
+    turns = {
+        _session(plan, number): uuid.uuid5(call.id, f"prompt {number}")
+        for number in range(len(asked.prompts))
+    }
+    async with call.leaving_nothing(caller.client, plan, turns):
+        begun = [
+            _begin(caller, asked, _PromptTurn(prompt, name, turn_id), ttl_s, held)
+            for prompt, (name, turn_id) in zip(asked.prompts, turns.items(), strict=True)
+        ]
+        # All have ended before an error is told: what begins later would not be closed.
+        outcomes = await asyncio.gather(*begun, return_exceptions=True)
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                await _end(outcomes)
+                raise outcome
+    return [outcome for outcome in outcomes if isinstance(outcome, BegunPrompt)]
+
+
+async def _end(outcomes: Sequence[BegunPrompt | BaseException]) -> None:
+    """The turns beside one that was refused."""
+    for one in outcomes:
+        if isinstance(one, BegunPrompt):
+            with contextlib.suppress(PensieveError):
+                await one.stream.cancel(keep="nothing")
+
+
+def _session(plan: CallPlan, number: int) -> str:
+    """Name of the session of one prompt."""
+    return (
+        f"text-{uuid.uuid5(uuid.UUID(plan.own.removeprefix('text-')), str(number)).hex}"
+        if number
+        else plan.own
+    )
+
+
+async def _begin(
+    caller: Caller,
+    asked: AskedCompletion,
+    turn: _PromptTurn,
+    ttl_s: float,
+    held: AsyncExitStack,
+) -> BegunPrompt:
+    try:
+        session = await caller.client.create_session(
+            session_id=turn.session,
+            initial_items=[(Role.USER, turn.prompt)],
+            ttl=ttl_s,
+            request_id=str(uuid.uuid5(turn.id, "session")),
+        )
+        text, ids = (turn.prompt, ()) if isinstance(turn.prompt, RawText) else ("", tuple(turn.prompt))
+        if (asked.body.echo and not text) or (asked.body.return_token_ids and not ids):
+            item = (await session.items(include_tokens=True))[0]
+            text, ids = item.text, item.token_ids
+        # The prompt is there already: the turn answers it.
+        options: TurnOptions = {
+            "seed": seed_of(turn.id),
+            **asked.options,
+            "replace_after_item": 1,
+            "request_id": str(turn.id),
+        }
+        stream = session.stream(**options)
+        held.callback(stream.close)
+        await stream.accepted()
+    except InvalidArgument as error:
+        failure = failure_of(error)
+        if error.violations and error.violations[0][0].startswith(_OF_PROMPTS):
+            failure.param = "prompt"
+        raise failure from error
+    return BegunPrompt(stream, text, ids)
+
+
+Document = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class TextCompletion:
+    """What all parts of one answer say. Prompt p's answer a is choice ``p * n + a``."""
+
+    id: str
+    model: str
+    asked: CompletionRequest
+    begun: Sequence[BegunPrompt]
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    async def whole(self) -> Document:
+        """The answers as one document. Raises PensieveError."""
+        turns = await asyncio.gather(*(one.stream.finish() for one in self.begun))
+        choices = [
+            choice
+            for number, (prompt, turn) in enumerate(zip(self.begun, turns, strict=True))
+            for choice in self._choices(number, prompt, turn)
+        ]
+        return {**self._frame(choices), "usage": usage_of(*turns)}
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        """The answers as they come; an error is the last event."""
+        try:
+            async for choice in merged([self._said(number) for number in range(len(self.begun))]):
+                yield event(self._frame([choice]))
+        except PensieveError as error:
+            yield event(failure_of(error).body)
+            return
+        options = self.asked.stream_options
+        if options is not None and options.include_usage:
+            turns = [one.stream.turn for one in self.begun]
+            yield event({**self._frame([]), "usage": usage_of(*turns)})
+        yield DONE
+
+    def _choices(self, number: int, prompt: BegunPrompt, turn: Turn) -> list[Document]:
+        """The best answers to one prompt."""
+        return [
+            {
+                "index": number * self.asked.answers + rank,
+                "text": self._echo(prompt) + one.text,
+                "logprobs": ScoreLists().of(one.logprobs) if one.logprobs else None,
+                "finish_reason": finish_reason(one.finish_reason),
+                **self._ids(one.token_ids, prompt.token_ids),
+            }
+            for rank, one in enumerate(_best(turn)[: self.asked.answers])
+        ]
+
+    async def _said(self, number: int) -> AsyncIterator[Document]:
+        """The choices of one prompt's chunks."""
+        prompt, first = self.begun[number], number * self.asked.answers
+        scored = self.asked.logprobs is not None
+        sent, tokens = SentText(), SentTokens(scored or bool(self.asked.return_token_ids))
+        lists = [ScoreLists() for _ in range(self.asked.answers)]
+        begun: set[int] = set()
+
+        def said(
+            at: int, text: str, ids: tuple[int, ...] = (), scores: tuple[TokenLogprob, ...] = ()
+        ) -> Document:
+            beginning = at not in begun
+            begun.add(at)
+            return {
+                "index": first + at,
+                "text": (self._echo(prompt) if beginning else "") + text,
+                "logprobs": lists[at].of(scores) if scores else None,
+                "finish_reason": None,
+                **self._ids(ids, prompt.token_ids if beginning else None),
+            }
+
+        async for piece in prompt.stream:
+            text, (ids, scores) = sent.new_text(piece), tokens.new_tokens(piece)
+            if text or ids:
+                yield said(piece.candidate, text or "", ids, scores)
+        for at, one in enumerate(_best(prompt.stream.turn, ranked=False)):
+            yield {**said(at, ""), "finish_reason": finish_reason(one.finish_reason)}
+
+    def _echo(self, prompt: BegunPrompt) -> str:
+        return prompt.text if self.asked.echo else ""
+
+    def _ids(self, token_ids: tuple[int, ...], prompt: tuple[int, ...] | None) -> Document:
+        """What vLLM adds when it is asked for token ids."""
+        if not self.asked.return_token_ids:
+            return {}
+        return {"token_ids": token_ids, "prompt_token_ids": prompt}
+
+    def _frame(self, choices: list[Document]) -> Document:
+        return {
+            "id": self.id,
+            "object": "text_completion",
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": None,
+            "choices": choices,
+            "usage": None,
+        }
+
+
+def _best(turn: Turn, *, ranked: bool = True) -> list[Candidate]:
+    """A turn's answers, the likeliest first if they were compared."""
+    if not turn.candidates:
+        return [
+            Candidate(
+                candidate=0,
+                text=turn.text,
+                output_tokens=turn.usage.output_tokens,
+                finish_reason=turn.finish_reason,
+                stop_sequence=turn.stop_sequence,
+                seed=turn.seed,
+                token_ids=turn.token_ids,
+                logprobs=turn.logprobs,
+            )
+        ]
+    if not ranked or any(one.mean_logprob is None for one in turn.candidates):
+        return list(turn.candidates)
+    return sorted(turn.candidates, key=lambda one: -(one.mean_logprob or 0.0))
+
+
+async def merged(sources: Sequence[AsyncIterator[Document]]) -> AsyncIterator[Document]:
+    """What all sources give, as it comes. Raises what the first failing one does; leaving ends all of them."""
+    if len(sources) == 1:
+        async for one in sources[0]:
+            yield one
+        return
+    found: asyncio.Queue[Document | Exception | None] = asyncio.Queue(len(sources))
+
+    async def drain(source: AsyncIterator[Document]) -> None:
+        try:
+            async for one in source:
+                await found.put(one)
+        except Exception as error:  # told to whoever reads
+            await found.put(error)
+        else:
+            await found.put(None)
+
+    tasks = [asyncio.create_task(drain(source)) for source in sources]
+    running = len(tasks)
+    try:
+        while running:
+            next_one = await found.get()
+            if isinstance(next_one, Exception):
+                raise next_one
+            if next_one is None:
+                running -= 1
+            else:
+                yield next_one
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+
+async def create(request: Request) -> Response:
+    """Go on with the prompts."""
+    door = HttpDoor.of(request)
+    asked = await door.bodies.read(request, CompletionRequest, CompletionRequest.asked)
+    body = asked.body
+    call = await door.bodies.aside(request, Call.of, request, body)
+    async with AsyncExitStack() as held:
+        caller = await held.enter_async_context(door.callers.of(request))
+        model = await door.model_of(caller, body.model)
+        begun = await begin_all(caller, asked, call, door.settings.completion_ttl_s, held)
+        completion = TextCompletion(f"cmpl-{call.id.hex}", model, body, begun)
+        if body.stream:
+            return EventStream(completion.chunks(), held.pop_all(), door.headers(request))
+        return door.answer(await while_there(request, completion.whole()), request)

@@ -1,0 +1,256 @@
+"""``/v1/conversations``: create, retrieve, update, delete, and their items."""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from pensieve.client import AsyncSession, Item, Role, ServerInfo, SessionInfo
+from pensieve.errors import NotFound
+from pensieve.http.common.callers import Caller
+from pensieve.http.common.calls import Call, CallPlan, new_session
+from pensieve.http.common.contents import Said
+from pensieve.http.common.door import HttpDoor
+from pensieve.http.common.failures import HttpFailure, bad
+from pensieve.http.responses.ids import ResponseId, conversation_id, conversation_session
+from pensieve.http.responses.objects import KeptResponse, history_items, listing, page
+from pensieve.http.responses.requests import InputItem, check_metadata, messages_of
+from pensieve.speech import SpeechForm, read
+
+MAX_ITEMS: Final = 20
+"""Of one create."""
+
+
+class ConversationRequest(msgspec.Struct):
+    """A new conversation."""
+
+    items: list[InputItem] | None = None
+    metadata: dict[str, str] | None = None
+
+    def asked(self) -> tuple[ConversationRequest, list[Said], dict[str, str] | None]:
+        """Itself, messages and metadata. Raises HttpFailure."""
+        check_metadata(self.metadata or {})
+        if len(self.items or ()) > MAX_ITEMS:
+            raise bad("items", f"at most {MAX_ITEMS}")
+        return self, messages_of(self.items or [], "items"), self.metadata
+
+
+class ItemsRequest(msgspec.Struct):
+    """Items that were said elsewhere, to be added."""
+
+    items: list[InputItem]
+
+    def asked(self) -> tuple[ItemsRequest, list[Said]]:
+        """Itself, and the messages. Raises HttpFailure."""
+        if not 0 < len(self.items) <= MAX_ITEMS:
+            raise bad("items", f"must be 1 to {MAX_ITEMS}")
+        return self, messages_of(self.items, "items")
+
+
+class MetadataRequest(msgspec.Struct):
+    """New metadata of a conversation, in place of the old."""
+
+    metadata: dict[str, str] | None = None
+
+    def asked(self) -> dict[str, str]:
+        """The metadata. Raises HttpFailure."""
+        check_metadata(self.metadata or {})
+        return self.metadata or {}
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """An item of the history with the items that it is told as: an answer is as many as its response had."""
+
+    item: Item
+    documents: list[dict[str, Any]]
+
+
+async def create(request: Request) -> Response:
+    """A new conversation, with up to 20 items that were said elsewhere."""
+    door = HttpDoor.of(request)
+    body, said, labels = await door.bodies.read(request, ConversationRequest, ConversationRequest.asked)
+    call = Call.of(request, body)
+    first = next((n for n, one in enumerate(said) if one.role is not Role.SYSTEM), len(said))
+    async with door.callers.of(request) as caller:
+        plan = await call.settled(caller.client, CallPlan(new_session("conv-")))
+        async with call.leaving_nothing(caller.client, plan):
+            session = await caller.client.create_session(
+                session_id=plan.own,
+                system_prompt="\n\n".join(one.text for one in said[:first]) or None,
+                initial_items=[one.given for one in said[first:]],
+                labels=labels,
+                request_id=str(uuid.uuid5(call.id, "session")),
+            )
+    assert session.info is not None
+    return door.answer(_document(session.info), request)
+
+
+async def retrieve(request: Request) -> Response:
+    """A conversation; its items are a list of their own."""
+    door = HttpDoor.of(request)
+    async with door.callers.of(request) as caller:
+        info = await (await _session(request, caller)).refresh()
+    return door.answer(_document(info), request)
+
+
+async def update(request: Request) -> Response:
+    """Replace the metadata."""
+    door = HttpDoor.of(request)
+    labels = await door.bodies.read(request, MetadataRequest, MetadataRequest.asked)
+    async with door.callers.of(request) as caller:
+        session = await _session(request, caller)
+        info = await session.update(labels=labels)
+    return door.answer(_document(info), request)
+
+
+async def delete(request: Request) -> Response:
+    """Erase a conversation, responses and all."""
+    door = HttpDoor.of(request)
+    async with door.callers.of(request) as caller:
+        session = await _session(request, caller)
+        await session.delete()
+    gone = {"id": conversation_id(session.id), "object": "conversation.deleted", "deleted": True}
+    return door.answer(gone, request)
+
+
+async def items(request: Request) -> Response:
+    """A page of the items, newest first unless ``order=asc``."""
+    door = HttpDoor.of(request)
+    async with door.callers.of(request) as caller:
+        session = await _session(request, caller)
+        told = await _told(session, await session.items(), await door.info_of(caller))
+    return door.answer(page(_documents(told), request), request)
+
+
+async def item(request: Request) -> Response:
+    """One item."""
+    door = HttpDoor.of(request)
+    async with door.callers.of(request) as caller:
+        session = await _session(request, caller)
+        told = await _told(session, await session.items(), await door.info_of(caller))
+        found, index = _place(request, session, told)
+    return door.answer(found.documents[index], request)
+
+
+async def add(request: Request) -> Response:
+    """Items that were said elsewhere, behind the others."""
+    door = HttpDoor.of(request)
+    body, said = await door.bodies.read(request, ItemsRequest, ItemsRequest.asked)
+    call = Call.of(request, body)
+    async with door.callers.of(request) as caller:
+        session = await _session(request, caller)
+        plan = await call.settled(caller.client, CallPlan(session=session.id))
+        async with call.leaving_nothing(caller.client, plan):
+            added = await session.append([one.given for one in said], request_id=str(call.id))
+        told = await _told(session, added, await door.info_of(caller))
+    return door.answer(listing(_documents(told)), request)
+
+
+async def remove(request: Request) -> Response:
+    """Erases the newest item; a history that was gone on from keeps its middle. Answers the conversation."""
+    door = HttpDoor.of(request)
+    async with door.callers.of(request) as caller:
+        session = await _session(request, caller)
+        assert session.info is not None
+        revision = session.info.revision
+        told = await _told(session, await session.items(), await door.info_of(caller))
+        found, index = _place(request, session, told)
+        if found is not told[-1]:
+            raise _kept("only the newest item can be taken out: the others were gone on from")
+        if index:
+            first = found.documents[0]["id"]
+            raise _kept(f"it is a part of an answer, which is taken out whole, by its first item: {first}")
+        to_item = told[-2].item.item if len(told) > 1 else 0
+        info = await session.rewind(to_item=to_item, erase=True, expected_revision=revision)
+    return door.answer(_document(info), request)
+
+
+def _place(request: Request, session: AsyncSession, told: list[_Told]) -> tuple[_Told, int]:
+    """The item that the request names, and which of those that it is told as: by its own id or, of an answer, by that
+    which it has in the output of its response.
+
+    Raises HttpFailure (404).
+    """
+    wanted = request.path_params["item"]
+    suffix, _, number = wanted.partition("_")[2].partition("-")
+    answer = ResponseId.parse(f"resp_{suffix}")
+    if answer is not None and answer.session_id == session.id and (not number or number.isdecimal()):
+        index = int(number or 0)
+        for one in told:
+            is_answer = one.item.role is Role.ASSISTANT and one.item.request_id == answer.turn_id
+            if is_answer and index < len(one.documents):
+                return one, index
+    for one in told:
+        for index, document in enumerate(one.documents):
+            if document["id"] == wanted:
+                return one, index
+    raise HttpFailure(404, f"no such item: {wanted}", kind="not_found_error", param="item_id")
+
+
+async def _session(request: Request, caller: Caller) -> AsyncSession:
+    """The session of a conversation. Raises HttpFailure (404)."""
+    name = request.path_params["conversation"]
+    session_id = conversation_session(name)
+    missing = HttpFailure(
+        404, f"no such conversation: {name}", kind="not_found_error", param="conversation_id"
+    )
+    if session_id is None:
+        raise missing
+    session = caller.client.session(session_id)
+    try:
+        await session.refresh()
+    except NotFound:
+        raise missing from None
+    return session
+
+
+async def _told(session: AsyncSession, items: Iterable[Item], info: ServerInfo) -> list[_Told]:
+    """Items as their responses told them: an answer has calls only where its response offered tools."""
+    assert session.info is not None
+    words = replace(info.speech, calls=None)
+    found = []
+    for one in items:
+        form = words
+        if info.speech.calls and one.role is Role.ASSISTANT and read(one.text, info.speech).calls:
+            form = await _form(session, one, info)
+        found.append(_Told(one, history_items(session.id, one, form)))
+    return found
+
+
+async def _form(session: AsyncSession, answer: Item, info: ServerInfo) -> SpeechForm:
+    """How an answer that spells calls is read."""
+    kept = None
+    if answer.request_id:
+        with contextlib.suppress(NotFound):  # an item that was added without a turn
+            kept = KeptResponse.of(await session.get_turn(answer.request_id))
+    if kept is None:
+        return info.speech
+    assert session.info is not None
+    offered = bool(kept.asked.tools or session.info.tools) and kept.asked.tool_choice != "none"
+    return info.speech if offered else replace(info.speech, calls=None)
+
+
+def _documents(told: Iterable[_Told]) -> list[dict[str, Any]]:
+    return [document for one in told for document in one.documents]
+
+
+def _kept(problem: str) -> HttpFailure:
+    return HttpFailure(400, problem, param="item_id", code="unsupported_operation")
+
+
+def _document(info: SessionInfo) -> dict[str, Any]:
+    created = int(info.create_time.timestamp()) if info.create_time is not None else 0
+    return {
+        "id": conversation_id(info.id),
+        "object": "conversation",
+        "created_at": created,
+        "metadata": dict(info.labels),
+    }
