@@ -526,11 +526,18 @@ class CacheManager:
             self.index.remove(session)
 
     def _remove_emptied(self) -> None:
-        """Remove the idle sessions whose last cached chunk was dropped."""
+        """Remove the idle sessions whose last cached chunk was dropped, in the order in which they lost it.
+
+        A session may have lost chunks of several holders, and counts by the last of them: see ``Tiers.take_dropped``.
+        """
+        losers: dict[CachedSession, None] = {}
         for holder in self._tiers.take_dropped():
-            for session in [holder] if isinstance(holder, CachedSession) else list(holder.owners):
-                if not session.running and not session.remembered:
-                    self._remove(session)
+            for session in [holder] if isinstance(holder, CachedSession) else holder.owners:
+                losers.pop(session, None)
+                losers[session] = None
+        for session in losers:
+            if not session.running and not session.remembered:
+                self._remove(session)
 
     # -- invariants --------------------------------------------------------------------------------------------------
 
