@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 
 import pytest
@@ -23,6 +23,7 @@ from pensieve.engine.messages import (
     Submit,
 )
 from pensieve.engine.plan import Plan
+from pensieve.engine.scheduling.request import Request
 from support.engine.engine_driver import Clock, Driver, make_engine
 from support.engine.hash_worker import VOCABULARY, HashWorker, oracle_tokens, verify_tokens
 
@@ -324,3 +325,27 @@ def test_cancel_leaves_what_was_computed() -> None:
     (residency,) = rig.engine.handle(GetResidency(1, "a"))
     assert isinstance(residency, ResidentTokens)
     assert residency.device_tokens == 16
+
+
+@pytest.mark.parametrize("candidates", [1, 3])
+def test_whether_a_request_fits_is_a_question(candidates: int) -> None:
+    """Asking changes no field of the request or of its forks, whatever the answer is."""
+    rig = Rig()
+    rig.turn("a", 40, 12)
+    rig.step()
+    rig.driver.start_turn(
+        "big", list(range(40)), 2, Sampling(candidates=candidates)
+    )  # does not fit beside it
+    rig.driver.start_turn("small", list(range(3)), 2, Sampling(candidates=candidates))
+    scheduler = rig.engine._scheduler
+    for request, fits in zip(list(scheduler.queue), (False, True), strict=True):
+        members = [request] if request.group is None else request.group.members
+        before = [_fields(member) for member in members]
+        assert scheduler._running.fits(request) is fits
+        assert [_fields(member) for member in members] == before
+        rig.engine.check()
+
+
+def _fields(request: Request) -> dict[str, object]:
+    values = {one.name: getattr(request, one.name) for one in fields(request)}
+    return values | {"tokens": request.tokens.tolist(), "missing": list(request.missing)}
