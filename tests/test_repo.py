@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,29 @@ def test_a_class_name_stands_for_one_thing() -> None:
     found = structure.twice_defined()
     assert set(found) == set(TWICE), {name: found[name] for name in set(found) - set(TWICE)}
     assert len(TWICE) <= 8 and all(TWICE.values())
+
+
+def _defined(node: ast.stmt) -> list[str]:
+    """Names that a statement of a module defines; an overload and its function are one definition."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return [] if any("overload" in ast.unparse(mark) for mark in node.decorator_list) else [node.name]
+    targets = (
+        node.targets
+        if isinstance(node, ast.Assign)
+        else [node.target]
+        if isinstance(node, ast.AnnAssign)
+        else []
+    )
+    return [name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)]
+
+
+def test_a_module_defines_each_name_once() -> None:
+    """Where modules are merged, the second of two constants of one name would replace the first for both."""
+    twice = []
+    for path in python_files():
+        names = Counter(name for node in tree(path).body for name in _defined(node) if name != "_")
+        twice += [f"{path}: {name}" for name, count in names.items() if count > 1]
+    assert twice == []
 
 
 def test_file_lengths() -> None:

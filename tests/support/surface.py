@@ -18,7 +18,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import click
@@ -79,12 +79,21 @@ def _sdk() -> Iterator[str]:
             ):
                 continue
             if inspect.isfunction(found):
-                yield f"sdk {name}.{member}({', '.join(inspect.signature(found).parameters)})"
+                yield f"sdk {name}.{member}({_parameters(found)})"
             elif member != "__init__":
                 yield f"sdk {name}.{member}"
         for field in getattr(value, "__annotations__", {}):
             if not field.startswith("_"):
                 yield f"sdk {name}.{field}"
+
+
+def _parameters(function: Callable[..., object]) -> str:
+    """Names in order, then the keyword-only ones by name: their order says nothing to a caller."""
+    given = inspect.signature(function).parameters.values()
+    named = sorted(one.name for one in given if one.kind is one.KEYWORD_ONLY)
+    return ", ".join(
+        [one.name for one in given if one.kind is not one.KEYWORD_ONLY] + ["*"] * bool(named) + named
+    )
 
 
 def _literals(root: Path) -> Iterator[str]:
