@@ -72,7 +72,7 @@ def test_the_pictures_are_of_todays_demo() -> None:
     recorded = [words(path) for path in PICTURES if path.name.startswith("demo-")]
     assert len(recorded) == len(acts)
     for told, shown in zip(acts, recorded, strict=True):
-        assert told.replace("{sessions}", "16") in shown
+        assert told.replace("{len(scripts)}", "16") in shown
     assert "Every answer is right and every receipt adds up." in recorded[-1]
     page = (ROOT / "docs/demo.md").read_text(encoding="utf-8")
     assert len(re.findall(r"^## \d\. ", page, re.MULTILINE)) == len(acts)

@@ -246,4 +246,7 @@ class _Relay(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._places.left(self._near)
-        self._other.close()
+        if self._other is self._near:
+            self._other.close()
+        else:
+            self._other.abort()  # ``close`` would wait for as long as the far side does not read

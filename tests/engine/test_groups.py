@@ -80,13 +80,12 @@ def test_a_search_takes_one_step_for_each_token() -> None:
     assert widths[:20] == [4] * 20, widths
 
 
-@pytest.mark.parametrize("overlapped", [False, True], ids=["in_turn", "overlapped"])
-def test_a_search_is_suspended_as_a_whole_and_goes_on_where_it_was(overlapped: bool) -> None:
+def test_a_search_is_suspended_as_a_whole_and_goes_on_where_it_was() -> None:
     """An older generation grows into the pages of a search: all beams leave together, and the answer stays exact."""
     cache = CacheConfig(device_chunks=17, host_chunks=0, chunk_tokens=4, decode_reserve=0.0)
     worker = HashWorker(cache.device_chunks, cache.host_chunks, cache.chunk_tokens)
     clock = Clock()
-    engine = make_engine(cache, SchedulerConfig(context_limit=80), worker, clock, overlapped=overlapped)
+    engine = make_engine(cache, SchedulerConfig(context_limit=80), worker, clock, overlapped=True)
     driver = Driver(engine, clock, random.Random(0), verify_tokens, VOCABULARY, 68)
     driver.verify_beams = verify_beams
     driver.start_turn("old", list(range(8)), 50)

@@ -58,8 +58,16 @@ def run(program: str) -> list[str]:
 _BEGIN = """
 import asyncio, contextlib, os, subprocess, sys, time
 from pathlib import Path
-from pensieve.server.child import CHILDREN, waited_for
+from pensieve.server.child import CHILDREN
 from pensieve.server.operations.housekeeping import reap_orphans
+
+@contextlib.contextmanager
+def waited_for(pid):
+    CHILDREN.add(pid)
+    try:
+        yield
+    finally:
+        CHILDREN.discard(pid)
 
 def orphan(command):
     "Start one whose parent ends at once; its id."
