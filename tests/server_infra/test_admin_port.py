@@ -14,7 +14,7 @@ from grpc_health.v1.health import aio as health_aio
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from pensieve.core import Usage
 from pensieve.engine.messages import Stats
@@ -63,6 +63,14 @@ class HangingPage:
             self.ended.set()
 
 
+class LatePage:
+    """Answers when the caller has long said that it says no more."""
+
+    async def answer(self, path: str, request: Request) -> Response:
+        await asyncio.sleep(0.2)
+        return PlainTextResponse("late\n")
+
+
 class BrokenPage:
     secret = "prompt"
 
@@ -71,7 +79,7 @@ class BrokenPage:
 
 
 class Setup:
-    page: HangingPage | BrokenPage | None = None
+    page: HangingPage | LatePage | BrokenPage | None = None
 
     def __init__(self, folder: Path) -> None:
         self.metrics = Metrics()
@@ -149,6 +157,7 @@ async def test_other_requests_are_refused(setup: Setup) -> None:
 
 
 async def test_heads_without_end_are_cut_off(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admin_port, "HEAD_S", 600.0)
     assert (await setup.http(b"G" * 100_000))[0] == 400
     for head in (b"GET /" + b"a" * 100_000, b"GET / HTTP/1.1\r\n" + b"A: b\r\n" * 10_000):
         assert await setup.http(head) == (0, "")
@@ -161,10 +170,11 @@ async def test_heads_without_end_are_cut_off(setup: Setup, monkeypatch: pytest.M
 async def test_a_caller_that_says_no_more_is_answered_and_one_that_is_dropped_is_not_worked_for(
     setup: Setup,
 ) -> None:
+    setup.page = LatePage()
     reader, writer = await asyncio.open_connection("127.0.0.1", setup.number)
-    writer.write(b"GET /healthz HTTP/1.0\r\n\r\n")
+    writer.write(b"GET / HTTP/1.0\r\n\r\n")
     writer.write_eof()
-    assert (await asyncio.wait_for(reader.read(), 20)).endswith(b"ok\n")
+    assert (await asyncio.wait_for(reader.read(), 20)).endswith(b"late\n")
     writer.close()
     page = setup.page = HangingPage()
     reader, writer = await asyncio.open_connection("127.0.0.1", setup.number)
