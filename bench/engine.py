@@ -178,7 +178,7 @@ def median(values: Sequence[float]) -> float:
 @click.option("--max-batch-tokens", default=8192)
 @click.option("--max-running", default=256)
 @click.option("--swap-mechanism", type=click.Choice(get_args(SwapMechanism)), default="auto")
-@click.option("--tensor-parallel", default=1, metavar="N", help="Over so many GPUs.")
+@click.option("--tensor-parallel", default=1, metavar="N", help="GPUs that share the model.")
 @click.option("--all-reduce", type=click.Choice(get_args(AllReduce)), default="auto")
 @click.option("--out", type=click.Path(path_type=Path), default=Path("bench/results"))
 @click.option("--name", default="engine", help="Name of the report's files.")

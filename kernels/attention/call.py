@@ -48,7 +48,7 @@ class AttentionCall:
         return_lse: bool,
         out: torch.Tensor | None,
     ) -> AttentionCall:
-        """Allocates what is to be returned. Raises ValueError unless the tensors fit each other."""
+        """Allocates the results. Raises ValueError unless the tensors fit each other."""
         check_attention(q, pool, tables, out, scale)
         lse = q.new_empty(q.shape[:2] if return_lse else (1, 1), dtype=torch.float32)
         return cls(q, pool, tables, torch.empty_like(q) if out is None else out, lse, scale, return_lse)

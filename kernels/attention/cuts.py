@@ -7,7 +7,7 @@ server's requests differ as much as those of its conversations do, and then the 
 a few ways to cut are compared by their cost. The tail of each is found by dealing its items out as the device does, the
 longest first, each to the program that is free first; all programs are taken to be equally fast.
 
-**Wide lists.** Blocks that all start at once are cut evenly, into so many pieces that these still all start at once: a
+**Wide lists.** Blocks that all start at once are cut evenly, into as many pieces as can still all start at once: a
 piece that started later would find every multiprocessor half idle. A longer list fills the device by itself. Only its
 end is cut, ever finer, and only blocks that are the only one of their span. The others end at different times by
 themselves, and merging them costs much.
@@ -32,7 +32,7 @@ from pensieve.kernels.spans import Ints
 BUSY = 0.6
 """This share of the resident programs keeps the memory busy."""
 PIECE_STEPS = 5
-"""A piece costs as much as so many key tiles of the tail. With ``BUSY``, fitted to what 12 ways to cut took in 194
+"""Cost of a piece, in key tiles of the tail. With ``BUSY``, fitted to what 12 ways to cut took in 194
 steps on an H200 (heads of 128; 8, 10 and 40 KV heads): 2 to 5 % of a time is not explained, beside wide items 8 %."""
 LIMITS = (1.1, 1.4, 2.0, 3.0)
 """Ways to cut: no piece is longer than this many times a program's share of the list."""
@@ -42,7 +42,7 @@ times a program's share of what remains,"""
 LEAST_AT_END = 4
 """but no shorter than this many key tiles."""
 SLOTS, DEALT = 40, 256
-"""KV heads are dealt together until they have so many programs or so many items: of ten programs a fraction counts."""
+"""KV heads are dealt together to reach SLOTS programs with at most DEALT items: of ten programs a fraction counts."""
 ENOUGH = 0.8
 """Blocks of long spans stay whole when they fill this share of the resident programs."""
 EVEN_PROGRAMS = 2 / 3
@@ -66,8 +66,8 @@ class MostPieces:
 
 
 def guided_pieces(steps: Ints, share: float, least: int, programs: float) -> Ints:
-    """Into how many pieces, at least 1, items of so many key tiles [n] are cut, the longest first: each about ``share``
-    times a program's part of what remains, and no shorter than ``least`` key tiles."""
+    """Pieces, at least 1, that each item is cut into. ``steps`` [n]: key tiles, longest first. A piece is about
+    ``share`` times a program's part of the remaining tiles, and no shorter than ``least`` of them."""
     remaining = int(steps.sum()) - np.cumsum(steps) + steps
     longest = np.maximum(least, remaining * share / programs)
     pieces: Ints = np.rint(steps / longest).astype(np.int64).clip(1)
@@ -88,7 +88,7 @@ def most_guided_pieces(steps: int, share: float, least: int, programs: float) ->
 
 
 def narrow_pieces(steps: Ints, tile: Tile, geometry: Geometry) -> Ints:
-    """Into how many pieces, at least 1, items of so many key tiles [n] are cut; the longest come first."""
+    """Pieces, at least 1, that each item is cut into. ``steps`` [n]: key tiles of the items, longest first."""
     best = np.ones(len(steps), np.int64)
     total = int(steps.sum())
     if not total:
@@ -153,7 +153,7 @@ def most_narrow_pieces(blocks: int, context: int, tile: Tile, geometry: Geometry
 
 
 def wide_pieces(steps: Ints, alone: npt.NDArray[np.bool_], tile: Tile, geometry: Geometry) -> Ints:
-    """Into how many pieces, at least 1, items of so many key tiles [n] are cut, the longest first; ``alone`` [n]: which
+    """Pieces, at least 1, that each item is cut into. ``steps`` [n]: key tiles, longest first; ``alone`` [n]: which
     of them are the only one of their span."""
     total = int(steps.sum())
     if not total:

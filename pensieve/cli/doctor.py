@@ -113,7 +113,7 @@ def _name_of(requirement: str) -> str:
 
 
 def _kernels_name() -> Check:
-    """Whose `kernels` transformers would import: ours must never be a top-level package."""
+    """Checks which package `kernels` transformers would import: ours must never be a top-level package."""
     spec = importlib.util.find_spec("kernels")
     if spec is None:
         return Check("packages", "kernels", "ok", "no top-level package of that name")
@@ -520,7 +520,7 @@ def show(findings: list[Check], console: Console) -> None:
 
 
 def _lines(check: Check, width: int) -> list[str]:
-    """The finding in so many columns. Paths and commands are not cut apart: they are there to be copied."""
+    """The finding, wrapped to the given columns. Paths and commands are not cut apart: they are there to be copied."""
     head = f"{check.state:5} {check.name}: " if width < _NARROW else f"{check.state:5} {check.name:{_NAME}} "
     left = " " * (6 if width < _NARROW else len(f"{'':5} {'':{_NAME}} "))
     fix = f"fix: {check.fix}" if check.fix and check.state != "ok" else ""

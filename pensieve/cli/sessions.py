@@ -22,7 +22,7 @@ from pensieve.errors import InvalidArgument, NotFound, PensieveError
 from pensieve.options.serve import ServeOptions
 
 MOST_NAMED = 5
-"""Of the sessions that a beginning may mean."""
+"""Most sessions that are listed where a beginning fits several."""
 
 
 def find(client: Client, given: str, *, whole: bool = False) -> SessionInfo:
@@ -245,7 +245,7 @@ def _ago(when: datetime | None, now: datetime) -> str:
 
 SHOWN_TURNS = 20
 _PATIENCE = RetryPolicy(max_wait_s=3.0)
-"""Whoever has typed a command wants to know soon that nobody answers."""
+"""Retries end soon: a person at a terminal wants to know that the server does not answer."""
 Function = Callable[..., Any]
 
 

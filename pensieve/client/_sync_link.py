@@ -34,13 +34,13 @@ class Watch:
 
     def __init__(self) -> None:
         self.deadline: float | None = None
-        """Monotonic time; None while nobody reads, so that a slow consumer is not taken for a silent server."""
+        """Monotonic time; None while the caller does not read: a slow consumer is no silent server."""
         self.call: Any = None
         self.expired = False
 
 
 class Errand:
-    """A flow that nobody waits for: what it does next."""
+    """The next step of a flow that runs in the background."""
 
     def __init__(self, flow: Flow[None], begin: Begin) -> None:
         self.flow = flow

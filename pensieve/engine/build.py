@@ -39,8 +39,6 @@ def build_engine(options: EngineOptions) -> Engine:
         host_capacity_tokens=info.host_chunks * info.chunk_tokens,
         chunk_tokens=info.chunk_tokens,
         uses_hints=uses_hints(options),
-        attention_cost=tuple(cost.attention),
-        other_cost=cost.other,
     )
     log.info("%s", report(worker.arch, info))
     return Engine(scheduler, worker, ready, overlapped=options.overlapped and info.device == "cuda")

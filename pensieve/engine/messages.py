@@ -209,9 +209,6 @@ class EngineReady(msgspec.Struct, frozen=True, tag="ready"):
     chunk_tokens: int
     uses_hints: bool = False
     """Whether its cache does anything with ``Hints``."""
-    attention_cost: tuple[tuple[int, float], ...] = ()
-    """What it costs to recompute a chunk, as ``CostModel`` has it; (): not told."""
-    other_cost: float = 0.0
     model_context_limit: int = 0
     """What ``context_limit`` would be if the device tier were large enough; 0: not told."""
 

@@ -13,8 +13,8 @@ A connection (``_Connection``, then ``_Relay``; uvicorn calls the former, nothin
     new, head: closed after ``HEAD_S``, and when the head is longer than ``MAX_HEAD``
     any:       closed when it is the most silent of its kind and a newer one needs its place
 
-No caller is refused for want of room: whoever reaches the port may open any number of connections, and a supervisor
-still has to get an answer. Each answer ends its connection, so a head is read once, within one time limit.
+No caller is refused for want of room: a stranger may open any number of connections, and a supervisor must still get
+an answer. Each answer ends its connection, so a head is read once, within one time limit.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class AdminPort:
             response.headers["Connection"] = "close"
             await response(scope, receive, send)
         except asyncio.CancelledError:
-            """uvicorn would log it as an error."""
+            pass  # The caller has gone. uvicorn would log the cancellation as an error.
         except Exception as error:
             await PlainTextResponse(f"{bug(error, 'the admin port').message}\n", 500)(scope, receive, send)
 

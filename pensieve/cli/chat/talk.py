@@ -13,7 +13,7 @@ from pensieve.errors import NotFound, PensieveError
 
 
 def set_candidates(argument: str, sampling: SamplingOptions, screen: Screen) -> None:
-    """``/candidates [N]``: so many answers from the next turn on; without a number it says how many it is."""
+    """``/candidates [N]``: from the next turn on the model gives N answers; without N, the present number is shown."""
     if argument and not (argument.isdecimal() and int(argument) > 0):
         screen.note("/candidates takes the number of answers to draw")
         return
