@@ -25,7 +25,7 @@ from evaluation.experiments import Experiment
 from evaluation.jobs import JobResult, last_lines, without_folders
 
 from pensieve.replay.measure.report import SCHEMA, environment, version_of
-from pensieve.replay.presentation.columns import SOURCE_NAMES, Column, number, ratio_texts
+from pensieve.replay.presentation.columns import SOURCE_NAMES, Column, format_number, ratio_texts
 from pensieve.replay.presentation.compare import RULE, comparisons
 from pensieve.replay.presentation.curves import entries, panels
 from pensieve.replay.presentation.plots import write_plots
@@ -182,7 +182,7 @@ def _page(report: Mapping[str, Any], picture: str) -> Iterator[str]:
         for entry in found:
             cells = (
                 entry.system,
-                number(entry.rate, "g"),
+                format_number(entry.rate, "g"),
                 *(column.text(entry.summary) for column in _COLUMNS),
             )
             yield "| " + " | ".join(cells) + " |"
@@ -205,8 +205,8 @@ def _sources(report: Mapping[str, Any]) -> Iterator[str]:
             if "api" in entry.summary["details"]:
                 shares[1] = "in device"
             swap = entry.summary.get("swap") or {}
-            bytes_ = (number(swap.get(f"{way}_bytes"), ",.1f", 2**-30) for way in ("in", "out"))
-            rows.append(" | ".join((entry.system, number(entry.rate, "g"), *shares, *bytes_)))
+            bytes_ = (format_number(swap.get(f"{way}_bytes"), ",.1f", 2**-30) for way in ("in", "out"))
+            rows.append(" | ".join((entry.system, format_number(entry.rate, "g"), *shares, *bytes_)))
     if rows:
         names = " | ".join(SOURCE_NAMES.values())
         yield f"\nContext tokens by source\n\n| system | offered | {names} | GiB in | GiB out |"
@@ -256,7 +256,7 @@ def _problems(report: Mapping[str, Any]) -> Iterator[str]:
     loads = {job["target"]: _load(job["options"]) for job in report["jobs"] if job["options"]}
     unsteady: dict[str, list[str]] = {}
     for summary in report["targets"]:
-        label, rate = summary["target"], number(summary["rate"], "g")
+        label, rate = summary["target"], format_number(summary["rate"], "g")
         run = report["runs"][summary["run"]]
         other, seen = work.setdefault((loads[label], rate), (label, run))
         if seen != run:

@@ -56,7 +56,7 @@ def filled_cache(
         tenant = f"tenant {number % tenants}" if tenants else "tenant"
         serve(cache, key, context, tenant if sharing else "", float(rng.random() * 1000), hints, tenant)
     for number in range(1, tenants):
-        cache.shares.allot(f"tenant {number}", (1 - number % 2 / 2) / tenants)
+        cache.shares.set_share(f"tenant {number}", (1 - number % 2 / 2) / tenants)
     cache.index.round(Reclaim.SAVED_PAGE, 1000.0, 1)  # bring the rows up to date once
     return cache
 
@@ -72,7 +72,7 @@ def serve(
 ) -> float:
     """One turn without an answer; seconds that its admission took."""
     started = time.process_time()
-    path = cache.path(key, scope, context)
+    path = cache.prefix_path(key, scope, context)
     assert cache.can_admit(key, context, len(context), reserve=False, path=path, tenant=tenant)
     restore = cache.admit(key, context, len(context), now, path, tenant=tenant)
     taken = time.process_time() - started

@@ -22,7 +22,7 @@ from stand_ins.front_end_engine import STEP_VARIABLE
 from pensieve.replay.load.schedule import Due, Script
 from pensieve.replay.load.workload import Conversation, TurnLengths
 from pensieve.replay.measure.report import summarise
-from pensieve.replay.play import crew
+from pensieve.replay.play import player_pool
 from pensieve.replay.records import Outcome, RunOptions
 from pensieve.replay.targets.grpc_target import PensieveTarget
 
@@ -50,7 +50,7 @@ async def play(address: str, scripts: Sequence[Script], processes: int) -> Outco
     try:
         info = await target.open()
         options = RunOptions(processes=processes)
-        return await crew.replay(target, info, scripts, options)
+        return await player_pool.replay(target, info, scripts, options)
     finally:
         await target.close()
 

@@ -41,8 +41,8 @@ from pensieve.replay.load.schedule import Arrivals, Script, scripts
 from pensieve.replay.load.shaping import Shaping, shape
 from pensieve.replay.load.workload import load
 from pensieve.replay.measure.report import environment
-from pensieve.replay.play import crew
-from pensieve.replay.play.crew import ClientFailed
+from pensieve.replay.play import player_pool
+from pensieve.replay.play.player_pool import ClientFailed
 from pensieve.replay.records import RunOptions
 from pensieve.replay.targets.base import TurnFailed
 from pensieve.replay.targets.grpc_target import PensieveTarget
@@ -132,7 +132,7 @@ async def play(address: str, found: Sequence[Script], options: RunOptions) -> No
     """Play conversations; what came of them is in the server's recording."""
     target = PensieveTarget(address)
     try:
-        await crew.replay(target, await target.open(), found, options)
+        await player_pool.replay(target, await target.open(), found, options)
     finally:
         await target.close()
 

@@ -139,7 +139,7 @@ def attend(
     softmax denominator, float32 [T, Hq]. Can be captured in a graph: see ``AttentionPlan``.
     Raises ValueError when the tensors fit neither each other nor the plan.
     """
-    call = AttentionCall.of(q, pool, tables, scale, return_lse, out)
+    call = AttentionCall.from_tensors(q, pool, tables, scale, return_lse, out)
     plan.check(q, pool)
     _launch(plan, call)
     return (call.out, call.lse) if return_lse else call.out
@@ -157,7 +157,7 @@ def ragged_paged_attention(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """``attend`` with a plan for this call alone: for one layer, or where planning again does not matter."""
     check_attention(q, kv_pool_of_layer, page_tables, out, scale)
-    plan = AttentionPlan.of(spans, len(q), geometry_of(q, kv_pool_of_layer), q.device)
+    plan = AttentionPlan.from_spans(spans, len(q), geometry_of(q, kv_pool_of_layer), q.device)
     return attend(q, kv_pool_of_layer, plan, page_tables, scale=scale, return_lse=return_lse, out=out)
 
 

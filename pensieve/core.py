@@ -82,13 +82,13 @@ class SamplingField:
     """The least value of a number; None: whatever its type holds."""
     high: float | None = None
     """The largest value."""
-    above: bool = False
+    low_exclusive: bool = False
     """``low`` itself is refused."""
     unless_zero: float = 0.0
     """The least value beside 0."""
     limit: str = ""
     """The server's limit that takes the place of ``high``."""
-    near: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
     """What other programs call it."""
     http: str = ""
     """Its name in all HTTP bodies that ask for an answer; empty: each endpoint has a way of its own."""
@@ -109,7 +109,7 @@ class SamplingOptions(TypedDict, total=False):
         float, SamplingField(0.0, 10.0, unless_zero=0.01, http="temperature", beams="replace")
     ]
     """0 is greedy; else at least 0.01: lower is surer, higher is wilder."""
-    top_p: Annotated[float, SamplingField(0.0, 1.0, above=True, http="top_p")]
+    top_p: Annotated[float, SamplingField(0.0, 1.0, low_exclusive=True, http="top_p")]
     """Draw from the most likely tokens that together have this probability; 1 is off."""
     top_k: Annotated[int, SamplingField(0, _MOST, http="top_k")]
     """Draw from this many of the most likely tokens; 0 is off."""
@@ -121,7 +121,7 @@ class SamplingOptions(TypedDict, total=False):
             1,
             MAX_CANDIDATES,
             limit="max_candidates",
-            near=("best_of", "n", "num_return_sequences"),
+            aliases=("best_of", "n", "num_return_sequences"),
             beams="replace",
         ),
     ]
@@ -131,7 +131,12 @@ class SamplingOptions(TypedDict, total=False):
     repetition_penalty: Annotated[
         float,
         SamplingField(
-            0.0, 10.0, above=True, near=("repeat_penalty",), http="repetition_penalty", beams="replace"
+            0.0,
+            10.0,
+            low_exclusive=True,
+            aliases=("repeat_penalty",),
+            http="repetition_penalty",
+            beams="replace",
         ),
     ]
     """Divides the scores of tokens that are in the context already; 1 is off."""
@@ -142,7 +147,7 @@ class SamplingOptions(TypedDict, total=False):
     seed: Annotated[int, SamplingField(http="seed")]
     """Number that the random draws follow from; left out: one is made, and ``Turn.seed`` says which."""
     stop: Annotated[
-        str | Sequence[str], SamplingField(near=("stop_sequences", "stop_strings"), beams="refuse")
+        str | Sequence[str], SamplingField(aliases=("stop_sequences", "stop_strings"), beams="refuse")
     ]
     """End the answer before this text, or any of these."""
     stop_token_ids: Annotated[Sequence[int], SamplingField(http="stop_token_ids")]
@@ -156,7 +161,7 @@ class SamplingOptions(TypedDict, total=False):
         SamplingField(
             1,
             _MOST,
-            near=(
+            aliases=(
                 "max_completion_tokens",
                 "max_length",
                 "max_new_tokens",
@@ -169,10 +174,12 @@ class SamplingOptions(TypedDict, total=False):
     """End the answer after this many tokens, as LENGTH; left out: when the model ends it or the context is full."""
     min_output_tokens: Annotated[
         int,
-        SamplingField(0, _MOST, near=("min_new_tokens", "min_tokens"), http="min_tokens", beams="refuse"),
+        SamplingField(0, _MOST, aliases=("min_new_tokens", "min_tokens"), http="min_tokens", beams="refuse"),
     ]
     """No end of the model's own, and no stop token, before this many tokens."""
-    beam_width: Annotated[int, SamplingField(1, MAX_CANDIDATES, limit="max_beam_width", near=("num_beams",))]
+    beam_width: Annotated[
+        int, SamplingField(1, MAX_CANDIDATES, limit="max_beam_width", aliases=("num_beams",))
+    ]
     """Above 1: beam search. The answer comes whole, at the end."""
     length_penalty: Annotated[float, SamplingField(-10.0, 10.0)]
     """Beam search: above 0 favours longer answers, below 0 shorter ones."""
@@ -277,7 +284,7 @@ class Hints(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """No further turn is expected."""
 
 
-class Standing(msgspec.Struct, frozen=True, omit_defaults=True):
+class TenantQos(msgspec.Struct, frozen=True, omit_defaults=True):
     """Whose a request is in the engine's queue and cache, and how it stands there."""
 
     tenant: str = ""
@@ -290,7 +297,7 @@ class Standing(msgspec.Struct, frozen=True, omit_defaults=True):
     """The part of each tier of the cache, 0 to 1, below which the tenant's chunks do not give way to others'."""
 
 
-ALONE: Final = Standing()
+DEFAULT_QOS: Final = TenantQos()
 """How a request stands where there are no tenants."""
 
 HEAD_START_S: Final = 10.0

@@ -10,11 +10,11 @@ from typing import Any, Final
 import msgspec
 
 SCHEMA: Final = "pensieve.state/1"
-MOST_LISTED: Final = 5000
+MAX_LISTED: Final = 5000
 """Sessions in one document, at most."""
 
 
-class FrontDoorState(msgspec.Struct, frozen=True):
+class HttpDoorState(msgspec.Struct, frozen=True):
     """How the HTTP door's process is."""
 
     state: str = ""
@@ -40,7 +40,7 @@ class ServerState(msgspec.Struct, frozen=True):
     """0 until the engine is up, as all that it says."""
     context_limit: int = 0
     shows_text: bool = False
-    door: FrontDoorState | None = None
+    door: HttpDoorState | None = None
     """None: the server has no HTTP door, or does not tell."""
 
 
@@ -91,7 +91,7 @@ class ContextSources(msgspec.Struct, frozen=True):
     new: int = 0
 
 
-class Lately(msgspec.Struct, frozen=True):
+class RecentSummary(msgspec.Struct, frozen=True):
     """The turns that ended in the last ``over_s`` seconds."""
 
     over_s: float = 60.0
@@ -152,5 +152,5 @@ class StateDocument(msgspec.Struct, frozen=True):
     engine_restarts: int = 0
     rates: RateState | None = None
     """None: there was no look before, or only just now."""
-    lately: Lately = Lately()
+    lately: RecentSummary = RecentSummary()
     sessions: SessionList = SessionList()

@@ -32,7 +32,7 @@ class GgufError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class TensorPlace:
+class TensorInfo:
     """One tensor as the file has it."""
 
     file: Path
@@ -55,7 +55,7 @@ class GgufFile:
     """The file, the first one of a split model."""
     metadata: dict[str, Any]
     """Values by key: numbers, booleans, strings, and lists of these."""
-    tensors: dict[str, TensorPlace]
+    tensors: dict[str, TensorInfo]
     headers: tuple[tuple[Path, int], ...]
     """Each file with the length of its header in bytes."""
 
@@ -127,7 +127,7 @@ def read_gguf(path: Path) -> GgufFile:
     if first.metadata.get("split.count", 1) in (0, 1):
         return GgufFile(path, first.metadata, first.tensors, ((path, first.length),))
     headers = [_Header(part) for part in _parts(path, first)]
-    tensors: dict[str, TensorPlace] = {}
+    tensors: dict[str, TensorInfo] = {}
     for number, header in enumerate(headers):
         if header.metadata.get("split.no") != number or tensors.keys() & header.tensors.keys():
             raise GgufError(f"{header.path}: is not part {number + 1} of {len(headers)} of {headers[0].path}")
@@ -165,7 +165,7 @@ class _Header:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.metadata: dict[str, Any] = {}
-        self.tensors: dict[str, TensorPlace] = {}
+        self.tensors: dict[str, TensorInfo] = {}
         self.length = 0
         """Bytes in front of the tensors' data."""
         try:
@@ -217,7 +217,7 @@ class _Header:
         shape = tuple(self._take("Q") for _ in range(dimensions))
         return name, shape[::-1], self._take("I"), self._take("Q")
 
-    def _place(self, name: str, shape: tuple[int, ...], kind: int, start: int) -> TensorPlace:
+    def _place(self, name: str, shape: tuple[int, ...], kind: int, start: int) -> TensorInfo:
         type_name, block, block_bytes = _tensor_type(kind)
         if not block:
             raise GgufError(f"{self.path}: tensor {name} has type {type_name}, which cannot be read")
@@ -231,7 +231,7 @@ class _Header:
             raise GgufError(
                 f"{self.path}: is cut short: tensor {name} ends at byte {start + nbytes}, the file has {self._size}"
             )
-        return TensorPlace(self.path, start, nbytes, shape, row_bytes, type_name)
+        return TensorInfo(self.path, start, nbytes, shape, row_bytes, type_name)
 
     def _value(self, kind: int, key: str) -> Any:
         if kind in _SCALARS:

@@ -1,10 +1,10 @@
 """A child process that does not outlive its parent.
 
 Two ways. ``die_with_parent``: the kernel kills the child when the *thread* that started it ends, whatever state the
-child is in. ``end_with``: the child reads a pipe whose other end only its parent holds, so that any thread may start
+child is in. ``terminate_on_eof``: the child reads a pipe whose other end only its parent holds, so that any thread may start
 it, and ends as it does at SIGTERM.
 
-Beside them: what can be told of a process from outside (``ended_how``, ``is_stopped``).
+Beside them: what can be told of a process from outside (``describe_exit``, ``is_stopped``).
 
 Run as a script, this file becomes another program, which gets SIGTERM when its parent ends::
 
@@ -54,7 +54,7 @@ def leave_signals_to_parent() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def ended_how(status: int) -> str:
+def describe_exit(status: int) -> str:
     """An exit status as people read it; negative ones are signals."""
     if status == -signal.SIGKILL:
         return "signal 9 (killed by somebody, or by the kernel for want of memory)"
@@ -78,7 +78,7 @@ def is_stopped(pid: int) -> bool:
     return process_fields(pid)[:1] in (["T"], ["t"])
 
 
-def end_with(fd: int, patience_s: float = END_PATIENCE_S) -> None:
+def terminate_on_eof(fd: int, patience_s: float = END_PATIENCE_S) -> None:
     """End this process when ``fd`` does: SIGTERM, and SIGKILL after ``patience_s``. What comes from ``fd`` is ignored.
 
     A thread waits for that, so that a main thread that is stuck does not keep the process.

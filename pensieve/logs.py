@@ -46,7 +46,7 @@ def bind(**fields: object) -> None:
     _bound.set({**_bound.get(), **{name: value for name, value in fields.items() if value}})
 
 
-def bound() -> Mapping[str, object]:
+def bound_fields() -> Mapping[str, object]:
     """What ``bind`` has added here, for lines about the same thing that another task logs."""
     return _bound.get()
 
@@ -90,7 +90,7 @@ def _timestamp(record: logging.LogRecord) -> str:
     return f"{seconds}.{int(record.msecs):03d}Z"
 
 
-class PatientWriter(QueueListener):
+class ThreadedWriter(QueueListener):
     """Writes to a file descriptor in a thread of its own, which may be held up for as long as it takes.
 
     What was to be written is written when ``write`` returns, as long as the descriptor takes anything. The thread does
@@ -129,15 +129,15 @@ class PatientWriter(QueueListener):
 
 
 @cache
-def stderr_writer() -> PatientWriter:
+def stderr_writer() -> ThreadedWriter:
     """The one way to stderr of a process that serves."""
-    return PatientWriter(STDERR)
+    return ThreadedWriter(STDERR)
 
 
-class PatientHandler(QueueHandler):
-    """Log lines to a ``PatientWriter``. They are formatted by the thread that logs: fields are bound to its context."""
+class ThreadedHandler(QueueHandler):
+    """Log lines to a ``ThreadedWriter``. They are formatted by the thread that logs: fields are bound to its context."""
 
-    def __init__(self, writer: PatientWriter) -> None:
+    def __init__(self, writer: ThreadedWriter) -> None:
         super().__init__(writer.queue)
         self._writer = writer
         self._told = 0
@@ -164,7 +164,7 @@ class PatientHandler(QueueHandler):
 
 def configure_logging(*, level: str = "INFO", json_lines: bool = False) -> None:
     """Install the one handler of this process. Raises ValueError on an unknown level."""
-    handler = PatientHandler(stderr_writer())
+    handler = ThreadedHandler(stderr_writer())
     handler.setFormatter(JsonFormatter() if json_lines else TextFormatter())
     root = logging.getLogger()
     root.handlers[:] = [handler]
@@ -176,7 +176,7 @@ def writes_json() -> bool:
     return any(isinstance(handler.formatter, JsonFormatter) for handler in logging.getLogger().handlers)
 
 
-class QuietAccepts:
+class AcceptErrorFilter:
     """An event loop's exception handler. When no file is left for a connection, asyncio reports that for each place in
     the backlog, with a traceback, and again every second; here it is a line a minute. The rest is as by default."""
 

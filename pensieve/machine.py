@@ -23,7 +23,7 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True)
-class Manager:
+class ServiceManager:
     """A service manager that wants to hear of this process: sd_notify(3)."""
 
     address: str
@@ -71,14 +71,14 @@ def _home() -> Path:
     return home if home != Path("~") else Path("/")
 
 
-def manager() -> Manager | None:
+def service_manager() -> ServiceManager | None:
     """Who has started this process, by NOTIFY_SOCKET and WATCHDOG_USEC; None when nobody wants to hear of it."""
     address = os.environ.get("NOTIFY_SOCKET", "")
     if not address.startswith(("/", "@")):
         return None
     period, meant = os.environ.get("WATCHDOG_USEC", ""), os.environ.get("WATCHDOG_PID", "")
     watched = period.isdecimal() and int(period) > 0 and meant in ("", str(os.getpid()))
-    return Manager(
+    return ServiceManager(
         f"\0{address[1:]}" if address[0] == "@" else address, int(period) / 1e6 if watched else None
     )
 

@@ -21,7 +21,7 @@ START_S: Final = 600.0
 """For a large model on a slow disk."""
 
 
-def why_not(error: SpawnError) -> str:
+def explain_failure(error: SpawnError) -> str:
     """What to tell of it, in one line. Whatever else the server said goes into a file that the line names."""
     if not error.more:
         return error.line
@@ -119,7 +119,7 @@ class OwnServer:
                 log.debug("the server did not start again: %s", error)
                 if failures < TRIES:
                     continue
-                self.failure = why_not(error)
+                self.failure = explain_failure(error)
             self._ready.set()
             if self.failure:
                 return

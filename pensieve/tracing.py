@@ -16,11 +16,13 @@ from typing import Any, Final
 HEADER: Final = "traceparent"
 _FORM: Final = re.compile(r"[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
 
-incoming: Final[contextvars.ContextVar[str]] = contextvars.ContextVar("pensieve_traceparent", default="")
+incoming_traceparent: Final[contextvars.ContextVar[str]] = contextvars.ContextVar(
+    "pensieve_traceparent", default=""
+)
 """The header of the call that is being handled; "" without one."""
 
 
-def found_in(metadata: Iterable[tuple[str, str | bytes]]) -> str:
+def traceparent_in(metadata: Iterable[tuple[str, str | bytes]]) -> str:
     """The header among a call's metadata; "" for none, and for what is not one."""
     for name, value in metadata:
         if name == HEADER and isinstance(value, str) and _FORM.fullmatch(value):
@@ -34,10 +36,10 @@ def trace_id(header: str) -> str:
     return match[1] if match is not None else ""
 
 
-def outgoing() -> str:
+def outgoing_traceparent() -> str:
     """The header for a call made now: of the program's current span, else of the call that is being handled."""
     api = sys.modules.get("opentelemetry.trace")
-    return (_header(api.get_current_span()) if api is not None else "") or incoming.get()
+    return (_header(api.get_current_span()) if api is not None else "") or incoming_traceparent.get()
 
 
 class ClientSpan:
@@ -54,7 +56,7 @@ class ClientSpan:
             self._span = api.get_tracer("pensieve.client").start_span(
                 "pensieve.turn", kind=api.SpanKind.CLIENT, attributes=dict(attributes)
             )
-        self.header = (_header(self._span) if self._span is not None else "") or outgoing()
+        self.header = (_header(self._span) if self._span is not None else "") or outgoing_traceparent()
 
     def end(self, attributes: Mapping[str, str | int | bool]) -> None:
         """Later calls have no effect."""

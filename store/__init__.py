@@ -73,7 +73,7 @@ def open_store(
     url: str,
     *,
     on_error: Callable[[], None] = lambda: None,
-    on_went_back: Callable[[], None] = lambda: None,
+    on_regression: Callable[[], None] = lambda: None,
 ) -> HistoryStore:
     """The store that ``memory:``, ``sqlite:///PATH`` or ``redis://HOST:PORT/DB`` names; not yet opened.
 
@@ -94,5 +94,5 @@ def open_store(
     if scheme in ("redis", "rediss"):
         from pensieve.store.redis_store import RedisStore
 
-        return RedisStore.from_url(url, on_error=on_error, on_went_back=on_went_back)
+        return RedisStore.from_url(url, on_error=on_error, on_regression=on_regression)
     raise ValueError(f"unknown store {url!r}: use memory:, sqlite:///PATH or redis://HOST:PORT/DB")

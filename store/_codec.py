@@ -58,13 +58,13 @@ def chain_hash(previous: str, data: bytes) -> str:
     return hashlib.blake2b(bytes.fromhex(previous) + data, digest_size=HASH_BYTES).hexdigest()
 
 
-def store_record(record: Record, previous: str) -> StoredRecord:
+def make_stored_record(record: Record, previous: str) -> StoredRecord:
     """Encode ``record`` as the one after chain hash ``previous``."""
     data = encode_record(record)
     return StoredRecord(record.revision, data, zlib.crc32(data), chain_hash(previous, data))
 
 
-def store_rest(rest: Record) -> StoredRecord:
+def make_erased_record(rest: Record) -> StoredRecord:
     """Encode what is left of a record after an erasure; it takes the place of the whole one."""
     assert rest.erased is not None, "only what was erased keeps the chain hash that it had"
     data = encode_record(rest)
@@ -73,7 +73,7 @@ def store_rest(rest: Record) -> StoredRecord:
 
 def head_hash_after(record: Record, previous: str) -> str:
     """What a row's ``head_hash`` is after ``record``, appended behind the chain hash ``previous``."""
-    return store_record(record, previous).head_hash
+    return make_stored_record(record, previous).head_hash
 
 
 def decode_record(data: bytes) -> Record:
@@ -219,7 +219,7 @@ def _decoded(key: Key, entry: StoredRecord) -> Record:
     return record
 
 
-async def read_whole(
+async def read_all_slices(
     fetch: Callable[[int, str], Awaitable[LogSlice]], after_revision: int, head_hash: str
 ) -> list[LoggedRecord]:
     """Every record after ``after_revision``, read slice by slice: between two slices others have their turn.

@@ -13,14 +13,14 @@ import msgspec
 
 from pensieve.errors import DataLoss, FailedPrecondition
 from pensieve.store._codec import StoredRecord, decode_record, verify_next
-from pensieve.store._raw import Finding, Problem, RawSession, Remedy, at_rest, finding
-from pensieve.store._rules import Known, Meta, ttl_ms
+from pensieve.store._raw import Finding, Problem, RawSession, Remedy, make_finding, without_lease_holder
+from pensieve.store._rules import CommittedRequest, Meta, ttl_ms
 from pensieve.store.contract import Key, LoggedRecord
 from pensieve.store.records import History, SessionRow, State
 
 
 @dataclass(frozen=True, slots=True)
-class Examined:
+class Examination:
     """A session and what is known of it after every check."""
 
     session: RawSession
@@ -52,17 +52,17 @@ class Examined:
         return {one.record.request_id: one.record.revision for one in self.sound[1:] if one.record.request_id}
 
 
-def examine(session: RawSession) -> Examined:
+def examine(session: RawSession) -> Examination:
     """Checksums, chain, head, item numbers and request ids. Raises FailedPrecondition on a newer program's records."""
     meta = session.meta
     if meta is not None and meta.row.state is State.DELETED:
         found = list(session.findings)
         if session.log or session.requests:
             detail = f"{len(session.log)} records are left of a deleted session"
-            found.append(finding(session.key, Problem.LOG, detail, Remedy.REBUILD))
-        return Examined(session, tuple(found), (), History())
+            found.append(make_finding(session.key, Problem.LOG, detail, Remedy.REBUILD))
+        return Examination(session, tuple(found), (), History())
     sound, history, problem = _sound_part(session)
-    so_far = Examined(session, session.findings, sound, history)
+    so_far = Examination(session, session.findings, sound, history)
     so_far = replace(so_far, findings=(*session.findings, *_of_log(so_far, problem)))
     found = [*so_far.findings, *_of_requests(so_far)]
     if meta is not None and not so_far.is_broken and not so_far.is_ahead:
@@ -84,7 +84,7 @@ def _sound_part(session: RawSession) -> tuple[tuple[LoggedRecord, ...], History,
     return tuple(sound), history, None
 
 
-def _of_log(examined: Examined, problem: str | None) -> Iterator[Finding]:
+def _of_log(examined: Examination, problem: str | None) -> Iterator[Finding]:
     session, history = examined.session, examined.history
     row = session.meta.row if session.meta is not None else None
     if problem is None and not session.log:
@@ -92,7 +92,7 @@ def _of_log(examined: Examined, problem: str | None) -> Iterator[Finding]:
     if problem is None and row is not None:
         if examined.is_ahead:
             detail = f"its log goes on to record {history.revision}, its row says {row.revision}"
-            yield finding(session.key, Problem.LOG, detail, Remedy.REBUILD)
+            yield make_finding(session.key, Problem.LOG, detail, Remedy.REBUILD)
         elif history.revision < row.revision:
             problem = f"record {history.revision + 1} is missing, its row says {row.revision}"
         elif (history.revision, history.head_hash) != (row.revision, row.head_hash):
@@ -106,10 +106,10 @@ def _of_log(examined: Examined, problem: str | None) -> Iterator[Finding]:
         if revision != history.revision and head_hash != history.head_hash:
             problem = f"record {history.revision} is not the newest that its row names, {revision}"
     if problem is not None:
-        yield finding(session.key, Problem.LOG, problem, Remedy.MARK)
+        yield make_finding(session.key, Problem.LOG, problem, Remedy.MARK)
 
 
-def _of_requests(examined: Examined) -> Iterator[Finding]:
+def _of_requests(examined: Examination) -> Iterator[Finding]:
     """Where no record is lost, an id that no record names was never committed."""
     session = examined.session
     named = examined.request_ids()
@@ -121,12 +121,12 @@ def _of_requests(examined: Examined) -> Iterator[Finding]:
             detail = f"request id {request_id!r} leads to record {known.revision}, not {revision}"
         else:
             continue
-        yield finding(session.key, Problem.REQUESTS, detail, Remedy.REBUILD)
+        yield make_finding(session.key, Problem.REQUESTS, detail, Remedy.REBUILD)
     for request_id in () if examined.is_broken else session.requests:
         if request_id not in named:
             leads = session.requests[request_id].revision
             detail = f"request id {request_id!r} leads to record {leads}, which has another"
-            yield finding(session.key, Problem.REQUESTS, detail, Remedy.REBUILD)
+            yield make_finding(session.key, Problem.REQUESTS, detail, Remedy.REBUILD)
 
 
 def _of_row(session: RawSession, meta: Meta, history: History) -> Iterator[Finding]:
@@ -137,10 +137,10 @@ def _of_row(session: RawSession, meta: Meta, history: History) -> Iterator[Findi
     ):
         if found != right:
             detail = f"its row says {name} {found}, its records {right}"
-            yield finding(session.key, Problem.COUNTS, detail, Remedy.REBUILD)
+            yield make_finding(session.key, Problem.COUNTS, detail, Remedy.REBUILD)
     if row.state is State.DAMAGED:
         detail = "it is marked as damaged, and every record is sound"
-        yield finding(session.key, Problem.MARKED, detail, Remedy.REBUILD)
+        yield make_finding(session.key, Problem.MARKED, detail, Remedy.REBUILD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,7 @@ class Fix:
     """Unproven records at its end that it no longer has."""
 
 
-def fixed(examined: Examined, *, truncate: bool, now: int) -> Fix | None:
+def plan_fix(examined: Examination, *, truncate: bool, now: int) -> Fix | None:
     """None when nothing can be done, or is to be done.
 
     A log that is not whole makes the session DAMAGED; with ``truncate`` it ends behind its last sound record instead,
@@ -170,7 +170,7 @@ def fixed(examined: Examined, *, truncate: bool, now: int) -> Fix | None:
     if examined.is_broken and not (truncate and examined.sound):
         return _marked(examined, now)
     requests = {
-        request_id: Known(_fingerprint(session, request_id, revision), revision)
+        request_id: CommittedRequest(_fingerprint(session, request_id, revision), revision)
         for request_id, revision in examined.request_ids().items()
     }
     log = session.log[: len(examined.sound)]
@@ -179,13 +179,13 @@ def fixed(examined: Examined, *, truncate: bool, now: int) -> Fix | None:
     return Fix(fix, tuple(_words(examined, cut)), cut)
 
 
-def _marked(examined: Examined, now: int) -> Fix | None:
+def _marked(examined: Examination, now: int) -> Fix | None:
     session, before = examined.session, examined.session.meta
     if before is not None and before.row.state is State.DAMAGED:
         return None
     if before is None and not examined.sound:
         return None
-    meta = _rebuilt(examined, now) if before is None else at_rest(before)
+    meta = _rebuilt(examined, now) if before is None else without_lease_holder(before)
     row = msgspec.structs.replace(meta.row, state=State.DAMAGED)
     marked = RawSession(
         session.key, Meta(row, meta.create_fingerprint, meta.lease), session.log, session.requests
@@ -193,7 +193,7 @@ def _marked(examined: Examined, now: int) -> Fix | None:
     return Fix(marked, ("marked as damaged: it can be read up to there and exported, not continued",))
 
 
-def _rebuilt(examined: Examined, now: int) -> Meta:
+def _rebuilt(examined: Examination, now: int) -> Meta:
     """The row that the sound records lead to; of a lost one, who it was forked from is gone."""
     key, history, before = examined.session.key, examined.history, examined.session.meta
     if before is None:
@@ -224,7 +224,7 @@ def _rebuilt(examined: Examined, now: int) -> Meta:
         labels=dict(history.labels) if labelled else before.row.labels,
         running=None,
     )
-    return at_rest(Meta(after, before.create_fingerprint, before.lease))
+    return without_lease_holder(Meta(after, before.create_fingerprint, before.lease))
 
 
 def _fingerprint(session: RawSession, request_id: str, revision: int) -> str:
@@ -233,7 +233,7 @@ def _fingerprint(session: RawSession, request_id: str, revision: int) -> str:
     return known.fingerprint if known is not None and known.revision == revision else ""
 
 
-def _words(examined: Examined, cut: int) -> list[str]:
+def _words(examined: Examination, cut: int) -> list[str]:
     problems = {one.problem for one in examined.findings}
     names = {
         Problem.ROW: "row rebuilt from the records",
@@ -253,7 +253,7 @@ def _words(examined: Examined, cut: int) -> list[str]:
     return words
 
 
-def salvaged(key: Key, stored: Sequence[StoredRecord], *, update_ms: int) -> Meta:
+def salvage_meta(key: Key, stored: Sequence[StoredRecord], *, update_ms: int) -> Meta:
     """Metadata of a DAMAGED session, from its whole log (oldest first) as far as that can be read.
 
     It never expires: nobody knows when it would.

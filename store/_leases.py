@@ -28,13 +28,13 @@ from pensieve.errors import PensieveError
 from pensieve.store import _refusals
 from pensieve.store._clock import Moment
 from pensieve.store._rules import (
-    Known,
+    CommittedRequest,
     Lease,
     Meta,
     check_revision,
     check_same_request,
     kept_until,
-    present,
+    require_present,
     view,
 )
 from pensieve.store.contract import (
@@ -51,7 +51,7 @@ from pensieve.store.contract import (
 from pensieve.store.records import State
 
 
-class Begun(NamedTuple):
+class BeginDecision(NamedTuple):
     """Outcome of ``begin`` and the metadata to store, None when nothing changes."""
 
     outcome: BeginOutcome
@@ -59,31 +59,36 @@ class Begun(NamedTuple):
 
 
 def begin(
-    meta: Meta | None, known: Known | None, request: BeginRequest, now: Moment, *, hash_there: str = ""
-) -> Begun:
+    meta: Meta | None,
+    known: CommittedRequest | None,
+    request: BeginRequest,
+    now: Moment,
+    *,
+    hash_there: str = "",
+) -> BeginDecision:
     """Take the lease, or say why not. Order of checks: exists → state → request id known → went back → busy → revision.
 
     ``hash_there``: the log's chain hash at the request's ``known_revision``, "" if it was not looked up.
     """
-    meta = present(meta, now)
+    meta = require_present(meta, now)
     if meta.row.state is State.DAMAGED:
         raise _refusals.damaged()
     if known is not None:
         check_same_request(known, request.request_id, request.fingerprint)
-        return Begun(Replay(view(meta, now), known.revision), None)
+        return BeginDecision(Replay(view(meta, now), known.revision), None)
     check_not_regressed(meta, request, hash_there)
     lease = meta.lease
     if lease is not None:
         if lease.token == request.token:  # this very call, sent again
-            return Begun(Began(view(meta, now), lease.seed), None)
+            return BeginDecision(Began(view(meta, now), lease.seed), None)
         if lease.until_ms > now.steady_ms:
             met = _met_running(meta, lease, request, now)
             if not request.follows or lease.followed:
-                return Begun(met, None)
+                return BeginDecision(met, None)
             heard_of = msgspec.structs.replace(lease, followed=True)
-            return Begun(met, msgspec.structs.replace(meta, lease=heard_of))
+            return BeginDecision(met, msgspec.structs.replace(meta, lease=heard_of))
         if request.follows and lease.called_off and lease.request_id == request.request_id:
-            return Begun(CalledOff(view(meta, now)), None)
+            return BeginDecision(CalledOff(view(meta, now)), None)
     check_revision(meta, request.expected_revision)
     seed = request.seed
     if lease is not None and (lease.request_id, lease.fingerprint) == (
@@ -102,7 +107,7 @@ def begin(
         until_ms=now.steady_ms + request.lease_ms,
     )
     after = Meta(kept_until(meta.row, now.wall_ms + request.lease_ms), meta.create_fingerprint, taken)
-    return Begun(Began(view(after, now), seed), after)
+    return BeginDecision(Began(view(after, now), seed), after)
 
 
 def _met_running(meta: Meta, lease: Lease, request: BeginRequest, now: Moment) -> RunningElsewhere:
@@ -116,7 +121,7 @@ def _met_running(meta: Meta, lease: Lease, request: BeginRequest, now: Moment) -
 
 def renew(meta: Meta | None, token: str, lease_ms: int, now: Moment) -> tuple[Renewed, Meta]:
     """The news for the holder, and metadata with a longer lease. Raises TurnFenced when the token lost it."""
-    meta = present(meta, now)
+    meta = require_present(meta, now)
     lease = meta.lease
     if lease is None or lease.token != token:
         raise _refusals.fenced()
@@ -125,7 +130,7 @@ def renew(meta: Meta | None, token: str, lease_ms: int, now: Moment) -> tuple[Re
     return news, Meta(kept_until(meta.row, now.wall_ms + lease_ms), meta.create_fingerprint, after)
 
 
-def only(answers: Sequence[RenewalAnswer]) -> Renewed:
+def single_answer(answers: Sequence[RenewalAnswer]) -> Renewed:
     """The answer of the one lease that was asked for. Raises the error that it may be."""
     (answer,) = answers
     if isinstance(answer, PensieveError):
@@ -135,7 +140,7 @@ def only(answers: Sequence[RenewalAnswer]) -> Renewed:
 
 def ask_to_end(meta: Meta | None, request_id: str, order: EndOrder, now: Moment) -> Meta | None:
     """Metadata with the order, or with the one that came before it; None when no such turn runs."""
-    meta = present(meta, now)
+    meta = require_present(meta, now)
     lease = meta.lease
     if lease is None or lease.request_id != request_id or lease.until_ms <= now.steady_ms:
         return None
@@ -151,7 +156,7 @@ def abort(meta: Meta | None, token: str, called_off: bool) -> Meta | None:
     return msgspec.structs.replace(meta, lease=mark)
 
 
-def lapsed(meta: Meta) -> Meta:
+def expire_lease(meta: Meta) -> Meta:
     """``meta`` at the start of a process: the turn that held the lease is gone, its seed stays for a retry."""
     if meta.lease is None:
         return meta

@@ -20,7 +20,7 @@ BEGINNING = Position(1 << 62, "")
 """Larger than any row's position."""
 
 
-def position(row: SessionRow) -> Position:
+def position_of(row: SessionRow) -> Position:
     return Position(row.update_ms, row.session_id)
 
 

@@ -16,7 +16,7 @@ from pensieve.store._codec import StoredRecord, decode_record
 from pensieve.store.records import Record
 
 
-class Marking(NamedTuple):
+class MarkEntry(NamedTuple):
     """An entry of the index, without the session."""
 
     found_by: str
@@ -34,20 +34,20 @@ def found_by(mark: str, answer: str | None) -> str:
     return digest.hexdigest()
 
 
-def markings(record: Record) -> list[Marking]:
+def mark_entries(record: Record) -> list[MarkEntry]:
     """What a record adds to the index: of a turn with a mark one entry, and one for each different answer."""
     turn = record.turn
     if turn is None or not turn.mark:
         return []
     texts = [one.text for one in turn.candidates] or [record.items[-1].text]
     names = dict.fromkeys(found_by(turn.mark, text) for text in (None, *texts))
-    return [Marking(name, record.time_ms, record.revision) for name in names]
+    return [MarkEntry(name, record.time_ms, record.revision) for name in names]
 
 
-def markings_of_log(log: Sequence[StoredRecord]) -> Iterator[Marking]:
+def mark_entries_of_log(log: Sequence[StoredRecord]) -> Iterator[MarkEntry]:
     """Those of all records that can be read."""
     for entry in log:
         try:
-            yield from markings(decode_record(entry.data))
+            yield from mark_entries(decode_record(entry.data))
         except (msgspec.MsgspecError, ValueError, FailedPrecondition):
             continue

@@ -14,7 +14,7 @@ from typing import Protocol
 import msgspec
 
 from pensieve.store._codec import StoredRecord
-from pensieve.store._rules import Known, Lease, Meta
+from pensieve.store._rules import CommittedRequest, Lease, Meta
 from pensieve.store.contract import Key
 
 
@@ -60,7 +60,7 @@ class Finding(msgspec.Struct, frozen=True):
     remedy: Remedy
 
 
-def finding(key: Key | None, problem: Problem, detail: str, remedy: Remedy) -> Finding:
+def make_finding(key: Key | None, problem: Problem, detail: str, remedy: Remedy) -> Finding:
     """``key``: None where it is about the store."""
     tenant, session = ("", "") if key is None else (key.tenant, key.session_id)
     return Finding(tenant, session, problem, detail, remedy)
@@ -74,7 +74,7 @@ class RawSession:
     meta: Meta | None
     """None: it is missing or cannot be read."""
     log: tuple[StoredRecord, ...] = ()
-    requests: Mapping[str, Known] = field(default_factory=dict)
+    requests: Mapping[str, CommittedRequest] = field(default_factory=dict)
     findings: tuple[Finding, ...] = ()
     """What the storage itself saw around it: indexes, expiry, unreadable parts."""
     stamp: str = ""
@@ -92,7 +92,7 @@ Progress = Callable[[str, int, int | None], None]
 """Called with the name of the step, the number of parts done, and the number of all parts (None: unknown)."""
 
 
-def silent(_what: str, _done: int, _of: int | None) -> None:
+def no_progress(_what: str, _done: int, _of: int | None) -> None:
     """Report no progress."""
 
 
@@ -103,7 +103,7 @@ class Mode(enum.Enum):
     """Each session as of one moment. Never disturbs a server."""
     SNAPSHOT = enum.auto()
     """All sessions as of one moment, where the storage can do that."""
-    ALONE = enum.auto()
+    EXCLUSIVE = enum.auto()
     """As READ, and no server may be at work, where the storage can tell."""
     WRITE = enum.auto()
     """As ALONE; an empty store is made where there is none."""
@@ -123,7 +123,7 @@ class RawStore(Protocol):
         ...
 
     @property
-    def alone(self) -> bool:
+    def is_exclusive(self) -> bool:
         """Whether nobody else can be at work in it while it is open, so that every lease in it is void."""
         ...
 
@@ -147,15 +147,15 @@ class RawStore(Protocol):
         """None: there is nothing under this key."""
         ...
 
-    async def about_store(self) -> list[Finding]:
+    async def check_storage(self) -> list[Finding]:
         """What is wrong with the storage apart from single sessions. May take long."""
         ...
 
-    async def tidy(self, progress: Progress = silent) -> None:
+    async def repair_storage(self, progress: Progress = no_progress) -> None:
         """Repair what ``about_store`` finds and calls ``REBUILD``."""
         ...
 
-    async def put(self, session: RawSession, *, over: str | None) -> bool:
+    async def put(self, session: RawSession, *, expected_stamp: str | None) -> bool:
         """Make the session exactly this one; its indexes and expiry follow from it.
 
         ``over``: the stamp of what is replaced, None where nothing is. False, and nothing is written, when something
@@ -168,7 +168,7 @@ class RawStore(Protocol):
         ...
 
 
-def at_rest(meta: Meta) -> Meta:
+def without_lease_holder(meta: Meta) -> Meta:
     """``meta`` as it is copied: a pending turn keeps its seed for a retry, and nobody holds its lease any more.
 
     What was left for the holder goes with it; that the turn was called off stays, for those who follow it.

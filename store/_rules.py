@@ -58,7 +58,7 @@ class Meta(msgspec.Struct, frozen=True):
     lease: Lease | None = None
 
 
-class Known(NamedTuple):
+class CommittedRequest(NamedTuple):
     """A request id that was committed before."""
 
     fingerprint: str
@@ -92,7 +92,7 @@ def is_gone(meta: Meta | None, now: Moment) -> bool:
     return 0 < meta.row.expire_ms <= now.wall_ms
 
 
-def present(meta: Meta | None, now: Moment) -> Meta:
+def require_present(meta: Meta | None, now: Moment) -> Meta:
     """The metadata of a session that exists. Raises NotFound."""
     if meta is None:
         raise _refusals.not_found()
@@ -142,7 +142,7 @@ def create(
 
 def commit(
     meta: Meta | None,
-    known: Known | None,
+    known: CommittedRequest | None,
     token: str,
     fingerprint: str,
     record: Record,
@@ -150,7 +150,7 @@ def commit(
     now: Moment,
 ) -> Meta | None:
     """Metadata after the record, without its ``head_hash``; None when this request id was committed before."""
-    meta = present(meta, now)
+    meta = require_present(meta, now)
     if known is not None:
         check_same_request(known, record.request_id, fingerprint)
         return None
@@ -168,7 +168,7 @@ def commit(
 
 def apply(
     meta: Meta | None,
-    known: Known | None,
+    known: CommittedRequest | None,
     fingerprint: str,
     record: Record,
     counts: Counts,
@@ -176,7 +176,7 @@ def apply(
     now: Moment,
 ) -> Meta | None:
     """Like ``commit``, for a change that takes no lease. The order of checks is that of ``begin``."""
-    meta = present(meta, now)
+    meta = require_present(meta, now)
     if meta.row.state is State.DAMAGED:
         raise _refusals.damaged()
     if known is not None:
@@ -218,7 +218,7 @@ def delete(
     raise _refusals.not_found() if meta is None else _refusals.expired()
 
 
-def is_to_forget(meta: Meta | None, head_hash: str, now: Moment) -> bool:
+def check_forget(meta: Meta | None, head_hash: str, now: Moment) -> bool:
     """Whether there is a session to remove without a trace. Raises what ``HistoryStore.forget`` does."""
     if meta is None or is_gone(meta, now) or meta.row.state is State.DELETED:
         return False
@@ -237,7 +237,7 @@ def check_first(record: Record) -> None:
         raise ValueError("a session starts with a CREATE record of revision 1")
 
 
-def check_same_request(known: Known, request_id: str, fingerprint: str) -> None:
+def check_same_request(known: CommittedRequest, request_id: str, fingerprint: str) -> None:
     """Raises AlreadyExists (REQUEST_ID_REUSED) when the id was used for something else.
 
     An id that a repair has found again has no fingerprint: what was committed under it is the answer to anything.

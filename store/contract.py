@@ -299,7 +299,7 @@ class HistoryStore(Protocol):
         counts: Counts,
         *,
         expected_revision: int | None = None,
-        rests: Sequence[Record] = (),
+        erased_records: Sequence[Record] = (),
     ) -> SessionRow:
         """Append a REWIND or UPDATE record. Idempotent by its request id (when not empty).
 

@@ -13,15 +13,15 @@ from pensieve.store._clock import Moment, steady_clock_ms, wall_clock_ms
 from pensieve.store._codec import (
     StoredRecord,
     cut,
+    make_erased_record,
+    make_stored_record,
     marking_damage,
+    read_all_slices,
     read_log,
-    read_whole,
-    store_record,
-    store_rest,
 )
-from pensieve.store._listing import decode_cursor, encode_cursor, has_labels, position
-from pensieve.store._marks import found_by, markings
-from pensieve.store._rules import Known, Meta
+from pensieve.store._listing import decode_cursor, encode_cursor, has_labels, position_of
+from pensieve.store._marks import found_by, mark_entries
+from pensieve.store._rules import CommittedRequest, Meta
 from pensieve.store.contract import (
     SLICE_RECORDS,
     BeginOutcome,
@@ -45,7 +45,7 @@ from pensieve.store.records import Record, SessionRow, State
 class _Session:
     meta: Meta
     log: list[StoredRecord] = field(default_factory=list)
-    requests: dict[str, Known] = field(default_factory=dict)
+    requests: dict[str, CommittedRequest] = field(default_factory=dict)
     marks: set[str] = field(default_factory=set)
     """What its turns are found by."""
 
@@ -92,7 +92,7 @@ class MemoryStore:
 
     async def load(self, key: Key) -> SessionRow:
         now = self._now()
-        return _rules.view(_rules.present(self._meta(key), now), now)
+        return _rules.view(_rules.require_present(self._meta(key), now), now)
 
     async def list_sessions(
         self, tenant: str, *, limit: int, cursor: str = "", labels: dict[str, str] | None = None
@@ -105,12 +105,12 @@ class MemoryStore:
             if key.tenant == tenant
             and not _rules.is_gone(session.meta, now)
             and session.meta.row.state is not State.DELETED
-            and position(session.meta.row) < start
+            and position_of(session.meta.row) < start
             and has_labels(session.meta.row, labels)
         ]
-        rows.sort(key=position, reverse=True)
+        rows.sort(key=position_of, reverse=True)
         more = len(rows) > limit
-        return Page(tuple(rows[:limit]), encode_cursor(position(rows[limit - 1])) if more else "")
+        return Page(tuple(rows[:limit]), encode_cursor(position_of(rows[limit - 1])) if more else "")
 
     async def usage(self, tenant: str) -> TenantUsage:
         now = self._now()
@@ -124,7 +124,7 @@ class MemoryStore:
         return TenantUsage(len(live), sum(len(stored.data) for session in live for stored in session.log))
 
     async def read(self, key: Key, *, after_revision: int = 0, head_hash: str = "") -> list[LoggedRecord]:
-        return await read_whole(
+        return await read_all_slices(
             lambda after, chain: self.read_slice(key, after_revision=after, head_hash=chain),
             *(after_revision, head_hash),
         )
@@ -132,7 +132,7 @@ class MemoryStore:
     async def read_slice(
         self, key: Key, *, after_revision: int = 0, head_hash: str = "", limit: int = SLICE_RECORDS
     ) -> LogSlice:
-        row = _rules.present(self._meta(key), self._now()).row
+        row = _rules.require_present(self._meta(key), self._now()).row
         log = self._sessions[key].log
         stored = log[max(0, after_revision - 1) : after_revision] if after_revision else []
         stored += cut((entry for entry in log[after_revision:]), limit)
@@ -143,7 +143,7 @@ class MemoryStore:
         return LogSlice(row, tuple(logged))
 
     async def find_request(self, key: Key, request_id: str) -> int | None:
-        _rules.present(self._meta(key), self._now())
+        _rules.require_present(self._meta(key), self._now())
         known = self._sessions[key].requests.get(request_id)
         return None if known is None else known.revision
 
@@ -161,7 +161,7 @@ class MemoryStore:
         return begun.outcome
 
     async def renew(self, key: Key, token: str, lease_ms: int) -> Renewed:
-        return _leases.only(await self.renew_leases([HeldLease(key, token)], lease_ms))
+        return _leases.single_answer(await self.renew_leases([HeldLease(key, token)], lease_ms))
 
     async def renew_leases(self, leases: Sequence[HeldLease], lease_ms: int) -> list[RenewalAnswer]:
         now = self._now()
@@ -196,7 +196,7 @@ class MemoryStore:
         counts: Counts,
         *,
         expected_revision: int | None = None,
-        rests: Sequence[Record] = (),
+        erased_records: Sequence[Record] = (),
     ) -> SessionRow:
         now = self._now()
         known = self._known(key, record.request_id)
@@ -204,7 +204,7 @@ class MemoryStore:
         if meta is None:
             return self._view(key, now)
         session = self._sessions[key]
-        left = [store_rest(one) for one in rests]
+        left = [make_erased_record(one) for one in erased_records]
         for one in left:
             _rules.check_place(one, session.log[one.revision - 1].head_hash, meta)
         for one in left:
@@ -225,12 +225,12 @@ class MemoryStore:
             self._sessions[key] = _Session(tombstone)
 
     async def forget(self, key: Key, head_hash: str) -> None:
-        if _rules.is_to_forget(self._meta(key), head_hash, self._now()):
+        if _rules.check_forget(self._meta(key), head_hash, self._now()):
             self._unmark(key)
             del self._sessions[key]
 
     async def mark_damaged(self, key: Key) -> None:
-        meta = _rules.present(self._meta(key), self._now())
+        meta = _rules.require_present(self._meta(key), self._now())
         self._sessions[key].meta = _rules.damage(meta)
 
     async def purge_expired(self) -> int:
@@ -257,7 +257,7 @@ class MemoryStore:
         session = self._sessions.get(key)
         return None if session is None else session.meta
 
-    def _known(self, key: Key, request_id: str) -> Known | None:
+    def _known(self, key: Key, request_id: str) -> CommittedRequest | None:
         session = self._sessions.get(key)
         return None if session is None else session.requests.get(request_id)
 
@@ -281,12 +281,12 @@ class MemoryStore:
         self, session: _Session, meta: Meta, record: Record, *, fingerprint: str | None, now: Moment
     ) -> SessionRow:
         """Add ``record`` to the log and take over ``meta``; without a fingerprint no request id is remembered."""
-        stored = store_record(record, meta.row.head_hash)
+        stored = make_stored_record(record, meta.row.head_hash)
         session.log.append(stored)
         if record.request_id and fingerprint is not None:
-            session.requests[record.request_id] = Known(fingerprint, record.revision)
+            session.requests[record.request_id] = CommittedRequest(fingerprint, record.revision)
         row = meta.row
-        for one in markings(record):
+        for one in mark_entries(record):
             self._marks[row.tenant, one.found_by].append(MarkedTurn(row.session_id, record.revision))
             session.marks.add(one.found_by)
         session.meta = _rules.at_head(meta, stored.head_hash)

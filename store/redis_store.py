@@ -16,12 +16,19 @@ from redis.exceptions import ResponseError
 
 from pensieve.errors import DataLoss, NotFound, PensieveError, Unavailable
 from pensieve.store import _refusals
-from pensieve.store._codec import SLICE_BYTES, marking_damage, read_log, read_whole, store_record, store_rest
-from pensieve.store._leases import only
-from pensieve.store._marks import found_by, markings
+from pensieve.store._codec import (
+    SLICE_BYTES,
+    make_erased_record,
+    make_stored_record,
+    marking_damage,
+    read_all_slices,
+    read_log,
+)
+from pensieve.store._leases import single_answer
+from pensieve.store._marks import found_by, mark_entries
 from pensieve.store._redis import scripts
-from pensieve.store._redis.acknowledged import Acknowledged, SafeHeads
-from pensieve.store._redis.clients import all_ended
+from pensieve.store._redis.acknowledged import AcknowledgedChanges, DurableHeads
+from pensieve.store._redis.clients import gather_all
 from pensieve.store._redis.dump import RedisDump
 from pensieve.store._redis.index import RedisIndex
 from pensieve.store._redis.link import RedisLink
@@ -63,7 +70,7 @@ from pensieve.store.records import Record, SessionRow
 
 log = logging.getLogger(__name__)
 
-AT_ONCE: Final = 500
+RENEW_BATCH: Final = 500
 """Calls in one round trip: what else a server is asked for meanwhile waits some ms."""
 MOST_BEGUN: Final = 16_384
 """Turns of which is remembered what they continue; others ask again when they commit."""
@@ -72,11 +79,11 @@ MOST_BEGUN: Final = 16_384
 class RedisStore:
     """``HistoryStore`` over one Redis database."""
 
-    def __init__(self, link: RedisLink, on_went_back: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, link: RedisLink, on_regression: Callable[[], None] = lambda: None) -> None:
         self._link = link
-        self._acknowledged = Acknowledged(link, on_went_back)
+        self._acknowledged = AcknowledgedChanges(link, on_regression)
         self._index = RedisIndex(link)
-        self._safe = SafeHeads(link)
+        self._safe = DurableHeads(link)
         self._begun: OrderedDict[tuple[Key, str], str] = OrderedDict()
         """Chain hash that a turn begun here continues, by its token. Nothing is appended while the token holds the
         lease, and what appends ends the lease: so a commit need not ask for the head again."""
@@ -87,10 +94,10 @@ class RedisStore:
         url: str,
         *,
         on_error: Callable[[], None] = lambda: None,
-        on_went_back: Callable[[], None] = lambda: None,
+        on_regression: Callable[[], None] = lambda: None,
     ) -> RedisStore:
         """The forms are those of ``_redis.clients.parse_place``. Raises ValueError on others."""
-        return cls(RedisLink(url, on_error=on_error), on_went_back)
+        return cls(RedisLink(url, on_error=on_error), on_regression)
 
     def dump(self) -> RedisDump:
         """Access to all that is stored, for maintenance; in place of ``open``, not beside it."""
@@ -120,14 +127,14 @@ class RedisStore:
     async def ping(self) -> None:
         """Writes, so that a Redis that only reads is noticed. Notices one that went back, too."""
         await self._link.ping()
-        await self._acknowledged.look(counts=False)
+        await self._acknowledged.check_for_regression(counts=False)
 
     async def create(self, row: SessionRow, record: Record, fingerprint: str) -> SessionRow:
         check_first(record)
         key = Key(row.tenant, row.session_id)
         await self._link.check_marker()
         await self._index.announce(key)
-        stored = store_record(record, "")
+        stored = make_stored_record(record, "")
         args = [fingerprint, stored.data, stored.crc, stored.head_hash, *create_fields(row)]
         reply = await self._acknowledged.change(scripts.CREATE, key, args)
         return await self._entered(key, reply)
@@ -139,7 +146,7 @@ class RedisStore:
         fields = as_fields(values[1])
         async with marking_damage(self, key):
             row = read_row(key, fields, int(values[0]))
-        await self._safe.shown(row, fields)
+        await self._safe.confirm_read(row, fields)
         return row
 
     async def list_sessions(
@@ -167,7 +174,7 @@ class RedisStore:
                 )
             return piece
 
-        return await read_whole(fetch, after_revision, head_hash)
+        return await read_all_slices(fetch, after_revision, head_hash)
 
     async def read_slice(
         self, key: Key, *, after_revision: int = 0, head_hash: str = "", limit: int = SLICE_RECORDS
@@ -181,8 +188,8 @@ class RedisStore:
             await self._refuse(key, outcome, values)
         if not values[0]:
             return None
-        await self._safe.on_replicas(key, int(values[0]), values[1])
-        await self._safe.in_file(key, int(values[2]), values[3].decode())
+        await self._safe.wait_for_replicas(key, int(values[0]), values[1])
+        await self._safe.wait_for_file(key, int(values[2]), values[3].decode())
         return int(values[0])
 
     async def find_marked(
@@ -209,13 +216,13 @@ class RedisStore:
             *(request.known_revision, request.known_head, request.known_create_ms, int(request.follows)),
         ]
         outcome, *values = await self._link.call(scripts.BEGIN, session_keys(key), args)
-        if outcome in (b"BEHIND", b"DIVERGED") and await self._link.look_again():
+        if outcome in (b"BEHIND", b"DIVERGED") and await self._link.drop_idle_connections():
             outcome, *values = await self._link.call(scripts.BEGIN, session_keys(key), args)
         if outcome not in (b"OK", b"REPLAY", b"ELSEWHERE", b"CALLED_OFF"):
             if outcome in (b"BEHIND", b"DIVERGED"):
                 at = "is behind" if outcome == b"BEHIND" else "has another record at"
                 log.error(
-                    "%s %s revision %d, which was seen there", self._link.place, at, request.known_revision
+                    "%s %s revision %d, which was seen there", self._link.address, at, request.known_revision
                 )
             if outcome == b"BEHIND":
                 outcome, expected_revision = b"REVISION", request.known_revision
@@ -228,8 +235,8 @@ class RedisStore:
                 self._begun.popitem(last=False)
             return Began(row, int(fields[b"run_seed"]))
         if outcome == b"REPLAY":
-            await self._safe.on_replicas(key, int(values[2]), fields.get(b"sure", b""))
-            await self._safe.in_file(key, row.revision, row.head_hash)
+            await self._safe.wait_for_replicas(key, int(values[2]), fields.get(b"sure", b""))
+            await self._safe.wait_for_file(key, row.revision, row.head_hash)
             return Replay(row, int(values[2]))
         if outcome == b"CALLED_OFF":
             return CalledOff(row)
@@ -237,7 +244,7 @@ class RedisStore:
         return RunningElsewhere(row, fields[b"run_owner"].decode(), fields[b"run_attempt"].decode(), left)
 
     async def renew(self, key: Key, token: str, lease_ms: int) -> Renewed:
-        return only(await self.renew_leases([HeldLease(key, token)], lease_ms))
+        return single_answer(await self.renew_leases([HeldLease(key, token)], lease_ms))
 
     async def renew_leases(self, leases: Sequence[HeldLease], lease_ms: int) -> list[RenewalAnswer]:
         return await renew_all(self._link, leases, lease_ms)
@@ -253,9 +260,9 @@ class RedisStore:
         self, key: Key, token: str, fingerprint: str, record: Record, counts: Counts
     ) -> SessionRow:
         known = self._begun.get((key, token))
-        args, _ = await all_ended(
+        args, _ = await gather_all(
             self._record_args(key, record, fingerprint, counts, known),
-            self._index.mark(key, markings(record)),
+            self._index.mark(key, mark_entries(record)),
         )
         reply = await self._append(scripts.COMMIT, key, [token, *args])
         self._begun.pop((key, token), None)
@@ -273,11 +280,11 @@ class RedisStore:
         counts: Counts,
         *,
         expected_revision: int | None = None,
-        rests: Sequence[Record] = (),
+        erased_records: Sequence[Record] = (),
     ) -> SessionRow:
         args = await self._record_args(key, record, fingerprint, counts)
         args.insert(0, "" if expected_revision is None else expected_revision)
-        left = [store_rest(one) for one in rests]
+        left = [make_erased_record(one) for one in erased_records]
         reply = await self._append(
             scripts.APPLY, key, [*args, len(left), *(word for one in left for word in one)]
         )
@@ -303,7 +310,7 @@ class RedisStore:
             await self._refuse(key, outcome, values, expected=expected_revision)
         else:
             await self._link.confirm(session_keys(key), 0, "")
-        self._acknowledged.erased(key, *(values if outcome == b"OK" else ()))
+        self._acknowledged.record_erasure(key, *(values if outcome == b"OK" else ()))
         await self._index.remove(key)
 
     async def forget(self, key: Key, head_hash: str) -> None:
@@ -318,7 +325,7 @@ class RedisStore:
             await self._refuse(key, outcome, values)
         now, number, update_ms = values
         await self._link.confirm(session_keys(key), 0, head_hash)
-        self._acknowledged.erased(key, now, number)
+        self._acknowledged.record_erasure(key, now, number)
         await self._index.remove_old(key, int(update_ms))
 
     async def mark_damaged(self, key: Key) -> None:
@@ -347,7 +354,7 @@ class RedisStore:
                 head_hash=head_hash,
                 limit=limit,
             )
-        await self._safe.shown(row, fields)
+        await self._safe.confirm_read(row, fields)
         return LogSlice(row, tuple(logged)), as_fields(values[3])
 
     async def _record_args(
@@ -357,7 +364,7 @@ class RedisStore:
         if base is None:
             head = await self._link.command("HGET", session_keys(key)[0], "head_hash")
             base = "" if head is None else head.decode()
-        return append_args(record, fingerprint, base, store_record(record, base), counts)
+        return append_args(record, fingerprint, base, make_stored_record(record, base), counts)
 
     async def _append(self, script: Any, key: Key, args: list[Any]) -> list[Any]:
         try:
@@ -383,8 +390,8 @@ class RedisStore:
             await self._refuse(key, outcome, values, request_id, expected, offered)
         fields = as_fields(values[1])
         row = parse_row(key, fields, int(values[0]))
-        await all_ended(self._safe.made(row), self._list(row, fields))
-        self._acknowledged.made(row, *values[::2])
+        await gather_all(self._safe.confirm_change(row), self._list(row, fields))
+        self._acknowledged.record_change(row, *values[::2])
         return row
 
     async def _list(self, row: SessionRow, fields: Fields) -> None:
@@ -408,7 +415,7 @@ class RedisStore:
             await self._link.check_marker()
             if await self._acknowledged.is_lost(key, values[0]):
                 raise _refusals.lost()
-        raise refusal(key, outcome, values, request_id, expected, offered)
+        raise error_from_outcome(key, outcome, values, request_id, expected, offered)
 
 
 async def renew_all(link: RedisLink, leases: Sequence[HeldLease], lease_ms: int) -> list[RenewalAnswer]:
@@ -423,8 +430,8 @@ async def renew_all(link: RedisLink, leases: Sequence[HeldLease], lease_ms: int)
     answers: dict[int, RenewalAnswer] = {}
 
     async def renew_at_one(numbers: list[int]) -> None:
-        for first in range(0, len(numbers), AT_ONCE):
-            some = numbers[first : first + AT_ONCE]
+        for first in range(0, len(numbers), RENEW_BATCH):
+            some = numbers[first : first + RENEW_BATCH]
             try:
                 replies = await link.calls(
                     scripts.RENEW, [(keys[number], [leases[number].token, lease_ms]) for number in some]
@@ -435,7 +442,7 @@ async def renew_all(link: RedisLink, leases: Sequence[HeldLease], lease_ms: int)
             for number, reply in zip(some, replies, strict=True):
                 answers[number] = _answer(leases[number], reply)
 
-    await all_ended(*map(renew_at_one, by_server.values()))
+    await gather_all(*map(renew_at_one, by_server.values()))
     if any(isinstance(answer, NotFound) for answer in answers.values()):
         await link.check_marker()  # Of a store that was emptied nothing is known.
     return [answers[number] for number in range(len(leases))]
@@ -446,11 +453,11 @@ def _answer(lease: HeldLease, reply: list[Any] | PensieveError) -> RenewalAnswer
         return reply
     outcome, *values = reply
     if outcome != b"OK":
-        return refusal(lease.key, outcome, values)
+        return error_from_outcome(lease.key, outcome, values)
     return Renewed(parse_order(values[0]), bool(values[1]))
 
 
-def refusal(
+def error_from_outcome(
     key: Key,
     outcome: bytes,
     values: list[Any],

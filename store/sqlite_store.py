@@ -22,8 +22,8 @@ from typing import Final, TypeVar
 from pensieve.errors import DataLoss, PensieveError
 from pensieve.store import _leases, _rules
 from pensieve.store._clock import Moment, steady_clock_ms, wall_clock_ms
-from pensieve.store._codec import cut, marking_damage, read_log, read_whole, store_rest
-from pensieve.store._listing import decode_cursor, encode_cursor, position
+from pensieve.store._codec import cut, make_erased_record, marking_damage, read_all_slices, read_log
+from pensieve.store._listing import decode_cursor, encode_cursor, position_of
 from pensieve.store._marks import found_by
 from pensieve.store._sqlite.database import SqliteDatabase
 from pensieve.store._sqlite.dump import SqliteDump
@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 URL_PREFIX = "sqlite:///"
-PURGED_AT_ONCE: Final = 100
+PURGE_BATCH: Final = 100
 """Sessions that one change removes: the changes of turns wait for it."""
 
 
@@ -122,7 +122,7 @@ class SqliteStore:
             now, before = self._now(), rows.meta(key)
             meta = _rules.create(before, key, row, record, fingerprint, now)
             if meta is None:
-                return _rules.view(_rules.present(before, now), now)
+                return _rules.view(_rules.require_present(before, now), now)
             rows.erase(key)  # what is left of an expired session of that name
             return _rules.view(rows.append(key, meta, record, None), now)
 
@@ -131,7 +131,7 @@ class SqliteStore:
     async def load(self, key: Key) -> SessionRow:
         def work(rows: Rows) -> SessionRow:
             now = self._now()
-            return _rules.view(_rules.present(rows.meta(key), now), now)
+            return _rules.view(_rules.require_present(rows.meta(key), now), now)
 
         return await self._read(work, key.tenant)
 
@@ -145,7 +145,7 @@ class SqliteStore:
             newest = rows.newest(tenant, start, labels or {}, now)
             found = [_rules.view(meta, now) for meta in islice(newest, limit + 1)]
             page = found[:limit]
-            return Page(tuple(page), encode_cursor(position(page[-1])) if len(found) > limit else "")
+            return Page(tuple(page), encode_cursor(position_of(page[-1])) if len(found) > limit else "")
 
         return await self._mending(lambda: self._database.list(work, tenant))
 
@@ -153,7 +153,7 @@ class SqliteStore:
         return await self._database.read(lambda rows: rows.usage(tenant, self._now()), tenant)
 
     async def read(self, key: Key, *, after_revision: int = 0, head_hash: str = "") -> list[LoggedRecord]:
-        return await read_whole(
+        return await read_all_slices(
             lambda after, chain: self.read_slice(key, after_revision=after, head_hash=chain),
             *(after_revision, head_hash),
         )
@@ -162,7 +162,7 @@ class SqliteStore:
         self, key: Key, *, after_revision: int = 0, head_hash: str = "", limit: int = SLICE_RECORDS
     ) -> LogSlice:
         def work(rows: Rows) -> LogSlice:
-            row = _rules.present(rows.meta(key), self._now()).row
+            row = _rules.require_present(rows.meta(key), self._now()).row
             stored = [*rows.base(key, after_revision), *cut(rows.log(key, after_revision + 1), limit)]
             logged = read_log(
                 key, row, stored, after_revision=after_revision, head_hash=head_hash, limit=limit
@@ -179,8 +179,8 @@ class SqliteStore:
 
     async def find_request(self, key: Key, request_id: str) -> int | None:
         def work(rows: Rows) -> int | None:
-            _rules.present(rows.meta(key), self._now())
-            known = rows.known(key, request_id)
+            _rules.require_present(rows.meta(key), self._now())
+            known = rows.committed_request(key, request_id)
             return None if known is None else known.revision
 
         return await self._read(work, key.tenant)
@@ -193,7 +193,7 @@ class SqliteStore:
 
     async def begin(self, key: Key, request: BeginRequest) -> BeginOutcome:
         def work(rows: Rows) -> BeginOutcome:
-            before, known = rows.meta(key), rows.known(key, request.request_id)
+            before, known = rows.meta(key), rows.committed_request(key, request.request_id)
             at = request.known_revision
             is_behind_head = (
                 before is not None and at < before.row.revision
@@ -207,14 +207,14 @@ class SqliteStore:
         return await self._write(work, flush=False)
 
     async def renew(self, key: Key, token: str, lease_ms: int) -> Renewed:
-        return _leases.only(await self.renew_leases([HeldLease(key, token)], lease_ms))
+        return _leases.single_answer(await self.renew_leases([HeldLease(key, token)], lease_ms))
 
     async def renew_leases(self, leases: Sequence[HeldLease], lease_ms: int) -> list[RenewalAnswer]:
         def work(rows: Rows) -> list[RenewalAnswer | DamagedSession]:
             now = self._now()
             return [_renewed(rows, lease, lease_ms, now) for lease in leases]
 
-        answers = await self._database.write_first(work)
+        answers = await self._database.write_urgent(work)
         return [
             await self._renewed_again(answer.key, leases, lease_ms)
             if isinstance(answer, DamagedSession)
@@ -227,7 +227,7 @@ class SqliteStore:
         await self._mend(key)
         (lease,) = (one for one in leases if one.key == key)
         try:
-            answer = await self._database.write_first(
+            answer = await self._database.write_urgent(
                 lambda rows: _renewed(rows, lease, lease_ms, self._now())
             )
         except PensieveError as error:
@@ -248,10 +248,12 @@ class SqliteStore:
     ) -> SessionRow:
         def work(rows: Rows) -> SessionRow:
             now, before = self._now(), rows.meta(key)
-            known = rows.known(key, record.request_id)
+            known = rows.committed_request(key, record.request_id)
             meta = _rules.commit(before, known, token, fingerprint, record, counts, now)
             after = (
-                _rules.present(before, now) if meta is None else rows.append(key, meta, record, fingerprint)
+                _rules.require_present(before, now)
+                if meta is None
+                else rows.append(key, meta, record, fingerprint)
             )
             return _rules.view(after, now)
 
@@ -273,16 +275,16 @@ class SqliteStore:
         counts: Counts,
         *,
         expected_revision: int | None = None,
-        rests: Sequence[Record] = (),
+        erased_records: Sequence[Record] = (),
     ) -> SessionRow:
-        left = [store_rest(one) for one in rests]
+        left = [make_erased_record(one) for one in erased_records]
 
         def work(rows: Rows) -> SessionRow:
             now, before = self._now(), rows.meta(key)
-            known = rows.known(key, record.request_id)
+            known = rows.committed_request(key, record.request_id)
             meta = _rules.apply(before, known, fingerprint, record, counts, expected_revision, now)
             if meta is None:
-                return _rules.view(_rules.present(before, now), now)
+                return _rules.view(_rules.require_present(before, now), now)
             for one in left:
                 _rules.check_place(one, rows.hash_at(key, one.revision), meta)
                 rows.shrink(key, one)
@@ -309,7 +311,7 @@ class SqliteStore:
 
     async def forget(self, key: Key, head_hash: str) -> None:
         def work(rows: Rows) -> bool:
-            found = _rules.is_to_forget(rows.meta(key), head_hash, self._now())
+            found = _rules.check_forget(rows.meta(key), head_hash, self._now())
             if found:
                 rows.erase(key)
             return found
@@ -319,13 +321,13 @@ class SqliteStore:
 
     async def mark_damaged(self, key: Key) -> None:
         await self._write(
-            lambda rows: rows.put(key, _rules.damage(_rules.present(rows.salvaged(key), self._now())))
+            lambda rows: rows.put(key, _rules.damage(_rules.require_present(rows.salvaged(key), self._now())))
         )
 
     async def purge_expired(self) -> int:
         """Remove sessions and tombstones whose time is over; returns how many. Commits go on between the parts."""
         removed = 0
-        while some := await self._write(lambda rows: rows.purge(self._now(), PURGED_AT_ONCE)):
+        while some := await self._write(lambda rows: rows.purge(self._now(), PURGE_BATCH)):
             removed += some
         if removed:
             await self._database.erase_log()
@@ -354,7 +356,7 @@ class SqliteStore:
         """Whether records that a session misses may be there, now that the file was looked over. Once for a session."""
         if (await self.load(key)).state is State.DAMAGED:
             return False
-        return await self._database.mend()
+        return await self._database.repair()
 
     async def _mend(self, key: Key) -> None:
         log.error(
@@ -362,7 +364,7 @@ class SqliteStore:
             "made again",
             *(key.session_id, key.tenant),
         )
-        await self._database.write(lambda rows: rows.mend(key, self._now()))
+        await self._database.write(lambda rows: rows.rebuild_derived(key, self._now()))
 
     def _now(self) -> Moment:
         return Moment(self._wall_clock(), self._steady_clock())

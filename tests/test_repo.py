@@ -228,7 +228,7 @@ def test_documents_name_what_exists(document: Path) -> None:
     for target in re.findall(r"(?:^|[`$;&]\s*)make ([a-z][a-z-]*)", code, re.MULTILINE):
         assert target in make_targets(), f"{document}: no `make {target}`"
     for command in re.findall(r"(?:^|[`$;&]\s*)pensieve ([a-z]+)\b", code, re.MULTILINE):
-        assert command in {"serve", *cli.LAZY}, f"{document}: no `pensieve {command}`"
+        assert command in {"serve", *cli.SUBCOMMANDS}, f"{document}: no `pensieve {command}`"
     for arguments in re.findall(r"pensieve serve\b([^\n`|;#]*)", code):
         for flag in re.findall(r"--(?:no-)?([a-z][a-z-]+)", arguments):
             assert flag in SERVE_FLAGS, f"{document}: `pensieve serve` has no --{flag}"

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 import pensieve.client
-from pensieve.cli.main import LAZY, cli
+from pensieve.cli.main import SUBCOMMANDS, cli
 from pensieve.options.table import OPTIONS
 from pensieve.v1 import pensieve_pb2
 from support.sources import ROOT, files
@@ -94,7 +94,7 @@ def test_options_and_commands_have_their_places(site: Path) -> None:
     for option in OPTIONS:
         assert re.search(rf"--(\[no-\])?{option.name}\b", options), option.name
     anchors = ids(site, "reference/commands.html")
-    assert {f"pensieve-{name}" for name in ("serve", *LAZY)} <= anchors
+    assert {f"pensieve-{name}" for name in ("serve", *SUBCOMMANDS)} <= anchors
     assert "pensieve-store-check" in anchors
 
 

@@ -24,7 +24,7 @@ from pensieve.core import RequestKey, Sampling
 from pensieve.engine.plan import Plan, SampleSpec, Span
 from pensieve.engine.worker import program
 from pensieve.engine.worker.cuda_batch import CudaBatch, make_cuda_batch
-from pensieve.engine.worker.program import Shared, Size, StepProgram
+from pensieve.engine.worker.program import ProgramSize, SharedState, StepProgram
 from pensieve.kernels import ragged_paged_attention as attention_kernels
 from pensieve.kernels.attention.call import Scratch
 from pensieve.kernels.attention.capacity import Capacity, capacity_for
@@ -32,7 +32,7 @@ from pensieve.kernels.attention.kinds import StepKind
 from pensieve.kernels.attention.plan import geometry_of
 from pensieve.kernels.attention.work_lists import make_work_lists
 from pensieve.kernels.sum_norm import sum_add_norm
-from pensieve.model.collective import Slot
+from pensieve.model.collective import BufferIndex
 from pensieve.model.folder import load_arch
 from pensieve.model.ops import triton_ops
 from pensieve.model.transformer import Transformer
@@ -46,7 +46,7 @@ class AddedByProduct(Transformer):
     """A block's end whose product adds to the residual itself, before anything is rounded."""
 
     def _end_block(
-        self, slot: Slot, x: torch.Tensor, block: torch.Tensor, linear: Linear, norm: NormWeights
+        self, slot: BufferIndex, x: torch.Tensor, block: torch.Tensor, linear: Linear, norm: NormWeights
     ) -> tuple[torch.Tensor, torch.Tensor]:
         assert linear.bias is None, "for models without biases"
         x.addmm_(block, linear.weight.t())
@@ -66,7 +66,7 @@ class InParts(Transformer):
     parts: ClassVar[int] = 2
 
     def _end_block(
-        self, slot: Slot, x: torch.Tensor, block: torch.Tensor, linear: Linear, norm: NormWeights
+        self, slot: BufferIndex, x: torch.Tensor, block: torch.Tensor, linear: Linear, norm: NormWeights
     ) -> tuple[torch.Tensor, torch.Tensor]:
         assert linear.bias is None, "for models without biases"
         parts = list(in_parts(block, linear.weight, self.parts).unbind(0))
@@ -88,7 +88,7 @@ def library(name: str) -> Iterator[None]:
     torch.backends.cuda.preferred_blas_library(name)
     try:
         # A program chooses by itself otherwise.
-        with mock.patch.object(program, "products_of", lambda tokens, device: contextlib.nullcontext()):
+        with mock.patch.object(program, "preferred_blas", lambda tokens, device: contextlib.nullcontext()):
             yield
     finally:
         torch.backends.cuda.preferred_blas_library(before)
@@ -205,13 +205,13 @@ class Steps:
     def program(self, way: Way, batch: CudaBatch, tokens: int, kind: StepKind) -> Callable[[], None]:
         """What runs a step that way, in a program for so many tokens."""
         sampled, logits, finite = self._kept
-        shared = Shared(
+        shared = SharedState(
             model=way.model(self.arch, self._weights, triton_ops()), pool=self._pool, wait=lambda layer: None,
             sampled=sampled, logits=logits, finite=finite, scratch=self.scratch, geometry=self.geometry,
         )  # fmt: skip
         samples = min(tokens, len(sampled))
         program = StepProgram(
-            shared, Size(tokens, samples, len(batch.pages), kind, self._capacity(tokens, kind))
+            shared, ProgramSize(tokens, samples, len(batch.pages), kind, self._capacity(tokens, kind))
         )
         staging = torch.zeros(program.words, dtype=torch.int32, pin_memory=self.on_gpu)
         words = program.pack(batch, staging.numpy())

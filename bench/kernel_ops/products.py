@@ -15,7 +15,7 @@ from common.gpu_timing import Contender, times
 from kernel_ops.cublaslt import Lt
 from kernel_ops.decode_steps import NOW, PRODUCTS, Steps, in_parts
 
-from pensieve.engine.worker.program import products_of
+from pensieve.engine.worker.program import preferred_blas
 
 Row = dict[str, Any]
 REPLAYS = 5
@@ -49,7 +49,7 @@ def rows(steps: Steps, batch: int, bandwidth: float) -> list[Row]:
     for name, weights in weights_of(steps).items():
         turned = [weight.t().contiguous() for weight in weights]
         x = torch.randn(batch, weights[0].shape[1], dtype=weights[0].dtype, device=weights[0].device)
-        contenders: dict[str, Contender] = {NOW: _by(partial(products_of, batch, x.device), x, weights)}
+        contenders: dict[str, Contender] = {NOW: _by(partial(preferred_blas, batch, x.device), x, weights)}
         contenders |= {each: _by(setting, x, weights) for each, setting in settings().items()}
         contenders["weights turned"] = _turned(x, turned)
         contenders |= {f"{parts} parts": _parted(x, weights, parts) for parts in PARTS}

@@ -47,7 +47,7 @@ def decoding(running: int, steps: int) -> Scheduler:
 def planned(scheduler: Scheduler, now: float) -> tuple[Plan, StepResult]:
     """One launched step, and what a worker may have sampled in it."""
     plan = scheduler.plan(now)
-    scheduler.launched(plan)
+    scheduler.on_launched(plan)
     return plan, StepResult(tuple(Sampled(span.request, 7) for span in plan.spans if span.sample is not None))
 
 

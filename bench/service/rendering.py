@@ -22,13 +22,13 @@ from typing import Any, Final
 import click
 
 from pensieve.core import Role, pack_tokens
-from pensieve.server.history.rendering import Renderer, Room, Stamp
+from pensieve.server.history.rendering import ContextRoom, ItemStamp, Renderer
 from pensieve.server.values import InputEntry
 from pensieve.store.records import History, Item, Overflow
 from pensieve.tokenizer import ChatTokenizer, TemplateError
 
 COUNTS: Final = (250, 500, 1000, 2000)
-ROOM: Final = Room(1 << 22, Overflow.REJECT, None)
+ROOM: Final = ContextRoom(1 << 22, Overflow.REJECT, None)
 WORDS: Final = "Well, the fox was in the garden at 7, and no one knows whose dog that is. "
 
 
@@ -40,7 +40,7 @@ def entries(roles: Sequence[Role], chars: int) -> list[InputEntry]:
 async def import_ms(renderer: Renderer, said: Sequence[InputEntry]) -> float:
     """Milliseconds until a history is rendered, one that was not seen before."""
     begin = time.perf_counter()
-    await renderer.items(History(), said, Stamp(1, "r", 0))
+    await renderer.items(History(), said, ItemStamp(1, "r", 0))
     return (time.perf_counter() - begin) * 1e3
 
 
@@ -51,7 +51,7 @@ async def turns_ms(renderer: Renderer, turns: int) -> dict[int, float]:
     for number in range(turns):
         begin = time.perf_counter()
         prepared = await renderer.prepare(
-            history, [InputEntry(Role.USER, "hi")], Stamp(2 * number + 1, "r", 0), ROOM
+            history, [InputEntry(Role.USER, "hi")], ItemStamp(2 * number + 1, "r", 0), ROOM
         )
         taken.append((time.perf_counter() - begin) * 1e3)
         answer = Item(2 * number + 2, Role.ASSISTANT, "yes", pack_tokens(prepared.context[-2:]))
@@ -66,7 +66,7 @@ async def beside(renderer: Renderer, roles: Sequence[Role], chars: int) -> dict[
 
     async def turn() -> float:
         begin = time.perf_counter()
-        await renderer.of("other").prepare(History(), word, Stamp(1, "r", 0), ROOM)
+        await renderer.for_tenant("other").prepare(History(), word, ItemStamp(1, "r", 0), ROOM)
         return (time.perf_counter() - begin) * 1e3
 
     alone = [await turn() for _ in range(20)]
@@ -75,7 +75,7 @@ async def beside(renderer: Renderer, roles: Sequence[Role], chars: int) -> dict[
     async def flood() -> int:
         done = 0
         while not over:
-            await renderer.of("flood").items(History(), entries(roles, chars), Stamp(1, "r", 0))
+            await renderer.for_tenant("flood").items(History(), entries(roles, chars), ItemStamp(1, "r", 0))
             done += 1
         return done
 

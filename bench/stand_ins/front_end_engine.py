@@ -33,7 +33,7 @@ from pensieve.engine.messages import (
     Stats,
     Submit,
 )
-from pensieve.engine.process.loop import Announcer
+from pensieve.engine.process.loop import StepAnnouncer
 from pensieve.options.serve import by_name, resolve, serve_flags
 from pensieve.server.app import run
 
@@ -59,7 +59,7 @@ class PacedEngine:
         self._next = 0.0
         self._draw = np.random.default_rng(0)
         self._steps = self._tokens = 0
-        self.announcer = Announcer()
+        self.announcer = StepAnnouncer()
 
     def ready(self) -> EngineReady:
         return EngineReady(CONTEXT_LIMIT, VOCABULARY, "none", "none", CONTEXT_LIMIT * 1000, 0, 32)
@@ -90,7 +90,7 @@ class PacedEngine:
 
     def step(self) -> list[Event]:
         """Wait for the end of the step; whoever was there at its begin gets a token."""
-        self.announcer.step(len(self._running), frozenset(map(RequestKey, self._running)))
+        self.announcer.announce(len(self._running), frozenset(map(RequestKey, self._running)))
         now = time.monotonic()
         self._next = max(self._next + self._step_s, now)
         time.sleep(self._next - now)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import click
 
-from pensieve.cli.main import LAZY, cli
+from pensieve.cli.main import SUBCOMMANDS, cli
 from pensieve.options.serve import ServeOptions
 from pensieve.options.table import GROUPS, OPTIONS
 
@@ -29,7 +29,7 @@ def serve_page() -> str:
             option = by_name.get(name)
             if option is None:
                 continue  # of the command line alone: --help, --config
-            default = option.shown or _shown(getattr(defaults, option.field))
+            default = option.default_text or _shown(getattr(defaults, option.field))
             flag = f"--[no-]{name}" if option.is_switch and option.can_negate else f"--{name}"
             value = f" {option.metavar}" if option.metavar else ""
             lines.append(
@@ -53,7 +53,7 @@ def commands_page() -> str:
         "[exit codes](../install.md#how-commands-end).",
     ]
     context = click.Context(cli, info_name="pensieve")
-    for name in sorted(["serve", *LAZY]):
+    for name in sorted(["serve", *SUBCOMMANDS]):
         command = cli.get_command(context, name)
         assert command is not None
         lines += _command(command, click.Context(command, parent=context, info_name=name), 2)

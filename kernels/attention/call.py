@@ -39,7 +39,7 @@ class AttentionCall:
         return self.tables.stride(0)
 
     @classmethod
-    def of(
+    def from_tensors(
         cls,
         q: torch.Tensor,
         pool: torch.Tensor,

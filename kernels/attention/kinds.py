@@ -87,7 +87,7 @@ class StepKind(Enum):
         return 1 if self is StepKind.NARROW else 4
 
     def narrow_tile(self, tiles: TileSet) -> Tile:
-        of = {StepKind.SHORT: tiles.short, StepKind.FEW: tiles.few, StepKind.MIXED: tiles.narrow_beside}
+        of = {StepKind.SHORT: tiles.short, StepKind.FEW: tiles.few, StepKind.MIXED: tiles.narrow_concurrent}
         return of.get(self, tiles.narrow)
 
 

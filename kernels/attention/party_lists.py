@@ -65,7 +65,7 @@ LAYERS_STEP = NARROW_STEP / 32
 UNLIMITED = Capacity(*[1 << 40] * 4)
 
 
-def make_party_lists(
+def make_group_lists(
     spans: Spans,
     parties: Ints,
     num_rows: int,

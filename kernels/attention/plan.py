@@ -15,7 +15,7 @@ from pensieve.kernels.attention.call import Scratch
 from pensieve.kernels.attention.capacity import Capacity
 from pensieve.kernels.attention.hopper import launch as hopper
 from pensieve.kernels.attention.kinds import Geometry, StepKind, classify
-from pensieve.kernels.attention.party_lists import KIND, UNLIMITED, make_party_lists
+from pensieve.kernels.attention.party_lists import KIND, UNLIMITED, make_group_lists
 from pensieve.kernels.attention.work_lists import (
     HEADER,
     ITEM,
@@ -30,7 +30,7 @@ from pensieve.kernels.attention.work_lists import (
 )
 from pensieve.kernels.spans import Ints, Spans
 
-PARTY_KIND = KIND
+PREFIX_GROUP_KIND = KIND
 """The kind of every step in which spans read a beginning together."""
 
 
@@ -76,7 +76,7 @@ class AttentionPlan:
             raise ValueError(f"a scratch of {self.scratch.rows} rows, {capacity.partial_rows} are needed")
 
     @classmethod
-    def of(
+    def from_spans(
         cls,
         spans: Spans,
         num_rows: int,
@@ -87,7 +87,7 @@ class AttentionPlan:
         parties: Ints | None = None,
     ) -> AttentionPlan:
         """The plan of one step, of just its size unless ``capacity`` is given; ``parties``: see ``pack``."""
-        kind = classify(spans, geometry) if parties is None else PARTY_KIND
+        kind = classify(spans, geometry) if parties is None else PREFIX_GROUP_KIND
         work = _work(spans, parties, num_rows, geometry, kind, capacity)
         plan = cls(num_rows, geometry, device, kind=kind, capacity=capacity or _need(work))
         plan._upload(plan._packed(work))
@@ -155,9 +155,9 @@ def _work(
 ) -> WorkLists:
     if parties is None:
         return make_work_lists(spans, num_rows, geometry, kind)
-    if kind is not PARTY_KIND:
+    if kind is not PREFIX_GROUP_KIND:
         raise DoesNotFit(f"a plan for {kind.value} steps has no launches for spans that read together")
-    return make_party_lists(spans, parties, num_rows, geometry, capacity or UNLIMITED)
+    return make_group_lists(spans, parties, num_rows, geometry, capacity or UNLIMITED)
 
 
 def words_of(capacity: Capacity) -> int:

@@ -35,7 +35,7 @@ COLUMNS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Parties:
+class PrefixGroups:
     """What was found in a step of S spans."""
 
     order: Ints
@@ -45,7 +45,7 @@ class Parties:
 
 
 @dataclass(frozen=True, slots=True)
-class PartyRule:
+class PrefixGroupRule:
     """When spans make a party."""
 
     geometry: Geometry
@@ -53,7 +53,7 @@ class PartyRule:
     least_spans: int = LEAST_SPANS
     least_saved_us: float = LEAST_SAVED_US
 
-    def find(self, spans: Spans, pages: npt.NDArray[np.int32]) -> Parties | None:
+    def find(self, spans: Spans, pages: npt.NDArray[np.int32]) -> PrefixGroups | None:
         """The parties of a step with these spans, whose page tables begin at ``pages[spans[:, TABLE]]``;
         None without any, which takes a few microseconds to see where no two tables begin with the same page."""
         if len(spans) < self.least_spans or not len(pages):
@@ -65,8 +65,8 @@ class PartyRule:
         if not len(repeated):
             return None
         tiles = self.geometry.tiles
-        narrow = ~is_wide(spans, self.geometry, tiles.narrow_beside) & (spans[:, Q_LEN] > 0)
-        search = _Search(self, spans, pages, math.lcm(tiles.narrow_beside.keys, tiles.wide.keys))
+        narrow = ~is_wide(spans, self.geometry, tiles.narrow_concurrent) & (spans[:, Q_LEN] > 0)
+        search = _Search(self, spans, pages, math.lcm(tiles.narrow_concurrent.keys, tiles.wide.keys))
         saved, found = 0.0, list[_Found]()
         for page in np.unique(repeated):
             gain, parties = search.best(np.flatnonzero((first == page) & narrow), 0, MOST_LEVELS)
@@ -91,7 +91,7 @@ _Found = tuple[Ints, int]
 class _Search:
     """The walk through a step's page tables, a tree of beginnings."""
 
-    rule: PartyRule
+    rule: PrefixGroupRule
     spans: Spans
     pages: npt.NDArray[np.int32]
     unit: int
@@ -133,7 +133,7 @@ class _Search:
         return depth
 
 
-def _arranged(found: list[_Found], spans: int) -> Parties:
+def _arranged(found: list[_Found], spans: int) -> PrefixGroups:
     """Parties first, longest beginnings foremost, then the other spans in their order."""
     found = sorted(found, key=lambda party: -party[1])
     sizes = np.array([len(members) for members, _ in found])
@@ -141,4 +141,4 @@ def _arranged(found: list[_Found], spans: int) -> Parties:
     others = np.ones(spans, np.bool_)
     others[joined] = False
     table = np.stack([np.cumsum(sizes) - sizes, sizes, [tokens for _, tokens in found]], axis=1)
-    return Parties(np.concatenate([joined, np.flatnonzero(others)]), table.astype(np.int64))
+    return PrefixGroups(np.concatenate([joined, np.flatnonzero(others)]), table.astype(np.int64))

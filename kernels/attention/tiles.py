@@ -39,7 +39,7 @@ class TileSet:
     """The tiles that the launches of one geometry take."""
 
     narrow: Tile
-    narrow_beside: Tile
+    narrow_concurrent: Tile
     """For narrow items that share the device with wide ones."""
     short: Tile
     """For steps of short spans on short contexts, see ``StepKind.SHORT``."""
@@ -72,7 +72,7 @@ def choose_tiles(head_dim: int, element_bytes: int, *, hopper: bool = False) -> 
         narrow=Tile(16, 64, 4, 3, 168, 3, 64),
         # More programs with less in flight each. Beside the kernel for Hopper they have few multiprocessors, whose own
         # pace then counts more than the memory's; beside the other one they fit into what it leaves.
-        narrow_beside=Tile(16, 64, 4, 2, 96, 5, 64) if hopper else Tile(16, 64, 4, 2, 128, 2, 64),
+        narrow_concurrent=Tile(16, 64, 4, 2, 96, 5, 64) if hopper else Tile(16, 64, 4, 2, 128, 2, 64),
         short=Tile(32, 64, 4, 2, 168, 3, 128),
         few=Tile(64, 64, 4, 3, None, 2, 512, split_mask=True),
         # Two programs of 8 warps per multiprocessor: the one's softmax runs beside the other's products.

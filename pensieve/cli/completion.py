@@ -10,7 +10,7 @@ PATIENCE_S = 1.0
 MOST = 100
 
 
-def sessions(ctx: Context, param: Parameter, incomplete: str) -> list[CompletionItem]:
+def complete_session_ids(ctx: Context, param: Parameter, incomplete: str) -> list[CompletionItem]:
     """Ids of sessions at ``--target``, as they are listed; none without a target, or where it does not answer."""
     from pensieve.client import Client, RetryPolicy
     from pensieve.errors import PensieveError

@@ -432,7 +432,7 @@ def _list(some: list[Pair], every: list[Pair]) -> str:
 
 
 ANSWER_PATIENCE_S: Final = 2.0
-OURS: Final = b"pensieve_build_info"
+OWN_METRIC: Final = b"pensieve_build_info"
 """A metric that every server has."""
 
 
@@ -473,7 +473,7 @@ def _serves_metrics(address: str) -> bool:
         with build_opener(ProxyHandler({})).open(
             f"http://{address}/metrics", timeout=ANSWER_PATIENCE_S
         ) as answer:
-            return OURS in answer.read(1 << 20)
+            return OWN_METRIC in answer.read(1 << 20)
     except (URLError, OSError, ValueError):
         return False
 
@@ -485,7 +485,7 @@ _NARROW: Final = 60
 _COLOUR = {"ok": "green", "note": "yellow", "fail": "red"}
 
 
-def examine(resolved: options.ServeOptions) -> list[Check]:
+def run_checks(resolved: options.ServeOptions) -> list[Check]:
     """Every check, with the addresses, store and model of these options."""
     is_server = extras.installed("server")
     return [
@@ -573,7 +573,7 @@ def doctor(as_json: bool, **given: str | None) -> None:
     """
     # Whether an address is wise to listen on is the server's question; here only whether it can be had.
     resolved = options.resolve({**given, "insecure-i-know": True}).options
-    findings = examine(resolved)
+    findings = run_checks(resolved)
     blocking = any(check.state == "fail" for check in findings)
     if as_json:
         report = {"ok": not blocking, "checks": findings}

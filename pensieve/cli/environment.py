@@ -18,12 +18,12 @@ NO_OPTIONS = frozenset({"PENSIEVE_API_KEY", "PENSIEVE_DEBUG", "PENSIEVE_FAILPOIN
 """Variables of other kinds: of several commands, and switches for developers."""
 
 
-def hush_grpc() -> None:
+def silence_grpc() -> None:
     """Keep the gRPC library from writing lines of its own to stderr, such as one for each TLS handshake that fails."""
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 
-def name_variables(command: click.Command, path: str) -> None:
+def assign_variables(command: click.Command, path: str) -> None:
     """Give each option of a command, and of the commands below it, its variable.
 
     ``path``: the command's name as typed, ``serve`` or ``store check``.
@@ -35,10 +35,10 @@ def name_variables(command: click.Command, path: str) -> None:
             if wanted not in present:
                 param.envvar = [wanted, *present]
     for name, inner in _below(command):
-        name_variables(inner, f"{path} {name}")
+        assign_variables(inner, f"{path} {name}")
 
 
-def from_environment(ctx: click.Context) -> dict[str, str]:
+def variables_in_use(ctx: click.Context) -> dict[str, str]:
     """Parameter → variable, of those that the environment has set."""
     return {
         param.name: _used(param)
@@ -47,7 +47,7 @@ def from_environment(ctx: click.Context) -> dict[str, str]:
     }
 
 
-def variable_at_fault(error: click.ClickException) -> str | None:
+def variable_of_error(error: click.ClickException) -> str | None:
     """The variable whose value ``error`` is about; None when it is about something else."""
     if not isinstance(error, click.BadParameter) or error.ctx is None or error.param is None:
         return None
@@ -57,7 +57,7 @@ def variable_at_fault(error: click.ClickException) -> str | None:
     return _used(error.param)
 
 
-def misspelt(command: click.Command, path: str) -> Iterator[str]:
+def misspelt_variables(command: click.Command, path: str) -> Iterator[str]:
     """A line for each variable that looks as if it should set an option of this command, and sets none."""
     known = set(_all_variables(command))
     own = f"{PREFIX}_{_capitals(path)}_"

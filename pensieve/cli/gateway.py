@@ -13,7 +13,7 @@ from typing import Any, Final
 import click
 
 from pensieve.options.serve import ServeOptions
-from pensieve.options.table import LIMITS, Option
+from pensieve.options.table import HTTP_LIMITS, Option
 from pensieve.options.values import duration, is_loopback, names, origins, split_address
 
 _FILE: Final = click.Path(exists=True, dir_okay=False, path_type=Path)
@@ -22,7 +22,7 @@ _FILE: Final = click.Path(exists=True, dir_okay=False, path_type=Path)
 def _limits(command: Callable[..., Any]) -> Callable[..., Any]:
     """Decorator: the flags of ``pensieve serve`` that every door has, without ``http-`` before their names."""
     defaults = ServeOptions()
-    for option in reversed(LIMITS):
+    for option in reversed(HTTP_LIMITS):
         default = getattr(defaults, option.field)
         shown = "" if default is None else f"  [default: {default:g}{option.unit}]"
         command = click.option(

@@ -19,25 +19,25 @@ import click
 
 from pensieve import __version__, extras
 from pensieve.cli import environment
-from pensieve.lifeline import end_with
+from pensieve.lifeline import terminate_on_eof
 from pensieve.options import serve as options
-from pensieve.options.commands import GroupedCommand, complain
-from pensieve.options.table import FIRST, GROUPS
+from pensieve.options.commands import GroupedCommand, print_error
+from pensieve.options.table import BASIC_OPTIONS, GROUPS
 
 
-class Blame:
+class ErrorOrigin:
     """``main`` hands it to all contexts as their ``obj``; those that an error leaves write in it."""
 
     def __init__(self) -> None:
         self._error: BaseException | None = None
         self._command = ""
 
-    def take(self, error: BaseException, command: str) -> None:
+    def record(self, error: BaseException, command: str) -> None:
         """``error`` leaves ``command``: remembered unless it has left another one before."""
         if error is not self._error:
             self._error, self._command = error, command
 
-    def command(self, error: BaseException) -> str:
+    def command_of(self, error: BaseException) -> str:
         """The command as it was typed, without its arguments; ``pensieve`` if the error came out of none."""
         context = getattr(error, "ctx", None)  # click knows it of mistakes in how a command is called
         if isinstance(context, click.Context):
@@ -45,27 +45,27 @@ class Blame:
         return self._command if error is self._error else "pensieve"
 
 
-class BlamedContext(click.Context):
-    """A context that tells its ``Blame`` of errors. Click itself names no command in errors of run time."""
+class RecordingContext(click.Context):
+    """A context that tells its ``ErrorOrigin`` of errors. Click itself names no command in errors of run time."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool | None:
-        if error is not None and isinstance(self.obj, Blame):
-            self.obj.take(error, self.command_path)
+        if error is not None and isinstance(self.obj, ErrorOrigin):
+            self.obj.record(error, self.command_path)
         return super().__exit__(kind, error, trace)
 
 
-def blamed(command: click.Command) -> None:
+def record_errors(command: click.Command) -> None:
     """Have a command, and those below it, run in contexts that tell."""
-    command.context_class = BlamedContext
+    command.context_class = RecordingContext
     for inner in getattr(command, "commands", {}).values():
-        blamed(inner)
+        record_errors(inner)
 
 
 _NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 """What writing to stdout fails with when that is a file on a full or failing disk."""
-LAZY: Final[dict[str, tuple[str, str, str]]] = {
+SUBCOMMANDS: Final[dict[str, tuple[str, str, str]]] = {
     "chat": (
         "pensieve.cli.chat.command",
         "chat",
@@ -113,28 +113,28 @@ _CLIENTS: Final = ("chat", "replay", "sessions")
 class LazyGroup(click.Group):
     """A group that imports a subcommand's module only to run it or to show its own help."""
 
-    context_class = BlamedContext
+    context_class = RecordingContext
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted([*super().list_commands(ctx), *LAZY])
+        return sorted([*super().list_commands(ctx), *SUBCOMMANDS])
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        command = self._load(ctx, cmd_name) if cmd_name in LAZY else super().get_command(ctx, cmd_name)
+        command = self._load(ctx, cmd_name) if cmd_name in SUBCOMMANDS else super().get_command(ctx, cmd_name)
         if command is not None:
-            environment.name_variables(command, cmd_name)
-            blamed(command)
+            environment.assign_variables(command, cmd_name)
+            record_errors(command)
         return command
 
     def _load(self, ctx: click.Context, cmd_name: str) -> click.Command:
         if cmd_name in _CLIENTS:
-            environment.hush_grpc()  # before grpc is imported
-        module, attribute, _ = LAZY[cmd_name]
+            environment.silence_grpc()  # before grpc is imported
+        module, attribute, _ = SUBCOMMANDS[cmd_name]
         try:
             command = getattr(importlib.import_module(module), attribute)
         except ImportError as error:
-            if isinstance(ctx.obj, Blame):
-                ctx.obj.take(error, f"{ctx.command_path} {cmd_name}")
-            raise cannot_load(f"`pensieve {cmd_name}`", error) from error
+            if isinstance(ctx.obj, ErrorOrigin):
+                ctx.obj.record(error, f"{ctx.command_path} {cmd_name}")
+            raise load_error(f"`pensieve {cmd_name}`", error) from error
         assert isinstance(command, click.Command), f"{module}.{attribute} is no click command"
         return command
 
@@ -143,13 +143,14 @@ class LazyGroup(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name, command, rest = super().resolve_command(ctx, args)
         if name is not None and command is not None:
-            for line in environment.misspelt(command, name):
-                complain(line, f"{ctx.command_path} {name}")
+            for line in environment.misspelt_variables(command, name):
+                print_error(line, f"{ctx.command_path} {name}")
         return name, command, rest
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         rows = [
-            (name, LAZY[name][2] if name in LAZY else self._own(name)) for name in self.list_commands(ctx)
+            (name, SUBCOMMANDS[name][2] if name in SUBCOMMANDS else self._own(name))
+            for name in self.list_commands(ctx)
         ]
         with formatter.section("Commands"):
             formatter.write_dl(rows)
@@ -158,7 +159,7 @@ class LazyGroup(click.Group):
         return self.commands[name].get_short_help_str(limit=80)
 
 
-def cannot_load(what: str, error: ImportError) -> ImportError | click.ClickException:
+def load_error(what: str, error: ImportError) -> ImportError | click.ClickException:
     """The error to raise: one that names the extra to install, or one that leads to ``pensieve doctor``."""
     if extras.missing_extra(error) is not None:
         return error
@@ -179,7 +180,7 @@ def cli() -> None:
 @cli.command(
     cls=GroupedCommand,
     groups=GROUPS,
-    first=FIRST,
+    first=BASIC_OPTIONS,
     epilog="Each option may be a variable, too: PENSIEVE_SERVE_<OPTION>.",
 )
 @options.serve_flags
@@ -211,7 +212,7 @@ def serve(
     Prints one line, `ready grpc=HOST:PORT admin=HOST:PORT`, when it accepts calls, with
     `http=HOST:PORT` behind it if there is --http. SIGTERM lets running turns finish.
     """
-    variables = options.by_name(environment.from_environment(ctx))
+    variables = options.by_name(environment.variables_in_use(ctx))
     resolved = options.resolve(options.by_name(given), config, variables)
     if print_config:
         click.echo(resolved.render())
@@ -222,11 +223,11 @@ def serve(
     except FileNotFoundError:
         raise click.UsageError("the working folder is gone: change to another one") from None
     if until_stdin_ends:
-        end_with(0)
+        terminate_on_eof(0)
     try:
         app = importlib.import_module("pensieve.server.app")
     except ImportError as error:
-        raise cannot_load("the server", error) from error
+        raise load_error("the server", error) from error
     if resolved.sources["store"] == "default":
         folder = options.state_directory()
         try:  # Histories are private: nobody else on the machine may list or read them.
@@ -252,22 +253,22 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     _open_standard_files()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character gets "?"
-    blame = Blame()
+    blame = ErrorOrigin()
     try:
         code = cli.main(args=arguments, prog_name="pensieve", standalone_mode=False, obj=blame)
     except click.exceptions.NoArgsIsHelpError as error:
         error.show()
         sys.exit(error.exit_code)
     except click.ClickException as error:
-        variable = environment.variable_at_fault(error)
+        variable = environment.variable_of_error(error)
         message = f"{variable}: {error.message}" if variable else error.format_message()
-        complain(message, blame.command(error))
+        print_error(message, blame.command_of(error))
         sys.exit(error.exit_code)
     except ImportError as error:  # some commands find out late what they need
         line = extras.missing_extra(error)
         if line is None:
             raise
-        complain(line, blame.command(error))
+        print_error(line, blame.command_of(error))
         sys.exit(2)
     except click.Abort:
         sys.exit(130)
@@ -275,6 +276,6 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         if error.errno not in _NO_ROOM or error.filename is not None:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is still to be written fails no more
-        complain(f"what was to be said could not be written: {error.strerror}", blame.command(error))
+        print_error(f"what was to be said could not be written: {error.strerror}", blame.command_of(error))
         sys.exit(1)
     sys.exit(code if isinstance(code, int) else 0)

@@ -9,7 +9,7 @@ from typing import Final
 
 from rich.console import Console
 
-UNBOUND: Final = 10_000
+UNBOUNDED_WIDTH: Final = 10_000
 """Columns of what has no width of its own, such as a pipe: more than a row takes, and nothing is cut for it."""
 
 
@@ -21,7 +21,7 @@ def stdout() -> Console:
     console = Console(highlight=False)
     if console.file.isatty():  # FORCE_COLOR makes ``is_terminal`` true of a pipe, too
         return console
-    return Console(highlight=False, width=shutil.get_terminal_size((UNBOUND, 24)).columns)
+    return Console(highlight=False, width=shutil.get_terminal_size((UNBOUNDED_WIDTH, 24)).columns)
 
 
 _OBEYED: Final = "\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff"
@@ -84,7 +84,7 @@ def share(part: float, whole: float) -> str:
     return "<1 %" if 0 < percent < 0.5 else f"{percent:.0f} %"
 
 
-def bytes_of(number: float) -> str:
+def byte_size(number: float) -> str:
     """``1.5 MB``."""
     for length, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if number >= length:

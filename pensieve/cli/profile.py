@@ -13,10 +13,10 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from pensieve.cli.refusals import BadModel
+from pensieve.cli.server_errors import BadModel
 from pensieve.config import CacheConfig, DeviceName, DtypeName, EngineOptions, LoadFormat
 from pensieve.engine.cost.profiles import (
-    LONGEST,
+    MAX_CONTEXT,
     CostPoint,
     Prober,
     describe,
@@ -26,7 +26,7 @@ from pensieve.engine.cost.profiles import (
     write_profile,
 )
 from pensieve.options.commands import models
-from pensieve.simulate.calibrate import SWAP_CHUNKS, calibrated
+from pensieve.simulate.calibrate import SWAP_CHUNKS, calibrate_machine
 
 if TYPE_CHECKING:  # the module brings torch with it
     from pensieve.engine.worker.torch_worker import Worker
@@ -54,7 +54,9 @@ def _measure_machine(worker: Worker, name: str, longest: int, path: Path) -> Non
     console = Console(stderr=True)
     with console.status("steps") as status:
         try:
-            machine = calibrated(worker, name, longest, lambda design: status.update(f"steps: {design}"))
+            machine = calibrate_machine(
+                worker, name, longest, lambda design: status.update(f"steps: {design}")
+            )
         except ValueError as error:
             raise click.ClickException(str(error)) from error
     try:
@@ -101,7 +103,7 @@ def _measure_machine(worker: Worker, name: str, longest: int, path: Path) -> Non
     "--longest",
     type=click.IntRange(min=2),
     metavar="N",
-    help=f"Longest context to measure.  [default: the model's limit, at most {LONGEST}]",
+    help=f"Longest context to measure.  [default: the model's limit, at most {MAX_CONTEXT}]",
 )
 @click.option(
     "--repeats",
@@ -168,7 +170,7 @@ def profile(
         limit = load_arch(folder).context_limit
         if longest is not None and longest > limit:
             raise click.BadParameter(f"the model takes at most {limit} tokens", param_hint="--longest")
-        longest = longest or min(limit, LONGEST)
+        longest = longest or min(limit, MAX_CONTEXT)
         if longest < 2 * chunk_tokens:
             raise click.BadParameter(
                 f"at least two chunks, {2 * chunk_tokens} tokens", param_hint="--longest"

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from pensieve.cli import completion, output
 from pensieve.cli.output import clean
-from pensieve.cli.refusals import misuse, refusal
+from pensieve.cli.server_errors import describe_error, usage_error
 from pensieve.client import Client, FinishReason, Item, Residency, RetryPolicy, Role, SessionInfo, Turn
 from pensieve.errors import InvalidArgument, NotFound, PensieveError
 from pensieve.options.serve import ServeOptions
@@ -25,7 +25,7 @@ MOST_NAMED = 5
 """Most sessions that are listed where a beginning fits several."""
 
 
-def find(client: Client, given: str, *, whole: bool = False) -> SessionInfo:
+def find_session(client: Client, given: str, *, whole: bool = False) -> SessionInfo:
     """The session of this id, or the only one whose id begins so, with where its context lies.
 
     ``whole``: a beginning does not do. Raises UsageError when there is none, or when there are several.
@@ -116,7 +116,7 @@ def name_of(value: FinishReason | Role | int | None) -> str:
     return value.name.lower() if isinstance(value, FinishReason | Role) else str(value)
 
 
-def place(residency: Residency | None) -> Mapping[str, int]:
+def tokens_by_tier(residency: Residency | None) -> Mapping[str, int]:
     """Tokens by where they lie; nothing where that is unknown."""
     if residency is None:
         return {}
@@ -128,7 +128,7 @@ def place(residency: Residency | None) -> Mapping[str, int]:
 
 
 def _residency(residency: Residency | None) -> dict[str, Any] | None:
-    return {"replica": residency.replica, **place(residency)} if residency is not None else None
+    return {"replica": residency.replica, **tokens_by_tier(residency)} if residency is not None else None
 
 
 def _time(when: datetime | None) -> str | None:
@@ -141,7 +141,7 @@ WIDE = 100
 """Columns from which there is room for labels, too."""
 
 
-def listing(infos: Sequence[SessionInfo], now: datetime, width: int) -> Iterator[Text]:
+def session_rows(infos: Sequence[SessionInfo], now: datetime, width: int) -> Iterator[Text]:
     """One line for each session. What is narrow has less of it, but an id is never cut: it is there to be copied."""
     columns: dict[str, list[str]] = {"SESSION": [info.id for info in infos]}
     if width >= MIDDLE:
@@ -151,13 +151,15 @@ def listing(infos: Sequence[SessionInfo], now: datetime, width: int) -> Iterator
         columns["ITEMS"] = [output.count(info.item_count) for info in infos]
     columns["TOKENS"] = [output.count(info.context_tokens) for info in infos]
     columns["STATE"] = [state(info) for info in infos]
-    columns["CONTEXT"] = [places(place(info.residency), short=width < WIDE) for info in infos]
+    columns["CONTEXT"] = [
+        describe_tiers(tokens_by_tier(info.residency), short=width < WIDE) for info in infos
+    ]
     if width >= WIDE:
         columns["LABELS"] = [output.labels(info.labels) for info in infos]
     yield from _table(columns, width)
 
 
-def facts(info: SessionInfo, now: datetime) -> Iterator[tuple[str, str]]:
+def session_facts(info: SessionInfo, now: datetime) -> Iterator[tuple[str, str]]:
     """What there is to say of one session, by lines."""
     yield "session", info.id
     yield "state", state(info)
@@ -165,7 +167,10 @@ def facts(info: SessionInfo, now: datetime) -> Iterator[tuple[str, str]]:
         yield "model", clean(info.model, lines=False)
     yield "context", f"{info.context_tokens:,} of {info.context_limit:,} tokens, {info.item_count:,} items"
     if info.residency is not None:
-        yield "lies", f"{places(place(info.residency))} at {clean(info.residency.replica, lines=False)}"
+        yield (
+            "lies",
+            f"{describe_tiers(tokens_by_tier(info.residency))} at {clean(info.residency.replica, lines=False)}",
+        )
     yield "created", f"{_ago(info.create_time, now)} ago, used {_ago(info.update_time, now)} ago"
     if info.expire_time is not None:
         yield "expires", f"in {output.age((info.expire_time - now).total_seconds())}"
@@ -175,7 +180,7 @@ def facts(info: SessionInfo, now: datetime) -> Iterator[tuple[str, str]]:
         yield "fork of", f"{info.forked_from.removeprefix('sessions/')}, up to item {info.forked_from_item}"
 
 
-def receipts(turns: Sequence[Turn], width: int) -> Iterator[Text]:
+def receipt_rows(turns: Sequence[Turn], width: int) -> Iterator[Text]:
     """Where each turn's context came from and, where there is room, how its first token came and how it ended."""
     usages = [turn.usage for turn in turns]
     columns = {
@@ -195,7 +200,7 @@ def receipts(turns: Sequence[Turn], width: int) -> Iterator[Text]:
     yield from _table(columns, width, left=("END",))
 
 
-def said(items: Sequence[Item]) -> Iterator[Text]:
+def history_lines(items: Sequence[Item]) -> Iterator[Text]:
     """The history as text."""
     for item in items:
         yield Text.assemble((f"{item.item} {name_of(item.role)}: ", "bold"), clean(item.text))
@@ -206,7 +211,7 @@ def state(info: SessionInfo) -> str:
     return "running" if info.active_request_id else str(info.state)
 
 
-def places(tokens: Mapping[str, int], *, short: bool = False) -> str:
+def describe_tiers(tokens: Mapping[str, int], *, short: bool = False) -> str:
     """Shares of a context by where they lie: ``device 80 %, dropped 20 %``; ``short``: ``d80 x20``, as in strips."""
     whole = sum(tokens.values())
     if not whole:
@@ -359,7 +364,7 @@ def list_(
         return
     console = output.stdout()
     if infos:
-        for line in listing(infos, datetime.now(UTC), console.width):
+        for line in session_rows(infos, datetime.now(UTC), console.width):
             console.print(line)
     else:
         click.echo("no sessions with these labels" if labels else f"no sessions at {server.target}", err=True)
@@ -369,7 +374,7 @@ def list_(
 
 @sessions.command()
 @_connection
-@click.argument("session_id", metavar="ID", shell_complete=completion.sessions)
+@click.argument("session_id", metavar="ID", shell_complete=completion.complete_session_ids)
 @click.option(
     "--turns",
     type=click.IntRange(min=0),
@@ -383,7 +388,7 @@ def list_(
 def show(server: Server, session_id: str, turns: int, text: bool, as_json: bool) -> None:
     """One session, and where the context of each turn came from."""
     with _client(server) as client:
-        info = find(client, session_id)
+        info = find_session(client, session_id)
         session = client.session(info.name)
         items = session.items()
         requests = list(
@@ -398,23 +403,25 @@ def show(server: Server, session_id: str, turns: int, text: bool, as_json: bool)
         click.echo(json.dumps(document | ({"system_prompt": info.system_prompt} if text else {})))
         return
     console = output.stdout()
-    for name, value in facts(info, datetime.now(UTC)):
+    for name, value in session_facts(info, datetime.now(UTC)):
         console.print(Text.assemble((f"{name:<9}", "dim"), value))
     if told:
         console.print()
-        for line in receipts(told, console.width):
+        for line in receipt_rows(told, console.width):
             console.print(line)
         if len(requests) > len(told):
             click.echo(f"{len(told)} of {len(requests)} turns; --turns 0 shows all", err=True)
     if text:
         console.print()
-        for line in said(items):
+        for line in history_lines(items):
             console.print(line, soft_wrap=True)
 
 
 @sessions.command()
 @_connection
-@click.argument("session_ids", metavar="ID…", nargs=-1, required=True, shell_complete=completion.sessions)
+@click.argument(
+    "session_ids", metavar="ID…", nargs=-1, required=True, shell_complete=completion.complete_session_ids
+)
 @click.option("--yes", is_flag=True, help="Do not ask. Ids are written in full then.")
 def delete(server: Server, session_ids: tuple[str, ...], yes: bool) -> None:
     """Erase sessions with all that was said in them. It cannot be undone."""
@@ -422,7 +429,7 @@ def delete(server: Server, session_ids: tuple[str, ...], yes: bool) -> None:
         raise click.UsageError("there is no terminal to ask at; --yes erases without asking")
     with _client(server) as client:
         # All are found before the first is erased: a mistyped id stops everything.
-        infos = {info.name: info for info in (find(client, one, whole=yes) for one in session_ids)}
+        infos = {info.name: info for info in (find_session(client, one, whole=yes) for one in session_ids)}
         for info in infos.values():
             about = f"{info.id} ({info.item_count} items, {info.context_tokens} tokens)"
             if yes or click.confirm(f"erase {about}?", err=True):
@@ -449,6 +456,6 @@ def _client(server: Server) -> Iterator[Client]:
         ) as client:
             yield client
     except PensieveError as error:
-        said = refusal(error, server.target)
+        said = describe_error(error, server.target)
         failed = click.ClickException(said if server.target in said else f"{server.target}: {said}")
-        raise misuse(error) or failed from error
+        raise usage_error(error) or failed from error

@@ -26,14 +26,14 @@ from pensieve.store import maintenance
 from pensieve.store.contract import Key
 from pensieve.store.maintenance import (
     BadBackup,
-    Copied,
     CopyRefused,
+    CopyResult,
     Finding,
     Mode,
     Progress,
     RawStore,
     Remedy,
-    Repaired,
+    RepairResult,
     Survey,
     TenantTotal,
     Totals,
@@ -147,17 +147,17 @@ def repair(store: RawStore, only: Key | None, apply: bool, cut_to: Path | None, 
     server; in Redis a session in use is left alone. Exit code 1 when something is left.
     """
 
-    async def work(progress: Progress) -> Repaired:
-        async with _opened(store, Mode.ALONE if apply else Mode.READ):
+    async def work(progress: Progress) -> RepairResult:
+        async with _opened(store, Mode.EXCLUSIVE if apply else Mode.READ):
             return await maintenance.repair(store, apply=apply, cut_to=cut_to, only=only, progress=progress)
 
     done = _run(work)
     if as_json:
         busy = [{"tenant": key.tenant, "session": key.session_id} for key in done.busy]
-        show_as_json({"applied": apply, "mended": done.mended, "busy": busy, "left": done.left})
+        show_as_json({"applied": apply, "mended": done.mended, "busy": busy, "left": done.remaining})
     else:
         show_repaired(done, applied=apply)
-    sys.exit(1 if done.left else 0)
+    sys.exit(1 if done.remaining else 0)
 
 
 @store.command()
@@ -196,7 +196,7 @@ def restore(source: Path, target: RawStore, merge: bool, skip_conflicts: bool, a
     Verifies the file before, and the store after. Sessions whose time is over are left out. Exit code 1 on conflicts.
     """
 
-    async def work(progress: Progress) -> Copied:
+    async def work(progress: Progress) -> CopyResult:
         progress("verifying the backup", 0, None)
         whole = maintenance.open_backup(source)
         async with _opened(target, Mode.WRITE):
@@ -220,8 +220,8 @@ def move(source: RawStore, target: RawStore, merge: bool, skip_conflicts: bool, 
     stays, too: remove it when the new place is in use.
     """
 
-    async def work(progress: Progress) -> Copied:
-        async with _opened(source, Mode.ALONE), _opened(target, Mode.WRITE):
+    async def work(progress: Progress) -> CopyResult:
+        async with _opened(source, Mode.EXCLUSIVE), _opened(target, Mode.WRITE):
             return await maintenance.move(source, target, merge=merge, skip=skip_conflicts, progress=progress)
 
     _finish_copy(_run(work), as_json)
@@ -244,7 +244,7 @@ def usage(store: RawStore, as_json: bool) -> None:
         show_usage(totals)
 
 
-def _finish_copy(done: Copied, as_json: bool) -> None:
+def _finish_copy(done: CopyResult, as_json: bool) -> None:
     if as_json:
         show_as_json(msgspec.to_builtins(done))
     else:
@@ -264,7 +264,7 @@ async def _opened(store: RawStore, mode: Mode) -> AsyncIterator[None]:
 def _run(work: Callable[[Progress], Coroutine[Any, Any, T]]) -> T:
     """The result of ``work``; what it is refused for is one line and exit code 1."""
     try:
-        with show_watching() as progress:
+        with progress_bar() as progress:
             return asyncio.run(work(progress))
     except PensieveError as error:
         raise click.ClickException(error.message) from error
@@ -285,7 +285,7 @@ _REMEDY = {
 
 
 @contextmanager
-def show_watching() -> Iterator[Progress]:
+def progress_bar() -> Iterator[Progress]:
     """A bar on stderr while it is a terminal."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -317,7 +317,7 @@ def show_survey(found: Survey) -> None:
     console.print(Text(f"{_amount(found.total)}: {verdict}", style="red" if wrong else "green"))
 
 
-def show_repaired(done: Repaired, *, applied: bool) -> None:
+def show_repaired(done: RepairResult, *, applied: bool) -> None:
     """What was done to each session, or would be, and what is left."""
     console = output.stdout()
     if done.mended:
@@ -330,16 +330,16 @@ def show_repaired(done: Repaired, *, applied: bool) -> None:
         _more(console, len(done.mended))
     for key in done.busy:
         console.print(Text(f"{key.tenant}/{key.session_id}: in use, left alone; repeat", style="yellow"))
-    if done.left:
+    if done.remaining:
         console.print(Text("left as it is:"))
-        _findings(console, done.left)
+        _findings(console, done.remaining)
     verb = "repaired" if applied else "could be repaired (--apply does it)"
     count = len(done.mended) - len(done.busy)
-    text = f"{count} sessions {verb}, {len(done.left)} findings left"
-    console.print(Text(text, style="red" if done.left else "green"))
+    text = f"{count} sessions {verb}, {len(done.remaining)} findings left"
+    console.print(Text(text, style="red" if done.remaining else "green"))
 
 
-def show_copied(done: Copied) -> None:
+def show_copied(done: CopyResult) -> None:
     """What became of the sessions."""
     console = output.stdout()
     for name in done.damaged:

@@ -106,7 +106,7 @@ class AsyncLink:
             await self._channel.close()
 
 
-class Closing:
+class AwaitableClose:
     """A stream that is closed. To await it is to wait, a second at most, until the server knows.
 
     No coroutine: programs that call ``close`` without awaiting it do as well, and are not warned of it.
@@ -161,18 +161,18 @@ class AsyncTurnStream(StreamView):
         turn = await self._link.run(
             self._core.cancel(self.request_id, keep, keep_output_tokens, self._machine.stream_id)
         )
-        self._machine.cancelled(turn)
+        self._machine.on_cancelled(turn)
         self.close()
         return turn
 
-    def close(self) -> Closing:
+    def close(self) -> AwaitableClose:
         """Walk away: a turn that is not complete is discarded (see ``AsyncSession.stream``). Idempotent.
 
         It is done at once; ``await`` it to know that the server has been told.
         """
-        discard = self._leave()
+        discard = self._mark_closed()
         self._drop()
-        return Closing(
+        return AwaitableClose(
             self._link.discard(self._core.name, self.request_id, self._machine.stream_id) if discard else None
         )
 
@@ -187,7 +187,7 @@ class AsyncTurnStream(StreamView):
     def __del__(self) -> None:
         # May run in another thread, or after the loop: hand the work over without the stream itself.
         call, link, loop = self._call, self._link, self._loop
-        discard = self._leave()
+        discard = self._mark_closed()
         if loop is None or loop.is_closed():
             return
         if call is not None:
@@ -197,7 +197,7 @@ class AsyncTurnStream(StreamView):
 
     async def _advance_until(self, reached: Callable[[], object]) -> None:
         try:
-            while not reached() and not self._machine.done and not self._over:
+            while not reached() and not self._machine.done and not self._closed:
                 await self._advance()
         except PensieveError:
             self._discard_on_leave = False  # The server has said no, or cannot be asked.
@@ -215,23 +215,23 @@ class AsyncTurnStream(StreamView):
     async def _advance(self) -> None:
         """Take one message, or get over one failure."""
         try:
-            self._machine.received(await self._read())
+            self._machine.on_message(await self._read())
             return
         except grpc.RpcError as error:
             failure = from_rpc_error(error)
         except TimeoutError:
-            failure = self._machine.silent()
+            failure = self._machine.silence_error()
         except PensieveError as error:
             failure = error
         except asyncio.CancelledError:
             # grpc.aio reports a call that was cancelled by us like a cancelled task.
             task = asyncio.current_task()
-            if (task is not None and task.cancelling()) or not (self._over or self._link.closed):
+            if (task is not None and task.cancelling()) or not (self._closed or self._link.closed):
                 raise
             failure = Cancelled("the client is closed", reason="CLIENT_CLOSED")
         self._drop()
-        if not (self._machine.done or self._over):
-            await asyncio.sleep(self._machine.failed(failure))
+        if not (self._machine.done or self._closed):
+            await asyncio.sleep(self._machine.on_error(failure))
 
     async def _read(self) -> pb.StreamTurnResponse:
         if self._call is None:
@@ -239,7 +239,7 @@ class AsyncTurnStream(StreamView):
         async with asyncio.timeout(self._machine.silence_s):
             message: pb.StreamTurnResponse = await self._call.read()
         if message is grpc.aio.EOF:
-            raise self._machine.ended()
+            raise self._machine.early_end_error()
         return message
 
     def _open(self) -> None:

@@ -29,7 +29,7 @@ from pensieve.client._values import (
     TurnState,
     Warming,
 )
-from pensieve.client.arguments import UUID
+from pensieve.client.arguments import UUID_PATTERN
 from pensieve.client.arguments import request_id as make_id
 from pensieve.errors import InvalidArgument, NotFound, PensieveError
 from pensieve.v1 import pensieve_pb2 as pb
@@ -71,7 +71,7 @@ def create_session(settings: ClientSettings, request: pb.CreateSessionRequest) -
 def find_turn(
     settings: ClientSettings, mark: str, answer: str | None, request_id: str | None
 ) -> Flow[FoundTurn | None]:
-    if request_id is not None and not UUID.fullmatch(request_id):
+    if request_id is not None and not UUID_PATTERN.fullmatch(request_id):
         raise InvalidArgument.field(
             "request_id", "must be a UUID here: a name stands for another one in each session"
         )
@@ -93,7 +93,7 @@ def claim(
     return response.session.removeprefix("sessions/"), response.plan
 
 
-def give_up_claim(settings: ClientSettings, request_id: str, session: str) -> Flow[None]:
+def release_claim(settings: ClientSettings, request_id: str, session: str) -> Flow[None]:
     request = pb.ClaimRequestIdRequest(
         request_id=request_id, session=_requests.session_name(session), refused=True
     )
@@ -166,7 +166,7 @@ class SessionCore:
             abandoned=self.abandoned,
         )
 
-    def ended(self, machine: TurnMachine) -> None:
+    def on_turn_end(self, machine: TurnMachine) -> None:
         """Remember how a turn ended."""
         if self.running == machine.request_id:
             self.running = None
@@ -255,11 +255,11 @@ class SessionCore:
             name=self.name,
             request_id=make_id(self.name, request_id),
             items=[_requests.input_item(one) for one in items],
-            followed_by=[_requests.role(one) for one in followed_by],
+            followed_by=[_requests.role_name(one) for one in followed_by],
             expected_revision=expected_revision,
         )
         response = yield from self.call("AppendItems", request)
-        self._learn(response.session)
+        self._update_info(response.session)
         return tuple(decode.item(one) for one in response.items)
 
     def rewind(
@@ -273,7 +273,7 @@ class SessionCore:
             expected_revision=expected_revision,
         )
         response = yield from self.call("RewindSession", request)
-        return self._learn(response.session)
+        return self._update_info(response.session)
 
     def fork(
         self,
@@ -299,7 +299,7 @@ class SessionCore:
     def refresh(self, residency: bool = False) -> Flow[SessionInfo]:
         view = pb.SESSION_VIEW_FULL if residency else pb.SESSION_VIEW_BASIC
         response = yield from self.call("GetSession", pb.GetSessionRequest(name=self.name, view=view))
-        return self._learn(response.session)
+        return self._update_info(response.session)
 
     def warm(self) -> Flow[Warming]:
         request = pb.WarmSessionRequest(session=self.name)
@@ -321,7 +321,7 @@ class SessionCore:
         request.update_mask.paths.extend(filter(None, map(_requests.UPDATE_PATHS.__getitem__, changes)))
         # With an expected revision a replay of an update that had succeeded would be refused.
         response = yield from self.call("UpdateSession", request, replay=expected_revision is None)
-        return self._learn(response.session)
+        return self._update_info(response.session)
 
     def delete(self, expected_revision: int | None, allow_missing: bool, unused_only: bool) -> Flow[None]:
         request = pb.DeleteSessionRequest(
@@ -334,7 +334,7 @@ class SessionCore:
         tries, tried = Tries(self.settings), False
         while True:
             try:
-                yield Invoke("DeleteSession", request, self.name, tries.left_s)
+                yield Invoke("DeleteSession", request, self.name, tries.remaining_s)
                 return
             except NotFound as error:
                 if tried and error.reason == gone:
@@ -352,7 +352,7 @@ class SessionCore:
         response = yield from self.call("CountTokens", request)
         return decode.token_count(response)
 
-    def _learn(self, message: pb.Session) -> SessionInfo:
+    def _update_info(self, message: pb.Session) -> SessionInfo:
         info = decode.session(message)
         self.info = info
         return info

@@ -95,7 +95,7 @@ def sampling(options: Mapping[str, Any]) -> pb.SamplingParams:
         if key == "stop" and isinstance(value, str):
             value = [value]
         elif key == "candidate_choice":
-            value = choice("sampling.candidate_choice", value, CANDIDATE_CHOICES)
+            value = enum_name("sampling.candidate_choice", value, CANDIDATE_CHOICES)
         _put(params, key, value, option=f"sampling.{key}")
     return params
 
@@ -113,7 +113,7 @@ def _put(message: Message, field: str, value: object, *, option: str = "") -> No
         raise InvalidArgument.field(option or field, str(error)) from error
 
 
-def choice(field: str, value: object, names: Mapping[str, str]) -> str:
+def enum_name(field: str, value: object, names: Mapping[str, str]) -> str:
     """Name of the contract's enum value, from its word in any case. Raises InvalidArgument, which names the words."""
     word = value.lower() if isinstance(value, str) else ""
     if word not in names:
@@ -121,7 +121,7 @@ def choice(field: str, value: object, names: Mapping[str, str]) -> str:
     return names[word]
 
 
-def role(value: Role | int | str) -> str:
+def role_name(value: Role | int | str) -> str:
     """Name of the contract's enum value, from a role, its number or its word in any case. Raises InvalidArgument."""
     try:
         return f"ROLE_{Role(value).name}"
@@ -155,16 +155,16 @@ def _input_item(value: InputLike) -> pb.InputItem:
         raise TypeError('an item is ("user", "Hi"), a role and its content, not a dict')
     who, content = value
     if isinstance(content, RawText):
-        return pb.InputItem(role=role(who), raw_text=content)
+        return pb.InputItem(role=role_name(who), raw_text=content)
     if isinstance(content, str):
-        return pb.InputItem(role=role(who), text=content)
+        return pb.InputItem(role=role_name(who), text=content)
     if isinstance(content, bytes | bytearray):
         raise TypeError("content must be a text or token ids, not bytes: decode them")
     try:
         ids = pb.TokenIds(ids=content)
     except TypeError as error:
         raise TypeError("content must be a text or token ids; several items go into items=") from error
-    return pb.InputItem(role=role(who), tokens=ids)
+    return pb.InputItem(role=role_name(who), tokens=ids)
 
 
 def turn_input(
@@ -206,7 +206,7 @@ def stream_turn(
     return pb.StreamTurnRequest(
         session=session,
         turn=spec,
-        on_disconnect=choice("on_disconnect", options.get("on_disconnect", "cancel"), DISCONNECT),
+        on_disconnect=enum_name("on_disconnect", options.get("on_disconnect", "cancel"), DISCONNECT),
     )
 
 
@@ -217,7 +217,7 @@ def cancel_turn(
     return pb.CancelTurnRequest(
         session=session,
         request_id=turn,
-        keep=choice("keep", keep, KEEP),
+        keep=enum_name("keep", keep, KEEP),
         keep_output_tokens=keep_output_tokens,
         stream_id=stream_id,
     )
@@ -259,7 +259,7 @@ def session_config(given: Mapping[str, Any]) -> pb.SessionConfig:
     config = pb.SessionConfig(
         model=given.get("model") or "",
         system_prompt=given.get("system_prompt") or "",
-        overflow_policy=choice("overflow", overflow, OVERFLOW) if overflow else None,
+        overflow_policy=enum_name("overflow", overflow, OVERFLOW) if overflow else None,
         prefix_sharing=SHARING[given.get("share_prefixes")],
         tools_json=tools if isinstance(tools, str) else tools_json(tools or ()),
     )
@@ -284,5 +284,5 @@ def new_session(
         config=config,
         labels=labels or {},
         initial_items=[input_item(one) for one in initial_items],
-        followed_by=[role(one) for one in followed_by],
+        followed_by=[role_name(one) for one in followed_by],
     )

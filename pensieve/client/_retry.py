@@ -99,7 +99,7 @@ class Backoff:
         self._since = clock()
         """When the peer was heard or asked last."""
 
-    def mark(self) -> None:
+    def mark_activity(self) -> None:
         """The peer is asked, or was heard: silence counts from here."""
         self._since = self._clock()
 
@@ -108,16 +108,16 @@ class Backoff:
         self._failures = 0
         self._spent = 0.0
 
-    def wait_after(self, error: PensieveError, what: Verdict, left_s: float | None = None) -> float:
+    def wait_after(self, error: PensieveError, what: Verdict, remaining_s: float | None = None) -> float:
         """Seconds until the next try. Raises ``error`` when there is none: the budget is used up, or the deadline,
         ``left_s`` from now, comes first. What is raised then says how often and how long it was tried.
         """
         wait = self.delay(at_least=error.retry_after_s, slowly=what is Verdict.RESEND_SLOWLY)
-        if wait is None or (left_s is not None and wait >= left_s):
-            raise self._given_up(error, 0.0 if wait is None else wait)
+        if wait is None or (remaining_s is not None and wait >= remaining_s):
+            raise self._final_error(error, 0.0 if wait is None else wait)
         return wait
 
-    def _given_up(self, error: PensieveError, unspent_s: float) -> PensieveError:
+    def _final_error(self, error: PensieveError, unspent_s: float) -> PensieveError:
         """The last failure, with how often and how long it was tried, where that was more than once."""
         if self._failures > 1:
             seconds = self._spent - unspent_s
@@ -126,7 +126,7 @@ class Backoff:
         return error
 
     def delay(self, *, at_least: float | None = None, slowly: bool = False) -> float | None:
-        """Seconds until the next try; None when the budget is used up. ``at_least``: what the server asked for."""
+        """Seconds until the next try; None when the budget is used up. ``clamp_logprob``: what the server asked for."""
         self._failures += 1
         if self._policy.max_attempts is not None and self._failures >= self._policy.max_attempts:
             return None

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from google.protobuf.message import Message
 
 from pensieve.client._retry import Backoff, Verdict, verdict
-from pensieve.client._transport import LONGEST_S, ClientSettings
+from pensieve.client._transport import MAX_TIMEOUT_S, ClientSettings
 from pensieve.errors import PensieveError
 from pensieve.v1 import pensieve_pb2 as pb
 
@@ -48,9 +48,9 @@ class Tries:
         self._engine_failed = False
 
     @property
-    def left_s(self) -> float:
+    def remaining_s(self) -> float:
         """Seconds for the next try; never so few that a timeout of gRPC would be refused as none."""
-        return min(LONGEST_S, max(0.001, self._deadline - time.monotonic()))
+        return min(MAX_TIMEOUT_S, max(0.001, self._deadline - time.monotonic()))
 
     def wait_after(self, error: PensieveError) -> Sleep:
         """The pause before the next try. Raises ``error`` when there shall be none."""
@@ -58,7 +58,7 @@ class Tries:
         if what is Verdict.RAISE or (what is Verdict.RESEND_ONCE and self._engine_failed):
             raise error
         self._engine_failed |= what is Verdict.RESEND_ONCE
-        return Sleep(self._backoff.wait_after(error, what, self.left_s))
+        return Sleep(self._backoff.wait_after(error, what, self.remaining_s))
 
 
 def call(
@@ -68,7 +68,7 @@ def call(
     tries = Tries(settings)
     while True:
         try:
-            return (yield Invoke(method, request, session, tries.left_s))
+            return (yield Invoke(method, request, session, tries.remaining_s))
         except PensieveError as error:
             if not replay:
                 raise

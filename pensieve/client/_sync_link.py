@@ -25,11 +25,11 @@ from pensieve.rpc_status import from_rpc_error
 from pensieve.v1 import pensieve_pb2 as pb
 
 Job = Callable[[], None]
-Begin = Callable[[Invoke], Any]
+StartCall = Callable[[Invoke], Any]
 """Makes the call of a step and returns it at once, as a future of gRPC."""
 
 
-class Watch:
+class ReadWatch:
     """One blocking read under observation. ``expired`` is set before its call is cancelled."""
 
     def __init__(self) -> None:
@@ -39,15 +39,15 @@ class Watch:
         self.expired = False
 
 
-class Errand:
+class BackgroundFlow:
     """The next step of a flow that runs in the background."""
 
-    def __init__(self, flow: Flow[None], begin: Begin) -> None:
+    def __init__(self, flow: Flow[None], begin: StartCall) -> None:
         self.flow = flow
-        self.begin = begin
+        self.start_call = begin
         self.call: Any = None
         """Kept: gRPC would not end a call that is dropped."""
-        self.due: float | None = None
+        self.resume_at: float | None = None
         """Monotonic time at which it goes on; None while a call is under way."""
 
 
@@ -65,8 +65,8 @@ class Janitor:
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._watches: set[Watch] = set()
-        self._errands: set[Errand] = set()
+        self._watches: set[ReadWatch] = set()
+        self._errands: set[BackgroundFlow] = set()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
 
@@ -76,19 +76,19 @@ class Janitor:
                 self._thread = threading.Thread(target=self._run, name="pensieve-client", daemon=True)
                 self._thread.start()
 
-    def watch(self, watch: Watch) -> None:
+    def watch(self, watch: ReadWatch) -> None:
         self._jobs.put(lambda: self._watches.add(watch))
 
-    def unwatch(self, watch: Watch) -> None:
+    def unwatch(self, watch: ReadWatch) -> None:
         self._jobs.put(lambda: self._watches.discard(watch))
 
     def submit(self, job: Job) -> None:
         """Run ``job`` soon."""
         self._jobs.put(job)
 
-    def perform(self, flow: Flow[None], begin: Begin) -> None:
+    def run_flow(self, flow: Flow[None], begin: StartCall) -> None:
         """Go through ``flow``, from now on, as far as it gets before ``close``."""
-        errand = Errand(flow, begin)
+        errand = BackgroundFlow(flow, begin)
         self._jobs.put(lambda: self._go_on(errand))
 
     def close(self, timeout: float) -> None:
@@ -117,7 +117,9 @@ class Janitor:
     def _pause(self, until: float | None) -> float | None:
         """How long to wait for a job before ``_check``; None, with nothing under observation: until a job comes."""
         times = (
-            [watch.deadline for watch in list(self._watches)] + [one.due for one in self._errands] + [until]
+            [watch.deadline for watch in list(self._watches)]
+            + [one.resume_at for one in self._errands]
+            + [until]
         )
         nearest = min((one for one in times if one is not None), default=None)
         if nearest is None:
@@ -132,12 +134,12 @@ class Janitor:
                 watch.expired = True
                 call.cancel()
         for errand in list(self._errands):
-            if errand.due is not None and errand.due <= now:
+            if errand.resume_at is not None and errand.resume_at <= now:
                 self._go_on(errand)
 
-    def _go_on(self, errand: Errand, error: PensieveError | None = None) -> None:
+    def _go_on(self, errand: BackgroundFlow, error: PensieveError | None = None) -> None:
         """Take the next step of a flow, all of them in this thread."""
-        errand.call = errand.due = None
+        errand.call = errand.resume_at = None
         self._errands.add(errand)
         try:
             step = errand.flow.send(None) if error is None else errand.flow.throw(error)
@@ -145,12 +147,12 @@ class Janitor:
             self._errands.discard(errand)
             return
         if isinstance(step, Sleep):
-            errand.due = time.monotonic() + step.seconds
+            errand.resume_at = time.monotonic() + step.seconds
             return
-        errand.call = errand.begin(step)
+        errand.call = errand.start_call(step)
         errand.call.add_done_callback(lambda call: self._jobs.put(lambda: self._ended(errand, call)))
 
-    def _ended(self, errand: Errand, call: Any) -> None:
+    def _ended(self, errand: BackgroundFlow, call: Any) -> None:
         self._go_on(errand, None if call.code() is grpc.StatusCode.OK else from_rpc_error(call))
 
 
@@ -173,16 +175,18 @@ class Link:
         self.settings = settings
         self.closed = threading.Event()
         self._opening = threading.Lock()
-        self._opened: Opened | None = self._open()
+        self._opened: OpenChannel | None = self._open()
         _links.add(self)
 
-    def _open(self) -> Opened:
+    def _open(self) -> OpenChannel:
         channel, stub = open_channel(self.settings, grpc)
         janitor = Janitor()
-        return Opened(channel, stub, janitor, weakref.finalize(self, _close, channel, janitor, self.closed))
+        return OpenChannel(
+            channel, stub, janitor, weakref.finalize(self, _close, channel, janitor, self.closed)
+        )
 
     @property
-    def opened(self) -> Opened:
+    def opened(self) -> OpenChannel:
         if (opened := self._opened) is not None:
             return opened
         with self._opening:
@@ -198,12 +202,12 @@ class Link:
     def janitor(self) -> Janitor:
         return self.opened.janitor
 
-    def forked(self) -> None:
+    def on_fork(self) -> None:
         """Called in a new process, while it has one thread."""
         self._opening = threading.Lock()
         if self._opened is not None:
             self._opened.close.detach()
-            _of_parents.append(self._opened)
+            _parent_channels.append(self._opened)
             self._opened = None
         was_closed, self.closed = self.closed.is_set(), threading.Event()
         if was_closed:
@@ -252,7 +256,7 @@ class Link:
         def begin(step: Invoke) -> Any:
             return getattr(stub, step.method).future(step.request, timeout=step.timeout, metadata=metadata)
 
-        self.janitor.perform(discard(self.settings, session, request_id, stream_id), begin)
+        self.janitor.run_flow(discard(self.settings, session, request_id, stream_id), begin)
 
     def close(self) -> None:
         self.closed.set()
@@ -262,7 +266,7 @@ class Link:
             opened.close()
 
 
-class Opened(NamedTuple):
+class OpenChannel(NamedTuple):
     """What a link has open in this process."""
 
     channel: Any
@@ -273,14 +277,14 @@ class Opened(NamedTuple):
 
 
 _links: weakref.WeakSet[Link] = weakref.WeakSet()
-_of_parents: list[Opened] = []
-_calls_of_parents: list[Any] = []
+_parent_channels: list[OpenChannel] = []
+_parent_calls: list[Any] = []
 """Both are kept for good: to collect a channel or a call would be to end it."""
 
 
 def _after_fork() -> None:
     for link in list(_links):
-        link.forked()
+        link.on_fork()
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows, which has no fork
@@ -303,7 +307,7 @@ class TurnStream(StreamView):
         super().__init__(core, machine)
         self._link = link
         self._call: Any = None
-        self._watch = Watch()
+        self._watch = ReadWatch()
         self._wake = threading.Event()
         self._process = os.getpid()
 
@@ -335,7 +339,7 @@ class TurnStream(StreamView):
         turn = self._link.run(
             self._core.cancel(self.request_id, keep, keep_output_tokens, self._machine.stream_id)
         )
-        self._machine.cancelled(turn)
+        self._machine.on_cancelled(turn)
         self.close()
         return turn
 
@@ -343,7 +347,7 @@ class TurnStream(StreamView):
         """Walk away: a turn that is not complete is discarded (see ``Session.stream``). Idempotent."""
         if self._of_parent():
             return
-        discard = self._leave()
+        discard = self._mark_closed()
         self._wake.set()
         self._drop()
         if discard:
@@ -362,7 +366,7 @@ class TurnStream(StreamView):
         if self._of_parent():
             return
         call, link = self._call, self._link
-        if self._leave():
+        if self._mark_closed():
             self._discard()
         if call is not None:
             link.janitor.submit(_cancel_job(call))
@@ -373,13 +377,13 @@ class TurnStream(StreamView):
         if self._process == os.getpid():
             return False
         if self._call is not None:
-            _calls_of_parents.append(self._call)
+            _parent_calls.append(self._call)
             self._call = None
         return True
 
     def _advance_until(self, reached: Callable[[], object]) -> None:
         try:
-            while not reached() and not self._machine.done and not self._over:
+            while not reached() and not self._machine.done and not self._closed:
                 if self._of_parent():
                     raise Cancelled(_FORKED, reason="CLIENT_CLOSED")
                 self._advance()
@@ -399,17 +403,17 @@ class TurnStream(StreamView):
     def _advance(self) -> None:
         """Take one message, or get over one failure."""
         try:
-            self._machine.received(self._read())
+            self._machine.on_message(self._read())
             return
         except grpc.RpcError as error:
-            failure = self._machine.silent() if self._watch.expired else from_rpc_error(error)
+            failure = self._machine.silence_error() if self._watch.expired else from_rpc_error(error)
         except PensieveError as error:
             failure = error
         self._drop()
-        if self._machine.done or self._over:
+        if self._machine.done or self._closed:
             return  # Ended from another thread.
         self._link.check_open()
-        self._wake.wait(self._machine.failed(failure))
+        self._wake.wait(self._machine.on_error(failure))
 
     def _read(self) -> pb.StreamTurnResponse:
         call = self._call or self._open()  # which another thread may drop from here on
@@ -418,7 +422,7 @@ class TurnStream(StreamView):
         try:
             message: pb.StreamTurnResponse = next(call)
         except StopIteration:
-            raise self._machine.ended() from None
+            raise self._machine.early_end_error() from None
         finally:
             watch.deadline = None
         return message
@@ -427,7 +431,7 @@ class TurnStream(StreamView):
         self._link.check_open()
         remaining = self._machine.remaining_s()
         self._start()
-        self._watch = Watch()
+        self._watch = ReadWatch()
         call = self._call = self._watch.call = self._link.stub.StreamTurn(
             self._machine.next_request(),
             timeout=remaining,
@@ -435,7 +439,7 @@ class TurnStream(StreamView):
         )
         self._link.janitor.start()
         self._link.janitor.watch(self._watch)
-        if self._over:
+        if self._closed:
             # Closed meanwhile, by another thread or a signal: whoever did that knew nothing of this call.
             self._drop()
             if self._discard_on_leave:

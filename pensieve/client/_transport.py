@@ -14,7 +14,7 @@ from pensieve.errors import InvalidArgument
 from pensieve.v1 import pensieve_pb2_grpc
 
 ROUTE_KEY = "x-session-route"
-LONGEST_S = 1e9
+MAX_TIMEOUT_S = 1e9
 """Seconds. Somewhat beyond, infinity included, gRPC takes a timeout for one that has passed."""
 
 CHANNEL_OPTIONS: tuple[tuple[str, Any], ...] = (
@@ -82,7 +82,7 @@ class ClientSettings:
         pairs: list[tuple[str, str | bytes]] = [(ROUTE_KEY, session)] if session else []
         pairs += self.more_metadata
         given = any(name == tracing.HEADER for name, _ in self.more_metadata)
-        if not given and (header := traceparent or tracing.outgoing()):
+        if not given and (header := traceparent or tracing.outgoing_traceparent()):
             pairs.append((tracing.HEADER, header))
         if self.api_key is not None:
             # A key that was read from a file comes with the end of its line.

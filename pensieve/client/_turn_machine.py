@@ -20,7 +20,7 @@ from dataclasses import replace
 
 from pensieve.client import decode
 from pensieve.client._retry import STREAM_INCONSISTENT, Backoff, RetryPolicy, Verdict, verdict
-from pensieve.client._transport import LONGEST_S
+from pensieve.client._transport import MAX_TIMEOUT_S
 from pensieve.client._values import FinishReason, Piece, Progress, Turn
 from pensieve.core import TokenLogprob
 from pensieve.errors import Cancelled, DeadlineExceeded, Internal, PensieveError, Unavailable
@@ -62,13 +62,13 @@ class TurnMachine:
         self._clock = clock
         self._deadline = None if timeout is None else clock() + timeout
         self._backoff = backoff or Backoff(policy, clock=clock)
-        self.ends_with_client = request.on_disconnect != pb.DISCONNECT_POLICY_FINISH
+        self.discard_on_close = request.on_disconnect != pb.DISCONNECT_POLICY_FINISH
         """Whether the turn is discarded when the client walks away from it."""
         self._wait_if_busy = wait_if_busy
         self._abandoned = abandoned
         self._heartbeat_s = DEFAULT_HEARTBEAT_S
         self._engine_failed = False
-        self._texts: defaultdict[int, _Text] = defaultdict(_Text)
+        self._texts: defaultdict[int, _CandidateText] = defaultdict(_CandidateText)
         """By candidate."""
 
     # -- what the caller sees
@@ -101,11 +101,11 @@ class TurnMachine:
         left = self._deadline - self._clock()
         if left <= 0:
             raise self._timed_out()
-        return min(LONGEST_S, left)
+        return min(MAX_TIMEOUT_S, left)
 
     def next_request(self) -> pb.StreamTurnRequest:
         """A request for the same turn, from where we are."""
-        self._backoff.mark()
+        self._backoff.mark_activity()
         request = pb.StreamTurnRequest()
         request.CopyFrom(self._request)
         request.stream_id = self.stream_id
@@ -120,9 +120,9 @@ class TurnMachine:
 
     # -- what happened
 
-    def received(self, message: pb.StreamTurnResponse) -> None:
+    def on_message(self, message: pb.StreamTurnResponse) -> None:
         """Take one message. Raises Internal (STREAM_INCONSISTENT): hand it to ``failed`` after closing the call."""
-        self._backoff.mark()
+        self._backoff.mark_activity()
         match message.WhichOneof("event"):
             case "accepted":
                 self._accepted(message.accepted)
@@ -138,7 +138,7 @@ class TurnMachine:
             case _:
                 return  # An event of a newer server.
 
-    def failed(self, error: PensieveError) -> float:
+    def on_error(self, error: PensieveError) -> float:
         """Seconds to wait before the next try. Raises the error when there shall be none."""
         if isinstance(error, Internal) and error.reason == STREAM_INCONSISTENT:
             self._restart()
@@ -150,15 +150,15 @@ class TurnMachine:
         self.resumes += 1
         return wait
 
-    def ended(self) -> PensieveError:
+    def early_end_error(self) -> PensieveError:
         """The failure of a stream that closed in good order but before the turn was complete."""
         return Unavailable("the stream ended before the turn was complete", reason=TRANSPORT)
 
-    def silent(self) -> PensieveError:
+    def silence_error(self) -> PensieveError:
         """The failure of a stream that said nothing for ``silence_s``."""
         return Unavailable(f"no message for {self.silence_s:g} s", reason=TRANSPORT)
 
-    def cancelled(self, turn: Turn) -> None:
+    def on_cancelled(self, turn: Turn) -> None:
         """CancelTurn was answered: this is how the turn ended."""
         self.turn = turn
 
@@ -244,7 +244,7 @@ class TurnMachine:
         return wait
 
 
-class _Text:
+class _CandidateText:
     """A candidate's answer so far, and where each token border lies in it."""
 
     def __init__(self) -> None:

@@ -17,7 +17,7 @@ from pensieve.core import HintReceipt, TokenLogprob, Usage
 from pensieve.speech import CallForm, FunctionCall, SpeechForm
 
 
-class Word(enum.StrEnum):
+class WireEnum(enum.StrEnum):
     """A word for a number of the contract. Made from either, a word in any case; ValueError lists the words.
 
     ``FinishReason.LENGTH == "length"``; it prints and goes into JSON as that. Programs that compare with the contract's
@@ -53,7 +53,7 @@ class Word(enum.StrEnum):
         raise ValueError(f"{value!r} is not one of {', '.join(cls)}")
 
 
-class FinishReason(Word):
+class FinishReason(WireEnum):
     """Why a turn ended."""
 
     EOS = "eos"
@@ -65,7 +65,7 @@ class FinishReason(Word):
     CANCELLED = "cancelled"
 
 
-class Role(Word):
+class Role(WireEnum):
     """Who an item speaks for."""
 
     SYSTEM = "system"
@@ -74,7 +74,7 @@ class Role(Word):
     TOOL = "tool"
 
 
-class Phase(Word):
+class Phase(WireEnum):
     """Where a turn is."""
 
     QUEUED = "queued"
@@ -84,16 +84,16 @@ class Phase(Word):
     COMMIT = "commit"
 
 
-_NUMBERS: dict[type[Word], type[core.FinishReason] | type[core.Role] | type[core.Phase]] = {
+_NUMBERS: dict[type[WireEnum], type[core.FinishReason] | type[core.Role] | type[core.Phase]] = {
     FinishReason: core.FinishReason,
     Role: core.Role,
     Phase: core.Phase,
 }
 
-W = TypeVar("W", bound=Word)
+W = TypeVar("W", bound=WireEnum)
 
 
-def word(kind: type[W], number: int) -> W | int:
+def enum_from_number(kind: type[W], number: int) -> W | int:
     """The word for this number, or the number itself when a newer server knows more."""
     return next((one for one in kind if one.number == number), number)
 

@@ -16,10 +16,10 @@ class StreamView:
     def __init__(self, core: SessionCore, machine: TurnMachine) -> None:
         self._core = core
         self._machine = machine
-        self._discard_on_leave = machine.ends_with_client
+        self._discard_on_close = machine.discard_on_close
         self._started = False
         self._span = ClientSpan()
-        self._over = False
+        self._closed = False
         """Complete, failed or closed: no call is open and none will be."""
 
     @property
@@ -67,13 +67,13 @@ class StreamView:
         """How often the turn had to be sent again."""
         return self._machine.resumes
 
-    def _leave(self) -> bool:
+    def _mark_closed(self) -> bool:
         """Mark as over. Whether the server should be told to discard the turn."""
-        if self._over:
+        if self._closed:
             return False
-        self._over = True
-        discard = self._started and self._discard_on_leave and not self._machine.done
-        self._core.ended(self._machine)
+        self._closed = True
+        discard = self._started and self._discard_on_close and not self._machine.done
+        self._core.on_turn_end(self._machine)
         self._span.end({"pensieve.complete": self._machine.done, "pensieve.resumes": self._machine.resumes})
         if discard:
             self._core.abandon(self.request_id)

@@ -22,8 +22,8 @@ from typing import Any, Literal, NamedTuple, TypedDict, TypeVar
 from pensieve.core import SAMPLING, SamplingOptions
 from pensieve.errors import InvalidArgument
 
-MOST_CHARS = 128
-UUID = re.compile(r"[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}", re.ASCII)
+MAX_REQUEST_ID_CHARS = 128
+UUID_PATTERN = re.compile(r"[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}", re.ASCII)
 _NAMES = uuid.UUID("5f0a4f0e-6b5c-5e0f-9d53-3e8b7f0a9c11")
 """Namespace of the ids that are made of names; another one would make other turns of the same names."""
 
@@ -41,13 +41,15 @@ def request_id(scope: str, given: str | uuid.UUID | None) -> str:
     if given is None:
         return new_request_id()
     text = str(given) if isinstance(given, uuid.UUID) else given
-    if not isinstance(text, str) or not 1 <= len(text) <= MOST_CHARS or not text.isprintable():
-        raise InvalidArgument.field("request_id", f"must be a UUID or 1 to {MOST_CHARS} printable characters")
-    return text if UUID.fullmatch(text) else str(uuid.uuid5(_NAMES, f"{scope}\n{text}"))
+    if not isinstance(text, str) or not 1 <= len(text) <= MAX_REQUEST_ID_CHARS or not text.isprintable():
+        raise InvalidArgument.field(
+            "request_id", f"must be a UUID or 1 to {MAX_REQUEST_ID_CHARS} printable characters"
+        )
+    return text if UUID_PATTERN.fullmatch(text) else str(uuid.uuid5(_NAMES, f"{scope}\n{text}"))
 
 
-NEAR = {
-    **{other: name for name, row in SAMPLING.items() for other in row.near},
+SIMILAR_NAMES = {
+    **{other: name for name, row in SAMPLING.items() for other in row.aliases},
     "deadline": "timeout",
     "idempotency_key": "request_id",
     "logprobs": "top_logprobs",
@@ -56,7 +58,7 @@ NEAR = {
 }
 """Name elsewhere → name here."""
 
-ELSEWHERE = {
+NAME_ADVICE = {
     "content": "the text comes first, without a name: send('Hi')",
     "do_sample": "temperature=0 is greedy, anything above samples",
     "functions": "functions belong to the session: create_session(tools=...)",
@@ -82,10 +84,10 @@ def check_names(options: Mapping[str, object], allowed: frozenset[str]) -> None:
 
 
 def _advice(name: str, allowed: frozenset[str]) -> str:
-    if NEAR.get(name) in allowed:
-        return f": here it is {NEAR[name]!r}"
-    if name in ELSEWHERE:
-        return f": {ELSEWHERE[name]}"
+    if SIMILAR_NAMES.get(name) in allowed:
+        return f": here it is {SIMILAR_NAMES[name]!r}"
+    if name in NAME_ADVICE:
+        return f": {NAME_ADVICE[name]}"
     close = difflib.get_close_matches(name, allowed, n=1)
     return f": did you mean {close[0]!r}?" if close else f"; known: {', '.join(sorted(allowed))}"
 
@@ -145,7 +147,7 @@ def with_options(table: type) -> Callable[[F], F]:
     return decorate
 
 
-def documented(table: type) -> type:
+def document_keys(table: type) -> type:
     """Decorates the TypedDict itself: its keys and what they mean are added to its docstring."""
     table.__doc__ = f"{inspect.cleandoc(table.__doc__ or '')}\n\nKeys:\n{_listed(option_texts(table))}"
     return table
@@ -215,10 +217,10 @@ Keep = Literal["partial", "nothing"]
 OnDisconnect = Literal["cancel", "finish"]
 
 
-documented(SamplingOptions)
+document_keys(SamplingOptions)
 
 
-@documented
+@document_keys
 class TurnOptions(SamplingOptions, total=False):
     """Everything that may go with a turn beside its input."""
 
@@ -270,7 +272,7 @@ class TurnOptions(SamplingOptions, total=False):
     """Wait for another turn of this session to end, instead of raising TurnInProgress."""
 
 
-@documented
+@document_keys
 class SessionChanges(TypedDict, total=False):
     """What may be changed of a session."""
 

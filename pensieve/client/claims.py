@@ -19,7 +19,7 @@ async def claim(
     return await link.run(_flows.claim(link.settings, request_id, session, fingerprint, plan))
 
 
-async def give_up_claim(client: AsyncClient, request_id: str, session: str) -> None:
+async def release_claim(client: AsyncClient, request_id: str, session: str) -> None:
     """The call was refused: its claim gives way to the next one, unless the session has this turn by then."""
     link = client._link
-    await link.run(_flows.give_up_claim(link.settings, request_id, session))
+    await link.run(_flows.release_claim(link.settings, request_id, session))

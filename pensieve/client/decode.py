@@ -26,7 +26,7 @@ from pensieve.client._values import (
     Turn,
     TurnState,
     Warming,
-    word,
+    enum_from_number,
 )
 from pensieve.core import HintReceipt, TokenLogprob, TokenText, Usage
 from pensieve.v1 import pensieve_pb2 as pb
@@ -52,13 +52,13 @@ def time_of(message: Timestamp) -> datetime:
 
 
 def finish_reason(number: int) -> FinishReason | int | None:
-    return word(FinishReason, number) if number else None
+    return enum_from_number(FinishReason, number) if number else None
 
 
 def item(message: pb.Item) -> Item:
     return Item(
         item=message.item,
-        role=word(Role, message.role),
+        role=enum_from_number(Role, message.role),
         text=message.text,
         token_ids=tuple(message.tokens.ids),
         request_id=message.request_id,
@@ -149,7 +149,7 @@ def piece(message: pb.TurnDelta) -> Piece:
 
 def progress(message: pb.TurnProgress) -> Progress:
     return Progress(
-        phase=word(Phase, message.phase),
+        phase=enum_from_number(Phase, message.phase),
         queue_position=message.queue_position,
         tokens_done=message.tokens_done,
         tokens_total=message.tokens_total,

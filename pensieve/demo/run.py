@@ -29,7 +29,7 @@ from pensieve.demo.exchange import ServerRun
 from pensieve.errors import PensieveError
 from pensieve.model.arch import ModelError
 from pensieve.model.smollm2 import SMOLLM2, smollm2
-from pensieve.own_server import why_not
+from pensieve.own_server import explain_failure
 from pensieve.spawn import SpawnError
 
 SHOWN_PROBLEMS = 10
@@ -117,7 +117,7 @@ def demo(
     except ModelError as error:
         raise click.UsageError(str(error)) from error
     except SpawnError as error:
-        raise click.ClickException(why_not(error)) from error
+        raise click.ClickException(explain_failure(error)) from error
     except PensieveError as error:
         raise click.ClickException(str(error)) from error
     for problem in problems[:SHOWN_PROBLEMS]:

@@ -39,7 +39,7 @@ from pensieve.core import FinishReason, RequestKey, Sampling, packed_length
 from pensieve.engine.cache.chunk import common_prefix
 from pensieve.engine.messages import Submit
 from pensieve.engine.scheduling.request import Request
-from pensieve.engine.scheduling.scheduler import Scheduler, Token
+from pensieve.engine.scheduling.scheduler import OutputToken, Scheduler
 
 Row = Sequence[tuple[int, float]]
 """The most likely tokens after one beam: (token id, log-probability), best first; as ``TokenLogprob.top``. The values
@@ -57,7 +57,7 @@ class Hypothesis:
     """All of them, the end token included."""
     score: float
     """Sum of log-probabilities divided by ``len(tokens) ** length_penalty``, in float32."""
-    ended: bool
+    has_end_token: bool
     """Whether its last token is an end token. If not, it was cut at the longest output."""
 
 
@@ -114,7 +114,7 @@ class BeamSearch:
         self._over = False
 
     @classmethod
-    def of(
+    def from_sampling(
         cls, sampling: Sampling, prompt_tokens: int, context_limit: int, eos_token_ids: Collection[int]
     ) -> BeamSearch:
         """The search that ``sampling`` asks for, after a context of ``prompt_tokens`` of at most ``context_limit``."""
@@ -240,7 +240,7 @@ class BeamPlacement:
     source is a target, so their order does not matter."""
 
 
-def place(parents: Sequence[int], members: Sequence[int], width: int) -> BeamPlacement:
+def place_beams(parents: Sequence[int], members: Sequence[int], width: int) -> BeamPlacement:
     """Where the next beams go with the fewest branches; ``members`` says where their parents are.
 
     The first child of a beam stays with its member, the others go to members whose beams have no children.
@@ -262,7 +262,7 @@ def place(parents: Sequence[int], members: Sequence[int], width: int) -> BeamPla
     return BeamPlacement(tuple(placed), tuple(branches))
 
 
-def pages_at_most(context_tokens: int, width: int, max_output_tokens: int, chunk_tokens: int) -> int:
+def max_pages(context_tokens: int, width: int, max_output_tokens: int, chunk_tokens: int) -> int:
     """Pages that a group of ``width`` beams can need at once: full chunks of the context once, the rest for each beam.
 
     Holds where beams share full chunks by reference, and a member gives its pages back before it takes over others.
@@ -287,7 +287,7 @@ class _Search:
     def complete(self) -> bool:
         """Whether what every beam goes on with is known, and its KV is there or will be restored as a whole."""
         return not any(
-            member.missing or member.awaited or self.rows.get(member, (0, ()))[0] != member.length
+            member.missing or member.awaits_logprobs or self.rows.get(member, (0, ()))[0] != member.length
             for member in self.members
         )
 
@@ -314,7 +314,7 @@ class BeamDriver:
         # No longer than what the device tier can hold of it.
         while self._pages(tokens, sampling.beam_width, longest - tokens) > self._cache.config.device_chunks:
             longest -= 1
-        search = BeamSearch.of(sampling, tokens, longest, self._scheduler.config.eos_token_ids)
+        search = BeamSearch.from_sampling(sampling, tokens, longest, self._scheduler.config.eos_token_ids)
         wanted = msgspec.structs.replace(sampling, top_logprobs=search.candidates)
         leader = self._scheduler.submit(
             msgspec.structs.replace(submit, sampling=wanted), now, members=search.width, guided=True
@@ -330,11 +330,11 @@ class BeamDriver:
         search = self._searches.get(key)
         return key if search is None else search.members[0].key
 
-    def take(self, tokens: list[Token], now: float) -> list[Token]:
+    def on_tokens(self, tokens: list[OutputToken], now: float) -> list[OutputToken]:
         """Take in what a step has sampled; returns what is told of it: no token of a beam, and the answers found."""
         if not self._searches:
             return tokens
-        told: list[Token] = []
+        told: list[OutputToken] = []
         for token in tokens:
             search = self._searches.get(token.request)
             if search is None:
@@ -353,7 +353,7 @@ class BeamDriver:
         if search is not None:
             self._end(search, search.members[0], now)
 
-    def _advance(self, search: _Search, now: float) -> list[Token]:
+    def _advance(self, search: _Search, now: float) -> list[OutputToken]:
         """All beams were computed: let the search take a step. Returns the answer at its end."""
         first = search.search.length == 0
         step = search.search.step([search.rows[member][1] for member in search.beams])
@@ -364,27 +364,27 @@ class BeamDriver:
             placed = BeamPlacement(tuple(range(len(members))), ())
         else:
             holding = [members.index(member) for member in search.beams]
-            placed = place(step.parents, holding, len(members))
+            placed = place_beams(step.parents, holding, len(members))
         contexts = [search.beams[parent].context for parent in step.parents]
         search.beams = [members[number] for number in placed.members]
         for member, context, token in zip(search.beams, contexts, step.tokens, strict=True):
-            member.go_on(context, token)
+            member.continue_with(context, token)
         if members[0].in_batch:  # else they all branch off the first one when they return
             for source, target in placed.branches:
                 self._scheduler.branch(members[source], members[target])
         return []
 
-    def _answer(self, search: _Search, found: Hypothesis, now: float) -> list[Token]:
+    def _answer(self, search: _Search, found: Hypothesis, now: float) -> list[OutputToken]:
         """The tokens of what a search has found."""
         leader = search.members[0]
         self._end(search, _nearest(search.members, found), now)
-        leader.answer(found.tokens)
+        leader.set_output(found.tokens)
         limit = self._scheduler.context_limit
-        if found.ended:
+        if found.has_end_token:
             reason = leader.end_reason(found.tokens[-1], limit, self._scheduler.config.eos_token_ids)
         else:
             reason = leader.limit_reason(leader.length, limit)
-        *others, last = [Token(leader.key, token, None, None) for token in found.tokens]
+        *others, last = [OutputToken(leader.key, token, None, None) for token in found.tokens]
         return [*others, replace(last, finished=reason or FinishReason.CONTEXT_FULL)]
 
     def _end(self, search: _Search, best: Request, now: float) -> None:
@@ -392,12 +392,12 @@ class BeamDriver:
         leader = search.members[0]
         for member in reversed(search.members):
             del self._searches[member.key]
-            self._scheduler.retire(member, now, forget=member is not best)
+            self._scheduler.retire(member, now, free_kv=member is not best)
         if best is not leader:
             self._cache.replace(leader.session, best.session)
 
     def _pages(self, tokens: int, width: int, output: int) -> int:
-        return pages_at_most(tokens, width, output, self._cache.config.chunk_tokens)
+        return max_pages(tokens, width, output, self._cache.config.chunk_tokens)
 
 
 def _nearest(members: Sequence[Request], hypothesis: Hypothesis) -> Request:

@@ -7,7 +7,7 @@ import logging
 from pensieve.config import CacheConfig, EngineOptions, SchedulerConfig
 from pensieve.engine.cache.manager import CacheManager
 from pensieve.engine.cost.model import CostProfileError
-from pensieve.engine.cost.profiles import stored_or_quick_profile
+from pensieve.engine.cost.profiles import load_or_measure_cost
 from pensieve.engine.engine import Engine
 from pensieve.engine.messages import EngineReady
 from pensieve.engine.ranks.build import build_workers
@@ -23,7 +23,7 @@ def build_engine(options: EngineOptions) -> Engine:
     """An engine ready to step. Raises InvalidArgument, with what to change, when the options cannot be followed."""
     try:
         worker = build_workers(options)
-        cost = stored_or_quick_profile(options, worker)
+        cost = load_or_measure_cost(options, worker)
     except (ModelError, CostProfileError, ValueError) as error:
         raise InvalidArgument(str(error)) from error
     info = worker.info

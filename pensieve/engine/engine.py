@@ -62,10 +62,10 @@ from pensieve.engine.messages import (
     Warmed,
 )
 from pensieve.engine.plan import PendingStep, Plan, StepResult, StepWorker
-from pensieve.engine.process.loop import Announcer
+from pensieve.engine.process.loop import StepAnnouncer
 from pensieve.engine.scheduling.request import Request, candidate_key
-from pensieve.engine.scheduling.scheduler import Scheduler, Token
-from pensieve.engine.strips import Looker
+from pensieve.engine.scheduling.scheduler import OutputToken, Scheduler
+from pensieve.engine.strips import StripReader
 
 
 @dataclass(slots=True)
@@ -136,8 +136,8 @@ class Engine:
         self._turns: dict[RequestKey, _Turn] = {}
         self._candidates: dict[RequestKey, tuple[RequestKey, int]] = {}
         """The turn and the number of each further candidate."""
-        self._looker = Looker(scheduler)
-        self.announcer = Announcer(self._owner)
+        self._looker = StripReader(scheduler)
+        self.announcer = StepAnnouncer(self._owner)
         self._totals = _Totals()
         self._overlapped = overlapped
         self._in_flight: _Launch | None = None
@@ -173,7 +173,7 @@ class Engine:
                 held = self._cache.residency(SessionKey(session))
                 return [ResidentTokens(call, held.device, held.host)]
             case GetStrips(call, at):
-                return [self._looker.look(call, at, self._clock())]
+                return [self._looker.read(call, at, self._clock())]
             case Warm():
                 return [self._warm(command)]
         return []
@@ -197,7 +197,7 @@ class Engine:
 
     def _launch(self, events: list[Event]) -> _Launch | None:
         started = self._clock()
-        with self.announcer.blaming(self._turns):
+        with self.announcer.attribute_failures(self._turns):
             plan = self._scheduler.plan(started)
         planned = self._clock()
         self._looker.plan = plan
@@ -206,9 +206,9 @@ class Engine:
             return None
         for request in self._scheduler.admitted:
             events.append(self._started(request))
-        self.announcer.launching(plan, self._in_flight.plan if self._in_flight is not None else None)
+        self.announcer.announce_plan(plan, self._in_flight.plan if self._in_flight is not None else None)
         launch = _Launch(plan, self._worker.launch(plan), started)
-        self._scheduler.launched(plan)
+        self._scheduler.on_launched(plan)
         self._totals.parts["launch"] += self._clock() - planned
         failpoint("engine_mid_step")
         return launch
@@ -222,7 +222,7 @@ class Engine:
         # Overlapped steps follow each other: each lasts from the end of the one before, not from its own launch.
         self._count(launch.plan, result, now - max(launch.time, self._last_commit))
         self._last_commit = now
-        for token in self._beams.take(tokens, now):
+        for token in self._beams.on_tokens(tokens, now):
             events.extend(self._output(token, now))
         events.extend(self._progress())
         self._totals.parts["commit"] += self._clock() - now
@@ -257,7 +257,7 @@ class Engine:
             last_step_seconds=totals.last_step_seconds,
             last_batch_tokens=totals.last_batch_tokens,
             part_seconds_total=dict(totals.parts),
-            held=self._cache.shares.news(self._clock()),
+            held=self._cache.shares.tokens_if_due(self._clock()),
         )
 
     def check(self) -> None:
@@ -320,8 +320,8 @@ class Engine:
     def _choose(self, session: SessionKey, candidate: int) -> None:
         """Let a candidate's KV be the session's. If it is gone, the next turn finds what it can by its address."""
         other, now = candidate_key(session, candidate), self._clock()
-        self._scheduler.leave_finished(session, now)
-        self._scheduler.leave_finished(other, now)
+        self._scheduler.remove_finished(session, now)
+        self._scheduler.remove_finished(other, now)
         self._cache.replace(session, other)
 
     def _drop_candidates(self, session: SessionKey, now: float) -> int:
@@ -329,8 +329,8 @@ class Engine:
         freed = 0
         for candidate in range(1, MAX_CANDIDATES):
             key = candidate_key(session, candidate)
-            if self._cache.holds(key):
-                self._scheduler.leave_finished(key, now)
+            if self._cache.has_session(key):
+                self._scheduler.remove_finished(key, now)
                 freed += self._cache.evict(key)
         return freed
 
@@ -341,7 +341,7 @@ class Engine:
 
     def _evict(self, session: SessionKey | None) -> int:
         now = self._clock()
-        self._scheduler.leave_finished(session, now)
+        self._scheduler.remove_finished(session, now)
         further = self._drop_candidates(session, now) if session is not None else 0
         return further + self._cache.evict(session)
 
@@ -363,7 +363,7 @@ class Engine:
         self._totals.new += usage.new_tokens
         return Started(request.key, usage)
 
-    def _output(self, token: Token, now: float) -> list[Event]:
+    def _output(self, token: OutputToken, now: float) -> list[Event]:
         self._totals.output += 1
         logprobs = () if token.logprob is None else (token.logprob,)
         key, candidate = self._candidates.get(token.request, (token.request, 0))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import msgspec
 
-from pensieve.core import ALONE, FinishReason, Hints, Phase, Sampling, Standing, TokenLogprob, Usage
+from pensieve.core import DEFAULT_QOS, FinishReason, Hints, Phase, Sampling, TenantQos, TokenLogprob, Usage
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit"):
@@ -31,7 +31,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     """Sessions of one scope share the KV of common beginnings; "": this one shares with nobody."""
     hints: Hints | None = None
     """About the time after the generation."""
-    standing: Standing = ALONE
+    qos: TenantQos = DEFAULT_QOS
     """How it waits."""
     origin: str = ""
     """Names the turn, the same for all its tries, so that the front end finds one that ends engines; "": none."""
@@ -84,7 +84,7 @@ class Warm(msgspec.Struct, frozen=True, tag="warm"):
     tokens: bytes
     """The whole history, packed as in ``Submit``."""
     scope: str = ""
-    standing: Standing = ALONE
+    qos: TenantQos = DEFAULT_QOS
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
@@ -172,7 +172,7 @@ class SessionStrip(msgspec.Struct, frozen=True, array_like=True):
     running: bool
     warming: bool
     """What runs is not a turn, but brings its chunks to the device ahead of one."""
-    aside: bool
+    is_candidate: bool
     """It is a further candidate's."""
 
 

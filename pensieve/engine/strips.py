@@ -35,14 +35,14 @@ from pensieve.engine.plan import Plan
 from pensieve.engine.scheduling.request import Request
 from pensieve.engine.scheduling.scheduler import Scheduler
 
-LOOK_S: Final = 0.001
+READ_BUDGET_S: Final = 0.001
 """How long one look takes at most, and the session beyond that which it has begun."""
 _PLACES: Final = {(True, False): "d", (True, True): "b", (False, True): "h", (False, False): "x"}
 _NO_PLAN: Final = Plan(0)
 _NOTHING: Final[Mapping[int, str]] = {}
 
 
-class Looker:
+class StripReader:
     """One per engine. ``plan``: the one made last, which an engine sets."""
 
     def __init__(self, scheduler: Scheduler, timer: Callable[[], float] = time.perf_counter) -> None:
@@ -56,9 +56,9 @@ class Looker:
         """When that was. Idle times are up to then: a look in parts must not make the sessions told last look older."""
         self.plan = _NO_PLAN
 
-    def look(self, call: int, at: int, now: float) -> Strips:
-        """The strips from ``at`` on, as many as ``LOOK_S`` allows, one at least."""
-        until = self._timer() + LOOK_S
+    def read(self, call: int, at: int, now: float) -> Strips:
+        """The strips from ``at`` on, as many as ``READ_BUDGET_S`` allows, one at least."""
+        until = self._timer() + READ_BUDGET_S
         if at == 0:
             self._order = list(self._cache.sessions.values())
             self._began = now
@@ -102,16 +102,16 @@ class Looker:
         self, session: CachedSession, coming: set[int], going: set[int], computed: Mapping[int, str]
     ) -> str:
         if computed:
-            shared, own = session.chunks[: session.shared], session.own
+            shared, own = session.chunks[: session.shared], session.own_chunks
             return (
                 f"{_runs(shared, coming, going, computed)[0].upper()}{_runs(own, coming, going, computed)[0]}"
             )
         parts: list[str] = []
-        holders: list[CachedSession | SharedRun] = [*session.runs(), session]
+        holders: list[CachedSession | SharedRun] = [*session.shared_runs(), session]
         for holder in holders:
             strip = holder.strip
             if strip is None:
-                strip, settled = _runs(holder.own, coming, going, _NOTHING)
+                strip, settled = _runs(holder.own_chunks, coming, going, _NOTHING)
                 strip = strip if holder is session else strip.upper()
                 holder.strip = strip if settled else None
             parts.append(strip)
@@ -154,5 +154,5 @@ def _told(session: CachedSession, request: Request | None, strip: str, now: floa
         idle_s=0.0 if session.running else max(now - session.last_active, 0.0),
         running=session.running,
         warming=session.running and session.warming,
-        aside=session.aside,
+        is_candidate=session.is_candidate,
     )

@@ -30,12 +30,12 @@ from pensieve.client import ServerInfo
 from pensieve.errors import PensieveError
 from pensieve.http import chat, completions, conversations
 from pensieve.http.common.door import HttpDoor
-from pensieve.http.common.entrance import Entrance
-from pensieve.http.common.failures import HttpFailure, failure_of
+from pensieve.http.common.entrance import AdmissionMiddleware
+from pensieve.http.common.failures import HttpFailure, failure_from_error
 from pensieve.http.common.settings import DoorSettings
 from pensieve.http.responses import endpoint as responses
 from pensieve.logs import bind
-from pensieve.tracing import found_in, incoming, trace_id
+from pensieve.tracing import incoming_traceparent, trace_id, traceparent_in
 
 _BUCKETS: Final = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 """Seconds."""
@@ -75,10 +75,10 @@ class Measured:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        header = found_in(
+        header = traceparent_in(
             (name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]
         )
-        incoming.set(header)  # of this call alone: it is handled in a task of its own
+        incoming_traceparent.set(header)  # of this call alone: it is handled in a task of its own
         bind(trace_id=trace_id(header))
         began, status, first = time.monotonic(), "none", True
 
@@ -122,12 +122,12 @@ class Unslashed:
 
 async def alive(request: Request) -> Response:
     """Answers ``GET /health``, without a credential: this process runs, whatever stands behind it."""
-    return HttpDoor.of(request).answer({"status": "ok"}, request)
+    return HttpDoor.from_request(request).answer({"status": "ok"}, request)
 
 
 async def ready(request: Request) -> Response:
     """Answers ``GET /ready``, without a credential: calls are served. Raises HttpFailure (503)."""
-    door = HttpDoor.of(request)
+    door = HttpDoor.from_request(request)
     problem = await door.readiness.problem()
     if problem:
         raise HttpFailure(503, problem, kind="server_error", code="not_ready", retry_after_s=1.0)
@@ -136,18 +136,18 @@ async def ready(request: Request) -> Response:
 
 async def list_models(request: Request) -> Response:
     """All models."""
-    door = HttpDoor.of(request)
-    async with door.callers.of(request) as caller:
-        info = await door.info_of(caller, fresh=True)  # this call has no other answer of the service
+    door = HttpDoor.from_request(request)
+    async with door.callers.for_request(request) as caller:
+        info = await door.server_info(caller, fresh=True)  # this call has no other answer of the service
     return door.answer({"object": "list", "data": [_model(info)]}, request)
 
 
 async def retrieve_model(request: Request) -> Response:
     """One model."""
-    door = HttpDoor.of(request)
-    async with door.callers.of(request) as caller:
-        info = await door.info_of(caller, fresh=True)
-        await door.model_of(caller, request.path_params["model"])
+    door = HttpDoor.from_request(request)
+    async with door.callers.for_request(request) as caller:
+        info = await door.server_info(caller, fresh=True)
+        await door.require_model(caller, request.path_params["model"])
     return door.answer(_model(info), request)
 
 
@@ -206,7 +206,7 @@ def make_app(settings: DoorSettings) -> Starlette:
             Middleware(Measured, metrics),
             *([cors] if settings.cors_origins else []),
             Middleware(Unslashed),
-            Middleware(Entrance, door),
+            Middleware(AdmissionMiddleware, door),
         ],
         exception_handlers={
             HttpFailure: _failed,
@@ -224,12 +224,12 @@ def make_app(settings: DoorSettings) -> Starlette:
 
 async def _failed(request: Request, error: Exception) -> Response:
     assert isinstance(error, HttpFailure)
-    return HttpDoor.of(request).refusal(error, request)
+    return HttpDoor.from_request(request).refusal(error, request)
 
 
 async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, PensieveError)
-    return HttpDoor.of(request).refusal(failure_of(error, request.url.path), request)
+    return HttpDoor.from_request(request).refusal(failure_from_error(error, request.url.path), request)
 
 
 async def _no_route(request: Request, error: Exception) -> Response:
@@ -238,10 +238,10 @@ async def _no_route(request: Request, error: Exception) -> Response:
     failure = HttpFailure(
         error.status_code, message.get(error.status_code, error.detail), code="unknown_route"
     )
-    return HttpDoor.of(request).refusal(failure, request)
+    return HttpDoor.from_request(request).refusal(failure, request)
 
 
 async def _bug(request: Request, error: Exception) -> Response:
     """A fault of ours: its text may hold what a user said, so it goes to no caller."""
     failure = HttpFailure(500, "the server failed", kind="server_error", code="bug")
-    return HttpDoor.of(request).refusal(failure, request)
+    return HttpDoor.from_request(request).refusal(failure, request)

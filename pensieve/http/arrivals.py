@@ -41,12 +41,14 @@ RETRY_S: Final = 1.0
 _LACKS: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
-class Arrival:
+class PendingConnection:
     """A connection that waits for its turn or for its TLS handshake."""
 
     idle = True
 
-    def __init__(self, taken: socket.socket, address: str, evict: Callable[[Arrival], None]) -> None:
+    def __init__(
+        self, taken: socket.socket, address: str, evict: Callable[[PendingConnection], None]
+    ) -> None:
         self.socket = taken
         self.address = address
         self.starting: asyncio.Task[None] | None = None
@@ -59,14 +61,14 @@ class Arrival:
         self._evict(self)
 
 
-class Intake:
+class Acceptor:
     """The connections of one listening socket until they are served. Used on one event loop."""
 
     def __init__(
         self,
         listener: socket.socket,
         connections: Connections,
-        protocol: Callable[[Arrival], asyncio.Protocol],
+        protocol: Callable[[PendingConnection], asyncio.Protocol],
         knows: Callable[[bytes], bool],
         context: ssl.SSLContext | None,
     ) -> None:
@@ -77,9 +79,9 @@ class Intake:
         self._knows = knows
         self._context = context
         self._loop = asyncio.get_running_loop()
-        self._waiting: dict[Arrival, None] = {}
+        self._waiting: dict[PendingConnection, None] = {}
         """Oldest first."""
-        self._starting: set[Arrival] = set()
+        self._starting: set[PendingConnection] = set()
         self._turn: asyncio.Handle | None = None
         self._admissions = 0
         """The count of ``connections.admissions`` when the last stranger was served."""
@@ -100,7 +102,7 @@ class Intake:
         self._closed = True
         self._loop.remove_reader(self._listener.fileno())
         for one in (*self._waiting, *self._starting):
-            self._connections.left(one)
+            self._connections.on_close(one)
             self._end(one)
 
     async def wait_closed(self) -> None:
@@ -118,12 +120,12 @@ class Intake:
                 self._wait_for_files(error)
                 break
             taken.setblocking(False)
-            one = Arrival(taken, address[0], self._end)
-            if not self._connections.came(one, one.address):
-                self._connections.left(one)
+            one = PendingConnection(taken, address[0], self._end)
+            if not self._connections.on_connect(one, one.address):
+                self._connections.on_close(one)
                 self._end(one)
             elif self._is_known(one):
-                self._connections.admitted(one)
+                self._connections.on_admitted(one)
                 self._serve(one)
             else:
                 self._waiting[one] = None
@@ -140,7 +142,7 @@ class Intake:
         if not self._closed:
             self._loop.add_reader(self._listener.fileno(), self._take)
 
-    def _is_known(self, one: Arrival) -> bool:
+    def _is_known(self, one: PendingConnection) -> bool:
         if self._context is not None:
             return False
         try:
@@ -167,13 +169,13 @@ class Intake:
         if self._waiting:
             self._serve(next(reversed(self._waiting)))
 
-    def _serve(self, one: Arrival) -> None:
+    def _serve(self, one: PendingConnection) -> None:
         self._waiting.pop(one, None)
         self._starting.add(one)
         one.starting = self._loop.create_task(self._start(one))
         one.starting.add_done_callback(lambda _: self._started(one))
 
-    async def _start(self, one: Arrival) -> None:
+    async def _start(self, one: PendingConnection) -> None:
         one.begun = True
         deadline = None if self._context is None else HANDSHAKE_S
         # An end in the handshake is the caller's: there is none to tell of it.
@@ -182,12 +184,12 @@ class Intake:
                 lambda: self._protocol(one), one.socket, ssl=self._context, ssl_handshake_timeout=deadline
             )
 
-    def _started(self, one: Arrival) -> None:
+    def _started(self, one: PendingConnection) -> None:
         self._starting.discard(one)
         one.starting = None
-        self._connections.left(one)
+        self._connections.on_close(one)
 
-    def _end(self, one: Arrival) -> None:
+    def _end(self, one: PendingConnection) -> None:
         self._waiting.pop(one, None)
         if one.starting is not None:
             one.starting.cancel()

@@ -22,36 +22,45 @@ from pensieve.http.common.answers import (
     EventStream,
     SentText,
     SentTokens,
-    event,
+    cancel_on_disconnect,
+    completion_usage,
     finish_reason,
+    sse_event,
     token_scores,
-    usage_of,
-    while_there,
 )
 from pensieve.http.common.calls import (
     PATIENCE_S,
     Call,
     CallPlan,
     added,
-    adding,
+    adding_items,
     answered,
-    chunks_of,
+    batches_of,
+    following_roles,
     is_refusal,
-    parted,
-    roles_of,
+    split_new,
 )
-from pensieve.http.common.contents import Content, NamedTalk, Said, Talk, called, said, talk_of, text_of
+from pensieve.http.common.contents import (
+    Content,
+    Message,
+    NamedTalk,
+    Transcript,
+    make_transcript,
+    parse_function_call,
+    parse_message,
+    text_of,
+)
 from pensieve.http.common.door import HttpDoor
-from pensieve.http.common.failures import bad, failure_of, unsupported
-from pensieve.http.common.heads import Beginning, noting
+from pensieve.http.common.failures import failure_from_error, invalid_field, unsupported_field
+from pensieve.http.common.heads import TurnStarter, noting
 from pensieve.http.common.requests import (
     REFUSED_EVERYWHERE,
-    Completing,
+    CompletionFields,
     Nested,
     Positive,
-    check_number,
+    check_count,
 )
-from pensieve.http.output import ChatTeller, chat_message, chat_teller
+from pensieve.http.output import ChatDeltas, chat_message, chat_teller
 from pensieve.http.tools import OfferedTool, call_options, check_tools, tool_use
 from pensieve.speech import PLAIN, SpeechForm, read
 
@@ -71,7 +80,7 @@ class ChatCall(msgspec.Struct, frozen=True):
     id: str = ""
 
 
-class Message(msgspec.Struct, frozen=True):
+class ChatMessage(msgspec.Struct, frozen=True):
     """One message of the history that the client resends."""
 
     role: str
@@ -92,19 +101,19 @@ class ResponseFormat(msgspec.Struct, frozen=True):
     type: str = "text"
 
 
-class AskedChat(NamedTuple):
+class ValidatedChat(NamedTuple):
     """A checked request, and what is made of it."""
 
     body: ChatRequest
-    talk: Talk
+    talk: Transcript
     options: TurnOptions
     """For the SDK."""
 
 
-class ChatRequest(Completing, kw_only=True):
+class ChatRequest(CompletionFields, kw_only=True):
     """The request; ``session`` is not OpenAI's."""
 
-    NESTED: ClassVar[Nested] = {**Completing.NESTED, "tools": OfferedTool}
+    NESTED: ClassVar[Nested] = {**CompletionFields.NESTED, "tools": OfferedTool}
     WITHOUT_EFFECT: ClassVar[Mapping[str, str]] = {
         "cache_prompt": "cached state is used wherever there is some",
         "chat_id": "histories are found by what they say",
@@ -131,7 +140,7 @@ class ChatRequest(Completing, kw_only=True):
         "suffix": "belongs to completions",
         "text": "belongs to responses",
     }
-    messages: list[Message]
+    messages: list[ChatMessage]
     max_completion_tokens: Positive | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -145,37 +154,37 @@ class ChatRequest(Completing, kw_only=True):
     web_search_options: Any = None
     session: str | None = None
 
-    def asked(self) -> AskedChat:
+    def validated(self) -> ValidatedChat:
         """Raises HttpFailure as ``check``, and for messages that cannot be."""
         self.check()
-        return AskedChat(self, self.talk, self.turn_options)
+        return ValidatedChat(self, self.talk, self.turn_options)
 
     def check(self) -> None:
         """Raises HttpFailure for what is asked for and not done."""
         if not self.messages:
-            raise bad("messages", "must not be empty")
-        check_number(self.messages, "messages")
+            raise invalid_field("messages", "must not be empty")
+        check_count(self.messages, "messages")
         check_tools(self.tools or (), self.tool_choice)
         if self.functions:
-            raise unsupported("functions", "function calls are not supported")
+            raise unsupported_field("functions", "function calls are not supported")
         if self.top_logprobs is not None and not self.logprobs:
-            raise bad("top_logprobs", "needs logprobs")
+            raise invalid_field("top_logprobs", "needs logprobs")
         if not 0 <= (self.top_logprobs or 0) <= MAX_TOP:
-            raise bad("top_logprobs", f"must be from 0 to {MAX_TOP}")
+            raise invalid_field("top_logprobs", f"must be from 0 to {MAX_TOP}")
         if self.response_format is not None and self.response_format.type != "text":
-            raise unsupported("response_format", "only text is supported")
+            raise unsupported_field("response_format", "only text is supported")
         if self.modalities and self.modalities != ["text"]:
-            raise unsupported("modalities", "only text is supported")
+            raise unsupported_field("modalities", "only text is supported")
         if self.audio is not None:
-            raise unsupported("audio", "only text is supported")
+            raise unsupported_field("audio", "only text is supported")
         if self.web_search_options is not None:
-            raise unsupported("web_search_options", "searching is not supported")
+            raise unsupported_field("web_search_options", "searching is not supported")
 
     @property
-    def talk(self) -> Talk:
+    def talk(self) -> Transcript:
         """What was said."""
         spoken = [_said(one, f"messages[{number}]") for number, one in enumerate(self.messages)]
-        return talk_of(spoken, "messages")
+        return make_transcript(spoken, "messages")
 
     @property
     def turn_options(self) -> TurnOptions:
@@ -192,23 +201,25 @@ class ChatRequest(Completing, kw_only=True):
         return options
 
 
-def _said(message: Message, param: str) -> Said:
+def _said(message: ChatMessage, param: str) -> Message:
     if message.function_call is not None:
-        raise unsupported(f"{param}.function_call", "calls are told as tool_calls")
+        raise unsupported_field(f"{param}.function_call", "calls are told as tool_calls")
     if message.audio is not None:
-        raise unsupported(f"{param}.audio", "only text is supported")
+        raise unsupported_field(f"{param}.audio", "only text is supported")
     if message.role == "tool":
         text = text_of(message.content, f"{param}.content")
-        return Said(Role.TOOL, text, call_id=message.tool_call_id or "")
-    found = said(message.role, message.content, param)
+        return Message(Role.TOOL, text, call_id=message.tool_call_id or "")
+    found = parse_message(message.role, message.content, param)
     if found.role is Role.ASSISTANT:
         found = replace(found, thought=(message.reasoning_content or message.reasoning or "").strip("\n"))
     if not message.tool_calls:
         return found
     if found.role is not Role.ASSISTANT:
-        raise bad(f"{param}.tool_calls", "only the assistant calls functions")
+        raise invalid_field(f"{param}.tool_calls", "only the assistant calls functions")
     calls = [
-        called(one.function.name, one.function.arguments, one.id, f"{param}.tool_calls[{number}].function")
+        parse_function_call(
+            one.function.name, one.function.arguments, one.id, f"{param}.tool_calls[{number}].function"
+        )
         for number, one in enumerate(message.tool_calls)
     ]
     return replace(found, calls=tuple(calls))
@@ -229,7 +240,7 @@ class ChatCompletion:
     """How answers are read."""
 
     @classmethod
-    def of(
+    def from_stream(
         cls, stream: AsyncTurnStream, model: str, session_id: str, form: SpeechForm = PLAIN
     ) -> ChatCompletion:
         return cls(stream.request_id, model, session_id, int(time.time()), form)
@@ -246,7 +257,7 @@ class ChatCompletion:
             for index, text, reason, scores in _answers(turn)
             for answer in (read(text, self.form),)
         ]
-        return {**self._frame("chat.completion"), "choices": choices, "usage": usage_of(turn)}
+        return {**self._frame("chat.completion"), "choices": choices, "usage": completion_usage(turn)}
 
     async def chunks(
         self,
@@ -260,7 +271,7 @@ class ChatCompletion:
 
         ``around`` is entered while the turn runs, and left before its error is told.
         """
-        tellers: dict[int, ChatTeller] = {}
+        tellers: dict[int, ChatDeltas] = {}
         sent, tokens = SentText(), SentTokens(scored)
         try:
             async with around:
@@ -278,7 +289,7 @@ class ChatCompletion:
                         yield self._chunk(piece.candidate, delta, scores=scores)
                         scores = ()
         except PensieveError as error:
-            yield event(failure_of(error).body)
+            yield sse_event(failure_from_error(error).body)
             return
         for index, _, reason, _ in _answers(stream.turn):
             teller = self._teller(tellers, index)
@@ -286,12 +297,16 @@ class ChatCompletion:
                 yield self._chunk(index, delta)
             yield self._chunk(index, {}, "tool_calls" if teller.calls and reason == "stop" else reason)
         if include_usage:
-            yield event(
-                {**self._frame("chat.completion.chunk"), "choices": [], "usage": usage_of(stream.turn)}
+            yield sse_event(
+                {
+                    **self._frame("chat.completion.chunk"),
+                    "choices": [],
+                    "usage": completion_usage(stream.turn),
+                }
             )
         yield DONE
 
-    def _teller(self, tellers: dict[int, ChatTeller], candidate: int) -> ChatTeller:
+    def _teller(self, tellers: dict[int, ChatDeltas], candidate: int) -> ChatDeltas:
         if candidate not in tellers:
             tellers[candidate] = chat_teller(self.form, self.turn_id, candidate)
         return tellers[candidate]
@@ -300,7 +315,7 @@ class ChatCompletion:
         self, index: int, delta: dict[str, Any], reason: str | None = None, scores: Scores = ()
     ) -> bytes:
         choice = {"index": index, "delta": delta, "logprobs": _scored(scores), "finish_reason": reason}
-        return event({**self._frame("chat.completion.chunk"), "choices": [choice]})
+        return sse_event({**self._frame("chat.completion.chunk"), "choices": [choice]})
 
     def _frame(self, kind: str) -> dict[str, Any]:
         return {
@@ -371,12 +386,12 @@ class NamedTurn:
             if is_refusal(error):
                 if self._made is not None:
                     await self._made.take_back()
-                await self._call.refused(self._client, CallPlan(session=self.session.id))
+                await self._call.undo(self._client, CallPlan(session=self.session.id))
             raise
 
 
 async def begin_named(
-    client: AsyncClient, name: str, talk: Talk, call: Call, options: TurnOptions
+    client: AsyncClient, name: str, talk: Transcript, call: Call, options: TurnOptions
 ) -> NamedTurn:
     """A turn of the session that the client names; where it is there, what is resent of its history is not read.
 
@@ -385,8 +400,8 @@ async def begin_named(
     """
     options["request_id"] = str(call.id)
     plan = CallPlan(session=name)
-    await call.settled(client, plan)
-    async with call.leaving_nothing(client, plan):
+    await call.claim_plan(client, plan)
+    async with call.undo_on_refusal(client, plan):
         for attempt in range(_RACES):
             try:
                 session, stream = await _gone_on(client.session(name), talk, call, options)
@@ -406,23 +421,25 @@ async def begin_named(
 
 
 async def _gone_on(
-    session: AsyncSession, talk: Talk, call: Call, options: TurnOptions
+    session: AsyncSession, talk: Transcript, call: Call, options: TurnOptions
 ) -> tuple[AsyncSession, AsyncTurnStream]:
-    early, last = parted(talk.new)
-    async with adding(session, early, call, last):
+    early, last = split_new(talk.new)
+    async with adding_items(session, early, call, last):
         return session, await answered(session, last, options)
 
 
-async def _begun(client: AsyncClient, name: str, talk: Talk, call: Call, options: TurnOptions) -> NamedTurn:
+async def _begun(
+    client: AsyncClient, name: str, talk: Transcript, call: Call, options: TurnOptions
+) -> NamedTurn:
     """The turn in a session that is made for it. A call that fails here takes it back."""
-    early, last = parted(talk.new)
-    first = (chunks_of(talk.history) or [()])[0]
+    early, last = split_new(talk.new)
+    first = (batches_of(talk.history) or [()])[0]
     session = await client.create_session(
         session_id=name,
         system_prompt=talk.system or None,
         tools=talk.tools or None,
-        initial_items=[one.given for one in first],
-        followed_by=roles_of((*talk.history, *talk.new)[len(first) :]),
+        initial_items=[one.sdk_input for one in first],
+        followed_by=following_roles((*talk.history, *talk.new)[len(first) :]),
     )
     made = _Made(session)
     try:
@@ -444,15 +461,15 @@ def _is_missing(error: PensieveError) -> bool:
 
 async def create(request: Request) -> Response:
     """Answer the last messages; the history before them is found, not computed."""
-    door = HttpDoor.of(request)
-    body, talk, options = await door.bodies.read(request, ChatRequest, ChatRequest.asked)
-    call = await door.bodies.aside(request, Call.of, request, body)
+    door = HttpDoor.from_request(request)
+    body, talk, options = await door.bodies.read(request, ChatRequest, ChatRequest.validated)
+    call = await door.bodies.offload(request, Call.from_request, request, body)
     async with AsyncExitStack() as held:
-        caller = await held.enter_async_context(door.callers.of(request))
-        model = await door.model_of(caller, body.model)
-        info = await door.info_of(caller)
-        use = await door.bodies.aside(request, tool_use, info, body.tools or (), body.tool_choice)
-        talk = talk.read_as(use.form, use.text)
+        caller = await held.enter_async_context(door.callers.for_request(request))
+        model = await door.require_model(caller, body.model)
+        info = await door.server_info(caller)
+        use = await door.bodies.offload(request, tool_use, info, body.tools or (), body.tool_choice)
+        talk = talk.with_form(use.form, use.text)
         named: NamedTalk | None = None
         around: AbstractAsyncContextManager[None] = nullcontext()
         if body.session:
@@ -460,19 +477,19 @@ async def create(request: Request) -> Response:
             begun = await begin_named(caller.client, body.session, talk, call, options)
             session, stream, around = begun.session, begun.stream, begun.to_its_end()
         else:
-            named = await door.bodies.aside(request, NamedTalk, talk, caller.scope)
+            named = await door.bodies.offload(request, NamedTalk, talk, caller.scope)
             ttl_s = door.settings.chat_ttl_s
-            session, stream = await Beginning(caller, door.heads, named, call, options, ttl_s).begin()
+            session, stream = await TurnStarter(caller, door.heads, named, call, options, ttl_s).begin()
         held.callback(stream.close)
-        completion = ChatCompletion.of(stream, model, session.id, use.form)
+        completion = ChatCompletion.from_stream(stream, model, session.id, use.form)
 
         def note(turn: Turn) -> None:
             if named is not None:
-                door.heads.ended(named, session.id, turn)
+                door.heads.record_turn(named, session.id, turn)
 
         if not body.stream:
             async with around:
-                turn = await while_there(request, stream.finish())
+                turn = await cancel_on_disconnect(request, stream.finish())
             note(turn)
             return door.answer(completion.whole(turn), request)
         include_usage = body.stream_options is not None and body.stream_options.include_usage

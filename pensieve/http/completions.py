@@ -31,22 +31,22 @@ from pensieve.http.common.answers import (
     EventStream,
     SentText,
     SentTokens,
-    at_least,
-    event,
+    cancel_on_disconnect,
+    clamp_logprob,
+    completion_usage,
     finish_reason,
-    usage_of,
-    while_there,
+    sse_event,
 )
 from pensieve.http.common.callers import Caller
-from pensieve.http.common.calls import Call, CallPlan, new_session
+from pensieve.http.common.calls import Call, CallPlan, new_session_id
 from pensieve.http.common.door import HttpDoor
-from pensieve.http.common.failures import bad, failure_of, unsupported
+from pensieve.http.common.failures import failure_from_error, invalid_field, unsupported_field
 from pensieve.http.common.requests import (
     REFUSED_EVERYWHERE,
-    Completing,
+    CompletionFields,
     Positive,
     TokenId,
-    seed_of,
+    seed_for,
 )
 
 MAX_PROMPTS: Final = 128
@@ -58,7 +58,7 @@ MAX_TOP: Final = 5
 Prompt = RawText | list[int]
 
 
-class AskedCompletion(NamedTuple):
+class ValidatedCompletion(NamedTuple):
     """A checked request, and what is made of it."""
 
     body: CompletionRequest
@@ -67,7 +67,7 @@ class AskedCompletion(NamedTuple):
     """For the SDK."""
 
 
-class CompletionRequest(Completing, kw_only=True):
+class CompletionRequest(CompletionFields, kw_only=True):
     """The request; ``return_token_ids`` is vLLM's."""
 
     WITHOUT_EFFECT: ClassVar[Mapping[str, str]] = {
@@ -92,23 +92,23 @@ class CompletionRequest(Completing, kw_only=True):
     suffix: str | None = None
     return_token_ids: bool | None = False
 
-    def asked(self) -> AskedCompletion:
+    def validated(self) -> ValidatedCompletion:
         """Raises HttpFailure as ``check``, and for prompts that cannot be."""
         self.check()
-        return AskedCompletion(self, self.prompts, self.turn_options)
+        return ValidatedCompletion(self, self.prompts, self.turn_options)
 
     def check(self) -> None:
         """Raises HttpFailure for contradictions, and for what is asked for and not done."""
         if self.suffix:
-            raise unsupported("suffix", "text is not inserted before other text")
+            raise unsupported_field("suffix", "text is not inserted before other text")
         if not 0 <= (self.logprobs or 0) <= MAX_TOP:
-            raise bad("logprobs", f"must be from 0 to {MAX_TOP}")
+            raise invalid_field("logprobs", f"must be from 0 to {MAX_TOP}")
         if self.echo and self.logprobs is not None:
-            raise unsupported("echo", "does not go with logprobs: those of a prompt are not computed")
-        if self.drawn < self.answers:
-            raise bad("best_of", "must not be less than n")
-        if self.stream and self.drawn > self.answers:
-            raise bad("best_of", "does not go with stream: the best are known at the end")
+            raise unsupported_field("echo", "does not go with logprobs: those of a prompt are not computed")
+        if self.candidate_count < self.answers:
+            raise invalid_field("best_of", "must not be less than n")
+        if self.stream and self.candidate_count > self.answers:
+            raise invalid_field("best_of", "does not go with stream: the best are known at the end")
 
     @property
     def answers(self) -> int:
@@ -116,7 +116,7 @@ class CompletionRequest(Completing, kw_only=True):
         return self.n or 1
 
     @property
-    def drawn(self) -> int:
+    def candidate_count(self) -> int:
         """How many answers are drawn, to return the best."""
         return self.best_of or self.answers
 
@@ -127,17 +127,17 @@ class CompletionRequest(Completing, kw_only=True):
         if given is None or isinstance(given, str):
             return [RawText(given or "")]
         if not given:
-            raise bad("prompt", "must not be empty")
+            raise invalid_field("prompt", "must not be empty")
         kinds = set(map(type, given))
         if kinds == {int}:
             return [cast("list[int]", given)]
         if len(given) > MAX_PROMPTS:
-            raise bad("prompt", f"has more than {MAX_PROMPTS} prompts")
+            raise invalid_field("prompt", f"has more than {MAX_PROMPTS} prompts")
         if kinds == {str}:
             return [RawText(one) for one in given]
         if kinds == {list} and all(given):
             return [*cast("list[list[int]]", given)]
-        raise bad(
+        raise invalid_field(
             "prompt", "must be a text, token ids, or a list of texts or of token ids, none of them empty"
         )
 
@@ -146,9 +146,9 @@ class CompletionRequest(Completing, kw_only=True):
         """For the SDK."""
         options = self.options()
         options["max_output_tokens"] = self.max_tokens or MAX_TOKENS
-        if self.drawn > 1:
-            options["candidates"] = self.drawn
-        if self.drawn > self.answers:
+        if self.candidate_count > 1:
+            options["candidates"] = self.candidate_count
+        if self.candidate_count > self.answers:
             options["candidate_choice"] = "best_logprob"
         if self.logprobs is not None:
             options["top_logprobs"] = self.logprobs
@@ -170,7 +170,7 @@ class ScoreLists:
             offsets.append(self._offset)
             self._offset += len(self._utf8.decode(one.token.piece))
             tokens.append(_name(one.token))
-            values.append(at_least(one.logprob))
+            values.append(clamp_logprob(one.logprob))
             tops.append(_top(one))
         return {"text_offset": offsets, "token_logprobs": values, "tokens": tokens, "top_logprobs": tops}
 
@@ -179,8 +179,8 @@ def _top(one: TokenLogprob) -> dict[str, float]:
     """The likeliest tokens and the one that was drawn, by their texts; of two with one text, the likelier."""
     found: dict[str, float] = {}
     for text, (_, logprob) in zip(one.top_tokens, one.top, strict=True):
-        found.setdefault(_name(text), at_least(logprob))
-    found.setdefault(_name(one.token), at_least(one.logprob))
+        found.setdefault(_name(text), clamp_logprob(logprob))
+    found.setdefault(_name(one.token), clamp_logprob(one.logprob))
     return found
 
 
@@ -217,7 +217,7 @@ class _PromptTurn(NamedTuple):
 
 async def begin_all(
     caller: Caller,
-    asked: AskedCompletion,
+    asked: ValidatedCompletion,
     call: Call,
     ttl_s: float,
     held: AsyncExitStack,
@@ -228,12 +228,12 @@ async def begin_all(
     Each prompt is a session of its own, which is erased after a while. Not at once: until then the same prompt finds
     its state cached, and a call that is sent again its answer.
     """
-    plan = await call.settled(caller.client, CallPlan(new_session("text-")))
+    plan = await call.claim_plan(caller.client, CallPlan(new_session_id("text-")))
     turns = {
         _session(plan, number): uuid.uuid5(call.id, f"prompt {number}")
         for number in range(len(asked.prompts))
     }
-    async with call.leaving_nothing(caller.client, plan, turns):
+    async with call.undo_on_refusal(caller.client, plan, turns):
         begun = [
             _begin(caller, asked, _PromptTurn(prompt, name, turn_id), ttl_s, held)
             for prompt, (name, turn_id) in zip(asked.prompts, turns.items(), strict=True)
@@ -266,7 +266,7 @@ def _session(plan: CallPlan, number: int) -> str:
 
 async def _begin(
     caller: Caller,
-    asked: AskedCompletion,
+    asked: ValidatedCompletion,
     turn: _PromptTurn,
     ttl_s: float,
     held: AsyncExitStack,
@@ -284,7 +284,7 @@ async def _begin(
             text, ids = item.text, item.token_ids
         # The prompt is there already: the turn answers it.
         options: TurnOptions = {
-            "seed": seed_of(turn.id),
+            "seed": seed_for(turn.id),
             **asked.options,
             "replace_after_item": 1,
             "request_id": str(turn.id),
@@ -293,7 +293,7 @@ async def _begin(
         held.callback(stream.close)
         await stream.accepted()
     except InvalidArgument as error:
-        failure = failure_of(error)
+        failure = failure_from_error(error)
         if error.violations and error.violations[0][0].startswith(_OF_PROMPTS):
             failure.param = "prompt"
         raise failure from error
@@ -321,20 +321,20 @@ class TextCompletion:
             for number, (prompt, turn) in enumerate(zip(self.begun, turns, strict=True))
             for choice in self._choices(number, prompt, turn)
         ]
-        return {**self._frame(choices), "usage": usage_of(*turns)}
+        return {**self._frame(choices), "usage": completion_usage(*turns)}
 
     async def chunks(self) -> AsyncIterator[bytes]:
         """The answers as they come; an error is the last event."""
         try:
             async for choice in merged([self._said(number) for number in range(len(self.begun))]):
-                yield event(self._frame([choice]))
+                yield sse_event(self._frame([choice]))
         except PensieveError as error:
-            yield event(failure_of(error).body)
+            yield sse_event(failure_from_error(error).body)
             return
         options = self.asked.stream_options
         if options is not None and options.include_usage:
             turns = [one.stream.turn for one in self.begun]
-            yield event({**self._frame([]), "usage": usage_of(*turns)})
+            yield sse_event({**self._frame([]), "usage": completion_usage(*turns)})
         yield DONE
 
     def _choices(self, number: int, prompt: BegunPrompt, turn: Turn) -> list[Document]:
@@ -455,15 +455,15 @@ async def merged(sources: Sequence[AsyncIterator[Document]]) -> AsyncIterator[Do
 
 async def create(request: Request) -> Response:
     """Go on with the prompts."""
-    door = HttpDoor.of(request)
-    asked = await door.bodies.read(request, CompletionRequest, CompletionRequest.asked)
+    door = HttpDoor.from_request(request)
+    asked = await door.bodies.read(request, CompletionRequest, CompletionRequest.validated)
     body = asked.body
-    call = await door.bodies.aside(request, Call.of, request, body)
+    call = await door.bodies.offload(request, Call.from_request, request, body)
     async with AsyncExitStack() as held:
-        caller = await held.enter_async_context(door.callers.of(request))
-        model = await door.model_of(caller, body.model)
+        caller = await held.enter_async_context(door.callers.for_request(request))
+        model = await door.require_model(caller, body.model)
         begun = await begin_all(caller, asked, call, door.settings.completion_ttl_s, held)
         completion = TextCompletion(f"cmpl-{call.id.hex}", model, body, begun)
         if body.stream:
             return EventStream(completion.chunks(), held.pop_all(), door.headers(request))
-        return door.answer(await while_there(request, completion.whole()), request)
+        return door.answer(await cancel_on_disconnect(request, completion.whole()), request)

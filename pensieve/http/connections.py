@@ -97,7 +97,7 @@ class Connections:
         """Connections whose caller is not known."""
         return len(self._address) - len(self._known)
 
-    def came(self, one: Connection, address: str) -> bool:
+    def on_connect(self, one: Connection, address: str) -> bool:
         """Count a new connection, and evict another where there are too many. False: there is no room for it."""
         address = _network(address)
         full = len(self) >= self.most and not self._make_room()
@@ -112,7 +112,7 @@ class Connections:
             self._evict_stranger(max(self._strangers, key=lambda name: len(self._strangers[name])))
         return True
 
-    def goes_on(self, before: Connection, one: Connection) -> bool:
+    def replace(self, before: Connection, one: Connection) -> bool:
         """``one`` counts in the place of ``before``. False: that one does not count any more."""
         if (address := self._address.pop(before, None)) is None:
             return False
@@ -122,20 +122,20 @@ class Connections:
         self._address[one] = address
         return True
 
-    def admitted(self, one: Connection) -> None:
+    def on_admitted(self, one: Connection) -> None:
         """The caller is known."""
         self.admissions += self.queue.leave(one)
         if one in self._address and one not in self._known:
             self._forget_stranger(one)
             self._known[one] = None
 
-    def leaving(self, one: Connection) -> None:
+    def on_last_answer(self, one: Connection) -> None:
         """The connection has had its last answer: it may be evicted as that of a stranger."""
         if one in self._known:
             del self._known[one]
             self._strangers.setdefault(self._address[one], {})[one] = None
 
-    def left(self, one: Connection) -> None:
+    def on_close(self, one: Connection) -> None:
         """The connection is closed."""
         if one not in self._address:
             return
@@ -162,7 +162,7 @@ class Connections:
         return found is not None and self._evict(found)
 
     def _evict(self, one: Connection) -> bool:
-        self.left(one)  # at once, so that none is evicted twice
+        self.on_close(one)  # at once, so that none is evicted twice
         one.evict()
         return True
 

@@ -15,10 +15,10 @@ from starlette.responses import Response
 from pensieve.client import AsyncSession, Item, Role, ServerInfo, SessionInfo
 from pensieve.errors import NotFound
 from pensieve.http.common.callers import Caller
-from pensieve.http.common.calls import Call, CallPlan, new_session
-from pensieve.http.common.contents import Said
+from pensieve.http.common.calls import Call, CallPlan, new_session_id
+from pensieve.http.common.contents import Message
 from pensieve.http.common.door import HttpDoor
-from pensieve.http.common.failures import HttpFailure, bad
+from pensieve.http.common.failures import HttpFailure, invalid_field
 from pensieve.http.responses.ids import ResponseId, conversation_id, conversation_session
 from pensieve.http.responses.objects import KeptResponse, history_items, listing, page
 from pensieve.http.responses.requests import InputItem, check_metadata, messages_of
@@ -34,11 +34,11 @@ class ConversationRequest(msgspec.Struct):
     items: list[InputItem] | None = None
     metadata: dict[str, str] | None = None
 
-    def asked(self) -> tuple[ConversationRequest, list[Said], dict[str, str] | None]:
+    def asked(self) -> tuple[ConversationRequest, list[Message], dict[str, str] | None]:
         """Itself, messages and metadata. Raises HttpFailure."""
         check_metadata(self.metadata or {})
         if len(self.items or ()) > MAX_ITEMS:
-            raise bad("items", f"at most {MAX_ITEMS}")
+            raise invalid_field("items", f"at most {MAX_ITEMS}")
         return self, messages_of(self.items or [], "items"), self.metadata
 
 
@@ -47,10 +47,10 @@ class ItemsRequest(msgspec.Struct):
 
     items: list[InputItem]
 
-    def asked(self) -> tuple[ItemsRequest, list[Said]]:
+    def asked(self) -> tuple[ItemsRequest, list[Message]]:
         """Itself, and the messages. Raises HttpFailure."""
         if not 0 < len(self.items) <= MAX_ITEMS:
-            raise bad("items", f"must be 1 to {MAX_ITEMS}")
+            raise invalid_field("items", f"must be 1 to {MAX_ITEMS}")
         return self, messages_of(self.items, "items")
 
 
@@ -75,17 +75,17 @@ class _Told:
 
 async def create(request: Request) -> Response:
     """A new conversation, with up to 20 items that were said elsewhere."""
-    door = HttpDoor.of(request)
+    door = HttpDoor.from_request(request)
     body, said, labels = await door.bodies.read(request, ConversationRequest, ConversationRequest.asked)
-    call = Call.of(request, body)
+    call = Call.from_request(request, body)
     first = next((n for n, one in enumerate(said) if one.role is not Role.SYSTEM), len(said))
-    async with door.callers.of(request) as caller:
-        plan = await call.settled(caller.client, CallPlan(new_session("conv-")))
-        async with call.leaving_nothing(caller.client, plan):
+    async with door.callers.for_request(request) as caller:
+        plan = await call.claim_plan(caller.client, CallPlan(new_session_id("conv-")))
+        async with call.undo_on_refusal(caller.client, plan):
             session = await caller.client.create_session(
                 session_id=plan.own,
                 system_prompt="\n\n".join(one.text for one in said[:first]) or None,
-                initial_items=[one.given for one in said[first:]],
+                initial_items=[one.sdk_input for one in said[first:]],
                 labels=labels,
                 request_id=str(uuid.uuid5(call.id, "session")),
             )
@@ -95,17 +95,17 @@ async def create(request: Request) -> Response:
 
 async def retrieve(request: Request) -> Response:
     """A conversation; its items are a list of their own."""
-    door = HttpDoor.of(request)
-    async with door.callers.of(request) as caller:
+    door = HttpDoor.from_request(request)
+    async with door.callers.for_request(request) as caller:
         info = await (await _session(request, caller)).refresh()
     return door.answer(_document(info), request)
 
 
 async def update(request: Request) -> Response:
     """Replace the metadata."""
-    door = HttpDoor.of(request)
+    door = HttpDoor.from_request(request)
     labels = await door.bodies.read(request, MetadataRequest, MetadataRequest.asked)
-    async with door.callers.of(request) as caller:
+    async with door.callers.for_request(request) as caller:
         session = await _session(request, caller)
         info = await session.update(labels=labels)
     return door.answer(_document(info), request)
@@ -113,8 +113,8 @@ async def update(request: Request) -> Response:
 
 async def delete(request: Request) -> Response:
     """Erase a conversation, responses and all."""
-    door = HttpDoor.of(request)
-    async with door.callers.of(request) as caller:
+    door = HttpDoor.from_request(request)
+    async with door.callers.for_request(request) as caller:
         session = await _session(request, caller)
         await session.delete()
     gone = {"id": conversation_id(session.id), "object": "conversation.deleted", "deleted": True}
@@ -123,45 +123,45 @@ async def delete(request: Request) -> Response:
 
 async def items(request: Request) -> Response:
     """A page of the items, newest first unless ``order=asc``."""
-    door = HttpDoor.of(request)
-    async with door.callers.of(request) as caller:
+    door = HttpDoor.from_request(request)
+    async with door.callers.for_request(request) as caller:
         session = await _session(request, caller)
-        told = await _told(session, await session.items(), await door.info_of(caller))
+        told = await _told(session, await session.items(), await door.server_info(caller))
     return door.answer(page(_documents(told), request), request)
 
 
 async def item(request: Request) -> Response:
     """One item."""
-    door = HttpDoor.of(request)
-    async with door.callers.of(request) as caller:
+    door = HttpDoor.from_request(request)
+    async with door.callers.for_request(request) as caller:
         session = await _session(request, caller)
-        told = await _told(session, await session.items(), await door.info_of(caller))
+        told = await _told(session, await session.items(), await door.server_info(caller))
         found, index = _place(request, session, told)
     return door.answer(found.documents[index], request)
 
 
 async def add(request: Request) -> Response:
     """Items that were said elsewhere, behind the others."""
-    door = HttpDoor.of(request)
+    door = HttpDoor.from_request(request)
     body, said = await door.bodies.read(request, ItemsRequest, ItemsRequest.asked)
-    call = Call.of(request, body)
-    async with door.callers.of(request) as caller:
+    call = Call.from_request(request, body)
+    async with door.callers.for_request(request) as caller:
         session = await _session(request, caller)
-        plan = await call.settled(caller.client, CallPlan(session=session.id))
-        async with call.leaving_nothing(caller.client, plan):
-            added = await session.append([one.given for one in said], request_id=str(call.id))
-        told = await _told(session, added, await door.info_of(caller))
+        plan = await call.claim_plan(caller.client, CallPlan(session=session.id))
+        async with call.undo_on_refusal(caller.client, plan):
+            added = await session.append([one.sdk_input for one in said], request_id=str(call.id))
+        told = await _told(session, added, await door.server_info(caller))
     return door.answer(listing(_documents(told)), request)
 
 
 async def remove(request: Request) -> Response:
     """Erases the newest item; a history that was gone on from keeps its middle. Answers the conversation."""
-    door = HttpDoor.of(request)
-    async with door.callers.of(request) as caller:
+    door = HttpDoor.from_request(request)
+    async with door.callers.for_request(request) as caller:
         session = await _session(request, caller)
         assert session.info is not None
         revision = session.info.revision
-        told = await _told(session, await session.items(), await door.info_of(caller))
+        told = await _told(session, await session.items(), await door.server_info(caller))
         found, index = _place(request, session, told)
         if found is not told[-1]:
             raise _kept("only the newest item can be taken out: the others were gone on from")
@@ -230,7 +230,7 @@ async def _form(session: AsyncSession, answer: Item, info: ServerInfo) -> Speech
     kept = None
     if answer.request_id:
         with contextlib.suppress(NotFound):  # an item that was added without a turn
-            kept = KeptResponse.of(await session.get_turn(answer.request_id))
+            kept = KeptResponse.from_turn(await session.get_turn(answer.request_id))
     if kept is None:
         return info.speech
     assert session.info is not None

@@ -10,7 +10,7 @@ from typing import Any
 
 from pensieve.client import TokenLogprob
 from pensieve.http.common.answers import token_scores
-from pensieve.speech import Answer, FunctionCall, SpeechForm, SpeechReader, Spoken, Thought, Words, read
+from pensieve.speech import Answer, AnswerPart, FunctionCall, SpeechForm, SpeechReader, Thought, Words, read
 
 Scores = tuple[TokenLogprob, ...]
 
@@ -35,7 +35,7 @@ class TokenScores:
             self._chars += len(self._decoder.decode(one.token.piece))
             self._left.append((begin, self._chars, one))
 
-    def of(self, words: Words) -> Scores:
+    def take_for(self, words: Words) -> Scores:
         """Those of these words; what lies before them goes to nobody."""
         first = words.end - len(words.text)
         found = []
@@ -63,7 +63,7 @@ def call_id(turn_id: str, number: int, call: FunctionCall, candidate: int = 0) -
     return f"call_{hashlib.blake2b(made_of, digest_size=12).hexdigest()}"
 
 
-def answer_parts(text: str, form: SpeechForm) -> tuple[Spoken, ...]:
+def answer_parts(text: str, form: SpeechForm) -> tuple[AnswerPart, ...]:
     """The parts of an answer; an empty one is empty words."""
     return read(text, form).parts or (Words(""),)
 
@@ -76,14 +76,14 @@ class OutputItems:
         self._suffix = suffix
         self._turn_id = turn_id
 
-    def id(self, part: Spoken, index: int) -> str:
+    def id(self, part: AnswerPart, index: int) -> str:
         """Id of the item with this place in the output."""
         prefix = {Words: "msg", Thought: "rs", FunctionCall: "fc"}[type(part)]
         return f"{prefix}_{self._suffix}{f'-{index}' if index else ''}"
 
     def item(
         self,
-        part: Spoken,
+        part: AnswerPart,
         index: int,
         calls_before: int,
         status: str,
@@ -109,13 +109,13 @@ class OutputItems:
                     "arguments": "" if begun else part.arguments,
                 }
 
-    def all(self, parts: Sequence[Spoken], status: str, scores: Scores = ()) -> list[Document]:
+    def all(self, parts: Sequence[AnswerPart], status: str, scores: Scores = ()) -> list[Document]:
         """``status``: of the last item; those before are complete. ``scores``: of the whole answer."""
         found, calls, dealt = [], 0, TokenScores()
         dealt.push(scores)
         for index, part in enumerate(parts):
             last = index == len(parts) - 1
-            own = dealt.of(part) if isinstance(part, Words) else ()
+            own = dealt.take_for(part) if isinstance(part, Words) else ()
             own += dealt.rest() if last and isinstance(part, Words) else ()
             found.append(self.item(part, index, calls, status if last else "completed", scores=own))
             calls += isinstance(part, FunctionCall)
@@ -162,7 +162,7 @@ Event = tuple[str, dict[str, Any]]
 """Name and fields."""
 
 
-class OutputTeller:
+class OutputEvents:
     """The events of a response's output, from the text of its answer."""
 
     def __init__(self, items: OutputItems, form: SpeechForm) -> None:
@@ -193,7 +193,7 @@ class OutputTeller:
             yield self._delta("", scores)
         yield from self._close(status)
 
-    def _tell(self, part: Spoken) -> Iterator[Event]:
+    def _tell(self, part: AnswerPart) -> Iterator[Event]:
         if type(part) is not type(self._open):
             yield from self._close("completed")
         if isinstance(part, FunctionCall):
@@ -207,7 +207,7 @@ class OutputTeller:
         if isinstance(part, Thought):
             yield self._content("response.reasoning_text.delta", delta=part.text)
         elif part.text:
-            yield self._delta(part.text, self._tokens.of(part))
+            yield self._delta(part.text, self._tokens.take_for(part))
 
     def _delta(self, text: str, scores: Scores) -> Event:
         self._scores += scores
@@ -238,7 +238,7 @@ class OutputTeller:
         self._open, self._scores = None, ()
         self._index += 1
 
-    def _item(self, what: str, part: Spoken, status: str, *, begun: bool = False) -> Event:
+    def _item(self, what: str, part: AnswerPart, status: str, *, begun: bool = False) -> Event:
         item = self._items.item(part, self._index, self._calls, status, begun=begun, scores=self._scores)
         return f"response.output_item.{what}", {"output_index": self._index, "item": item}
 
@@ -248,7 +248,7 @@ class OutputTeller:
         return name, {**place, "content_index": 0, **fields}
 
 
-class ChatTeller:
+class ChatDeltas:
     """The deltas of one answer of a chat completion."""
 
     def __init__(self, form: SpeechForm, call_id_of: Callable[[int, FunctionCall], str]) -> None:
@@ -283,7 +283,7 @@ class ChatTeller:
         """How many were told."""
         return self._calls
 
-    def _deltas(self, part: Spoken) -> Iterator[dict[str, Any]]:
+    def _deltas(self, part: AnswerPart) -> Iterator[dict[str, Any]]:
         head: dict[str, Any] = {} if self._begun else {"role": "assistant", "content": None}
         self._begun = True
         match part:
@@ -303,6 +303,6 @@ class ChatTeller:
                 yield {"tool_calls": [{"index": index, "function": {"arguments": part.arguments}}]}
 
 
-def chat_teller(form: SpeechForm, turn_id: str, candidate: int) -> ChatTeller:
+def chat_teller(form: SpeechForm, turn_id: str, candidate: int) -> ChatDeltas:
     """Of one candidate of a turn."""
-    return ChatTeller(form, lambda number, call: call_id(turn_id, number, call, candidate))
+    return ChatDeltas(form, lambda number, call: call_id(turn_id, number, call, candidate))

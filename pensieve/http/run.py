@@ -23,14 +23,14 @@ from starlette.applications import Starlette
 from pensieve.client import AsyncClient, RetryPolicy
 from pensieve.errors import PensieveError
 from pensieve.http.app import make_app
-from pensieve.http.arrivals import Arrival, Intake
+from pensieve.http.arrivals import Acceptor, PendingConnection
 from pensieve.http.common.admission import KEYLESS
 from pensieve.http.common.callers import CERTIFICATE_NAMES
-from pensieve.http.common.entrance import begins_known, is_known
+from pensieve.http.common.entrance import is_known_caller, starts_with_known_key
 from pensieve.http.common.settings import DoorSettings
 from pensieve.http.connections import Connections
 from pensieve.http.wire import guarded
-from pensieve.logs import QuietAccepts
+from pensieve.logs import AcceptErrorFilter
 
 log = logging.getLogger(__name__)
 
@@ -123,7 +123,7 @@ async def serve(settings: DoorSettings, listener: socket.socket, tls: TlsFiles |
         # uvicorn takes both over, and when it has ended it raises them again: to the program that was asked to end and
         # did, that is no failure.
         signal.signal(number, _ended)
-    asyncio.get_running_loop().set_exception_handler(QuietAccepts())
+    asyncio.get_running_loop().set_exception_handler(AcceptErrorFilter())
     _without_delay(listener)
     connections = Connections(settings.proxies)
     config = _config(make_app(settings), tls, DRAIN_S, connections, settings.proxies)
@@ -159,7 +159,7 @@ def settle() -> None:
 
 
 class DoorServer(uvicorn.Server):
-    """A server that takes connections as ``Intake`` does."""
+    """A server that takes connections as ``Acceptor`` does."""
 
     def __init__(self, config: uvicorn.Config, connections: Connections) -> None:
         """``connections``: those that the configured protocol counts in."""
@@ -173,9 +173,9 @@ class DoorServer(uvicorn.Server):
             sys.exit(3)  # as uvicorn does
         app = self.config.app
         assert isinstance(app, Starlette)
-        knows = partial(begins_known, app.state.door)
+        knows = partial(starts_with_known_key, app.state.door)
         arrivals = [
-            Intake(listener, self._connections, self._protocol, knows, self.config.ssl)
+            Acceptor(listener, self._connections, self._protocol, knows, self.config.ssl)
             for listener in sockets or ()
         ]
         self.servers = cast(Any, arrivals)  # uvicorn closes them
@@ -183,7 +183,7 @@ class DoorServer(uvicorn.Server):
             one.start()
         self.started = True
 
-    def _protocol(self, arrival: Arrival) -> asyncio.Protocol:
+    def _protocol(self, arrival: PendingConnection) -> asyncio.Protocol:
         make = cast(Callable[..., asyncio.Protocol], self.config.http_protocol_class)
         return make(
             config=self.config,
@@ -206,7 +206,7 @@ async def running(
     app: Starlette, listener: socket.socket, tls: TlsFiles | None, proxies: tuple[str, ...] = ()
 ) -> AsyncIterator[ManagedServer]:
     """``app`` on a socket, taking calls. Leaving the block waits for those that run, once ``should_exit`` is set."""
-    asyncio.get_running_loop().set_exception_handler(QuietAccepts())
+    asyncio.get_running_loop().set_exception_handler(AcceptErrorFilter())
     _without_delay(listener)
     connections = Connections(proxies)
     server = ManagedServer(_config(app, tls, None, connections, proxies), connections)
@@ -235,7 +235,7 @@ def _config(
     connections: Connections,
     proxies: tuple[str, ...],
 ) -> uvicorn.Config:
-    protocol: type[asyncio.Protocol] = guarded(connections, partial(is_known, app.state.door))
+    protocol: type[asyncio.Protocol] = guarded(connections, partial(is_known_caller, app.state.door))
     if tls is not None and tls.client_ca is not None:
         protocol = naming(protocol)
     config = uvicorn.Config(

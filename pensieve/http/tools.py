@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from pensieve.client import ServerInfo, TurnOptions
-from pensieve.http.common.failures import HttpFailure, bad, unsupported
+from pensieve.http.common.failures import HttpFailure, invalid_field, unsupported_field
 from pensieve.http.common.requests import Nested
 from pensieve.speech import SpeechForm
 
@@ -71,7 +71,7 @@ class ToolUse:
     none_wanted: bool = False
     """What looks like a call is words."""
 
-    def kept(self, info: ServerInfo, calls: bool) -> ToolUse:
+    def with_session_tools(self, info: ServerInfo, calls: bool) -> ToolUse:
         """The same, where the session has functions from before: ``calls``."""
         if not calls or self.text or self.none_wanted:
             return self
@@ -87,7 +87,7 @@ class ToolChoice:
     """The answer is a call of this function, or of any (""); None: or words."""
 
     @classmethod
-    def of(cls, choice: Any, tools: Sequence[OfferedTool]) -> ToolChoice:
+    def parse(cls, choice: Any, tools: Sequence[OfferedTool]) -> ToolChoice:
         """Raises HttpFailure for what is no choice among ``tools``, and for what nothing here could enforce."""
         match choice:
             case None | "auto":
@@ -96,7 +96,7 @@ class ToolChoice:
                 return cls(none=True)
             case "required":
                 if not tools:
-                    raise bad("tool_choice", "there are no tools to choose from")
+                    raise invalid_field("tool_choice", "there are no tools to choose from")
                 return cls(must_call="")
             case {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": list(allowed)}}:
                 return cls._among(mode, allowed, tools)
@@ -110,14 +110,16 @@ class ToolChoice:
     @classmethod
     def _among(cls, mode: Any, allowed: Sequence[Any], tools: Sequence[OfferedTool]) -> ToolChoice:
         if mode not in ("auto", "required") or not 0 < len(allowed) <= len(tools):
-            raise bad("tool_choice", "needs a mode, auto or required, and the tools that are allowed")
+            raise invalid_field(
+                "tool_choice", "needs a mode, auto or required, and the tools that are allowed"
+            )
         named, offered = set(map(_name_of, allowed)), _names(tools)
         for name in named - offered:
             raise _unknown(name)
         if mode == "required" and len(named) == 1:
             return cls(must_call=named.pop())
         if named != offered:
-            raise unsupported(
+            raise unsupported_field(
                 "tool_choice", "some of the tools cannot be excluded: offer only the allowed ones in tools"
             )
         return cls(must_call="" if mode == "required" else None)
@@ -130,8 +132,8 @@ def _name_of(choice: Any) -> str:
         case {"type": "function", "function": {"name": str(name)}}:
             return name
         case {"type": str(kind)} if kind not in ("function", "allowed_tools"):
-            raise unsupported("tool_choice", f"{kind!r} is not supported: functions only")
-    raise bad("tool_choice", "must be none, auto, required, or name functions")
+            raise unsupported_field("tool_choice", f"{kind!r} is not supported: functions only")
+    raise invalid_field("tool_choice", "must be none, auto, required, or name functions")
 
 
 def _names(tools: Sequence[OfferedTool]) -> set[str]:
@@ -139,22 +141,24 @@ def _names(tools: Sequence[OfferedTool]) -> set[str]:
 
 
 def _unknown(name: str) -> HttpFailure:
-    return bad("tool_choice", f"there is no function {name!r} in tools")
+    return invalid_field("tool_choice", f"there is no function {name!r} in tools")
 
 
 def check_tools(tools: Sequence[OfferedTool], choice: Any) -> None:
     """Raises HttpFailure for tools that are no functions, and for choices that nothing here could enforce."""
     for number, tool in enumerate(tools):
         if tool.type != "function":
-            raise unsupported(f"tools[{number}].type", f"{tool.type!r} is not supported: functions only")
+            raise unsupported_field(
+                f"tools[{number}].type", f"{tool.type!r} is not supported: functions only"
+            )
         if tool.definition is None:
-            raise bad(f"tools[{number}].name", "is missing")
-    ToolChoice.of(choice, tools)
+            raise invalid_field(f"tools[{number}].name", "is missing")
+    ToolChoice.parse(choice, tools)
 
 
 def call_options(tools: Sequence[OfferedTool], choice: Any, parallel: bool | None) -> TurnOptions:
     """How the answer is to call functions, for the SDK. Raises as ``check_tools``."""
-    found = ToolChoice.of(choice, tools)
+    found = ToolChoice.parse(choice, tools)
     options: TurnOptions = {}
     if found.must_call is not None:
         options["must_call"] = found.must_call
@@ -168,7 +172,9 @@ def tool_use(info: ServerInfo, tools: Sequence[OfferedTool], choice: Any) -> Too
     form = info.speech
     if tools and form.calls is None:
         if choice != "none":
-            raise bad("tools", "the chat template of this model does not take them", "tools_not_supported")
+            raise invalid_field(
+                "tools", "the chat template of this model does not take them", "tools_not_supported"
+            )
         tools = ()
     definitions = [tool.definition.rendered for tool in tools if tool.definition is not None]
     none_wanted = choice == "none"

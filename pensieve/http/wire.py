@@ -146,8 +146,8 @@ class Guarded(HttpToolsProtocol):
         super().connection_made(transport)
         self.flow = _Flow(transport, self._wake)
         self._read_at_once(STRANGERS_READ)
-        counted = self._arrival is not None and self._connections.goes_on(self._arrival, self)
-        if not counted and not self._connections.came(self, self.address):
+        counted = self._arrival is not None and self._connections.replace(self._arrival, self)
+        if not counted and not self._connections.on_connect(self, self.address):
             self._refuse(_full())
         self._arrival = None
         self._watch()
@@ -155,7 +155,7 @@ class Guarded(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         for timer in (self._head, self._stall, self._lingering, self._flushing):
             _end(timer)
-        self._connections.left(self)
+        self._connections.on_close(self)
         self._waiting.clear()
         idle = self.idle
         super().connection_lost(exc)
@@ -186,7 +186,7 @@ class Guarded(HttpToolsProtocol):
         """The caller of the request under way is known."""
         if not self.transport.is_closing():
             self._read_at_once(KNOWN_READ)
-            self._connections.admitted(self)
+            self._connections.on_admitted(self)
 
     def evict(self) -> None:
         """Make room for another connection, at once."""
@@ -430,7 +430,7 @@ class Guarded(HttpToolsProtocol):
             self.transport.write_eof()
         self._read_on(True)
         self._lingering = self.loop.call_later(LINGER_S, self.transport.close)
-        self._connections.leaving(self)
+        self._connections.on_last_answer(self)
 
 
 def guarded(connections: Connections, knows: Callable[[Any], bool]) -> type[Guarded]:

@@ -12,9 +12,9 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from safetensors import SafetensorError, safe_open
 
 from pensieve.model.arch import ModelError
-from pensieve.model.cut import ALL, Cut
 from pensieve.model.files import INDEX, SINGLE, weight_files
 from pensieve.model.filling import Fill, fill_all
+from pensieve.model.tensor_slice import WHOLE_TENSOR, TensorSlice
 
 PROGRESS_BYTES: Final = 1 << 30
 """Loading less than this shows no progress bar."""
@@ -51,7 +51,9 @@ class Checkpoint:
     def __contains__(self, name: str) -> bool:
         return name in self._where
 
-    def get(self, names: Sequence[str], shape: tuple[int, ...], cut: Cut = ALL) -> torch.Tensor:
+    def get(
+        self, names: Sequence[str], shape: tuple[int, ...], cut: TensorSlice = WHOLE_TENSOR
+    ) -> torch.Tensor:
         """What ``cut`` leaves of the named tensors, one after another along the first axis; whole, they are together
         of ``shape``.
 
@@ -71,7 +73,7 @@ class Checkpoint:
                 f"{self._folder}: {' + '.join(names)} has shape {written}, config.json says {list(shape)}"
             )
         # The parts are copied into one tensor: joining them afterwards would need the memory twice.
-        parts = cut.of(parts)
+        parts = cut.select(parts)
         shape = (sum(len(part) for part in parts), *parts[0].shape[1:])
         fused = torch.empty(shape, dtype=self._dtype, device=self._device)
         for name, part, target in zip(names, parts, fused.split([len(part) for part in parts]), strict=True):

@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 
 import torch
 
-Slot = Literal[0, 1]
+BufferIndex = Literal[0, 1]
 """The block of a layer that a sum ends, attention or MLP: sums of the two alternate, whatever a step is made of."""
 AddNorm = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, float], tuple[torch.Tensor, torch.Tensor]
@@ -19,14 +19,14 @@ AddNorm = Callable[
 """``pensieve.kernels.reference.add_norm``, or what keeps its promise on another device."""
 
 
-class SumRoom(Protocol):
+class ReduceBuffer(Protocol):
     """Where a rank puts its part of a sum, [T, W], when there is a better place for it than any."""
 
     memory: torch.Tensor
     pieces: int
     """In how many pieces by rows the part should be made, so that one can be passed on while the next is made."""
 
-    def made(self, start: int, end: int) -> None:
+    def rows_ready(self, start: int, end: int) -> None:
         """Rows ``start`` to ``end`` of the part are queued on the current stream."""
         return
 
@@ -44,45 +44,47 @@ class Collective(Protocol):
     """Which one this is; rank 0 leads: its samples count."""
     ranks: int
 
-    def room(self, shape: tuple[int, int], dtype: torch.dtype, slot: Slot) -> SumRoom | None:
+    def reduce_buffer(
+        self, shape: tuple[int, int], dtype: torch.dtype, slot: BufferIndex
+    ) -> ReduceBuffer | None:
         """For a part of that shape; None, as always for one of no rows: anywhere will do, and ``sum`` takes it.
         Rooms of the same slot share their memory, and no two sums in a row have the same slot."""
         return None
 
-    def sum(self, part: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, part: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks; ``part`` is contiguous, and overwritten."""
         ...
 
-    def gather(self, part: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, part: torch.Tensor) -> torch.Tensor:
         """Everybody's ``part`` [...], contiguous, by rank: [ranks, ...]."""
         ...
 
-    def share(self, values: torch.Tensor) -> None:
+    def broadcast(self, values: torch.Tensor) -> None:
         """Overwrite ``values``, contiguous, with those of rank 0."""
         ...
 
-    def least(self, numbers: list[int]) -> list[int]:
+    def all_reduce_min(self, numbers: list[int]) -> list[int]:
         """The least of each number over all ranks. Waits for them; not for inside of a step."""
         ...
 
 
-class Alone(Collective):
+class SingleRank(Collective):
     """The only rank of a model that is not divided."""
 
     rank = 0
     ranks = 1
 
-    def sum(self, part: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, part: torch.Tensor) -> torch.Tensor:
         return part
 
-    def gather(self, part: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, part: torch.Tensor) -> torch.Tensor:
         return part[None]
 
-    def share(self, values: torch.Tensor) -> None:
+    def broadcast(self, values: torch.Tensor) -> None:
         pass
 
-    def least(self, numbers: list[int]) -> list[int]:
+    def all_reduce_min(self, numbers: list[int]) -> list[int]:
         return numbers
 
 
-ALONE = Alone()
+SINGLE_RANK = SingleRank()

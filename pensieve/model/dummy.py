@@ -8,7 +8,7 @@ from typing import Final
 
 import torch
 
-from pensieve.model.cut import ALL, Cut
+from pensieve.model.tensor_slice import WHOLE_TENSOR, TensorSlice
 
 SEED: Final = 20240410
 QKV_GAIN: Final = 2.0
@@ -38,9 +38,11 @@ class DummySource:
         """Whether two tensors are equal. Where one may stand for another, it does."""
         return True
 
-    def get(self, names: Sequence[str], shape: tuple[int, ...], cut: Cut = ALL) -> torch.Tensor:
+    def get(
+        self, names: Sequence[str], shape: tuple[int, ...], cut: TensorSlice = WHOLE_TENSOR
+    ) -> torch.Tensor:
         """What ``cut`` leaves of a tensor of ``shape`` for the joined ``names``."""
-        return cut.of_joined(self._whole(names, shape))
+        return cut.select_joined(self._whole(names, shape))
 
     def _whole(self, names: Sequence[str], shape: tuple[int, ...]) -> torch.Tensor:
         if names[0].endswith(".bias"):

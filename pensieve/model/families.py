@@ -15,7 +15,7 @@ from typing import Any, Final, Literal
 
 from pensieve.core import Sampling
 from pensieve.model.arch import DTYPE_BYTES, Arch, ModelError, Rope
-from pensieve.model.ends import default_ends, named_ends
+from pensieve.model.eos_tokens import declared_eos_ids, default_eos_ids
 
 Config = dict[str, Any]
 Family = Literal["llama", "mistral", "qwen2", "qwen3"]
@@ -114,7 +114,7 @@ def _opt(config: Config, generation: Config) -> Arch:
         tied_embeddings=parsed.tie_word_embeddings,
         dtype=_dtype(config),
         bos_token_id=parsed.bos_token_id,
-        eos_token_ids=named_ends(config, generation) or default_ends(config, generation),
+        eos_token_ids=declared_eos_ids(config, generation) or default_eos_ids(config, generation),
         generation=generation_defaults(generation),
     )
 
@@ -157,7 +157,7 @@ def _llama_like(family: Family) -> Callable[[Config, Config], Arch]:
             tied_embeddings=parsed.tie_word_embeddings,
             dtype=_dtype(config),
             bos_token_id=parsed.bos_token_id,
-            eos_token_ids=named_ends(config, generation) or default_ends(config, generation),
+            eos_token_ids=declared_eos_ids(config, generation) or default_eos_ids(config, generation),
             generation=generation_defaults(generation),
         )
 

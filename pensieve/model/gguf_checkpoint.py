@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from gguf import GGMLQuantizationType, dequantize
 
-from pensieve.gguf import GgufError, TensorPlace, read_gguf
+from pensieve.gguf import GgufError, TensorInfo, read_gguf
 from pensieve.machine import usable_cores
 from pensieve.model.arch import Arch, ModelError
 from pensieve.model.checkpoint import progress_bar
-from pensieve.model.cut import ALL, Cut
 from pensieve.model.gguf import ROPE_FREQUENCIES
+from pensieve.model.tensor_slice import WHOLE_TENSOR, TensorSlice
 
 PIECE_VALUES: Final = 1 << 20
 """Values that one thread dequantises at a time: 4 MiB of float32."""
@@ -54,7 +54,7 @@ def gguf_name(name: str) -> str:
 class _Piece:
     """Some rows of one tensor, and where they go."""
 
-    place: TensorPlace
+    place: TensorInfo
     rows: slice
     columns: slice
     interleaved: int
@@ -85,7 +85,9 @@ class GgufCheckpoint:
         """Tensors of two names count as different: a file ties the head to the embedding by having no head."""
         return one == other
 
-    def get(self, names: Sequence[str], shape: tuple[int, ...], cut: Cut = ALL) -> torch.Tensor:
+    def get(
+        self, names: Sequence[str], shape: tuple[int, ...], cut: TensorSlice = WHOLE_TENSOR
+    ) -> torch.Tensor:
         """What ``cut`` leaves of the named tensors, one after another along the first axis; whole, they are together
         of ``shape``.
 
@@ -141,7 +143,7 @@ class GgufCheckpoint:
 
 
 def _cut_up(
-    place: TensorPlace, rows: slice, columns: slice, interleaved: int, target: torch.Tensor
+    place: TensorInfo, rows: slice, columns: slice, interleaved: int, target: torch.Tensor
 ) -> Iterator[_Piece]:
     """The rows in pieces of whole heads that fit into memory."""
     if len(place.shape) == 1 and not interleaved:  # its blocks run along its only axis

@@ -72,7 +72,7 @@ class Shard:
         return -(-size // unit) * VOCABULARY_UNIT
 
 
-WHOLE = Shard()
+WHOLE_MODEL = Shard()
 
 
 def divisors(whole: Arch, most: int = 8) -> list[int]:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from pensieve.kernels.arguments import HeadPrep
 from pensieve.model.arch import Arch, Rope
-from pensieve.model.collective import ALONE, Collective, Slot
+from pensieve.model.collective import SINGLE_RANK, BufferIndex, Collective
 from pensieve.model.ops import TORCH_OPS, DecoderOps
 from pensieve.model.shard import Shard
 from pensieve.model.weights import LayerWeights, Linear, NormWeights, Weights
@@ -36,13 +36,13 @@ class Transformer:
     """A decoder with its weights. It has no state, so one object serves any batch."""
 
     def __init__(
-        self, arch: Arch, weights: Weights, ops: DecoderOps = TORCH_OPS, together: Collective = ALONE
+        self, arch: Arch, weights: Weights, ops: DecoderOps = TORCH_OPS, collective: Collective = SINGLE_RANK
     ) -> None:
         """``arch`` and ``weights``: of the whole model, or of one rank's shard, whose ranks compute ``together``."""
         self.arch = arch
         self.weights = weights
         self.ops = ops
-        self.together = together
+        self.collective = collective
         device = weights.embedding.device
         self._inverse_frequency = inverse_frequency(arch.rope, arch.head_dim, device) if arch.rope else None
 
@@ -85,28 +85,28 @@ class Transformer:
         return attend(index, qkv, prep).reshape(len(x), arch.num_heads * arch.head_dim)
 
     def _end_block(
-        self, slot: Slot, x: torch.Tensor, block: torch.Tensor, linear: Linear, norm: NormWeights
+        self, slot: BufferIndex, x: torch.Tensor, block: torch.Tensor, linear: Linear, norm: NormWeights
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The product that ends a block, added up over the ranks and added to ``x`` [T, W]; and the norm of that."""
         eps, (rows, width) = self.arch.norm_eps, x.shape
-        room = self.together.room((rows, width), x.dtype, slot)
+        room = self.collective.reduce_buffer((rows, width), x.dtype, slot)
         if room is None:
-            delta = self.together.sum(_linear(block, linear))
+            delta = self.collective.all_reduce(_linear(block, linear))
             return self.ops.add_norm(x, delta, norm.weight, norm.bias, eps)
         step = -(-rows // room.pieces)
         for start in range(0, rows, step):
             end = min(start + step, rows)
             _product(block[start:end], linear, room.memory[start:end])
-            room.made(start, end)
+            room.rows_ready(start, end)
         return room.add_norm(x, norm.weight, norm.bias, eps, self.ops.add_norm)
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
         """float32 [S, vocab], the same on every rank."""
-        part, ranks, size = _linear(x, self.weights.head), self.together.ranks, self.arch.vocab_size
+        part, ranks, size = _linear(x, self.weights.head), self.collective.ranks, self.arch.vocab_size
         if ranks == 1:
             return part.float()
-        missing = Shard(self.together.rank, ranks).vocabulary_width(size) - part.shape[1]
-        parts = self.together.gather(F.pad(part, (0, missing)) if missing else part)
+        missing = Shard(self.collective.rank, ranks).vocabulary_width(size) - part.shape[1]
+        parts = self.collective.all_gather(F.pad(part, (0, missing)) if missing else part)
         return parts.transpose(0, 1).flatten(1)[:, :size].float()
 
     def _angles(

@@ -13,9 +13,9 @@ import torch
 from pensieve.model import files
 from pensieve.model.arch import Arch, ModelError
 from pensieve.model.checkpoint import Checkpoint
-from pensieve.model.cut import ALL, NOTHING, Cut
 from pensieve.model.dummy import DummySource
-from pensieve.model.shard import WHOLE, Shard
+from pensieve.model.shard import WHOLE_MODEL, Shard
+from pensieve.model.tensor_slice import NO_ROWS, WHOLE_TENSOR, TensorSlice
 
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 _HEAD: Final = "lm_head.weight"
@@ -132,7 +132,9 @@ class TensorSource(Protocol):
         """Whether two tensors of the source have one shape, and equal values in the dtype that they are loaded in."""
         ...
 
-    def get(self, names: Sequence[str], shape: tuple[int, ...], cut: Cut = ALL) -> torch.Tensor:
+    def get(
+        self, names: Sequence[str], shape: tuple[int, ...], cut: TensorSlice = WHOLE_TENSOR
+    ) -> torch.Tensor:
         """What ``cut`` leaves of the named tensors, one after another along the first axis; whole, they are together
         of ``shape``. Raises ModelError."""
         ...
@@ -145,7 +147,7 @@ def load_weights(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     load_format: LoadFormat = "auto",
-    shard: Shard = WHOLE,
+    shard: Shard = WHOLE_MODEL,
 ) -> Weights:
     """The weights of the model in ``folder``, as ``dtype`` on ``device``; ``dummy``: random ones, no file is read.
     ``folder`` may be a GGUF file.
@@ -265,7 +267,7 @@ class _Assembler:
             raise ModelError(
                 f"{source.name}: no tensor {_HEAD}, and config.json: tie_word_embeddings is false"
             )
-        return source.get([_HEAD], shape, Cut((tokens,)))
+        return source.get([_HEAD], shape, TensorSlice((tokens,)))
 
     def _layer(self, at: str) -> LayerWeights:
         arch, names, shard = self.arch, self.names, self.shard
@@ -275,8 +277,8 @@ class _Assembler:
         up = [at + name for name in names.up]
         kv_heads = shard.kv_heads(arch.num_kv_heads)
         own_keys = slice(kv_heads.start * arch.head_dim, kv_heads.stop * arch.head_dim)
-        qkv_cut = Cut((shard.even(queries), own_keys, own_keys), lengths=(queries, keys, keys))
-        up_cut = Cut((shard.even(inner),) * len(up), lengths=(inner,) * len(up))
+        qkv_cut = TensorSlice((shard.even(queries), own_keys, own_keys), lengths=(queries, keys, keys))
+        up_cut = TensorSlice((shard.even(inner),) * len(up), lengths=(inner,) * len(up))
         head_norm = (arch.head_dim,)
         return LayerWeights(
             attention_norm=self._norm(at + names.attention_norm),
@@ -289,7 +291,7 @@ class _Assembler:
             key_norm=self._tensor(at + "self_attn.k_norm", head_norm) if arch.qk_norm else None,
         )
 
-    def _into(self, names: list[str], shape: tuple[int, int], cut: Cut, bias: bool) -> Linear:
+    def _into(self, names: list[str], shape: tuple[int, int], cut: TensorSlice, bias: bool) -> Linear:
         """A projection into a block, divided by rows."""
         weight = self.source.get([f"{self.prefix}{name}.weight" for name in names], shape, cut)
         if not bias:
@@ -301,12 +303,12 @@ class _Assembler:
     def _out_of(self, name: str, shape: tuple[int, int], bias: bool) -> Linear:
         """A projection out of a block, divided by columns. The ranks' results are added up, so one adds the bias."""
         weight = self.source.get(
-            [f"{self.prefix}{name}.weight"], shape, Cut((slice(None),), self.shard.even(shape[1]))
+            [f"{self.prefix}{name}.weight"], shape, TensorSlice((slice(None),), self.shard.even(shape[1]))
         )
         if not bias:
             return Linear(weight, None)
         leads = self.shard.rank == 0
-        values = self.source.get([f"{self.prefix}{name}.bias"], shape[:1], ALL if leads else NOTHING)
+        values = self.source.get([f"{self.prefix}{name}.bias"], shape[:1], WHOLE_TENSOR if leads else NO_ROWS)
         return Linear(weight, values if leads else None)
 
     def _norm(self, name: str) -> NormWeights:

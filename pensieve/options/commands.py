@@ -55,7 +55,7 @@ class GroupedCommand(click.Command):
             )
 
 
-def complain(message: str, command: str | None = None) -> None:
+def print_error(message: str, command: str | None = None) -> None:
     """Write to stderr what is wrong, behind the command as it was typed: ``pensieve store check: …``.
 
     ``command``: by default the one that runs.
@@ -65,7 +65,7 @@ def complain(message: str, command: str | None = None) -> None:
     click.echo(f"{command}: {message}", err=True)
 
 
-def offering(*words: str, paths: str = "") -> Completer:
+def complete_words(*words: str, paths: str = "") -> Completer:
     """A shell may complete these words, and paths of a kind: ``file`` or ``dir``. Looks at what was typed alone."""
 
     def complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
@@ -75,5 +75,5 @@ def offering(*words: str, paths: str = "") -> Completer:
     return complete
 
 
-models = offering("demo", "smollm2", paths="file")
+models = complete_words("demo", "smollm2", paths="file")
 """For options that name a model. Hub ids are not known here."""

@@ -29,8 +29,8 @@ from pensieve.config import (
     EngineTuning,
 )
 from pensieve.machine import user_directory, user_path
-from pensieve.options.commands import Completer, models, offering
-from pensieve.options.table import HIDDEN, OFF, OPTIONS, Option
+from pensieve.options.commands import Completer, complete_words, models
+from pensieve.options.table import HIDDEN_OPTIONS, OFF_SWITCHES, OPTIONS, Option
 from pensieve.options.values import OneOf, is_loopback
 
 Source = Literal["flag", "environment", "file", "default"]
@@ -183,10 +183,10 @@ def serve_flags(command: Command) -> Command:
                 is_flag=True,
                 default=None,
                 help=option.help + shown,
-                hidden=option.name in HIDDEN,
+                hidden=option.name in HIDDEN_OPTIONS,
             )(command)
         else:
-            written = option.shown or (f"{default:g}{option.unit}" if option.unit else default)
+            written = option.default_text or (f"{default:g}{option.unit}" if option.unit else default)
             shown = f"  [default: {written}]" if default is not None else ""
             command = click.option(
                 f"--{option.name}",
@@ -199,9 +199,9 @@ def serve_flags(command: Command) -> Command:
     return click.option(
         "--off",
         multiple=True,
-        type=click.Choice(list(OFF)),
+        type=click.Choice(list(OFF_SWITCHES)),
         metavar="NAME",
-        help=f"Switch an idea off, to measure its worth: {', '.join(OFF)}; may be given again.",
+        help=f"Switch an idea off, to measure its worth: {', '.join(OFF_SWITCHES)}; may be given again.",
     )(command)
 
 
@@ -209,8 +209,8 @@ def _completer(option: Option) -> Completer:
     if option.name == "model":
         return models
     if isinstance(option.parse, OneOf):
-        return offering(*option.parse.words)
-    return offering(*option.words, paths="file" if option.is_file else "")
+        return complete_words(*option.parse.words)
+    return complete_words(*option.keywords, paths="file" if option.is_file else "")
 
 
 def _with_off(
@@ -221,7 +221,7 @@ def _with_off(
     names, variable = flags.pop("off", None) or (), variables.pop("off", None)
     assert isinstance(names, tuple | list)
     for name in names:
-        option, value = OFF[str(name)]
+        option, value = OFF_SWITCHES[str(name)]
         given, by_variable = flags.get(option), option in variables
         if given is not None and given is not value and (variable is None) is not by_variable:
             switch = option if given else f"no-{option}"
@@ -244,21 +244,21 @@ def _read_file(path: Path) -> dict[str, object]:
         raise click.UsageError(f"--config: {path} is not TOML: {error}") from None
     known = {option.name: option for option in OPTIONS}
     for name in _off_in_file(path, data.pop("off", [])):
-        option, value = OFF[name]
+        option, value = OFF_SWITCHES[name]
         if data.setdefault(option, value) is not value:
             raise click.UsageError(f"{path}: off: {name}, while {option} says the opposite")
     for key, value in data.items():
         if key not in known:
             raise click.UsageError(f"{path}: unknown key {key!r}{_nearest(key, known)}")
-        if known[key].is_file and isinstance(value, str) and value and value not in known[key].words:
+        if known[key].is_file and isinstance(value, str) and value and value not in known[key].keywords:
             data[key] = str(path.parent / user_path(value))
     return data
 
 
 def _off_in_file(path: Path, names: object) -> list[str]:
     names = [names] if isinstance(names, str) else names
-    if not isinstance(names, list) or not all(name in OFF for name in names):
-        raise click.UsageError(f"{path}: off: expected names of {', '.join(OFF)}, got {names!r}")
+    if not isinstance(names, list) or not all(name in OFF_SWITCHES for name in names):
+        raise click.UsageError(f"{path}: off: expected names of {', '.join(OFF_SWITCHES)}, got {names!r}")
     return names
 
 

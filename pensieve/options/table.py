@@ -31,7 +31,7 @@ class Option:
     why: str
     """Reason of the default, for ``--print-config``."""
     metavar: str = ""
-    shown: str = ""
+    default_text: str = ""
     """The default in ``--help``, where the value itself would not do."""
     can_negate: bool = True
     """A switch has a ``--no-`` twin."""
@@ -39,7 +39,7 @@ class Option:
     """``s``: the value is in seconds, and so is called ``…_s`` in ``ServeOptions``."""
     attribute: str = ""
     """Its name in ``ServeOptions``, where that is longer."""
-    words: tuple[str, ...] = ()
+    keywords: tuple[str, ...] = ()
     """Values that are taken as they are where a file is asked for."""
 
     @property
@@ -53,7 +53,7 @@ class Option:
 
     @property
     def is_file(self) -> bool:
-        return self.parse in (values.existing_file, values.file_to_write) or bool(self.words)
+        return self.parse in (values.existing_file, values.file_to_write) or bool(self.keywords)
 
 
 _NO_FILE = "none needed"
@@ -61,7 +61,7 @@ _OFF_TO_MEASURE = "off only to measure its worth"
 _PAPER = "the paper's value (EuroSys §4.3)"
 (_CPU_TOKENS, _CPU_RUNNING), (_GPU_TOKENS, _GPU_RUNNING) = BATCH_LIMITS["cpu"], BATCH_LIMITS["cuda"]
 
-LIMITS: Final = (
+HTTP_LIMITS: Final = (
     Option(
         "http-max-body",
         values.integer(1, 64),
@@ -102,7 +102,7 @@ DOOR_OPTIONS: Final = (
         "not opened unasked",
         "HOST:PORT",
     ),
-    *LIMITS,
+    *HTTP_LIMITS,
     Option(
         "http-trusted-proxy",
         values.networks,
@@ -123,11 +123,11 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         "served-model-name",
-        values.shown_name,
+        values.display_name,
         "What clients call the model, in calls and answers.",
         "the hub id, or the folder's own name",
         "NAME",
-        shown="the model's own",
+        default_text="the model's own",
     ),
     Option(
         "listen", values.address, "gRPC address; port 0 picks a free one.", "this machine only", "HOST:PORT"
@@ -146,7 +146,7 @@ OPTIONS: tuple[Option, ...] = (
         f"Where history is kept: {values.STORE_FORMS}.",
         "durable without a second program",
         "URL",
-        shown="sqlite in the user's state folder",
+        default_text="sqlite in the user's state folder",
     ),
     Option(
         "device",
@@ -211,7 +211,7 @@ OPTIONS: tuple[Option, ...] = (
         "Tokens computed in one step, at most; 0: auto.",
         f"auto: {_CPU_TOKENS} on a CPU, where steps must stay short; {_GPU_TOKENS} on a GPU",
         "N",
-        shown="auto",
+        default_text="auto",
     ),
     Option(
         "max-running",
@@ -219,7 +219,7 @@ OPTIONS: tuple[Option, ...] = (
         "Generations in one batch, at most; 0: auto.",
         f"auto: {_CPU_RUNNING} on a CPU, {_GPU_RUNNING} on a GPU",
         "N",
-        shown="auto",
+        default_text="auto",
     ),
     Option(
         "max-queued",
@@ -259,7 +259,7 @@ OPTIONS: tuple[Option, ...] = (
         "Longest context in tokens; 0: the model's own limit.",
         "0 is the model's own limit",
         "N",
-        shown="the model's own",
+        default_text="the model's own",
     ),
     Option(
         "stateless", values.boolean, "Forget a session's KV when its turn ends.", "the cache is the point"
@@ -321,7 +321,7 @@ OPTIONS: tuple[Option, ...] = (
         "What recomputing costs: auto, estimate, or a JSON file of `pensieve profile`.",
         "auto: the profile stored for this model and machine; without one a GPU is measured, a CPU estimated",
         "FILE",
-        words=("auto", "estimate"),
+        keywords=("auto", "estimate"),
     ),
     Option(
         "tensor-parallel",
@@ -343,7 +343,7 @@ OPTIONS: tuple[Option, ...] = (
         "CPU threads of the model; 0: one per core.",
         "0 is one per core",
         "N",
-        shown="one per core",
+        default_text="one per core",
     ),
     Option(
         "chat-template", values.existing_file, "Jinja file in place of the model's own.", _NO_FILE, "FILE"
@@ -517,7 +517,7 @@ GROUPS: Final[Mapping[str, Sequence[str]]] = {
 }
 """Heading → names of options, in the order of the help."""
 
-FIRST: Final = frozenset(
+BASIC_OPTIONS: Final = frozenset(
     (
         "model", "device", "dtype", "context-limit", "tensor-parallel", "listen", "admin", "http", "api-keys",
         "tls-cert", "tls-key", "insecure-i-know", "store", "device-cache", "host-cache", "policy", "max-running",
@@ -526,7 +526,7 @@ FIRST: Final = frozenset(
 )  # fmt: skip
 """Options on the first screen of the help: what most people set."""
 
-OFF: Final[Mapping[str, tuple[str, bool]]] = {
+OFF_SWITCHES: Final[Mapping[str, tuple[str, bool]]] = {
     "state": ("stateless", True),
     "sharing": ("sharing", False),
     "unified-batch": ("unified-batch", False),
@@ -537,4 +537,4 @@ OFF: Final[Mapping[str, tuple[str, bool]]] = {
     "shared-prefix-attention": ("shared-prefix-attention", False),
 }
 """Idea that ``--off`` switches off → the option that does it, and its value then. These options are not in the help."""
-HIDDEN: Final = frozenset(name for name, _ in OFF.values())
+HIDDEN_OPTIONS: Final = frozenset(name for name, _ in OFF_SWITCHES.values())

@@ -22,7 +22,7 @@ _HEADING = re.compile(r"\s*\[\[?([^\[\]]+)\]\]?\s*(?:#.*)?")
 _FIELD = re.compile(r"\s*[\"']?([\w-]+)[\"']?\s*[=.]")
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h)?")
 _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, None: 1.0}
-LARGEST: Final = 2**31 - 1
+MAX_INT: Final = 2**31 - 1
 """Of whole numbers: what a C library that they are handed to can take."""
 MAX_NAME_CHARS: Final = 256
 STORE_FORMS = "memory:, sqlite:///PATH or redis://HOST:PORT/DB"
@@ -38,7 +38,7 @@ def text(value: object) -> str:
     return value
 
 
-def shown_name(value: object) -> str:
+def display_name(value: object) -> str:
     """A name that clients read and send: printable, on one line, without spaces around it."""
     name = text(value)
     if not name.isprintable() or name != name.strip() or len(name) > MAX_NAME_CHARS:
@@ -63,7 +63,7 @@ def boolean(value: object) -> bool:
     return value
 
 
-def integer(low: int, high: int = LARGEST) -> Parser:
+def integer(low: int, high: int = MAX_INT) -> Parser:
     """A whole number of at least ``low`` and at most ``high``."""
     wanted = f"a whole number from {low} to {high}"
 
@@ -287,7 +287,7 @@ def _is_name(word: object) -> bool:
     return re.fullmatch(r"[A-Za-z0-9_.-]+", str(word)) is not None
 
 
-def line_of(text: str, heading: str, number: int = 0, field: str = "") -> int | None:
+def toml_line_number(text: str, heading: str, number: int = 0, field: str = "") -> int | None:
     """The line of a TOML file, from 1, of a field below the ``number``-th such heading (0
     first), or of that heading: the parser tells what is written, not on which line.
 

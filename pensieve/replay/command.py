@@ -15,7 +15,7 @@ from typing import Any, Final
 import click
 from rich.console import Console
 
-from pensieve.options.commands import GroupedCommand, complain
+from pensieve.options.commands import GroupedCommand, print_error
 from pensieve.replay.load.generators import generate
 from pensieve.replay.load.schedule import Arrivals, Gaps
 from pensieve.replay.load.shaping import Shaping
@@ -30,17 +30,17 @@ from pensieve.replay.parameters import (
     POSITIVE,
     DatasetName,
     Outputs,
-    numbers,
+    number_list,
     output_options,
     wide_console,
     writing,
 )
-from pensieve.replay.play.crew import ClientFailed
+from pensieve.replay.play.player_pool import ClientFailed
 from pensieve.replay.play.progress import LiveProgress
 from pensieve.replay.presentation.compare import NotAReport, comparison, names_of, read_report
 from pensieve.replay.presentation.html import write_html
 from pensieve.replay.presentation.plots import write_plots
-from pensieve.replay.presentation.table import show, show_curves
+from pensieve.replay.presentation.table import print_curves, print_report
 from pensieve.replay.records import MAX_LAG_S, RunOptions
 from pensieve.replay.session import ReplayPlan, run_all
 from pensieve.replay.targets.base import Target, TurnFailed
@@ -89,7 +89,7 @@ def compare(
     if not any(report["targets"] for report in reports):
         raise NotAReport("no target was measured in any of these")
     latency_s = None if latency_ms is None else latency_ms / 1000
-    show_curves(reports, names, wide_console(), latency_s)
+    print_curves(reports, names, wide_console(), latency_s)
     if json_file is not None:
         text = json.dumps(comparison(reports, names, latency_s), indent=1, allow_nan=False)
         with writing(json_file):
@@ -194,7 +194,7 @@ def make_plan(given: Mapping[str, Any]) -> ReplayPlan:
             data = generate(dataset, min(conversations or 100, limit or 2**31), seed)
         else:
             data = _loaded(dataset, given["tokenizer"], limit)
-        gaps = None if think_from is None else Gaps.of(_loaded(think_from, None, None))
+        gaps = None if think_from is None else Gaps.from_dataset(_loaded(think_from, None, None))
     except DatasetError as error:
         raise click.UsageError(str(error)) from error
     recorded = rate is None and clients is None and data.recorded_arrivals
@@ -272,10 +272,10 @@ class _Replay(GroupedCommand):
 @click.command(cls=_Replay, groups=GROUPS)
 @workload_options
 @target_options
-@click.option("--rates", callback=numbers(float), metavar="R,R,…", help="A run for each of these rates.")
+@click.option("--rates", callback=number_list(float), metavar="R,R,…", help="A run for each of these rates.")
 @click.option(
     "--seeds",
-    callback=numbers(int),
+    callback=number_list(int),
     metavar="N,N,…",
     help="A run for each of these seeds, and 95 % confidence intervals.",
 )
@@ -304,17 +304,17 @@ def replay(
 
     def keep(report: dict[str, Any]) -> None:
         nonlocal kept
-        kept = len(report["targets"]) if outputs.keep(report | command) else 0
+        kept = len(report["targets"]) if outputs.write_partial(report | command) else 0
 
     try:
         report = run_with_progress(plans, targets, Console(stderr=True), keep) | command
     except (KeyboardInterrupt, SystemExit):
         if kept:
-            complain(f"stopped: {outputs.json_file} has {kept} of {len(plans) * len(targets)} runs")
+            print_error(f"stopped: {outputs.json_file} has {kept} of {len(plans) * len(targets)} runs")
         raise
     shown = bool(report["valid"] and report["targets"])
     if shown:
-        show(report, wide_console())
+        print_report(report, wide_console())
     outputs.write(report, draw=shown)
     _say_what_is_wrong(report)
     clean = all(
@@ -346,12 +346,12 @@ def _plans(
 def _say_what_is_wrong(report: dict[str, Any]) -> None:
     for entry in report["unreached"]:
         trouble = "cannot be reached" if entry["run"] is None else f"was lost in run {entry['run']}"
-        complain(f"{entry['target']} {trouble}: {entry['error']}")
+        print_error(f"{entry['target']} {trouble}: {entry['error']}")
     for summary in report["targets"]:
         if summary["window"]["steady"] is False:
-            complain(f"{summary['target']}, run {summary['run']}: the load was not steady")
+            print_error(f"{summary['target']}, run {summary['run']}: the load was not steady")
     if not report["valid"]:
-        complain("no results: the client was too late, so what it saw is not the servers' doing")
+        print_error("no results: the client was too late, so what it saw is not the servers' doing")
         for reason in report["invalid_reasons"]:
             click.echo(f"  {reason}", err=True)
         click.echo(

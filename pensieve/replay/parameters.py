@@ -31,7 +31,7 @@ class DatasetName(click.ParamType):  # type: ignore[type-arg]  # generic only in
         return str(value) if value in NAMES else Path(FILE.convert(value, param, ctx))
 
 
-def numbers(
+def number_list(
     kind: Callable[[str], Any],
 ) -> Callable[[click.Context, click.Parameter, str | None], tuple[Any, ...]]:
     """A callback for comma-separated numbers, at least 0."""
@@ -90,7 +90,7 @@ class Outputs:
             with writing(self.plots_folder):
                 plots.write_plots([report], self.plots_folder)
 
-    def keep(self, report: Mapping[str, Any]) -> bool:
+    def write_partial(self, report: Mapping[str, Any]) -> bool:
         """Write the numbers so far, which are written over later; says whether there is a file for them. A pipe or a
         terminal gets one report. Raises ClickException."""
         if self.json_file is None or (self.json_file.exists() and not self.json_file.is_file()):

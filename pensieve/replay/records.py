@@ -34,7 +34,7 @@ class TurnRecord:
     """Code of the failure; empty: there was none."""
     message: str = ""
 
-    def ended_at(self, zero_s: float) -> None:
+    def end_at_zero(self, zero_s: float) -> None:
         """Set the end, and let all times count from it; if it was sent, it was when it was due."""
         self.arrivals = [(count, at - zero_s) for count, at in self.arrivals]
         if self.sent_s:
@@ -77,13 +77,13 @@ class RunOptions:
     """Ask for a session to be warmed so long before its next turn is due; None: do not."""
 
     @property
-    def tells(self) -> bool:
+    def needs_hints(self) -> bool:
         """Whether it takes a target with ``takes_hints``."""
         return self.hints is not None or self.warm_ahead_s is not None
 
 
 @dataclass(frozen=True, slots=True)
-class Played:
+class PlayResult:
     """What a player knows at its end beyond the turns that ended."""
 
     duration_s: float
@@ -117,11 +117,11 @@ class Outcome:
     """The turns that open conversations were at when the replay was stopped: neither completed nor failed. Those in a
     pause were not sent; ``done_s`` is the time of the stop."""
     warm_calls: dict[str, int] = field(default_factory=dict)
-    """As in ``Played``, of all players together."""
+    """As in ``PlayResult``, of all players together."""
 
 
-def outcome(
-    target: str, info: TargetInfo, records: Iterable[TurnRecord], played: Sequence[Played], leftover: str
+def merge_results(
+    target: str, info: TargetInfo, records: Iterable[TurnRecord], played: Sequence[PlayResult], leftover: str
 ) -> Outcome:
     """The outcome of what one or more players did at the same time."""
     warm_calls: Counter[str] = Counter()

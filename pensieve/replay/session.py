@@ -8,16 +8,23 @@ from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from pensieve.replay.load.schedule import Arrivals, Script, run_in, scripts
+from pensieve.replay.load.schedule import Arrivals, Script, apply_run_in, scripts
 from pensieve.replay.load.shaping import Shaped, Shaping, shape
 from pensieve.replay.load.workload import Dataset
-from pensieve.replay.measure.report import SCHEMA, environment, summarise, violations
-from pensieve.replay.measure.windows import Window, client_lag, cut, intervals, running_turns, sent_turns
-from pensieve.replay.play import crew, runner
+from pensieve.replay.measure.report import SCHEMA, environment, receipt_violations, summarise
+from pensieve.replay.measure.windows import (
+    Window,
+    client_lag,
+    cut_to_window,
+    intervals,
+    running_turns,
+    sent_turns,
+)
+from pensieve.replay.play import player_pool, runner
 from pensieve.replay.play.runner import ReplayWatcher
 from pensieve.replay.records import Outcome, RunOptions
-from pensieve.replay.targets.base import Remote, Target, TargetInfo, TurnFailed, empty_cache
-from pensieve.replay.targets.started_target import Counters, StartedTarget, growth
+from pensieve.replay.targets.base import RemoteTarget, Target, TargetInfo, TurnFailed, empty_cache
+from pensieve.replay.targets.started_target import Counters, StartedTarget, counter_growth
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +160,7 @@ async def _open(target: Target, options: RunOptions, watch: ReplayWatcher) -> Ta
             info = await target.open()
     else:
         info = await target.open()
-    if options.tells and not info.takes_hints:
+    if options.needs_hints and not info.takes_hints:
         raise ValueError(
             f"{target.name} takes no hints: --hints and --warm-ahead are for pensieve:// targets"
         )
@@ -172,8 +179,8 @@ def _prepare(plan: ReplayPlan, infos: Sequence[TargetInfo]) -> _Prepared:
         raise ValueError(f"no conversation fits into {limit} tokens; see --scale-lengths")
     drawn = scripts(shaped.conversations, plan.arrivals)
     if plan.arrivals.run_in_s:
-        drawn = run_in(drawn, plan.arrivals.run_in_s)
-        if all(script.over for script in drawn):
+        drawn = apply_run_in(drawn, plan.arrivals.run_in_s)
+        if all(script.is_over for script in drawn):
             raise ValueError("--run-in outlasts all conversations: ask for more of them")
         shaped = replace(shaped, conversations=tuple(script.conversation for script in drawn))
     return _Prepared(plan, shaped, drawn, vocab, limit)
@@ -209,18 +216,18 @@ async def _play(
     playing = _replay(target, replace(info, vocab_size=work.vocab_size), work, watch)
     whole = await (target.while_up(playing) if isinstance(target, StartedTarget) else playing)
     after = await _counters(target)
-    outcome, window = cut(replace(whole, info=info), plan.window)
+    outcome, window = cut_to_window(replace(whole, info=info), plan.window)
     flight = running_turns(sent_turns(whole), window["start_s"], window["end_s"], 200)
     client = client_lag(whole, plan.run.max_lag_s)
-    broken = violations(whole.records)
+    broken = receipt_violations(whole.records)
     summary = summarise(outcome)
     summary["receipts"] |= {"violations": len(broken), "examples": broken[:20]}
     if before is not None and after is not None:
-        summary |= growth(before, after)
+        summary |= counter_growth(before, after)
     if plan.run.warm_ahead_s is not None:
         summary["warm_calls"] = whole.warm_calls
     if isinstance(target, StartedTarget) and summary["turns"]["failed"]:
-        summary["server_log"] = target.last_words
+        summary["server_log"] = target.last_output
     return summary | {
         "run": index,
         "rate": plan.arrivals.rate,
@@ -238,10 +245,10 @@ async def _play(
 async def _replay(target: Target, info: TargetInfo, work: _Prepared, watch: ReplayWatcher) -> Outcome:
     options, line = work.plan.run, watch.run(target.name, work.shaped.turns)
     if options.processes == 1:
-        return await runner.replay(target, info, work.scripts, options, line.ended, line.sent)
-    if not isinstance(target, Remote):
+        return await runner.replay(target, info, work.scripts, options, line.on_turn_end, line.on_send)
+    if not isinstance(target, RemoteTarget):
         raise ValueError(f"{target.name} lives in this process: it cannot be replayed with --processes")
-    return await crew.replay(target, info, work.scripts, options, line.ended, line.sent)
+    return await player_pool.replay(target, info, work.scripts, options, line.on_turn_end, line.on_send)
 
 
 async def _counters(target: Target) -> Counters | None:

@@ -34,7 +34,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from pensieve.server.bugs import bug
+from pensieve.server.bugs import report_bug
 from pensieve.server.gateway import Gateway
 from pensieve.server.operations.health import HealthMonitor
 from pensieve.server.page.web import WebPage
@@ -99,7 +99,9 @@ class AdminPort:
         except asyncio.CancelledError:
             pass  # The caller has gone. uvicorn would log the cancellation as an error.
         except Exception as error:
-            await PlainTextResponse(f"{bug(error, 'the admin port').message}\n", 500)(scope, receive, send)
+            await PlainTextResponse(f"{report_bug(error, 'the admin port').message}\n", 500)(
+                scope, receive, send
+            )
 
     async def _answer(self, request: Request) -> Response:
         if request.method not in ("GET", "HEAD"):

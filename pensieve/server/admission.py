@@ -3,7 +3,7 @@
 A turn that would wait too long is refused at once, with the time at which its turn would come: whoever is refused
 after it is told a later one, so that those who come back do so one after another, as capacity frees.
 
-The expected wait is work that waits (``Backlog``) ÷ measured speed (``DrainSpeed``). Work is tokens to compute: the
+The expected wait is work that waits (``Backlog``) ÷ measured speed (``DrainRate``). Work is tokens to compute: the
 input, what of the history is likely to be computed again, and the expected answer; before a turn is rendered all of
 that is an estimate from the turns before it. Between tenants the estimate follows the engine's fair queue: a tenant
 waits for its own backlog and for as much of the others' as is due before it, so a newcomer is not refused for
@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from pensieve.core import Standing
+from pensieve.core import TenantQos
 from pensieve.errors import DeadlineExceeded, PensieveError, ResourceExhausted
 from pensieve.server.tenants import TenantLimits, TenantTable, quota_exceeded
 from pensieve.server.values import NewTurn
@@ -58,12 +58,14 @@ class _Mean:
         self.value += MEANS * (value - self.value)
 
 
-class Ticket:
+class AdmissionTicket:
     """An admitted turn. It waits until ``started``, and counts for its tenant until ``ended``."""
 
     __slots__ = ("_gate", "answers", "entered_at", "max_output", "tenant", "tokens", "waits", "work")
 
-    def __init__(self, gate: Gate, tenant: str, tokens: int, answers: int, max_output: int | None) -> None:
+    def __init__(
+        self, gate: AdmissionGate, tenant: str, tokens: int, answers: int, max_output: int | None
+    ) -> None:
         self._gate = gate
         self.tenant = tenant
         self.tokens = tokens
@@ -75,25 +77,25 @@ class Ticket:
         self.entered_at = 0.0
         """On the gate's clock."""
 
-    def standing(self, priority: int) -> Standing:
+    def qos(self, priority: int) -> TenantQos:
         """How it stands in the engine, with a priority within its tenant."""
-        return self._gate.standing(self.tenant, priority)
+        return self._gate.qos(self.tenant, priority)
 
-    def rendered(self, chars: int, input_tokens: int, new_tokens: int, history_tokens: int) -> None:
+    def on_rendered(self, chars: int, input_tokens: int, new_tokens: int, history_tokens: int) -> None:
         """It is rendered: its input (``chars``: of its text, 0 if not all of it is), what of it was never computed, and
         what was there before."""
-        self._gate.rendered(self, chars, input_tokens, new_tokens, history_tokens)
+        self._gate.on_rendered(self, chars, input_tokens, new_tokens, history_tokens)
 
-    def started(self, recomputed: int, history_tokens: int) -> None:
+    def on_started(self, recomputed: int, history_tokens: int) -> None:
         """The engine computes it; nothing if it did before."""
-        self._gate.started(self, recomputed, history_tokens)
+        self._gate.on_started(self, recomputed, history_tokens)
 
-    def ended(self, used_tokens: int, output_tokens: int) -> None:
+    def on_ended(self, used_tokens: int, output_tokens: int) -> None:
         """It is over, whatever it came to. ``used_tokens``: computed and generated."""
-        self._gate.ended(self, used_tokens, output_tokens)
+        self._gate.on_ended(self, used_tokens, output_tokens)
 
 
-class Gate:
+class AdmissionGate:
     """One per front end. Used on one event loop. ``queued``: how many requests the engine said that it cannot take."""
 
     def __init__(
@@ -109,7 +111,7 @@ class Gate:
         self._queued = queued
         self._clock = clock
         self._rng = rng or random.Random()
-        self._speed = DrainSpeed(clock())
+        self._speed = DrainRate(clock())
         self._was_loaded = False
         self._backlog = Backlog(self.weight)
         self._accounts: dict[str, Account] = {}
@@ -125,10 +127,10 @@ class Gate:
         """A tenant's part of a loaded engine, in relation to the others'."""
         return self._tenants.limits(tenant).weight or 1.0
 
-    def standing(self, tenant: str, priority: int = 0) -> Standing:
+    def qos(self, tenant: str, priority: int = 0) -> TenantQos:
         """How a tenant's request stands in the engine."""
         share = self._tenants.limits(tenant).cache_share or 0.0
-        return Standing(tenant, self.weight(tenant), priority, share)
+        return TenantQos(tenant, self.weight(tenant), priority, share)
 
     @property
     def waiting(self) -> int:
@@ -174,7 +176,7 @@ class Gate:
         """How long a turn waits at most; 0: without a limit."""
         return self._limits.max_wait_s
 
-    def overdue(self, ticket: Ticket) -> PensieveError | None:
+    def overdue(self, ticket: AdmissionTicket) -> PensieveError | None:
         """Why a turn that has joined is refused after all: it has waited as long as any may, and so do others."""
         now, most = self._clock(), self._limits.max_wait_s
         if not ticket.waits or not 0 < most <= now - ticket.entered_at or self._backlog.turns <= FEW:
@@ -186,7 +188,7 @@ class Gate:
             retry_after_s=self._retry_s(ticket, self.wait_s(ticket.tenant) - most, now),
         )
 
-    def enter(self, tenant: str, spec: NewTurn) -> Ticket:
+    def admit(self, tenant: str, spec: NewTurn) -> AdmissionTicket:
         """Let a turn join that ``refusal`` has nothing against."""
         self._tick()
         ticket, now = self._ticket(tenant, spec), self._clock()
@@ -199,8 +201,8 @@ class Gate:
 
     # -- tickets call ------------------------------------------------------------------------------------------------
 
-    def rendered(
-        self, ticket: Ticket, chars: int, input_tokens: int, new_tokens: int, history_tokens: int
+    def on_rendered(
+        self, ticket: AdmissionTicket, chars: int, input_tokens: int, new_tokens: int, history_tokens: int
     ) -> None:
         if not ticket.waits:
             return
@@ -212,7 +214,7 @@ class Gate:
         self._charge(ticket, work - ticket.work)
         ticket.tokens, ticket.work = input_tokens, work
 
-    def started(self, ticket: Ticket, recomputed: int, history_tokens: int) -> None:
+    def on_started(self, ticket: AdmissionTicket, recomputed: int, history_tokens: int) -> None:
         if not ticket.waits:
             return
         was_loaded = self._was_loaded
@@ -220,10 +222,10 @@ class Gate:
         if history_tokens:
             self._recomputed.take(recomputed / history_tokens)
         if was_loaded:
-            self._speed.began(ticket.work)
+            self._speed.record_started(ticket.work)
         self._leave(ticket)
 
-    def ended(self, ticket: Ticket, used_tokens: int, output_tokens: int) -> None:
+    def on_ended(self, ticket: AdmissionTicket, used_tokens: int, output_tokens: int) -> None:
         self._tick()
         if ticket.waits:
             self._leave(ticket)
@@ -242,15 +244,15 @@ class Gate:
         return self._queued() > 0 or self._backlog.turns > BURST
 
     def _tick(self) -> None:
-        self._speed.passed(self._clock(), loaded=self._was_loaded)
+        self._speed.advance(self._clock(), loaded=self._was_loaded)
         # What begins when the engine was idle fills its batch at once, and says nothing of how fast that drains.
         self._was_loaded = self._queued() > 0 or self._backlog.turns > 4 * BURST
 
-    def _leave(self, ticket: Ticket) -> None:
+    def _leave(self, ticket: AdmissionTicket) -> None:
         ticket.waits = False
         self._backlog.add(ticket.tenant, -1, -ticket.tokens, -ticket.work)
 
-    def _charge(self, ticket: Ticket, work: float) -> None:
+    def _charge(self, ticket: AdmissionTicket, work: float) -> None:
         limit = self._tenants.limits(ticket.tenant).tokens_per_minute
         if limit is not None:
             self._accounts[ticket.tenant].minute.take(work, limit, self._clock())
@@ -266,7 +268,7 @@ class Gate:
             or (most and mine and self._backlog.tokens + tokens > most and mine + tokens > most * share)
         )
 
-    def _retry_s(self, ticket: Ticket, over_s: float, now: float) -> float:
+    def _retry_s(self, ticket: AdmissionTicket, over_s: float, now: float) -> float:
         """When to come back: after those who were refused before, at the speed at which the tenant is served."""
         speed = (self._speed.per_s or ticket.work) * self._backlog.share(ticket.tenant)
         begin = max(self._promised.get(ticket.tenant, 0.0), now + max(over_s, 0.0))
@@ -275,12 +277,12 @@ class Gate:
         self._promised[ticket.tenant] = begin
         return max(begin - now, SHORTEST_RETRY_S) * (1 + JITTER * self._rng.random())
 
-    def _ticket(self, tenant: str, spec: NewTurn) -> Ticket:
+    def _ticket(self, tenant: str, spec: NewTurn) -> AdmissionTicket:
         tokens = sum(len(entry.tokens) // 4 for entry in spec.input if entry.tokens is not None)
         tokens += round(text_length(spec) / self._chars_per_token.value)
         sampling = spec.sampling
         answers = max(sampling.candidates or 1, sampling.beam_width or 1)
-        ticket = Ticket(self, tenant, tokens, answers, sampling.max_output_tokens)
+        ticket = AdmissionTicket(self, tenant, tokens, answers, sampling.max_output_tokens)
         ticket.work = self._work(tokens, self._history.value, answers, sampling.max_output_tokens)
         return ticket
 
@@ -377,7 +379,7 @@ class _Window:
         return self.work / self.seconds
 
 
-class DrainSpeed:
+class DrainRate:
     """Work that left the queue to be computed, per second in which the engine had more than it could begin.
 
     Work is counted in the units of whoever says what waits, so an error in those units (answers that turn out shorter
@@ -392,14 +394,14 @@ class DrainSpeed:
         self._windows = _Window(MEMORY_S), _Window(RECENT_S)
         self._at = now
 
-    def passed(self, now: float, *, loaded: bool) -> None:
+    def advance(self, now: float, *, loaded: bool) -> None:
         """Time has gone by, and in it the engine was loaded or not."""
         elapsed, self._at = max(now - self._at, 0.0), max(now, self._at)
         if loaded:
             for window in self._windows:
                 window.passed(elapsed)
 
-    def began(self, work: float) -> None:
+    def record_started(self, work: float) -> None:
         """So much of what waited is being computed now. Called while the engine is loaded."""
         for window in self._windows:
             window.work += work

@@ -29,20 +29,20 @@ from pensieve.core import SamplingDefaults
 from pensieve.debug import debug_enabled
 from pensieve.engine.process.host import DEFAULT_BUILDER
 from pensieve.errors import InvalidArgument, PensieveError
-from pensieve.logs import QuietAccepts, configure_logging
-from pensieve.machine import manager
+from pensieve.logs import AcceptErrorFilter, configure_logging
+from pensieve.machine import service_manager
 from pensieve.model.arch import ModelError
 from pensieve.model.fingerprint import model_fingerprint
 from pensieve.model.folder import load_generation
 from pensieve.model.resolve import display_name, resolve_model
-from pensieve.options.commands import complain
+from pensieve.options.commands import print_error
 from pensieve.options.serve import ServeOptions
 from pensieve.server.child import CHILDREN
 from pensieve.server.conversations import Conversations, ServiceListeners
 from pensieve.server.gateway import GatewayError
 from pensieve.server.links.process_link import ProcessLink
 from pensieve.server.operations.health import HealthMonitor
-from pensieve.server.operations.housekeeping import ManagerLink, purge_forever, reap_orphans, watch_lag
+from pensieve.server.operations.housekeeping import ManagerNotifier, purge_forever, reap_orphans, watch_lag
 from pensieve.server.operations.metrics import Metrics
 from pensieve.server.operations.recording import TraceRecorder, header, open_recorder
 from pensieve.server.operations.traces import TurnTraces, log_turn, open_traces
@@ -50,10 +50,10 @@ from pensieve.server.page.recent import RecentTurns
 from pensieve.server.page.state import StateView
 from pensieve.server.page.web import WebPage
 from pensieve.server.ports import Ports
-from pensieve.server.rpc.door import Door
+from pensieve.server.rpc.access_control import AccessControl
 from pensieve.server.rpc.grpc_server import BindError
 from pensieve.server.settings import TurnSettings
-from pensieve.server.tasks import end_task, loop_factory
+from pensieve.server.tasks import cancel_and_wait, loop_factory
 from pensieve.server.values import TurnEnd
 from pensieve.store import HistoryStore, open_store
 from pensieve.tokenizer import ChatTokenizer
@@ -85,7 +85,7 @@ class App:
         self._recent = RecentTurns()
         self._recorder: TraceRecorder | None = None
         self._traces: TurnTraces | None = None
-        self._door: Door | None = None
+        self._door: AccessControl | None = None
         self._ports: Ports | None = None
 
     async def start(self) -> None:
@@ -117,11 +117,11 @@ class App:
     def reload_keys(self) -> None:
         """Read the key file now, changed or not."""
         if self._door is not None:
-            self._door.look(always=True)
+            self._door.reload_keys(always=True)
 
     async def _start(self) -> None:
         options = self._options
-        self._door = door = Door(options.api_keys, self._metrics)
+        self._door = door = AccessControl(options.api_keys, self._metrics)
         folder = await _resolved(options.model)
         tokenizer = await asyncio.to_thread(_load_tokenizer, folder, options)
         for warning in tokenizer.warnings:
@@ -171,7 +171,7 @@ class App:
         self._metrics.watch_queue(self._conversations.gate)
         if self._metrics.watch_usage(self._conversations.usage):
             self._stack.push_async_callback(
-                end_task, asyncio.create_task(self._conversations.usage.watch(), name="usage")
+                cancel_and_wait, asyncio.create_task(self._conversations.usage.watch(), name="usage")
             )
         # Pushed before the ports are: calls end first, then turns, then the engine, then the store.
         self._stack.push_async_callback(self._link.stop)
@@ -182,14 +182,14 @@ class App:
         self._stack.push_async_callback(self._monitor.stop)
         for name, work in (
             ("purge", purge_forever(store)),
-            ("lag", watch_lag(self._metrics.processes.lag)),
+            ("lag", watch_lag(self._metrics.processes.observe_lag)),
             ("orphans", reap_orphans(CHILDREN)),
         ):
-            self._stack.push_async_callback(end_task, asyncio.create_task(work, name=name))
+            self._stack.push_async_callback(cancel_and_wait, asyncio.create_task(work, name=name))
         page = self._page(door, ports)
         self._stack.push_async_callback(page.close)
         await ports.open_admin(self._monitor, self._metrics, page)
-        self._stack.push_async_callback(end_task, asyncio.create_task(door.watch(), name="keys"))
+        self._stack.push_async_callback(cancel_and_wait, asyncio.create_task(door.watch(), name="keys"))
         await self._link.start()
         info = self._link.info
         self._metrics.processes.describe(model=settings.model, device=info.device, dtype=info.dtype)
@@ -198,10 +198,14 @@ class App:
         await self._monitor.refresh()
         await ports.start()
 
-    def _page(self, door: Door, ports: Ports) -> WebPage:
+    def _page(self, door: AccessControl, ports: Ports) -> WebPage:
         options = self._options
         state = StateView(
-            self._conversations, self._monitor, self._recent, ports.front_door, shows_text=options.page_text
+            self._conversations,
+            self._monitor,
+            self._recent,
+            ports.http_door_state,
+            shows_text=options.page_text,
         )
         return WebPage(state, door.admit_operator)
 
@@ -219,7 +223,7 @@ class App:
             store = open_store(
                 self._options.store,
                 on_error=self._metrics.store_error,
-                on_went_back=lambda: self._metrics.store_regression("server"),
+                on_regression=lambda: self._metrics.store_regression("server"),
             )
         except ValueError as error:
             raise StartError(f"--store: {error}", status=2) from error
@@ -289,7 +293,7 @@ def _explained(error: BaseException) -> BaseException:
 
 async def _serve(options: ServeOptions, builder: str) -> None:
     loop = asyncio.get_running_loop()
-    loop.set_exception_handler(QuietAccepts())
+    loop.set_exception_handler(AcceptErrorFilter())
     asked = asyncio.Queue[signal.Signals]()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, asked.put_nowait, number)
@@ -299,18 +303,18 @@ async def _serve(options: ServeOptions, builder: str) -> None:
     starting = asyncio.create_task(app.start(), name="start")
     await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
     if not starting.done():
-        await end_task(starting)
+        await cancel_and_wait(starting)
         return
     starting.result()
     # What is here now stays: without this every full collection walks through it and stops all streams meanwhile.
     gc.collect()
     gc.freeze()
     app.say_ready()
-    link = ManagerLink(manager())
-    link.serving()
-    turning = asyncio.create_task(link.turn(), name="watchdog")
+    link = ManagerNotifier(service_manager())
+    link.notify_ready()
+    turning = asyncio.create_task(link.feed_watchdog(), name="watchdog")
     log.info("draining", extra={"signal": (await stopping).name})
-    link.draining()
+    link.notify_stopping()
     draining = asyncio.create_task(app.drain(), name="drain")
     again = asyncio.create_task(asked.get(), name="second signal")
     await asyncio.wait({draining, again}, return_when=asyncio.FIRST_COMPLETED)
@@ -321,7 +325,7 @@ async def _serve(options: ServeOptions, builder: str) -> None:
         draining.cancel()
     again.cancel()
     await app.close()
-    await end_task(turning)
+    await cancel_and_wait(turning)
 
 
 def run(options: ServeOptions, *, builder: str = DEFAULT_BUILDER) -> int:
@@ -341,6 +345,6 @@ def run(options: ServeOptions, *, builder: str = DEFAULT_BUILDER) -> int:
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
             runner.run(_serve(options, builder))
     except StartError as error:
-        complain(str(error), "pensieve serve")
+        print_error(str(error), "pensieve serve")
         return error.status
     return 0

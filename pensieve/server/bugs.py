@@ -11,7 +11,7 @@ from pensieve.errors import Internal
 log = logging.getLogger(__name__)
 
 
-def bug(error: BaseException, where: str) -> Internal:
+def report_bug(error: BaseException, where: str) -> Internal:
     """Logs ``error`` and returns what the caller may see of it: an id.
 
     The log gets types and source lines. It gets no messages and no values: those may hold prompts.

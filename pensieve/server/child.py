@@ -9,7 +9,7 @@ import socket
 from collections.abc import Callable, Mapping
 from typing import ClassVar, Final, Self
 
-from pensieve.lifeline import ended_how, is_stopped
+from pensieve.lifeline import describe_exit, is_stopped
 from pensieve.logs import stderr_writer
 
 CHILDREN: Final[set[int]] = set()
@@ -18,7 +18,7 @@ _LAST_LINE_BYTES: Final = 4096
 _STDERR_PATIENCE_S: Final = 1.0
 
 
-class RestartPauses:
+class RestartBackoff:
     """How long to wait before a child that ended is started again.
 
     Each pause is twice the one before, up to the longest. After a steady life the first one comes again. Failed starts
@@ -30,18 +30,18 @@ class RestartPauses:
         self._longest_s = longest_s
         self._steady_s = steady_s
 
-    def lived(self, seconds: float) -> None:
+    def record_lifetime(self, seconds: float) -> None:
         """A child served for this long, and has ended."""
         if seconds > self._steady_s:
             self._next_s = self._first_s
 
-    def next(self) -> float:
+    def next_pause_s(self) -> float:
         """Seconds until the next start."""
         pause, self._next_s = self._next_s, min(2 * self._next_s, self._longest_s)
         return pause
 
 
-class Silence:
+class SilenceTimer:
     """How long a child has said nothing, summed tick by tick, each capped.
 
     So a server that was itself stopped for minutes does not blame its child.
@@ -51,11 +51,11 @@ class Silence:
         self.tick_s = tick_s
         self.seconds = 0.0
 
-    def heard(self) -> None:
+    def reset(self) -> None:
         """The child said something."""
         self.seconds = 0.0
 
-    def passed(self, elapsed_s: float) -> float:
+    def advance(self, elapsed_s: float) -> float:
         """Time has passed. Returns the part of it that counts."""
         counted = min(elapsed_s, 2 * self.tick_s)
         self.seconds += counted
@@ -80,7 +80,7 @@ class ChildProcess:
         self._stderr_task = asyncio.create_task(self._forward_stderr(), name="stderr of a child")
 
     @classmethod
-    async def started(
+    async def launch(
         cls, arguments: Callable[[int], list[str]], environment: Mapping[str, str], *inherited: int
     ) -> Self:
         """Start one. ``arguments``: its command, given its end of the socket. ``inherited``: its other files.
@@ -151,9 +151,9 @@ class ChildProcess:
         lines = self._stderr_tail.decode(errors="replace").strip().splitlines()
         return lines[-1] if lines else ""
 
-    def ending(self, status: int) -> str:
+    def describe_exit(self, status: int) -> str:
         """How it ended, and, where that was no success, what it wrote last."""
-        how = "signal 9 from here" if self._killed_here and status < 0 else ended_how(status)
+        how = "signal 9 from here" if self._killed_here and status < 0 else describe_exit(status)
         line = self.last_line()
         return f"ended with {how}" + (f" after: {line}" if line and status != 0 else "")
 

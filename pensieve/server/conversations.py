@@ -14,12 +14,12 @@ from pensieve.core import packed_length
 from pensieve.engine.messages import ResidentTokens
 from pensieve.errors import PensieveError
 from pensieve.server import ids
-from pensieve.server.admission import Gate, GateLimits
+from pensieve.server.admission import AdmissionGate, GateLimits
 from pensieve.server.history.binding import ServedModel
-from pensieve.server.history.rendering import Renderer, Stamp
+from pensieve.server.history.rendering import ItemStamp, Renderer
 from pensieve.server.history.transcript import Transcript
 from pensieve.server.links.engine_link import EngineLink, context_limit
-from pensieve.server.operations.usage import UsageBook
+from pensieve.server.operations.usage import UsageTracker
 from pensieve.server.sessions.lookup import RequestClaims, find_turn
 from pensieve.server.sessions.quotas import StorageQuotas
 from pensieve.server.sessions.sessions import Sessions
@@ -106,13 +106,13 @@ class Conversations:
         )
         self._served = served = ServedModel(settings.model, settings.model_sha256, tokenizer)
         self._runner = runner = TurnRunner(transcript, link, served, settings)
-        self.gate = Gate(
+        self.gate = AdmissionGate(
             GateLimits(settings.max_wait_s, settings.max_queued, settings.max_queued_tokens),
             tenants,
             lambda: link.stats.queued,
             time.monotonic,
         )
-        self.usage = UsageBook(store, lambda: link.stats.held or {}, lambda: tenants.names)
+        self.usage = UsageTracker(store, lambda: link.stats.held or {}, lambda: tenants.tenant_names)
 
         def ended(end: TurnEnd) -> None:
             self.usage.turn_ended(end)
@@ -154,10 +154,10 @@ class Conversations:
         self._served.check(history.config)
         if not entries:
             return ContextSize(0, past, limit)
-        items, prompt = await self._renderer.of(tenant).items(
+        items, prompt = await self._renderer.for_tenant(tenant).items(
             history,
             entries,
-            Stamp(history.head_item + 1, "", 0),
+            ItemStamp(history.head_item + 1, "", 0),
             generation_prompt=True,
         )
         new = sum(packed_length(item.tokens) for item in items) + len(prompt)

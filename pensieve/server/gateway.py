@@ -34,8 +34,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from pensieve.debug import child_environment
-from pensieve.server.child import ChildProcess, RestartPauses, Silence
-from pensieve.server.tasks import end_task
+from pensieve.server.child import ChildProcess, RestartBackoff, SilenceTimer
+from pensieve.server.tasks import cancel_and_wait
 
 log = logging.getLogger(__name__)
 
@@ -126,7 +126,7 @@ class Gateway(Collector):
         if self._listener is not None:
             self._listener.close()  # else whoever connects would wait in its backlog, for nothing
         if self._process is not None:
-            self._process.tell("drain")
+            self._process.send("drain")
 
     async def finish(self, patience_s: float) -> None:
         """After ``drain``, when no turn runs any more: last answers have ``patience_s`` to get out.
@@ -137,14 +137,14 @@ class Gateway(Collector):
             return
         await asyncio.wait({self._keeping}, timeout=patience_s)
         if self._process is not None:
-            self._process.tell("finish")
+            self._process.send("finish")
             await asyncio.wait({self._keeping}, timeout=patience_s)
 
     async def close(self) -> None:
         """End it at once, if it has not ended."""
         self._become(ending=True)
         if self._keeping is not None:
-            await end_task(self._keeping)
+            await cancel_and_wait(self._keeping)
         if self._first is not None and not self._first.cancel() and not self._first.cancelled():
             self._first.exception()  # seen now, if nobody has waited for it
         if self._listener is not None:
@@ -169,7 +169,7 @@ class Gateway(Collector):
 
     async def _keep(self) -> None:
         """One process after the other. What ends the first before it was ready ends this."""
-        pauses = RestartPauses(FIRST_PAUSE_S, LONGEST_PAUSE_S, STEADY_S)
+        pauses = RestartBackoff(FIRST_PAUSE_S, LONGEST_PAUSE_S, STEADY_S)
         while True:
             began = time.monotonic()
             why = await self._live()
@@ -179,8 +179,8 @@ class Gateway(Collector):
             if not self._first.done():
                 self._first.set_exception(GatewayError(f"the HTTP door did not start: {why}"))
                 return
-            pauses.lived(time.monotonic() - began)
-            pause = pauses.next()
+            pauses.record_lifetime(time.monotonic() - began)
+            pause = pauses.next_pause_s()
             log.error("the HTTP door ended and is started again: %s", why, extra={"pause_s": pause})
             await asyncio.sleep(pause)
             self.restarts += 1
@@ -217,7 +217,7 @@ class Gateway(Collector):
         while silence.seconds < HUNG_S:
             began = time.monotonic()
             await asyncio.sleep(silence.tick_s)
-            silence.passed(time.monotonic() - began)
+            silence.advance(time.monotonic() - began)
             self._become(stuck=silence.seconds >= QUIET_S)
         log.error("the HTTP door has not answered for %.0f s: killing it", silence.seconds)
         process.kill()
@@ -307,14 +307,14 @@ class GatewayProcess(ChildProcess):
         self._taking: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.away = False
         """It cannot reach the service."""
-        self.silence = Silence(TICK_S)
+        self.silence = SilenceTimer(TICK_S)
         """Since something came from it; the keeper counts the time."""
         self._hearing = asyncio.create_task(self._hear(), name="http control")
 
     @classmethod
     async def spawn(cls, command: GatewayCommand, listener: socket.socket) -> GatewayProcess:
         """Start one that takes calls from ``listener``. Raises OSError when the system cannot start a process."""
-        return await cls.started(
+        return await cls.launch(
             lambda control: command.arguments(listener.fileno(), control),
             child_environment(failpoints=False),
             listener.fileno(),
@@ -334,11 +334,11 @@ class GatewayProcess(ChildProcess):
         """Its metrics, as Prometheus text: as they were, when they do not come in time; "" before they ever did."""
         if self._asked is None or self._asked.done():
             self._asked = asyncio.get_running_loop().create_future()
-            self.tell("metrics")
+            self.send("metrics")
         await asyncio.wait({self._asked, self._hearing}, timeout=timeout_s, return_when=FIRST_COMPLETED)
         return self._page
 
-    def tell(self, word: str) -> None:
+    def send(self, word: str) -> None:
         """Send a command; one that comes too late is lost."""
         self._writer.write(word.encode() + b"\n")
 
@@ -350,14 +350,14 @@ class GatewayProcess(ChildProcess):
 
     def last_words(self, status: int) -> str:
         """Why it ended, as far as it could say."""
-        return f"it {self.ending(status)}"
+        return f"it {self.describe_exit(status)}"
 
     async def _hear(self) -> None:
         """Take in what it says, until it has ended."""
         # ``wait`` says that it has ended.
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
             while words := (await self._reader.readline()).split():
-                self.silence.heard()
+                self.silence.reset()
                 match words:
                     case [b"away" | b"back" as word]:
                         self.away = word == b"away"

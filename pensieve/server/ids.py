@@ -64,7 +64,7 @@ def new_attempt() -> str:
     return secrets.token_hex(8)
 
 
-def seed_of(key: Key, request_id: str) -> int:
+def turn_seed(key: Key, request_id: str) -> int:
     """The seed of a turn that names none, 63 bits. It is the same for all tries of the turn, on every server.
 
     So an answer that was streamed in part goes on as it began when the engine or the server dies, and nothing has to be

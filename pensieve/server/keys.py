@@ -37,7 +37,7 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from pensieve.options.values import line_of
+from pensieve.options.values import toml_line_number
 from pensieve.server.tenants import NO_LIMITS, TenantLimits
 
 T = TypeVar("T")
@@ -80,11 +80,11 @@ class KeyFile:
     limits: TenantLimits
 
     @property
-    def names(self) -> frozenset[str]:
+    def tenant_names(self) -> frozenset[str]:
         """All tenants that have a credential."""
         return frozenset(entry.tenant for entry in _all(self.keys, self.certificates))
 
-    def named(self, key_id: str) -> Credential | None:
+    def find(self, key_id: str) -> Credential | None:
         """The entry that an ``Identity.key_id`` speaks of."""
         if key_id.startswith(CERTIFICATE):
             return self.certificates.get(key_id.removeprefix(CERTIFICATE))
@@ -182,7 +182,7 @@ class _Reader:
             raise self._wrong(f"{shown}: {words}", heading, number, name) from error
 
     def _wrong(self, problem: str, heading: str, number: int = 0, field: str = "") -> ValueError:
-        line = line_of(self._text, heading, number, field)
+        line = toml_line_number(self._text, heading, number, field)
         return ValueError(f"{self._path}: {problem}" if line is None else f"{self._path}:{line}: {problem}")
 
 

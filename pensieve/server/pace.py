@@ -16,11 +16,11 @@ LONGEST_S: Final = 0.1
 """Text that comes ten times a second still looks like a stream."""
 
 
-class Pace:
+class StreamPacer:
     """Shared by all streams of a front end. One event loop."""
 
     def __init__(self, messages_per_s: float = float("inf")) -> None:
-        """Stay below so many messages with output per second, all streams together, if ``LONGEST_S`` allows."""
+        """Stay below so many messages with output per second, all streams together, if ``MAX_TIMEOUT_S`` allows."""
         self._messages_per_s = messages_per_s
         self._streams = 0
 

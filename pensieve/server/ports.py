@@ -1,7 +1,7 @@
 """Where a server is reached: the gRPC port, the admin port, and the HTTP door with the private socket behind it.
 
 Ports are bound at once, so that a taken one is told before a model is loaded. They take calls when ``start`` says so,
-but for health on the admin port, which answers from the beginning. All calls pass one ``Door``.
+but for health on the admin port, which answers from the beginning. All calls pass one ``AccessControl``.
 
 The admin service is on the admin port, and with keys on the gRPC port too; both times a key needs the scope ``admin``.
 Without keys every caller of the gRPC port could drain the server, so it is not there.
@@ -24,7 +24,7 @@ from typing import Final
 
 from grpc import aio
 
-from pensieve.feed import FrontDoorState
+from pensieve.feed import HttpDoorState
 from pensieve.options.serve import ServeOptions
 from pensieve.options.values import is_loopback
 from pensieve.server.admin_port import AdminPort
@@ -34,8 +34,8 @@ from pensieve.server.links.process_link import ProcessLink
 from pensieve.server.operations.health import HealthMonitor
 from pensieve.server.operations.metrics import Metrics
 from pensieve.server.page.web import WebPage
+from pensieve.server.rpc.access_control import AccessControl
 from pensieve.server.rpc.admin_service import AdminService
-from pensieve.server.rpc.door import Door
 from pensieve.server.rpc.grpc_server import (
     BindError,
     add_health_and_reflection,
@@ -47,7 +47,7 @@ from pensieve.server.rpc.grpc_server import (
 )
 from pensieve.server.rpc.interceptor import DEFAULT_IN_FLIGHT
 from pensieve.server.rpc.service import ConversationService
-from pensieve.server.tasks import end_task
+from pensieve.server.tasks import cancel_and_wait
 from pensieve.v1 import pensieve_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ _LOCK: Final = "lock"
 class Ports:
     """The ports of one server. What it opens is closed by the stack that it was given."""
 
-    def __init__(self, options: ServeOptions, door: Door, stack: AsyncExitStack) -> None:
+    def __init__(self, options: ServeOptions, door: AccessControl, stack: AsyncExitStack) -> None:
         self._options = options
         self._door = door
         self._stack = stack
@@ -104,7 +104,7 @@ class Ports:
             credentials = tls_credentials(options.tls_cert, options.tls_key, options.tls_client_ca)
         # Whatever the engine would take or queue has to get this far; a full queue is told as such.
         most = max(DEFAULT_IN_FLIGHT, 2 * options.max_queued)
-        server = self._door.server(most, connection_limit(options.max_connections))
+        server = self._door.make_server(most, connection_limit(options.max_connections))
         service = ConversationService(conversations)
         pensieve_pb2_grpc.add_ConversationServiceServicer_to_server(service, server)
         self._admin = AdminService(link, conversations)
@@ -127,7 +127,7 @@ class Ports:
         grpc_socket = self._private.path / "admin"
 
         def made() -> aio.Server:
-            server = self._door.server()
+            server = self._door.make_server()
             pensieve_pb2_grpc.add_AdminServiceServicer_to_server(self._admin, server)
             add_health_and_reflection(server, monitor.servicer, [ADMIN_SERVICE, DATA_SERVICE])
             return server
@@ -149,19 +149,19 @@ class Ports:
             self._stack.push_async_callback(self._gateway.close)
             self._gateway.start()
 
-    def front_door(self) -> FrontDoorState | None:
+    def http_door_state(self) -> HttpDoorState | None:
         """How the HTTP door is; None without one."""
         door = self._gateway
         if door is None:
             return None
-        return FrontDoorState(door.state, self.http_address, round(door.since_s, 3), door.restarts)
+        return HttpDoorState(door.state, self.http_address, round(door.since_s, 3), door.restarts)
 
     async def start(self) -> None:
         """Take calls. Raises GatewayError."""
         for server in self._servers:
             await server.start()
         watching = asyncio.create_task(self._watch_sockets(), name="private sockets")
-        self._stack.push_async_callback(end_task, watching)
+        self._stack.push_async_callback(cancel_and_wait, watching)
         if self._gateway is not None:
             await self._gateway.ready()
 
@@ -181,7 +181,7 @@ class Ports:
         options = self._options
 
         def made() -> aio.Server:
-            server = self._door.private_server()
+            server = self._door.make_private_server()
             pensieve_pb2_grpc.add_ConversationServiceServicer_to_server(service, server)
             add_health_and_reflection(server, monitor.servicer, [DATA_SERVICE], reflects=False)
             return server

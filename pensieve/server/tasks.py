@@ -15,16 +15,16 @@ def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return factory
 
 
-async def end_task(task: asyncio.Task[None]) -> None:
+async def cancel_and_wait(task: asyncio.Task[None]) -> None:
     """Cancel a task and wait for its end. Raises what it ended with, unless that is its cancellation.
 
     ``asyncio.wait`` rather than ``await task``: the caller's own cancellation is then not taken for the task's.
     """
     task.cancel()
-    await task_ended(task)
+    await wait_task(task)
 
 
-async def task_ended(task: asyncio.Task[None]) -> None:
+async def wait_task(task: asyncio.Task[None]) -> None:
     """Wait for a task that has been told to end. Raises what it ended with, unless that is a cancellation."""
     await asyncio.wait({task})
     if not task.cancelled():

@@ -51,7 +51,7 @@ class TenantTable:
         """``names``: of all that may come, whether they have limits or not."""
         self._tenants: Mapping[str, TenantLimits] = {}
         self._default = NO_LIMITS
-        self.names: frozenset[str] = frozenset()
+        self.tenant_names: frozenset[str] = frozenset()
         self.replace(tenants or {}, default, names)
 
     def limits(self, tenant: str) -> TenantLimits:
@@ -65,7 +65,7 @@ class TenantTable:
         names: Iterable[str] = (),
     ) -> None:
         """Put others in force. A field that a tenant's entry leaves open is that of ``default``."""
-        self.names = frozenset(names)
+        self.tenant_names = frozenset(names)
         self._default = default
         self._tenants = {name: _filled(limits, default) for name, limits in tenants.items()}
 

@@ -29,7 +29,7 @@ class RawEntry(InputEntry, frozen=True):
     raw: bool = True
 
 
-class SpokenEntry(InputEntry, frozen=True):
+class ToolEntry(InputEntry, frozen=True):
     """An item of a conversation with tools. A type of its own: the fingerprints of others stay as they were."""
 
     calls: tuple[FunctionCall, ...] = ()
@@ -38,7 +38,7 @@ class SpokenEntry(InputEntry, frozen=True):
     """Of a tool's result."""
 
 
-class OutputChoice(msgspec.Struct, frozen=True):
+class OutputOptions(msgspec.Struct, frozen=True):
     """How a stream wants its deltas. It says how the answer is delivered, and is not part of what the turn is."""
 
     token_ids: bool = False
@@ -80,7 +80,7 @@ class NewTurn(msgspec.Struct, frozen=True):
     expected_revision: int | None = None
     replace_after_item: int | None = None
     sampling: SamplingDefaults = SamplingDefaults()
-    output: OutputChoice = OutputChoice()
+    output: OutputOptions = OutputOptions()
     max_duration_s: float | None = None
     priority: int = 0
     hints: TurnHints = TurnHints()

@@ -211,15 +211,15 @@ def fit(machine: Machine, samples: Sequence[Sample]) -> Machine:
         raise ValueError(
             "steps of more tokens took no longer: time longer contexts, or on a machine that is idle"
         )
-    best = min(candidates, key=lambda found: float(np.mean(errors(found, samples) ** 2)))
-    wrong = np.abs(errors(best, samples))
+    best = min(candidates, key=lambda found: float(np.mean(relative_errors(found, samples) ** 2)))
+    wrong = np.abs(relative_errors(best, samples))
     return msgspec.structs.replace(best, mean_error=float(wrong.mean()), worst_error=float(wrong.max()))
 
 
-def errors(machine: Machine, samples: Sequence[Sample]) -> Floats:
+def relative_errors(machine: Machine, samples: Sequence[Sample]) -> Floats:
     """Relative error of the formula for each step."""
     expected = [
-        machine.step(tokens=work.tokens, rows=work.rows, kv_read=work.kv_read, pairs=work.pairs)
+        machine.step_seconds(tokens=work.tokens, rows=work.rows, kv_read=work.kv_read, pairs=work.pairs)
         for work in (sample.work for sample in samples)
     ]
     return np.array(expected) / [sample.seconds for sample in samples] - 1
@@ -252,7 +252,7 @@ def _non_negative(columns: Floats) -> list[float]:
     return best
 
 
-def calibrated(
+def calibrate_machine(
     worker: Worker, name: str, longest: int, progress: Callable[[str], None], clock: Clock = time.perf_counter
 ) -> Machine:
     """What this worker makes of the machine it runs on, with contexts of up to ``longest`` tokens."""

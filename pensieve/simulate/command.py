@@ -21,15 +21,15 @@ from pensieve.replay.load.generators import generate
 from pensieve.replay.load.schedule import Gaps
 from pensieve.replay.load.shaping import Shaping, shape
 from pensieve.replay.load.workload import Conversation, Dataset, DatasetError, load
-from pensieve.replay.parameters import DatasetName, Outputs, numbers, output_options
+from pensieve.replay.parameters import DatasetName, Outputs, number_list, output_options
 from pensieve.simulate import history
-from pensieve.simulate.report import document, show
+from pensieve.simulate.report import build_report, print_report
 from pensieve.simulate.run import EngineName, Simulation, run_all
 from pensieve.simulate.scenario import policies
-from pensieve.simulate.scenario.load import Load, in_the_middle
+from pensieve.simulate.scenario.load import Load, with_run_in
 from pensieve.simulate.scenario.machine import Machine, MachineError
 from pensieve.simulate.scenario.settings import LEASE_S, RING_POINTS, ClientHints, Routing, Settings
-from pensieve.simulate.scenario.tally import Span
+from pensieve.simulate.scenario.tally import TimeWindow
 
 _POSITIVE = click.IntRange(min=1)
 _ABOVE_ZERO = click.FloatRange(min=0, min_open=True)
@@ -110,7 +110,7 @@ class Flags:
 @click.option(
     "--rate", type=_ABOVE_ZERO, metavar="R", help="Turns per second offered; default: the recorded times."
 )
-@click.option("--rates", callback=numbers(float), metavar="R,R,…", help="A run for each of these rates.")
+@click.option("--rates", callback=number_list(float), metavar="R,R,…", help="A run for each of these rates.")
 @click.option(
     "--think-time",
     type=click.FloatRange(min=0),
@@ -126,7 +126,7 @@ class Flags:
 @click.option("--seed", type=click.IntRange(min=0), default=0, metavar="N")
 @click.option(
     "--seeds",
-    callback=numbers(int),
+    callback=number_list(int),
     metavar="N,N,…",
     help="A run for each of these seeds, and 95 % confidence intervals.",
 )
@@ -255,10 +255,10 @@ def simulate(outputs: Outputs, **given: Any) -> None:
         for lives, span in zip(loads, spans, strict=True)
         for name in flags.names or policies.NAMES
     ]
-    report = document(data, shaped, work, _run(work, flags.jobs), flags.system_tokens)
+    report = build_report(data, shaped, work, _run(work, flags.jobs), flags.system_tokens)
     report["command"] = ["pensieve", *sys.argv[1:]]
     out = Console()
-    show(report, out if out.is_terminal else Console(width=150))
+    print_report(report, out if out.is_terminal else Console(width=150))
     outputs.write(report)
     if any(row["receipts"]["violations"] for row in report["targets"]):
         click.get_current_context().exit(1)
@@ -292,18 +292,18 @@ def _dataset(flags: Flags) -> Dataset:
 
 def _loads(flags: Flags, talks: Sequence[Conversation], settings: Settings) -> list[Load]:
     """One for each rate and seed. Raises DatasetError and ValueError."""
-    gaps = None if flags.think_from is None else Gaps.of(load(flags.think_from))
+    gaps = None if flags.think_from is None else Gaps.from_dataset(load(flags.think_from))
     sessions = None if flags.run_in else flags.sessions
     loads = [
         Load(talks, sessions, rate, flags.think_time, seed, gaps)
         for rate, seed in itertools.product(flags.rates or (flags.rate,), flags.seeds or (flags.seed,))
     ]
     if flags.run_in:
-        loads = [in_the_middle(lives, flags.run_in, _HISTORY * settings.machine.token_s) for lives in loads]
+        loads = [with_run_in(lives, flags.run_in, _HISTORY * settings.machine.token_s) for lives in loads]
     return loads
 
 
-def _span(lives: Load, warm_up: float | None, window: float | None) -> Span | None:
+def _span(lives: Load, warm_up: float | None, window: float | None) -> TimeWindow | None:
     """The time that is measured; None: all. The load only falls after the last session has started."""
     if warm_up is None and window is None:
         return None
@@ -321,7 +321,7 @@ def _run(work: Sequence[Simulation], jobs: int | None) -> list[dict[str, Any]]:
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        bar = progress.add_task("sessions", total=sum(one.load.total for one in work))
+        bar = progress.add_task("sessions", total=sum(one.load.session_count for one in work))
         return run_all(
             work,
             min(jobs or os.cpu_count() or 1, len(work)),
@@ -361,7 +361,7 @@ def make_settings(flags: Flags) -> Settings:
             flags.decode_reserve,
             prefix_sharing=flags.prefix_sharing,
         ),
-        cost=machine.cost(flags.chunk_tokens, limit),
+        cost=machine.cost_model(flags.chunk_tokens, limit),
         context_limit=limit,
         max_batch_tokens=flags.max_batch_tokens,
         max_running=flags.max_running,

@@ -20,11 +20,11 @@ from pensieve.engine.messages import EngineReady, Failed, Finished, Output, Subm
 from pensieve.engine.plan import PendingStep, Plan, Sampled, StepResult, StepWorker
 from pensieve.engine.scheduling.scheduler import Scheduler
 from pensieve.simulate.scenario import policies
-from pensieve.simulate.scenario.load import Life, hints_of
+from pensieve.simulate.scenario.load import SessionScript, hints_of
 from pensieve.simulate.scenario.machine import Machine, work_of
 from pensieve.simulate.scenario.routing import Router
 from pensieve.simulate.scenario.settings import Settings
-from pensieve.simulate.scenario.tally import ChunkPrices, EndedTurn, Tally
+from pensieve.simulate.scenario.tally import CompletedTurn, RecomputeCosts, Tally
 
 VOCABULARY = 1 << 30
 """So many that sessions have nothing in common but what the load says."""
@@ -71,14 +71,14 @@ class CostWorker:
 
     def seconds(self, plan: Plan) -> float:
         """Seconds that this step takes."""
-        copy_in = self._machine.copy(len(plan.swap_in) * self._chunk)
+        copy_in = self._machine.copy_seconds(len(plan.swap_in) * self._chunk)
         if not plan.spans:
-            return max(copy_in, self._machine.copy(len(plan.swap_out) * self._chunk))
+            return max(copy_in, self._machine.copy_seconds(len(plan.swap_out) * self._chunk))
         work = work_of(plan)
-        compute = self._machine.step(
+        compute = self._machine.step_seconds(
             tokens=work.tokens, rows=work.rows, kv_read=work.kv_read, pairs=work.pairs
         )
-        return self._machine.with_copy(compute, copy_in)
+        return self._machine.seconds_with_copy(compute, copy_in)
 
     def close(self) -> None:
         """There is nothing to free."""
@@ -89,7 +89,7 @@ MakeWorker = Callable[[Clock], StepWorker]
 
 @dataclass(slots=True, eq=False)
 class _Turn:
-    life: Life
+    life: SessionScript
     turn: int = 0
     history: TokenArray = field(default_factory=lambda: np.empty(0, np.int32))
     arrived: float = 0.0
@@ -141,7 +141,7 @@ class FullSimulation:
         self._settings = settings
         self._policy = policy
         self._make_worker = make_worker
-        self._prices = ChunkPrices(settings.cost)
+        self._prices = RecomputeCosts(settings.cost)
         self._progress = progress
         self.tally = tally or Tally()
         self._replicas = [self._replica() for _ in range(settings.replicas)]
@@ -150,11 +150,11 @@ class FullSimulation:
         self._tickets = 0
         self._lost = False
 
-    def run(self, lives: Iterable[Life]) -> Tally:
+    def run(self, lives: Iterable[SessionScript]) -> Tally:
         """Simulate until the last answer has ended."""
         source = iter(lives)
         upcoming = next(source, None)
-        changes = self._settings.changes(self._lose, self._bring_back)
+        changes = self._settings.replica_changes(self._lose, self._bring_back)
         while True:
             if upcoming is not None and (not self._arrivals or upcoming.start <= self._arrivals[0][0]):
                 self._later(_Turn(upcoming), upcoming.start)
@@ -187,7 +187,7 @@ class FullSimulation:
         heapq.heappush(self._arrivals, (at, self._tickets, turn))
 
     def _submit(self, turn: _Turn, now: float) -> None:
-        turn.replica = self._router.replica(turn.life.number, turn.turn, lost=self._lost)
+        turn.replica = self._router.route(turn.life.number, turn.turn, lost=self._lost)
         replica = self._replicas[turn.replica]
         if not replica.engine.has_work:
             replica.clock.now = max(replica.clock.now, now)
@@ -200,7 +200,7 @@ class FullSimulation:
         replica.turns[self._tickets] = turn
         due = functools.partial(turn.life.due, turn.turn + 1)
         hints = functools.partial(hints_of, self._settings, turn.life, turn.turn)
-        replica.cache.expect(key, Coming(turn.turn + 1, due, hints))
+        replica.cache.expect_turn(key, ExpectedTurn(turn.turn + 1, due, hints))
         sampling = Sampling(max_output_tokens=output, ignore_eos=True)
         scope = _SCOPE if turn.life.prefix else ""
         tokens = pack_tokens(turn.context)
@@ -228,23 +228,23 @@ class FullSimulation:
     def _tokens(self, turn: _Turn, tokens: tuple[int, ...], now: float) -> None:
         """A piece of n tokens has come; it counts as n gaps, each an n-th of the time since the piece before."""
         if turn.output:
-            self.tally.gap((now - turn.last_token) / len(tokens), len(tokens), now)
+            self.tally.add_gaps((now - turn.last_token) / len(tokens), len(tokens), now)
         turn.first_token, turn.last_token = turn.first_token or now, now
         turn.output.extend(tokens)
 
     def _admitted(self, replica: _Replica, turn: _Turn, session: SessionKey) -> None:
         history = len(turn.history)
         restore = replica.cache.restores.pop(session)
-        turn.cost = self._prices.of(restore.missing, history) if restore.recomputed else 0.0
+        turn.cost = self._prices.cost_of(restore.missing, history) if restore.recomputed else 0.0
         if isinstance(replica.cache.policy, policies.Arc):
-            replica.cache.policy.returned(turn.turn, history, restore.recomputed)
+            replica.cache.policy.on_history_lost(turn.turn, history, restore.recomputed)
 
     def _ended(self, turn: _Turn, usage: Usage, now: float) -> None:
         ttft = turn.first_token - turn.arrived
         answering = now - turn.first_token
         shared = len(turn.context) - len(turn.history) - usage.new_tokens
         self.tally.add(
-            EndedTurn(
+            CompletedTurn(
                 turn.turn, usage, len(turn.context), turn.cost, ttft, answering, now, shared, turn.replica
             )
         )
@@ -255,7 +255,7 @@ class FullSimulation:
         if turn.turn < len(turn.life.turns):
             self._later(turn, turn.life.due(turn.turn, now))
         else:
-            self.tally.open(turn.life.start, now)
+            self.tally.add_open_time(turn.life.start, now)
 
     def _lose(self, now: float) -> None:
         self._lost = True
@@ -271,7 +271,7 @@ class FullSimulation:
 
 
 @dataclass(frozen=True, slots=True)
-class Coming:
+class ExpectedTurn:
     """What a simulation knows of a turn. Both functions are of the time of its end."""
 
     number: int
@@ -286,14 +286,14 @@ class StampedCache(CacheManager):
     """``CacheManager`` whose policy may know more than the time of a release: see ``policies``."""
 
     def __init__(self, config: CacheConfig, cost: CostModel, policy: str) -> None:
-        self.policy, self._stamp = policies.make(policy)
+        self.policy, self._stamp = policies.make_policy(policy)
         super().__init__(config, cost, self.policy)
-        self._coming: dict[SessionKey, Coming] = {}
-        self._turns: dict[SessionKey, Coming] = {}
+        self._coming: dict[SessionKey, ExpectedTurn] = {}
+        self._turns: dict[SessionKey, ExpectedTurn] = {}
         self.restores: dict[SessionKey, Restore] = {}
         """How the turn of each session was first laid out, until that is taken."""
 
-    def expect(self, key: SessionKey, turn: Coming) -> None:
+    def expect_turn(self, key: SessionKey, turn: ExpectedTurn) -> None:
         """The session's next turn."""
         self._coming[key] = turn
 
@@ -310,9 +310,9 @@ class StampedCache(CacheManager):
         now: float,
         tokens: TokenArray | None = None,
         *,
-        forget: bool = False,
+        free_kv: bool = False,
         hints: Hints | None = None,
     ) -> None:
         turn = self._turns[key]
         stamp = self._stamp(now, turn.due(now), turn.number)
-        super().release(key, stamp, tokens, forget=forget, hints=turn.hints(now))
+        super().release(key, stamp, tokens, free_kv=free_kv, hints=turn.hints(now))

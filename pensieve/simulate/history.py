@@ -24,7 +24,7 @@ from pensieve.replay.load.workload import (
     Conversation,
     Dataset,
     DatasetError,
-    length_trace,
+    parse_length_trace,
 )
 from pensieve.store import maintenance
 from pensieve.store.contract import Key
@@ -48,7 +48,7 @@ def from_store(url: str) -> Dataset:
         row["timestamp_s"] = round(row["timestamp_s"] - start, 6)
     text = "\n".join(map(json.dumps, rows))
     name = f"{store.kind} store"
-    conversations = length_trace(Path(name), text)
+    conversations = parse_length_trace(Path(name), text)
     if not conversations:
         raise DatasetError("the store has no answered turn")
     return Dataset(name, tuple(conversations), hashlib.sha256(text.encode()).hexdigest())
@@ -57,7 +57,7 @@ def from_store(url: str) -> Dataset:
 async def _rows(store: RawStore) -> list[dict[str, Any]]:
     try:
         await store.open(Mode.READ)
-        return [row async for key, log in maintenance.logs(store) for row in trace_rows(key, log)]
+        return [row async for key, log in maintenance.iter_logs(store) for row in trace_rows(key, log)]
     finally:
         await store.close()
 

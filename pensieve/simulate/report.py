@@ -17,9 +17,9 @@ from pensieve.replay.load.shaping import Shaped
 from pensieve.replay.load.workload import Dataset
 from pensieve.replay.measure.report import SCHEMA, environment
 from pensieve.replay.measure.windows import intervals
-from pensieve.replay.presentation.columns import number
+from pensieve.replay.presentation.columns import format_number
 from pensieve.replay.presentation.curves import entries, unsteady
-from pensieve.replay.presentation.table import print_grid, show_curves
+from pensieve.replay.presentation.table import print_curves, print_grid
 from pensieve.simulate import history
 from pensieve.simulate.run import Simulation
 from pensieve.simulate.scenario.load import Load
@@ -31,7 +31,7 @@ _HEADS: Final = (
 )  # fmt: skip
 
 
-def document(
+def build_report(
     data: Dataset,
     shaped: Shaped,
     work: Sequence[Simulation],
@@ -162,7 +162,7 @@ def _settings(one: Simulation) -> dict[str, Any]:
     }
 
 
-def show(report: dict[str, Any], console: Console) -> None:
+def print_report(report: dict[str, Any], console: Console) -> None:
     """The policies below each other, load by load; of several loads also how far each policy carries."""
     simulated, work = report["simulation"], report["workload"]
     several = simulated["settings"]["replicas"] > 1
@@ -176,7 +176,7 @@ def show(report: dict[str, Any], console: Console) -> None:
         console, title, ["policy", "offered"], heads, [_line(row, compared) for row in report["targets"]]
     )
     if len(report["runs"]) > 1:
-        show_curves([report], [report["dataset"]["name"]], console)
+        print_curves([report], [report["dataset"]["name"]], console)
     else:
         for line in unsteady(entries([report])):
             console.print(line, style="red", markup=False, highlight=False)
@@ -230,11 +230,11 @@ def _line(row: Mapping[str, Any], compared: bool) -> list[str]:
     return [
         row["target"],
         _offered(row),
-        *(number(share, ".2f") for share in shares),
+        *(format_number(share, ".2f") for share in shares),
         f"{row['recomputed_cost_s']:.1f}",
-        *([number(row["over_clairvoyant"], ".3f")] if compared else []),
+        *([format_number(row["over_clairvoyant"], ".3f")] if compared else []),
         *(
-            f"{number(times['mean'], '.1f', 1e3)} / {number(times['p90'], '.1f', 1e3)}"
+            f"{format_number(times['mean'], '.1f', 1e3)} / {format_number(times['p90'], '.1f', 1e3)}"
             for times in (warm, each)
         ),
         f"{row['turns']['completed']:,}",

@@ -18,7 +18,7 @@ from pensieve.lifeline import die_with_parent
 from pensieve.simulate.full import FullSimulation
 from pensieve.simulate.scenario.load import Load
 from pensieve.simulate.scenario.settings import Settings
-from pensieve.simulate.scenario.tally import Span, Tally
+from pensieve.simulate.scenario.tally import Tally, TimeWindow
 from pensieve.simulate.turns.engine import TurnSimulation
 
 EngineName = Literal["full", "turns"]
@@ -33,7 +33,7 @@ class Simulation:
     load: Load
     engine: EngineName
     policy: str
-    window: Span | None = None
+    window: TimeWindow | None = None
     """What is measured: the turns that end in it, from ``load.zero_s`` on; None: all."""
     row_s: float | None = None
     """Length of a row of ``timeline``; None: there are none."""
@@ -56,15 +56,15 @@ class Simulation:
         else:
             turns = TurnSimulation(self.settings, self.policy, progress, tally)
             turns.run(self.load)
-            shares = self.load.shares and self.settings.cache.prefix_sharing
+            shares = self.load.has_shared_prefixes and self.settings.cache.prefix_sharing
             if turns.bound is not None and self.window is None and not shares:  # what it is a bound of
                 cache = self.settings.cache
                 pages = self.settings.replicas * (cache.device_chunks + cache.host_chunks)
-                bound = turns.bound.least_recomputed(pages, tally.ended)
+                bound = turns.bound.least_recomputed(pages, tally.last_end_s)
         return {
             "target": self.policy,
             **tally.summary(),
-            **({"shared_input_tokens": tally.shared} if self.load.shares else {}),
+            **({"shared_input_tokens": tally.shared} if self.load.has_shared_prefixes else {}),
             "least_recomputed_cost_s": bound,
             "wall_s": time.perf_counter() - started,
             "peak_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,

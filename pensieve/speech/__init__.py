@@ -6,16 +6,23 @@ what it wrote, token by token; whoever shows an answer reads it with ``SpeechRea
 May import: nothing else of Pensieve.
 """
 
-from pensieve.speech.calls import SHOWN_MARKS, CallForm, FunctionCall, is_object, opened, written
+from pensieve.speech.calls import (
+    SHOWN_MARKS,
+    CallForm,
+    FunctionCall,
+    call_prefix,
+    is_json_object,
+    render_answer,
+)
 from pensieve.speech.ends import FirstCall, ThoughtEnd
 from pensieve.speech.reader import (
     CLOSE_THOUGHT,
     OPEN_THOUGHT,
     PLAIN,
     Answer,
+    AnswerPart,
     SpeechForm,
     SpeechReader,
-    Spoken,
     Thought,
     Words,
     read,
@@ -32,12 +39,12 @@ __all__ = [
     "FunctionCall",
     "SpeechForm",
     "SpeechReader",
-    "Spoken",
+    "AnswerPart",
     "Thought",
     "ThoughtEnd",
     "Words",
-    "is_object",
-    "opened",
+    "is_json_object",
+    "call_prefix",
     "read",
-    "written",
+    "render_answer",
 ]

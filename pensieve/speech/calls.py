@@ -73,7 +73,7 @@ _NAMED: Final = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\]\s*(\w+))?\s*(?:\[ARGS\])
 """Mistral's later form, without the token before it."""
 
 
-def one_call(text: str, *, needs_arguments: bool = False) -> FunctionCall | None:
+def parse_call(text: str, *, needs_arguments: bool = False) -> FunctionCall | None:
     """The call that a JSON object is; None for anything else."""
     found = _decoded(text, _WrittenCall)
     return None if found is None else _call(found, needs_arguments)
@@ -86,7 +86,7 @@ def llama_calls(text: str) -> tuple[FunctionCall, ...]:
     while rest:
         end = _object_end(rest)
         # An answer may well be a JSON object with a name: only arguments make it a call.
-        call = one_call(rest[:end], needs_arguments=True) if end else None
+        call = parse_call(rest[:end], needs_arguments=True) if end else None
         if call is None:
             return ()
         calls.append(call)
@@ -106,7 +106,7 @@ def mistral_calls(text: str) -> tuple[FunctionCall, ...]:
     return tuple(whole) if len(whole) == len(calls) else ()
 
 
-def written(words: str, calls: Sequence[FunctionCall], form: CallForm) -> str:
+def render_answer(words: str, calls: Sequence[FunctionCall], form: CallForm) -> str:
     """An answer with these words and calls as a model of the family would have written it: ``read`` gives them back."""
     match form:
         case CallForm.HERMES:
@@ -120,7 +120,7 @@ def written(words: str, calls: Sequence[FunctionCall], form: CallForm) -> str:
             return f"{words}{TOOL_CALLS} [{', '.join(texts)}]" if calls else words
 
 
-def opened(name: str, form: CallForm, template: str) -> str:
+def call_prefix(name: str, form: CallForm, template: str) -> str:
     """How an answer begins that calls this function, or any ("").
 
     It ends where a tokenizer would cut the call too. ``template``: the chat template's source, which shows which of
@@ -139,7 +139,7 @@ def opened(name: str, form: CallForm, template: str) -> str:
             return f"{TOOL_CALLS}{' ' if f'{TOOL_CALLS} [' in template else ''}[{call}"
 
 
-def is_object(text: str) -> bool:
+def is_json_object(text: str) -> bool:
     """Whether a text is a JSON object."""
     return _decoded(text, dict[str, Any]) is not None
 
@@ -151,7 +151,7 @@ def _json(call: FunctionCall, key: str, *, with_id: bool = False) -> str:
 
 def _named_call(text: str) -> FunctionCall | None:
     found = _NAMED.fullmatch(text)
-    if found is None or not is_object(found[3]):
+    if found is None or not is_json_object(found[3]):
         return None
     return FunctionCall(found[1], found[3].strip(), found[2] or "")
 
@@ -160,7 +160,7 @@ def _call(found: _WrittenCall, needs_arguments: bool) -> FunctionCall | None:
     arguments = (bytes(found.arguments) or bytes(found.parameters)).decode().strip()
     if not found.name or (needs_arguments and not arguments):
         return None
-    if arguments and not is_object(arguments):
+    if arguments and not is_json_object(arguments):
         return None
     return FunctionCall(found.name, arguments or "{}", found.id or "")
 

@@ -13,7 +13,7 @@ from pensieve.speech.calls import (
     CallForm,
     Quotes,
     mistral_calls,
-    one_call,
+    parse_call,
 )
 from pensieve.speech.reader import CLOSE_THOUGHT, OPEN_THOUGHT, SpeechForm
 
@@ -126,7 +126,7 @@ def _hermes(head: str) -> Scan:
             char = yield None
             inside += char
             quotes.push(char)
-        if one_call(inside.removesuffix(CLOSE_CALL)):
+        if parse_call(inside.removesuffix(CLOSE_CALL)):
             yield 0
 
 
@@ -138,7 +138,7 @@ def _llama(head: str) -> Scan:
         if between[:-1].replace(PYTHON_TAG, "").strip(_BETWEEN):
             return
     called = yield from _object()
-    if one_call(called, needs_arguments=True):
+    if parse_call(called, needs_arguments=True):
         yield 0
 
 

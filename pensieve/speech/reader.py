@@ -20,7 +20,7 @@ from pensieve.speech.calls import (
     Quotes,
     llama_calls,
     mistral_calls,
-    one_call,
+    parse_call,
 )
 
 OPEN_THOUGHT: Final = "<think>"
@@ -43,7 +43,7 @@ class Thought:
     text: str
 
 
-Spoken = Words | Thought | FunctionCall
+AnswerPart = Words | Thought | FunctionCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ PLAIN: Final = SpeechForm()
 class Answer:
     """A whole answer."""
 
-    parts: tuple[Spoken, ...]
+    parts: tuple[AnswerPart, ...]
     """In their order; no two of the same kind, calls excepted, follow each other."""
 
     @property
@@ -90,12 +90,12 @@ class Answer:
 def read(text: str, form: SpeechForm) -> Answer:
     """The whole of an answer."""
     reader = SpeechReader(form)
-    return Answer(joined([*reader.push(text), *reader.finish()]))
+    return Answer(merge_parts([*reader.push(text), *reader.finish()]))
 
 
-def joined(parts: Iterable[Spoken]) -> tuple[Spoken, ...]:
+def merge_parts(parts: Iterable[AnswerPart]) -> tuple[AnswerPart, ...]:
     """``parts`` with neighbours of one kind as one."""
-    found: list[Spoken] = []
+    found: list[AnswerPart] = []
     for part in parts:
         last = found[-1] if found else None
         if isinstance(part, Words) and isinstance(last, Words):
@@ -125,18 +125,18 @@ class SpeechReader:
         self._quotes = Quotes()
         """Of the call that is read, up to the character ``_looked`` of the text."""
 
-    def push(self, text: str) -> list[Spoken]:
+    def push(self, text: str) -> list[AnswerPart]:
         """What is certain with some more text."""
         self._text += text
         self._pushed += len(text)
         return self._run(last=False)
 
-    def finish(self) -> list[Spoken]:
+    def finish(self) -> list[AnswerPart]:
         """What is left when no more text follows."""
         return self._run(last=True)
 
-    def _run(self, *, last: bool) -> list[Spoken]:
-        told: list[Spoken] = []
+    def _run(self, *, last: bool) -> list[AnswerPart]:
+        told: list[AnswerPart] = []
         while True:
             state = self._state
             taken = state(last)
@@ -147,7 +147,7 @@ class SpeechReader:
 
     # ---- states: each tells what it can of the text, and may name another to go on
 
-    def _beginning(self, last: bool) -> list[Spoken]:
+    def _beginning(self, last: bool) -> list[AnswerPart]:
         """Before anything but white space."""
         self._bare = False  # here it is told, if words follow
         text = self._text.lstrip()
@@ -158,12 +158,12 @@ class SpeechReader:
             self._state = self._talk
         return []
 
-    def _thinking(self, last: bool) -> list[Spoken]:
+    def _thinking(self, last: bool) -> list[AnswerPart]:
         self._bare = True
         self._state = self._in_thought
         return []
 
-    def _in_thought(self, last: bool) -> list[Spoken]:
+    def _in_thought(self, last: bool) -> list[AnswerPart]:
         if self._bare:
             # A model whose template opens the block may open it once more.
             self._text = self._text.lstrip()
@@ -179,7 +179,7 @@ class SpeechReader:
         self._bare = False
         return [Thought(self._certain(CLOSE_THOUGHT, last))]
 
-    def _talk(self, last: bool) -> list[Spoken]:
+    def _talk(self, last: bool) -> list[AnswerPart]:
         """The first words, or what is no words."""
         text = self._text.lstrip()
         if not (text or last):
@@ -195,11 +195,11 @@ class SpeechReader:
                 self._state = self._tail if text.startswith("{") else self._words_or_tail
         return []
 
-    def _only_words(self, last: bool) -> list[Spoken]:
+    def _only_words(self, last: bool) -> list[AnswerPart]:
         text, self._text = self._text, ""
         return [self._words(text)]
 
-    def _words_or_call(self, last: bool) -> list[Spoken]:
+    def _words_or_call(self, last: bool) -> list[AnswerPart]:
         if OPEN_CALL in self._text:
             at = self._text.index(OPEN_CALL)
             words = self._text[:at].rstrip()
@@ -208,7 +208,7 @@ class SpeechReader:
             return [self._words(words)]
         return [self._words(self._certain(OPEN_CALL, last))]
 
-    def _call(self, last: bool) -> list[Spoken]:
+    def _call(self, last: bool) -> list[AnswerPart]:
         """The text is white space, the opening of a call, and what followed."""
         start = self._text.index(OPEN_CALL) + len(OPEN_CALL)
         end = self._text.find(CLOSE_CALL, max(start, self._looked))
@@ -217,28 +217,28 @@ class SpeechReader:
             self._quotes.push(self._text[max(start, self._looked) : end])
             self._looked = end
             if not self._quotes.inside:
-                call = one_call(self._text[start:end])
+                call = parse_call(self._text[start:end])
                 end += len(CLOSE_CALL)
                 return self._called(call, end) if call else self._not_called(end)
             end = self._text.find(CLOSE_CALL, end + 1)
         if not last:
             return []
         # Some models end their answer without closing the call.
-        if call := one_call(self._text[start:]):
+        if call := parse_call(self._text[start:]):
             return self._called(call, len(self._text))
         return self._not_called(len(self._text))
 
-    def _called(self, call: FunctionCall, end: int) -> list[Spoken]:
+    def _called(self, call: FunctionCall, end: int) -> list[AnswerPart]:
         self._text, self._bare = self._text[end:], True
         self._state = self._words_or_call
         return [call]
 
-    def _not_called(self, end: int) -> list[Spoken]:
+    def _not_called(self, end: int) -> list[AnswerPart]:
         text, self._text = self._text[:end], self._text[end:]
         self._state = self._words_or_call
         return [self._words(text)]
 
-    def _words_or_tail(self, last: bool) -> list[Spoken]:
+    def _words_or_tail(self, last: bool) -> list[AnswerPart]:
         marker = TOOL_CALLS if self._form.calls is CallForm.MISTRAL else PYTHON_TAG
         if marker in self._text:
             words = self._text[: self._text.index(marker)].rstrip()
@@ -246,7 +246,7 @@ class SpeechReader:
             return [self._words(words)]
         return [self._words(self._certain(marker, last))]
 
-    def _tail(self, last: bool) -> list[Spoken]:
+    def _tail(self, last: bool) -> list[AnswerPart]:
         """Calls until the end of the answer, or words."""
         if not last:
             return []

@@ -23,19 +23,19 @@ import numpy as np
 
 from pensieve.core import Role, TokenArray, TokenText
 from pensieve.errors import InvalidArgument
-from pensieve.speech import SHOWN_MARKS, CallForm, FunctionCall, SpeechForm, opened
+from pensieve.speech import SHOWN_MARKS, CallForm, FunctionCall, SpeechForm, call_prefix
 from pensieve.tokenizer.delta import (
     DeltaRenderer,
-    Ends,
+    EosTexts,
     HistoryItem,
     Occasion,
     RawMessage,
     TextMessage,
     TokenMessage,
-    together,
+    group_messages,
 )
 from pensieve.tokenizer.detokenizer import Detokenizer, TokenBytes
-from pensieve.tokenizer.encoding import Before, TextEncoder, added_words
+from pensieve.tokenizer.encoding import Preceding, TextEncoder, added_words
 from pensieve.tokenizer.folder import TokenizerFolder, read_folder, words_without_row
 from pensieve.tokenizer.marked import Roles
 from pensieve.tokenizer.template import PLAIN_TEMPLATE, ChatTemplate, TemplateError, plain_text
@@ -76,9 +76,9 @@ class ChatTokenizer:
         )
         self._encoder = TextEncoder(folder.backend, _control_words(folder, template, eos_texts))
         closing = template.closings[Role.ASSISTANT]
-        end = Ends(eos_texts).after(closing, 0, len(closing))
-        behind = self._encoder.encode(closing[end:], Before.CONTROL).ids if end is not None else []
-        self._ends = Ends(eos_texts, tuple(behind))
+        end = EosTexts(eos_texts).after(closing, 0, len(closing))
+        behind = self._encoder.encode(closing[end:], Preceding.CONTROL).ids if end is not None else []
+        self._ends = EosTexts(eos_texts, tuple(behind))
         special = {
             i
             for i, token in folder.backend.get_added_tokens_decoder().items()
@@ -135,7 +135,7 @@ class ChatTokenizer:
         *,
         generation_prompt: bool,
         tools: str = "",
-        follow: Roles = (),
+        followed_by: Roles = (),
         when: dt.datetime | None = None,
         check: Callable[[], None] | None = None,
     ) -> Rendered:
@@ -151,14 +151,14 @@ class ChatTokenizer:
         occasion = Occasion(Tools(tools), when or dt.datetime.now(), check)
         delta = DeltaRenderer(self._template, self._encoder, self._ends, history, occasion)
         arrays: list[TokenArray] = []
-        for group in together(new, self._template.needs_calls):
+        for group in group_messages(new, self._template.needs_calls):
             if isinstance(group, RawMessage | TokenMessage):
                 tokens = self._verbatim(group, delta.before)
                 delta.verbatim(self.seen(group.role, tokens, verbatim=True))
                 arrays.append(tokens)
             else:
                 is_last = len(arrays) + len(group) == len(new)
-                arrays += delta.messages(group, follow if is_last else (), self.seen)
+                arrays += delta.messages(group, followed_by if is_last else (), self.seen)
         prompt = delta.generation_prompt() if generation_prompt else []
         return Rendered(tuple(arrays), np.asarray(prompt, dtype=np.int32))
 
@@ -211,11 +211,11 @@ class ChatTokenizer:
         assert self.call_form is not None
         # Where the template has begun a thought, it is an empty one, as templates write it that are told not to think.
         thought = "\n</think>\n\n" if self.thinks == "open" else ""
-        text = thought + opened(name, self.call_form, self._template.source)
-        return tuple(self._encoder.encode(text, Before.TEXT).ids)
+        text = thought + call_prefix(name, self.call_form, self._template.source)
+        return tuple(self._encoder.encode(text, Preceding.TEXT).ids)
 
     def is_closed(self, tokens: TokenArray | Sequence[int]) -> bool:
-        """Whether an item with these tokens ends its turn by itself: ``HistoryItem.closed``."""
+        """Whether an item with these tokens ends its turn by itself: ``HistoryItem.ends_with_eos``."""
         return len(tokens) > 0 and int(tokens[-1]) in self.eos_token_ids
 
     def decode(self, ids: Iterable[int] | TokenArray) -> str:
@@ -239,13 +239,13 @@ class ChatTokenizer:
         """The control token with exactly this name, one that ``decode`` leaves out; None when there is none."""
         return self._control_ids.get(text)
 
-    def spelled(self, text: str, behind: Sequence[int]) -> tuple[int, ...] | None:
+    def spell(self, text: str, behind: Sequence[int]) -> tuple[int, ...] | None:
         """Tokens that add exactly ``text`` to the text of an answer that begins with the tokens ``behind``.
 
         These are the tokenizer's own where they can be, else the longest that the vocabulary has. None when the
         vocabulary cannot spell the text. ``behind`` must end in a whole character.
         """
-        for spelling in (self._encoder.encode_text, self._token_bytes.spelled):
+        for spelling in (self._encoder.encode_text, self._token_bytes.spell):
             ids = spelling(text)
             stream = self.detokenizer()
             stream.push(behind)
@@ -261,12 +261,12 @@ class ChatTokenizer:
         """No text with more characters than this fits into ``tokens`` tokens: refuse it before tokenising it."""
         return tokens * self._longest_token
 
-    def _verbatim(self, message: RawMessage | TokenMessage, before: Before) -> TokenArray:
+    def _verbatim(self, message: RawMessage | TokenMessage, before: Preceding) -> TokenArray:
         if isinstance(message, TokenMessage):
             return self._checked(message.tokens)
         ids = self._encoder.encode_raw(message.text, before)
         # Who writes the token themselves does not want it twice.
-        if self._adds_bos and before is Before.NOTHING and ids[:1] != [self.bos_token_id]:
+        if self._adds_bos and before is Preceding.NOTHING and ids[:1] != [self.bos_token_id]:
             ids.insert(0, self.bos_token_id or 0)
         beyond = [i for i in ids if i >= self.vocab_size]
         if beyond:

@@ -19,8 +19,8 @@ import numpy as np
 
 from pensieve.core import Role, TokenArray
 from pensieve.speech import FunctionCall
-from pensieve.tokenizer.encoding import Before, TextEncoder, filled
-from pensieve.tokenizer.marked import ROLE_NAMES, Roles, TemplateRefused, find, marker
+from pensieve.tokenizer.encoding import Preceding, TextEncoder, fill_shields
+from pensieve.tokenizer.marked import ROLE_NAMES, Roles, TemplateRefused, find_marker, marker
 from pensieve.tokenizer.template import ChatTemplate, TemplateError
 from pensieve.tokenizer.tools import NO_TOOLS, PROBE, Tools, template_id
 
@@ -35,9 +35,9 @@ class HistoryItem:
     role: Role
     verbatim: bool = False
     """Its tokens came from the client as they are."""
-    closed: bool = False
+    ends_with_eos: bool = False
     """Its last token is one of ``eos_token_ids``."""
-    whole: bool = False
+    complete: bool = False
     """It is an answer and ends with all that the template writes behind one, the end-of-sequence token included."""
 
 
@@ -84,7 +84,7 @@ class Occasion:
 
 
 @dataclass(frozen=True, slots=True)
-class Ends:
+class EosTexts:
     """The texts of a model's end-of-sequence tokens, and the token ids behind one where the template ends an answer."""
 
     texts: tuple[str, ...]
@@ -96,7 +96,7 @@ class Ends:
         return min((at + len(one) for at, one in found if at >= 0), default=None)
 
 
-def together(
+def group_messages(
     new: Sequence[Message], needs_calls: bool
 ) -> Iterator[RawMessage | TokenMessage | tuple[TextMessage, ...]]:
     """``new`` in groups that the template writes at once.
@@ -129,7 +129,7 @@ class DeltaRenderer:
         self,
         template: ChatTemplate,
         encoder: TextEncoder,
-        ends: Ends,
+        ends: EosTexts,
         history: Sequence[HistoryItem],
         occasion: Occasion,
     ) -> None:
@@ -141,17 +141,17 @@ class DeltaRenderer:
         self._prune()
 
     @property
-    def before(self) -> Before:
+    def before(self) -> Preceding:
         """What lies before the next message."""
         if not self._items:
-            return Before.NOTHING
+            return Preceding.NOTHING
         last = self._items[-1]
-        if last.closed:
-            return Before.CONTROL
-        if last.verbatim or (last.role is Role.ASSISTANT and not last.whole):
-            return Before.TEXT
+        if last.ends_with_eos:
+            return Preceding.CONTROL
+        if last.verbatim or (last.role is Role.ASSISTANT and not last.complete):
+            return Preceding.TEXT
         closing = self._template.closings[last.role]
-        return Before.CONTROL if self._encoder.ends_in_control(closing) else Before.TEXT
+        return Preceding.CONTROL if self._encoder.ends_in_control(closing) else Preceding.TEXT
 
     def verbatim(self, item: HistoryItem) -> None:
         """Note a message whose tokens are appended without glue."""
@@ -185,10 +185,10 @@ class DeltaRenderer:
             return []
         last = self._items[-1]
         prompt = self._template.generation_prompt(_roles(self._items), self._occasion.tools)
-        if last.role is Role.ASSISTANT and not last.whole:
+        if last.role is Role.ASSISTANT and not last.complete:
             closing = self._template.closings[Role.ASSISTANT]
             end = self._ends.after(closing, 0, len(closing))
-            if not last.closed:
+            if not last.ends_with_eos:
                 prompt = closing + prompt
             elif end is None:  # some templates close an answer only when something follows it
                 for text in self._ends.texts:
@@ -209,7 +209,7 @@ class _Writer:
         self,
         template: ChatTemplate,
         encoder: TextEncoder,
-        ends: Ends,
+        ends: EosTexts,
         items: Sequence[HistoryItem],
         group: Sequence[TextMessage],
         occasion: Occasion,
@@ -240,21 +240,21 @@ class _Writer:
         self._template.check(roles[0], self._occasion.tools)
         if before:
             self._template.check_follows(before, self._group[0].role, self._occasion.tools)
-        if any(one.calls for one in self._group) and self._template.calls is None:
+        if any(one.calls for one in self._group) and self._template.call_style is None:
             raise TemplateError("the chat template does not show calls of functions in earlier answers")
         try:
             if roles[-1] is Role.SYSTEM and not follow and not self._shows_last(roles):
                 # Some templates write a system prompt into the user's message that follows it.
                 follow = (Role.USER,)
             text, marks, shields = self._written((*roles, *follow))
-            shown = filled(text, shields) if shields else text
+            shown = fill_shields(text, shields) if shields else text
             start = self._start(shown)
             # Nothing of the group stands behind the first message that follows it.
-            limit = find(text, len(roles))[0] if follow else len(text)
+            limit = find_marker(text, len(roles))[0] if follow else len(text)
         except TemplateRefused as refusal:
-            raise self._template.refuses(roles, refusal) from refusal
+            raise self._template.refusal_error(roles, refusal) from refusal
         if before and any(at < start for at in marks.values()):
-            raise self._template.refuses(
+            raise self._template.refusal_error(
                 roles, TemplateRefused("earlier text changes when a message follows")
             )
         ends = self._message_ends(shown, start, marks, limit)
@@ -308,8 +308,8 @@ class _Writer:
         shown: dict[str, object] = {"role": ROLE_NAMES[message.role], "content": text}
         if message.role is Role.TOOL:
             shown["tool_call_id"] = template_id(message.call_id, place)
-        if message.calls and self._template.calls is not None:
-            style, broken = self._template.calls, self._broken if is_marked is not None else str
+        if message.calls and self._template.call_style is not None:
+            style, broken = self._template.call_style, self._broken if is_marked is not None else str
             if style.null_content and not message.text:
                 shown["content"] = None
             shown["tool_calls"] = [
@@ -331,7 +331,7 @@ class _Writer:
         """``text`` with the mark of its message where it disturbs least, and with its control tokens broken up."""
         end = _mark_place(text)
         if self._has_control:
-            end = min([end, *(a for a, b in self._encoder.spelled(text) if a < end < b)])
+            end = min([end, *(a for a, b in self._encoder.control_spans(text) if a < end < b)])
         self._rests[number] = text[end:]
         return f"{self._broken(text[:end])}{self._sign}{number}{self._sign}{self._broken(text[end:])}"
 
@@ -340,7 +340,7 @@ class _Writer:
         if not self._has_control:
             return text
         parts, at = [], 0
-        for start, _ in self._encoder.spelled(text):
+        for start, _ in self._encoder.control_spans(text):
             parts += [text[at : start + 1], self._sign * 2]
             at = start + 1
         return "".join([*parts, text[at:]])
@@ -379,7 +379,7 @@ class _Writer:
         """Where the group begins: behind what is stored of the last item."""
         if not self._items:
             return 0
-        last, (_, end) = self._items[-1], find(text, len(self._items) - 1)
+        last, (_, end) = self._items[-1], find_marker(text, len(self._items) - 1)
         after = self._closing_end(last.role, text, end, is_first=len(self._items) == 1)
         if last.verbatim or last.role is not Role.ASSISTANT:
             return after
@@ -387,10 +387,10 @@ class _Writer:
         if self._template.needs_calls and self._group[0].role is Role.TOOL and stop is not None:
             # The template shows it as a call. Of the call's text only the end-of-sequence token counts here.
             eos = max((one for one in self._ends.texts if text.endswith(one, 0, stop)), key=len)
-            return stop if last.closed or last.whole else stop - len(eos)
-        if last.whole:
+            return stop if last.ends_with_eos or last.complete else stop - len(eos)
+        if last.complete:
             return after
-        return stop if last.closed and stop is not None else end
+        return stop if last.ends_with_eos and stop is not None else end
 
     def _message_ends(self, text: str, start: int, marks: dict[int, int], limit: int) -> list[int]:
         """Where each message of the group ends. ``limit``: where the first one behind the group has its content."""

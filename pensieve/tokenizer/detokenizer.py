@@ -131,7 +131,7 @@ class TokenBytes:
             data = self._cache[token_id] = b"" if token is None else self._to_bytes(token)
         return data
 
-    def spelled(self, text: str) -> list[int] | None:
+    def spell(self, text: str) -> list[int] | None:
         """Ids whose bytes are those of ``text``, the longest token first; None when the vocabulary has no such ids."""
         if self._by_bytes is None:
             self._by_bytes = {}

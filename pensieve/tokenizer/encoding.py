@@ -27,7 +27,7 @@ SLICE_CHARS: Final = 32_768
 _FILL: Final = "\ue002"
 
 
-class Before(enum.Enum):
+class Preceding(enum.Enum):
     """What lies before a run of text; prefix spaces depend on it."""
 
     NOTHING = "nothing"
@@ -92,7 +92,7 @@ class TextEncoder:
     def encode(
         self,
         text: str,
-        before: Before,
+        before: Preceding,
         shields: Sequence[tuple[int, int]] = (),
         check: Callable[[], None] | None = None,
     ) -> Encoded:
@@ -102,7 +102,7 @@ class TextEncoder:
         slices; what it raises ends the work. Raises InvalidArgument on lone surrogates.
         """
         _check_text(text)
-        shown = filled(text, shields) if shields else text
+        shown = fill_shields(text, shields) if shields else text
         made = Encoded()
         at = 0
         while at < len(shown):
@@ -110,7 +110,7 @@ class TextEncoder:
             end = cut.start() if cut is not None else len(shown)
             if check is not None and at:
                 check()
-            made.extend(self._parsed(shown[at:end], before if not at else Before.CONTROL), at)
+            made.extend(self._parsed(shown[at:end], before if not at else Preceding.CONTROL), at)
             at = end
         return self._shielded(text, made, before, shields) if shields else made
 
@@ -119,11 +119,11 @@ class TextEncoder:
         (encoding,) = self._parsing.encode_batch_fast([text[-256:]], add_special_tokens=False)
         return bool(encoding.ids) and text.strip().endswith(self._added.get(encoding.ids[-1]) or "\0")
 
-    def encode_raw(self, text: str, before: Before) -> list[int]:
+    def encode_raw(self, text: str, before: Preceding) -> list[int]:
         """The ids of a text as the model's own tokenizer gives them, control tokens in it included."""
         return self.encode(text, before).ids
 
-    def spelled(self, text: str) -> list[tuple[int, int]]:
+    def control_spans(self, text: str) -> list[tuple[int, int]]:
         """Where a text spells a control token."""
         return [match.span() for match in self._control_pattern.finditer(text)]
 
@@ -135,7 +135,7 @@ class TextEncoder:
     def encode_text(self, text: str) -> list[int] | None:
         """The ids of a text that continues other text, without control tokens; None when it has to have some."""
         try:
-            return self._encode_run(text, Before.TEXT)
+            return self._encode_run(text, Preceding.TEXT)
         except InvalidArgument:
             return None
 
@@ -145,13 +145,13 @@ class TextEncoder:
 
     def count_control(self, text: str) -> int:
         """Number of control tokens in a text: it has at least as many tokens."""
-        return len(self.spelled(text))
+        return len(self.control_spans(text))
 
-    def _parsed(self, text: str, before: Before) -> Encoded:
-        if before is Before.NOTHING:
+    def _parsed(self, text: str, before: Preceding) -> Encoded:
+        if before is Preceding.NOTHING:
             return _encoded(self._raw, text)
         made = _encoded(self._parsing, text, self._mark)
-        if before is Before.TEXT and self._has_prefix:
+        if before is Preceding.TEXT and self._has_prefix:
             # Only the first run continues what is there; behind a token the prefix comes again.
             added = next((n for n in range(len(made.ids)) if self._is_added(made, n, text)), len(made.ids))
             end = made.starts[added] if added < len(made.ids) else len(text)
@@ -161,7 +161,7 @@ class TextEncoder:
         return made
 
     def _shielded(
-        self, text: str, made: Encoded, before: Before, shields: Sequence[tuple[int, int]]
+        self, text: str, made: Encoded, before: Preceding, shields: Sequence[tuple[int, int]]
     ) -> Encoded:
         """``made``, with the runs that hold shields encoded again without control tokens."""
         starts = [start for start, _ in shields]
@@ -174,7 +174,7 @@ class TextEncoder:
             end = made.starts[stop] if stop < len(made.ids) else len(text)
             place = bisect_left(starts, begin)
             if place < len(starts) and starts[place] < end:
-                run = self._run(text[begin:end], before if not begin else Before.CONTROL)
+                run = self._run(text[begin:end], before if not begin else Preceding.CONTROL)
                 result.extend(run, begin)
             else:
                 result.extend(made, 0, token, stop)
@@ -189,16 +189,16 @@ class TextEncoder:
         content = self._added.get(made.ids[number])
         return content is not None and text[made.starts[number] : made.ends[number]].strip() == content
 
-    def _encode_run(self, text: str, before: Before) -> list[int]:
+    def _encode_run(self, text: str, before: Preceding) -> list[int]:
         return self._run(text, before).ids
 
-    def _run(self, text: str, before: Before) -> Encoded:
+    def _run(self, text: str, before: Preceding) -> Encoded:
         """A run of text in which control tokens are spelled."""
         if not text:
             return Encoded()
         _check_text(text)
-        tokenizer = self._continuing if before is Before.TEXT else self._fresh
-        made = _encoded(tokenizer, text, "" if before is Before.NOTHING else self._mark)
+        tokenizer = self._continuing if before is Preceding.TEXT else self._fresh
+        made = _encoded(tokenizer, text, "" if before is Preceding.NOTHING else self._mark)
         if self.control_ids.isdisjoint(made.ids):
             return made
         # A vocabulary may hold a control token as an ordinary piece (Unigram): spell it.
@@ -231,7 +231,7 @@ def added_words(backend: Tokenizer) -> list[tuple[str, bool]]:
     return [(one.content, one.special) for one in backend.get_added_tokens_decoder().values()]
 
 
-def filled(text: str, shields: Sequence[tuple[int, int]]) -> str:
+def fill_shields(text: str, shields: Sequence[tuple[int, int]]) -> str:
     """``text`` with its shielded ranges filled with a character that no added word has."""
     parts, at = [], 0
     for start, end in shields:

@@ -17,7 +17,7 @@ from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
 from pensieve.errors import InvalidArgument
 from pensieve.model.arch import ModelError
-from pensieve.model.ends import default_ends, named_ends
+from pensieve.model.eos_tokens import declared_eos_ids, default_eos_ids
 from pensieve.tokenizer.gguf import GgufTokenizer, read_tokenizer
 
 _FILES = (
@@ -221,12 +221,12 @@ def _ends(folder: Path, config: dict[str, Any], of_tokenizer: int | None, vocab_
     another."""
     config, generation = _text_config(config), _read_json(folder / "generation_config.json")
     try:
-        ids = named_ends(config, generation)
+        ids = declared_eos_ids(config, generation)
     except ModelError as error:
         raise InvalidArgument(f"{folder}/{error}") from error
     if of_tokenizer is not None and of_tokenizer not in ids:
         ids = (*ids, of_tokenizer)
-    ids = ids or default_ends(config, generation)
+    ids = ids or default_eos_ids(config, generation)
     beyond = [one for one in ids if one >= vocab_size]
     if beyond:
         # The model never says it, so it does no harm.

@@ -149,7 +149,7 @@ class MarkedTemplate:
         for index, (role, after) in enumerate(pairwise(roles)):
             if role is Role.ASSISTANT and after is Role.TOOL:
                 # The call's name stands for what the answer is: the rest of the call is nobody's text.
-                _, end = find(text, index)
+                _, end = find_marker(text, index)
                 closing = text.find(self._eos, end) if self._eos else -1
                 text = text[:end] + text[max(closing, end) :]
         return text
@@ -159,7 +159,7 @@ class MarkedTemplate:
         follows."""
         try:
             text = self.text(roles, tools)
-            return text[find(text, len(roles) - 1)[1] :]
+            return text[find_marker(text, len(roles) - 1)[1] :]
         except TemplateRefused:
             return ""
 
@@ -173,7 +173,7 @@ def markers(count: int) -> list[str]:
     return [marker(index) for index in range(count)]
 
 
-def find(text: str, index: int) -> tuple[int, int]:
+def find_marker(text: str, index: int) -> tuple[int, int]:
     """Where marker ``index`` starts and ends. Raises TemplateRefused unless it is there exactly once."""
     wanted = marker(index)
     if text.count(wanted) != 1:

@@ -32,7 +32,7 @@ from pensieve.tokenizer.marked import (
     Roles,
     TemplateRefused,
     compile_template,
-    find,
+    find_marker,
     marker,
 )
 from pensieve.tokenizer.tools import ID_MARKER, NO_TOOLS, PROBE, PROBE_NAME, Tools, id_marker
@@ -119,7 +119,7 @@ class ChatTemplate:
         self.closings = self._probe_closings()
         """The text behind the content of a last message, by its role; "" where a conversation cannot end so."""
         self._closing_patterns = {role: _with_any_ids(text) for role, text in self.closings.items()}
-        self.calls = self._probe_calls()
+        self.call_style = self._probe_calls()
         """How calls in earlier answers are given to it; None: it does not show them."""
         dialogue, call = (Role.USER, Role.ASSISTANT), (Role.USER, Role.ASSISTANT, Role.TOOL, Role.ASSISTANT)
         self._counts_results = self._probe_counting((*call, *dialogue * 6, *call[:3]), (*call * 5, Role.USER))
@@ -167,7 +167,7 @@ class ChatTemplate:
         """Messages with markers as contents, for what lies before or behind those that are rendered."""
         return self._marked.messages(roles, contents)
 
-    def refuses(self, roles: Roles, refusal: TemplateRefused) -> TemplateError:
+    def refusal_error(self, roles: Roles, refusal: TemplateRefused) -> TemplateError:
         """The error for a conversation that the template does not take."""
         return self._refuses(roles, refusal)
 
@@ -211,7 +211,7 @@ class ChatTemplate:
             text = self._marked.say(
                 self._marked.messages((Role.SYSTEM,), [marker(0)]), tools=tools, when=when
             )
-            return text[find(text, 0)[1] :]
+            return text[find_marker(text, 0)[1] :]
         except TemplateRefused:
             return ""
 
@@ -233,17 +233,17 @@ class ChatTemplate:
         last = len(roles) - 1
         try:
             text = self._marked.text(roles, tools)
-            start, _ = find(text, last)
+            start, _ = find_marker(text, last)
         except TemplateRefused:
             if roles[-1] is not Role.SYSTEM:
                 raise
             # Some templates write a system prompt into the user message that follows (Llama 2).
             text = self._marked.text((*roles, Role.USER), tools)
-            start, _ = find(text, last)
+            start, _ = find_marker(text, last)
         if last == 0:
             return text[:start]
-        between = text[find(text, last - 1)[1] : start]
-        if start < find(text, last - 1)[1] or any(marker(i) in between for i in range(last)):
+        between = text[find_marker(text, last - 1)[1] : start]
+        if start < find_marker(text, last - 1)[1] or any(marker(i) in between for i in range(last)):
             raise TemplateRefused(_CHANGES)
         before = self._marked.closing(roles[:-1], tools)
         if not between.startswith(before):
@@ -259,7 +259,7 @@ class ChatTemplate:
             # An answer before a result may be shown as a call: what stands before that answer is compared then.
             count = len(roles) - (2 if roles[-2:] == (Role.ASSISTANT, Role.TOOL) else 1)
             shorter = self._marked.text(roles[:count], tools)
-            find(shorter, count - 1)
+            find_marker(shorter, count - 1)
         except TemplateRefused:
             return  # it cannot end there, so nothing was written yet that could change
         self._compare(shorter, longer)

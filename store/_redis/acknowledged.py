@@ -33,15 +33,15 @@ MAX_SESSIONS: Final = 200_000
 """Some 60 MB. The least recently changed are forgotten first: one of them that is lost is NOT_FOUND."""
 
 
-class Acknowledged:
+class AcknowledgedChanges:
     """One per store. Used on one event loop."""
 
     def __init__(
-        self, link: RedisLink, on_went_back: Callable[[], None], max_sessions: int = MAX_SESSIONS
+        self, link: RedisLink, on_regression: Callable[[], None], max_sessions: int = MAX_SESSIONS
     ) -> None:
         """``on_went_back`` hears, once each time, that Redis has lost changes that were acknowledged here."""
         self._link = link
-        self._on_went_back = on_went_back
+        self._on_went_back = on_regression
         self._max_sessions = max_sessions
         self._mark = f"pv1:mark:{uuid.uuid4().hex}"
         self._numbers: OrderedDict[Key, tuple[int, int]] = OrderedDict()
@@ -59,7 +59,7 @@ class Acknowledged:
         marks = [self._mark] if self._link.is_one_log else []
         return await self._link.call_durably(script, [*session_keys(key), *marks], [*args, self._kept])
 
-    def made(self, row: SessionRow, now: bytes, number: bytes) -> None:
+    def record_change(self, row: SessionRow, now: bytes, number: bytes) -> None:
         """``row`` is about to be acknowledged. ``now`` and ``number``: from the script's reply."""
         key = Key(row.tenant, row.session_id)
         self._lost.pop(key, None)
@@ -71,7 +71,7 @@ class Acknowledged:
             self._numbers.popitem(last=False)
         self._is_kept(now, number)
 
-    def erased(self, key: Key, now: bytes = b"", number: bytes = b"") -> None:
+    def record_erasure(self, key: Key, now: bytes = b"", number: bytes = b"") -> None:
         """The session's erasure is about to be acknowledged. Without a number it was not made here."""
         self._numbers.pop(key, None)
         self._lost.pop(key, None)
@@ -85,17 +85,17 @@ class Acknowledged:
     async def is_lost(self, key: Key, now: bytes) -> bool:
         """Whether a session that is not there at ``now``, by Redis' clock, was lost with what was acknowledged."""
         if key in self._numbers:
-            await self.look()
+            await self.check_for_regression()
         expire_ms = self._lost.get(key)
         return expire_ms is not None and not 0 < expire_ms <= int(now)
 
-    async def look(self, *, counts: bool = True) -> None:
+    async def check_for_regression(self, *, counts: bool = True) -> None:
         """Find out whether Redis has gone back since the last look. ``counts``: see ``RedisLink.command``."""
         kept, times_back = self._kept, self._times_back
         if not kept:
             return
         found = await self._number(counts)
-        if found < kept and await self._link.look_again():
+        if found < kept and await self._link.drop_idle_connections():
             found = await self._number(counts)
         if found >= kept:
             return
@@ -117,7 +117,7 @@ class Acknowledged:
         extra = {"acknowledged": kept, "found": found, "sessions": len(gone)}
         log.error(
             "%s went back in time: %d changes that this server had acknowledged are gone, of %d sessions",
-            *(self._link.place, kept - found, len(gone)),
+            *(self._link.address, kept - found, len(gone)),
             extra=extra,
         )
         self._on_went_back()
@@ -131,7 +131,7 @@ class Acknowledged:
         return now - self._kept_ms > MARK_MS // 2
 
 
-class SafeHeads:
+class DurableHeads:
     """One per store. Each method returns when it is so, and raises Unavailable when it is not in time."""
 
     def __init__(self, link: RedisLink) -> None:
@@ -139,30 +139,30 @@ class SafeHeads:
         self._known: OrderedDict[Key, tuple[int, str]] = OrderedDict()
         """Revision and chain hash that are known to be in Redis' file."""
 
-    async def made(self, row: SessionRow) -> None:
+    async def confirm_change(self, row: SessionRow) -> None:
         """A change that was made here, and has reached replicas where it has to, may be acknowledged."""
         key = Key(row.tenant, row.session_id)
         if self._link.replicas:
             await self._link.call(scripts.SURE, session_keys(key), [row.revision])
         else:
-            await self.in_file(key, row.revision, row.head_hash)
+            await self.wait_for_file(key, row.revision, row.head_hash)
 
-    async def shown(self, row: SessionRow, fields: Fields) -> None:
+    async def confirm_read(self, row: SessionRow, fields: Fields) -> None:
         """What was read may be told: whoever hears of a change takes it as acknowledged, and who made it may still wait
         for that."""
         key = Key(row.tenant, row.session_id)
-        await self.on_replicas(key, row.revision, fields.get(b"sure", b""))
+        await self.wait_for_replicas(key, row.revision, fields.get(b"sure", b""))
         if not self._link.replicas:
-            await self.in_file(key, row.revision, row.head_hash, reading=True)
+            await self.wait_for_file(key, row.revision, row.head_hash, reading=True)
 
-    async def on_replicas(self, key: Key, revision: int, sure: bytes) -> None:
+    async def wait_for_replicas(self, key: Key, revision: int, sure: bytes) -> None:
         """Enough replicas have ``revision``, if any have to. ``sure``: the newest that is known to be there."""
         if self._link.replicas and int(sure or b"0") < revision:
             outcome, *values = await self._link.call_durably(scripts.AGAIN, session_keys(key), [])
             if outcome == b"OK":
                 await self._link.call(scripts.SURE, session_keys(key), [int(values[0])])
 
-    async def in_file(self, key: Key, revision: int, head_hash: str, *, reading: bool = False) -> None:
+    async def wait_for_file(self, key: Key, revision: int, head_hash: str, *, reading: bool = False) -> None:
         """That revision has left Redis' memory. What is known of that is not asked again.
 
         ``reading``: from a disk that takes no writes it is told all the same.

@@ -24,7 +24,7 @@ MAX_REPLICAS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class RedisPlace:
+class RedisAddress:
     """One Redis server, the primary of a service that Sentinels watch, or a Cluster."""
 
     kind: Kind
@@ -44,7 +44,7 @@ class RedisPlace:
         return f"{where}/{self.service}" if self.service else where
 
 
-def parse_place(url: str) -> RedisPlace:
+def parse_address(url: str) -> RedisAddress:
     """The place that a URL names. Raises ValueError on a form that is none of::
 
         redis://[USER:PASSWORD@]HOST[:PORT][/DB]
@@ -74,7 +74,7 @@ def parse_place(url: str) -> RedisPlace:
         options["ssl"] = True
     tls = {name: value for name, value in options.items() if name.startswith("ssl")}
     known = {name: value for name, value in sentinel.items() if value is not None}
-    return RedisPlace(kind, nodes, options, service, {**tls, **known}, replicas)
+    return RedisAddress(kind, nodes, options, service, {**tls, **known}, replicas)
 
 
 def _replicas(text: str) -> int:
@@ -102,7 +102,7 @@ def _node(text: str, default_port: int) -> tuple[str, int]:
     return parts.hostname, parts.port or default_port
 
 
-async def all_ended(*calls: Coroutine[Any, Any, Any]) -> list[Any]:
+async def gather_all(*calls: Coroutine[Any, Any, Any]) -> list[Any]:
     """Their results, when all have ended. Raises the first error, in their order.
 
     ``asyncio.gather`` leaves the others running behind an error, and after the store is closed they would open
@@ -126,7 +126,7 @@ async def all_ended(*calls: Coroutine[Any, Any, Any]) -> list[Any]:
     return results
 
 
-Words = tuple[Any, ...]
+Command = tuple[Any, ...]
 """One command."""
 
 MAX_CONNECTIONS = 64
@@ -146,13 +146,13 @@ class RedisClient(Protocol):
         """The reply to one command."""
         ...
 
-    async def batch(self, commands: Iterable[Words]) -> list[Any]:
+    async def batch(self, commands: Iterable[Command]) -> list[Any]:
         """Several commands in one round trip, in order; others' commands may run between them. Replies, or errors in
         their places.
         """
         ...
 
-    async def pair(self, key: str, commands: tuple[Words, Words]) -> list[Any]:
+    async def pair(self, key: str, commands: tuple[Command, Command]) -> list[Any]:
         """Two commands on one connection to the server that holds ``key``; replies, or errors in their places."""
         ...
 
@@ -160,15 +160,15 @@ class RedisClient(Protocol):
         """A name for the server that holds each key."""
         ...
 
-    async def together(self, commands: Sequence[tuple[str, Words]]) -> list[Any]:
+    async def batch_on_one_server(self, commands: Sequence[tuple[str, Command]]) -> list[Any]:
         """Commands, each with its key, all to one server in one round trip; replies, or errors in their places."""
         ...
 
-    async def everywhere(self, *words: Any) -> list[Any]:
+    async def run_on_all(self, *words: Any) -> list[Any]:
         """One command to every server that holds keys."""
         ...
 
-    async def look_again(self) -> None:
+    async def drop_idle_connections(self) -> None:
         """Who may write may be another one by now: nothing goes over the connections any more that are idle now."""
         ...
 
@@ -183,7 +183,7 @@ class RedisClient(Protocol):
     async def close(self) -> None: ...
 
 
-def make_client(place: RedisPlace, *, timeout_s: float, retries: int, on_connect: OnConnect) -> RedisClient:
+def make_client(place: RedisAddress, *, timeout_s: float, retries: int, on_connect: OnConnect) -> RedisClient:
     """``on_connect`` makes a connection ready. Not called in a Cluster: a server may not hold what it asks for."""
     options = {
         **place.options,
@@ -208,7 +208,7 @@ OnConnect = Callable[[Any], Awaitable[None]]
 class ServerClient:
     """One server, or the one that Sentinels name."""
 
-    def __init__(self, place: RedisPlace, options: dict[str, Any]) -> None:
+    def __init__(self, place: RedisAddress, options: dict[str, Any]) -> None:
         self._sentinel: Any = None
         self._client: Any
         if place.kind == "sentinel":
@@ -239,7 +239,7 @@ class ServerClient:
             await self._client.connection_pool.disconnect(inuse_connections=False)
             raise
 
-    async def batch(self, commands: Iterable[Words]) -> list[Any]:
+    async def batch(self, commands: Iterable[Command]) -> list[Any]:
         # Never MULTI: a Redis whose memory is full refuses even reads inside of it.
         async with self._client.pipeline(transaction=False) as pipeline:
             for words in commands:
@@ -247,19 +247,19 @@ class ServerClient:
             replies: list[Any] = await pipeline.execute(raise_on_error=False)
             return replies
 
-    async def pair(self, key: str, commands: tuple[Words, Words]) -> list[Any]:
+    async def pair(self, key: str, commands: tuple[Command, Command]) -> list[Any]:
         return await self.batch(commands)
 
     async def servers_of(self, keys: Sequence[str]) -> list[str]:
         return [""] * len(keys)
 
-    async def together(self, commands: Sequence[tuple[str, Words]]) -> list[Any]:
+    async def batch_on_one_server(self, commands: Sequence[tuple[str, Command]]) -> list[Any]:
         return await self.batch(words for _, words in commands)
 
-    async def everywhere(self, *words: Any) -> list[Any]:
+    async def run_on_all(self, *words: Any) -> list[Any]:
         return [await self.run(*words)]
 
-    async def look_again(self) -> None:
+    async def drop_idle_connections(self) -> None:
         if self._sentinel is not None:
             # Those in use when redis-py heard of another primary stay with the old one, as long as that takes itself
             # for a primary: its Sentinels tell it otherwise some ten seconds after they have named another.
@@ -284,7 +284,7 @@ class ServerClient:
 class ClusterClient:
     """Redis Cluster. A command goes where its key lies; one without a key, to any server."""
 
-    def __init__(self, place: RedisPlace, options: dict[str, Any], retry: Retry) -> None:
+    def __init__(self, place: RedisAddress, options: dict[str, Any], retry: Retry) -> None:
         nodes = [ClusterNode(host, port) for host, port in place.nodes]
         self._client: Any = RedisCluster(
             startup_nodes=nodes, retry=retry, max_connections=MAX_CONNECTIONS, **options
@@ -298,14 +298,14 @@ class ClusterClient:
     async def run(self, *words: Any) -> Any:
         return await self._client.execute_command(*words)
 
-    async def batch(self, commands: Iterable[Words]) -> list[Any]:
+    async def batch(self, commands: Iterable[Command]) -> list[Any]:
         async with self._client.pipeline() as pipeline:
             for words in commands:
                 pipeline.execute_command(*words)
             replies: list[Any] = await pipeline.execute(raise_on_error=False)
             return replies
 
-    async def pair(self, key: str, commands: tuple[Words, Words]) -> list[Any]:
+    async def pair(self, key: str, commands: tuple[Command, Command]) -> list[Any]:
         """A connection of our own, since the Cluster client says of none which one it takes."""
         await self._client.initialize()
         node = self._client.get_node_from_key(key)
@@ -320,7 +320,7 @@ class ClusterClient:
         await self._client.initialize()
         return [self._client.get_node_from_key(key).name for key in keys]
 
-    async def together(self, commands: Sequence[tuple[str, Words]]) -> list[Any]:
+    async def batch_on_one_server(self, commands: Sequence[tuple[str, Command]]) -> list[Any]:
         await self._client.initialize()
         node = self._client.get_node_from_key(commands[0][0])
         replies = await self._piped(node.host, node.port, [words for _, words in commands])
@@ -329,14 +329,14 @@ class ClusterClient:
             for (_, words), reply in zip(commands, replies, strict=True)
         ]
 
-    async def everywhere(self, *words: Any) -> list[Any]:
+    async def run_on_all(self, *words: Any) -> list[Any]:
         await self._client.initialize()
         primaries = self._client.get_primaries()
-        return await all_ended(
+        return await gather_all(
             *(self._client.execute_command(*words, target_nodes=node) for node in primaries)
         )
 
-    async def look_again(self) -> None:
+    async def drop_idle_connections(self) -> None:
         """It learns of changes from its servers' answers."""
 
     async def beats(self) -> list[str]:
@@ -365,14 +365,14 @@ class ClusterClient:
             self._beats[node] = known
         return known
 
-    async def _redirected(self, words: Words) -> Any:
+    async def _redirected(self, words: Command) -> Any:
         """The reply of the server that holds the key by now, or the error."""
         try:
             return await self.run(*words)
         except (exceptions.RedisError, exceptions.RedisClusterException) as error:
             return error
 
-    async def _piped(self, host: str, port: int, commands: Sequence[Words]) -> list[Any]:
+    async def _piped(self, host: str, port: int, commands: Sequence[Command]) -> list[Any]:
         server = self._servers.get((host, port))
         if server is None:
             retry = Retry(NoBackoff(), 1)

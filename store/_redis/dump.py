@@ -18,7 +18,7 @@ import msgspec
 from pensieve.errors import DataLoss, FailedPrecondition
 from pensieve.store import _refusals
 from pensieve.store._codec import StoredRecord
-from pensieve.store._marks import markings_of_log
+from pensieve.store._marks import mark_entries_of_log
 from pensieve.store._raw import (
     Finding,
     Mode,
@@ -26,9 +26,9 @@ from pensieve.store._raw import (
     Progress,
     RawSession,
     Remedy,
-    finding,
     in_order,
-    silent,
+    make_finding,
+    no_progress,
 )
 from pensieve.store._redis.index import RedisIndex
 from pensieve.store._redis.link import MARKER, SCHEMA, RedisLink
@@ -44,7 +44,7 @@ from pensieve.store._redis.rows import (
     session_keys,
 )
 from pensieve.store._redis.scripts import PRELUDE
-from pensieve.store._rules import Known, Lease, Meta
+from pensieve.store._rules import CommittedRequest, Lease, Meta
 from pensieve.store.contract import Key
 from pensieve.store.records import SessionRow, State
 
@@ -114,7 +114,7 @@ class RedisDump:
         self.store_id = ""
 
     @property
-    def alone(self) -> bool:
+    def is_exclusive(self) -> bool:
         """Never: Redis does not tell who works with it."""
         return False
 
@@ -129,7 +129,7 @@ class RedisDump:
             raise _refusals.newer_schema(schema, SCHEMA)
         if store_id is None and not await self.keys():
             raise FailedPrecondition(
-                f"the Redis at {self._link.place} holds no history", reason="STORE_FOREIGN"
+                f"the Redis at {self._link.address} holds no history", reason="STORE_FOREIGN"
             )
         self.store_id = store_id or ""
 
@@ -153,17 +153,17 @@ class RedisDump:
             found = await self._read(key)
         return found
 
-    async def about_store(self) -> list[Finding]:
+    async def check_storage(self) -> list[Finding]:
         if self.store_id:
             return []
         detail = f"{MARKER} is gone: servers take this for another, empty store"
-        return [finding(None, Problem.FILE, detail, Remedy.REBUILD)]
+        return [make_finding(None, Problem.FILE, detail, Remedy.REBUILD)]
 
-    async def tidy(self, progress: Progress = silent) -> None:
+    async def repair_storage(self, progress: Progress = no_progress) -> None:
         """Make a new marker, if there is none."""
         await self._link.open()
 
-    async def put(self, session: RawSession, *, over: str | None) -> bool:
+    async def put(self, session: RawSession, *, expected_stamp: str | None) -> bool:
         assert session.meta is not None, "only a session with a row can be written"
         row = session.meta.row
         present = session_keys(session.key)
@@ -173,7 +173,7 @@ class RedisDump:
             await self._link.command("ZADD", index_key(row.tenant), "GT", row.update_ms, row.session_id)
         for batch in _batches(_writes(session, staged)):
             await self._link.commands([*batch, *(("EXPIRE", name, STAGED_S) for name in staged)])
-        replaced = (NOTHING if over is None else over).encode(errors="surrogateescape")
+        replaced = (NOTHING if expected_stamp is None else expected_stamp).encode(errors="surrogateescape")
         args = [replaced, row.expire_ms]
         outcome, *values = await self._link.call_durably(PLACE, [*present, *staged], args)
         if outcome != b"OK":
@@ -185,7 +185,7 @@ class RedisDump:
             await self._index.remove(session.key)
         else:
             await self._index.enter(row, as_fields(values[1]))
-            await self._index.mark(session.key, markings_of_log(session.log))
+            await self._index.mark(session.key, mark_entries_of_log(session.log))
         return True
 
     async def flush(self) -> None:
@@ -204,7 +204,7 @@ class RedisDump:
             meta = _meta(key, fields)
         except (KeyError, ValueError, msgspec.MsgspecError) as error:
             what = "is missing" if not fields else f"cannot be read ({type(error).__name__}: {error})"
-            found.append(finding(key, Problem.ROW, f"its row {what}", Remedy.REBUILD))
+            found.append(make_finding(key, Problem.ROW, f"its row {what}", Remedy.REBUILD))
             return RawSession(
                 key, None, records, requests, tuple(found), stamp.decode(errors="surrogateescape")
             )
@@ -213,10 +213,10 @@ class RedisDump:
             found += _of_seal(key, fields)
             place = await self._link.command("ZSCORE", index_key(key.tenant), key.session_id)
             if place is None:
-                found.append(finding(key, Problem.LISTING, "it is not in the listing", Remedy.REBUILD))
-            if not await self._index.has_marks(key, markings_of_log(records)):
+                found.append(make_finding(key, Problem.LISTING, "it is not in the listing", Remedy.REBUILD))
+            if not await self._index.has_marks(key, mark_entries_of_log(records)):
                 detail = "its turns are not found by their marks"
-                found.append(finding(key, Problem.LISTING, detail, Remedy.REBUILD))
+                found.append(make_finding(key, Problem.LISTING, detail, Remedy.REBUILD))
         return RawSession(key, meta, records, requests, tuple(found), stamp.decode(errors="surrogateescape"))
 
 
@@ -279,15 +279,15 @@ def _row_fields(meta: Meta, size: int) -> list[Any]:
     return fields
 
 
-def _requests(key: Key, fields: Mapping[bytes, bytes]) -> tuple[dict[str, Known], list[Finding]]:
-    requests: dict[str, Known] = {}
+def _requests(key: Key, fields: Mapping[bytes, bytes]) -> tuple[dict[str, CommittedRequest], list[Finding]]:
+    requests: dict[str, CommittedRequest] = {}
     for name, value in fields.items():
         revision, bar, fingerprint = value.decode("utf-8", errors="replace").partition("|")
         if bar and revision.isdecimal():
-            requests[name.decode("utf-8", errors="replace")] = Known(fingerprint, int(revision))
+            requests[name.decode("utf-8", errors="replace")] = CommittedRequest(fingerprint, int(revision))
     bad = len(fields) - len(requests)
     unreadable = f"{bad} entries of its request ids cannot be read"
-    return requests, [finding(key, Problem.REQUESTS, unreadable, Remedy.REBUILD)] if bad else []
+    return requests, [make_finding(key, Problem.REQUESTS, unreadable, Remedy.REBUILD)] if bad else []
 
 
 def _records(key: Key, log: Iterable[Any], found: list[Finding]) -> Iterator[StoredRecord]:
@@ -297,7 +297,7 @@ def _records(key: Key, log: Iterable[Any], found: list[Finding]) -> Iterator[Sto
             yield from parse_log([entry])
         else:
             detail = f"its log has an entry {entry[0].decode()} that is no record"
-            found.append(finding(key, Problem.LOG, detail, Remedy.REBUILD))
+            found.append(make_finding(key, Problem.LOG, detail, Remedy.REBUILD))
 
 
 def _of_kinds(key: Key, kinds: list[bytes]) -> Iterator[Finding]:
@@ -305,7 +305,9 @@ def _of_kinds(key: Key, kinds: list[bytes]) -> Iterator[Finding]:
         ("row", "request ids", "log"), kinds, ("hash", "hash", "stream"), strict=True
     ):
         if kind.decode() not in ("none", right):
-            yield finding(key, Problem.ROW, f"its {name} is a {kind.decode()}, no {right}", Remedy.REBUILD)
+            yield make_finding(
+                key, Problem.ROW, f"its {name} is a {kind.decode()}, no {right}", Remedy.REBUILD
+            )
 
 
 def _of_seal(key: Key, fields: Fields) -> Iterator[Finding]:
@@ -314,7 +316,7 @@ def _of_seal(key: Key, fields: Fields) -> Iterator[Finding]:
         read_row(key, fields, now=1 << 62)
     except DataLoss as error:
         detail = error.message.removeprefix(f"session {key.session_id!r}: ")
-        yield finding(key, Problem.ROW, detail, Remedy.REBUILD)
+        yield make_finding(key, Problem.ROW, detail, Remedy.REBUILD)
 
 
 def _of_expiry(key: Key, meta: Meta, now: int, kinds: list[bytes], lives: list[int]) -> Iterator[Finding]:
@@ -328,7 +330,7 @@ def _of_expiry(key: Key, meta: Meta, now: int, kinds: list[bytes], lives: list[i
             says = "never" if until == 0 else f"in {until - now} ms"
             does = "never" if life == -1 else f"in {life} ms"
             detail = f"{name} expires {does}, its row says {says}"
-            yield finding(key, Problem.EXPIRY, detail, Remedy.REBUILD)
+            yield make_finding(key, Problem.EXPIRY, detail, Remedy.REBUILD)
 
 
 def _writes(session: RawSession, staged: list[str]) -> Iterator[tuple[Any, ...]]:

@@ -22,8 +22,8 @@ from urllib.parse import quote, unquote
 
 from pensieve.errors import DataLoss
 from pensieve.store import _refusals
-from pensieve.store._listing import Position, decode_cursor, encode_cursor, has_labels, position
-from pensieve.store._marks import Marking
+from pensieve.store._listing import Position, decode_cursor, encode_cursor, has_labels, position_of
+from pensieve.store._marks import MarkEntry
 from pensieve.store._redis.link import RedisLink
 from pensieve.store._redis.rows import (
     Fields,
@@ -146,7 +146,7 @@ class RedisIndex:
         is of another one, and stays."""
         await self._link.call(_REMOVE_OLD, tenant_keys(key.tenant), [key.session_id, until_ms])
 
-    async def mark(self, key: Key, entries: Iterable[Marking]) -> None:
+    async def mark(self, key: Key, entries: Iterable[MarkEntry]) -> None:
         """Enter what turns of the session are found by, before they are appended."""
         members = [member for one in entries for member in _mark_members(key, one)]
         if members:
@@ -164,7 +164,7 @@ class RedisIndex:
             members = (member for turn in gone for member in (f"m:{turn}:{session_id}", prefix + turn))
             await self._link.command("ZREM", name, *members)
 
-    async def has_marks(self, key: Key, entries: Iterable[Marking]) -> bool:
+    async def has_marks(self, key: Key, entries: Iterable[MarkEntry]) -> bool:
         """Whether all of these are entered."""
         members = [member for one in entries for member in _mark_members(key, one)]
         name = tenant_keys(key.tenant)[4]
@@ -197,7 +197,7 @@ class RedisIndex:
             found += [entry for entry in entries if has_labels(entry.row, labels)]
             place = batch[-1]
         page = found[:limit]
-        rows = sorted((entry.row for entry in page), key=position, reverse=True)
+        rows = sorted((entry.row for entry in page), key=position_of, reverse=True)
         return Page(tuple(rows), encode_cursor(page[-1].place) if len(found) > limit else "")
 
     async def purge(self) -> int:
@@ -265,7 +265,7 @@ class RedisIndex:
         return log_bytes(await self._link.command("XRANGE", stream, "-", "+"))
 
 
-def _mark_members(key: Key, one: Marking) -> tuple[str, str]:
+def _mark_members(key: Key, one: MarkEntry) -> tuple[str, str]:
     session_id = quote(key.session_id, safe="")
     turn = f"{one.found_by}:{one.time_ms:015d}:{one.revision:010d}"
     return f"m:{turn}:{session_id}", f"s:{session_id}:{turn}"

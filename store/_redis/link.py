@@ -19,7 +19,7 @@ from redis import exceptions
 from pensieve.errors import DataLoss, FailedPrecondition, PensieveError, Unavailable
 from pensieve.store import _refusals
 from pensieve.store._redis import scripts
-from pensieve.store._redis.clients import Words, all_ended, make_client, parse_place
+from pensieve.store._redis.clients import Command, gather_all, make_client, parse_address
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ def is_wrong_type(error: Exception) -> bool:
 
 
 @contextmanager
-def translated(place: str) -> Iterator[None]:
+def translate_errors(place: str) -> Iterator[None]:
     """Raises the store's errors for those of Redis; what can only be a bug of ours passes as it is."""
     try:
         yield
@@ -173,8 +173,8 @@ class RedisLink:
     ) -> None:
         """Connects to nothing yet. Raises ValueError on a bad URL. ``on_error``: see ``open_store``."""
         self._on_error = on_error
-        self._place = parse_place(url)
-        self.place = str(self._place)
+        self._place = parse_address(url)
+        self.address = str(self._place)
         self.replicas = self._place.replicas
         """How many replicas must have a change before it is acknowledged."""
         self.is_one_log = self._place.kind != "cluster"
@@ -214,12 +214,12 @@ class RedisLink:
         known = self._known(script)
         commands = [(keys[0], ("EVALSHA", known.sha, len(keys), *keys, *args)) for keys, args in many]
         async with self._bounded():
-            replies = await self._client.together(commands)
+            replies = await self._client.batch_on_one_server(commands)
             if any(isinstance(reply, exceptions.NoScriptError) for reply in replies):
                 # What ran already runs again, which is what every script is made for.
-                await self._client.everywhere("SCRIPT LOAD", known.source)
-                replies = await self._client.together(commands)
-        return [meant(reply, self.place) if isinstance(reply, Exception) else reply for reply in replies]
+                await self._client.run_on_all("SCRIPT LOAD", known.source)
+                replies = await self._client.batch_on_one_server(commands)
+        return [meant(reply, self.address) if isinstance(reply, Exception) else reply for reply in replies]
 
     async def servers_of(self, keys: Sequence[str]) -> list[str]:
         """A name for the server that holds each key."""
@@ -262,7 +262,7 @@ class RedisLink:
             there, size, flushes, failing = map(int, reply)
             if not there:
                 raise _refusals.unavailable(
-                    f"Redis at {self.place} has forgotten a change: its outcome is open"
+                    f"Redis at {self.address} has forgotten a change: its outcome is open"
                 )
             if reading and failing:
                 return False
@@ -274,7 +274,7 @@ class RedisLink:
             if not handed_over:
                 if asyncio.get_running_loop().time() > limit:
                     raise _refusals.unavailable(
-                        f"Redis at {self.place} does not write its append-only file: a change's outcome is open"
+                        f"Redis at {self.address} does not write its append-only file: a change's outcome is open"
                     )
                 await asyncio.sleep(BUFFER_LOOK_S)
 
@@ -283,7 +283,7 @@ class RedisLink:
         async with self._bounded(counts=counts):
             return await self._client.run(*words)
 
-    async def commands(self, batch: Iterable[Words]) -> list[Any]:
+    async def commands(self, batch: Iterable[Command]) -> list[Any]:
         """Several commands in one round trip, in order; others' commands may run between them.
 
         The reply to one that met a key of another type is that error: it says nothing of the others.
@@ -297,15 +297,15 @@ class RedisLink:
 
     async def names(self, pattern: str, kind: str) -> list[bytes]:
         """All keys of one type that match. Takes as long as it takes: for housekeeping."""
-        with translated(self.place):
+        with translate_errors(self.address):
             return [name async for name in self._client.names(pattern, kind)]
 
-    async def look_again(self) -> bool:
+    async def drop_idle_connections(self) -> bool:
         """Who answered may be a primary that was replaced and does not know it yet; whether that is possible here.
 
         What is asked next goes over new connections.
         """
-        await self._client.look_again()
+        await self._client.drop_idle_connections()
         return self._place.kind == "sentinel"
 
     async def open(self) -> None:
@@ -324,7 +324,7 @@ class RedisLink:
         if not schema.isdecimal() or int(schema) > SCHEMA:
             raise _refusals.newer_schema(schema, SCHEMA)
         if self.store_id and store_id != self.store_id:
-            raise _refusals.replaced(f"the Redis at {self.place} holds another store than before")
+            raise _refusals.replaced(f"the Redis at {self.address} holds another store than before")
         if not self.replicas:
             await self._written(scripts.MARKED, [MARKER, f"pv1:{{{MARKER}}}:none"], [store_id])
         self.store_id = store_id
@@ -340,14 +340,14 @@ class RedisLink:
         if found is None or found.decode() != self.store_id:
             if counts:
                 self._on_error()
-            raise _refusals.replaced(f"the Redis at {self.place} was emptied or replaced")
+            raise _refusals.replaced(f"the Redis at {self.address} was emptied or replaced")
 
     async def ping(self) -> None:
         """Raises unless this is our store, none of its servers may evict, and each takes writes as turns make them."""
         await self.check_marker(counts=False)
         async with self._bounded(counts=False):
             keys = await self._client.beats()
-            await all_ended(*(self._beat(key) for key in keys))
+            await gather_all(*(self._beat(key) for key in keys))
         await self._check_settings(counts=False)
 
     async def close(self) -> None:
@@ -363,7 +363,7 @@ class RedisLink:
             reply = await self._sent(keys[0], ("EVAL", known.source, *rest), durably=durably)
         return reply
 
-    async def _sent(self, key: str, words: Words, *, durably: bool) -> Any:
+    async def _sent(self, key: str, words: Command, *, durably: bool) -> Any:
         """``durably``: as far as replicas have to have it."""
         return await (self._replicated(key, words) if durably and self.replicas else self._client.run(*words))
 
@@ -375,16 +375,16 @@ class RedisLink:
     async def _beat(self, key: str) -> None:
         await self._run(scripts.TRIAL, [f"pv1:trial:{{{key}}}:{name}" for name in "mql"], [], durably=True)
 
-    async def _replicated(self, key: str, words: Words) -> Any:
+    async def _replicated(self, key: str, words: Command) -> Any:
         """The reply to a command on ``key`` once enough replicas have what it wrote."""
         reply, count = await self._client.pair(key, (words, ("WAIT", self.replicas, WAIT_MS)))
         for answer in (reply, count):
             if isinstance(answer, Exception):
                 raise answer
         if int(count) < self.replicas:
-            await self._client.look_again()
+            await self._client.drop_idle_connections()
             raise _refusals.unavailable(
-                f"Redis at {self.place}: {int(count)} of {self.replicas} replicas have the change: its outcome is open"
+                f"Redis at {self.address}: {int(count)} of {self.replicas} replicas have the change: its outcome is open"
             )
         return reply
 
@@ -397,7 +397,7 @@ class RedisLink:
         await connection.send_command("HGET", MARKER, "store_id", check_health=False)
         found = await connection.read_response(disable_decoding=True)
         if found is None or found.decode() != self.store_id:
-            raise StoreReplacedError(self.place)
+            raise StoreReplacedError(self.address)
 
     async def _check_settings(self, *, counts: bool = True) -> None:
         """Refuse a Redis that may evict; learn how durable an acknowledged write is. ``counts``: see ``command``."""
@@ -405,14 +405,14 @@ class RedisLink:
             return
         try:
             async with self._bounded(counts=counts):
-                raw = await self._client.everywhere(
+                raw = await self._client.run_on_all(
                     "CONFIG GET", "maxmemory-policy", "appendonly", "appendfsync", "save"
                 )
         except FailedPrecondition as error:
             if error.reason != "STORE_FORBIDDEN":
                 raise
             log.warning(
-                "Redis at %s: CONFIG GET is not allowed, durability is unknown: %s", self.place, error
+                "Redis at %s: CONFIG GET is not allowed, durability is unknown: %s", self.address, error
             )
             self._settings_are_secret = True
             weakest = "unknown"
@@ -420,7 +420,7 @@ class RedisLink:
             if raw == self._settings:
                 return
             self._settings = None  # what may evict is told of each time
-            weakest = weakest_of(raw, self.place)
+            weakest = weakest_of(raw, self.address)
             self._settings = raw
             if weakest == "local" and not await self._tells_of_its_buffer():
                 weakest = "unknown"
@@ -430,11 +430,11 @@ class RedisLink:
         """Whether ``confirm`` can know that a change has left Redis' memory."""
         try:
             async with self._bounded():
-                await self._client.everywhere("INFO", "persistence")
+                await self._client.run_on_all("INFO", "persistence")
         except FailedPrecondition as error:
             if error.reason != "STORE_FORBIDDEN":
                 raise
-            log.warning("Redis at %s: INFO is not allowed, durability is unknown: %s", self.place, error)
+            log.warning("Redis at %s: INFO is not allowed, durability is unknown: %s", self.address, error)
             return False
         return True
 
@@ -443,14 +443,14 @@ class RedisLink:
         """Bounds what is done inside in time and in number, and translates its errors. ``counts``: see ``command``."""
         limit = SUSPECT_LIMIT_S if self._hangs else CALL_LIMIT_S
         try:
-            with translated(self.place):
+            with translate_errors(self.address):
                 async with asyncio.timeout(limit), self._calls:
                     yield
         except TimeoutError as error:
             self._hangs = True
             if counts:
                 self._on_error()
-            raise _refusals.unavailable(f"Redis at {self.place}: no answer in {limit:g} s") from error
+            raise _refusals.unavailable(f"Redis at {self.address}: no answer in {limit:g} s") from error
         except Unavailable as error:
             self._hangs = isinstance(error.__cause__, exceptions.TimeoutError)
             if counts:

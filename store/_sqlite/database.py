@@ -19,10 +19,10 @@ from typing import Final, TypeVar
 from pensieve.errors import DataLoss, PensieveError, Unavailable
 from pensieve.store import _refusals
 from pensieve.store._clock import Moment
-from pensieve.store._sqlite.errors import is_damage, is_full, leaves_file_known, translated, translated_os
+from pensieve.store._sqlite.errors import is_damage, is_full, leaves_file_known, to_store_error, translated_os
 from pensieve.store._sqlite.file import SqliteFile
 from pensieve.store._sqlite.reader import InterruptedRead, SqliteReader
-from pensieve.store._sqlite.rows import RequestIds, Rows
+from pensieve.store._sqlite.rows import RequestIdCache, Rows
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class SqliteDatabase:
         """Changes that go before those that wait for the thread; emptied by the thread alone."""
         self._erasing = False
         """Deleted content is still in the log of changes."""
-        self._ids = RequestIds()
+        self._ids = RequestIdCache()
         """Belongs to the thread. The sums in the file's rows tell which of them still hold."""
 
     async def open(self) -> None:
@@ -88,7 +88,7 @@ class SqliteDatabase:
 
         return await self._counted(change)
 
-    async def write_first(self, work: Callable[[Rows], T]) -> T:
+    async def write_urgent(self, work: Callable[[Rows], T]) -> T:
         """``write``, not flushed, ahead of all changes that wait: for what must not be late when many do."""
         done = Future[T]()
 
@@ -114,7 +114,7 @@ class SqliteDatabase:
         """Raises Unavailable or DataLoss when no change could be made; tries one if none was made just now."""
         await self._in_thread(self._prove_writable)
 
-    async def mend(self) -> bool:
+    async def repair(self) -> bool:
         """Look over the whole file; whether anything was made good. Raises the store's errors."""
         return await self._counted(self._mended)
 
@@ -135,7 +135,7 @@ class SqliteDatabase:
 
     def _mended(self) -> bool:
         try:
-            mended = self.file.mend()
+            mended = self.file.repair()
         except DataLoss:
             return False
         if mended:
@@ -160,14 +160,14 @@ class SqliteDatabase:
                 rows = Rows(connection, self._ids)
                 result = work(rows)
                 connection.execute("COMMIT")
-                rows.committed()
+                rows.on_commit()
             except BaseException:
                 if connection.in_transaction:
                     connection.execute("ROLLBACK")
                 raise
         except sqlite3.DatabaseError as error:
             if is_damage(error):
-                self._damage = translated(error, self.file.path)
+                self._damage = to_store_error(error, self.file.path)
             problem = self._failed(error)
             if is_full(error):
                 self._tidy()  # what the log of changes takes may be all that is missing
@@ -212,10 +212,10 @@ class SqliteDatabase:
         """What to raise for ``error``; after an error of the disk nothing is known of the file any more."""
         if isinstance(error, sqlite3.ProgrammingError | sqlite3.DataError):
             return error
-        problem = translated(error, self.file.path)
+        problem = to_store_error(error, self.file.path)
         self._proven_at = -PROOF_S
         if not leaves_file_known(error) and not is_damage(error):
-            self.file.drop(problem)
+            self.file.close_after_error(problem)
         return problem
 
     def _do_urgent(self) -> None:

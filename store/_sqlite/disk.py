@@ -168,7 +168,7 @@ def _chunks(descriptor: int) -> Iterator[tuple[int, bytes]]:
         offset += len(chunk)
 
 
-class Claim:
+class FileLock:
     """Two locks, both gone with the process that holds them.
 
     The lock file stands beside the file's name, so it also keeps others away while the file is replaced. It may be
@@ -184,20 +184,20 @@ class Claim:
     def held(self) -> bool:
         return bool(self._descriptors)
 
-    def take(self, path: Path) -> None:
+    def acquire(self, path: Path) -> None:
         """Make the file if there is none. Raises FailedPrecondition (STORE_LOCKED), Unavailable."""
         try:
             self._lock_beside(path)
             self._lock_itself(path)
         except BaseException:
-            self.give_up()
+            self.release()
             raise
 
-    def follow(self, path: Path) -> None:
+    def lock_replacement(self, path: Path) -> None:
         """Hold the file that has taken the place of the one that was taken. Raises as ``take``."""
         self._lock_itself(path)
 
-    def give_up(self) -> None:
+    def release(self) -> None:
         """Not before the last connection is closed: closing a descriptor of the file ends the locks of SQLite in it."""
         while self._descriptors:
             os.close(self._descriptors.pop())

@@ -23,19 +23,19 @@ from pensieve.store._raw import (
     Progress,
     RawSession,
     Remedy,
-    finding,
     in_order,
-    silent,
+    make_finding,
+    no_progress,
 )
 from pensieve.store._sqlite.disk import log_of_changes, size_of
-from pensieve.store._sqlite.errors import FAILED, lenient_text, may_be_damage, primary_code, translated
+from pensieve.store._sqlite.errors import FAILED, lenient_text, may_be_damage, primary_code, to_store_error
 from pensieve.store._sqlite.examination import ORPHANS, TENANTS, is_sound, make_sums
 from pensieve.store._sqlite.file import BUSY_TIMEOUT_MS, SqliteFile
-from pensieve.store._sqlite.pages import misleads
-from pensieve.store._sqlite.raw_rows import DERIVES, PROVES, found_number, named, read_raw
+from pensieve.store._sqlite.pages import hidden_damage
+from pensieve.store._sqlite.raw_rows import DERIVES, PROVES, found_number, key_from_name, read_raw
 from pensieve.store._sqlite.recovery import NAMELESS, RecoveredFile
 from pensieve.store._sqlite.rows import Rows
-from pensieve.store._sqlite.schema import SCHEMA, found_schema
+from pensieve.store._sqlite.schema import SCHEMA, read_schema
 from pensieve.store.contract import Key
 
 
@@ -57,14 +57,14 @@ class SqliteDump:
         self.store_id = ""
 
     @property
-    def alone(self) -> bool:
+    def is_exclusive(self) -> bool:
         """The lock that a server takes, too, is held."""
         return self._file is not None
 
     async def open(self, mode: Mode) -> None:
         if mode is not Mode.WRITE and not self._path.is_file():
             raise FailedPrecondition(f"there is no history file {self._path}", reason="STORE_FOREIGN")
-        if mode in (Mode.ALONE, Mode.WRITE):
+        if mode in (Mode.EXCLUSIVE, Mode.WRITE):
             self._file = SqliteFile(self._path)
             self._file.open(look_over=mode is Mode.WRITE)
             self._take()
@@ -80,7 +80,7 @@ class SqliteDump:
             self._recover()
 
     def _open_beside(self, mode: Mode) -> None:
-        if problem := misleads(Path(os.path.realpath(self._path))):
+        if problem := hidden_damage(Path(os.path.realpath(self._path))):
             self._problem = problem
             self._recover()
             return
@@ -91,7 +91,7 @@ class SqliteDump:
             if primary_code(error) not in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY):
                 raise
             raise _unreadable(self._path) from error
-        self._schema = found_schema(self._connection, self._path)
+        self._schema = read_schema(self._connection, self._path)
         if mode is Mode.SNAPSHOT:
             self._connection.execute("BEGIN")
             self._connection.execute("SELECT 1 FROM sqlite_schema LIMIT 1").fetchall()  # takes the snapshot
@@ -147,18 +147,20 @@ class SqliteDump:
                 self._recover()
         return self._recover().session(key)
 
-    async def about_store(self) -> list[Finding]:
+    async def check_storage(self) -> list[Finding]:
         if self._problem:
-            return [finding(None, Problem.FILE, self._problem, Remedy.REBUILD)]
+            return [make_finding(None, Problem.FILE, self._problem, Remedy.REBUILD)]
         try:
             answers = [str(row[0]) for row in self._sql.execute("PRAGMA integrity_check(20)")]
             found = [
-                finding(None, Problem.FILE, answer, Remedy.REBUILD) for answer in answers if answer != "ok"
+                make_finding(None, Problem.FILE, answer, Remedy.REBUILD)
+                for answer in answers
+                if answer != "ok"
             ]
             if not found:
                 return list(self._of_tables())
         except FAILED as error:
-            found = [finding(None, Problem.FILE, str(error), Remedy.REBUILD)]
+            found = [make_finding(None, Problem.FILE, str(error), Remedy.REBUILD)]
         if self._file is None:
             self._recover()
         return found
@@ -172,25 +174,25 @@ class SqliteDump:
             )
             if orphans:
                 detail = f"{orphans} rows of {table} belong to no session"
-                yield finding(None, Problem.FILE, detail, Remedy.REBUILD)
+                yield make_finding(None, Problem.FILE, detail, Remedy.REBUILD)
         if self._schema >= DERIVES:
             kept = set(self._sql.execute("SELECT * FROM tenants WHERE sessions <> 0 OR bytes <> 0"))
             if kept != set(self._sql.execute(TENANTS)):
                 detail = "what tenants take is not the sum of their sessions"
-                yield finding(None, Problem.FILE, detail, Remedy.REBUILD)
+                yield make_finding(None, Problem.FILE, detail, Remedy.REBUILD)
 
-    async def tidy(self, progress: Progress = silent) -> None:
+    async def repair_storage(self, progress: Progress = no_progress) -> None:
         assert self._file is not None
         with self._translating():
             self._sql.execute("ROLLBACK")
-            self._file.mend(progress)
+            self._file.repair(progress)
             self._take()
             make_sums(self._sql)
 
-    async def put(self, session: RawSession, *, over: str | None) -> bool:
+    async def put(self, session: RawSession, *, expected_stamp: str | None) -> bool:
         assert session.meta is not None, "only a session with a row can be written"
         before = await self.session(session.key)
-        if (None if before is None else before.stamp) != over:
+        if (None if before is None else before.stamp) != expected_stamp:
             return False
         with self._translating():
             Rows(self._sql).replace(session.key, session.meta, session.log, session.requests)
@@ -223,7 +225,7 @@ class SqliteDump:
         if self._schema < PROVES:
             return {}
         return {
-            named(name) or Key(NAMELESS, str(number)): int(number)
+            key_from_name(name) or Key(NAMELESS, str(number)): int(number)
             for number, name in self._sql.execute(ORPHANS)
         }
 
@@ -244,7 +246,7 @@ class SqliteDump:
         try:
             yield
         except FAILED as error:
-            raise translated(error, self._path) from error
+            raise to_store_error(error, self._path) from error
 
 
 def _read_only(path: Path) -> sqlite3.Connection:
@@ -272,6 +274,6 @@ def _unreadable(path: Path) -> PensieveError:
 
 def _known_store(connection: sqlite3.Connection, path: Path) -> str:
     """The store id of a file whose schema this program knows."""
-    if found_schema(connection, path) == 0:
+    if read_schema(connection, path) == 0:
         raise FailedPrecondition(f"{path} is not a history file", reason="STORE_FOREIGN")
     return str(connection.execute("SELECT value FROM store WHERE name = 'store_id'").fetchone()[0])

@@ -56,7 +56,7 @@ def leaves_file_known(error: sqlite3.Error) -> bool:
     return primary_code(error) in _UNHARMED
 
 
-def translated(error: Exception, path: Path) -> PensieveError:
+def to_store_error(error: Exception, path: Path) -> PensieveError:
     """The store's error for one of FAILED. The outcome of the failed statement is unknown to the caller."""
     if isinstance(error, UnicodeDecodeError):
         return DataLoss(f"history file {path}: its schema cannot be read", reason="HISTORY_CORRUPT")

@@ -15,7 +15,7 @@ from typing import Final
 
 from pensieve.store._clock import Moment
 from pensieve.store._sqlite.errors import FAILED, is_interrupt
-from pensieve.store._sqlite.raw_rows import columns_of, named, read_row
+from pensieve.store._sqlite.raw_rows import columns_of, key_from_name, read_row
 from pensieve.store._sqlite.rows import Rows
 from pensieve.store.contract import Key
 
@@ -77,7 +77,7 @@ def reindexed(connection: sqlite3.Connection) -> bool:
     return False
 
 
-def mend_derived(connection: sqlite3.Connection, now: Moment) -> int:
+def rebuild_all_derived(connection: sqlite3.Connection, now: Moment) -> int:
     """Make what contradicts the records anew; for how many sessions. Raises sqlite3's errors, OutOfTime."""
     try:
         wrong = list(dict.fromkeys(_wrong(connection)))
@@ -93,7 +93,7 @@ def mend_derived(connection: sqlite3.Connection, now: Moment) -> int:
     try:
         rows = Rows(connection)
         for key in wrong:
-            rows.mend(key, now)
+            rows.rebuild_derived(key, now)
         make_sums(connection)
         connection.execute("COMMIT")
     finally:
@@ -151,7 +151,7 @@ def _wrong(connection: sqlite3.Connection) -> Iterator[Key]:
         ):
             yield key
     for _, name in connection.execute(ORPHANS):
-        lost = named(name)
+        lost = key_from_name(name)
         if lost is not None:
             yield lost
 
@@ -160,4 +160,4 @@ def _right_name(connection: sqlite3.Connection, number: int) -> Key | None:
     found = connection.execute(
         "SELECT named FROM records WHERE session = ? AND revision = 1", (number,)
     ).fetchone()
-    return None if found is None else named(found[0])
+    return None if found is None else key_from_name(found[0])

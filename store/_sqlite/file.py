@@ -23,7 +23,7 @@ from pensieve.store._clock import Moment, steady_clock_ms, wall_clock_ms
 from pensieve.store._raw import Progress
 from pensieve.store._sqlite import schema
 from pensieve.store._sqlite.disk import (
-    Claim,
+    FileLock,
     FilePlaces,
     Identity,
     Whereabouts,
@@ -33,18 +33,18 @@ from pensieve.store._sqlite.disk import (
     make_durable,
     size_of,
 )
-from pensieve.store._sqlite.errors import FAILED, lenient_text, may_be_damage, translated, translated_os
+from pensieve.store._sqlite.errors import FAILED, lenient_text, may_be_damage, to_store_error, translated_os
 from pensieve.store._sqlite.examination import (
     PATIENCE_S,
     OutOfTime,
     is_sound,
-    mend_derived,
+    rebuild_all_derived,
     reindexed,
     within,
 )
-from pensieve.store._sqlite.pages import misleads
+from pensieve.store._sqlite.pages import hidden_damage
 from pensieve.store._sqlite.reader import SqliteReader
-from pensieve.store._sqlite.recovery import NothingFound, end_renewal, renew
+from pensieve.store._sqlite.recovery import NothingFound, finish_rebuild, rebuild_file
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class SqliteFile:
         """Where ``path`` leads to when it is a link: SQLite keeps what belongs to the file beside that."""
         self._log = log_of_changes(path)
         self._connection: sqlite3.Connection | None = None
-        self._claim = Claim()
+        self._claim = FileLock()
         self._home: Identity | None = None
         """The file that was opened first: after an error of the disk no other one is taken for it."""
         self._places: FilePlaces | None = None
@@ -106,7 +106,7 @@ class SqliteFile:
             self.close()
             raise
 
-    def mend(self, progress: Progress | None = None) -> bool:
+    def repair(self, progress: Progress | None = None) -> bool:
         """Look over the whole file and make good what is damaged. Raises the store's errors.
 
         False if nothing was damaged, or if this was done a short while ago.
@@ -127,7 +127,7 @@ class SqliteFile:
             with contextlib.suppress(sqlite3.Error):
                 connection.close()
         self._part()
-        self._claim.give_up()
+        self._claim.release()
         self._looked_over_at = -math.inf
 
     def connection(self) -> sqlite3.Connection:
@@ -147,7 +147,7 @@ class SqliteFile:
             self._refusal = None
         return self._connection
 
-    def drop(self, problem: PensieveError) -> None:
+    def close_after_error(self, problem: PensieveError) -> None:
         """Forget all connections, because nothing is known of the file after ``problem``."""
         if self._connection is None:
             return
@@ -218,14 +218,14 @@ class SqliteFile:
         """Raises FailedPrecondition (STORE_LOCKED), Unavailable."""
         self._real = Path(os.path.realpath(self.path))
         self._log = log_of_changes(self._real)
-        self._claim.take(self._real)
-        if end_renewal(self._real):
-            self._claim.follow(self._real)
+        self._claim.acquire(self._real)
+        if finish_rebuild(self._real):
+            self._claim.lock_replacement(self._real)
         self._home = identity_of(self._real)
 
     def _open_or_renew(self, progress: Progress | None) -> None:
         with self._translating():
-            if problem := misleads(self._real):
+            if problem := hidden_damage(self._real):
                 log.error("%s: %s", self.path, problem)
                 with contextlib.suppress(NothingFound):
                     self._renew(progress)
@@ -257,7 +257,7 @@ class SqliteFile:
                         self._renew(progress)
                         connection = self.connection()
                 with within(connection, patience_s):
-                    changed |= mend_derived(connection, self._now()) > 0
+                    changed |= rebuild_all_derived(connection, self._now()) > 0
         except OutOfTime:
             log.warning("%s is large: `pensieve store check` looks over all of it", self.path)
         except NothingFound as error:
@@ -273,8 +273,8 @@ class SqliteFile:
         if connection is not None:
             self._forget(connection)
         self._part()
-        renew(self._real, self._now(), progress, store_id=self.store_id)
-        self._claim.follow(self._real)
+        rebuild_file(self._real, self._now(), progress, store_id=self.store_id)
+        self._claim.lock_replacement(self._real)
         self._home = identity_of(self._real)
 
     @contextlib.contextmanager
@@ -284,7 +284,7 @@ class SqliteFile:
         except OSError as error:
             raise translated_os(error, self.path) from error
         except FAILED as error:
-            raise translated(error, self.path) from error
+            raise to_store_error(error, self.path) from error
 
     def _emptied(self, connection: sqlite3.Connection, *, interrupt: bool) -> bool:
         """Whether no read in hand and no other program kept the log of changes from it. Raises sqlite3's errors."""
@@ -305,7 +305,7 @@ class SqliteFile:
         try:
             saved = self._emptied(connection, interrupt=True)
         except FAILED as error:
-            raise translated(error, self.path) from error
+            raise to_store_error(error, self.path) from error
         if not saved:
             raise _refusals.unavailable(
                 f"{self.path}: another program reads the log of changes that was deleted"
@@ -335,7 +335,7 @@ class SqliteFile:
         except OSError as error:
             raise translated_os(error, self.path) from error
         except FAILED as error:
-            raise translated(error, self.path) from error
+            raise to_store_error(error, self.path) from error
         return connection
 
     def _moved(self) -> PensieveError:
@@ -348,7 +348,7 @@ class SqliteFile:
         ).fetchone()  # a first change that was cut off is undone by this
         for reader in self._readers:
             reader.connect()
-        found = schema.found_schema(connection, self.path)
+        found = schema.read_schema(connection, self.path)
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA wal_autocheckpoint = 0")  # its errors would be seen by nobody
         connection.execute("PRAGMA synchronous = FULL")
@@ -357,7 +357,7 @@ class SqliteFile:
         for reader in self._readers:
             reader.touch()
         make_durable(connection, self._real, seen)
-        store_id = schema.bring_up(connection, found)
+        store_id = schema.migrate(connection, found)
         if self.store_id and store_id != self.store_id:
             raise _refusals.replaced(f"{self.path} was replaced by another history file")
         self.store_id = store_id

@@ -47,7 +47,7 @@ class PageRow(NamedTuple):
     """It was read from a page whose parts add up."""
 
 
-def misleads(path: Path) -> str:
+def hidden_damage(path: Path) -> str:
     """Why SQLite would open the file and not tell what is wrong with it; "" where it would. Raises OSError."""
     with path.open("rb") as file:
         head = file.read(20)

@@ -16,9 +16,9 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from pensieve.store._codec import StoredRecord
-from pensieve.store._marks import markings_of_log
-from pensieve.store._raw import Finding, Problem, RawSession, Remedy, finding
-from pensieve.store._rules import Known, Meta
+from pensieve.store._marks import mark_entries_of_log
+from pensieve.store._raw import Finding, Problem, RawSession, Remedy, make_finding
+from pensieve.store._rules import CommittedRequest, Meta
 from pensieve.store.contract import Key
 from pensieve.store.records import State
 
@@ -41,7 +41,7 @@ def name_of(key: Key) -> str:
     return f"{zlib.crc32(text.encode()):08x}{text}"
 
 
-def named(text: object) -> Key | None:
+def key_from_name(text: object) -> Key | None:
     """The inverse of ``name_of``; None for anything that it did not make."""
     if not isinstance(text, str) or len(text) < 9:
         return None
@@ -116,9 +116,9 @@ def read_raw(connection: sqlite3.Connection, key: Key, number: int, schema: int 
         )
     )
     requests, total, wrong = _requests(connection, number, schema)
-    findings = [finding(key, Problem.REQUESTS, detail, Remedy.REBUILD) for detail in wrong]
+    findings = [make_finding(key, Problem.REQUESTS, detail, Remedy.REBUILD) for detail in wrong]
     if row is None:
-        lost = finding(key, Problem.ROW, "its row is gone", Remedy.REBUILD)
+        lost = make_finding(key, Problem.ROW, "its row is gone", Remedy.REBUILD)
         return RawSession(key, None, log, requests, (lost, *findings))
     *columns, blob, tenant, session_id, size, crc, requests_sum, marks, labels = row
     stamp = hashlib.sha1(repr(blob).encode(), usedforsecurity=False).hexdigest()
@@ -127,12 +127,12 @@ def read_raw(connection: sqlite3.Connection, key: Key, number: int, schema: int 
     else:
         read = read_row(key, crc, blob)
     if read.meta is None:
-        lost = finding(key, Problem.ROW, read.problem, Remedy.REBUILD)
+        lost = make_finding(key, Problem.ROW, read.problem, Remedy.REBUILD)
         return RawSession(key, None, log, requests, (lost, *findings), stamp, read.claimed)
     findings += _of_columns(key, read.meta, columns)
     if schema >= PROVES and total != requests_sum:
         detail = "its request ids are not the ones that were written"
-        findings.append(finding(key, Problem.REQUESTS, detail, Remedy.REBUILD))
+        findings.append(make_finding(key, Problem.REQUESTS, detail, Remedy.REBUILD))
     if schema >= DERIVES:
         findings += _derived(connection, key, number, read.meta, log, size)
     if schema >= PROVES:
@@ -152,26 +152,28 @@ def shaped(revision: object, data: object, crc: object, head_hash: object) -> St
 
 def proven_request(
     session: int, request_id: object, fingerprint: object, revision: object, crc: object
-) -> Known | None:
+) -> CommittedRequest | None:
     """None for a row of ``requests`` that fails its checksum."""
     if not (isinstance(request_id, str) and isinstance(fingerprint, str) and isinstance(revision, int)):
         return None
     right = crc_of_request(session, request_id, fingerprint, revision) == crc
-    return Known(fingerprint, revision) if right else None
+    return CommittedRequest(fingerprint, revision) if right else None
 
 
 def _requests(
     connection: sqlite3.Connection, number: int, schema: int
-) -> tuple[dict[str, Known], int, list[str]]:
+) -> tuple[dict[str, CommittedRequest], int, list[str]]:
     """The sound rows, the sum of their checksums, and what is wrong with the others."""
-    requests: dict[str, Known] = {}
+    requests: dict[str, CommittedRequest] = {}
     total = bad = 0
     crc_column = "crc" if schema >= PROVES else "NULL"
     for name, fingerprint, revision, crc in connection.execute(
         f"SELECT request_id, fingerprint, revision, {crc_column} FROM requests WHERE session = ?", (number,)
     ):
         if crc is None:
-            requests[str(name)] = Known(str(fingerprint), revision if isinstance(revision, int) else -1)
+            requests[str(name)] = CommittedRequest(
+                str(fingerprint), revision if isinstance(revision, int) else -1
+            )
         elif (known := proven_request(number, name, fingerprint, revision, crc)) is None:
             bad += 1
         else:
@@ -187,19 +189,23 @@ def _derived(
     right_size = sum(len(entry.data) for entry in log)
     if size != right_size:
         detail = f"its records take {right_size} bytes, column bytes is {size}"
-        yield finding(key, Problem.LISTING, detail, Remedy.REBUILD)
+        yield make_finding(key, Problem.LISTING, detail, Remedy.REBUILD)
     row = meta.row
     labels = connection.execute(
         "SELECT name, value, tenant, update_ms, session_id FROM labels WHERE session = ?", (number,)
     )
     right = {(name, value, row.tenant, row.update_ms, row.session_id) for name, value in row.labels.items()}
     if set(labels) != right:
-        yield finding(key, Problem.LISTING, "it is listed under other labels than its own", Remedy.REBUILD)
+        yield make_finding(
+            key, Problem.LISTING, "it is listed under other labels than its own", Remedy.REBUILD
+        )
     found_by = connection.execute(
         "SELECT found_by, time_ms, revision, tenant FROM marks WHERE session = ?", (number,)
     )
-    if set(found_by) != {(*one, row.tenant) for one in markings_of_log(log)}:
-        yield finding(key, Problem.LISTING, "its turns are found by other marks than theirs", Remedy.REBUILD)
+    if set(found_by) != {(*one, row.tenant) for one in mark_entries_of_log(log)}:
+        yield make_finding(
+            key, Problem.LISTING, "its turns are found by other marks than theirs", Remedy.REBUILD
+        )
 
 
 def _counted(
@@ -208,13 +214,13 @@ def _counted(
     ((kept,),) = connection.execute("SELECT COUNT(*) FROM marks WHERE session = ?", (number,))
     if kept != marks or labels != len(meta.row.labels):
         detail = "its marks and labels are not as many as were written"
-        yield finding(key, Problem.LISTING, detail, Remedy.REBUILD)
+        yield make_finding(key, Problem.LISTING, detail, Remedy.REBUILD)
     if meta.row.state is not State.DELETED:
         first = connection.execute(
             "SELECT named FROM records WHERE session = ? AND revision = 1", (number,)
         ).fetchone()
         if first is not None and first[0] != name_of(key):
-            yield finding(key, Problem.LISTING, "its first record does not name it", Remedy.REBUILD)
+            yield make_finding(key, Problem.LISTING, "its first record does not name it", Remedy.REBUILD)
 
 
 def _of_columns(key: Key, meta: Meta, columns: list[Any]) -> Iterator[Finding]:
@@ -224,4 +230,4 @@ def _of_columns(key: Key, meta: Meta, columns: list[Any]) -> Iterator[Finding]:
         if found != right:
             detail = f"column {name} is {found}, its row says {right}"
             problem = Problem.EXPIRY if name == "expire_ms" else Problem.LISTING
-            yield finding(key, problem, detail, Remedy.REBUILD)
+            yield make_finding(key, problem, detail, Remedy.REBUILD)

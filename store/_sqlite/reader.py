@@ -26,7 +26,7 @@ from pensieve.store._sqlite.errors import is_interrupt, lenient_text
 
 T = TypeVar("T")
 
-MOST_WAITING: Final = 1000
+MAX_WAITING: Final = 1000
 """Reads of one tenant that may wait for one reader; further ones are refused at once."""
 PATIENCE_S: Final = 0.1
 """How long a pause waits for the read in hand before it interrupts it."""
@@ -69,7 +69,7 @@ class SqliteReader:
                     done.set_exception(error)
 
         with self._turns:
-            if len(self._waiting.get(tenant, ())) >= MOST_WAITING:
+            if len(self._waiting.get(tenant, ())) >= MAX_WAITING:
                 raise _refusals.unavailable("too many reads of this tenant are waiting")
             try:
                 thread.submit(self._do_next)

@@ -25,13 +25,21 @@ from typing import Final, NamedTuple
 from pensieve.errors import DataLoss, FailedPrecondition
 from pensieve.store._clock import Moment
 from pensieve.store._codec import FORMAT_ERASED, StoredRecord, verify_next
-from pensieve.store._examine import examine, fixed, salvaged
-from pensieve.store._raw import Problem, Progress, RawSession, Remedy, at_rest, finding, in_order
-from pensieve.store._rules import Known, Meta
+from pensieve.store._examine import examine, plan_fix, salvage_meta
+from pensieve.store._raw import (
+    Problem,
+    Progress,
+    RawSession,
+    Remedy,
+    in_order,
+    make_finding,
+    without_lease_holder,
+)
+from pensieve.store._rules import CommittedRequest, Meta
 from pensieve.store._sqlite import schema
 from pensieve.store._sqlite.disk import log_of_changes, size_of, sync_folder
 from pensieve.store._sqlite.pages import PageRow, Pages
-from pensieve.store._sqlite.raw_rows import named, proven_request, read_row
+from pensieve.store._sqlite.raw_rows import key_from_name, proven_request, read_row
 from pensieve.store._sqlite.rows import Rows
 from pensieve.store.contract import Key
 from pensieve.store.records import State
@@ -98,7 +106,7 @@ class RecoveredFile:
             return None
         meta, claimed, problem = self._row(number, key)
         requests = {
-            str(name): Known(str(fingerprint), int(revision))
+            str(name): CommittedRequest(str(fingerprint), int(revision))
             for name, fingerprint, revision in self._stage.execute(
                 "SELECT request_id, fingerprint, revision FROM request WHERE session = ? ORDER BY place",
                 (number,),
@@ -108,7 +116,7 @@ class RecoveredFile:
             return RawSession(key, meta)
         log = self._log(number, "" if meta is None else meta.row.head_hash)
         if meta is None:
-            lost = finding(key, Problem.ROW, problem, Remedy.REBUILD)
+            lost = make_finding(key, Problem.ROW, problem, Remedy.REBUILD)
             return RawSession(key, None, log, requests, (lost,), claimed=claimed)
         right = {name: known for name, known in requests.items() if known.revision <= meta.row.revision}
         stamp = hashlib.sha1(repr(meta).encode(), usedforsecurity=False).hexdigest()
@@ -121,7 +129,7 @@ class RecoveredFile:
                 row.of_table and len(more) <= 1 and session > 0 and revision > 0
             ):
                 self._keep("record", session, revision, data, crc, chain, row.place)
-                key = named(more[0]) if more else None
+                key = key_from_name(more[0]) if more else None
                 if key is not None:
                     self._keep("name", session, key.tenant, key.session_id, 3)
             case [None, str(tenant), str(session_id), int(), int(), int(), int(), bytes(meta), *more] if (
@@ -272,7 +280,7 @@ class NothingFound(Exception):
     """No session can be read from the file."""
 
 
-def renew(path: Path, now: Moment, progress: Progress | None = None, *, store_id: str = "") -> Renewal:
+def rebuild_file(path: Path, now: Moment, progress: Progress | None = None, *, store_id: str = "") -> Renewal:
     """Make a new file of what ``path`` holds, and put it in its place. No connection to it may be open.
 
     ``store_id``: the store's name, for a file that has lost it; "" where the caller does not know it either.
@@ -291,7 +299,7 @@ def renew(path: Path, now: Moment, progress: Progress | None = None, *, store_id
         damaged = 0
         with contextlib.closing(sqlite3.connect(made, isolation_level=None)) as connection:
             connection.execute("PRAGMA synchronous = OFF")  # it is flushed as a whole
-            schema.bring_up(connection, 0)
+            schema.migrate(connection, 0)
             connection.execute("BEGIN IMMEDIATE")
             if known := recovered.store_id or store_id:
                 connection.execute("UPDATE store SET value = ? WHERE name = 'store_id'", (known,))
@@ -323,7 +331,7 @@ def renew(path: Path, now: Moment, progress: Progress | None = None, *, store_id
     return Renewal(kept, len(keys), damaged)
 
 
-def end_renewal(path: Path) -> bool:
+def finish_rebuild(path: Path) -> bool:
     """End what a renewal has begun before its process was killed; whether there was one. Raises OSError."""
     ended = False
     _remove(path.with_name(f".{path.name}.new"))
@@ -340,12 +348,12 @@ def end_renewal(path: Path) -> bool:
 def as_kept(raw: RawSession, now: Moment) -> RawSession:
     """The session as its records prove it; one that has lost records is marked as damaged."""
     try:
-        fix = fixed(examine(raw), truncate=False, now=now.wall_ms)
+        fix = plan_fix(examine(raw), truncate=False, now=now.wall_ms)
     except FailedPrecondition:  # records of a newer program are kept as they are
         fix = None
     session = raw if fix is None else fix.session
-    meta = salvaged(raw.key, raw.log, update_ms=now.wall_ms) if session.meta is None else session.meta
-    return RawSession(session.key, at_rest(meta), session.log, session.requests)
+    meta = salvage_meta(raw.key, raw.log, update_ms=now.wall_ms) if session.meta is None else session.meta
+    return RawSession(session.key, without_lease_holder(meta), session.log, session.requests)
 
 
 def _swapped(path: Path, whole: Path) -> Path:

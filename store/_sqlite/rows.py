@@ -11,13 +11,13 @@ import msgspec
 
 from pensieve.errors import FailedPrecondition
 from pensieve.store._clock import Moment
-from pensieve.store._codec import StoredRecord, store_record
-from pensieve.store._examine import examine, fixed, salvaged
-from pensieve.store._leases import lapsed
+from pensieve.store._codec import StoredRecord, make_stored_record
+from pensieve.store._examine import examine, plan_fix, salvage_meta
+from pensieve.store._leases import expire_lease
 from pensieve.store._listing import Position
-from pensieve.store._marks import Marking, markings, markings_of_log
+from pensieve.store._marks import MarkEntry, mark_entries, mark_entries_of_log
 from pensieve.store._raw import RawSession
-from pensieve.store._rules import Known, Meta, at_head, is_gone
+from pensieve.store._rules import CommittedRequest, Meta, at_head, is_gone
 from pensieve.store._sqlite.raw_rows import (
     columns_of,
     crc_of_request,
@@ -36,7 +36,7 @@ MOST: Final = 200_000
 """Request ids that are remembered; a session that has more alone is read each time."""
 
 
-class RequestIds:
+class RequestIdCache:
     """Request ids of the sessions that were used last, so that a miss is known without asking the file again.
 
     A request id that is missing in the file is either new or lost. The sum of checksums in the session's row tells
@@ -51,7 +51,7 @@ class RequestIds:
         """Sum of checksums and ids; the session that was used last is the last one."""
         self._count = 0
 
-    def of(self, number: int, requests_sum: int) -> Set[str] | None:
+    def get(self, number: int, requests_sum: int) -> Set[str] | None:
         """All ids of the session, if they are known to be those whose checksums have this sum."""
         found = self._sessions.pop(number, None)
         if found is None:
@@ -62,7 +62,7 @@ class RequestIds:
         self._sessions[number] = found
         return found[1]
 
-    def keep(self, number: int, requests_sum: int, ids: Iterable[str]) -> None:
+    def put(self, number: int, requests_sum: int, ids: Iterable[str]) -> None:
         """Remember all ids of a session."""
         self.forget(number)
         kept = set(ids)
@@ -119,7 +119,7 @@ class Rows:
     raises DamagedSession.
     """
 
-    def __init__(self, connection: sqlite3.Connection, ids: RequestIds | None = None) -> None:
+    def __init__(self, connection: sqlite3.Connection, ids: RequestIdCache | None = None) -> None:
         """``ids``: request ids that the one writer of the file remembers."""
         self._connection = connection
         self._ids = ids
@@ -128,7 +128,7 @@ class Rows:
         self._appended: dict[int, list[tuple[str, int]]] = {}
         """Request ids that this transaction adds, with their checksums, by number of the session."""
 
-    def committed(self) -> None:
+    def on_commit(self) -> None:
         """Remember what the transaction has added, now that it is part of the file."""
         if self._ids is not None:
             for number, added in self._appended.items():
@@ -148,9 +148,9 @@ class Rows:
                 "SELECT CAST(update_ms AS INTEGER) FROM sessions WHERE tenant = ? AND session_id = ?",
                 *(key.tenant, key.session_id),
             )
-            return salvaged(key, list(self.log(key, 0)), update_ms=found[0] if found is not None else 0)
+            return salvage_meta(key, list(self.log(key, 0)), update_ms=found[0] if found is not None else 0)
 
-    def mend(self, key: Key, now: Moment) -> Meta | None:
+    def rebuild_derived(self, key: Key, now: Moment) -> Meta | None:
         """Make what is derived of the session again from its records; the metadata that it has then.
 
         A session whose records are not whole becomes DAMAGED. The lease of a row that is sound stays.
@@ -160,7 +160,7 @@ class Rows:
             return None
         raw = read_raw(self._connection, key, number)
         try:
-            fix = fixed(examine(raw), truncate=False, now=now.wall_ms)
+            fix = plan_fix(examine(raw), truncate=False, now=now.wall_ms)
         except FailedPrecondition:  # records of a newer program
             fix = None
         if fix is None and raw.meta is not None:
@@ -168,7 +168,7 @@ class Rows:
         session = raw if fix is None else fix.session
         meta = session.meta
         if meta is None:
-            meta = salvaged(key, raw.log, update_ms=now.wall_ms)
+            meta = salvage_meta(key, raw.log, update_ms=now.wall_ms)
         elif raw.meta is not None:
             row = meta.row
             if raw.meta.row.state is State.DAMAGED:  # a repair takes the mark off, if anything does
@@ -227,7 +227,7 @@ class Rows:
 
         Raises DamagedSession.
         """
-        stored = store_record(record, meta.row.head_hash)
+        stored = make_stored_record(record, meta.row.head_hash)
         after = at_head(meta, stored.head_hash)
         asked: tuple[object, ...] | None = None
         crc = 0
@@ -251,13 +251,13 @@ class Rows:
             raise DamagedSession(key) from error
         if record.labels is not None or record.revision == 1:
             self._label(key, after)
-        marked = markings(record)
+        marked = mark_entries(record)
         if marked:
             self._mark(self._number(key), key.tenant, marked)
         return after
 
     def replace(
-        self, key: Key, meta: Meta, log: Sequence[StoredRecord], requests: Mapping[str, Known]
+        self, key: Key, meta: Meta, log: Sequence[StoredRecord], requests: Mapping[str, CommittedRequest]
     ) -> None:
         """Make the session exactly this, whatever there was."""
         self.erase(key)
@@ -305,7 +305,7 @@ class Rows:
         if self._ids is not None:
             self._ids.forget(number)
         self._label(key, meta)
-        self._mark(number, key.tenant, markings_of_log(session.log))
+        self._mark(number, key.tenant, mark_entries_of_log(session.log))
 
     def shrink(self, key: Key, rest: StoredRecord) -> None:
         """Put what is left of an erased record in its place, and forget what its turn was found by."""
@@ -319,12 +319,12 @@ class Rows:
             "UPDATE sessions SET marks = marks - ? WHERE id = ?", (gone.rowcount, self._number(key))
         )
 
-    def known(self, key: Key, request_id: str) -> Known | None:
+    def committed_request(self, key: Key, request_id: str) -> CommittedRequest | None:
         """What was committed under the request id; None is proven, too. Raises DamagedSession."""
         head = self._head(key)
         if head is None:
             return None
-        ids = None if self._ids is None else self._ids.of(head.number, head.requests_sum)
+        ids = None if self._ids is None else self._ids.get(head.number, head.requests_sum)
         if ids is not None and request_id not in ids:
             return None
         found = self._one(
@@ -354,7 +354,7 @@ class Rows:
         if total != head.requests_sum:
             return False
         if self._ids is not None:
-            self._ids.keep(head.number, total, ids)
+            self._ids.put(head.number, total, ids)
         return True
 
     def _head(self, key: Key) -> _Head | None:
@@ -483,7 +483,7 @@ class Rows:
                 damaged.append(key)
                 continue
             if meta is not None:
-                self.put(key, lapsed(meta))
+                self.put(key, expire_lease(meta))
         return damaged
 
     def purge(self, now: Moment, most: int) -> int:
@@ -523,7 +523,7 @@ class Rows:
         )
         self._connection.execute("UPDATE sessions SET labels = ? WHERE id = ?", (len(row.labels), number))
 
-    def _mark(self, number: int, tenant: str, entries: Iterable[Marking]) -> None:
+    def _mark(self, number: int, tenant: str, entries: Iterable[MarkEntry]) -> None:
         made = [(number, *one, tenant) for one in entries]
         self._connection.executemany(
             "INSERT OR REPLACE INTO marks (session, found_by, time_ms, revision, tenant) VALUES (?, ?, ?, ?, ?)",

@@ -128,7 +128,7 @@ CREATE INDEX records_named ON records (named) WHERE named IS NOT NULL;
 """
 
 
-def found_schema(connection: sqlite3.Connection, path: Path) -> int:
+def read_schema(connection: sqlite3.Connection, path: Path) -> int:
     """The file's schema, 0 for an empty file. Raises FailedPrecondition (STORE_VERSION, STORE_FOREIGN)."""
     found: int = connection.execute("PRAGMA user_version").fetchone()[0]
     if found > SCHEMA:
@@ -138,7 +138,7 @@ def found_schema(connection: sqlite3.Connection, path: Path) -> int:
     return found
 
 
-def bring_up(connection: sqlite3.Connection, found: int) -> str:
+def migrate(connection: sqlite3.Connection, found: int) -> str:
     """Make the tables or change those of an older schema, in one transaction; the store id.
 
     Raises DataLoss and sqlite3's errors. The caller closes the connection then, which undoes the transaction.

@@ -12,19 +12,27 @@ from __future__ import annotations
 from pensieve.store._raw import Finding, Mode, Problem, Progress, RawSession, RawStore, Remedy
 from pensieve.store.maintenance.archive import BadBackup, Totals
 from pensieve.store.maintenance.copying import (
-    Copied,
     CopyRefused,
+    CopyResult,
     WholeBackup,
     backup,
     move,
     open_backup,
     restore,
 )
-from pensieve.store.maintenance.survey import Repaired, Survey, TenantTotal, check, logs, repair, usage
+from pensieve.store.maintenance.survey import (
+    RepairResult,
+    Survey,
+    TenantTotal,
+    check,
+    iter_logs,
+    repair,
+    usage,
+)
 
 __all__ = [
     "BadBackup",
-    "Copied",
+    "CopyResult",
     "Finding",
     "Mode",
     "Problem",
@@ -33,14 +41,14 @@ __all__ = [
     "RawStore",
     "CopyRefused",
     "Remedy",
-    "Repaired",
+    "RepairResult",
     "Survey",
     "TenantTotal",
     "Totals",
     "WholeBackup",
     "backup",
     "check",
-    "logs",
+    "iter_logs",
     "move",
     "open_backup",
     "open_raw",

@@ -28,8 +28,8 @@ from uuid import uuid4
 import msgspec
 
 from pensieve.store._codec import StoredRecord
-from pensieve.store._raw import Problem, RawSession, Remedy, finding
-from pensieve.store._rules import Known, Meta
+from pensieve.store._raw import Problem, RawSession, Remedy, make_finding
+from pensieve.store._rules import CommittedRequest, Meta
 from pensieve.store.contract import Key
 from pensieve.store.records import State
 
@@ -261,9 +261,9 @@ def _session(path: Path, line: ArchivedSession, lines: _Lines) -> RawSession:
         except ValueError as error:
             raise BadBackup(f"{path}: line {lines.number} cannot be read") from error
         log.append(StoredRecord(record.revision, data, record.crc, record.hash))
-    requests = {name: Known(*known) for name, known in line.requests.items()}
+    requests = {name: CommittedRequest(*known) for name, known in line.requests.items()}
     key = Key(line.tenant, line.session)
-    lost = finding(key, Problem.ROW, "its row could not be read", Remedy.REBUILD)
+    lost = make_finding(key, Problem.ROW, "its row could not be read", Remedy.REBUILD)
     return RawSession(key, line.meta, tuple(log), requests, (lost,) if line.meta is None else ())
 
 

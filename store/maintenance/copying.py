@@ -10,9 +10,18 @@ from pathlib import Path
 
 import msgspec
 
-from pensieve.store._examine import Examined, examine, fixed
-from pensieve.store._raw import Problem, Progress, RawSession, RawStore, at_rest, is_over, is_running, silent
-from pensieve.store._rules import Known, Meta
+from pensieve.store._examine import Examination, examine, plan_fix
+from pensieve.store._raw import (
+    Problem,
+    Progress,
+    RawSession,
+    RawStore,
+    is_over,
+    is_running,
+    no_progress,
+    without_lease_holder,
+)
+from pensieve.store._rules import CommittedRequest, Meta
 from pensieve.store.contract import Key
 from pensieve.store.maintenance.archive import ArchiveWriter, Totals, read_sessions
 from pensieve.store.records import State
@@ -52,7 +61,7 @@ async def _of_store(store: RawStore) -> AsyncIterator[RawSession]:
 
 
 @dataclass(slots=True)
-class Copied:
+class CopyResult:
     """What became of the sessions of a restore, a merge or a move."""
 
     written: int = 0
@@ -65,7 +74,7 @@ class Copied:
 
 
 async def backup(
-    source: RawStore, path: Path, *, replace_file: bool = False, progress: Progress = silent
+    source: RawStore, path: Path, *, replace_file: bool = False, progress: Progress = no_progress
 ) -> Totals:
     """All of an open store to ``path``. Raises OSError, FileExistsError, and the store's errors.
 
@@ -80,7 +89,7 @@ async def backup(
             if session is None:
                 continue  # gone since the list was made
             session, damage = as_backed_up(session, await source.now())
-            meta = None if session.meta is None else at_rest(session.meta)
+            meta = None if session.meta is None else without_lease_holder(session.meta)
             writer.add(replace(session, meta=meta), damage)
         progress("backing up", len(keys), len(keys))
         return writer.finish()
@@ -92,8 +101,8 @@ async def restore(
     *,
     merge: bool = False,
     skip: bool = False,
-    progress: Progress = silent,
-) -> Copied:
+    progress: Progress = no_progress,
+) -> CopyResult:
     """A backup to an open store. Raises CopyRefused, OSError, the store's errors, and BadBackup if the file changes."""
     return await copy(source.sessions, target, of=source.number, merge=merge, skip=skip, progress=progress)
 
@@ -104,8 +113,8 @@ async def move(
     *,
     merge: bool = False,
     skip: bool = False,
-    progress: Progress = silent,
-) -> Copied:
+    progress: Progress = no_progress,
+) -> CopyResult:
     """All of one open store to another; the source stays as it is. Raises as ``restore``."""
     now, number = await source.now(), 0
     if source.store_id and source.store_id == target.store_id:
@@ -113,7 +122,7 @@ async def move(
     async for session in _of_store(source):
         number += 1
         progress("looking", number, None)
-        if not source.alone and is_running(session.meta, now):
+        if not source.is_exclusive and is_running(session.meta, now):
             raise CopyRefused(
                 f"a turn is running in session {_name(session.key)}: stop the servers that use this store"
             )
@@ -124,7 +133,7 @@ async def move(
 
 async def copy(
     origin: Origin, target: RawStore, *, of: int | None, merge: bool, skip: bool, progress: Progress
-) -> Copied:
+) -> CopyResult:
     """Decide about every session before the first is written; read every one back that was.
 
     ``of``: the number of sessions, None: not known.
@@ -165,7 +174,7 @@ class _Copying:
     """What the store had before."""
     began_ms: int
     """By the store's time."""
-    done: Copied = field(default_factory=Copied)
+    done: CopyResult = field(default_factory=CopyResult)
     written: set[Key] = field(default_factory=set)
 
     async def find_conflict(self, session: RawSession) -> None:
@@ -187,7 +196,7 @@ class _Copying:
         if fit is None:
             self.done.damaged.append(f"{_name(session.key)}: nothing of it can be read")
             return
-        if not await self.target.put(fit, over=None if before is None else before.stamp):
+        if not await self.target.put(fit, expected_stamp=None if before is None else before.stamp):
             raise CopyRefused(
                 f"session {_name(session.key)} was changed meanwhile: stop the servers, and repeat with --merge"
             )
@@ -213,7 +222,7 @@ class _Copying:
             examine(session),
             None if ours is None else examine(ours),
             now=self.began_ms,
-            alone=self.target.alone,
+            alone=self.target.is_exclusive,
         )
 
 
@@ -222,7 +231,7 @@ def as_backed_up(session: RawSession, now: int) -> tuple[RawSession, tuple[str, 
     examined = examine(session)
     if examined.is_broken or any(one.problem is Problem.MARKED for one in examined.findings):
         return session, tuple(one.detail for one in examined.findings)
-    fix = fixed(examined, truncate=False, now=now)
+    fix = plan_fix(examined, truncate=False, now=now)
     return session if fix is None else fix.session, ()
 
 
@@ -230,9 +239,9 @@ def as_restored(session: RawSession, now: int) -> RawSession | None:
     """``session`` as it is written to another store; what is not sound is marked. None: nothing of it can be read."""
     examined = examine(session)
     if session.meta is None:
-        fix = fixed(examined, truncate=False, now=now)
+        fix = plan_fix(examined, truncate=False, now=now)
         return None if fix is None else fix.session
-    meta = at_rest(session.meta)
+    meta = without_lease_holder(session.meta)
     if examined.is_broken and meta.row.state is State.ACTIVE:
         row = msgspec.structs.replace(meta.row, state=State.DAMAGED)
         meta = Meta(row, meta.create_fingerprint, meta.lease)
@@ -242,13 +251,13 @@ def as_restored(session: RawSession, now: int) -> RawSession | None:
         revision,
     ) in examined.request_ids().items():  # a backup may lack some that its records name
         if request_id not in requests or requests[request_id].revision != revision:
-            requests[request_id] = Known("", revision)
+            requests[request_id] = CommittedRequest("", revision)
     return RawSession(session.key, meta, session.log, requests)
 
 
 def content(session: RawSession) -> tuple[object, ...]:
     """What two copies of a session have in common."""
-    meta = None if session.meta is None else at_rest(session.meta)
+    meta = None if session.meta is None else without_lease_holder(session.meta)
     return (session.key, meta, session.log, dict(session.requests))
 
 
@@ -267,7 +276,9 @@ class MergeChoice(enum.Enum):
     """Its time is over."""
 
 
-def choose(theirs: Examined, ours: Examined | None, *, now: int, alone: bool) -> tuple[MergeChoice, str]:
+def choose(
+    theirs: Examination, ours: Examination | None, *, now: int, alone: bool
+) -> tuple[MergeChoice, str]:
     """Whether ``theirs`` takes the place of ``ours``; with a conflict, why not.
 
     The longer of two logs wins if the shorter is its beginning; chain hashes tell. A deletion is a newer state of what
@@ -304,13 +315,13 @@ def _is_deleted(session: RawSession) -> bool:
     return session.meta is not None and session.meta.row.state is State.DELETED
 
 
-def _revision(examined: Examined) -> int:
+def _revision(examined: Examination) -> int:
     """The one that the row names, which may be more than what is left."""
     meta = examined.session.meta
     return len(examined.sound) if meta is None else meta.row.revision
 
 
-def _begins(longer: Examined, shorter: Examined) -> bool:
+def _begins(longer: Examination, shorter: Examination) -> bool:
     """Whether ``longer`` has every sound record of ``shorter``."""
     end = len(shorter.sound)
     if end > len(longer.sound):

@@ -10,8 +10,8 @@ from pathlib import Path
 import msgspec
 
 from pensieve.store import _refusals
-from pensieve.store._examine import Examined, examine, fixed
-from pensieve.store._raw import Finding, Progress, RawSession, RawStore, Remedy, silent
+from pensieve.store._examine import Examination, examine, plan_fix
+from pensieve.store._raw import Finding, Progress, RawSession, RawStore, Remedy, no_progress
 from pensieve.store.contract import Key
 from pensieve.store.maintenance.archive import ArchiveWriter, Totals
 from pensieve.store.records import Record
@@ -41,7 +41,7 @@ class Mended(msgspec.Struct, frozen=True):
 
 
 @dataclass(slots=True)
-class Repaired:
+class RepairResult:
     """What a repair did, or would do."""
 
     findings: list[Finding] = field(default_factory=list)
@@ -50,7 +50,7 @@ class Repaired:
     """Left alone: a turn ran in them, or they were changed in between."""
 
     @property
-    def left(self) -> list[Finding]:
+    def remaining(self) -> list[Finding]:
         """What is as wrong as before."""
         done = {(one.tenant, one.session) for one in self.mended}
         done -= {(key.tenant, key.session_id) for key in self.busy}
@@ -62,19 +62,19 @@ class Repaired:
         return about_store or (one.tenant, one.session) in done
 
 
-async def check(store: RawStore, only: Key | None = None, progress: Progress = silent) -> Survey:
+async def check(store: RawStore, only: Key | None = None, progress: Progress = no_progress) -> Survey:
     """Everything in an open store, or one session. Raises NotFound, and the store's errors."""
     survey = Survey(Totals(), [])
     if only is None:
         progress("checking the storage", 0, None)
-        survey.findings += await store.about_store()
+        survey.findings += await store.check_storage()
     async for examined in _examined(store, only, "checking", progress):
         survey.findings += examined.findings
         survey.total = survey.total.plus(examined.session, damaged=not examined.is_sound)
     return survey
 
 
-async def usage(store: RawStore, progress: Progress = silent) -> list[TenantTotal]:
+async def usage(store: RawStore, progress: Progress = no_progress) -> list[TenantTotal]:
     """What each tenant has, in order of names. Raises the store's errors."""
     totals: dict[str, Totals] = {}
     async for session in _sessions(store, None, "counting", progress):
@@ -82,7 +82,9 @@ async def usage(store: RawStore, progress: Progress = silent) -> list[TenantTota
     return [TenantTotal(tenant, totals[tenant]) for tenant in sorted(totals)]
 
 
-async def logs(store: RawStore, progress: Progress = silent) -> AsyncIterator[tuple[Key, tuple[Record, ...]]]:
+async def iter_logs(
+    store: RawStore, progress: Progress = no_progress
+) -> AsyncIterator[tuple[Key, tuple[Record, ...]]]:
     """Each session's records up to the first that is not proven, oldest first. Raises the store's errors."""
     async for examined in _examined(store, None, "reading", progress):
         yield examined.session.key, tuple(one.record for one in examined.sound)
@@ -94,25 +96,25 @@ async def repair(
     apply: bool,
     cut_to: Path | None = None,
     only: Key | None = None,
-    progress: Progress = silent,
-) -> Repaired:
+    progress: Progress = no_progress,
+) -> RepairResult:
     """Make good what is proven, in a store that is open to write if ``apply``, else say what would be done.
 
     ``cut_to``: damaged sessions end behind their last sound record, and go to this backup as they were before.
     Raises FileExistsError, OSError, and the store's errors.
     """
-    done, now = Repaired(), await store.now()
+    done, now = RepairResult(), await store.now()
     if only is None:
-        done.findings += await store.about_store()
+        done.findings += await store.check_storage()
         if apply and any(one.remedy is Remedy.REBUILD for one in done.findings):
-            await store.tidy(progress)
+            await store.repair_storage(progress)
             await store.flush()
     stamps: dict[Key, str] = {}
     with contextlib.ExitStack() as stack:
         kept: ArchiveWriter | None = None
         async for examined in _examined(store, only, "looking", progress):
             done.findings += examined.findings
-            fix = fixed(examined, truncate=cut_to is not None, now=now)
+            fix = plan_fix(examined, truncate=cut_to is not None, now=now)
             if fix is None:
                 continue
             key = fix.session.key
@@ -139,13 +141,13 @@ async def _mend(store: RawStore, key: Key, stamp: str, *, truncate: bool, now: i
     session = await store.session(key)
     if session is None or session.stamp != stamp:
         return False
-    fix = fixed(examine(session), truncate=truncate, now=now)
-    return fix is not None and await store.put(fix.session, over=stamp)
+    fix = plan_fix(examine(session), truncate=truncate, now=now)
+    return fix is not None and await store.put(fix.session, expected_stamp=stamp)
 
 
 async def _examined(
     store: RawStore, only: Key | None, what: str, progress: Progress
-) -> AsyncIterator[Examined]:
+) -> AsyncIterator[Examination]:
     async for session in _sessions(store, only, what, progress):
         yield examine(session)
 

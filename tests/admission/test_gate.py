@@ -12,7 +12,7 @@ import pytest
 
 from pensieve.core import Role, SamplingDefaults
 from pensieve.errors import PensieveError
-from pensieve.server.admission import LONGEST_RETRY_S, Gate, GateLimits, Ticket
+from pensieve.server.admission import LONGEST_RETRY_S, AdmissionGate, AdmissionTicket, GateLimits
 from pensieve.server.tenants import TenantLimits, TenantTable
 from pensieve.server.values import InputEntry, NewTurn
 
@@ -42,9 +42,9 @@ class Service:
     def __post_init__(self) -> None:
         self.now = 0.0
         self.rng = random.Random(1)
-        self.lines: dict[str, deque[tuple[float, Ticket]]] = {}
-        self.running: list[tuple[float, int, Ticket]] = []
-        self.gate = Gate(
+        self.lines: dict[str, deque[tuple[float, AdmissionTicket]]] = {}
+        self.running: list[tuple[float, int, AdmissionTicket]] = []
+        self.gate = AdmissionGate(
             GateLimits(self.max_wait_s, self.max_queued, self.max_queued_tokens),
             self.tenants,
             lambda: self.queued,
@@ -67,8 +67,8 @@ class Service:
         if refusal is not None:
             self.refused[tenant] += 1
             return refusal
-        ticket = self.gate.enter(tenant, spec)
-        ticket.rendered(400, 110, 110, 0)
+        ticket = self.gate.admit(tenant, spec)
+        ticket.on_rendered(400, 110, 110, 0)
         self.lines.setdefault(tenant, deque()).append((self.now, ticket))
         self._begin()
         return None
@@ -76,7 +76,7 @@ class Service:
     def run_until(self, until: float) -> None:
         while self.running and self.running[0][0] <= until:
             self.now, _, ticket = heapq.heappop(self.running)
-            ticket.ended(170, 60)
+            ticket.on_ended(170, 60)
             self._begin()
         self.now = until
 
@@ -90,9 +90,9 @@ class Service:
             error = self.gate.overdue(ticket)
             if error is not None:
                 self.overdue.append(error)
-                ticket.ended(0, 0)
+                ticket.on_ended(0, 0)
                 continue
-            ticket.started(0, 0)
+            ticket.on_started(0, 0)
             self.waits.append((arrived, tenant, self.now - arrived))
             ends = self.now + self.rng.expovariate(self.rate / PLACES)
             heapq.heappush(self.running, (ends, next(self._count), ticket))
@@ -144,7 +144,7 @@ def test_a_machine_that_becomes_slower_makes_no_turn_wait_longer(slower: int) ->
 
 def test_few_turns_behind_a_long_step_are_not_refused() -> None:
     service = Service()
-    tickets = [service.gate.enter("a", turn()) for _ in range(4)]
+    tickets = [service.gate.admit("a", turn()) for _ in range(4)]
     service.now = 60.0
     assert [service.gate.overdue(ticket) for ticket in tickets] == [None] * 4
 
@@ -193,7 +193,7 @@ def test_a_newcomer_is_not_refused_for_the_flood_of_another() -> None:
 def test_weights_say_who_waits_how_long() -> None:
     table = TenantTable({"heavy": TenantLimits(weight=3.0)})
     service = Service(tenants=table)
-    ticks = [service.gate.enter(name, turn()) for name in ("heavy", "light") for _ in range(60)]
+    ticks = [service.gate.admit(name, turn()) for name in ("heavy", "light") for _ in range(60)]
     work = ticks[0].work
     backlog = service.gate._backlog
     assert backlog.ahead_of("heavy") == pytest.approx((60 + 20) * work)
@@ -228,13 +228,13 @@ def test_what_a_turn_counts_for_is_given_back_whatever_becomes_of_it() -> None:
     rng = random.Random(5)
     tickets = []
     for _ in range(300):
-        ticket = service.gate.enter(rng.choice("abc"), turn(rng.randrange(1, 2000)))
+        ticket = service.gate.admit(rng.choice("abc"), turn(rng.randrange(1, 2000)))
         tickets.append(ticket)
         if rng.random() < 0.7:
-            ticket.rendered(10, rng.randrange(1, 900), rng.randrange(1, 900), rng.randrange(900))
+            ticket.on_rendered(10, rng.randrange(1, 900), rng.randrange(1, 900), rng.randrange(900))
         if rng.random() < 0.5:
-            ticket.started(rng.randrange(10), 10)
-            ticket.started(0, 0)  # told again
+            ticket.on_started(rng.randrange(10), 10)
+            ticket.on_started(0, 0)  # told again
     rng.shuffle(tickets)
     for ticket in tickets:
         ticket.ended(rng.randrange(100), 10)
@@ -260,11 +260,11 @@ def exceeded(service: Service, spec: NewTurn | None = None) -> PensieveError:
 
 def test_turns_at_once() -> None:
     service = limited(turns_at_once=2)
-    first, _ = service.gate.enter("a", turn()), service.gate.enter("a", turn())
+    first, _ = service.gate.admit("a", turn()), service.gate.admit("a", turn())
     assert exceeded(service).metadata["limit"] == "turns_at_once"
-    first.started(0, 0)
+    first.on_started(0, 0)
     exceeded(service)  # it still runs
-    first.ended(1, 1)
+    first.on_ended(1, 1)
     assert service.gate.refusal("a", turn(), None) is None
 
 
@@ -272,10 +272,10 @@ def test_queued_tokens() -> None:
     service = limited(queued_tokens=100)
     big = turn(0, tokens=5000)
     assert service.gate.refusal("a", big, None) is None  # alone, or it could never be
-    ticket = service.gate.enter("a", turn(0, tokens=60))
+    ticket = service.gate.admit("a", turn(0, tokens=60))
     assert service.gate.refusal("a", turn(0, tokens=40), None) is None
     assert exceeded(service, turn(0, tokens=41)).metadata["limit"] == "queued_tokens"
-    ticket.started(0, 0)
+    ticket.on_started(0, 0)
     assert service.gate.refusal("a", turn(0, tokens=41), None) is None
 
 
@@ -283,35 +283,39 @@ def test_tokens_a_minute() -> None:
     service = limited(tokens_per_minute=600)
     for _ in range(5):  # each expects 100 + 20, and uses that
         assert service.gate.refusal("a", turn(0, tokens=100, output=20), None) is None
-        service.gate.enter("a", turn(0, tokens=100, output=20)).ended(120, 20)
+        service.gate.admit("a", turn(0, tokens=100, output=20)).on_ended(120, 20)
     refusal = exceeded(service, turn(0, tokens=100, output=20))
     assert refusal.metadata["limit"] == "tokens_per_minute"
     assert refusal.retry_after_s == pytest.approx(12.0)  # 120 tokens at 10 a second
     service.now += 12.1
-    ticket = service.gate.enter("a", turn(0, tokens=100, output=20))
+    ticket = service.gate.admit("a", turn(0, tokens=100, output=20))
     exceeded(service, turn(0, tokens=1, output=1))
-    ticket.ended(0, 0)  # nothing was computed: nothing is counted
+    ticket.on_ended(0, 0)  # nothing was computed: nothing is counted
     assert service.gate.refusal("a", turn(0, tokens=100, output=20), None) is None
-    service.gate.enter("a", turn(0, tokens=100, output=20)).ended(1200, 1100)  # ten times what was expected
+    service.gate.admit("a", turn(0, tokens=100, output=20)).on_ended(
+        1200, 1100
+    )  # ten times what was expected
     assert exceeded(service, turn(0, tokens=1, output=1)).retry_after_s == pytest.approx(108, abs=1)
 
 
 def learned(
-    gate: Gate, *, chars: int = 400, input_tokens: int = 100, history: int = 0, recomputed: int = 0
-) -> Ticket:
+    gate: AdmissionGate, *, chars: int = 400, input_tokens: int = 100, history: int = 0, recomputed: int = 0
+) -> AdmissionTicket:
     """A hundred turns that turned out to be so, and the next one."""
     for _ in range(100):
-        ticket = gate.enter("a", turn(chars))
-        ticket.rendered(chars, input_tokens, input_tokens, history)
-        ticket.started(recomputed, history)
-        ticket.ended(0, 0)
-    return gate.enter("a", turn(400, output=1))
+        ticket = gate.admit("a", turn(chars))
+        ticket.on_rendered(chars, input_tokens, input_tokens, history)
+        ticket.on_started(recomputed, history)
+        ticket.on_ended(0, 0)
+    return gate.admit("a", turn(400, output=1))
 
 
-def still_gate(queued: int = 0) -> tuple[Gate, list[float]]:
+def still_gate(queued: int = 0) -> tuple[AdmissionGate, list[float]]:
     """A gate whose clock is the one number in the list."""
     now = [0.0]
-    return Gate(GateLimits(2.0, 0, 0), TenantTable(), lambda: queued, lambda: now[0], random.Random(2)), now
+    return AdmissionGate(
+        GateLimits(2.0, 0, 0), TenantTable(), lambda: queued, lambda: now[0], random.Random(2)
+    ), now
 
 
 def test_estimates_follow_what_turns_turned_out_to_be() -> None:
@@ -330,25 +334,25 @@ def test_estimates_follow_what_turns_turned_out_to_be() -> None:
 def test_what_is_known_twice_is_counted_once() -> None:
     """A ticket that waits no more is not rendered, started or left again."""
     gate, _ = still_gate()
-    ticket = gate.enter("a", turn(400))
-    ticket.started(0, 0)
-    ticket.rendered(400, 100_000, 100_000, 0)
-    ticket.started(0, 0)
+    ticket = gate.admit("a", turn(400))
+    ticket.on_started(0, 0)
+    ticket.on_rendered(400, 100_000, 100_000, 0)
+    ticket.on_started(0, 0)
     assert (gate.waiting, gate.wait_s("a")) == (0, 0.0)
-    other = gate.enter("a", turn(400))
+    other = gate.admit("a", turn(400))
     assert gate.waiting == 1 and other.tokens == 100, "a late word of the first changed no estimate"
-    ticket.ended(0, 0)
-    other.ended(0, 0)
+    ticket.on_ended(0, 0)
+    other.on_ended(0, 0)
     assert gate.waiting == 0
 
 
 @pytest.mark.parametrize("asked", ["expected_wait_s", "wait_s"])
 def test_a_wait_grows_while_nothing_begins(asked: str) -> None:
     gate, now = still_gate(queued=100)
-    tickets = [gate.enter("a", turn(400)) for _ in range(200)]
+    tickets = [gate.admit("a", turn(400)) for _ in range(200)]
     for ticket in tickets[:100]:
         now[0] += 0.01
-        ticket.started(0, 0)
+        ticket.on_started(0, 0)
 
     def wait() -> float:
         return gate.expected_wait_s if asked == "expected_wait_s" else gate.wait_s("a")

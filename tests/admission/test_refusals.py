@@ -35,7 +35,7 @@ def overload(rig: Rig, wait_s: float = 60.0) -> None:
     """An engine that has served one unit of work a second, and has a queue of so many seconds."""
     gate = rig.conversations.gate
     rig.link.stats = Stats(steps_total=1, queued=9)
-    gate.enter("acme", NewTurn("other"))
+    gate.admit("acme", NewTurn("other"))
     gate._tick()
     for window in gate._speed._windows:
         window.seconds, window.work = 10.0, 10.0 * gate._backlog.work / wait_s
@@ -173,7 +173,7 @@ async def test_a_turn_that_was_let_in_and_not_begun_in_time_is_refused_and_leave
         name = await rig.create()
         rig.link.stats = Stats(steps_total=1, queued=9)
         for _ in range(5):
-            rig.conversations.gate.enter("acme", NewTurn("other"))
+            rig.conversations.gate.admit("acme", NewTurn("other"))
         turn = spec("hello")
         error = await refusal(rig.call(name, turn))
         assert (error.code, error.reason) == ("RESOURCE_EXHAUSTED", "SERVER_OVERLOADED")
@@ -192,7 +192,7 @@ async def test_a_turn_that_has_begun_is_not_refused_however_long_it_takes() -> N
         generation = await rig.link.next_generation()
         generation.admit()
         for _ in range(5):
-            rig.conversations.gate.enter("acme", NewTurn("other"))
+            rig.conversations.gate.admit("acme", NewTurn("other"))
         await asyncio.sleep(0.1)
         generation.emit(*says("hi"))
         generation.finish()

@@ -19,7 +19,7 @@ from pensieve.cli.main import cli
 from pensieve.config import EngineTuning, PolicyName, parse_cache_size
 from pensieve.machine import Memory
 from pensieve.replay.load.generators import generate
-from pensieve.replay.load.schedule import Arrivals, Script, run_in, scripts
+from pensieve.replay.load.schedule import Arrivals, Script, apply_run_in, scripts
 from support.replay.benches import BENCH
 
 SCALES = ["FULL", "SMALL"]
@@ -202,7 +202,7 @@ def test_what_is_offered_in_a_window_hardly_rises() -> None:
         drawn = scripts(talks, Arrivals(400.0, many.think_s))
         edges = [many.warm_up_s + half * many.window_s / 2 for half in range(3)]
         for run_in_s in (0.0, many.run_in_s):
-            left = run_in(drawn, run_in_s)
+            left = apply_run_in(drawn, run_in_s)
             first, second = (turns_due(left, *half) for half in pairwise(edges))
             rises[run_in_s] = 2 * (second / first - 1)  # over the whole window
         assert abs(rises[many.run_in_s]) < 0.2 < rises[0.0], (many, rises)

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from pensieve.demo import MODEL_DIR
 from pensieve.replay.command import replay
-from pensieve.replay.targets.base import AskedTurn
+from pensieve.replay.targets.base import TurnRequest
 from pensieve.replay.targets.openai_target import OpenAITarget
 from support.engine.checkpoints import FAMILIES, Family, tiny_checkpoint
 from support.engine.hf_oracle import HfOracle
@@ -77,7 +77,7 @@ async def test_over_the_protocol(folder: Path) -> None:
         history: list[int] = []
         came: list[int] = []
         for ids in (PROMPT, [7, 8, 9]):
-            spec = AskedTurn(np.array(ids, np.int32), LIMIT, True)
+            spec = TurnRequest(np.array(ids, np.int32), LIMIT, True)
             usage = await target.turn(session, spec, lambda count, at: came.append(count))
             assert usage is not None and usage.reconciles
             assert (usage.new_tokens, usage.recomputed_tokens) == (len(ids), len(history)), "nothing is kept"

@@ -16,9 +16,9 @@ from click.testing import CliRunner, Result
 from rich.console import Console
 
 from pensieve import own_server
-from pensieve.cli.chat import command, flight, sessions
+from pensieve.cli.chat import command, sessions, turn_display
 from pensieve.cli.chat.command import ChatLoop
-from pensieve.cli.chat.flight import MarkdownView, markdown, split_blocks
+from pensieve.cli.chat.turn_display import MarkdownView, markdown, split_blocks
 from pensieve.cli.chat.unsent import Unsent, UnsentFolder
 from pensieve.cli.output import clean
 from pensieve.cli.sessions import sessions as listing
@@ -87,8 +87,8 @@ def drawn(text: str, height: int = 10) -> str:
 
 def test_a_long_answer_costs_no_more_than_its_length(monkeypatch: pytest.MonkeyPatch) -> None:
     laid_out: list[int] = []
-    monkeypatch.setattr(flight, "REDRAW_S", 0.0)
-    monkeypatch.setattr(flight, "markdown", lambda text: laid_out.append(len(text)) or markdown(text))
+    monkeypatch.setattr(turn_display, "REDRAW_S", 0.0)
+    monkeypatch.setattr(turn_display, "markdown", lambda text: laid_out.append(len(text)) or markdown(text))
     text = "".join(f"Paragraph **{number}** of them.\n\n" for number in range(300))
     file = drawn(text)
     assert all(file.count(f"Paragraph {number} of them.") >= 1 for number in range(300))
@@ -160,14 +160,16 @@ def test_titles_and_order(server: FakeServerThread) -> None:
         assert [one.info.id for one in found] == ["long", "named"]
         assert found[0].title.startswith("many words many words") and len(found[0].title) == 48
         assert (found[1].title, found[1].turns) == ("A name", 1)
-        assert sessions.find(client, "last").id == "long"
-        assert sessions.find(client, "nam").id == "named"
+        assert sessions.find_session(client, "last").id == "long"
+        assert sessions.find_session(client, "nam").id == "named"
         short = InvalidArgument("name: at least 3 characters", reason="FIELD_INVALID")
         server.fake.unary_script.append(short)
-        assert sessions.find(client, "na").id == "named", "too short for an id, and the beginning of one"
+        assert sessions.find_session(client, "na").id == "named", (
+            "too short for an id, and the beginning of one"
+        )
         server.fake.unary_script.append(short)
         with pytest.raises(InvalidArgument, match="at least 3"):
-            sessions.find(client, "My name is Ada.")
+            sessions.find_session(client, "My name is Ada.")
 
 
 def test_a_pipe_makes_no_session_by_mistake(server: FakeServerThread) -> None:

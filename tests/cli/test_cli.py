@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from pensieve import __version__
 from pensieve.cli import main as cli
 from pensieve.options import serve as options
-from pensieve.options.table import FIRST, GROUPS, HIDDEN, OPTIONS
+from pensieve.options.table import BASIC_OPTIONS, GROUPS, HIDDEN_OPTIONS, OPTIONS
 
 PENSIEVE = Path(sys.executable).parent / "pensieve"
 
@@ -37,7 +37,7 @@ def loaded_modules(code: str) -> set[str]:
 def test_help_lists_every_command_and_loads_none() -> None:
     result = run("--help")
     assert result.returncode == 0
-    for name in ("serve", *cli.LAZY):
+    for name in ("serve", *cli.SUBCOMMANDS):
         assert re.search(rf"^  {name} ", result.stdout, re.MULTILINE), name
 
 
@@ -51,12 +51,12 @@ def test_serve_help_names_every_option() -> None:
     result = run("serve", "--help", "all")
     assert result.returncode == 0
     for option in OPTIONS:
-        assert option.name in HIDDEN or f"--{option.name}" in result.stdout
+        assert option.name in HIDDEN_OPTIONS or f"--{option.name}" in result.stdout
     assert "--insecure-i-know " in result.stdout
     assert "TEXT" not in result.stdout
 
 
-@pytest.mark.parametrize("name", sorted(cli.LAZY))
+@pytest.mark.parametrize("name", sorted(cli.SUBCOMMANDS))
 def test_every_command_has_help(name: str) -> None:
     result = run(name, "--help")
     assert result.returncode == 0, result.stderr
@@ -102,7 +102,7 @@ def test_a_door_whose_address_is_taken_says_so() -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["", "serve", *sorted(cli.LAZY)])
+@pytest.mark.parametrize("name", ["", "serve", *sorted(cli.SUBCOMMANDS)])
 def test_help_fits_a_terminal_of_80_columns(name: str) -> None:
     shown = CliRunner().invoke(cli.cli, [*name.split(), "--help"]).output
     assert shown.startswith("Usage: ") and max(map(len, shown.splitlines())) <= 80
@@ -124,10 +124,12 @@ def test_the_first_help_of_serve_is_short_and_names_the_rest() -> None:
     """All options are in one of two screens, but for the switches of single ideas, which ``--off`` stands for."""
     first, everything = (CliRunner().invoke(cli.cli, ["serve", *arguments.split()]).output
                          for arguments in ("-h", "--help all"))  # fmt: skip
-    assert flags_in(first) == FIRST and len(FIRST) <= 25
+    assert flags_in(first) == BASIC_OPTIONS and len(BASIC_OPTIONS) <= 25
     known = {option.name for option in OPTIONS} | {"config", "print-config", "help", "off"}
-    assert flags_in(everything) == known - HIDDEN
-    assert f"`cli serve --help all` shows {len(known - HIDDEN - FIRST)} more options." in first
+    assert flags_in(everything) == known - HIDDEN_OPTIONS
+    assert (
+        f"`cli serve --help all` shows {len(known - HIDDEN_OPTIONS - BASIC_OPTIONS)} more options." in first
+    )
     assert "more options" not in everything and "\nOther:\n" not in everything
     assert CliRunner().invoke(cli.cli, ["serve", "all"]).exit_code == 2, "a word of its own means nothing"
 
@@ -199,7 +201,7 @@ def test_a_state_folder_that_cannot_be_made_is_one_line(
 
 
 def test_a_command_that_cannot_be_loaded_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(cli.LAZY, "chat", ("pensieve.no_such_module", "chat", ""))
+    monkeypatch.setitem(cli.SUBCOMMANDS, "chat", ("pensieve.no_such_module", "chat", ""))
     result = CliRunner().invoke(cli.cli, ["chat"])
     assert result.exit_code == 1
     assert "cannot load `pensieve chat`: No module named 'pensieve.no_such_module'" in result.output

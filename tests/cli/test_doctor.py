@@ -16,7 +16,7 @@ from rich.console import Console
 
 from pensieve.cli import doctor as checks
 from pensieve.cli import output
-from pensieve.cli.doctor import Check, doctor, examine, port, show
+from pensieve.cli.doctor import Check, doctor, port, run_checks, show
 from pensieve.errors import Unauthenticated
 from pensieve.options.serve import ServeOptions
 from support.page.feeds import FeedStub
@@ -54,7 +54,7 @@ def test_a_client_is_told_in_one_line_what_a_server_needs(monkeypatch: pytest.Mo
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "torch" else find(name))
     required = ["click>=8", "no-such-engine>=2; extra == 'server'"]
     monkeypatch.setattr("importlib.metadata.requires", lambda _: required)
-    findings = examine(ServeOptions(store="memory:", listen="127.0.0.1:0"))
+    findings = run_checks(ServeOptions(store="memory:", listen="127.0.0.1:0"))
     blocking = [(check.name, check.fix) for check in findings if check.state == "fail"]
     assert blocking == [("server", "pip install 'pensieve[server]'")]
 
@@ -72,7 +72,7 @@ def test_it_fits_the_terminal(width: int) -> None:
     assert "/some/where/that/is.sqlite3" in out.getvalue()
     assert lines[-1] == "1 blocking problem" and len(lines) > 3
     plain = io.StringIO()
-    show([long], Console(file=plain, width=output.UNBOUND))
+    show([long], Console(file=plain, width=output.UNBOUNDED_WIDTH))
     assert len(plain.getvalue().splitlines()) == 4, "a line stays a line where it is read by a program"
 
 

@@ -16,7 +16,7 @@ from pensieve.cli.gateway import gateway
 from pensieve.config import EngineOptions, batch_limits
 from pensieve.http.common.settings import DoorSettings
 from pensieve.options.serve import ServeOptions, resolve
-from pensieve.options.table import GROUPS, HIDDEN, OFF, OPTIONS
+from pensieve.options.table import GROUPS, HIDDEN_OPTIONS, OFF_SWITCHES, OPTIONS
 from pensieve.options.values import duration, is_loopback, split_address
 from pensieve.server.settings import TurnSettings
 from support.sources import tree
@@ -106,7 +106,7 @@ def test_a_variable_is_between_flag_and_file(tmp_path: Path) -> None:
 def test_every_option_has_its_heading() -> None:
     named = [name for names in GROUPS.values() for name in names]
     assert len(named) == len(set(named))
-    assert set(named) == {option.name for option in OPTIONS} - HIDDEN | {
+    assert set(named) == {option.name for option in OPTIONS} - HIDDEN_OPTIONS | {
         "config",
         "print-config",
         "help",
@@ -114,10 +114,10 @@ def test_every_option_has_its_heading() -> None:
     }
 
 
-@pytest.mark.parametrize("idea", OFF)
+@pytest.mark.parametrize("idea", OFF_SWITCHES)
 def test_off_is_the_switch_of_an_idea(tmp_path: Path, idea: str) -> None:
     """By flag, variable and file it sets what the idea's own switch sets, and nothing else."""
-    option, value = OFF[idea]
+    option, value = OFF_SWITCHES[idea]
     alone = resolve({option: value}).options
     assert alone != ServeOptions()
     assert resolve({"off": (idea,)}).options == alone

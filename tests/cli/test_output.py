@@ -41,7 +41,7 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
 def test_a_pipe_has_no_width_unless_columns_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", io.StringIO())
     monkeypatch.setenv("FORCE_COLOR", "1")  # colours in a pipe make no terminal of it
-    assert output.stdout().width == output.UNBOUND
+    assert output.stdout().width == output.UNBOUNDED_WIDTH
     monkeypatch.setenv("COLUMNS", "70")
     assert output.stdout().width == 70
 

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from pensieve.cli.profile import profile
 from pensieve.engine.cost.model import CostModel
-from pensieve.engine.cost.profiles import CostPoint, Prober, split
+from pensieve.engine.cost.profiles import CostPoint, Prober, split_attention
 from pensieve.engine.plan import Plan, Sampled, StepResult, SynchronousWorker
 from support.engine.checkpoints import tiny_checkpoint
 
@@ -44,13 +44,13 @@ def test_recovers_the_cost_that_the_worker_has(chunk_tokens: int) -> None:
     prober = Prober(worker, chunk_tokens=chunk_tokens, vocab_size=50, clock=lambda: worker.now)
     points = list(prober.measure(4096, repeats=3))
     assert [point.context for point in points] == [2**i for i in range(13) if 2**i >= chunk_tokens]
-    attention, other = split(points)
+    attention, other = split_attention(points)
     assert other == pytest.approx(0.5)
     assert [cost for _, cost in attention] == pytest.approx([0.001 * point.context for point in points])
 
 
 def test_noise_never_makes_a_cost_negative_or_falling() -> None:
-    attention, other = split(
+    attention, other = split_attention(
         [CostPoint(32, 1.0), CostPoint(64, 0.9), CostPoint(128, 1.1), CostPoint(256, 1.05)]
     )
     costs = [cost for _, cost in attention]
@@ -61,7 +61,7 @@ def test_noise_never_makes_a_cost_negative_or_falling() -> None:
 
 def test_one_point_is_no_profile() -> None:
     with pytest.raises(ValueError, match="two points"):
-        split([CostPoint(32, 1.0)])
+        split_attention([CostPoint(32, 1.0)])
 
 
 def test_a_slow_run_does_not_count() -> None:

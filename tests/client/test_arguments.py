@@ -119,7 +119,7 @@ def test_a_row_says_what_its_values_are() -> None:
         assert (row.low is None) == (row.high is None), name
         if row.low is not None and (value := getattr(neutral, name)) is not None:
             assert type(value) is row.kind and row.low <= value <= row.high, name
-        assert not set(row.near) & TURN_KEYS and (row.http in ("", name) or row.http in row.near), name
+        assert not set(row.aliases) & TURN_KEYS and (row.http in ("", name) or row.http in row.aliases), name
     numbers = {name for name, row in core.SAMPLING.items() if row.kind in (int, float)}
     assert [name for name in numbers if core.SAMPLING[name].low is None] == ["seed"]
 
@@ -128,9 +128,9 @@ def test_a_row_says_what_its_values_are() -> None:
 
 
 def test_near_names_lead_to_options() -> None:
-    assert set(names.NEAR.values()) <= TURN_KEYS
-    assert not (names.NEAR.keys() | names.ELSEWHERE.keys()) & TURN_KEYS
-    assert not names.NEAR.keys() & names.ELSEWHERE.keys()
+    assert set(names.SIMILAR_NAMES.values()) <= TURN_KEYS
+    assert not (names.SIMILAR_NAMES.keys() | names.NAME_ADVICE.keys()) & TURN_KEYS
+    assert not names.SIMILAR_NAMES.keys() & names.NAME_ADVICE.keys()
 
 
 @pytest.mark.parametrize(
@@ -225,9 +225,9 @@ def test_a_turn_that_shall_finish_is_not_discarded() -> None:
     for given, discarded in (("FINISH", False), ("finish", False), ("Cancel", True), (None, True)):
         options = {"on_disconnect": given, "token_ids": None, "timeout": None}
         machine = chat.turn_machine("x", None, None, options)
-        assert StreamView(chat, machine)._discard_on_leave is machine.ends_with_client is discarded
+        assert StreamView(chat, machine)._discard_on_close is machine.discard_on_close is discarded
         assert machine.next_request().turn.output.token_ids
-    assert not chat.attach_machine("x", None, None).ends_with_client
+    assert not chat.attach_machine("x", None, None).discard_on_close
 
 
 def test_a_number_of_a_newer_server_stays_a_number() -> None:

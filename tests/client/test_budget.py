@@ -43,7 +43,7 @@ def _down_for(turn: TurnMachine, clock: HandClock, seconds: float, error: Pensie
     until, tries = clock.now + seconds, 0
     while clock.now < until:
         turn.next_request()
-        clock.now += turn.failed(error)
+        clock.now += turn.on_error(error)
         tries += 1
     return tries
 
@@ -54,7 +54,7 @@ def test_the_default_budget_is_time() -> None:
         clock = HandClock()
         turn = machine(clock)
         assert _down_for(turn, clock, 55.0, error) > 8
-        turn.received(_delta())
+        turn.on_message(_delta())
         turn.next_request()
         assert _down_for(turn, clock, 55.0, error) > 8, "new output renews the budget"
         with pytest.raises(Unavailable):
@@ -68,15 +68,15 @@ def test_a_silent_server_costs_time_and_a_talking_one_does_not() -> None:
     turn.next_request()
     for _ in range(10):
         clock.now += 30.0
-        turn.received(pb.StreamTurnResponse(progress=pb.TurnProgress()))
-    clock.now += turn.failed(BROKEN)
+        turn.on_message(pb.StreamTurnResponse(progress=pb.TurnProgress()))
+    clock.now += turn.on_error(BROKEN)
     turn.next_request()
     clock.now += 30.0
-    clock.now += turn.failed(turn.silent())
+    clock.now += turn.on_error(turn.silence_error())
     turn.next_request()
     clock.now += 30.0
     with pytest.raises(Unavailable):
-        turn.failed(turn.silent())
+        turn.on_error(turn.silence_error())
 
 
 def test_what_is_raised_at_the_end_says_how_often_and_how_long() -> None:
@@ -94,7 +94,7 @@ def test_what_is_raised_at_the_end_says_how_often_and_how_long() -> None:
 def test_a_failure_that_is_not_tried_again_stays_as_it_is() -> None:
     turn = machine(HandClock())
     with pytest.raises(NotFound) as caught:
-        turn.failed(NotFound("no such session"))
+        turn.on_error(NotFound("no such session"))
     assert str(caught.value) == "no such session [NOT_FOUND/SESSION_NOT_FOUND]"
 
 
@@ -104,11 +104,11 @@ def test_who_attaches_waits_for_the_one_who_began_the_turn() -> None:
     for attach, cut in ((True, False), (False, True)):
         turn = machine(clock, attach=attach)
         if cut:
-            turn.failed(BROKEN)
+            turn.on_error(BROKEN)
         with pytest.raises(NotFound, match=r"no such turn \["):
-            turn.failed(unknown)
+            turn.on_error(unknown)
     turn = machine(clock, attach=True)
-    turn.failed(BROKEN)
+    turn.on_error(BROKEN)
     assert _down_for(turn, clock, 30.0, unknown) > 5
     with pytest.raises(NotFound, match="given up after"):
         _down_for(turn, clock, 60.0, unknown)

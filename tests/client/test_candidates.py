@@ -99,7 +99,7 @@ def machine(*messages: Message) -> TurnMachine:
 def feed(turn: TurnMachine, *messages: Message) -> None:
     names = {pb.TurnAccepted: "accepted", pb.TurnDelta: "delta", pb.Turn: "completed"}
     for message in messages:
-        turn.received(pb.StreamTurnResponse(**{names[type(message)]: message}))
+        turn.on_message(pb.StreamTurnResponse(**{names[type(message)]: message}))
 
 
 def delta(candidate: int, text: str, offset: int, count: int) -> pb.TurnDelta:
@@ -114,7 +114,7 @@ def committed(*texts: str, **fields: Any) -> pb.Turn:
 
 def test_text_held_back_of_one_candidate_is_not_doubled_by_a_resume() -> None:
     turn = machine(delta(0, "ab", 0, 2), delta(1, "xy", 0, 2), delta(1, "STO", 2, 0))
-    turn.failed(Unavailable("x", reason="STORE_UNAVAILABLE"))
+    turn.on_error(Unavailable("x", reason="STORE_UNAVAILABLE"))
     again = turn.next_request()
     assert (again.resume_token_offset, list(again.resume_candidate_offsets)) == (2, [2])
     feed(turn, pb.TurnAccepted(attempt="a"), delta(1, "STO", 2, 0), committed("ab", "xySTO"))

@@ -21,7 +21,7 @@ def machine(attempt: str = "a") -> TurnMachine:
 
 def begin(turn: TurnMachine, attempt: str) -> None:
     turn.next_request()
-    turn.received(pb.StreamTurnResponse(accepted=pb.TurnAccepted(attempt=attempt)))
+    turn.on_message(pb.StreamTurnResponse(accepted=pb.TurnAccepted(attempt=attempt)))
 
 
 def say(turn: TurnMachine, text: str, offset: int, *, base: float = 0.0, candidate: int = 0) -> None:
@@ -38,7 +38,7 @@ def say(turn: TurnMachine, text: str, offset: int, *, base: float = 0.0, candida
     delta = pb.TurnDelta(
         token_offset=offset, token_count=len(text), text=text, logprobs=scores, candidate=candidate
     )
-    turn.received(pb.StreamTurnResponse(delta=delta))
+    turn.on_message(pb.StreamTurnResponse(delta=delta))
 
 
 def end(turn: TurnMachine, text: str, *others: str, reason: pb.FinishReason = pb.FINISH_REASON_EOS) -> None:
@@ -47,7 +47,7 @@ def end(turn: TurnMachine, text: str, *others: str, reason: pb.FinishReason = pb
     if others:
         for number, one in enumerate((text, *others)):
             message.candidates.add(candidate=number, text=one, output_tokens=len(one))
-    turn.received(pb.StreamTurnResponse(completed=message))
+    turn.on_message(pb.StreamTurnResponse(completed=message))
 
 
 def values(turn: TurnMachine) -> list[float]:
@@ -57,10 +57,10 @@ def values(turn: TurnMachine) -> list[float]:
 def test_a_stream_that_repeats_itself_counts_each_token_once() -> None:
     turn = machine()
     say(turn, "ab", 0)
-    turn.failed(BROKEN)
+    turn.on_error(BROKEN)
     begin(turn, "a")
     say(turn, "cde", 2)
-    turn.failed(BROKEN)
+    turn.on_error(BROKEN)
     begin(turn, "a")
     say(turn, "cdefg", 2)
     shown = [one.logprob for piece in turn.pending for one in piece.logprobs]
@@ -73,7 +73,7 @@ def test_a_stream_that_repeats_itself_counts_each_token_once() -> None:
 def test_another_attempt_brings_its_own() -> None:
     turn = machine()
     say(turn, "abc", 0)
-    turn.failed(BROKEN)
+    turn.on_error(BROKEN)
     begin(turn, "b")
     say(turn, "ab", 0, base=-10.0)
     end(turn, "ab")
@@ -83,7 +83,7 @@ def test_another_attempt_brings_its_own() -> None:
 def test_what_was_not_seen_whole_is_not_said() -> None:
     turn = machine()
     say(turn, "ab", 0)
-    turn.received(pb.StreamTurnResponse(delta=pb.TurnDelta(token_offset=2, token_count=1, text="c")))
+    turn.on_message(pb.StreamTurnResponse(delta=pb.TurnDelta(token_offset=2, token_count=1, text="c")))
     end(turn, "abc")
     assert turn.result().logprobs == (), "the third token was replayed from history"
     replaced = machine()

@@ -88,9 +88,9 @@ def joined(turn: TurnMachine) -> str:
 def test_first_request_names_no_attempt_and_later_ones_say_what_is_held() -> None:
     turn = machine()
     assert (turn.next_request().resume_attempt, turn.next_request().resume_token_offset) == ("", 0)
-    turn.received(accepted("a"))
-    turn.received(delta("abc", 0))
-    turn.failed(BROKEN)
+    turn.on_message(accepted("a"))
+    turn.on_message(delta("abc", 0))
+    turn.on_error(BROKEN)
     again = turn.next_request()
     assert (again.resume_attempt, again.resume_token_offset) == ("a", 3)
     assert again.turn.request_id == "r"
@@ -99,11 +99,11 @@ def test_first_request_names_no_attempt_and_later_ones_say_what_is_held() -> Non
 def test_same_attempt_continues() -> None:
     turn = machine()
     for message in (accepted("a"), delta("abc", 0)):
-        turn.received(message)
-    turn.failed(BROKEN)
+        turn.on_message(message)
+    turn.on_error(BROKEN)
     turn.next_request()
     for message in (accepted("a"), delta("def", 3), completed("abcdef")):
-        turn.received(message)
+        turn.on_message(message)
     assert not any(piece.restarted for piece in turn.pending)
     assert joined(turn) == "abcdef"
     assert turn.done
@@ -113,22 +113,22 @@ def test_same_attempt_continues() -> None:
 def test_other_attempt_restarts() -> None:
     turn = machine()
     for message in (accepted("a"), delta("abc", 0)):
-        turn.received(message)
-    turn.failed(BROKEN)
+        turn.on_message(message)
+    turn.on_error(BROKEN)
     turn.next_request()
-    turn.received(accepted("b"))
+    turn.on_message(accepted("b"))
     assert [piece.restarted for piece in turn.pending] == [False, True]
     assert turn.token_count == 0
-    turn.received(delta("xyz", 0))
-    turn.received(completed("xyz"))
+    turn.on_message(delta("xyz", 0))
+    turn.on_message(completed("xyz"))
     assert joined(turn) == turn.text == "xyz"
 
 
 def test_other_attempt_before_any_text_needs_no_marker() -> None:
     turn = machine()
-    turn.received(accepted("a"))
-    turn.failed(BROKEN)
-    turn.received(accepted("b"))
+    turn.on_message(accepted("a"))
+    turn.on_error(BROKEN)
+    turn.on_message(accepted("b"))
     assert not turn.pending
 
 
@@ -143,30 +143,30 @@ def test_overlapping_repeats_never_double_or_lose_text(text: str, cuts: list[tup
         request = turn.next_request()
         at = request.resume_token_offset
         at = at - min(back, at) if size == 1 else at
-        turn.received(accepted("a"))
+        turn.on_message(accepted("a"))
         for _ in range(messages):
             if at >= len(text):
                 break
             try:
-                turn.received(delta(text[at : at + size], at))
+                turn.on_message(delta(text[at : at + size], at))
             except Internal as error:
                 turn._backoff.reset()
-                turn.failed(error)
+                turn.on_error(error)
                 break
             at += size
         else:
             turn._backoff.reset()
-            turn.failed(BROKEN)
+            turn.on_error(BROKEN)
     turn.next_request()
-    turn.received(completed(text))
+    turn.on_message(completed(text))
     assert joined(turn) == text
 
 
 def test_a_partial_overlap_gives_only_what_is_new() -> None:
     turn = machine()
-    turn.received(delta("ab", 0))
-    turn.received(delta("cd", 2))
-    turn.received(delta("cdef", 2))
+    turn.on_message(delta("ab", 0))
+    turn.on_message(delta("cd", 2))
+    turn.on_message(delta("cdef", 2))
     assert [piece.text for piece in turn.pending] == ["ab", "cd", "ef"]
     assert turn.pending[-1].token_ids == (4, 5)
     assert turn.pending[-1].token_offset == 4
@@ -175,58 +175,58 @@ def test_a_partial_overlap_gives_only_what_is_new() -> None:
 
 def test_text_held_back_at_the_end_of_a_stream_is_not_doubled_by_a_resume() -> None:
     turn = machine()
-    turn.received(accepted())
-    turn.received(delta("ab", 0))
-    turn.received(delta("", 2, count=1))
-    turn.received(delta("STO", 3, count=0))  # What looked like a stop string was none.
-    turn.failed(BROKEN)
+    turn.on_message(accepted())
+    turn.on_message(delta("ab", 0))
+    turn.on_message(delta("", 2, count=1))
+    turn.on_message(delta("STO", 3, count=0))  # What looked like a stop string was none.
+    turn.on_error(BROKEN)
     assert turn.next_request().resume_token_offset == 3
-    turn.received(accepted())
-    turn.received(delta("STO", 3, count=0))
-    turn.received(completed("abSTO"))
+    turn.on_message(accepted())
+    turn.on_message(delta("STO", 3, count=0))
+    turn.on_message(completed("abSTO"))
     assert [piece.text for piece in turn.pending] == ["ab", "", "STO"]
 
 
 def test_tokens_without_text_are_pieces_too() -> None:
     turn = machine()
-    turn.received(delta("", 0, count=1))
-    turn.received(delta("é", 1, count=1))
+    turn.on_message(delta("", 0, count=1))
+    turn.on_message(delta("é", 1, count=1))
     assert [piece.token_count for piece in turn.pending] == [1, 1]
 
 
 @pytest.mark.parametrize("bad", [delta("xyz", 5), delta("XY", 0)], ids=["gap", "other text"])
 def test_a_stream_that_contradicts_itself_starts_over(bad: pb.StreamTurnResponse) -> None:
     turn = machine()
-    turn.received(accepted())
-    turn.received(delta("abc", 0))
+    turn.on_message(accepted())
+    turn.on_message(delta("abc", 0))
     with pytest.raises(Internal) as caught:
-        turn.received(bad)
-    turn.failed(caught.value)
+        turn.on_message(bad)
+    turn.on_error(caught.value)
     request = turn.next_request()
     assert (request.resume_attempt, request.resume_token_offset) == ("", 0)
     for message in (accepted(), delta("abcdef", 0), completed("abcdef")):
-        turn.received(message)
+        turn.on_message(message)
     assert joined(turn) == "abcdef"
 
 
 def test_text_that_was_committed_but_never_streamed_is_delivered() -> None:
     turn = machine()
-    turn.received(delta("ab", 0))
-    turn.received(completed("abcd"))
+    turn.on_message(delta("ab", 0))
+    turn.on_message(completed("abcd"))
     assert joined(turn) == "abcd"
 
 
 def test_text_that_another_attempt_committed_replaces_what_was_streamed() -> None:
     turn = machine()
-    turn.received(delta("ab", 0))
-    turn.received(completed("xy"))
+    turn.on_message(delta("ab", 0))
+    turn.on_message(completed("xy"))
     assert joined(turn) == "xy"
 
 
 def test_a_cancelled_turn_may_keep_less_than_was_streamed() -> None:
     turn = machine()
-    turn.received(delta("abcd", 0))
-    turn.received(completed("ab", pb.FINISH_REASON_CANCELLED))
+    turn.on_message(delta("abcd", 0))
+    turn.on_message(completed("ab", pb.FINISH_REASON_CANCELLED))
     assert joined(turn) == "abcd"
     assert turn.text == "ab"
 
@@ -248,7 +248,7 @@ def test_a_cancelled_turn_may_keep_less_than_was_streamed() -> None:
     ids=lambda error: f"{error.code}-{error.reason}",
 )
 def test_sent_again(error: PensieveError) -> None:
-    assert machine().failed(error) > 0
+    assert machine().on_error(error) > 0
 
 
 @pytest.mark.parametrize(
@@ -267,51 +267,51 @@ def test_sent_again(error: PensieveError) -> None:
 )
 def test_raised(error: PensieveError) -> None:
     with pytest.raises(type(error)) as caught:
-        machine().failed(error)
+        machine().on_error(error)
     assert caught.value.metadata["request_id"] == "r"
 
 
 def test_a_failed_engine_gets_one_more_chance() -> None:
     turn = machine()
-    turn.failed(Internal("x", reason="ENGINE_FAILED"))
-    turn.received(delta("abc", 0))
+    turn.on_error(Internal("x", reason="ENGINE_FAILED"))
+    turn.on_message(delta("abc", 0))
     with pytest.raises(Internal):
-        turn.failed(Internal("x", reason="ENGINE_FAILED"))
+        turn.on_error(Internal("x", reason="ENGINE_FAILED"))
 
 
 def test_waits_double_and_end_and_new_text_starts_them_again() -> None:
     turn = machine()
-    assert [turn.failed(BROKEN) for _ in range(3)] == [0.1, 0.2, 0.4]
-    turn.received(accepted())
-    turn.received(delta("a", 0))
-    assert [turn.failed(BROKEN) for _ in range(3)] == [0.1, 0.2, 0.4]
+    assert [turn.on_error(BROKEN) for _ in range(3)] == [0.1, 0.2, 0.4]
+    turn.on_message(accepted())
+    turn.on_message(delta("a", 0))
+    assert [turn.on_error(BROKEN) for _ in range(3)] == [0.1, 0.2, 0.4]
     with pytest.raises(Unavailable):
-        turn.failed(BROKEN)
+        turn.on_error(BROKEN)
 
 
 def test_accepted_alone_is_no_progress() -> None:
     turn = machine()
     for _ in range(3):
-        turn.received(accepted())
-        turn.failed(BROKEN)
+        turn.on_message(accepted())
+        turn.on_error(BROKEN)
     with pytest.raises(Unavailable):
-        turn.failed(BROKEN)
+        turn.on_error(BROKEN)
 
 
 def test_retry_info_is_the_least_wait_and_counts_against_the_budget() -> None:
     overloaded = ResourceExhausted("x", retry_after_s=4.0)
     turn = machine()
-    assert turn.failed(overloaded) == pytest.approx(4.1)
-    assert turn.failed(overloaded) == pytest.approx(4.2)
+    assert turn.on_error(overloaded) == pytest.approx(4.1)
+    assert turn.on_error(overloaded) == pytest.approx(4.2)
     with pytest.raises(ResourceExhausted):
-        turn.failed(overloaded)
+        turn.on_error(overloaded)
 
 
 def test_busy_because_of_our_own_abandoned_turn_is_waited_for() -> None:
     busy = TurnInProgress("x", metadata={"active_request_id": "old"}, retry_after_s=30.0)
-    assert machine(abandoned=("old",)).failed(busy) < 1.0
+    assert machine(abandoned=("old",)).on_error(busy) < 1.0
     with pytest.raises(TurnInProgress):
-        machine(abandoned=("other",)).failed(busy)
+        machine(abandoned=("other",)).on_error(busy)
 
 
 def test_wait_if_busy_waits_within_the_budget() -> None:
@@ -319,14 +319,14 @@ def test_wait_if_busy_waits_within_the_budget() -> None:
     waits = []
     with pytest.raises(TurnInProgress):
         while True:
-            waits.append(turn.failed(TurnInProgress("x", retry_after_s=30.0)))
+            waits.append(turn.on_error(TurnInProgress("x", retry_after_s=30.0)))
     assert sum(waits) == POLICY.max_wait_s
 
 
 def test_three_heartbeats_of_silence() -> None:
     turn = machine()
     assert turn.silence_s == 30.0
-    turn.received(accepted(heartbeat_s=2.0))
+    turn.on_message(accepted(heartbeat_s=2.0))
     assert turn.silence_s == 6.0
 
 
@@ -336,7 +336,7 @@ def test_the_deadline_covers_all_tries() -> None:
     assert turn.remaining_s() == 5.0
     clock.now += 4.95
     with pytest.raises(Unavailable):
-        turn.failed(BROKEN)  # The wait would outlast the deadline.
+        turn.on_error(BROKEN)  # The wait would outlast the deadline.
     clock.now += 0.05
     with pytest.raises(DeadlineExceeded) as caught:
         turn.remaining_s()
@@ -345,5 +345,5 @@ def test_the_deadline_covers_all_tries() -> None:
 
 def test_unknown_events_of_a_newer_server_are_ignored() -> None:
     turn = machine()
-    turn.received(pb.StreamTurnResponse())
+    turn.on_message(pb.StreamTurnResponse())
     assert not turn.pending

@@ -19,10 +19,10 @@ from pensieve.engine.cost.model import CostModel, CostProfileError
 from pensieve.engine.cost.profiles import (
     estimate,
     fingerprint,
+    load_or_measure_cost,
     prober,
     profile_path,
     quick_points,
-    stored_or_quick_profile,
 )
 from pensieve.engine.plan import Plan, Sampled, StepResult, SynchronousWorker
 from pensieve.model.arch import Arch, Rope
@@ -90,14 +90,14 @@ def options(cost_profile: str = "auto", **values: Any) -> EngineOptions:
 
 def test_a_gpu_is_measured_once(cache: Path) -> None:
     worker = Worker()
-    first = stored_or_quick_profile(options(), worker)
+    first = load_or_measure_cost(options(), worker)
     assert worker.steps > 0
     (path,) = cache.iterdir()
     assert path.name == f"llama-{fingerprint(ARCH)}-a-cuda-80-gb-bfloat16-chunk32.json"
     written = json.loads(path.read_text())
     assert (written["model"], written["device_name"]) == ("/models/thirteen", "A CUDA (80 GB)")
     again = Worker()
-    assert stored_or_quick_profile(options(), again) == first
+    assert load_or_measure_cost(options(), again) == first
     assert again.steps == 0
 
 
@@ -125,23 +125,23 @@ def test_a_damaged_profile_is_measured_again(
     path = profile_path(worker, "A CUDA (80 GB)")
     path.parent.mkdir(parents=True)
     path.write_text(text)
-    cost = stored_or_quick_profile(options(), worker)
+    cost = load_or_measure_cost(options(), worker)
     assert [record.levelno for record in caplog.records if "replaced" in record.message] == [logging.WARNING]
     assert worker.steps > 0
-    assert stored_or_quick_profile(options(), Worker()) == cost
+    assert load_or_measure_cost(options(), Worker()) == cost
 
 
 def test_not_even_text(cache: Path) -> None:
     path = profile_path(Worker(), "A CUDA (80 GB)")
     path.mkdir(parents=True)  # cannot be read, cannot be replaced
     worker = Worker()
-    assert stored_or_quick_profile(options(), worker).chunk_tokens == 32
+    assert load_or_measure_cost(options(), worker).chunk_tokens == 32
     assert worker.steps > 0
 
 
 def test_a_cpu_is_not_measured_at_start(cache: Path) -> None:
     worker = Worker(device="cpu", dtype="float32")
-    assert stored_or_quick_profile(options(), worker) == estimate(worker)
+    assert load_or_measure_cost(options(), worker) == estimate(worker)
     assert worker.steps == 0
     assert not cache.exists()
 
@@ -152,12 +152,12 @@ def test_a_cpu_uses_what_is_stored(cache: Path) -> None:
     path.parent.mkdir(parents=True)
     profile = {"format": 1, "attention": [[32, 1.0], [64, 2.0]], "other_seconds": 3.0, "chunk_tokens": 32}
     path.write_text(json.dumps(profile))
-    assert stored_or_quick_profile(options(), worker) == CostModel(((32, 1.0), (64, 2.0)), 3.0, 32)
+    assert load_or_measure_cost(options(), worker) == CostModel(((32, 1.0), (64, 2.0)), 3.0, 32)
 
 
 def test_estimate_looks_at_nothing(cache: Path) -> None:
     worker = Worker()
-    assert stored_or_quick_profile(options("estimate"), worker) == estimate(worker)
+    assert load_or_measure_cost(options("estimate"), worker) == estimate(worker)
     assert worker.steps == 0
 
 
@@ -165,17 +165,17 @@ def test_a_file_must_be_right(tmp_path: Path) -> None:
     path = tmp_path / "own.json"
     path.write_text('{"format": 1, "attention": [[16, 1], [32, 2]], "other_seconds": 1, "chunk_tokens": 16}')
     with pytest.raises(CostProfileError, match="chunks of 16 tokens, not 32"):
-        stored_or_quick_profile(options(str(path)), Worker())
-    assert stored_or_quick_profile(options(str(path), chunk_tokens=16), Worker()).chunk_tokens == 16
+        load_or_measure_cost(options(str(path)), Worker())
+    assert load_or_measure_cost(options(str(path), chunk_tokens=16), Worker()).chunk_tokens == 16
     path.write_text("{}")
     with pytest.raises(CostProfileError, match=r"own\.json"):
-        stored_or_quick_profile(options(str(path)), Worker())
+        load_or_measure_cost(options(str(path)), Worker())
 
 
 @pytest.mark.parametrize("info", [{"device_chunks": 3}, {"context_limit": 100}, {"max_batch_tokens": 16}])
 def test_too_small_to_measure(cache: Path, info: dict[str, int]) -> None:
     worker = Worker(**info)
-    assert stored_or_quick_profile(options(), worker) == estimate(worker)
+    assert load_or_measure_cost(options(), worker) == estimate(worker)
     assert not cache.exists()
 
 

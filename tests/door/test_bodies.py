@@ -14,7 +14,14 @@ from grpc import aio
 from pensieve.errors import PensieveError, ResourceExhausted
 from pensieve.rpc_status import MESSAGE_TOO_LARGE, from_rpc_error
 from pensieve.server.rpc.auth import ANONYMOUS, Authenticator
-from pensieve.server.rpc.calls import BURST, KNOWN, BodyGate, BodyPace, Calls, RunningCall
+from pensieve.server.rpc.calls import (
+    BURST,
+    MAX_TRACKED_CALLERS,
+    BodyGate,
+    BodyRateLimiter,
+    RunningCall,
+    RunningCalls,
+)
 from pensieve.server.rpc.interceptor import Interceptor
 from pensieve.v1 import pensieve_pb2 as pb
 from support.service.service_rig import Rig, refusal, serving, user
@@ -38,7 +45,7 @@ class Body:
         call = RunningCall(ANONYMOUS, self._caller, self._connection)
         try:
             with call.interruptible():
-                async with self._gate.place(call):
+                async with self._gate.admit(call):
                     self.held.set()
                     await self._come.wait()
         except PensieveError as error:
@@ -142,13 +149,13 @@ async def test_callers_that_leave_the_queue_leave_no_place_behind() -> None:
 
 
 async def test_one_caller_leaves_calls_for_others() -> None:
-    calls = Calls(100)
+    calls = RunningCalls(100)
 
     def fill(caller: str) -> int:
         entered = 0
         with contextlib.suppress(ResourceExhausted):
             while True:
-                stack.enter_context(calls.entered(RunningCall(ANONYMOUS, caller)))
+                stack.enter_context(calls.admit(RunningCall(ANONYMOUS, caller)))
                 entered += 1
         return entered
 
@@ -209,49 +216,49 @@ async def test_a_call_without_a_message_is_refused() -> None:
 
 
 async def test_a_caller_who_has_been_quiet_does_not_wait() -> None:
-    pace = BodyPace(rate=1e6, burst=3e6)
+    pace = BodyRateLimiter(rate=1e6, burst=3e6)
     for _ in range(3):
-        pace.came("a", 1_000_000, await asyncio.wait_for(pace.wait("a"), 0.5))
+        pace.settle("a", 1_000_000, await asyncio.wait_for(pace.reserve("a"), 0.5))
 
 
 async def test_large_bodies_of_one_caller_come_at_its_pace_and_nobody_elses() -> None:
-    pace = BodyPace(rate=1e6, burst=100_000)
-    pace.came("a", 100_000, await pace.wait("a"))
+    pace = BodyRateLimiter(rate=1e6, burst=100_000)
+    pace.settle("a", 100_000, await pace.reserve("a"))
     at: list[float] = []
 
     async def send() -> None:
-        expected = await pace.wait("a")
+        expected = await pace.reserve("a")
         at.append(asyncio.get_running_loop().time())
-        pace.came("a", 100_000, expected)
+        pace.settle("a", 100_000, expected)
 
     async with asyncio.TaskGroup() as group:
         sending = [group.create_task(send()) for _ in range(4)]
         await asyncio.sleep(0)
-        await asyncio.wait_for(pace.wait("b"), 0.05)
+        await asyncio.wait_for(pace.reserve("b"), 0.05)
         assert not all(task.done() for task in sending)
     spaces = [later - earlier for earlier, later in pairwise(at)]
     assert min(spaces) > 0.05, "each waits for those before it, though nobody knew their sizes"
 
 
 async def test_small_bodies_behind_a_large_one_do_not_wait_as_if_they_were_large() -> None:
-    pace = BodyPace(rate=1e6, burst=3e6)
-    pace.came("a", 2_000_000, await pace.wait("a"))
-    await asyncio.wait_for(asyncio.gather(*(pace.wait("a") for _ in range(100))), 0.5)
+    pace = BodyRateLimiter(rate=1e6, burst=3e6)
+    pace.settle("a", 2_000_000, await pace.reserve("a"))
+    await asyncio.wait_for(asyncio.gather(*(pace.reserve("a") for _ in range(100))), 0.5)
 
 
 async def test_what_was_taken_for_a_body_that_never_came_is_given_back() -> None:
-    pace = BodyPace(rate=1e6, burst=100_000)
+    pace = BodyRateLimiter(rate=1e6, burst=100_000)
     for _ in range(2):  # the second one waits for the first, and is taken to be as large
-        pace.came("a", 200_000, await pace.wait("a"))
-    pace.came("a", 0, await pace.wait("a"))
-    await asyncio.wait_for(pace.wait("a"), 0.1)
+        pace.settle("a", 200_000, await pace.reserve("a"))
+    pace.settle("a", 0, await pace.reserve("a"))
+    await asyncio.wait_for(pace.reserve("a"), 0.1)
 
 
 async def test_callers_who_have_been_quiet_are_forgotten() -> None:
-    pace = BodyPace(rate=1e9, burst=1.0)
-    for number in range(3 * KNOWN):
-        await pace.wait(f"caller {number}")
-    assert len(pace._paid_until) <= KNOWN
+    pace = BodyRateLimiter(rate=1e9, burst=1.0)
+    for number in range(3 * MAX_TRACKED_CALLERS):
+        await pace.reserve(f"caller {number}")
+    assert len(pace._paid_until) <= MAX_TRACKED_CALLERS
 
 
 @pytest.mark.fault(36)
@@ -268,11 +275,11 @@ async def test_a_connection_without_a_key_waits_for_its_own_bodies_only(
     guard = Interceptor(Authenticator())
     first, second = (RunningCall(ANONYMOUS, "@::1", f"ipv6:[::1]:{port}") for port in (1, 2))
     for pace, name in guard._paces(first):
-        pace.came(name, int(1.5 * BURST), 0)
+        pace.settle(name, int(1.5 * BURST), 0)
     monkeypatch.setattr(asyncio, "sleep", noted)
     for pace, name in guard._paces(second):
-        await pace.wait(name)
+        await pace.reserve(name)
     with pytest.raises(AssertionError):
         for pace, name in guard._paces(first):
-            await pace.wait(name)
+            await pace.reserve(name)
     assert len(waited) == 1

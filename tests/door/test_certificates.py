@@ -11,8 +11,8 @@ from grpc import aio
 
 from pensieve import rpc_status
 from pensieve.server.operations.metrics import Metrics
-from pensieve.server.rpc.auth import TOLD_NAME
-from pensieve.server.rpc.door import Door
+from pensieve.server.rpc.access_control import AccessControl
+from pensieve.server.rpc.auth import FORWARDED_NAME_KEY
 from pensieve.server.rpc.grpc_server import tls_credentials
 from pensieve.v1 import pensieve_pb2 as pb
 from pensieve.v1 import pensieve_pb2_grpc
@@ -50,7 +50,7 @@ async def test_a_certificate_says_who_calls(tmp_path: Path) -> None:
     }
     keys = tmp_path / "keys.toml"
     keys.write_text(KEYS)
-    door = Door(keys, Metrics())
+    door = AccessControl(keys, Metrics())
     async with serving(door=door, credentials=tls_credentials(*server, ours)) as rig:
 
         async def call(client: str, *, header: str = "", told: str = "") -> str:
@@ -63,7 +63,7 @@ async def test_a_certificate_says_who_calls(tmp_path: Path) -> None:
                 api = pensieve_pb2_grpc.ConversationServiceStub(channel)
                 metadata: list[tuple[str, str | bytes]] = [("authorization", header)] if header else []
                 if told:
-                    metadata.append((TOLD_NAME, told.encode()))
+                    metadata.append((FORWARDED_NAME_KEY, told.encode()))
                 try:
                     name = f"sessions/{client}-session"
                     await api.CreateSession(
@@ -89,7 +89,7 @@ async def test_a_certificate_says_who_calls(tmp_path: Path) -> None:
         assert await call("forged") == "TRANSPORT", "the handshake fails"
         assert await call("none") == "TRANSPORT", "the handshake fails"
         keys.write_text(KEYS.replace("spiffe://acme/web", "spiffe://acme/other"))
-        door.look(always=True)
+        door.reload_keys(always=True)
         assert await call("web") == "CREDENTIAL_MISSING"
 
 

@@ -20,7 +20,7 @@ from door.test_http_strangers import GOOD, KEY, keyed
 
 from pensieve.http import arrivals, run, wire
 from pensieve.http.app import make_app
-from pensieve.http.arrivals import Intake
+from pensieve.http.arrivals import Acceptor
 from pensieve.http.common import admission
 from pensieve.http.common.admission import Admission
 from pensieve.http.common.settings import DoorSettings
@@ -45,7 +45,7 @@ async def test_a_known_caller_is_served_before_strangers_who_came_earlier(
 ) -> None:
     async with keyed(tmp_path) as on:
         assert b" 200 OK" in await on.says(ASKED + KEY + CLOSE)
-        monkeypatch.setattr(Intake, "_serve_newest", lambda _: None)  # it is never a stranger's turn
+        monkeypatch.setattr(Acceptor, "_serve_newest", lambda _: None)  # it is never a stranger's turn
         strange = [
             await opened(on.port, ASKED + b"Authorization: Bearer ck_%d_x\r\n\r\n" % n) for n in range(50)
         ]
@@ -71,7 +71,7 @@ async def test_strangers_who_come_at_once_evict_no_known_caller(
     monkeypatch.setattr(run, "Connections", lambda _: counted)
     async with keyed(tmp_path) as on:
         assert b" 200 OK" in await on.says(ASKED + KEY + CLOSE)
-        monkeypatch.setattr(Intake, "_serve_newest", lambda _: None)
+        monkeypatch.setattr(Acceptor, "_serve_newest", lambda _: None)
         known = dialled(on.port, ASKED + KEY + CLOSE)
         strange = [
             dialled(on.port, ASKED + b"Authorization: Bearer ck_%d_x\r\n\r\n" % number)
@@ -90,7 +90,7 @@ async def test_a_connection_that_makes_way_before_it_has_begun_is_answered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with keyed(tmp_path) as on:
-        monkeypatch.setattr(Intake, "_serve_newest", lambda _: None)
+        monkeypatch.setattr(Acceptor, "_serve_newest", lambda _: None)
         (intake,) = on.server.servers
         reader, writer = await opened(on.port, ASKED + b"Authorization: Bearer ck_x_x\r\n\r\n")
         async with asyncio.timeout(30):

@@ -17,8 +17,8 @@ from starlette.requests import Request
 from pensieve.client import FunctionCall, Role
 from pensieve.http import chat
 from pensieve.http.common import bodies
-from pensieve.http.common.bodies import Bodies
-from pensieve.http.common.contents import NamedTalk, Said, Talk
+from pensieve.http.common.bodies import BodyReader
+from pensieve.http.common.contents import Message, NamedTalk, Transcript
 from pensieve.http.common.failures import HttpFailure
 from pensieve.http.responses import endpoint as responses
 from pensieve.http.responses import objects
@@ -85,7 +85,7 @@ async def test_others_stream_while_a_large_body_is_read(
 
 
 async def test_small_bodies_are_read_at_once() -> None:
-    read_by = Bodies(1 << 20)
+    read_by = BodyReader(1 << 20)
 
     def made(_: ResponseRequest) -> int:
         return threading.get_ident()
@@ -94,7 +94,7 @@ async def test_small_bodies_are_read_at_once() -> None:
         request = request_with(json.dumps({"input": "x" * filling}).encode())
         read_in = await read_by.read(request, ResponseRequest, made)
         assert (read_in != threading.get_ident()) is is_aside
-        assert (await read_by.aside(request, threading.get_ident) == read_in) is True
+        assert (await read_by.offload(request, threading.get_ident) == read_in) is True
     read_by.close()
 
 
@@ -127,7 +127,7 @@ async def test_a_body_that_waits_for_the_thread_takes_room(monkeypatch: pytest.M
     monkeypatch.setattr(bodies, "_decoded", gate)
     monkeypatch.setattr(bodies, "ROOM", 2)
     data = json.dumps({"input": "hi", **FILLING}).encode()
-    read_by = Bodies(len(data))
+    read_by = BodyReader(len(data))
 
     async def read() -> ResponseRequest:
         return await read_by.read(request_with(data), ResponseRequest, lambda body: body)
@@ -136,13 +136,13 @@ async def test_a_body_that_waits_for_the_thread_takes_room(monkeypatch: pytest.M
     async with asyncio.timeout(60):
         while not gate.entered.is_set():
             await asyncio.sleep(0.01)
-        assert read_by.room == 0
+        assert read_by.free_bytes == 0
         with pytest.raises(HttpFailure) as refused:
             await read()
         assert refused.value.code == "server_overloaded"
         gate.opened.set()
         assert [one.input for one in await asyncio.gather(*two)] == ["hi", "hi"]
-    assert read_by.room == 2 * len(data)
+    assert read_by.free_bytes == 2 * len(data)
     read_by.close()
 
 
@@ -156,27 +156,27 @@ def test_the_collector_rests_only_while_a_large_body_is_decoded(monkeypatch: pyt
     decode = bodies.msgspec.json.decode
     monkeypatch.setattr(bodies.msgspec.json, "decode", asked)
     for data in (b'{"input": "hi"}', json.dumps({"input": "hi", **FILLING}).encode()):
-        bodies._decoded(data, ResponseRequest, ResponseRequest.asked)
+        bodies._decoded(data, ResponseRequest, ResponseRequest.validated)
         assert gc.isenabled()
     with pytest.raises(HttpFailure):
-        bodies._decoded(b'{"input":' * bodies.SMALL_BYTES, ResponseRequest, ResponseRequest.asked)
+        bodies._decoded(b'{"input":' * bodies.SMALL_BYTES, ResponseRequest, ResponseRequest.validated)
     assert gc.isenabled() and seen == [True, False, False]
 
 
 def test_names_are_those_that_stand_in_histories() -> None:
     call = FunctionCall("f", '{"b": 1,"a":2}', "call_1")
     history = (
-        Said(Role.USER, "Grüß dich"),
-        Said(Role.ASSISTANT, "", (call,)),
-        Said(Role.TOOL, "3", call_id="call_1"),
-        Said(Role.ASSISTANT, "It is 3."),
+        Message(Role.USER, "Grüß dich"),
+        Message(Role.ASSISTANT, "", (call,)),
+        Message(Role.TOOL, "3", call_id="call_1"),
+        Message(Role.ASSISTANT, "It is 3."),
     )
-    talk = Talk("Be brief.", history, (Said(Role.USER, "\ud800?"),), '[{"type":"function"}]')
+    talk = Transcript("Be brief.", history, (Message(Role.USER, "\ud800?"),), '[{"type":"function"}]')
     named = NamedTalk(talk, b"scope")
     assert named.mark == "fddb80df2511cd17c2adc340f719d40a"
     assert named.end == ("eebb0b1974cb6b0c81fbd72f54342d97", history[-1])
-    assert named.before.hex() == "3e2ecfbdf2d6291e65a5c888c60c6614"
-    assert named.after("x").hex() == named.after("x").hex() == "69c4666a16cb670176506eb18b7a528d"
+    assert named.history_key.hex() == "3e2ecfbdf2d6291e65a5c888c60c6614"
+    assert named.key_after("x").hex() == named.key_after("x").hex() == "69c4666a16cb670176506eb18b7a528d"
     first = NamedTalk(replace(talk, drops_oldest=True, history=(), tools=""), b"scope")
     assert (first.mark, first.end) == ("50034f577737ca1ed687c8b3f135be44", None)
 

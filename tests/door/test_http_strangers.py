@@ -22,14 +22,14 @@ from pensieve.http import connections as connections_of
 from pensieve.http import wire
 from pensieve.http.app import make_app
 from pensieve.http.common import admission, bodies
-from pensieve.http.common.bodies import SMALL_BYTES, Bodies
-from pensieve.http.common.callers import who_says
+from pensieve.http.common.bodies import SMALL_BYTES, BodyReader
+from pensieve.http.common.callers import identity_from_header
 from pensieve.http.common.door import HttpDoor
 from pensieve.http.common.settings import DoorSettings
 from pensieve.http.connections import Connections
 from pensieve.http.run import ManagedServer, running
 from pensieve.server.operations.metrics import Metrics
-from pensieve.server.rpc.door import Door
+from pensieve.server.rpc.access_control import AccessControl
 from support.http.http_rig import door
 from support.service.service_rig import Rig, serving
 
@@ -46,7 +46,7 @@ class Keyed:
     """A door before a service that asks for a key."""
 
     service: Rig
-    entry: Door
+    entry: AccessControl
     keys: Path
     server: ManagedServer
     door: HttpDoor
@@ -77,7 +77,7 @@ async def keyed(folder: Path, **settings: Any) -> AsyncIterator[Keyed]:
     keys = folder / "keys.toml"
     digest = hashlib.sha256(b"secret").hexdigest()
     keys.write_text(f'[[key]]\nid = "acme"\nsha256 = "{digest}"\ntenant = "acme"\n')
-    entry = Door(keys, Metrics())
+    entry = AccessControl(keys, Metrics())
     async with serving(door=entry) as service:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             app = make_app(DoorSettings(service.target, **settings))
@@ -100,7 +100,7 @@ async def test_a_body_is_not_read_before_the_caller_is_known(
     async def read(*_: Any) -> None:
         raise AssertionError("a stranger's body is read")
 
-    monkeypatch.setattr(Bodies, "read", read)
+    monkeypatch.setattr(BodyReader, "read", read)
     async with keyed(tmp_path) as on:
         for route in ROUTES:
             head = HEAD.replace(b"/v1/responses", route.encode()) + key
@@ -108,7 +108,7 @@ async def test_a_body_is_not_read_before_the_caller_is_known(
             answer = await on.says(head + b"Content-Length: 100000\r\n\r\n" + b"{" * 50_000)
             assert answer.startswith(b"HTTP/1.1 401 "), (route, answer[:300])
             assert b"connection: close" in answer
-        assert on.door.bodies.room == bodies.BodyRoom(64 * (4 << 20)).left
+        assert on.door.bodies.free_bytes == bodies.BodyBudget(64 * (4 << 20)).free
 
 
 @pytest.mark.fault(55)
@@ -149,22 +149,24 @@ async def test_bodies_count_for_whom_the_service_knows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asks: bool
 ) -> None:
     holders: list[str] = []
-    place = bodies.BodyRoom.place
+    place = bodies.BodyBudget.place
 
-    def noted(self: bodies.BodyRoom, holder: str, end: Any) -> Any:
+    def noted(self: bodies.BodyBudget, holder: str, end: Any) -> Any:
         holders.append(holder)
         return place(self, holder, end)
 
-    monkeypatch.setattr(bodies.BodyRoom, "place", noted)
+    monkeypatch.setattr(bodies.BodyBudget, "place", noted)
     async with contextlib.AsyncExitStack() as stack:
         if asks:
             on = await stack.enter_async_context(keyed(tmp_path))
             other = on.keys.read_text().replace('id = "acme"', 'id = "other"')
             on.keys.write_text(on.keys.read_text() + other)
-            on.entry.look(always=True)
+            on.entry.reload_keys(always=True)
             url = on.url
         else:
-            rig = await stack.enter_async_context(door(service_options={"door": Door(None, Metrics())}))
+            rig = await stack.enter_async_context(
+                door(service_options={"door": AccessControl(None, Metrics())})
+            )
             url = rig.url
         http = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=60))
         for key in ("acme", "other"):
@@ -270,16 +272,16 @@ async def test_a_key_that_is_revoked_is_refused_from_then_on(
     async with keyed(tmp_path) as on, httpx.AsyncClient(base_url=on.url, timeout=60) as http:
         monkeypatch.setattr(admission, "GOOD_S", 60.0 if lasting else 0.0)
         assert (await http.get("/v1/models", headers=GOOD)).status_code == 200
-        who = who_says(GOOD["Authorization"])
-        assert on.door.admission.knows(who)
+        who = identity_from_header(GOOD["Authorization"])
+        assert on.door.admission.has_admitted(who)
         on.keys.write_text(on.keys.read_text().replace("acme", "other"))
-        on.entry.look(always=True)
+        on.entry.reload_keys(always=True)
         for path in ("/v1/models", "/v1/models/tiny", conversation):
             assert (await http.get(path, headers=GOOD)).status_code == 401, path
         if not lasting:  # else nothing but the calls themselves would be refused
             broken = await http.post(RESPONSES, content=b"{", headers=GOOD)
             assert broken.status_code == 401, "its body is read"
-            assert not on.door.admission.knows(who), "it goes before strangers"
+            assert not on.door.admission.has_admitted(who), "it goes before strangers"
 
 
 PIECES: dict[str, bytes] = {
@@ -354,19 +356,19 @@ def test_strangers_make_way_and_known_callers_stay() -> None:
     counted = Connections(files=1024)
     known = [Fake(counted) for _ in range(20)]
     for one in known:
-        assert counted.came(one, "10.0.0.1")
-        counted.admitted(one)
+        assert counted.on_connect(one, "10.0.0.1")
+        counted.on_admitted(one)
         one.idle = False
     strangers = [Fake(counted) for _ in range(2000)]
     for number, one in enumerate(strangers):
-        assert counted.came(one, f"10.0.1.{number % 2}")
+        assert counted.on_connect(one, f"10.0.1.{number % 2}")
     quiet = Fake(counted)
-    assert counted.came(quiet, "10.0.0.2")
+    assert counted.on_connect(quiet, "10.0.0.2")
     assert counted.strangers <= counted.most_strangers and len(counted) < 1024 // 2
     assert not any(one.evicted for one in (*known, quiet)), "the address that has most makes way"
     assert not any(one.evicted for one in strangers[-50:]), "the newest have had no time yet"
     for one in [*known, *strangers, quiet]:
-        counted.left(one)
+        counted.on_close(one)
     assert (len(counted), counted.strangers, counted._of_address) == (0, 0, {})
 
 
@@ -376,22 +378,22 @@ def test_one_address_leaves_connections_to_others() -> None:
     busy = [Fake(counted) for _ in range(1000)]
     taken = []
     for one in busy:
-        if counted.came(one, "10.0.0.1"):
-            counted.admitted(one)
+        if counted.on_connect(one, "10.0.0.1"):
+            counted.on_admitted(one)
             one.idle = False
             taken.append(one)
         else:
-            counted.left(one)
+            counted.on_close(one)
     assert 256 < len(taken) < counted.most < 512
-    assert counted.came(Fake(counted), "10.0.0.2")
+    assert counted.on_connect(Fake(counted), "10.0.0.2")
 
 
 def test_who_is_known_too_late_is_not_counted_again() -> None:
     counted = Connections(files=1024)
     one = Fake(counted)
-    counted.came(one, "10.0.0.1")
-    counted.left(one)
-    counted.admitted(one)
+    counted.on_connect(one, "10.0.0.1")
+    counted.on_close(one)
+    counted.on_admitted(one)
     assert len(counted) == 0 and counted.strangers == 0
 
 
@@ -400,13 +402,13 @@ async def test_unknown_callers_are_looked_at_a_few_at_a_time(monkeypatch: pytest
     counted, begun = Connections(files=1024), list[int]()
     asking = [Fake(counted) for _ in range(100)]
     for number, one in enumerate(asking):
-        counted.came(one, "10.0.0.1")
+        counted.on_connect(one, "10.0.0.1")
         counted.queue.enter(one, lambda number=number: begun.append(number))  # type: ignore[misc]
     assert begun == list(range(connections_of.AT_ONCE))
-    counted.admitted(asking[0])
-    counted.left(asking[98])
+    counted.on_admitted(asking[0])
+    counted.on_close(asking[98])
     assert begun[-1] == 99, "the newest is next"
-    counted.left(asking[1])
+    counted.on_close(asking[1])
     assert begun[-1] == 97
 
 
@@ -414,7 +416,7 @@ async def test_unknown_callers_are_looked_at_a_few_at_a_time(monkeypatch: pytest
 async def test_slow_bodies_make_way_for_other_callers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bodies, "HASTE_S", 0.01)
     monkeypatch.setattr(bodies, "PATIENCE_S", 60.0)
-    shared = bodies.BodyRoom(100)
+    shared = bodies.BodyBudget(100)
     ended: list[int] = []
     with contextlib.ExitStack() as stack:
         greedy = [
@@ -431,28 +433,28 @@ async def test_slow_bodies_make_way_for_other_callers(monkeypatch: pytest.Monkey
         with pytest.raises(Exception, match="too many large bodies"):
             await shared.take(mine, 10)
         for one in (*greedy, other):
-            one.coming = False  # they wait for this server now
+            one.is_arriving = False  # they wait for this server now
         third = stack.enter_context(shared.place("c", lambda: None))
         with pytest.raises(Exception, match="too many large bodies"):
             await shared.take(third, 20)
-    assert shared.left == 100 and not shared._of_holder
+    assert shared.free == 100 and not shared._of_holder
 
 
 @pytest.mark.fault(36)
 async def test_a_callers_old_body_makes_way_for_its_next(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bodies, "PATIENCE_S", 0.0)
-    shared, ended = bodies.BodyRoom(100), list[str]()
+    shared, ended = bodies.BodyBudget(100), list[str]()
     with shared.place("a", lambda: ended.append("old")) as old, shared.place("a", lambda: None) as new:
         await shared.take(old, 100)
         await shared.take(new, 100)
-        assert ended == ["old"] and old.given_up
-    assert shared.left == 100
+        assert ended == ["old"] and old.is_evicted
+    assert shared.free == 100
 
 
 @pytest.mark.fault(36)
 async def test_behind_one_address_a_slow_body_makes_way_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bodies, "PATIENCE_S", 0.01)
-    shared, ended = bodies.BodyRoom(100), list[str]()
+    shared, ended = bodies.BodyBudget(100), list[str]()
     with (
         shared.place("@10.0.0.1", lambda: ended.append("slow")) as slow,
         shared.place("@10.0.0.1", lambda: ended.append("quick")) as quick,
@@ -490,7 +492,7 @@ SITES: tuple[tuple[dict[str, str], int], ...] = (
 async def test_pages_of_other_sites_do_not_reach_a_door_without_keys() -> None:
     own: dict[str, Any] = {**LOOPBACK, "hosts": ("chat.lan",), "cors_origins": ("https://friend.example",)}
     async with (
-        door(service_options={"door": Door(None, Metrics())}, **own) as rig,
+        door(service_options={"door": AccessControl(None, Metrics())}, **own) as rig,
         httpx.AsyncClient(base_url=rig.url, timeout=60) as http,
     ):
         for route, body in ((RESPONSES, BODY), ("/v1/conversations", b"{}")):
@@ -513,7 +515,7 @@ async def test_a_door_with_keys_has_any_name(tmp_path: Path) -> None:
 
 async def test_a_door_on_a_network_wants_keys(tmp_path: Path) -> None:
     async with (
-        door(service_options={"door": Door(None, Metrics())}, wants_keys=True) as rig,
+        door(service_options={"door": AccessControl(None, Metrics())}, wants_keys=True) as rig,
         httpx.AsyncClient(base_url=rig.url, timeout=60) as http,
     ):
         refused = await http.get("/v1/models")

@@ -175,7 +175,7 @@ async def test_large_bodies_that_never_end_have_bounded_room(monkeypatch: pytest
             await asyncio.get_running_loop().sock_sendall(caller, head + b" " * (most - 1))
 
         async with asyncio.timeout(60):
-            while on.door.bodies.room > 2:
+            while on.door.bodies.free_bytes > 2:
                 await asyncio.sleep(0.01)
         answer = await on.says(head + b" " * (most - len(BODY)) + BODY)
         assert error_in(answer) == (429, "server_overloaded") and b"retry-after: 1" in answer
@@ -184,7 +184,7 @@ async def test_large_bodies_that_never_end_have_bounded_room(monkeypatch: pytest
         assert b" 200 OK" in await on.says(small)
         await held.aclose()
         async with asyncio.timeout(60):
-            while on.door.bodies.room < 2 * most:
+            while on.door.bodies.free_bytes < 2 * most:
                 await asyncio.sleep(0.01)
         assert b" 200 OK" in await on.says(head + b" " * (most - len(BODY)) + BODY)
 

@@ -13,8 +13,8 @@ import pytest
 
 from pensieve.server.keys import load_keys
 from pensieve.server.operations.metrics import Metrics
+from pensieve.server.rpc.access_control import AccessControl
 from pensieve.server.rpc.auth import Authenticator
-from pensieve.server.rpc.door import Door
 from pensieve.server.rpc.grpc_server import tls_credentials
 from support.service.service_rig import serving
 from support.sources import ROOT
@@ -55,7 +55,7 @@ async def test_certificates_that_are_made_so_log_in(tmp_path: Path, monkeypatch:
     keys = tmp_path / "keys.toml"
     keys.write_text('[[certificate]]\nname = "spiffe://acme/batch"\ntenant = "acme"\n')
     credentials = tls_credentials(tmp_path / "server.crt", tmp_path / "server.key", tmp_path / "ca.crt")
-    async with serving(door=Door(keys, Metrics()), credentials=credentials) as rig:
+    async with serving(door=AccessControl(keys, Metrics()), credentials=credentials) as rig:
         port = rig.target.rpartition(":")[2]
         code = blocks("python")[0].replace("localhost:50051", f"localhost:{port}")
         scope: dict[str, object] = {}

@@ -13,9 +13,9 @@ import pytest
 
 from pensieve.core import Role, pack_tokens
 from pensieve.errors import ResourceExhausted
-from pensieve.server.history.lanes import MOST_WAITING_CHARS, SHORT_CHARS, Abandoned, Check, TextLanes
-from pensieve.server.history.rendering import Renderer, Room, Stamp
-from pensieve.server.values import InputEntry, SpokenEntry
+from pensieve.server.history.lanes import MOST_WAITING_CHARS, SHORT_CHARS, CallerLeft, Check, TextLanes
+from pensieve.server.history.rendering import ContextRoom, ItemStamp, Renderer
+from pensieve.server.values import InputEntry, ToolEntry
 from pensieve.speech import FunctionCall
 from pensieve.store.records import History, Overflow, SessionConfig
 from pensieve.v1 import pensieve_pb2 as pb
@@ -116,7 +116,7 @@ async def test_work_of_a_caller_that_has_left_ends_at_its_next_check(bench: Benc
                 check()
                 checks += 1
                 assert checks < 100_000_000, "goes on for nobody"
-        except Abandoned:
+        except CallerLeft:
             ended.set()
             raise
 
@@ -198,7 +198,7 @@ async def test_many_short_messages_are_as_much_work_as_a_long_one(monkeypatch: p
         assert seen.pop() <= SHORT_CHARS
 
 
-FIRST = Stamp(1, "", 0)
+FIRST = ItemStamp(1, "", 0)
 
 
 @pytest.mark.fault(36)
@@ -217,7 +217,7 @@ async def test_tools_calls_and_tokens_are_work_as_text_is() -> None:
     calls = (FunctionCall("weather", json.dumps({"town": filling}), "c1"),)
     large = [
         (shown, asked),
-        (History(), SpokenEntry(Role.ASSISTANT, "", calls=calls)),
+        (History(), ToolEntry(Role.ASSISTANT, "", calls=calls)),
         (History(), InputEntry(Role.USER, tokens=pack_tokens([20] * (SHORT_CHARS + 1)))),
     ]
     for history, entry in large:
@@ -239,7 +239,7 @@ async def test_rendering_looks_whether_its_caller_is_there() -> None:
             def check() -> None:
                 self.checks += 1
                 if self.left:
-                    raise Abandoned
+                    raise CallerLeft
 
             return work(check)
 
@@ -255,10 +255,10 @@ async def test_rendering_looks_whether_its_caller_is_there() -> None:
     assert await checks(500, 1) > few, "while the template writes"
     assert await checks(8, 10_000) > few, "while the text becomes tokens"
     lanes.left = True
-    entries, room = [InputEntry(Role.USER, "hi")], Room(1 << 20, Overflow.REJECT, None)
-    with pytest.raises(Abandoned):
+    entries, room = [InputEntry(Role.USER, "hi")], ContextRoom(1 << 20, Overflow.REJECT, None)
+    with pytest.raises(CallerLeft):
         await renderer.items(History(), entries, FIRST)
-    with pytest.raises(Abandoned):
+    with pytest.raises(CallerLeft):
         await renderer.prepare(History(), entries, FIRST, room)
     renderer.close()
 

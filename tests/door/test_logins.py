@@ -15,8 +15,8 @@ import pytest
 from grpc import aio
 
 from pensieve.server.operations.metrics import Metrics
-from pensieve.server.rpc.auth import FAILURES, FAILURES_PER_S, LONGEST_WAIT_S, FailedLogins
-from pensieve.server.rpc.door import Door
+from pensieve.server.rpc.access_control import AccessControl
+from pensieve.server.rpc.auth import FAILURES, FAILURES_PER_S, LONGEST_WAIT_S, LoginThrottle
 from pensieve.v1 import pensieve_pb2 as pb
 from pensieve.v1 import pensieve_pb2_grpc
 from support.service.server_process import launched
@@ -38,10 +38,12 @@ GOOD, OTHER, WRONG = login("good", "s1"), login("other", "s2"), login("good", "g
 
 
 @asynccontextmanager
-async def guarded(folder: Path, extra: str = "", **options: Any) -> AsyncIterator[tuple[Rig, Door, Path]]:
+async def guarded(
+    folder: Path, extra: str = "", **options: Any
+) -> AsyncIterator[tuple[Rig, AccessControl, Path]]:
     path = folder / "keys.toml"
     path.write_text(entry("good", "s1") + entry("other", "s2") + extra)
-    door = Door(path, Metrics())
+    door = AccessControl(path, Metrics())
     async with serving(door=door, **options) as rig:
         yield rig, door, path
 
@@ -76,7 +78,7 @@ async def test_running_calls_of_a_key_end_with_it(tmp_path: Path, after: str, re
             while len(rig.link.generations) < 3:
                 await asyncio.sleep(0.01)
         path.write_text(after)
-        door.look()
+        door.reload_keys()
         for error in (await refusal(stream), await waiting):
             assert (error.code, error.reason) == ("UNAUTHENTICATED", reason)
         assert (
@@ -122,27 +124,27 @@ async def test_a_key_file_is_watched_and_read_on_a_signal(tmp_path: Path) -> Non
 
 def test_failures_of_an_address_wait_ever_longer_and_recover() -> None:
     now = 0.0
-    logins = FailedLogins(monotonic=lambda: now)
-    waits = [logins.failed("10.0.0.1") for _ in range(200)]
+    logins = LoginThrottle(monotonic=lambda: now)
+    waits = [logins.record_failure("10.0.0.1") for _ in range(200)]
     assert waits[:FAILURES] == [0.0] * FAILURES
     assert waits[FAILURES : FAILURES + 3] == [1 / FAILURES_PER_S, 2 / FAILURES_PER_S, 3 / FAILURES_PER_S]
     assert max(waits) == LONGEST_WAIT_S
-    assert logins.failed("10.0.0.2") == 0.0
+    assert logins.record_failure("10.0.0.2") == 0.0
     now += LONGEST_WAIT_S + FAILURES / FAILURES_PER_S
-    assert logins.failed("10.0.0.1") == 0.0
+    assert logins.record_failure("10.0.0.1") == 0.0
 
 
 def test_one_ipv6_network_is_one_guesser() -> None:
-    logins = FailedLogins(monotonic=lambda: 0.0)
-    waits = [logins.failed(f"2001:db8::{number:x}") for number in range(FAILURES + 1)]
+    logins = LoginThrottle(monotonic=lambda: 0.0)
+    waits = [logins.record_failure(f"2001:db8::{number:x}") for number in range(FAILURES + 1)]
     assert waits[-1] > 0
-    assert logins.failed("2001:db8:0:1::1") == 0.0
+    assert logins.record_failure("2001:db8:0:1::1") == 0.0
 
 
 def test_addresses_without_end_take_no_memory_without_end() -> None:
-    logins = FailedLogins(monotonic=lambda: 0.0)
+    logins = LoginThrottle(monotonic=lambda: 0.0)
     for number in range(10_000):
-        logins.failed(f"10.{number >> 16}.{number >> 8 & 255}.{number & 255}")
+        logins.record_failure(f"10.{number >> 16}.{number >> 8 & 255}.{number & 255}")
     assert len(logins._buckets) <= 4096
 
 

@@ -72,10 +72,10 @@ def test_why_a_server_of_its_own_did_not_start_is_one_line(
     error.log = log
     kept = tmp_path / "pensieve" / "own-server.log"
     told = f"the server did not start: {line or 'it ended with status 1'}"
-    assert own_server.why_not(error) == (f"{told} (its log: {kept})" if more else told)
+    assert own_server.explain_failure(error) == (f"{told} (its log: {kept})" if more else told)
     assert kept.exists() == more
     if more:
         assert kept.read_text() == f"{log}\n" and kept.stat().st_mode & 0o777 == 0o600
         monkeypatch.setenv("XDG_STATE_HOME", str(kept))
-        unwritten = own_server.why_not(error)
+        unwritten = own_server.explain_failure(error)
         assert unwritten.startswith(f"{told} (its log cannot be written to ") and "\n" not in unwritten

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pensieve.core import Sampling
-from pensieve.engine.beams import BeamSearch, BeamStep, Hypothesis, end_tokens, pages_at_most, place
+from pensieve.engine.beams import BeamSearch, BeamStep, Hypothesis, end_tokens, max_pages, place_beams
 from support.engine.checkpoints import Family, tiny_checkpoint
 from support.engine.hf_beams import BeamCase, HfBeams, TableConfig, TableModel
 
@@ -24,7 +24,7 @@ PENALTIES = (0.0, 0.6, 1.0, 2.0, -1.0)
 
 def shares(found: Sequence[Hypothesis]) -> tuple[float, float]:
     """Which part of the outputs ended by an end token, and which by length."""
-    ended = sum(one.ended for one in found) / len(found)
+    ended = sum(one.has_end_token for one in found) / len(found)
     return ended, 1.0 - ended
 
 
@@ -50,10 +50,10 @@ def test_equals_transformers(family: Family, tmp_path_factory: pytest.TempPathFa
         tokens, score = model.generate(case, use_cache=number % 3 == 0)
         assert ours.tokens == tokens, case
         assert ours.score == pytest.approx(score, rel=1e-5), case
-        assert ours.ended == (ours.tokens[-1] in ends)
-        assert ours.ended or len(ours.tokens) == case.max_output_tokens
+        assert ours.has_end_token == (ours.tokens[-1] in ends)
+        assert ours.has_end_token or len(ours.tokens) == case.max_output_tokens
         found.append(ours)
-        several += ours.ended and len(ends) > 1
+        several += ours.has_end_token and len(ends) > 1
     assert min(shares(found)) > 0.2 and several >= 3, (shares(found), several)
 
 
@@ -77,7 +77,7 @@ def test_equals_transformers_bit_for_bit() -> None:
         ours = model.search(case, more=rng.choice((0, 7)))
         assert (ours.tokens, ours.score) == model.generate(case), case
         found.append(ours)
-        seen["stopped early"] += not ours.ended and len(ours.tokens) < case.max_output_tokens
+        seen["stopped early"] += not ours.has_end_token and len(ours.tokens) < case.max_output_tokens
         for name, other in {
             "early stopping": {"early_stopping": not case.early_stopping},
             "length penalty": {"length_penalty": 1.0 if case.length_penalty != 1.0 else 0.0},
@@ -105,7 +105,7 @@ def test_end_tokens_below_the_first_beams_are_passed_over() -> None:
     assert search.candidates == 3
     assert search.step([row(0.5, 0.3, 0.2)]) == BeamStep((0, 0), (0, 1))
     finished = search.step([row(0.4, 0.3, 0.3), row(0.4, 0.3, 0.3)]).finished
-    assert finished is not None and finished.tokens == (0, 0) and not finished.ended
+    assert finished is not None and finished.tokens == (0, 0) and not finished.has_end_token
 
 
 def test_equal_sums_keep_the_order_of_beams_and_rows() -> None:
@@ -126,7 +126,7 @@ def test_scores_below_those_that_count() -> None:
     search = BeamSearch(2, max_output_tokens=9, end_tokens=(2,), length_penalty=-40.0)
     assert search.step([[(0, -0.1), (2, -0.2), (1, -0.3)]]).finished is None
     finished = search.step([[(0, -0.1), (2, -0.2), (1, -0.3)]] * 2).finished
-    assert finished is not None and finished.tokens == (2,) and finished.ended
+    assert finished is not None and finished.tokens == (2,) and finished.has_end_token
 
 
 def test_a_vocabulary_smaller_than_the_width() -> None:
@@ -141,7 +141,7 @@ def test_a_vocabulary_smaller_than_the_width() -> None:
 
 def test_nothing_but_end_tokens() -> None:
     finished = BeamSearch(2, max_output_tokens=5, end_tokens=range(3)).step([row(0.2, 0.5, 0.3)]).finished
-    assert finished is not None and (finished.tokens, finished.ended) == ((1,), True)
+    assert finished is not None and (finished.tokens, finished.has_end_token) == ((1,), True)
 
 
 @pytest.mark.parametrize("penalty", [-300.0, -40.0, 40.0, 300.0, 1e9, math.inf, -math.inf, math.nan])
@@ -191,12 +191,14 @@ def test_of_takes_what_sampling_asks_for() -> None:
     )
     assert end_tokens(sampling, (2, 3)) == {2, 3, 7}
     assert end_tokens(msgspec.structs.replace(sampling, ignore_eos=True), (2, 3)) == {2, 7}
-    search = BeamSearch.of(sampling, 10, 100, (2, 3))
+    search = BeamSearch.from_sampling(sampling, 10, 100, (2, 3))
     assert (search.width, search.max_output_tokens, search.candidates) == (3, 5, 6)
-    assert BeamSearch.of(sampling, 97, 100, ()).max_output_tokens == 3, "the context ends first"
+    assert BeamSearch.from_sampling(sampling, 97, 100, ()).max_output_tokens == 3, "the context ends first"
     endless = msgspec.structs.replace(sampling, max_output_tokens=None)
-    assert BeamSearch.of(endless, 10, 100, ()).max_output_tokens == 90
-    assert BeamSearch.of(Sampling(beam_width=2, max_output_tokens=0), 1, 9, ()).max_output_tokens == 1
+    assert BeamSearch.from_sampling(endless, 10, 100, ()).max_output_tokens == 90
+    assert (
+        BeamSearch.from_sampling(Sampling(beam_width=2, max_output_tokens=0), 1, 9, ()).max_output_tokens == 1
+    )
     # Three hypotheses after the second step: the search ends with early stopping, with the penalty in the score.
     search.step([row(0.1, 0.4, 0.05, 0.05, 0.2, 0.2)])
     finished = search.step([[(2, -0.1), (3, -0.2), (7, -0.3), (4, -9.0), (5, -9.0), (6, -9.0)]] * 3).finished
@@ -218,7 +220,7 @@ def groups(draw: st.DrawFn) -> tuple[int, int, int, list[list[int]]]:
 def test_groups_stay_together_and_within_their_pages(group: tuple[int, int, int, list[list[int]]]) -> None:
     """Members that branch as ``place`` says hold what their beams should, on no more pages than was said."""
     context, chunk, width, steps = group
-    bound = pages_at_most(context, width, len(steps) + 1, chunk)
+    bound = max_pages(context, width, len(steps) + 1, chunk)
     fresh = itertools.count()
     pages: list[list[int]] = [[] for _ in range(width)]
     """Of each member: its pages, by chunk."""
@@ -229,7 +231,7 @@ def test_groups_stay_together_and_within_their_pages(group: tuple[int, int, int,
     members: tuple[int, ...] = (0,)
     token = itertools.count()
     for length, parents in enumerate([[0] * width, *steps], context):
-        placed = place(parents, members, width)
+        placed = place_beams(parents, members, width)
         assert sorted(placed.members) == list(range(width))
         sources, targets = (
             {source for source, _ in placed.branches},

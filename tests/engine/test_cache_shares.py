@@ -24,14 +24,14 @@ def make(
 ) -> CacheManager:
     cache = CacheManager(CacheConfig(device, host, SIZE, policy=policy, swap_watermark=watermark), COST)
     for tenant, share in SHARES.items():
-        cache.shares.allot(tenant, share)
+        cache.shares.set_share(tenant, share)
     return cache
 
 
 def begin(cache: CacheManager, name: str, context: TokenArray, now: float, *, reserve: bool = False) -> bool:
     """Admit a turn of a session, whose tenant is the first letter of its name, if that may be; all is computed."""
     key, tenant = SessionKey(name), name[0]
-    path = cache.path(key, "" if name.endswith("-") else tenant, context)
+    path = cache.prefix_path(key, "" if name.endswith("-") else tenant, context)
     size = len(context)
     if not cache.can_admit(key, context, size, reserve=reserve, path=path, tenant=tenant):
         return False
@@ -55,7 +55,7 @@ def test_a_flood_leaves_a_tenant_its_share_of_both_tiers() -> None:
     for number in range(30):
         serve(cache, f"d{number}", 4, 1000.0 + number)
     assert Counter(places(cache, "a1")) == {"D": 6, "H": 3}
-    cache.shares.allot("a", 0.0)
+    cache.shares.set_share("a", 0.0)
     for number in range(30, 60):
         serve(cache, f"d{number}", 4, 1000.0 + number)
     assert places(cache, "a1") == ""

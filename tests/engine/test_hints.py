@@ -11,7 +11,7 @@ from pensieve.config import CacheConfig, PolicyName
 from pensieve.core import Hints, SessionKey
 from pensieve.engine.cache.manager import CacheManager
 from pensieve.engine.cache.policy import Gittins
-from pensieve.engine.cache.rates.hints import NO_HINT, adjusted, adjusted_one, heard
+from pensieve.engine.cache.rates.hints import NO_HINT, apply_hint, apply_hints, hint_from
 from pensieve.engine.cost.model import CostModel
 
 FLAT = CostModel(((0, 0.0), (1000, 0.0)), 1.0, 4)
@@ -23,21 +23,21 @@ seconds = st.floats(1e-6, 1e9)
 
 def rate(hints: Hints | None, idle: float) -> float:
     """Of a session that would have ``1 / T`` without hints."""
-    return adjusted_one(1 / idle, 1.0, idle, heard(hints))
+    return apply_hint(1 / idle, 1.0, idle, hint_from(hints))
 
 
 @given(st.lists(st.tuples(seconds, seconds, st.none() | seconds, seconds), min_size=1, max_size=9))
 def test_columns_say_what_single_values_say(rows: list[tuple[float, float, float | None, float]]) -> None:
-    told = [heard(Hints(next_turn_s=pause, importance=worth)) for _, _, pause, worth in rows]
+    told = [hint_from(Hints(next_turn_s=pause, importance=worth)) for _, _, pause, worth in rows]
     costs, idle = np.array([row[0] for row in rows]), np.array([row[1] for row in rows])
     values = costs / idle
     pauses, weights = np.array([hint.pause for hint in told]), np.array([hint.weight for hint in told])
-    expected = [adjusted_one(v, c, t, h) for v, c, t, h in zip(values, costs, idle, told, strict=True)]
-    alone = adjusted(values.copy(), costs, idle, pauses, weights)
+    expected = [apply_hint(v, c, t, h) for v, c, t, h in zip(values, costs, idle, told, strict=True)]
+    alone = apply_hints(values.copy(), costs, idle, pauses, weights)
     assert alone == pytest.approx(expected)
     claims = 1 / idle
-    expected = [adjusted_one(one, 1.0, t, h) for one, t, h in zip(claims, idle, told, strict=True)]
-    assert (adjusted(values, costs, idle, pauses, weights, claims) == alone).all()
+    expected = [apply_hint(one, 1.0, t, h) for one, t, h in zip(claims, idle, told, strict=True)]
+    assert (apply_hints(values, costs, idle, pauses, weights, claims) == alone).all()
     assert claims == pytest.approx(expected)
 
 
@@ -46,9 +46,9 @@ def test_without_a_hint_a_value_stays_to_the_last_bit(rows: list[tuple[float, fl
     costs, idle = np.array(rows).T
     values = costs / idle
     pauses, weights = np.full(len(rows), NO_HINT.pause), np.full(len(rows), NO_HINT.weight)
-    assert (adjusted(values.copy(), costs, idle, pauses, weights) == values).all()
+    assert (apply_hints(values.copy(), costs, idle, pauses, weights) == values).all()
     assert (
-        adjusted(np.full(1, np.inf), np.full(1, np.inf), np.ones(1), pauses[:1], weights[:1]) == np.inf
+        apply_hints(np.full(1, np.inf), np.full(1, np.inf), np.ones(1), pauses[:1], weights[:1]) == np.inf
     ).all()
 
 
@@ -170,7 +170,7 @@ def test_claims_on_what_is_shared_add_up_with_their_hints() -> None:
         prompt = list(range(2 * SIZE))
         for number, finished in enumerate(endings):
             key, context = SessionKey(f"s{number}"), np.array([*prompt, number], np.int32)
-            path = cache.path(key, "scope", context)
+            path = cache.prefix_path(key, "scope", context)
             for start, end in cache.admit(key, context, 1, 0.0, path).missing:
                 cache.computed(key, start, end)
             cache.complete_copies()

@@ -10,7 +10,7 @@ import pytest
 
 from pensieve.config import CacheConfig, PolicyName, SchedulerConfig
 from pensieve.engine.cache.chunk import Chunk
-from pensieve.engine.cache.eviction import EvictionRound, Holder, way_of
+from pensieve.engine.cache.eviction import EvictionRound, Holder, reclaim_kind
 from support.engine.engine_driver import Clock, Driver, make_engine
 from support.engine.hash_worker import VOCABULARY, HashWorker, verify_beams, verify_tokens
 from support.lengths import at_length
@@ -84,8 +84,8 @@ def test_a_round_knows_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     def compared(self: EvictionRound, holder: Holder) -> list[int]:
         known = holder in self._seen
         indices = kept(self, holder)
-        left = [chunk for chunk in holder.own if chunk not in taken[self]]
-        assert indices == [chunk.index for chunk in left if way_of(chunk) is self._reclaim]
+        left = [chunk for chunk in holder.own_chunks if chunk not in taken[self]]
+        assert indices == [chunk.index for chunk in left if reclaim_kind(chunk) is self._reclaim]
         asked["again" if known else "first"] += 1
         return indices
 

@@ -50,9 +50,9 @@ def learn(
         if now > ends:
             break
         if cell >= 0:
-            rates.left(number, cell, now)
+            rates.on_idle(number, cell, now)
         else:
-            rates.returned(number, now)
+            rates.on_return(number, now)
     return rates, ends
 
 
@@ -158,12 +158,12 @@ def test_a_cell_never_seen_is_judged_by_its_context_and_its_input() -> None:
     short, long, small, large = 3 * returns.INPUTS, 7 * returns.INPUTS, 1, 5
     for number in range(3000):
         now = float(number)
-        rates.left(("short, small", number), short + small, now)
-        rates.left(("short, large", number), short + large, now)
-        rates.left(("long, small", number), long + small, now)
-        rates.returned(("short, small", number - 20), now)
+        rates.on_idle(("short, small", number), short + small, now)
+        rates.on_idle(("short, large", number), short + large, now)
+        rates.on_idle(("long, small", number), long + small, now)
+        rates.on_return(("short, small", number - 20), now)
         if number % 3 == 0:
-            rates.returned(("long, small", number - 20), now)
+            rates.on_return(("long, small", number - 20), now)
     at = int(bins_of(np.array([20.0]))[0])
     hazards = rates.hazards(3000.0)[:, at]
     assert hazards[long + large] < hazards[long + small] / 5, "large inputs do not come back"
@@ -178,10 +178,10 @@ def observed(*periods: tuple[int, float | None]) -> Callable[[int, float], float
     """The hazard by (cell, age) after 1,000 s, of periods that all began at 0: (cell, when it ended)."""
     rates = ReturnRates()
     for number, (cell, _) in enumerate(periods):
-        rates.left(number, cell, 0.0)
+        rates.on_idle(number, cell, 0.0)
     for number, (_, gap) in enumerate(periods):
         if gap is not None:
-            rates.returned(number, gap)
+            rates.on_return(number, gap)
     hazards = rates.hazards(1000.0)
     return lambda cell, age: float(hazards[cell, int(bins_of(np.array([age]))[0])])
 
@@ -251,7 +251,7 @@ def test_closing_periods_early_loses_precision_only(monkeypatch: pytest.MonkeyPa
 def test_what_has_not_come_back_yet_counts() -> None:
     rates = ReturnRates()
     for number in range(500):
-        rates.left(number, 0, 0.0)
+        rates.on_idle(number, 0, 0.0)
     at = int(bins_of(np.array([20.0]))[0])
     assert rates.hazards(1000.0)[0, at] < PRIOR[at] / 20
     assert rates.hazards(1000.0)[0, at] < rates.hazards(21.0)[0, at] < PRIOR[at]
@@ -259,12 +259,12 @@ def test_what_has_not_come_back_yet_counts() -> None:
 
 def test_a_suspension_leaves_no_trace() -> None:
     rates = ReturnRates()
-    rates.left("a", 3, 5.0)
-    rates.returned("a", 5.0)
+    rates.on_idle("a", 3, 5.0)
+    rates.on_return("a", 5.0)
     assert not rates._returns.any() and not rates._at_risk.any() and not rates._idle._rows
-    rates.returned("nobody", 6.0)
-    rates.left("a", 3, 5.0)
-    rates.left("a", 4, 7.0)  # as after an error: the period before never ended
+    rates.on_return("nobody", 6.0)
+    rates.on_idle("a", 3, 5.0)
+    rates.on_idle("a", 4, 7.0)  # as after an error: the period before never ended
     assert len(rates._idle._rows) == 1 and len(rates._idle._free) == returns.MOST_OPEN - 1
 
 
@@ -278,8 +278,8 @@ def test_old_habits_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
         nonlocal now
         for _ in range(sessions):
             number = next(numbers)
-            rates.left(number, 0, now)
-            rates.returned(number, now + gap)
+            rates.on_idle(number, 0, now)
+            rates.on_return(number, now + gap)
             now += 1.0
 
     serve(10_000, 100.0)
@@ -294,7 +294,7 @@ def test_before_it_has_learned_it_is_the_papers_policy(rows: list[tuple[float, f
     idle, cost = np.array([row[0] for row in rows]), np.array([row[1] for row in rows])
     idle = np.clip(idle, 2e-3, 1e6)
     ours, theirs = Gittins(), Retention()
-    kinds = np.array([ours.left(number, 10 * number, 50 * number, 0.0) for number in range(len(rows))])
+    kinds = np.array([ours.on_turn_end(number, 10 * number, 50 * number, 0.0) for number in range(len(rows))])
     candidates = np.ones(len(rows))
     assert ours.values(cost, candidates, idle, kinds) == pytest.approx(
         theirs.values(cost, candidates, idle, kinds)
@@ -307,15 +307,15 @@ def taught() -> tuple[Gittins, float]:
     rule, now = Gittins(), 0.0
     for number in range(2000):
         now += 0.25
-        rule.left(f"chat{number}", 20, 2000, now)
-        rule.left(f"document{number}", 3000, 3500, now)
-        rule.came_back(f"chat{number - 120}", now)
+        rule.on_turn_end(f"chat{number}", 20, 2000, now)
+        rule.on_turn_end(f"document{number}", 3000, 3500, now)
+        rule.on_return(f"chat{number - 120}", now)
     return rule, now
 
 
 def test_it_keeps_what_comes_back() -> None:
     rule, now = taught()
-    chat, document = rule.left("a", 20, 2000, now), rule.left("b", 3000, 3500, now)
+    chat, document = rule.on_turn_end("a", 20, 2000, now), rule.on_turn_end("b", 3000, 3500, now)
     kinds = np.array([chat, document, chat])
     values = rule.values(np.ones(3), np.ones(3), np.array([20.0, 1.0, 500.0]), kinds)
     assert values[0] > 5 * values[1], "idle for longer, but about to come back"
@@ -325,7 +325,7 @@ def test_it_keeps_what_comes_back() -> None:
 
 
 def test_the_same_history_gives_the_same_values() -> None:
-    kinds = [rule.left("x", 20, 2000, now) for rule, now in (taught(), taught())]
+    kinds = [rule.on_turn_end("x", 20, 2000, now) for rule, now in (taught(), taught())]
     assert kinds[0] == kinds[1]
     assert (taught()[0]._factors == taught()[0]._factors).all()
 
@@ -333,7 +333,9 @@ def test_the_same_history_gives_the_same_values() -> None:
 def test_no_input_makes_numpy_complain() -> None:
     with np.errstate(all="raise"):
         rule, now = taught()
-        kinds = np.array([rule.left("c", 0, 0, now), UNKNOWN, rule.left("d", 10**9, 10**9, now), UNKNOWN])
+        kinds = np.array(
+            [rule.on_turn_end("c", 0, 0, now), UNKNOWN, rule.on_turn_end("d", 10**9, 10**9, now), UNKNOWN]
+        )
         idle = np.array([-5.0, 0.0, 1e12, 3.0])
         values = rule.values(np.array([1.0, 1.0, 1.0, np.inf]), np.ones(4), idle, kinds)
     assert np.isfinite(values[:3]).all() and (values[:3] > 0).all() and values[3] == np.inf
@@ -344,6 +346,6 @@ def test_lessons_come_often_at_first_and_rarely_later(monkeypatch: pytest.Monkey
     rule = Gittins()
     monkeypatch.setattr(policies, "factors", lambda hazards: lessons.append(rule._rates.periods) or 1.0)
     for number in range(20_000):
-        rule.left(number, 1, 1, float(number))
+        rule.on_turn_end(number, 1, 1, float(number))
     gaps = np.diff([0, *lessons])
     assert gaps[0] == 64 and gaps.max() == 1024 and len(lessons) < 60

@@ -127,7 +127,7 @@ def test_a_context_finds_what_it_must_and_no_more(seed: int) -> None:
                 *(text(rng.randrange(1, 6), seed=rng.choice((77, 78))) for _ in range(rng.randrange(2))),
             )
             ids_of = tuple(context.tolist())
-            path = cache.path(SessionKey(name), scope, context)
+            path = cache.prefix_path(SessionKey(name), scope, context)
             if not cache.can_admit(SessionKey(name), context, len(context), reserve=False, path=path):
                 continue
             least, most = model.least(scope, ids_of), model.most(scope, ids_of)

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pensieve.config import CacheConfig, SchedulerConfig
-from pensieve.core import HEAD_START_S, Sampling, Standing, pack_tokens
+from pensieve.core import HEAD_START_S, Sampling, TenantQos, pack_tokens
 from pensieve.engine.engine import Engine
 from pensieve.engine.messages import Failed, Finished, Output, RequestProgress, Submit
-from pensieve.engine.scheduling.queue import FairQueue, caps
+from pensieve.engine.scheduling.queue import FairQueue, max_min_shares
 from pensieve.engine.scheduling.request import Request
 from support.engine.engine_driver import Clock, make_engine
 from support.engine.hash_worker import HashWorker, verify_tokens
@@ -27,11 +27,9 @@ def request(
     tenant: str, *, tokens: int = 1, weight: float = 1.0, priority: int = 0, at: float = 0.0
 ) -> Request:
     number = next(_numbers)
-    standing = Standing(tenant, weight, priority)
-    submit = Submit(
-        number, f"{tenant}/{number}", pack_tokens([0] * tokens), tokens, Sampling(), standing=standing
-    )
-    return Request.of(submit, number, at)
+    standing = TenantQos(tenant, weight, priority)
+    submit = Submit(number, f"{tenant}/{number}", pack_tokens([0] * tokens), tokens, Sampling(), qos=standing)
+    return Request.from_submit(submit, number, at)
 
 
 def fill(queue: FairQueue, *requests: Request) -> None:
@@ -142,7 +140,7 @@ def test_priority_is_a_head_start_within_the_tenant_only() -> None:
 def test_a_budget_is_split_fairly_and_none_of_it_is_lost(
     budget: int, demands: dict[str, int], weight: dict[str, float]
 ) -> None:
-    got = caps(budget, demands, weight)
+    got = max_min_shares(budget, demands, weight)
     assert sum(got.values()) == min(budget, sum(demands.values()))
     assert all(0 <= got[name] <= demands[name] for name in demands)
     for one, other in itertools.permutations(demands, 2):
@@ -189,7 +187,7 @@ class Bench:
         context = [(number * 7 + i) % 90 for i in range(tokens)]
         self.of[number] = tenant, context
         sampling = Sampling(max_output_tokens=output, ignore_eos=True)
-        standing = Standing(tenant, weight, priority)
+        standing = TenantQos(tenant, weight, priority)
         message = Submit(number, f"s{number}", pack_tokens(context), tokens, sampling, tenant, None, standing)
         (event,) = self.engine.handle(message)
         assert isinstance(event, RequestProgress | Failed)
@@ -297,7 +295,7 @@ def test_groups_are_one_request_of_their_tenant() -> None:
         bench.of[number] = "flood", []
         bench.engine.handle(
             Submit(
-                number, f"g{number}", pack_tokens([1, 2, 3]), 3, sampling, "flood", None, Standing("flood")
+                number, f"g{number}", pack_tokens([1, 2, 3]), 3, sampling, "flood", None, TenantQos("flood")
             )
         )
     for _ in range(3):

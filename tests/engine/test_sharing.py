@@ -93,7 +93,7 @@ def test_nobody_joins_the_plan_that_copies_what_it_wants_out() -> None:
     serve(cache, "A", ASK_A, 0.0)
     cache._evictor.reserve(35, 1.0)
     assert "H" in places(cache, "A") and chunks(cache, "A")[0].saving
-    path = cache.path(B, "a", ASK_B)
+    path = cache.prefix_path(B, "a", ASK_B)
     assert not cache.can_admit(B, ASK_B, len(ASK_B), reserve=False, path=path)
     commit(cache)
     assert cache.can_admit(B, ASK_B, len(ASK_B), reserve=False, path=path)
@@ -122,7 +122,7 @@ def test_the_wait_for_a_copy_holds_for_what_one_would_adopt_in_place_of_its_own(
         chunk.saving for chunk in chunks(cache, "A")
     )
     context = joined(whole, text(5, seed=6))
-    path = cache.path(A, "a", context)
+    path = cache.prefix_path(A, "a", context)
     assert not cache.can_admit(A, context, 5, reserve=False, path=path)
     commit(cache)
     assert receipt(serve(cache, "A", context, 11.0, new=5), context)[3] == 5

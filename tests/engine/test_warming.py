@@ -226,7 +226,7 @@ def test_it_counts_as_recent_and_teaches_the_policy_nothing() -> None:
     session = cache._sessions[SessionKey("a")]
     kind, policy = session.kind, cache.index.policy
     told: list[str] = []
-    policy.came_back = policy.left = lambda *_: told.append("told")  # type: ignore[assignment,method-assign,return-value]
+    policy.on_return = policy.on_turn_end = lambda *_: told.append("told")  # type: ignore[assignment,method-assign,return-value]
     rig.clock.now += 3600
     rig.warm("a")
     rig.driver.run_until_idle()

@@ -16,7 +16,7 @@ from pensieve.engine.worker.cuda_batch import NO_SLOT, make_cuda_batch
 from pensieve.engine.worker.graphs import buckets
 from pensieve.engine.worker.torch_batch import make_torch_batch
 from pensieve.kernels.attention.kinds import Geometry, StepKind
-from pensieve.kernels.attention.prefixes import PartyRule
+from pensieve.kernels.attention.prefixes import PrefixGroupRule
 
 SAMPLE = SampleSpec(Sampling(), 0)
 
@@ -69,7 +69,7 @@ def test_both_batches_say_what_the_plan_says(case: tuple[Plan, int, dict[Request
     for (_, length, start, begin), row in zip(got.spans, want.spans[:, 3], strict=True):
         seen = -(-(start + length) // size)
         assert got.pages[begin : begin + seen].tolist() == want.page_tables[row, :seen].tolist()
-    assert got.longest == int((want.spans[:, 1] + want.spans[:, 2]).max())
+    assert got.max_context == int((want.spans[:, 1] + want.spans[:, 2]).max())
     assert len(got.requests) == len(got.specs) == len(got.sample_rows)
 
 
@@ -115,7 +115,7 @@ def decodes(count: int, common: int, own: int) -> Plan:
     return Plan(1, tuple(spans), tuple(tables))
 
 
-RULE = PartyRule(Geometry(40, 10, 128, 2, 132, hopper=True), 32)
+RULE = PrefixGroupRule(Geometry(40, 10, 128, 2, 132, hopper=True), 32)
 
 
 def test_spans_that_read_together_stand_together() -> None:
@@ -136,7 +136,7 @@ def test_spans_that_read_together_stand_together() -> None:
     assert sorted(map(tuple, apart.spans[:, 1:3].tolist())) == sorted(
         map(tuple, together.spans[:, 1:3].tolist())
     )
-    assert together.longest == apart.longest
+    assert together.max_context == apart.max_context
 
 
 def test_a_step_without_parties_is_as_it_was() -> None:

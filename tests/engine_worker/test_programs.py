@@ -14,22 +14,22 @@ from pensieve.engine.plan import Plan, SampleSpec, Span
 from pensieve.engine.worker import graphs
 from pensieve.engine.worker.cuda_batch import CudaBatch, make_cuda_batch
 from pensieve.engine.worker.graphs import Programs
-from pensieve.engine.worker.program import Shared, products_of
+from pensieve.engine.worker.program import SharedState, preferred_blas
 from pensieve.engine.worker.sizing import WorkerInfo
 from pensieve.kernels.attention.capacity import Capacity
 from pensieve.kernels.attention.kinds import Geometry, StepKind
 from pensieve.kernels.attention.plan import Scratch
-from pensieve.kernels.attention.prefixes import PartyRule
+from pensieve.kernels.attention.prefixes import PrefixGroupRule
 
 GEOMETRY = Geometry(8, 2, 16, 2, 132)
 INFO = WorkerInfo("cuda", "bfloat16", 700, 0, 32, 16_384, 512, 64)
-RULE = PartyRule(GEOMETRY, 32, least_saved_us=0.0)
+RULE = PrefixGroupRule(GEOMETRY, 32, least_saved_us=0.0)
 
 
 def programs(info: WorkerInfo, scratch_rows: int | None = None) -> Programs:
     rows = Programs.scratch_rows(info, GEOMETRY) if scratch_rows is None else scratch_rows
     cpu = torch.device("cpu")
-    shared = Shared(
+    shared = SharedState(
         model=cast(Any, None), pool=torch.empty(1, 4, 2, 2, 32, 16), wait=cast(Any, None),
         sampled=torch.zeros(64), logits=torch.zeros(1), finite=torch.ones(1),
         scratch=Scratch(rows, GEOMETRY, cpu), geometry=GEOMETRY,
@@ -98,7 +98,7 @@ def test_who_makes_the_products(
         return preferred[-1]
 
     monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", prefer)
-    with pytest.raises(ZeroDivisionError), products_of(tokens, torch.device(device)):
+    with pytest.raises(ZeroDivisionError), preferred_blas(tokens, torch.device(device)):
         assert preferred[-1] == library
         1 / 0  # noqa: B018
     assert preferred[-1] == "cublas", "what others ask for is made by another library after that"

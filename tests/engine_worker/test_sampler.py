@@ -16,9 +16,9 @@ from transformers.generation import logits_process as hf
 
 from pensieve.core import RequestKey, Sampling
 from pensieve.engine.plan import SampleSpec
-from pensieve.engine.sampling.draw import Parameters, draw, weigh
+from pensieve.engine.sampling.draw import Parameters, draw, token_weights
 from pensieve.engine.sampling.rows import MAX_TOP_K, DrawGroup, prepare, uniform
-from pensieve.engine.sampling.sampler import choose, clean, sample
+from pensieve.engine.sampling.sampler import choose, sample, sanitize
 from support.engine.slow_sampler import slow_sample, slow_uniform
 
 VOCAB = 50
@@ -69,7 +69,7 @@ def weights(rows: torch.Tensor, samplings: list[Sampling]) -> torch.Tensor:
     assert draws is not None and len(draws.groups) == 1
     arrays = (draws.temperature, draws.uniform, draws.floor, draws.top_k, draws.top_p)
     columns = (torch.from_numpy(array)[:, None] for array in arrays)
-    return weigh(rows, rows.amax(dim=1, keepdim=True), Parameters(*columns), draws.groups[0])
+    return token_weights(rows, rows.amax(dim=1, keepdim=True), Parameters(*columns), draws.groups[0])
 
 
 @given(st.lists(specs(), min_size=1, max_size=6), st.integers(0, 100), st.sampled_from([0.1, 1.0, 10.0]))
@@ -245,7 +245,7 @@ def test_a_number_of_zero_takes_the_first_token_that_is_left() -> None:
         top_k=torch.tensor([[2]]),
         top_p=torch.ones(1, 1, dtype=torch.float64),
     )
-    group = DrawGroup(0, 1, min_p=False, top_p=False, top_k=True, most=2)
+    group = DrawGroup(0, 1, min_p=False, top_p=False, top_k=True, max_top_k=2)
     assert draw(rows, rows.amax(dim=1, keepdim=True), parameters, group).tolist() == [3]
 
 
@@ -332,7 +332,7 @@ def test_rows_without_a_spec_change_nothing() -> None:
 def test_logits_that_are_not_finite_are_reported_per_row(caplog: pytest.LogCaptureFixture) -> None:
     rows = logits(3)
     rows[1, 4] = math.inf
-    cleaned, finite = clean(rows)
+    cleaned, finite = sanitize(rows)
     assert finite.tolist() == [True, False, True]
     assert bool(torch.isfinite(cleaned).all()) and math.isinf(float(rows[1, 4]))
     chosen = choose(cleaned, prepare([spec(), spec()], VOCAB), finite)

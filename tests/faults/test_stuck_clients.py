@@ -16,7 +16,7 @@ from pensieve.core import FinishReason
 from pensieve.debug import child_environment
 from pensieve.server.operations.metrics import Metrics
 from pensieve.server.rpc import grpc_server
-from pensieve.server.rpc.door import Door
+from pensieve.server.rpc.access_control import AccessControl
 from pensieve.v1 import pensieve_pb2 as pb
 from pensieve.v1 import pensieve_pb2_grpc
 from support.faults.proxies import CuttingProxy, running
@@ -56,7 +56,7 @@ async def test_a_client_that_stands_still_is_given_up(monkeypatch: pytest.Monkey
         (name, value // QUICKER if name in KEEPALIVE else value) for name, value in grpc_server.SERVER_OPTIONS
     ]
     monkeypatch.setattr(grpc_server, "SERVER_OPTIONS", tuple(options))
-    async with serving(answer=None, door=Door(None, Metrics()), disconnect_grace_s=0.2) as rig:
+    async with serving(answer=None, door=AccessControl(None, Metrics()), disconnect_grace_s=0.2) as rig:
         command = [sys.executable, "-P", "-c", CLIENT, rig.target]
         process = subprocess.Popen(command, env=child_environment(), stdout=subprocess.PIPE)
         try:

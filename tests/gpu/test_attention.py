@@ -27,7 +27,7 @@ def on_gpu(case: Case) -> Case:
 def plan_of(case: Case, processors: int, capacity: Capacity | None = None) -> AttentionPlan:
     """A plan as for a device of another size: the more multiprocessors, the finer the cuts."""
     geometry = replace(geometry_of(case.q, case.pool), multiprocessors=processors)
-    return AttentionPlan.of(case.spans, len(case.q), geometry, CUDA, capacity=capacity)
+    return AttentionPlan.from_spans(case.spans, len(case.q), geometry, CUDA, capacity=capacity)
 
 
 def check(case: Case, processors: tuple[int, ...] = (1, 132, 4000)) -> None:

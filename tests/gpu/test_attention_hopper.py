@@ -63,7 +63,7 @@ def attend(case: Case, items: np.ndarray, used: int, programs: int = 132, share:
     """The kernel's results; those of cut items are merged here, in float64."""
     heads, kv_heads, dim = case.q.shape[1], case.pool.shape[2], case.q.shape[2]
     out = torch.full_like(case.q, torch.nan)
-    call = AttentionCall.of(case.q, case.pool, case.page_tables, case.scale, True, out)
+    call = AttentionCall.from_tensors(case.q, case.pool, case.page_tables, case.scale, True, out)
     lse = call.lse.fill_(torch.nan)
     scratch = Scratch(used, Geometry(heads, kv_heads, dim, 2, 132), CUDA)
     partial, logs = scratch.partial.fill_(torch.nan), scratch.partial_lse.fill_(torch.nan)
@@ -195,7 +195,7 @@ def test_one_graph_serves_other_steps() -> None:
     items, _ = items_of(case, 1)
     words = words_of(items)
     out = torch.empty_like(case.q)
-    call = AttentionCall.of(case.q, case.pool, case.page_tables, case.scale, False, out)
+    call = AttentionCall.from_tensors(case.q, case.pool, case.page_tables, case.scale, False, out)
     scratch = Scratch(0, Geometry(8, 2, 128, 2, 132), CUDA)
 
     def step() -> None:

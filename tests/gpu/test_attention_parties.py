@@ -21,12 +21,12 @@ from pensieve.engine.worker.sizing import WorkerInfo
 from pensieve.kernels.attention.call import Scratch
 from pensieve.kernels.attention.capacity import capacity_for
 from pensieve.kernels.attention.plan import (
-    PARTY_KIND,
+    PREFIX_GROUP_KIND,
     AttentionPlan,
     geometry_for,
     words_of,
 )
-from pensieve.kernels.attention.prefixes import Parties, PartyRule
+from pensieve.kernels.attention.prefixes import PrefixGroupRule, PrefixGroups
 from pensieve.kernels.ragged_paged_attention import attend
 from pensieve.kernels.reference import ragged_paged_attention as reference
 from pensieve.kernels.spans import Ints, Spans, make_spans, num_tokens
@@ -100,12 +100,12 @@ def make_replayed(heads: int, kv_heads: int) -> Replayed:
     q = [torch.randn(TOKENS, heads, DIM, device=CUDA).to(DTYPE) for _ in range(COPIES)]
     flat = torch.zeros(ROWS * PAGES, device=CUDA, dtype=torch.int32)
     geometry = geometry_for(heads, pools[0])
-    capacity = capacity_for(PARTY_KIND, TOKENS, ROWS, PAGE * PAGES, geometry)
+    capacity = capacity_for(PREFIX_GROUP_KIND, TOKENS, ROWS, PAGE * PAGES, geometry)
     words = torch.zeros(words_of(capacity), dtype=torch.int32, device=CUDA)
     scratch = Scratch(capacity.partial_rows, geometry, CUDA)
     scratch.partial.fill_(torch.nan)
     plan = AttentionPlan(
-        TOKENS, geometry, CUDA, kind=PARTY_KIND, capacity=capacity, words=words, scratch=scratch
+        TOKENS, geometry, CUDA, kind=PREFIX_GROUP_KIND, capacity=capacity, words=words, scratch=scratch
     )
     return Replayed(q, pools, flat, plan)
 
@@ -119,7 +119,9 @@ def captured(function: Callable[[], object]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def laid_out(lengths: Lengths, alike: Alike, pages: int, rule: PartyRule) -> tuple[Spans, Ints, Ints | None]:
+def laid_out(
+    lengths: Lengths, alike: Alike, pages: int, rule: PrefixGroupRule
+) -> tuple[Spans, Ints, Ints | None]:
     """Spans in the order of a step, the flat page table, and the parties that the rule finds."""
     dice = np.random.default_rng(len(lengths))
     flat = dice.integers(pages, size=(ROWS, PAGES), dtype=np.int32)
@@ -145,7 +147,7 @@ def test_parties_change_from_step_to_step(heads: tuple[int, int]) -> None:
         outs[:] = [bench.call(layer) for layer in range(COPIES)]
 
     graph = captured(run)
-    rule = PartyRule(bench.plan.geometry, PAGE, least_saved_us=0.0)
+    rule = PrefixGroupRule(bench.plan.geometry, PAGE, least_saved_us=0.0)
     for name, (lengths, alike) in steps(random.Random(heads[0])).items():
         host, flat, parties = laid_out(lengths, alike, len(bench.pools[0]), rule)
         assert (parties is None) == (not alike), name
@@ -165,7 +167,7 @@ def test_parties_change_from_step_to_step(heads: tuple[int, int]) -> None:
                 assert torch.equal(out, first[layer]), "a replay differs from another"
 
 
-class Finding(PartyRule):
+class Finding(PrefixGroupRule):
     """For contexts far too short to gain anything; says what it found."""
 
     found: list[int] = []  # noqa: RUF012 - for all of a test
@@ -173,7 +175,7 @@ class Finding(PartyRule):
     def saved_us(self, rows: int, spans: int, tokens: int) -> float:
         return float(tokens * (spans - 1))
 
-    def find(self, host: Spans, pages: np.ndarray) -> Parties | None:  # type: ignore[type-arg]
+    def find(self, host: Spans, pages: np.ndarray) -> PrefixGroups | None:  # type: ignore[type-arg]
         parties = super().find(host, pages)
         Finding.found.append(0 if parties is None else int(parties.table[:, 1].sum()))
         return parties
@@ -253,6 +255,6 @@ def _logprobs(found: TokenLogprob | None, vocabulary: int) -> torch.Tensor:
 def test_a_server_reads_alone_when_nothing_is_gained() -> None:
     """The rule as it is: tiny contexts have the plan that they had."""
     bench = make_replayed(40, 10)
-    rule = PartyRule(bench.plan.geometry, PAGE)
+    rule = PrefixGroupRule(bench.plan.geometry, PAGE)
     lengths: Lengths = [(1, 300)] * 8
     assert laid_out(lengths, {row: (0, 8) for row in range(1, 8)}, 50, rule)[2] is None

@@ -13,7 +13,7 @@ import torch
 from pensieve.core import Sampling
 from pensieve.engine.plan import SampleSpec
 from pensieve.engine.sampling.rows import prepare
-from pensieve.engine.sampling.sampler import Chosen, choose, clean, largest, sample, workspace_bytes
+from pensieve.engine.sampling.sampler import Chosen, choose, greedy_tokens, sample, sanitize, workspace_bytes
 from support.engine.slow_sampler import slow_sample
 
 pytestmark = pytest.mark.gpu
@@ -122,12 +122,12 @@ def test_greedy_steps_take_what_a_graph_has_chosen(caplog: pytest.LogCaptureFixt
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        largest(clean(static)[0])
+        greedy_tokens(sanitize(static)[0])
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        cleaned, finite = clean(static)
-        tokens = largest(cleaned)
+        cleaned, finite = sanitize(static)
+        tokens = greedy_tokens(cleaned)
     prepared = prepare([SampleSpec(Sampling(), 0)] * rows, vocab)
     assert prepared.plain
 

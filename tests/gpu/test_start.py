@@ -12,7 +12,7 @@ import torch
 
 from pensieve.config import EngineOptions
 from pensieve.core import RequestKey, Sampling
-from pensieve.engine.cost.profiles import profile_directory, stored_or_quick_profile
+from pensieve.engine.cost.profiles import load_or_measure_cost, profile_directory
 from pensieve.engine.plan import Plan, SampleSpec, Span
 from pensieve.engine.worker.sizing import report
 from pensieve.engine.worker.torch_worker import Worker, build_worker
@@ -99,12 +99,12 @@ def test_a_quick_profile_is_made_once(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     options = EngineOptions(model="/models/any", device="cuda")
-    cost = stored_or_quick_profile(options, worker)
+    cost = load_or_measure_cost(options, worker)
     (path,) = profile_directory().iterdir()
     written = path.stat().st_mtime_ns
     assert cost.cost([32, 8192]).tolist() == sorted(cost.cost([32, 8192]).tolist())
     assert cost.other > 0
-    assert stored_or_quick_profile(options, worker) == cost
+    assert load_or_measure_cost(options, worker) == cost
     assert path.stat().st_mtime_ns == written
 
 

@@ -72,7 +72,7 @@ class Told:
 @contextlib.asynccontextmanager
 async def opened(redis: RedisServer) -> AsyncIterator[tuple[RedisStore, Told]]:
     told = Told()
-    store = RedisStore.from_url(redis.url, on_went_back=told.went_back)
+    store = RedisStore.from_url(redis.url, on_regression=told.went_back)
     await store.open()
     try:
         yield store, told
@@ -239,8 +239,8 @@ async def test_a_primary_that_was_replaced_is_not_believed(
 
         ask = store._link.command
         monkeypatch.setattr(store._link, "command", command)
-        monkeypatch.setattr(store._link, "look_again", look_again)
-        await store._acknowledged.look()
+        monkeypatch.setattr(store._link, "drop_idle_connections", look_again)
+        await store._acknowledged.check_for_regression()
         assert len(asked) == 2 and not told.times
 
 

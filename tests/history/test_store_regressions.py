@@ -125,7 +125,7 @@ async def test_a_row_that_was_just_overtaken_is_no_regression() -> None:
         old = await rig.store.load(key)
         await rig.run(name, "first")
         counted = Counted(rig)
-        history = await rig.conversations._transcript.at(key, old)
+        history = await rig.conversations._transcript.history_at(key, old)
         assert history.revision == 2 and not counted.seen_by
 
 
@@ -147,7 +147,7 @@ def test_what_is_known_is_bounded_and_never_goes_back() -> None:
     rows = [SessionRow(tenant="t", session_id=str(n), revision=5, head_hash="aa") for n in range(3)]
     keys = [Key("t", row.session_id) for row in rows]
     for key, row in zip(keys, rows, strict=True):
-        known.note(key, row)
-    assert known.of(keys[0]).revision == 0 and known.of(keys[2]).revision == 5
-    known.note(keys[2], SessionRow(tenant="t", session_id="2", revision=4, head_hash="bb"))
-    assert known.of(keys[2]).revision == 5
+        known.record(key, row)
+    assert known.get(keys[0]).revision == 0 and known.get(keys[2]).revision == 5
+    known.record(keys[2], SessionRow(tenant="t", session_id="2", revision=4, head_hash="bb"))
+    assert known.get(keys[2]).revision == 5

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pensieve.core import FinishReason, Role, pack_tokens
-from pensieve.server.history.rendering import turn_borders
+from pensieve.server.history.rendering import turn_starts
 from pensieve.store.records import History, Item
 
 
@@ -28,4 +28,4 @@ def test_a_call_and_its_results_are_never_torn_apart() -> None:
         )
         for number, role in enumerate(roles, 1)
     )
-    assert turn_borders(History(items=items)) == [2, 7]
+    assert turn_starts(History(items=items)) == [2, 7]

@@ -10,7 +10,7 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 
-from pensieve.http.common.requests import Drawing
+from pensieve.http.common.requests import SamplingFields
 from pensieve.v1 import pensieve_pb2 as pb
 from support.http.http_rig import HttpRig, door
 
@@ -296,4 +296,4 @@ async def test_another_tenants_key_finds_none_of_it() -> None:
 
 
 def test_minus_one_is_off_as_in_vllm() -> None:
-    assert Drawing(top_k=-1).options() == {"top_k": 0}
+    assert SamplingFields(top_k=-1).options() == {"top_k": 0}

@@ -22,8 +22,8 @@ from pensieve.http.common import callers
 from pensieve.http.common.settings import DoorSettings
 from pensieve.http.run import ManagedServer, running
 from pensieve.server.operations.metrics import Metrics
-from pensieve.server.rpc.auth import TOLD_ADDRESS
-from pensieve.server.rpc.door import Door
+from pensieve.server.rpc.access_control import AccessControl
+from pensieve.server.rpc.auth import FORWARDED_ADDRESS_KEY
 from pensieve.server.rpc.service import ConversationService
 from pensieve.v1 import pensieve_pb2 as pb
 from pensieve.v1 import pensieve_pb2_grpc
@@ -112,10 +112,10 @@ class Flooded:
 @asynccontextmanager
 async def flooded(folder: Path, *proxies: str) -> AsyncIterator[Flooded]:
     """``proxies``: who may tell the door for whom they call."""
-    entry = Door(None, Metrics())
+    entry = AccessControl(None, Metrics())
     async with AsyncExitStack() as stack:
         rig = await stack.enter_async_context(serving(answer=None, door=entry, max_in_flight=MOST))
-        private, target = entry.private_server(), f"unix:{folder / 'http'}"
+        private, target = entry.make_private_server(), f"unix:{folder / 'http'}"
         pensieve_pb2_grpc.add_ConversationServiceServicer_to_server(
             ConversationService(rig.conversations), private
         )
@@ -154,18 +154,18 @@ async def test_a_proxy_that_is_named_says_for_whom_it_calls(tmp_path: Path) -> N
 
 
 async def test_who_calls_over_grpc_has_the_address_of_its_connection(tmp_path: Path) -> None:
-    entry = Door(None, Metrics())
+    entry = AccessControl(None, Metrics())
     async with serving(answer=None, door=entry, max_in_flight=1) as rig:
         api = pensieve_pb2_grpc.ConversationServiceStub(rig.channel)
         seen: set[str] = set()
-        entered = entry._interceptors[0]._calls.entered
+        entered = entry._interceptors[0]._calls.admit
 
         def noted(call: Any) -> Any:
             seen.add(call.caller)
             return entered(call)
 
-        entry._interceptors[0]._calls.entered = noted  # type: ignore[method-assign]
-        await api.GetServerInfo(pb.GetServerInfoRequest(), metadata=[(TOLD_ADDRESS, "203.0.113.9")])
+        entry._interceptors[0]._calls.admit = noted  # type: ignore[method-assign]
+        await api.GetServerInfo(pb.GetServerInfoRequest(), metadata=[(FORWARDED_ADDRESS_KEY, "203.0.113.9")])
         assert seen == {"@127.0.0.1"}
 
 

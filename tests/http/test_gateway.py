@@ -16,7 +16,7 @@ from pensieve.http import run
 from pensieve.http.common.settings import DoorSettings
 from pensieve.http.run import needs_no_key
 from pensieve.server.operations.metrics import Metrics
-from pensieve.server.rpc.door import Door
+from pensieve.server.rpc.access_control import AccessControl
 from pensieve.spawn import ServerProcess
 from support.http.gateway import gateway
 from support.http.http_rig import BearerTenant
@@ -181,7 +181,7 @@ def test_a_network_is_not_served_unasked(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 async def test_the_start_finds_out_whether_the_server_asks_for_keys(tmp_path: Path) -> None:
-    async with serving(door=Door(None, Metrics())) as open_to_all:
+    async with serving(door=AccessControl(None, Metrics())) as open_to_all:
         assert await needs_no_key(DoorSettings(open_to_all.target))
     async with serving(authorizer=BearerTenant()) as keyed:
         assert not await needs_no_key(DoorSettings(keyed.target))

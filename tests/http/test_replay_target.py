@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pensieve.replay.targets.base import AskedTurn
+from pensieve.replay.targets.base import TurnRequest
 from pensieve.replay.targets.openai_target import OpenAITarget
 from pensieve.v1 import pensieve_pb2 as pb
 from support.http.http_rig import door
@@ -21,7 +21,7 @@ async def test_only_the_new_turn_travels() -> None:
             contexts = []
             for length in (3, 5, 4):
                 said: list[int] = []
-                spec = AskedTurn(np.arange(length, dtype=np.int32), 50, False)
+                spec = TurnRequest(np.arange(length, dtype=np.int32), 50, False)
                 usage = await target.turn(session, spec, lambda count, _, said=said: said.append(count))  # type: ignore[misc]
                 assert usage is not None and usage.reconciles
                 assert sum(said) == usage.output_tokens >= len(encode(ANSWER))

@@ -31,7 +31,7 @@ from pensieve.http.common.settings import DoorSettings
 from pensieve.options.serve import ServeOptions
 from pensieve.server import gateway as keeper
 from pensieve.server import ports
-from pensieve.server.child import Silence
+from pensieve.server.child import SilenceTimer
 from pensieve.server.gateway import Gateway, GatewayCommand, GatewayError
 from pensieve.spawn import read_metric
 from support.engine.fake_engine import Script
@@ -350,7 +350,7 @@ class StandIn:
 
     def __init__(self) -> None:
         self._over = asyncio.Event()
-        self.silence = Silence(0.01)
+        self.silence = SilenceTimer(0.01)
 
     @classmethod
     async def spawn(cls, *_: object) -> StandIn:
@@ -378,12 +378,12 @@ class Talking(StandIn):
 
     def __init__(self) -> None:
         super().__init__()
-        self.silence = Silence(0.001)
+        self.silence = SilenceTimer(0.001)
         self._talking = asyncio.create_task(self._talk())
 
     async def _talk(self) -> None:
         while not self._over.is_set():
-            self.silence.heard()
+            self.silence.reset()
             await asyncio.sleep(0.001)
 
 

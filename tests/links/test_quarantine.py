@@ -17,7 +17,7 @@ from pensieve.server.links import quarantine
 from pensieve.server.links.base import BaseLink
 from pensieve.server.links.engine_link import LinkState
 from pensieve.server.links.process_link import ProcessLink
-from pensieve.server.links.quarantine import Condemned, Quarantine
+from pensieve.server.links.quarantine import Blocklist, Quarantine
 from support.engine.fake_engine import BUILDER, FakeEngine, Script, options
 from support.service.inprocess_link import InProcessLink
 from support.service.listener import Listener, submission
@@ -91,7 +91,7 @@ async def test_a_condemned_context_is_refused_in_each_session_of_its_tenant() ->
 
 def test_a_session_is_refused_after_two_condemned_turns_and_for_a_while() -> None:
     now = 0.0
-    condemned = Condemned(lambda: now)
+    condemned = Blocklist(lambda: now)
     bad, other = SessionKey("bad"), SessionKey("other")
     assert not condemned.add(bad, "t", b"1")
     assert condemned.on_probation(bad) and not condemned.refuses(bad)
@@ -218,7 +218,7 @@ def found(one: Quarantine, *batches: dict[str, int]) -> str | None:
     guilty = None
     for batch in batches:
         assert guilty is None
-        guilty = one.died(batch, outside=False)
+        guilty = one.on_engine_lost(batch, killed_externally=False)
     return guilty
 
 
@@ -234,17 +234,22 @@ def test_one_death_condemns_nobody_and_two_of_one_request_do() -> None:
 def test_fresh_requests_wait_for_each_other_and_old_ones_do_not() -> None:
     one = Quarantine()
     found(one, {"fresh1": 0, "fresh2": 3, "old": 200})
-    assert [one.must_wait(name) for name in ("fresh1", "fresh2", "old", "new")] == [True, True, False, False]
-    assert not one.got_to("fresh2", 3) and one.must_wait("fresh2")
-    assert one.got_to("fresh2", 4) and not one.must_wait("fresh2")
-    one.ended_well("fresh1")
-    assert not one.must_wait("fresh1")
+    assert [one.must_run_alone(name) for name in ("fresh1", "fresh2", "old", "new")] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+    assert not one.on_progress("fresh2", 3) and one.must_run_alone("fresh2")
+    assert one.on_progress("fresh2", 4) and not one.must_run_alone("fresh2")
+    one.on_success("fresh1")
+    assert not one.must_run_alone("fresh1")
 
 
 def test_the_one_that_was_let_in_alone_is_guilty_and_the_others_are_cleared() -> None:
     one = Quarantine()
     assert found(one, {"bad": 0, "held": 0, "old": 200}, {"bad": 0, "old": 180, "new": 1}) == "bad"
-    assert not any(one.must_wait(name) for name in ("held", "old", "new"))
+    assert not any(one.must_run_alone(name) for name in ("held", "old", "new"))
     assert found(one, {"old": 10, "new": 1}) is None, "what the guilty one has done is not held against them"
 
 
@@ -252,11 +257,11 @@ def test_when_it_cannot_be_told_nobody_is_condemned_and_all_wait_for_each_other(
     one = Quarantine()
     assert found(one, {"a": 100, "b": 100, "c": 100}) is None
     for name in "abc":
-        assert one.got_to(name, 101)  # all got further than they were: nobody waits
+        assert one.on_progress(name, 101)  # all got further than they were: nobody waits
     assert found(one, {"a": 150, "b": 150, "c": 150}) is None
-    assert all(map(one.must_wait, "abc"))
+    assert all(map(one.must_run_alone, "abc"))
     assert found(one, {"b": 150, "new": 0}) == "b"
-    assert not one.must_wait("a") and not one.must_wait("c")
+    assert not one.must_run_alone("a") and not one.must_run_alone("c")
 
 
 def test_deaths_and_verdicts_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,5 +281,7 @@ def test_deaths_and_verdicts_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_deaths_from_outside_count_for_little() -> None:
     one = Quarantine()
-    assert [one.died({"a": 0}, outside=True) for _ in range(7)] == [None] * 7
-    assert one.died({"a": 0}, outside=True) == "a", "what always gets the engine killed is guilty in the end"
+    assert [one.on_engine_lost({"a": 0}, killed_externally=True) for _ in range(7)] == [None] * 7
+    assert one.on_engine_lost({"a": 0}, killed_externally=True) == "a", (
+        "what always gets the engine killed is guilty in the end"
+    )

@@ -8,7 +8,7 @@ from pensieve.core import RequestKey, Sampling, SessionKey
 from pensieve.engine.messages import Finished, FinishReason, Output, Submit, Usage
 from pensieve.errors import Internal, PensieveError, ResourceExhausted
 from pensieve.server.links.generations import Generations, OpenGeneration
-from pensieve.server.links.turnstile import Turnstile
+from pensieve.server.links.probation_gate import ProbationGate
 from support.service.listener import Listener
 
 
@@ -19,8 +19,8 @@ class Gate:
         self.sent: list[int] = []
         self.refuse: PensieveError | None = None
         self.generations = Generations(lambda request, candidate: None)
-        self.turnstile = Turnstile(self._take, self.generations.fail)
-        self.generations.on_closed = lambda one, well: self.turnstile.closed(one, well=well)
+        self.turnstile = ProbationGate(self._take, self.generations.fail)
+        self.generations.on_closed = lambda one, well: self.turnstile.on_closed(one, well=well)
 
     def _take(self, command: Submit) -> None:
         if self.refuse is not None:
@@ -35,15 +35,15 @@ class Gate:
         return generation
 
     def say(self, generation: OpenGeneration, tokens: int) -> None:
-        self.generations.deal([Output(generation.request, tuple(range(tokens)))])
-        self.turnstile.progressed()
+        self.generations.dispatch([Output(generation.request, tuple(range(tokens)))])
+        self.turnstile.on_tokens()
 
     def finish(self, generation: OpenGeneration) -> None:
-        self.generations.deal([Finished(generation.request, FinishReason.EOS, Usage())])
+        self.generations.dispatch([Finished(generation.request, FinishReason.EOS, Usage())])
 
     def die(self, *batch: OpenGeneration) -> None:
-        self.turnstile.announced(one.request for one in batch)
-        guilty = self.turnstile.engine_died(outside=False)
+        self.turnstile.on_step_begin(one.request for one in batch)
+        guilty = self.turnstile.on_engine_lost(killed_externally=False)
         if guilty is not None:
             self.generations.fail(guilty, Internal("guilty"))
         self.generations.fail_all(lambda: Internal("restarting"))
@@ -90,9 +90,9 @@ async def test_who_left_while_the_engine_was_at_work_on_it_is_still_a_suspect() 
     gate = Gate()
     for _ in range(2):
         bad = gate.enter("bad")
-        gate.turnstile.announced([bad.request])
+        gate.turnstile.on_step_begin([bad.request])
         bad.cancel()
-        assert gate.turnstile.engine_died(outside=False) is (bad if _ else None)
+        assert gate.turnstile.on_engine_lost(killed_externally=False) is (bad if _ else None)
     with pytest.raises(Internal, match="REQUEST_QUARANTINED"):
         gate.enter("bad")
 
@@ -108,14 +108,14 @@ async def test_who_was_not_in_the_step_is_no_suspect() -> None:
 
 async def test_a_session_whose_warming_an_engine_may_have_died_of_is_not_warmed_again() -> None:
     now = 0.0
-    turnstile = Turnstile(lambda command: None, lambda generation, error: None, lambda: now)
+    turnstile = ProbationGate(lambda command: None, lambda generation, error: None, lambda: now)
     long_ago, just_now = SessionKey("t/long ago"), SessionKey("t/just now")
     assert turnstile.may_warm(long_ago)
     now = 100.0
     assert turnstile.may_warm(just_now)
-    turnstile.engine_died(outside=True)
+    turnstile.on_engine_lost(killed_externally=True)
     assert turnstile.may_warm(just_now), "killed from outside"
-    turnstile.engine_died(outside=False)
+    turnstile.on_engine_lost(killed_externally=False)
     assert turnstile.may_warm(long_ago) and not turnstile.may_warm(just_now)
     now += 700.0
     assert turnstile.may_warm(just_now)
@@ -127,10 +127,10 @@ async def test_all_of_a_condemned_session_is_refused_and_what_has_no_name_is_nev
     for _ in range(3):
         gate.die(gate.enter(""))
     assert [one.request for one in (gate.enter(""), gate.enter(""))] == gate.sent
-    assert not gate.turnstile.condemned.add("s", "t", b"1")
+    assert not gate.turnstile.blocklist.add("s", "t", b"1")
     on_probation = [gate.enter(""), gate.enter("")]
     assert gate.sent[2:] == [one.request for one in on_probation]
-    assert gate.turnstile.condemned.add("s", "t", b"2")
+    assert gate.turnstile.blocklist.add("s", "t", b"2")
     for name in ("", "new"):
         with pytest.raises(Internal, match="SESSION_QUARANTINED"):
             gate.enter(name)
@@ -140,7 +140,7 @@ async def test_nothing_is_kept_of_what_is_over() -> None:
     gate = Gate()
     for number in range(5):
         one = gate.enter(f"x{number}")
-        gate.turnstile.announced([one.request])
+        gate.turnstile.on_step_begin([one.request])
         gate.finish(one)
-    gate.turnstile.announced([RequestKey(99)])
+    gate.turnstile.on_step_begin([RequestKey(99)])
     assert not gate.turnstile._inside

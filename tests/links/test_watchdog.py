@@ -25,10 +25,10 @@ class Watched:
 
     def step(self, tokens: int, seconds: float) -> None:
         """A step that is announced, takes its time and ends."""
-        self.dog.announced(tokens)
+        self.dog.on_step_begin(tokens)
         self.wait(seconds)
         self.steps += 1
-        self.dog.reported(
+        self.dog.on_report(
             Stats(steps_total=self.steps, running=1, last_batch_tokens=tokens, last_step_seconds=seconds)
         )
 
@@ -62,11 +62,11 @@ def test_a_prefill_thirty_times_as_long_is_no_stall() -> None:
     for _ in range(20):
         watched.step(130, 0.2)
     for seconds in (6.0, 12.0, 30.0):
-        watched.dog.announced(3900)
+        watched.dog.on_step_begin(3900)
         watched.wait(seconds)
         assert not watched.dog.stalled, seconds
         watched.step(3900, 0.0)
-    watched.dog.announced(3900)
+    watched.dog.on_step_begin(3900)
     stalled, hung = watched.patience()
     assert 40 < stalled < hung
 
@@ -77,27 +77,27 @@ def test_a_hang_is_seen_soon_also_after_long_steps() -> None:
     watched.step(4000, 6.0)
     for _ in range(5):
         watched.step(4, 0.02)
-    watched.dog.announced(4)
+    watched.dog.on_step_begin(4)
     assert watched.patience()[0] < 4
 
 
 def test_a_first_step_may_compile() -> None:
     watched = Watched()
-    watched.dog.announced(16)
+    watched.dog.on_step_begin(16)
     watched.wait(55.0)
     assert not watched.dog.stalled
     watched.wait(10.0)
     assert watched.dog.stalled and watched.dog.hung
     larger = Watched()
     larger.step(16, 0.1)
-    larger.dog.announced(1000)
+    larger.dog.on_step_begin(1000)
     larger.wait(50.0)
     assert not larger.dog.stalled
 
 
 def test_a_stopped_process_is_seen_whatever_it_was_doing() -> None:
     watched = Watched()
-    watched.dog.announced(16)  # nothing is foreseen of it
+    watched.dog.on_step_begin(16)  # nothing is foreseen of it
     watched.wait(STALLED_FLOOR_S + 0.5, frozen=True)
     assert watched.dog.stalled and watched.dog.frozen and not watched.dog.hung
     watched.wait(0.5)
@@ -108,7 +108,7 @@ def test_a_stopped_process_is_seen_whatever_it_was_doing() -> None:
 
 def test_a_step_whose_requests_were_all_cancelled_is_still_a_step() -> None:
     watched = Watched()
-    watched.dog.announced(16)
+    watched.dog.on_step_begin(16)
     watched.wait(30.0, work_waits=False)
     assert not watched.dog.stalled
 
@@ -117,22 +117,22 @@ def test_heartbeats_are_no_steps() -> None:
     watched = Watched(limit_s=10.0)
     for step in range(100):
         watched.dog.tick(0.25, work_waits=True)
-        watched.dog.reported(Stats(steps_total=step))
+        watched.dog.on_report(Stats(steps_total=step))
     assert not watched.dog.stalled
     for _ in range(44):
         watched.dog.tick(0.25, work_waits=True)
-        watched.dog.reported(Stats(steps_total=99))
+        watched.dog.on_report(Stats(steps_total=99))
     assert watched.dog.stalled
 
 
 def test_an_idle_engine_has_to_beat() -> None:
     watched = Watched()
-    watched.dog.reported(Stats())
+    watched.dog.on_report(Stats())
     watched.wait(STALLED_FLOOR_S - 0.5, work_waits=False)
     assert not watched.dog.stalled
     watched.wait(1.0, work_waits=False)
     assert watched.dog.stalled
-    watched.dog.reported(Stats())
+    watched.dog.on_report(Stats())
     assert not watched.dog.stalled
 
 

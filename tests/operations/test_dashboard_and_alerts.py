@@ -15,7 +15,7 @@ import yaml
 
 from pensieve.client import AsyncClient
 from pensieve.core import FinishReason
-from pensieve.server.operations.traces import OURS
+from pensieve.server.operations.traces import SERVER_FAULTS
 from support import metrics_page
 from support.prometheus import FOLDER, prometheus, promtool
 from support.service.server_process import launched
@@ -82,10 +82,12 @@ def test_values_of_labels_exist() -> None:
                 )
                 found += 1
     assert found > 10
-    assert known >= OURS
+    assert known >= SERVER_FAULTS
     [fails] = [rule["expr"] for rule in RULES if rule["alert"] == "PensieveTurnsFail"]
     counted = set(re.findall(r'outcome=~"([^"]+)"', fails)[0].split("|"))
-    assert counted == OURS - {"history_corrupt", "history_regressed"}, "those two have alerts of their own"
+    assert counted == SERVER_FAULTS - {"history_corrupt", "history_regressed"}, (
+        "those two have alerts of their own"
+    )
 
 
 def test_every_alert_has_a_runbook() -> None:

@@ -15,7 +15,7 @@ from pensieve import tracing
 from pensieve.client import AsyncClient
 from pensieve.core import FinishReason, RequestKey, Sampling, Usage
 from pensieve.engine.messages import Cancel, Failed, Finished, Submit
-from pensieve.engine.process.loop import RequestNames
+from pensieve.engine.process.loop import RequestLogFilter
 from pensieve.errors import Internal
 from support.engine.fake_engine import Script
 from support.service.server_process import launched
@@ -94,9 +94,9 @@ async def test_what_goes_wrong_in_the_engine_names_the_turn(tmp_path: Path) -> N
 
 
 def test_an_engine_names_sessions_in_place_of_its_requests() -> None:
-    names = RequestNames()
+    names = RequestLogFilter()
     for number in range(1, 12):
-        names.took(Submit(number, f"acme/s{number:02}", b"", 0, Sampling()))
+        names.on_command(Submit(number, f"acme/s{number:02}", b"", 0, Sampling()))
     names.owner = lambda key: RequestKey(7) if key == 70 else key
 
     def line(*requests: int) -> dict[str, object]:
@@ -111,8 +111,8 @@ def test_an_engine_names_sessions_in_place_of_its_requests() -> None:
     )
     assert line(2, 1) == {"sessions": ["acme/s01", "acme/s02"], "requests": 2}
     assert len(line(*range(1, 12))["sessions"]) == 8  # type: ignore[arg-type]
-    names.took(Cancel(request=3))
-    names.took(Cancel(request=4, candidate=1))
-    names.ended([Finished(5, FinishReason.EOS, Usage()), Failed(6, "", "")])
+    names.on_command(Cancel(request=3))
+    names.on_command(Cancel(request=4, candidate=1))
+    names.on_events([Finished(5, FinishReason.EOS, Usage()), Failed(6, "", "")])
     assert line(3) == line(5) == line(6) == line() == {}
     assert line(4) == {"session": "s04", "tenant": "acme"}

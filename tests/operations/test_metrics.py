@@ -17,9 +17,9 @@ from pensieve import __version__
 from pensieve.client import AsyncClient
 from pensieve.server.operations.housekeeping import watch_lag
 from pensieve.server.operations.metrics import Metrics
-from pensieve.server.rpc.calls import counted
-from pensieve.server.rpc.door import Door
-from pensieve.server.tasks import end_task
+from pensieve.server.rpc.access_control import AccessControl
+from pensieve.server.rpc.calls import observe_calls
+from pensieve.server.tasks import cancel_and_wait
 from pensieve.spawn import read_metric, read_metrics
 from pensieve.v1 import pensieve_pb2 as pb
 from pensieve.v1 import pensieve_pb2_grpc as stubs
@@ -72,7 +72,7 @@ async def test_what_a_real_server_tells_is_on_the_page(tmp_path: Path) -> None:
 async def test_calls_are_counted_by_method_and_status() -> None:
     metrics = Metrics()
     registry = metrics.registry
-    async with serving(answer=None, door=Door(None, metrics)) as rig:
+    async with serving(answer=None, door=AccessControl(None, metrics)) as rig:
         session = await rig.create()
         await refusal(rig.api.GetSession(pb.GetSessionRequest(name="sessions/none"), timeout=10))
         turn = spec("hi")
@@ -111,7 +111,9 @@ async def test_a_call_that_was_cut_is_told_from_one_whose_time_was_over(
 
     context = types.SimpleNamespace(time_remaining=lambda: left)
     with pytest.raises(asyncio.CancelledError):
-        await counted(handler, "/pensieve.v1.ConversationService/StreamTurn", metrics.calls)(None, context)
+        await observe_calls(handler, "/pensieve.v1.ConversationService/StreamTurn", metrics.calls)(
+            None, context
+        )
     labels = {"method": "StreamTurn", "code": code}
     assert value(metrics.registry, "pensieve_rpc_handled_total", labels) == 1
 
@@ -125,7 +127,7 @@ async def test_a_blocked_event_loop_shows_as_lag() -> None:
     time.sleep(0.3)
     while len(heard) == before:
         await asyncio.sleep(0.005)
-    await end_task(task)
+    await cancel_and_wait(task)
     assert max(heard[before:]) >= 0.28
     assert all(lag >= 0 for lag in heard)
 

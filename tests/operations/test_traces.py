@@ -128,11 +128,11 @@ PASSED_ON = "00-0123456789abcdef0123456789abcdef-0123456789abcdef-00"
 
 
 def test_headers_of_the_right_form_are_taken_and_no_others() -> None:
-    assert tracing.found_in([("x", "y"), ("traceparent", PASSED_ON)]) == PASSED_ON
+    assert tracing.traceparent_in([("x", "y"), ("traceparent", PASSED_ON)]) == PASSED_ON
     assert tracing.trace_id(PASSED_ON) == "0123456789abcdef0123456789abcdef"
     zero = "00-" + "0" * 32 + "-0123456789abcdef-00"
     for wrong in ("", zero, PASSED_ON.upper(), PASSED_ON + "-x", "x" * 9999):
-        assert tracing.found_in([("traceparent", wrong)]) == "" == tracing.trace_id(wrong)
+        assert tracing.traceparent_in([("traceparent", wrong)]) == "" == tracing.trace_id(wrong)
 
 
 def test_without_opentelemetry_nothing_of_it_is_imported_and_headers_are_passed_on() -> None:

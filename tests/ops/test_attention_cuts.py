@@ -15,7 +15,7 @@ from pensieve.kernels.attention.tiles import Tile
 
 WHERE = {kv_heads: Geometry(40, kv_heads, 128, 2, 132, hopper=True) for kv_heads in (1, 5, 8, 10, 40)}
 TILES = WHERE[10].tiles
-NARROW = (TILES.narrow, TILES.narrow_beside, TILES.short, TILES.few)
+NARROW = (TILES.narrow, TILES.narrow_concurrent, TILES.short, TILES.few)
 
 
 def finished(lengths: list[int], tile: Tile, where: Geometry) -> list[float]:

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from pensieve.kernels.attention.capacity import Capacity, capacity_for
 from pensieve.kernels.attention.kinds import Geometry, StepKind, classify
-from pensieve.kernels.attention.party_lists import KIND, make_party_lists
+from pensieve.kernels.attention.party_lists import KIND, make_group_lists
 from pensieve.kernels.attention.plan import AttentionPlan, DoesNotFit
-from pensieve.kernels.attention.prefixes import Parties, PartyRule
+from pensieve.kernels.attention.prefixes import PrefixGroupRule, PrefixGroups
 from pensieve.kernels.attention.work_lists import WorkLists
 from pensieve.kernels.spans import Ints, Spans, make_spans
 from support.kernels.under_interpreter import passed_under_interpreter
@@ -39,7 +39,7 @@ class Tables:
     host: Spans
     pages: npt.NDArray[np.int32]
 
-    def in_order(self, parties: Parties) -> Spans:
+    def in_order(self, parties: PrefixGroups) -> Spans:
         """The spans as a step has them: those of a party next to each other."""
         moved = self.host[parties.order]
         moved[:, 0] = np.cumsum(moved[:, 1]) - moved[:, 1]
@@ -69,7 +69,7 @@ def trees(draw: st.DrawFn) -> list[list[int]]:
     return draw(st.permutations(contexts))
 
 
-class Willing(PartyRule):
+class Willing(PrefixGroupRule):
     """Whatever is read more than once is worth a party."""
 
     def saved_us(self, rows: int, spans: int, tokens: int) -> float:
@@ -135,7 +135,7 @@ def test_every_row_sees_every_key_once(data: st.DataObject) -> None:
             assert (given_.pages[start : start + common] == first).all()
     capacity = capacity_for(KIND, num_rows, len(host), int((host[:, 1] + host[:, 2]).max()), where)
     for room in (Capacity(*[1 << 40] * 4), capacity):
-        work = make_party_lists(host, found.table, num_rows, where, room)
+        work = make_group_lists(host, found.table, num_rows, where, room)
         seen, written = walked(work, host, where, num_rows)
         assert (seen == must_see(host, where.groups, seen.shape)).all()
         assert (written == 1).all()
@@ -154,13 +154,13 @@ def begin_alike(count: int, common: int, own: int, page: int = 32) -> Tables:
     return tables_of(contexts, [1] * count, page=page)
 
 
-def parties_of(tables: Tables, rule: PartyRule) -> list[list[int]]:
+def parties_of(tables: Tables, rule: PrefixGroupRule) -> list[list[int]]:
     found = rule.find(tables.host, tables.pages)
     return [] if found is None else found.table.tolist()
 
 
 def test_a_party_has_to_pay() -> None:
-    rule = PartyRule(HOPPER, 32)
+    rule = PrefixGroupRule(HOPPER, 32)
     assert parties_of(begin_alike(64, 2048, 256), rule) == [[0, 64, 2048]]
     assert parties_of(begin_alike(64, 2048 + 96, 256), rule) == [[0, 64, 2048]], "whole key tiles"
     assert parties_of(begin_alike(64, 0, 2048), rule) == []
@@ -191,7 +191,7 @@ def test_no_member_reads_beyond_what_it_sees() -> None:
     """The last page of a member is the others', too, but it has not come as far in it."""
     step = tables_of([list(range(10))] * 8, [1] * 8, page=128)
     step.host[3, 2] -= 30
-    rule = replace(PartyRule(HOPPER, 128), least_saved_us=0.0)
+    rule = replace(PrefixGroupRule(HOPPER, 128), least_saved_us=0.0)
     assert parties_of(step, rule) == [[0, 8, 1152]]
 
 
@@ -200,14 +200,14 @@ def test_wide_spans_keep_to_themselves() -> None:
     contexts = [[*range(300), 1000 + row] for row in range(8)]
     lengths = [1, 5, 1, 4, 30, 1, 1, 1]
     step = tables_of(contexts, lengths, page=32)
-    found = replace(PartyRule(LLAMA, 32), least_saved_us=0.0).find(step.host, step.pages)
+    found = replace(PrefixGroupRule(LLAMA, 32), least_saved_us=0.0).find(step.host, step.pages)
     assert found is not None and found.table.tolist() == [[0, 6, 9600]]
     assert found.order.tolist() == [0, 2, 3, 5, 6, 7, 1, 4]
 
 
 def test_the_largest_saving_is_chosen() -> None:
     """Each may read together with all or with its own branch: whichever saves more in all."""
-    rule = replace(PartyRule(HOPPER, 128), least_saved_us=0.0)
+    rule = replace(PrefixGroupRule(HOPPER, 128), least_saved_us=0.0)
 
     def branches(common: int, each: int, sizes: list[int]) -> list[list[int]]:
         contexts = []
@@ -223,7 +223,7 @@ def test_the_largest_saving_is_chosen() -> None:
 
 def test_a_step_that_shares_nothing_has_the_plan_it_had() -> None:
     step = begin_alike(256, 0, 900)
-    assert PartyRule(HOPPER, 32).find(step.host, step.pages) is None
+    assert PrefixGroupRule(HOPPER, 32).find(step.host, step.pages) is None
 
 
 @settings(max_examples=60, deadline=None)
@@ -250,7 +250,7 @@ def test_what_is_found_fits_into_the_graph_of_its_bucket(data: st.DataObject) ->
 
 def test_a_plan_without_launches_for_parties_refuses_them() -> None:
     step = begin_alike(64, 2048, 256)
-    found = PartyRule(HOPPER, 32).find(step.host, step.pages)
+    found = PrefixGroupRule(HOPPER, 32).find(step.host, step.pages)
     assert found is not None
     kind = classify(step.host, HOPPER)
     assert kind is StepKind.NARROW
@@ -270,10 +270,10 @@ def test_a_plan_without_launches_for_parties_refuses_them() -> None:
 
 def test_pieces_are_as_few_as_there_is_room_for() -> None:
     step = begin_alike(64, 8192, 256)
-    found = PartyRule(HOPPER, 32).find(step.host, step.pages)
+    found = PrefixGroupRule(HOPPER, 32).find(step.host, step.pages)
     assert found is not None
     host, table = step.in_order(found), found.table
-    many = make_party_lists(host, table, 64, HOPPER)
-    few = make_party_lists(host, table, 64, HOPPER, Capacity(64, 2, 300, 2 * 256))
+    many = make_group_lists(host, table, 64, HOPPER)
+    few = make_group_lists(host, table, 64, HOPPER, Capacity(64, 2, 300, 2 * 256))
     assert many.merges[0, 4] > few.merges[0, 4] == 2
     assert len(few.wide) == 2 and len(few.narrow) == 64 and few.partial_rows == 512

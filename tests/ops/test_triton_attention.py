@@ -91,7 +91,7 @@ def test_small_steps_are_cut_for_the_whole_device() -> None:
 def test_a_step_beyond_the_capacity_is_refused() -> None:
     geometry = Geometry(4, 2, head_dim=64, element_bytes=2, multiprocessors=4)
     host = make_spans([1, 1], [3, 5], [0, 1])
-    plan = AttentionPlan.of(host, 60, geometry, torch.device("cpu"), capacity=Capacity(12, 0, 0, 0))
+    plan = AttentionPlan.from_spans(host, 60, geometry, torch.device("cpu"), capacity=Capacity(12, 0, 0, 0))
     before = plan.words.clone()
     with pytest.raises(ValueError, match="needs wide=1, the plan holds 0"):
         plan.refill(make_spans([60], [0], [0]))

@@ -15,7 +15,7 @@ import pytest
 from pensieve.client import AsyncClient
 from pensieve.engine.cache.chunk import Place
 from pensieve.server.page import watching
-from pensieve.server.page.watching import StripWatch
+from pensieve.server.page.watching import StripPoller
 from support.page.page_rig import PageRig, page_rig
 
 LETTERS = {Place.DEVICE: "d", Place.BOTH: "b", Place.HOST: "h", Place.DROPPED: "x"}
@@ -95,18 +95,18 @@ async def test_one_look_serves_all_who_ask(tmp_path: Path, monkeypatch: pytest.M
     async with page_rig(tmp_path) as rig:
         await talk(rig, 3)
         looks = 0
-        look = rig.link.look
+        look = rig.link.read_strips
 
         async def counted() -> Sequence[Any]:
             nonlocal looks
             looks += 1
             return await look()
 
-        rig.link.look = counted  # type: ignore[method-assign,assignment]
+        rig.link.read_strips = counted  # type: ignore[method-assign,assignment]
         await asyncio.gather(*(state(rig) for _ in range(10)))
         assert looks == 1
-        rig.link.look = look  # type: ignore[method-assign]
-        strips = StripWatch(rig.link, clock=lambda: now)
+        rig.link.read_strips = look  # type: ignore[method-assign]
+        strips = StripPoller(rig.link, clock=lambda: now)
         now = 0.0
         assert (await strips.strips()) is (await strips.strips())
         first, now = await strips.strips(), 600.0

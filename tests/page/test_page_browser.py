@@ -12,7 +12,7 @@ import pytest
 
 from pensieve.client import AsyncClient
 from pensieve.engine.messages import SessionStrip
-from pensieve.feed import FrontDoorState
+from pensieve.feed import HttpDoorState
 from support.page.browser_tab import BrowserTab, browser_tab
 from support.page.page_rig import PageRig, page_rig
 
@@ -76,9 +76,9 @@ async def _the_door_is_told(rig: PageRig, tab: BrowserTab) -> None:
     """Beside the server's own health; nothing of it without one."""
     line = "(d => !d.hidden && d.className + '|' + d.textContent)(document.getElementById('door'))"
     assert await tab.value(line) is False
-    rig.door = FrontDoorState("serving", "127.0.0.1:8080", time.time() - 100, 0)
+    rig.door = HttpDoorState("serving", "127.0.0.1:8080", time.time() - 100, 0)
     await tab.until(f"{line} === '|HTTP serving'")
-    rig.door = FrontDoorState("hung", "127.0.0.1:8080", time.time() - 4000, 2)
+    rig.door = HttpDoorState("hung", "127.0.0.1:8080", time.time() - 4000, 2)
     await tab.until(f"/^bad.HTTP hung for 40\\d\\d s .2 restarts.$/.test({line})")
     rig.door = None
     await tab.until(f"!{line}")

@@ -21,7 +21,7 @@ def test_the_last_minute() -> None:
     turns = RecentTurns()
     for at in range(1000, 1100):
         turns.turn_ended(ended(float(at), first_s=0.1 if at % 20 else 2.0, committed=at != 1099))
-    lately = turns.lately(1100.0)
+    lately = turns.summary(1100.0)
     assert (lately.turns, lately.failed, lately.turns_per_s) == (59, 1, pytest.approx(59 / 60))
     assert lately.output_tokens_per_s == pytest.approx(11 * 59 / 60)
     assert lately.first_token_s is not None and lately.token_s is not None
@@ -29,7 +29,7 @@ def test_the_last_minute() -> None:
     assert lately.token_s.p50 == pytest.approx(2.4 / 10)
     context = lately.context
     assert (context.device, context.host, context.recomputed, context.new) == (2950, 1770, 885, 295)
-    assert RecentTurns().lately(5.0).first_token_s is None
+    assert RecentTurns().summary(5.0).first_token_s is None
 
 
 def test_buckets_are_whole_and_in_order() -> None:

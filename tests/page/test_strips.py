@@ -14,7 +14,7 @@ from pensieve.engine import strips as looks
 from pensieve.engine.cache.chunk import NOWHERE
 from pensieve.engine.engine import Engine
 from pensieve.engine.messages import GetStrips, SessionStrip, Strips
-from pensieve.engine.strips import Looker
+from pensieve.engine.strips import StripReader
 from support.engine.engine_driver import Clock, Driver, make_engine
 from support.engine.hash_worker import VOCABULARY, HashWorker, verify_beams, verify_tokens
 from support.lengths import at_length
@@ -131,14 +131,14 @@ def test_a_look_is_told_in_pieces() -> None:
     def slow() -> float:
         """Each question takes a third of what a look may take."""
         nonlocal now
-        now += 0.34 * looks.LOOK_S
+        now += 0.34 * looks.READ_BUDGET_S
         return now
 
-    looker = Looker(engine._scheduler, slow)
+    looker = StripReader(engine._scheduler, slow)
     told: list[SessionStrip] = []
     at, pieces = 0, 0
     while True:
-        looked = looker.look(1, at, clock.now)
+        looked = looker.read(1, at, clock.now)
         assert 1 <= len(looked.sessions) <= 3
         told += looked.sessions
         pieces, at = pieces + 1, looked.next

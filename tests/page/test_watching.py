@@ -13,7 +13,7 @@ from pensieve.engine.messages import SessionStrip
 from pensieve.errors import NotFound
 from pensieve.server.links.process_link import ProcessLink
 from pensieve.server.page import watching
-from pensieve.server.page.watching import SessionNotes, StripWatch
+from pensieve.server.page.watching import SessionNotes, StripPoller
 from pensieve.store import Key
 from pensieve.store.records import SessionRow
 from support.engine.hash_engine import BUILDER
@@ -27,14 +27,14 @@ async def test_an_engine_in_its_own_process_tells_of_all_its_sessions() -> None:
     )
     await link.start()
     try:
-        assert await link.look() == []
+        assert await link.read_strips() == []
         for number in range(30):
             session = SessionKey(f"t/s{number}")
             async for _ in Listened(
                 link, session, np.arange(3, 60, dtype=np.int32), Sampling(max_output_tokens=2)
             ):
                 pass
-        found = await link.look()
+        found = await link.read_strips()
         assert {one.session for one in found} == {f"t/s{number}" for number in range(30)}
         assert {one.strip for one in found if not one.running} == {"d8"}
     finally:
@@ -48,7 +48,7 @@ class SlowLink:
         self.may_answer = asyncio.Event()
         self.looks = 0
 
-    async def look(self) -> list[SessionStrip]:
+    async def read_strips(self) -> list[SessionStrip]:
         self.looks += 1
         number = self.looks
         await self.may_answer.wait()
@@ -58,7 +58,7 @@ class SlowLink:
 async def test_an_engine_in_a_long_step_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watching, "PATIENCE_S", 0.01)
     link, now = SlowLink(), 0.0
-    watch = StripWatch(link, clock=lambda: now)  # type: ignore[arg-type]
+    watch = StripPoller(link, clock=lambda: now)  # type: ignore[arg-type]
     assert await watch.strips() is None and await watch.strips() is None
     assert link.looks == 1, "one look at a time"
     link.may_answer.set()

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(300)
 ENGINE = """
 import os, time
 from pensieve.config import EngineOptions
-from pensieve.engine.ranks.crew import Crew
+from pensieve.engine.ranks.supervisor import Crew
 from pensieve.engine.ranks.ring import SharedRing
 
 ring = SharedRing.create(1)
@@ -68,17 +68,17 @@ def test_a_rank_is_bound_to_the_engine_before_it_imports_torch() -> None:
 LEAVING = """
 import subprocess, sys, time
 from pensieve.config import EngineOptions
-from pensieve.engine.ranks import crew
+from pensieve.engine.ranks import supervisor
 
 start = subprocess.Popen
-crew.subprocess.Popen = lambda command, **given: start(["cat"], stdin=given["stdin"], stdout=given["stdout"])
-others = crew.Crew(EngineOptions(model="/nowhere", tensor_parallel=3), "cpu", ring=0, meeting=0)
+supervisor.subprocess.Popen = lambda command, **given: start(["cat"], stdin=given["stdin"], stdout=given["stdout"])
+others = supervisor.Crew(EngineOptions(model="/nowhere", tensor_parallel=3), "cpu", ring=0, meeting=0)
 if sys.argv[1] == "told":
     others.leaving()
 for process in others._processes.values():
     process.stdin.close()
     process.wait()
-time.sleep(2 * crew.LOOK_S)
+time.sleep(2 * supervisor.LOOK_S)
 others.left()
 print("all have left")
 """
@@ -97,12 +97,12 @@ def test_a_rank_that_leaves_first_is_waited_for_only_if_it_was_told_to(told: str
 STRUCK = """
 import signal, subprocess, sys, time
 from pensieve.config import EngineOptions
-from pensieve.engine.ranks import crew
+from pensieve.engine.ranks import supervisor
 
-start, crew.LOOK_S, crew.STOPPED_LOOKS = subprocess.Popen, 0.05, 1
+start, supervisor.LOOK_S, supervisor.STOPPED_LOOKS = subprocess.Popen, 0.05, 1
 none = subprocess.DEVNULL
-crew.subprocess.Popen = lambda command, stdin, **_: start(["sleep", "60"], stdin=stdin, stdout=none, stderr=none)
-others = crew.Crew(EngineOptions(model="/nowhere", tensor_parallel=2), "cpu", ring=0, meeting=0)
+supervisor.subprocess.Popen = lambda command, stdin, **_: start(["sleep", "60"], stdin=stdin, stdout=none, stderr=none)
+others = supervisor.Crew(EngineOptions(model="/nowhere", tensor_parallel=2), "cpu", ring=0, meeting=0)
 print(others._processes[1].pid, flush=True)
 others._processes[1].send_signal(int(sys.argv[1]))
 time.sleep(30)

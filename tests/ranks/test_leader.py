@@ -33,16 +33,16 @@ class Scripted:
     def close(self) -> None:
         self.noted.append("close")
 
-    def failed(self) -> None:
+    def on_failure(self) -> None:
         self.noted.append("failed")
 
-    def leaving(self) -> None:
+    def before_stop(self) -> None:
         self.noted.append("leaving")
 
-    def left(self) -> None:
+    def wait_stopped(self) -> None:
         self.noted.append("left")
 
-    def abandon(self) -> None:
+    def kill(self) -> None:
         self.noted.append("abandon")
 
 
@@ -54,9 +54,9 @@ def test_results_are_those_of_all_ranks() -> None:
     ring, scripted = SharedRing.create(2), Scripted(StepResult((), 10, 20, 0.5, 0.25, swap_out_backlog=4))
     readers = [RingReader(ring, number, spin_s=0.0) for number in range(2)]
     leader = leading(scripted, ring)
-    readers[1].say_behind(7)
+    readers[1].report_backlog(7)
     assert leader.launch(Plan(5)).result() == StepResult((), 30, 60, 0.5, 0.25, swap_out_backlog=7)
-    readers[1].say_behind(3)
+    readers[1].report_backlog(3)
     assert leader.run(Plan(6)).swap_out_backlog == 4
     leader.close()
     assert scripted.noted == ["launch 5", "launch 6", "leaving", "close", "left"]

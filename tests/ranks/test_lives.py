@@ -13,7 +13,7 @@ import torch
 from pensieve.config import EngineOptions
 from pensieve.engine.ranks import collectives, host
 from pensieve.engine.ranks.build import build_workers, check_gpus
-from pensieve.engine.ranks.crew import TOLD_PATIENCE_S
+from pensieve.engine.ranks.supervisor import FAILURE_GRACE_S
 from pensieve.errors import InvalidArgument
 from pensieve.model.arch import ModelError
 from pensieve.server.links.process_link import ProcessLink
@@ -79,16 +79,16 @@ def test_who_loses_another_rank_leaves_the_last_words_to_it(monkeypatch: pytest.
     command = [sys.executable, "-P", "-c", LEAVES, str(meeting)]
     with subprocess.Popen(command, pass_fds=(meeting,)):
         together = collectives.join("cpu", 0, 2, meeting, symmetric=False)
-        assert together.least([3]) == [1]
+        assert together.all_reduce_min([3]) == [1]
 
         def join(*_: object, **__: object) -> None:
-            together.sum(torch.ones(8))
+            together.all_reduce(torch.ones(8))
 
         monkeypatch.setattr(collectives, "join", join)
         monkeypatch.setattr(host.time, "sleep", waited.append)
         with pytest.raises(collectives.RankLost):
             host.serve(1, "cpu", 0, 0, EngineOptions(model="/nowhere", tensor_parallel=2))
-    assert waited == [TOLD_PATIENCE_S]
+    assert waited == [FAILURE_GRACE_S]
     os.close(meeting)
 
 

@@ -14,7 +14,7 @@ import pytest
 from pensieve.core import RequestKey, Sampling
 from pensieve.engine.plan import PENDING, Copy, Plan, SampleSpec, Span
 from pensieve.engine.ranks import ring as rings
-from pensieve.engine.ranks.codec import CHOSEN_ELSEWHERE, decode, encode
+from pensieve.engine.ranks.codec import SAMPLED_ON_RANK_0, decode, encode
 from pensieve.engine.ranks.ring import SLOT_BYTES, SLOTS, RingReader, RingWriter, SharedRing
 
 SPEC = SampleSpec(Sampling(temperature=1.0, seed=3), 5, prompt=np.arange(4, dtype=np.int32))
@@ -51,7 +51,7 @@ def test_a_plan_arrives_as_it_was_but_for_how_tokens_are_chosen(name: str) -> No
     for span, was in zip(found.spans, plan.spans, strict=True):
         assert (span.request, span.start, span.page_table) == (was.request, was.start, was.page_table)
         assert span.tokens.tolist() == was.tokens.tolist() and span.tokens.dtype == np.int32
-        assert span.sample == (CHOSEN_ELSEWHERE if was.sample is not None else None)
+        assert span.sample == (SAMPLED_ON_RANK_0 if was.sample is not None else None)
 
 
 def test_leaving_is_a_message_and_anything_else_is_refused() -> None:
@@ -75,7 +75,7 @@ def test_every_reader_gets_every_message_in_order() -> None:
     def read(number: int) -> None:
         reader = RingReader(ring, number, spin_s=0.0)
         heard[number] = [reader.receive(30.0) for _ in sent]
-        reader.say_behind(10 * number)
+        reader.report_backlog(10 * number)
 
     threads = [threading.Thread(target=read, args=(number,)) for number in range(3)]
     for thread in threads:
@@ -86,7 +86,7 @@ def test_every_reader_gets_every_message_in_order() -> None:
     for thread in threads:
         thread.join(30)
     assert heard == [sent, sent, sent]
-    assert writer.furthest_behind() == 20
+    assert writer.max_backlog() == 20
     ring.close()
 
 

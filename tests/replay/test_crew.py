@@ -25,12 +25,12 @@ from pensieve.replay.command import replay
 from pensieve.replay.load.schedule import Arrivals, Due, Script, scripts
 from pensieve.replay.load.shaping import Shaping
 from pensieve.replay.load.workload import Conversation, Dataset, TurnLengths
-from pensieve.replay.play import crew
+from pensieve.replay.play import player_pool
 from pensieve.replay.play import player_process as wire
-from pensieve.replay.play.crew import ClientFailed, deal
+from pensieve.replay.play.player_pool import ClientFailed, deal
 from pensieve.replay.records import Outcome, RunOptions, TurnRecord
 from pensieve.replay.session import ReplayPlan, run
-from pensieve.replay.targets.base import Address, Remote, TargetInfo, TurnFailed
+from pensieve.replay.targets.base import Address, RemoteTarget, TargetInfo, TurnFailed
 from pensieve.replay.targets.options import parse_target
 from support.service.paced_server import PacedConversations, in_thread
 
@@ -66,7 +66,7 @@ class At:
 
 async def play(address: Address, processes: int = 2, **more: Any) -> Outcome:
     options = RunOptions(seed=3, processes=processes)
-    return await crew.replay(At(address), INFO, scripts(TALKS, Arrivals()), options, **more)
+    return await player_pool.replay(At(address), INFO, scripts(TALKS, Arrivals()), options, **more)
 
 
 def client_processes() -> set[int]:
@@ -147,7 +147,7 @@ async def test_records_are_in_order_of_completion_from_one_start(address: Addres
 def begun(number: int) -> Script:
     """A conversation with a history of 20 tokens."""
     talk = Conversation(str(number), (TurnLengths(19, 1), TurnLengths(4, 2)))
-    return Script(number, talk, (Due(-1.0, 0.0), Due(0.0, 0.0)), beforehand=True)
+    return Script(number, talk, (Due(-1.0, 0.0), Due(0.0, 0.0)), has_history=True)
 
 
 async def test_all_histories_are_played_before_the_common_start(
@@ -156,7 +156,7 @@ async def test_all_histories_are_played_before_the_common_start(
     """One process has nothing to play beforehand, and waits for the other one."""
     service.token_s = 0.2
     fresh = Script(1, Conversation("1", (TurnLengths(5, 1),)), (Due(0.0, 0.0),))
-    outcome = await crew.replay(At(address), INFO, [begun(0), fresh], RunOptions(processes=2))
+    outcome = await player_pool.replay(At(address), INFO, [begun(0), fresh], RunOptions(processes=2))
     assert len(service.prompts[0]) == 19
     assert [(r.conversation, r.turn, r.done_s > 0) for r in outcome.records] == [
         (0, 0, False), (1, 0, True), (0, 1, True),
@@ -169,7 +169,7 @@ async def test_no_session_goes_before_all_have_ended(service: PacedConversations
     """A conversation of one process ends long before the other's."""
     service.token_s = 0.01
     talks = (Conversation("short", (TurnLengths(2, 1),)), Conversation("long", (TurnLengths(2, 30),)))
-    await crew.replay(At(address), INFO, scripts(talks, Arrivals()), RunOptions(processes=2))
+    await player_pool.replay(At(address), INFO, scripts(talks, Arrivals()), RunOptions(processes=2))
     kinds = [kind for kind, _ in service.log]
     assert kinds[-2:] == ["deleted", "deleted"] and kinds.count("done") == 2
 
@@ -212,19 +212,19 @@ async def test_cancelling_ends_the_processes(service: PacedConversations, addres
 
 async def hired_process(
     address: Address, work: list[Script]
-) -> tuple[asyncio.subprocess.Process, wire.CrewChannel]:
+) -> tuple[asyncio.subprocess.Process, wire.PoolChannel]:
     """A process that is told what to do by hand."""
     ours, theirs = socket.socketpair()
     with theirs:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-P", "-m", wire.__name__, str(theirs.fileno())), pass_fds=(theirs.fileno(),)
         )
-    channel = await wire.CrewChannel.over(ours, wire.PlayerMessage)
+    channel = await wire.PoolChannel.over(ours, wire.PlayerMessage)
     channel.send(wire.Job(address, INFO, tuple(work), RunOptions()))
     return process, channel
 
 
-async def ready_process(address: Address) -> tuple[asyncio.subprocess.Process, wire.CrewChannel]:
+async def ready_process(address: Address) -> tuple[asyncio.subprocess.Process, wire.PoolChannel]:
     process, channel = await hired_process(address, scripts(TALKS, Arrivals()))
     await channel.receive(wire.PlayerReady)
     return process, channel
@@ -253,8 +253,8 @@ async def test_a_process_without_its_crew_ends(service: PacedConversations, addr
 async def test_times_count_from_the_instant_that_the_crew_names(address: Address) -> None:
     process, channel = await ready_process(address)
     channel.send(wire.Go(time.perf_counter() - 1000.0))
-    await channel.receive(wire.Sent)
-    while isinstance(message := await channel.receive(wire.Sent | wire.Ended), wire.Sent):
+    await channel.receive(wire.TurnSent)
+    while isinstance(message := await channel.receive(wire.TurnSent | wire.TurnEnded), wire.TurnSent):
         pass
     record = message.record
     assert record.due_s >= 1000 and record.sent_s >= 1000 and record.arrivals[0][1] >= 1000
@@ -270,7 +270,7 @@ async def test_the_key_goes_with_the_address(service: PacedConversations, addres
 @pytest.mark.parametrize("url", ["pensieve://127.0.0.1:1", "http://127.0.0.1:1"])
 def test_targets_say_where_they_are(url: str) -> None:
     target = parse_target(url, "secret")
-    assert isinstance(target, Remote) and target.address() == Address(url, "secret")
+    assert isinstance(target, RemoteTarget) and target.address() == Address(url, "secret")
 
 
 async def test_a_target_inside_this_process_is_refused() -> None:

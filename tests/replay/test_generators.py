@@ -49,7 +49,7 @@ def test_long_contexts_are_like_the_trace() -> None:
     assert np.percentile(later, 75) == pytest.approx(399, rel=0.3)
     assert outputs.mean() == pytest.approx(348, rel=0.05)
     assert np.mean([talk.tokens for talk in data.conversations]) == pytest.approx(13858, rel=0.08)
-    gaps = np.array(Gaps.of(data).seconds)
+    gaps = np.array(Gaps.from_dataset(data).seconds)
     assert gaps.mean() == pytest.approx(252, rel=0.08)
     starts = [talk.turns[0].timestamp_s or 0.0 for talk in data.conversations]
     assert len(starts) / max(starts) == pytest.approx(3100 / 1380, rel=0.05)
@@ -72,7 +72,7 @@ def test_pauses_per_token_of_the_answer() -> None:
 
 def test_pauses_from_a_trace() -> None:
     stamped = Conversation("s", (TurnLengths(1, 1, 2.0), TurnLengths(1, 1, 5.0), TurnLengths(1, 1, 12.0)))
-    gaps = Gaps.of(Dataset("t", (stamped,), "0"))
+    gaps = Gaps.from_dataset(Dataset("t", (stamped,), "0"))
     assert gaps.seconds == (3.0, 7.0)
     drawn = {
         due.after_answer_s
@@ -81,4 +81,4 @@ def test_pauses_from_a_trace() -> None:
     }
     assert drawn == {3.0, 7.0}
     with pytest.raises(DatasetError, match="gaps"):
-        Gaps.of(Dataset("t", (TALK,), "0"))
+        Gaps.from_dataset(Dataset("t", (TALK,), "0"))

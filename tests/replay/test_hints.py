@@ -21,7 +21,7 @@ from pensieve.replay.load.schedule import Arrivals, Due, Script, scripts
 from pensieve.replay.load.workload import Conversation, TurnLengths
 from pensieve.replay.play.runner import hint_of, replay
 from pensieve.replay.records import Outcome, RunOptions
-from pensieve.replay.targets.base import AskedTurn, OnTokens, TargetInfo, TurnFailed
+from pensieve.replay.targets.base import OnTokens, TargetInfo, TurnFailed, TurnRequest
 from pensieve.v1 import pensieve_pb2 as pb
 from support.service.paced_server import PacedConversations, in_thread
 
@@ -46,7 +46,7 @@ class Told:
     async def start_session(self) -> str:
         return "s"
 
-    async def turn(self, session: str, spec: AskedTurn, on_tokens: OnTokens) -> Usage | None:
+    async def turn(self, session: str, spec: TurnRequest, on_tokens: OnTokens) -> Usage | None:
         self.hints.append(spec.hints)
         self.turns.append(time.perf_counter())
         on_tokens(spec.output_tokens, time.perf_counter())

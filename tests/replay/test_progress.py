@@ -13,7 +13,7 @@ from pensieve.replay.load.workload import Conversation, Dataset, TurnLengths
 from pensieve.replay.play.progress import LiveProgress
 from pensieve.replay.records import RunOptions, TurnRecord
 from pensieve.replay.session import ReplayPlan, run
-from pensieve.replay.targets.base import AskedTurn, OnTokens, TargetInfo
+from pensieve.replay.targets.base import OnTokens, TargetInfo, TurnRequest
 
 
 class Clock:
@@ -45,20 +45,20 @@ def test_turns_tokens_per_second_and_errors() -> None:
     live = live_progress(clock)
     each = live.run("[b]here[/b]", 4)
     clock.now = 2.0
-    each.ended(turn(30))
-    each.ended(turn(10, "UNAVAILABLE"))
+    each.on_turn_end(turn(30))
+    each.on_turn_end(turn(10, "UNAVAILABLE"))
     text = shown(live, clock)
     assert "[b]here[/b]" in text and "2/4" in text
     assert "20 tok/s" in text and "1 errors" in text
     clock.now = 60.0
-    each.ended(turn(50))
+    each.on_turn_end(turn(50))
     assert " 5 tok/s" in shown(live, clock), "of the last ten seconds"
 
 
 def test_each_run_has_a_line_of_its_own() -> None:
     clock = Clock()
     live = live_progress(clock)
-    live.run("same", 2).ended(turn(1))
+    live.run("same", 2).on_turn_end(turn(1))
     live.run("same", 3)
     text = shown(live, clock)
     assert "1/2" in text and "0/3" in text
@@ -75,7 +75,7 @@ def test_a_server_that_starts_is_shown_until_it_is_up() -> None:
 def test_silent_where_no_terminal_is() -> None:
     live = live_progress(Clock(), terminal=False)
     with live:
-        live.run("x", 1).ended(turn(1))
+        live.run("x", 1).on_turn_end(turn(1))
     file = live.progress.console.file
     assert isinstance(file, io.StringIO) and file.getvalue().strip() == ""
 
@@ -84,14 +84,14 @@ def test_what_is_sent_and_has_not_ended_is_running() -> None:
     clock = Clock()
     live = live_progress(clock)
     line = live.run("x", 3)
-    line.sent()
-    line.sent()
+    line.on_send()
+    line.on_send()
     assert "2 running" in shown(live, clock)
-    line.ended(turn(1))
+    line.on_turn_end(turn(1))
     assert "1 running" in shown(live, clock)
-    line.ended(TurnRecord(1, 0, 1, 0.0, error="UNAVAILABLE"))
+    line.on_turn_end(TurnRecord(1, 0, 1, 0.0, error="UNAVAILABLE"))
     assert "1 running" in shown(live, clock), "a conversation that could not be opened sent no turn"
-    line.ended(turn(1))
+    line.on_turn_end(turn(1))
     assert "0 running" in shown(live, clock) and "3/3" in shown(live, clock)
 
 
@@ -106,7 +106,7 @@ class Silent:
     async def start_session(self) -> str:
         return "s"
 
-    async def turn(self, session: str, spec: AskedTurn, on_tokens: OnTokens) -> Usage | None:
+    async def turn(self, session: str, spec: TurnRequest, on_tokens: OnTokens) -> Usage | None:
         return None
 
     async def end_session(self, session: str) -> None:

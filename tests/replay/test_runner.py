@@ -13,12 +13,12 @@ from pensieve.core import Usage
 from pensieve.replay.load.schedule import Arrivals, Due, Script, scripts
 from pensieve.replay.load.shaping import Shaping
 from pensieve.replay.load.workload import Conversation, Dataset, TurnLengths
-from pensieve.replay.measure.report import is_clean, statistics, summarise, violations
-from pensieve.replay.measure.windows import Window, client_lag, cut
+from pensieve.replay.measure.report import is_clean, receipt_violations, statistics, summarise
+from pensieve.replay.measure.windows import Window, client_lag, cut_to_window
 from pensieve.replay.play.runner import ReplayWatcher, RunWatcher, replay
-from pensieve.replay.records import Outcome, Played, RunOptions, TurnRecord, outcome
+from pensieve.replay.records import Outcome, PlayResult, RunOptions, TurnRecord, merge_results
 from pensieve.replay.session import ReplayPlan, run
-from pensieve.replay.targets.base import AskedTurn, OnTokens, TargetInfo, TurnFailed
+from pensieve.replay.targets.base import OnTokens, TargetInfo, TurnFailed, TurnRequest
 
 INFO = TargetInfo(vocab_size=50, context_limit=1000)
 TALKS = (
@@ -49,7 +49,7 @@ class FakeTarget:
         self.contexts[name] = 0
         return name
 
-    async def turn(self, session: str, spec: AskedTurn, on_tokens: OnTokens) -> Usage | None:
+    async def turn(self, session: str, spec: TurnRequest, on_tokens: OnTokens) -> Usage | None:
         assert not self.running[session], "a turn came before the answer to the one before"
         self.running[session] = 1
         self.most_running = max(self.most_running, sum(self.running.values()))
@@ -127,7 +127,7 @@ async def test_concurrency_bounds_open_conversations() -> None:
 
 async def test_a_stall_of_the_client_is_noted_for_its_whole_length() -> None:
     class Stalling(FakeTarget):
-        async def turn(self, session: str, spec: AskedTurn, on_tokens: OnTokens) -> Usage | None:
+        async def turn(self, session: str, spec: TurnRequest, on_tokens: OnTokens) -> Usage | None:
             time.sleep(0.1)
             return await super().turn(session, spec, on_tokens)
 
@@ -158,8 +158,8 @@ async def test_a_session_that_cannot_be_ended_costs_no_result() -> None:
 
 def test_what_several_players_did_is_one_outcome() -> None:
     late, early, short = (TurnRecord(n, 0, 1, 0.0, done_s=at) for n, at in enumerate((2.0, 1.0, 3.0)))
-    parts = [Played(3.0, 1, (), (0.1,)), Played(3.5, 2, (short,), (0.2, 0.3))]
-    whole = outcome("it", INFO, [late, early], parts, "stuck")
+    parts = [PlayResult(3.0, 1, (), (0.1,)), PlayResult(3.5, 2, (short,), (0.2, 0.3))]
+    whole = merge_results("it", INFO, [late, early], parts, "stuck")
     assert whole.records == (early, late) and whole.cut_short == (short,)
     assert (whole.duration_s, whole.skipped_turns, whole.leftover) == (3.5, 3, "stuck")
     assert whole.loop_lag_s == ((0.1,), (0.2, 0.3))
@@ -186,7 +186,7 @@ def begun(number: int, due_s: float, history: int, *turns: TurnLengths) -> Scrip
     """A conversation in progress, whose next turn is its third."""
     talk = Conversation(str(number), (TurnLengths(history - 1, 1), *turns))
     dues = (Due(-due_s, 0.0), *(Due(due_s, 0.0) for _ in turns))
-    return Script(number, talk, dues, first_turn=1, beforehand=True)
+    return Script(number, talk, dues, first_turn=1, has_history=True)
 
 
 async def test_histories_are_played_before_time_0_in_order_of_age() -> None:
@@ -213,14 +213,14 @@ async def test_histories_are_played_before_time_0_in_order_of_age() -> None:
             assert record.sent_s == record.due_s < record.done_s == 0.0 >= record.arrivals[0][1]
         else:
             assert 0 < record.due_s <= record.sent_s < record.done_s <= found.duration_s
-    assert not violations(found.records), "receipts go on from the history"
+    assert not receipt_violations(found.records), "receipts go on from the history"
     assert client_lag(found, 10.0)["send_lag_s"]["max"] < 1.0
 
 
 async def test_what_was_played_beforehand_is_not_measured() -> None:
     found = await replay(FakeTarget(), INFO, [begun(0, 0.01, 20, TurnLengths(4, 2))], RunOptions())
     for window in (Window(), Window(0.0, 10.0)):
-        measured, told = cut(found, window)
+        measured, told = cut_to_window(found, window)
         assert [record.turn for record in measured.records] == [2] and told["turns_outside"] == 1
 
 
@@ -299,26 +299,26 @@ def record(turn: int, usage: Usage) -> TurnRecord:
 def test_each_receipt_rule() -> None:
     first = record(0, Usage(context_tokens=5, new_tokens=5, output_tokens=2))
     second = record(1, Usage(context_tokens=8, new_tokens=1, gpu_cached_tokens=7, output_tokens=2))
-    assert violations([second, first]) == []
+    assert receipt_violations([second, first]) == []
     found = record(1, Usage(context_tokens=9, new_tokens=1, gpu_cached_tokens=8, output_tokens=2))
-    assert violations([found, first]) == [], "a part of the input may be in the cache already"
+    assert receipt_violations([found, first]) == [], "a part of the input may be in the cache already"
     assert second.usage is not None and first.usage is not None
 
     def broken(**changes: int) -> str:
         values = {f: getattr(second.usage, f) for f in second.usage.__struct_fields__}
-        (problem,) = violations([first, record(1, Usage(**(values | changes)))])
+        (problem,) = receipt_violations([first, record(1, Usage(**(values | changes)))])
         return problem
 
     assert "is not gpu" in broken(gpu_cached_tokens=6)
     assert "turn before" in broken(context_tokens=7, gpu_cached_tokens=6)
     assert "are recomputed" in broken(context_tokens=10, gpu_cached_tokens=1, recomputed_tokens=8)
     assert "tokens came" in broken(output_tokens=3)
-    (problem,) = violations(
+    (problem,) = receipt_violations(
         [record(0, Usage(context_tokens=5, new_tokens=3, recomputed_tokens=2, output_tokens=2))]
     )
     assert "first turn" in problem
     shared = record(0, Usage(context_tokens=5, new_tokens=2, gpu_cached_tokens=3, output_tokens=2))
-    assert not violations([shared, second]), "a first turn may find what another has computed"
+    assert not receipt_violations([shared, second]), "a first turn may find what another has computed"
 
 
 def test_gap_of_a_merged_piece_is_shared_by_its_tokens() -> None:

@@ -20,10 +20,10 @@ from pensieve.replay.load.schedule import Due, Script
 from pensieve.replay.load.workload import Conversation, TurnLengths
 from pensieve.replay.measure.activity import active_sessions
 from pensieve.replay.measure.report import is_clean, summarise
-from pensieve.replay.measure.windows import Window, client_lag, cut
+from pensieve.replay.measure.windows import Window, client_lag, cut_to_window
 from pensieve.replay.play.runner import replay
 from pensieve.replay.records import Outcome, RunOptions, TurnRecord
-from pensieve.replay.targets.base import AskedTurn, OnTokens, TargetInfo
+from pensieve.replay.targets.base import OnTokens, TargetInfo, TurnRequest
 from support.service.paced_server import PacedConversations, in_thread
 
 INFO = TargetInfo(50, 1000)
@@ -52,7 +52,7 @@ class Hanging:
         self.opened.append(f"s{len(self.opened)}")
         return self.opened[-1]
 
-    async def turn(self, session: str, spec: AskedTurn, on_tokens: OnTokens) -> Usage | None:
+    async def turn(self, session: str, spec: TurnRequest, on_tokens: OnTokens) -> Usage | None:
         self.turns[session] = self.turns.get(session, 0) + 1
         on_tokens(1, time.perf_counter())
         if self.turns[session] > 1:
@@ -98,7 +98,7 @@ async def test_what_is_in_flight_is_cut_short() -> None:
 
 
 async def test_the_report_counts_neither_failures_nor_completions() -> None:
-    outcome, window = cut(await stopped(Hanging()), Window(0.0, STOP_S))
+    outcome, window = cut_to_window(await stopped(Hanging()), Window(0.0, STOP_S))
     assert window["rule"] == "given" and window["cut_short"] == 1 and window["turns_outside"] == 0
     summary = summarise(outcome)
     assert summary["turns"] == {"completed": 2, "failed": 0, "skipped": 0} and is_clean(summary)
@@ -127,7 +127,7 @@ def flow(stop: float) -> Outcome:
 
 def test_a_steady_load_that_is_cut_is_steady() -> None:
     """Without the turns that were cut the load would seem to fall to nothing."""
-    outcome, told = cut(flow(20.0), Window(10.0, 10.0))
+    outcome, told = cut_to_window(flow(20.0), Window(10.0, 10.0))
     assert told["steady"] is True and told["cut_short"] == 4
     active = active_sessions(outcome.records, outcome.outside, outcome.window_s)
     assert active["mean"] == pytest.approx(4.0, abs=0.1)

@@ -11,7 +11,7 @@ from pensieve.replay.measure.windows import (
     METRICS,
     Window,
     client_lag,
-    cut,
+    cut_to_window,
     has_trend,
     intervals,
     running_turns,
@@ -53,7 +53,7 @@ def test_trend(levels: object, trend: bool) -> None:
 
 def test_steady_start_cuts_the_warm_up() -> None:
     slow_start = [0.2] * 40 + [3.0] * 160
-    outcome, told = cut(load(slow_start), Window(steady=True))
+    outcome, told = cut_to_window(load(slow_start), Window(steady=True))
     assert told["rule"] == "steady" and told["steady"]
     assert 20 <= told["start_s"] <= 60
     assert told["end_s"] == pytest.approx(199.01), "the last conversation's start"
@@ -64,17 +64,17 @@ def test_steady_start_cuts_the_warm_up() -> None:
 
 
 def test_overload_is_not_steady() -> None:
-    _, told = cut(load([i * 0.9 for i in range(100)]), Window(steady=True))
+    _, told = cut_to_window(load([i * 0.9 for i in range(100)]), Window(steady=True))
     assert told["steady"] is False
 
 
 def test_given_windows() -> None:
-    outcome, told = cut(load([0.5] * 20), Window(5.0, 10.0))
+    outcome, told = cut_to_window(load([0.5] * 20), Window(5.0, 10.0))
     assert (told["rule"], told["start_s"], told["end_s"], told["steady"]) == ("given", 5.0, 15.0, True)
     assert len(outcome.records) == 10 and told["turns_outside"] == 10
-    whole, told = cut(load([0.5] * 20), Window())
+    whole, told = cut_to_window(load([0.5] * 20), Window())
     assert told["rule"] == "whole" and told["steady"] is None and len(whole.records) == 20
-    whole, told = cut(load([0.5] * 20), Window(warm_up_s=100.0))
+    whole, told = cut_to_window(load([0.5] * 20), Window(warm_up_s=100.0))
     assert told["rule"] == "whole" and told["steady"] is False and len(whole.records) == 20
 
 

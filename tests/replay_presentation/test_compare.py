@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from pensieve.replay.command import compare
-from pensieve.replay.measure.report import at
+from pensieve.replay.measure.report import value_at
 from pensieve.replay.presentation.compare import SCHEMA
 from pensieve.replay.presentation.plots import PlotsMissing, require
 from support.replay.page_reader import Page
@@ -60,7 +60,7 @@ def test_compare_of_old_and_new(tmp_path: Path) -> None:
     assert "Pensieve (old)" in result.output and "Pensieve (new)" in result.output
     assert len(list((tmp_path / "plots").iterdir())) == 8
     old = read.tables["table-speed"].numbers[0]
-    assert float(old[1]) == at(first_version()["targets"][0], "turns_per_s")
+    assert float(old[1]) == value_at(first_version()["targets"][0], "turns_per_s")
 
 
 def test_compare_tells_files_of_one_name_apart(tmp_path: Path) -> None:

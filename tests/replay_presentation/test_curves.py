@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pensieve.replay.measure.report import at
+from pensieve.replay.measure.report import value_at
 from pensieve.replay.presentation.curves import busiest, by_system, curve_points, entries
 from support.replay.replay_reports import RATES, SYSTEMS, first_version, sweep
 
@@ -31,7 +31,7 @@ def test_seeds_are_one_point_with_an_interval() -> None:
         ("normalised_latency_s.mean", one.mean_s),
         ("normalised_latency_s.p90", one.p90_s),
     ):
-        first, second = (at(entry.summary, path) for entry in curve[:2])
+        first, second = (value_at(entry.summary, path) for entry in curve[:2])
         assert found == pytest.approx((first + second) / 2) and first != second
     assert one.interval_s == (0.01, 0.09)
     (alone,) = curve_points(by_system(entries([sweep({"P": 8.0}, (1.0,))]))["P"])
@@ -49,5 +49,5 @@ def test_loads_in_words() -> None:
 
 
 def test_at_passes_over_what_is_not_there() -> None:
-    assert at({"a": {"b": 3}}, "a.b") == 3
-    assert at({"a": {"b": 3}}, "a.c") is None and at({"a": None}, "a.b") is None
+    assert value_at({"a": {"b": 3}}, "a.b") == 3
+    assert value_at({"a": {"b": 3}}, "a.c") is None and value_at({"a": None}, "a.b") is None

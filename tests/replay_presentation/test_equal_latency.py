@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pensieve.replay.presentation.compare import carried, common_latency, comparisons, ratio
+from pensieve.replay.presentation.compare import common_latency, comparisons, load_at_latency, ratio
 from pensieve.replay.presentation.curves import CurvePoint
 
 LATENCY = st.floats(1e-3, 10.0)
@@ -17,22 +17,22 @@ LINE = st.lists(st.tuples(st.floats(0.01, 1000.0), LATENCY), min_size=1, max_siz
 
 def test_what_is_carried_at_a_latency() -> None:
     line = [(1, 0.1), (2, 0.2), (3, 0.6)]
-    found = carried(line, 0.15)
+    found = load_at_latency(line, 0.15)
     assert found is not None and found.turns_per_s == pytest.approx(1.5) and not found.at_least
-    edge, above = carried(line, 0.6), carried(line, 0.7)
+    edge, above = load_at_latency(line, 0.6), load_at_latency(line, 0.7)
     assert edge is not None and (edge.turns_per_s, edge.at_least) == (3, False)
     assert above is not None and (above.turns_per_s, above.at_least) == (3, True)
-    assert carried(line, 0.05) is None and carried([], 1.0) is None
+    assert load_at_latency(line, 0.05) is None and load_at_latency([], 1.0) is None
 
 
 def test_a_curve_that_folds_back() -> None:
     folding = [(1, 0.1), (3, 0.5), (2.8, 0.3)]
-    found = carried(folding, 0.4)
+    found = load_at_latency(folding, 0.4)
     assert found is not None and found.turns_per_s == pytest.approx(2.9), (
         "the most that is reached at this latency"
     )
     assert found.at_least, "at its highest load it was faster"
-    later = carried([(1, 0.5), (2, 0.2)], 0.3)
+    later = load_at_latency([(1, 0.5), (2, 0.2)], 0.3)
     assert later is not None and later.turns_per_s == 2, "a later point within the limit counts"
 
 
@@ -86,7 +86,7 @@ def test_pairs_at_the_mean_and_at_p90() -> None:
 
 @given(LINE, LATENCY, LATENCY)
 def test_more_latency_never_carries_less(line: list[tuple[float, float]], one: float, two: float) -> None:
-    low, high = carried(line, min(one, two)), carried(line, max(one, two))
+    low, high = load_at_latency(line, min(one, two)), load_at_latency(line, max(one, two))
     if low is not None:
         assert high is not None and high.turns_per_s >= low.turns_per_s * (1 - 1e-12)
         assert high.at_least or not low.at_least
@@ -94,7 +94,7 @@ def test_more_latency_never_carries_less(line: list[tuple[float, float]], one: f
 
 @given(LINE, LATENCY)
 def test_what_is_carried_was_measured(line: list[tuple[float, float]], latency_s: float) -> None:
-    found = carried(line, latency_s)
+    found = load_at_latency(line, latency_s)
     if found is None:
         assert latency_s < min(y for _, y in line)
     else:

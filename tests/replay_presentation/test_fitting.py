@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from pensieve.replay.presentation.table import print_grid, show
+from pensieve.replay.presentation.table import print_grid, print_report
 from support.replay.replay_reports import sweep
 
 
@@ -42,8 +42,8 @@ def test_reports_at_80_columns() -> None:
     """Of a sweep and of one run: each number that a wide terminal shows, a narrow one shows as well."""
     for report in (sweep(), sweep(rates=(1.0,))):
         wide, narrow = terminal(250), terminal(80)
-        show(report, wide)
-        show(report, narrow)
+        print_report(report, wide)
+        print_report(report, narrow)
         assert max(map(len, lines(narrow))) <= 80
         numbers = {word for line in lines(wide) for word in line.split() if any(map(str.isdigit, word))}
         assert numbers <= {word for line in lines(narrow) for word in line.split()}

@@ -25,7 +25,7 @@ from pensieve.replay.presentation.columns import (
 )
 from pensieve.replay.presentation.html import page
 from pensieve.replay.presentation.plots import write_plots
-from pensieve.replay.presentation.table import show
+from pensieve.replay.presentation.table import print_report
 from support.replay.page_reader import Page
 from support.replay.replay_reports import RATES, SYSTEMS, first_version, sweep
 from support.sources import ROOT
@@ -130,7 +130,7 @@ def test_what_forbids_belief_is_on_top() -> None:
     assert "300 ms late" in first and "refused" in second and "turn 3 lies" in third and "steady" in fourth
     console = Console(width=140, record=True, quiet=False, file=open("/dev/null", "w"))  # noqa: SIM115
     with console.file:
-        show(report, console)
+        print_report(report, console)
     text = console.export_text()
     assert "300 ms late" in text and "refused" in text and "turn 3 lies" in text
     assert "Pensieve, 1 turns/s: the load was not steady" in text

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pensieve.replay.targets import grpc_target
-from pensieve.replay.targets.base import AskedTurn
+from pensieve.replay.targets.base import TurnRequest
 from pensieve.replay.targets.grpc_target import PensieveTarget
 from pensieve.v1 import pensieve_pb2 as pb
 from pensieve.v1 import pensieve_pb2_grpc as rpc
@@ -42,7 +42,7 @@ async def test_a_server_gets_all_turns_at_once(monkeypatch: pytest.MonkeyPatch) 
     rpc.add_ConversationServiceServicer_to_server(Together(turns), server)
     target = PensieveTarget(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
     await server.start()
-    spec = AskedTurn(np.arange(4, dtype=np.int32), 3, True)
+    spec = TurnRequest(np.arange(4, dtype=np.int32), 3, True)
     try:
         await target.open()
         sessions = [await target.start_session() for _ in range(turns)]

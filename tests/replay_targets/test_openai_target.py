@@ -16,7 +16,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from pensieve.replay.command import replay
-from pensieve.replay.targets.base import AskedTurn, TurnFailed
+from pensieve.replay.targets.base import TurnFailed, TurnRequest
 from pensieve.replay.targets.openai_target import OpenAITarget
 from support.engine.checkpoints import tiny_checkpoint
 from support.engine.hf_oracle import HfOracle
@@ -51,8 +51,8 @@ def invoke(*arguments: str) -> Result:
     return CliRunner().invoke(replay, ["--max-lag", "60", *arguments])
 
 
-def spec(tokens: int = 4, output: int = 3, first: int = 10) -> AskedTurn:
-    return AskedTurn(np.arange(first, first + tokens, dtype=np.int32), output, True)
+def spec(tokens: int = 4, output: int = 3, first: int = 10) -> TurnRequest:
+    return TurnRequest(np.arange(first, first + tokens, dtype=np.int32), output, True)
 
 
 async def test_the_whole_history_goes_out_as_token_ids(stub: Stub) -> None:

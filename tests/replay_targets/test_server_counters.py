@@ -15,11 +15,11 @@ from pensieve.engine.messages import Stats
 from pensieve.replay.load.schedule import Arrivals
 from pensieve.replay.load.shaping import Shaping
 from pensieve.replay.load.workload import Conversation, Dataset, TurnLengths
-from pensieve.replay.presentation.table import show
+from pensieve.replay.presentation.table import print_report
 from pensieve.replay.records import RunOptions
 from pensieve.replay.session import ReplayPlan, run
-from pensieve.replay.targets.base import AskedTurn, OnTokens, TargetInfo
-from pensieve.replay.targets.started_target import StartedTarget, growth
+from pensieve.replay.targets.base import OnTokens, TargetInfo, TurnRequest
+from pensieve.replay.targets.started_target import StartedTarget, counter_growth
 from pensieve.server.links.engine_link import LinkState
 from pensieve.server.operations.metrics import Metrics
 
@@ -65,7 +65,7 @@ class Working:
     async def start_session(self) -> str:
         return "s"
 
-    async def turn(self, session: str, spec: AskedTurn, on_tokens: OnTokens) -> Usage | None:
+    async def turn(self, session: str, spec: TurnRequest, on_tokens: OnTokens) -> Usage | None:
         self._engine.work()
         return None
 
@@ -102,7 +102,7 @@ async def test_steps_of_the_run(admin: tuple[Engine, int]) -> None:
     }  # fmt: skip
     assert summary["swap"] == {"in_bytes": 64.0, "out_bytes": 16.0}
     console = Console(record=True, width=140)
-    show(report, console)
+    print_report(report, console)
     said = [[cell.strip() for cell in line.split("│")[1:3]] for line in console.export_text().splitlines()]
     assert ["engine step ms, mean", "2.0"] in said
     assert ["share of step time: plan", "25.0%"] in said and ["share of step time: wait", "75.0%"] in said
@@ -121,4 +121,4 @@ async def test_other_servers_tell_nothing() -> None:
 
 def test_an_engine_that_made_no_step() -> None:
     idle = {"pensieve_steps_total": 7.0, "pensieve_step_seconds_total": 1.0}
-    assert growth(idle, idle)["step_s"] == {"count": 0, "mean": None, "share": {}}
+    assert counter_growth(idle, idle)["step_s"] == {"count": 0, "mean": None, "share": {}}

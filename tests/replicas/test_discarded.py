@@ -10,7 +10,7 @@ import pytest
 from pensieve.errors import Cancelled, Unavailable
 from pensieve.server.rpc.convert import turn_spec
 from pensieve.server.turns.run import Order, TurnRun
-from pensieve.server.turns.turns import CalledOffStreams
+from pensieve.server.turns.turns import CancelledStreams
 from pensieve.store import Counts, Key
 from pensieve.store.memory_store import MemoryStore
 from pensieve.store.records import Record, SessionRow
@@ -154,7 +154,7 @@ async def test_who_waits_behind_a_turn_that_nobody_heard_is_discarded_with_it(ke
         while not run.buffer._waiting_for_end:
             await asyncio.sleep(0.002)
         cancel = asyncio.ensure_future(rig.cancel(name, turn.request_id, keep=keep))
-        while not run.called_off:
+        while not run.cancelled_by_caller:
             await asyncio.sleep(0.002)
         rig.link.answer = lambda _: says("late")
         gate.set()
@@ -203,16 +203,16 @@ async def test_a_discarded_turn_that_a_caller_wanted_to_end_is_called_off_for_ot
     """Whoever was first: the last listener's going, or the call."""
     run = TurnRun(Key("acme", "s"), turn_spec(spec("hi")), "")
     run.end_early(Order(error=Cancelled("nobody listened", reason="CLIENT_DISCONNECTED")))
-    assert not run.called_off
-    run.end_early(Order(error=Cancelled("the turn was cancelled"), asked=True))
-    assert run.called_off
+    assert not run.cancelled_by_caller
+    run.end_early(Order(error=Cancelled("the turn was cancelled"), by_caller=True))
+    assert run.cancelled_by_caller
     kept = TurnRun(Key("acme", "s"), turn_spec(spec("hi")), "")
-    kept.end_early(Order(asked=True))
-    assert not kept.called_off
+    kept.end_early(Order(by_caller=True))
+    assert not kept.cancelled_by_caller
 
 
 def test_the_newest_streams_are_remembered() -> None:
-    streams, key = CalledOffStreams(2), Key("acme", "s")
+    streams, key = CancelledStreams(2), Key("acme", "s")
     for stream in ("a", "b", "a", "c", ""):
         streams.add(key, "turn", stream)
     assert [stream for stream in ("a", "b", "c", "") if streams.has(key, "turn", stream)] == ["a", "c"]

@@ -276,7 +276,7 @@ async def test_metrics_names_labels_and_values(setup: Setup) -> None:
     setup.metrics.first_token(0.3, Usage())
     setup.metrics.first_token(0.1, Usage(swapped_in_tokens=32))
     setup.metrics.next_tokens(0.2, 4)
-    setup.metrics.ended("length")
+    setup.metrics.on_generation_end("length")
     setup.metrics.turn_ended(turn_end("acme", "committed", Usage(queue_s=0.25, prefill_s=0.5, decode_s=1.0)))
     setup.metrics.store_error()
     status, text = await setup.get("/metrics")

@@ -116,14 +116,14 @@ def test_without_a_file_everybody_is_the_default_tenant() -> None:
 def test_a_key_is_revoked_and_rotated_without_a_restart(keys: Path, caplog: pytest.LogCaptureFixture) -> None:
     auth = Authenticator(keys)
     identity = auth.check(GET, bearer("writer"))
-    assert auth.problem(identity) is None
+    assert auth.revocation_error(identity) is None
     keys.write_text(entry("next", "new-secret"))
     os.utime(keys, ns=(1, 1))
     auth.reload()
     assert auth.check(GET, bearer("next", "new-secret")).tenant == "acme"
     with pytest.raises(Unauthenticated):
         auth.check(GET, bearer("writer"))
-    problem = auth.problem(identity)
+    problem = auth.revocation_error(identity)
     assert problem is not None and problem.reason == "CREDENTIAL_INVALID"
     keys.write_text("not toml at all [")
     for _ in range(3):
@@ -160,7 +160,7 @@ def test_who_was_let_in_is_judged_again(tmp_path: Path, after: str, reason: str)
     identity = auth.check(GET, bearer("k"))
     path.write_text(after)
     auth.reload(always=True)
-    problem = auth.problem(identity)
+    problem = auth.revocation_error(identity)
     assert (problem.reason if problem else "") == reason
 
 
@@ -170,9 +170,9 @@ def test_a_key_that_expires_while_it_is_used(tmp_path: Path) -> None:
     auth = Authenticator(path, wall=lambda: now)
     identity = auth.check(GET, bearer("k"))
     now = 59.0
-    assert auth.problem(identity) is None
+    assert auth.revocation_error(identity) is None
     now = 60.0
-    problem = auth.problem(identity)
+    problem = auth.revocation_error(identity)
     assert problem is not None and problem.reason == "CREDENTIAL_EXPIRED"
 
 

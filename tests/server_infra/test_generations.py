@@ -34,7 +34,7 @@ class Recorder:
     def next_tokens(self, seconds: float, tokens: int) -> None:
         self.calls.append(("next", seconds, tokens))
 
-    def ended(self, outcome: str) -> None:
+    def on_generation_end(self, outcome: str) -> None:
         self.calls.append(("ended", outcome))
 
 
@@ -68,7 +68,7 @@ async def test_every_event_goes_on_at_once_and_in_order() -> None:
         Finished(number, FinishReason.EOS, Usage(context_tokens=7)),
     ]
     for upto, event in enumerate(events, 1):
-        generations.deal([event])
+        generations.dispatch([event])
         assert heard.events == events[:upto]
     assert heard.ends == 1 and heard.error is None
     assert len(generations) == 0
@@ -79,7 +79,7 @@ async def test_events_reach_their_own_sink_only() -> None:
     one, two = Listener(), Listener()
     first, second = generations.open(one).request, generations.open(two).request
     assert first != second
-    generations.deal([Output(second, (2,)), Output(first, (1,)), Output(RequestKey(999), (9,))])
+    generations.dispatch([Output(second, (2,)), Output(first, (1,)), Output(RequestKey(999), (9,))])
     assert one.events == [Output(first, (1,))]
     assert two.events == [Output(second, (2,))]
 
@@ -88,10 +88,10 @@ async def test_a_cancelled_sink_hears_no_more_and_the_engine_is_told_once() -> N
     recorder, heard = Recorder(), Listener()
     generations, told = opened(recorder)
     generation = generations.open(heard)
-    generations.deal([Output(generation.request, (1, 2))])
+    generations.dispatch([Output(generation.request, (1, 2))])
     generation.cancel()
     generation.cancel()
-    generations.deal(
+    generations.dispatch(
         [Output(generation.request, (3,)), Finished(generation.request, FinishReason.EOS, Usage())]
     )
     generations.fail_all(restarting)
@@ -113,7 +113,7 @@ async def test_a_sink_that_cancels_amid_a_report_hears_nothing_more_of_it() -> N
     generations, told = opened(recorder)
     generation, second = generations.open(heard), generations.open(other).request
     number = generation.request
-    generations.deal(
+    generations.dispatch(
         [
             *(Output(number, (1,)), Output(number, (2,)), Output(second, (3,))),
             Finished(number, FinishReason.LENGTH, Usage()),
@@ -135,7 +135,7 @@ async def test_one_candidate_is_cancelled_by_itself() -> None:
         *(Output(number, (7,), candidate=1), CandidateFinished(number, 1, FinishReason.EOS)),
         Finished(number, FinishReason.LENGTH, Usage()),
     ]
-    generations.deal(events)
+    generations.dispatch(events)
     assert heard.events == events and recorder.calls == [("ended", "length")]
     generation.cancel_candidate(0)
     assert told == [(number, 2)]
@@ -148,7 +148,7 @@ async def test_the_gap_between_tokens_is_that_of_one_candidate() -> None:
     number = generations.open(Listener()).request
     for step in range(3):
         clock.now += 0.5
-        generations.deal([Output(number, (step,), candidate=candidate) for candidate in range(4)])
+        generations.dispatch([Output(number, (step,), candidate=candidate) for candidate in range(4)])
     assert recorder.calls == [("first", 0.5, 0), ("next", 0.5, 1), ("next", 0.5, 1)]
 
 
@@ -166,8 +166,8 @@ async def test_a_sink_that_raises_loses_its_own_generation_only(place: str) -> N
         *(RequestProgress(first, Phase.DECODE), RequestProgress(second, Phase.DECODE)),
         *(Output(first, (1,)), Output(second, (1,))),
     ):
-        generations.deal([event])
-    generations.deal([Finished(number, FinishReason.EOS, Usage()) for number in (first, second)])
+        generations.dispatch([event])
+    generations.dispatch([Finished(number, FinishReason.EOS, Usage()) for number in (first, second)])
     assert isinstance(bad.error, KeyError) and bad.ends == 1
     assert good.error is None and len(good.events) == 4
     assert told == ([] if place == "finished" else [first])
@@ -177,7 +177,7 @@ async def test_a_sink_that_raises_loses_its_own_generation_only(place: str) -> N
 async def test_cancel_after_the_end_says_nothing_to_the_engine() -> None:
     generations, told = opened()
     generation = generations.open(Listener())
-    generations.deal([Finished(generation.request, FinishReason.EOS, Usage())])
+    generations.dispatch([Finished(generation.request, FinishReason.EOS, Usage())])
     generation.cancel()
     assert told == []
 
@@ -204,13 +204,13 @@ async def test_failures_keep_reason_and_come_after_the_output(reason: str, kind:
     generations, told = opened()
     heard = Listener()
     number = generations.open(heard).request
-    generations.deal([Output(number, (1,)), Failed(number, reason, "why")])
+    generations.dispatch([Output(number, (1,)), Failed(number, reason, "why")])
     assert await anext(heard) == Output(number, (1,))
     with pytest.raises(kind) as caught:
         await anext(heard)
     assert caught.value.reason == reason and caught.value.message == "why"
     assert (caught.value.retry_after_s is not None) == (reason == "SERVER_OVERLOADED")
-    generations.deal([Output(number, (2,))])
+    generations.dispatch([Output(number, (2,))])
     assert heard.ends == 1 and heard.token_ids == [1] and not told
 
 
@@ -233,7 +233,7 @@ async def test_calls_are_matched_and_forgotten() -> None:
     generations = opened()[0]
     one, first = generations.open_call()
     two, second = generations.open_call()
-    generations.deal([Evicted(two, 5), ResidentTokens(one, 1, 2), Evicted(77, 1)])
+    generations.dispatch([Evicted(two, 5), ResidentTokens(one, 1, 2), Evicted(77, 1)])
     assert (await first, await second) == (ResidentTokens(one, 1, 2), Evicted(two, 5))
     await asyncio.sleep(0)
     assert not generations.has_calls
@@ -245,7 +245,7 @@ async def test_an_abandoned_call_is_forgotten() -> None:
     call.cancel()
     await asyncio.sleep(0)
     assert not generations.has_calls
-    generations.deal([Evicted(number, 5)])
+    generations.dispatch([Evicted(number, 5)])
 
 
 async def test_observers_hear_of_arrival() -> None:
@@ -253,8 +253,8 @@ async def test_observers_hear_of_arrival() -> None:
     generations, _ = opened(recorder, clock)
     number = generations.open(Listener()).request
     clock.now = 102.0
-    generations.deal([Started(number, Usage(gpu_cached_tokens=64)), Output(number, (1,))])
+    generations.dispatch([Started(number, Usage(gpu_cached_tokens=64)), Output(number, (1,))])
     clock.now = 103.0
-    generations.deal([Output(number, (2, 3))])
-    generations.deal([Finished(number, FinishReason.STOP_TOKEN, Usage())])
+    generations.dispatch([Output(number, (2, 3))])
+    generations.dispatch([Finished(number, FinishReason.STOP_TOKEN, Usage())])
     assert recorder.calls == [("first", 2.0, 64), ("next", 1.0, 2), ("ended", "stop_token")]

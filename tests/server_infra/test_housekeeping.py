@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from pensieve.errors import Unavailable
-from pensieve.machine import Manager, manager
-from pensieve.server.operations.housekeeping import ManagerLink, purge_forever
-from pensieve.server.tasks import end_task
+from pensieve.machine import ServiceManager, service_manager
+from pensieve.server.operations.housekeeping import ManagerNotifier, purge_forever
+from pensieve.server.tasks import cancel_and_wait
 from pensieve.store.memory_store import MemoryStore
 from support.service.server_process import launched
 
@@ -38,7 +38,7 @@ async def test_purging_goes_on_after_the_store_was_down() -> None:
     store = Flaky()
     task = asyncio.create_task(purge_forever(store, interval_s=0.001))
     await asyncio.wait_for(store.third.wait(), 10)
-    await end_task(task)
+    await cancel_and_wait(task)
     assert task.done()
 
 
@@ -62,7 +62,7 @@ def test_a_server_says_that_it_serves_that_it_turns_and_that_it_drains(tmp_path:
 
 
 def test_a_manager_that_does_not_listen_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    ManagerLink(Manager(str(tmp_path / "nobody"), None)).serving()
+    ManagerNotifier(ServiceManager(str(tmp_path / "nobody"), None)).notify_ready()
     assert "the service manager was not told READY=1" in caplog.text
 
 
@@ -71,20 +71,23 @@ def test_a_manager_that_does_not_listen_is_logged(tmp_path: Path, caplog: pytest
     [
         ({}, None),
         ({"NOTIFY_SOCKET": "vsock:2:1"}, None),
-        ({"NOTIFY_SOCKET": "/run/notify"}, Manager("/run/notify", None)),
-        ({"NOTIFY_SOCKET": "@notify", "WATCHDOG_USEC": "60000000"}, Manager("\0notify", 60.0)),
+        ({"NOTIFY_SOCKET": "/run/notify"}, ServiceManager("/run/notify", None)),
+        ({"NOTIFY_SOCKET": "@notify", "WATCHDOG_USEC": "60000000"}, ServiceManager("\0notify", 60.0)),
         (
             {"NOTIFY_SOCKET": "/n", "WATCHDOG_USEC": "1000000", "WATCHDOG_PID": str(os.getpid())},
-            Manager("/n", 1.0),
+            ServiceManager("/n", 1.0),
         ),
-        ({"NOTIFY_SOCKET": "/n", "WATCHDOG_USEC": "1000000", "WATCHDOG_PID": "1"}, Manager("/n", None)),
+        (
+            {"NOTIFY_SOCKET": "/n", "WATCHDOG_USEC": "1000000", "WATCHDOG_PID": "1"},
+            ServiceManager("/n", None),
+        ),
     ],
 )
 def test_who_listens(
-    environment: dict[str, str], found: Manager | None, monkeypatch: pytest.MonkeyPatch
+    environment: dict[str, str], found: ServiceManager | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert manager() == found
+    assert service_manager() == found

@@ -49,8 +49,8 @@ async def test_the_last_lease_ends_the_task_and_the_next_one_starts_it() -> None
     store = Store()
     keeper = LeaseKeeper(cast("HistoryStore", store), lease_s=0.03)
     for round_ in range(2):
-        with keeper.keeping(KEY, "a", on_lost=ignore, on_news=ignore):
-            with keeper.keeping(KEY, "b", on_lost=ignore, on_news=ignore):
+        with keeper.renewing(KEY, "a", on_lost=ignore, on_renewed=ignore):
+            with keeper.renewing(KEY, "b", on_lost=ignore, on_renewed=ignore):
                 store.called.clear()
                 await store.called.wait()
                 assert sorted(store.renewed[-1]) == ["a", "b"]
@@ -67,7 +67,7 @@ async def test_closing_leaves_no_task_behind(monkeypatch: pytest.MonkeyPatch) ->
     store = Store()
     store.away = True
     releaser = LeaseReleaser(cast("HistoryStore", store), lease_s=600)
-    await releaser.release(KEY, "a", called_off=False)
+    await releaser.release(KEY, "a", cancelled=False)
     assert len(tasks("releases")) == 1
     async with asyncio.timeout(30):
         await releaser.close()

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from pensieve import logs
-from pensieve.logs import JsonFormatter, PatientHandler, PatientWriter, TextFormatter
+from pensieve.logs import JsonFormatter, TextFormatter, ThreadedHandler, ThreadedWriter
 from support.faults.pipes import fill
 
 
@@ -54,7 +54,7 @@ def test_a_stderr_that_takes_nothing_holds_up_nobody(monkeypatch: pytest.MonkeyP
     """Lines wait, in order, up to a limit; how many were dropped is told behind them."""
     monkeypatch.setattr(logs, "MOST_WAITING", 5)
     reading, writing = os.pipe()
-    handler = PatientHandler(PatientWriter(writing))
+    handler = ThreadedHandler(ThreadedWriter(writing))
     handler.setFormatter(logging.Formatter("%(message)s"))
 
     def say(text: str) -> None:
@@ -78,6 +78,6 @@ def test_a_stderr_that_takes_nothing_holds_up_nobody(monkeypatch: pytest.MonkeyP
 def test_a_stderr_that_is_gone_is_no_error() -> None:
     reading, writing = os.pipe()
     os.close(reading)
-    handler = PatientHandler(PatientWriter(writing))
+    handler = ThreadedHandler(ThreadedWriter(writing))
     handler.handle(record())
     assert handler._writer.wait_written(20)

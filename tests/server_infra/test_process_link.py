@@ -27,7 +27,7 @@ from pensieve.errors import (
     ResourceExhausted,
     Unavailable,
 )
-from pensieve.server.child import ChildProcess, RestartPauses, Silence
+from pensieve.server.child import ChildProcess, RestartBackoff, SilenceTimer
 from pensieve.server.links.engine_link import LinkState
 from pensieve.server.links.process_link import EngineProcess, HostCommand, ProcessLink
 from support.engine.fake_engine import BUILDER, Script, options
@@ -232,7 +232,7 @@ async def test_idling_is_no_stall() -> None:
         pid = link.pid
         for _ in range(1000):
             link._watchdog.tick(1.0, work_waits=False)
-            link._watchdog.reported(link.stats)
+            link._watchdog.on_report(link.stats)
         assert not link.stalled
         assert link.pid == pid and link.restarts_total == 0
 
@@ -257,10 +257,10 @@ async def test_a_failed_start_says_why_in_the_engines_own_words(
 
 
 async def test_a_process_that_does_not_end_in_time_is_killed() -> None:
-    process = await ChildProcess.started(lambda _: ["sleep", "600"], os.environ)
+    process = await ChildProcess.launch(lambda _: ["sleep", "600"], os.environ)
     async with asyncio.timeout(20):
         assert await process.wait(0.05) == -signal.SIGKILL
-    assert process.ending(-signal.SIGKILL) == "ended with signal 9 from here"
+    assert process.describe_exit(-signal.SIGKILL) == "ended with signal 9 from here"
 
 
 async def test_failed_restarts_are_tried_again() -> None:
@@ -360,18 +360,18 @@ async def test_a_cancelled_wait_closes_what_it_would_have_closed() -> None:
 
 
 def test_pauses_between_starts_double_and_begin_anew_after_a_steady_life() -> None:
-    pauses = RestartPauses(0.2, 30.0, 60.0)
-    assert [pauses.next() for _ in range(9)] == [0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 30.0]
-    pauses.lived(60.0)
-    assert pauses.next() == 30.0
-    pauses.lived(61.0)
-    assert [pauses.next(), pauses.next()] == [0.2, 0.4]
+    pauses = RestartBackoff(0.2, 30.0, 60.0)
+    assert [pauses.next_pause_s() for _ in range(9)] == [0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 30.0]
+    pauses.record_lifetime(60.0)
+    assert pauses.next_pause_s() == 30.0
+    pauses.record_lifetime(61.0)
+    assert [pauses.next_pause_s(), pauses.next_pause_s()] == [0.2, 0.4]
 
 
 def test_a_server_that_was_stopped_for_minutes_blames_no_child() -> None:
-    silence = Silence(tick_s=0.25)
-    silence.passed(0.25)
-    assert silence.passed(600.0) == 0.5
+    silence = SilenceTimer(tick_s=0.25)
+    silence.advance(0.25)
+    assert silence.advance(600.0) == 0.5
     assert silence.seconds == 0.75
-    silence.heard()
+    silence.reset()
     assert silence.seconds == 0.0

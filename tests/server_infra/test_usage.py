@@ -152,9 +152,9 @@ def test_what_is_held_stays_known_between_two_reports_of_it() -> None:
 
 def test_many_tenants_are_no_part_of_every_report() -> None:
     shares = build(OPTIONS)._cache.shares
-    assert shares.news(1.0) == {}
-    assert shares.news(1.4) is None
-    assert shares.news(1.6) == {}
+    assert shares.tokens_if_due(1.0) == {}
+    assert shares.tokens_if_due(1.4) is None
+    assert shares.tokens_if_due(1.6) == {}
 
 
 class SilentStore(MemoryStore):

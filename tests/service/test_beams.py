@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pensieve.core import Sampling
-from pensieve.server.turns.sampling import NOT_WITH_BEAMS
+from pensieve.server.turns.sampling import BEAM_CONFLICTS
 from pensieve.v1 import pensieve_pb2 as pb
 from support.service.drawn_turns import BEST, TOKENS, begun, drawing, rest
 from support.service.service_rig import ANSWER, refusal, serving, spec
@@ -93,4 +93,4 @@ SERVED_WITH_BEAMS = {
 
 def test_each_field_of_sampling_goes_with_beams_or_is_refused() -> None:
     # An opening is no field of a client's: calls that must be made are refused with beams (tests/speech).
-    assert {*NOT_WITH_BEAMS, "top_logprobs", "opening"} | SERVED_WITH_BEAMS == set(Sampling.__struct_fields__)
+    assert {*BEAM_CONFLICTS, "top_logprobs", "opening"} | SERVED_WITH_BEAMS == set(Sampling.__struct_fields__)

@@ -20,7 +20,7 @@ from pensieve.server.unavailable import restarting
 from pensieve.server.values import (
     Accepted,
     Delta,
-    OutputChoice,
+    OutputOptions,
     ProgressView,
     StreamEvent,
     TurnStatus,
@@ -58,7 +58,7 @@ class Turn:
 
 
 async def read(buffer: TurnBuffer) -> list[StreamEvent]:
-    async with aclosing(events(buffer, StreamOptions(OutputChoice(top_logprobs=1), 5.0))) as stream:
+    async with aclosing(events(buffer, StreamOptions(OutputOptions(top_logprobs=1), 5.0))) as stream:
         return [event async for event in stream]
 
 
@@ -84,7 +84,7 @@ async def test_of_progress_only_the_latest_is_kept() -> None:
     task, engine = await turn.running()
     for position in range(1000):
         engine.progress(Phase.QUEUED, queue_position=position)
-    async with aclosing(events(turn.buffer, StreamOptions(OutputChoice(top_logprobs=1), 5.0))) as stream:
+    async with aclosing(events(turn.buffer, StreamOptions(OutputOptions(top_logprobs=1), 5.0))) as stream:
         assert isinstance(await anext(stream), Accepted)
         assert await anext(stream) == ProgressView(Phase.QUEUED, 999)
         waiting = asyncio.ensure_future(anext(stream))

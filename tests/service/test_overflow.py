@@ -12,7 +12,7 @@ import pytest
 from pensieve.client import TokenCount
 from pensieve.core import Role
 from pensieve.server.history import rendering
-from pensieve.server.history.rendering import Renderer, Room, Stamp
+from pensieve.server.history.rendering import ContextRoom, ItemStamp, Renderer
 from pensieve.server.values import InputEntry
 from pensieve.store.records import History, Overflow
 from pensieve.tokenizer import ChatTokenizer
@@ -121,7 +121,7 @@ async def test_the_start_token_stays_when_its_item_is_hidden(tmp_path: Path) -> 
     chat = ChatTokenizer.from_folder(folder)
     renderer = Renderer(chat)
     entries = [InputEntry(role, "hello") for role in (Role.USER, Role.ASSISTANT) * 3]
-    items, _ = await renderer.items(History(), entries, Stamp(1, "", 0))
+    items, _ = await renderer.items(History(), entries, ItemStamp(1, "", 0))
     whole = History(revision=1, items=items, head_item=6)
     assert renderer.context(whole).tolist().count(chat.bos_token_id or -1) == 1
     view = replace(whole, hidden_before=3)
@@ -137,7 +137,7 @@ async def test_a_turn_and_a_cut_cost_one_pass_over_the_history(monkeypatch: pyte
     chat = tokenizer()
     renderer = Renderer(chat)
     entries = [InputEntry(role, "hello") for role in (Role.USER, Role.ASSISTANT) * (count // 2)]
-    items, _ = await renderer.items(History(), entries, Stamp(1, "", 0))
+    items, _ = await renderer.items(History(), entries, ItemStamp(1, "", 0))
     whole = History(revision=1, items=items, head_item=count)
     length, seen = rendering.packed_length, ChatTokenizer.seen
 
@@ -156,8 +156,8 @@ async def test_a_turn_and_a_cut_cost_one_pass_over_the_history(monkeypatch: pyte
     tokens = renderer.length(whole)
     for limit in (2 * tokens, tokens // 2):
         looks = shown = 0
-        room = Room(limit, Overflow.DROP_OLDEST_TURNS, None)
-        made = await renderer.prepare(whole, [InputEntry(Role.USER, "on")], Stamp(count + 1, "", 0), room)
+        room = ContextRoom(limit, Overflow.DROP_OLDEST_TURNS, None)
+        made = await renderer.prepare(whole, [InputEntry(Role.USER, "on")], ItemStamp(count + 1, "", 0), room)
         assert len(made.context) <= limit - limit // 8, "the next turn would have to cut again"
         assert looks <= 6 * count and shown <= 40
     renderer.close()

@@ -8,25 +8,25 @@ from contextlib import aclosing
 import pytest
 
 from pensieve.errors import Cancelled
-from pensieve.server.pace import LONGEST_S, Pace
+from pensieve.server.pace import LONGEST_S, StreamPacer
 from pensieve.server.turns.buffer import TurnBuffer
 from pensieve.server.turns.stream import StreamOptions, events
 from pensieve.server.turns.text import OutputText
-from pensieve.server.values import Accepted, Delta, OutputChoice, ProgressView, TurnStatus, TurnView
+from pensieve.server.values import Accepted, Delta, OutputOptions, ProgressView, TurnStatus, TurnView
 from support.service.service_rig import says, tokenizer
 
 TURN = TurnView("s", "r", TurnStatus.COMMITTED)
 
 
-def crowd(streams: int) -> Pace:
+def crowd(streams: int) -> StreamPacer:
     """A pace that ``streams`` streams share, with a longest interval between them."""
-    pace = Pace(0.001)
+    pace = StreamPacer(0.001)
     for _ in range(streams):
         pace.join()
     return pace
 
 
-class Held(Pace):
+class Held(StreamPacer):
     """A pace by which a stream that was written to waits for longer than any test, whatever the clock says."""
 
     def next_at(self, now: float) -> float:
@@ -40,11 +40,11 @@ def started() -> TurnBuffer:
 
 
 async def read(
-    buffer: TurnBuffer, pace: Pace, limit: int | None = None, found: list[Delta] | None = None
+    buffer: TurnBuffer, pace: StreamPacer, limit: int | None = None, found: list[Delta] | None = None
 ) -> list[Delta]:
     """All deltas of a stream; ``found`` has those that have come so far."""
     found = [] if found is None else found
-    options = StreamOptions(OutputChoice(max_chunk_tokens=limit), 5.0)
+    options = StreamOptions(OutputOptions(max_chunk_tokens=limit), 5.0)
     async with aclosing(events(buffer, options, pace)) as stream:
         async for event in stream:
             if isinstance(event, Delta):
@@ -54,14 +54,14 @@ async def read(
 
 
 def test_few_streams_are_not_held_up() -> None:
-    pace = Pace(1000.0)
+    pace = StreamPacer(1000.0)
     pace.join()
     assert pace.next_at(12.345) == 12.345
-    assert Pace().next_at(7.0) == 7.0
+    assert StreamPacer().next_at(7.0) == 7.0
 
 
 def test_many_streams_share_their_times() -> None:
-    pace = Pace(1000.0)
+    pace = StreamPacer(1000.0)
     for _ in range(50):
         pace.join()
     times = [pace.next_at(now) for now in (10.001, 10.02, 10.049)]
@@ -82,7 +82,7 @@ def test_many_streams_share_their_times() -> None:
 
 async def test_output_is_merged_and_complete() -> None:
     buffer, tokens = started(), says("hello world, the fox")
-    pace = Pace(20.0)  # with this one stream, 50 ms between two messages
+    pace = StreamPacer(20.0)  # with this one stream, 50 ms between two messages
     reading = asyncio.create_task(read(buffer, pace))
     for token in tokens:
         buffer.take(0, [token], [])
@@ -153,13 +153,15 @@ async def test_an_error_reaches_a_stream_that_is_held() -> None:
 async def test_each_wait_ends_at_its_own_time() -> None:
     """One alarm serves all waits of a buffer, in whatever order their times come."""
     buffer = TurnBuffer()
-    waits = [asyncio.create_task(buffer.changed(seconds)) for seconds in (0.06, 30.0, 0.02, 0.04)]
+    waits = [asyncio.create_task(buffer.wait_for_change(seconds)) for seconds in (0.06, 30.0, 0.02, 0.04)]
     await asyncio.wait_for(asyncio.gather(waits[0], waits[2], waits[3]), 5)
     assert [wait.result() for wait in (waits[0], waits[2], waits[3])] == [False] * 3
     assert not waits[1].done()
     buffer.report(ProgressView())
     assert await asyncio.wait_for(waits[1], 5)
-    assert not await asyncio.wait_for(buffer.changed(0.01), 5), "the next wait has an alarm of its own"
+    assert not await asyncio.wait_for(buffer.wait_for_change(0.01), 5), (
+        "the next wait has an alarm of its own"
+    )
 
 
 async def test_waiting_for_the_end_is_not_disturbed_by_tokens() -> None:

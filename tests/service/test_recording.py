@@ -23,7 +23,7 @@ from pensieve.replay.load.schedule import Arrivals, Script, scripts
 from pensieve.replay.load.workload import load
 from pensieve.replay.play.runner import replay
 from pensieve.replay.records import RunOptions, TurnRecord
-from pensieve.replay.targets.base import AskedTurn, OnTokens
+from pensieve.replay.targets.base import OnTokens, TurnRequest
 from pensieve.replay.targets.grpc_target import PensieveTarget
 from pensieve.server.conversations import Conversations, ServiceListeners
 from pensieve.server.operations.recording import SCHEMA, header, open_recorder
@@ -134,7 +134,7 @@ class InOrder(PensieveTarget):
         self._sessions[index] = await super().start_session()
         return self._sessions[index]
 
-    async def turn(self, session: str, spec: AskedTurn, on_tokens: OnTokens) -> Usage | None:
+    async def turn(self, session: str, spec: TurnRequest, on_tokens: OnTokens) -> Usage | None:
         mine = self._sessions.index(session)
         async with self._moved:
             await self._moved.wait_for(lambda: self._order[self._next] == mine)

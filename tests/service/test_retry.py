@@ -13,7 +13,7 @@ from pensieve.server.turns.buffer import TurnBuffer
 from pensieve.server.turns.stream import StreamOptions, events
 from pensieve.server.turns.text import OutputText
 from pensieve.server.unavailable import restarting
-from pensieve.server.values import Accepted, InputEntry, NewTurn, OutputChoice, RawEntry
+from pensieve.server.values import Accepted, InputEntry, NewTurn, OutputOptions, RawEntry
 from pensieve.store.memory_store import MemoryStore
 from pensieve.v1 import pensieve_pb2 as pb
 from support.service.service_rig import ANSWER, Streamed, encode, refusal, says, serving, spec, tokenizer, uid
@@ -188,7 +188,7 @@ async def test_the_same_while_the_cancelled_turn_is_being_committed() -> None:
         output.push(token)
     output.finish(keep=1)
     buffer.accept(Accepted("id", 1, 10, 7, "attempt", False), output)
-    async with aclosing(events(buffer, StreamOptions(OutputChoice(), 5.0, "attempt", (3,)))) as stream:
+    async with aclosing(events(buffer, StreamOptions(OutputOptions(), 5.0, "attempt", (3,)))) as stream:
         assert await anext(stream) == buffer.accepted
 
 

@@ -97,11 +97,11 @@ def error() -> PensieveError:
 
 
 SENDS: Final[dict[Event, Callable[[TurnRun], object]]] = {
-    E.BEGUN: TurnRun.begun,
-    E.ELSEWHERE: TurnRun.elsewhere,
-    E.IN_HISTORY: TurnRun.in_history,
-    E.KEEP: lambda run: run.end_early(Order(asked=True)),
-    E.DISCARD: lambda run: run.end_early(Order(error=error(), asked=True)),
+    E.BEGUN: TurnRun.on_begun,
+    E.ELSEWHERE: TurnRun.on_elsewhere,
+    E.IN_HISTORY: TurnRun.on_in_history,
+    E.KEEP: lambda run: run.end_early(Order(by_caller=True)),
+    E.DISCARD: lambda run: run.end_early(Order(error=error(), by_caller=True)),
     E.COMMIT: TurnRun.begin_commit,
     E.SUCCEEDED: lambda run: run.end(VIEW),
     E.FAILED: lambda run: run.end(error()),
@@ -146,16 +146,18 @@ async def test_transition(state: RunState, event: Event) -> None:
 async def test_a_commit_of_a_discarded_turn_raises_the_first_order_s_error() -> None:
     run = run_in(S.GENERATING)
     run.end_early(Order(error=TurnFenced("the turn lost its lease")))
-    run.end_early(Order(error=error(), asked=True))
-    run.end_early(Order(keep_tokens=3, asked=True))
+    run.end_early(Order(error=error(), by_caller=True))
+    run.end_early(Order(keep_tokens=3, by_caller=True))
     with pytest.raises(TurnFenced):
         run.begin_commit()
 
 
 async def test_the_first_order_counts() -> None:
     run = run_in(S.GENERATING)
-    assert run.end_early(Order(keep_tokens=3, asked=True)) and run.end_early(Order(error=error(), asked=True))
-    assert run.begin_commit() == Order(keep_tokens=3, asked=True)
+    assert run.end_early(Order(keep_tokens=3, by_caller=True)) and run.end_early(
+        Order(error=error(), by_caller=True)
+    )
+    assert run.begin_commit() == Order(keep_tokens=3, by_caller=True)
 
 
 def reachable(*states: RunState) -> set[RunState]:
@@ -209,7 +211,7 @@ async def test_a_run_that_nobody_listens_to_is_abandoned() -> None:
     run.leave(0.0)
     assert not run.orders
     run.leave(0.0)
-    assert run.state is S.DISCARDING and run.abandoned and not run.called_off
+    assert run.state is S.DISCARDING and run.abandoned and not run.cancelled_by_caller
 
 
 async def test_a_run_that_is_to_finish_alone_is_not_abandoned() -> None:
@@ -224,7 +226,7 @@ async def test_a_run_that_keeps_its_answer_is_not_abandoned() -> None:
     run = run_in(S.TRUNCATING)
     run.join(OnDisconnect.CANCEL)
     run.leave(0.0)
-    assert run.state is S.TRUNCATING and not run.abandoned and not run.called_off
+    assert run.state is S.TRUNCATING and not run.abandoned and not run.cancelled_by_caller
 
 
 async def test_an_abandoned_run_is_not_for_new_callers_whatever_else_discards_it() -> None:

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 from pensieve.cli.profile import profile
 from pensieve.engine.plan import PendingStep, Plan, StepResult
-from pensieve.simulate.calibrate import Calibrator, Sample, calibrated, errors, fit
+from pensieve.simulate.calibrate import Calibrator, Sample, calibrate_machine, fit, relative_errors
 from pensieve.simulate.full import Clock, CostWorker
 from pensieve.simulate.scenario.machine import Machine, Work
 from support.engine.checkpoints import tiny_checkpoint
@@ -65,7 +65,9 @@ def known(machine: Machine, device: str) -> tuple[Machine, list[Sample]]:
     runs = Calibrator(running, running.clock)
     samples = [sample for design in runs.designs(8192) for sample in runs.samples(*design)]
     others = [Work(700, 9, 4000.0, 350_000.0), Work(33, 33, 70_000.0, 0.0), Work(40, 1, 0.0, 40 * 3000.0)]
-    seconds = [machine.step(tokens=w.tokens, rows=w.rows, kv_read=w.kv_read, pairs=w.pairs) for w in others]
+    seconds = [
+        machine.step_seconds(tokens=w.tokens, rows=w.rows, kv_read=w.kv_read, pairs=w.pairs) for w in others
+    ]
     return fit(machine, samples), [Sample(*pair) for pair in zip(others, seconds, strict=True)]
 
 
@@ -76,7 +78,7 @@ def test_finds_the_machine(device: str, weights_s: float) -> None:
     machine = msgspec.structs.replace(TRUTH, weights_s=weights_s, overlapped=device == "cuda")
     found, others = known(machine, device)
     assert found.mean_error is not None and found.mean_error < 0.005
-    assert np.abs(errors(found, others)).max() < 0.01
+    assert np.abs(relative_errors(found, others)).max() < 0.01
     assert found.token_s == pytest.approx(machine.token_s, rel=0.01)
     assert found.kv_s == pytest.approx(machine.kv_s, rel=0.01)
     assert found.pair_s == pytest.approx(machine.pair_s, rel=0.02)
@@ -95,7 +97,7 @@ def test_terms_are_never_negative_and_the_error_is_told() -> None:
     works = [Work(q, b, 1000.0 * b, 50.0 * q) for q in (1, 2, 8, 64, 512) for b in (1, 4, 16)]
     samples = [Sample(work, 0.01 + 1e-4 * work.tokens * rng.uniform(0.5, 1.5)) for work in works]
     found = fit(TRUTH, samples)
-    wrong = np.abs(errors(found, samples))
+    wrong = np.abs(relative_errors(found, samples))
     assert (found.mean_error, found.worst_error) == (pytest.approx(wrong.mean()), pytest.approx(wrong.max()))
     assert 0.02 < wrong.mean() < 0.4
     assert min(found.weights_s, found.kv_s, found.pair_s, found.row_s, found.fixed_s) >= 0 < found.token_s
@@ -105,7 +107,7 @@ def test_says_what_a_device_does_beside() -> None:
     for device, layers, overlapped in (("cpu", 1, False), ("cuda", 24, True)):
         running = worker(msgspec.structs.replace(TRUTH, layers=24), device)
         said: list[str] = []
-        found = calibrated(running, "mine", 64, said.append, running.clock)
+        found = calibrate_machine(running, "mine", 64, said.append, running.clock)
         assert (found.name, found.layers, found.overlapped) == ("mine", layers, overlapped)
         assert "4 x 64 tokens" in said
         assert running.most_in_flight == 1 + overlapped
@@ -116,7 +118,7 @@ def test_copies_that_cost_nothing_leave_the_rate_as_it_was(monkeypatch: pytest.M
     monkeypatch.setattr(Calibrator, "_swap", lambda self, chunks: 1e-3)
     running = worker()
     assert Calibrator(running, running.clock).swap_bytes_per_s(4096 * CHUNK) is None
-    found = calibrated(running, "mine", 64, lambda design: None, running.clock)
+    found = calibrate_machine(running, "mine", 64, lambda design: None, running.clock)
     assert found.swap_bytes_per_s == Machine().swap_bytes_per_s
 
 

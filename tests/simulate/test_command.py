@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from pensieve.replay.command import make_plan, workload_options
 from pensieve.replay.load.generators import generate
-from pensieve.replay.load.schedule import Gaps, run_in, scripts
+from pensieve.replay.load.schedule import Gaps, apply_run_in, scripts
 from pensieve.replay.load.workload import Conversation, TurnLengths
 from pensieve.replay.presentation.compare import read_report
 from pensieve.replay.presentation.curves import panels
@@ -22,7 +22,7 @@ from pensieve.replay.session import ReplayPlan
 from pensieve.simulate import command
 from pensieve.simulate.command import simulate
 from pensieve.simulate.run import Simulation
-from pensieve.simulate.scenario.load import NEVER, Load, in_the_middle
+from pensieve.simulate.scenario.load import NEVER, Load, with_run_in
 from pensieve.simulate.scenario.machine import Machine
 from support.processes import alive, children, until
 
@@ -170,11 +170,13 @@ def test_the_machine_meets_what_was_measured() -> None:
                (256, 1024, 22.61), (1, 4096, 6.91), (8, 4096, 8.45), (16, 4096, 10.59), (64, 4096, 19.59),
                (128, 4096, 31.96)]  # fmt: skip
     for rows, context, ms in decodes:
-        ours = machine.step(tokens=rows, rows=rows, kv_read=rows * context, pairs=0)
+        ours = machine.step_seconds(tokens=rows, rows=rows, kv_read=rows * context, pairs=0)
         assert ours * 1e3 == pytest.approx(ms, rel=0.09)
     for tokens, ms in [(512, 19.88), (1024, 37.57), (2048, 78.68), (4096, 156.23), (8192, 334.61)]:
         steps = -(-tokens // 2048)
-        one = machine.step(tokens=tokens // steps, rows=1, kv_read=0, pairs=tokens * tokens / 2 / steps)
+        one = machine.step_seconds(
+            tokens=tokens // steps, rows=1, kv_read=0, pairs=tokens * tokens / 2 / steps
+        )
         assert steps * one * 1e3 == pytest.approx(ms, rel=0.09)
 
 
@@ -207,22 +209,22 @@ def test_a_load_in_progress_has_the_turns_of_a_replay_with_run_in(monkeypatch: p
     plans: list[ReplayPlan] = []
     assert CliRunner().invoke(planned, [*options, "--conversations", "200"], obj=plans).exit_code == 0
     talks = plans[0].dataset.conversations
-    found = run_in(scripts(talks, plans[0].arrivals), plans[0].arrivals.run_in_s)
+    found = apply_run_in(scripts(talks, plans[0].arrivals), plans[0].arrivals.run_in_s)
     works: list[Simulation] = []
     monkeypatch.setattr(command, "_run", lambda work, jobs: works.extend(work) or [])
     monkeypatch.setattr(command, "_HISTORY", 1e-3 / Machine().token_s)
     CliRunner().invoke(simulate, [*options, "--sessions", "200", "--policy", "lru"])
     load = works[0].load
     lives, zero = list(load), load.zero_s
-    assert len(lives) == load.total == len(found) and [life.start for life in lives] == sorted(
+    assert len(lives) == load.session_count == len(found) and [life.start for life in lives] == sorted(
         life.start for life in lives
     )
     of = {life.number: life for life in lives}
     histories = sorted(
-        (script for script in found if script.beforehand), key=lambda script: script.due[0].at_s
+        (script for script in found if script.has_history), key=lambda script: script.due[0].at_s
     )
     tokens = [script.conversation.turns[0].input_tokens for script in histories]
-    assert min(len(histories), sum(script.over for script in found), len(found) - len(histories)) > 5
+    assert min(len(histories), sum(script.is_over for script in found), len(found) - len(histories)) > 5
     assert zero == pytest.approx(1e-3 * sum(tokens)), "one after the other, and all before time 0"
     for place, script in enumerate(histories):
         assert of[script.number].start == pytest.approx(1e-3 * sum(tokens[:place]))
@@ -231,8 +233,8 @@ def test_a_load_in_progress_has_the_turns_of_a_replay_with_run_in(monkeypatch: p
         assert life.turns == tuple(
             (turn.input_tokens, turn.output_tokens) for turn in script.conversation.turns
         )
-        if not script.beforehand:
-            assert life.start == zero + script.begins_s
+        if not script.has_history:
+            assert life.start == zero + script.start_s
         for turn, due in enumerate(script.due[1:], 1):
             for answered in (zero - 5.0, zero + due.at_s + 7.0):
                 expected = max(zero + due.at_s, answered + due.after_answer_s)
@@ -272,7 +274,7 @@ def test_windows_count_from_the_start_of_a_load_in_progress(
     gaps = row["tokens"]["output"] - row["turns"]["completed"]
     assert row["inter_token_s"]["count"] == pytest.approx(gaps, rel=0.2)
     assert CliRunner().invoke(simulate, [*load, "--warm-up", "1", *window[4:]]).exit_code == 0
-    lives = in_the_middle(Load(generate("sharegpt", 150, 0).conversations, None, 8.0, 2.0), 40.0, 0.0)
+    lives = with_run_in(Load(generate("sharegpt", 150, 0).conversations, None, 8.0, 2.0), 40.0, 0.0)
     (row,) = json.loads(out.read_text())["targets"]
     assert row["window"]["end_s"] == pytest.approx(max(life.start for life in lives)), (
         "when the last one starts"

@@ -29,7 +29,7 @@ def settings(device: int, host: int, *, slack: int = 0, overlapped: bool = True,
     machine = Machine(overlapped=overlapped)
     cache = CacheConfig(device, host, SIZE)
     limit = device * SIZE
-    return Settings(machine, cache, machine.cost(SIZE, limit), limit, slack=slack, **more)
+    return Settings(machine, cache, machine.cost_model(SIZE, limit), limit, slack=slack, **more)
 
 
 LOADS = {
@@ -150,7 +150,7 @@ def test_one_turn_step_by_step(overlapped: bool) -> None:
         FullSimulation(config, "retention").run(lives),
         TurnSimulation(config, "retention").run(lives),
     )
-    assert ours.ended == pytest.approx(truth.ended, rel=1e-9)
+    assert ours.last_end_s == pytest.approx(truth.last_end_s, rel=1e-9)
     assert ours.warm.total + ours.cold.total == pytest.approx(truth.warm.total + truth.cold.total, rel=1e-9)
     assert ours.sources == truth.sources
 

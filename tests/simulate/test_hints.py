@@ -13,22 +13,22 @@ from click.testing import CliRunner
 from pensieve.config import CacheConfig
 from pensieve.core import Hints
 from pensieve.simulate.command import simulate
-from pensieve.simulate.scenario.load import Life, hints_of
+from pensieve.simulate.scenario.load import SessionScript, hints_of
 from pensieve.simulate.scenario.machine import Machine
 from pensieve.simulate.scenario.settings import ClientHints, Settings
 
 
 def settings(hints: ClientHints | None = None) -> Settings:
-    return Settings(Machine(), CacheConfig(10, 10), Machine().cost(32, 320), 320, hints=hints)
+    return Settings(Machine(), CacheConfig(10, 10), Machine().cost_model(32, 320), 320, hints=hints)
 
 
 def test_what_clients_say() -> None:
-    life = Life(3, 100.0, ((5, 5), (5, 5)), (0.0, 7.0))
+    life = SessionScript(3, 100.0, ((5, 5), (5, 5)), (0.0, 7.0))
     config = settings(hints=ClientHints())
     assert hints_of(config, life, 0, 200.0) == Hints(next_turn_s=7.0)
     assert hints_of(config, life, 1, 300.0) == Hints(finished=True)
     assert hints_of(settings(), life, 0, 200.0) is None
-    recorded = Life(3, 100.0, ((5, 5), (5, 5)), (0.0, 0.0), (0.0, 30.0))
+    recorded = SessionScript(3, 100.0, ((5, 5), (5, 5)), (0.0, 0.0), (0.0, 30.0))
     assert hints_of(config, recorded, 0, 110.0) == Hints(next_turn_s=20.0)
     assert hints_of(config, recorded, 0, 140.0) == Hints(next_turn_s=0.0)
     noisy = settings(hints=ClientHints(0.5))

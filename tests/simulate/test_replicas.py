@@ -30,7 +30,7 @@ ENGINES = ("turns", "full")
 def settings(replicas: int, routing: Routing = "affine", chunks: int = 400, **more: Any) -> Settings:
     cache = CacheConfig(chunks, chunks, SIZE)
     limit = chunks * SIZE
-    cost = MACHINE.cost(SIZE, limit)
+    cost = MACHINE.cost_model(SIZE, limit)
     return Settings(MACHINE, cache, cost, limit, replicas=replicas, routing=routing, **more)
 
 
@@ -114,7 +114,7 @@ def test_the_report_tells_how_evenly_replicas_were_used(tmp_path: Path) -> None:
 
 
 def found(router: Router, sessions: int, *, lost: bool = False) -> list[int]:
-    return [router.replica(session, 0, lost=lost) for session in range(sessions)]
+    return [router.route(session, 0, lost=lost) for session in range(sessions)]
 
 
 def nobody(replica: int) -> int:

@@ -19,7 +19,7 @@ from pensieve.simulate.scenario import policies
 from pensieve.simulate.scenario.load import Load
 from pensieve.simulate.scenario.machine import Machine
 from pensieve.simulate.scenario.settings import Settings
-from pensieve.simulate.turns.sharing import Addresses
+from pensieve.simulate.turns.sharing import ChunkAddresses
 
 SIZE = 8
 BEGINNINGS = (
@@ -34,7 +34,7 @@ def settings(*, sharing: bool = True, device: int = 120, host: int = 120, **more
     machine = Machine(overlapped=False)
     cache = CacheConfig(device, host, SIZE, prefix_sharing=sharing)
     limit = device * SIZE
-    return Settings(machine, cache, machine.cost(SIZE, limit), limit, **more)
+    return Settings(machine, cache, machine.cost_model(SIZE, limit), limit, **more)
 
 
 def load(seed: int, count: int = 60) -> Load:
@@ -89,17 +89,17 @@ def test_without_common_beginnings_nothing_is_said_of_them() -> None:
 
 
 def test_a_chunk_has_an_address_where_all_of_it_is_common() -> None:
-    addresses = Addresses(SIZE)
-    a = addresses.of((("system", 20), ("document", 13)))
+    addresses = ChunkAddresses(SIZE)
+    a = addresses.for_prefix((("system", 20), ("document", 13)))
     assert len(a) == 4, "33 tokens"
-    same = addresses.of((("system", 20), ("document", 30)))
-    other = addresses.of((("system", 20), ("letter", 30)))
-    longer = addresses.of((("system", 30),))
+    same = addresses.for_prefix((("system", 20), ("document", 30)))
+    other = addresses.for_prefix((("system", 20), ("letter", 30)))
+    longer = addresses.for_prefix((("system", 30),))
     assert same[:4] == a and len(same) == 6
     assert other[:2] == a[:2] and other[2] != a[2], "the third chunk begins with the same 4 tokens"
     assert longer[:2] == a[:2] and longer[2] != a[2]
     assert len({*a, *other[2:], *longer[2:]}) == 4 + 4 + 1
-    split = addresses.of((("system", 20), ("document", 5), ("document", 30)))
+    split = addresses.for_prefix((("system", 20), ("document", 5), ("document", 30)))
     assert split[:3] == a[:3] and split[3] != a[3], "the text begins anew"
 
 

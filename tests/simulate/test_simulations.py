@@ -19,7 +19,7 @@ from pensieve.simulate.scenario import policies
 from pensieve.simulate.scenario.load import Load
 from pensieve.simulate.scenario.machine import Machine
 from pensieve.simulate.scenario.settings import Settings
-from pensieve.simulate.scenario.tally import EndedTurn, Span, Tally
+from pensieve.simulate.scenario.tally import CompletedTurn, Tally, TimeWindow
 from pensieve.simulate.turns.engine import TurnSimulation
 from support.engine.hash_worker import HashWorker
 from support.lengths import at_length
@@ -31,7 +31,7 @@ MACHINE = Machine(overlapped=False)
 def settings(device: int = 60, host: int = 60, **more: Any) -> Settings:
     cache = CacheConfig(device, host, SIZE)
     limit = device * SIZE
-    return Settings(MACHINE, cache, MACHINE.cost(SIZE, limit), limit, **more)
+    return Settings(MACHINE, cache, MACHINE.cost_model(SIZE, limit), limit, **more)
 
 
 def talks(seed: int, count: int = 30, longest: int = 400) -> list[Conversation]:
@@ -49,7 +49,7 @@ def talks(seed: int, count: int = 30, longest: int = 400) -> list[Conversation]:
 
 
 def simulate(
-    config: Settings, load: Load, engine: EngineName, policy: str, window: Span | None = None
+    config: Settings, load: Load, engine: EngineName, policy: str, window: TimeWindow | None = None
 ) -> dict[str, Any]:
     return Simulation(config, load, engine, policy, window).run()
 
@@ -112,9 +112,9 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[Seen]:
     found: list[Seen] = []
     add = Tally.add
 
-    def spy(self: Tally, turn: EndedTurn) -> None:
-        arrived = turn.at - turn.ttft - turn.answering
-        found.append(Seen(turn.number, turn.usage, turn.cost, turn.ttft, arrived, turn.at))
+    def spy(self: Tally, turn: CompletedTurn) -> None:
+        arrived = turn.end_s - turn.ttft - turn.answering
+        found.append(Seen(turn.number, turn.usage, turn.cost, turn.ttft, arrived, turn.end_s))
         add(self, turn)
 
     monkeypatch.setattr(Tally, "add", spy)
@@ -123,7 +123,9 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[Seen]:
 
 @pytest.mark.parametrize("window", [None, (2.0, 5.0)])
 @pytest.mark.parametrize("engine", ["turns", "full"])
-def test_numbers_are_those_of_the_turns(engine: EngineName, window: Span | None, seen: list[Seen]) -> None:
+def test_numbers_are_those_of_the_turns(
+    engine: EngineName, window: TimeWindow | None, seen: list[Seen]
+) -> None:
     load = Load(talks(1, 30), None, 20.0, 1.0, 3)
     result = simulate(settings(50, 20), load, engine, "retention", window)
     start, end = window or (0.0, max(turn.ended for turn in seen))
@@ -210,7 +212,7 @@ def test_nobody_beats_the_future(seed: int) -> None:
     load = Load(talks(seed, 60, 300), None, 2.0, 10.0, seed)
     costs = {name: TurnSimulation(config, name).run(load).recomputed_cost_s for name in policies.NAMES}
     seer = TurnSimulation(config, "clairvoyant")
-    ended = seer.run(load).ended
+    ended = seer.run(load).last_end_s
     assert seer.bound is not None
     least = seer.bound.least_recomputed(120, ended)
     assert costs["retention"] > 0, "no pressure: the test shows nothing"
@@ -263,7 +265,7 @@ def test_memory_follows_sessions_alive_not_sessions_seen() -> None:
     def held(sessions: int) -> tuple[int, int]:
         simulation = TurnSimulation(settings(60, 60), "retention")
         simulation.run(Load(talks(1), sessions, 20.0, 1.0, 3))
-        return simulation.most_alive, len(simulation.replicas[0].cache.index._residents)
+        return simulation.peak_sessions, len(simulation.replicas[0].cache.index._residents)
 
     small, large = held(300), held(1200)
     assert large[0] < 2 * small[0] < 500 and large[1] < 2 * small[1] < 500

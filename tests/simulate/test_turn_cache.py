@@ -38,7 +38,7 @@ def agree(both: Both) -> None:
 def test_waits_for_its_own_copies() -> None:
     """A session whose chunks the plan in hand copies out cannot be admitted by the same plan."""
     config = CacheConfig(device_chunks=20, host_chunks=20, chunk_tokens=SIZE, swap_watermark=0.0)
-    twin, manager = TurnCache(config, COST, policies.make("lru")[0]), Manager(config, "lru")
+    twin, manager = TurnCache(config, COST, policies.make_policy("lru")[0]), Manager(config, "lru")
     for key, tokens in ((1, 40), (3, 80)):
         twin.admit(key, 0, tokens, float(key))
         twin.complete()
@@ -58,7 +58,7 @@ def test_waits_for_its_own_copies() -> None:
 def test_ranked_ahead_it_loses_no_more() -> None:
     """With ``slack`` the order is a little stale, no more than that."""
     exact, ahead = (
-        TurnCache(CacheConfig(600, 600, SIZE), COST, policies.make("retention")[0], n) for n in (0, 24)
+        TurnCache(CacheConfig(600, 600, SIZE), COST, policies.make_policy("retention")[0], n) for n in (0, 24)
     )
     rng = random.Random(1)
     lost = {exact: 0, ahead: 0}
@@ -78,7 +78,7 @@ def test_ranked_ahead_it_loses_no_more() -> None:
 
 def test_clear_frees_everything() -> None:
     config = CacheConfig(device_chunks=16, host_chunks=8, chunk_tokens=SIZE)
-    cache = TurnCache(config, COST, policies.make("retention")[0])
+    cache = TurnCache(config, COST, policies.make_policy("retention")[0])
     cache.admit(1, 0, 100, 0.0)
     cache.complete()
     cache.release(1, 100, 1.0)

@@ -121,7 +121,10 @@ class Few:
 
     def __init__(self) -> None:
         config = CacheConfig(device_chunks=20, host_chunks=20, chunk_tokens=SIZE, swap_watermark=0.0)
-        self.twin, self.manager = TurnCache(config, COST, policies.make("lru")[0]), Manager(config, "lru")
+        self.twin, self.manager = (
+            TurnCache(config, COST, policies.make_policy("lru")[0]),
+            Manager(config, "lru"),
+        )
 
     def can_admit(self, key: int, tokens: int) -> bool:
         admits = self.twin.can_admit(key, tokens, prefix_of(key), reserve=False)
@@ -166,7 +169,7 @@ def test_what_is_being_saved_is_not_adopted_and_what_is_being_loaded_is() -> Non
     caches.turn(A, 56, 1.0)
     caches.admit(3, 160, 2.0)  # all there is
     assert not caches.can_admit(B, 60), "the plan that copies the beginning out cannot copy it in"
-    assert caches.twin.copying(B, prefix_of(B))
+    assert caches.twin.is_copying(B, prefix_of(B))
     caches.complete()
     caches.release(3, 160, 2.0)
     assert caches.places(A) == "1111111"

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from speech.test_reader import ADA, BOB, CALLS, FORMS, PIECES, WORDS, call, hermes
 
-from pensieve.speech import CallForm, FirstCall, SpeechForm, read, written
+from pensieve.speech import CallForm, FirstCall, SpeechForm, read, render_answer
 from pensieve.speech.calls import Quotes
 
 HERMES, LLAMA3, MISTRAL = (SpeechForm(form) for form in CallForm)
@@ -72,7 +72,7 @@ def test_whatever_comes_there_is_one_call_up_to_the_end(text: str, form: SpeechF
 
 @given(WORDS, CALLS, st.sampled_from(CallForm))
 def test_of_what_is_written_the_first_is_kept(words: str, calls: list[object], form: CallForm) -> None:
-    text = written(words, calls, form)  # type: ignore[arg-type]
+    text = render_answer(words, calls, form)  # type: ignore[arg-type]
     end = FirstCall(SpeechForm(form)).push(text)
     assert end is not None
     assert list(read(text[:end], SpeechForm(form)).calls) == calls[:1]

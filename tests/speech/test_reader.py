@@ -10,17 +10,17 @@ from hypothesis import strategies as st
 
 from pensieve.speech import (
     Answer,
+    AnswerPart,
     CallForm,
     FunctionCall,
     SpeechForm,
     SpeechReader,
-    Spoken,
     Thought,
     Words,
     read,
-    written,
+    render_answer,
 )
-from pensieve.speech.reader import joined
+from pensieve.speech.reader import merge_parts
 
 HERMES, LLAMA3, MISTRAL = (SpeechForm(form) for form in CallForm)
 THINKING = SpeechForm(CallForm.HERMES, thinks=True)
@@ -40,13 +40,13 @@ def hermes(one: FunctionCall) -> str:
 
 def in_pieces(text: str, size: int, form: SpeechForm) -> Answer:
     reader = SpeechReader(form)
-    told: list[Spoken] = []
+    told: list[AnswerPart] = []
     for at in range(0, len(text), size):
         told += reader.push(text[at : at + size])
-    return Answer(joined([*told, *reader.finish()]))
+    return Answer(merge_parts([*told, *reader.finish()]))
 
 
-CASES: list[tuple[SpeechForm, str, tuple[Spoken, ...]]] = [
+CASES: list[tuple[SpeechForm, str, tuple[AnswerPart, ...]]] = [
     (SpeechForm(), f" hi {hermes(ADA)}", (Words(f" hi {hermes(ADA)}"),)),
     (HERMES, " hi there \n", (Words(" hi there \n"),)),
     (HERMES, hermes(ADA), (ADA,)),
@@ -92,7 +92,7 @@ CASES: list[tuple[SpeechForm, str, tuple[Spoken, ...]]] = [
 
 
 @pytest.mark.parametrize(("form", "text", "parts"), CASES)
-def test_whole_and_cut_anywhere(form: SpeechForm, text: str, parts: tuple[Spoken, ...]) -> None:
+def test_whole_and_cut_anywhere(form: SpeechForm, text: str, parts: tuple[AnswerPart, ...]) -> None:
     assert read(text, form).parts == parts
     for size in (1, 2, 3, 7) if len(text) < 1000 else (997,):
         assert in_pieces(text, size, form).parts == parts
@@ -107,12 +107,12 @@ PIECES = st.sampled_from(
 @given(st.lists(PIECES, max_size=12).map("".join), st.sampled_from(FORMS), st.data())
 def test_pieces_give_what_the_whole_gives(text: str, form: SpeechForm, data: st.DataObject) -> None:
     reader, at = SpeechReader(form), 0
-    told: list[Spoken] = []
+    told: list[AnswerPart] = []
     while at < len(text):
         size = data.draw(st.integers(1, 9))
         told += reader.push(text[at : at + size])
         at += size
-    found = Answer(joined([*told, *reader.finish()]))
+    found = Answer(merge_parts([*told, *reader.finish()]))
     assert found == read(text, form)
     for one in found.calls:
         assert isinstance(json.loads(one.arguments), dict)
@@ -130,5 +130,5 @@ CALLS = st.lists(st.builds(FunctionCall, st.just("f_1"), ARGUMENTS), min_size=1,
 @settings(max_examples=40)
 @given(WORDS, CALLS, st.sampled_from(CallForm))
 def test_what_is_written_is_read(words: str, calls: list[FunctionCall], form: CallForm) -> None:
-    found = read(written(words, calls, form), SpeechForm(form))
+    found = read(render_answer(words, calls, form), SpeechForm(form))
     assert (found.words, list(found.calls)) == (words, calls)

@@ -61,7 +61,7 @@ def test_the_chain_depends_on_all_before_it() -> None:
 
 def test_stored_bytes_stay_readable() -> None:
     """The first format, byte for byte: a change here would make existing conversations unreadable."""
-    stored = _codec.store_record(rewind_record(1, "w1", keep=1), "")
+    stored = _codec.make_stored_record(rewind_record(1, "w1", keep=1), "")
     assert stored.data.hex() == (
         "0185a87265766973696f6e02a46b696e64a6726577696e64a774696d655f6d7303"
         "aa726571756573745f6964a27731aa6b6565705f6974656d7301"
@@ -120,7 +120,7 @@ def test_a_choice_is_an_update_like_any_other_to_older_programs() -> None:
 def sound_log() -> list[StoredRecord]:
     log: list[StoredRecord] = []
     for record in (first_record(), turn_record(1, "r1"), rewind_record(2, "w1")):
-        log.append(_codec.store_record(record, log[-1].head_hash if log else ""))
+        log.append(_codec.make_stored_record(record, log[-1].head_hash if log else ""))
     return log
 
 
@@ -142,15 +142,15 @@ def test_a_sound_log_is_read() -> None:
         (lambda log: log.__setitem__(1, log[1]._replace(crc=log[1].crc ^ 1)), "record 2 fails its checksum"),
         (lambda log: log.__setitem__(1, log[1]._replace(head_hash="00" * 20)), "record 2 does not continue"),
         (
-            lambda log: log.__setitem__(2, _codec.store_record(turn_record(2, "x"), log[1].head_hash)),
+            lambda log: log.__setitem__(2, _codec.make_stored_record(turn_record(2, "x"), log[1].head_hash)),
             "record 3 is not",
         ),
         (
-            lambda log: log.__setitem__(2, _codec.store_record(turn_record(5, "x"), log[1].head_hash)),
+            lambda log: log.__setitem__(2, _codec.make_stored_record(turn_record(5, "x"), log[1].head_hash)),
             "record 3 is miss",
         ),
         (
-            lambda log: log.append(_codec.store_record(turn_record(3, "x"), log[2].head_hash)),
+            lambda log: log.append(_codec.make_stored_record(turn_record(3, "x"), log[2].head_hash)),
             "record 4 is not",
         ),
         (lambda log: log.insert(1, log[0]), "record 2 is missing"),

@@ -6,14 +6,14 @@ import msgspec
 import pytest
 
 from pensieve.errors import DataLoss, NotFound, PensieveError, RevisionMismatch
-from pensieve.server.history.cuts import erasing
+from pensieve.server.history.cuts import erasing_record
 from pensieve.store import LoggedRecord
 from pensieve.store._codec import (
     FORMAT_ERASED,
     decode_record,
     encode_record,
-    store_record,
-    store_rest,
+    make_erased_record,
+    make_stored_record,
     verify_next,
 )
 from pensieve.store.records import History, Record
@@ -44,7 +44,7 @@ async def talk(bench: Bench, turns: int = 3, ttl_s: float = 0.0) -> list[LoggedR
 
 def erased(log: list[LoggedRecord], keep: int) -> tuple[Record, tuple[Record, ...]]:
     base = History().after((one.record, one.head_hash) for one in log)
-    return erasing(base, rewind_record(base.revision, "erase", keep), log)
+    return erasing_record(base, rewind_record(base.revision, "erase", keep), log)
 
 
 async def test_what_is_left_stands_in_the_place_of_the_whole(bench: Bench) -> None:
@@ -52,7 +52,7 @@ async def test_what_is_left_stands_in_the_place_of_the_whole(bench: Bench) -> No
     record, rests = erased(log, 3)
     assert record.erases == (3, 4) == tuple(rest.revision for rest in rests)
     for _ in range(2):  # a repetition changes nothing
-        after = await bench.store.apply(KEY, "fp", record, counts(5), rests=rests)
+        after = await bench.store.apply(KEY, "fp", record, counts(5), erased_records=rests)
         assert after.revision == 5
     found = await bench.store.read(KEY)
     assert found[:2] == log[:2] and [one.head_hash for one in found[:4]] == [one.head_hash for one in log]
@@ -78,31 +78,31 @@ async def test_nothing_is_erased_in_a_log_that_went_on_or_is_another(bench: Benc
     late = rewind_record(3, "late", 3)
     for wrong, left in ((record, [elsewhere]), (late, rests)):
         with pytest.raises(RevisionMismatch):
-            await bench.store.apply(KEY, "fp", wrong, counts(5), rests=left)
+            await bench.store.apply(KEY, "fp", wrong, counts(5), erased_records=left)
         assert await bench.store.read(KEY) == log
     await bench.store.begin(KEY, request("r9", "t9"))
     with pytest.raises(PensieveError) as refused:
-        await bench.store.apply(KEY, "fp", record, counts(5), rests=rests)
+        await bench.store.apply(KEY, "fp", record, counts(5), erased_records=rests)
     assert refused.value.reason == "TURN_IN_PROGRESS" and await bench.store.read(KEY) == log
 
 
 async def test_damage_to_what_is_left_is_found(bench: Bench) -> None:
     record, rests = erased(await talk(bench), 3)
-    await bench.store.apply(KEY, "fp", record, counts(5), rests=rests)
+    await bench.store.apply(KEY, "fp", record, counts(5), erased_records=rests)
     bench.damage(KEY, 3)
     with pytest.raises(DataLoss, match="record 3"):
         await bench.store.read(KEY)
 
 
 def test_what_is_left_fits_in_its_place_only() -> None:
-    first = store_record(first_record(), "")
-    second = store_record(turn_record(1, "r1"), first.head_hash)
+    first = make_stored_record(first_record(), "")
+    second = make_stored_record(turn_record(1, "r1"), first.head_hash)
     log = [
         LoggedRecord(first_record(), first.head_hash),
         LoggedRecord(turn_record(1, "r1"), second.head_hash),
     ]
     _, (rest,) = erased(log, 0)
-    left = store_rest(rest)
+    left = make_erased_record(rest)
     assert left.head_hash == second.head_hash and left.data[0] == FORMAT_ERASED
     assert verify_next(KEY, left, 2, first.head_hash).record == rest
     for entry, before in (

@@ -16,8 +16,8 @@ from redis import exceptions
 from pensieve.errors import DataLoss, FailedPrecondition, Unavailable
 from pensieve.store import Began, open_store
 from pensieve.store._redis import link
-from pensieve.store._redis.clients import parse_place
-from pensieve.store._redis.link import translated
+from pensieve.store._redis.clients import parse_address
+from pensieve.store._redis.link import translate_errors
 from pensieve.store._redis.rows import session_keys
 from pensieve.store.records import State
 from pensieve.store.redis_store import RedisStore
@@ -194,7 +194,7 @@ async def test_a_redis_that_is_busy_with_a_script(own_redis: RedisServer) -> Non
     ],
 )
 def test_what_redis_says_when_it_cannot_serve(error: Exception, reason: str) -> None:
-    with pytest.raises((Unavailable, FailedPrecondition)) as caught, translated("here"):
+    with pytest.raises((Unavailable, FailedPrecondition)) as caught, translate_errors("here"):
         raise error
     assert caught.value.reason == reason
 
@@ -328,19 +328,19 @@ async def test_a_redis_that_keeps_nothing_is_told_of(
 
 
 def test_the_forms_of_a_url() -> None:
-    one = parse_place("redis://user:s3cret@db")
+    one = parse_address("redis://user:s3cret@db")
     assert (one.kind, one.nodes, one.options, one.replicas) == (
         *("server", (("db", 6379),)),
         *({"username": "user", "password": "s3cret", "db": 0}, 0),
     )
-    sentinel = parse_place(
+    sentinel = parse_address(
         "rediss+sentinel://:s3cret@a:1,[::1],c/history/3?replicas=2&sentinel_password=s3cret&ssl_ca_certs=/ca"
     )
     assert sentinel.nodes == (("a", 1), ("::1", 26379), ("c", 26379))
     assert (sentinel.kind, sentinel.service, sentinel.replicas) == ("sentinel", "history", 2)
     assert sentinel.options == {"password": "s3cret", "db": 3, "ssl": True, "ssl_ca_certs": "/ca"}
     assert sentinel.sentinel_options == {"password": "s3cret", "ssl": True, "ssl_ca_certs": "/ca"}
-    cluster = parse_place("redis+cluster://a,b:7000")
+    cluster = parse_address("redis+cluster://a,b:7000")
     assert (cluster.kind, cluster.nodes) == ("cluster", (("a", 6379), ("b", 7000)))
     for place in (one, sentinel, cluster):
         assert "s3cret" not in str(place)

@@ -16,13 +16,13 @@ from pathlib import Path
 import pytest
 
 from pensieve.store import Began, CalledOff, Key, open_store
-from pensieve.store._codec import StoredRecord, store_record
-from pensieve.store._raw import RawSession, silent
+from pensieve.store._codec import StoredRecord, make_stored_record
+from pensieve.store._raw import RawSession, no_progress
 from pensieve.store._rules import Meta
 from pensieve.store.maintenance import (
     BadBackup,
-    Copied,
     CopyRefused,
+    CopyResult,
     Mode,
     backup,
     check,
@@ -60,7 +60,7 @@ async def backed_up(url: str, path: Path) -> Path:
     return path
 
 
-async def restored(path: Path, url: str, *, merge: bool = False, skip: bool = False) -> Copied:
+async def restored(path: Path, url: str, *, merge: bool = False, skip: bool = False) -> CopyResult:
     whole, store = open_backup(path), open_raw(url)
     await store.open(Mode.WRITE)
     try:
@@ -295,7 +295,7 @@ async def test_a_copy_of_a_file_is_not_moved_into_the_file(tmp_path: Path) -> No
     await filled(tmp_path / "h.db", MADE)
     shutil.copy(tmp_path / "h.db", tmp_path / "copy.db")
     source, target = open_raw(f"sqlite:///{tmp_path}/copy.db"), open_raw(f"sqlite:///{tmp_path}/h.db")
-    await source.open(Mode.ALONE)
+    await source.open(Mode.EXCLUSIVE)
     await target.open(Mode.WRITE)
     try:
         with pytest.raises(CopyRefused, match="both are one and the same store"):
@@ -324,7 +324,7 @@ async def test_sessions_that_went_away_meanwhile_are_told(tmp_path: Path) -> Non
     await store.open(Mode.WRITE)
     try:
         with pytest.raises(CopyRefused, match="went away while they were copied"):
-            await copy(Going(path).sessions, store, of=None, merge=False, skip=False, progress=silent)
+            await copy(Going(path).sessions, store, of=None, merge=False, skip=False, progress=no_progress)
     finally:
         await store.close()
     assert await revisions(f"sqlite:///{tmp_path}/new.db") == {}, "and nothing of them stays"
@@ -385,7 +385,7 @@ async def test_what_was_damaged_comes_back_marked(tmp_path: Path) -> None:
 
 
 async def test_what_has_expired_is_left_out(tmp_path: Path) -> None:
-    record = store_record(first_record(), "")
+    record = make_stored_record(first_record(), "")
     with ArchiveWriter(tmp_path / "b.jsonl") as writer:
         writer.begin("sqlite", "x", 0)
         for name, until_ms in (("old", 5), ("new", 1 << 60)):

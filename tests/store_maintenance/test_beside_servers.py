@@ -78,9 +78,9 @@ async def test_a_session_that_went_on_is_not_overwritten(patient: Patient) -> No
         await server.begin(KEY, request("q9", "t9"))
         await server.commit(KEY, "t9", "fp-q9", turn_record(6, "q9"), counts(7))
     store = open_raw(patient.url)
-    await store.open(Mode.ALONE)
-    assert await store.put(old, over=old.stamp) is False
-    assert await store.put(old, over=None) is False
+    await store.open(Mode.EXCLUSIVE)
+    assert await store.put(old, expected_stamp=old.stamp) is False
+    assert await store.put(old, expected_stamp=None) is False
     await store.flush()
     await store.close()
     async with patient.served() as server:
@@ -98,7 +98,7 @@ async def test_what_was_written_to_a_file_that_has_gone_meanwhile_is_not_told_to
     await store.open(Mode.WRITE)
     session = await store.session(KEY)
     assert session is not None
-    assert await store.put(session, over=session.stamp)
+    assert await store.put(session, expected_stamp=session.stamp)
     store._path.rename(store._path.with_name("moved"))
     with pytest.raises(Unavailable) as caught:
         await store.flush()
@@ -111,7 +111,7 @@ async def test_what_was_written_to_a_file_that_has_gone_meanwhile_is_not_told_to
 async def test_what_is_repaired_is_sealed_again(patient: Patient, client: redis.Redis) -> None:
     """Servers notice what happens to it afterwards, as they do with what they wrote themselves."""
     client.zrem(index_key(KEY.tenant), KEY.session_id)
-    assert (await patient.repair()).left == []
+    assert (await patient.repair()).remaining == []
     client.delete(session_keys(KEY)[1])
     async with patient.served() as store:
         with pytest.raises(DataLoss):
@@ -131,7 +131,9 @@ async def test_two_programs_that_write_one_session_write_it_once(
     session = await first.session(KEY)
     assert session is not None
     client.delete(*session_keys(KEY))
-    assert sorted(await asyncio.gather(*(store.put(session, over=None) for store in (first, second)))) == [
+    assert sorted(
+        await asyncio.gather(*(store.put(session, expected_stamp=None) for store in (first, second)))
+    ) == [
         False,
         True,
     ]
@@ -139,7 +141,7 @@ async def test_two_programs_that_write_one_session_write_it_once(
     assert {name for name in client.keys("pv1:{*") if KEY.session_id.encode() in name} == {
         name.encode() for name in session_keys(KEY)
     }
-    writing = asyncio.create_task(second.put(session, over=session.stamp))
+    writing = asyncio.create_task(second.put(session, expected_stamp=session.stamp))
     async with asyncio.timeout(30):
         while not (begun := [name for name in client.keys("pv1:{*") if name.count(b":") > 2]):
             await asyncio.sleep(0)
@@ -172,7 +174,7 @@ async def test_a_session_is_written_in_batches_of_bounded_size(
     assert session is not None
     assert len(session.requests) + len(session.log) == 10
     client.config_resetstat()
-    assert await store.put(session, over=session.stamp)
+    assert await store.put(session, expected_stamp=session.stamp)
     stats: dict[str, dict[str, int]] = client.info("commandstats")  # type: ignore[assignment]
     assert stats["cmdstat_expire"]["calls"] == 3 * batches, "each batch prolongs the life of the three keys"
     await store.close()
@@ -195,7 +197,7 @@ async def test_a_session_in_which_a_turn_runs_is_not_merged_with(patient: Patien
 
 
 @pytest.mark.redis
-@pytest.mark.parametrize("mode", [Mode.READ, Mode.SNAPSHOT, Mode.ALONE])
+@pytest.mark.parametrize("mode", [Mode.READ, Mode.SNAPSHOT, Mode.EXCLUSIVE])
 async def test_a_redis_without_a_history_or_with_a_newer_one_is_not_read(
     shared_redis: RedisServer, client: redis.Redis, mode: Mode
 ) -> None:

@@ -37,12 +37,12 @@ async def test_a_flipped_bit_is_found_marked_and_cut_on_demand(patient: Patient,
             await store.read(KEY)
         with pytest.raises(FailedPrecondition):
             await store.begin(KEY, request("new", "t"))
-    assert (await patient.repair()).left != [], "what is lost stays a finding"
+    assert (await patient.repair()).remaining != [], "what is lost stays a finding"
 
     kept = tmp_path / "cut.jsonl"
     done = await patient.repair(cut_to=kept)
     assert [one.records_cut for one in done.mended] == [3]
-    assert done.left == [] and await patient.problems() == set()
+    assert done.remaining == [] and await patient.problems() == set()
     (whole,) = read_sessions(kept)
     assert [entry.revision for entry in whole.log] == [1, 2, 3, 4, 5, 6]
     async with patient.served() as store:
@@ -237,7 +237,7 @@ async def test_damage_in_redis(
 
 async def _found_and_repaired(patient: Patient, problem: Problem) -> None:
     assert problem in await patient.problems()
-    assert (await patient.repair()).left == []
+    assert (await patient.repair()).remaining == []
     assert await patient.problems() == set()
     async with patient.served() as store:
         row = await store.load(KEY)
@@ -281,7 +281,7 @@ async def test_a_session_in_use_is_left_alone(patient: Patient, client: redis.Re
     async with patient.served() as store:
         await store.begin(KEY, request("running", "t"))
         done = await patient.repair()
-        assert done.busy == [KEY] and done.left != []
+        assert done.busy == [KEY] and done.remaining != []
         await store.renew(KEY, "t", 1000)
 
 

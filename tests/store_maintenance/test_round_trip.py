@@ -132,7 +132,7 @@ async def _there_and_back(folder: Path, middle: str, made: list[Made]) -> None:
     assert copied.written == len(made) == total.sessions + total.tombstones
     async with served(middle) as store:
         views.append(await seen(store, made))
-    async with raw(middle, Mode.ALONE) as source, raw(last, Mode.WRITE) as target:
+    async with raw(middle, Mode.EXCLUSIVE) as source, raw(last, Mode.WRITE) as target:
         assert (await move(source, target)).written == len(made)
     for url in (middle, last):
         assert await everything(url) == await everything(first)
@@ -159,12 +159,12 @@ async def test_a_cluster_is_moved_to_a_file_and_back(tmp_path: Path) -> None:
     async with served(file) as store:
         await populate(store, made)
     with cluster_group() as group:
-        async with raw(file, Mode.ALONE) as source, raw(group.url, Mode.WRITE) as target:
+        async with raw(file, Mode.EXCLUSIVE) as source, raw(group.url, Mode.WRITE) as target:
             assert (await move(source, target)).written == len(made)
         assert await everything(group.url) == await everything(file)
         async with raw(group.url, Mode.READ) as store:
             assert (await check(store)).findings == []
         back = f"sqlite:///{tmp_path}/back.db"
-        async with raw(group.url, Mode.ALONE) as source, raw(back, Mode.WRITE) as target:
+        async with raw(group.url, Mode.EXCLUSIVE) as source, raw(back, Mode.WRITE) as target:
             assert (await move(source, target)).written == len(made)
         assert await everything(back) == await everything(file)

@@ -25,7 +25,7 @@ from pensieve.http.app import HttpMetrics  # noqa: E402
 from pensieve.server.gateway import Gateway, GatewayCommand  # noqa: E402
 from pensieve.server.links.engine_link import LinkState  # noqa: E402
 from pensieve.server.operations.metrics import Metrics  # noqa: E402
-from pensieve.server.operations.usage import TenantCounts, TenantUse, UsageBook  # noqa: E402
+from pensieve.server.operations.usage import TenantCounts, TenantUse, UsageTracker  # noqa: E402
 from pensieve.server.values import TurnEnd  # noqa: E402
 from pensieve.store import Key, TenantUsage  # noqa: E402
 from pensieve.store.memory_store import MemoryStore  # noqa: E402
@@ -109,13 +109,13 @@ def all_families() -> dict[str, Family]:
     Gateway(GatewayCommand("")).watch_in(metrics.registry)
     metrics.turn_ended(TurnEnd(Key("t", "s"), "eos", True, 1, 1, Usage(), 0.0, 0.0, 0.0))
     metrics.turn_refused("t", "QUEUE_FULL")
-    book = UsageBook(MemoryStore(), lambda: {"t": (1, 1)}, lambda: ())
+    book = UsageTracker(MemoryStore(), lambda: {"t": (1, 1)}, lambda: ())
     book.latest = [TenantUse("t", TenantCounts(), 1, 1, TenantUsage(1, 1))]
     metrics.watch_usage(book)
-    metrics.ended("eos")
+    metrics.on_generation_end("eos")
     metrics.warm_ended("accepted")
-    metrics.calls.started("RunTurn")
-    metrics.calls.handled("RunTurn", "OK", 0.0)
+    metrics.calls.call_started("RunTurn")
+    metrics.calls.call_handled("RunTurn", "OK", 0.0)
     door = HttpMetrics()
     door.calls.labels("/v1/models", "200")
     door.first_byte.labels("/v1/models")

@@ -117,7 +117,7 @@ def test_answer_cut_short_is_closed_by_what_follows(tmp_path: Path) -> None:
     )
     cut = chat.render([HistoryItem(U), HistoryItem(A)], [TextMessage(U, "hi")], generation_prompt=False)
     closed = chat.render(
-        [HistoryItem(U), HistoryItem(A, closed=True)], [TextMessage(U, "hi")], generation_prompt=False
+        [HistoryItem(U), HistoryItem(A, ends_with_eos=True)], [TextMessage(U, "hi")], generation_prompt=False
     )
     (eos,) = chat.eos_token_ids
     assert cut.item_tokens[0].tolist() == [eos, *closed.item_tokens[0].tolist()]
@@ -130,7 +130,7 @@ def test_template_that_closes_only_when_something_follows(tmp_path: Path) -> Non
     (eos,) = chat.eos_token_ids
     new = [TextMessage(U, "hi")]
     cut = chat.render([HistoryItem(U), HistoryItem(A)], new, generation_prompt=False).item_tokens[0]
-    closed = chat.render([HistoryItem(U), HistoryItem(A, closed=True)], new, generation_prompt=False)
+    closed = chat.render([HistoryItem(U), HistoryItem(A, ends_with_eos=True)], new, generation_prompt=False)
     assert cut[0] == eos
     assert eos not in closed.item_tokens[0]
 
@@ -208,10 +208,10 @@ def test_long_texts_are_cut_where_no_word_takes_what_stands_before_it(tmp_path: 
 @pytest.mark.fault(18)
 @given(text=st.text())
 def test_any_text_round_trips_without_control_tokens(text: str) -> None:
-    from pensieve.tokenizer.encoding import Before
+    from pensieve.tokenizer.encoding import Preceding
 
     chat = _shared_chat()
-    ids = chat._encoder.encode(text, Before.CONTROL, chat._encoder.spelled(text)).ids
+    ids = chat._encoder.encode(text, Preceding.CONTROL, chat._encoder.control_spans(text)).ids
     assert chat._encoder.control_ids.isdisjoint(ids)
     assert chat.decode(ids) == text
 

@@ -78,7 +78,7 @@ class Model:
     ) -> list[list[int]]:
         """What each message becomes."""
         made = self.chat.render(
-            [], messages, generation_prompt=False, tools=tools, follow=tuple(follow), when=WHEN
+            [], messages, generation_prompt=False, tools=tools, followed_by=tuple(follow), when=WHEN
         )
         return [one.tolist() for one in made.item_tokens]
 
@@ -277,7 +277,7 @@ def test_the_work_of_an_import_is_linear_in_its_messages(
         shown = 0
         model.imported(said[:count])
         assert shown <= each * count
-    history = [HistoryItem(role, closed=role is A) for role in roles]
+    history = [HistoryItem(role, ends_with_eos=role is A) for role in roles]
     shown = 0
     model.chat.render(history, [TextMessage(U, "hi")], generation_prompt=True, when=WHEN)
     assert shown < 400, "a turn looks at its whole history"

@@ -19,8 +19,8 @@ from click.shell_completion import BashComplete
 from rich.cells import cell_len
 
 from pensieve.cli import main as cli
-from pensieve.cli.refusals import refusal
-from pensieve.cli.sessions import listing
+from pensieve.cli.server_errors import describe_error
+from pensieve.cli.sessions import session_rows
 from pensieve.cli.top.command import default_admin, top
 from pensieve.client import Client, Residency, SessionInfo, SessionState
 from pensieve.errors import PermissionDenied, Unauthenticated, Unavailable
@@ -170,7 +170,7 @@ def test_what_is_refused_and_what_cannot_be_shown(
 )
 def test_why_no_server_answers(told: str, said: str) -> None:
     error = Unavailable(told, reason="TRANSPORT")
-    assert refusal(error, "here:1") == f"no server answers at here:1: {said}"
+    assert describe_error(error, "here:1") == f"no server answers at here:1: {said}"
 
 
 def test_the_library_writes_no_lines_of_its_own_beside_those_of_a_command() -> None:
@@ -208,7 +208,7 @@ def test_figures_are_not_cut_either(columns: int) -> None:
         overflow="reject", labels={"title": "x" * 300}, create_time=now - timedelta(days=400), update_time=now,
         active_request_id="r", residency=Residency("left", 9, 41_152, 41_152, 41_152),
     )  # fmt: skip
-    _, text = listing([info], now, columns)
+    _, text = session_rows([info], now, columns)
     line = text.plain
     for whole in (info.id, "123,456", "running", "d33" if columns < 100 else "device 33 %"):
         assert whole in line, whole

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from pensieve.cli.top.feed import AdminFeed, FeedError, decode
-from pensieve.cli.top.screen import ORDERS, TopLook, View, draw, screen
+from pensieve.cli.top.screen import ORDERS, TopFrame, View, draw_strip, render
 from pensieve.feed import StateDocument
 from support.page.feeds import row, state
 
@@ -20,7 +20,7 @@ def told(document: dict[str, Any]) -> StateDocument:
 
 
 def page(document: dict[str, Any], width: int = 80, height: int | None = None, **look: Any) -> list[str]:
-    lines = screen(TopLook(told(document), width, **look), View(page=10_000), height)
+    lines = render(TopFrame(told(document), width, **look), View(page=10_000), height)
     assert max(line.cell_len for line in lines) <= width
     return [line.plain for line in lines]
 
@@ -59,7 +59,7 @@ def test_facts_at_every_width(width: int, sessions: int) -> None:
 def test_a_live_screen_fills_the_terminal_and_no_more(size: tuple[int, int]) -> None:
     width, height = size
     view = View()
-    lines = screen(TopLook(told(state(1000)), width), view, height)
+    lines = render(TopFrame(told(state(1000)), width), view, height)
     assert len(lines) == height and max(line.cell_len for line in lines) <= width
     assert lines[-1].plain.startswith("q quit")
     rows = sum("chat-" in line.plain for line in lines)
@@ -130,12 +130,12 @@ def test_nothing_from_outside_moves_the_cursor() -> None:
 
 
 def drawn(strip: str, width: int) -> str:
-    return draw(strip, width, blocks=False).plain
+    return draw_strip(strip, width, blocks=False).plain
 
 
 def test_a_strip_that_fits_is_told_chunk_by_chunk() -> None:
     assert drawn("x2h3b1d4i1o1r1n2", 20) == "xxhhhbdddd><rnn"
-    shared = draw("D2d1", 5)
+    shared = draw_strip("D2d1", 5)
     assert shared.plain == "███" and "underline" in str(shared.spans[0].style)
     assert drawn("", 5) == "" and drawn("z3", 5) == "???"
 
@@ -150,7 +150,7 @@ def test_a_longer_one_keeps_its_proportions() -> None:
 
 def test_sessions_in_other_orders() -> None:
     rows = told(state(6)).sessions.rows
-    first = {order: View(order=order).choose(rows)[0].session.rpartition("/")[2] for order in ORDERS}
+    first = {order: View(order=order).select(rows)[0].session.rpartition("/")[2] for order in ORDERS}
     assert first == {
         "activity": "chat-0000", "tokens": "chat-0005", "device": "chat-0004", "host": "chat-0001",
         "dropped": "chat-0003", "idle": "chat-0005",
@@ -160,18 +160,18 @@ def test_sessions_in_other_orders() -> None:
 def test_keys() -> None:
     view = View(page=10)
     rows = told(state(100)).sessions.rows
-    view.press("jj\x1b[B\x1b[6~\x1bOAk")
-    assert view.first == 11 and view.choose(rows)[0].session == "default/chat-0011"
-    view.press("g/TALK 4q\x7f")
+    view.on_keys("jj\x1b[B\x1b[6~\x1bOAk")
+    assert view.first == 11 and view.select(rows)[0].session == "default/chat-0011"
+    view.on_keys("g/TALK 4q\x7f")
     assert view.typing and view.filter == "TALK 4" and not view.done
-    assert len(view.choose(rows)) == 11, "4 and 40 to 49"
-    view.press("\r" + "j" * 50)
-    assert len(view.choose(rows)) == 1 and view.first == 10, "back to where there are any"
+    assert len(view.select(rows)) == 11, "4 and 40 to 49"
+    view.on_keys("\r" + "j" * 50)
+    assert len(view.select(rows)) == 1 and view.first == 10, "back to where there are any"
     assert view.wanted == 5000
-    view.press("\x1b")
+    view.on_keys("\x1b")
     assert (view.filter, view.first, view.done) == ("", 0, False)
     assert view.wanted < 100
-    view.press("\x1b[5~\x00\x1b[200~é😀Q")
+    view.on_keys("\x1b[5~\x00\x1b[200~é😀Q")
     assert view.first == 0 and view.done
 
 
@@ -179,7 +179,7 @@ def test_keys() -> None:
 def test_without_colours_and_block_characters(colour: bool) -> None:
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, no_color=not colour, width=80, color_system="standard")
-    for line in screen(TopLook(told(state()), 80, blocks=False), View()):
+    for line in render(TopFrame(told(state()), 80, blocks=False), View()):
         console.print(line)
     assert ("\x1b[34m" in out.getvalue()) == colour
     told_plain = out.getvalue().replace("–", "-").replace("…", ".")

@@ -22,22 +22,22 @@ from click.core import ParameterSource
 from pensieve.cli import completion
 from pensieve.cli.chat import sessions
 from pensieve.cli.chat.commands import COMMAND, Commands
-from pensieve.cli.chat.flight import LeaveChat
+from pensieve.cli.chat.dialogue import Dialogue, warm
 from pensieve.cli.chat.prompt import Prompt, is_text
 from pensieve.cli.chat.screen import Screen
-from pensieve.cli.chat.talk import Dialogue, warm
+from pensieve.cli.chat.turn_display import LeaveChat
 from pensieve.cli.chat.unsent import UnsentFolder
 from pensieve.cli.output import clean
-from pensieve.cli.refusals import BadModel, misuse, no_answer, refusal
+from pensieve.cli.server_errors import BadModel, describe_error, describe_unreachable, usage_error
 from pensieve.client import Client, RetryPolicy, SamplingOptions, Session
 from pensieve.client import SamplingOptions as Sampling
 from pensieve.errors import InvalidArgument, PensieveError
 from pensieve.model.arch import ModelError
 from pensieve.model.resolve import resolve_model
 from pensieve.model.smollm2 import SMOLLM2
-from pensieve.options.commands import complain, models
+from pensieve.options.commands import models, print_error
 from pensieve.options.serve import state_directory
-from pensieve.own_server import OwnServer, why_not
+from pensieve.own_server import OwnServer, explain_failure
 from pensieve.spawn import NOT_STARTED, SpawnError
 
 log = logging.getLogger(__name__)
@@ -67,13 +67,13 @@ class ChatLoop:
         self.screen = Screen(interactive=interactive, plain=plain)
         self.prompt = Prompt(self.screen, folder and folder / "history", self._complete)
         unsent = UnsentFolder(folder and folder / "unsent")
-        self.talk = Dialogue(client, session, sampling, self.screen, unsent)
-        self.commands = Commands(self.talk, self.prompt)
+        self.dialogue = Dialogue(client, session, sampling, self.screen, unsent)
+        self.commands = Commands(self.dialogue, self.prompt)
 
     @property
     def session(self) -> Session:
         """The one that is talked in now."""
-        return self.talk.session
+        return self.dialogue.session
 
     def run(self) -> None:
         """Until /quit or the end of input. Raises PensieveError when not interactive: a pipe must not go on."""
@@ -100,7 +100,7 @@ class ChatLoop:
             info = self.session.info
             if info is not None and info.item_count:
                 sessions.show_tail(self.session, self.screen)
-            self.talk.take_up()
+            self.dialogue.resume_unsent()
         except PensieveError as error:
             self.screen.error(str(error))
         except LeaveChat:
@@ -115,12 +115,12 @@ class ChatLoop:
         interrupted = False
         while True:
             self._warm()
-            kept = self.talk.kept
+            kept = self.dialogue.unsent
             try:
                 line = self.prompt.read(kept.text if kept is not None else "")
                 interrupted = False
                 if not line and kept is not None:
-                    self.talk.drop_kept()
+                    self.dialogue.drop_unsent()
                     self.screen.note("dropped")
                 yield line
             except UnicodeDecodeError:
@@ -144,7 +144,7 @@ class ChatLoop:
             if COMMAND.fullmatch(line):
                 self.commands.run(line)
             else:
-                self.talk.ask(line)
+                self.dialogue.ask(line)
         except LeaveChat:
             raise
         except KeyboardInterrupt:
@@ -158,9 +158,9 @@ class ChatLoop:
         session = self.session
         info = session.info
         has_history = session.last_turn is not None or (info is not None and info.item_count > 0)
-        if has_history and not self.talk.is_warm:
+        if has_history and not self.dialogue.is_warm:
             threading.Thread(target=lambda: log.debug("%s", warm(session)), name="warm", daemon=True).start()
-        self.talk.is_warm = False
+        self.dialogue.is_warm = False
 
 
 def _piped() -> Iterator[str]:
@@ -206,7 +206,7 @@ ON_A_TERMINAL = RetryPolicy(max_wait_s=math.inf)
     "session_id",
     metavar="ID",
     help="Session to go on with: its id, the beginning of it, or `last`.",
-    shell_complete=completion.sessions,
+    shell_complete=completion.complete_session_ids,
 )
 @click.option("--new", is_flag=True, help="A new session without asking; with --session under that id.")
 @click.option("--system", metavar="TEXT", help="System prompt of a new session.")
@@ -278,11 +278,11 @@ def chat(
     except SpawnError as error:
         # An option that the server refuses was one of ours.
         kind = click.UsageError if error.status == 2 else click.ClickException
-        raise kind(clean(why_not(error), lines=False)) from error
+        raise kind(clean(explain_failure(error), lines=False)) from error
     except PensieveError as error:
         if target is None:  # its own: nobody has typed an address
             raise click.ClickException(clean(str(error), lines=False)) from error
-        raise misuse(error) or click.ClickException(refusal(error, target)) from error
+        raise usage_error(error) or click.ClickException(describe_error(error, target)) from error
 
 
 def _comes_from_outside(parameter: str) -> bool:
@@ -304,7 +304,7 @@ def _talk(loop: ChatLoop, again: list[str]) -> None:
 
 def _say_why(own: OwnServer) -> None:
     if own.failure:
-        complain(f"the server could not be started again: {own.failure.removeprefix(NOT_STARTED)}")
+        print_error(f"the server could not be started again: {own.failure.removeprefix(NOT_STARTED)}")
 
 
 def _resume_line(
@@ -341,10 +341,10 @@ def _check_address(target: str, api_key: str | None, tls: bool, *, interactive: 
     policy = RetryPolicy(max_wait_s=FIRST_ANSWER_S)
     try:
         with Client(target, api_key=api_key, tls=tls, retry=policy, timeout=FIRST_ANSWER_S) as client:
-            Screen(interactive=interactive).patiently(client.server_info)
+            Screen(interactive=interactive).call_with_status(client.server_info)
     except PensieveError as error:
         if error.code in ("UNAVAILABLE", "DEADLINE_EXCEEDED"):
-            raise click.ClickException(no_answer(error, target)) from error
+            raise click.ClickException(describe_unreachable(error, target)) from error
         raise
     except KeyboardInterrupt:
         raise click.Abort from None
@@ -355,7 +355,7 @@ def _open_session(
 ) -> Session:
     """The session that the options name, or the one that is picked. Raises NoSuchSession."""
     if wanted is not None and not new:
-        session = sessions.find(client, wanted)
+        session = sessions.find_session(client, wanted)
         if system is not None:
             raise click.UsageError(f"--system does not go with {session.name}, which exists already")
         return session
@@ -368,10 +368,10 @@ def _open_session(
 
 def _pick(client: Client, screen: Screen) -> Session | None:
     """One of the recent conversations; None for a new one."""
-    found = screen.patiently(lambda: sessions.recent(client))
+    found = screen.call_with_status(lambda: sessions.recent(client))
     if not found:
         return None
-    sessions.show(found, screen)
+    sessions.show_recent(found, screen)
     prompt = Prompt(screen, None, lambda _: [])
     while True:
         try:
@@ -382,9 +382,9 @@ def _pick(client: Client, screen: Screen) -> Session | None:
         if not typed:
             return None
         if typed.isdecimal() and 0 < int(typed) <= len(found):
-            return sessions.find(client, found[int(typed) - 1].info.id)
+            return sessions.find_session(client, found[int(typed) - 1].info.id)
         try:
-            return sessions.find(client, typed)
+            return sessions.find_session(client, typed)
         except sessions.NoSuchSession as error:
             screen.note(str(error).partition("; with --new")[0])
         except InvalidArgument:  # a message, typed a question too early

@@ -13,9 +13,9 @@ from typing import Any, Final
 import click
 
 from pensieve.cli.chat import sessions
+from pensieve.cli.chat.dialogue import Dialogue, choose_candidate, reason, set_candidates
 from pensieve.cli.chat.prompt import Prompt
 from pensieve.cli.chat.screen import can_edit
-from pensieve.cli.chat.talk import Dialogue, choose_candidate, reason, set_candidates
 from pensieve.client import Item, Role, SamplingOptions
 from pensieve.core import SAMPLING
 from pensieve.machine import user_path
@@ -113,13 +113,15 @@ class Commands:
 
     def _new(self, system: str) -> None:
         talk = self._talk
-        talk.move(self._screen.patiently(lambda: talk.client.create_session(system_prompt=system or None)))
+        talk.move_to(
+            self._screen.call_with_status(lambda: talk.client.create_session(system_prompt=system or None))
+        )
         self._screen.note(f"now in {talk.session.name}; /switch goes back")
 
     def _sessions(self, _: str) -> None:
-        found = self._screen.patiently(lambda: sessions.recent(self._talk.client))
+        found = self._screen.call_with_status(lambda: sessions.recent(self._talk.client))
         self._listed = [one.info.id for one in found]
-        sessions.show(found, self._screen, self._talk.session.name)
+        sessions.show_recent(found, self._screen, self._talk.session.name)
         self._screen.note("/switch N goes on with one" if found else "none with a question in it yet")
 
     def _switch(self, wanted: str) -> None:
@@ -129,7 +131,7 @@ class Commands:
         if wanted.isdecimal() and 0 < int(wanted) <= len(self._listed):
             wanted = self._listed[int(wanted) - 1]
         try:
-            found = self._screen.patiently(lambda: sessions.find(self._talk.client, wanted))
+            found = self._screen.call_with_status(lambda: sessions.find_session(self._talk.client, wanted))
         except sessions.NoSuchSession as error:
             self._screen.note(str(error).partition("; with --new")[0])
             return
@@ -138,33 +140,33 @@ class Commands:
         self._screen.note(f"now in {found.name}")
         if self._screen.interactive:
             sessions.show_tail(found, self._screen)
-            self._talk.take_up()
+            self._talk.resume_unsent()
 
     def _ids(self, typed: str) -> list[str]:
         return [one for one in self._listed if one.startswith(typed)]
 
     def _fork(self, _: str) -> None:
         origin = self._talk.session
-        self._talk.session = self._screen.patiently(origin.fork)
+        self._talk.session = self._screen.call_with_status(origin.fork)
         self._screen.note(f"now in {self._talk.session.name}, a copy of {origin.name}")
 
     def _system(self, text: str) -> None:
         session = self._talk.session
         if text:
-            self._screen.patiently(lambda: session.update(system_prompt=text))
+            self._screen.call_with_status(lambda: session.update(system_prompt=text))
             self._screen.note("changed; the next turn computes its whole context anew")
             return
-        info = self._screen.patiently(session.refresh)
-        self._screen.say(info.system_prompt or "(none)")
+        info = self._screen.call_with_status(session.refresh)
+        self._screen.write_line(info.system_prompt or "(none)")
 
     # -- history
 
     def _items(self) -> list[Item]:
-        return self._screen.patiently(self._talk.session.items)
+        return self._screen.call_with_status(self._talk.session.items)
 
     def _history(self, _: str) -> None:
         for item in self._items():
-            self._screen.say(f"{item.item} {_who(item)}: {item.text}")
+            self._screen.write_line(f"{item.item} {_who(item)}: {item.text}")
 
     def _edit(self, argument: str) -> None:
         asked = [one for one in self._items() if one.role == Role.USER]
@@ -212,7 +214,7 @@ class Commands:
             self._screen.note("nothing to forget")
             return
         keep = max((item.item for item in items if item.item < starts[-count]), default=0)
-        self._screen.patiently(lambda: self._talk.session.rewind(to_item=keep))
+        self._screen.call_with_status(lambda: self._talk.session.rewind(to_item=keep))
         self._screen.note(f"forgot {count} of {len(starts)} turns")
 
     def _save(self, name: str) -> None:
@@ -279,7 +281,7 @@ class Commands:
             ("revision", f"{turn.revision}"),
         )
         for label, value in rows:
-            self._screen.say(f"{label:14} {value}")
+            self._screen.write_line(f"{label:14} {value}")
 
     def _help(self, _: str) -> None:
         for name, command in self.table.items():

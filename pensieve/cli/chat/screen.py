@@ -34,14 +34,14 @@ class Screen:
         self._status_at = 0.0
 
     @property
-    def moves(self) -> bool:
+    def can_redraw(self) -> bool:
         """Whether lines on the terminal can be drawn again."""
         return self.interactive and _is_terminal(self.notes) and not self.notes.is_dumb_terminal
 
     @property
-    def renders(self) -> bool:
+    def shows_markdown(self) -> bool:
         """Whether answers are laid out as Markdown."""
-        return self.moves and not self.plain and _is_terminal(self.out)
+        return self.can_redraw and not self.plain and _is_terminal(self.out)
 
     def note(self, text: str, style: str | None = None) -> None:
         """A line about the conversation."""
@@ -51,23 +51,23 @@ class Screen:
     def error(self, text: str) -> None:
         self.note(text, "red")
 
-    def say(self, text: str) -> None:
+    def write_line(self, text: str) -> None:
         """A line that was asked for."""
-        self.piece(f"{text}\n")
+        self.write(f"{text}\n")
 
-    def piece(self, text: str) -> None:
+    def write(self, text: str) -> None:
         """A part of an answer, as it is."""
         self.clear_status()
         self.out.out(self._safe(text, self.out), end="", highlight=False)
         self.out.file.flush()
 
-    def line(self) -> None:
+    def end_line(self) -> None:
         """End the line."""
-        self.piece("\n")
+        self.write("\n")
 
     def status(self, text: str) -> None:
         """What is waited for, in one line that the next word removes. Where lines stay, only now and then."""
-        if self.moves:
+        if self.can_redraw:
             width = max(10, self.notes.width - 1)
             self.notes.file.write(f"\r\x1b[2K{clean(text)[:width]}")
             self.notes.file.flush()
@@ -77,12 +77,12 @@ class Screen:
         self._status = text
 
     def clear_status(self) -> None:
-        if self._status and self.moves:
+        if self._status and self.can_redraw:
             self.notes.file.write("\r\x1b[2K")
             self.notes.file.flush()
         self._status = ""
 
-    def patiently(self, call: Callable[[], T]) -> T:
+    def call_with_status(self, call: Callable[[], T]) -> T:
         """The answer of a call; says that it is waited for. Ctrl-C leaves the call alone, as KeyboardInterrupt."""
         if not self.interactive:
             return call()

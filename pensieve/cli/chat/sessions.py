@@ -9,8 +9,8 @@ from datetime import UTC, datetime
 
 from rich.cells import set_cell_size
 
+from pensieve.cli.chat.dialogue import first_words
 from pensieve.cli.chat.screen import Screen
-from pensieve.cli.chat.talk import first_words
 from pensieve.cli.output import clean
 from pensieve.client import Client, Item, Role, Session, SessionInfo
 from pensieve.errors import InvalidArgument, NotFound
@@ -73,7 +73,7 @@ def age(when: datetime | None, now: datetime) -> str:
     return "just now"
 
 
-def show(listed: Sequence[RecentSession], screen: Screen, current: str = "") -> None:
+def show_recent(listed: Sequence[RecentSession], screen: Screen, current: str = "") -> None:
     """One line each; titles give way on a narrow terminal."""
     now = datetime.now(UTC)
     width = min(48, max(12, screen.notes.width - 40))
@@ -86,7 +86,7 @@ def show(listed: Sequence[RecentSession], screen: Screen, current: str = "") -> 
         )
 
 
-def find(client: Client, wanted: str) -> Session:
+def find_session(client: Client, wanted: str) -> Session:
     """A session by its id, by the only beginning of one, or ``last``. Raises NoSuchSession, and InvalidArgument when
     it can be neither.
     """
@@ -128,10 +128,10 @@ def _open(client: Client, info: SessionInfo) -> Session:
 
 def show_tail(session: Session, screen: Screen) -> None:
     """The end of the conversation, for whoever comes back to it. Raises what the server says."""
-    items = screen.patiently(session.items)
+    items = screen.call_with_status(session.items)
     shown = [one for one in items if one.role in (Role.USER, Role.ASSISTANT)]
     if len(shown) > TAIL_ITEMS:
         screen.note(f"… {len(shown) - TAIL_ITEMS} earlier messages; /history shows all")
     for one in shown[-TAIL_ITEMS:]:
         screen.note("you:" if one.role == Role.USER else "answer:")
-        screen.say(one.text)
+        screen.write_line(one.text)

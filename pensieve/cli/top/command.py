@@ -23,8 +23,8 @@ from rich.live import Live
 
 from pensieve.cli import output
 from pensieve.cli.top.feed import AdminFeed, FeedError, decode
-from pensieve.cli.top.screen import ORDERS, TopLook, View, screen
-from pensieve.feed import MOST_LISTED, StateDocument
+from pensieve.cli.top.screen import ORDERS, TopFrame, View, render
+from pensieve.feed import MAX_LISTED, StateDocument
 from pensieve.options.serve import ServeOptions
 from pensieve.options.values import address
 
@@ -87,14 +87,14 @@ def watch(feed: AdminFeed, first: StateDocument, view: View, interval_s: float, 
         thread.start()
         while not view.done:
             trouble = thread.trouble
-            look = TopLook(
+            look = TopFrame(
                 thread.latest,
                 console.width,
                 blocks(console),
                 time.monotonic() - trouble[0] if trouble is not None else None,
                 trouble[1] if trouble is not None else "",
             )
-            lines = screen(look, view, console.height)
+            lines = render(look, view, console.height)
             live.update(Group(*lines), refresh=True)
             _wait(thread, keyboard, view)
 
@@ -110,7 +110,7 @@ def _wait(thread: FeedThread, keyboard: int | None, view: View) -> None:
         if not typed:
             view.done = True  # the terminal is gone
         wanted = view.wanted
-        view.press(typed.decode(errors="replace"))
+        view.on_keys(typed.decode(errors="replace"))
         if view.wanted > wanted:
             thread.ask_now()
 
@@ -229,7 +229,7 @@ def top(
     console = output.stdout()
     try:
         if as_json:
-            document = feed.document(MOST_LISTED)
+            document = feed.document(MAX_LISTED)
             decode(document, admin)  # whatever else answers there is refused
             click.echo(document)
             return
@@ -241,7 +241,7 @@ def top(
     if live:
         watch(feed, first, view, interval, console)
         return
-    whole = console.width == output.UNBOUND
-    look = TopLook(first, PLAIN_WIDTH if whole else console.width, blocks(console), whole=whole)
-    for line in screen(look, view):
+    whole = console.width == output.UNBOUNDED_WIDTH
+    look = TopFrame(first, PLAIN_WIDTH if whole else console.width, blocks(console), whole=whole)
+    for line in render(look, view):
         console.print(line, no_wrap=True, overflow="crop")

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from pensieve.cli import output
 from pensieve.cli.output import clean
-from pensieve.feed import MOST_LISTED, Percentiles, SessionLine, StateDocument, TierState
+from pensieve.feed import MAX_LISTED, Percentiles, SessionLine, StateDocument, TierState
 
 PLACES: Final[dict[str, tuple[str, str, str]]] = {
     "d": ("█", "blue", "device"),
@@ -37,20 +37,20 @@ PLAIN: Final = {"█": "d", "▓": "b", "▒": "h", "·": "x"}
 _RUN: Final = re.compile(r"([a-zA-Z])(\d+)")
 
 
-def runs(strip: str) -> Iterator[tuple[str, int]]:
+def strip_runs(strip: str) -> Iterator[tuple[str, int]]:
     """``x7h40B3`` → letters with counts of chunks."""
     for found in _RUN.finditer(strip):
         yield found[1], int(found[2])
 
 
 @lru_cache(maxsize=1 << 15)
-def chunks(strip: str, places: str) -> int:
+def count_chunks(strip: str, places: str) -> int:
     """How many chunks are at these places, shared ones as well. Kept: most strips are the same at the next look."""
     wanted = places + places.upper()
     return sum(int(number) for letter, number in _RUN.findall(strip) if letter in wanted)
 
 
-def draw(strip: str, width: int, *, blocks: bool = True) -> Text:
+def draw_strip(strip: str, width: int, *, blocks: bool = True) -> Text:
     """At most ``width`` characters. A chunk is one if they fit; else each is of what most of its chunks are."""
     text = Text()
     for letter in _cells(strip, width):
@@ -70,15 +70,15 @@ def legend(*, blocks: bool = True) -> list[Text]:
 
 
 def _cells(strip: str, width: int) -> Iterator[str]:
-    total = sum(number for _, number in runs(strip))
+    total = sum(number for _, number in strip_runs(strip))
     if total <= width:
-        for letter, number in runs(strip):
+        for letter, number in strip_runs(strip):
             yield from letter * number
         return
     # Cell k stands for the chunks from k·total/width to (k+1)·total/width.
     share: Counter[str] = Counter()
     at, cell = 0, 0
-    for letter, number in runs(strip):
+    for letter, number in strip_runs(strip):
         end = at + number
         while at < end:
             border = (cell + 1) * total // width
@@ -95,9 +95,9 @@ _Order = Callable[[SessionLine], float]
 ORDERS: Final[dict[str, _Order | None]] = {
     "activity": None,
     "tokens": lambda row: -row.tokens,
-    "device": lambda row: -chunks(row.strip, "dbi"),
-    "host": lambda row: -chunks(row.strip, "hbo"),
-    "dropped": lambda row: -chunks(row.strip, "xr"),
+    "device": lambda row: -count_chunks(row.strip, "dbi"),
+    "host": lambda row: -count_chunks(row.strip, "hbo"),
+    "dropped": lambda row: -count_chunks(row.strip, "xr"),
     "idle": lambda row: -row.idle_s,
 }
 """Name → smallest first; None: as the server sends them, those that run first."""
@@ -127,10 +127,10 @@ class View:
     def wanted(self) -> int:
         """How many sessions to ask for: all where the server's order is not the one to show."""
         if self.order == "activity" and not self.filter:
-            return min(self.first + 2 * self.page + 10, MOST_LISTED)
-        return MOST_LISTED
+            return min(self.first + 2 * self.page + 10, MAX_LISTED)
+        return MAX_LISTED
 
-    def choose(self, rows: Sequence[SessionLine]) -> list[SessionLine]:
+    def select(self, rows: Sequence[SessionLine]) -> list[SessionLine]:
         """The rows to show, from the first in order; ``first`` is brought back to where there are any."""
         found = [row for row in rows if self.filter.lower() in _searched(row)] if self.filter else list(rows)
         order = ORDERS[self.order]
@@ -139,7 +139,7 @@ class View:
         self.first = max(min(self.first, len(found) - 1), 0)
         return found[self.first :]
 
-    def press(self, typed: str) -> None:
+    def on_keys(self, typed: str) -> None:
         """Take in what came from the keyboard."""
         for key in keys(typed):
             if self.typing:
@@ -194,7 +194,7 @@ NAME_MOST = 40
 
 
 @dataclass(frozen=True, slots=True)
-class TopLook:
+class TopFrame:
     """What is drawn, and how."""
 
     state: StateDocument
@@ -209,7 +209,7 @@ class TopLook:
     """Names and labels are not cut, for what is searched and not looked at; ``width`` is that of the rest."""
 
 
-def screen(look: TopLook, view: View, height: int | None = None) -> list[Text]:
+def render(look: TopFrame, view: View, height: int | None = None) -> list[Text]:
     """Lines of at most ``look.width`` columns, unless they are ``whole``.
 
     ``height``: exactly so many, with the keys last; None: a plain page with ``view.page`` sessions, which otherwise
@@ -217,7 +217,7 @@ def screen(look: TopLook, view: View, height: int | None = None) -> list[Text]:
     """
     head = [*_header(look), *_figures(look), *_tiers(look), Text()]
     foot = list(_flow(legend(blocks=look.blocks), look.width, "  "))
-    rows = view.choose(look.state.sessions.rows)
+    rows = view.select(look.state.sessions.rows)
     if height is None:
         lines = [*head, *_list(look, view, rows[: view.page]), Text(), *foot]
     else:
@@ -236,7 +236,7 @@ def screen(look: TopLook, view: View, height: int | None = None) -> list[Text]:
     return lines
 
 
-def _header(look: TopLook) -> Iterator[Text]:
+def _header(look: TopFrame) -> Iterator[Text]:
     server = look.state.server
     machine = " ".join(part for part in (server.device, server.dtype) if part)
     yield from _flow(
@@ -255,14 +255,14 @@ def _header(look: TopLook) -> Iterator[Text]:
         yield Text(f"reconnecting…  {look.trouble}, for {output.age(look.gone_s)}", "bold red")
 
 
-def _health(look: TopLook) -> Text:
+def _health(look: TopFrame) -> Text:
     problem = look.state.server.problem
     if problem:
         return Text(f"not serving: {clean(problem, lines=False)}", "bold red")
     return Text("serving", "green")
 
 
-def _door(look: TopLook) -> Text:
+def _door(look: TopFrame) -> Text:
     """The HTTP door, where there is one. A restart in the past stays to be seen, as one of the engine does."""
     door = look.state.server.door
     if door is None:
@@ -277,7 +277,7 @@ def _door(look: TopLook) -> Text:
     return line
 
 
-def _figures(look: TopLook) -> Iterator[Text]:
+def _figures(look: TopFrame) -> Iterator[Text]:
     state, lately, queue = look.state, look.state.lately, look.state.queue
     received = lately.context.new / lately.over_s if lately.over_s else 0.0
     cells = [
@@ -311,7 +311,7 @@ def _figures(look: TopLook) -> Iterator[Text]:
     yield from _titled("engine", cells, look.width)
 
 
-def _tiers(look: TopLook) -> Iterator[Text]:
+def _tiers(look: TopFrame) -> Iterator[Text]:
     state = look.state
     yield from _tier(look, "device", state.device, "blue")
     yield from _tier(look, "host", state.host, "yellow")
@@ -335,15 +335,15 @@ def _tiers(look: TopLook) -> Iterator[Text]:
         yield from _titled(
             "moved",
             [
-                _pair("in", f"{output.bytes_of(rates.swap_in_bytes)}/s"),
-                _pair("out", f"{output.bytes_of(rates.swap_out_bytes)}/s"),
+                _pair("in", f"{output.byte_size(rates.swap_in_bytes)}/s"),
+                _pair("out", f"{output.byte_size(rates.swap_out_bytes)}/s"),
                 _pair("dropped", f"{output.count(rates.dropped_tokens)} tokens/s"),
             ],
             look.width,
         )
 
 
-def _tier(look: TopLook, name: str, tier: TierState, style: str) -> Iterator[Text]:
+def _tier(look: TopFrame, name: str, tier: TierState, style: str) -> Iterator[Text]:
     length = max(min(look.width - 60, 60), 6)
     full = round(length * tier.used / tier.capacity) if tier.capacity else 0
     shape, rest = ("█", "░") if look.blocks else ("#", ".")
@@ -353,7 +353,7 @@ def _tier(look: TopLook, name: str, tier: TierState, style: str) -> Iterator[Tex
     yield from _titled(name, [Text.assemble(bar, " ", numbers), Text(spare, "dim")], look.width)
 
 
-def _list(look: TopLook, view: View, rows: Sequence[SessionLine]) -> Iterator[Text]:
+def _list(look: TopFrame, view: View, rows: Sequence[SessionLine]) -> Iterator[Text]:
     sessions = look.state.sessions
     told = f"{sessions.total:,} session{'s' * (sessions.total != 1)}, {sessions.running:,} running, by {view.order}"
     if view.filter:
@@ -382,7 +382,7 @@ def _list(look: TopLook, view: View, rows: Sequence[SessionLine]) -> Iterator[Te
         line = Text(_cut(name, name_width))
         line.append(f"  {told:<7.7}", "" if row.state == "idle" else "green")
         line.append(f"{output.count(row.tokens):>7}  ")
-        strip = draw(row.strip, strip_width, blocks=look.blocks)
+        strip = draw_strip(row.strip, strip_width, blocks=look.blocks)
         line.append_text(strip)
         if wide and row.labels:
             line.append(" " * (strip_width - strip.cell_len + 2))

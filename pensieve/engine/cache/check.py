@@ -82,10 +82,12 @@ def _check_session(session: CachedSession, size: int) -> None:
     for index, chunk in enumerate(session.chunks):
         assert chunk.index == index, f"{key}: chunk {chunk.index} at {index}"
         assert chunk.shared == (index < session.shared), f"{key}: chunk {index} shared, or not"
-    holders: list[CachedSession | SharedRun] = [session, *session.runs()]
+    holders: list[CachedSession | SharedRun] = [session, *session.shared_runs()]
     for holder in holders:
-        assert [chunk.holder for chunk in holder.own] == [holder] * len(holder.own), f"{key}: holders"
-    assert session.running or session.remembered, f"{key}: nothing cached, but not removed"
+        assert [chunk.holder for chunk in holder.own_chunks] == [holder] * len(holder.own_chunks), (
+            f"{key}: holders"
+        )
+    assert session.running or session.has_cached_chunks, f"{key}: nothing cached, but not removed"
     assert len(session.tokens) <= len(session.chunks) * size or session.running, (
         f"{key}: tokens without chunks"
     )

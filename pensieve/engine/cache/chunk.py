@@ -86,7 +86,7 @@ class SharedRun:
 
     row: int
     """Of this run in the eviction index."""
-    own: list[Chunk]
+    own_chunks: list[Chunk]
     owners: dict[CachedSession, None]
     tenant: int
     """Of all its owners."""
@@ -94,9 +94,9 @@ class SharedRun:
     """Where they lie, as somebody has seen it since they last changed: see ``engine.strips``."""
 
     @property
-    def first(self) -> int:
+    def first_index(self) -> int:
         """Index of its first chunk in the contexts of its owners."""
-        return self.own[0].index
+        return self.own_chunks[0].index
 
 
 @dataclass(slots=True, eq=False)
@@ -109,7 +109,7 @@ class CachedSession:
     key: SessionKey
     row: int
     """Of its own chunks in the eviction index."""
-    aside: bool = False
+    is_candidate: bool = False
     """A further candidate's: nobody comes back for it unless it is chosen, so its policy learns nothing from it."""
     scope: str = ""
     """Within which it shares chunks; "": with nobody."""
@@ -127,7 +127,7 @@ class CachedSession:
     new_tokens: int = 0
     """How many tokens of its latest turn were input."""
     kind: int = 0
-    """How its policy classed it when its latest turn ended: see ``Policy.left``."""
+    """How its policy classed it when its latest turn ended: see ``Policy.on_turn_end``."""
     hint: Hint = NO_HINT
     """What was said of its next turn."""
     strip: str | None = None
@@ -136,12 +136,12 @@ class CachedSession:
     """Device page of each chunk while running, int32 [chunks]; grown by replacing it, so earlier slices stay true."""
 
     @property
-    def own(self) -> list[Chunk]:
+    def own_chunks(self) -> list[Chunk]:
         """Chunks that nobody else owns."""
         return self.chunks[self.shared :] if self.shared else self.chunks
 
     @property
-    def first(self) -> int:
+    def first_index(self) -> int:
         """Index of its first own chunk."""
         return self.shared
 
@@ -151,20 +151,20 @@ class CachedSession:
         return any(chunk.saving or chunk.loading for chunk in self.chunks)
 
     @property
-    def remembered(self) -> bool:
+    def has_cached_chunks(self) -> bool:
         """Whether any chunk is in a tier, or about to be for a running session that shares it."""
         return any(chunk.cached or chunk.pins for chunk in reversed(self.chunks))
 
-    def runs(self) -> Iterator[SharedRun]:
+    def shared_runs(self) -> Iterator[SharedRun]:
         """The runs that its shared chunks form, in order."""
         at = 0
         while at < self.shared:
             run = self.chunks[at].holder
             assert isinstance(run, SharedRun)
             yield run
-            at += len(run.own)
+            at += len(run.own_chunks)
 
-    def known(self, tokens: TokenArray) -> int:
+    def matching_tokens(self, tokens: TokenArray) -> int:
         """How many leading ``tokens`` are those of the session's chunks."""
         return common_prefix(self.tokens, tokens)
 

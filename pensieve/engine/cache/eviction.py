@@ -16,14 +16,14 @@ from pensieve.engine.cache.chunk import NOWHERE, CachedSession, Chunk, SharedRun
 from pensieve.engine.cache.claims import Bools
 from pensieve.engine.cache.index import Reclaim, ValueTable
 from pensieve.engine.cache.policy import UNKNOWN, Policy
-from pensieve.engine.cache.rates.hints import NO_HINT, heard
-from pensieve.engine.cache.tenants import ANY, Allowance
+from pensieve.engine.cache.rates.hints import NO_HINT, hint_from
+from pensieve.engine.cache.tenants import UNLIMITED, Allowance
 from pensieve.engine.cost.model import CostModel
 
 Holder = CachedSession | SharedRun
 
 
-def way_of(chunk: Chunk) -> Reclaim | None:
+def reclaim_kind(chunk: Chunk) -> Reclaim | None:
     """In which way a chunk is a candidate; None: in none."""
     if chunk.pins or chunk.saving or chunk.loading:
         return None
@@ -73,40 +73,42 @@ class EvictionIndex:
         holder.strip = None
         self._dirty[holder] = None
 
-    def join(self, run: SharedRun, owner: CachedSession) -> None:
+    def add_owner(self, run: SharedRun, owner: CachedSession) -> None:
         """A session is one more owner of a run."""
         self.table.claims.add(run.row, owner.row)
 
-    def part(self, run: SharedRun, owner: CachedSession) -> None:
+    def remove_owner(self, run: SharedRun, owner: CachedSession) -> None:
         """A session owns a run no more."""
         self.table.claims.remove(run.row, owner.row)
 
     # -- activity ----------------------------------------------------------------------------------------------------
 
-    def left(self, session: CachedSession, now: float, hints: Hints | None = None) -> None:
+    def on_turn_end(self, session: CachedSession, now: float, hints: Hints | None = None) -> None:
         """The session's turn has ended; its tokens are those of the whole context. ``touch`` it next."""
-        session.kind = self.policy.left(session.key, session.new_tokens, len(session.tokens), now)
-        self.told(session, hints)
+        session.kind = self.policy.on_turn_end(session.key, session.new_tokens, len(session.tokens), now)
+        self.set_hints(session, hints)
 
-    def told(self, session: CachedSession, hints: Hints | None) -> None:
+    def set_hints(self, session: CachedSession, hints: Hints | None) -> None:
         """What to expect of the session, from its ``last_active`` on and until its next turn. ``touch`` it next."""
-        if hints is not None and self.policy.hears_hints:
-            session.hint, self.table.hinted = heard(hints), True
+        if hints is not None and self.policy.uses_hints:
+            session.hint, self.table.hinted = hint_from(hints), True
 
-    def came_back(self, session: CachedSession, new_tokens: int, now: float) -> None:
+    def on_turn_start(self, session: CachedSession, new_tokens: int, now: float) -> None:
         """The session has a turn with so many new tokens; 0: it goes on with the one before. ``touch`` it next."""
         session.new_tokens = new_tokens or session.new_tokens
         session.hint = NO_HINT
-        self.policy.came_back(session.key, now)
+        self.policy.on_return(session.key, now)
 
-    def suspended(self, session: CachedSession, now: float) -> None:
+    def on_suspend(self, session: CachedSession, now: float) -> None:
         """The session ``left`` in this moment, to go on soon: its recency, not its kind, is to keep it."""
         session.kind, session.hint = UNKNOWN, NO_HINT
-        self.policy.came_back(session.key, now)
+        self.policy.on_return(session.key, now)
 
     # -- questions ---------------------------------------------------------------------------------------------------
 
-    def round(self, reclaim: Reclaim, now: float, expected: int, allowance: Allowance = ANY) -> EvictionRound:
+    def round(
+        self, reclaim: Reclaim, now: float, expected: int, allowance: Allowance = UNLIMITED
+    ) -> EvictionRound:
         """Victims in ascending value, as the cache is now. ``expected``: how many will likely be taken."""
         self._refresh()
         return EvictionRound(self, reclaim, now, expected, allowance)
@@ -160,10 +162,10 @@ class EvictionIndex:
                 table.kinds[row] = holder.kind
                 if table.hinted:
                     table.pauses[row], table.weights[row] = holder.hint
-            ways = [way_of(chunk) for chunk in holder.own]
+            ways = [reclaim_kind(chunk) for chunk in holder.own_chunks]
             for reclaim in Reclaim:
                 count = ways.count(reclaim)
-                first = holder.first + ways.index(reclaim) if count else -1
+                first = holder.first_index + ways.index(reclaim) if count else -1
                 table.candidates[reclaim, row] = count
                 table.first_cost[reclaim, row] = table.chunk_cost(first)
         self._dirty.clear()
@@ -185,7 +187,7 @@ class EvictionIndex:
                 assert {owner.tenant for owner in holder.owners} == {holder.tenant}, f"row {row}: tenants mix"
             assert table.tenants[row] == holder.tenant, f"row {row}: tenant is stale"
             for reclaim in Reclaim:
-                count = sum(way_of(chunk) is reclaim for chunk in holder.own)
+                count = sum(reclaim_kind(chunk) is reclaim for chunk in holder.own_chunks)
                 assert table.candidates[reclaim, row] == count, f"row {row}: {reclaim.name} count is stale"
         assert set(table.claims.pairs()) == pairs, "the claims are not those of the owners"
 
@@ -237,7 +239,7 @@ class EvictionRound:
             if left is not None:
                 group = group[:left]
                 self._left[holder.tenant] = left - len(group)
-            own, first = holder.own, holder.first
+            own, first = holder.own_chunks, holder.first_index
             chunks = [own[index - first] for index in group]
             at = bisect_left(indices, group[0])
             del indices[at : at + len(group)]
@@ -260,6 +262,6 @@ class EvictionRound:
     def _candidates(self, holder: Holder) -> list[int]:
         indices = self._seen.get(holder)
         if indices is None:
-            indices = [chunk.index for chunk in holder.own if way_of(chunk) is self._reclaim]
+            indices = [chunk.index for chunk in holder.own_chunks if reclaim_kind(chunk) is self._reclaim]
             self._seen[holder] = indices
         return indices

@@ -13,7 +13,7 @@ from pensieve.config import CacheConfig
 from pensieve.engine.cache.chunk import NOWHERE, Chunk
 from pensieve.engine.cache.eviction import EvictionIndex, EvictionRound
 from pensieve.engine.cache.index import Reclaim
-from pensieve.engine.cache.tenants import ANY, NOBODY, TenantShares
+from pensieve.engine.cache.tenants import NO_TENANT, UNLIMITED, TenantShares
 from pensieve.engine.cache.tiers import Tiers
 
 
@@ -28,7 +28,7 @@ class Evictor:
 
     def reclaimable(self, tenant: int | None = None) -> int:
         """Device pages of unpinned chunks with a clean host copy; those that a turn of ``tenant`` may take."""
-        allowance = ANY if tenant is None else self.shares.allowance(self._tiers.device, tenant)
+        allowance = UNLIMITED if tenant is None else self.shares.allowance(self._tiers.device, tenant)
         return self._index.allowed(Reclaim.PAGE, allowance)
 
     def reserve(self, pages: int, now: float, tenant: int = 0) -> None:
@@ -37,10 +37,12 @@ class Evictor:
         Chunks with a clean host copy lose theirs first, then those that must be copied or dropped, then others' shares.
         """
         device = self._tiers.device
-        for kept in (True, False) if self.shares.any else (False,):
+        for kept in (True, False) if self.shares.has_shares else (False,):
             for reclaim in (Reclaim.PAGE, Reclaim.SAVED_PAGE):
                 while (need := pages - device.free) > 0:
-                    allowance = self.shares.allowance(device, tenant) if kept else self.shares.of_each(need)
+                    allowance = (
+                        self.shares.allowance(device, tenant) if kept else self.shares.same_allowance(need)
+                    )
                     victims = self._index.round(reclaim, now, need, allowance)
                     if not self._evict_round(victims, pages, now, tenant):
                         break
@@ -59,7 +61,7 @@ class Evictor:
         need = min(limit, self._shortfall())
         if need <= 0 or not (tiers.host.free or tiers.spare):
             return
-        allowance = self.shares.allowance(tiers.device, NOBODY)
+        allowance = self.shares.allowance(tiers.device, NO_TENANT)
         victims = self._index.round(Reclaim.SAVED_PAGE, now, need, allowance)
         while need > 0 and (group := victims.take()):
             for chunk in group:
@@ -72,7 +74,7 @@ class Evictor:
     def _shortfall(self) -> int:
         """Pages that are neither free nor reclaimable and should be, by the watermark; rounded up."""
         low = self._watermark - self._tiers.device.free
-        return 0 if low <= 0 else int(-(-(low - self.reclaimable(NOBODY)) // 1))
+        return 0 if low <= 0 else int(-(-(low - self.reclaimable(NO_TENANT)) // 1))
 
     def _evict_round(self, victims: EvictionRound, pages: int, now: float, tenant: int) -> bool:
         """Evict victims of one round until ``pages`` device pages are free; returns whether there was a victim.

@@ -22,7 +22,7 @@ import numpy as np
 from pensieve.core import Floats, Ints
 from pensieve.engine.cache.claims import Bools, Claims, Rows
 from pensieve.engine.cache.policy import UNKNOWN, Policy
-from pensieve.engine.cache.rates.hints import NO_HINT, Hint, adjusted, adjusted_one
+from pensieve.engine.cache.rates.hints import NO_HINT, Hint, apply_hint, apply_hints
 from pensieve.engine.cost.model import CostModel
 
 
@@ -168,14 +168,14 @@ class ValueTable:
         self, values: Floats, costs: Floats, idle: Floats, claims: Floats | None = None
     ) -> Floats:
         """Adjust the values of all rows, which are multiples of ``costs``, to the hints; and ``claims`` in place."""
-        return adjusted(values, costs, idle, self.pauses[: self.rows], self.weights[: self.rows], claims)
+        return apply_hints(values, costs, idle, self.pauses[: self.rows], self.weights[: self.rows], claims)
 
     def session_value(self, chunk_index: int, candidates: int, idle: float, kind: int, hint: Hint) -> float:
         """Retention value of one session's next victim."""
         cost, count, seconds, kinds = self._one
         cost[0], count[0], seconds[0], kinds[0] = self.chunk_cost(chunk_index), candidates, idle, kind
         value = float(self.policy.values(cost, count, seconds, kinds)[0])
-        return value if hint is NO_HINT else adjusted_one(value, float(cost[0]), idle, hint)
+        return value if hint is NO_HINT else apply_hint(value, float(cost[0]), idle, hint)
 
     def run_value(self, row: int, chunk_index: int, candidates: int) -> float:
         """Value of a run's next victim, in the latest round."""

@@ -34,23 +34,23 @@ from pensieve.config import CacheConfig
 from pensieve.core import Hints, SessionKey, TokenArray
 from pensieve.engine.cache.check import check_cache
 from pensieve.engine.cache.chunk import NOWHERE, CachedSession, Chunk, Range, Restore, TierTokens
-from pensieve.engine.cache.eviction import EvictionIndex, way_of
+from pensieve.engine.cache.eviction import EvictionIndex, reclaim_kind
 from pensieve.engine.cache.evictor import Evictor
 from pensieve.engine.cache.index import Reclaim
 from pensieve.engine.cache.policy import POLICIES, UNKNOWN, Policy
-from pensieve.engine.cache.sharing import Path, SharedChunks
+from pensieve.engine.cache.sharing import PrefixPath, SharedChunks
 from pensieve.engine.cache.tiers import Occupancy, PlannedCopies, Tiers
 from pensieve.engine.cost.model import CostModel
 from pensieve.engine.plan import PageTable
 
 
 @dataclass(frozen=True, slots=True)
-class ToBring:
+class RestoreCost:
     """What it takes to have a context on the device."""
 
     pages: int
     """Device pages, for what is on the host and what is in no tier."""
-    computing: bool
+    needs_compute: bool
     """Whether anything has to be computed."""
     room: int
     """Device pages that can be had for it and cost nothing: free, or of others' chunks that the host has too."""
@@ -115,7 +115,7 @@ class CacheManager:
         """Chunks that a context of this length has."""
         return -(-tokens // self._size)
 
-    def path(self, key: SessionKey, scope: str, tokens: TokenArray) -> Path | None:
+    def prefix_path(self, key: SessionKey, scope: str, tokens: TokenArray) -> PrefixPath | None:
         """The addresses of a context, for ``can_admit`` and ``admit``; None: it shares nothing."""
         shares = scope and self.config.prefix_sharing
         return self._shared.path(self._sessions.get(key), scope, tokens) if shares else None
@@ -127,7 +127,7 @@ class CacheManager:
         num_new: int,
         *,
         reserve: bool,
-        path: Path | None = None,
+        path: PrefixPath | None = None,
         branches: int = 0,
         tenant: str = "",
     ) -> bool:
@@ -145,16 +145,18 @@ class CacheManager:
         # Those that are pinned already cost this request no page.
         pinned = sum(chunk.pins > 0 for chunk in common)
         left = self._tiers.unpinned - self.chunks_for(len(tokens)) - branches + pinned
-        keep = self.config.decode_reserve * self.config.device_chunks + self.shares.kept_from(tenant)
+        keep = self.config.decode_reserve * self.config.device_chunks + self.shares.pages_withheld_from(
+            tenant
+        )
         return left > keep if reserve else left >= 0
 
-    def holds(self, key: SessionKey) -> bool:
+    def has_session(self, key: SessionKey) -> bool:
         """Whether anything is known of a session."""
         return key in self._sessions
 
-    def to_bring(
-        self, key: SessionKey, tokens: TokenArray, path: Path | None = None, *, tenant: str = ""
-    ) -> ToBring:
+    def restore_cost(
+        self, key: SessionKey, tokens: TokenArray, path: PrefixPath | None = None, *, tenant: str = ""
+    ) -> RestoreCost:
         """What ``admit`` would have to bring to the device for a session that does not run."""
         size = self._size
         keep, chunks = 0, list[Chunk]()
@@ -173,9 +175,9 @@ class CacheManager:
             copied = chunk.shared and low + size > keep  # on write, or recomputed
             pages += copied or chunk.device == NOWHERE
             computing |= copied or min(chunk.filled, keep - low) < min(size, len(tokens) - low)
-            clean += way_of(chunk) is Reclaim.PAGE
+            clean += reclaim_kind(chunk) is Reclaim.PAGE
         reclaimable = self._evictor.reclaimable(self.shares.number(tenant))
-        return ToBring(pages, computing, self._tiers.device.free + max(reclaimable - clean, 0))
+        return RestoreCost(pages, computing, self._tiers.device.free + max(reclaimable - clean, 0))
 
     def page_table(self, key: SessionKey, tokens: int) -> PageTable:
         """Device pages of the first ``tokens`` positions of a running session; valid until it is released."""
@@ -186,20 +188,20 @@ class CacheManager:
         session = self._sessions.get(key)
         return TierTokens(0, 0) if session is None else session.residency()
 
-    def _kept(self, session: CachedSession, tokens: TokenArray, num_new: int, path: Path | None) -> int:
+    def _kept(self, session: CachedSession, tokens: TokenArray, num_new: int, path: PrefixPath | None) -> int:
         """How many leading ``tokens`` the session has itself; without addresses never more than the history."""
-        known = session.known(tokens)
+        known = session.matching_tokens(tokens)
         return known if path is not None else min(known, len(tokens) - num_new)
 
     def _in_common(
-        self, session: CachedSession | None, tokens: TokenArray, num_new: int, path: Path | None
+        self, session: CachedSession | None, tokens: TokenArray, num_new: int, path: PrefixPath | None
     ) -> list[Chunk]:
         """The chunks that a context would have in common with others."""
         mine: list[Chunk] = []
         full = addressed = 0
         if session is not None and session.scope == _scope(path):
             full = self._kept(session, tokens, num_new, path) // self._size
-            addressed = self._shared.addressed(session, full)
+            addressed = self._shared.count_addressed(session, full)
             mine = session.chunks[: min(full, session.shared)]
         others = [] if path is None else self._shared.find(path.digests, addressed)
         # If there are doubles of its own chunks that have no address yet, these give way to them.
@@ -213,7 +215,7 @@ class CacheManager:
         tokens: TokenArray,
         num_new: int,
         now: float,
-        path: Path | None = None,
+        path: PrefixPath | None = None,
         *,
         warm: bool = False,
         tenant: str = "",
@@ -245,7 +247,7 @@ class CacheManager:
         session.tokens = tokens.copy()
         session.running, session.warming = True, warm
         if not warm:
-            self.index.came_back(session, num_new, now)
+            self.index.on_turn_start(session, num_new, now)
         self._running[key] = session
         self._tiers.pin(session.chunks)  # all before anything is evicted: a restore must not evict itself
         if keep == len(tokens) and not warm:
@@ -254,26 +256,26 @@ class CacheManager:
         self._bring_to_device(session, now)
         return restore
 
-    def _find(self, session: CachedSession, tokens: TokenArray, num_new: int, path: Path | None) -> int:
+    def _find(self, session: CachedSession, tokens: TokenArray, num_new: int, path: PrefixPath | None) -> int:
         """Cut a session to what it has of ``tokens`` and let it own what others have behind that; returns to where."""
         size = self._size
         keep = self._kept(session, tokens, num_new, path)
         if path is None:
-            self._shared.cut(session, self.chunks_for(keep))
+            self._shared.truncate(session, self.chunks_for(keep))
             return keep
-        addressed = self._shared.address(session)
+        addressed = self._shared.assign_addresses(session)
         if addressed < keep // size:  # what could not be folded into its double gives way to it
             keep = addressed * size
         full = keep // size
-        self._shared.cut(session, self.chunks_for(keep))
+        self._shared.truncate(session, self.chunks_for(keep))
         found = self._shared.find(path.digests, full)
         if found:
-            self._shared.cut(session, full)  # a partly filled tail, to one that may hold more
+            self._shared.truncate(session, full)  # a partly filled tail, to one that may hold more
             self._shared.adopt(session, found)
             keep = (full + len(found)) * size
         return keep
 
-    def _lay_out(self, session: CachedSession, keep: int, history: int, path: Path | None) -> Restore:
+    def _lay_out(self, session: CachedSession, keep: int, history: int, path: PrefixPath | None) -> Restore:
         """Make the chunk list cover the session's tokens, pinned; count sources and collect what is missing.
 
         The first ``keep`` tokens are those that the chunks in the list stand for.
@@ -319,7 +321,7 @@ class CacheManager:
         Its first ``valid`` tokens are copied when the device has them and a page to spare beside those that this
         session still needs; otherwise they are missing and will be recomputed.
         """
-        self._shared.leave(session, shared.index)
+        self._shared.disown(session, shared.index)
         (own,) = self._shared.append(session, 1)
         self._tiers.pin((own,))
         spare = self._tiers.unpinned >= total - len(session.chunks)
@@ -363,12 +365,12 @@ class CacheManager:
             if target in self._sessions:
                 self._remove(self._sessions[target])
             session = self._running[target] = self._add(target, origin.scope, origin.tenant)
-            session.aside = session.running = True
+            session.is_candidate = session.running = True
         tiers = self._tiers
         full, filled = divmod(len(tokens) - 1, self._size)
         common = _common_chunks(session, origin, full)
         tiers.unpin(session.chunks[common:])
-        self._shared.cut(session, common)
+        self._shared.truncate(session, common)
         self._shared.adopt(session, origin.chunks[common:full])
         tiers.pin(session.chunks[common:])
         session.tokens, session.new_tokens = tokens.copy(), origin.new_tokens
@@ -415,7 +417,7 @@ class CacheManager:
         now: float,
         tokens: TokenArray | None = None,
         *,
-        forget: bool = False,
+        free_kv: bool = False,
         hints: Hints | None = None,
     ) -> None:
         """The request has ended. Its chunks stay, or go with ``forget``.
@@ -429,17 +431,17 @@ class CacheManager:
         self._tiers.unpin(session.chunks)
         session.running = False
         session.last_active = now
-        if session.aside:
+        if session.is_candidate:
             session.kind = UNKNOWN
         elif session.warming:
-            self.index.told(session, hints)
+            self.index.set_hints(session, hints)
         else:
-            self.index.left(session, now, hints)
+            self.index.on_turn_end(session, now, hints)
         self.index.touch(session)
-        self._trim(session, 0 if forget else self.chunks_for(len(session.tokens)))
+        self._trim(session, 0 if free_kv else self.chunks_for(len(session.tokens)))
         if session.scope and self._sessions.get(key) is session:
-            self._shared.address(session)
-        if not session.remembered:
+            self._shared.assign_addresses(session)
+        if not session.has_cached_chunks:
             self._remove(session)
 
     def _trim(self, session: CachedSession, most: int) -> None:
@@ -456,7 +458,7 @@ class CacheManager:
         while keep and not self._has_kv(session.chunks[keep - 1]):
             keep -= 1
         if keep < len(session.chunks):
-            self._shared.cut(session, keep)  # at once: what others share with it is not cut to pieces
+            self._shared.truncate(session, keep)  # at once: what others share with it is not cut to pieces
         last = session.chunks[-1] if session.chunks else None
         known = 0 if last is None else last.index * size + last.filled
         session.tokens = session.tokens[:known].copy()
@@ -471,7 +473,7 @@ class CacheManager:
         """``release`` a request that goes on later: its session is not idle, so the policy learns nothing from it."""
         session = self._running[key]
         self.release(key, now, tokens)
-        self.index.suspended(session, now)
+        self.index.on_suspend(session, now)
 
     # -- everything else that changes the cache ----------------------------------------------------------------------
 
@@ -498,7 +500,7 @@ class CacheManager:
             other.kind, other.hint = session.kind, session.hint
             self._remove(session)
         del self._sessions[by]
-        other.key, other.aside = key, False
+        other.key, other.is_candidate = key, False
         self._sessions[key] = other
         self.index.touch(other)
         return True
@@ -508,7 +510,7 @@ class CacheManager:
         freed = 0
         for session in list(self._sessions.values()) if key is None else [self._sessions.get(key)]:
             if session is not None and not (session.running or session.copying):
-                freed += sum(chunk.filled for chunk in session.own)
+                freed += sum(chunk.filled for chunk in session.own_chunks)
                 self._remove(session)
         return freed
 
@@ -522,7 +524,7 @@ class CacheManager:
         """Remove a session, and free the chunks that no other owns."""
         if self._sessions.get(session.key) is session:
             del self._sessions[session.key]
-            self._shared.cut(session, 0)
+            self._shared.truncate(session, 0)
             self.index.remove(session)
 
     def _remove_emptied(self) -> None:
@@ -536,7 +538,7 @@ class CacheManager:
                 losers.pop(session, None)
                 losers[session] = None
         for session in losers:
-            if not session.running and not session.remembered:
+            if not session.running and not session.has_cached_chunks:
                 self._remove(session)
 
     # -- invariants --------------------------------------------------------------------------------------------------
@@ -546,7 +548,7 @@ class CacheManager:
         check_cache(self._sessions, self._running, self._tiers, self.index, self._shared)
 
 
-def _scope(path: Path | None) -> str:
+def _scope(path: PrefixPath | None) -> str:
     return "" if path is None else path.scope
 
 

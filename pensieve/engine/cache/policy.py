@@ -48,14 +48,14 @@ _LESSONS_APART: Final = 1024
 class Policy(Protocol):
     """One eviction policy. Most do not care for the history, and rank one chunk at a time."""
 
-    def left(self, key: Hashable, new_tokens: int, context_tokens: int, now: float) -> int:
+    def on_turn_end(self, key: Hashable, new_tokens: int, context_tokens: int, now: float) -> int:
         """A session's turn has ended: it had so many new tokens and leaves such a context.
 
         Returns the session's *kind*, which ``values`` gets back. Kinds mean something to their policy only.
         """
         return UNKNOWN
 
-    def came_back(self, key: Hashable, now: float) -> None:
+    def on_return(self, key: Hashable, now: float) -> None:
         """A session has its next turn; or it goes on, where it ``left`` in the same moment."""
 
     def values(self, first_cost: Floats, candidates: Floats, idle: Floats, kinds: Ints) -> Floats:
@@ -66,7 +66,7 @@ class Policy(Protocol):
         ...
 
     @property
-    def hears_hints(self) -> bool:
+    def uses_hints(self) -> bool:
         """Whether values are Cost × rate of return, which ``rates.hints`` can adjust; else hints are ignored."""
         return False
 
@@ -106,7 +106,7 @@ class _Rated(Policy):
     """What the policies have in common whose values are Cost × rate of return."""
 
     @property
-    def hears_hints(self) -> bool:
+    def uses_hints(self) -> bool:
         return True
 
 
@@ -141,17 +141,17 @@ class Gittins(_Rated):
         """A row for each kind of session; row 0 is that of ``UNKNOWN``."""
         self._learn_at = _FIRST_LESSON
 
-    def left(self, key: Hashable, new_tokens: int, context_tokens: int, now: float) -> int:
+    def on_turn_end(self, key: Hashable, new_tokens: int, context_tokens: int, now: float) -> int:
         cell = cell_of(new_tokens, context_tokens)
-        self._rates.left(key, cell, now)
+        self._rates.on_idle(key, cell, now)
         periods = self._rates.periods
         if periods >= self._learn_at:
             self._learn_at = periods + min(max(periods // 8, _FIRST_LESSON), _LESSONS_APART)
             self._factors[1:] = factors(self._rates.hazards(now))
         return (1 + cell) * COLUMNS
 
-    def came_back(self, key: Hashable, now: float) -> None:
-        self._rates.returned(key, now)
+    def on_return(self, key: Hashable, now: float) -> None:
+        self._rates.on_return(key, now)
 
     def values(self, first_cost: Floats, candidates: Floats, idle: Floats, kinds: Ints) -> Floats:
         values = self._rates_of(idle, kinds)

@@ -34,7 +34,7 @@ _BYTES: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Path:
+class PrefixPath:
     """The addresses of a context's leading full chunks within a scope."""
 
     scope: str
@@ -106,32 +106,32 @@ class SharedChunks:
             del self._by_digest[chunk.digest]
             chunk.digest = b""
 
-    def path(self, session: CachedSession | None, scope: str, tokens: TokenArray) -> Path:
+    def path(self, session: CachedSession | None, scope: str, tokens: TokenArray) -> PrefixPath:
         """The addresses of a context, but for the chunk with its last token: that has to be computed, so it is no
         other's. What the session has of it need not be hashed again."""
         chunks = max(len(tokens) - 1, 0) // self._size
         known: list[bytes] = []
         if session is not None and session.scope == scope:
-            for chunk in session.chunks[: min(session.known(tokens) // self._size, chunks)]:
+            for chunk in session.chunks[: min(session.matching_tokens(tokens) // self._size, chunks)]:
                 if not chunk.digest:
                     break
                 known.append(chunk.digest)
-        return Path(scope, tuple(self._digests.extended(scope, known, tokens, chunks)))
+        return PrefixPath(scope, tuple(self._digests.extended(scope, known, tokens, chunks)))
 
-    def addressed(self, session: CachedSession, full: int) -> int:
+    def count_addressed(self, session: CachedSession, full: int) -> int:
         """How many of a session's first ``full`` chunks have an address: the leading ones."""
         while full > 0 and not session.chunks[full - 1].digest:
             full -= 1
         return full
 
-    def address(self, session: CachedSession) -> int:
+    def assign_addresses(self, session: CachedSession) -> int:
         """Give an idle session's full chunks their addresses; returns how many leading ones have one.
 
         Those that have a double are folded into it, be it that two requests generated the same side by side. That has
         to wait while a copy of a double is under way, or where several sessions own the chunks without an address.
         """
         full = self._settled(session) // self._size
-        at = self.addressed(session, full)
+        at = self.count_addressed(session, full)
         if at == full:
             return at
         known = [chunk.digest for chunk in session.chunks[:at]]
@@ -183,32 +183,32 @@ class SharedChunks:
         while at < len(chunks):
             run = self._run_up_to(chunks[at], chunks[-1].index + 1)
             run.owners[session] = None
-            self._index.join(run, session)
-            session.chunks.extend(run.own)
-            session.shared += len(run.own)
-            at += len(run.own)
+            self._index.add_owner(run, session)
+            session.chunks.extend(run.own_chunks)
+            session.shared += len(run.own_chunks)
+            at += len(run.own_chunks)
 
-    def leave(self, session: CachedSession, keep: int) -> None:
+    def disown(self, session: CachedSession, keep: int) -> None:
         """Let a session own no more than the first ``keep`` of its chunks, which are shared, as what it leaves is."""
         while session.shared > keep:
             run = session.chunks[session.shared - 1].holder
             assert isinstance(run, SharedRun)
-            if run.first < keep:
+            if run.first_index < keep:
                 self._split(run, keep)
             del run.owners[session]
-            self._index.part(run, session)
-            session.shared -= len(run.own)
+            self._index.remove_owner(run, session)
+            session.shared -= len(run.own_chunks)
             del session.chunks[session.shared :]
             if len(run.owners) == 1:
                 self._dissolve(run)
 
-    def cut(self, session: CachedSession, keep: int) -> None:
+    def truncate(self, session: CachedSession, keep: int) -> None:
         """Take all but the first ``keep`` chunks out of a session's list; free those that no other session owns."""
         while len(session.chunks) > max(keep, session.shared):
             chunk = session.chunks.pop()
             self.unregister(chunk)
             self._tiers.free(chunk)
-        self.leave(session, keep)
+        self.disown(session, keep)
         self._index.touch(session)
 
     def _run_up_to(self, first: Chunk, end: int) -> SharedRun:
@@ -216,8 +216,8 @@ class SharedChunks:
         holder = first.holder
         if isinstance(holder, CachedSession):
             return self._share(holder, end)
-        assert holder.own[0] is first, f"chunk {first.index}: adopted from the middle of a run"
-        if holder.first + len(holder.own) > end:
+        assert holder.own_chunks[0] is first, f"chunk {first.index}: adopted from the middle of a run"
+        if holder.first_index + len(holder.own_chunks) > end:
             return self._split(holder, end)
         return holder
 
@@ -231,22 +231,22 @@ class SharedChunks:
 
     def _split(self, run: SharedRun, end: int) -> SharedRun:
         """Make a run of a run's leading chunks, up to ``end``; the rest stays what it was."""
-        at = end - run.first
-        upper = self._new_run(run.own[:at], dict(run.owners))
-        del run.own[:at]
+        at = end - run.first_index
+        upper = self._new_run(run.own_chunks[:at], dict(run.owners))
+        del run.own_chunks[:at]
         self._index.touch(run)
         return upper
 
     def _dissolve(self, run: SharedRun) -> None:
         """Its last owner has it alone."""
         (owner,) = run.owners
-        assert owner.shared == run.first + len(run.own), (
+        assert owner.shared == run.first_index + len(run.own_chunks), (
             f"{owner.key}: shares more than what its run ends with"
         )
-        self._index.part(run, owner)
+        self._index.remove_owner(run, owner)
         self._index.remove(run)
-        owner.shared = run.first
-        for chunk in run.own:
+        owner.shared = run.first_index
+        for chunk in run.own_chunks:
             chunk.holder = owner
         self._index.touch(owner)
 
@@ -256,7 +256,7 @@ class SharedChunks:
             chunk.holder = run
         self._index.attach(run)
         for owner in owners:
-            self._index.join(run, owner)
+            self._index.add_owner(run, owner)
         return run
 
     def check(self, chunks: Sequence[Chunk]) -> None:

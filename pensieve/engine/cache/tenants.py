@@ -21,11 +21,11 @@ from pensieve.engine.cache.tiers import PagePool, Tiers
 
 Allowance = Mapping[int, int]
 """How many pages may be taken from each tenant with a share, by its number; from all others, any."""
-ANY: Allowance = {}
-Held = dict[str, tuple[int, int]]
+UNLIMITED: Allowance = {}
+TenantTokens = dict[str, tuple[int, int]]
 """Of each tenant with any, by name: KV-tokens that its pages have room for, on the device and on the host."""
-NEWS_EVERY_S: Final = 0.5
-NOBODY: Final = -1
+TENANT_REPORT_INTERVAL_S: Final = 0.5
+NO_TENANT: Final = -1
 """No tenant: copies ahead of time are for whoever comes."""
 
 
@@ -43,7 +43,7 @@ class TenantShares:
         """The number that stands for a tenant in the cache: 0, 1, … as they come."""
         return self._numbers.setdefault(tenant, len(self._numbers))
 
-    def allot(self, tenant: str, share: float) -> None:
+    def set_share(self, tenant: str, share: float) -> None:
         """A tenant's share is this from now on; 0: it has none. Shares of all that have one add up to 1 at most, or the
         first to come find their part gone."""
         number = self.number(tenant)
@@ -53,22 +53,22 @@ class TenantShares:
             self._shares.pop(number, None)
 
     @property
-    def any(self) -> bool:
+    def has_shares(self) -> bool:
         """Whether any tenant has a share: else nothing depends on whose a page is."""
         return bool(self._shares)
 
-    def held(self) -> Held:
+    def tokens_by_tenant(self) -> TenantTokens:
         """What every tenant holds of both tiers. Chunks that its sessions share count once."""
         device, host, size = self._tiers.device.held, self._tiers.host.held, self._tiers.chunk_tokens
         pages = ((name, device.get(number, 0), host.get(number, 0)) for name, number in self._numbers.items())
         return {name: (one * size, other * size) for name, one, other in pages if one or other}
 
-    def news(self, now: float) -> Held | None:
+    def tokens_if_due(self, now: float) -> TenantTokens | None:
         """``held``, or None when it was told a moment ago: with many tenants it is no small part of a report."""
-        if now - self._told < NEWS_EVERY_S:
+        if now - self._told < TENANT_REPORT_INTERVAL_S:
             return None
         self._told = now
-        return self.held()
+        return self.tokens_by_tenant()
 
     def is_below(self, pool: PagePool, tenant: int) -> bool:
         """Whether a tenant has fewer pages of a tier than its share."""
@@ -77,15 +77,15 @@ class TenantShares:
     def allowance(self, pool: PagePool, tenant: int) -> Allowance:
         """What an eviction for a turn of ``tenant`` may take of a tier."""
         if not self._shares:
-            return ANY
+            return UNLIMITED
         return {one: max(pool.held[one] - self._pages(pool, one), 0) for one in self._shares if one != tenant}
 
-    def of_each(self, pages: int) -> Allowance:
+    def same_allowance(self, pages: int) -> Allowance:
         """So many from each tenant, whatever its share: for a turn that finds nothing else, and takes no more than it
         needs, even where a policy lets chunks go in groups."""
         return dict.fromkeys(self._shares, pages)
 
-    def kept_from(self, tenant: str) -> int:
+    def pages_withheld_from(self, tenant: str) -> int:
         """Device pages that no request uses and that are not for a turn of this tenant."""
         kept = 0
         device = self._tiers.device

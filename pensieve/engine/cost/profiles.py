@@ -37,7 +37,7 @@ from pensieve.model.arch import Arch
 log = logging.getLogger(__name__)
 
 REQUEST: Final = RequestKey(1)
-LONGEST: Final = 16384
+MAX_CONTEXT: Final = 16384
 """Context tokens at which a measurement ends unless told otherwise: beyond, a cost model continues the line."""
 FILL_TOKENS: Final = 512
 """Tokens per step while the context is built up between two measurements, at most."""
@@ -156,7 +156,7 @@ def quick_points(
 ) -> list[CostPoint]:
     """A few points in about ``seconds``; at least two. Raises ValueError when the pool cannot hold those."""
     info, started, points = worker.info, clock(), list[CostPoint]()
-    longest = min(info.context_limit, info.device_chunks * info.chunk_tokens, LONGEST)
+    longest = min(info.context_limit, info.device_chunks * info.chunk_tokens, MAX_CONTEXT)
     if longest < QUICK_GROWTH * info.chunk_tokens:
         raise ValueError(f"contexts of at most {longest} tokens are too short to measure a cost by length")
     for point in prober(worker, clock).measure(longest, QUICK_REPEATS, QUICK_GROWTH):
@@ -167,7 +167,7 @@ def quick_points(
     return points
 
 
-def split(points: list[CostPoint]) -> tuple[list[tuple[int, float]], float]:
+def split_attention(points: list[CostPoint]) -> tuple[list[tuple[int, float]], float]:
     """Points as (attention cost at each context, ``c``).
 
     Measured times waver; attention shall never fall as the context grows, nor ``c`` be negative.
@@ -189,7 +189,7 @@ def describe(
     worker: ProbedWorker, model: str, points: list[CostPoint], *, device_name: str, repeats: int
 ) -> dict[str, Any]:
     """The profile as it is written: what was measured, and on what."""
-    attention, other = split(points)
+    attention, other = split_attention(points)
     return {
         "format": FORMAT,
         "model": model,
@@ -259,7 +259,7 @@ def write_profile(path: Path, profile: dict[str, Any]) -> None:
         part.unlink(missing_ok=True)
 
 
-def stored_or_quick_profile(options: EngineOptions, worker: ProbedWorker) -> CostModel:
+def load_or_measure_cost(options: EngineOptions, worker: ProbedWorker) -> CostModel:
     """The cost model that ``options.cost_profile`` asks for.
 
     A file: what it says; raises CostProfileError when it cannot be used. ``estimate``: an estimate from the

@@ -22,7 +22,7 @@ import click
 
 from pensieve.config import EngineOptions
 from pensieve.engine.messages import Command, Report
-from pensieve.engine.process.loop import HostedEngine, RequestNames, run_engine
+from pensieve.engine.process.loop import HostedEngine, RequestLogFilter, run_engine
 from pensieve.errors import InvalidArgument, PensieveError
 from pensieve.frames import FrameSocket, PeerClosed, decoder_for
 from pensieve.lifeline import die_with_parent, leave_signals_to_parent
@@ -30,7 +30,7 @@ from pensieve.logs import configure_logging
 
 log = logging.getLogger("pensieve.engine.process.host")  # Also when this module is __main__.
 
-LAST_WORDS: Final = "engine: "
+FAILURE_PREFIX: Final = "engine: "
 """Begins the last line on stderr of an engine that failed."""
 REFUSED: Final = 2
 """Exit status of an engine that cannot follow its options, or serve the model: no other start will do better."""
@@ -80,7 +80,7 @@ def _build(builder: str, options: EngineOptions) -> HostedEngine:
 
 
 def _run(engine: HostedEngine, channel: SocketChannel) -> None:
-    names = RequestNames()
+    names = RequestLogFilter()
     for handler in logging.getLogger().handlers:
         handler.addFilter(names)
     try:
@@ -122,7 +122,7 @@ def serve(fd: int, parent: int, builder: str) -> int:
 
 def _failed(why: str, status: int = 1) -> int:
     """Say why in one plain last line on stderr, whatever the log format: the front end passes it on."""
-    print(f"{LAST_WORDS}{' '.join(why.split())}", file=sys.stderr, flush=True)
+    print(f"{FAILURE_PREFIX}{' '.join(why.split())}", file=sys.stderr, flush=True)
     return status
 
 

@@ -3,7 +3,7 @@
 One iteration: take the commands that have arrived, make one step if there is work, report. With work, nothing is
 waited for; without, the loop sleeps until a command comes and reports every ``HEARTBEAT_S`` that it is alive. Each
 iteration sends at most one ``Report``, so the cost of talking does not grow with the batch, and one before a step that
-is unlike the step before (``Announcer``), so that whoever watches knows how long it may take.
+is unlike the step before (``StepAnnouncer``), so that whoever watches knows how long it may take.
 
 An exception out of the engine leaves the loop: what a step has half done is unknown (on a GPU the whole context may
 be poisoned), so nobody may carry on with this engine. Its owner starts another.
@@ -40,7 +40,7 @@ _BLOCKED_S: Final = 0.005
 MOST_NAMED: Final = 8
 
 
-class Announcer:
+class StepAnnouncer:
     """One per engine. Silent until ``send`` is set, and while a step is like the one before: the same requests, and as
     many tokens within a factor of two."""
 
@@ -52,15 +52,15 @@ class Announcer:
         """Those that the engine is, or was last, at work on."""
         self._last: tuple[int, frozenset[RequestKey]] | None = None
 
-    def launching(self, plan: Plan, running: Plan | None = None) -> None:
+    def announce_plan(self, plan: Plan, running: Plan | None = None) -> None:
         """``plan`` is about to run, maybe behind another that is ``running`` still."""
         if self.send is None:
             return
         plans = (plan,) if running is None else (plan, running)
         requests = frozenset(self.owner(span.request) for one in plans for span in one.spans)
-        self.step(max(one.num_tokens for one in plans), requests)
+        self.announce(max(one.num_tokens for one in plans), requests)
 
-    def step(self, tokens: int, requests: frozenset[RequestKey]) -> None:
+    def announce(self, tokens: int, requests: frozenset[RequestKey]) -> None:
         """A step of so many tokens, for these requests, is about to run."""
         self.requests = requests
         news = tokens.bit_length(), requests
@@ -69,18 +69,18 @@ class Announcer:
             self.send(Stepping(tokens, tuple(requests)))
 
     @contextmanager
-    def blaming(self, requests: Iterable[int]) -> Iterator[None]:
+    def attribute_failures(self, requests: Iterable[int]) -> Iterator[None]:
         """What goes wrong inside may be the fault of each of these."""
         try:
             yield
         except Exception:
             self.requests = blamed = frozenset(map(RequestKey, requests))
             if blamed:
-                self.step(0, blamed)
+                self.announce(0, blamed)
             raise
 
 
-class RequestNames(logging.Filter):
+class RequestLogFilter(logging.Filter):
     """A filter for log handlers: ``extra={"requests": …}`` becomes ``session`` and ``tenant``, as in lines of the front
     end, or ``sessions`` (the first of them, as ``tenant/id``) and how many ``requests`` there are.
 
@@ -93,14 +93,14 @@ class RequestNames(logging.Filter):
         self.owner: Callable[[RequestKey], RequestKey] = lambda key: key
         """The request that a front end knows, of one that the engine made for it."""
 
-    def took(self, command: Command) -> None:
+    def on_command(self, command: Command) -> None:
         """The engine takes this in."""
         if isinstance(command, Submit):
             self._sessions[command.request] = command.session
         elif isinstance(command, Cancel) and command.candidate is None:
             self._sessions.pop(command.request, None)
 
-    def ended(self, events: Iterable[Event]) -> None:
+    def on_events(self, events: Iterable[Event]) -> None:
         """The engine tells this."""
         for event in events:
             if isinstance(event, Finished | Failed):
@@ -133,7 +133,7 @@ class HostedEngine(Protocol):
         ...
 
     @property
-    def announcer(self) -> Announcer:
+    def announcer(self) -> StepAnnouncer:
         """Through it the engine says what each step is about to do."""
         ...
 
@@ -157,12 +157,12 @@ class CommandChannel(Protocol):
         ...
 
 
-def run_engine(engine: HostedEngine, channel: CommandChannel, names: RequestNames | None = None) -> None:
+def run_engine(engine: HostedEngine, channel: CommandChannel, names: RequestLogFilter | None = None) -> None:
     """Serve until ``Stop`` arrives. Raises PeerClosed when the other end is gone, else what the engine raises.
 
     ``names`` learns whose requests are at work.
     """
-    names = names if names is not None else RequestNames()
+    names = names if names is not None else RequestLogFilter()
     names.owner = engine.announcer.owner
     stats = engine.stats()
     # So that whoever waits for the engine knows what it can do before it sends the first command.
@@ -180,8 +180,10 @@ def run_engine(engine: HostedEngine, channel: CommandChannel, names: RequestName
         for command in commands:
             if isinstance(command, Stop):
                 return
-            names.took(command)
-            with engine.announcer.blaming([command.request] if isinstance(command, Submit) else []):
+            names.on_command(command)
+            with engine.announcer.attribute_failures(
+                [command.request] if isinstance(command, Submit) else []
+            ):
                 events += engine.handle(command)
         waiting = engine.has_work
         if waiting:
@@ -189,6 +191,6 @@ def run_engine(engine: HostedEngine, channel: CommandChannel, names: RequestName
         steps_before, stats = stats.steps_total, engine.stats()
         # There is work, but no step was committed: pause before the next try, and don't repeat the same numbers.
         blocked = waiting and stats.steps_total == steps_before
-        names.ended(events)
+        names.on_events(events)
         if not blocked or events:
             channel.send(Report(events=tuple(events), stats=stats))

@@ -10,9 +10,9 @@ import torch
 
 from pensieve.config import EngineOptions
 from pensieve.engine.ranks.collectives import RankCollective, join
-from pensieve.engine.ranks.crew import Crew
 from pensieve.engine.ranks.leader import LeadingWorker
 from pensieve.engine.ranks.ring import RingWriter, SharedRing
+from pensieve.engine.ranks.supervisor import RankSupervisor
 from pensieve.engine.worker.sizing import resolve_device
 from pensieve.engine.worker.torch_worker import Worker, build_worker
 from pensieve.model.folder import load_arch
@@ -37,35 +37,37 @@ def build_workers(options: EngineOptions) -> Worker:
     if device == "cuda":
         check_gpus([torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())], ranks)
     ring, meeting = SharedRing.create(ranks - 1), os.memfd_create("pensieve-meeting")
-    crew = Crew(options, device, ring=ring.fd, meeting=meeting)
+    crew = RankSupervisor(options, device, ring=ring.fd, meeting=meeting)
     try:
         together = join(device, 0, ranks, meeting, symmetric=options.all_reduce == "auto")
         worker = build_worker(options, together)
     except Exception:
-        crew.failed()
-        crew.abandon()
+        crew.on_failure()
+        crew.kill()
         raise
-    return LeadingWorker(worker, RingWriter(ring, spin_s=spin_seconds(device)), Ending(crew, together))
+    return LeadingWorker(
+        worker, RingWriter(ring, spin_s=spin_seconds(device)), FollowerProcesses(crew, together)
+    )
 
 
-class Ending:
-    """``leader.Others`` of real processes."""
+class FollowerProcesses:
+    """``leader.FollowerRanks`` of real processes."""
 
-    def __init__(self, crew: Crew, together: RankCollective) -> None:
+    def __init__(self, crew: RankSupervisor, together: RankCollective) -> None:
         self._crew, self._together = crew, together
 
-    def failed(self) -> None:
-        self._crew.failed()
+    def on_failure(self) -> None:
+        self._crew.on_failure()
 
-    def abandon(self) -> None:
-        self._crew.abandon()
+    def kill(self) -> None:
+        self._crew.kill()
 
-    def leaving(self) -> None:
-        self._crew.leaving()
+    def before_stop(self) -> None:
+        self._crew.before_stop()
 
-    def left(self) -> None:
+    def wait_stopped(self) -> None:
         self._together.close()
-        self._crew.left()
+        self._crew.wait_stopped()
 
 
 def check_gpus(names: list[str], ranks: int) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from pensieve.core import RequestKey, Sampling
 from pensieve.engine.plan import Copy, Plan, SampleSpec, Span
 
-CHOSEN_ELSEWHERE = SampleSpec(Sampling(), 0)
+SAMPLED_ON_RANK_0 = SampleSpec(Sampling(), 0)
 """Says of a decoded span that its token is chosen by rank 0."""
 
 
@@ -79,7 +79,11 @@ def decode(message: bytes) -> Plan | None:
     ends = np.cumsum(columns[:, 2]).tolist()
     spans = tuple(
         Span(
-            RequestKey(request), start, tokens[end - count : end], table, CHOSEN_ELSEWHERE if chosen else None
+            RequestKey(request),
+            start,
+            tokens[end - count : end],
+            table,
+            SAMPLED_ON_RANK_0 if chosen else None,
         )
         for (request, start, count, table, chosen), end in zip(columns.tolist(), ends, strict=True)
     )

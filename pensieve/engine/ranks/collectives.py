@@ -17,7 +17,7 @@ import torch
 import torch.distributed
 
 from pensieve.engine.ranks.symmetric import SymmetricSums
-from pensieve.model.collective import Collective, Slot, SumRoom
+from pensieve.model.collective import BufferIndex, Collective, ReduceBuffer
 
 log = logging.getLogger(__name__)
 
@@ -56,25 +56,25 @@ class GlooCollective(Collective):
         self.rank, self.ranks = rank, ranks
         self._group = dist.ProcessGroupGloo(dist.PrefixStore("ranks", store), rank, ranks, PATIENCE)
 
-    def sum(self, part: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, part: torch.Tensor) -> torch.Tensor:
         if part.numel():
             with _together():
                 self._group.allreduce([part]).wait()
         return part
 
-    def gather(self, part: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, part: torch.Tensor) -> torch.Tensor:
         whole = part.new_empty((self.ranks, *part.shape))
         if part.numel():
             with _together():
                 self._group.allgather([list(whole)], [part]).wait()
         return whole
 
-    def share(self, values: torch.Tensor) -> None:
+    def broadcast(self, values: torch.Tensor) -> None:
         with _together():
             self._group.broadcast([values]).wait()
 
-    def least(self, numbers: list[int]) -> list[int]:
-        found: list[int] = self.gather(torch.tensor(numbers)).amin(0).tolist()
+    def all_reduce_min(self, numbers: list[int]) -> list[int]:
+        found: list[int] = self.all_gather(torch.tensor(numbers)).amin(0).tolist()
         return found
 
     def close(self) -> None:
@@ -103,24 +103,26 @@ class NcclCollective(Collective):
             sums = SymmetricSums(dist.group.WORLD.group_name, self.rank, self.ranks, self._device)
         except (ImportError, RuntimeError) as error:
             log.warning("sums over ranks go by NCCL, since there is no symmetric memory: %s", error)
-        return sums if self.least([sums is not None]) == [1] else None
+        return sums if self.all_reduce_min([sums is not None]) == [1] else None
 
-    def room(self, shape: tuple[int, int], dtype: torch.dtype, slot: Slot) -> SumRoom | None:
-        return self._symmetric.room(shape, dtype, slot) if self._symmetric is not None else None
+    def reduce_buffer(
+        self, shape: tuple[int, int], dtype: torch.dtype, slot: BufferIndex
+    ) -> ReduceBuffer | None:
+        return self._symmetric.reduce_buffer(shape, dtype, slot) if self._symmetric is not None else None
 
-    def sum(self, part: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, part: torch.Tensor) -> torch.Tensor:
         dist.all_reduce(part)
         return part
 
-    def gather(self, part: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, part: torch.Tensor) -> torch.Tensor:
         whole = part.new_empty((self.ranks, *part.shape))
         dist.all_gather_into_tensor(whole, part)
         return whole
 
-    def share(self, values: torch.Tensor) -> None:
+    def broadcast(self, values: torch.Tensor) -> None:
         dist.broadcast(values, 0)
 
-    def least(self, numbers: list[int]) -> list[int]:
+    def all_reduce_min(self, numbers: list[int]) -> list[int]:
         values = torch.tensor(numbers, dtype=torch.int64, device=self._device)
         dist.all_reduce(values, dist.ReduceOp.MIN)
         found: list[int] = values.tolist()

@@ -26,6 +26,6 @@ def follow(reader: RingReader, worker: StepWorker) -> None:
                 break
             under_way.append(worker.launch(plan))
         while len(under_way) > (AHEAD - 1 if message is not None else 0):
-            reader.say_behind(under_way.popleft().result().swap_out_backlog)
+            reader.report_backlog(under_way.popleft().result().swap_out_backlog)
     while under_way:
         under_way.popleft().result()

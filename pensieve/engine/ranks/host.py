@@ -19,8 +19,8 @@ import click
 import msgspec
 
 from pensieve.config import EngineOptions
-from pensieve.engine.process.host import LAST_WORDS, REFUSED
-from pensieve.engine.ranks.crew import TOLD_PATIENCE_S
+from pensieve.engine.process.host import FAILURE_PREFIX, REFUSED
+from pensieve.engine.ranks.supervisor import FAILURE_GRACE_S
 from pensieve.lifeline import die_with_parent, leave_signals_to_parent
 from pensieve.logs import configure_logging
 from pensieve.model.arch import ModelError
@@ -50,7 +50,7 @@ def serve(rank: int, device: str, ring: int, meeting: int, options: EngineOption
     except RankLost:
         # The other one has said why, or was killed. The engine, which may be about to learn of it, ends all ranks:
         # until then nobody else has last words.
-        time.sleep(TOLD_PATIENCE_S)
+        time.sleep(FAILURE_GRACE_S)
         raise
 
 
@@ -82,7 +82,7 @@ def main(
             log.exception("rank %d failed", rank)
         name = "" if expected else f"{type(error).__name__}: "
         why = " ".join(f"{name}{error}".split())
-        print(f"{LAST_WORDS}rank {rank}: {why}", file=sys.stderr, flush=True)
+        print(f"{FAILURE_PREFIX}rank {rank}: {why}", file=sys.stderr, flush=True)
         status = REFUSED if expected else 1
     # All has been given back, and taking the interpreter with torch apart takes as long as a front end waits. After a
     # failure the other ranks would notice that before the engine is told of the end.

@@ -15,22 +15,22 @@ from pensieve.engine.worker.torch_worker import Worker
 from pensieve.model.arch import Arch
 
 
-class Others(Protocol):
+class FollowerRanks(Protocol):
     """The other ranks, as those whose life and end somebody looks after."""
 
-    def failed(self) -> None:
+    def on_failure(self) -> None:
         """Something went wrong here. If it was because another rank has ended, this does not return."""
         ...
 
-    def leaving(self) -> None:
+    def before_stop(self) -> None:
         """They are about to be told to leave: one that ends well is no failure from now on."""
         ...
 
-    def left(self) -> None:
+    def wait_stopped(self) -> None:
         """All plans are done and all ranks have been told to leave; returns when they have."""
         ...
 
-    def abandon(self) -> None:
+    def kill(self) -> None:
         """End them, wherever they are."""
         ...
 
@@ -38,7 +38,7 @@ class Others(Protocol):
 class LeadingWorker:
     """Rank 0's worker with the ranks that follow it, as one ``StepWorker``."""
 
-    def __init__(self, worker: Worker, writer: RingWriter, others: Others) -> None:
+    def __init__(self, worker: Worker, writer: RingWriter, others: FollowerRanks) -> None:
         self._worker, self._writer, self._others = worker, writer, others
         self._broken = False
 
@@ -67,7 +67,7 @@ class LeadingWorker:
             result,
             swap_in_bytes=result.swap_in_bytes * self.info.ranks,
             swap_out_bytes=result.swap_out_bytes * self.info.ranks,
-            swap_out_backlog=max(result.swap_out_backlog, self._writer.furthest_behind()),
+            swap_out_backlog=max(result.swap_out_backlog, self._writer.max_backlog()),
         )
 
     @contextmanager
@@ -77,7 +77,7 @@ class LeadingWorker:
             yield
         except Exception:
             self._broken = True
-            self._others.failed()
+            self._others.on_failure()
             raise
 
     def close(self) -> None:
@@ -87,13 +87,13 @@ class LeadingWorker:
         then they are ended, and memory is released with the process.
         """
         if self._broken:
-            self._others.abandon()
+            self._others.kill()
             return
         with self.blaming():
-            self._others.leaving()
+            self._others.before_stop()
             self._writer.send(encode(None))
             self._worker.close()
-        self._others.left()
+        self._others.wait_stopped()
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,11 +60,11 @@ class SharedRing:
     def take(self, reader: int, number: int) -> None:
         self._words[2 * reader * LINE_WORDS] = number
 
-    def behind(self, reader: int) -> int:
+    def backlog(self, reader: int) -> int:
         """What a reader said last, see ``say_behind``."""
         return self._words[(2 * reader + 1) * LINE_WORDS]
 
-    def say_behind(self, reader: int, chunks: int) -> None:
+    def set_backlog(self, reader: int, chunks: int) -> None:
         """Chunks that a reader has still to copy out."""
         self._words[(2 * reader + 1) * LINE_WORDS] = chunks
 
@@ -126,9 +126,9 @@ class RingWriter:
             self._ring.put(number, piece, last=start + SLOT_BYTES >= len(view))
             self._sent = number
 
-    def furthest_behind(self) -> int:
+    def max_backlog(self) -> int:
         """Most chunks that any reader has still to copy out."""
-        return max(self._ring.behind(reader) for reader in range(self._ring.readers))
+        return max(self._ring.backlog(reader) for reader in range(self._ring.readers))
 
     def _is_free(self, number: int) -> bool:
         return all(self._ring.taken(reader) >= number - SLOTS for reader in range(self._ring.readers))
@@ -163,9 +163,9 @@ class RingReader:
             if last:
                 return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
-    def say_behind(self, chunks: int) -> None:
+    def report_backlog(self, chunks: int) -> None:
         """Tell the writer how many chunks are still to be copied out here."""
-        self._ring.say_behind(self._reader, chunks)
+        self._ring.set_backlog(self._reader, chunks)
 
 
 def wait_until(ready: Callable[[], bool], spin_s: float, timeout_s: float | None = None) -> bool:

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import torch
 
-from pensieve.model.collective import AddNorm, Slot, SumRoom
+from pensieve.model.collective import AddNorm, BufferIndex, ReduceBuffer
 
 log = logging.getLogger(__name__)
 
@@ -66,20 +66,22 @@ class SymmetricSums:
         self.copies = torch.cuda.Stream(device)
         """On which parts are handed over."""
 
-    def room(self, shape: tuple[int, int], dtype: torch.dtype, slot: Slot) -> SumRoom | None:
-        """See ``Collective.room``."""
+    def reduce_buffer(
+        self, shape: tuple[int, int], dtype: torch.dtype, slot: BufferIndex
+    ) -> ReduceBuffer | None:
+        """See ``Collective.reduce_buffer``."""
         size = shape[0] * shape[1] * dtype.itemsize
         if size == 0 or shape[0] > MOST_ROWS:
             return None
         if size <= (FUSED_BYTES if self.ranks == 2 else FUSED_BYTES_OF_MORE // (self.ranks - 1)):
-            return FusedRoom(self, self.slot(shape, dtype, slot))
+            return FusedBuffer(self, self.slot(shape, dtype, slot))
         if self.ranks == 2:
-            return ExchangeRoom(self, self.slot(shape, dtype, slot)) if size <= EXCHANGE_BYTES else None
+            return ExchangeBuffer(self, self.slot(shape, dtype, slot)) if size <= EXCHANGE_BYTES else None
         if size > TWO_SHOT_BYTES or size % (ALIGNMENT * self.ranks):
             return None
-        return TwoShotRoom(self, self._buffer[:size].view(dtype).view(shape))
+        return TwoShotBuffer(self, self._buffer[:size].view(dtype).view(shape))
 
-    def slot(self, shape: tuple[int, int], dtype: torch.dtype, slot: Slot) -> tuple[torch.Tensor, ...]:
+    def slot(self, shape: tuple[int, int], dtype: torch.dtype, slot: BufferIndex) -> tuple[torch.Tensor, ...]:
         """The memory of a slot on each rank."""
         return self._everywhere(self._slots + slot * self._slot_bytes, shape, dtype)
 
@@ -98,7 +100,7 @@ class SymmetricSums:
         return x, sum_add_norm(x, parts, self.arrived, self.calls, self.rank, weight, bias, eps, out=out)
 
 
-class FusedRoom(SumRoom):
+class FusedBuffer(ReduceBuffer):
     """Parts that every rank reads where they lie."""
 
     pieces = 1
@@ -113,7 +115,7 @@ class FusedRoom(SumRoom):
         return self._sums.add_norm(self._parts, x, weight, bias, eps)
 
 
-class TwoShotRoom(SumRoom):
+class TwoShotBuffer(ReduceBuffer):
     """Parts of which each rank adds up one share."""
 
     pieces = 1
@@ -129,7 +131,7 @@ class TwoShotRoom(SumRoom):
         return add_norm(x, self.memory, weight, bias, eps)
 
 
-class ExchangeRoom(SumRoom):
+class ExchangeBuffer(ReduceBuffer):
     """Parts of two ranks that are handed to the other one, piece by piece as they are made."""
 
     def __init__(self, sums: SymmetricSums, inboxes: tuple[torch.Tensor, ...]) -> None:
@@ -140,7 +142,7 @@ class ExchangeRoom(SumRoom):
         self._outbox, self._inbox = inboxes[1 - sums.rank], inboxes[sums.rank]
         self._passed: list[tuple[int, int, torch.cuda.Event]] = []
 
-    def made(self, start: int, end: int) -> None:
+    def rows_ready(self, start: int, end: int) -> None:
         copies, passed = self._sums.copies, torch.cuda.Event()
         copies.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(copies):

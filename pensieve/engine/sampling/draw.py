@@ -47,12 +47,12 @@ def draw(
     logits: torch.Tensor, largest: torch.Tensor, parameters: Parameters, group: DrawGroup
 ) -> torch.Tensor:
     """A token for each row of ``logits`` float32 [n, vocab], whose maxima are ``largest`` [n, 1]; int64 [n]."""
-    cumulative = weigh(logits, largest, parameters, group).cumsum_(dim=-1)
+    cumulative = token_weights(logits, largest, parameters, group).cumsum_(dim=-1)
     total = cumulative[:, -1:].double()  # the largest alone weighs enough that this is never 0
     return torch.searchsorted(cumulative, (parameters.uniform * total).long(), right=True).squeeze(1)
 
 
-def weigh(
+def token_weights(
     logits: torch.Tensor, largest: torch.Tensor, parameters: Parameters, group: DrawGroup
 ) -> torch.Tensor:
     """Weights in proportion to the tokens' probabilities, 0 for those filtered out; int64 [n, vocab]."""
@@ -89,8 +89,8 @@ def _floor(
         ]
         return torch.maximum(torch.tensor(kept, dtype=torch.float64)[:, None], parameters.floor)
     # By the logits, which are half as long as the scaled values and in the same order.
-    if group.most <= MAX_TOP_K or (cpu and group.most < logits.shape[1]):
-        best = torch.topk(logits, group.most, dim=-1).indices
+    if group.max_top_k <= MAX_TOP_K or (cpu and group.max_top_k < logits.shape[1]):
+        best = torch.topk(logits, group.max_top_k, dim=-1).indices
     else:
         best = torch.sort(logits, dim=-1, descending=True).indices
     ordered = scaled.gather(1, best)

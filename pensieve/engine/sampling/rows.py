@@ -37,7 +37,7 @@ class DrawGroup:
     min_p: bool
     top_p: bool
     top_k: bool
-    most: int
+    max_top_k: int
     """The largest top-k; the vocabulary when a row has none."""
 
 
@@ -234,7 +234,7 @@ def _group(start: int, end: int, samplings: Sequence[Sampling], vocab: int) -> D
         min_p=any(sampling.min_p > 0.0 for sampling in samplings),
         top_p=any(sampling.top_p < 1.0 for sampling in samplings),
         top_k=min(top_k) < vocab,
-        most=max(top_k),
+        max_top_k=max(top_k),
     )
 
 

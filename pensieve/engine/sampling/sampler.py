@@ -117,7 +117,7 @@ def sample(
     return choose(logits, prepare(specs, logits.shape[1])).fetch().resolve(requests)
 
 
-def clean(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def sanitize(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The logits [S, vocab] without NaN or infinity, which a broken model may give, and which rows had none, bool [S].
 
     A token whose logit is NaN counts as impossible. May be captured in a CUDA graph. The first result may be ``logits``
@@ -134,7 +134,7 @@ def clean(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.nan_to_num(logits, nan=-MOST, posinf=MOST, neginf=-MOST), finite
 
 
-def largest(logits: torch.Tensor) -> torch.Tensor:
+def greedy_tokens(logits: torch.Tensor) -> torch.Tensor:
     """The token with the largest logit of each row, the lowest id on a tie; int64 [S]. Logits as ``clean`` returns
     them."""
     if logits.device.type == "cpu":  # numpy has vector instructions for this, ten times as fast
@@ -149,15 +149,15 @@ def choose(logits: torch.Tensor, prepared: PreparedRows, finite: torch.Tensor | 
     the token with their largest logit. ``logits`` is not changed.
     """
     if finite is None:
-        logits, finite = clean(logits)
+        logits, finite = sanitize(logits)
     # The common step: nothing is uploaded, and nothing but the largest logit is looked for.
     if prepared.plain:
-        return Chosen(prepared, largest(logits), finite)
+        return Chosen(prepared, greedy_tokens(logits), finite)
     sent = _upload(prepared.arrays(), logits.device)
     # Log-probabilities are those of the model's own logits, so changes go to a copy.
     adjusted = logits if prepared.changes is None else _apply_changes(logits, prepared.changes, sent)
     # Every row gets its largest logit's token; random rows then replace theirs, whose weights are relative to it.
-    tokens = largest(adjusted)
+    tokens = greedy_tokens(adjusted)
     if prepared.draws is not None:
         _draw_into(tokens, adjusted, prepared.draws, sent)
     logprobs = None

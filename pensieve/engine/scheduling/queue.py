@@ -56,7 +56,7 @@ class FairQueue:
             floor = min((self._served[other] for other in self._present), default=0.0)
             self._served[tenant] = max(self._served.get(tenant, 0.0), floor)
         self._present[tenant] += 1
-        self._weights[tenant] = request.standing.weight
+        self._weights[tenant] = request.qos.weight
 
     def depart(self, request: Request) -> None:
         """A request is no more."""
@@ -114,11 +114,11 @@ class FairQueue:
             tenant = request.tenant
             runs = self._present[tenant] - len(self._lines[tenant])
             share = places_by_weight * self._weights[tenant]
-            return runs + 1 > share, self._served[tenant], runs, request.place
+            return runs + 1 > share, self._served[tenant], runs, request.queue_order
 
         return sorted(heads, key=order)
 
-    def line(self, tenant: str) -> Sequence[Request]:
+    def waiting_of(self, tenant: str) -> Sequence[Request]:
         """Those of a tenant that wait, the next one first."""
         return self._lines.get(tenant, ())
 
@@ -139,7 +139,7 @@ class FairQueue:
         return len(self._lines.get(tenant, ())) >= limit * self.weight(tenant) / total
 
 
-def caps(budget: int, demands: Mapping[str, int], weights: Mapping[str, float]) -> dict[str, int]:
+def max_min_shares(budget: int, demands: Mapping[str, int], weights: Mapping[str, float]) -> dict[str, int]:
     """How many of ``budget`` tokens each tenant gets: what it demands, or its share of what the modest leave over.
 
     Max-min fair by weight ("water-filling"); whole tokens, all of the budget if the demands use it up.
@@ -157,4 +157,4 @@ def caps(budget: int, demands: Mapping[str, int], weights: Mapping[str, float]) 
 
 
 def _place(request: Request) -> tuple[bool, float, int]:
-    return (request.receipt is None, *request.place)
+    return (request.receipt is None, *request.queue_order)

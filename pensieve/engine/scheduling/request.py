@@ -38,13 +38,13 @@ from pensieve.core import (
     RequestKey,
     Sampling,
     SessionKey,
-    Standing,
+    TenantQos,
     TokenArray,
     Usage,
     unpack_tokens,
 )
 from pensieve.engine.cache.chunk import Range, Restore, common_prefix, take_front, tokens_in
-from pensieve.engine.cache.sharing import Path
+from pensieve.engine.cache.sharing import PrefixPath
 from pensieve.engine.messages import Submit
 from pensieve.engine.plan import PENDING
 
@@ -98,20 +98,20 @@ class Request:
     key: RequestKey = field(init=False)
     session: SessionKey = field(init=False)
     sampling: Sampling = field(init=False)
-    standing: Standing = field(init=False)
+    qos: TenantQos = field(init=False)
     prompt_tokens: int = field(init=False)
     length: int = field(init=False)
     """Tokens in use; ``tokens`` may have spare room behind them."""
-    settled: int = field(init=False)
+    num_known: int = field(init=False)
     """How many of them have a known id. The others are ``PENDING``: sampled by steps that still run."""
     group: Group | None = None
     guided: bool = False
     """A driver chooses each of its tokens, from the log-probabilities of all members of its group."""
-    awaited: bool = False
+    awaits_logprobs: bool = False
     """Guided only: a launched step computes the log-probabilities after its newest token."""
     source: Request | None = None
     """The member of its group whose KV it takes over before anything else of it is computed."""
-    path: Path | None = None
+    path: PrefixPath | None = None
     """The addresses of its context, once asked for and until it is suspended."""
     missing: deque[Range] = field(default_factory=deque)
     in_batch: bool = False
@@ -126,19 +126,19 @@ class Request:
 
     def __post_init__(self) -> None:
         self.key, self.session = RequestKey(self.submit.request), SessionKey(self.submit.session)
-        self.sampling, self.standing = self.submit.sampling, self.submit.standing
-        self.prompt_tokens = self.length = self.settled = len(self.tokens)
+        self.sampling, self.qos = self.submit.sampling, self.submit.qos
+        self.prompt_tokens = self.length = self.num_known = len(self.tokens)
 
     @classmethod
-    def of(cls, submit: Submit, arrival: int, now: float) -> Request:
+    def from_submit(cls, submit: Submit, arrival: int, now: float) -> Request:
         """A request for what was submitted."""
         tokens = unpack_tokens(submit.tokens)
         return cls(msgspec.structs.replace(submit, tokens=b""), arrival, now, tokens)
 
     @classmethod
-    def warming(cls, submit: Submit, arrival: int, now: float) -> Request:
+    def for_warm_up(cls, submit: Submit, arrival: int, now: float) -> Request:
         """A request that brings its context to the device and samples nothing."""
-        made = cls.of(submit, arrival, now)
+        made = cls.from_submit(submit, arrival, now)
         made.warm, made.finished = True, FinishReason.LENGTH
         return made
 
@@ -162,7 +162,7 @@ class Request:
 
     @property
     def tenant(self) -> str:
-        return self.standing.tenant
+        return self.qos.tenant
 
     @property
     def scope(self) -> str:
@@ -175,9 +175,9 @@ class Request:
         return self.submit.hints
 
     @property
-    def place(self) -> tuple[float, int]:
+    def queue_order(self) -> tuple[float, int]:
         """Its place among the requests of its tenant, first come, first served."""
-        return self.submitted - HEAD_START_S * self.standing.priority, self.arrival
+        return self.submitted - HEAD_START_S * self.qos.priority, self.arrival
 
     @property
     def context(self) -> TokenArray:
@@ -200,7 +200,7 @@ class Request:
         return self.submit.num_new if self.receipt is None else 0
 
     @property
-    def looked_at(self) -> tuple[TokenArray | None, TokenArray | None]:
+    def sampling_context(self) -> tuple[TokenArray | None, TokenArray | None]:
         """Prompt and output so far, for sampling that looks at them; None and None for any other."""
         if not self.sampling.needs_context:
             return None, None
@@ -237,8 +237,10 @@ class Request:
         if self.guided:
             assert self.group is not None
             leader = self.group.leader
-            return self.awaited or (self is not leader and bool(leader.missing) and not leader.decoding)
-        return self.settled < self.length and self.sampling.needs_context
+            return self.awaits_logprobs or (
+                self is not leader and bool(leader.missing) and not leader.decoding
+            )
+        return self.num_known < self.length and self.sampling.needs_context
 
     @property
     def phase(self) -> Phase:
@@ -253,12 +255,12 @@ class Request:
     ) -> FinishReason | None:
         """Why the generation ends with ``token``, its newest known one; None when it goes on."""
         sampling = self.sampling
-        if self.settled - self.prompt_tokens > sampling.min_output_tokens:
+        if self.num_known - self.prompt_tokens > sampling.min_output_tokens:
             if token in sampling.stop_token_ids:
                 return FinishReason.STOP_TOKEN
             if token in eos_token_ids and not sampling.ignore_eos:
                 return FinishReason.EOS
-        return self.limit_reason(self.settled, context_limit)
+        return self.limit_reason(self.num_known, context_limit)
 
     def limit_reason(self, length: int, context_limit: int) -> FinishReason | None:
         """Why the context may not grow beyond ``length`` tokens, output included; None when it may."""
@@ -282,7 +284,7 @@ class Request:
         restored = self.restored if self.restored is not None else first_token
         return msgspec.structs.replace(
             self.receipt,
-            output_tokens=self.settled - self.prompt_tokens,
+            output_tokens=self.num_known - self.prompt_tokens,
             queue_s=self.admitted - self.submitted,
             restore_s=restored - self.admitted,
             prefill_s=first_token - restored,
@@ -291,7 +293,7 @@ class Request:
 
     # -- events ------------------------------------------------------------------------------------------------------
 
-    def addressed(self, path: Path | None) -> None:
+    def set_prefix_path(self, path: PrefixPath | None) -> None:
         """The cache has looked up the addresses of its context."""
         self.path = path
 
@@ -311,11 +313,11 @@ class Request:
                 recomputed_tokens=restore.recomputed,
             )
 
-    def branch_off(self, source: Request) -> None:
+    def set_source(self, source: Request) -> None:
         """Before its next token it takes over the KV of ``source``."""
         self.source = source
 
-    def branched(self, start: int) -> None:
+    def on_branched(self, start: int) -> None:
         """It has the KV of its source up to ``start``, or will have once that is computed."""
         assert self.source is not None
         if self.receipt is None:
@@ -332,11 +334,11 @@ class Request:
         self.in_batch, self.source = False, leader
         self.missing.clear()
 
-    def leave(self) -> None:
+    def leave_batch(self) -> None:
         """It is out of the batch for good."""
         self.in_batch = False
 
-    def inherit(self, leaver: Request) -> None:
+    def take_over_missing(self, leaver: Request) -> None:
         """Compute what ``leaver`` had still to compute for both."""
         start = self.missing[0][0]
         owed = [(low, min(high, start)) for low, high in leaver.missing if low < start]
@@ -355,13 +357,13 @@ class Request:
         """
         return take_front(self.missing, budget)
 
-    def launched(self) -> None:
+    def on_launched(self) -> None:
         """A step that samples its next token has begun: append one whose id is not known yet and whose KV is missing.
 
         A guided request waits for its driver.
         """
         if self.guided:
-            self.awaited = True
+            self.awaits_logprobs = True
             return
         if self.length == len(self.tokens):
             # By half as much again: appending stays cheap, and slices that plans in flight hold are left alone.
@@ -370,15 +372,15 @@ class Request:
         self.missing.append((self.length, self.length + 1))
         self.length += 1
 
-    def settle(self, token: int, now: float) -> None:
+    def on_sampled(self, token: int, now: float) -> None:
         """The oldest pending token is known now: ``token``. Of a guided request that says nothing yet."""
         if self.first_token is None:
             self.first_token = now
         if self.guided:
-            self.awaited = False
+            self.awaits_logprobs = False
             return
-        self.tokens[self.settled] = token
-        self.settled += 1
+        self.tokens[self.num_known] = token
+        self.num_known += 1
 
     def history_present(self, now: float) -> None:
         """KV of all of its history is there."""
@@ -387,23 +389,23 @@ class Request:
     def finish(self, reason: FinishReason) -> None:
         """The newest known token was the last; one that is pending behind it will never be."""
         self.finished = reason
-        if self.settled < self.length:
-            self.length = self.settled
+        if self.num_known < self.length:
+            self.length = self.num_known
             while self.missing and self.missing[-1][1] > self.length:
                 self.missing.pop()
 
     # -- what a driver decides ---------------------------------------------------------------------------------------
 
-    def go_on(self, context: TokenArray, token: int) -> None:
+    def continue_with(self, context: TokenArray, token: int) -> None:
         """A guided request continues with ``token`` after ``context``, its own or another one's."""
         self.tokens = np.append(context, np.int32(token))
-        self.length = self.settled = len(self.tokens)
+        self.length = self.num_known = len(self.tokens)
         self.missing = deque([(self.length - 1, self.length)] if self.in_batch else [])
 
-    def answer(self, tokens: Sequence[int]) -> None:
+    def set_output(self, tokens: Sequence[int]) -> None:
         """The output is ``tokens``, all of it."""
         self.tokens = np.concatenate([self.tokens[: self.prompt_tokens], np.array(tokens, dtype=np.int32)])
-        self.length = self.settled = len(self.tokens)
+        self.length = self.num_known = len(self.tokens)
 
 
 def candidate_key(session: SessionKey, candidate: int) -> SessionKey:

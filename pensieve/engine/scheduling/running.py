@@ -26,7 +26,7 @@ class RunningSet:
         self._queue = queue
         self._warming = warming
         self.requests: list[Request] = []
-        """In order of arrival, priority counted in (``Request.place``)."""
+        """In order of arrival, priority counted in (``Request.queue_order``)."""
         self.suspensions = 0
         """How often a generation had to make room, since start."""
         self._by_key: dict[RequestKey, Request] = {}
@@ -37,7 +37,7 @@ class RunningSet:
         """A request that runs or waits, unless it warms a session or is still a fork."""
         return self._by_key.get(key)
 
-    def wait(self, request: Request) -> None:
+    def enqueue(self, request: Request) -> None:
         """A new request is known from now on, and waits."""
         self._know(request)
         self._queue.add(request)
@@ -47,7 +47,7 @@ class RunningSet:
     def fits(self, request: Request) -> bool:
         """Whether there is a place in the batch and room on the device for a request that waits, and for its forks.
 
-        Changes nothing. Its addresses have been looked up (``Request.addressed``).
+        Changes nothing. Its addresses have been looked up (``Request.set_prefix_path``).
         """
         forks = self._forks(request)
         if len(self.requests) + 1 + len(forks) > self._config.max_running:
@@ -65,7 +65,7 @@ class RunningSet:
             tenant=request.tenant,
         )
 
-    def join(self, request: Request, now: float) -> list[Request]:
+    def admit(self, request: Request, now: float) -> list[Request]:
         """Admit a request that fits, with its forks; returns all of them."""
         forks = self._forks(request)
         restore = self._cache.admit(
@@ -87,11 +87,11 @@ class RunningSet:
 
     def insert(self, request: Request) -> None:
         """Give an admitted request its place in the batch."""
-        bisect.insort(self.requests, request, key=lambda other: other.place)
+        bisect.insort(self.requests, request, key=lambda other: other.queue_order)
 
     def branch(self, source: Request, target: Request) -> None:
         """Let a running member of a group take over the KV of another in the next plan. No source may be a target."""
-        target.branch_off(source)
+        target.set_source(source)
         self._branching.append(target)
 
     def branch_all(self, now: float) -> bool:
@@ -112,7 +112,7 @@ class RunningSet:
         assert start is not None and complete, (
             f"{target.session}: no page to branch off, though it was asked for"
         )
-        target.branched(start)
+        target.on_branched(start)
 
     def _forks(self, source: Request) -> list[Request]:
         return [] if source.group is None else source.group.forks(source)
@@ -124,18 +124,18 @@ class RunningSet:
 
     # -- leaving -----------------------------------------------------------------------------------------------------
 
-    def leave(self, request: Request, now: float, *, forget: bool = False) -> None:
+    def remove(self, request: Request, now: float, *, free_kv: bool = False) -> None:
         """Take a request out of the batch for good. Its KV stays cached, unless it is to be forgotten."""
         self.requests.remove(request)
         computed = request.cached_context
-        request.leave()
+        request.leave_batch()
         self._drop(request)
         if request.warm:
-            self._warming.left(request)
-        forget = forget or self._config.stateless
-        self._cache.release(request.session, now, computed, forget=forget, hints=request.hints)
+            self._warming.on_end(request)
+        free_kv = free_kv or self._config.stateless
+        self._cache.release(request.session, now, computed, free_kv=free_kv, hints=request.hints)
 
-    def retire(self, request: Request, now: float, *, forget: bool = False) -> None:
+    def retire(self, request: Request, now: float, *, free_kv: bool = False) -> None:
         """Take out a request that is not finished, whatever state it is in. Its KV stays cached, unless ``forget``.
 
         One that is finished leaves when its last token is cached.
@@ -147,31 +147,31 @@ class RunningSet:
         if request.in_batch:
             if group is not None and not group.guided:
                 _bequeath(group, request)
-            self.leave(request, now, forget=forget)
+            self.remove(request, now, free_kv=free_kv)
         elif is_fork:
             self._drop(request)
         else:
-            self.leave_queue(request)
+            self.remove_waiting(request)
         if group is not None and request is not group.leader:
             group.members.remove(request)
 
-    def leave_queue(self, request: Request) -> None:
+    def remove_waiting(self, request: Request) -> None:
         """A request that waits does not come back."""
         self._queue.remove(request)
         self._drop(request)
 
-    def leave_finished(self, session: SessionKey | None, now: float) -> None:
+    def remove_finished(self, session: SessionKey | None, now: float) -> None:
         """Let the finished requests of one session, or of all, go without caching their last token."""
-        self._warming.forget(session)
+        self._warming.cancel(session)
         for request in list(self.requests):
             if request.finished is not None and session in (None, request.session):
-                self.leave(request, now)
+                self.remove(request, now)
 
-    def end_warming(self, session: SessionKey, now: float) -> None:
+    def cancel_warm_ups(self, session: SessionKey, now: float) -> None:
         """A turn of ``session`` comes: running warm-ups make room, and what they have brought stays."""
         for warm in [other for other in self.requests if other.warm]:
-            self.leave(warm, now)
-        self._warming.forget(session)
+            self.remove(warm, now)
+        self._warming.cancel(session)
 
     def _drop(self, request: Request) -> None:
         """The request is not known any more."""
@@ -193,7 +193,7 @@ class RunningSet:
             if not request.in_batch:
                 return
 
-    def make_place(self, now: float) -> None:
+    def make_batch_room(self, now: float) -> None:
         """Let the next tenant have its share of the places of the batch, where another has more than its own.
 
         What is suspended for it stays cached as long as there is room, and comes back when a place is free.
@@ -204,7 +204,7 @@ class RunningSet:
             return
         mine, wanted = heads[0].tenant, 0
         held = Counter(request.tenant for request in self.requests if not request.warm)
-        for request in queue.line(mine):
+        for request in queue.waiting_of(mine):
             places = 1 + len(self._forks(request))
             if held[mine] + wanted + places > queue.share(mine):
                 break
@@ -240,7 +240,7 @@ class RunningSet:
         """Out of the batch with a request, and with its group."""
         group = request.group
         if request.finished is not None:
-            self.leave(request, now)
+            self.remove(request, now)
         elif group is None:
             self._suspend(request, now)
         elif group.guided:
@@ -274,7 +274,7 @@ class RunningSet:
             else:
                 self.requests.remove(member)
                 member.park(group.leader)
-                self._cache.release(member.session, now, member.context, forget=True)
+                self._cache.release(member.session, now, member.context, free_kv=True)
 
 
 def _bequeath(group: Group, leaver: Request) -> None:
@@ -283,4 +283,4 @@ def _bequeath(group: Group, leaver: Request) -> None:
     if len(running) < 2 or leaver is not running[0] or leaver.output_tokens or not leaver.missing:
         return
     if running[1].missing:
-        running[1].inherit(leaver)
+        running[1].take_over_missing(leaver)

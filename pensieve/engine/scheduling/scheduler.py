@@ -24,7 +24,7 @@ from pensieve.engine.cache.chunk import Range
 from pensieve.engine.cache.manager import CacheManager
 from pensieve.engine.messages import Submit, Warm
 from pensieve.engine.plan import PageTable, Plan, SampleSpec, Span, StepResult
-from pensieve.engine.scheduling.queue import FairQueue, caps
+from pensieve.engine.scheduling.queue import FairQueue, max_min_shares
 from pensieve.engine.scheduling.request import Request
 from pensieve.engine.scheduling.running import RunningSet
 from pensieve.engine.scheduling.warming import WARM_TOKENS, WarmUps
@@ -37,7 +37,7 @@ _Work = dict[Request, list[Range]]
 
 
 @dataclass(frozen=True, slots=True)
-class Token:
+class OutputToken:
     """One output token of a request, and whether it was its last; of a guided request what its driver decides by."""
 
     request: RequestKey
@@ -123,7 +123,7 @@ class Scheduler:
             )
         if misfit is not None:
             return "CONTEXT_LIMIT_EXCEEDED", misfit
-        if self.queue.is_full(submit.standing.tenant, self.config.max_queued):
+        if self.queue.is_full(submit.qos.tenant, self.config.max_queued):
             return "SERVER_OVERLOADED", "the queue is full"
         return None
 
@@ -131,13 +131,13 @@ class Scheduler:
 
     def submit(self, submit: Submit, now: float, *, members: int = 1, guided: bool = False) -> Request:
         """Queue a request, or a group of ``members`` that it leads. The caller has asked for its ``refusal``."""
-        request = Request.of(submit, self._tickets, now)
-        self.cache.shares.allot(request.tenant, request.standing.cache_share)
+        request = Request.from_submit(submit, self._tickets, now)
+        self.cache.shares.set_share(request.tenant, request.qos.cache_share)
         if members > 1:
             request.lead(members, guided=guided)
         self._tickets += members
-        self._running.end_warming(request.session, now)
-        self._running.wait(request)
+        self._running.cancel_warm_ups(request.session, now)
+        self._running.enqueue(request)
         return request
 
     def warm(self, warm: Warm, now: float) -> str:
@@ -147,19 +147,19 @@ class Scheduler:
         if packed_length(warm.tokens) >= self.context_limit:
             return "no_room"
         self._tickets += 1
-        self.cache.shares.allot(warm.standing.tenant, warm.standing.cache_share)
+        self.cache.shares.set_share(warm.qos.tenant, warm.qos.cache_share)
         return self._warming.ask(warm, self._tickets - 1, now, chain(self.queue, self.running))
 
-    def retire(self, request: Request, now: float, *, forget: bool = False) -> None:
+    def retire(self, request: Request, now: float, *, free_kv: bool = False) -> None:
         """Take a request out at once. What it has computed stays cached, unless it is to be forgotten.
 
         A finished request is not touched: it leaves when its last token is cached.
         """
-        self._running.retire(request, now, forget=forget)
+        self._running.retire(request, now, free_kv=free_kv)
 
-    def leave_finished(self, session: SessionKey | None, now: float) -> None:
+    def remove_finished(self, session: SessionKey | None, now: float) -> None:
         """Let the finished requests and warm-ups of one session, or of all, go as they are."""
-        self._running.leave_finished(session, now)
+        self._running.remove_finished(session, now)
 
     def branch(self, source: Request, target: Request) -> None:
         """Let a running guided request go on with the KV of another from the next plan on."""
@@ -172,7 +172,7 @@ class Scheduler:
         self.admitted = []
         work: _Work = {}
         budget = self.config.max_batch_tokens
-        self._running.make_place(now)
+        self._running.make_batch_room(now)
         if self.config.unified_batch:
             # Generations first, one token each: whoever reads along must not wait for another's prefill. Then what was
             # begun, and with the rest of the budget whoever is next.
@@ -192,39 +192,39 @@ class Scheduler:
         self._steps += 1
         return Plan(self._steps, spans, tables, *self.cache.take_copies())
 
-    def launched(self, plan: Plan) -> None:
+    def on_launched(self, plan: Plan) -> None:
         """The worker has begun ``plan``: whatever is planned from now on comes after it."""
         self.cache.complete_copies()
         for span in plan.spans:
             if span.sample is not None:
                 request = self._running.get(span.request)
                 if request is not None:
-                    request.launched()
+                    request.on_launched()
 
-    def commit(self, plan: Plan, result: StepResult, now: float) -> list[Token]:
+    def commit(self, plan: Plan, result: StepResult, now: float) -> list[OutputToken]:
         """Take in what the worker did with a launched plan; returns the new output tokens."""
         self._swap_out_backlog = result.swap_out_backlog
-        tokens: list[Token] = []
+        tokens: list[OutputToken] = []
         for sampled in result.sampled:
             request = self._running.get(sampled.request)
             if request is None or request.finished is not None:
                 continue  # it has ended, or was cancelled, while this step ran
-            request.settle(sampled.token_id, now)
+            request.on_sampled(sampled.token_id, now)
             finished = None
             if not request.guided:
                 finished = request.end_reason(sampled.token_id, self.context_limit, self.config.eos_token_ids)
             if finished is not None:
                 request.finish(finished)
                 if not request.in_batch:  # suspended while its last token was being sampled
-                    self._running.leave_queue(request)
-            tokens.append(Token(sampled.request, sampled.token_id, sampled.logprob, finished))
+                    self._running.remove_waiting(request)
+            tokens.append(OutputToken(sampled.request, sampled.token_id, sampled.logprob, finished))
         for request in list(self._running.requests):
             if request.restored is None and not request.waits_for_history:
                 request.history_present(now)
             # A finished request stays until a launched step computes the KV of its last token, for the next turn.
             # A stateless engine keeps nothing for it.
             if request.finished is not None and (self.config.stateless or not request.missing):
-                self._running.leave(request, now)
+                self._running.remove(request, now)
         return tokens
 
     # -- inside plan -------------------------------------------------------------------------------------------------
@@ -263,7 +263,9 @@ class Scheduler:
             demands[head.tenant] = head.length
         if len(demands) < 2:
             return {}
-        return caps(max(budget, 0), demands, {tenant: self.queue.weight(tenant) for tenant in demands})
+        return max_min_shares(
+            max(budget, 0), demands, {tenant: self.queue.weight(tenant) for tenant in demands}
+        )
 
     def _plan_spans(self, work: _Work, budget: int, capped: Mapping[str, int] | None = None) -> int:
         """Restores and prefills that have begun, oldest first, until the budget is used (chunked prefill).
@@ -301,7 +303,7 @@ class Scheduler:
             self.queue.remove(request)
             if request.receipt is None:
                 self.admitted.append(request)
-            for one in self._running.join(request, now):
+            for one in self._running.admit(request, now):
                 if left > 0:
                     left -= self._take(work, one, left)
         return budget - left
@@ -310,7 +312,7 @@ class Scheduler:
         """The next in the queue whose tenant is not busy with one before it. Its addresses are looked up."""
         request = next((one for one in self.queue.heads() if one.tenant not in busy), None)
         if request is not None and request.path is None:
-            request.addressed(self.cache.path(request.session, request.scope, request.context))
+            request.set_prefix_path(self.cache.prefix_path(request.session, request.scope, request.context))
         return request
 
     def _is_begun(self, request: Request) -> bool:
@@ -364,4 +366,4 @@ class Scheduler:
 
     def _sample_spec(self, request: Request) -> SampleSpec:
         eos = self.config.eos_token_ids
-        return SampleSpec(request.sampling, request.output_tokens, eos, *request.looked_at)
+        return SampleSpec(request.sampling, request.output_tokens, eos, *request.sampling_context)

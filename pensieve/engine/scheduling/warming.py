@@ -54,19 +54,19 @@ class WarmUps:
             return ""  # it is in hand
         if not warm.tokens:
             return "nothing_to_do"
-        request = Request.warming(_submit(warm, ticket), ticket, now)
-        request.addressed(self._cache.path(session, request.scope, request.tokens))
-        needs = self._cache.to_bring(session, request.tokens, request.path, tenant=request.tenant)
-        if not needs.pages and not needs.computing:
+        request = Request.for_warm_up(_submit(warm, ticket), ticket, now)
+        request.set_prefix_path(self._cache.prefix_path(session, request.scope, request.tokens))
+        needs = self._cache.restore_cost(session, request.tokens, request.path, tenant=request.tenant)
+        if not needs.pages and not needs.needs_compute:
             return "nothing_to_do"
         if needs.pages > needs.room:
             return "no_room"
-        if (needs.computing and turns) or len(self._pending) >= MOST_PENDING:
+        if (needs.needs_compute and turns) or len(self._pending) >= MOST_PENDING:
             return "busy"
         self._pending[session] = request
         return ""
 
-    def forget(self, session: SessionKey | None) -> None:
+    def cancel(self, session: SessionKey | None) -> None:
         """A session's warm-up, or all, need not begin any more."""
         if session is None:
             self._pending.clear()
@@ -81,12 +81,12 @@ class WarmUps:
         busy = any(not request.warm for request in running)
         for session, request in list(self._pending.items()):
             whose = request.tenant
-            needs = self._cache.to_bring(session, request.context, request.path, tenant=whose)
-            useless = not needs.pages and not needs.computing
-            if useless or needs.pages > needs.room or (needs.computing and busy):
+            needs = self._cache.restore_cost(session, request.context, request.path, tenant=whose)
+            useless = not needs.pages and not needs.needs_compute
+            if useless or needs.pages > needs.room or (needs.needs_compute and busy):
                 del self._pending[session]
                 continue
-            later = needs.computing and len(running) > 0  # or its chunks are being copied
+            later = needs.needs_compute and len(running) > 0  # or its chunks are being copied
             if later or not self._cache.can_admit(
                 session, request.context, 0, reserve=False, path=request.path
             ):
@@ -99,7 +99,7 @@ class WarmUps:
             return request
         return None
 
-    def left(self, request: Request) -> None:
+    def on_end(self, request: Request) -> None:
         """A warm-up has ended, or was ended."""
         assert request.receipt is not None
         brought = request.receipt.swapped_in_tokens + request.receipt.recomputed_tokens
@@ -115,5 +115,5 @@ def _submit(warm: Warm, ticket: int) -> Submit:
         sampling=Sampling(),
         scope=warm.scope,
         hints=Hints(next_turn_s=EXPECTED_S),
-        standing=warm.standing,
+        qos=warm.qos,
     )

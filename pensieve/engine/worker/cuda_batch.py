@@ -10,7 +10,7 @@ import numpy as np
 from pensieve.core import Ints, RequestKey
 from pensieve.engine.plan import Plan, SampleSpec
 from pensieve.engine.worker.spans import Ints32, SpanColumns
-from pensieve.kernels.attention.prefixes import PartyRule
+from pensieve.kernels.attention.prefixes import PrefixGroupRule
 
 NO_SLOT = -1
 """Where the keys and values of a padding token go."""
@@ -37,27 +37,27 @@ class CudaBatch:
     requests: tuple[RequestKey, ...]
     """Whose samples they are."""
     specs: tuple[SampleSpec, ...]
-    longest: int
+    max_context: int
     """Most tokens that a query sees."""
     parties: Ints | None = None
     """[n, 3], see ``kernels.attention.prefixes``; None: every span reads all of its context."""
 
 
 def make_cuda_batch(
-    plan: Plan, page_tokens: int, sampled: Mapping[RequestKey, int], rule: PartyRule | None = None
+    plan: Plan, page_tokens: int, sampled: Mapping[RequestKey, int], rule: PrefixGroupRule | None = None
 ) -> CudaBatch:
     """The batch of a plan with at least one span; ``sampled``: row of each request in the samples of the step before.
     ``rule``: which spans read a common beginning together; None: none do.
 
     Raises ValueError when a span is empty or reaches past its page table.
     """
-    columns = SpanColumns.of(plan, page_tokens)
+    columns = SpanColumns.from_plan(plan, page_tokens)
     place = range(len(plan.spans))
     host = _host(columns)
     found = rule.find(host, columns.pages) if rule is not None else None
     if found is not None:
         ordered = replace(plan, spans=tuple(plan.spans[index] for index in found.order.tolist()))
-        columns = SpanColumns.of(ordered, page_tokens)
+        columns = SpanColumns.from_plan(ordered, page_tokens)
         host = _host(columns)
         place = np.argsort(found.order).tolist()
     source = np.full(len(columns.tokens), -1, dtype=np.int32)
@@ -78,7 +78,7 @@ def make_cuda_batch(
         sample_rows=(columns.ends[[index for index, _, _ in asked]] - 1).astype(np.int32),
         requests=tuple(request for _, request, _ in asked),
         specs=tuple(spec for _, _, spec in asked),
-        longest=int((columns.start + columns.length).max()),
+        max_context=int((columns.start + columns.length).max()),
         parties=found.table if found is not None else None,
     )
 

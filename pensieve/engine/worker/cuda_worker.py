@@ -31,11 +31,11 @@ from pensieve.engine.sampling.rows import prepare
 from pensieve.engine.sampling.sampler import Chosen, Fetched, choose
 from pensieve.engine.worker.cuda_batch import CudaBatch, make_cuda_batch
 from pensieve.engine.worker.graphs import Programs
-from pensieve.engine.worker.program import Shared, StepProgram
+from pensieve.engine.worker.program import SharedState, StepProgram
 from pensieve.engine.worker.sizing import DTYPES, WorkerInfo, allocate_pools
 from pensieve.kernels.attention.call import Scratch
 from pensieve.kernels.attention.plan import geometry_of
-from pensieve.kernels.attention.prefixes import PartyRule
+from pensieve.kernels.attention.prefixes import PrefixGroupRule
 from pensieve.model.transformer import Transformer
 
 STAGINGS = 3
@@ -63,22 +63,22 @@ class CudaWorker:
             verify=options.verify_swap,
         )
         self._programs = Programs(self._shared(model), info, self._compute, graphs=options.cuda_graphs)
-        self._rule: PartyRule | None = None
+        self._rule: PrefixGroupRule | None = None
         if options.shared_prefix_attention:
-            self._rule = PartyRule(self._programs.shared.geometry, info.chunk_tokens)
+            self._rule = PrefixGroupRule(self._programs.shared.geometry, info.chunk_tokens)
         self._stagings: deque[_Staging] = deque(_Staging(self._programs.words) for _ in range(STAGINGS))
         self._sampled: dict[RequestKey, int] = {}
         self._last_end: torch.cuda.Event | None = None
         torch.cuda.synchronize(self._device)
 
-    def _shared(self, model: Transformer) -> Shared:
+    def _shared(self, model: Transformer) -> SharedState:
         arch, info = self.arch, self.info
         # Queries come as a slice of the fused projection's output; kernels are chosen by how such tensors lie.
         heads = arch.num_heads + 2 * arch.num_kv_heads
         qkv = torch.empty(1, heads, arch.head_dim, dtype=DTYPES[info.dtype], device=self._device)
         geometry = geometry_of(qkv[:, : arch.num_heads], self._pools.device[0])
         rows = info.max_running
-        return Shared(
+        return SharedState(
             model=model,
             pool=self._pools.device,
             wait=self._swap.wait,
@@ -147,10 +147,10 @@ class CudaWorker:
         self._sampled = {request: row for row, request in enumerate(batch.requests)}
         if rows == 0:
             return None
-        shared, together = self._programs.shared, self._programs.shared.model.together
+        shared, together = self._programs.shared, self._programs.shared.model.collective
         sampled, finite = shared.sampled[:rows], shared.finite[:rows]
         if together.rank != 0:
-            together.share(sampled)  # one rank chooses, so that all go on with the same tokens
+            together.broadcast(sampled)  # one rank chooses, so that all go on with the same tokens
             return None
         prepared = prepare(batch.specs, self.arch.vocab_size)
         if prepared.plain:
@@ -158,7 +158,7 @@ class CudaWorker:
         else:
             chosen = choose(shared.logits[:rows], prepared, finite)
             sampled.copy_(chosen.tokens[:rows])
-        together.share(sampled)
+        together.broadcast(sampled)
         return chosen.fetch()
 
     def close(self) -> None:

@@ -19,11 +19,11 @@ from rich.console import Console
 from rich.progress import track
 
 from pensieve.engine.worker.cuda_batch import CudaBatch
-from pensieve.engine.worker.program import ALIGNMENT, Shared, Size, StepProgram
+from pensieve.engine.worker.program import ALIGNMENT, ProgramSize, SharedState, StepProgram
 from pensieve.engine.worker.sizing import WorkerInfo
 from pensieve.kernels.attention.capacity import Capacity, capacity_for
 from pensieve.kernels.attention.kinds import Geometry, StepKind, classify
-from pensieve.kernels.attention.plan import PARTY_KIND, DoesNotFit, words_of
+from pensieve.kernels.attention.plan import PREFIX_GROUP_KIND, DoesNotFit, words_of
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +64,9 @@ def _rising(most: int, steps: tuple[tuple[int, int], ...]) -> list[int]:
 class Programs:
     """All programs of a worker: one for each graph that was captured, and one for each step that no graph holds."""
 
-    def __init__(self, shared: Shared, info: WorkerInfo, compute: torch.cuda.Stream, *, graphs: bool) -> None:
+    def __init__(
+        self, shared: SharedState, info: WorkerInfo, compute: torch.cuda.Stream, *, graphs: bool
+    ) -> None:
         self.shared = shared
         self._info = info
         self._compute = compute
@@ -117,7 +119,7 @@ class Programs:
             yield from ((kind, size) for size in sizes)
 
     def _graph_for(self, batch: CudaBatch) -> StepProgram | None:
-        if not self._graphs or batch.longest > self._info.context_limit:
+        if not self._graphs or batch.max_context > self._info.context_limit:
             return None
         kind = self._kind(batch)
         sizes = self._buckets[kind]
@@ -132,21 +134,21 @@ class Programs:
             self._made[kind, tokens] = program
         return self._made[kind, tokens]
 
-    def _size(self, kind: StepKind, tokens: int) -> Size:
+    def _size(self, kind: StepKind, tokens: int) -> ProgramSize:
         info = self._info
         capacity = _capacity(kind, tokens, info, self.shared.geometry)
         samples = min(tokens, info.max_running)
         pages = min(most_pages(info, samples), max(GRAPH_PAGES, info.device_chunks))
-        return Size(tokens, samples, pages, kind, capacity)
+        return ProgramSize(tokens, samples, pages, kind, capacity)
 
     def _kind(self, batch: CudaBatch) -> StepKind:
-        return classify(batch.spans, self.shared.geometry) if batch.parties is None else PARTY_KIND
+        return classify(batch.spans, self.shared.geometry) if batch.parties is None else PREFIX_GROUP_KIND
 
     def _alone(self, batch: CudaBatch) -> StepProgram:
         """A program without a graph, of just the size of a step."""
         kind, count = self._kind(batch), len(batch.tokens)
-        capacity = capacity_for(kind, count, len(batch.spans), batch.longest, self.shared.geometry)
-        size = Size(count, max(1, len(batch.sample_rows)), len(batch.pages), kind, capacity)
+        capacity = capacity_for(kind, count, len(batch.spans), batch.max_context, self.shared.geometry)
+        size = ProgramSize(count, max(1, len(batch.sample_rows)), len(batch.pages), kind, capacity)
         return StepProgram(self.shared, size)
 
     def _most_words(self) -> int:

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pensieve.engine.sampling.sampler import clean, largest
+from pensieve.engine.sampling.sampler import greedy_tokens, sanitize
 from pensieve.engine.worker.cuda_batch import NO_SLOT, CudaBatch
 from pensieve.kernels.arguments import HeadPrep
 from pensieve.kernels.attention.call import Scratch
@@ -43,7 +43,7 @@ class LayerWait(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
+class SharedState:
     """Memory and settings that all programs of a worker share."""
 
     model: Transformer
@@ -61,7 +61,7 @@ class Shared:
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
+class ProgramSize:
     """The most that a program takes."""
 
     tokens: int
@@ -74,7 +74,7 @@ class Size:
 class StepProgram:
     """One step's work on the device, for steps up to a size; see the module docstring."""
 
-    def __init__(self, shared: Shared, size: Size) -> None:
+    def __init__(self, shared: SharedState, size: ProgramSize) -> None:
         self.size = size
         self._shared = shared
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -141,13 +141,13 @@ class StepProgram:
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         # NCCL has a thread that looks after events at any time: it must not spoil the capture.
-        mode = "global" if self._shared.model.together.ranks == 1 else "thread_local"
+        mode = "global" if self._shared.model.collective.ranks == 1 else "thread_local"
         with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=mode):
             self._compute()
         self._graph = graph
 
     def _compute(self) -> None:
-        with products_of(self.size.tokens, self._shared.pool.device):
+        with preferred_blas(self.size.tokens, self._shared.pool.device):
             self._forward()
 
     def _forward(self) -> None:
@@ -156,12 +156,12 @@ class StepProgram:
         before = shared.sampled.index_select(0, view["source"].clamp_min(0))
         tokens = torch.where(view["source"] >= 0, before.to(torch.int32), view["tokens"])
         logits = shared.model.forward(tokens, view["positions"], self._attend, view["sample_rows"])
-        if shared.model.together.rank != 0:
+        if shared.model.collective.rank != 0:
             return  # what was chosen comes from rank 0
-        logits, finite = clean(logits)
+        logits, finite = sanitize(logits)
         shared.logits[:samples].copy_(logits)
         shared.finite[:samples].copy_(finite)
-        shared.sampled[:samples].copy_(largest(logits))
+        shared.sampled[:samples].copy_(greedy_tokens(logits))
 
     def _attend(self, layer: int, qkv: torch.Tensor, prep: HeadPrep) -> torch.Tensor:
         """``pensieve.model.transformer.Attend`` over the paged pool."""
@@ -175,7 +175,7 @@ class StepProgram:
 
 
 @contextlib.contextmanager
-def products_of(tokens: int, device: torch.device) -> Iterator[None]:
+def preferred_blas(tokens: int, device: torch.device) -> Iterator[None]:
     """Products of so many tokens are made by the library that is faster there; see ``LT_TOKENS``."""
     if tokens > LT_TOKENS or device.type != "cuda":
         yield

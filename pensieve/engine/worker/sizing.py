@@ -17,7 +17,7 @@ from pensieve.engine.kv.pools import KvPools
 from pensieve.engine.sampling.sampler import workspace_bytes as sampler_bytes
 from pensieve.machine import memory
 from pensieve.model.arch import DTYPE_BYTES, Arch
-from pensieve.model.collective import ALONE, Collective
+from pensieve.model.collective import SINGLE_RANK, Collective
 
 _HALF: Final = ("bfloat16", "float16")
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -112,7 +112,7 @@ def resolve_device(options: EngineOptions, arch: Arch) -> Placement:
 
 
 def worker_info(
-    options: EngineOptions, arch: Arch, *, weight_bytes: int = 0, together: Collective = ALONE
+    options: EngineOptions, arch: Arch, *, weight_bytes: int = 0, collective: Collective = SINGLE_RANK
 ) -> WorkerInfo:
     """What ``options`` come to on this machine, now; on a GPU to be called with the weights loaded.
 
@@ -121,8 +121,8 @@ def worker_info(
     """
     placement = resolve_device(options, arch)
     here = free_memory(placement.device)
-    free = FreeMemory(*together.least([here.device, here.host]))
-    tiers = tier_sizes(options, arch, placement, free, together.ranks)
+    free = FreeMemory(*collective.all_reduce_min([here.device, here.host]))
+    tiers = tier_sizes(options, arch, placement, free, collective.ranks)
     return WorkerInfo(
         device=placement.device,
         dtype=placement.dtype,
@@ -135,7 +135,7 @@ def worker_info(
         device_source=tiers.device_source,
         host_source=tiers.host_source,
         weight_bytes=weight_bytes,
-        ranks=together.ranks,
+        ranks=collective.ranks,
     )
 
 

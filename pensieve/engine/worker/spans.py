@@ -36,7 +36,7 @@ class SpanColumns:
     """[T]: where each token's keys and values go, ``page * N + offset``."""
 
     @classmethod
-    def of(cls, plan: Plan, page_tokens: int) -> SpanColumns:
+    def from_plan(cls, plan: Plan, page_tokens: int) -> SpanColumns:
         """The columns of a plan with at least one span.
 
         Raises ValueError when a span is empty or reaches past its page table.

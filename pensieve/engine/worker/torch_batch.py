@@ -43,7 +43,7 @@ def make_torch_batch(
 
     Raises ValueError when a span is empty or reaches past its page table.
     """
-    columns = SpanColumns.of(plan, page_tokens)
+    columns = SpanColumns.from_plan(plan, page_tokens)
     most_pages = max(len(table) for table in plan.page_tables)
     tables = np.full((len(plan.page_tables), most_pages), padding_page, dtype=np.int32)
     for index, table in enumerate(plan.page_tables):

@@ -24,7 +24,7 @@ from pensieve.kernels import reference
 from pensieve.kernels.arguments import HeadPrep
 from pensieve.machine import usable_cores
 from pensieve.model.arch import Arch
-from pensieve.model.collective import ALONE, Collective
+from pensieve.model.collective import SINGLE_RANK, Collective
 from pensieve.model.folder import load_arch
 from pensieve.model.ops import triton_ops
 from pensieve.model.shard import Shard
@@ -105,13 +105,13 @@ class TorchWorker(SynchronousWorker):
         computed = time.perf_counter()
         asked = [(span.request, span.sample) for span in plan.spans if span.sample is not None]
         # One rank chooses, so that all go on with the same tokens.
-        together = self._model.together
+        together = self._model.collective
         requests = [request for request, _ in asked]
         chosen = sample(logits, [spec for _, spec in asked], requests) if together.rank == 0 else []
         tokens = [token for token, _ in chosen]
         if together.ranks > 1 and asked:
             shared = torch.tensor(tokens or [0] * len(asked))
-            together.share(shared)
+            together.broadcast(shared)
             tokens = shared.tolist()
         timings |= {
             "prepare": prepared - started,
@@ -148,17 +148,17 @@ class _StepAttention:
         return out
 
 
-def build_worker(options: EngineOptions, together: Collective = ALONE) -> Worker:
+def build_worker(options: EngineOptions, collective: Collective = SINGLE_RANK) -> Worker:
     """A worker for the model and sizes of ``options``; of several ranks, this one's. All ranks do this together.
 
     Raises ModelError when the model cannot be served, ValueError when an option cannot be followed here.
     """
-    if options.torch_threads or together.ranks > 1:
-        torch.set_num_threads(max(1, (options.torch_threads or usable_cores()) // together.ranks))
+    if options.torch_threads or collective.ranks > 1:
+        torch.set_num_threads(max(1, (options.torch_threads or usable_cores()) // collective.ranks))
     folder = Path(options.model)
     whole = load_arch(folder)
     place = resolve_device(options, whole)
-    shard = Shard(together.rank, together.ranks)
+    shard = Shard(collective.rank, collective.ranks)
     weights = load_weights(
         folder,
         whole,
@@ -169,10 +169,10 @@ def build_worker(options: EngineOptions, together: Collective = ALONE) -> Worker
     )
     arch = shard.arch(whole)
     # After the weights are loaded: the tiers are made of what those leave free.
-    info = worker_info(options, arch, weight_bytes=weight_bytes(weights), together=together)
+    info = worker_info(options, arch, weight_bytes=weight_bytes(weights), collective=collective)
     if info.device == "cuda":
-        return _cuda_worker(options, Transformer(arch, weights, triton_ops(), together), info)
-    model = Transformer(arch, weights, together=together)
+        return _cuda_worker(options, Transformer(arch, weights, triton_ops(), collective), info)
+    model = Transformer(arch, weights, collective=collective)
     return TorchWorker(model, info, pipelined_swap_in=options.pipelined_swap_in)
 
 

@@ -18,7 +18,7 @@ from typing import Final, TypeAlias, TypeVar
 
 from pensieve.client import AsyncClient, RetryPolicy, ServerInfo
 from pensieve.errors import Cancelled, PensieveError, Unauthenticated
-from pensieve.http.common.callers import CONNECTIONS, Who, connection
+from pensieve.http.common.callers import CONNECTIONS, CallerIdentity, connection
 from pensieve.http.common.failures import HttpFailure
 from pensieve.http.common.settings import DoorSettings
 from pensieve.rpc_status import TRANSPORT, TRANSPORT_FINAL
@@ -76,11 +76,11 @@ class Admission:
         self.keyless = False
         """Whether the service lets in callers without a credential, as far as it has said so."""
 
-    def knows(self, who: Who) -> bool:
+    def has_admitted(self, who: CallerIdentity) -> bool:
         """Whether the service has let in this credential before."""
         return who.credential in self._good
 
-    async def admit(self, who: Who) -> None:
+    async def admit(self, who: CallerIdentity) -> None:
         """Return when the service knows the caller.
 
         Raises Unauthenticated, what a service that cannot be reached ends with, or Cancelled after ``close``.
@@ -109,7 +109,9 @@ class Admission:
         if (error := question.exception()) is not None:
             raise error.with_traceback(None)
 
-    def _start(self, questions: _Questions, who: Who, credential: bytes, *, known: bool) -> _Question:
+    def _start(
+        self, questions: _Questions, who: CallerIdentity, credential: bytes, *, known: bool
+    ) -> _Question:
         question = asyncio.create_task(self._ask(who, credential, known=known))
         questions[credential] = question
         question.add_done_callback(partial(self._answered, questions, credential))
@@ -128,7 +130,7 @@ class Admission:
         for question in [*self._questions.values(), *self._rechecks.values()]:
             question.cancel()
 
-    async def _ask(self, who: Who, credential: bytes, *, known: bool) -> ServerInfo | None:
+    async def _ask(self, who: CallerIdentity, credential: bytes, *, known: bool) -> ServerInfo | None:
         try:
             async with self._client(who, RECHECK_S if known else 60.0) as client:
                 info = await (self._confirmed(client) if known else self._found_out(client))
@@ -169,7 +171,7 @@ class Admission:
             await asyncio.sleep(pause)
 
     @asynccontextmanager
-    async def _client(self, who: Who, timeout_s: float) -> AsyncIterator[AsyncClient]:
+    async def _client(self, who: CallerIdentity, timeout_s: float) -> AsyncIterator[AsyncClient]:
         client = AsyncClient(
             self._settings.target,
             tls=self._settings.tls,

@@ -36,13 +36,13 @@ def token_scores(scores: Iterable[TokenLogprob]) -> list[dict[str, Any]]:
     ]
 
 
-def at_least(logprob: float) -> float:
+def clamp_logprob(logprob: float) -> float:
     """The value as it is sent."""
     return max(logprob, LEAST)
 
 
 def _score(token: TokenText, logprob: float) -> dict[str, Any]:
-    return {"token": token.text, "bytes": list(token.piece), "logprob": at_least(logprob)}
+    return {"token": token.text, "bytes": list(token.piece), "logprob": clamp_logprob(logprob)}
 
 
 SILENT: Final = b":\n\n"
@@ -52,7 +52,7 @@ _HEADERS: Final = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 """The second keeps nginx from holding events back."""
 
 
-def event(data: dict[str, Any], name: str | None = None) -> bytes:
+def sse_event(data: dict[str, Any], name: str | None = None) -> bytes:
     """One event, to be sent in one piece: some clients lose one that is split, and see none that ends in CRLF."""
     line = b"data: " + msgspec.json.encode(data) + b"\n\n"
     return line if name is None else b"event: " + name.encode() + b"\n" + line
@@ -115,7 +115,7 @@ class _Steady:
 T = TypeVar("T")
 
 
-async def while_there(request: Request, work: Coroutine[Any, Any, T]) -> T:
+async def cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """The outcome of ``work``, which is cancelled when the caller goes: to nobody nothing is said.
 
     Raises HttpFailure then, so that what is held for the call is let go. The body has to have been read.
@@ -202,14 +202,14 @@ def _another_answer() -> Internal:
     )
 
 
-def was_cut(reason: FinishReason | int | None) -> bool:
+def is_truncated(reason: FinishReason | int | None) -> bool:
     """Whether an answer ended before the model ended it."""
     return reason in (FinishReason.LENGTH, FinishReason.CONTEXT_FULL, FinishReason.TIME_LIMIT)
 
 
 def finish_reason(reason: FinishReason | int | None) -> str:
     """The word of both kinds of completions."""
-    return "length" if was_cut(reason) else "stop"
+    return "length" if is_truncated(reason) else "stop"
 
 
 def cached_tokens(usage: Usage) -> int:
@@ -224,7 +224,7 @@ def output_tokens(turn: Turn) -> int:
     return turn.usage.output_tokens
 
 
-def usage_of(*turns: Turn) -> dict[str, Any]:
+def completion_usage(*turns: Turn) -> dict[str, Any]:
     """Token counts, all turns together. ``cached_tokens``: of the contexts, what was not computed for these turns."""
     prompt = sum(turn.usage.context_tokens for turn in turns)
     answer = sum(map(output_tokens, turns))

@@ -24,22 +24,22 @@ PATIENCE_S: Final = 2.0
 HASTE_S: Final = 0.05
 
 
-class HeldRoom:
+class Reservation:
     """The room of one body. It holds nothing at first."""
 
     def __init__(self, holder: str, give_up: Callable[[], None]) -> None:
         """``holder`` names the caller. ``give_up`` ends the reading, which then raises."""
         self.holder = holder
-        self.held = 0
+        self.reserved = 0
         self.since = 0.0
         """When it began to hold something."""
-        self.coming = True
+        self.is_arriving = True
         """The body has not come whole."""
-        self.given_up = False
-        self.give_up = give_up
+        self.is_evicted = False
+        self.abort = give_up
 
 
-class BodyRoom:
+class BodyBudget:
     """Divides ``size`` bytes, for large bodies that are on their way, among the callers. Used on one event loop.
 
     A caller may fill the room while no other wants it. When room is short, the body that is overdue first is given up:
@@ -48,33 +48,33 @@ class BodyRoom:
     """
 
     def __init__(self, size: int) -> None:
-        self.size = self.left = size
-        self._places: list[HeldRoom] = []
+        self.size = self.free = size
+        self._places: list[Reservation] = []
         """Requests that hold bytes, oldest first."""
         self._of_holder: Counter[str] = Counter()
         self._change = asyncio.Event()
 
     @contextmanager
-    def place(self, holder: str, give_up: Callable[[], None]) -> Iterator[HeldRoom]:
+    def place(self, holder: str, give_up: Callable[[], None]) -> Iterator[Reservation]:
         """A place for one body; what it holds is free again at the end of the block."""
-        place = HeldRoom(holder, give_up)
+        place = Reservation(holder, give_up)
         try:
             yield place
         finally:
             self._leave(place)
 
-    async def take(self, place: HeldRoom, size: int) -> None:
+    async def take(self, place: Reservation, size: int) -> None:
         """Give the place ``size`` more bytes. Raises HttpFailure (429) when there are none."""
-        while size > self.left:
+        while size > self.free:
             loop = asyncio.get_running_loop()
             due = min(((self._due(one, place), one) for one in self._rivals(place)), key=_when, default=None)
             if due is None:
                 raise _full()
             when, rival = due
             if when <= loop.time():
-                rival.given_up = True
+                rival.is_evicted = True
                 self._leave(rival)
-                rival.give_up()
+                rival.abort()
                 continue
             if rival.holder == place.holder and not is_address(place.holder):
                 raise _full()  # its own bodies are in the way: it may wait for them as it likes
@@ -82,35 +82,35 @@ class BodyRoom:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(when):
                     await self._change.wait()
-        if not place.held:
+        if not place.reserved:
             place.since = asyncio.get_running_loop().time()
             self._places.append(place)
-        self.left -= size
-        place.held += size
+        self.free -= size
+        place.reserved += size
         self._of_holder[place.holder] += size
 
-    def _rivals(self, place: HeldRoom) -> Iterator[HeldRoom]:
+    def _rivals(self, place: Reservation) -> Iterator[Reservation]:
         """Bodies that may have to make way: of the same caller, and of those that hold more."""
         own = self._of_holder[place.holder]
         for one in self._places:
             more = self._of_holder[one.holder] > own
-            if one is not place and one.coming and (more or one.holder == place.holder):
+            if one is not place and one.is_arriving and (more or one.holder == place.holder):
                 yield one
 
-    def _due(self, one: HeldRoom, wanting: HeldRoom) -> float:
+    def _due(self, one: Reservation, wanting: Reservation) -> float:
         share = self.size // len(self._of_holder.keys() | {wanting.holder})
         beyond = one.holder != wanting.holder and self._of_holder[one.holder] > share
         return one.since + (HASTE_S if beyond else PATIENCE_S)
 
-    def _leave(self, place: HeldRoom) -> None:
-        if not place.held:
+    def _leave(self, place: Reservation) -> None:
+        if not place.reserved:
             return
         self._places.remove(place)
-        self.left += place.held
-        self._of_holder[place.holder] -= place.held
+        self.free += place.reserved
+        self._of_holder[place.holder] -= place.reserved
         if not self._of_holder[place.holder]:
             del self._of_holder[place.holder]
-        place.held = 0
+        place.reserved = 0
         self._change.set()
 
 
@@ -119,11 +119,11 @@ def is_address(holder: str) -> bool:
     return holder.startswith("@")
 
 
-def _when(due: tuple[float, HeldRoom]) -> float:
+def _when(due: tuple[float, Reservation]) -> float:
     return due[0]
 
 
-def given_up() -> HttpFailure:
+def evicted_failure() -> HttpFailure:
     """What the caller of a body that made way is told."""
     return _overloaded("the body came slowly, and others wanted its room")
 
@@ -152,20 +152,20 @@ _PATH: Final = re.compile(r" - at `\$\.?(.*)`$")
 _MISSING: Final = re.compile(r"Object missing required field `(.*?)`")
 
 
-class Bodies:
+class BodyReader:
     """Reads the bodies of all requests: each is bounded, and so are the large ones that are on their way together."""
 
     def __init__(self, max_bytes: int) -> None:
         """``max_bytes``: of one."""
         self._max_bytes = max_bytes
-        self._room = BodyRoom(ROOM * max_bytes)
+        self._room = BodyBudget(ROOM * max_bytes)
         # One: each thread that computes lets the event loop wait for its turn as long again.
         self._thread = ThreadPoolExecutor(1, "large bodies")
 
     @property
-    def room(self) -> int:
+    def free_bytes(self) -> int:
         """Bytes that no large body takes yet."""
-        return self._room.left
+        return self._room.free
 
     async def read(self, request: Request, kind: type[T], made: Callable[[T], R]) -> R:
         """What is ``made`` of the body, which is a ``kind``. Raises HttpFailure: 413 before more than ``max_bytes`` are
@@ -174,11 +174,11 @@ class Bodies:
         holder = request.scope.get("state", {}).get(HOLDER, "")
         with self._room.place(holder, partial(_expire, limit)) as place:
             data = await self._whole(request, place, limit)
-            place.coming = False
+            place.is_arriving = False
             request.state.body_bytes = len(data)
-            return await self.aside(request, _decoded, data, kind, made)
+            return await self.offload(request, _decoded, data, kind, made)
 
-    async def aside(self, request: Request, work: Callable[P, R], *args: P.args, **named: P.kwargs) -> R:
+    async def offload(self, request: Request, work: Callable[P, R], *args: P.args, **named: P.kwargs) -> R:
         """The outcome of ``work``, which computes with what has been read of the request and touches nothing else.
 
         Of a large body it is done in a thread, of one request at a time, so that the streams of others go on.
@@ -192,7 +192,7 @@ class Bodies:
         """End the thread. Nothing large is read from then on."""
         self._thread.shutdown(wait=False)
 
-    async def _whole(self, request: Request, place: HeldRoom, limit: asyncio.Timeout) -> bytes:
+    async def _whole(self, request: Request, place: Reservation, limit: asyncio.Timeout) -> bytes:
         """The body's bytes, read within ``limit``, which is set here."""
         coding = request.headers.get("content-encoding", "identity")
         if coding.lower() != "identity":
@@ -212,15 +212,15 @@ class Bodies:
                     if size > self._max_bytes:
                         raise self._too_large()
                     if size > SMALL_BYTES:
-                        await self._room.take(place, size - place.held)
+                        await self._room.take(place, size - place.reserved)
                     parts.append(part)
         except ClientDisconnect:
             raise HttpFailure(
                 400, "the caller left before the body was whole", code="client_disconnected"
             ) from None
         except TimeoutError:
-            if place.given_up:
-                raise given_up() from None
+            if place.is_evicted:
+                raise evicted_failure() from None
             raise HttpFailure(
                 408, f"the body did not come within {BODY_S:g} s", code="request_timeout"
             ) from None

@@ -29,7 +29,7 @@ MAX_KEY_CHARS: Final = 4096
 """A longer header, or one with characters that gRPC does not send, holds no key of any server."""
 
 
-class Who(NamedTuple):
+class CallerIdentity(NamedTuple):
     """Whom the service is to see."""
 
     authorization: str = ""
@@ -57,7 +57,7 @@ class Who(NamedTuple):
         return told
 
 
-def who_calls(request: HTTPConnection, *, vouches: bool) -> Who:
+def identity_of_request(request: HTTPConnection, *, vouches: bool) -> CallerIdentity:
     """Who makes a request. ``vouches``: the service believes names and addresses from this door.
 
     Raises HttpFailure (401) for a header that can hold no credential.
@@ -67,17 +67,17 @@ def who_calls(request: HTTPConnection, *, vouches: bool) -> Who:
         raise _no_key("send one Authorization header")
     authorization = _as_judged(given[0]) if given else ""
     if not vouches:
-        return Who(authorization)
+        return CallerIdentity(authorization)
     state: dict[str, Any] = request.scope.get("state", {})
-    return Who(authorization, state.get(CERTIFICATE_NAMES, ()), address_of(request))
+    return CallerIdentity(authorization, state.get(CERTIFICATE_NAMES, ()), client_address(request))
 
 
-def who_says(authorization: str | None) -> Who:
-    """Who sends this header, from anywhere and without a certificate. Raises HttpFailure (401) as ``who_calls``."""
-    return Who("" if authorization is None else _as_judged(authorization))
+def identity_from_header(authorization: str | None) -> CallerIdentity:
+    """Who sends this header, from anywhere and without a certificate. Raises HttpFailure (401) as ``identity_of_request``."""
+    return CallerIdentity("" if authorization is None else _as_judged(authorization))
 
 
-def address_of(request: HTTPConnection) -> str:
+def client_address(request: HTTPConnection) -> str:
     """Where the request comes from; "" for what a proxy named and is no address."""
     try:
         return str(ip_address(request.client.host)) if request.client is not None else ""
@@ -130,19 +130,19 @@ class Callers:
 
     def __init__(self, settings: DoorSettings) -> None:
         self._settings = settings
-        self._callers: OrderedDict[tuple[Who, int], Caller] = OrderedDict()
+        self._callers: OrderedDict[tuple[CallerIdentity, int], Caller] = OrderedDict()
         """By who calls, and the number of the client among theirs: a full one is followed by the next."""
         self._clients_on: Counter[int] = Counter(dict.fromkeys(range(CONNECTIONS), 0))
         """Clients by connection."""
         self._closed = False
 
     @asynccontextmanager
-    async def of(self, request: Request) -> AsyncIterator[Caller]:
+    async def for_request(self, request: Request) -> AsyncIterator[Caller]:
         """The caller of a request, for as long as the request lasts.
 
         Raises HttpFailure (401) for what can be no key, Cancelled (CLIENT_CLOSED) after ``close``.
         """
-        who = who_calls(request, vouches=self._settings.vouches)
+        who = identity_of_request(request, vouches=self._settings.vouches)
         place = next(
             (who, number)
             for number in itertools.count()
@@ -168,7 +168,7 @@ class Callers:
             _, caller = self._callers.popitem()
             await caller.client.close()
 
-    def _connected(self, who: Who) -> Caller:
+    def _connected(self, who: CallerIdentity) -> Caller:
         slot = min(self._clients_on, key=self._clients_on.__getitem__)
         self._clients_on[slot] += 1
         client = AsyncClient(

@@ -21,7 +21,7 @@ import msgspec
 from starlette.requests import Request
 
 from pensieve.client import AsyncClient, AsyncSession, AsyncTurnStream, Role, TurnOptions, TurnState
-from pensieve.client.claims import claim, give_up_claim
+from pensieve.client.claims import claim, release_claim
 from pensieve.errors import (
     Aborted,
     ContextLimitExceeded,
@@ -32,9 +32,9 @@ from pensieve.errors import (
     ResourceExhausted,
     TurnInProgress,
 )
-from pensieve.http.common.contents import Said
+from pensieve.http.common.contents import Message
 from pensieve.http.common.failures import HttpFailure
-from pensieve.http.common.requests import request_id_of
+from pensieve.http.common.requests import request_id_for
 
 PATIENCE_S: Final = 2.0
 """How long is tried to take back what a refused call had made: the refusal waits for it."""
@@ -84,13 +84,13 @@ class Call:
     """Digest of all that the call says; empty: it has no ``Idempotency-Key``, and is never repeated."""
 
     @property
-    def may_be_repeated(self) -> bool:
+    def is_retryable(self) -> bool:
         return bool(self.fingerprint)
 
     @classmethod
-    def of(cls, request: Request, body: msgspec.Struct, *said: object) -> Call:
+    def from_request(cls, request: Request, body: msgspec.Struct, *said: object) -> Call:
         """``said``: what the call says beside its body, such as the session that its path names."""
-        turn_id = request_id_of(request)
+        turn_id = request_id_for(request)
         if not request.headers.get("idempotency-key"):
             return cls(turn_id)
         fields = {
@@ -101,23 +101,23 @@ class Call:
         data = _encoder.encode([request.url.path.rstrip("/"), *said, fields])
         return cls(turn_id, hashlib.blake2b(data, digest_size=16).hexdigest())
 
-    def unstored(self) -> Call:
+    def as_unstored(self) -> Call:
         """The same call if it is not to be stored: another turn, in sessions of its own.
 
         A call that is repeated with its key, but not to be stored this time, erases nothing that the first one stored.
         """
-        return replace(self, id=uuid.uuid5(self.id, "unstored")) if self.may_be_repeated else self
+        return replace(self, id=uuid.uuid5(self.id, "unstored")) if self.is_retryable else self
 
-    async def settled(self, client: AsyncClient, plan: CallPlan) -> CallPlan:
+    async def claim_plan(self, client: AsyncClient, plan: CallPlan) -> CallPlan:
         """The plan that all tries of this call follow. Raises AlreadyExists when the key is another call's."""
-        if not self.may_be_repeated:
+        if not self.is_retryable:
             return plan
         told = msgspec.json.encode(plan).decode()
         _, told = await claim(client, str(self.id), plan.first, fingerprint=self.fingerprint, plan=told)
         return msgspec.json.decode(told, type=CallPlan)
 
     @asynccontextmanager
-    async def leaving_nothing(
+    async def undo_on_refusal(
         self, client: AsyncClient, plan: CallPlan, more: Mapping[str, uuid.UUID] = MappingProxyType({})
     ) -> AsyncIterator[None]:
         """The block carries out the call by ``plan``. A refusal leaves no session that was made for it, and no claim.
@@ -127,11 +127,11 @@ class Call:
         try:
             yield
         except (PensieveError, HttpFailure) as error:
-            if not self.may_be_repeated or is_refusal(error):
-                await self.refused(client, plan, more)
+            if not self.is_retryable or is_refusal(error):
+                await self.undo(client, plan, more)
             raise
 
-    async def refused(
+    async def undo(
         self, client: AsyncClient, plan: CallPlan, more: Mapping[str, uuid.UUID] = MappingProxyType({})
     ) -> None:
         """Take back what was made for the call by ``plan``, and its claim. ``more``: see ``leaving_nothing``."""
@@ -142,12 +142,12 @@ class Call:
 
     async def _take_back(self, client: AsyncClient, plan: CallPlan, more: Mapping[str, uuid.UUID]) -> None:
         own = {plan.own: self.id, **more} if plan.own else {}
-        if self.may_be_repeated:
+        if self.is_retryable:
             # First, so that a session that is gone is known to have gone for that.
-            await give_up_claim(client, str(self.id), plan.first)
+            await release_claim(client, str(self.id), plan.first)
         for name, turn_id in own.items():
             session = client.session(name)
-            if not self.may_be_repeated:
+            if not self.is_retryable:
                 await session.delete(allow_missing=True)
                 continue
             # In this order: a turn that another try confirms in between has made the revision another one.
@@ -166,7 +166,7 @@ async def has_turn(session: AsyncSession, turn_id: uuid.UUID) -> bool:
     return turn.state is not TurnState.DISCARDED
 
 
-async def carried_out(
+async def execute_plan(
     client: AsyncClient,
     call: Call,
     plan: CallPlan,
@@ -181,7 +181,7 @@ async def carried_out(
     if plan.session:
         session = client.session(plan.session)
         options: TurnOptions = {"expected_revision": plan.revision}
-        if call.may_be_repeated and plan.own:
+        if call.is_retryable and plan.own:
             # All tries must begin the turn in one place. That a session has moved on is final: all of them see it and
             # make the branch. That it is busy is not.
             options["wait_if_busy"] = True
@@ -189,7 +189,7 @@ async def carried_out(
             return session, await begin(session, options)
         except (Aborted, FailedPrecondition) as error:
             busy = error.reason == TurnInProgress.default_reason
-            if not plan.own or (busy and call.may_be_repeated):
+            if not plan.own or (busy and call.is_retryable):
                 raise
             if isinstance(error, FailedPrecondition):
                 raise
@@ -203,9 +203,9 @@ async def is_free(session: AsyncSession, revision: int, turn_id: uuid.UUID) -> b
     return info.revision == revision and info.active_request_id in (None, "", str(turn_id))
 
 
-async def made_before(client: AsyncClient, call: Call, plan: CallPlan) -> AsyncSession | None:
+async def find_own_session(client: AsyncClient, call: Call, plan: CallPlan) -> AsyncSession | None:
     """The plan's own session if another try has made it. Raises NotFound (SESSION_DELETED) when it was erased since."""
-    if not call.may_be_repeated:
+    if not call.is_retryable:
         return None
     session = client.session(plan.own)
     try:
@@ -217,7 +217,7 @@ async def made_before(client: AsyncClient, call: Call, plan: CallPlan) -> AsyncS
     return session
 
 
-def new_session(family: str) -> str:
+def new_session_id(family: str) -> str:
     """A name for a session that is made for one call."""
     return f"{family}{uuid.uuid4().hex}"
 
@@ -240,12 +240,12 @@ MOST_FOLLOWING: Final = 64
 """Roles of later items that it takes with items that are added."""
 
 
-def chunks_of(items: Sequence[Said]) -> list[Sequence[Said]]:
+def batches_of(items: Sequence[Message]) -> list[Sequence[Message]]:
     """``items`` in calls of at most ``MOST_ADDED``.
 
     Results of tools that follow each other stay together where they can: many templates write them as one message.
     """
-    found: list[Sequence[Said]] = []
+    found: list[Sequence[Message]] = []
     begin = 0
     while begin < len(items):
         end = cut = min(begin + MOST_ADDED, len(items))
@@ -257,12 +257,12 @@ def chunks_of(items: Sequence[Said]) -> list[Sequence[Said]]:
     return found
 
 
-def roles_of(items: Sequence[Said]) -> list[Role]:
+def following_roles(items: Sequence[Message]) -> list[Role]:
     """Roles of what follows items that are added: a template may write earlier answers in another way than the last."""
     return [one.role for one in items[:MOST_FOLLOWING]]
 
 
-def parted(new: Sequence[Said]) -> tuple[Sequence[Said], Sequence[Said]]:
+def split_new(new: Sequence[Message]) -> tuple[Sequence[Message], Sequence[Message]]:
     """What is added to the session before the turn, and what goes with the turn.
 
     Nothing goes with it when the items end in more results of tools than it takes.
@@ -273,22 +273,22 @@ def parted(new: Sequence[Said]) -> tuple[Sequence[Said], Sequence[Said]]:
     return new[:cut], new[cut:]
 
 
-async def answered(session: AsyncSession, new: Sequence[Said], options: TurnOptions) -> AsyncTurnStream:
+async def answered(session: AsyncSession, new: Sequence[Message], options: TurnOptions) -> AsyncTurnStream:
     """The turn with these items, or without any behind those that the session ends in, once it is accepted."""
     if not new:
         options = {**options, "replace_after_item": (await session.items())[-1].item}
-    stream = session.stream(items=[one.given for one in new], **options)
+    stream = session.stream(items=[one.sdk_input for one in new], **options)
     await stream.accepted()
     return stream
 
 
 async def added(
     session: AsyncSession,
-    items: Sequence[Said],
+    items: Sequence[Message],
     call: Call,
     part: str = "items",
     *,
-    follow: Sequence[Said] = (),
+    follow: Sequence[Message] = (),
     note: Callable[[], None] = lambda: None,
 ) -> AsyncSession:
     """The session with these items behind its own. Another try of the call adds none of them again.
@@ -296,13 +296,13 @@ async def added(
     ``part``: tells apart what one call adds to one session in several parts. ``follow``: items that come behind these.
     ``note`` is called for each record that the session has of this.
     """
-    if items and call.may_be_repeated and await has_turn(session, call.id):
+    if items and call.is_retryable and await has_turn(session, call.id):
         return session
     behind = 0
-    for number, chunk in enumerate(chunks_of(items)):
-        given, tries = [one.given for one in chunk], 0
+    for number, chunk in enumerate(batches_of(items)):
+        given, tries = [one.sdk_input for one in chunk], 0
         behind += len(chunk)
-        roles = roles_of((*items, *follow)[behind:])
+        roles = following_roles((*items, *follow)[behind:])
         # What a try has added and taken back again is not there any more, and its request id is used.
         while True:
             name = _id(call, f"{part} {number} {tries}")
@@ -315,8 +315,8 @@ async def added(
 
 
 @asynccontextmanager
-async def adding(
-    session: AsyncSession, items: Sequence[Said], call: Call, follow: Sequence[Said]
+async def adding_items(
+    session: AsyncSession, items: Sequence[Message], call: Call, follow: Sequence[Message]
 ) -> AsyncIterator[None]:
     """Adds items before the block begins the turn with ``follow``, and takes them back when that is refused."""
     if not items:
@@ -328,9 +328,9 @@ async def adding(
     try:
         yield
     except PensieveError as error:
-        if is_refusal(error) or not call.may_be_repeated:
+        if is_refusal(error) or not call.is_retryable:
             with contextlib.suppress(PensieveError):
-                await _take_back(session, before[0].item if before else 0, first + len(chunks_of(items)))
+                await _take_back(session, before[0].item if before else 0, first + len(batches_of(items)))
         raise
 
 

@@ -21,10 +21,10 @@ from starlette.responses import Response
 from pensieve.client import ServerInfo
 from pensieve.errors import PensieveError
 from pensieve.http.common.admission import Admission
-from pensieve.http.common.bodies import Bodies
+from pensieve.http.common.bodies import BodyReader
 from pensieve.http.common.callers import Caller, Callers
 from pensieve.http.common.failures import HttpFailure
-from pensieve.http.common.heads import Heads
+from pensieve.http.common.heads import HeadCache
 from pensieve.http.common.settings import DoorSettings
 
 _TIMEOUT_S: Final = 2.0
@@ -88,10 +88,10 @@ class HttpDoor:
 
     def __init__(self, settings: DoorSettings) -> None:
         self.settings = settings
-        self.bodies = Bodies(settings.max_body_bytes)
+        self.bodies = BodyReader(settings.max_body_bytes)
         self.admission = Admission(settings)
         self.callers = Callers(settings)
-        self.heads = Heads(settings.max_heads)
+        self.heads = HeadCache(settings.max_heads)
         self.readiness = Readiness(settings)
         self._following: dict[asyncio.Task[None], str] = {}
         self._infos: dict[bytes, tuple[float, ServerInfo]] = {}
@@ -119,12 +119,12 @@ class HttpDoor:
         await self.readiness.close()
 
     @staticmethod
-    def of(request: Request) -> HttpDoor:
+    def from_request(request: Request) -> HttpDoor:
         found = request.app.state.door
         assert isinstance(found, HttpDoor)
         return found
 
-    async def info_of(self, caller: Caller, *, fresh: bool = False) -> ServerInfo:
+    async def server_info(self, caller: Caller, *, fresh: bool = False) -> ServerInfo:
         """What the service says of itself to this caller, which is asked for again after a while or if ``fresh``."""
         known = self._infos.get(caller.scope)
         if fresh or known is None or time.monotonic() - known[0] > _INFO_S:
@@ -133,9 +133,9 @@ class HttpDoor:
             known = self._infos[caller.scope] = time.monotonic(), await caller.client.server_info()
         return known[1]
 
-    async def model_of(self, caller: Caller, name: str | None) -> str:
+    async def require_model(self, caller: Caller, name: str | None) -> str:
         """The served model's name. Raises HttpFailure when a request names another."""
-        served = (await self.info_of(caller)).model
+        served = (await self.server_info(caller)).model
         if name and name != served:
             raise HttpFailure(
                 404,

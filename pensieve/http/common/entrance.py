@@ -15,9 +15,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pensieve.errors import PensieveError
 from pensieve.hosts import names_this_machine
-from pensieve.http.common.callers import HOLDER, address_of, who_calls, who_says
+from pensieve.http.common.callers import HOLDER, client_address, identity_from_header, identity_of_request
 from pensieve.http.common.door import HttpDoor
-from pensieve.http.common.failures import HttpFailure, failure_of
+from pensieve.http.common.failures import HttpFailure, failure_from_error
 from pensieve.http.common.settings import DoorSettings
 
 _READING: Final = frozenset({"GET", "HEAD", "OPTIONS"})
@@ -85,7 +85,7 @@ ADMITTED: Final = "admitted"
 _AUTHORIZATION: Final = re.compile(rb"\r\nauthorization:([^\r\n]*)\r\n", re.IGNORECASE)
 
 
-class Entrance:
+class AdmissionMiddleware:
     """See the module docstring."""
 
     def __init__(self, app: ASGIApp, door: HttpDoor) -> None:
@@ -100,7 +100,7 @@ class Entrance:
         try:
             await self._admit(request)
         except (HttpFailure, PensieveError) as error:
-            failure = error if isinstance(error, HttpFailure) else failure_of(error)
+            failure = error if isinstance(error, HttpFailure) else failure_from_error(error)
             failure.closes = has_body(request)
             # With it, this frame would hold itself, and all of a stranger's request, until a garbage collection.
             error.__traceback__ = failure.__traceback__ = None
@@ -111,7 +111,7 @@ class Entrance:
     async def _admit(self, request: Request) -> None:
         """Raises HttpFailure or PensieveError."""
         door, settings = self._door, self._door.settings
-        who = who_calls(request, vouches=settings.vouches)
+        who = identity_of_request(request, vouches=settings.vouches)
         await door.admission.admit(who)
         state = request.scope.setdefault("state", {})
         state[HOLDER] = who.credential.hex()
@@ -127,25 +127,25 @@ class Entrance:
             check_host(request, settings)
             check_site(request, settings)
             # Callers choose what they send as a key where none is asked for, but not their address.
-            state[HOLDER] = f"@{address_of(request)}"
+            state[HOLDER] = f"@{client_address(request)}"
         if (admitted := state.get(ADMITTED)) is not None:
             admitted()
 
 
-def is_known(door: HttpDoor, scope: Scope) -> bool:
+def is_known_caller(door: HttpDoor, scope: Scope) -> bool:
     """Whether the caller of a request was let in before."""
     try:
-        return door.admission.knows(who_calls(Request(scope), vouches=door.settings.vouches))
+        return door.admission.has_admitted(identity_of_request(Request(scope), vouches=door.settings.vouches))
     except HttpFailure:
         return False
 
 
-def begins_known(door: HttpDoor, sent: bytes) -> bool:
+def starts_with_known_key(door: HttpDoor, sent: bytes) -> bool:
     """Whether the first bytes of a connection name a caller that was let in before. They are not checked otherwise."""
     found = _AUTHORIZATION.search(sent)
     key = found[1].strip().decode("latin-1") if found is not None else None
     try:
-        return door.admission.knows(who_says(key))
+        return door.admission.has_admitted(identity_from_header(key))
     except HttpFailure:
         return False
 

@@ -96,7 +96,7 @@ _ELSEWHERE: Final[Mapping[str, Mapping[str, str]]] = {
 """By the beginning of a path: fields of the door that its requests have under another name."""
 
 
-def failure_of(error: PensieveError, path: str = "") -> HttpFailure:
+def failure_from_error(error: PensieveError, path: str = "") -> HttpFailure:
     """What the service said, as the door says it to a request of this path."""
     if error.reason == "CLIENT_CLOSED":  # the door closed it, because it ends
         return HttpFailure(
@@ -144,11 +144,11 @@ def _field(where: str, path: str) -> str:
     return name
 
 
-def bad(param: str, problem: str, code: str | None = None) -> HttpFailure:
+def invalid_field(param: str, problem: str, code: str | None = None) -> HttpFailure:
     """A field of the request is wrong."""
     return HttpFailure(400, f"{param}: {problem}", param=param, code=code)
 
 
-def unsupported(param: str, problem: str) -> HttpFailure:
+def unsupported_field(param: str, problem: str) -> HttpFailure:
     """A field asks for what the door does not do."""
-    return bad(param, problem, "unsupported_parameter")
+    return invalid_field(param, problem, "unsupported_parameter")

@@ -1,7 +1,7 @@
 """Finds the session that a resent history ends in. Whoever is not found is given a new session with that history.
 
 A turn goes to the service with a mark, which names all that is said before its answer. Who resends the conversation
-names by it the turn that the last answer is of, to any door, whatever has been restarted. ``Heads`` only saves the
+names by it the turn that the last answer is of, to any door, whatever has been restarted. ``HeadCache`` only saves the
 question.
 """
 
@@ -26,16 +26,16 @@ from pensieve.http.common.calls import (
     Source,
     added,
     answered,
-    carried_out,
-    chunks_of,
+    batches_of,
+    execute_plan,
+    find_own_session,
+    following_roles,
     is_free,
-    made_before,
-    new_session,
-    parted,
-    roles_of,
+    new_session_id,
+    split_new,
 )
-from pensieve.http.common.contents import NamedTalk, Said, Talk
-from pensieve.http.common.requests import seed_of
+from pensieve.http.common.contents import Message, NamedTalk, Transcript
+from pensieve.http.common.requests import seed_for
 
 _MADE_HERE: Final = re.compile(r"(?:chat|conv|resp)-[0-9a-f]{32}")
 """Sessions that the door made."""
@@ -55,7 +55,7 @@ class Head:
     """The answer is this candidate of the turn, and the session still ends in another one."""
 
 
-class Heads:
+class HeadCache:
     """What was said → where it ends; least recently used forgotten first. One event loop."""
 
     def __init__(self, limit: int) -> None:
@@ -71,7 +71,7 @@ class Heads:
     def forget(self, key: bytes) -> None:
         self._heads.pop(key, None)
 
-    def ended(self, talk: NamedTalk, session_id: str, turn: Turn) -> None:
+    def record_turn(self, talk: NamedTalk, session_id: str, turn: Turn) -> None:
         """A turn was committed: whoever resends its conversation, with any of its answers, goes on from there."""
         if turn.output is None:
             return
@@ -82,7 +82,7 @@ class Heads:
                 self._put(talk, one.text, replace(head, candidate=one.candidate))
 
     def _put(self, talk: NamedTalk, answer: str, head: Head) -> None:
-        self._heads[talk.after(answer)] = head
+        self._heads[talk.key_after(answer)] = head
         while len(self._heads) > self._limit:
             self._heads.popitem(last=False)
 
@@ -100,11 +100,11 @@ async def noting(
 
 
 @dataclass(frozen=True, slots=True)
-class Beginning:
+class TurnStarter:
     """A turn on its way to the session that its history is, or to a new one with that history."""
 
     caller: Caller
-    heads: Heads | None
+    heads: HeadCache | None
     """None for what neither finds nor is found."""
     named: NamedTalk
     call: Call
@@ -121,36 +121,36 @@ class Beginning:
         history.
         """
         self.options["request_id"] = str(self.call.id)
-        self.options.setdefault("seed", seed_of(self.call.id))
+        self.options.setdefault("seed", seed_for(self.call.id))
         if self.heads is not None and is_found:
             self.options["mark"] = self.named.mark
-        own = new_session(family)
+        own = new_session_id(family)
         client = self.caller.client
-        if self.call.may_be_repeated:
+        if self.call.is_retryable:
             # What is remembered here may be another door's no more: the service alone is asked.
             head = await self._looked_up()
-            plan = await self.call.settled(
+            plan = await self.call.claim_plan(
                 client, CallPlan(own) if head is None else await self._plan(head, own)
             )
-            async with self.call.leaving_nothing(client, plan):
+            async with self.call.undo_on_refusal(client, plan):
                 try:
                     return await self._carried_out(plan)
                 except DataLoss as error:
                     pass_unless_gone(error)
                     return await self._carried_out(CallPlan(plan.own))
-        async with self.call.leaving_nothing(client, CallPlan(own)):
+        async with self.call.undo_on_refusal(client, CallPlan(own)):
             return await self._begun_once(own)
 
     async def _begun_once(self, own: str) -> tuple[AsyncSession, AsyncTurnStream]:
         heads = self.heads
         if heads is not None and self.named.talk.history:
-            head = heads.find(self.named.before)
+            head = heads.find(self.named.history_key)
             if head is not None:
                 try:
                     return await self._carried_out(await self._plan(head, own))
                 except (NotFound, DataLoss) as error:
                     pass_unless_gone(error)
-                    heads.forget(self.named.before)
+                    heads.forget(self.named.history_key)
             head = await self._looked_up()
             if head is not None:
                 try:
@@ -164,11 +164,11 @@ class Beginning:
         session = self.caller.client.session(head.session_id)
         branch = CallPlan(own, source=Source(head.session_id, head.item, head.candidate))
         revision = head.revision
-        if parted(self.named.talk.new)[0]:
+        if split_new(self.named.talk.new)[0]:
             return (
                 branch  # What comes first is added without a turn: not to a session that others go on from.
             )
-        if self.call.may_be_repeated:
+        if self.call.is_retryable:
             # A choice among candidates cannot be made again once the turn is there.
             free = head.candidate is None and await is_free(session, revision, self.call.id)
             return (
@@ -188,16 +188,16 @@ class Beginning:
             return await self._made(plan, own)
 
         async def turn(session: AsyncSession, more: TurnOptions) -> AsyncTurnStream:
-            last = parted(self.named.talk.new)[1]
+            last = split_new(self.named.talk.new)[1]
             return await answered(session, last, {**self.options, **more})
 
-        return await carried_out(self.caller.client, self.call, plan, make, turn)
+        return await execute_plan(self.caller.client, self.call, plan, make, turn)
 
     async def _made(self, plan: CallPlan, own: str) -> AsyncSession:
         client, talk = self.caller.client, self.named.talk
-        early, last = parted(talk.new)
+        early, last = split_new(talk.new)
         if plan.source is not None:
-            session = await made_before(client, self.call, plan)
+            session = await find_own_session(client, self.call, plan)
             if session is None:
                 session = await client.session(plan.source.session).fork(
                     plan.source.item,
@@ -207,13 +207,13 @@ class Beginning:
                 )
             return await added(session, early, self.call, follow=last)
         past = (*talk.history, *early)
-        first = chunks_of(past)[:1]
+        first = batches_of(past)[:1]
         session = await client.create_session(
             session_id=own,
             system_prompt=talk.system or None,
             tools=talk.tools or None,
-            initial_items=[one.given for chunk in first for one in chunk],
-            followed_by=roles_of((*past, *last)[sum(map(len, first)) :]),
+            initial_items=[one.sdk_input for chunk in first for one in chunk],
+            followed_by=following_roles((*past, *last)[sum(map(len, first)) :]),
             ttl=self.ttl_s,
             overflow="drop_oldest_turns" if talk.drops_oldest else None,
             request_id=str(uuid.uuid5(self.call.id, "session")),
@@ -257,11 +257,11 @@ def pass_unless_gone(error: NotFound | DataLoss) -> None:
         raise error
 
 
-def _answered_so(found: FoundTurn | None, talk: Talk, told: Said) -> FoundTurn | None:
+def _answered_so(found: FoundTurn | None, talk: Transcript, told: Message) -> FoundTurn | None:
     """The turn with that of its candidates which the client was told as ``told``; None: it has none."""
     if found is None:
         return None
     turn = found.turn
     texts = [(found.candidate, turn.text), *((one.candidate, one.text) for one in turn.candidates)]
-    number = next((number for number, text in texts if talk.knows_as(text, told)), None)
+    number = next((number for number, text in texts if talk.matches_answer(text, told)), None)
     return FoundTurn(turn, number) if number is not None else None

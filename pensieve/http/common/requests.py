@@ -16,7 +16,7 @@ from starlette.requests import Request
 
 from pensieve.client import TurnOptions
 from pensieve.core import SAMPLING
-from pensieve.http.common.failures import HttpFailure, bad, unsupported
+from pensieve.http.common.failures import HttpFailure, invalid_field, unsupported_field
 
 Nested: TypeAlias = Mapping[str, type[msgspec.Struct]]
 """Structs by the names of fields."""
@@ -122,7 +122,7 @@ def _check(found: Fields, kind: type[msgspec.Struct], path: str) -> None:
                 400, f"{param}: this request has no such field", param=param, code="unknown_parameter"
             )
         if msgspec.json.decode(raw) not in NEUTRAL.get(name, ()):
-            raise unsupported(param, refused[name])
+            raise unsupported_field(param, refused[name])
 
 
 _KEYS: Final = uuid.UUID("6c0cbb0c-6c43-4b0e-9f5c-2a4a52c0a3d1")
@@ -179,7 +179,7 @@ else:
     )
 
 
-class Drawing(_SamplingBody, kw_only=True, omit_defaults=True):
+class SamplingFields(_SamplingBody, kw_only=True, omit_defaults=True):
     """How tokens are drawn, by the rows of ``core.SamplingOptions``, and how long their state is wanted. The service
     checks ranges."""
 
@@ -199,17 +199,17 @@ class Drawing(_SamplingBody, kw_only=True, omit_defaults=True):
             given["seed"] %= 1 << 64
         if "top_k" in given:
             given["top_k"] = max(0, given["top_k"])
-        check_number(given.get("stop_token_ids", ()), "stop_token_ids")
+        check_count(given.get("stop_token_ids", ()), "stop_token_ids")
         ttl = self.prompt_cache_options.ttl if self.prompt_cache_options is not None else None
         if self.prompt_cache_retention == "24h" or ttl == "12h":
             given["importance"] = LONG_CACHED
         return cast(TurnOptions, given)
 
 
-class Completing(Drawing, kw_only=True):
+class CompletionFields(SamplingFields, kw_only=True):
     """What requests of both kinds of completions have in common."""
 
-    NESTED: ClassVar[Nested] = {**Drawing.NESTED, "stream_options": ChunkOptions}
+    NESTED: ClassVar[Nested] = {**SamplingFields.NESTED, "stream_options": ChunkOptions}
     model: str | None = None
     stream: bool | None = False
     stream_options: ChunkOptions | None = None
@@ -221,7 +221,7 @@ class Completing(Drawing, kw_only=True):
     def options(self) -> TurnOptions:
         given = super().options()
         if self.stop:
-            check_number([self.stop] if isinstance(self.stop, str) else self.stop, "stop")
+            check_count([self.stop] if isinstance(self.stop, str) else self.stop, "stop")
             given["stop"] = self.stop
         if self.logit_bias:
             given["logit_bias"] = _by_token(self.logit_bias)
@@ -230,20 +230,20 @@ class Completing(Drawing, kw_only=True):
 
 def _by_token(biases: dict[str, float]) -> dict[int, float]:
     """Logit biases by token id. Raises HttpFailure for a key that is none, and for more than anybody gives."""
-    check_number(biases, "logit_bias")
+    check_count(biases, "logit_bias")
     found: dict[int, float] = {}
     for name, bias in biases.items():
         token = whole_number(name)
         if token is None or token >= 1 << 32:
-            raise bad("logit_bias", f"{name!r} is no token id")
+            raise invalid_field("logit_bias", f"{name!r} is no token id")
         found[token] = bias
     return found
 
 
-def check_number(values: Sized, param: str) -> None:
+def check_count(values: Sized, param: str) -> None:
     """Raises HttpFailure when there are more than the service reads: before time is spent on each of them."""
     if len(values) > MAX_ELEMENTS:
-        raise bad(param, f"has more than {MAX_ELEMENTS} elements")
+        raise invalid_field(param, f"has more than {MAX_ELEMENTS} elements")
 
 
 def whole_number(text: str) -> int | None:
@@ -251,12 +251,12 @@ def whole_number(text: str) -> int | None:
     return int(text) if text.isascii() and text.isdecimal() and len(text) <= 18 else None
 
 
-def request_id_of(request: Request) -> uuid.UUID:
+def request_id_for(request: Request) -> uuid.UUID:
     """The turn's request id; made of ``Idempotency-Key`` if there is one, so that a retry finds the first try."""
     key = request.headers.get("idempotency-key", "")
     return uuid.uuid5(_KEYS, key) if key else uuid.uuid4()
 
 
-def seed_of(turn_id: uuid.UUID) -> int:
+def seed_for(turn_id: uuid.UUID) -> int:
     """The seed of a turn that names none: each attempt at it draws the same answer."""
     return turn_id.int % (1 << 63)

@@ -25,21 +25,21 @@ from pensieve.http.common.calls import (
     Call,
     CallPlan,
     added,
-    adding,
+    adding_items,
     answered,
-    carried_out,
+    execute_plan,
+    find_own_session,
     is_free,
-    made_before,
-    new_session,
-    parted,
+    new_session_id,
+    split_new,
 )
-from pensieve.http.common.contents import NamedTalk, talk_of
-from pensieve.http.common.failures import HttpFailure, bad
-from pensieve.http.common.heads import Beginning, Heads
-from pensieve.http.common.requests import seed_of
+from pensieve.http.common.contents import NamedTalk, make_transcript
+from pensieve.http.common.failures import HttpFailure, invalid_field
+from pensieve.http.common.heads import HeadCache, TurnStarter
+from pensieve.http.common.requests import seed_for
 from pensieve.http.responses.ids import ResponseId, conversation_session, item_place, mark
 from pensieve.http.responses.objects import Response, input_message
-from pensieve.http.responses.requests import REFERENCE, AskedResponse, InputItem, ResponseRequest
+from pensieve.http.responses.requests import REFERENCE, InputItem, ResponseRequest, ValidatedResponse
 from pensieve.http.tools import ToolUse
 from pensieve.speech import SpeechForm
 
@@ -62,7 +62,7 @@ class Chain:
     """One request on its way to its session."""
 
     caller: Caller
-    asked: AskedResponse
+    asked: ValidatedResponse
     call: Call
     annotations: dict[str, str]
     """To be kept with the turn."""
@@ -71,7 +71,7 @@ class Chain:
     talk: NamedTalk | None
     """From ``first_talk``."""
 
-    async def begin(self, heads: Heads, unstored_ttl_s: float) -> BegunResponse:
+    async def begin(self, heads: HeadCache, unstored_ttl_s: float) -> BegunResponse:
         """A refusal leaves nothing behind. Raises HttpFailure and PensieveError."""
         if self.body.previous_response_id is not None:
             return await self._after(self.body.previous_response_id, unstored_ttl_s)
@@ -80,11 +80,11 @@ class Chain:
         assert self.talk is not None, "it begins here"
         return await self._first(heads, self.talk, unstored_ttl_s)
 
-    async def _first(self, heads: Heads, talk: NamedTalk, unstored_ttl_s: float) -> BegunResponse:
+    async def _first(self, heads: HeadCache, talk: NamedTalk, unstored_ttl_s: float) -> BegunResponse:
         # Instructions are said again with each response: nobody is led here without them.
         is_found = self.body.instructions is None
         try:
-            beginning = Beginning(
+            beginning = TurnStarter(
                 self.caller,
                 # What leaves nothing behind is found by nobody, and finds nothing.
                 heads if self.body.stored else None,
@@ -106,21 +106,19 @@ class Chain:
         client = self.caller.client
         session = client.session(head.session_id)
         changes = self._changes(head)
-        use = self.use.kept(self.info, head.calls and not changes)
+        use = self.use.with_session_tools(self.info, head.calls and not changes)
         if not self.body.stored:
             changes["ttl"] = unstored_ttl_s
-        plan = CallPlan(new_session("resp-"))
-        if not changes and not parted(self.asked.messages)[0]:
+        plan = CallPlan(new_session_id("resp-"))
+        if not changes and not split_new(self.asked.messages)[0]:
             going_on = msgspec.structs.replace(plan, session=head.session_id, revision=head.revision)
             try:
                 # A branch is made of a session that has moved on, or is about to.
-                is_branch = self.call.may_be_repeated and not await is_free(
-                    session, head.revision, self.call.id
-                )
+                is_branch = self.call.is_retryable and not await is_free(session, head.revision, self.call.id)
             except NotFound:
                 raise _unknown(previous) from None
             plan = plan if is_branch else going_on
-        plan = await self.call.settled(client, plan)
+        plan = await self.call.claim_plan(client, plan)
 
         async def make(own: str) -> AsyncSession:
             return await self._branch(session, head, previous, plan, changes)
@@ -133,9 +131,9 @@ class Chain:
                     raise
                 raise self._refusal(error) if session.id == plan.own else _unknown(previous) from None
 
-        async with self.call.leaving_nothing(client, plan):
+        async with self.call.undo_on_refusal(client, plan):
             try:
-                found, stream = await carried_out(client, self.call, plan, make, turn)
+                found, stream = await execute_plan(client, self.call, plan, make, turn)
             except NotFound as error:
                 raise self._refusal(error) from None
         return BegunResponse(found, stream, self._id(found, stream, use), use.form)
@@ -144,14 +142,14 @@ class Chain:
         self, source: AsyncSession, head: ResponseId, previous: str, plan: CallPlan, changes: SessionChanges
     ) -> AsyncSession:
         """The plan's own session, with the history up to a response."""
-        branch = await made_before(self.caller.client, self.call, plan)
+        branch = await find_own_session(self.caller.client, self.call, plan)
         if branch is None:
             branch = await self._forked(source, head, previous, plan)
         assert branch.info is not None
         if changes and branch.info.revision == 1:
             with contextlib.suppress(Aborted):  # Another try has made them.
                 await branch.update(**changes, expected_revision=1)
-        early, last = parted(self.asked.messages)
+        early, last = split_new(self.asked.messages)
         return await added(branch, early, self.call, follow=last)
 
     async def _forked(
@@ -195,29 +193,29 @@ class Chain:
             frame["turn_system_prompt"] = self.body.instructions
         if self.use.text:
             frame["turn_tools"] = self.use.text
-        plan = await self.call.settled(client, CallPlan(session=session_id))
+        plan = await self.call.claim_plan(client, CallPlan(session=session_id))
 
         async def make(own: str) -> AsyncSession:
             raise AssertionError("a conversation is there")
 
         async def turn(session: AsyncSession, more: TurnOptions) -> AsyncTurnStream:
-            early, last = parted(self.asked.messages)
-            async with adding(session, early, self.call, last):
+            early, last = split_new(self.asked.messages)
+            async with adding_items(session, early, self.call, last):
                 return await self._turn(session, {**frame, **more})
 
-        async with self.call.leaving_nothing(client, plan):
-            _, stream = await carried_out(client, self.call, plan, make, turn)
-        use = self.use.kept(self.info, bool(info.tools))
+        async with self.call.undo_on_refusal(client, plan):
+            _, stream = await execute_plan(client, self.call, plan, make, turn)
+        use = self.use.with_session_tools(self.info, bool(info.tools))
         return BegunResponse(session, stream, self._id(session, stream, use), use.form)
 
     async def _turn(self, session: AsyncSession, more: TurnOptions) -> AsyncTurnStream:
         options: TurnOptions = {**self._options, "request_id": str(self.call.id), **more}
-        return await answered(session, parted(self.asked.messages)[1], options)
+        return await answered(session, split_new(self.asked.messages)[1], options)
 
     @property
     def _options(self) -> TurnOptions:
         options: TurnOptions = {**self.asked.options, "annotations": self.annotations}
-        options.setdefault("seed", seed_of(self.call.id))
+        options.setdefault("seed", seed_for(self.call.id))
         return options
 
     def _refusal(self, error: NotFound) -> Exception:
@@ -259,12 +257,12 @@ class Chain:
         )
 
 
-def first_talk(asked: AskedResponse, use: ToolUse, scope: bytes) -> NamedTalk | None:
+def first_talk(asked: ValidatedResponse, use: ToolUse, scope: bytes) -> NamedTalk | None:
     """What is said where nothing was said before; None: the request goes on from something. Raises HttpFailure."""
     body = asked.body
     if body.previous_response_id is not None or body.conversation_id is not None:
         return None
-    talk = talk_of(asked.messages, "input")
+    talk = make_transcript(asked.messages, "input")
     system = "\n\n".join(part for part in (body.instructions, talk.system) if part)
     talk = replace(talk, system=system, tools=use.text, form=use.form, drops_oldest=body.drops_oldest)
     return NamedTalk(talk, scope)
@@ -297,7 +295,7 @@ _MOST: Final = 1024
 """References in one request. Each may cost a read of a session."""
 
 
-async def resolved(asked: AskedResponse, caller: Caller, info: ServerInfo) -> AskedResponse:
+async def resolved(asked: ValidatedResponse, caller: Caller, info: ServerInfo) -> ValidatedResponse:
     """The request with the items that it names in place of their names.
 
     Raises HttpFailure: 404 for an item that is not there for this caller.
@@ -306,13 +304,13 @@ async def resolved(asked: AskedResponse, caller: Caller, info: ServerInfo) -> As
     if not asked.refers or not isinstance(items, list):
         return asked
     if sum(one.type == REFERENCE for one in items) > _MOST:
-        raise bad("input", f"has more than {_MOST} items of the type {REFERENCE}")
+        raise invalid_field("input", f"has more than {_MOST} items of the type {REFERENCE}")
     reader = _References(caller, info)
     found = [
         await reader.read(one.id or "", f"input[{number}]") if one.type == REFERENCE else one
         for number, one in enumerate(items)
     ]
-    return msgspec.structs.replace(asked.body, input=found).asked()
+    return msgspec.structs.replace(asked.body, input=found).validated()
 
 
 class _References:
@@ -354,6 +352,6 @@ class _References:
             session = self._caller.client.session(answer.session_id)
             turn: Turn = await session.get_turn(answer.turn_id)
             gone = turn.output is None or await answer_item(session, turn) is None
-            told = Response.read(answer, self._info, turn).ended(turn)["output"]
+            told = Response.from_turn(answer, self._info, turn).finished(turn)["output"]
             self._outputs[key] = [] if gone else told
         return next((one for one in self._outputs[key] if one["id"] == name), None)

@@ -12,11 +12,11 @@ from starlette.responses import Response as HttpResponse
 
 from pensieve.client import AsyncSession, Role, Turn, TurnState, Usage
 from pensieve.errors import Aborted, Cancelled, NotFound
-from pensieve.http.common.answers import EventStream, while_there
+from pensieve.http.common.answers import EventStream, cancel_on_disconnect
 from pensieve.http.common.callers import Caller
 from pensieve.http.common.calls import Call
 from pensieve.http.common.door import HttpDoor
-from pensieve.http.common.failures import HttpFailure, bad
+from pensieve.http.common.failures import HttpFailure, invalid_field
 from pensieve.http.common.heads import noting
 from pensieve.http.common.requests import whole_number
 from pensieve.http.responses.chain import BegunResponse, Chain, answer_item, first_talk, resolved
@@ -28,21 +28,21 @@ from pensieve.http.tools import tool_use
 
 async def create(request: Request) -> HttpResponse:
     """Answer the input."""
-    door = HttpDoor.of(request)
-    asked = await door.bodies.read(request, ResponseRequest, ResponseRequest.asked)
+    door = HttpDoor.from_request(request)
+    asked = await door.bodies.read(request, ResponseRequest, ResponseRequest.validated)
     body = asked.body
     async with AsyncExitStack() as held:
-        caller = await held.enter_async_context(door.callers.of(request))
-        model = await door.model_of(caller, body.model)
-        info = await door.info_of(caller)
-        call = await door.bodies.aside(request, Call.of, request, body)
+        caller = await held.enter_async_context(door.callers.for_request(request))
+        model = await door.require_model(caller, body.model)
+        info = await door.server_info(caller)
+        call = await door.bodies.offload(request, Call.from_request, request, body)
         asked = await resolved(asked, caller, info)
-        use = await door.bodies.aside(request, tool_use, info, body.tools or (), body.tool_choice)
+        use = await door.bodies.offload(request, tool_use, info, body.tools or (), body.tool_choice)
         kept = KeptResponse(int(time.time()), model, body)
         if not body.stored:
-            call = call.unstored()
-        annotations = await door.bodies.aside(request, lambda: kept.annotations)
-        talk = await door.bodies.aside(request, first_talk, asked, use, caller.scope)
+            call = call.as_unstored()
+        annotations = await door.bodies.offload(request, lambda: kept.annotations)
+        talk = await door.bodies.offload(request, first_talk, asked, use, caller.scope)
         chain = Chain(caller, asked, call, annotations, use, info, talk)
         begun = await chain.begin(door.heads, door.settings.unstored_ttl_s)
         if not body.stored:
@@ -51,7 +51,7 @@ async def create(request: Request) -> HttpResponse:
         response = Response(begun.id, kept, begun.form)
         if body.stream:
             chunks = noting(
-                Events(response).of(begun.stream),
+                Events(response).stream_events(begun.stream),
                 begun.stream,
                 lambda turn: _remember(door, begun, turn),
             )
@@ -60,38 +60,38 @@ async def create(request: Request) -> HttpResponse:
             # Followed to its end without a listener: the SDK begins it again when the engine dies under it.
             door.follow(begun.id.turn_id, begun.stream.finish(), held.pop_all())
             return door.answer(response.begun(), request)
-        turn = await while_there(request, begun.stream.finish())
+        turn = await cancel_on_disconnect(request, begun.stream.finish())
         _remember(door, begun, turn)
         # Of a retry, what the first try was told.
-        return door.answer(Response.read(begun.id, info, turn).ended(turn), request)
+        return door.answer(Response.from_turn(begun.id, info, turn).finished(turn), request)
 
 
 async def retrieve(request: Request) -> HttpResponse:
     """A response as it stands, or its stream from where a client lost it."""
-    door = HttpDoor.of(request)
+    door = HttpDoor.from_request(request)
     async with AsyncExitStack() as held:
-        caller = await held.enter_async_context(door.callers.of(request))
+        caller = await held.enter_async_context(door.callers.for_request(request))
         found, session, turn = await _find(request, caller, lost=True)
         if request.query_params.get("stream") != "true":
             return door.answer(await _later(door, caller, found, turn), request)
         if not found.background:
-            raise bad("stream", "only the streams of responses with background=true are resumed")
+            raise invalid_field("stream", "only the streams of responses with background=true are resumed")
         given = request.query_params.get("starting_after")
         after = -1 if given is None else whole_number(given)
         if after is None:
-            raise bad("starting_after", "must be the number of an event")
+            raise invalid_field("starting_after", "must be the number of an event")
         stream = session.attach(found.turn_id, max_chunk_tokens=1)
         held.callback(stream.close)
         await stream.accepted()
-        response = Response.read(found, await door.info_of(caller), turn)
-        events = Events(response, after).of(stream)
+        response = Response.from_turn(found, await door.server_info(caller), turn)
+        events = Events(response, after).stream_events(stream)
         return EventStream(events, held.pop_all(), door.headers(request))
 
 
 async def cancel(request: Request) -> HttpResponse:
     """Stop a response; what was said so far stays."""
-    door = HttpDoor.of(request)
-    async with door.callers.of(request) as caller:
+    door = HttpDoor.from_request(request)
+    async with door.callers.for_request(request) as caller:
         found, session, turn = await _find(request, caller)
         if turn.state is TurnState.RUNNING:
             turn = await session.cancel(found.turn_id, keep="partial")
@@ -100,8 +100,8 @@ async def cancel(request: Request) -> HttpResponse:
 
 async def delete(request: Request) -> HttpResponse:
     """Erase a response. Raises HttpFailure (409) when later ones build on it."""
-    door = HttpDoor.of(request)
-    async with door.callers.of(request) as caller:
+    door = HttpDoor.from_request(request)
+    async with door.callers.for_request(request) as caller:
         found, session, turn = await _find(request, caller)
         if turn.state is TurnState.RUNNING:
             await session.cancel(found.turn_id, keep="nothing")
@@ -113,8 +113,8 @@ async def delete(request: Request) -> HttpResponse:
 
 async def input_items(request: Request) -> HttpResponse:
     """What was said in the turn of a response, newest first unless ``order=asc``."""
-    door = HttpDoor.of(request)
-    async with door.callers.of(request) as caller:
+    door = HttpDoor.from_request(request)
+    async with door.callers.for_request(request) as caller:
         found, _, turn = await _find(request, caller)
     items = [input_message(found.session_id, item) for item in turn.input]
     return door.answer(page(items, request), request)
@@ -193,12 +193,12 @@ async def _erase(session: AsyncSession, turn: Turn) -> None:
 
 async def _later(door: HttpDoor, caller: Caller, found: ResponseId, turn: Turn) -> dict[str, Any]:
     """A response that is read after it was made."""
-    response = Response.read(found, await door.info_of(caller), turn)
+    response = Response.from_turn(found, await door.server_info(caller), turn)
     runs = turn.state is TurnState.RUNNING or (
         # Its engine has died, and it is about to be begun again.
         turn.discard_reason == "ENGINE_FAILED" and door.follows(turn.request_id)
     )
-    return response.begun() if runs else response.ended(turn)
+    return response.begun() if runs else response.finished(turn)
 
 
 def _missing(text: str) -> HttpFailure:
@@ -207,4 +207,4 @@ def _missing(text: str) -> HttpFailure:
 
 def _remember(door: HttpDoor, begun: BegunResponse, turn: Turn) -> None:
     if begun.talk is not None:
-        door.heads.ended(begun.talk, begun.session.id, turn)
+        door.heads.record_turn(begun.talk, begun.session.id, turn)

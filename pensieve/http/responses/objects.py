@@ -28,13 +28,13 @@ from pensieve.http.common.answers import (
     SentText,
     SentTokens,
     cached_tokens,
-    event,
+    is_truncated,
+    sse_event,
     token_scores,
-    was_cut,
 )
-from pensieve.http.common.failures import bad, failure_of
+from pensieve.http.common.failures import failure_from_error, invalid_field
 from pensieve.http.common.requests import whole_number
-from pensieve.http.output import OutputItems, OutputTeller, answer_parts, result_item, text_part
+from pensieve.http.output import OutputEvents, OutputItems, answer_parts, result_item, text_part
 from pensieve.http.responses.ids import ResponseId, conversation_id, item_id
 from pensieve.http.responses.requests import ResponseRequest
 from pensieve.speech import PLAIN, SpeechForm, Words
@@ -65,7 +65,7 @@ class KeptResponse(msgspec.Struct, frozen=True, omit_defaults=True):
         return {_NAME: data.decode()}
 
     @classmethod
-    def of(cls, turn: Turn) -> KeptResponse | None:
+    def from_turn(cls, turn: Turn) -> KeptResponse | None:
         """None: the turn was made before this was kept, by a door that keeps it in another form, or without a door."""
         value = turn.annotations.get(_NAME)
         if value is None:
@@ -104,16 +104,16 @@ class Response:
     """How the answer is read."""
 
     @classmethod
-    def read(cls, found: ResponseId, info: ServerInfo, turn: Turn) -> Response:
+    def from_turn(cls, found: ResponseId, info: ServerInfo, turn: Turn) -> Response:
         """A response that was made before."""
         form = info.speech if found.calls else replace(info.speech, calls=None)
-        return cls(found, KeptResponse.of(turn) or guessed(found, info.model, turn), form)
+        return cls(found, KeptResponse.from_turn(turn) or guessed(found, info.model, turn), form)
 
     def begun(self) -> Document:
         """While the answer is made."""
         return self._snapshot("in_progress")
 
-    def ended(self, turn: Turn) -> Document:
+    def finished(self, turn: Turn) -> Document:
         """With the answer, however it ended."""
         status = status_of(turn)
         output = self._output(turn, status) if turn.output is not None else []
@@ -201,7 +201,7 @@ def status_of(turn: Turn) -> str:
         return "cancelled"
     if turn.state is not TurnState.COMMITTED:
         return "failed"
-    return "incomplete" if was_cut(turn.finish_reason) else "completed"
+    return "incomplete" if is_truncated(turn.finish_reason) else "completed"
 
 
 def _cache_options(asked: ResponseRequest) -> Document | None:
@@ -283,7 +283,7 @@ def page(items: list[dict[str, Any]], request: Request) -> dict[str, Any]:
     query = request.query_params
     order = query.get("order", "desc")
     if order not in ("asc", "desc"):
-        raise bad("order", "must be asc or desc")
+        raise invalid_field("order", "must be asc or desc")
     if order == "desc":
         items = items[::-1]
     if (after := query.get("after")) is not None:
@@ -292,14 +292,14 @@ def page(items: list[dict[str, Any]], request: Request) -> dict[str, Any]:
         items = items[: _index(items, "before", before)]
     limit = whole_number(query.get("limit", "20"))
     if limit is None or not 1 <= limit <= 100:
-        raise bad("limit", "must be from 1 to 100")
+        raise invalid_field("limit", "must be from 1 to 100")
     return listing(items[:limit], has_more=len(items) > limit)
 
 
 def _index(items: list[dict[str, Any]], param: str, wanted: str) -> int:
     ids = [item["id"] for item in items]
     if wanted not in ids:
-        raise bad(param, f"no such item: {wanted}")
+        raise invalid_field(param, f"no such item: {wanted}")
     return ids.index(wanted)
 
 
@@ -315,7 +315,7 @@ class Events:
         self._sent = SentText()
         self._tokens = SentTokens(response.kept.asked.scored)
 
-    async def of(self, stream: AsyncTurnStream) -> AsyncIterator[bytes]:
+    async def stream_events(self, stream: AsyncTurnStream) -> AsyncIterator[bytes]:
         """All of them; a failure is the last but one."""
         async for chunk in self._all(stream):
             if chunk:
@@ -344,7 +344,7 @@ class Events:
 
     async def _spoken(self, stream: AsyncTurnStream) -> AsyncIterator[bytes]:
         """The output where it is more than words."""
-        teller = OutputTeller(self._response.items, self._response.form)
+        teller = OutputEvents(self._response.items, self._response.form)
         try:
             async for piece in stream:
                 text, (_, scores) = self._sent.new_text(piece), self._tokens.new_tokens(piece)
@@ -362,7 +362,7 @@ class Events:
 
     def _end(self, turn: Turn, status: str) -> bytes:
         name = "response.completed" if status == "completed" else "response.incomplete"
-        return self._whole(name, self._response.ended(turn))
+        return self._whole(name, self._response.finished(turn))
 
     def _delta(self, piece: Piece) -> bytes:
         text, (_, scores) = self._sent.new_text(piece), self._tokens.new_tokens(piece)
@@ -388,7 +388,7 @@ class Events:
         ]
 
     def _failed(self, error: PensieveError) -> list[bytes]:
-        failure = failure_of(error)
+        failure = failure_from_error(error)
         code = failure.code or "server_error"
         # Both forms: the specification has the parts under `error`, clients look for them at the top.
         parts: dict[str, Any] = {"message": failure.message, "code": code, "param": failure.param}
@@ -408,4 +408,4 @@ class Events:
         """The next event; empty when the client has it."""
         numbered = {"type": name, "sequence_number": self._sequence, **fields}
         self._sequence += 1
-        return event(numbered, name) if self._sequence > self._after + 1 else b""
+        return sse_event(numbered, name) if self._sequence > self._after + 1 else b""

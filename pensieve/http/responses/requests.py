@@ -9,9 +9,9 @@ import msgspec
 
 from pensieve.client import Role, TurnOptions
 from pensieve.http.common.answers import MAX_TOP
-from pensieve.http.common.contents import Content, Said, called, said, text_of
-from pensieve.http.common.failures import bad, unsupported
-from pensieve.http.common.requests import REFUSED_EVERYWHERE, Drawing, Nested, Positive, check_number
+from pensieve.http.common.contents import Content, Message, parse_function_call, parse_message, text_of
+from pensieve.http.common.failures import invalid_field, unsupported_field
+from pensieve.http.common.requests import REFUSED_EVERYWHERE, Nested, Positive, SamplingFields, check_count
 from pensieve.http.tools import OfferedTool, call_options, check_tools
 
 REFERENCE: Final = "item_reference"
@@ -54,22 +54,22 @@ class TextOptions(msgspec.Struct, frozen=True):
     verbosity: str | None = None
 
 
-class AskedResponse(NamedTuple):
+class ValidatedResponse(NamedTuple):
     """A checked request, and what is made of it."""
 
     body: ResponseRequest
-    messages: list[Said]
+    messages: list[Message]
     options: TurnOptions
     """For the SDK."""
     refers: bool = False
     """Whether items are named that have to be read first; there are no ``messages`` then."""
 
 
-class ResponseRequest(Drawing, kw_only=True):
+class ResponseRequest(SamplingFields, kw_only=True):
     """The request."""
 
     NESTED: ClassVar[Nested] = {
-        **Drawing.NESTED,
+        **SamplingFields.NESTED,
         "text": TextOptions,
         "tools": OfferedTool,
     }
@@ -123,31 +123,33 @@ class ResponseRequest(Drawing, kw_only=True):
     safety_identifier: str | None = None
     service_tier: str | None = None
 
-    def asked(self) -> AskedResponse:
+    def validated(self) -> ValidatedResponse:
         """Raises HttpFailure as ``check``, and for input that cannot be."""
         self.check()
         if isinstance(self.input, list) and any(one.type == REFERENCE for one in self.input):
-            check_number(self.input, "input")
-            return AskedResponse(self, [], self.turn_options, refers=True)
-        return AskedResponse(self, self.messages, self.turn_options)
+            check_count(self.input, "input")
+            return ValidatedResponse(self, [], self.turn_options, refers=True)
+        return ValidatedResponse(self, self.messages, self.turn_options)
 
     def check(self) -> None:
         """Raises HttpFailure for contradictions, and for what is asked for and not done."""
         if self.conversation is not None and self.previous_response_id is not None:
-            raise bad("previous_response_id", "does not go together with conversation", "mutually_exclusive")
+            raise invalid_field(
+                "previous_response_id", "does not go together with conversation", "mutually_exclusive"
+            )
         if self.conversation is not None and not self.stored:
-            raise bad("store", "a response of a conversation is part of it, and so is kept")
+            raise invalid_field("store", "a response of a conversation is part of it, and so is kept")
         if self.background and not self.stored:
-            raise bad("background", "needs store: nobody could fetch the answer otherwise")
+            raise invalid_field("background", "needs store: nobody could fetch the answer otherwise")
         if self.truncation not in (None, "auto", "disabled"):
-            raise bad("truncation", "must be auto or disabled")
+            raise invalid_field("truncation", "must be auto or disabled")
         check_tools(self.tools or (), self.tool_choice)
         if self.text is not None and self.text.format is not None and self.text.format.type != "text":
-            raise unsupported("text.format", "only text is supported")
+            raise unsupported_field("text.format", "only text is supported")
         if self.prompt is not None:
-            raise unsupported("prompt", "stored prompts are not supported")
+            raise unsupported_field("prompt", "stored prompts are not supported")
         if not 0 <= (self.top_logprobs or 0) <= MAX_TOP:
-            raise bad("top_logprobs", f"must be from 0 to {MAX_TOP}")
+            raise invalid_field("top_logprobs", f"must be from 0 to {MAX_TOP}")
         check_metadata(self.metadata or {})
 
     @property
@@ -170,13 +172,13 @@ class ResponseRequest(Drawing, kw_only=True):
         return found.id if isinstance(found, InConversation) else found
 
     @property
-    def messages(self) -> list[Said]:
+    def messages(self) -> list[Message]:
         """The input as messages."""
         if isinstance(self.input, str):
-            return [said("user", self.input, "input")]
+            return [parse_message("user", self.input, "input")]
         if not self.input:
-            raise bad("input", "must not be empty")
-        check_number(self.input, "input")
+            raise invalid_field("input", "must not be empty")
+        check_count(self.input, "input")
         return messages_of(self.input, "input")
 
     @property
@@ -196,10 +198,10 @@ class ResponseRequest(Drawing, kw_only=True):
         return options
 
 
-def messages_of(items: Sequence[InputItem], param: str) -> list[Said]:
+def messages_of(items: Sequence[InputItem], param: str) -> list[Message]:
     """Items as messages: what one answer was told as, reasoning apart, is one. Raises HttpFailure."""
-    found: list[Said] = []
-    parts: list[Said] = []
+    found: list[Message] = []
+    parts: list[Message] = []
     """Of an answer, not yet in ``found``. They are put together once: there may be thousands."""
     has_calls = False
     for number, item in enumerate(items):
@@ -217,38 +219,38 @@ def messages_of(items: Sequence[InputItem], param: str) -> list[Said]:
     return [*found, _joined(parts)] if parts else found
 
 
-def _joined(parts: Sequence[Said]) -> Said:
+def _joined(parts: Sequence[Message]) -> Message:
     text = "".join(one.text for one in parts)
-    return Said(Role.ASSISTANT, text, tuple(call for one in parts for call in one.calls))
+    return Message(Role.ASSISTANT, text, tuple(call for one in parts for call in one.calls))
 
 
-def _said(item: InputItem, param: str) -> Said | None:
+def _said(item: InputItem, param: str) -> Message | None:
     """None for what a model does not read again: the history has its thoughts, if it was here that it had them."""
     match item.type:
         case "message":
             if item.role is None:
-                raise bad(f"{param}.role", "is missing")
-            return said(item.role, item.content, param)
+                raise invalid_field(f"{param}.role", "is missing")
+            return parse_message(item.role, item.content, param)
         case "reasoning":
             return None
         case "function_call":
             if not item.name:
-                raise bad(f"{param}.name", "is missing")
-            call = called(item.name, item.arguments or "", item.call_id or "", param)
-            return Said(Role.ASSISTANT, "", (call,))
+                raise invalid_field(f"{param}.name", "is missing")
+            call = parse_function_call(item.name, item.arguments or "", item.call_id or "", param)
+            return Message(Role.ASSISTANT, "", (call,))
         case "function_call_output":
             if item.output is None:
-                raise bad(f"{param}.output", "is missing")
-            return Said(Role.TOOL, text_of(item.output, f"{param}.output"), call_id=item.call_id or "")
-    raise unsupported(param, f"items of type {item.type!r} are not supported")
+                raise invalid_field(f"{param}.output", "is missing")
+            return Message(Role.TOOL, text_of(item.output, f"{param}.output"), call_id=item.call_id or "")
+    raise unsupported_field(param, f"items of type {item.type!r} are not supported")
 
 
 def check_metadata(metadata: dict[str, str]) -> None:
     """Raises HttpFailure when it is more than the protocol allows."""
     if len(metadata) > MAX_METADATA:
-        raise bad("metadata", f"has more than {MAX_METADATA} pairs")
+        raise invalid_field("metadata", f"has more than {MAX_METADATA} pairs")
     for key, value in metadata.items():
         if len(key) > MAX_METADATA_KEY or len(value) > MAX_METADATA_VALUE:
-            raise bad(
+            raise invalid_field(
                 "metadata", f"keys have at most {MAX_METADATA_KEY} characters, values {MAX_METADATA_VALUE}"
             )

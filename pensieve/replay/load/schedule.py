@@ -1,6 +1,6 @@
 """Draws when each turn is due: before anything is sent, so that every target meets the same load.
 
-``run_in`` lets a replay begin in the middle. A Poisson process of conversation starts takes as long to become steady
+``apply_run_in`` lets a replay begin in the middle. A Poisson process of conversation starts takes as long to become steady
 as conversations last, most of it pauses, and until then histories are too short. So the conversations that would be in
 progress begin in the middle: what they would have said and heard before is one turn, with an answer of one token, that
 is played before time 0. So are whole
@@ -31,14 +31,16 @@ simulation of a load near the limit (28 turns/s, 120 s), those of the last 20 s 
 to 14.3 ms a token, and all of them to 14.5."""
 
 
-def run_in(scripts: Sequence[Script], elapsed_s: float, token_s: float = NOMINAL_TOKEN_S) -> list[Script]:
+def apply_run_in(
+    scripts: Sequence[Script], elapsed_s: float, token_s: float = NOMINAL_TOKEN_S
+) -> list[Script]:
     """What is left of ``scripts`` after ``elapsed_s`` seconds, in order of their next turn; times count from there.
 
     Of conversations that are over by then only the history is left, and of those that ended early nothing. An answer
     takes ``token_s`` per token in the time before. A history is due when its last answer ended, at or before 0.
     """
     left = (_rest(script, elapsed_s, token_s) for script in scripts)
-    return sorted((script for script in left if script is not None), key=lambda script: script.begins_s)
+    return sorted((script for script in left if script is not None), key=lambda script: script.start_s)
 
 
 def _rest(script: Script, elapsed_s: float, token_s: float) -> Script | None:
@@ -65,7 +67,7 @@ def _after(tokens: int, answered_s: float, script: Script, index: int, dues: tup
     said = TurnLengths(tokens - 1, 1)
     talk = replace(script.conversation, turns=(said, *script.conversation.turns[index:]))
     before = Due(min(0.0, answered_s), 0.0)
-    return Script(script.number, talk, (before, *dues), first_turn=index - 1, beforehand=True)
+    return Script(script.number, talk, (before, *dues), first_turn=index - 1, has_history=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +107,7 @@ class Gaps:
     seconds: tuple[float, ...]
 
     @classmethod
-    def of(cls, data: Dataset) -> Gaps:
+    def from_dataset(cls, data: Dataset) -> Gaps:
         """Raises DatasetError when the trace has no later turns with timestamps."""
         stamps = [[turn.timestamp_s for turn in talk.turns] for talk in data.conversations]
         pairs = (pair for times in stamps for pair in itertools.pairwise(times))
@@ -137,18 +139,18 @@ class Script:
     """When each of the turns is due."""
     first_turn: int = 0
     """Number of the first turn here, in the whole conversation."""
-    beforehand: bool = False
+    has_history: bool = False
     """The first turn here stands for all that was said before the replay: it is played before time 0, at leisure."""
 
     @property
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         """Whether all of it was said before the replay."""
-        return self.beforehand and len(self.due) == 1
+        return self.has_history and len(self.due) == 1
 
     @property
-    def begins_s(self) -> float:
+    def start_s(self) -> float:
         """When the first turn is due that is not played beforehand; 0 if there is none."""
-        return 0.0 if self.over else self.due[self.beforehand].at_s
+        return 0.0 if self.is_over else self.due[self.has_history].at_s
 
     def input_ids(self, turn: int, vocab_size: int, seed: int, run: int = 0) -> TokenArray:
         """The input of the turn at this place in the script: pseudo-random, int32 [input_tokens], the same for every

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from pensieve.replay.load.workload import Conversation, Piece, TurnLengths, within
+from pensieve.replay.load.workload import Conversation, Piece, TurnLengths, truncate_pieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ def shape(conversations: Iterable[Conversation], wanted: Shaping, context_limit:
 def _prefix(pieces: tuple[Piece, ...], wanted: Shaping, first_input: int) -> tuple[Piece, ...]:
     """What is left of the pieces; of the first input, as it is now, they leave a token."""
     scaled = ((name, round(tokens * wanted.scale_lengths)) for name, tokens in pieces)
-    kept = within(tuple(piece for piece in scaled if piece[1]), first_input - 1)
+    kept = truncate_pieces(tuple(piece for piece in scaled if piece[1]), first_input - 1)
     return (("system prompt of all", wanted.system_tokens), *kept) if wanted.system_tokens else kept
 
 

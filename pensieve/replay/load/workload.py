@@ -103,7 +103,7 @@ def load(path: Path, count_tokens: CountTokens = estimate_tokens, *, limit: int 
     if text.lstrip().startswith("["):
         conversations = _share_gpt(path, text, count_tokens, limit)
     else:
-        conversations = length_trace(path, text)[:limit]
+        conversations = parse_length_trace(path, text)[:limit]
     if not conversations:
         raise DatasetError(f"{path}: no conversation with an answered turn")
     return Dataset(path.name, tuple(conversations), digest)
@@ -149,7 +149,7 @@ def _answered(messages: Iterable[tuple[bool, str]], count: CountTokens) -> list[
     return turns
 
 
-def length_trace(path: Path, text: str) -> list[Conversation]:
+def parse_length_trace(path: Path, text: str) -> list[Conversation]:
     """The conversations of a length trace. ``path`` names it in errors. Raises DatasetError."""
     rows: dict[str, list[_Row]] = {}
     headers = 0
@@ -211,7 +211,8 @@ def _beginnings(path: Path, firsts: Sequence[tuple[str, _Row]]) -> list[tuple[Pi
     kept = [_while_common(pieces, hashed) if "prefix" not in row else pieces
             for (_, (_, _, row)), pieces in zip(firsts, found, strict=True)]  # fmt: skip
     return [
-        within(pieces, turn.input_tokens - 1) for (_, (_, turn, _)), pieces in zip(firsts, kept, strict=True)
+        truncate_pieces(pieces, turn.input_tokens - 1)
+        for (_, (_, turn, _)), pieces in zip(firsts, kept, strict=True)
     ]
 
 
@@ -227,7 +228,7 @@ def _while_common(pieces: tuple[Piece, ...], count: Mapping[str, int]) -> tuple[
     return pieces[:last]
 
 
-def within(pieces: tuple[Piece, ...], most: int) -> tuple[Piece, ...]:
+def truncate_pieces(pieces: tuple[Piece, ...], most: int) -> tuple[Piece, ...]:
     """The first ``most`` tokens of some pieces."""
     kept: list[Piece] = []
     for name, tokens in pieces:

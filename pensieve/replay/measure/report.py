@@ -24,7 +24,7 @@ SOURCES = ("gpu_cached", "swapped_in", "recomputed", "new")
 _SHOWN = 20
 
 
-def violations(records: Iterable[TurnRecord]) -> list[str]:
+def receipt_violations(records: Iterable[TurnRecord]) -> list[str]:
     """One sentence per broken rule; turns without a receipt are passed over."""
     found: list[str] = []
     last: dict[int, TurnRecord] = {}
@@ -75,7 +75,7 @@ def summarise(outcome: Outcome) -> dict[str, Any]:
     """The ``targets`` entry of one target. Durations in seconds; a statistic of nothing is null."""
     done = [record for record in outcome.records if not record.error]
     failed = [record for record in outcome.records if record.error]
-    broken = violations(outcome.records)
+    broken = receipt_violations(outcome.records)
     output = sum(record.output_tokens for record in done)
     return {
         "target": outcome.target,
@@ -119,7 +119,7 @@ def is_clean(summary: dict[str, Any]) -> bool:
     return not (turns["failed"] or turns["skipped"] or summary["receipts"]["violations"])
 
 
-def at(summary: Mapping[str, Any], path: str) -> Any:
+def value_at(summary: Mapping[str, Any], path: str) -> Any:
     """The value at a dotted path; None where an older report has no such field."""
     value: Any = summary
     for key in path.split("."):

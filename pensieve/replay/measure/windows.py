@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pensieve.replay.measure.report import at, statistics
+from pensieve.replay.measure.report import statistics, value_at
 from pensieve.replay.records import Outcome, TurnRecord
 
 METRICS = (
@@ -75,7 +75,7 @@ def intervals(summaries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             "rate": rate,
             "clients": clients,
             "seeds": [summary["seed"] for summary in group],
-            "metrics": {path: _interval([at(summary, path) for summary in group]) for path in METRICS},
+            "metrics": {path: _interval([value_at(summary, path) for summary in group]) for path in METRICS},
         }
         for (target, rate, clients), group in groups.items()
         if len(group) > 1
@@ -153,7 +153,7 @@ def steady_start(records: Sequence[TurnRecord], end: float) -> tuple[float, bool
     return start, not has_trend(running_turns(records, start, end))
 
 
-def cut(outcome: Outcome, wanted: Window) -> tuple[Outcome, dict[str, Any]]:
+def cut_to_window(outcome: Outcome, wanted: Window) -> tuple[Outcome, dict[str, Any]]:
     """The outcome of the turns that ended inside the window, and what the report says of the window.
 
     When the load ends before the warm-up does, the whole replay is measured, and not steady. Turns that were cut short

@@ -25,7 +25,7 @@ import msgspec
 from pensieve.frames import HEADER, decode, decoder_for, encode_frame, frame_length
 from pensieve.replay.load.schedule import Script
 from pensieve.replay.play.runner import Player
-from pensieve.replay.records import Played, RunOptions, TurnRecord
+from pensieve.replay.records import PlayResult, RunOptions, TurnRecord
 from pensieve.replay.targets.base import Address, TargetInfo, TurnFailed
 from pensieve.replay.targets.options import parse_target
 
@@ -47,7 +47,7 @@ class Go(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """On the clock of ``time.perf_counter``, which is one for all processes of a machine."""
 
 
-class Leave(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class DeleteSessions(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """All processes have finished: delete the sessions and end."""
 
 
@@ -62,11 +62,11 @@ class Refused(msgspec.Struct, frozen=True, tag=True, array_like=True):
     message: str
 
 
-class Sent(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class TurnSent(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """A turn goes out."""
 
 
-class Ended(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class TurnEnded(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """A turn has ended, well or not."""
 
     record: TurnRecord
@@ -75,21 +75,21 @@ class Ended(msgspec.Struct, frozen=True, tag=True, array_like=True):
 class PlayerFinished(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """All turns have ended, or it was time to stop."""
 
-    played: Played
+    played: PlayResult
 
 
-class Left(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class SessionsDeleted(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The sessions are deleted, and the process ends."""
 
     leftover: str
     """Why that failed for one of them; empty: it did not."""
 
 
-CrewMessage = Job | Go | Leave
-PlayerMessage = PlayerReady | Refused | Sent | Ended | PlayerFinished | Left
+PoolMessage = Job | Go | DeleteSessions
+PlayerMessage = PlayerReady | Refused | TurnSent | TurnEnded | PlayerFinished | SessionsDeleted
 
 
-class CrewChannel:
+class PoolChannel:
     """One end of the socket between a crew and a process of it."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, messages: Any) -> None:
@@ -98,10 +98,10 @@ class CrewChannel:
         self._decoder: msgspec.msgpack.Decoder[Any] = decoder_for(messages)
 
     @classmethod
-    async def over(cls, sock: socket.socket, messages: Any) -> CrewChannel:
+    async def over(cls, sock: socket.socket, messages: Any) -> PoolChannel:
         return cls(*await asyncio.open_connection(sock=sock), messages)
 
-    def send(self, message: CrewMessage | PlayerMessage) -> None:
+    def send(self, message: PoolMessage | PlayerMessage) -> None:
         """Without waiting: a measurement is not to wait for the other end to read."""
         self._writer.write(encode_frame(message))
 
@@ -123,29 +123,29 @@ class CrewChannel:
             return  # the other end was faster
 
 
-async def run(channel: CrewChannel) -> None:
+async def run(channel: PoolChannel) -> None:
     """Do one job, from the order to the last message."""
     job = await channel.receive(Job)
     target = parse_target(job.address.url, job.address.api_key)
     try:
         await target.open()
-        await _play(channel, job, Player(target, job.info, job.options, lambda r: channel.send(Ended(r)),
-                                         lambda: channel.send(Sent())))  # fmt: skip
+        await _play(channel, job, Player(target, job.info, job.options, lambda r: channel.send(TurnEnded(r)),
+                                         lambda: channel.send(TurnSent())))  # fmt: skip
     except TurnFailed as failure:
         channel.send(Refused(failure.code, failure.message))
     finally:
         await target.close()
 
 
-async def _play(channel: CrewChannel, job: Job, player: Player) -> None:
+async def _play(channel: PoolChannel, job: Job, player: Player) -> None:
     go = await _answering(channel, player.prepare(job.scripts), lambda _: PlayerReady(), Go)
     gc.freeze()  # what is here by now stays: a collection need not look at it while turns are timed
-    await _answering(channel, player.play(job.scripts, go.start), PlayerFinished, Leave)
-    channel.send(Left(await player.end_sessions()))
+    await _answering(channel, player.play(job.scripts, go.start), PlayerFinished, DeleteSessions)
+    channel.send(SessionsDeleted(await player.end_sessions()))
 
 
 async def _answering(
-    channel: CrewChannel, work: Coroutine[Any, Any, W], report: Callable[[W], PlayerMessage], order: type[T]
+    channel: PoolChannel, work: Coroutine[Any, Any, W], report: Callable[[W], PlayerMessage], order: type[T]
 ) -> T:
     """Do the work, report what came of it, and wait for the next order; the crew's end ends the work."""
     ordered, working = asyncio.create_task(channel.receive(order)), asyncio.create_task(work)
@@ -160,7 +160,7 @@ async def _answering(
 
 
 async def main(descriptor: int) -> None:
-    channel = await CrewChannel.over(socket.socket(fileno=descriptor), CrewMessage)
+    channel = await PoolChannel.over(socket.socket(fileno=descriptor), PoolMessage)
     try:
         await run(channel)
     except EOFError:

@@ -79,11 +79,11 @@ class RunLine(RunWatcher):
         self._start = clock()
         self._task: TaskID = progress.add_task(name, total=turns, running="", speed="", errors="")
 
-    def sent(self) -> None:
+    def on_send(self) -> None:
         self._sent += 1
         self._show()
 
-    def ended(self, record: TurnRecord) -> None:
+    def on_turn_end(self, record: TurnRecord) -> None:
         now = self._clock()
         self._ended += 1
         self._unsent += not record.sent_s  # its conversation could not be opened

@@ -1,7 +1,7 @@
 """Plays scripts against a target: turns of one conversation one after the other, conversations side by side.
 
 A ``Player`` does it in its own process and event loop. ``replay`` has one play everything; ``crew`` has several
-processes with one each. Both make the same ``Outcome`` of what was ``Played``.
+processes with one each. Both make the same ``Outcome`` of what was ``PlayResult``.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import numpy as np
 
 from pensieve.core import Hints
 from pensieve.replay.load.schedule import Script
-from pensieve.replay.records import Outcome, Played, RunOptions, TurnRecord, outcome
-from pensieve.replay.targets.base import AskedTurn, Target, TargetInfo, TurnFailed, Warms
+from pensieve.replay.records import Outcome, PlayResult, RunOptions, TurnRecord, merge_results
+from pensieve.replay.targets.base import SupportsWarm, Target, TargetInfo, TurnFailed, TurnRequest
 
 _STREAM = 1
 """Numbers the generator's stream, so that it is not the one that input ids are drawn from."""
@@ -50,10 +50,10 @@ def hint_of(script: Script, place: int, now_s: float, *, noise: float, seed: int
 class RunWatcher:
     """Watches one run against one target; this one does nothing."""
 
-    def sent(self) -> None:
+    def on_send(self) -> None:
         """A turn goes out. Every sent turn ends, fails, or is cut short."""
 
-    def ended(self, record: TurnRecord) -> None:
+    def on_turn_end(self, record: TurnRecord) -> None:
         """A turn has ended; one whose conversation could not be opened was never sent."""
 
 
@@ -119,17 +119,17 @@ class Player:
                 await self._turn(talk, record)
             finally:
                 gate.release()
-            record.ended_at(self._now())
+            record.end_at_zero(self._now())
             self._on_turn(record)
 
-        before = [script for script in scripts if script.beforehand]
+        before = [script for script in scripts if script.has_history]
         async with asyncio.TaskGroup() as group:
             for script in sorted(before, key=lambda script: script.due[0].at_s):
                 self._talks[script.number] = talk = _Talk(script)
                 await gate.acquire()
                 group.create_task(play(talk))
 
-    async def play(self, scripts: Sequence[Script], start: float) -> Played:
+    async def play(self, scripts: Sequence[Script], start: float) -> PlayResult:
         """Play ``scripts``, in order of their starts, until all have ended or it is time to stop.
 
         Those with something to be played beforehand have been given to ``prepare``. ``start``: 0 of all times, on the
@@ -150,7 +150,7 @@ class Player:
                 task.cancel()
             await asyncio.gather(watch, *self._warming, return_exceptions=True)  # one notes a last time
         warmed = dict(self._warm_calls)
-        return Played(self._now(), self._skipped, tuple(self._cut_short), tuple(lags), warmed)
+        return PlayResult(self._now(), self._skipped, tuple(self._cut_short), tuple(lags), warmed)
 
     async def end_sessions(self) -> str:
         """Delete what was opened; why that failed for one of them, if it did."""
@@ -182,7 +182,7 @@ class Player:
 
         async with asyncio.TaskGroup() as group:
             for script in scripts:
-                await self._sleep_until(script.begins_s)
+                await self._sleep_until(script.start_s)
                 await gate.acquire()
                 group.create_task(play(script, self._now()))
 
@@ -216,7 +216,7 @@ class Player:
                 await self._sleep_until(due - ahead_s)
                 self._warm(session)
             await self._sleep_until(due)
-            spec = AskedTurn(ids, turn.output_tokens, forced, self._hints(talk))
+            spec = TurnRequest(ids, turn.output_tokens, forced, self._hints(talk))
             await self._send(session, spec, record)
         except TurnFailed as failure:
             record.error, record.message = failure.code, str(failure)
@@ -233,7 +233,7 @@ class Player:
         noise, now = self._options.hints, self._now()
         if noise is None:
             return None
-        if talk.script.beforehand and not talk.place:
+        if talk.script.has_history and not talk.place:
             now = 0.0  # what is played beforehand ends at 0, whenever it is sent
         return hint_of(talk.script, talk.place, now, noise=noise, seed=self._options.seed)
 
@@ -241,7 +241,7 @@ class Player:
         """Ask, and go on: no turn waits for the answer."""
 
         async def ask() -> None:
-            assert isinstance(self._target, Warms)
+            assert isinstance(self._target, SupportsWarm)
             try:
                 self._warm_calls[await self._target.warm(session)] += 1
             except TurnFailed as failure:
@@ -251,7 +251,7 @@ class Player:
         self._warming.add(task)
         task.add_done_callback(self._warming.discard)
 
-    async def _send(self, session: str, spec: AskedTurn, record: TurnRecord) -> None:
+    async def _send(self, session: str, spec: TurnRequest, record: TurnRecord) -> None:
         start, arrivals = self._start, record.arrivals
         self._on_send()
         record.sent_s = self._now()
@@ -288,7 +288,7 @@ async def replay(
     player = Player(target, info, options, ended, on_send)
     await player.prepare(scripts)
     played = await player.play(scripts, time.perf_counter())
-    return outcome(target.name, info, records, [played], await player.end_sessions())
+    return merge_results(target.name, info, records, [played], await player.end_sessions())
 
 
 async def _watch_loop(lags: list[float]) -> None:

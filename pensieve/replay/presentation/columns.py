@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pensieve.replay.measure.report import SOURCES, at
+from pensieve.replay.measure.report import SOURCES, value_at
 from pensieve.replay.presentation.compare import Ratio
 
 NOTHING = "–"
@@ -29,10 +29,10 @@ class Column:
     factor: float = 1.0
 
     def text(self, summary: Mapping[str, Any]) -> str:
-        return number(at(summary, self.path), self.digits, self.factor)
+        return format_number(value_at(summary, self.path), self.digits, self.factor)
 
 
-def number(value: Any, digits: str, factor: float = 1.0) -> str:
+def format_number(value: Any, digits: str, factor: float = 1.0) -> str:
     """``value × factor`` in a format of Python's; a dash for nothing."""
     return NOTHING if value is None else format(value if factor == 1.0 else value * factor, digits)
 
@@ -88,9 +88,11 @@ def limit_text(found: Mapping[str, Any] | None) -> str:
     """The ``largest_within_limit`` of a report's ``active_sessions``, with ≥ where no bin was above the limit."""
     if not found or found.get("largest_within_limit") is None:
         return NOTHING
-    return ("" if found["limit_reached"] else "≥ ") + number(found["largest_within_limit"], ",.1f")
+    return ("" if found["limit_reached"] else "≥ ") + format_number(found["largest_within_limit"], ",.1f")
 
 
 def ratio_texts(ratio: Ratio | None) -> tuple[str, str]:
     """The two cells of a ratio: latency in milliseconds, and how many times the throughput."""
-    return (NOTHING, NOTHING) if ratio is None else (number(ratio.latency_s, ",.1f", 1000.0), ratio.text)
+    return (
+        (NOTHING, NOTHING) if ratio is None else (format_number(ratio.latency_s, ",.1f", 1000.0), ratio.text)
+    )

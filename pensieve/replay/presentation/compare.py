@@ -38,7 +38,7 @@ SCHEMA = "pensieve.replay.compare/1"
 
 
 @dataclass(frozen=True, slots=True)
-class Carried:
+class CarriedLoad:
     """The load that a system carries at a latency."""
 
     turns_per_s: float
@@ -51,9 +51,9 @@ class Ratio:
     """Throughput of one system over that of another at one latency."""
 
     latency_s: float
-    ours: Carried | None
+    ours: CarriedLoad | None
     """None: at every measured load it was slower than this."""
-    other: Carried | None
+    other: CarriedLoad | None
 
     @property
     def bound(self) -> Bound | None:
@@ -94,7 +94,7 @@ class Comparison:
     """The ratio at equal 90th percentile of it."""
 
 
-def carried(line: Line, latency_s: float) -> Carried | None:
+def load_at_latency(line: Line, latency_s: float) -> CarriedLoad | None:
     """The envelope at ``latency_s``; None below the lowest latency of the line."""
     if not line or latency_s < min(y for _, y in line):
         return None
@@ -103,7 +103,7 @@ def carried(line: Line, latency_s: float) -> Carried | None:
     for (x0, y0), (x1, y1) in pairwise(line):
         if min(y0, y1) < latency_s < max(y0, y1):
             found.append(x0 + (x1 - x0) * (latency_s - y0) / (y1 - y0))
-    return Carried(max(found), latency_s > line[-1][1])
+    return CarriedLoad(max(found), latency_s > line[-1][1])
 
 
 def common_latency(ours: Line, other: Line) -> float:
@@ -124,7 +124,7 @@ def ratio(ours: Line, other: Line, latency_s: float | None = None) -> Ratio | No
     if not ours or not other:
         return None
     level = common_latency(ours, other) if latency_s is None else latency_s
-    return Ratio(level, carried(ours, level), carried(other, level))
+    return Ratio(level, load_at_latency(ours, level), load_at_latency(other, level))
 
 
 def comparisons(

@@ -16,7 +16,7 @@ from pathlib import PurePath
 from typing import Any
 
 from pensieve.replay.load.generators import NAMES
-from pensieve.replay.measure.report import at
+from pensieve.replay.measure.report import value_at
 
 _LOAD_KEYS = frozenset({"rate", "seed", "clients"})
 _PLACE = re.compile(r"\bCUDA_VISIBLE_DEVICES=\S+|(?:--port[ =]|\S+:)\d+\b")
@@ -89,13 +89,13 @@ def _groups(reports: Sequence[Report]) -> list[list[int]]:
 
 def _work(report: Report) -> dict[str, Any]:
     """What was to be done, as far as it is not load. Fields that an older report lacks were nothing then."""
-    name, work = at(report, "dataset.name"), report.get("workload") or {}
+    name, work = value_at(report, "dataset.name"), report.get("workload") or {}
     cut = work.get("cut_conversations") or work.get("dropped_conversations")
-    shape, arrivals = (at(report, f"options.{key}") or {} for key in ("shape", "arrivals"))
+    shape, arrivals = (value_at(report, f"options.{key}") or {} for key in ("shape", "arrivals"))
     facts = {
-        "dataset": name if name in NAMES else at(report, "dataset.sha256"),
+        "dataset": name if name in NAMES else value_at(report, "dataset.sha256"),
         "context_limit": work.get("context_limit") if cut else None,
-        "force_lengths": at(report, "options.run.force_lengths"),
+        "force_lengths": value_at(report, "options.run.force_lengths"),
         **shape,
         **{key: value for key, value in arrivals.items() if key not in _LOAD_KEYS},
     }
@@ -104,7 +104,7 @@ def _work(report: Report) -> dict[str, Any]:
 
 def _models(report: Report) -> set[str]:
     """Last parts of their names: one server gives a path where another gives a name."""
-    return {PurePath(str(at(summary, "details.model") or "")).name for summary in report["targets"]}
+    return {PurePath(str(value_at(summary, "details.model") or "")).name for summary in report["targets"]}
 
 
 def _titles(reports: Sequence[Report], groups: Sequence[list[int]], names: Sequence[str]) -> list[str]:
@@ -119,7 +119,7 @@ def _titles(reports: Sequence[Report], groups: Sequence[list[int]], names: Seque
             for key, value in work.items()
             if key != "dataset" and any(other.get(key) != value for other in works)
         ]
-        told.append(", ".join([str(at(reports[group[0]], "dataset.name")), *models, *differing]))
+        told.append(", ".join([str(value_at(reports[group[0]], "dataset.name")), *models, *differing]))
     repeated = {title for title, count in Counter(told).items() if count > 1}
     return [
         f"{title} ({', '.join(names[number] for number in group)})" if title in repeated else title
@@ -201,7 +201,7 @@ def entries(reports: Sequence[Report]) -> list[CurveEntry]:
 def unsteady(found: Sequence[CurveEntry]) -> Iterator[str]:
     """A line for each entry whose load was not steady: its numbers depend on when they were taken."""
     for entry in found:
-        if at(entry.summary, "window.steady") is False:
+        if value_at(entry.summary, "window.steady") is False:
             yield (
                 f"{entry.system}, {entry.load}: the load was not steady in the measured window; "
                 "a longer warm-up helps, or a lower rate where turns pile up"
@@ -235,7 +235,7 @@ def curve_points(curve: Sequence[CurveEntry]) -> list[CurvePoint]:
     points = []
     for load, group in groups.items():
         throughput, mean, p90 = (
-            _mean([at(entry.summary, path) for entry in group])
+            _mean([value_at(entry.summary, path) for entry in group])
             for path in ("turns_per_s", "normalised_latency_s.mean", "normalised_latency_s.p90")
         )
         if throughput is not None and mean is not None:
@@ -245,7 +245,7 @@ def curve_points(curve: Sequence[CurveEntry]) -> list[CurvePoint]:
 
 def _of_report(number: int, report: Report) -> Iterator[CurveEntry]:
     # A report from before there were sweeps has one load, which only its options tell.
-    arrivals = at(report, "options.arrivals") or {}
+    arrivals = value_at(report, "options.arrivals") or {}
     for index, summary in enumerate(report["targets"]):
         rate, seed = (summary.get(key, arrivals.get(key)) for key in ("rate", "seed"))
         clients = summary.get("clients")
@@ -259,14 +259,14 @@ def _of_report(number: int, report: Report) -> Iterator[CurveEntry]:
 def _load(report: Report, rate: float | None, clients: int | None) -> str:
     if rate is not None:
         return f"{rate:g} turns/s"
-    clients = clients or at(report, "options.run.concurrency")
+    clients = clients or value_at(report, "options.run.concurrency")
     if clients:
         return f"{clients} clients"
-    return "recorded times" if at(report, "options.arrivals.recorded") else "all at once"
+    return "recorded times" if value_at(report, "options.arrivals.recorded") else "all at once"
 
 
 def _order(entry: CurveEntry) -> tuple[float, float, int, float]:
-    throughput = at(entry.summary, "turns_per_s") or 0.0
+    throughput = value_at(entry.summary, "turns_per_s") or 0.0
     return entry.rate or math.inf, entry.clients or math.inf, entry.seed or 0, throughput
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pensieve.replay.measure.activity import RULE, largest_within_limit
-from pensieve.replay.measure.report import at
+from pensieve.replay.measure.report import value_at
 from pensieve.replay.presentation.columns import (
     BY_TURN,
     FAILURES,
@@ -21,8 +21,8 @@ from pensieve.replay.presentation.columns import (
     SPEED,
     TOKENS,
     Column,
+    format_number,
     limit_text,
-    number,
     ratio_texts,
 )
 from pensieve.replay.presentation.compare import RULE as RATIO_RULE
@@ -101,12 +101,12 @@ def tables(panels: Sequence[Panel]) -> Iterator[Table]:
     yield _grid("tokens", "Tokens by source, and swap traffic", note, panels, (*TOKENS, *swap))
     yield _grid("sessions", "Active conversations", RULE, panels, SESSIONS)
     yield _grid("failures", "Failures and receipts", "", panels, FAILURES)
-    if any(at(entry.summary, "client_lag_s") for entry in found):
+    if any(value_at(entry.summary, "client_lag_s") for entry in found):
         told = "How much later than due the client sent its turns."
         yield _grid("lateness", "The client's own lateness", told, panels, LATENESS)
     for panel in panels:
         for entry in panel.entries:
-            if at(entry.summary, "by_turn"):
+            if value_at(entry.summary, "by_turn"):
                 yield _by_turn(panel, entry)
 
 
@@ -124,14 +124,16 @@ def _systems(panels: Sequence[Panel]) -> Table:
 def _system(name: str, curve: Sequence[CurveEntry]) -> Row:
     points = curve_points(curve)
     best = max(points, key=lambda point: point.throughput, default=None)
-    bins = [row for entry in curve for row in at(entry.summary, "active_sessions.bins") or []]
-    lost = sum(at(entry.summary, f"turns.{key}") or 0 for entry in curve for key in ("failed", "skipped"))
+    bins = [row for entry in curve for row in value_at(entry.summary, "active_sessions.bins") or []]
+    lost = sum(
+        value_at(entry.summary, f"turns.{key}") or 0 for entry in curve for key in ("failed", "skipped")
+    )
     texts = (
         name,
-        NOTHING if best is None else number(best.throughput, ",.2f"),
+        NOTHING if best is None else format_number(best.throughput, ",.2f"),
         NOTHING if best is None else best.load,
-        NOTHING if best is None else number(best.mean_s, ",.1f", 1000.0),
-        number(min((point.mean_s for point in points), default=None), ",.1f", 1000.0),
+        NOTHING if best is None else format_number(best.mean_s, ",.1f", 1000.0),
+        format_number(min((point.mean_s for point in points), default=None), ",.1f", 1000.0),
         limit_text(largest_within_limit(bins) if bins else None),
         f"{lost:,d}",
     )
@@ -191,8 +193,8 @@ def _cells(entry: CurveEntry, columns: Sequence[Column]) -> Iterator[Cell]:
         path = f"{entry.report}.{entry.path}.{column.path}"
         text = column.text(entry.summary)
         if column is SESSIONS[-1]:
-            text = limit_text(at(entry.summary, "active_sessions"))
-        yield Cell(text, path, at(entry.summary, column.path))
+            text = limit_text(value_at(entry.summary, "active_sessions"))
+        yield Cell(text, path, value_at(entry.summary, column.path))
 
 
 def _swap_columns(found: Sequence[CurveEntry]) -> list[Column]:
@@ -200,7 +202,7 @@ def _swap_columns(found: Sequence[CurveEntry]) -> list[Column]:
     names = dict.fromkeys(
         name
         for entry in found
-        for name, value in _mapping(at(entry.summary, "swap")).items()
+        for name, value in _mapping(value_at(entry.summary, "swap")).items()
         if isinstance(value, int | float)
     )
     return [Column(f"swap {name.replace('_', ' ')}", f"swap.{name}", ",.10g") for name in names]
@@ -214,7 +216,7 @@ def _by_turn(panel: Panel, entry: CurveEntry) -> Table:
     rows = []
     for index, row in enumerate(entry.summary["by_turn"]):
         base = f"{entry.report}.{entry.path}.by_turn.{index}"
-        cells = (Cell(c.text(row), f"{base}.{c.path}", at(row, c.path)) for c in BY_TURN)
+        cells = (Cell(c.text(row), f"{base}.{c.path}", value_at(row, c.path)) for c in BY_TURN)
         rows.append((Cell(str(row["turn"] + 1)), *cells))
     seed = "" if entry.seed is None else f"seed {entry.seed}"
     key = f"turns-{entry.report}-{entry.path.replace('.', '-')}"
@@ -248,7 +250,7 @@ def page(reports: Sequence[Report], names: Sequence[str] = (), latency_s: float 
     return environment.get_template("report.html.jinja").render(
         kind="Simulation" if all("simulation" in report for report in reports) else "Replay",
         title=", ".join(
-            dict.fromkeys(str(at(report, "dataset.name")) for report in reports if report["targets"])
+            dict.fromkeys(str(value_at(report, "dataset.name")) for report in reports if report["targets"])
         ),
         headline=pictures.pop("latency", None),
         headline_tables=list(headline_tables(shown, latency_s)),
@@ -275,11 +277,11 @@ def _problems(reports: Sequence[Report], names: Sequence[str], found: Sequence[C
             yield f"{where}{missing.get('target')} could not be reached: {missing.get('error')}"
     for entry in found:
         where = f"{entry.system}, {entry.load}"
-        for code, count in (at(entry.summary, "errors") or {}).items():
+        for code, count in (value_at(entry.summary, "errors") or {}).items():
             yield f"{where}: {count} turns failed with {code}"
         for text in (entry.summary.get("error_examples") or [])[:3]:
             yield f"{where}: {text}"
-        for text in (at(entry.summary, "receipts.examples") or [])[:3]:
+        for text in (value_at(entry.summary, "receipts.examples") or [])[:3]:
             yield f"{where}: receipt: {text}"
     yield from unsteady(found)
 
@@ -287,18 +289,18 @@ def _problems(reports: Sequence[Report], names: Sequence[str], found: Sequence[C
 def _line(report: Report) -> str:
     """One line that says when, where and how much was replayed; of a simulation also what was simulated."""
     work = f"{_count(report, 'conversations')} conversations, {_count(report, 'turns')} turns"
-    where = f"{at(report, 'machine.cpu')}, {at(report, 'machine.cores')} cores"
+    where = f"{value_at(report, 'machine.cpu')}, {value_at(report, 'machine.cores')} cores"
     if "simulation" in report:
-        replicas = at(report, "simulation.settings.replicas")
+        replicas = value_at(report, "simulation.settings.replicas")
         times = f"{replicas} × " if replicas and replicas > 1 else ""
-        where = f"simulated machine: {times}{at(report, 'simulation.machine.name')}"
+        where = f"simulated machine: {times}{value_at(report, 'simulation.machine.name')}"
     return " · ".join(
-        (work, where, f"pensieve {at(report, 'versions.pensieve')}", str(report.get("created", "")))
+        (work, where, f"pensieve {value_at(report, 'versions.pensieve')}", str(report.get("created", "")))
     )
 
 
 def _count(report: Report, what: str) -> str:
-    return number(at(report, f"workload.{what}"), ",d")
+    return format_number(value_at(report, f"workload.{what}"), ",d")
 
 
 def _facts(report: Report) -> list[tuple[str, str]]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from pensieve.replay.measure.activity import TTFT_LIMIT_S
-from pensieve.replay.measure.report import SOURCES, at
+from pensieve.replay.measure.report import SOURCES, value_at
 from pensieve.replay.presentation.columns import SOURCE_NAMES
 from pensieve.replay.presentation.compare import comparisons
 from pensieve.replay.presentation.curves import CurveEntry, CurvePoint, Panel, Report, busiest, panels
@@ -63,7 +63,7 @@ _OLD_QUANTILES = (("p50", 50), ("p90", 90), ("p95", 95), ("p99", 99), ("max", 10
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class PlotStyle:
     """How one system is drawn, in all pictures and panels."""
 
     colour: str
@@ -72,16 +72,16 @@ class Look:
     """Systems that share a colour have different styles."""
 
 
-def look(number: int) -> Look:
+def style_for(number: int) -> PlotStyle:
     """The look of the system with this number, from 0."""
     style: LineStyle = "-" if number < len(_COLOURS) else "-."
-    return Look(_COLOURS[number % len(_COLOURS)], _MARKERS[number % len(_MARKERS)], style)
+    return PlotStyle(_COLOURS[number % len(_COLOURS)], _MARKERS[number % len(_MARKERS)], style)
 
 
-def looks(panels: Sequence[Panel]) -> dict[str, Look]:
+def plot_styles(panels: Sequence[Panel]) -> dict[str, PlotStyle]:
     """System → look, in the order in which systems first appear."""
     names = dict.fromkeys(name for panel in panels for name in panel.curves)
-    return {name: look(number) for number, name in enumerate(names)}
+    return {name: style_for(number) for number, name in enumerate(names)}
 
 
 def grid(count: int, columns: int, width_in: float, height_in: float) -> tuple[Figure, list[Axes]]:
@@ -164,7 +164,7 @@ def latency_figure(panels: Sequence[Panel], latency_s: float | None = None) -> F
     if has_bars(panels):
         return _bar_figure(panels, shown)
     figure, grid_axes = grid(len(shown), 2, WIDE_IN, 4.2 if len(shown) == 1 else 3.4)
-    look = looks(panels)
+    look = plot_styles(panels)
     for number, (axes, panel) in enumerate(zip(grid_axes, shown, strict=True)):
         title(axes, panel.title)
         top = _top(panel.points, latency_s)
@@ -191,7 +191,7 @@ def has_bars(panels: Sequence[Panel]) -> bool:
 
 def _bar_figure(panels: Sequence[Panel], shown: Sequence[Panel]) -> Figure:
     figure, grid_axes = grid(len(shown), 2, WIDE_IN, 3.4)
-    look = looks(panels)
+    look = plot_styles(panels)
     for number, (axes, panel) in enumerate(zip(grid_axes, shown, strict=True)):
         title(axes, panel.title)
         found = [(name, points[0]) for name, points in panel.points.items() if points]
@@ -216,7 +216,7 @@ def _bar_figure(panels: Sequence[Panel], shown: Sequence[Panel]) -> Figure:
     return figure
 
 
-def _draw(axes: Axes, points: Sequence[CurvePoint], look: Look, key: str, top: float | None) -> None:
+def _draw(axes: Axes, points: Sequence[CurvePoint], look: PlotStyle, key: str, top: float | None) -> None:
     """``key`` names the lines in an SVG."""
     xs, ys = [point.throughput for point in points], [1000 * point.mean_s for point in points]
     axes.plot(
@@ -333,7 +333,7 @@ def _ttft(shown: Sequence[Panel]) -> Figure | None:
     if not told:
         return None
     figure, axes_ = grid(len(told), 1, WIDTH_IN, 3.8)
-    look = looks(shown)
+    look = plot_styles(shown)
     drawn = set()
     for axes, panel in zip(axes_, told, strict=True):
         title(axes, panel.title)
@@ -391,7 +391,7 @@ def _sessions(shown: Sequence[Panel]) -> Figure | None:
     if sum(len(_bins(curve)) for panel in told for curve in panel.curves.values()) < 2:
         return None  # a table tells of one dot
     figure, axes_ = grid(len(told), 1, WIDTH_IN, 3.2)
-    look = looks(shown)
+    look = plot_styles(shown)
     drawn = set()
     for axes, panel in zip(axes_, told, strict=True):
         title(axes, panel.title)
@@ -420,7 +420,7 @@ def _bins(curve: Sequence[CurveEntry]) -> list[tuple[float, float]]:
     return [
         (bin_["active"], bin_["ttft_p95_s"])
         for entry in curve
-        for bin_ in at(entry.summary, "active_sessions.bins") or []
+        for bin_ in value_at(entry.summary, "active_sessions.bins") or []
         if bin_["ttft_p95_s"] is not None
     ]
 
@@ -431,10 +431,10 @@ def _rows(curve: Sequence[CurveEntry]) -> list[Mapping[str, Any]]:
 
 def _distribution(summary: Mapping[str, Any], kind: str) -> tuple[list[float], list[float]]:
     """Values and the percentage of turns up to each; of older reports the few percentiles that they have."""
-    values = at(summary, f"ttft_quantiles_s.{kind}")
+    values = value_at(summary, f"ttft_quantiles_s.{kind}")
     if values:
         return [float(value) for value in values], [float(share) for share in range(len(values))]
-    pairs = [(at(summary, f"ttft_s.{kind}.{key}"), share) for key, share in _OLD_QUANTILES]
+    pairs = [(value_at(summary, f"ttft_s.{kind}.{key}"), share) for key, share in _OLD_QUANTILES]
     known = [(float(value), float(share)) for value, share in pairs if value is not None]
     return [value for value, _ in known], [share for _, share in known]
 

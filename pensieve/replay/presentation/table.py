@@ -9,14 +9,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pensieve.replay.measure.report import SOURCES, at
+from pensieve.replay.measure.report import SOURCES, value_at
 from pensieve.replay.presentation.columns import (
     FIRST_TOKEN,
     NOTHING,
     SESSIONS,
     SPEED,
+    format_number,
     limit_text,
-    number,
     ratio_texts,
 )
 from pensieve.replay.presentation.compare import comparisons
@@ -81,7 +81,7 @@ def _parts(widths: Sequence[int], room: int) -> Iterator[list[int]]:
     yield part
 
 
-def show(report: dict[str, Any], console: Console) -> None:
+def print_report(report: dict[str, Any], console: Console) -> None:
     """What was measured, tokens by source per turn number, then what went wrong.
 
     A few targets stand side by side; the runs of a sweep are a line each, and only the fullest run of each system tells
@@ -104,7 +104,7 @@ def show(report: dict[str, Any], console: Console) -> None:
     _warnings(report, console)
 
 
-def show_curves(
+def print_curves(
     reports: Sequence[Report], names: Sequence[str], console: Console, latency_s: float | None = None
 ) -> None:
     """All runs of several reports, a line each; how the systems compare; what went wrong.
@@ -139,10 +139,13 @@ def _overview(summaries: Sequence[dict[str, Any]], title: str, console: Console)
         rows.append((name, *values))
 
     def each(path: str, digits: str) -> list[str]:
-        return [number(at(summary, path), digits) for summary in summaries]
+        return [format_number(value_at(summary, path), digits) for summary in summaries]
 
     def milliseconds(name: str, path: str, *keys: str, unit: str = "ms") -> None:
-        cells = (" / ".join(number(at(s, f"{path}.{key}"), ",.1f", 1000) for key in keys) for s in summaries)
+        cells = (
+            " / ".join(format_number(value_at(s, f"{path}.{key}"), ",.1f", 1000) for key in keys)
+            for s in summaries
+        )
         row(f"{name} {unit}, {' / '.join(keys)}", *cells)
 
     row("turns completed", *each("turns.completed", ",d"))
@@ -154,14 +157,14 @@ def _overview(summaries: Sequence[dict[str, Any]], title: str, console: Console)
     milliseconds("inter-token", "inter_token_s", "p50", "p99")
     for source in ("context", *SOURCES, "output"):
         row(f"tokens {source.replace('_', ' ')}", *each(f"tokens.{source}", ",d"))
-    for name in dict.fromkeys(name for s in summaries for name in at(s, "swap") or {}):
+    for name in dict.fromkeys(name for s in summaries for name in value_at(s, "swap") or {}):
         row(f"swap {name.replace('_', ' ')}", *each(f"swap.{name}", ",.10g"))
-    if any(at(s, "step_s") for s in summaries):
+    if any(value_at(s, "step_s") for s in summaries):
         milliseconds("engine step", "step_s", "mean")
-    for part in dict.fromkeys(part for s in summaries for part in at(s, "step_s.share") or {}):
+    for part in dict.fromkeys(part for s in summaries for part in value_at(s, "step_s.share") or {}):
         row(f"share of step time: {part}", *each(f"step_s.share.{part}", ".1%"))
     row("active conversations, mean", *each("active_sessions.mean", ",.1f"))
-    row("active with TTFT p95 ≤ 2 s", *(limit_text(at(s, "active_sessions")) for s in summaries))
+    row("active with TTFT p95 ≤ 2 s", *(limit_text(value_at(s, "active_sessions")) for s in summaries))
     milliseconds("client lag", "client_lag_s", "p50", "p99", "max")
     row("failed + skipped turns", *(f"{s['turns']['failed']} + {s['turns']['skipped']}" for s in summaries))
     row(
@@ -178,7 +181,7 @@ def _curves(found: Sequence[CurveEntry], title: str, console: Console) -> None:
             entry.load,
             NOTHING if entry.seed is None else str(entry.seed),
             *(_COLUMNS[path].text(entry.summary) for path in _LINE),
-            limit_text(at(entry.summary, "active_sessions")),
+            limit_text(value_at(entry.summary, "active_sessions")),
         )
         for entry in found
     ]
@@ -202,8 +205,8 @@ def _by_turn(entry: CurveEntry, console: Console) -> None:
         (
             str(row["turn"] + 1),
             f"{row['turns']:,d}",
-            number(row["ttft_s"]["p50"], ",.1f", 1000),
-            number(row["ttft_s"]["p99"], ",.1f", 1000),
+            format_number(row["ttft_s"]["p50"], ",.1f", 1000),
+            format_number(row["ttft_s"]["p99"], ",.1f", 1000),
             *(f"{row['tokens'][name]:,d}" for name in tokens),
         )
         for row in entry.summary["by_turn"]
@@ -215,7 +218,7 @@ def _by_turn(entry: CurveEntry, console: Console) -> None:
 def _problems(summary: Mapping[str, Any], console: Console) -> None:
     for code, count in (summary.get("errors") or {}).items():
         console.print(f"{summary['target']}: {count} turns failed with {code}", style="red", markup=False)
-    failed, wrong = summary.get("error_examples") or [], at(summary, "receipts.examples") or []
+    failed, wrong = summary.get("error_examples") or [], value_at(summary, "receipts.examples") or []
     for text in [*failed[:_EXAMPLES], *wrong[:_EXAMPLES]]:
         console.print(f"  {text}", style="red", markup=False)
 

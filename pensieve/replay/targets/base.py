@@ -37,7 +37,7 @@ class TargetInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class AskedTurn:
+class TurnRequest:
     """One turn to be answered, greedily."""
 
     input_ids: TokenArray
@@ -62,7 +62,7 @@ class Target(Protocol):
         """A new, empty conversation; returns what names it."""
         ...
 
-    async def turn(self, session: str, spec: AskedTurn, on_tokens: OnTokens) -> Usage | None:
+    async def turn(self, session: str, spec: TurnRequest, on_tokens: OnTokens) -> Usage | None:
         """Answer one turn and keep it; returns the receipt, None from targets that give none. Raises TurnFailed."""
         ...
 
@@ -83,7 +83,7 @@ class Address:
 
 
 @runtime_checkable
-class Remote(Protocol):
+class RemoteTarget(Protocol):
     """A target that other processes can connect to as well."""
 
     @property
@@ -95,7 +95,7 @@ class Remote(Protocol):
 
 
 @runtime_checkable
-class Evicts(Protocol):
+class SupportsEvict(Protocol):
     """A target that can be asked to empty its prefix cache."""
 
     async def evict(self) -> str:
@@ -104,7 +104,7 @@ class Evicts(Protocol):
 
 
 @runtime_checkable
-class Warms(Protocol):
+class SupportsWarm(Protocol):
     """A target that can be asked to bring a session's state where its next turn needs it."""
 
     async def warm(self, session: str) -> str:
@@ -114,4 +114,4 @@ class Warms(Protocol):
 
 async def empty_cache(target: Target) -> str:
     """Ask for an empty cache where a target can be asked; elsewhere the end of its sessions has to do."""
-    return await target.evict() if isinstance(target, Evicts) else "sessions deleted"
+    return await target.evict() if isinstance(target, SupportsEvict) else "sessions deleted"

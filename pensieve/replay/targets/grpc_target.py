@@ -14,7 +14,7 @@ import grpc.aio
 
 from pensieve.client.decode import usage
 from pensieve.core import Hints, Usage
-from pensieve.replay.targets.base import Address, AskedTurn, OnTokens, TargetInfo, TurnFailed
+from pensieve.replay.targets.base import Address, OnTokens, TargetInfo, TurnFailed, TurnRequest
 from pensieve.v1 import pensieve_pb2 as pb
 from pensieve.v1 import pensieve_pb2_grpc as rpc
 
@@ -62,7 +62,7 @@ class PensieveTarget:
         created = await self._call("CreateSession", request)
         return str(created.session.name)
 
-    async def turn(self, session: str, spec: AskedTurn, on_tokens: OnTokens) -> Usage | None:
+    async def turn(self, session: str, spec: TurnRequest, on_tokens: OnTokens) -> Usage | None:
         request = pb.StreamTurnRequest(session=session, turn=_turn_spec(spec))
         completed = None
         try:
@@ -114,7 +114,7 @@ class PensieveTarget:
             raise _failure(error) from error
 
 
-def _turn_spec(spec: AskedTurn) -> pb.TurnSpec:
+def _turn_spec(spec: TurnRequest) -> pb.TurnSpec:
     sampling = pb.SamplingParams(temperature=0.0, max_output_tokens=spec.output_tokens)
     if spec.forced:
         sampling.ignore_eos = True

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from pensieve.core import TokenArray, Usage
-from pensieve.replay.targets.base import Address, AskedTurn, OnTokens, TargetInfo, TurnFailed
+from pensieve.replay.targets.base import Address, OnTokens, TargetInfo, TurnFailed, TurnRequest
 
 _WORDS = (
     "the",
@@ -216,7 +216,9 @@ class OpenAITarget:
             self._dialect = dialect
             probe = _Session()
             try:
-                answer = await self._ask(probe, AskedTurn(np.arange(3, 7, dtype=np.int32), 2, dialect.forced))
+                answer = await self._ask(
+                    probe, TurnRequest(np.arange(3, 7, dtype=np.int32), 2, dialect.forced)
+                )
             except TurnFailed as refusal:
                 refusals.append(f"{dialect.path}: {refusal}")
                 continue
@@ -230,7 +232,7 @@ class OpenAITarget:
         self._sessions[str(self._opened)] = _Session()
         return str(self._opened)
 
-    async def turn(self, session: str, spec: AskedTurn, on_tokens: OnTokens) -> Usage | None:
+    async def turn(self, session: str, spec: TurnRequest, on_tokens: OnTokens) -> Usage | None:
         state = self._sessions[session]
         answer = await self._ask(state, spec)
         for count, at in answer.pieces:
@@ -299,7 +301,7 @@ class OpenAITarget:
         vocab = listed.get("vocab_size") or meta.get("n_vocab") or 0
         return TargetInfo(int(vocab), int(limit), details, dialect.forced)
 
-    async def _ask(self, state: _Session, spec: AskedTurn) -> Completion:
+    async def _ask(self, state: _Session, spec: TurnRequest) -> Completion:
         answer = Completion()
         body = _body(self._model, self._dialect, state, spec)
         try:
@@ -322,7 +324,7 @@ def _json(value: Any) -> str:
     return msgspec.json.encode(value).decode()
 
 
-def _body(model: str, dialect: Dialect, state: _Session, spec: AskedTurn) -> dict[str, Any]:
+def _body(model: str, dialect: Dialect, state: _Session, spec: TurnRequest) -> dict[str, Any]:
     body: dict[str, Any] = {
         "model": model,
         "max_tokens": spec.output_tokens,
@@ -345,7 +347,7 @@ def _body(model: str, dialect: Dialect, state: _Session, spec: AskedTurn) -> dic
     return body
 
 
-def _keep(state: _Session, dialect: Dialect, spec: AskedTurn, answer: Completion, produced: int) -> None:
+def _keep(state: _Session, dialect: Dialect, spec: TurnRequest, answer: Completion, produced: int) -> None:
     """Add the turn to the history."""
     if dialect.api == "responses":
         state.previous = answer.response_id

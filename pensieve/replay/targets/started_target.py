@@ -17,13 +17,13 @@ from pensieve import lifeline
 from pensieve.core import Usage
 from pensieve.replay.targets.base import (
     Address,
-    AskedTurn,
     OnTokens,
-    Remote,
+    RemoteTarget,
+    SupportsWarm,
     Target,
     TargetInfo,
     TurnFailed,
-    Warms,
+    TurnRequest,
     empty_cache,
 )
 from pensieve.spawn import READY, STOP_GRACE_S, read_metrics
@@ -49,7 +49,7 @@ def read_counters(admin: str) -> Counters:
     return {".".join((sample.name, *sample.labels.values())): sample.value for sample in read_metrics(admin)}
 
 
-def growth(before: Counters, after: Counters) -> dict[str, Any]:
+def counter_growth(before: Counters, after: Counters) -> dict[str, Any]:
     """What grew from ``before`` to ``after``, as ``swap`` and ``step_s`` of a report's ``targets`` entry."""
     grown = {name: value - before.get(name, 0.0) for name, value in after.items()}
     steps, busy = grown.get("pensieve_steps_total", 0.0), grown.get("pensieve_step_seconds_total", 0.0)
@@ -88,11 +88,11 @@ class StartedTarget:
         return self._name
 
     def address(self) -> Address:
-        assert isinstance(self._running, Remote)
+        assert isinstance(self._running, RemoteTarget)
         return self._running.address()
 
     @property
-    def last_words(self) -> tuple[str, ...]:
+    def last_output(self) -> tuple[str, ...]:
         """The last lines that the server printed, on either stream."""
         return tuple(self._log)
 
@@ -148,11 +148,11 @@ class StartedTarget:
     async def start_session(self) -> str:
         return await self._running.start_session()
 
-    async def turn(self, session: str, spec: AskedTurn, on_tokens: OnTokens) -> Usage | None:
+    async def turn(self, session: str, spec: TurnRequest, on_tokens: OnTokens) -> Usage | None:
         return await self._running.turn(session, spec, on_tokens)
 
     async def warm(self, session: str) -> str:
-        assert isinstance(self._running, Warms)
+        assert isinstance(self._running, SupportsWarm)
         return await self._running.warm(session)
 
     async def end_session(self, session: str) -> None:

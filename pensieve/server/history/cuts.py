@@ -24,7 +24,7 @@ from pensieve.store import LoggedRecord
 from pensieve.store.records import Erasure, History, Item, Record
 
 
-def kept(history: History, item: int) -> History:
+def truncated_to(history: History, item: int) -> History:
     """``history`` without the items after ``item``, for a change that supersedes them.
 
     The system prompt stays whatever ``item`` is, and an overflow view is taken back: it was made for what is cut off.
@@ -72,7 +72,9 @@ class _Cut:
         return _said(item) in self._said or (_is_answer(item) and item.request_id in self._answers)
 
 
-def erasing(base: History, rewind: Record, log: Sequence[LoggedRecord]) -> tuple[Record, tuple[Record, ...]]:
+def erasing_record(
+    base: History, rewind: Record, log: Sequence[LoggedRecord]
+) -> tuple[Record, tuple[Record, ...]]:
     """``rewind`` as the record that erases, and what is left of the records that lose content by it.
 
     ``log``: all records up to ``base``, on which ``rewind`` is built.

@@ -32,10 +32,10 @@ _LONG_THREADS: Final = 1
 
 
 Check = Callable[[], None]
-"""Long work calls it regularly. It raises ``Abandoned`` once the last caller has left."""
+"""Long work calls it regularly. It raises ``CallerLeft`` once the last caller has left."""
 
 
-class Abandoned(Exception):
+class CallerLeft(Exception):
     """The caller has left. Seen by no one but the thread that worked."""
 
 
@@ -94,7 +94,7 @@ class _Lane:
 
         def check() -> None:
             if left.is_set():
-                raise Abandoned
+                raise CallerLeft
 
         loop = asyncio.get_running_loop()
         done = loop.run_in_executor(self._threads, work, check)

@@ -18,14 +18,14 @@ from pensieve.core import ContextLimit, Role, TokenArray, pack_tokens, packed_le
 from pensieve.errors import ContextLimitExceeded, FailedPrecondition, InvalidArgument
 from pensieve.server.history.cuts import moved_view, without_prompt
 from pensieve.server.history.lanes import MESSAGE_WORK, TextLanes
-from pensieve.server.values import InputEntry, RawEntry, SpokenEntry
-from pensieve.speech import written
+from pensieve.server.values import InputEntry, RawEntry, ToolEntry
+from pensieve.speech import render_answer
 from pensieve.store.records import History, Item, Overflow, SessionConfig
 from pensieve.tokenizer import ChatTokenizer, HistoryItem, RawMessage, TextMessage, TokenMessage
 
 
 @dataclass(frozen=True, slots=True)
-class Stamp:
+class ItemStamp:
     """The fields of new items beside their content."""
 
     first_number: int
@@ -58,7 +58,7 @@ class PreparedTurn:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class ContextRoom:
     """How much context there is, and what happens when a turn does not fit."""
 
     limit: int
@@ -76,7 +76,7 @@ class Renderer:
         self._lanes = lanes or TextLanes()
         self._tenant = tenant
 
-    def of(self, tenant: str) -> Renderer:
+    def for_tenant(self, tenant: str) -> Renderer:
         """The same, for work that this tenant waits for."""
         return Renderer(self._tokenizer, self._lanes, tenant)
 
@@ -88,16 +88,16 @@ class Renderer:
         self,
         history: History,
         entries: Sequence[InputEntry],
-        stamp: Stamp,
+        stamp: ItemStamp,
         *,
         generation_prompt: bool = False,
-        follow: tuple[Role, ...] = (),
+        followed_by: tuple[Role, ...] = (),
     ) -> tuple[tuple[Item, ...], TokenArray]:
         """Items for ``entries`` behind ``history``, and the generation prompt behind them (int32 [n], maybe empty).
 
         ``follow``: roles of messages that will come behind them, as far as that is known.
         """
-        work = functools.partial(self._render, history, tuple(entries), stamp, generation_prompt, follow)
+        work = functools.partial(self._render, history, tuple(entries), stamp, generation_prompt, followed_by)
         return await self._lanes.run(self._tenant, _size(history, entries), work)
 
     def dated(self, config: SessionConfig, time_ms: int) -> SessionConfig:
@@ -107,7 +107,7 @@ class Renderer:
         return msgspec.structs.replace(config, begun_ms=time_ms)
 
     async def prepare(
-        self, history: History, entries: Sequence[InputEntry], stamp: Stamp, room: Room
+        self, history: History, entries: Sequence[InputEntry], stamp: ItemStamp, room: ContextRoom
     ) -> PreparedTurn:
         """Render a turn and see that it fits.
 
@@ -167,7 +167,7 @@ class Renderer:
         self,
         history: History,
         entries: tuple[InputEntry, ...],
-        stamp: Stamp,
+        stamp: ItemStamp,
         generation_prompt: bool,
         follow: tuple[Role, ...],
         check: Callable[[], None],
@@ -179,7 +179,7 @@ class Renderer:
             [_message(entry) for entry in entries],
             generation_prompt=generation_prompt,
             tools=history.config.tools,
-            follow=follow,
+            followed_by=follow,
             when=dt.datetime.fromtimestamp(begun_ms / 1000) if begun_ms else None,
             check=check,
         )
@@ -192,7 +192,7 @@ class Renderer:
                 request_id=stamp.request_id,
                 create_ms=stamp.time_ms,
                 verbatim=entry.tokens is not None or isinstance(entry, RawEntry),
-                call_id=entry.call_id if isinstance(entry, SpokenEntry) else "",
+                call_id=entry.call_id if isinstance(entry, ToolEntry) else "",
             )
             for index, (entry, tokens) in enumerate(zip(entries, rendered.item_tokens, strict=True))
         )
@@ -200,20 +200,20 @@ class Renderer:
 
     def _text(self, entry: InputEntry) -> str:
         """The text of an item that is not given as token ids, with calls as the model would have written them."""
-        if not isinstance(entry, SpokenEntry) or not entry.calls:
+        if not isinstance(entry, ToolEntry) or not entry.calls:
             return entry.text
         if self._tokenizer.call_form is None:
             raise InvalidArgument.field(
                 "input", "has calls of functions, and the chat template does not take them"
             )
-        return written(entry.text, entry.calls, self._tokenizer.call_form)
+        return render_answer(entry.text, entry.calls, self._tokenizer.call_form)
 
     def _prepare(
         self,
         history: History,
         entries: tuple[InputEntry, ...],
-        stamp: Stamp,
-        room: Room,
+        stamp: ItemStamp,
+        room: ContextRoom,
         check: Callable[[], None],
     ) -> PreparedTurn:
         prepared = self._assemble(history, entries, stamp, check)
@@ -231,7 +231,7 @@ class Renderer:
         self,
         history: History,
         entries: tuple[InputEntry, ...],
-        stamp: Stamp,
+        stamp: ItemStamp,
         check: Callable[[], None],
     ) -> PreparedTurn:
         items, prompt = self._render(history, entries, stamp, True, (), check)
@@ -241,14 +241,14 @@ class Renderer:
             raise InvalidArgument.field("turn.input", "gives the model no token to start from")
         return PreparedTurn(history, items, prompt, context, sum(map(len, new)))
 
-    def _shorter(self, prepared: PreparedTurn, room: Room, *, keep_last: bool) -> list[History]:
+    def _shorter(self, prepared: PreparedTurn, room: ContextRoom, *, keep_last: bool) -> list[History]:
         """Views that drop ever more of the oldest turns, best first.
 
         Best is the first that leaves room for the wanted output (at most a quarter of the limit, an eighth when the
         turn does not say): dropping moves every later token, so it should not be due again at the next turn.
         """
         history, new = prepared.history, len(prepared.context) - self.length(prepared.history)
-        cuts = turn_borders(history)[1:] + ([] if keep_last else [history.head_item + 1])
+        cuts = turn_starts(history)[1:] + ([] if keep_last else [history.head_item + 1])
         reserve = min(room.wanted_output or room.limit // 8, room.limit // 4)
         fitting: list[History] = []
         lengths = self._lengths_from(history, cuts)
@@ -284,7 +284,7 @@ class Renderer:
         return self._tokenizer.seen(item.role, last, verbatim=item.verbatim)
 
 
-def turn_borders(history: History) -> list[int]:
+def turn_starts(history: History) -> list[int]:
     """Numbers of the visible items that start a turn: the first one, and each that follows an answer, results of calls
     excepted."""
     items = [item for item in history.visible() if item.role is not Role.SYSTEM]
@@ -314,7 +314,7 @@ def _size(history: History, entries: Sequence[InputEntry]) -> int:
     return tools + sum(
         MESSAGE_WORK
         + (len(entry.text) if entry.tokens is None else packed_length(entry.tokens))
-        + (sum(len(call.arguments) for call in entry.calls) if isinstance(entry, SpokenEntry) else 0)
+        + (sum(len(call.arguments) for call in entry.calls) if isinstance(entry, ToolEntry) else 0)
         for entry in entries
     )
 
@@ -322,7 +322,7 @@ def _size(history: History, entries: Sequence[InputEntry]) -> int:
 def _message(entry: InputEntry) -> TextMessage | RawMessage | TokenMessage:
     if isinstance(entry, RawEntry):
         return RawMessage(entry.role, entry.text)
-    if isinstance(entry, SpokenEntry):
+    if isinstance(entry, ToolEntry):
         return TextMessage(entry.role, entry.text, entry.calls, entry.call_id)
     if entry.tokens is None:
         return TextMessage(entry.role, entry.text)
@@ -371,7 +371,7 @@ async def behind_prompt(
     changed = History(config=config)
     if config.system_prompt:
         head, _ = await renderer.items(
-            changed, (InputEntry(Role.SYSTEM, config.system_prompt),), Stamp(number, "", time_ms)
+            changed, (InputEntry(Role.SYSTEM, config.system_prompt),), ItemStamp(number, "", time_ms)
         )
         number += 1
     moved = [msgspec.structs.replace(item, number=number + i) for i, item in enumerate(rest)]
@@ -379,7 +379,7 @@ async def behind_prompt(
     if moved and not moved[0].verbatim:
         first, old = moved[0], replace(base, items=base.items[: len(base.items) - len(rest)], hidden_before=0)
         entry = (InputEntry(first.role, first.text),)
-        stamp = Stamp(first.number, first.request_id, first.create_ms)
+        stamp = ItemStamp(first.number, first.request_id, first.create_ms)
         (again,), _ = await renderer.items(old, entry, stamp)
         if again.tokens == first.tokens:
             (here,), _ = await renderer.items(replace(changed, items=head), entry, stamp)

@@ -44,7 +44,7 @@ MAX_SESSIONS: Final = 200_000
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class SeenRevision:
     """One session as it was seen last."""
 
     revision: int = 0
@@ -53,7 +53,7 @@ class Seen:
     """Tells a session from one that was made under the same id after it had expired."""
 
 
-NOTHING: Final = Seen()
+NEVER_SEEN: Final = SeenRevision()
 
 
 class KnownRevisions:
@@ -65,18 +65,18 @@ class KnownRevisions:
         """``on_regression`` hears, each time that the store seems to have gone back, who saw it: see ``found``."""
         self._on_regression = on_regression
         self._max_sessions = max_sessions
-        self._seen: OrderedDict[Key, Seen] = OrderedDict()
+        self._seen: OrderedDict[Key, SeenRevision] = OrderedDict()
 
-    def of(self, key: Key) -> Seen:
+    def get(self, key: Key) -> SeenRevision:
         """The session as it was seen last; all zero when it never was."""
-        return self._seen.get(key, NOTHING)
+        return self._seen.get(key, NEVER_SEEN)
 
-    def note(self, key: Key, row: SessionRow) -> None:
+    def record(self, key: Key, row: SessionRow) -> None:
         """``row`` is what the store has confirmed, or has answered. An older one than was seen changes nothing."""
-        seen = self.of(key)
+        seen = self.get(key)
         if seen.create_ms == row.create_ms and seen.revision > row.revision:
             return
-        self._seen[key] = Seen(row.revision, row.head_hash, row.create_ms)
+        self._seen[key] = SeenRevision(row.revision, row.head_hash, row.create_ms)
         self._seen.move_to_end(key)
         while len(self._seen) > self._max_sessions:
             self._seen.popitem(last=False)
@@ -84,24 +84,26 @@ class KnownRevisions:
     def forget(self, key: Key) -> None:
         self._seen.pop(key, None)
 
-    def fits(self, row: SessionRow, seen: Seen) -> bool:
+    def is_consistent(self, row: SessionRow, seen: SeenRevision) -> bool:
         """Whether ``row`` may be the session after what was ``seen``; True also for another session of the same id."""
         if seen.create_ms != row.create_ms or row.revision > seen.revision:
             return True
         return (row.revision, row.head_hash) == (seen.revision, seen.head_hash)
 
-    def check(self, key: Key, row: SessionRow, seen: Seen) -> None:
+    def check(self, key: Key, row: SessionRow, seen: SeenRevision) -> None:
         """Raises DataLoss (HISTORY_REGRESSED) unless ``row`` fits. ``seen``: taken before the row was asked for."""
-        if not self.fits(row, seen):
+        if not self.is_consistent(row, seen):
             raise self._regressed(key, row, seen)
 
-    def check_log(self, key: Key, row: SessionRow, seen: Seen, records: Sequence[LoggedRecord]) -> None:
+    def check_log(
+        self, key: Key, row: SessionRow, seen: SeenRevision, records: Sequence[LoggedRecord]
+    ) -> None:
         """The same for the whole log that leads up to ``row``, oldest first: it must hold what was seen."""
         there = {one.head_hash for one in records if one.record.revision == seen.revision}
         if seen.create_ms == row.create_ms and there and seen.head_hash not in there:
             raise self._regressed(key, row, seen)
 
-    def found(self, key: Key, current: str, seen: Seen) -> None:
+    def record_regression(self, key: Key, current: str, seen: SeenRevision) -> None:
         """Count and log that the store refused something as behind what is known of a session.
 
         ``current``: the store's revision, "" if it is not that which tells; ``seen``: what it was asked with. Where
@@ -114,8 +116,8 @@ class KnownRevisions:
         if self._on_regression is not None:
             self._on_regression(by)
 
-    def _regressed(self, key: Key, row: SessionRow, seen: Seen) -> DataLoss:
-        self.found(key, "" if row.revision >= seen.revision else str(row.revision), seen)
+    def _regressed(self, key: Key, row: SessionRow, seen: SeenRevision) -> DataLoss:
+        self.record_regression(key, "" if row.revision >= seen.revision else str(row.revision), seen)
         return DataLoss(
             f"the store holds revision {row.revision} of the session, and not revision {seen.revision} as it was "
             "acknowledged: history went back in time",
@@ -173,7 +175,7 @@ class Transcript:
     async def read(self, key: Key) -> tuple[SessionRow, History]:
         """The session as it is now. Raises what ``HistoryStore.load`` and ``at`` do."""
         row = await self.store.load(key)
-        return row, await self.at(key, row)
+        return row, await self.history_at(key, row)
 
     async def create(
         self, key: Key, record: Record, made: History, mark: str, source: tuple[str, int] = ("", 0)
@@ -196,7 +198,7 @@ class Transcript:
             forked_from_item=source[1],
         )
         created = await self.store.create(row, record, mark)
-        self.known.note(key, created)
+        self.known.record(key, created)
         if created.head_hash == made.head_hash:
             self._keep(key, made, erased=True)
         return created
@@ -211,7 +213,7 @@ class Transcript:
         """
         after = base.apply(record, head_hash_after(record, base.head_hash))
         row = await write(self.counts(after))
-        self.known.note(key, row)
+        self.known.record(key, row)
         is_ours = row.head_hash == after.head_hash
         if is_ours:
             self._keep(key, after, erased=bool(record.erases))
@@ -223,13 +225,13 @@ class Transcript:
         """The numbers that a session's row keeps of its ``history``."""
         return Counts(history.head_item, len(history.items), self.renderer.length(history))
 
-    async def at(self, key: Key, row: SessionRow) -> History:
+    async def history_at(self, key: Key, row: SessionRow) -> History:
         """The session's history at ``row``, or later when a commit came in between.
 
         Raises what ``HistoryStore.read`` does, and DataLoss (HISTORY_REGRESSED) when the store has gone back.
         """
-        seen = self.known.of(key)
-        if not self.known.fits(row, seen):
+        seen = self.known.get(key)
+        if not self.known.is_consistent(row, seen):
             # Only a row that was asked for after that was seen can tell: this one may just have been overtaken.
             row = await self.store.load(key)
             self.known.check(key, row, seen)
@@ -245,7 +247,7 @@ class Transcript:
                     row = await self.store.load(key)
                     self.known.check(key, row, seen)
                 history = self._at_hand(key, row) or await self._read(key, row, seen)
-        self.known.note(key, row)
+        self.known.record(key, row)
         return history
 
     def _at_hand(self, key: Key, row: SessionRow) -> History | None:
@@ -268,7 +270,7 @@ class Transcript:
             if not waiting:
                 self._reading.pop(key, None)
 
-    async def _read(self, key: Key, row: SessionRow, seen: Seen) -> History:
+    async def _read(self, key: Key, row: SessionRow, seen: SeenRevision) -> History:
         cached = self._cached[key].history if key in self._cached else History()
         if 0 < cached.revision < row.revision:
             try:
@@ -279,7 +281,7 @@ class Transcript:
             except DataLoss as error:
                 self._drop(key)
                 if error.reason == "HISTORY_REGRESSED":
-                    self.known.found(key, "", seen)
+                    self.known.record_regression(key, "", seen)
                     raise
                 # Either side may be wrong: only a full read tells.
         records = await self.store.read(key)
@@ -288,7 +290,7 @@ class Transcript:
 
     async def at_revision(self, key: Key, row: SessionRow, revision: int) -> History:
         """The history as it was at an earlier (or the current) revision."""
-        current = await self.at(key, row)
+        current = await self.history_at(key, row)
         if current.revision == revision:
             return current
         history = self._listed(key, revision)
@@ -299,10 +301,10 @@ class Transcript:
                     records = await self.store.read(key)
                     until = [logged for logged in records if logged.record.revision <= revision]
                     history = _sharing(await fold(History(), until), current)
-                    self.listed(key, history)
+                    self.keep_listed(key, history)
         return history
 
-    def listed(self, key: Key, history: History) -> None:
+    def keep_listed(self, key: Key, history: History) -> None:
         """Keep ``history`` for the next page of its listing, also when the session has gone on until then."""
         held = self._cached.get(key)
         if held is None or history.revision in held.listed:
@@ -354,7 +356,7 @@ class Transcript:
             self._bytes -= dropped.whole_size
 
 
-def first(record: Record) -> History:
+def initial_history(record: Record) -> History:
     """The history of a session that ``record`` makes."""
     return History().apply(record, head_hash_after(record, ""))
 

@@ -11,7 +11,7 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from pensieve.core import ALONE, RequestKey, SessionKey, Standing, TokenArray, pack_tokens
+from pensieve.core import DEFAULT_QOS, RequestKey, SessionKey, TenantQos, TokenArray, pack_tokens
 from pensieve.engine.messages import (
     Cancel,
     Choose,
@@ -34,10 +34,10 @@ from pensieve.engine.messages import (
 from pensieve.errors import Internal, PensieveError
 from pensieve.server.links.engine_link import GenerationSink, LinkState
 from pensieve.server.links.generations import CallAnswer, GenerationObserver, Generations, OpenGeneration
+from pensieve.server.links.probation_gate import ProbationGate
 from pensieve.server.links.quarantine import quarantined
-from pensieve.server.links.turnstile import Turnstile
 from pensieve.server.links.watchdog import Watchdog
-from pensieve.server.tasks import end_task
+from pensieve.server.tasks import cancel_and_wait
 from pensieve.server.unavailable import draining, restarting, starting
 
 log = logging.getLogger(__name__)
@@ -54,8 +54,10 @@ class BaseLink(abc.ABC):
     def __init__(self, observer: GenerationObserver | None, stall_limit_s: float) -> None:
         self._generations = Generations(self._cancel, observer)
         self._watchdog = Watchdog(stall_limit_s)
-        self._turnstile = Turnstile(self._send, self._generations.fail)
-        self._generations.on_closed = lambda generation, well: self._turnstile.closed(generation, well=well)
+        self._turnstile = ProbationGate(self._send, self._generations.fail)
+        self._generations.on_closed = lambda generation, well: self._turnstile.on_closed(
+            generation, well=well
+        )
         self._state = LinkState.STARTING
         self._ready: EngineReady | None = None
         self._stats = Stats()
@@ -85,12 +87,12 @@ class BaseLink(abc.ABC):
     @property
     def condemned_turns_total(self) -> int:
         """Turns that were found to end engines."""
-        return self._turnstile.condemned.turns_total
+        return self._turnstile.blocklist.turns_total
 
     @property
     def condemned_sessions_total(self) -> int:
         """Times that a session was refused for its condemned turns."""
-        return self._turnstile.condemned.sessions_total
+        return self._turnstile.blocklist.sessions_total
 
     def submit(self, command: Submit, sink: GenerationSink) -> OpenGeneration:
         self._check_serving()
@@ -113,7 +115,7 @@ class BaseLink(abc.ABC):
     async def residency(self, session: SessionKey) -> ResidentTokens:
         return await self._call(lambda call: GetResidency(call=call, session=session), ResidentTokens)
 
-    async def look(self) -> list[SessionStrip]:
+    async def read_strips(self) -> list[SessionStrip]:
         strips: list[SessionStrip] = []
         at = 0
         while True:
@@ -124,14 +126,14 @@ class BaseLink(abc.ABC):
                 return strips
 
     async def warm(
-        self, session: SessionKey, tokens: TokenArray, *, scope: str = "", standing: Standing = ALONE
+        self, session: SessionKey, tokens: TokenArray, *, scope: str = "", qos: TenantQos = DEFAULT_QOS
     ) -> Warmed:
         if not self._turnstile.may_warm(session):
             held = await self.residency(session)
             return Warmed(held.call, "busy", held.device_tokens, held.host_tokens)
         packed = pack_tokens(tokens)
         return await self._call(
-            lambda call: Warm(call=call, session=session, tokens=packed, scope=scope, standing=standing),
+            lambda call: Warm(call=call, session=session, tokens=packed, scope=scope, qos=qos),
             Warmed,
         )
 
@@ -161,8 +163,8 @@ class BaseLink(abc.ABC):
         """Take one report in: what the engine is, its counters, then the events of generations and calls."""
         for event in report.events:
             if isinstance(event, Stepping):
-                self._watchdog.announced(event.tokens)
-                self._turnstile.announced(event.requests)
+                self._watchdog.on_step_begin(event.tokens)
+                self._turnstile.on_step_begin(event.requests)
                 return
             if isinstance(event, EngineReady):
                 self._ready = event
@@ -170,22 +172,22 @@ class BaseLink(abc.ABC):
         self._stats = (
             stats if stats.held is not None else msgspec.structs.replace(stats, held=self._stats.held)
         )
-        self._watchdog.reported(report.stats)
-        self._generations.deal(report.events)
-        self._turnstile.progressed()
+        self._watchdog.on_report(report.stats)
+        self._generations.dispatch(report.events)
+        self._turnstile.on_tokens()
 
-    def _engine_up(self) -> None:
+    def _on_engine_up(self) -> None:
         self._watchdog.reset()
         self._enter(LinkState.SERVING)
         if self._watch_task is None:
             self._watch_task = asyncio.create_task(self._watch(), name="engine watchdog")
 
-    def _engine_lost(self, *, outside: bool = False) -> None:
+    def _on_engine_lost(self, *, killed_externally: bool = False) -> None:
         """``outside``: the engine was killed or stopped by somebody else."""
         # The state first: a caller that is told of the failure and tries again at once must be refused here.
         self._enter(LinkState.RESTARTING)
         self._stats = Stats()
-        guilty = self._turnstile.engine_died(outside=outside)
+        guilty = self._turnstile.on_engine_lost(killed_externally=killed_externally)
         if guilty is not None:
             log.error(
                 "a request has ended the engine twice and is refused from now on: its session is told",
@@ -200,7 +202,7 @@ class BaseLink(abc.ABC):
         self._turnstile.reset()
         self._generations.fail_all(draining)
         if self._watch_task is not None:
-            await end_task(self._watch_task)
+            await cancel_and_wait(self._watch_task)
             self._watch_task = None
 
     def _check_serving(self) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 from typing import Protocol
 
-from pensieve.core import ALONE, ContextLimit, RequestKey, SessionKey, Standing, TokenArray
+from pensieve.core import DEFAULT_QOS, ContextLimit, RequestKey, SessionKey, TenantQos, TokenArray
 from pensieve.engine.messages import (
     CandidateFinished,
     EngineReady,
@@ -143,12 +143,12 @@ class EngineLink(Protocol):
 
     async def residency(self, session: SessionKey) -> ResidentTokens: ...
 
-    async def look(self) -> list[SessionStrip]:
+    async def read_strips(self) -> list[SessionStrip]:
         """Where the chunks of all cached sessions lie; told in pieces, between which the engine goes on."""
         ...
 
     async def warm(
-        self, session: SessionKey, tokens: TokenArray, *, scope: str = "", standing: Standing = ALONE
+        self, session: SessionKey, tokens: TokenArray, *, scope: str = "", qos: TenantQos = DEFAULT_QOS
     ) -> Warmed:
         """Ask for the KV of ``tokens``, a session's whole history, on the device. Answered before it is there."""
         ...

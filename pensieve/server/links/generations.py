@@ -35,7 +35,7 @@ from pensieve.errors import (
     ResourceExhausted,
     Unavailable,
 )
-from pensieve.logs import bound
+from pensieve.logs import bound_fields
 from pensieve.server.links.engine_link import GenerationSink
 
 CallAnswer = Evicted | Strips | ResidentTokens | Warmed
@@ -55,7 +55,7 @@ class GenerationObserver(Protocol):
         """``tokens`` more came ``seconds`` after the ones before."""
         ...
 
-    def ended(self, outcome: str) -> None:
+    def on_generation_end(self, outcome: str) -> None:
         """``FinishReason`` in lower case, ``cancelled``, or the reason of the failure."""
         ...
 
@@ -69,7 +69,7 @@ class NullObserver:
     def next_tokens(self, seconds: float, tokens: int) -> None:
         return
 
-    def ended(self, outcome: str) -> None:
+    def on_generation_end(self, outcome: str) -> None:
         return
 
 
@@ -87,7 +87,7 @@ class OpenGeneration:
         self.usage = Usage()
         self.outputs = 0
         """Output tokens so far; of several candidates those of candidate 0."""
-        self.log_fields = bound()
+        self.log_fields = bound_fields()
         """What the lines of its turn have in the log: whoever opens it is the turn's task."""
 
     def cancel(self) -> None:
@@ -137,7 +137,7 @@ class Generations:
     def cancel(self, generation: OpenGeneration) -> None:
         """Forget a generation and tell the engine. Does nothing when it has ended."""
         if self._open.pop(generation.request, None) is not None:
-            self._observer.ended("cancelled")
+            self._observer.on_generation_end("cancelled")
             self._tell_engine(generation.request, None)
             self.on_closed(generation, False)
 
@@ -149,7 +149,7 @@ class Generations:
     def fail(self, generation: OpenGeneration, error: PensieveError) -> None:
         """End a generation with ``error``. Does nothing when it has ended."""
         if self._open.pop(generation.request, None) is not None:
-            self._observer.ended(error.reason.lower())
+            self._observer.on_generation_end(error.reason.lower())
             self.on_closed(generation, False)
             generation.sink.failed(error)
 
@@ -169,7 +169,7 @@ class Generations:
         future.add_done_callback(lambda _: self._calls.pop(call, None))
         return call, future
 
-    def deal(self, events: Iterable[Event]) -> None:
+    def dispatch(self, events: Iterable[Event]) -> None:
         """Hand out the events of one report. An event of a generation or call that was just cancelled is dropped."""
         now = self._clock()
         for event in events:
@@ -203,7 +203,7 @@ class Generations:
                     generation.sink.candidate_finished(event)
                 case Finished():
                     del self._open[event.request]
-                    self._observer.ended(FinishReason(event.reason).name.lower())
+                    self._observer.on_generation_end(FinishReason(event.reason).name.lower())
                     self.on_closed(generation, True)
                     generation.sink.finished(event)
                 case Failed():

@@ -18,15 +18,15 @@ import msgspec
 from pensieve.config import EngineOptions
 from pensieve.debug import child_environment
 from pensieve.engine.messages import Command, Report, Stop
-from pensieve.engine.process.host import DEFAULT_BUILDER, LAST_WORDS, REFUSED
+from pensieve.engine.process.host import DEFAULT_BUILDER, FAILURE_PREFIX, REFUSED
 from pensieve.errors import ContextLimitExceeded, Internal, InvalidArgument, PensieveError, ResourceExhausted
 from pensieve.frames import HEADER, MAX_FRAME, FrameError, decode, decoder_for, encode_frame, frame_length
 from pensieve.lifeline import LOOK_S, STOPPED_LOOKS
-from pensieve.server.child import ChildProcess, RestartPauses
+from pensieve.server.child import ChildProcess, RestartBackoff
 from pensieve.server.links.base import DEFAULT_STALL_LIMIT_S, BaseLink
 from pensieve.server.links.engine_link import LinkState
 from pensieve.server.links.generations import GenerationObserver
-from pensieve.server.tasks import end_task, task_ended
+from pensieve.server.tasks import cancel_and_wait, wait_task
 from pensieve.server.unavailable import restarting
 
 _report_decoder: Final[msgspec.msgpack.Decoder[Report]] = decoder_for(Report)
@@ -60,13 +60,13 @@ def engine_environment(*, failpoints: bool) -> dict[str, str]:
 class EngineProcess(ChildProcess):
     """A running engine process. Use ``spawn``; ``kill`` and then ``wait`` it in the end, always."""
 
-    WITHHELD = LAST_WORDS
+    WITHHELD = FAILURE_PREFIX
     _stopped = False
 
     @classmethod
     async def spawn(cls, command: HostCommand, *, failpoints: bool) -> EngineProcess:
         """Start one and give it its options. Raises OSError when the system cannot start a process."""
-        engine = await cls.started(command.arguments, engine_environment(failpoints=failpoints))
+        engine = await cls.launch(command.arguments, engine_environment(failpoints=failpoints))
         engine._writer.write(encode_frame(command.options))
         return engine
 
@@ -86,7 +86,7 @@ class EngineProcess(ChildProcess):
         try:
             return await self.receive()
         finally:
-            await end_task(looking)
+            await cancel_and_wait(looking)
 
     async def _kill_if_stopped(self) -> None:
         looks = 0
@@ -109,9 +109,9 @@ class EngineProcess(ChildProcess):
         if self._stopped:
             return "the engine process was stopped while it started (SIGSTOP, a debugger)"
         line = self.last_line()
-        if line.startswith(LAST_WORDS):
-            return line.removeprefix(LAST_WORDS)
-        return f"the engine process {self.ending(status)}"
+        if line.startswith(FAILURE_PREFIX):
+            return line.removeprefix(FAILURE_PREFIX)
+        return f"the engine process {self.describe_exit(status)}"
 
 
 log = logging.getLogger(__name__)
@@ -180,7 +180,7 @@ class ProcessLink(BaseLink):
             if not supervisor.done():
                 log.error("the engine did not stop within %.0f s: killing it", STOP_PATIENCE_S)
                 self._kill()
-        await task_ended(supervisor)
+        await wait_task(supervisor)
 
     def _send(self, command: Command) -> None:
         if self._process is None:
@@ -236,20 +236,20 @@ class ProcessLink(BaseLink):
         # Only now, with ``info`` about to be known, may commands go to this process: ``_send`` looks at ``_process``.
         self._process = process
         self._receive(report)
-        self._engine_up()
+        self._on_engine_up()
 
     async def _supervise(self) -> None:
         """Serve with one engine after another, until ``stop``."""
         loop = asyncio.get_running_loop()
-        pauses = RestartPauses(FIRST_RESTART_DELAY_S, LONGEST_RESTART_DELAY_S, GOOD_LIFE_S)
+        pauses = RestartBackoff(FIRST_RESTART_DELAY_S, LONGEST_RESTART_DELAY_S, GOOD_LIFE_S)
         while True:
             began = loop.time()
             await self._serve()
             if self._state is LinkState.STOPPED:
                 return
-            pauses.lived(loop.time() - began)
+            pauses.record_lifetime(loop.time() - began)
             while self._process is None:
-                await asyncio.sleep(pauses.next())
+                await asyncio.sleep(pauses.next_pause_s())
                 try:
                     await self._bring_up(first=False)
                 except EngineStartError as error:
@@ -283,7 +283,7 @@ class ProcessLink(BaseLink):
                     self._enter(LinkState.RESTARTING)
                     outside = frozen or await process.was_killed(DEATH_PATIENCE_S)
                     if self._state is LinkState.RESTARTING:  # not stopped meanwhile
-                        self._engine_lost(outside=outside)
+                        self._on_engine_lost(killed_externally=outside)
             finally:
                 status = await process.wait(STOP_PATIENCE_S)
         if not stopping:

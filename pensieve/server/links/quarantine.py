@@ -9,7 +9,7 @@ Found guilty is a request that was in two deaths, if it is the only one, or the 
 at a time. It is refused for a while; the others that died with it are cleared.
 
 A client that never gives up begins each turn under a new request id, and some begin a new session with the same
-history for it. The quarantine of a request stops neither, so ``Condemned`` refuses the contexts of guilty requests, and
+history for it. The quarantine of a request stops neither, so ``Blocklist`` refuses the contexts of guilty requests, and
 sessions that had two of them.
 
 A process killed from outside says little of its requests. Such a death counts for a quarter of one: enough to find a
@@ -72,7 +72,7 @@ class Quarantine:
         if until is not None and self._clock() < until:
             raise quarantined()
 
-    def must_wait(self, name: str) -> bool:
+    def must_run_alone(self, name: str) -> bool:
         """Whether it may run only while no other suspect does."""
         suspect = self._suspects.get(name)
         return suspect is not None and suspect.isolated and self._clock() < suspect.until
@@ -83,7 +83,7 @@ class Quarantine:
             until = self._clock() + MEMORY_S
             self._suspects[name] = _Suspect({FORESEEN: 1.0}, isolated=True, until=until)
 
-    def got_to(self, name: str, tokens: int) -> bool:
+    def on_progress(self, name: str, tokens: int) -> bool:
         """It has so many output tokens. Returns whether that is further than it was when the engine died."""
         suspect = self._suspects.get(name)
         if suspect is None:
@@ -91,17 +91,17 @@ class Quarantine:
         suspect.isolated &= tokens <= suspect.tokens
         return not suspect.isolated
 
-    def ended_well(self, name: str) -> None:
+    def on_success(self, name: str) -> None:
         self._suspects.pop(name, None)
 
-    def died(self, batch: Mapping[str, int], *, outside: bool) -> str | None:
+    def on_engine_lost(self, batch: Mapping[str, int], *, killed_externally: bool) -> str | None:
         """An engine has died in a step of these requests: name -> output tokens so far. Returns who is guilty."""
         now = self._clock()
         self._forget(now)
         self._deaths += 1
         for name, tokens in batch.items():
             suspect = self._suspects.setdefault(name, _Suspect())
-            suspect.deaths[self._deaths] = OUTSIDE if outside else 1.0
+            suspect.deaths[self._deaths] = OUTSIDE if killed_externally else 1.0
             suspect.tokens, suspect.until = tokens, now + MEMORY_S
             self._suspects.move_to_end(name)
         often = [name for name in batch if self._suspects[name].count >= GUILTY]
@@ -154,7 +154,7 @@ class _Session:
     probation_until: float = 0.0
 
 
-class Condemned:
+class Blocklist:
     """Used on one event loop. A context belongs to a tenant: no tenant can have another's refused."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

@@ -13,7 +13,7 @@ from collections import deque
 from typing import Final
 
 from pensieve.engine.messages import Stats
-from pensieve.server.child import Silence
+from pensieve.server.child import SilenceTimer
 
 STALLED_FACTOR: Final = 8.0
 """Times what a step should take, until health says so."""
@@ -57,7 +57,7 @@ class Watchdog:
         """``limit_s``: the patience with a step of which nothing is foreseen; the other limits' floors are below it."""
         self.limit_s = limit_s
         self.tick_s = min(0.25, limit_s / 8)
-        self._silence = Silence(self.tick_s)
+        self._silence = SilenceTimer(self.tick_s)
         self.reset()
 
     def reset(self) -> None:
@@ -67,7 +67,7 @@ class Watchdog:
         self._tokens: int | None = None
         self._busy = self._works = False
         self._without_step_s = self._frozen_s = 0.0
-        self._silence.heard()
+        self._silence.reset()
 
     @property
     def stalled(self) -> bool:
@@ -89,14 +89,14 @@ class Watchdog:
         """Seconds since the latest report."""
         return self._silence.seconds
 
-    def announced(self, tokens: int) -> None:
+    def on_step_begin(self, tokens: int) -> None:
         """A step of so many tokens begins."""
-        self._silence.heard()
+        self._silence.reset()
         self._tokens, self._busy = tokens, True
 
-    def reported(self, stats: Stats) -> None:
+    def on_report(self, stats: Stats) -> None:
         """An iteration of the engine's loop has ended."""
-        self._silence.heard()
+        self._silence.reset()
         self._busy = stats.running + stats.queued > 0
         if stats.steps_total != self._steps:
             self._times.observe(stats.last_batch_tokens, stats.last_step_seconds)
@@ -105,7 +105,7 @@ class Watchdog:
 
     def tick(self, elapsed_s: float, *, work_waits: bool, frozen: bool = False) -> None:
         """Time has passed. ``frozen``: the system says that the engine's process is stopped."""
-        elapsed = self._silence.passed(elapsed_s)
+        elapsed = self._silence.advance(elapsed_s)
         # An engine may be inside a step whose requests were all cancelled meanwhile.
         self._works = work_waits or self._busy
         self._without_step_s = self._without_step_s + elapsed if work_waits else 0.0

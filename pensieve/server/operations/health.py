@@ -19,7 +19,7 @@ from grpc_health.v1.health import aio as health_aio
 
 from pensieve.errors import PensieveError
 from pensieve.server.links.engine_link import EngineLink, LinkState
-from pensieve.server.tasks import end_task
+from pensieve.server.tasks import cancel_and_wait
 from pensieve.store import HistoryStore
 
 log = logging.getLogger(__name__)
@@ -107,7 +107,7 @@ class HealthMonitor:
         for ping in pings:
             ping.cancel()
         for task in self._tasks:
-            await end_task(task)
+            await cancel_and_wait(task)
         if pings:
             await asyncio.wait(pings, timeout=STORE_TIMEOUT_S)
         self._tasks, self._ping = [], None

@@ -15,7 +15,7 @@ from typing import Final
 
 from pensieve.errors import PensieveError
 from pensieve.lifeline import process_fields
-from pensieve.machine import Manager
+from pensieve.machine import ServiceManager
 from pensieve.store import HistoryStore
 
 log = logging.getLogger(__name__)
@@ -84,21 +84,21 @@ def _zombies() -> set[tuple[int, str]]:
     return {(pid, fields[19]) for pid, fields in processes if fields[:2] == ended}
 
 
-class ManagerLink:
+class ManagerNotifier:
     """The way to it. A manager that does not listen is logged, and the server goes on."""
 
-    def __init__(self, manager: Manager | None) -> None:
+    def __init__(self, manager: ServiceManager | None) -> None:
         self._manager = manager
 
-    def serving(self) -> None:
+    def notify_ready(self) -> None:
         """Calls are taken from now on: what waits for this service may be started."""
         self._tell("READY=1")
 
-    def draining(self) -> None:
+    def notify_stopping(self) -> None:
         """The end was asked for."""
         self._tell("STOPPING=1")
 
-    async def turn(self) -> None:
+    async def feed_watchdog(self) -> None:
         """Say twice in each period of the watchdog that the loop turns, until cancelled. Returns if there is none."""
         while self._manager is not None and self._manager.watchdog_s is not None:
             self._tell("WATCHDOG=1")

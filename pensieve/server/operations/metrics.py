@@ -18,10 +18,10 @@ from prometheus_client.registry import Collector
 
 from pensieve.core import Usage
 from pensieve.engine.messages import Stats
-from pensieve.server.admission import Gate
+from pensieve.server.admission import AdmissionGate
 from pensieve.server.links.base import BaseLink
 from pensieve.server.links.engine_link import LinkState
-from pensieve.server.operations.usage import UsageBook
+from pensieve.server.operations.usage import UsageTracker
 from pensieve.server.values import TurnEnd
 
 _SECONDS: Final = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
@@ -256,7 +256,7 @@ class Metrics:
         for _ in range(tokens):
             self._inter_token.observe(seconds / tokens)
 
-    def ended(self, outcome: str) -> None:
+    def on_generation_end(self, outcome: str) -> None:
         self._generations.labels(outcome).inc()
 
     def turn_ended(self, end: TurnEnd) -> None:
@@ -271,7 +271,7 @@ class Metrics:
         if self._tenants is not None:
             self._tenants.turn_refused(tenant, reason.lower())
 
-    def watch_queue(self, gate: Gate) -> None:
+    def watch_queue(self, gate: AdmissionGate) -> None:
         """Show what waits at this gate from now on. Called once."""
         waiting = Gauge(
             "pensieve_waiting_turns", "Turns admitted and not yet computed.", registry=self.registry
@@ -284,7 +284,7 @@ class Metrics:
         )
         wait.set_function(lambda: gate.expected_wait_s)
 
-    def watch_usage(self, book: UsageBook) -> bool:
+    def watch_usage(self, book: UsageTracker) -> bool:
         """Show what tenants hold from now on; whether that is to be shown. Called once."""
         if self._tenants is not None:
             self._tenants.watch(book)
@@ -377,10 +377,10 @@ class CallMetrics:
             registry=registry,
         )
 
-    def started(self, method: str) -> None:
+    def call_started(self, method: str) -> None:
         self._started.labels(method).inc()
 
-    def handled(self, method: str, code: str, seconds: float) -> None:
+    def call_handled(self, method: str, code: str, seconds: float) -> None:
         self._handled.labels(method, code).inc()
         self._seconds.labels(method).observe(seconds)
 
@@ -403,7 +403,7 @@ class ProcessMetrics:
             registry=registry,
         )
 
-    def lag(self, seconds: float) -> None:
+    def observe_lag(self, seconds: float) -> None:
         self._lag.observe(seconds)
 
     def watch_engine(self, pid: Callable[[], int | None]) -> None:
@@ -430,9 +430,9 @@ def _version(distribution: str) -> str:
 
 
 class _UsageCollector(Collector):
-    """What tenants hold now. Of the history store it is what ``UsageBook`` saw last: no scrape waits for that."""
+    """What tenants hold now. Of the history store it is what ``UsageTracker`` saw last: no scrape waits for that."""
 
-    def __init__(self, book: UsageBook) -> None:
+    def __init__(self, book: UsageTracker) -> None:
         self._book = book
 
     def collect(self) -> Iterator[Metric]:
@@ -441,7 +441,7 @@ class _UsageCollector(Collector):
             "Token slots of the cache whose pages a tenant has, by tier. A chunk in both tiers counts in both.",
             labels=["tenant", "tier"],
         )
-        for tenant, (device, host) in self._book.held.items():
+        for tenant, (device, host) in self._book.cache_use.items():
             cached.add_metric([tenant, "device"], device)
             cached.add_metric([tenant, "host"], host)
         sessions = GaugeMetricFamily(
@@ -483,7 +483,7 @@ class TenantMetrics:
             registry=registry,
         )
 
-    def watch(self, book: UsageBook) -> None:
+    def watch(self, book: UsageTracker) -> None:
         """Show what is held, too, from now on. Called once."""
         self._registry.register(_UsageCollector(book))
 

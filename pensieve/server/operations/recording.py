@@ -132,7 +132,7 @@ class _Followed:
         """Length of its history."""
 
 
-class FollowedSessions:
+class SessionTracker:
     """Follows sessions, to find each turn's hash of a session, its number and its input length: see ``TraceRow``."""
 
     def __init__(self) -> None:
@@ -144,7 +144,7 @@ class FollowedSessions:
         """A row of the session is lost: its next one begins a new session in the trace."""
         self._followed.pop(key, None)
 
-    def place(self, end: TurnEnd) -> tuple[str, int, int]:
+    def number_turn(self, end: TurnEnd) -> tuple[str, int, int]:
         """``session_id``, ``turn`` and ``input_tokens`` of the turn's row."""
         before = end.context_tokens - end.new_tokens
         session = self._followed.get(end.key)
@@ -183,7 +183,7 @@ class TraceRecorder:
         """
         self._file = file
         self._compressed = compressed
-        self._sessions = FollowedSessions()
+        self._sessions = SessionTracker()
         self._started_at = 0.0
         self._lines: queue.Queue[bytes | None] = queue.Queue(QUEUED_ROWS)
         self._on_rows = on_rows
@@ -207,7 +207,7 @@ class TraceRecorder:
         """Never blocks, never raises."""
         if self._closing.is_set() or not self._started_at:
             return
-        session_id, turn, input_tokens = self._sessions.place(end)
+        session_id, turn, input_tokens = self._sessions.number_turn(end)
         first = end.first_token_at
         row = TraceRow(
             session_id=session_id,

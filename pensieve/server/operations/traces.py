@@ -16,11 +16,11 @@ import time
 from typing import Any, Final
 
 from pensieve.server.values import TurnEnd
-from pensieve.tracing import HEADER, incoming
+from pensieve.tracing import HEADER, incoming_traceparent
 
 log = logging.getLogger(__name__)
 
-OURS: Final = frozenset(
+SERVER_FAULTS: Final = frozenset(
     {
         "bug", "engine_failed", "engine_restarting", "history_corrupt", "history_regressed", "request_quarantined",
         "session_quarantined", "store_full", "store_replaced", "store_unavailable", "turn_fenced",
@@ -31,7 +31,7 @@ OURS: Final = frozenset(
 
 def log_turn(end: TurnEnd) -> None:
     """Log a turn. Called in its task, to which session, request, tenant and trace are bound: they stand in the line."""
-    level = logging.WARNING if end.outcome in OURS else logging.DEBUG
+    level = logging.WARNING if end.outcome in SERVER_FAULTS else logging.DEBUG
     if not log.isEnabledFor(level):
         return
     fields = {
@@ -69,7 +69,7 @@ class TurnTraces:
     def turn_ended(self, end: TurnEnd) -> None:
         """Called in the turn's own task: the trace that its client named is found there."""
         epoch = time.time() - asyncio.get_running_loop().time()
-        parent = self._propagator.extract({HEADER: incoming.get()})
+        parent = self._propagator.extract({HEADER: incoming_traceparent.get()})
         kind = self._trace.SpanKind
         root = self._span("pensieve.turn", kind.SERVER, parent, end.arrived_at + epoch, self._turn(end))
         if not end.committed:

@@ -20,7 +20,7 @@ PATIENCE_S: Final = 2.0
 LOOK_S: Final = 15.0
 """Between two looks for metrics."""
 
-Held = Mapping[str, tuple[int, int]]
+CacheUse = Mapping[str, tuple[int, int]]
 """Tokens that a tenant's pages have room for, on the device and on the host."""
 
 
@@ -49,11 +49,11 @@ class TenantUse:
     """None: the history store did not answer."""
 
 
-class UsageBook:
+class UsageTracker:
     """One per process. Used on one event loop."""
 
     def __init__(
-        self, store: HistoryStore, held: Callable[[], Held], named: Callable[[], Iterable[str]]
+        self, store: HistoryStore, held: Callable[[], CacheUse], named: Callable[[], Iterable[str]]
     ) -> None:
         """``held``: of whom the cache holds anything, as the engine said last; ``named``: who may come."""
         self._store = store
@@ -64,7 +64,7 @@ class UsageBook:
         """What ``watch`` saw last."""
 
     @property
-    def held(self) -> Held:
+    def cache_use(self) -> CacheUse:
         """As the engine said last."""
         return self._held()
 
@@ -78,18 +78,18 @@ class UsageBook:
     def turn_refused(self, tenant: str) -> None:
         self._counts[tenant].refused += 1
 
-    async def of(self, tenant: str) -> TenantUse:
+    async def for_tenant(self, tenant: str) -> TenantUse:
         """What one tenant uses."""
         return (await self._look([tenant]))[0]
 
-    async def all(self) -> list[TenantUse]:
+    async def for_all_tenants(self) -> list[TenantUse]:
         """Those that may come, were here or hold anything, by name."""
         return await self._look(sorted({*self._named(), *self._counts, *self._held()}))
 
     async def watch(self, interval_s: float = LOOK_S) -> None:
         """``all`` every ``interval_s``, until cancelled."""
         while True:
-            self.latest = await self.all()
+            self.latest = await self.for_all_tenants()
             await asyncio.sleep(interval_s)
 
     async def _look(self, tenants: list[str]) -> list[TenantUse]:

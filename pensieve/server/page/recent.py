@@ -9,7 +9,7 @@ from typing import Final
 
 import msgspec
 
-from pensieve.feed import ContextSources, Lately, Percentiles
+from pensieve.feed import ContextSources, Percentiles, RecentSummary
 from pensieve.server.values import TurnEnd
 
 KEPT_S: Final = 15 * 60.0
@@ -80,7 +80,7 @@ class RecentTurns:
                 return
             yield end
 
-    def lately(self, now: float) -> Lately:
+    def summary(self, now: float) -> RecentSummary:
         """Of the last ``LATELY_S`` seconds."""
         sums = _Sums()
         first, between, queued = [], [], []
@@ -92,7 +92,7 @@ class RecentTurns:
             token = _token_s(end)
             if token is not None:
                 between.append(token)
-        return Lately(
+        return RecentSummary(
             over_s=LATELY_S,
             turns=sums.turns,
             failed=sums.failed,

@@ -13,7 +13,7 @@ from pensieve.engine.messages import EngineReady, SessionStrip, Stats
 from pensieve.errors import PensieveError
 from pensieve.feed import (
     SCHEMA,
-    FrontDoorState,
+    HttpDoorState,
     QueueState,
     RateState,
     ServerState,
@@ -25,7 +25,7 @@ from pensieve.feed import (
 from pensieve.server.conversations import Conversations
 from pensieve.server.operations.health import HealthMonitor
 from pensieve.server.page.recent import RecentTurns
-from pensieve.server.page.watching import SessionNote, SessionNotes, StripWatch
+from pensieve.server.page.watching import SessionNote, SessionNotes, StripPoller
 from pensieve.store import Key
 
 DEFAULT_LIMIT: Final = 200
@@ -41,7 +41,7 @@ class StateView:
         conversations: Conversations,
         health: HealthMonitor,
         recent: RecentTurns,
-        door: Callable[[], FrontDoorState | None] = lambda: None,
+        door: Callable[[], HttpDoorState | None] = lambda: None,
         *,
         shows_text: bool = False,
     ) -> None:
@@ -54,7 +54,7 @@ class StateView:
         self.recent = recent
         self._door = door
         self.shows_text = shows_text
-        self._strips = StripWatch(self._link)
+        self._strips = StripPoller(self._link)
         self._notes = SessionNotes(self.store)
         self._before: tuple[float, Stats] | None = None
         self._rates: RateState | None = None
@@ -91,11 +91,11 @@ class StateView:
             totals=msgspec.structs.asdict(stats),
             engine_restarts=self._link.restarts_total,
             rates=self._rate(now, stats),
-            lately=self.recent.lately(now),
+            lately=self.recent.summary(now),
             sessions=sessions,
         )
 
-    async def line(self, key: Key) -> SessionLine | None:
+    async def session_line(self, key: Key) -> SessionLine | None:
         """One session; None when nothing of it is cached."""
         taken = await self._strips.strips()
         name = f"{key.tenant}/{key.session_id}"
@@ -113,7 +113,7 @@ class StateView:
         if taken is None:
             return SessionList(0, 0, None, after, None, ())
         strips = taken.sessions[after : after + limit]
-        notes = await self._notes.read([(key_of(one), one.tokens) for one in strips if not one.aside])
+        notes = await self._notes.read([(key_of(one), one.tokens) for one in strips if not one.is_candidate])
         return SessionList(
             total=len(taken.sessions),
             running=_running(taken.sessions),

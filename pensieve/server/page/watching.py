@@ -21,23 +21,23 @@ PATIENCE_S: Final = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class StripsTaken:
+class StripSnapshot:
     """Strips of all cached sessions, the most active first."""
 
     at: float
     sessions: Sequence[SessionStrip] = ()
 
 
-class StripWatch:
+class StripPoller:
     """Used on one event loop. ``close`` ends what is under way."""
 
     def __init__(self, link: EngineLink, clock: Callable[[], float] = time.monotonic) -> None:
         self._link = link
         self._clock = clock
-        self._latest: StripsTaken | None = None
+        self._latest: StripSnapshot | None = None
         self._under_way: asyncio.Task[None] | None = None
 
-    async def strips(self) -> StripsTaken | None:
+    async def strips(self) -> StripSnapshot | None:
         """The latest, not much older than ``FRESH_S`` if the engine answers; None when none were ever taken."""
         if self._latest is None or self._clock() - self._latest.at >= FRESH_S:
             if self._under_way is None or self._under_way.done():
@@ -52,12 +52,12 @@ class StripWatch:
 
     async def _take(self) -> None:
         try:
-            strips = await self._link.look()
+            strips = await self._link.read_strips()
         except PensieveError:
             self._latest = None  # No engine serves: what was cached is gone with it.
             return
         strips.sort(key=lambda one: (not one.running, one.idle_s, one.session))
-        self._latest = StripsTaken(self._clock(), strips)
+        self._latest = StripSnapshot(self._clock(), strips)
 
 
 MOST_READ: Final = 20

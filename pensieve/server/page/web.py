@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from pensieve.core import FinishReason, Usage
 from pensieve.errors import NotFound, PensieveError, PermissionDenied, Unauthenticated
-from pensieve.feed import MOST_LISTED, SessionLine
+from pensieve.feed import MAX_LISTED, SessionLine
 from pensieve.hosts import names_this_machine
 from pensieve.server.ids import SESSION_ID, session_key
 from pensieve.server.page.recent import BUCKET_S
@@ -75,7 +75,7 @@ class WebPage:
 
     async def _document(self, path: str, asked: Mapping[str, list[str]]) -> Response:
         if path == "/state.json":
-            limit = _number(asked, "limit", DEFAULT_LIMIT, MOST_LISTED)
+            limit = _number(asked, "limit", DEFAULT_LIMIT, MAX_LISTED)
             return _json(await self._state.document(limit, _number(asked, "after", 0, 1 << 31)))
         if path == "/series.json":
             buckets = self._state.recent.series(time.monotonic())
@@ -85,7 +85,7 @@ class WebPage:
         if not SESSION_ID.fullmatch(name):
             raise NotFound("no such session", reason="SESSION_NOT_FOUND")
         key = Key(asked.get("tenant", [DEFAULT_TENANT])[0], name)
-        cached = await self._state.line(key)
+        cached = await self._state.session_line(key)
         return _json(await session_document(self._state.store, key, cached, text=self._state.shows_text))
 
 

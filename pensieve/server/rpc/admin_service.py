@@ -41,7 +41,7 @@ class AdminService(pensieve_pb2_grpc.AdminServiceServicer):
             host_tokens_used=stats.host_used,
             host_tokens_capacity=info.host_capacity_tokens,
             store_state=await self._conversations.store_state(),
-            tenants=[convert.tenant_usage(use) for use in await self._conversations.usage.all()],
+            tenants=[convert.tenant_usage(use) for use in await self._conversations.usage.for_all_tenants()],
         )
         if self._step_seen_ms:
             # The engine tells how many steps it made, not when: this is when a new one was first seen here.

@@ -44,8 +44,8 @@ PUBLIC: Final = ""
 """Scope of methods that anyone may call: health."""
 ANY: Final = "any"
 """Scope of methods that take a credential, whatever its scopes: reflection."""
-TOLD_NAME: Final = "pensieve-certificate-name-bin"
-TOLD_ADDRESS: Final = "pensieve-caller-address"
+FORWARDED_NAME_KEY: Final = "pensieve-certificate-name-bin"
+FORWARDED_ADDRESS_KEY: Final = "pensieve-caller-address"
 RELOAD_S: Final = 1.0
 DEFAULT_TENANT: Final = "default"
 
@@ -92,7 +92,7 @@ _HELD_BACK: Final = 1024
 """Answers held back at once, of all addresses; more are given at once, since each takes memory."""
 
 
-class Told(NamedTuple):
+class ForwardedCaller(NamedTuple):
     """A caller as the HTTP door knows it."""
 
     names: tuple[str, ...]
@@ -104,10 +104,10 @@ class Told(NamedTuple):
 class Peer:
     """A caller as its connection shows it. Nothing is looked up before it is asked for."""
 
-    def __init__(self, context: Any, told: Told | None = None) -> None:
+    def __init__(self, context: Any, forwarded: ForwardedCaller | None = None) -> None:
         """``told``: what the HTTP door says of its caller, where it is the door that calls."""
         self._context = context
-        self._told = told
+        self._told = forwarded
 
     @property
     def address(self) -> str:
@@ -132,15 +132,15 @@ class Peer:
         return tuple(name.decode("utf-8", "replace") for name in found)
 
 
-def told_by_the_door(metadata: Iterable[tuple[str, str | bytes]]) -> Told:
+def forwarded_caller(metadata: Iterable[tuple[str, str | bytes]]) -> ForwardedCaller:
     """The caller of the HTTP door, by the metadata that the door sets. To be read from its private socket only."""
     names, address = list[str](), ""
     for name, value in metadata:
-        if name == TOLD_NAME and isinstance(value, bytes):
+        if name == FORWARDED_NAME_KEY and isinstance(value, bytes):
             names.append(value.decode("utf-8", "replace"))
-        elif name == TOLD_ADDRESS and isinstance(value, str):
+        elif name == FORWARDED_ADDRESS_KEY and isinstance(value, str):
             address = value
-    return Told(tuple(names), address)
+    return ForwardedCaller(tuple(names), address)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,11 +189,11 @@ class Authenticator:
             self._on_failure()
             raise
 
-    def problem(self, identity: Identity) -> PensieveError | None:
+    def revocation_error(self, identity: Identity) -> PensieveError | None:
         """Why a caller who was let in before would not be now; None: it would."""
         if self._path is None or not identity.key_id:
             return None
-        entry = self._file.named(identity.key_id)
+        entry = self._file.find(identity.key_id)
         if entry is None or entry.tenant != identity.tenant or _digest(entry) != identity.digest:
             return _invalid()
         if identity.scopes - set(entry.scopes):
@@ -221,7 +221,7 @@ class Authenticator:
 
     @property
     def _names(self) -> frozenset[str]:
-        return self._file.names if self._path is not None else frozenset({DEFAULT_TENANT})
+        return self._file.tenant_names if self._path is not None else frozenset({DEFAULT_TENANT})
 
     def _check(self, method: str, metadata: Iterable[tuple[str, str | bytes]], peer: Peer | None) -> Identity:
         scope = SCOPE_OF_METHOD.get(method)
@@ -287,7 +287,7 @@ def _expired() -> Unauthenticated:
     return Unauthenticated("the credential has expired", reason="CREDENTIAL_EXPIRED")
 
 
-class FailedLogins:
+class LoginThrottle:
     """Failed logins, counted per address: after a handful, the answers to further ones are held back. One per server.
 
     Nobody is locked out. A good credential is served at once, however often others at the same address guessed; only
@@ -306,7 +306,7 @@ class FailedLogins:
         """Address (the network of an IPv6 one) to tokens left, which may be negative, and when that was."""
         self._held_back = 0
 
-    def failed(self, address: str) -> float:
+    def record_failure(self, address: str) -> float:
         """Note a failure; seconds to hold its answer back."""
         network = _network(address)
         now = self._monotonic()

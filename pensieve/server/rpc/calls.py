@@ -12,7 +12,7 @@ same share. A body loses its place to callers that hold fewer, and to others of 
 caller that holds fewest. Connections of one caller divide its share in the same way: many programs may be behind one
 address, or one key.
 
-A caller's bodies are taken in at a pace (``BodyPace``): the work on large ones keeps the event loop from others.
+A caller's bodies are taken in at a pace (``BodyRateLimiter``): the work on large ones keeps the event loop from others.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ RATE: Final = 16 * 2**20
 """Bytes a second of one caller, in the long run."""
 BURST: Final = 8 * 2**20
 """Bytes that a caller who has been quiet may send without waiting."""
-KNOWN: Final = 1024
+MAX_TRACKED_CALLERS: Final = 1024
 """Callers of which is remembered what they sent, before those who have been quiet are forgotten."""
 
 Handler = Callable[[Any, Any], Awaitable[Any]]
@@ -88,7 +88,7 @@ class RunningCall:
             raise self.error
 
 
-class Calls:
+class RunningCalls:
     """All calls of one server. Used on one event loop."""
 
     def __init__(self, most: int) -> None:
@@ -100,7 +100,7 @@ class Calls:
         return len(self._running)
 
     @contextmanager
-    def entered(self, call: RunningCall) -> Iterator[None]:
+    def admit(self, call: RunningCall) -> Iterator[None]:
         """Count the call. Raises ResourceExhausted when there are too many, or its caller has too many of them."""
         left = self._most - len(self._running)
         if left <= 0 or self._of_caller[call.caller] >= SHARE * left:
@@ -129,18 +129,18 @@ class Calls:
 class CallObserver(Protocol):
     """Counts calls. ``method`` is the bare name, ``code`` as gRPC writes it."""
 
-    def started(self, method: str) -> None: ...
+    def call_started(self, method: str) -> None: ...
 
-    def handled(self, method: str, code: str, seconds: float) -> None: ...
+    def call_handled(self, method: str, code: str, seconds: float) -> None: ...
 
 
-def counted(handler: Handler, method: str, observer: CallObserver) -> Handler:
+def observe_calls(handler: Handler, method: str, observer: CallObserver) -> Handler:
     """``handler``, whose calls ``observer`` hears of. ``method``: as the wire names it."""
     name = method.rpartition("/")[2]
 
     async def counting(requests: Any, context: Any) -> Any:
         began = time.monotonic()
-        observer.started(name)
+        observer.call_started(name)
         cancelled = False
         try:
             return await handler(requests, context)
@@ -148,7 +148,7 @@ def counted(handler: Handler, method: str, observer: CallObserver) -> Handler:
             cancelled = True
             raise
         finally:
-            observer.handled(name, _code(context, cancelled), time.monotonic() - began)
+            observer.call_handled(name, _code(context, cancelled), time.monotonic() - began)
 
     return counting
 
@@ -164,7 +164,7 @@ def _code(context: Any, cancelled: bool) -> str:
     return name
 
 
-class BodyPace:
+class BodyRateLimiter:
     """Bytes that each caller may send: a bucket of ``burst`` bytes that fills with ``rate`` bytes a second.
 
     How large a body is shows when it has been read. So a caller goes into debt first, and then waits; as many bytes as
@@ -179,7 +179,7 @@ class BodyPace:
         self._last: dict[str, int] = {}
         """Size of each caller's last body."""
 
-    async def wait(self, caller: str) -> int:
+    async def reserve(self, caller: str) -> int:
         """Until the caller may send; returns the bytes that were taken for it. ``came`` has to follow."""
         loop = asyncio.get_running_loop()
         expected = 0
@@ -189,7 +189,7 @@ class BodyPace:
         self._take(caller, expected, loop.time())
         return expected
 
-    def came(self, caller: str, size: int, expected: int) -> None:
+    def settle(self, caller: str, size: int, expected: int) -> None:
         """A body of ``size`` bytes came, for which ``expected`` were taken; 0: none came."""
         if size:
             self._last[caller] = size
@@ -197,7 +197,7 @@ class BodyPace:
 
     def _take(self, caller: str, size: int, now: float) -> None:
         full = now - self._burst / self._rate
-        if caller not in self._paid_until and len(self._paid_until) >= KNOWN:
+        if caller not in self._paid_until and len(self._paid_until) >= MAX_TRACKED_CALLERS:
             self._paid_until = {name: until for name, until in self._paid_until.items() if until > full}
             self._last = {name: self._last[name] for name in self._paid_until if name in self._last}
         self._paid_until[caller] = max(self._paid_until.get(caller, full), full) + size / self._rate
@@ -236,7 +236,7 @@ class BodyGate:
         self._timer: asyncio.TimerHandle | None = None
 
     @asynccontextmanager
-    async def place(self, call: RunningCall) -> AsyncIterator[None]:
+    async def admit(self, call: RunningCall) -> AsyncIterator[None]:
         """Wait for a place, and hold it. The call is ended from outside when it loses the place."""
         place = _Place(call)
         if self._free and not self._waiting:

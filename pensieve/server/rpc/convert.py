@@ -36,11 +36,11 @@ from pensieve.server.values import (
     InputEntry,
     NewTurn,
     OnDisconnect,
-    OutputChoice,
+    OutputOptions,
     ProgressView,
     RawEntry,
-    SpokenEntry,
     StreamEvent,
+    ToolEntry,
     TurnFrame,
     TurnHints,
     TurnView,
@@ -91,7 +91,7 @@ def _entry(item: pb.InputItem) -> InputEntry:
     if not (item.function_calls or item.call_id):
         return InputEntry(role, item.text)
     calls = tuple(FunctionCall(one.name, one.arguments_json, one.id) for one in item.function_calls)
-    return SpokenEntry(role, item.text, calls=calls, call_id=item.call_id)
+    return ToolEntry(role, item.text, calls=calls, call_id=item.call_id)
 
 
 def sampling(params: pb.SamplingParams) -> SamplingDefaults:
@@ -151,7 +151,7 @@ def turn_spec(turn: pb.TurnSpec) -> NewTurn:
         expected_revision=optional(turn, "expected_revision"),
         replace_after_item=optional(turn, "replace_after_item"),
         sampling=sampling(turn.sampling),
-        output=OutputChoice(
+        output=OutputOptions(
             token_ids=out.token_ids,
             top_logprobs=optional(out, "top_logprobs"),
             max_chunk_tokens=optional(out, "max_chunk_tokens"),
@@ -256,10 +256,10 @@ def residency(found: ResidentTokens, row: SessionRow, replica: str, now_ms: int)
     )
 
 
-def warmed(answer: WarmAnswer, replica: str, now_ms: int) -> pb.WarmSessionResponse:
+def warm_session_response(answer: WarmAnswer, replica: str, now_ms: int) -> pb.WarmSessionResponse:
     return pb.WarmSessionResponse(
-        accepted=not answer.refused,
-        refused=answer.refused,
+        accepted=not answer.refusal,
+        refused=answer.refusal,
         residency=residency(answer.resident, answer.row, replica, now_ms),
     )
 
@@ -371,7 +371,7 @@ def _usage(usage: Usage) -> pb.Usage:
     )
 
 
-def stream_event(event: StreamEvent, output: OutputChoice, heartbeat_s: float) -> pb.StreamTurnResponse:
+def stream_event(event: StreamEvent, output: OutputOptions, heartbeat_s: float) -> pb.StreamTurnResponse:
     match event:
         case Accepted():
             return pb.StreamTurnResponse(
@@ -400,7 +400,7 @@ def stream_event(event: StreamEvent, output: OutputChoice, heartbeat_s: float) -
             return pb.StreamTurnResponse(completed=turn(event, tokens=output.token_ids))
 
 
-def _delta(delta: Delta, output: OutputChoice) -> pb.TurnDelta:
+def _delta(delta: Delta, output: OutputOptions) -> pb.TurnDelta:
     message = pb.TurnDelta(token_offset=delta.offset, token_count=len(delta.tokens), text=delta.text)
     if delta.candidate:
         message.candidate = delta.candidate

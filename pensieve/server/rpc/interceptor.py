@@ -24,21 +24,21 @@ from grpc import aio
 from pensieve import rpc_status
 from pensieve.errors import InvalidArgument, PensieveError, Unauthenticated
 from pensieve.logs import bind
-from pensieve.server.bugs import bug
-from pensieve.server.rpc.auth import ANONYMOUS, Authenticator, FailedLogins, Identity, Peer, told_by_the_door
+from pensieve.server.bugs import report_bug
+from pensieve.server.rpc.auth import ANONYMOUS, Authenticator, Identity, LoginThrottle, Peer, forwarded_caller
 from pensieve.server.rpc.calls import (
     BURST,
     RATE,
     BodyGate,
-    BodyPace,
+    BodyRateLimiter,
     CallObserver,
-    Calls,
     Handler,
     RunningCall,
-    counted,
+    RunningCalls,
+    observe_calls,
 )
 from pensieve.server.tenants import TenantTable, quota_exceeded
-from pensieve.tracing import found_in, incoming, trace_id
+from pensieve.tracing import incoming_traceparent, trace_id, traceparent_in
 
 _identity: contextvars.ContextVar[Identity] = contextvars.ContextVar("pensieve_identity")
 DEFAULT_IN_FLIGHT: Final = 1024
@@ -55,7 +55,7 @@ _DEEPEST: Final = 100
 """The parser's own limit on nesting."""
 
 
-def caller() -> Identity:
+def current_caller() -> Identity:
     """The caller of the current call. Raises LookupError outside of a call that passed the interceptor."""
     return _identity.get()
 
@@ -70,20 +70,20 @@ class Interceptor(aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no t
         max_in_flight: int = DEFAULT_IN_FLIGHT,
         bodies: BodyGate | None = None,
         tenants: TenantTable | None = None,
-        logins: FailedLogins | None = None,
+        logins: LoginThrottle | None = None,
         observer: CallObserver | None = None,
     ) -> None:
         self._believes = False
         self._authorizer = authorizer
-        self._calls = Calls(max_in_flight)
+        self._calls = RunningCalls(max_in_flight)
         self._bodies = bodies or BodyGate()
-        self._pace = BodyPace()
-        self._crowds = BodyPace(CROWD * RATE, CROWD * BURST)
+        self._pace = BodyRateLimiter()
+        self._crowds = BodyRateLimiter(CROWD * RATE, CROWD * BURST)
         self._tenants = tenants or TenantTable()
-        self._logins = logins or FailedLogins()
+        self._logins = logins or LoginThrottle()
         self._observer = observer
 
-    def beside(self) -> Interceptor:
+    def for_http_door(self) -> Interceptor:
         """One for another server: it shares all limits, and believes its caller, the HTTP door."""
         other = copy.copy(self)
         other._believes = True
@@ -106,7 +106,7 @@ class Interceptor(aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no t
 
         def guarded(inner: Handler) -> Handler:
             guard = self._guard(method, metadata, inner, handler)
-            return guard if self._observer is None else counted(guard, method, self._observer)
+            return guard if self._observer is None else observe_calls(guard, method, self._observer)
 
         return _wrapped(handler, guarded)
 
@@ -120,7 +120,7 @@ class Interceptor(aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no t
         async def guarded(requests: Any, context: Any) -> Any:
             held_back = 0.0
             try:
-                peer = Peer(context, told_by_the_door(metadata) if self._believes else None)
+                peer = Peer(context, forwarded_caller(metadata) if self._believes else None)
                 identity = self._authorizer.check(method, metadata, peer)
                 if handler.request_streaming:  # reflection
                     return await _relayed(inner, requests, context)
@@ -128,13 +128,13 @@ class Interceptor(aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no t
                 name = f"@{peer.address}" if identity is ANONYMOUS else identity.tenant
                 call = RunningCall(identity, name, peer.connection)
                 # A call has a context of its own, which is why neither is ever taken back.
-                incoming.set(found := found_in(metadata))
+                incoming_traceparent.set(found := traceparent_in(metadata))
                 bind(tenant=identity.tenant, trace_id=trace_id(found))
-                with self._calls.entered(call), call.interruptible():
+                with self._calls.admit(call), call.interruptible():
                     return await self._answer(call, inner, handler.request_deserializer, context)
             except Unauthenticated as error:
                 refusal: PensieveError = error
-                held_back = self._logins.failed(peer.address)
+                held_back = self._logins.record_failure(peer.address)
             except PensieveError as error:
                 refusal = error
             except aio.AbortError:
@@ -143,7 +143,7 @@ class Interceptor(aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no t
                 # A write to a client that is gone ends in grpc's ExecuteBatchError, not in CancelledError.
                 raise asyncio.CancelledError from None
             except Exception as error:
-                refusal = bug(error, method)
+                refusal = report_bug(error, method)
             # Its traceback holds the frames that hold the request; and this frame, which holds it: with that ring a
             # refused request would stay in memory until the next full collection.
             refusal.with_traceback(None).__cause__ = refusal.__context__ = None
@@ -158,16 +158,16 @@ class Interceptor(aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no t
     async def _answer(
         self, call: RunningCall, inner: Handler, parse: Callable[[bytes], Any], context: Any
     ) -> Any:
-        size, waited = 0, list[tuple[BodyPace, str, int]]()
+        size, waited = 0, list[tuple[BodyRateLimiter, str, int]]()
         try:
             for pace, name in self._paces(call):
-                waited.append((pace, name, await pace.wait(name)))
-            async with self._bodies.place(call):
+                waited.append((pace, name, await pace.reserve(name)))
+            async with self._bodies.admit(call):
                 data = await context.read()
             size = len(data) if isinstance(data, bytes) else 0
         finally:
             for pace, name, expected in waited:
-                pace.came(name, size, expected)
+                pace.settle(name, size, expected)
         if not isinstance(data, bytes):
             # No message came before the end of the call: it was cancelled, or gRPC has refused it for its size.
             raise InvalidArgument("the call ended without a request", reason="REQUEST_MALFORMED")
@@ -182,7 +182,7 @@ class Interceptor(aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no t
         finally:
             _identity.reset(token)
 
-    def _paces(self, call: RunningCall) -> list[tuple[BodyPace, str]]:
+    def _paces(self, call: RunningCall) -> list[tuple[BodyRateLimiter, str]]:
         """The paces that the call's body keeps, each by a name.
 
         A tenant has one. Many callers without a credential may share an address: each connection has a pace of its own

@@ -14,10 +14,10 @@ from pensieve.core import Role
 from pensieve.server import ids
 from pensieve.server.clock import now_ms
 from pensieve.server.conversations import Conversations
-from pensieve.server.pace import Pace
+from pensieve.server.pace import StreamPacer
 from pensieve.server.rpc import convert
 from pensieve.server.rpc.auth import ANONYMOUS
-from pensieve.server.rpc.interceptor import caller
+from pensieve.server.rpc.interceptor import current_caller
 from pensieve.server.rpc.validation import Bounds, validate
 from pensieve.server.sessions.lookup import RequestClaim
 from pensieve.server.turns.stream import StreamOptions, events
@@ -32,7 +32,7 @@ Request = TypeVar("Request", bound=Message)
 
 def key_of(name: str) -> Key:
     """The caller's session of this (validated) name. The tenant comes from the credential only."""
-    return Key(caller().tenant, ids.session_id(name))
+    return Key(current_caller().tenant, ids.session_id(name))
 
 
 class ConversationService(pensieve_pb2_grpc.ConversationServiceServicer):
@@ -42,7 +42,7 @@ class ConversationService(pensieve_pb2_grpc.ConversationServiceServicer):
         self._conversations = conversations
         self._sessions = conversations.sessions
         self._turns = conversations.turns
-        self._pace = Pace(conversations.settings.messages_per_s)
+        self._pace = StreamPacer(conversations.settings.messages_per_s)
         self._bounds = Bounds(conversations.settings.limits, lambda: conversations.vocab_size)
 
     # ---- sessions
@@ -51,7 +51,7 @@ class ConversationService(pensieve_pb2_grpc.ConversationServiceServicer):
         self, request: pb.CreateSessionRequest, _context: Any
     ) -> pb.CreateSessionResponse:
         new = convert.new_session(self._valid(request))
-        row = await self._sessions.create(caller().tenant, new)
+        row = await self._sessions.create(current_caller().tenant, new)
         return pb.CreateSessionResponse(session=self._session(row))
 
     async def GetSession(self, request: pb.GetSessionRequest, _context: Any) -> pb.GetSessionResponse:
@@ -66,7 +66,7 @@ class ConversationService(pensieve_pb2_grpc.ConversationServiceServicer):
 
     async def ListSessions(self, request: pb.ListSessionsRequest, _context: Any) -> pb.ListSessionsResponse:
         page = await self._sessions.list(
-            caller().tenant,
+            current_caller().tenant,
             page_size=self._valid(request).page_size,
             page_token=request.page_token,
             labels=convert.label_selector(request.label_selector),
@@ -143,7 +143,7 @@ class ConversationService(pensieve_pb2_grpc.ConversationServiceServicer):
 
     async def WarmSession(self, request: pb.WarmSessionRequest, _context: Any) -> pb.WarmSessionResponse:
         answer = await self._conversations.warmer.warm(key_of(self._valid(request).session))
-        return convert.warmed(answer, self._conversations.settings.replica, now_ms())
+        return convert.warm_session_response(answer, self._conversations.settings.replica, now_ms())
 
     # ---- turns
 
@@ -151,7 +151,7 @@ class ConversationService(pensieve_pb2_grpc.ConversationServiceServicer):
         spec = convert.turn_spec(self._valid(request).turn)
         settings = self._conversations.settings
         key, attach_only = key_of(request.session), request.attach_only
-        attach = self._turns.attached(
+        attach = self._turns.attach(
             key,
             spec,
             policy=convert.on_disconnect(request.on_disconnect),
@@ -173,7 +173,7 @@ class ConversationService(pensieve_pb2_grpc.ConversationServiceServicer):
     async def RunTurn(self, request: pb.RunTurnRequest, context: Any) -> pb.RunTurnResponse:
         spec = convert.turn_spec(self._valid(request).turn)
         key = key_of(request.session)
-        attach = self._turns.attached(
+        attach = self._turns.attach(
             key,
             spec,
             policy=OnDisconnect.CANCEL,
@@ -193,17 +193,17 @@ class ConversationService(pensieve_pb2_grpc.ConversationServiceServicer):
     async def FindTurn(self, request: pb.FindTurnRequest, _context: Any) -> pb.FindTurnResponse:
         mark = self._valid(request).mark
         answer = request.answer if request.HasField("answer") else None
-        found = await self._conversations.find_turn(caller().tenant, mark, answer, request.request_id)
+        found = await self._conversations.find_turn(current_caller().tenant, mark, answer, request.request_id)
         return pb.FindTurnResponse(turn=convert.turn(found.view), candidate=found.candidate)
 
     async def ClaimRequestId(
         self, request: pb.ClaimRequestIdRequest, _context: Any
     ) -> pb.ClaimRequestIdResponse:
-        tenant, claims = caller().tenant, self._conversations.claims
+        tenant, claims = current_caller().tenant, self._conversations.claims
         session_id = ids.session_id(self._valid(request).session)
         wanted = RequestClaim(session_id, request.fingerprint, request.plan)
         if request.refused:
-            await claims.refused(tenant, request.request_id, session_id)
+            await claims.record_refusal(tenant, request.request_id, session_id)
         else:
             wanted = await claims.claim(tenant, request.request_id, wanted)
         return pb.ClaimRequestIdResponse(session=ids.session_name(wanted.session_id), plan=wanted.plan)
@@ -232,7 +232,7 @@ class ConversationService(pensieve_pb2_grpc.ConversationServiceServicer):
     async def CountTokens(self, request: pb.CountTokensRequest, _context: Any) -> pb.CountTokensResponse:
         entries = convert.entries(self._valid(request).input)
         key = key_of(request.session) if request.session else None
-        count = await self._conversations.count_tokens(caller().tenant, key, entries)
+        count = await self._conversations.count_tokens(current_caller().tenant, key, entries)
         return pb.CountTokensResponse(
             input_tokens=count.input_tokens,
             context_tokens=count.context_tokens,
@@ -244,13 +244,13 @@ class ConversationService(pensieve_pb2_grpc.ConversationServiceServicer):
     ) -> pb.GetServerInfoResponse:
         self._valid(request)
         answer = convert.server_info(await self._conversations.facts(), self._conversations.settings)
-        if caller() is ANONYMOUS:
+        if current_caller() is ANONYMOUS:
             answer.features.append("keyless")  # what stands between callers and this server has to know
         return answer
 
     async def GetUsage(self, request: pb.GetUsageRequest, _context: Any) -> pb.GetUsageResponse:
         self._valid(request)
-        use = await self._conversations.usage.of(caller().tenant)
+        use = await self._conversations.usage.for_tenant(current_caller().tenant)
         return pb.GetUsageResponse(
             usage=convert.tenant_usage(use), replica=self._conversations.settings.replica
         )
@@ -263,8 +263,8 @@ class ConversationService(pensieve_pb2_grpc.ConversationServiceServicer):
 
     async def _has_room(self, key: Key, request_id: str) -> None:
         """Raises ResourceExhausted for a new turn of a tenant that stores too much; to join one is no new turn."""
-        if not self._turns.runs_in(key):
-            await self._conversations.quotas.turn(key, request_id)
+        if not self._turns.has_running_turn(key):
+            await self._conversations.quotas.check_turn(key, request_id)
 
     def _session(self, row: SessionRow) -> pb.Session:
         return convert.session(row, self._conversations.context_limit)

@@ -19,8 +19,8 @@ from pensieve.core import SAMPLING
 from pensieve.errors import InvalidArgument
 from pensieve.server import ids
 from pensieve.server.settings import RequestLimits
-from pensieve.server.turns.sampling import NOT_WITH_BEAMS, is_neutral
-from pensieve.speech import is_object
+from pensieve.server.turns.sampling import BEAM_CONFLICTS, is_neutral
+from pensieve.speech import is_json_object
 from pensieve.v1 import pensieve_pb2 as pb
 
 MAX_PROBLEMS = 20
@@ -131,7 +131,7 @@ def _beams_alone(message: Any, _bounds: Bounds, path: str, problems: Problems) -
     if message.beam_width <= 1:
         return
     given = {field.name for field, _ in message.ListFields()}
-    for name in NOT_WITH_BEAMS:
+    for name in BEAM_CONFLICTS:
         if name in given and not is_neutral(name, getattr(message, name)):
             problems.append((f"{path}.{name}", "does not go with beam_width above 1"))
 
@@ -276,7 +276,7 @@ def _chars(item: Any) -> int:
 
 
 def json_object(value: str, _bounds: Bounds, path: str, problems: Problems) -> None:
-    if not is_object(value):
+    if not is_json_object(value):
         problems.append((path, "must be a JSON object"))
 
 
@@ -408,7 +408,9 @@ def _sampling_rules() -> Iterator[Rule]:
             yield _may(field.name, *_SHAPED[field.name])
         elif row.low is not None and row.high is not None:
             limit = operator.attrgetter(f"limits.{row.limit}") if row.limit else None
-            check = between(row.low, row.high, above=row.above, limit=limit, unless_zero=row.unless_zero)
+            check = between(
+                row.low, row.high, above=row.low_exclusive, limit=limit, unless_zero=row.unless_zero
+            )
             yield _may(field.name, check)
 
 

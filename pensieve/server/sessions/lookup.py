@@ -59,7 +59,7 @@ class RequestClaims:
             try:
                 row = await self._store.load(key)
             except NotFound:
-                await self._quotas.change(tenant)
+                await self._quotas.check_change(tenant)
                 row = await self._create(key, wanted)
             held = _claim(row)
             if (
@@ -81,7 +81,7 @@ class RequestClaims:
             "this request id is used by too many calls at once", metadata={"request_id": request_id}
         )
 
-    async def refused(self, tenant: str, request_id: str, session_id: str) -> None:
+    async def record_refusal(self, tenant: str, request_id: str, session_id: str) -> None:
         """The call was refused in this session: its claim gives way to the next, unless the turn is there by then."""
         key = _key(tenant, request_id)
         try:
@@ -163,7 +163,7 @@ async def _marked_view(
 ) -> MarkedView | None:
     """The turn itself, because the index is a hint; None when it is another, or is not there."""
     try:
-        turn = await turn_record.committed(store, key, revision)
+        turn = await turn_record.load_committed(store, key, revision)
     except (NotFound, DataLoss):
         return None  # the session is gone or damaged
     if turn is None or turn.record.turn is None or turn.record.turn.mark != mark:

@@ -37,7 +37,9 @@ class StorageQuotas:
         """Sessions made here since the store was asked."""
 
     @asynccontextmanager
-    async def session(self, tenant: str, exists: Callable[[], Awaitable[bool]]) -> AsyncIterator[None]:
+    async def reserve_session(
+        self, tenant: str, exists: Callable[[], Awaitable[bool]]
+    ) -> AsyncIterator[None]:
         """Around the making of a session. Raises ResourceExhausted without room, unless it ``exists`` already."""
         limits = self._tenants.limits(tenant)
         if limits.max_sessions is None and limits.max_stored_bytes is None:
@@ -57,14 +59,14 @@ class StorageQuotas:
         finally:
             self._being_made[tenant] -= 1
 
-    async def change(self, tenant: str) -> None:
+    async def check_change(self, tenant: str) -> None:
         """Before something is added to a session. Raises ResourceExhausted when the tenant stores too much."""
         if self._tenants.limits(tenant).max_stored_bytes is None:
             return
         if self._has_too_many_bytes(tenant, await self._usage(tenant)):
             raise self._too_many_bytes(tenant)
 
-    async def turn(self, key: Key, request_id: str) -> None:
+    async def check_turn(self, key: Key, request_id: str) -> None:
         """Before a turn, or items that are added: as ``change``, unless these very ones are in history."""
         if self._tenants.limits(key.tenant).max_stored_bytes is None:
             return
@@ -73,7 +75,7 @@ class StorageQuotas:
         if await self._store.find_request(key, request_id) is None:
             raise self._too_many_bytes(key.tenant)
 
-    def freed(self, tenant: str) -> None:
+    def on_session_removed(self, tenant: str) -> None:
         """A session was removed: the store is asked again before the tenant is refused for want of room."""
         self._known.pop(tenant, None)
 

@@ -12,9 +12,9 @@ from pensieve.core import Role
 from pensieve.errors import FailedPrecondition, NotFound
 from pensieve.server.clock import now_ms
 from pensieve.server.history.binding import ServedModel
-from pensieve.server.history.cuts import kept, moved_view, system_item, without_prompt
-from pensieve.server.history.rendering import Renderer, Stamp, behind_prompt, check_tools
-from pensieve.server.values import InputEntry, SpokenEntry
+from pensieve.server.history.cuts import moved_view, system_item, truncated_to, without_prompt
+from pensieve.server.history.rendering import ItemStamp, Renderer, behind_prompt, check_tools
+from pensieve.server.values import InputEntry, ToolEntry
 from pensieve.store.records import (
     History,
     Item,
@@ -57,7 +57,7 @@ async def create(renderer: Renderer, new: NewSession, served: ServedModel) -> Re
     config = renderer.dated(new.config, now)
     base = History(config=config)
     items, _ = await renderer.items(
-        base, (*prompt, *new.items), Stamp(1, new.request_id, now), follow=new.followed_by
+        base, (*prompt, *new.items), ItemStamp(1, new.request_id, now), followed_by=new.followed_by
     )
     return Record(
         revision=1,
@@ -82,7 +82,7 @@ async def append(
     served.check(base.config)
     now = now_ms()
     items, _ = await renderer.items(
-        base, entries, Stamp(base.head_item + 1, request_id, now), follow=followed_by
+        base, entries, ItemStamp(base.head_item + 1, request_id, now), followed_by=followed_by
     )
     return Record(
         revision=base.revision + 1,
@@ -96,7 +96,7 @@ async def append(
 
 def fork(source: History, item: int | None, request_id: str) -> Record:
     """First record of a copy of ``source`` up to ``item``. Items keep their numbers, tokens and views."""
-    base = source if item is None else kept(source, item)
+    base = source if item is None else truncated_to(source, item)
     return Record(
         revision=1,
         kind=RecordKind.CREATE,
@@ -177,9 +177,9 @@ async def _from_texts(
         )
     head = (InputEntry(Role.SYSTEM, config.system_prompt),) if config.system_prompt else ()
     entries = [*head, *(_said(item) for item in rest)]
-    stamp = Stamp(base.head_item + 1, "", time_ms)
+    stamp = ItemStamp(base.head_item + 1, "", time_ms)
     # As they are when the conversation goes on: a last answer ends with its end-of-sequence token, as one that is new.
-    made, _ = await renderer.items(History(config=config), entries, stamp, follow=(Role.USER,))
+    made, _ = await renderer.items(History(config=config), entries, stamp, followed_by=(Role.USER,))
     moved = [
         msgspec.structs.replace(old, number=new.number, tokens=new.tokens, prefix_tokens=0)
         for old, new in zip(rest, made[len(head) :], strict=True)
@@ -189,5 +189,5 @@ async def _from_texts(
 
 def _said(item: Item) -> InputEntry:
     if item.role is Role.TOOL:
-        return SpokenEntry(item.role, item.text, call_id=item.call_id)
+        return ToolEntry(item.role, item.text, call_id=item.call_id)
     return InputEntry(item.role, item.text)

@@ -28,9 +28,9 @@ from pensieve.errors import (
 from pensieve.server import ids
 from pensieve.server.clock import now_ms
 from pensieve.server.history.binding import ServedModel
-from pensieve.server.history.cuts import check_not_erased, erasing
+from pensieve.server.history.cuts import check_not_erased, erasing_record
 from pensieve.server.history.rendering import too_long
-from pensieve.server.history.transcript import Transcript, first
+from pensieve.server.history.transcript import Transcript, initial_history
 from pensieve.server.links.engine_link import EngineLink, context_limit
 from pensieve.server.sessions import records as session_records
 from pensieve.server.sessions.quotas import StorageQuotas
@@ -111,8 +111,8 @@ class Sessions:
             # Together they may be too long, since the oldest turns are dropped. One alone must fit.
             for entry in (prompt, *new.items):
                 self._renderer.check_size((entry,), limit)
-        record = await session_records.create(self._renderer.of(tenant), new, self._served)
-        made = first(record)
+        record = await session_records.create(self._renderer.for_tenant(tenant), new, self._served)
+        made = initial_history(record)
         self._check_fits(made, limit)
         mark = fingerprint("create", new.config, new.labels, new.items)
         return await self._create(key, record, made, mark, derived=not new.session_id)
@@ -141,13 +141,13 @@ class Sessions:
             revision, after = self._pages.open(key.tenant, query, page_token, tuple[int, int])
             history = await self._transcript.at_revision(key, row, revision)
         else:
-            history = await self._transcript.at(key, row)
+            history = await self._transcript.history_at(key, row)
             revision = history.revision
         size = self._page_size(page_size)
         rest = [item for item in history.items if item.number > after]
         token = ""
         if len(rest) > size:
-            self._transcript.listed(key, history)
+            self._transcript.keep_listed(key, history)
             token = self._pages.seal(key.tenant, query, (revision, rest[size - 1].number))
         return ItemsPage(tuple(rest[:size]), token, revision)
 
@@ -157,7 +157,7 @@ class Sessions:
         Raises FailedPrecondition (MODEL_MISMATCH) for a system prompt in a session of another model, and where the
         session cannot be moved to the model that is served.
         """
-        await self._quotas.change(key.tenant)
+        await self._quotas.check_change(key.tenant)
         for name in ("system_prompt", "tools"):
             if name in change.config:
                 entry = InputEntry(Role.SYSTEM, change.config[name])
@@ -165,7 +165,9 @@ class Sessions:
 
         async def made(base: History) -> Change:
             return Change(
-                await session_records.update(self._renderer.of(key.tenant), base, change, self._served)
+                await session_records.update(
+                    self._renderer.for_tenant(key.tenant), base, change, self._served
+                )
             )
 
         return await self._apply(key, made, "", expected_revision)
@@ -193,11 +195,11 @@ class Sessions:
             record = session_records.rewind(base, item, request_id)
             if not known and len(base.apply(record, "").items) == len(base.items):
                 # It cuts nothing off, and is a record all the same: without end, as others are not.
-                await self._quotas.change(key.tenant)
+                await self._quotas.check_change(key.tenant)
             if not erase:
                 return Change(record)
             log = [one for one in await self._store.read(key) if one.record.revision <= base.revision]
-            return Change(*erasing(base, record, log))
+            return Change(*erasing_record(base, record, log))
 
         mark = fingerprint("rewind", item, expected_revision, *(("erase",) if erase else ()))
         row = await self._apply(key, change, mark, expected_revision)
@@ -215,14 +217,14 @@ class Sessions:
     ) -> tuple[SessionRow, tuple[Item, ...]]:
         """Add items behind the history, without an answer; the row, and the items. Idempotent by request id."""
         request_id = request_id or ids.new_request_id()
-        await self._quotas.turn(key, request_id)
+        await self._quotas.check_turn(key, request_id)
         limit = context_limit(self._link.info)
         self._renderer.check_size(entries, limit)
         known = await self._store.find_request(key, request_id)
 
         async def change(base: History) -> Change:
             made = await session_records.append(
-                self._renderer.of(key.tenant), base, entries, request_id, self._served, followed_by
+                self._renderer.for_tenant(key.tenant), base, entries, request_id, self._served, followed_by
             )
             if known is None:
                 self._check_fits(base.apply(made, ""), limit)
@@ -234,7 +236,7 @@ class Sessions:
         if known is not None:
             piece = await self._store.read_slice(key, after_revision=known - 1, limit=1)
             check_not_erased(item for one in piece.records for item in one.record.items)
-        history = await self._transcript.at(key, row)
+        history = await self._transcript.history_at(key, row)
         return row, tuple(item for item in history.items if item.request_id == request_id)
 
     async def fork(
@@ -260,7 +262,7 @@ class Sessions:
         record = session_records.fork(history, item, request_id)
         if candidate is not None:
             record = await self._ending_in(key, record, candidate)
-        copy = first(record)
+        copy = initial_history(record)
         other = () if candidate is None else (candidate,)
         mark = fingerprint("fork", key.session_id, item, expected_revision, *other)
         source = (ids.session_name(key.session_id), copy.items[-1].number if copy.items else 0)
@@ -286,11 +288,11 @@ class Sessions:
                 return view
             if not turn.latest:
                 raise FailedPrecondition("the session has changed since this turn", reason="TURN_NOT_LATEST")
-            await self._quotas.change(key.tenant)
+            await self._quotas.check_change(key.tenant)
             _, base = await self._transcript.read(key)
-            if base.revision != turn.head:
+            if base.revision != turn.head_revision:
                 continue
-            record = turn_record.choose(base, turn, candidate, now_ms())
+            record = turn_record.choice_record(base, turn, candidate, now_ms())
             mark = fingerprint("choose", turn.record.request_id, candidate)
             try:
                 await self._append(key, base, Change(record), mark, expected_revision)
@@ -300,7 +302,7 @@ class Sessions:
                 continue
             if candidate:  # that of candidate 0 was given up for another's before
                 self._link.choose(ids.session_key(key), candidate)
-            chosen = CommittedTurn(turn.record, record, head=record.revision, latest=True)
+            chosen = CommittedTurn(turn.record, record, head_revision=record.revision, latest=True)
             return turn_record.committed_view(key, chosen)
         raise RevisionMismatch("the session changes too fast to choose in it")
 
@@ -324,7 +326,7 @@ class Sessions:
         if not allow_missing:
             await self._store.load(key)
         await self._store.delete(key, expected_revision=expected_revision, allow_missing=allow_missing)
-        self._quotas.freed(key.tenant)
+        self._quotas.on_session_removed(key.tenant)
         self._transcript.forget(key)
         await self._turns.end_session(key, NotFound("the session was deleted", reason="SESSION_DELETED"))
         self._transcript.forget(key)
@@ -334,7 +336,7 @@ class Sessions:
 
     async def _committed_turn(self, key: Key, request_id: str) -> CommittedTurn:
         revision = await self._store.find_request(key, request_id)
-        turn = None if revision is None else await turn_record.committed(self._store, key, revision)
+        turn = None if revision is None else await turn_record.load_committed(self._store, key, revision)
         if turn is not None:
             return turn
         running = (await self._store.load(key)).running
@@ -355,7 +357,7 @@ class Sessions:
                 raise
             return
         await self._store.forget(key, head)
-        self._quotas.freed(key.tenant)
+        self._quotas.on_session_removed(key.tenant)
         self._transcript.forget(key)
         await self._uncache(key)
 
@@ -364,7 +366,7 @@ class Sessions:
 
         Raises DataLoss (HISTORY_REGRESSED) where the store may have lost a turn.
         """
-        seen, revision, head = self._transcript.known.of(key), 0, ""
+        seen, revision, head = self._transcript.known.get(key), 0, ""
         while True:
             piece = await self._store.read_slice(key, after_revision=revision, head_hash=head)
             self._transcript.known.check(key, piece.row, seen)
@@ -393,10 +395,10 @@ class Sessions:
             revision = await self._store.find_request(key, last.request_id)
         turn = None
         if revision is not None:
-            turn = await turn_record.committed(self._store, key, revision)
+            turn = await turn_record.load_committed(self._store, key, revision)
         if last is None or turn is None:
             raise turn_record.no_candidate(candidate, 0)
-        items = (*record.items[:-1], turn_record.answered(last, turn, candidate))
+        items = (*record.items[:-1], turn_record.with_candidate(last, turn, candidate))
         return msgspec.structs.replace(record, items=items)
 
     async def _create(
@@ -410,7 +412,7 @@ class Sessions:
         source: tuple[str, int] = ("", 0),
     ) -> SessionRow:
         try:
-            async with self._quotas.session(key.tenant, lambda: self._exists(key)):
+            async with self._quotas.reserve_session(key.tenant, lambda: self._exists(key)):
                 return await self._transcript.create(key, record, made, mark, source)
         except AlreadyExists as error:
             if derived:
@@ -442,7 +444,12 @@ class Sessions:
     ) -> SessionRow:
         async def write(counts: Counts) -> SessionRow:
             return await self._store.apply(
-                key, mark, change.record, counts, expected_revision=expected_revision, rests=change.rests
+                key,
+                mark,
+                change.record,
+                counts,
+                expected_revision=expected_revision,
+                erased_records=change.rests,
             )
 
         return (await self._transcript.append(key, base, change.record, write)).row

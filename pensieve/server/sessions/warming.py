@@ -24,7 +24,7 @@ from pensieve.store.records import SessionRow
 class WarmAnswer:
     """The answer to a wish to warm a session."""
 
-    refused: str
+    refusal: str
     """"": it is being brought; else why not, as in ``engine.messages.Warmed``."""
     resident: ResidentTokens
     """Where its KV lies now: what is brought may still be on its way."""
@@ -69,7 +69,7 @@ class SessionWarmer:
         outcome = "bug"
         try:
             answer = await self._answer(key)
-            outcome = answer.refused or "accepted"
+            outcome = answer.refusal or "accepted"
             return answer
         except PensieveError as error:
             outcome = error.reason.lower()
@@ -82,9 +82,9 @@ class SessionWarmer:
         if self._turns.draining:
             raise draining()
         row = await self._transcript.store.load(key)
-        if row.running is not None or self._turns.runs_in(key):
+        if row.running is not None or self._turns.has_running_turn(key):
             return await self._refused("running", key, row)
-        history = await self._transcript.at(key, row)
+        history = await self._transcript.history_at(key, row)
         self._served.check(history.config)
         renderer = self._transcript.renderer
         length = renderer.length(history)
@@ -95,8 +95,8 @@ class SessionWarmer:
         tokens = await asyncio.to_thread(renderer.context, history)
         self._served.check_tokens(tokens, self._link.info.vocab_size)
         scope = self._settings.sharing_scope(key, history.config)
-        standing = self._turns.standing(key)
-        found = await self._link.warm(ids.session_key(key), tokens, scope=scope, standing=standing)
+        standing = self._turns.qos_for(key)
+        found = await self._link.warm(ids.session_key(key), tokens, scope=scope, qos=standing)
         resident = ResidentTokens(found.call, found.device_tokens, found.host_tokens)
         return WarmAnswer(found.refused, resident, row)
 

@@ -70,7 +70,7 @@ class TurnBuffer:
     def ended(self) -> bool:
         return self._outcome is not None
 
-    def behind(self, sent: Sequence[int], last: int) -> int | None:
+    def next_candidate(self, sent: Sequence[int], last: int) -> int | None:
         """The candidate that a stream is to go on with: the next in turn after ``last`` that has something to show.
 
         ``sent``: how many tokens of each the stream has sent. None: it has sent all there is.
@@ -107,7 +107,7 @@ class TurnBuffer:
             candidate,
         )
 
-    async def changed(self, timeout_s: float) -> bool:
+    async def wait_for_change(self, timeout_s: float) -> bool:
         """Wait for the next write; False when none came in time."""
         loop = asyncio.get_running_loop()
         change: asyncio.Future[bool] = loop.create_future()

@@ -18,7 +18,7 @@ from pensieve.engine.messages import (
     Started,
     Submit,
 )
-from pensieve.server.admission import Ticket
+from pensieve.server.admission import AdmissionTicket
 from pensieve.server.links.engine_link import EngineLink, Generation
 from pensieve.server.turns.buffer import TurnBuffer
 from pensieve.server.values import ProgressView, TurnHints
@@ -40,7 +40,7 @@ class TurnGeneration:
     def __init__(self, buffer: TurnBuffer) -> None:
         self._buffer = buffer
         self._generation: Generation | None = None
-        self._ticket: Ticket | None = None
+        self._ticket: AdmissionTicket | None = None
         self._over: asyncio.Future[None] | None = None
         """``run`` waits for it. No token resolves it, so a turn's task sleeps from its submission to its end."""
         self._started: Started | None = None
@@ -67,7 +67,7 @@ class TurnGeneration:
         command: Submit,
         *,
         limit_s: float | None = None,
-        ticket: Ticket | None = None,
+        ticket: AdmissionTicket | None = None,
     ) -> None:
         """Returns when the turn has its last token, or after ``limit_s``. ``ticket``: is told when the engine begins.
 
@@ -97,7 +97,7 @@ class TurnGeneration:
         self._started, self._started_at = event, asyncio.get_running_loop().time()
         if self._ticket is not None:
             usage = event.usage
-            self._ticket.started(usage.recomputed_tokens, usage.context_tokens - usage.new_tokens)
+            self._ticket.on_started(usage.recomputed_tokens, usage.context_tokens - usage.new_tokens)
 
     def progress(self, event: RequestProgress) -> None:
         self._buffer.report(

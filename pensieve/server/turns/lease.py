@@ -75,8 +75,8 @@ class LeaseKeeper:
         self._task: asyncio.Task[None] | None = None
 
     @contextmanager
-    def keeping(
-        self, key: Key, token: str, *, on_lost: Callable[[], None], on_news: Callable[[Renewed], None]
+    def renewing(
+        self, key: Key, token: str, *, on_lost: Callable[[], None], on_renewed: Callable[[Renewed], None]
     ) -> Iterator[None]:
         """Inside of the block this lease is renewed; behind it neither function is called any more.
 
@@ -84,7 +84,7 @@ class LeaseKeeper:
         ``on_lost`` is called once, from the event loop, when the lease was taken over, the session is gone, or no
         renewal succeeded for two thirds of the lease by the monotonic clock.
         """
-        kept = _Kept(HeldLease(key, token), on_lost, on_news, asyncio.get_running_loop().time())
+        kept = _Kept(HeldLease(key, token), on_lost, on_renewed, asyncio.get_running_loop().time())
         self._kept.add(kept)
         if self._task is None:
             self._task = asyncio.create_task(self._run(), name="leases")
@@ -179,14 +179,14 @@ class LeaseReleaser:
         """When it has lapsed, whose, its token, and whether its turn was called off."""
         self._task: asyncio.Task[None] | None = None
 
-    async def release(self, key: Key, token: str, *, called_off: bool) -> None:
+    async def release(self, key: Key, token: str, *, cancelled: bool) -> None:
         """Give one back now, or later if the store is away."""
         try:
-            await self._store.abort(key, token, called_off=called_off)
+            await self._store.abort(key, token, called_off=cancelled)
         except Unavailable as error:
             log.warning("lease not released (%s): it is when the store is back", error.reason)
             lapses = asyncio.get_running_loop().time() + self._lease_s
-            self._waiting.append((lapses, key, token, called_off))
+            self._waiting.append((lapses, key, token, cancelled))
             if self._task is None or self._task.done():
                 self._task = asyncio.create_task(self._run(), name="releases")
         except PensieveError as error:
@@ -215,13 +215,13 @@ class LeaseReleaser:
             self._waiting.popleft()
 
 
-async def follow(store: HistoryStore, run: TurnRun, request: BeginRequest) -> Began | Replay:
+async def follow_remote_turn(store: HistoryStore, run: TurnRun, request: BeginRequest) -> Began | Replay:
     """Wait until this turn is committed elsewhere, or can be begun here because its server is gone or gave it up.
 
     Raises Cancelled when somebody called it off, and what ``HistoryStore.begin`` raises.
     """
     request = dataclasses.replace(request, follows=True)
-    run.elsewhere()
+    run.on_elsewhere()
     pauses = _pauses()
     while True:
         if run.order is None:
@@ -230,14 +230,14 @@ async def follow(store: HistoryStore, run: TurnRun, request: BeginRequest) -> Be
             await asyncio.sleep(FIRST_LOOK_S)
         order = run.order
         if order is not None:
-            if not order.asked:
+            if not order.by_caller:
                 assert order.error is not None
                 raise order.error
             end = EndOrder(keep=order.error is None, keep_tokens=order.keep_tokens)
             await store.ask_to_end(run.key, run.spec.request_id, end)
         outcome = await store.begin(run.key, request)
         if isinstance(outcome, CalledOff):
-            raise called_off()
+            raise turn_cancelled()
         if not isinstance(outcome, RunningElsewhere):
             return outcome
 
@@ -271,16 +271,16 @@ async def end_elsewhere(
         await asyncio.sleep(pause)
 
 
-def hear(run: TurnRun, news: Renewed) -> None:
+def apply_renewal(run: TurnRun, news: Renewed) -> None:
     """Obey what other servers left in the store for the holder of the lease."""
     if news.followed:
         run.listened_elsewhere()
     if news.order is not None:
-        error = None if news.order.keep else called_off()
-        run.end_early(Order(news.order.keep_tokens, error, asked=True))
+        error = None if news.order.keep else turn_cancelled()
+        run.end_early(Order(news.order.keep_tokens, error, by_caller=True))
 
 
-def called_off() -> Cancelled:
+def turn_cancelled() -> Cancelled:
     return Cancelled("the turn was cancelled and discarded")
 
 

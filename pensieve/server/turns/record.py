@@ -67,9 +67,9 @@ class CommittedTurn:
     """A turn in the store, and what became of it."""
 
     record: Record
-    change: Record | None
+    choice: Record | None
     """The last record that gave it another of its answers."""
-    head: int
+    head_revision: int
     """The session's revision when this was read."""
     latest: bool
     """Nothing was committed behind it but choices among its answers."""
@@ -77,7 +77,7 @@ class CommittedTurn:
     @property
     def answer(self) -> Item:
         """Its answer as it stands in history."""
-        return (self.record if self.change is None else self.change).items[-1]
+        return (self.record if self.choice is None else self.choice).items[-1]
 
 
 def build(
@@ -133,7 +133,7 @@ def build(
     )
 
 
-async def committed(store: HistoryStore, key: Key, revision: int) -> CommittedTurn | None:
+async def load_committed(store: HistoryStore, key: Key, revision: int) -> CommittedTurn | None:
     """The turn with this revision and its answer of today; None when it is not a turn's.
 
     Of the log it reads what the turn's age and the log's length do not matter for: the turn, and the last choice among
@@ -170,7 +170,7 @@ def _is_choice(record: Record, turn_revision: int) -> bool:
 
 def committed_view(key: Key, turn: CommittedTurn) -> TurnView:
     """A turn in the store as callers see it. Raises NotFound (CONTENT_ERASED)."""
-    record, change = turn.record, turn.change
+    record, change = turn.record, turn.choice
     check_not_erased([turn.answer, *record.items])
     assert record.turn is not None
     count = record.turn.input_items
@@ -206,14 +206,14 @@ def committed_view(key: Key, turn: CommittedTurn) -> TurnView:
     )
 
 
-def choose(base: History, turn: CommittedTurn, candidate: int, time_ms: int) -> Record:
+def choice_record(base: History, turn: CommittedTurn, candidate: int, time_ms: int) -> Record:
     """The record that makes another candidate of ``turn``, the latest one, its answer.
 
     The new item has a number of its own, and the generation prompt of the old one, so that history stays token-exact.
     """
     current = turn.answer
     item = msgspec.structs.replace(
-        answered(current, turn, candidate), number=base.head_item + 1, create_ms=time_ms
+        with_candidate(current, turn, candidate), number=base.head_item + 1, create_ms=time_ms
     )
     return Record(
         revision=base.revision + 1,
@@ -225,7 +225,7 @@ def choose(base: History, turn: CommittedTurn, candidate: int, time_ms: int) -> 
     )
 
 
-def answered(item: Item, turn: CommittedTurn, candidate: int) -> Item:
+def with_candidate(item: Item, turn: CommittedTurn, candidate: int) -> Item:
     """``item``, which is the turn's answer, with another of its answers. Raises NotFound (CANDIDATE_NOT_FOUND)."""
     drawn = turn.record.turn.candidates if turn.record.turn is not None else ()
     if candidate >= len(drawn):
@@ -250,7 +250,7 @@ def output_tokens(item: Item) -> TokenArray:
     return unpack_tokens(item.tokens)[item.prefix_tokens :]
 
 
-def all_kept(
+def completed_answer(
     outputs: Sequence[OutputText], generation: TurnGeneration, choice: CandidateChoice, seed: int
 ) -> KeptAnswer:
     """The answer to keep of a turn that ended by itself or because its time was over."""
@@ -326,7 +326,7 @@ def best_of(drawn: Sequence[CandidateAnswer]) -> int:
     return means.index(max(means))
 
 
-def replayed(view: TurnView, tokenizer: ChatTokenizer) -> list[OutputText]:
+def replayed_outputs(view: TurnView, tokenizer: ChatTokenizer) -> list[OutputText]:
     """The outputs of a committed turn, one per candidate."""
     assert view.output is not None
     answers = [(unpack_tokens(one.tokens), one.text) for one in view.candidates]

@@ -37,7 +37,7 @@ At the end, when callers are told the outcome:
 
 Events, and who may send them (``TRANSITIONS`` has the state after each):
 
-* ``BEGUN``, ``ELSEWHERE``, ``IN_HISTORY``: ``TurnRunner``, as the store answers: ``begun``, ``elsewhere``,
+* ``BEGUN``, ``NAME_ADVICE``, ``IN_HISTORY``: ``TurnRunner``, as the store answers: ``begun``, ``elsewhere``,
   ``in_history``.
 * ``KEEP``, ``DISCARD``: anything that wants the turn to end, by ``end_early`` with an ``Order``. The first order
   counts. ``Turns`` sends them for callers, a drain, a deleted session and an overdue turn; the runner when the lease is
@@ -61,10 +61,10 @@ import enum
 from dataclasses import dataclass
 from typing import Final
 
-from pensieve.core import HintReceipt, Standing
+from pensieve.core import HintReceipt, TenantQos
 from pensieve.errors import Cancelled, PensieveError
 from pensieve.server import ids
-from pensieve.server.admission import Ticket
+from pensieve.server.admission import AdmissionTicket
 from pensieve.server.turns.buffer import TurnBuffer
 from pensieve.server.turns.generation import TurnGeneration
 from pensieve.server.turns.text import OutputText
@@ -155,7 +155,7 @@ class Order:
 
     keep_tokens: int | None = None
     error: PensieveError | None = None
-    asked: bool = False
+    by_caller: bool = False
     """By a caller, who means the turn wherever it runs; not by this server, for its own part in it."""
     abandons: bool = False
     """Nobody listens to the turn here any more."""
@@ -168,7 +168,9 @@ class TurnRun:
     module writes its fields.
     """
 
-    def __init__(self, key: Key, spec: NewTurn, fingerprint: str, ticket: Ticket | None = None) -> None:
+    def __init__(
+        self, key: Key, spec: NewTurn, fingerprint: str, ticket: AdmissionTicket | None = None
+    ) -> None:
         """``ticket``: the gate's; a turn that came past the gate because it is in history has none."""
         self.key = key
         self.spec = spec
@@ -198,15 +200,15 @@ class TurnRun:
 
     # ---- events: the runner, as the store answers
 
-    def begun(self) -> None:
+    def on_begun(self) -> None:
         """The store gave this run the lease."""
         self._must(Event.BEGUN)
 
-    def elsewhere(self) -> None:
+    def on_elsewhere(self) -> None:
         """The turn runs at another server."""
         self._must(Event.ELSEWHERE)
 
-    def in_history(self) -> None:
+    def on_in_history(self) -> None:
         """The turn was committed before."""
         self._must(Event.IN_HISTORY)
 
@@ -240,7 +242,7 @@ class TurnRun:
 
     # ---- results of the runner
 
-    def read(self, base_revision: int, seed: int) -> None:
+    def set_base(self, base_revision: int, seed: int) -> None:
         """The history is read: which revision the turn builds on, and the seed in force."""
         self.base_revision = base_revision
         self.seed = seed
@@ -292,9 +294,9 @@ class TurnRun:
         return self.orders[0] if self.orders else None
 
     @property
-    def called_off(self) -> bool:
+    def cancelled_by_caller(self) -> bool:
         """It is discarded because a caller wants it to end, wherever it runs: no waiting caller begins it again."""
-        return self._is_discarded and any(order.asked for order in self.orders)
+        return self._is_discarded and any(order.by_caller for order in self.orders)
 
     @property
     def abandoned(self) -> bool:
@@ -302,11 +304,11 @@ class TurnRun:
         return self._is_discarded and any(order.abandons for order in self.orders)
 
     @property
-    def standing(self) -> Standing:
+    def qos(self) -> TenantQos:
         """How it stands in the engine."""
         if self.ticket is None:
-            return Standing(self.key.tenant, priority=self.spec.priority)
-        return self.ticket.standing(self.spec.priority)
+            return TenantQos(self.key.tenant, priority=self.spec.priority)
+        return self.ticket.qos(self.spec.priority)
 
     @property
     def view(self) -> TurnView:

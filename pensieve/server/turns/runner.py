@@ -24,8 +24,8 @@ from pensieve.server import ids
 from pensieve.server.admission import text_length
 from pensieve.server.clock import now_ms
 from pensieve.server.history.binding import ServedModel
-from pensieve.server.history.cuts import kept, system_item
-from pensieve.server.history.rendering import PreparedTurn, Room, Stamp, framed
+from pensieve.server.history.cuts import system_item, truncated_to
+from pensieve.server.history.rendering import ContextRoom, ItemStamp, PreparedTurn, framed
 from pensieve.server.history.transcript import Transcript
 from pensieve.server.links.engine_link import EngineLink, context_limit
 from pensieve.server.settings import TurnSettings
@@ -33,7 +33,13 @@ from pensieve.server.turns import record as turn_record
 from pensieve.server.turns import sampling
 from pensieve.server.turns.buffer import TurnBuffer
 from pensieve.server.turns.generation import take_hints
-from pensieve.server.turns.lease import LeaseKeeper, LeaseReleaser, committed_elsewhere, follow, hear
+from pensieve.server.turns.lease import (
+    LeaseKeeper,
+    LeaseReleaser,
+    apply_renewal,
+    committed_elsewhere,
+    follow_remote_turn,
+)
 from pensieve.server.turns.record import CommittedTurn
 from pensieve.server.turns.run import Order, RunState, TurnRun
 from pensieve.server.turns.text import OutputText
@@ -71,7 +77,7 @@ class TurnRunner:
         """The whole turn, or its replay when it was committed before. Raises what it is discarded with."""
         await async_failpoint("before_begin")
         seed = sampling.explicit_seed(run.spec.sampling)
-        known = self._transcript.known.of(run.key)
+        known = self._transcript.known.get(run.key)
         request = BeginRequest(
             request_id=run.spec.request_id,
             fingerprint=run.fingerprint,
@@ -79,7 +85,7 @@ class TurnRunner:
             owner=self._settings.replica,
             attempt=run.attempt,
             lease_ms=round(self._settings.lease_s * 1000),
-            seed=ids.seed_of(run.key, run.spec.request_id) if seed is None else seed,
+            seed=ids.turn_seed(run.key, run.spec.request_id) if seed is None else seed,
             expected_revision=run.spec.expected_revision,
             start_ms=now_ms(),
             known_revision=known.revision,
@@ -89,21 +95,23 @@ class TurnRunner:
         try:
             outcome = await self._store.begin(run.key, request)
             if not isinstance(outcome, Began | Replay):
-                outcome = await follow(self._store, run, request)
+                outcome = await follow_remote_turn(self._store, run, request)
         except DataLoss as error:
             if error.reason == "HISTORY_REGRESSED":
-                self._transcript.known.found(run.key, error.metadata.get("current_revision", ""), known)
+                self._transcript.known.record_regression(
+                    run.key, error.metadata.get("current_revision", ""), known
+                )
             raise
         except Unavailable:
             await self._abort(run)  # the reply may be lost, not the request
             raise
         if isinstance(outcome, Replay):
-            run.in_history()
+            run.on_in_history()
             return await self._replay(run.buffer, run.key, run.spec.request_id, outcome.revision)
-        run.begun()
+        run.on_begun()
         return await self._hold_lease(run, outcome)
 
-    async def show(self, key: Key, request_id: str, revision: int | None, buffer: TurnBuffer) -> TurnView:
+    async def replay(self, key: Key, request_id: str, revision: int | None, buffer: TurnBuffer) -> TurnView:
         """Fill the buffer with a turn in history; ``revision`` None: with one that another server is to commit.
 
         Raises NotFound (TURN_NOT_FOUND) when it ends without.
@@ -118,8 +126,8 @@ class TurnRunner:
         def lost() -> None:
             run.end_early(Order(error=TurnFenced("the turn lost its lease")))
 
-        keeping = self._leases.keeping(
-            run.key, run.lease_token, on_lost=lost, on_news=lambda news: hear(run, news)
+        keeping = self._leases.renewing(
+            run.key, run.lease_token, on_lost=lost, on_renewed=lambda news: apply_renewal(run, news)
         )
         with keeping:
             try:
@@ -132,30 +140,32 @@ class TurnRunner:
                 raise
 
     async def _abort(self, run: TurnRun) -> None:
-        await self._releaser.release(run.key, run.lease_token, called_off=run.called_off)
+        await self._releaser.release(run.key, run.lease_token, cancelled=run.cancelled_by_caller)
 
     async def _generate(self, run: TurnRun, began: Began) -> TurnView:
         spec, defaults = run.spec, self._settings.defaults
-        base = await self._transcript.at(run.key, began.row)
+        base = await self._transcript.history_at(run.key, began.row)
         config = base.config
         self._served.check(config)
         # A retry has the seed of the attempt before it, whether the turn or its session names one or not.
         seed = sampling.explicit_seed(spec.sampling, config.sampling, defaults)
-        run.read(base.revision, began.seed if seed is None else seed)
+        run.set_base(base.revision, began.seed if seed is None else seed)
         layers = (spec.sampling, config.sampling, defaults)
         values = sampling.resolve(*layers, seed=run.seed, top_logprobs=spec.output.top_logprobs)
         # What an edit or a regeneration supersedes is cut off only for rendering. The record says it, and is built on
         # ``base`` as stored: the old answer stays in history unless the new one is committed.
         keep = _keep_items(run, base)
-        room = Room(context_limit(self._link.info), config.overflow, values.max_output_tokens)
-        shown_base = base if keep is None else kept(base, keep)
-        stamp = Stamp(base.head_item + 1, spec.request_id, now_ms())
-        prepared = await self._renderer.of(run.key.tenant).prepare(shown_base, spec.input, stamp, room)
+        room = ContextRoom(context_limit(self._link.info), config.overflow, values.max_output_tokens)
+        shown_base = base if keep is None else truncated_to(base, keep)
+        stamp = ItemStamp(base.head_item + 1, spec.request_id, now_ms())
+        prepared = await self._renderer.for_tenant(run.key.tenant).prepare(
+            shown_base, spec.input, stamp, room
+        )
         other = await self._framed(run, shown_base)
         if other is not None:
             # History gets the items as the session renders them. The model sees this turn's frame before them.
-            stamp = Stamp(other.head_item + 1, spec.request_id, now_ms())
-            shown = await self._renderer.of(run.key.tenant).prepare(other, spec.input, stamp, room)
+            stamp = ItemStamp(other.head_item + 1, spec.request_id, now_ms())
+            shown = await self._renderer.for_tenant(run.key.tenant).prepare(other, spec.input, stamp, room)
             prepared = replace(prepared, context=shown.context, num_new=shown.num_new)
             config = other.config
         self._served.check_tokens(prepared.context, self._link.info.vocab_size)
@@ -164,7 +174,7 @@ class TurnRunner:
         if run.ticket is not None:
             chars = 0 if any(entry.tokens is not None for entry in spec.input) else text_length(spec)
             history = len(prepared.context) - prepared.num_fresh
-            run.ticket.rendered(chars, prepared.num_new, prepared.num_fresh, history)
+            run.ticket.on_rendered(chars, prepared.num_new, prepared.num_fresh, history)
         outputs = [
             OutputText(
                 self._renderer.tokenizer,
@@ -187,7 +197,7 @@ class TurnRunner:
             sampling=values,
             scope=self._settings.sharing_scope(run.key, config),
             hints=hints,
-            standing=run.standing,
+            qos=run.qos,
             origin=f"{session}/{spec.request_id}",
         )
         await run.generation.run(self._link, command, limit_s=spec.max_duration_s, ticket=run.ticket)
@@ -207,7 +217,7 @@ class TurnRunner:
             return None
         prompt = InputEntry(Role.SYSTEM, wanted.system_prompt + wanted.tools)
         self._renderer.check_size((prompt,), context_limit(self._link.info))
-        return await framed(self._renderer.of(run.key.tenant), base, wanted, now_ms())
+        return await framed(self._renderer.for_tenant(run.key.tenant), base, wanted, now_ms())
 
     # ---- the end
 
@@ -221,7 +231,7 @@ class TurnRunner:
     ) -> TurnView:
         order = run.begin_commit()
         if order is None:
-            answer = turn_record.all_kept(run.buffer.outputs, run.generation, choice, run.seed)
+            answer = turn_record.completed_answer(run.buffer.outputs, run.generation, choice, run.seed)
         else:
             answer = turn_record.partly_kept(run.buffer.outputs, run.generation, order.keep_tokens)
         run.buffer.report(ProgressView(Phase.COMMIT))
@@ -234,7 +244,7 @@ class TurnRunner:
             await self._check_attempt(run)
         if answer.chosen:
             self._link.choose(ids.session_key(run.key), answer.chosen)
-        turn = CommittedTurn(record, change=None, head=record.revision, latest=True)
+        turn = CommittedTurn(record, choice=None, head_revision=record.revision, latest=True)
         return turn_record.committed_view(run.key, turn)
 
     async def _commit(self, run: TurnRun, record: Record, counts: Counts) -> SessionRow:
@@ -262,14 +272,16 @@ class TurnRunner:
         """
         # The chain went on after a commit of ours whose reply was lost, or it was never ours: the record tells.
         revision = await self._store.find_request(run.key, run.spec.request_id)
-        stored = None if revision is None else await turn_record.committed(self._store, run.key, revision)
+        stored = (
+            None if revision is None else await turn_record.load_committed(self._store, run.key, revision)
+        )
         stored_turn = None if stored is None else stored.record.turn
         if stored_turn is None or stored_turn.attempt != run.attempt:
             raise TurnFenced("another replica took the turn over and committed it")
 
     async def _replay(self, buffer: TurnBuffer, key: Key, request_id: str, revision: int) -> TurnView:
         """Fill the buffer with a turn in history."""
-        turn = await turn_record.committed(self._store, key, revision)
+        turn = await turn_record.load_committed(self._store, key, revision)
         if turn is None or turn.record.turn is None:
             raise NotFound("the request id belongs to another kind of change", reason="TURN_NOT_FOUND")
         view = turn_record.committed_view(key, turn)
@@ -282,7 +294,7 @@ class TurnRunner:
             attempt=result.attempt,
             replayed=True,
         )
-        buffer.accept(accepted, *turn_record.replayed(view, self._renderer.tokenizer))
+        buffer.accept(accepted, *turn_record.replayed_outputs(view, self._renderer.tokenizer))
         return view
 
 

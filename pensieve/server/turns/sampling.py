@@ -23,7 +23,7 @@ _NEUTRAL: Final = Sampling()
 HOW_TO_DRAW: Final = tuple(name for name, row in SAMPLING.items() if row.beams == "replace")
 """What beam search takes the place of. A turn with beams inherits none of these: what a model's authors recommend, and
 what a session is set to, is for sampling."""
-NOT_WITH_BEAMS: Final = (*HOW_TO_DRAW, *(name for name, row in SAMPLING.items() if row.beams == "refuse"))
+BEAM_CONFLICTS: Final = (*HOW_TO_DRAW, *(name for name, row in SAMPLING.items() if row.beams == "refuse"))
 """What does not go together with ``beam_width`` > 1. The last three are promises about the answer: never dropped."""
 
 
@@ -110,7 +110,7 @@ def _layers_of_drawing(layers: tuple[SamplingDefaults, ...]) -> tuple[SamplingDe
 
 
 def _check_beams(sampling: Sampling) -> None:
-    asked = (name for name in NOT_WITH_BEAMS if not is_neutral(name, getattr(sampling, name)))
+    asked = (name for name in BEAM_CONFLICTS if not is_neutral(name, getattr(sampling, name)))
     paths = [f"turn.sampling.{name}" for name in asked]
     if sampling.top_logprobs is not None:
         paths.append("turn.output.top_logprobs")

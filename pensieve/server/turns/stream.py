@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from pensieve.errors import InvalidArgument
-from pensieve.server.pace import Pace
+from pensieve.server.pace import StreamPacer
 from pensieve.server.turns.buffer import TurnBuffer
-from pensieve.server.values import OutputChoice, StreamEvent
+from pensieve.server.values import OutputOptions, StreamEvent
 
 UNANNOUNCED_HEARTBEAT_S: Final = 10.0
 """The heartbeat until the first event announces another; clients know it."""
@@ -20,7 +20,7 @@ UNANNOUNCED_HEARTBEAT_S: Final = 10.0
 class StreamOptions:
     """How one client wants its stream."""
 
-    output: OutputChoice
+    output: OutputOptions
     heartbeat_s: float
     resume_attempt: str = ""
     resume_offsets: tuple[int, ...] = ()
@@ -30,7 +30,7 @@ class StreamOptions:
 
 
 async def events(
-    buffer: TurnBuffer, options: StreamOptions, pace: Pace | None = None
+    buffer: TurnBuffer, options: StreamOptions, pace: StreamPacer | None = None
 ) -> AsyncGenerator[StreamEvent, None]:
     """``Accepted``, then progress and deltas, then the turn; progress alone before, while another server has the turn.
     Raises the error the turn ends with.
@@ -42,16 +42,16 @@ async def events(
     while buffer.accepted is None:
         if buffer.ended:
             buffer.result()  # raises: nothing ends well before it is accepted
-        if not await buffer.changed(min(options.heartbeat_s, UNANNOUNCED_HEARTBEAT_S)):
+        if not await buffer.wait_for_change(min(options.heartbeat_s, UNANNOUNCED_HEARTBEAT_S)):
             yield buffer.progress
     accepted = buffer.accepted
     sent = _first_tokens(buffer, options)
     yield replace(accepted, replayed=accepted.replayed or options.joined)
-    pace, now = pace or Pace(), asyncio.get_running_loop().time
+    pace, now = pace or StreamPacer(), asyncio.get_running_loop().time
     seen, next_at, talking, last = 0, 0.0, False, len(sent) - 1
     try:
         while True:
-            candidate = buffer.behind(sent, last)
+            candidate = buffer.next_candidate(sent, last)
             if candidate is not None:
                 if not talking:
                     talking = True
@@ -59,7 +59,7 @@ async def events(
                 if options.output.max_chunk_delay_s > 0 and candidate <= last:
                     # Once for each round of the candidates, or their delays would add up.
                     await _gather(buffer, sent, options)
-                    if (candidate := buffer.behind(sent, last)) is None:
+                    if (candidate := buffer.next_candidate(sent, last)) is None:
                         continue  # taken back meanwhile
                 delta = buffer.delta(
                     candidate,
@@ -69,7 +69,7 @@ async def events(
                 )
                 sent[candidate] += len(delta.tokens)
                 last = candidate
-                if buffer.behind(sent, last) is None:  # else more is there, and follows at once
+                if buffer.next_candidate(sent, last) is None:  # else more is there, and follows at once
                     next_at = pace.next_at(now())
                 yield delta
                 if next_at > now():
@@ -82,7 +82,7 @@ async def events(
             elif buffer.progress_count != seen:
                 seen = buffer.progress_count
                 yield buffer.progress
-            elif not await buffer.changed(options.heartbeat_s):
+            elif not await buffer.wait_for_change(options.heartbeat_s):
                 yield buffer.progress
     finally:
         if talking:
@@ -120,5 +120,5 @@ async def _gather(buffer: TurnBuffer, sent: list[int], options: StreamOptions) -
         or all(output.ready - had < wanted for output, had in zip(buffer.outputs, sent, strict=True))
     ):
         left = until - loop.time()
-        if left <= 0 or not await buffer.changed(left):
+        if left <= 0 or not await buffer.wait_for_change(left):
             return

@@ -33,7 +33,7 @@ class OutputText:
         thinks: bool = False,
         one_call: bool = False,
     ) -> None:
-        """Stop strings count from the ``min_tokens``-th token on. ``one_call``: the answer ends with its first call.
+        """Stop strings count from the ``min_tokens``-th token on. ``parse_call``: the answer ends with its first call.
 
         ``thinks``: the answer may begin with a thought, in which no stop string counts. A stop string that is the name
         of a control token means that token too, which counts in a thought as well: it ends the turn, whatever it says.
@@ -169,7 +169,7 @@ class OutputText:
         self._stream = self._tokenizer.detokenizer()
         self._stream.push(self.tokens)
         # Without a spelling the answer ends with its last whole token: no text is shown that the history lacks.
-        spelled = (self._tokenizer.spelled(text, self.tokens) or ()) if text else ()
+        spelled = (self._tokenizer.spell(text, self.tokens) or ()) if text else ()
         for token in spelled:
             self.tokens.append(token)
             self.pieces.append(self._stream.push((token,)))

@@ -11,15 +11,15 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
-from pensieve.core import Standing
+from pensieve.core import TenantQos
 from pensieve.errors import AlreadyExists, Cancelled, NotFound, PensieveError, Unavailable
 from pensieve.logs import bind
-from pensieve.server.admission import Gate
-from pensieve.server.bugs import bug
+from pensieve.server.admission import AdmissionGate
+from pensieve.server.bugs import report_bug
 from pensieve.server.settings import TurnSettings
 from pensieve.server.turns import record as turn_record
 from pensieve.server.turns.buffer import TurnBuffer
-from pensieve.server.turns.lease import called_off, end_elsewhere
+from pensieve.server.turns.lease import end_elsewhere, turn_cancelled
 from pensieve.server.turns.run import Order, RunState, TurnRun
 from pensieve.server.turns.runner import TurnRunner
 from pensieve.server.unavailable import draining
@@ -29,7 +29,7 @@ from pensieve.store import EndOrder, HistoryStore, Key
 TurnKey = tuple[Key, str]
 
 
-class CalledOffStreams:
+class CancelledStreams:
     """Streams that their callers have called off: a late request of such a stream must not begin its turn again.
 
     A client that leaves sends CancelTurn. Its StreamTurn, or a repetition of it, may arrive after that: by another
@@ -90,7 +90,7 @@ class Turns:
         store: HistoryStore,
         runner: TurnRunner,
         settings: TurnSettings,
-        gate: Gate,
+        gate: AdmissionGate,
         on_ended: Callable[[TurnEnd], None],
         on_refused: Callable[[str, str], None],
     ) -> None:
@@ -108,7 +108,7 @@ class Turns:
         self._patience: dict[TurnRun, asyncio.TimerHandle] = {}
         """Until it is looked at whether a turn has waited too long."""
         self._discarded: OrderedDict[TurnKey, str] = OrderedDict()
-        self._called_off = CalledOffStreams(settings.discarded_turns)
+        self._called_off = CancelledStreams(settings.discarded_turns)
         self._draining = False
         self._one_ended = asyncio.Event()
 
@@ -121,16 +121,16 @@ class Turns:
     def draining(self) -> bool:
         return self._draining
 
-    def runs_in(self, key: Key) -> bool:
+    def has_running_turn(self, key: Key) -> bool:
         """Whether a turn of this session runs in this process, or is about to."""
         return any(session == key for session, _ in self._runs)
 
-    def standing(self, key: Key) -> Standing:
+    def qos_for(self, key: Key) -> TenantQos:
         """How what is asked of the engine for this session stands there, beside its turns."""
-        return self._gate.standing(key.tenant)
+        return self._gate.qos(key.tenant)
 
     @asynccontextmanager
-    async def attached(
+    async def attach(
         self,
         key: Key,
         spec: NewTurn,
@@ -241,8 +241,8 @@ class Turns:
                 if run is None:
                     view = await self._end_elsewhere(key, request_id, EndOrder(keep, keep_tokens))
                 else:
-                    error = None if keep else called_off()
-                    run.end_early(Order(keep_tokens if keep else None, error, asked=True))
+                    error = None if keep else turn_cancelled()
+                    run.end_early(Order(keep_tokens if keep else None, error, by_caller=True))
                     view = await run.buffer.outcome()
             except Cancelled as discarded:
                 view = _discarded(key, request_id, discarded.reason)
@@ -261,7 +261,7 @@ class Turns:
         try:
             return await self.get(key, request_id)
         except NotFound:
-            return _discarded(key, request_id, called_off().reason)
+            return _discarded(key, request_id, turn_cancelled().reason)
 
     async def _find_or_start(
         self, key: Key, spec: NewTurn, attach_only: bool, deadline_s: float | None, stream_id: str
@@ -276,8 +276,8 @@ class Turns:
         while (run := self._runs.get(turn)) is not None and run.abandoned:
             # A late caller starts again. It must not see the abandoned attempt's error.
             await run.buffer.wait_for_end()
-            if run.called_off:
-                raise called_off()
+            if run.cancelled_by_caller:
+                raise turn_cancelled()
         refusal = None
         if run is None and not attach_only:
             refusal = draining() if self._draining else self._gate.refusal(key.tenant, spec, deadline_s)
@@ -290,10 +290,10 @@ class Turns:
                 self._on_refused(key.tenant, refusal.reason)
                 raise refusal
         if self._called_off.has(*turn, stream_id):
-            raise called_off()
+            raise turn_cancelled()
         fingerprint = spec.fingerprint()
         if run is None:
-            ticket = self._gate.enter(key.tenant, spec) if refusal is None else None
+            ticket = self._gate.admit(key.tenant, spec) if refusal is None else None
             run = self._runs[turn] = TurnRun(key, spec, fingerprint, ticket)
             if self._gate.max_wait_s > 0:
                 self._look_later(run, self._gate.max_wait_s)
@@ -319,7 +319,7 @@ class Turns:
 
         async def show(buffer: TurnBuffer) -> TurnView:
             bind(session=key.session_id, request_id=request_id)
-            return await self._runner.show(key, request_id, revision, buffer)
+            return await self._runner.replay(key, request_id, revision, buffer)
 
         return Onlooker(show)
 
@@ -360,7 +360,7 @@ class Turns:
         had_lease = run.state.had_lease
         if run.ticket is not None:
             used = end.usage.new_tokens + end.usage.recomputed_tokens + end.usage.output_tokens
-            run.ticket.ended(used if had_lease else 0, end.usage.output_tokens if had_lease else 0)
+            run.ticket.on_ended(used if had_lease else 0, end.usage.output_tokens if had_lease else 0)
         if not had_lease:
             return
         discarded = outcome.reason if isinstance(outcome, PensieveError) else ""
@@ -373,7 +373,7 @@ class Turns:
 
     async def _committed(self, key: Key, request_id: str) -> TurnView | None:
         revision = await self._store.find_request(key, request_id)
-        turn = None if revision is None else await turn_record.committed(self._store, key, revision)
+        turn = None if revision is None else await turn_record.load_committed(self._store, key, revision)
         return None if turn is None else turn_record.committed_view(key, turn)
 
     def _remembered(self, key: Key, request_id: str) -> TurnView:
@@ -398,7 +398,7 @@ async def _outcome(work: Awaitable[TurnView]) -> TurnView | PensieveError:
     except PensieveError as error:
         return error
     except Exception as error:
-        return bug(error, "a turn")
+        return report_bug(error, "a turn")
 
 
 def _stopping() -> Unavailable:

@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 
 from pensieve.core import Hints, TokenArray
-from pensieve.replay.load.schedule import Arrivals, Gaps, Script, prefix_ids, run_in, scripts
+from pensieve.replay.load.schedule import Arrivals, Gaps, Script, apply_run_in, prefix_ids, scripts
 from pensieve.replay.load.workload import Conversation, Piece
 from pensieve.simulate.scenario.settings import Settings
 
@@ -20,7 +20,7 @@ _BLOCK = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Life:
+class SessionScript:
     """One session: when it starts, its turns, and when each turn comes."""
 
     number: int
@@ -52,39 +52,41 @@ class Life:
 
 
 @dataclass(frozen=True, slots=True)
-class InProgress:
+class InProgressLoad:
     """A load that begins in the middle: the very turns that ``pensieve replay --run-in`` plays, at the same times."""
 
-    lives: tuple[Life, ...]
+    sessions: tuple[SessionScript, ...]
     """The sessions. All that one said before the start is one turn, its first."""
     zero_s: float
     """The replay's time 0. Before it histories are computed, one after the other."""
     run_in_s: float
 
     @classmethod
-    def of(cls, conversations: Sequence[Conversation], arrivals: Arrivals, token_s: float) -> InProgress:
+    def from_conversations(
+        cls, conversations: Sequence[Conversation], arrivals: Arrivals, token_s: float
+    ) -> InProgressLoad:
         """``token_s``: seconds that a token of history takes. Raises ValueError when all conversations are over."""
-        found = run_in(scripts(conversations, arrivals), arrivals.run_in_s)
-        if all(script.over for script in found):
+        found = apply_run_in(scripts(conversations, arrivals), arrivals.run_in_s)
+        if all(script.is_over for script in found):
             raise ValueError("all sessions have ended before the start: ask for more of them")
         before = sorted(
-            (script for script in found if script.beforehand), key=lambda script: script.due[0].at_s
+            (script for script in found if script.has_history), key=lambda script: script.due[0].at_s
         )
         starts = np.cumsum([0.0, *(token_s * script.conversation.turns[0].input_tokens for script in before)])
         zero = float(starts[-1])
         lives = [_scripted(script, float(start), zero) for script, start in zip(before, starts, strict=False)]
         lives += [
-            _scripted(script, zero + script.begins_s, zero) for script in found if not script.beforehand
+            _scripted(script, zero + script.start_s, zero) for script in found if not script.has_history
         ]
         return cls(tuple(sorted(lives, key=lambda life: life.start)), zero, arrivals.run_in_s)
 
 
-def _scripted(script: Script, start: float, zero: float) -> Life:
+def _scripted(script: Script, start: float, zero: float) -> SessionScript:
     """A script's session. ``start``: of its first turn here; ``zero``: time 0 of the script."""
     turns = tuple((turn.input_tokens, turn.output_tokens) for turn in script.conversation.turns)
     earliest = tuple(zero + due.at_s - start for due in script.due)
     waits = tuple(due.after_answer_s for due in script.due)
-    return Life(script.number, start, turns, waits, earliest, script.conversation.prefix)
+    return SessionScript(script.number, start, turns, waits, earliest, script.conversation.prefix)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +103,7 @@ class Load:
     seed: int = 0
     think_gaps: Gaps | None = None
     """Pauses are drawn from these, from the end of an answer on."""
-    in_progress: InProgress | None = None
+    in_progress: InProgressLoad | None = None
     """The sessions of a load that has begun before; the other fields then say what they were drawn from."""
 
     def __post_init__(self) -> None:
@@ -115,13 +117,13 @@ class Load:
             raise ValueError("a think time and gaps to draw it from are one too many")
 
     @property
-    def total(self) -> int:
+    def session_count(self) -> int:
         if self.in_progress is not None:
-            return len(self.in_progress.lives)
+            return len(self.in_progress.sessions)
         return len(self.conversations) if self.sessions is None else self.sessions
 
     @property
-    def shares(self) -> bool:
+    def has_shared_prefixes(self) -> bool:
         """Whether sessions have beginnings in common."""
         return any(talk.prefix for talk in self.conversations)
 
@@ -138,17 +140,17 @@ class Load:
         firsts = [talk.turns[0].timestamp_s or 0.0 for talk in self.conversations]
         return len(firsts) / max(max(firsts) - min(firsts), 1e-9)
 
-    def __iter__(self) -> Iterator[Life]:
+    def __iter__(self) -> Iterator[SessionScript]:
         if self.in_progress is not None:
-            yield from self.in_progress.lives
+            yield from self.in_progress.sessions
             return
         if self.sessions is None and self.rate is None:
             yield from self._as_recorded()
             return
         now = 0.0
-        for first in range(0, self.total, _BLOCK):
+        for first in range(0, self.session_count, _BLOCK):
             rng = np.random.default_rng([self.seed, first])
-            count = min(_BLOCK, self.total - first)
+            count = min(_BLOCK, self.session_count - first)
             gaps = rng.exponential(1.0 / self.starts_per_s, count).tolist()
             numbers = range(first, first + count)
             drawn = (
@@ -158,41 +160,41 @@ class Load:
                 now += gap
                 yield self._life(number, now, self.conversations[which], rng)
 
-    def _as_recorded(self) -> Iterator[Life]:
+    def _as_recorded(self) -> Iterator[SessionScript]:
         origin = min(talk.turns[0].timestamp_s or 0.0 for talk in self.conversations)
         ordered = sorted(self.conversations, key=lambda talk: talk.turns[0].timestamp_s or 0.0)
         rng = np.random.default_rng([self.seed, 0])
         for number, talk in enumerate(ordered):
             yield self._life(number, (talk.turns[0].timestamp_s or 0.0) - origin, talk, rng)
 
-    def _life(self, number: int, start: float, talk: Conversation, rng: np.random.Generator) -> Life:
+    def _life(self, number: int, start: float, talk: Conversation, rng: np.random.Generator) -> SessionScript:
         turns = tuple((turn.input_tokens, turn.output_tokens) for turn in talk.turns)
         if self.think_gaps is not None:
             drawn = rng.choice(np.array(self.think_gaps.seconds), len(turns))
-            return Life(number, start, turns, tuple(drawn.tolist()), prefix=talk.prefix)
+            return SessionScript(number, start, turns, tuple(drawn.tolist()), prefix=talk.prefix)
         if self.think_time_s is not None:
             waits = tuple(rng.exponential(self.think_time_s, len(turns)).tolist())
-            return Life(number, start, turns, waits, prefix=talk.prefix)
+            return SessionScript(number, start, turns, waits, prefix=talk.prefix)
         first = talk.turns[0].timestamp_s or 0.0
         earliest = tuple((turn.timestamp_s or 0.0) - first for turn in talk.turns)
-        return Life(number, start, turns, (0.0,) * len(turns), earliest, talk.prefix)
+        return SessionScript(number, start, turns, (0.0,) * len(turns), earliest, talk.prefix)
 
 
-def in_the_middle(load: Load, run_in_s: float, token_s: float) -> Load:
-    """The same load, as if it had been going on for ``run_in_s``; see ``InProgress``. Raises ValueError."""
+def with_run_in(load: Load, run_in_s: float, token_s: float) -> Load:
+    """The same load, as if it had been going on for ``run_in_s``; see ``InProgressLoad``. Raises ValueError."""
     if load.rate is None:
         raise ValueError("only a load with a rate can have begun before")
     arrivals = Arrivals(
         load.rate, load.think_time_s or 0.0, seed=load.seed, think_gaps=load.think_gaps, run_in_s=run_in_s
     )
-    return replace(load, in_progress=InProgress.of(load.conversations, arrivals, token_s))
+    return replace(load, in_progress=InProgressLoad.from_conversations(load.conversations, arrivals, token_s))
 
 
 _STREAM: Final = 1
 """Numbers the generator's stream: no other draws of a simulation are these."""
 
 
-def hints_of(settings: Settings, life: Life, turn: int, now: float) -> Hints | None:
+def hints_of(settings: Settings, life: SessionScript, turn: int, now: float) -> Hints | None:
     """What the client says of the session when ``turn`` ends ``now``; None: nothing.
 
     As ``pensieve.replay.play.runner``, but that the pause is counted from the end of the answer: a simulated client

@@ -63,20 +63,20 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         ):
             raise MachineError(f"impossible machine: {self}")
 
-    def step(self, *, tokens: float, rows: float, kv_read: float, pairs: float) -> float:
+    def step_seconds(self, *, tokens: float, rows: float, kv_read: float, pairs: float) -> float:
         """Seconds of one step without copies."""
         matrices = max(self.weights_s, tokens * self.token_s)
         return matrices + kv_read * self.kv_s + pairs * self.pair_s + rows * self.row_s + self.fixed_s
 
-    def copy(self, tokens: int) -> float:
+    def copy_seconds(self, tokens: int) -> float:
         """Seconds to bring so many KV-tokens from the host."""
         return tokens * self.kv_bytes / self.swap_bytes_per_s
 
-    def with_copy(self, compute: float, copy: float) -> float:
+    def seconds_with_copy(self, compute: float, copy: float) -> float:
         """A step whose layers wait for their copies one by one."""
         return max(compute, copy) + min(compute, copy) / self.layers
 
-    def cost(self, chunk_tokens: int, context_limit: int) -> CostModel:
+    def cost_model(self, chunk_tokens: int, context_limit: int) -> CostModel:
         """``Cost(l)`` as this machine has it, for retention values and for what recomputation costs, in seconds."""
         top = max(context_limit, chunk_tokens)
         return CostModel(

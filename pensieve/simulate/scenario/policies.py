@@ -4,7 +4,7 @@
 ``arc``          Adaptive Replacement Cache with sessions as its objects, evicted chunk by chunk
 ``clairvoyant``  V = Cost(l) / time until the session comes back: Belady's rule adapted to cost. It sees the future, so
                  nobody can run it; it says how much there is to gain. Greedy, so close to the optimum but not proven
-                 to be one: ``Bound`` has the proven limit.
+                 to be one: ``RecomputeBound`` has the proven limit.
 
 The engine's ``Policy`` is told of past turns and how long ago a session was last active. What these know beyond that
 travels in the time that a session is released with (``stamp``).
@@ -32,7 +32,7 @@ Stamp = Callable[[float, float, int], float]
 """(now, time of the next turn, turns so far) → the time to release a session with."""
 
 
-class OneCounts(Policy):
+class MaxClaimPolicy(Policy):
     """Of a chunk's several owners the one that keeps it longest counts: claims do not add up."""
 
     @abc.abstractmethod
@@ -49,7 +49,7 @@ class OneCounts(Policy):
         return False
 
 
-class TtlLru(OneCounts):
+class TtlLru(MaxClaimPolicy):
     """Recency within the time to live; what has outlived it goes before, cheapest first, of equals the longest idle."""
 
     def values(self, first_cost: Floats, candidates: Floats, idle: Floats, kinds: Ints) -> Floats:
@@ -75,7 +75,7 @@ class Clairvoyant(Policy):
         )
 
 
-class Arc(OneCounts):
+class Arc(MaxClaimPolicy):
     """T1: sessions with one turn, T2: those that came back. ``share`` is how much of what can be evicted T1 may be.
 
     A returning session that lost chunks is a hit in a ghost list: of T1 if it had had one turn, else of T2; ``share``
@@ -104,7 +104,7 @@ class Arc(OneCounts):
     def shared_values(self, first_cost: Floats, candidates: Floats, claims: Floats) -> Floats:
         return claims
 
-    def returned(self, turn: int, history: int, recomputed: int) -> None:
+    def on_history_lost(self, turn: int, history: int, recomputed: int) -> None:
         """A session's turn number ``turn`` found its history with so many tokens lost."""
         if turn == 0 or not recomputed:
             return
@@ -132,7 +132,7 @@ EXTRA: Final[dict[str, tuple[Callable[[], Policy], Stamp]]] = {
 NAMES: Final = (*POLICIES, *EXTRA)
 
 
-def make(name: str) -> tuple[Policy, Stamp]:
+def make_policy(name: str) -> tuple[Policy, Stamp]:
     """A fresh policy, and how to stamp what it releases. Raises KeyError."""
     if name in EXTRA:
         policy, stamp = EXTRA[name]
@@ -145,7 +145,7 @@ _PER_DECADE = 200
 _LEAST_EXPONENT = -12
 
 
-class Bound:
+class RecomputeBound:
     """A limit that no policy can beat: how little has to be recomputed when space-time is all that is short.
 
     Keeping a chunk from one turn to the next saves its recomputation and takes one page of a tier for that time. Pages
@@ -164,7 +164,7 @@ class Bound:
         self._saved = np.zeros(bins)
         self._page_seconds = np.zeros(bins)
 
-    def idle(self, history: int, seconds: float) -> None:
+    def add_idle_period(self, history: int, seconds: float) -> None:
         """A session came back to ``history`` tokens after so many seconds."""
         chunks = history // self._cost.chunk_tokens
         if chunks > self._chunk_costs.size:

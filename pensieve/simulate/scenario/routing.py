@@ -45,7 +45,7 @@ class Router:
         """Whether what one replica does can never change what another one gets."""
         return self._settings.routing in ("affine", "hash")
 
-    def replica(self, session: int, turn: int, *, lost: bool) -> int:
+    def route(self, session: int, turn: int, *, lost: bool) -> int:
         """The replica of a turn that comes now. ``lost``: replica 0 takes none."""
         settings = self._settings
         if self._points:

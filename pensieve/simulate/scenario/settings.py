@@ -59,7 +59,7 @@ class Settings:
     slack: int = 0
     """See ``TurnCache``; only the ``turns`` engine has it."""
 
-    def changes(self, lose: Change, bring_back: Change) -> list[tuple[float, Change]]:
+    def replica_changes(self, lose: Change, bring_back: Change) -> list[tuple[float, Change]]:
         """What happens to the replicas, in order: (when, what to call then)."""
         told = ((self.lose_replica_at, lose), (self.replica_returns_at, bring_back))
         return [(at, change) for at, change in told if at is not None]

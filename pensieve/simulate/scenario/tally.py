@@ -21,7 +21,7 @@ _LEAST = 1e-5
 
 
 @dataclass(slots=True)
-class Times:
+class DurationHistogram:
     """Mean and percentiles of durations; a percentile is right to 1 %."""
 
     count: int = 0
@@ -51,14 +51,14 @@ class Times:
         found = [self.percentile(share / 100) for share in range(101)]
         return None if found[-1] is None else [value for value in found if value is not None]
 
-    def merge(self, other: Times) -> None:
+    def merge(self, other: DurationHistogram) -> None:
         """Add what another one has."""
         self.count, self.total = self.count + other.count, self.total + other.total
         self.most = max(self.most, other.most)
         for bin_, count in other.bins.items():
             self.bins[bin_] = self.bins.get(bin_, 0) + count
 
-    def statistic(self) -> dict[str, float | int | None]:
+    def statistics(self) -> dict[str, float | int | None]:
         mean = self.total / self.count if self.count else None
         shares = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99}
         percentiles = {name: self.percentile(share) for name, share in shares.items()}
@@ -66,7 +66,7 @@ class Times:
 
 
 @dataclass(slots=True)
-class Slice:
+class TurnTotals:
     """What ``told`` tells, over all turns that were added."""
 
     turns: int = 0
@@ -75,9 +75,9 @@ class Slice:
     device: int = 0
     host: int = 0
     recomputed: int = 0
-    cold: Times = field(default_factory=Times)
-    warm: Times = field(default_factory=Times)
-    normalised: Times = field(default_factory=Times)
+    cold: DurationHistogram = field(default_factory=DurationHistogram)
+    warm: DurationHistogram = field(default_factory=DurationHistogram)
+    normalised: DurationHistogram = field(default_factory=DurationHistogram)
 
     def add(self, usage: Usage, ttft: float, answering: float, *, warm: bool) -> None:
         """One completed turn; seconds to its first token, and from there to its last."""
@@ -89,23 +89,23 @@ class Slice:
         (self.warm if warm else self.cold).add(ttft)
         self.normalised.add((ttft + answering) / usage.output_tokens)
 
-    def told(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """For JSON. Shares are of the history tokens."""
         return {
             "turns": self.turns,
             "tokens": {"history": self.history, "gpu_cached": self.device, "swapped_in": self.host,
                        "recomputed": self.recomputed},
             "hit_rate": (self.device + self.host) / self.history if self.history else None,
-            "ttft_s": {"cold": self.cold.statistic(), "warm": self.warm.statistic()},
-            "normalised_latency_s": self.normalised.statistic(),
+            "ttft_s": {"cold": self.cold.statistics(), "warm": self.warm.statistics()},
+            "normalised_latency_s": self.normalised.statistics(),
         }  # fmt: skip
 
 
 _TURNS_SHOWN = 20
-Span = tuple[float, float]
+TimeWindow = tuple[float, float]
 
 
-class ChunkPrices:
+class RecomputeCosts:
     """The cost of recomputing ranges of a context."""
 
     def __init__(self, cost: CostModel) -> None:
@@ -113,7 +113,7 @@ class ChunkPrices:
         self._size = cost.chunk_tokens
         self._upto = [0.0]
 
-    def upto(self, tokens: int) -> float:
+    def cost_up_to(self, tokens: int) -> float:
         """Seconds to compute the first so many tokens of a context; a part of a chunk costs its share."""
         whole, rest = divmod(tokens, self._size)
         while len(self._upto) < whole + 2:
@@ -123,15 +123,17 @@ class ChunkPrices:
         low = self._upto[whole]
         return low + (self._upto[whole + 1] - low) * rest / self._size if rest else low
 
-    def of(self, missing: tuple[tuple[int, int], ...], history: int) -> float:
+    def cost_of(self, missing: tuple[tuple[int, int], ...], history: int) -> float:
         """Seconds to recompute what is missing of a history."""
         return sum(
-            self.upto(min(end, history)) - self.upto(start) for start, end in missing if start < history
+            self.cost_up_to(min(end, history)) - self.cost_up_to(start)
+            for start, end in missing
+            if start < history
         )
 
 
 @dataclass(slots=True)  # not frozen: one is made for each turn
-class EndedTurn:
+class CompletedTurn:
     """A completed turn as an engine counts it. Times in virtual seconds."""
 
     number: int
@@ -143,7 +145,7 @@ class EndedTurn:
     ttft: float
     answering: float
     """From its first token to its end."""
-    at: float
+    end_s: float
     """When it ended."""
     shared: int = 0
     """Tokens of its input that were found cached."""
@@ -157,14 +159,14 @@ class _Row:
     turns: int = 0
     sources: list[int] = field(default_factory=lambda: [0] * len(SOURCES))
     output: int = 0
-    ttft: Times = field(default_factory=Times)
+    ttft: DurationHistogram = field(default_factory=DurationHistogram)
 
 
 @dataclass(slots=True)
 class Tally:
     """Sums over what one policy's simulation did: over the turns that ended in a window, or over all."""
 
-    window: Span | None = None
+    window: TimeWindow | None = None
     """From its start up to its end, in virtual seconds from ``zero_s`` on."""
     zero_s: float = 0.0
     """All times here count from this one."""
@@ -182,9 +184,9 @@ class Tally:
     """Begun again elsewhere because their replica was lost."""
     rows: list[_Row] = field(default_factory=list)
     """Sums by a turn's number in its session; the last row is for all later ones."""
-    latency: Times = field(default_factory=Times)
-    normalised: Times = field(default_factory=Times)
-    gaps: Times = field(default_factory=Times)
+    latency: DurationHistogram = field(default_factory=DurationHistogram)
+    normalised: DurationHistogram = field(default_factory=DurationHistogram)
+    gaps: DurationHistogram = field(default_factory=DurationHistogram)
     """Between a token and the next one of the same answer."""
     answering_s: float = 0.0
     """From first tokens to the ends of answers."""
@@ -192,13 +194,13 @@ class Tally:
     """Seconds that sessions were open, pauses included, all sessions together."""
     flight_s: list[float] = field(default_factory=lambda: [0.0] * BINS)
     """Seconds that turns were under way in each part of the window, all turns together."""
-    ended: float = 0.0
-    replicas: dict[int, Slice] = field(default_factory=dict)
+    last_end_s: float = 0.0
+    replicas: dict[int, TurnTotals] = field(default_factory=dict)
     """The turns by the replica that ended them."""
-    timeline: dict[int, Slice] = field(default_factory=dict)
+    timeline: dict[int, TurnTotals] = field(default_factory=dict)
     """The turns by when they ended: in which row of ``row_s`` after the window's start."""
 
-    def add(self, turn: EndedTurn) -> None:
+    def add(self, turn: CompletedTurn) -> None:
         """Count a completed turn."""
         usage = turn.usage
         values = (
@@ -207,21 +209,21 @@ class Tally:
             usage.recomputed_tokens,
             usage.new_tokens,
         )
-        now = turn.at - self.zero_s
+        now = turn.end_s - self.zero_s
         self.sessions += turn.number == 0
         self.violations += (
             not usage.reconciles or usage.context_tokens != turn.expected_context or min(values) < 0
         )
-        self.ended = max(self.ended, now)
+        self.last_end_s = max(self.last_end_s, now)
         if self.window is not None:
             self._in_flight(now - turn.ttft - turn.answering, now)
             if not self.window[0] <= now < self.window[1]:
                 self.turns_outside += 1
                 return
-        slices = [self.replicas.setdefault(turn.replica, Slice())]
+        slices = [self.replicas.setdefault(turn.replica, TurnTotals())]
         if self.row_s is not None:
             start = self.window[0] if self.window else 0.0
-            slices.append(self.timeline.setdefault(int((now - start) / self.row_s), Slice()))
+            slices.append(self.timeline.setdefault(int((now - start) / self.row_s), TurnTotals()))
         for slice_ in slices:
             slice_.add(usage, turn.ttft, turn.answering, warm=turn.number > 0)
         self.shared += turn.shared
@@ -239,12 +241,12 @@ class Tally:
         for place, tokens in enumerate(values):
             row.sources[place] += tokens
 
-    def gap(self, seconds: float, count: int, now: float) -> None:
+    def add_gaps(self, seconds: float, count: int, now: float) -> None:
         """Count so many tokens that came ``now`` or until now, each so long after the one before it."""
         if count and (self.window is None or self.window[0] <= now - self.zero_s < self.window[1]):
             self.gaps.add(seconds, count)
 
-    def open(self, start: float, end: float) -> None:
+    def add_open_time(self, start: float, end: float) -> None:
         """Count a session that was open from its first turn's arrival to its last answer's end."""
         start, end = start - self.zero_s, end - self.zero_s
         low, high = self.window or (0.0, end)
@@ -260,12 +262,12 @@ class Tally:
             self.flight_s[part] += max(0.0, min(end, begins + width) - max(start, begins))
 
     @property
-    def cold(self) -> Times:
+    def cold(self) -> DurationHistogram:
         """Times to the first tokens of first turns."""
         return _merged(self.rows[:1])
 
     @property
-    def warm(self) -> Times:
+    def warm(self) -> DurationHistogram:
         """Times to the first tokens of later turns."""
         return _merged(self.rows[1:])
 
@@ -288,7 +290,7 @@ class Tally:
 
     def summary(self) -> dict[str, Any]:
         """The numbers, named as ``pensieve replay`` names them where it has the same."""
-        start, end = self.window or (0.0, self.ended)
+        start, end = self.window or (0.0, self.last_end_s)
         seconds, sources = end - start, self.sources
         history = self.context - sources["new"]
         found = sources["gpu_cached"] + sources["swapped_in"]
@@ -300,14 +302,14 @@ class Tally:
             "duration_s": seconds,
             "turns": {"completed": self.turns, "failed": 0, "skipped": 0},
             "sessions": self.sessions,
-            "virtual_s": self.ended,
+            "virtual_s": self.last_end_s,
             "turns_per_s": self.turns / seconds if seconds else None,
             "output_tokens_per_s": self.output / seconds if seconds else None,
-            "normalised_latency_s": self.normalised.statistic(),
-            "latency_s": self.latency.statistic(),
-            "ttft_s": {kind: times.statistic() for kind, times in kinds.items()},
+            "normalised_latency_s": self.normalised.statistics(),
+            "latency_s": self.latency.statistics(),
+            "ttft_s": {kind: times.statistics() for kind, times in kinds.items()},
             "ttft_quantiles_s": {kind: times.quantiles() for kind, times in kinds.items()},
-            "inter_token_s": self.gaps.statistic(),
+            "inter_token_s": self.gaps.statistics(),
             "answering_s": self.answering_s,
             "tokens": {"context": self.context, **sources, "output": self.output},
             "hit_rate": found / history if history else None,
@@ -315,7 +317,7 @@ class Tally:
             "recomputed_cost_s": self.recomputed_cost_s,
             "repeated_turns": self.repeated_turns,
             "receipts": {"checked": self.turns + self.turns_outside, "violations": self.violations, "examples": []},
-            "by_replica": [{"replica": at, **self.replicas[at].told()} for at in sorted(self.replicas)],
+            "by_replica": [{"replica": at, **self.replicas[at].to_dict()} for at in sorted(self.replicas)],
             "timeline": self._timeline(),
             "by_turn": [_by_turn(number, row) for number, row in enumerate(self.rows)],
             "active_sessions": {
@@ -328,25 +330,25 @@ class Tally:
     def _timeline(self) -> list[dict[str, Any]]:
         start = self.window[0] if self.window else 0.0
         return [
-            {"start_s": start + row * self.row_s, **self.timeline.get(row, Slice()).told()}
+            {"start_s": start + row * self.row_s, **self.timeline.get(row, TurnTotals()).to_dict()}
             for row in range(1 + max(self.timeline, default=-1))
             if self.row_s is not None
         ]
 
     def _window(self) -> dict[str, Any]:
-        start, end = self.window or (0.0, self.ended)
+        start, end = self.window or (0.0, self.last_end_s)
         steady = None
         if self.window is not None:
             steady = not has_trend(np.array(self.flight_s) * BINS / (end - start))
         return {
-            "rule": "given" if self.window else "whole", "start_s": start, "end_s": end, "run_s": self.ended,
+            "rule": "given" if self.window else "whole", "start_s": start, "end_s": end, "run_s": self.last_end_s,
             "steady": steady, "turns_outside": self.turns_outside, "failed_outside": 0, "cut_short": 0,
         }  # fmt: skip
 
 
-def _merged(rows: Sequence[_Row]) -> Times:
+def _merged(rows: Sequence[_Row]) -> DurationHistogram:
     """Times to first tokens, of several rows together."""
-    all_ = Times()
+    all_ = DurationHistogram()
     for row in rows:
         all_.merge(row.ttft)
     return all_
@@ -355,6 +357,6 @@ def _merged(rows: Sequence[_Row]) -> Times:
 def _by_turn(number: int, row: _Row) -> dict[str, Any]:
     tokens = dict(zip(SOURCES, row.sources, strict=True))
     return {
-        "turn": number, "turns": row.turns, "ttft_s": row.ttft.statistic(),
+        "turn": number, "turns": row.turns, "ttft_s": row.ttft.statistics(),
         "tokens": {"context": sum(row.sources), **tokens, "output": row.output},
     }  # fmt: skip

@@ -16,7 +16,7 @@ from typing import Final
 
 from pensieve.engine.cache.chunk import Range, Restore, take_front
 from pensieve.engine.scheduling.scheduler import SWAP_OUT_QUANTUM
-from pensieve.simulate.scenario.load import Life, hints_of
+from pensieve.simulate.scenario.load import SessionScript, hints_of
 from pensieve.simulate.scenario.policies import Stamp
 from pensieve.simulate.scenario.settings import Settings
 from pensieve.simulate.turns.cache import TurnCache
@@ -26,7 +26,7 @@ from pensieve.simulate.turns.cache import TurnCache
 class LiveTurn:
     """A session with a turn that is due, waits or runs. ``Batch`` writes what is below ``replica``."""
 
-    life: Life
+    script: SessionScript
     index: int = 0
     history: int = 0
     arrived: float = 0.0
@@ -36,7 +36,7 @@ class LiveTurn:
     """Tokens of the answer."""
     replica: int = 0
     ticket: int = 0
-    visible: int = 0
+    visible_step: int = 0
     """First step whose plan can know of it."""
     restore: Restore | None = None
     """How its first admission found its context: what a suspension costs later is not part of its receipt."""
@@ -44,18 +44,18 @@ class LiveTurn:
     """What is still to be computed of its context."""
     computed: int = 0
     """Tokens in the cache when its generation last began, or went on after a suspension."""
-    begun: int = 0
+    begin_step: int = 0
     """The step in which that was."""
-    ends: int = 0
+    end_step: int = 0
     """Steps that are over when it leaves; 0: it does not generate."""
-    made: int = 0
+    answer_tokens: int = 0
     """Tokens of its answer when it was last suspended."""
     last_token: float = 0.0
     """When the last of those came."""
     first_token: float = 0.0
 
     def __post_init__(self) -> None:
-        new, self.output = self.life.turns[self.index]
+        new, self.output = self.script.turns[self.index]
         self.prompt = self.history + new
 
 
@@ -64,23 +64,23 @@ _ALIKE = 1.01
 
 
 @dataclass(slots=True)  # not frozen: one is made at each event
-class Series:
+class StepSeries:
     """Steps of ``first``, ``first + rise``, ``first + 2 * rise``, … seconds; ``rise`` is less than ``first``."""
 
     first: float
     rise: float = 0.0
 
-    def last(self, count: int) -> float:
+    def last_s(self, count: int) -> float:
         """Seconds that the last of so many steps takes."""
         return self.first + (count - 1) * self.rise
 
-    def total(self, count: int) -> float:
+    def total_s(self, count: int) -> float:
         """Seconds that so many steps take together."""
         return count * (self.first + self.rise * (count - 1) / 2)
 
-    def until(self, total: float, most: int) -> int:
+    def steps_until(self, total: float, most: int) -> int:
         """Steps until their sum reaches ``total``: at least one, at most ``most``."""
-        if self.total(most) <= total:
+        if self.total_s(most) <= total:
             return most
         linear = self.first - self.rise / 2
         count = 2 * total / (linear + math.sqrt(linear * linear + 2 * self.rise * max(total, 0.0)))
@@ -88,25 +88,25 @@ class Series:
 
     def is_even(self, count: int) -> bool:
         """Whether so many steps are nearly equal: one run, for ``parts``."""
-        return self.last(count) <= _ALIKE * self.first
+        return self.last_s(count) <= _ALIKE * self.first
 
     def parts(self, count: int) -> Iterator[tuple[float, int, float]]:
         """Split so many steps into runs of nearly equal ones: (seconds each, how many, seconds until the last ends)."""
-        last = self.last(count)
+        last = self.last_s(count)
         if self.is_even(count):
-            yield (self.first + last) / 2, count, self.total(count)
+            yield (self.first + last) / 2, count, self.total_s(count)
             return
         runs = min(count, math.ceil(math.log(last / self.first) / math.log(_ALIKE)))
         begin = 0
         for run in range(1, runs + 1):
             end = count * run // runs
-            yield self.first + self.rise * (begin + end - 1) / 2, end - begin, self.total(end)
+            yield self.first + self.rise * (begin + end - 1) / 2, end - begin, self.total_s(end)
             begin = end
 
 
 _MANY: Final = 1 << 60
 _NEVER: Final = float("inf")
-Ended = tuple[LiveTurn, float]
+TurnEnd = tuple[LiveTurn, float]
 """A turn and when its last token was out. Its chunks are released a step later, when that token is cached too."""
 OnGap = Callable[[float, int, float], None]
 """Told of (seconds, count, now): so many tokens each came so long after the one before it in its answer."""
@@ -152,23 +152,23 @@ class Batch:
         A generation takes a chunk every ``chunk_tokens`` steps, always at the same remainder."""
 
     @property
-    def under_way(self) -> int:
+    def active_turns(self) -> int:
         """Turns that wait or run here."""
         return len(self._waiting) + len(self._running)
 
     def submit(self, turn: LiveTurn, ticket: int, now: float) -> None:
         """Queue a turn that arrives now, during the latest step or after it."""
         if self._waiting or self._running:
-            turn.visible = self._step + self._lag
+            turn.visible_step = self._step + self._lag
         else:
-            self.now, turn.visible = max(self.now, now), self._step
+            self.now, turn.visible_step = max(self.now, now), self._step
             self.begins = self.now
         turn.ticket = ticket
         heapq.heappush(self._waiting, (ticket, turn))
 
-    def run(self, until: float) -> list[Ended]:
+    def run(self, until: float) -> list[TurnEnd]:
         """The next step, and those after it that are alike, not beyond the first one that ends after ``until``."""
-        gone: list[Ended] = []
+        gone: list[TurnEnd] = []
         grown = self._growth[self._step % self._size]
         if grown > self.cache.unpinned:
             gone = self._make_room()
@@ -179,7 +179,7 @@ class Batch:
         if self._restoring or self._waiting:
             self._admit(work, self._prefill(work, self._max_tokens - self._generating))
         begin, rows = self.now, self._generating
-        series: Series | None = None
+        series: StepSeries | None = None
         steps = 1
         if work or self._restoring:
             self._mixed_step(work)
@@ -205,7 +205,7 @@ class Batch:
         running = len(self._running)
         turns = [*self._running.values(), *(turn for _, turn in self._waiting)]
         for turn in turns:
-            turn.restore, turn.made, turn.ends, turn.first_token = None, 0, 0, 0.0
+            turn.restore, turn.answer_tokens, turn.end_step, turn.first_token = None, 0, 0, 0.0
             turn.missing.clear()
         for state in (self._waiting, self._running, self._restoring, self._ends):
             state.clear()
@@ -217,16 +217,16 @@ class Batch:
 
     # -- the plan ----------------------------------------------------------------------------------------------------
 
-    def _make_room(self) -> list[Ended]:
+    def _make_room(self) -> list[TurnEnd]:
         """Suspend the youngest while there are too few device pages for what the others generate next."""
-        gone: list[Ended] = []
+        gone: list[TurnEnd] = []
         while self._growth[self._step % self._size] > self.cache.unpinned:
             youngest = self._running[max(self._running)]
-            cached, made = youngest.computed, youngest.made
-            if youngest.ends:
+            cached, made = youngest.computed, youngest.answer_tokens
+            if youngest.end_step:
                 self._stop_generating(youngest)
-                cached += self._step - youngest.begun
-                made += 1 + self._step - youngest.begun
+                cached += self._step - youngest.begin_step
+                made += 1 + self._step - youngest.begin_step
             else:
                 self._restoring.remove(youngest)
             self._release(youngest, cached)
@@ -239,18 +239,18 @@ class Batch:
     def _suspend(self, turn: LiveTurn, made: int) -> None:
         """Back to the head of the queue; what it has computed stays in the cache."""
         self.suspensions += 1
-        self.cache.suspended(turn.life.number, self.now)
+        self.cache.suspend(turn.script.number, self.now)
         turn.missing.clear()
-        turn.made, turn.last_token = made, self.now
+        turn.answer_tokens, turn.last_token = made, self.now
         heapq.heappush(self._waiting, (turn.ticket, turn))
 
     def _release(self, turn: LiveTurn, cached: int) -> None:
         """Out of the running set; the cache has ``cached`` tokens of it, less what is missing."""
         del self._running[turn.ticket]
         turns = turn.index + 1
-        stamp = self._stamp(self.now, turn.life.due(turns, self.now), turns)
-        hints = hints_of(self._settings, turn.life, turn.index, self.now)
-        self.cache.release(turn.life.number, cached, stamp, turn.missing, hints)
+        stamp = self._stamp(self.now, turn.script.due(turns, self.now), turns)
+        hints = hints_of(self._settings, turn.script, turn.index, self.now)
+        self.cache.release(turn.script.number, cached, stamp, turn.missing, hints)
 
     def _prefill(self, work: list[tuple[LiveTurn, list[Range]]], budget: int) -> int:
         """Choose what goes on of restores and prefills; returns what is left of the budget."""
@@ -268,15 +268,17 @@ class Batch:
         cache = self.cache
         while self._waiting and budget > 0 and len(self._running) < self._max_running:
             turn = self._waiting[0][1]
-            number, context = turn.life.number, turn.prompt + turn.made
+            number, context = turn.script.number, turn.prompt + turn.answer_tokens
             others = bool(self._running)
-            prefix = turn.life.prefix
-            if (others and turn.visible > self._step) or not cache.can_admit(
+            prefix = turn.script.prefix
+            if (others and turn.visible_step > self._step) or not cache.can_admit(
                 number, context, prefix, reserve=others
             ):
                 return
             heapq.heappop(self._waiting)
-            restore = cache.admit(number, context if turn.made else turn.history, context, self.now, prefix)
+            restore = cache.admit(
+                number, context if turn.answer_tokens else turn.history, context, self.now, prefix
+            )
             turn.restore = turn.restore or restore
             turn.missing.extend(restore.missing)
             turn.computed = context
@@ -301,32 +303,32 @@ class Batch:
                     pairs += (end - start) * (start + end) / 2
         machine = self._machine
         rows = self._generating + len(work)
-        compute = machine.step(tokens=tokens, rows=rows, kv_read=kv, pairs=pairs)
+        compute = machine.step_seconds(tokens=tokens, rows=rows, kv_read=kv, pairs=pairs)
         loaded = self.cache.loading * self._size
         if not loaded:
             self.cache.save_ahead(self.now, SWAP_OUT_QUANTUM)
         self.cache.complete()
         self._kv += self._generating
         self._step += 1
-        self._latest = machine.with_copy(compute, machine.copy(loaded))
+        self._latest = machine.seconds_with_copy(compute, machine.copy_seconds(loaded))
         self.now += self._latest
         for turn, _ in work:
             if not turn.missing:
                 self._restoring.remove(turn)
                 self._generate(turn)
 
-    def _decode_steps(self, until: float) -> tuple[Series, int]:
+    def _decode_steps(self, until: float) -> tuple[StepSeries, int]:
         """The steps until somebody leaves or has to, the queue's head may be admitted, or ``until`` has come.
 
-        Nothing but positions differs between them, so they are one event: see ``Series`` for their times.
+        Nothing but positions differs between them, so they are one event: see ``StepSeries`` for their times.
         """
         rows, machine = self._generating, self._machine
         most = self._steps_to_an_end()
         if self._waiting:
             most = min(most, self._steps_to_another_try())
-        first = machine.step(tokens=rows, rows=rows, kv_read=self._kv, pairs=0)
-        series = Series(first, machine.kv_s * rows)
-        steps = series.until(until - self.now, most)
+        first = machine.step_seconds(tokens=rows, rows=rows, kv_read=self._kv, pairs=0)
+        series = StepSeries(first, machine.kv_s * rows)
+        steps = series.steps_until(until - self.now, most)
         # Pages for the first step were reserved when it was planned; those for the others must be there, too.
         while (grown := self._chunks_after_first(steps)) > self.cache.unpinned:
             steps -= 1
@@ -337,11 +339,11 @@ class Batch:
             self.cache.complete()
         self._kv += steps * rows
         self._step += steps
-        self._latest = series.last(steps)
-        self.now += series.total(steps)
+        self._latest = series.last_s(steps)
+        self.now += series.total_s(steps)
         return series, steps
 
-    def _tell_gaps(self, begin: float, rows: int, series: Series, steps: int, left: int) -> None:
+    def _tell_gaps(self, begin: float, rows: int, series: StepSeries, steps: int, left: int) -> None:
         """Report the gaps before the tokens of these steps: one of each generation in each step.
 
         Those that left had none in the last step, which only cached the token before.
@@ -356,8 +358,8 @@ class Batch:
         head = self._waiting[0][1]
         # A session whose chunks are copied in this step has to wait for the next one; one without room has to wait
         # until somebody leaves.
-        copying = self.cache.copying(head.life.number, head.life.prefix)
-        return 1 if copying else max(head.visible - self._step, 0) or _MANY
+        copying = self.cache.is_copying(head.script.number, head.script.prefix)
+        return 1 if copying else max(head.visible_step - self._step, 0) or _MANY
 
     def _chunks_after_first(self, steps: int) -> int:
         """Chunks that the generations take in the next ``steps`` steps, without the first of these."""
@@ -376,32 +378,32 @@ class Batch:
     def _generate(self, turn: LiveTurn) -> None:
         """The step that has just ended completed the turn's context and made a token of its answer."""
         turn.first_token = turn.first_token or self.now
-        if turn.made:
+        if turn.answer_tokens:
             self._on_gap(self.now - turn.last_token, 1, self.now)
-        turn.begun = self._step
-        turn.ends = self._step + turn.output - turn.made
-        heapq.heappush(self._ends, (turn.ends, turn.ticket, turn))
+        turn.begin_step = self._step
+        turn.end_step = self._step + turn.output - turn.answer_tokens
+        heapq.heappush(self._ends, (turn.end_step, turn.ticket, turn))
         self._generating += 1
         self._kv += turn.computed + 1
-        self._growth[(turn.begun - turn.computed) % self._size] += 1
+        self._growth[(turn.begin_step - turn.computed) % self._size] += 1
 
     def _stop_generating(self, turn: LiveTurn) -> None:
-        turn.ends = 0  # what ``_ends`` has of it is void
+        turn.end_step = 0  # what ``_ends`` has of it is void
         self._generating -= 1
-        self._kv -= turn.computed + self._step - turn.begun + 1
-        self._growth[(turn.begun - turn.computed) % self._size] -= 1
+        self._kv -= turn.computed + self._step - turn.begin_step + 1
+        self._growth[(turn.begin_step - turn.computed) % self._size] -= 1
 
     def _steps_to_an_end(self) -> int:
-        while self._ends[0][2].ends != self._ends[0][0]:  # suspended meanwhile
+        while self._ends[0][2].end_step != self._ends[0][0]:  # suspended meanwhile
             heapq.heappop(self._ends)
         return self._ends[0][0] - self._step
 
-    def _leave(self) -> list[Ended]:
+    def _leave(self) -> list[TurnEnd]:
         """Generations whose last token is cached now."""
-        gone: list[Ended] = []
+        gone: list[TurnEnd] = []
         while self._ends and self._ends[0][0] <= self._step:
             ends, _, turn = heapq.heappop(self._ends)
-            if turn.ends != ends:
+            if turn.end_step != ends:
                 continue
             self._stop_generating(turn)
             self._release(turn, turn.prompt + turn.output)

@@ -33,17 +33,17 @@ from pensieve.simulate.turns.places import (
     RECLAIMED,
     SAVING,
     SETTLED,
+    ChunkHolder,
     PlacesIndex,
-    Resident,
-    Run,
-    Sharer,
+    SharedRun,
+    SharingSession,
 )
 from pensieve.simulate.turns.sharing import Sharing
 from pensieve.simulate.turns.victims import Ranking, Round, VictimOrder, Victims, can_rank
 
 _DEVICE = bytes((DEVICE,))
 _BOTH = bytes((BOTH,))
-_SHARE = (Run, Sharer)
+_SHARE = (SharedRun, SharingSession)
 
 
 class TurnCache:
@@ -65,19 +65,19 @@ class TurnCache:
         self._watermark = config.swap_watermark * config.device_chunks
         self._reclaimable = 0
         """Idle chunks that are in both tiers."""
-        self._both: dict[Resident, None] = {}
+        self._both: dict[ChunkHolder, None] = {}
         """Sessions and runs with such chunks, and some that have none left."""
-        self._spares: dict[Resident, None] = {}
+        self._spares: dict[ChunkHolder, None] = {}
         """Sessions and runs in use that may have such chunks, whose host copies nothing needs; by admission."""
-        self._in_flight: dict[Resident, None] = {}
+        self._in_flight: dict[ChunkHolder, None] = {}
         self._size = config.chunk_tokens
         self.loading = 0
         """Chunks that the plan in hand copies in from the host."""
-        self._sessions: dict[int, Resident] = {}
-        self._running: dict[int, Resident] = {}
+        self._sessions: dict[int, ChunkHolder] = {}
+        self._running: dict[int, ChunkHolder] = {}
         self.unpinned = config.device_chunks
         """Device pages that no running turn holds."""
-        self._admitted: list[tuple[Resident, Restore]] = []
+        self._admitted: list[tuple[ChunkHolder, Restore]] = []
         self._sharing = Sharing(self.index, self._size, self._both, self._spares, self._in_flight)
 
     def chunks_for(self, tokens: int) -> int:
@@ -88,14 +88,14 @@ class TurnCache:
 
         ``prefix``: what its session's first input begins with.
         """
-        if self.copying(key, prefix):
+        if self.is_copying(key, prefix):
             return False
         left = self.unpinned - self.chunks_for(tokens)
         if prefix:
             left += self._pinned(key, prefix)
         return left > self.config.decode_reserve * self.config.device_chunks if reserve else left >= 0
 
-    def copying(self, key: int, prefix: tuple[Piece, ...] = ()) -> bool:
+    def is_copying(self, key: int, prefix: tuple[Piece, ...] = ()) -> bool:
         """Whether the plan in hand copies chunks of this session, or saves some that it is about to share."""
         if not self._in_flight:
             return False
@@ -104,7 +104,7 @@ class TurnCache:
             return True
         if not prefix:
             return False
-        if isinstance(session, Sharer) and any(
+        if isinstance(session, SharingSession) and any(
             run in self._in_flight and not IN_TRANSIT.isdisjoint(run.places) for run in session.runs
         ):
             return True
@@ -116,7 +116,7 @@ class TurnCache:
     ) -> Restore:
         """Pin a context and place every chunk of it on the device. ``prefix``: see ``can_admit``."""
         session = self._sessions.get(key) or self._add(key, prefix)
-        runs = self._meet(session, prefix) if isinstance(session, Sharer) else ()
+        runs = self._meet(session, prefix) if isinstance(session, SharingSession) else ()
         before = session.places
         loading, both = before.count(HOST), before.count(BOTH)
         spare = loading or both
@@ -124,15 +124,15 @@ class TurnCache:
         more = self.chunks_for(tokens) - len(before)
         absent = before.count(DROPPED) + loading + more
         session.running = True
-        session.before, session.places = before, before.translate(ADMITTED) + _DEVICE * more
+        session.places_before, session.places = before, before.translate(ADMITTED) + _DEVICE * more
         before[:] = bytes(len(before))  # nothing that a ranking has of it can be a victim now
         self._reclaimable -= both
         self._both.pop(session, None)
-        self.index.came_back(session, tokens - history, now)
+        self.index.on_turn_start(session, tokens - history, now)
         self.index.touch(session)
         self._running[key] = session
         self._in_flight[session] = None
-        self.unpinned -= len(session.places) - session.elsewhere
+        self.unpinned -= len(session.places) - session.own_start
         for run in runs:
             run.pins += 1
             if run.pins == 1:
@@ -190,7 +190,7 @@ class TurnCache:
             need -= len(chosen)
             if len(chosen) > room:
                 kept, chosen = chosen.part(room), chosen.part(0, room)
-                kept.put(DEVICE)
+                kept.set_place(DEVICE)
                 self.index.touch_all(kept.sessions)
             self._discard_spare_copies(len(chosen) - self.host_free)
             self._saved(chosen)
@@ -212,34 +212,34 @@ class TurnCache:
         places = session.places
         grown = self.chunks_for(tokens) - len(places)
         places.extend(_DEVICE * grown)
-        self.unpinned += len(places) - session.elsewhere
+        self.unpinned += len(places) - session.own_start
         session.tokens = tokens
-        self.index.left(session, stamp, hints)
+        self.index.on_turn_end(session, stamp, hints)
         self.index.touch(session)
-        if isinstance(session, Sharer):
+        if isinstance(session, SharingSession):
             self._unpin(session.runs)
         if missing:
             self._give_up(session, missing)
-        if stamp == session.last_active and len(places) >= len(session.before):
+        if stamp == session.last_active and len(places) >= len(session.places_before):
             # To a policy it has not been away, and what rankings have of it is true again.
-            session.before[:] = places
-            session.places = places = session.before
+            session.places_before[:] = places
+            session.places = places = session.places_before
         session.running = False
         session.last_active = stamp
         if both := places.count(BOTH):
             self._reclaimable += both
             self._both[session] = None
-        if missing and isinstance(session, Sharer):
+        if missing and isinstance(session, SharingSession):
             self._give_up_shared(session, missing)
         elif places.count(DROPPED) == len(places):
             self._forget(session)
 
-    def suspended(self, key: int, now: float) -> None:
+    def suspend(self, key: int, now: float) -> None:
         """The turn that was released in this moment will go on: as ``CacheManager.suspend``."""
         if key in self._sessions:
-            self.index.suspended(self._sessions[key], now)
+            self.index.on_suspend(self._sessions[key], now)
         else:
-            self.index.policy.came_back(key, now)
+            self.index.policy.on_return(key, now)
 
     def clear(self) -> None:
         """Forget everything, running turns too."""
@@ -255,23 +255,23 @@ class TurnCache:
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _add(self, key: int, prefix: tuple[Piece, ...]) -> Resident:
+    def _add(self, key: int, prefix: tuple[Piece, ...]) -> ChunkHolder:
         addresses = self._addresses(prefix)
         row = self.index.add_row()
-        session = Sharer(key, row, addresses=addresses) if addresses else Resident(key, row)
+        session = SharingSession(key, row, addresses=addresses) if addresses else ChunkHolder(key, row)
         self._sessions[key] = session
         self.index.attach(session)
         return session
 
-    def _forget(self, session: Resident) -> None:
+    def _forget(self, session: ChunkHolder) -> None:
         del self._sessions[session.key]
-        if isinstance(session, Sharer):
+        if isinstance(session, SharingSession):
             self._sharing.unregister(session, 0)
-            self._sharing.leave(session, 0)
+            self._sharing.disown(session, 0)
         self._both.pop(session, None)
         self.index.remove(session)
 
-    def _written(self, session: Resident, missing: Sequence[Range]) -> None:
+    def _written(self, session: ChunkHolder, missing: Sequence[Range]) -> None:
         """Host copies of chunks that were written to are stale."""
         for start, _ in missing:
             index = start // self.config.chunk_tokens
@@ -279,24 +279,24 @@ class TurnCache:
                 session.places[index] = DEVICE
                 self.host_free += 1
 
-    def _give_up(self, session: Resident, missing: Sequence[Range]) -> None:
+    def _give_up(self, session: ChunkHolder, missing: Sequence[Range]) -> None:
         """Chunks whose recomputation never came leave the device; of the last range, what came before it stays."""
         size, places = self.config.chunk_tokens, session.places
         session.tokens = missing[-1][0]
-        kept = max(self.chunks_for(session.tokens), session.elsewhere)
+        kept = max(self.chunks_for(session.tokens), session.own_start)
         self.device_free += len(places) - kept
         del places[kept:]
         for start, end in missing[:-1]:
-            for index in range(max(start // size, session.elsewhere), end // size):
+            for index in range(max(start // size, session.own_start), end // size):
                 self.host_free += places[index] == BOTH
                 self.device_free += 1
                 places[index] = DROPPED
 
-    def _dropped(self, residents: list[Resident]) -> None:
+    def _dropped(self, residents: list[ChunkHolder]) -> None:
         waiting = dict.fromkeys(reversed(residents))
         while waiting:  # in the order of their last chunks
             resident, _ = waiting.popitem()
-            if resident.places.count(DROPPED) + resident.elsewhere < len(resident.places):
+            if resident.places.count(DROPPED) + resident.own_start < len(resident.places):
                 continue
             if isinstance(resident, _SHARE):
                 self._forget_owners(resident, waiting)
@@ -309,7 +309,9 @@ class TurnCache:
     def _addresses(self, prefix: tuple[Piece, ...]) -> tuple[int, ...]:
         return self._sharing.addresses(prefix) if prefix and self.config.prefix_sharing else ()
 
-    def _others(self, session: Resident | None, prefix: tuple[Piece, ...]) -> tuple[int, list[Sharer | Run]]:
+    def _others(
+        self, session: ChunkHolder | None, prefix: tuple[Piece, ...]
+    ) -> tuple[int, list[SharingSession | SharedRun]]:
         """How many full chunks the session has itself, and who has those behind them."""
         full = 0 if session is None else session.tokens // self._size
         addresses = self._addresses(prefix)
@@ -319,10 +321,10 @@ class TurnCache:
         """Chunks of a session's context that running sessions pin already."""
         session = self._sessions.get(key)
         _, found = self._others(session, prefix)
-        shared = session.runs if isinstance(session, Sharer) else ()
-        return sum(run.chunks for run in shared if run.running) + sum(holder.running for holder in found)
+        shared = session.runs if isinstance(session, SharingSession) else ()
+        return sum(run.num_chunks for run in shared if run.running) + sum(holder.running for holder in found)
 
-    def _meet(self, session: Sharer, prefix: tuple[Piece, ...]) -> Sequence[Run]:
+    def _meet(self, session: SharingSession, prefix: tuple[Piece, ...]) -> Sequence[SharedRun]:
         """Let a session own what others have of its beginning; returns its runs."""
         full, found = self._others(session, prefix)
         if found:
@@ -332,12 +334,12 @@ class TurnCache:
                 self._reclaimable -= place == BOTH
             del session.places[full:]
             self._sharing.adopt(session, found)
-            session.tokens = session.elsewhere * self._size
+            session.tokens = session.own_start * self._size
         if full < len(session.addresses):
             self._sharing.register(session)
         return session.runs
 
-    def _pin(self, run: Run, *, spare: bool) -> None:
+    def _pin(self, run: SharedRun, *, spare: bool) -> None:
         """An owner of an idle run is admitted. ``spare``: some of its chunks are copied in."""
         before = run.places
         both = before.count(BOTH)
@@ -348,30 +350,30 @@ class TurnCache:
         self._both.pop(run, None)
         self.index.touch(run)
         self._in_flight[run] = None
-        self.unpinned -= run.chunks
+        self.unpinned -= run.num_chunks
         if both or spare:
             self._spares[run] = None
 
-    def _unpin(self, runs: Sequence[Run]) -> None:
+    def _unpin(self, runs: Sequence[SharedRun]) -> None:
         """One running owner less; those that have none left are idle."""
         for run in runs:
             run.pins -= 1
             if run.pins == 0:
                 run.running = False
-                self.unpinned += run.chunks
+                self.unpinned += run.num_chunks
                 self._spares.pop(run, None)
                 self.index.touch(run)
                 if both := run.places.count(BOTH):
                     self._reclaimable += both
                     self._both[run] = None
 
-    def _give_up_shared(self, session: Sharer, missing: Sequence[Range]) -> None:
+    def _give_up_shared(self, session: SharingSession, missing: Sequence[Range]) -> None:
         """As ``_give_up`` did with the session's own chunks; those who have nothing left are forgotten."""
         size = self._size
-        lost: list[Resident] = []
+        lost: list[ChunkHolder] = []
         for run in session.runs:
             for start, end in missing:
-                low, high = max(start // size, run.elsewhere), min(self.chunks_for(end), len(run.places))
+                low, high = max(start // size, run.own_start), min(self.chunks_for(end), len(run.places))
                 if low < high:
                     self.device_free += high - low
                     run.places[low:high] = bytes(high - low)
@@ -380,20 +382,20 @@ class TurnCache:
         self._dropped([*lost, session])
         if self._sessions.get(session.key) is session:
             full = session.tokens // size
-            if full < session.elsewhere:
-                self._sharing.leave(session, full)
+            if full < session.own_start:
+                self._sharing.disown(session, full)
                 session.tokens = full * size
             self._sharing.unregister(session, full)
             self._forget_owners(session, ())
 
-    def _forget_owners(self, resident: Sharer | Run, waiting: Collection[Resident]) -> None:
+    def _forget_owners(self, resident: SharingSession | SharedRun, waiting: Collection[ChunkHolder]) -> None:
         """Forget the sessions that have nothing left, now that this one has lost its last chunk.
 
         ``waiting``: those who are about to have lost theirs, but have not yet.
         """
-        for session in list(resident.owners) if isinstance(resident, Run) else (resident,):
+        for session in list(resident.owners) if isinstance(resident, SharedRun) else (resident,):
             if not session.running and not any(
-                one in waiting or one.places.count(DROPPED) + one.elsewhere < len(one.places)
+                one in waiting or one.places.count(DROPPED) + one.own_start < len(one.places)
                 for one in (session, *session.runs)
             ):
                 self._in_flight.pop(session, None)
@@ -412,7 +414,7 @@ class TurnCache:
         if not self._can_rank:
             return Round(self.index, reclaim, now, count)
         ranking = self._rankings.get(reclaim)
-        if not self._slack or ranking is None or not ranking.serves(now, count):
+        if not self._slack or ranking is None or not ranking.is_usable(now, count):
             ranking = self._rankings[reclaim] = Ranking(self.index, reclaim, now, max(count, self._slack))
         return ranking
 
@@ -448,9 +450,9 @@ class TurnCache:
         ):
             saved = chosen.part(-rooms)
             chosen = chosen.part(0, -rooms)
-            saved.put(HOST_SAVING)
+            saved.set_place(HOST_SAVING)
             self._saved(saved)
-        chosen.put(DROPPED)
+        chosen.set_place(DROPPED)
         self._dropped(chosen.sessions[::-1])  # rows become free in the manager's order: they break ties
 
     def _make_host_room(self, room: VictimOrder, value: float, most: int, ceiling: float = np.inf) -> int:

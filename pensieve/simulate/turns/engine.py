@@ -15,11 +15,11 @@ from typing import Final
 
 from pensieve.core import Usage
 from pensieve.simulate.scenario import policies
-from pensieve.simulate.scenario.load import Life
-from pensieve.simulate.scenario.policies import Bound
+from pensieve.simulate.scenario.load import SessionScript
+from pensieve.simulate.scenario.policies import RecomputeBound
 from pensieve.simulate.scenario.routing import Router
 from pensieve.simulate.scenario.settings import Settings
-from pensieve.simulate.scenario.tally import ChunkPrices, EndedTurn, Tally
+from pensieve.simulate.scenario.tally import CompletedTurn, RecomputeCosts, Tally
 from pensieve.simulate.turns.batch import Batch, LiveTurn
 from pensieve.simulate.turns.cache import TurnCache
 
@@ -43,28 +43,28 @@ class TurnSimulation:
     ) -> None:
         self._settings = settings
         self._policy = policy
-        self._prices = ChunkPrices(settings.cost)
+        self._prices = RecomputeCosts(settings.cost)
         self._progress = progress
         self.tally = tally or Tally()
-        self.bound = Bound(settings.cost) if policy == "clairvoyant" else None
+        self.bound = RecomputeBound(settings.cost) if policy == "clairvoyant" else None
         self.replicas = [self._replica() for _ in range(settings.replicas)]
         self._live = self.replicas
-        self._router = Router(settings, lambda replica: self.replicas[replica].under_way)
+        self._router = Router(settings, lambda replica: self.replicas[replica].active_turns)
         self._apart = settings.replicas > 1 and self._router.apart
         self._due: list[list[Due]] = [[] for _ in range(settings.replicas if self._apart else 1)]
         """Heaps of turns that are to come: one for each replica where these keep apart, else one for all."""
         self._tickets = 0
-        self._source: Iterator[Life] = iter(())
-        self._upcoming: Life | None = None
-        self.most_alive = 0
+        self._source: Iterator[SessionScript] = iter(())
+        self._upcoming: SessionScript | None = None
+        self.peak_sessions = 0
         """Sessions held at once: what memory grows with."""
 
-    def run(self, lives: Iterable[Life]) -> Tally:
+    def run(self, lives: Iterable[SessionScript]) -> Tally:
         """Simulate until the last answer has ended. ``lives`` is read bit by bit, so a long load is never held."""
         self._source = iter(lives)
         self._upcoming = next(self._source, None)
         play = self._play_apart if self._apart else self._play_together
-        for at, change in self._settings.changes(self._lose, self._bring_back):
+        for at, change in self._settings.replica_changes(self._lose, self._bring_back):
             play(at)
             change(at)
         play(_NEVER)
@@ -121,10 +121,10 @@ class TurnSimulation:
                 self._submit(heapq.heappop(coming)[2], at)
 
     def _replica(self) -> Batch:
-        rule, stamp = policies.make(self._policy)
+        rule, stamp = policies.make_policy(self._policy)
         settings = self._settings
         cache = TurnCache(settings.cache, settings.cost, rule, settings.slack)
-        return Batch(settings, cache, stamp, self.tally.gap)
+        return Batch(settings, cache, stamp, self.tally.add_gaps)
 
     def _read(self) -> None:
         """The session that starts next is known from here on."""
@@ -141,10 +141,10 @@ class TurnSimulation:
         self._tickets += 1
         due = self._due[self._route(turn) if self._apart else 0]
         heapq.heappush(due, (at, self._tickets, turn))
-        self.most_alive = max(self.most_alive, sum(map(len, self._due)))
+        self.peak_sessions = max(self.peak_sessions, sum(map(len, self._due)))
 
     def _route(self, turn: LiveTurn) -> int:
-        return self._router.replica(turn.life.number, turn.index, lost=self._live is not self.replicas)
+        return self._router.route(turn.script.number, turn.index, lost=self._live is not self.replicas)
 
     def _submit(self, turn: LiveTurn, now: float) -> None:
         turn.replica = self._route(turn)
@@ -166,25 +166,25 @@ class TurnSimulation:
                 recomputed_tokens=restore.recomputed,
                 output_tokens=turn.output,
             )
-            cost = self._prices.of(restore.missing, turn.history) if restore.recomputed else 0.0
+            cost = self._prices.cost_of(restore.missing, turn.history) if restore.recomputed else 0.0
             first = turn.first_token
             shared = present - turn.history
             ttft, answering = first - turn.arrived, at - first
             self.tally.add(
-                EndedTurn(turn.index, usage, turn.prompt, cost, ttft, answering, at, shared, turn.replica)
+                CompletedTurn(turn.index, usage, turn.prompt, cost, ttft, answering, at, shared, turn.replica)
             )
             if arc is not None:
-                arc.returned(turn.index, turn.history, restore.recomputed)
+                arc.on_history_lost(turn.index, turn.history, restore.recomputed)
             if self._progress is not None:
                 self._progress(self.tally.sessions)
-            if turn.index + 1 < len(turn.life.turns):
-                due = turn.life.due(turn.index + 1, at)
+            if turn.index + 1 < len(turn.script.turns):
+                due = turn.script.due(turn.index + 1, at)
                 if self.bound is not None:
-                    self.bound.idle(turn.prompt + turn.output, due - at)
-                following = LiveTurn(turn.life, turn.index + 1, turn.prompt + turn.output)
+                    self.bound.add_idle_period(turn.prompt + turn.output, due - at)
+                following = LiveTurn(turn.script, turn.index + 1, turn.prompt + turn.output)
                 self._later(following, due)
             else:
-                self.tally.open(turn.life.start, at)
+                self.tally.add_open_time(turn.script.start, at)
 
     def _lose(self, now: float) -> None:
         """Replica 0 is gone: its turns begin again on the others when their leases have lapsed."""

@@ -17,7 +17,7 @@ from pensieve.engine.cache.chunk import Range, Restore
 from pensieve.engine.cache.claims import Rows
 from pensieve.engine.cache.index import Reclaim, ValueTable
 from pensieve.engine.cache.policy import UNKNOWN, Policy
-from pensieve.engine.cache.rates.hints import NO_HINT, Hint, adjusted, heard
+from pensieve.engine.cache.rates.hints import NO_HINT, Hint, apply_hints, hint_from
 from pensieve.engine.cost.model import CostModel
 
 DROPPED: Final = 0
@@ -42,12 +42,12 @@ ADMITTED: Final = bytes((DEVICE, BOTH_LOADING, *range(2, 256)))
 """Place of a chunk after it was placed on the device, if it was not there."""
 _DROPPED: Final = bytes((DROPPED,))
 _NOTHING: Final = bytearray()
-RECLAIMS: Final = {Reclaim.PAGE: BOTH, Reclaim.SAVED_PAGE: DEVICE, Reclaim.HOST_COPY: HOST}
+CANDIDATE_PLACES: Final = {Reclaim.PAGE: BOTH, Reclaim.SAVED_PAGE: DEVICE, Reclaim.HOST_COPY: HOST}
 """Which place makes a chunk of an idle session a candidate."""
 
 
 @dataclass(slots=True, eq=False)
-class Resident:
+class ChunkHolder:
     """A session with cached chunks."""
 
     key: int
@@ -58,23 +58,23 @@ class Resident:
 
     Rankings hold this array. So while the session is idle it is changed in place; when the session is admitted it gets
     another one, and all places in this one become DROPPED: no ranking takes a chunk of a session that has run since."""
-    before: bytearray = field(default_factory=bytearray)
+    places_before: bytearray = field(default_factory=bytearray)
     """The array that the session had until it was admitted."""
     last_active: float = 0.0
     running: bool = False
     new_tokens: int = 0
     """New tokens of its latest turn."""
     kind: int = UNKNOWN
-    """See ``Policy.left``."""
+    """See ``Policy.on_turn_end``."""
     hint: Hint = NO_HINT
     """What was said of its next turn."""
-    elsewhere: int = 0
+    own_start: int = 0
     """Leading chunks that are another's."""
 
     @property
-    def chunks(self) -> int:
+    def num_chunks(self) -> int:
         """How many it has."""
-        return len(self.places) - self.elsewhere
+        return len(self.places) - self.own_start
 
     def context(self) -> bytearray:
         """The places of all of its chunks, those included that it shares."""
@@ -108,28 +108,28 @@ class Resident:
 
 
 @dataclass(slots=True, eq=False, repr=False)  # they refer to each other
-class Sharer(Resident):
+class SharingSession(ChunkHolder):
     """A session that may have a beginning in common with others."""
 
     addresses: tuple[int, ...] = ()
     """Of the leading chunks that it may share."""
-    runs: list[Run] = field(default_factory=list)
+    runs: list[SharedRun] = field(default_factory=list)
     """Those that it shares, in order; its own chunks follow."""
 
     def context(self) -> bytearray:
         found = bytearray()
         for run in self.runs:
-            found += run.places[run.elsewhere :]
-        return found + self.places[self.elsewhere :]
+            found += run.places[run.own_start :]
+        return found + self.places[self.own_start :]
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class Run(Resident):
+class SharedRun(ChunkHolder):
     """Chunks in a row that the same sessions own, two at least. It is ``running`` while an owner is."""
 
     addresses: tuple[int, ...] = ()
     """Of its chunks and those before, and some behind."""
-    owners: dict[Sharer, None] = field(default_factory=dict)
+    owners: dict[SharingSession, None] = field(default_factory=dict)
     pins: int = 0
     """Owners that run."""
 
@@ -141,9 +141,9 @@ class PlacesIndex:
         self.table = ValueTable(policy, cost)
         self.policy = policy
         self.one_by_one = list(policy.group([0, 1, 2, 3])) == [0]
-        self._residents: list[Resident | None] = []
+        self._residents: list[ChunkHolder | None] = []
         """By row."""
-        self._dirty: dict[Resident, None] = {}
+        self._dirty: dict[ChunkHolder, None] = {}
 
     def add_row(self) -> int:
         """A row for a new session or run; ``attach`` it next."""
@@ -152,37 +152,37 @@ class PlacesIndex:
             self._residents.append(None)
         return row
 
-    def attach(self, resident: Resident) -> None:
+    def attach(self, resident: ChunkHolder) -> None:
         self._residents[resident.row] = resident
         self.touch(resident)
 
-    def remove(self, resident: Resident) -> None:
+    def remove(self, resident: ChunkHolder) -> None:
         self._dirty.pop(resident, None)
         self._residents[resident.row] = None
         self.table.remove_row(resident.row)
 
-    def touch(self, resident: Resident) -> None:
+    def touch(self, resident: ChunkHolder) -> None:
         self._dirty[resident] = None
 
-    def touch_all(self, residents: Iterable[Resident]) -> None:
+    def touch_all(self, residents: Iterable[ChunkHolder]) -> None:
         self._dirty.update(dict.fromkeys(residents))
 
-    def left(self, session: Resident, now: float, hints: Hints | None) -> None:
-        """As ``EvictionIndex.left``."""
-        session.kind = self.policy.left(session.key, session.new_tokens, session.tokens, now)
-        if hints is not None and self.policy.hears_hints:
-            session.hint, self.table.hinted = heard(hints), True
+    def on_turn_end(self, session: ChunkHolder, now: float, hints: Hints | None) -> None:
+        """As ``EvictionIndex.on_turn_end``."""
+        session.kind = self.policy.on_turn_end(session.key, session.new_tokens, session.tokens, now)
+        if hints is not None and self.policy.uses_hints:
+            session.hint, self.table.hinted = hint_from(hints), True
 
-    def came_back(self, session: Resident, new_tokens: int, now: float) -> None:
-        """As ``EvictionIndex.came_back``."""
+    def on_turn_start(self, session: ChunkHolder, new_tokens: int, now: float) -> None:
+        """As ``EvictionIndex.on_turn_start``."""
         session.new_tokens = new_tokens or session.new_tokens
         session.hint = NO_HINT
-        self.policy.came_back(session.key, now)
+        self.policy.on_return(session.key, now)
 
-    def suspended(self, session: Resident, now: float) -> None:
-        """As ``EvictionIndex.suspended``."""
+    def on_suspend(self, session: ChunkHolder, now: float) -> None:
+        """As ``EvictionIndex.on_suspend``."""
         session.kind, session.hint = UNKNOWN, NO_HINT
-        self.policy.came_back(session.key, now)
+        self.policy.on_return(session.key, now)
 
     def lowest_rows(self, reclaim: Reclaim, now: float, expected: int) -> tuple[Rows, Floats]:
         """As ``ValueTable.lowest_rows``, with the cache as it is now."""
@@ -194,11 +194,11 @@ class PlacesIndex:
         self._refresh()
         return int(self.table.candidates[reclaim].sum())
 
-    def resident_at(self, row: int) -> Resident | None:
+    def holder_at(self, row: int) -> ChunkHolder | None:
         """The row's session or run; None when it was forgotten since the round began."""
         return self._residents[row]
 
-    def residents(self, rows: Rows) -> list[Resident]:
+    def holders(self, rows: Rows) -> list[ChunkHolder]:
         """The sessions of rows that have one."""
         return [resident for row in rows.tolist() if (resident := self._residents[row]) is not None]
 
@@ -207,9 +207,9 @@ class PlacesIndex:
         counts: Ints = self.table.candidates[reclaim, rows].astype(np.int64)
         return counts
 
-    def value(self, resident: Resident, chunk_index: int, candidates: int, now: float) -> float:
+    def value(self, resident: ChunkHolder, chunk_index: int, candidates: int, now: float) -> float:
         """Value of a session's or run's next victim, in a round that began at ``now``."""
-        if isinstance(resident, Run):
+        if isinstance(resident, SharedRun):
             return self.table.run_value(resident.row, chunk_index, candidates)
         idle = now - resident.last_active
         return self.table.session_value(chunk_index, candidates, idle, resident.kind, resident.hint)
@@ -222,7 +222,7 @@ class PlacesIndex:
         values = self.policy.values(costs, candidates, idle, table.kinds[rows].repeat(repeats))
         if table.hinted:
             pauses, weights = table.pauses[rows].repeat(repeats), table.weights[rows].repeat(repeats)
-            values = adjusted(values, costs, idle, pauses, weights)
+            values = apply_hints(values, costs, idle, pauses, weights)
         runs = table.claims.runs()
         if runs.size:
             shared = np.isin(rows, runs).repeat(repeats)
@@ -244,7 +244,7 @@ class PlacesIndex:
         if table.hinted:
             table.pauses[rows] = [resident.hint.pause for resident in residents]
             table.weights[rows] = [resident.hint.weight for resident in residents]
-        for reclaim, place in RECLAIMS.items():
+        for reclaim, place in CANDIDATE_PLACES.items():
             # A session without candidates has its first at -1, where the costs have infinity.
             firsts = list(map(bytearray.find, places, repeat(place)))
             table.first_cost[reclaim, rows] = costs[firsts]

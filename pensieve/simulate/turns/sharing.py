@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pensieve.replay.load.workload import Piece
-from pensieve.simulate.turns.places import ELSEWHERE, PlacesIndex, Resident, Run, Sharer
+from pensieve.simulate.turns.places import ELSEWHERE, ChunkHolder, PlacesIndex, SharedRun, SharingSession
 
 Stretch = tuple[str, int, int]
 """Tokens of a text: its name, from, to."""
 
 
-class Addresses:
+class ChunkAddresses:
     """Numbers the chunks that are wholly within what sessions have in common."""
 
     def __init__(self, chunk_tokens: int) -> None:
@@ -25,7 +25,7 @@ class Addresses:
         """By the chunk before and the content."""
         self._known: dict[tuple[Piece, ...], tuple[int, ...]] = {}
 
-    def of(self, prefix: tuple[Piece, ...]) -> tuple[int, ...]:
+    def for_prefix(self, prefix: tuple[Piece, ...]) -> tuple[int, ...]:
         """The addresses of the leading chunks of a session that begins so."""
         found = self._known.get(prefix)
         if found is None:
@@ -60,23 +60,23 @@ class Sharing:
         self,
         index: PlacesIndex,
         chunk_tokens: int,
-        both: dict[Resident, None],
-        spares: dict[Resident, None],
-        in_flight: dict[Resident, None],
+        both: dict[ChunkHolder, None],
+        spares: dict[ChunkHolder, None],
+        in_flight: dict[ChunkHolder, None],
     ) -> None:
         self._index = index
         self._both, self._spares, self._in_flight = both, spares, in_flight
-        self._addresses = Addresses(chunk_tokens)
-        self._holders: dict[int, Sharer | Run] = {}
+        self._addresses = ChunkAddresses(chunk_tokens)
+        self._holders: dict[int, SharingSession | SharedRun] = {}
         """By address."""
 
     def addresses(self, prefix: tuple[Piece, ...]) -> tuple[int, ...]:
         """The addresses of the chunks that a session with this beginning may share."""
-        return self._addresses.of(prefix)
+        return self._addresses.for_prefix(prefix)
 
-    def find(self, addresses: Sequence[int], start: int) -> list[Sharer | Run]:
+    def find(self, addresses: Sequence[int], start: int) -> list[SharingSession | SharedRun]:
         """Who has the chunks from ``start`` on, up to the first that nobody has."""
-        found: list[Sharer | Run] = []
+        found: list[SharingSession | SharedRun] = []
         for address in addresses[start:]:
             holder = self._holders.get(address)
             if holder is None:
@@ -84,41 +84,41 @@ class Sharing:
             found.append(holder)
         return found
 
-    def register(self, session: Sharer) -> None:
+    def register(self, session: SharingSession) -> None:
         """From now on the session's own chunks are found, those that it is about to compute included."""
-        for address in session.addresses[session.elsewhere :]:
+        for address in session.addresses[session.own_start :]:
             assert self._holders.setdefault(address, session) is session, "an address is taken"
 
-    def unregister(self, session: Sharer, start: int) -> None:
+    def unregister(self, session: SharingSession, start: int) -> None:
         """The session's own chunks from ``start`` on are found no more."""
-        for address in session.addresses[max(start, session.elsewhere) :]:
+        for address in session.addresses[max(start, session.own_start) :]:
             if self._holders.get(address) is session:
                 del self._holders[address]
 
-    def adopt(self, session: Sharer, found: Sequence[Sharer | Run]) -> None:
+    def adopt(self, session: SharingSession, found: Sequence[SharingSession | SharedRun]) -> None:
         """Let a session own chunks that others own: the next ones behind its own, all of which it shares."""
-        start = at = session.elsewhere
+        start = at = session.own_start
         end = start + len(found)
         while at < end:
             run = self._run_up_to(found[at - start], at, end)
             run.owners[session] = None
             self._index.table.claims.add(run.row, session.row)
             session.runs.append(run)
-            at += run.chunks
-        session.elsewhere = end
+            at += run.num_chunks
+        session.own_start = end
         session.places += bytes((ELSEWHERE,)) * len(found)
 
-    def leave(self, session: Sharer, keep: int) -> None:
+    def disown(self, session: SharingSession, keep: int) -> None:
         """Let a session own no more than the first ``keep`` of its chunks, which are shared, as what it leaves is."""
-        while session.elsewhere > keep:
+        while session.own_start > keep:
             run = session.runs[-1]
-            if run.elsewhere < keep:
+            if run.own_start < keep:
                 self._split(run, keep)
             session.runs.pop()
             del run.owners[session]
             self._index.table.claims.remove(run.row, session.row)
-            session.elsewhere = run.elsewhere
-            del session.places[session.elsewhere :]
+            session.own_start = run.own_start
+            del session.places[session.own_start :]
             if len(run.owners) == 1:
                 self._dissolve(run)
 
@@ -126,39 +126,41 @@ class Sharing:
         """Nobody has anything."""
         self._holders.clear()
 
-    def _run_up_to(self, holder: Sharer | Run, at: int, end: int) -> Run:
+    def _run_up_to(self, holder: SharingSession | SharedRun, at: int, end: int) -> SharedRun:
         """The run that begins with chunk ``at`` and ends at ``end`` at the latest; if need be it is made."""
-        assert holder.elsewhere == at, f"chunk {at}: adopted from the middle"
-        if isinstance(holder, Sharer):
+        assert holder.own_start == at, f"chunk {at}: adopted from the middle"
+        if isinstance(holder, SharingSession):
             return self._share(holder, end)
         return self._split(holder, end) if len(holder.places) > end else holder
 
-    def _share(self, owner: Sharer, end: int) -> Run:
+    def _share(self, owner: SharingSession, end: int) -> SharedRun:
         """Make a run of a session's own chunks up to ``end``."""
         run = self._new_run(owner, end, {owner: None})
         owner.runs.append(run)
-        owner.elsewhere = end
+        owner.own_start = end
         self._index.touch(owner)
         return run
 
-    def _split(self, run: Run, end: int) -> Run:
+    def _split(self, run: SharedRun, end: int) -> SharedRun:
         """Make a run of a run's leading chunks, up to ``end``; the rest stays what it was."""
         upper = self._new_run(run, end, dict(run.owners))
         for owner in run.owners:
             owner.runs.insert(owner.runs.index(run), upper)
-        run.elsewhere = end
+        run.own_start = end
         self._index.touch(run)
         return upper
 
-    def _new_run(self, source: Sharer | Run, end: int, owners: dict[Sharer, None]) -> Run:
+    def _new_run(
+        self, source: SharingSession | SharedRun, end: int, owners: dict[SharingSession, None]
+    ) -> SharedRun:
         """A run of what the source has up to ``end``, of which this leaves the source's places elsewhere."""
-        first = source.elsewhere
-        run = Run(-1, self._index.add_row(), addresses=source.addresses, owners=owners, elsewhere=first)
+        first = source.own_start
+        run = SharedRun(-1, self._index.add_row(), addresses=source.addresses, owners=owners, own_start=first)
         # In place, and with nothing left of them there: a ranking may have the source's chunks.
         run.places = bytearray((ELSEWHERE,)) * first + source.places[first:end]
         source.places[first:end] = bytes((ELSEWHERE,)) * (end - first)
         run.running = source.running
-        run.pins = source.pins if isinstance(source, Run) else int(source.running)
+        run.pins = source.pins if isinstance(source, SharedRun) else int(source.running)
         for address in run.addresses[first:end]:
             self._holders[address] = run
         self._index.attach(run)
@@ -175,17 +177,17 @@ class Sharing:
             self._spares.update(dict.fromkeys(spares))
         return run
 
-    def _dissolve(self, run: Run) -> None:
+    def _dissolve(self, run: SharedRun) -> None:
         """Its last owner has it alone. That is idle: what a running session has stays cached, for all its owners."""
         (owner,) = run.owners
         assert owner.runs[-1] is run and not owner.running
         self._index.table.claims.remove(run.row, owner.row)
         self._index.remove(run)
         owner.runs.pop()
-        first, end = run.elsewhere, len(run.places)
-        owner.elsewhere = first
+        first, end = run.own_start, len(run.places)
+        owner.own_start = first
         owner.places[first:end] = run.places[first:]
-        run.places[first:] = bytes(run.chunks)  # a ranking may have them
+        run.places[first:] = bytes(run.num_chunks)  # a ranking may have them
         for address in run.addresses[first:end]:
             self._holders[address] = owner
         for those in (self._both, self._in_flight):

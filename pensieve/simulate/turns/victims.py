@@ -22,7 +22,7 @@ import numpy as np
 from pensieve.engine.cache.claims import Rows
 from pensieve.engine.cache.index import Reclaim
 from pensieve.simulate.scenario.policies import Arc
-from pensieve.simulate.turns.places import RECLAIMS, PlacesIndex, Resident
+from pensieve.simulate.turns.places import CANDIDATE_PLACES, ChunkHolder, PlacesIndex
 
 FRESH_S: Final = 8.0
 """For so many virtual seconds a ranking is used before it is made anew: sessions are idle for minutes."""
@@ -38,9 +38,9 @@ class Victims:
     """Chunks that give way, lowest value first: four lists of the same length, one entry a chunk."""
 
     values: list[float] = field(default_factory=list)
-    sessions: list[Resident] = field(default_factory=list)
+    sessions: list[ChunkHolder] = field(default_factory=list)
     places: list[bytearray] = field(default_factory=list)
-    """``Resident.places`` of its session when it was ranked."""
+    """``ChunkHolder.places`` of its session when it was ranked."""
     chunks: list[int] = field(default_factory=list)
 
     def __len__(self) -> int:
@@ -51,11 +51,11 @@ class Victims:
         some = slice(start, end)
         return Victims(self.values[some], self.sessions[some], self.places[some], self.chunks[some])
 
-    def put(self, place: int) -> None:
+    def set_place(self, place: int) -> None:
         """Give each the same new place."""
         deque(map(setitem, self.places, self.chunks, repeat(place)), maxlen=0)
 
-    def at(self, place: int, found: bytes) -> Victims:
+    def select_place(self, place: int, found: bytes) -> Victims:
         """Those that are at one place; ``found`` says where each is."""
         stand = [at == place for at in found]
         return Victims(
@@ -65,7 +65,7 @@ class Victims:
             list(compress(self.chunks, stand)),
         )
 
-    def followed_by(self, more: Victims) -> Victims:
+    def extended_by(self, more: Victims) -> Victims:
         """These and others of higher values."""
         if not self.chunks:
             return more
@@ -107,12 +107,12 @@ class Ranking:
     def __init__(self, index: PlacesIndex, reclaim: Reclaim, now: float, count: int) -> None:
         self._made = now
         self._index = index
-        self._place = RECLAIMS[reclaim]
+        self._place = CANDIDATE_PLACES[reclaim]
         self._next = 0
         self._victims, self._all = _rank(index, reclaim, now, count)
         self._count = len(self._victims)
 
-    def serves(self, now: float, count: int) -> bool:
+    def is_usable(self, now: float, count: int) -> bool:
         """Whether it is still good for ``count`` victims, or for as many as there are."""
         enough = self._all or self._count - self._next >= count
         return enough and now - self._made <= FRESH_S and self.peek() < _NONE
@@ -132,8 +132,8 @@ class Ranking:
         moved = self._standing(min(self._next + most, last))
         while len(moved.chunks) < most and self._next < last:  # some were passed over
             more = self._standing(min(self._next + most - len(moved.chunks), last))
-            moved = moved.followed_by(more)
-        moved.put(to)
+            moved = moved.extended_by(more)
+        moved.set_place(to)
         self._index.touch_all(moved.sessions)
         return moved
 
@@ -142,7 +142,7 @@ class Ranking:
         part = self._victims.part(self._next, end)
         self._next = end
         found = bytes(map(getitem, part.places, part.chunks))
-        return part if found.count(self._place) == len(found) else part.at(self._place, found)
+        return part if found.count(self._place) == len(found) else part.select_place(self._place, found)
 
 
 def _rank(index: PlacesIndex, reclaim: Reclaim, now: float, count: int) -> tuple[Victims, bool]:
@@ -168,11 +168,11 @@ class _Chunks:
 
     def __init__(self, index: PlacesIndex, reclaim: Reclaim, now: float, rows: Rows) -> None:
         self.rows = rows.size
-        self._sessions = index.residents(rows)
+        self._sessions = index.holders(rows)
         self._places = [session.places for session in self._sessions]
         lengths = np.array(list(map(len, self._places)), dtype=np.intp)
         begins = lengths.cumsum() - lengths
-        (at,) = (np.frombuffer(b"".join(self._places), np.uint8) == RECLAIMS[reclaim]).nonzero()
+        (at,) = (np.frombuffer(b"".join(self._places), np.uint8) == CANDIDATE_PLACES[reclaim]).nonzero()
         counts = index.counts(reclaim, rows)
         self._of = np.arange(rows.size).repeat(counts)
         self._chunk = at - begins.repeat(counts)
@@ -202,7 +202,7 @@ class Round:
 
     def __init__(self, index: PlacesIndex, reclaim: Reclaim, now: float, count: int) -> None:
         self._index = index
-        self._place = RECLAIMS[reclaim]
+        self._place = CANDIDATE_PLACES[reclaim]
         self._now = now
         rows, values = index.lowest_rows(reclaim, now, count)
         self._heap = list(zip(values.tolist(), rows.tolist(), strict=True))
@@ -215,7 +215,7 @@ class Round:
         moved = Victims()
         while len(moved) < most and self._heap:
             value, row = self._heap[0]
-            session = self._index.resident_at(row)
+            session = self._index.holder_at(row)
             group = self._group(session) if session is not None else ()
             if session is None or not group:
                 heapq.heappop(self._heap)
@@ -236,7 +236,7 @@ class Round:
                 heapq.heappop(self._heap)
         return moved
 
-    def _group(self, session: Resident) -> Sequence[int]:
+    def _group(self, session: ChunkHolder) -> Sequence[int]:
         """The candidate chunks of a session that go together next, ascending; none if it has no candidates."""
         first = -1 if session.running else session.places.find(self._place)
         if first < 0 or self._index.one_by_one:

@@ -63,8 +63,8 @@ class Turns:
     @contextlib.contextmanager
     def keeping(self, name: str) -> Iterator[None]:
         news = self.news[name].append
-        with self.keeper.keeping(
-            key(name), f"t-{name}", on_lost=lambda: self.lost.append(name), on_news=news
+        with self.keeper.renewing(
+            key(name), f"t-{name}", on_lost=lambda: self.lost.append(name), on_renewed=news
         ):
             yield
 
@@ -137,7 +137,7 @@ async def test_a_turn_that_fails_to_hear_costs_no_other_its_lease(caplog: pytest
         await store.create(row(key("b")), first_record(), "fp")
         await store.begin(key("b"), request("r1", "t-b"))
         stack.enter_context(
-            keeper.keeping(key("b"), "t-b", on_lost=lambda: turns.lost.append("b"), on_news=fail)
+            keeper.renewing(key("b"), "t-b", on_lost=lambda: turns.lost.append("b"), on_renewed=fail)
         )
         await until(lambda: len(turns.news["a"]) > 5 and "could not be told" in caplog.text)
         assert turns.lost == []

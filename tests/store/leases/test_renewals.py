@@ -135,16 +135,16 @@ async def test_a_session_that_cannot_be_read_costs_no_other_its_lease(tmp_path: 
 async def test_many_leases_are_few_round_trips_to_redis(
     store: RedisStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(redis_store, "AT_ONCE", 16)
+    monkeypatch.setattr(redis_store, "RENEW_BATCH", 16)
     leases = await begun(store, *(f"s{number}" for number in range(40)))
     client, sizes = store._link._client, list[int]()
-    together = client.together
+    together = client.batch_on_one_server
 
     async def counted(commands: Any) -> list[Any]:
         sizes.append(len(commands))
         return await together(commands)
 
-    monkeypatch.setattr(client, "together", counted)
+    monkeypatch.setattr(client, "batch_on_one_server", counted)
     assert await store.renew_leases(leases, LEASE_MS) == [Renewed()] * 40
     assert sizes == [16, 16, 8]
 

@@ -113,7 +113,9 @@ async def test_behind_a_link_the_log_of_changes_is_emptied_and_made_durable(
             await whole_turn(store, KEY, base, "x" * 10_000)
             most = max(most, log.stat().st_size)
         assert 0 < most < 200_000
-        await store._database._in_thread(lambda: store._database.file.drop(Unavailable("a disk error")))
+        await store._database._in_thread(
+            lambda: store._database.file.close_after_error(Unavailable("a disk error"))
+        )
         assert len(await store.read(KEY)) == 12
     assert log in written
     assert sorted(file.name for file in tmp_path.iterdir()) == ["disk", "link.db"]

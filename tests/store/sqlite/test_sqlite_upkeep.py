@@ -21,7 +21,7 @@ from pensieve.store._sqlite import reader as sqlite_reader
 from pensieve.store._sqlite import rows as sqlite_rows
 from pensieve.store._sqlite.disk import content_digest, make_durable
 from pensieve.store._sqlite.reader import SqliteReader
-from pensieve.store._sqlite.recovery import renew
+from pensieve.store._sqlite.recovery import rebuild_file
 from pensieve.store._sqlite.rows import Rows
 from pensieve.store.records import State
 from pensieve.store.sqlite_store import SqliteStore
@@ -101,7 +101,7 @@ async def test_after_an_error_no_other_file_is_taken_for_the_one_that_was_open(
     if copied:
         store.path.write_bytes(older)
     database = store._database
-    await database._in_thread(lambda: database.file.drop(Unavailable("a disk error")))
+    await database._in_thread(lambda: database.file.close_after_error(Unavailable("a disk error")))
     for call in (store.load(KEY), store.ping()):
         with pytest.raises(Unavailable) as caught:
             await call
@@ -117,7 +117,9 @@ async def test_a_file_given_up_is_left_as_it_is(store: SqliteStore) -> None:
     """Closing must not bring into the database what is perhaps not on the disk."""
     database, log = store.path.read_bytes(), Path(f"{store.path}-wal").read_bytes()
     assert log
-    given_up = store._database._in_thread(lambda: store._database.file.drop(Unavailable("a disk error")))
+    given_up = store._database._in_thread(
+        lambda: store._database.file.close_after_error(Unavailable("a disk error"))
+    )
     await given_up
     assert (store.path.read_bytes(), Path(f"{store.path}-wal").read_bytes()) == (database, log)
     assert (await store.load(KEY)).revision == 2
@@ -185,10 +187,10 @@ async def test_a_large_file_is_not_looked_over_for_each_session_that_has_lost_so
     looks = []
     monkeypatch.setattr(sqlite_file, "is_sound", lambda connection: looks.append(connection) or True)
     for _ in range(3):
-        assert not await store._database.mend()
+        assert not await store._database.repair()
     assert len(looks) == 1
     monkeypatch.setattr(sqlite_file, "AGAIN_S", 0.0)
-    assert not await store._database.mend()
+    assert not await store._database.repair()
     assert len(looks) == 2
 
 
@@ -203,13 +205,13 @@ async def test_a_file_made_of_a_damaged_one_is_as_private_from_its_first_byte_on
     await store.close()
     before = os.umask(0)
     try:
-        renew(store.path, Moment(1, 1), look)
+        rebuild_file(store.path, Moment(1, 1), look)
     finally:
         os.umask(before)
     assert modes == {0o600}
     assert stat.S_IMODE(store.path.stat().st_mode) == 0o600
     store.path.chmod(0o640)
-    renew(store.path, Moment(1, 1))
+    rebuild_file(store.path, Moment(1, 1))
     assert stat.S_IMODE(store.path.stat().st_mode) == 0o640, "who could read it still can"
 
 
@@ -265,7 +267,7 @@ async def test_a_server_whose_file_has_lost_its_name_keeps_it_and_goes_on(store:
         file.seek(4096 * (page - 1))
         file.write(b"\xff" * 4096)
     behind(store.path, "INSERT INTO tenants VALUES ('nobody', 0, 0)")  # so that the page is read again
-    assert await store._database.mend()
+    assert await store._database.repair()
     assert store.store_id == name
     await whole_turn(store, KEY, 2)
     assert len(await store.read(KEY)) == 3
@@ -318,7 +320,7 @@ async def test_an_unreadable_row_can_be_deleted_and_does_not_keep_a_server_from_
 async def test_expired_sessions_are_removed_a_few_at_a_time(
     store: SqliteStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sqlite_store, "PURGED_AT_ONCE", 3)
+    monkeypatch.setattr(sqlite_store, "PURGE_BATCH", 3)
     changes = []
     change = store._database._change
     monkeypatch.setattr(
@@ -363,7 +365,7 @@ async def test_neither_commits_nor_reads_wait_for_a_listing(store: SqliteStore) 
 async def test_a_tenant_whose_reads_pile_up_is_refused_and_the_others_are_served(
     store: SqliteStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sqlite_reader, "MOST_WAITING", 2)
+    monkeypatch.setattr(sqlite_reader, "MAX_WAITING", 2)
     entered, leave = threading.Event(), threading.Event()
 
     def stuck(rows: Rows) -> None:

@@ -55,7 +55,7 @@ def begin(
     """Admit a request; nothing is computed yet."""
     key = SessionKey(name)
     num_new = len(context) if new is None else new
-    path = cache.path(key, scope, context)
+    path = cache.prefix_path(key, scope, context)
     assert cache.can_admit(key, context, num_new, reserve=False, path=path)
     return cache.admit(key, context, num_new, now, path)
 

@@ -94,7 +94,7 @@ class _Again:
     def play(self, coming: Sequence[float]) -> Brought:
         """``coming``: when the session of each turn comes back."""
         order = self.order
-        rule, stamp = policies.make(self.policy)
+        rule, stamp = policies.make_policy(self.policy)
         config = CacheConfig(
             order.device_chunks,
             order.host_chunks,

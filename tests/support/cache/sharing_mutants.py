@@ -54,9 +54,9 @@ def leaves_in_name_only(self: SharedChunks, session: CachedSession, keep: int) -
     while session.shared > keep:
         run = session.chunks[session.shared - 1].holder
         assert isinstance(run, SharedRun)
-        if run.first < keep:
+        if run.first_index < keep:
             self._split(run, keep)
-        session.shared -= len(run.own)
+        session.shared -= len(run.own_chunks)
         del session.chunks[session.shared :]
 
 
@@ -69,9 +69,9 @@ def adopts_in_name_only(self: SharedChunks, session: CachedSession, chunks: Sequ
     at = 0
     while at < len(chunks):
         run = self._run_up_to(chunks[at], chunks[-1].index + 1)
-        session.chunks.extend(run.own)
-        session.shared += len(run.own)
-        at += len(run.own)
+        session.chunks.extend(run.own_chunks)
+        session.shared += len(run.own_chunks)
+        at += len(run.own_chunks)
 
 
 def uncopied(self: Tiers, source: Chunk, target: Chunk, filled: int) -> None:

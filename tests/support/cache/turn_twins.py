@@ -12,7 +12,7 @@ from pensieve.core import Hints, SessionKey, TokenArray
 from pensieve.engine.cache.chunk import Range, Restore
 from pensieve.engine.cache.index import Reclaim
 from pensieve.engine.cache.manager import CacheManager
-from pensieve.engine.cache.sharing import Path
+from pensieve.engine.cache.sharing import PrefixPath
 from pensieve.replay.load.schedule import prefix_ids
 from pensieve.replay.load.workload import Piece
 from pensieve.simulate.scenario import policies
@@ -21,7 +21,7 @@ from pensieve.simulate.turns.cache import TurnCache
 
 SIZE = 8
 CONTEXT = 4096
-COST = Machine().cost(SIZE, 4096)
+COST = Machine().cost_model(SIZE, 4096)
 CHECK_EVERY = 16
 """Plans. The books of the real cache are another test's promise: here they would take most of the time."""
 
@@ -30,7 +30,7 @@ class Manager:
     """The real cache, driven in the words of its twin."""
 
     def __init__(self, config: CacheConfig, name: str) -> None:
-        self.cache = CacheManager(config, COST, policies.make(name)[0])
+        self.cache = CacheManager(config, COST, policies.make_policy(name)[0])
         self._completed = 0
 
     def tokens(self, key: int) -> TokenArray:
@@ -38,9 +38,9 @@ class Manager:
         own = np.full(CONTEXT, (1 << 30) + key, np.int32)
         return np.concatenate([prefix_ids(prefix_of(key), 1 << 30, [0]), own]) if prefix_of(key) else own
 
-    def path(self, key: int, tokens: int) -> Path | None:
+    def path(self, key: int, tokens: int) -> PrefixPath | None:
         scope = "all" if prefix_of(key) else ""
-        return self.cache.path(SessionKey(str(key)), scope, self.tokens(key)[:tokens])
+        return self.cache.prefix_path(SessionKey(str(key)), scope, self.tokens(key)[:tokens])
 
     def can_admit(self, key: int, history: int, tokens: int) -> bool:
         context, path = self.tokens(key)[:tokens], self.path(key, tokens)
@@ -102,9 +102,9 @@ class Both:
         self.rng = random.Random(seed)
         self.says = random.Random(f"{seed} says") if hinted else None
         config = CacheConfig(60, host, SIZE, swap_watermark=self.rng.choice((0, 0.25)))
-        self.twin = TurnCache(config, COST, policies.make(name)[0])
+        self.twin = TurnCache(config, COST, policies.make_policy(name)[0])
         self.manager = Manager(config, name)
-        self.stamp = policies.make(name)[1]
+        self.stamp = policies.make_policy(name)[1]
         self.context: dict[int, int] = {}
         self.running: dict[int, RunningTurn] = {}
         self.turns = dict.fromkeys(range(20), 0)

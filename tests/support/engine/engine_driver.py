@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from pensieve.config import CacheConfig, SchedulerConfig
-from pensieve.core import Hints, Sampling, Standing, Usage, pack_tokens
+from pensieve.core import Hints, Sampling, TenantQos, Usage, pack_tokens
 from pensieve.engine.cache.manager import CacheManager
 from pensieve.engine.cost.model import CostModel
 from pensieve.engine.engine import Engine
@@ -152,12 +152,12 @@ class Driver:
         self._take(self.engine.handle(submit))
         return key
 
-    def _standing(self, session: str) -> Standing:
+    def _standing(self, session: str) -> TenantQos:
         """One tenant or several; those who share KV are of one."""
         tenant = (SCOPES.get(session) or session) if self.tenants else ""
         weight = {"a": 1.0, "b": 2.5}.get(tenant, 0.5)
         share = {"a": 0.4, "b": 0.25}.get(tenant, 0.0)
-        return Standing(tenant, weight, len(self.turns) % 3 if self.tenants else 0, share)
+        return TenantQos(tenant, weight, len(self.turns) % 3 if self.tenants else 0, share)
 
     def _hints(self) -> Hints | None:
         """Mostly none; else anything that a client may say, true or not."""

@@ -36,7 +36,7 @@ from pensieve.engine.messages import (
     Warm,
     Warmed,
 )
-from pensieve.engine.process.loop import Announcer
+from pensieve.engine.process.loop import StepAnnouncer
 from pensieve.errors import InvalidArgument
 
 SCRIPT_FILE = "fake_engine.json"
@@ -89,7 +89,7 @@ class FakeEngine:
     requests: dict[int, _Request] = field(default_factory=dict)
     steps: int = 0
     outputs: int = 0
-    announcer: Announcer = field(default_factory=Announcer)
+    announcer: StepAnnouncer = field(default_factory=StepAnnouncer)
     last_tokens: int = 0
     last_s: float = 0.0
     closed: bool = False
@@ -136,7 +136,7 @@ class FakeEngine:
         began = time.monotonic()
         new = [one for one in self.requests.values() if not one.started]
         tokens = len(self.requests) + sum(packed_length(one.submit.tokens) for one in new)
-        self.announcer.step(tokens, frozenset(map(RequestKey, self.requests)))
+        self.announcer.announce(tokens, frozenset(map(RequestKey, self.requests)))
         failpoint("engine_mid_step")
         time.sleep(self.script.token_s * tokens)
         self._strike()

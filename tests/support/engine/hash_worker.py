@@ -50,7 +50,7 @@ def top_tokens(kv: int, count: int) -> tuple[tuple[int, float], ...]:
 
 def oracle_beams(context: Sequence[int], sampling: Sampling, limit: int) -> list[int]:
     """What a stateless beam search over ``context`` gives, whose longest context is ``limit``."""
-    search = BeamSearch.of(sampling, len(context), limit, ())
+    search = BeamSearch.from_sampling(sampling, len(context), limit, ())
     outputs: list[tuple[int, ...]] = [()]
     while True:
         step = search.step([top_tokens(last_kv([*context, *out]), search.candidates) for out in outputs])

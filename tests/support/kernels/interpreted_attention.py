@@ -35,7 +35,7 @@ MIX = [(0, 40, 1), (1, 33, 1), (2, 3, 30), (3, 0, 1), (4, 60, 3)]
 def planned(case: Case, processors: int = 4, capacity: Capacity | None = None) -> AttentionPlan:
     """The plan with tiny tiles for a device of ``processors``."""
     geometry = replace(geometry_of(case.q, case.pool), multiprocessors=processors, own_tiles=TINY)
-    plan = AttentionPlan.of(case.spans, len(case.q), geometry, case.q.device, capacity=capacity)
+    plan = AttentionPlan.from_spans(case.spans, len(case.q), geometry, case.q.device, capacity=capacity)
     plan.scratch.partial.fill_(torch.nan)
     plan.scratch.partial_lse.fill_(torch.nan)
     return plan

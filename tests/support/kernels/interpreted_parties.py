@@ -15,7 +15,7 @@ import torch
 
 from pensieve.kernels.attention.capacity import Capacity
 from pensieve.kernels.attention.plan import AttentionPlan, geometry_of
-from pensieve.kernels.attention.prefixes import PartyRule
+from pensieve.kernels.attention.prefixes import PrefixGroupRule
 from pensieve.kernels.attention.tiles import Tile, TileSet
 from pensieve.kernels.attention.work_lists import HEADER, ITEM, MERGE
 from pensieve.kernels.ragged_paged_attention import attend
@@ -34,7 +34,7 @@ Span = tuple[int, int]
 """(position, query tokens) at the end of a context."""
 
 
-class Eager(PartyRule):
+class Eager(PrefixGroupRule):
     """A rule for tiny contexts: whatever is read more than once is worth a party."""
 
     def saved_us(self, rows: int, spans: int, tokens: int) -> float:
@@ -78,7 +78,9 @@ def run(step: Shared, parties: Ints | None, processors: int = 4, spoil: Callable
         capacity: Capacity | None = None) -> tuple[torch.Tensor, torch.Tensor, AttentionPlan]:  # fmt: skip
     case, spans = step.case, step.spans
     geometry = replace(geometry_of(case.q, case.pool), multiprocessors=processors, own_tiles=TINY)
-    plan = AttentionPlan.of(spans, len(case.q), geometry, case.q.device, parties=parties, capacity=capacity)
+    plan = AttentionPlan.from_spans(
+        spans, len(case.q), geometry, case.q.device, parties=parties, capacity=capacity
+    )
     plan.scratch.partial.fill_(torch.nan)
     plan.scratch.partial_lse.fill_(torch.nan)
     if spoil is not None:

@@ -15,14 +15,14 @@ from prometheus_client import CollectorRegistry
 from pensieve.config import EngineOptions
 from pensieve.engine.engine import Engine
 from pensieve.engine.messages import SessionStrip
-from pensieve.feed import FrontDoorState
+from pensieve.feed import HttpDoorState
 from pensieve.server.admin_port import AdminPort
 from pensieve.server.conversations import Conversations, ServiceListeners
 from pensieve.server.operations.metrics import Metrics
 from pensieve.server.page.recent import RecentTurns
 from pensieve.server.page.state import StateView
 from pensieve.server.page.web import WebPage
-from pensieve.server.rpc.door import Door
+from pensieve.server.rpc.access_control import AccessControl
 from pensieve.server.rpc.grpc_server import make_server
 from pensieve.server.rpc.interceptor import Interceptor
 from pensieve.server.rpc.service import ConversationService
@@ -57,8 +57,8 @@ class ManyStrips(InProcessLink):
 
     strips: Sequence[SessionStrip] = ()
 
-    async def look(self) -> list[SessionStrip]:
-        return list(self.strips) or await super().look()
+    async def read_strips(self) -> list[SessionStrip]:
+        return list(self.strips) or await super().read_strips()
 
 
 @dataclass
@@ -71,7 +71,7 @@ class PageRig:
     link: ManyStrips
     store: HistoryStore
     http: aiohttp.ClientSession
-    door: FrontDoorState | None = None
+    door: HttpDoorState | None = None
     """What is told of the HTTP door."""
 
     async def get(self, path: str, **headers: str) -> tuple[int, Any]:
@@ -119,7 +119,7 @@ async def page_rig(
         await server.start()
         stack.push_async_callback(server.stop, None)
         state = StateView(conversations, Healthy(), recent, lambda: rig.door, shows_text=text)
-        door = Door(keys, Metrics())
+        door = AccessControl(keys, Metrics())
         page = WebPage(state, door.admit_operator)
         stack.push_async_callback(page.close)
         port = AdminPort(CollectorRegistry(), Healthy(), folder / "no grpc", page=page)

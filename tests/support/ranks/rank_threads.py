@@ -21,7 +21,7 @@ from pensieve.engine.ranks.leader import LeadingWorker
 from pensieve.engine.ranks.ring import RingReader, RingWriter, SharedRing
 from pensieve.engine.worker.sizing import WorkerInfo
 from pensieve.engine.worker.torch_worker import TorchWorker
-from pensieve.model.collective import AddNorm, Collective, Slot, SumRoom
+from pensieve.model.collective import AddNorm, BufferIndex, Collective, ReduceBuffer
 from pensieve.model.folder import load_arch
 from pensieve.model.shard import Shard
 from pensieve.model.transformer import Transformer
@@ -64,28 +64,30 @@ class ThreadCollective(Collective):
         self._exchange, self.rank, self.ranks = exchange, rank, exchange.ranks
         self._rooms = torch.empty(2, 1 << 16)
 
-    def room(self, shape: tuple[int, int], dtype: torch.dtype, slot: Slot) -> SumRoom | None:
+    def reduce_buffer(
+        self, shape: tuple[int, int], dtype: torch.dtype, slot: BufferIndex
+    ) -> ReduceBuffer | None:
         """Of even numbers of rows only: as on GPUs, some sums have it and some do not."""
         if shape[0] % 2 or shape[0] == 0:
             return None
         return ThreadRoom(self, self._rooms[slot, : shape[0] * shape[1]].view(shape))
 
-    def sum(self, part: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, part: torch.Tensor) -> torch.Tensor:
         total = torch.stack([one.clone() for one in self._exchange.swap(self.rank, part.clone())]).sum(0)
         return part.copy_(total)
 
-    def gather(self, part: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, part: torch.Tensor) -> torch.Tensor:
         return torch.stack(self._exchange.swap(self.rank, part))
 
-    def share(self, values: torch.Tensor) -> None:
+    def broadcast(self, values: torch.Tensor) -> None:
         values.copy_(self._exchange.swap(self.rank, values.clone())[0])
 
-    def least(self, numbers: list[int]) -> list[int]:
-        found: list[int] = self.gather(torch.tensor(numbers)).amin(0).tolist()
+    def all_reduce_min(self, numbers: list[int]) -> list[int]:
+        found: list[int] = self.all_gather(torch.tensor(numbers)).amin(0).tolist()
         return found
 
 
-class ThreadRoom(SumRoom):
+class ThreadRoom(ReduceBuffer):
     """Memory that holds nothing but what was made in it."""
 
     pieces = 3
@@ -94,17 +96,17 @@ class ThreadRoom(SumRoom):
         self._together, self.memory = together, memory.fill_(torch.nan)
         self._passed = torch.full_like(memory, torch.nan)
 
-    def made(self, start: int, end: int) -> None:
+    def rows_ready(self, start: int, end: int) -> None:
         self._passed[start:end] = self.memory[start:end]
 
     def add_norm(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, add_norm: AddNorm
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return add_norm(x, self._together.sum(self._passed), weight, bias, eps)
+        return add_norm(x, self._together.all_reduce(self._passed), weight, bias, eps)
 
 
 class RankThreads:
-    """Followers of one leading worker, each a thread (``leader.Others``)."""
+    """Followers of one leading worker, each a thread (``leader.FollowerRanks``)."""
 
     def __init__(self, exchange: Exchange, ring: SharedRing, workers: list[StepWorker]) -> None:
         self.errors: list[Exception] = []
@@ -125,15 +127,15 @@ class RankThreads:
             self.errors.append(error)
             self._exchange.abort()
 
-    def failed(self) -> None:
+    def on_failure(self) -> None:
         self._exchange.abort()
 
-    def abandon(self) -> None:
+    def kill(self) -> None:
         self._exchange.abort()
 
-    def leaving(self) -> None: ...
+    def before_stop(self) -> None: ...
 
-    def left(self) -> None:
+    def wait_stopped(self) -> None:
         for thread in self._threads:
             thread.join(PATIENCE_S)
             assert not thread.is_alive()
@@ -166,7 +168,7 @@ class RankBench(Bench):
         )  # fmt: skip
         exchange, ring = Exchange(self.ranks), SharedRing.create(self.ranks - 1)
         models = [
-            Transformer(arch, weights, together=ThreadCollective(exchange, rank))
+            Transformer(arch, weights, collective=ThreadCollective(exchange, rank))
             for rank, (arch, weights) in enumerate(zip(self._archs, self._weights, strict=True))
         ]
         workers = [TorchWorker(model, info) for model in models]
@@ -183,4 +185,4 @@ class RankBench(Bench):
             self._open = None
             if not others.errors:
                 writer.send(encode(None))
-            others.left()
+            others.wait_stopped()

@@ -3,7 +3,7 @@
 What ends a block of the decoder (``Transformer``'s product, sum, residual sum and norm) is done a few hundred times in
 steps of random sizes, with and without a graph; each result must be the same on all ranks to the last bit, and as near
 to one in float64 as rounding allows. Prints one JSON object: how many sums went
-by each kind of ``SumRoom``.
+by each kind of ``ReduceBuffer``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch.nn.functional as F
 
 from pensieve.debug import child_environment
 from pensieve.engine.ranks.collectives import NcclCollective, join
-from pensieve.model.collective import Slot, SumRoom
+from pensieve.model.collective import BufferIndex, ReduceBuffer
 from pensieve.model.ops import triton_ops
 from pensieve.model.transformer import Transformer
 from pensieve.model.weights import Linear, NormWeights
@@ -45,7 +45,7 @@ class Ranked:
     def normal(self, *shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=self._generator, device="cuda").to(torch.bfloat16)
 
-    def case(self, rows: int, slot: Slot, *, bias: bool, layer: bool, graph: bool) -> None:
+    def case(self, rows: int, slot: BufferIndex, *, bias: bool, layer: bool, graph: bool) -> None:
         """One block's end, compared."""
         together, rank, ranks = self.together, self.together.rank, self.together.ranks
         blocks, weights = self.normal(ranks, rows, INNER), self.normal(ranks, WIDTH, INNER)
@@ -65,12 +65,12 @@ class Ranked:
             f"{rows} rows: a norm is wrong"
         )
         for tensor in (got, normed):
-            everybody = together.gather(tensor.contiguous())
+            everybody = together.all_gather(tensor.contiguous())
             assert all(torch.equal(one, everybody[0]) for one in everybody), f"{rows} rows: ranks differ"
 
     def _run(
         self,
-        slot: Slot,
+        slot: BufferIndex,
         x: torch.Tensor,
         block: torch.Tensor,
         linear: Linear,
@@ -78,7 +78,7 @@ class Ranked:
         *,
         graph: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        other: Slot = 1 if slot == 0 else 0
+        other: BufferIndex = 1 if slot == 0 else 0
         if not graph:
             self.model._end_block(other, x.clone(), block, linear, norm)  # in use the two alternate
             return self.model._end_block(slot, x.clone(), block, linear, norm)
@@ -99,14 +99,14 @@ class Ranked:
 
 def watch(together: NcclCollective, ways: Counter[str]) -> None:
     """Count by which way sums go."""
-    rooms = together.room
+    rooms = together.reduce_buffer
 
-    def counted(shape: tuple[int, int], dtype: torch.dtype, slot: Slot) -> SumRoom | None:
+    def counted(shape: tuple[int, int], dtype: torch.dtype, slot: BufferIndex) -> ReduceBuffer | None:
         room = rooms(shape, dtype, slot)
         ways[type(room).__name__] += 1
         return room
 
-    together.room = counted  # type: ignore[method-assign]
+    together.reduce_buffer = counted  # type: ignore[method-assign]
 
 
 @click.command()

@@ -17,7 +17,7 @@ from typing import Any, Final
 import msgspec
 
 import pensieve.server.app as app
-from pensieve.server.history.rendering import PreparedTurn, Renderer, Room, Stamp
+from pensieve.server.history.rendering import ContextRoom, ItemStamp, PreparedTurn, Renderer
 from pensieve.server.values import InputEntry
 from pensieve.store import BeginOutcome, BeginRequest, Counts, Key, Replay, head_hash_after
 from pensieve.store.records import History, Record, SessionRow
@@ -149,7 +149,7 @@ def _stale_context() -> None:
     prepare = Renderer.prepare
 
     async def stale(
-        self: Renderer, history: History, entries: Sequence[InputEntry], stamp: Stamp, room: Room
+        self: Renderer, history: History, entries: Sequence[InputEntry], stamp: ItemStamp, room: ContextRoom
     ) -> PreparedTurn:
         prepared = await prepare(self, history, entries, stamp, room)
         if len(history.items) < 3 or random.random() < 0.5:

@@ -125,11 +125,11 @@ class InProcessLink(BaseLink):
             return
         self._receive(report)
         if self._first_ready is not None and not self._first_ready.done():
-            self._engine_up()
+            self._on_engine_up()
             self._first_ready.set_result(None)
         elif self._state is not self._state.SERVING:
             self.restarts_total += 1
-            self._engine_up()
+            self._on_engine_up()
 
     def _failed(self, error: Exception) -> None:
         if self._stopping.is_set():
@@ -139,4 +139,4 @@ class InProcessLink(BaseLink):
             words = error.message if isinstance(error, PensieveError) else f"{type(error).__name__}: {error}"
             self._first_ready.set_exception(Internal(words, reason="ENGINE_FAILED"))
             return
-        self._engine_lost()
+        self._on_engine_lost()

@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from pensieve.core import (
-    ALONE,
+    DEFAULT_QOS,
     FinishReason,
     Phase,
     RequestKey,
     SessionKey,
-    Standing,
+    TenantQos,
     TokenArray,
     TokenLogprob,
     Usage,
@@ -52,7 +52,7 @@ class ScriptedGeneration:
         self.sampling = command.sampling
         self.scope = command.scope
         self.hints = command.hints
-        self.standing = command.standing
+        self.standing = command.qos
         self.cancelled = False
         """The engine was told to stop."""
         self.cancelled_candidates: list[int] = []
@@ -101,7 +101,7 @@ class ScriptedGeneration:
         self._open.cancel_candidate(candidate)
 
     def _deal(self, *events: Event) -> None:
-        self._generations.deal(events)
+        self._generations.dispatch(events)
 
 
 Answer = Callable[[ScriptedGeneration], Sequence[int]]
@@ -170,7 +170,7 @@ class ScriptedLink:
         return ResidentTokens(0, device_tokens=3, host_tokens=2)
 
     async def warm(
-        self, session: SessionKey, tokens: TokenArray, *, scope: str = "", standing: Standing = ALONE
+        self, session: SessionKey, tokens: TokenArray, *, scope: str = "", qos: TenantQos = DEFAULT_QOS
     ) -> Warmed:
         if self.refuse is not None:
             raise self.refuse

@@ -18,10 +18,10 @@ from tokenizers import Tokenizer
 from pensieve import rpc_status
 from pensieve.errors import PensieveError
 from pensieve.server.conversations import Conversations
+from pensieve.server.rpc.access_control import AccessControl
 from pensieve.server.rpc.admin_service import AdminService
 from pensieve.server.rpc.auth import ALL_SCOPES, Identity
 from pensieve.server.rpc.calls import BodyGate
-from pensieve.server.rpc.door import Door
 from pensieve.server.rpc.grpc_server import bind
 from pensieve.server.rpc.interceptor import Interceptor
 from pensieve.server.rpc.service import ConversationService
@@ -187,7 +187,7 @@ async def serving(
     vocab_size: int = 420,
     tenants: TenantTable | None = None,
     bodies: BodyGate | None = None,
-    door: Door | None = None,
+    door: AccessControl | None = None,
     credentials: grpc.ServerCredentials | None = None,
     link: Any = None,
     **settings: Any,
@@ -208,7 +208,7 @@ async def serving(
     options = {"replica": "r1", "model": "tiny", "heartbeat_s": 5.0, "disconnect_grace_s": 0.2, **settings}
     conversations = Conversations(held, link, speaks or tokenizer(), TurnSettings(**options), tenants=tenants)
     if door is not None:
-        server = door.server(max_in_flight)
+        server = door.make_server(max_in_flight)
     else:
         server = aio.server(
             interceptors=(

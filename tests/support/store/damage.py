@@ -540,7 +540,7 @@ async def _check(folder: Path, _sound: set[Stored], whole: dict[str, list[Stored
 
 async def _repair(folder: Path, sound: set[Stored], whole: dict[str, list[Stored]], losses: Losses) -> None:
     store = maintenance.open_raw(f"sqlite:///{folder}/h.db")
-    await store.open(Mode.ALONE)
+    await store.open(Mode.EXCLUSIVE)
     try:
         await maintenance.repair(store, apply=True)
     finally:

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from pensieve.store import HistoryStore, open_store
-from pensieve.store.maintenance import Mode, Problem, Repaired, Survey, check, open_raw, repair
+from pensieve.store.maintenance import Mode, Problem, RepairResult, Survey, check, open_raw, repair
 from support.store.population import Made
 from support.store.store_bench import Bench, SqliteBench, key
 
@@ -37,9 +37,9 @@ class Patient:
         assert all(one.session in ("", KEY.session_id) for one in found), found
         return {one.problem for one in found}
 
-    async def repair(self, *, apply: bool = True, cut_to: Path | None = None) -> Repaired:
+    async def repair(self, *, apply: bool = True, cut_to: Path | None = None) -> RepairResult:
         store = open_raw(self.url)
-        await store.open(Mode.ALONE if apply else Mode.READ)
+        await store.open(Mode.EXCLUSIVE if apply else Mode.READ)
         try:
             return await repair(store, apply=apply, cut_to=cut_to)
         finally:

@@ -1,6 +1,6 @@
 """What a client said of its session's next turn, as a rate of return beside the assumed or learned one. Pure.
 
-Where a value is Cost × rate (``Policy.hears_hints``), a hint changes the rate and nothing else: no chunk is kept for
+Where a value is Cost × rate (``Policy.uses_hints``), a hint changes the rate and nothing else: no chunk is kept for
 it that would not be given up for one worth more. A session that is to come back d seconds after its turn is taken, with
 probability ``TRUST``, for one whose time of return has mean d and is lognormal with ``SPREAD``, and otherwise for one
 like any other. Of the first the rate is the Gittins index G_d(T), which sees the return coming and so holds on through
@@ -60,7 +60,7 @@ class Hint(NamedTuple):
 NO_HINT: Final = Hint(0, 1.0)
 
 
-def heard(hints: Hints | None) -> Hint:
+def hint_from(hints: Hints | None) -> Hint:
     """What to make of a turn's hints."""
     if hints is None:
         return NO_HINT
@@ -76,7 +76,7 @@ def pause_row(seconds: float) -> int:
     return (1 + _PAUSES.one(min(max(seconds, least), most))) * COLUMNS
 
 
-def adjusted(
+def apply_hints(
     values: Floats,
     costs: Floats,
     idle: Floats,
@@ -108,7 +108,7 @@ def adjusted(
     return values
 
 
-def adjusted_one(value: float, cost: float, idle: float, hint: Hint) -> float:
+def apply_hint(value: float, cost: float, idle: float, hint: Hint) -> float:
     """``adjusted`` for one session."""
     at = hint.pause + column_of(min(max(idle, YOUNGEST), OLDEST))
     return hint.weight * (value * float(_OTHERWISE[at]) + cost * float(_TOLD[at]))

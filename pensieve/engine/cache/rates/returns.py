@@ -66,7 +66,7 @@ class LogBins:
         octave, step = np.divmod(np.arange(self.count + 1), steps)
         return np.asarray(2.0 ** (self.least_exponent + octave) * (1 + step / steps), dtype=np.float64)
 
-    def of(self, values: Floats) -> Ints:
+    def bins_of(self, values: Floats) -> Ints:
         """Bin of each value; of values beyond either end a number beyond either end. The array is a new one."""
         found = values.view(np.int64) >> (_MANTISSA_BITS - self.bits)
         found -= (_BIAS + self.least_exponent) << self.bits
@@ -114,7 +114,7 @@ _SWEEPS: Final = 3
 
 def bins_of(ages: Floats) -> Ints:
     """Bin of each age."""
-    found = _AGES.of(ages)
+    found = _AGES.bins_of(ages)
     np.maximum(found, 0, out=found)
     return np.minimum(found, BINS - 1, out=found)
 
@@ -201,7 +201,7 @@ class ReturnRates:
         self.periods = 0
         """Begun so far."""
 
-    def left(self, key: Hashable, cell: int, now: float) -> None:
+    def on_idle(self, key: Hashable, cell: int, now: float) -> None:
         """A session has become idle."""
         if self._idle.full:
             self._at_risk += self._idle.thin(self._counted_to, now)
@@ -210,7 +210,7 @@ class ReturnRates:
         if self.periods % _FADE_EVERY == 0:
             self._fade(now)
 
-    def returned(self, key: Hashable, now: float) -> None:
+    def on_return(self, key: Hashable, now: float) -> None:
         """A session has its next turn. One that left in the same moment was suspended, and was never idle."""
         period = self._idle.end(key)
         if period is None or period[1] >= now:
@@ -296,7 +296,7 @@ _BEFORE, _SHARE = _interpolation()
 
 def columns_of(ages: Floats) -> Ints:
     """Column of each age; ages are within ``YOUNGEST`` and ``OLDEST``."""
-    return _TABLE.of(ages)
+    return _TABLE.bins_of(ages)
 
 
 def column_of(age: float) -> int:

@@ -13,7 +13,7 @@ from pensieve.core import SessionKey
 from pensieve.engine.messages import Submit
 from pensieve.errors import PensieveError
 from pensieve.server.links.generations import OpenGeneration
-from pensieve.server.links.quarantine import MEMORY_S, Condemned, Quarantine
+from pensieve.server.links.quarantine import MEMORY_S, Blocklist, Quarantine
 
 WARM_SUSPICION_S: Final = 10.0
 """An engine that dies sooner after a session was asked to be warmed may have died of it."""
@@ -35,7 +35,7 @@ class _Passage:
     """It was finished; the step that was announced last may have it all the same, planned before that was known."""
 
 
-class Turnstile:
+class ProbationGate:
     """Used on one event loop."""
 
     def __init__(
@@ -49,7 +49,7 @@ class Turnstile:
         self._fail = fail
         self._clock = clock
         self._quarantine = Quarantine(clock)
-        self.condemned = Condemned(clock)
+        self.blocklist = Blocklist(clock)
         self._inside: dict[int, _Passage] = {}
         self._held: OrderedDict[int, _Passage] = OrderedDict()
         self._lone: _Passage | None = None
@@ -63,7 +63,7 @@ class Turnstile:
     def may_warm(self, session: SessionKey) -> bool:
         """Whether a session may be warmed; if so, it is taken as done. Nobody is told more than that now is no time."""
         now = self._clock()
-        if self._cold.get(session, 0.0) > now or self.condemned.refuses(session):
+        if self._cold.get(session, 0.0) > now or self.blocklist.refuses(session):
             return False
         self._warmed = {one: at for one, at in self._warmed.items() if at > now - WARM_SUSPICION_S}
         self._warmed[session] = now
@@ -75,14 +75,14 @@ class Turnstile:
         ``origin``: name of a turn over all its tries, "" for none.
         """
         self._quarantine.check(origin)
-        self.condemned.check(command.session, command.standing.tenant, command.tokens)
+        self.blocklist.check(command.session, command.qos.tenant, command.tokens)
 
     def enter(self, generation: OpenGeneration, command: Submit, origin: str) -> None:
         """Send the command, now or when it is this generation's turn. Raises what ``send`` does."""
         passage = _Passage(generation, command, origin)
-        if origin and self.condemned.on_probation(command.session):
+        if origin and self.blocklist.on_probation(command.session):
             self._quarantine.suspect(origin)
-        alone = self._quarantine.must_wait(origin)
+        alone = self._quarantine.must_run_alone(origin)
         if alone and self._lone is not None:
             self._held[generation.request] = passage
             return
@@ -91,7 +91,7 @@ class Turnstile:
         if alone:
             self._lone = passage
 
-    def closed(self, generation: OpenGeneration, *, well: bool) -> None:
+    def on_closed(self, generation: OpenGeneration, *, well: bool) -> None:
         """A generation is over for its listener; ``well``: the engine finished it."""
         self._held.pop(generation.request, None)
         passage = self._inside.get(generation.request)
@@ -101,24 +101,24 @@ class Turnstile:
         if self._batch is None or generation.request not in self._batch:
             del self._inside[generation.request]
         if well and passage.origin:
-            self._quarantine.ended_well(passage.origin)
+            self._quarantine.on_success(passage.origin)
         if passage is self._lone:
             self._next()
 
-    def announced(self, requests: Iterable[int]) -> None:
+    def on_step_begin(self, requests: Iterable[int]) -> None:
         """A step of these requests begins."""
         self._batch = frozenset(requests)
         for number in [one for one, passage in self._inside.items() if passage.closed]:
             if number not in self._batch:
                 del self._inside[number]
 
-    def progressed(self) -> None:
+    def on_tokens(self) -> None:
         """Tokens have come: the suspect that is let in may have got further than it was when the engine died."""
         lone = self._lone
-        if lone is not None and self._quarantine.got_to(lone.origin, lone.generation.outputs):
+        if lone is not None and self._quarantine.on_progress(lone.origin, lone.generation.outputs):
             self._next()
 
-    def engine_died(self, *, outside: bool) -> OpenGeneration | None:
+    def on_engine_lost(self, *, killed_externally: bool) -> OpenGeneration | None:
         """All start anew with another engine. Returns the generation of the request that is found guilty, if any.
 
         The log names the turns that the engine was at work on.
@@ -137,15 +137,17 @@ class Turnstile:
         self.reset()
         now = self._clock()
         self._cold = {session: until for session, until in self._cold.items() if until > now}
-        if not outside:
+        if not killed_externally:
             fresh = [session for session, at in self._warmed.items() if at > now - WARM_SUSPICION_S]
             self._cold |= dict.fromkeys(fresh, now + MEMORY_S)
         self._warmed.clear()
         batch = {passage.origin: passage.generation.outputs for passage in accused}
-        guilty = self._quarantine.died(batch, outside=outside) if batch else None
+        guilty = (
+            self._quarantine.on_engine_lost(batch, killed_externally=killed_externally) if batch else None
+        )
         for passage in [one for one in accused if guilty is not None and one.origin == guilty][:1]:
             command = passage.command
-            if self.condemned.add(command.session, command.standing.tenant, command.tokens):
+            if self.blocklist.add(command.session, command.qos.tenant, command.tokens):
                 fields = dict(passage.generation.log_fields)
                 log.error(
                     "turns of a session have ended the engine again and again: it is refused", extra=fields

@@ -45,9 +45,9 @@ class AnswerView(Protocol):
         """Nothing follows; the cursor is at the beginning of a line."""
 
 
-def view_of(screen: Screen) -> AnswerView:
+def make_view(screen: Screen) -> AnswerView:
     """The view that suits the terminal."""
-    return MarkdownView(screen.out) if screen.renders else PlainView(screen)
+    return MarkdownView(screen.out) if screen.shows_markdown else PlainView(screen)
 
 
 class PlainView:
@@ -59,12 +59,12 @@ class PlainView:
 
     def add(self, text: str) -> None:
         if text:
-            self._screen.piece(text)
+            self._screen.write(text)
             self._in_line = not text.endswith("\n")
 
     def pause(self) -> None:
         if self._in_line:
-            self._screen.line()
+            self._screen.end_line()
             self._in_line = False
 
     def end(self) -> None:
@@ -167,7 +167,7 @@ Event = Piece | _Interrupt | PensieveError | None
 """None: the stream has ended in good order."""
 
 
-class Flight:
+class TurnDisplay:
     """Follows a stream to its end. ``show`` False: answers that are drawn side by side could not be read."""
 
     def __init__(self, stream: TurnStream, screen: Screen, *, show: bool) -> None:
@@ -178,7 +178,7 @@ class Flight:
         """What of the answer is on a pipe, which takes nothing back."""
         self._again: str | None = None
         """What a second attempt has said so far, while it repeats the first; None: this is the first."""
-        self._view: AnswerView = view_of(screen)
+        self._view: AnswerView = make_view(screen)
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._heard: tuple[int, Progress | None] = (0, None)
         """Resends and news at the last sign of life."""
@@ -225,7 +225,7 @@ class Flight:
                     self._stopping.join(TICK_S)
                 if event is not None and not self._stream.done:
                     if self._written:
-                        self._screen.line()
+                        self._screen.end_line()
                     raise event
                 return
 
@@ -246,26 +246,26 @@ class Flight:
             self._again = ""
         if self._again is None:
             self._written += piece.text
-            self._screen.piece(piece.text)
+            self._screen.write(piece.text)
             return
         self._again += piece.text
         if self._written.startswith(self._again):
             return
         if self._again.startswith(self._written):
-            self._screen.piece(self._again[len(self._written) :])
+            self._screen.write(self._again[len(self._written) :])
         else:
             self._begin_anew()
-            self._screen.piece(self._again)
+            self._screen.write(self._again)
         self._written, self._again = self._again, None
 
-    def settle(self, text: str) -> None:
+    def finish_piped(self, text: str) -> None:
         """On a pipe: end the answer, whose text in history is ``text``."""
         if not text.startswith(self._written):
             self._begin_anew()
-        self._screen.say(text[len(self._written) :])
+        self._screen.write_line(text[len(self._written) :])
 
     def _begin_anew(self) -> None:
-        self._screen.line()
+        self._screen.end_line()
         self._screen.note("(the server had to start this answer again; it follows from its beginning)")
         self._written = ""
 

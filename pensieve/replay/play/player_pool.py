@@ -16,8 +16,8 @@ from pensieve.debug import child_environment
 from pensieve.replay.load.schedule import Script
 from pensieve.replay.play import player_process as wire
 from pensieve.replay.play.runner import OnSend, OnTurn
-from pensieve.replay.records import Outcome, Played, RunOptions, TurnRecord, outcome
-from pensieve.replay.targets.base import Remote, TargetInfo, TurnFailed
+from pensieve.replay.records import Outcome, PlayResult, RunOptions, TurnRecord, merge_results
+from pensieve.replay.targets.base import RemoteTarget, TargetInfo, TurnFailed
 
 _HEAD_START_S = 0.05
 """Time between ``Go`` and the start that it names, so that it has reached every process by then."""
@@ -49,7 +49,7 @@ def deal(scripts: Sequence[Script], options: RunOptions) -> list[tuple[tuple[Scr
 
 
 async def replay(
-    target: Remote,
+    target: RemoteTarget,
     info: TargetInfo,
     scripts: Sequence[Script],
     options: RunOptions,
@@ -78,13 +78,13 @@ async def replay(
         played = await _all(member.follow(ended, on_send) for member in crew)
         # No server may see a session go while others are still measured.
         leftovers = await _all(member.leave() for member in crew)
-    return outcome(target.name, info, records, played, next(filter(None, leftovers), ""))
+    return merge_results(target.name, info, records, played, next(filter(None, leftovers), ""))
 
 
 class _Member:
     """One client process, as the crew sees it."""
 
-    def __init__(self, number: int, process: asyncio.subprocess.Process, channel: wire.CrewChannel) -> None:
+    def __init__(self, number: int, process: asyncio.subprocess.Process, channel: wire.PoolChannel) -> None:
         self._number, self._process, self.channel = number, process, channel
         assert process.stderr is not None
         self._words = asyncio.create_task(_tail(process.stderr))
@@ -94,24 +94,24 @@ class _Member:
         if isinstance(message, wire.Refused):
             raise TurnFailed(message.code, message.message)
 
-    async def follow(self, on_turn: OnTurn, on_send: OnSend) -> Played:
+    async def follow(self, on_turn: OnTurn, on_send: OnSend) -> PlayResult:
         finished = await self._next(wire.PlayerFinished, on_turn, on_send)
-        return cast(Played, finished.played)
+        return cast(PlayResult, finished.played)
 
     async def _next(self, wanted: Any, on_turn: OnTurn, on_send: OnSend) -> Any:
         """The next message of the ``wanted`` kind; turns that go out and end meanwhile are passed on."""
         while True:
-            match await self._receive(wire.Sent | wire.Ended | wanted):
-                case wire.Sent():
+            match await self._receive(wire.TurnSent | wire.TurnEnded | wanted):
+                case wire.TurnSent():
                     on_send()
-                case wire.Ended(record):
+                case wire.TurnEnded(record):
                     on_turn(record)
                 case message:
                     return message
 
     async def leave(self) -> str:
-        self.channel.send(wire.Leave())
-        left = await self._receive(wire.Left)
+        self.channel.send(wire.DeleteSessions())
+        left = await self._receive(wire.SessionsDeleted)
         return str(left.leftover)
 
     async def end(self) -> None:
@@ -135,7 +135,7 @@ class _Member:
 @asynccontextmanager
 async def _member(number: int) -> AsyncIterator[_Member]:
     ours, theirs = socket.socketpair()
-    channel = await wire.CrewChannel.over(ours, wire.PlayerMessage)  # closing it would end the process, too
+    channel = await wire.PoolChannel.over(ours, wire.PlayerMessage)  # closing it would end the process, too
     with theirs:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-P", "-m", wire.__name__, str(theirs.fileno())),

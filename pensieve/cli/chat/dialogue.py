@@ -5,8 +5,8 @@ from __future__ import annotations
 import uuid
 from typing import Any
 
-from pensieve.cli.chat.flight import Flight
 from pensieve.cli.chat.screen import Screen
+from pensieve.cli.chat.turn_display import TurnDisplay
 from pensieve.cli.chat.unsent import Unsent, UnsentFolder
 from pensieve.client import Client, FinishReason, SamplingOptions, Session, Turn, TurnState, TurnStream
 from pensieve.errors import NotFound, PensieveError
@@ -30,16 +30,16 @@ def choose_candidate(argument: str, session: Session, screen: Screen) -> None:
     elif not argument.isdecimal():
         screen.note("/choose takes the number of an answer")
     else:
-        show_candidates(screen.patiently(lambda: session.choose(turn, int(argument))), screen)
+        show_candidates(screen.call_with_status(lambda: session.choose(turn, int(argument))), screen)
 
 
 def show_candidates(turn: Turn, screen: Screen) -> None:
     """All answers by their numbers, and a mark at the one that is in the conversation."""
     if not turn.candidates:
-        screen.say(turn.text)  # cut short: the others were dropped
+        screen.write_line(turn.text)  # cut short: the others were dropped
     for one in turn.candidates:
         mark = "*" if one.candidate == turn.chosen else " "
-        screen.say(f"{mark} {one.candidate}: {one.text}")
+        screen.write_line(f"{mark} {one.candidate}: {one.text}")
     if turn.candidates and screen.interactive:
         screen.note("/choose K goes on from another one")
 
@@ -67,26 +67,26 @@ class Dialogue:
         """A turn has just ended: what it left is where the next one wants it."""
 
     @property
-    def kept(self) -> Unsent | None:
+    def unsent(self) -> Unsent | None:
         """What was typed in this session and is not answered."""
         return self._unsent.get(self.session.id)
 
-    def move(self, session: Session) -> None:
+    def move_to(self, session: Session) -> None:
         """Talk in a new session from here on. What was not answered in the old one goes along."""
-        kept = self.kept
-        self.drop_kept()
+        kept = self.unsent
+        self.drop_unsent()
         self.session = session
         self.is_warm = False
         if kept is not None:
             self._keep(kept.text, {})
 
-    def drop_kept(self) -> None:
+    def drop_unsent(self) -> None:
         """The user does not want it any more."""
         self._unsent.drop(self.session.id)
 
     def ask(self, text: str, **options: Any) -> None:
         """One turn. What was kept goes out as it was, under its own request id. Raises what the server says to it."""
-        kept = self.kept
+        kept = self.unsent
         if kept is None or kept.text != text or options:
             before = kept
             if before is not None and "replace_after_item" in before.options:
@@ -101,13 +101,13 @@ class Dialogue:
 
     def regenerate(self) -> None:
         """Another answer to the last question."""
-        last = self.screen.patiently(self.session.last_user_item)
+        last = self.screen.call_with_status(self.session.last_user_item)
         stream = self.session.stream(replace_after_item=last, **self.sampling)
         self._fly(stream, self.sampling.get("candidates", 1) > 1)
 
-    def take_up(self) -> None:
+    def resume_unsent(self) -> None:
         """What an earlier chat left in this session: its answer, if it is there or on its way, or else the line."""
-        kept = self.kept
+        kept = self.unsent
         if kept is None:
             return
         state = self._state(kept)
@@ -117,7 +117,7 @@ class Dialogue:
                 self._unsent.drop(self.session.id)
         elif state is TurnState.COMMITTED:
             self._unsent.drop(self.session.id)
-        if self.kept is not None:
+        if self.unsent is not None:
             self.screen.note("this was not answered last time; Enter sends it, an empty line drops it")
 
     def _keep(self, text: str, options: dict[str, Any]) -> Unsent:
@@ -127,7 +127,7 @@ class Dialogue:
 
     def _state(self, kept: Unsent) -> TurnState:
         try:
-            return self.screen.patiently(lambda: self.session.get_turn(kept.request_id)).state
+            return self.screen.call_with_status(lambda: self.session.get_turn(kept.request_id)).state
         except NotFound:
             return TurnState.DISCARDED
 
@@ -135,18 +135,18 @@ class Dialogue:
         """Whether what was kept can be given up for another text; not if it was answered without our knowing."""
         state = self._state(kept)
         if state is TurnState.COMMITTED:
-            turn = self.screen.patiently(lambda: self.session.get_turn(kept.request_id))
+            turn = self.screen.call_with_status(lambda: self.session.get_turn(kept.request_id))
             self.screen.note("the message before had arrived; its answer:")
-            self.screen.say(turn.text)
+            self.screen.write_line(turn.text)
             return False
         if state is TurnState.RUNNING:
-            self.screen.patiently(lambda: self.session.cancel(kept.request_id, keep="nothing"))
+            self.screen.call_with_status(lambda: self.session.cancel(kept.request_id, keep="nothing"))
         return True
 
     def _fly(self, stream: TurnStream, several: bool) -> bool:
         """Whether the turn is in history."""
         screen = self.screen
-        flight = Flight(stream, screen, show=not several)
+        flight = TurnDisplay(stream, screen, show=not several)
         flight.run()
         if not stream.done or stream.turn.state is TurnState.DISCARDED:
             screen.note("(stopped; nothing was kept)")
@@ -156,7 +156,7 @@ class Dialogue:
         if several or turn.candidates:
             show_candidates(turn, screen)
         elif not screen.interactive:
-            flight.settle(turn.text)
+            flight.finish_piped(turn.text)
         if screen.interactive:
             if turn.finish_reason not in ENDS:
                 screen.note(f"({reason(turn)})")

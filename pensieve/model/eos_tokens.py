@@ -12,7 +12,7 @@ _DEFAULTS: Final = {"opt": 2, "llama": 2, "mistral": 2}
 """What transformers takes where no file names one, by family."""
 
 
-def named_ends(config: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, ...]:
+def declared_eos_ids(config: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, ...]:
     """The ids that generation_config.json or config.json names, in this order, each once.
 
     Models name their end of turn in one file and their end of text in the other. Raises ModelError, with file and
@@ -24,7 +24,7 @@ def named_ends(config: Mapping[str, Any], generation: Mapping[str, Any]) -> tupl
     return tuple(ids)
 
 
-def default_ends(config: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, ...]:
+def default_eos_ids(config: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, ...]:
     """The family's end of text, for a folder in which no file says anything of ends; empty if it has none."""
     said = "eos_token_id" in config or "eos_token_id" in generation
     default = None if said else _DEFAULTS.get(str(config.get("model_type", "")))

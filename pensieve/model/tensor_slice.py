@@ -11,7 +11,7 @@ _EVERY = slice(None)
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class TensorSlice:
     """A part of one tensor, or of several that belong together."""
 
     rows: tuple[slice, ...] = ()
@@ -21,7 +21,7 @@ class Cut:
     lengths: tuple[int, ...] = ()
     """Rows that each of several tensors has before it is cut."""
 
-    def of(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def select(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The parts, as views: of a file that is mapped, nothing is read yet."""
         rows = self.rows or (_EVERY,) * len(tensors)
         return [
@@ -29,13 +29,13 @@ class Cut:
             for kept, tensor in zip(rows, tensors, strict=True)
         ]
 
-    def of_joined(self, joined: torch.Tensor) -> torch.Tensor:
+    def select_joined(self, joined: torch.Tensor) -> torch.Tensor:
         """The parts one behind the other, of tensors that lie one behind the other; ``joined`` itself if it is all."""
-        if self == ALL:
+        if self == WHOLE_TENSOR:
             return joined
-        parts = self.of(joined.split(self.lengths) if self.lengths else (joined,))
+        parts = self.select(joined.split(self.lengths) if self.lengths else (joined,))
         return torch.cat(parts).contiguous()
 
 
-ALL = Cut()
-NOTHING = Cut((slice(0, 0),))
+WHOLE_TENSOR = TensorSlice()
+NO_ROWS = TensorSlice((slice(0, 0),))

@@ -32,18 +32,18 @@ class BadModel(click.ClickException):
     exit_code = 2
 
 
-def refusal(error: PensieveError, target: str) -> str:
+def describe_error(error: PensieveError, target: str) -> str:
     """It names the option where a key is wanted, tells a wrong port, and has nothing that a terminal would obey."""
     if error.reason == "CREDENTIAL_MISSING":
         return f"{target} wants --api-key, or PENSIEVE_API_KEY ({error.reason})"
     if error.reason == "TRANSPORT" and error.code in ("UNKNOWN", "UNIMPLEMENTED"):  # such as the admin port
         return f"what answers at {target} is no gRPC port of pensieve; a server's ready line names its own: grpc=…"
     if error.reason == "TRANSPORT" and error.code == "UNAVAILABLE":
-        return no_answer(error, target)
+        return describe_unreachable(error, target)
     return clean(str(error), lines=False)
 
 
-def no_answer(error: PensieveError, target: str) -> str:
+def describe_unreachable(error: PensieveError, target: str) -> str:
     """That nobody is there, why, and what to do about it."""
     cause = error.message
     for pattern in _CAUSES:
@@ -54,7 +54,7 @@ def no_answer(error: PensieveError, target: str) -> str:
     return f"no server answers at {target}: {cause}; {advice}"
 
 
-def misuse(error: PensieveError) -> click.UsageError | None:
+def usage_error(error: PensieveError) -> click.UsageError | None:
     """The error if it is one of an option of the command: nobody was called then."""
     if isinstance(error, InvalidArgument):
         for field, problem in error.violations:

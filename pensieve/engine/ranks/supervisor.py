@@ -21,17 +21,17 @@ import msgspec
 
 from pensieve.config import EngineOptions
 from pensieve.debug import child_environment
-from pensieve.engine.process.host import LAST_WORDS
-from pensieve.lifeline import LOOK_S, STOPPED_LOOKS, ended_how, is_stopped
+from pensieve.engine.process.host import FAILURE_PREFIX
+from pensieve.lifeline import LOOK_S, STOPPED_LOOKS, describe_exit, is_stopped
 from pensieve.logs import writes_json
 
 LEAVE_PATIENCE_S: Final = 3.0
 """For ranks that were told to leave; the front end waits a little longer for the engine."""
-TOLD_PATIENCE_S: Final = 2.0
+FAILURE_GRACE_S: Final = 2.0
 """How long a failure here waits for the end of another rank that may have caused it."""
 
 
-class Crew:
+class RankSupervisor:
     """The processes of ranks 1 to N - 1; rank 0 is this process."""
 
     def __init__(self, options: EngineOptions, device: str, *, ring: int, meeting: int) -> None:
@@ -59,19 +59,19 @@ class Crew:
                 process.stdin.write(msgspec.msgpack.encode(options))
                 process.stdin.close()
             except BrokenPipeError:
-                self.failed()
+                self.on_failure()
                 raise
 
-    def failed(self) -> None:
-        """See ``leader.Others``: a rank's death may show first as a sum that does not come about."""
-        time.sleep(TOLD_PATIENCE_S)  # meanwhile ``_look_after`` ends the process
+    def on_failure(self) -> None:
+        """See ``leader.FollowerRanks``: a rank's death may show first as a sum that does not come about."""
+        time.sleep(FAILURE_GRACE_S)  # meanwhile ``_look_after`` ends the process
 
-    def leaving(self) -> None:
-        """See ``leader.Others``. (A GPU's memory takes longer to release here than the other ranks take to end.)"""
+    def before_stop(self) -> None:
+        """See ``leader.FollowerRanks``. (A GPU's memory takes longer to release here than the other ranks take to end.)"""
         self._told.set()
 
-    def left(self) -> None:
-        """See ``leader.Others``; a rank that does not leave in time is killed."""
+    def wait_stopped(self) -> None:
+        """See ``leader.FollowerRanks``; a rank that does not leave in time is killed."""
         self._leaving.set()
         limit = time.monotonic() + LEAVE_PATIENCE_S
         for process in self._processes.values():
@@ -81,8 +81,8 @@ class Crew:
                 process.kill()
                 process.wait()
 
-    def abandon(self) -> None:
-        """See ``leader.Others``."""
+    def kill(self) -> None:
+        """See ``leader.FollowerRanks``."""
         self._leaving.set()
         for process in self._processes.values():
             process.kill()
@@ -122,8 +122,8 @@ class Crew:
             process.kill()
         if status > 0:
             os._exit(status)  # It has said why, in the last line on stderr.
-        how = how or f"has ended with {ended_how(status) if status else 'status 0, unasked'}"
-        print(f"{LAST_WORDS}rank {rank} {how}", file=sys.stderr, flush=True)
+        how = how or f"has ended with {describe_exit(status) if status else 'status 0, unasked'}"
+        print(f"{FAILURE_PREFIX}rank {rank} {how}", file=sys.stderr, flush=True)
         if status == -signal.SIGKILL:
             # Somebody killed it: nothing that the engine was asked to do is to blame, and so it is told.
             os.kill(os.getpid(), signal.SIGKILL)
