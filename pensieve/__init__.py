@@ -53,7 +53,7 @@ from pensieve.errors import (
 if TYPE_CHECKING:
     from pensieve.client import AsyncClient, Client
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Aborted",

@@ -10,7 +10,9 @@ import copy
 import importlib
 import json
 import math
+import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any, Final, Literal
 
 from pensieve.core import Sampling
@@ -53,7 +55,7 @@ def _parsed(family: str, config: Config, *sizes: str) -> Any:
             f"hidden_size {config['hidden_size']} is not a multiple of num_attention_heads "
             f"{config['num_attention_heads']}"
         )
-    module = importlib.import_module(f"transformers.models.{family}.configuration_{family}")
+    module = _config_module(family)
     try:
         # A copy: the class writes into the objects that it is given.
         parsed = getattr(module, _CLASSES[family]).from_dict(copy.deepcopy(config))
@@ -63,6 +65,25 @@ def _parsed(family: str, config: Config, *sizes: str) -> Any:
         # The class reads a stranger's file and raises whatever goes wrong first: its own errors, KeyError, ValueError.
         raise ModelError(_refusal(error, config)) from error
     return parsed
+
+
+def _config_module(family: str) -> ModuleType:
+    """Import transformers' module with the config class of a family.
+
+    transformers takes the names of activations from a module that imports torch's compiler and Triton: 3 s of CPU time
+    at each start of an engine (transformers 5.23, torch 2.13). No config class here looks at these names, so an empty
+    table takes the place of that module during this import.
+    """
+    name, heavy = f"transformers.models.{family}.configuration_{family}", "transformers.activations"
+    if name in sys.modules or heavy in sys.modules:
+        return importlib.import_module(name)
+    stand_in = ModuleType(heavy)
+    stand_in.__dict__["ACT2FN"] = {}
+    sys.modules[heavy] = stand_in
+    try:
+        return importlib.import_module(name)
+    finally:
+        del sys.modules[heavy]
 
 
 def _refusal(error: Exception, config: Config) -> str:

@@ -48,7 +48,7 @@ def test_exports() -> None:
     assert set(pensieve.__all__) == {*ERRORS.split(), "AsyncClient", "Client", "__version__"}
     assert set(sdk.__all__) == set(SDK.split())
     assert pensieve.Client is sdk.Client and pensieve.AsyncClient is sdk.AsyncClient
-    assert pensieve.__version__ == "0.1.0"
+    assert pensieve.__version__ == "0.2.0"
     assert all(
         getattr(pensieve, name) and getattr(sdk, other) for name in ERRORS.split() for other in SDK.split()
     )
