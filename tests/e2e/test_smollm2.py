@@ -26,7 +26,7 @@ TALKS = (
     ("Name three colours.", "Which of them is the sky's?", "Why?"),
     ("What is 12 plus 30?", "And 5 more?", "Say it in words."),
 )
-OUTPUT = at_length(8, 48)
+OUTPUT = at_length(6, 48)
 TIERS = {
     "two tiers": ["--device-cache", "256tokens", "--host-cache", "256tokens", "--chunk-tokens", "8"],
     "one tier": ["--device-cache", "256tokens", "--host-cache", "0", "--chunk-tokens", "8"],
