@@ -92,7 +92,7 @@ class SamplingField:
     http: str = ""
     """Its name in all HTTP bodies that ask for an answer; empty: endpoints differ."""
     beams: Literal["", "replace", "refuse"] = ""
-    """``replace``: beam search replaces it, so a turn with beams does not inherit it. ``refuse``: the two
+    """``replace``: a turn with beams does not inherit it, beam search replaces it. ``refuse``: they
     contradict each other."""
     kind: Any = None
     """The type annotation of the field."""
@@ -258,10 +258,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, di
 
     @functools.cached_property
     def plain(self) -> bool:
-        """Whether each token is simply the one with the largest logit.
-
-        Cached because each step asks for it for each row.
-        """
+        """Whether each token is simply the one with the largest logit. Cached: each step asks for it for each row."""
         return not (
             self.temperature > 0.0
             or self.needs_context
@@ -352,8 +349,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     context_tokens: int = 0
     """Tokens before the generation: live history plus this turn's input."""
     new_tokens: int = 0
-    """Computed tokens of this turn's input, template glue included; at a session's first turn, of the whole
-    context."""
+    """Computed tokens of this turn's input, template glue included; at a session's first turn, of all."""
     gpu_cached_tokens: int = 0
     swapped_in_tokens: int = 0
     recomputed_tokens: int = 0

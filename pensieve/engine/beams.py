@@ -113,8 +113,7 @@ class BeamSearch:
     def from_sampling(
         cls, sampling: Sampling, prompt_tokens: int, context_limit: int, eos_token_ids: Collection[int]
     ) -> BeamSearch:
-        """Create the search for ``sampling``, after a context of ``prompt_tokens`` of at most
-        ``context_limit`` tokens."""
+        """Create the search for ``sampling`` after ``prompt_tokens`` tokens of at most ``context_limit``."""
         room = context_limit - prompt_tokens
         most = sampling.max_output_tokens
         return cls(
@@ -233,8 +232,8 @@ class BeamPlacement:
 
     members: tuple[int, ...]
     branches: tuple[tuple[int, int], ...]
-    """(source, target): member ``target`` takes over the context that ``source`` had before the newest token.
-    No source is a target, so their order does not matter."""
+    """(source, target): ``target`` takes over the context that ``source`` had before the newest token. No
+    source is a target."""
 
 
 def place_beams(parents: Sequence[int], members: Sequence[int], width: int) -> BeamPlacement:
@@ -260,10 +259,9 @@ def place_beams(parents: Sequence[int], members: Sequence[int], width: int) -> B
 
 
 def max_pages(context_tokens: int, width: int, max_output_tokens: int, chunk_tokens: int) -> int:
-    """Return the most pages that a group of ``width`` beams needs at once: full chunks of the context once,
-    the rest per beam.
+    """Return the most pages that ``width`` beams need at once: full chunks of the context once, the rest per beam.
 
-    Assumes that beams share full chunks by reference, and that a member frees its pages before it takes over others.
+    Assumes that a member frees its pages before it takes over others.
     """
     shared = context_tokens // chunk_tokens
     whole = math.ceil((context_tokens + max_output_tokens) / chunk_tokens)

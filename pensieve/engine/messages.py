@@ -24,16 +24,14 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     session: str
     tokens: bytes
     num_new: int
-    """Number of trailing ``tokens`` that are this turn's input (all, at a session's first turn). The rest is
-    history."""
+    """Trailing ``tokens`` that are this turn's input: all, at a session's first turn. The rest is history."""
     sampling: Sampling
     scope: str = ""
     """Sessions of one scope share the KV of common beginnings; "": this one shares none."""
     hints: Hints | None = None
     qos: TenantQos = DEFAULT_QOS
     origin: str = ""
-    """Identifies the turn across all attempts, so that the front end can find a turn that crashes engines;
-    "": none."""
+    """Identifies the turn across attempts, so that one that crashes engines can be found; "": none."""
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
@@ -252,8 +250,7 @@ class Stats(msgspec.Struct, frozen=True, omit_defaults=True):
     """Seconds by part of a step. Parts of the host are ``plan``, ``launch``, ``wait`` (for the device) and
     ``commit``; the worker adds its own (on a GPU ``device``, and ``gap`` between two steps)."""
     held: dict[str, tuple[int, int]] | None = None
-    """Tokens that the pages of each tenant have room for, on the device and on the host. None: as in the
-    report before; sent about twice a second."""
+    """Tokens that each tenant's pages have room for, (device, host). None: as before; sent about twice a second."""
 
 
 Event = (

@@ -31,8 +31,7 @@ PageTable = npt.NDArray[np.int32]
 """Device page of each chunk of a context, int32 [chunks]."""
 
 PENDING = -1
-"""Stands for the token that this request samples in the plan launched just before this one, which may still
-be running. Only ever the last token of a span."""
+"""Stands for the token that this request samples in the plan launched just before; only the last of a span."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,8 +53,7 @@ class StripReader:
         self._order: list[CachedSession] = []
         """The sessions at the start of the read."""
         self._began = 0.0
-        """Start of the read. Idle times end there, so that a read in parts does not make the last sessions
-        look older."""
+        """Start of the read, and end of all idle times: a read in parts must not make later sessions look older."""
         self.plan = _NO_PLAN
 
     def read(self, call: int, at: int, now: float) -> Strips:

@@ -105,8 +105,7 @@ class CachedSession:
     row: int
     """Row of its own chunks in the eviction index."""
     is_candidate: bool = False
-    """Belongs to a candidate other than the first. It returns only if it is chosen, so the policy learns
-    nothing from it."""
+    """Belongs to a further candidate. It returns only if chosen, so the policy learns nothing from it."""
     scope: str = ""
     """Chunks are shared within a scope; "": with no other session."""
     tenant: int = 0

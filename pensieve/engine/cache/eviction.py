@@ -33,8 +33,7 @@ def reclaim_kind(chunk: Chunk) -> Reclaim | None:
 
 
 class EvictionIndex:
-    """Rows of all cached sessions and shared runs. Call ``touch`` after each change to a holder's chunks or
-    activity."""
+    """The rows of all holders. Call ``touch`` after each change to a holder's chunks or activity."""
 
     def __init__(self, policy: Policy, cost: CostModel) -> None:
         self.table = ValueTable(policy, cost)
@@ -91,15 +90,13 @@ class EvictionIndex:
             session.hint, self.table.hinted = hint_from(hints), True
 
     def on_turn_start(self, session: CachedSession, new_tokens: int, now: float) -> None:
-        """Record that a turn starts, with ``new_tokens`` of input; 0: a suspended turn goes on. Call
-        ``touch`` next."""
+        """Record that a turn starts with this much input; 0: a suspended turn goes on. Call ``touch`` next."""
         session.new_tokens = new_tokens or session.new_tokens
         session.hint = NO_HINT
         self.policy.on_return(session.key, now)
 
     def on_suspend(self, session: CachedSession, now: float) -> None:
-        """Record that the session's turn was suspended at ``now``: its recency alone, not its kind, is to
-        keep its chunks."""
+        """Record that the turn was suspended: recency alone, not the session's kind, is to keep its chunks."""
         session.kind, session.hint = UNKNOWN, NO_HINT
         self.policy.on_return(session.key, now)
 
@@ -108,8 +105,7 @@ class EvictionIndex:
     def round(
         self, reclaim: Reclaim, now: float, expected: int, allowance: Allowance = UNLIMITED
     ) -> EvictionRound:
-        """Start an eviction round over the cache as it is now. ``expected``: number of victims that will
-        likely be taken."""
+        """Start an eviction round over the present cache. ``expected``: how many victims will likely be taken."""
         self._refresh()
         return EvictionRound(self, reclaim, now, expected, allowance)
 

@@ -25,8 +25,7 @@ class Evictor:
         self._watermark = config.swap_watermark * config.device_chunks
 
     def reclaimable(self, tenant: int | None = None) -> int:
-        """Return the device pages of unpinned chunks with a clean host copy. With ``tenant``: only those that
-        its turns may take."""
+        """Return the device pages that can be taken at once, by a turn of ``tenant`` if it is given."""
         allowance = UNLIMITED if tenant is None else self.shares.allowance(self._tiers.device, tenant)
         return self._index.allowed(Reclaim.PAGE, allowance)
 

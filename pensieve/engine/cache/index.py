@@ -45,8 +45,7 @@ _FIRST_ROWS: Final = 64
 def lowest(values: Floats, count: int) -> Rows:
     """Return indices that include the ``count`` lowest values (all, when there are fewer), in no order.
 
-    A sample gives a cut-off that most likely has ``count`` values below it, so only a few values of a large
-    array are ranked. If too few are below it, the whole array is ranked.
+    A sample gives a cut-off, so that usually only a few values of a large array are ranked.
     """
     if count >= values.size:
         return np.arange(values.size)
@@ -60,8 +59,7 @@ def lowest(values: Floats, count: int) -> Rows:
 
 
 class ValueTable:
-    """Columns with one entry per row, and the policy that evaluates them. The caller fills the columns of
-    rows it added."""
+    """Columns with one entry per row, filled by the caller, and the policy that evaluates them."""
 
     def __init__(self, policy: Policy, cost: CostModel) -> None:
         self.policy = policy
@@ -138,10 +136,10 @@ class ValueTable:
     def lowest_rows(
         self, reclaim: Reclaim, now: float, expected: int, barred: Bools | None = None
     ) -> tuple[Rows, Floats]:
-        """Return rows that include those of the ``expected`` next victims, in no order, and the values of
-        their first candidates.
+        """Return rows that include the ``expected`` next victims, in no order, and the values of their first
+        candidates.
 
-        ``barred``: rows that may give nothing, bool [rows]; None: there are none.
+        ``barred``: rows that may give nothing, bool [rows].
         """
         first_cost = self.first_cost[reclaim, : self.rows]
         values = self._values(first_cost, self.candidates[reclaim, : self.rows], now)

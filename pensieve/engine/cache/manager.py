@@ -58,8 +58,7 @@ class RestoreCost:
 class CacheManager:
     """Two-tier chunk cache of all sessions. Not thread-safe: the engine's thread owns it.
 
-    ``policy``: overrides the policy that ``config`` names; simulations have further ones. ``model``: names
-    the weights that the KV is computed with.
+    ``policy`` overrides the one that ``config`` names. ``model`` names the weights that KV is computed with.
     """
 
     def __init__(
@@ -129,9 +128,9 @@ class CacheManager:
     ) -> bool:
         """Whether ``admit`` may be called now, and then ``branch`` for ``branches`` others.
 
-        With ``reserve``, more than ``decode_reserve`` of all device pages must stay unpinned, beside those
-        that other tenants keep. They may be free, reclaimable, or evictable (the plan that needs them copies
-        them out, which saves a step).
+        With ``reserve``, more than ``decode_reserve`` of all device pages must stay unpinned beside those
+        kept for other tenants: free, reclaimable, or evictable (the plan that needs them copies them out,
+        which saves a step).
         """
         session = self._sessions.get(key)
         if session is not None and (session.running or session.copying):
@@ -254,8 +253,8 @@ class CacheManager:
         return restore
 
     def _find(self, session: CachedSession, tokens: TokenArray, num_new: int, path: PrefixPath | None) -> int:
-        """Truncate a session to the part that matches ``tokens`` and adopt others' chunks behind it; return
-        the cached length."""
+        """Truncate a session to what matches ``tokens``, adopt others' chunks behind it, and return the
+        cached length."""
         size = self._size
         keep = self._matching(session, tokens, num_new, path)
         if path is None:
@@ -274,10 +273,7 @@ class CacheManager:
         return keep
 
     def _lay_out(self, session: CachedSession, keep: int, history: int, path: PrefixPath | None) -> Restore:
-        """Make the chunk list cover the session's tokens, pinned; count their sources and collect missing ranges.
-
-        The chunks in the list stand for the first ``keep`` tokens.
-        """
+        """Make the chunk list, which stands for the first ``keep`` tokens, cover the session's tokens, all pinned."""
         size, total = self._size, len(session.tokens)
         chunks, held = self.chunks_for(total), len(session.chunks)
         if held * size > keep:
@@ -302,8 +298,8 @@ class CacheManager:
         return Restore(tuple(missing), on_device, on_host, recomputed)
 
     def _own_tail(self, session: CachedSession, keep: int, total: int) -> None:
-        """Limit a running session's last chunk to the first ``keep`` tokens and make it the session's own,
-        because other tokens will follow. The session will have ``total`` chunks."""
+        """Limit a running session's last chunk to the first ``keep`` tokens and make it its own: other tokens
+        will follow."""
         tail = session.chunks[-1]
         valid = max(keep - tail.index * self._size, 0)
         if tail.shared:
@@ -341,7 +337,7 @@ class CacheManager:
         self.index.touch(session)
 
     def _reserve(self, pages: int, now: float, tenant: int) -> None:
-        """Make device pages free, which the caller knows to be possible, and remove sessions that lose their
+        """Make device pages free, as the caller knows to be possible, and remove sessions that lose their
         last chunk."""
         self._evictor.reserve(pages, now, tenant)
         self._remove_emptied()
@@ -464,8 +460,7 @@ class CacheManager:
             self._shared.unregister(last)
 
     def _has_kv(self, last: Chunk) -> bool:
-        """Whether a session's last chunk holds KV of it. A shared, partly filled chunk is being computed by
-        another."""
+        """Whether a session's last chunk holds KV of it. Another computes a shared chunk that is partly filled."""
         return last.filled > 0 and not (last.shared and last.filled < self._size)
 
     def suspend(self, key: SessionKey, now: float, tokens: TokenArray) -> None:
@@ -527,10 +522,8 @@ class CacheManager:
             self.index.remove(session)
 
     def _remove_emptied(self) -> None:
-        """Remove idle sessions whose last cached chunk was dropped, in the order in which they lost it.
-
-        If a session lost chunks of several holders, the last one counts: see ``Tiers.take_dropped``.
-        """
+        """Remove idle sessions without cached chunks, in the order of the last drop of each
+        (``Tiers.take_dropped``)."""
         losers: dict[CachedSession, None] = {}
         for holder in self._tiers.take_dropped():
             for session in [holder] if isinstance(holder, CachedSession) else holder.owners:

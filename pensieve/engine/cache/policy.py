@@ -55,8 +55,7 @@ class Policy(Protocol):
         return UNKNOWN
 
     def on_return(self, key: Hashable, now: float) -> None:
-        """Record that a session starts its next turn, or resumes one if ``on_turn_end`` was called at the
-        same ``now``."""
+        """Record that a session starts its next turn, or resumes one suspended at ``now``."""
 
     def values(self, first_cost: Floats, candidates: Floats, idle: Floats, kinds: Ints) -> Floats:
         """Return the retention value of each session's next victim.
@@ -67,8 +66,7 @@ class Policy(Protocol):
 
     @property
     def uses_hints(self) -> bool:
-        """Whether values are Cost × rate of return, so that ``rates.hints`` can adjust them; else hints are
-        ignored."""
+        """Whether values are Cost × rate of return, as ``rates.hints`` needs; else hints are ignored."""
         return False
 
     def values_and_claims(
@@ -88,8 +86,7 @@ class Policy(Protocol):
         return first_cost * claims
 
     def group(self, candidates: Sequence[int]) -> Sequence[int]:
-        """Return the slice of a session's candidate chunks (ascending indices) that is evicted together with
-        the next victim."""
+        """Return the slice of ``candidates``, ascending chunk indices, that is evicted with the next victim."""
         return candidates[:1]
 
 

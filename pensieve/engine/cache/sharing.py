@@ -59,8 +59,7 @@ class Digests:
         return found
 
     def extended(self, scope: str, known: Sequence[bytes], tokens: TokenArray, chunks: int) -> list[bytes]:
-        """Return the addresses of the first ``chunks`` chunks of ``tokens``; the leading ones are already
-        ``known``."""
+        """Return the addresses of the first ``chunks`` chunks of ``tokens``; ``known``: the leading ones."""
         found = list(known)
         width = self._size * 4
         start = len(found) * self._size
@@ -83,8 +82,7 @@ class SharedChunks:
     # -- addresses ---------------------------------------------------------------------------------------------------
 
     def find(self, digests: Sequence[bytes], start: int) -> list[Chunk]:
-        """Return the chunks at the addresses from ``start`` on, up to the first unknown address: none behind
-        it is known."""
+        """Return the chunks at the addresses from ``start`` on, up to the first that is unknown."""
         found: list[Chunk] = []
         for digest in digests[start:]:
             chunk = self._by_digest.get(digest)
@@ -100,8 +98,7 @@ class SharedChunks:
         self._by_digest[digest] = chunk
 
     def unregister(self, chunk: Chunk) -> None:
-        """Remove a chunk's address before the chunk is freed or holds other tokens. Does nothing without an
-        address."""
+        """Remove a chunk's address, if any, before the chunk is freed or holds other tokens."""
         if chunk.digest:
             del self._by_digest[chunk.digest]
             chunk.digest = b""
@@ -127,9 +124,9 @@ class SharedChunks:
     def assign_addresses(self, session: CachedSession) -> int:
         """Assign addresses to an idle session's full chunks; return how many leading chunks have one.
 
-        A chunk whose address already names another chunk is merged into that one (two requests may have
-        generated the same tokens side by side). The merge is put off while the other chunk is being copied,
-        or when several sessions own the chunks without an address.
+        A chunk whose address already names another chunk is merged into it (two requests may generate the
+        same tokens). The merge waits while the other is being copied or several sessions own the chunks
+        without an address.
         """
         full = self._settled(session) // self._size
         at = self.count_addressed(session, full)
@@ -214,8 +211,8 @@ class SharedChunks:
         self._index.touch(session)
 
     def _run_up_to(self, first: Chunk, end: int) -> SharedRun:
-        """Return the run that begins with ``first`` and ends at chunk ``end`` at the latest; create or split
-        one if needed."""
+        """Return the run that begins with ``first``, created or split so that it ends at chunk ``end`` at the
+        latest."""
         holder = first.holder
         if isinstance(holder, CachedSession):
             return self._share(holder, end)

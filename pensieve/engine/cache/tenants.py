@@ -23,8 +23,7 @@ Allowance = Mapping[int, int]
 """Pages that may be taken from each tenant with a share, by tenant number. No limit for all others."""
 UNLIMITED: Allowance = {}
 TenantTokens = dict[str, tuple[int, int]]
-"""By tenant name, without tenants that hold none: tokens that its pages have room for, on the device and on
-the host."""
+"""By name of each tenant with pages: tokens that they have room for, on the device and on the host."""
 TENANT_REPORT_INTERVAL_S: Final = 0.5
 NO_TENANT: Final = -1
 """Stands for no tenant: copies ahead of time serve whichever turn comes next."""
@@ -64,8 +63,8 @@ class TenantShares:
         return {name: (one * size, other * size) for name, one, other in pages if one or other}
 
     def tokens_if_due(self, now: float) -> TenantTokens | None:
-        """Return ``tokens_by_tenant``, or None if less than the report interval has passed: with many tenants
-        it is a large part of a report."""
+        """Return ``tokens_by_tenant`` once per interval, else None: with many tenants it is a large part of a
+        report."""
         if now - self._reported_at < TENANT_REPORT_INTERVAL_S:
             return None
         self._reported_at = now

@@ -62,7 +62,7 @@ class PlannedCopies(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Occupancy:
-    """How full both tiers are: the number of KV-tokens that their pages have room for, however full each page is.
+    """How full both tiers are: KV-tokens that their pages have room for, however full each page is.
 
     ``dropped``: valid KV-tokens dropped for lack of room since start.
     """
@@ -77,10 +77,8 @@ class Occupancy:
 
 
 class PagePool:
-    """Free list over pages ``0 … capacity-1``.
-
-    The lowest page goes first, so that runs of adjacent pages form and tests are exact.
-    """
+    """Free list over pages ``0 … capacity-1``. The lowest goes first: runs of adjacent pages form, and tests
+    are exact."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -148,8 +146,8 @@ class Tiers:
         self._fresh: set[Chunk] = set()
         """Shared chunks that the plan in the making writes to."""
         self._copied: list[Chunk] = []
-        """Sources of copies on the device in the plan in the making. They are pinned so that nothing
-        overwrites their pages."""
+        """Sources of copies on the device in the plan in the making, pinned so that their pages are not
+        overwritten."""
 
     # -- questions: change nothing -----------------------------------------------------------------------------------
 
@@ -199,8 +197,7 @@ class Tiers:
     # -- what pages hold ---------------------------------------------------------------------------------------------
 
     def fill(self, chunks: Iterable[Chunk], start: int, end: int) -> None:
-        """Record that the plan in the making computes KV of positions ``[start, end)`` of a context, which
-        these chunks hold."""
+        """Record that the plan in the making computes KV of positions ``[start, end)``, which these chunks hold."""
         size = self.chunk_tokens
         for chunk in chunks:
             first = chunk.index * size
@@ -233,8 +230,7 @@ class Tiers:
         self._in_flight.append(chunk)
 
     def copy(self, source: Chunk, target: Chunk, filled: int) -> None:
-        """Give a new chunk a device page and plan the copy of the first ``filled`` tokens of another chunk on
-        the device."""
+        """Give a new chunk a device page and plan the copy of the first ``filled`` tokens of ``source``."""
         self.pin((source,))
         self._copied.append(source)
         self.place(target)

@@ -102,8 +102,7 @@ class Prober:
         self._step = 0
 
     def measure(self, longest: int, repeats: int, growth: int = 2) -> Iterator[CostPoint]:
-        """Yield points from one chunk to ``longest`` tokens, each at ``growth`` times the context of the one
-        before."""
+        """Yield points from one chunk to ``longest`` tokens, each ``growth`` times as long as the one before."""
         chunk, done, context = self._chunk_tokens, 0, self._chunk_tokens
         while context <= longest:
             # Everything before the measured chunk must be cached, as it would be while serving.
@@ -167,10 +166,8 @@ def quick_points(
 
 
 def split_attention(points: list[CostPoint]) -> tuple[list[tuple[int, float]], float]:
-    """Split points into attention cost by context and ``c``. Raises ValueError for fewer than two points.
-
-    Measured times fluctuate: attention is made to never fall as the context grows, and ``c`` to be at least 0.
-    """
+    """Split points into attention cost by context and ``c``; both are at least 0, and attention never falls.
+    Raises ValueError for fewer than two points."""
     if len(points) < 2:
         raise ValueError("at least two points are needed")
     first, second = points[:2]
@@ -229,8 +226,8 @@ def fingerprint(arch: Arch) -> str:
 
 
 def device_name(info: Info) -> str:
-    """Return the device that a profile is for: the GPU's name, or a description of the CPU; with the number
-    of ranks."""
+    """Return the device that a profile is for: the GPU's name or a description of the CPU, with the number of
+    ranks."""
     several = f"{info.ranks} x " if info.ranks > 1 else ""
     if info.device == "cuda":
         import torch

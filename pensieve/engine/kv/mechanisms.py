@@ -30,8 +30,7 @@ from pensieve.kernels.chunk_copy import IN_PROGRAMS, OUT_PROGRAMS, WORD, ChunkCo
 
 MECHANISMS = ("auto", "batch", "kernel")
 TRIAL_BYTES, TRIAL_RUNS, TRIAL_LAYERS, TRIALS = 32 << 20, 2048, 8, 3
-"""Limits of a trial copy. It needs many runs: a few small ones would not fill the driver's queue and would
-look too fast."""
+"""Limits of a trial copy. A few small runs would not fill the driver's queue and would look too fast."""
 STREAM_ORDER = 1
 """CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: the source is read at its place in the stream, not when the call is made."""
 VERSION = 12080
@@ -83,8 +82,7 @@ class _Driver:
         self._failed = ctypes.c_size_t(0)
 
     def copy(self, dst: Addresses, src: Addresses, sizes: Addresses, stream: torch.cuda.Stream) -> None:
-        """Queue copies of ``sizes[i]`` bytes from address ``src[i]`` to ``dst[i]``, contiguous [n] each.
-        Raises RuntimeError."""
+        """Queue ``sizes[i]`` bytes from address ``src[i]`` to ``dst[i]``, contiguous [n] each. Raises RuntimeError."""
         error = self._call(
             dst.ctypes.data, src.ctypes.data, sizes.ctypes.data, len(dst), ctypes.byref(self._attributes),
             ctypes.byref(self._first), 1, ctypes.byref(self._failed), stream.cuda_stream,
@@ -120,8 +118,7 @@ class BatchCopy:
         """There is nothing to compile."""
 
     def _addresses(self, pairs: torch.Tensor) -> tuple[Addresses, Addresses]:
-        """Return the addresses of the runs of all layers, [n, L] each. Cached, since several calls in a row
-        copy one list."""
+        """Return the addresses of all layers' runs, [n, L] each; cached for several calls in a row."""
         if self._last is None or self._last[0] is not pairs:
             pages = pairs.numpy().astype(np.int64)
             self._last = pairs, self._dst.for_pages(pages[:, 1]), self._src.for_pages(pages[:, 0])

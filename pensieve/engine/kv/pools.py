@@ -44,10 +44,7 @@ class PinnedMemory:
     """``num_bytes`` of zeros, page-aligned and registered with CUDA until ``close``."""
 
     def __init__(self, num_bytes: int, *, unit: int = 1, threads: int | None = None) -> None:
-        """``unit``: bytes of the largest copy. No copy may straddle two registrations, so no unit is divided.
-
-        Raises RuntimeError when the memory cannot be allocated or registered.
-        """
+        """``unit``: bytes of the largest copy, which must not straddle two registrations. Raises RuntimeError."""
         self._registered: list[int] = []
         self.tensor = torch.zeros(0, dtype=torch.uint8)
         if num_bytes == 0:
@@ -220,10 +217,7 @@ class KvPools:
 
 
 class LayerTransfers:
-    """One step's swap-in, layer by layer.
-
-    In plain memory the wait does the copy: each layer is copied when first needed. Layers are needed in order.
-    """
+    """One step's swap-in. In plain memory the wait does the copy: each layer is copied when first needed, in order."""
 
     def __init__(self, pools: KvPools, copies: Sequence[Copy]) -> None:
         self.seconds = 0.0

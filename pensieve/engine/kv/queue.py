@@ -94,8 +94,7 @@ class Lanes(Protocol):
         ...
 
     def copy_on_device(self, pairs: Pairs) -> None:
-        """Queue copies of all layers, device to device, on the compute lane; every page is read before any is
-        written."""
+        """Queue copies of all layers on the compute lane; every page is read before any is written."""
         ...
 
 
@@ -114,8 +113,7 @@ class _CopyOut:
 
 
 class SwapQueue:
-    """Orders all copies and steps. One thread calls ``before_step``, queues the step's kernels and calls
-    ``after_step``."""
+    """Orders all copies and steps. One thread calls ``before_step``, queues the step and calls ``after_step``."""
 
     def __init__(self, lanes: Lanes, sizes: Sizes, *, pipelined: bool) -> None:
         self.lines = {lane: Timeline() for lane in Lane}

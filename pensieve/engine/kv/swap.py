@@ -87,13 +87,11 @@ class CudaLanes:
         return make_copy(choice.mechanism, dst, src)
 
     def mark(self, lane: Lane) -> Mark:
-        """See ``Lanes.mark``."""
         event = torch.cuda.Event(enable_timing=lane is not Lane.COMPUTE)
         event.record(self.streams[lane])
         return event
 
     def follow(self, lane: Lane, after: Lane, mark: Mark) -> None:
-        """See ``Lanes.follow``."""
         assert isinstance(mark, torch.cuda.Event)
         self.streams[lane].wait_event(mark)
 
@@ -104,7 +102,6 @@ class CudaLanes:
         return prepared
 
     def copy_out(self, prepared: object, first: int, count: int) -> None:
-        """See ``Lanes.copy_out``."""
         assert isinstance(prepared, torch.Tensor)
         with torch.cuda.stream(self.streams[Lane.OUT]):
             self._out(prepared, first=first, count=count, layers=range(self._pools.num_layers))
@@ -112,7 +109,6 @@ class CudaLanes:
                 self._checksum.keep(prepared, first, count)
 
     def copy_in(self, prepared: object) -> None:
-        """See ``Lanes.copy_in``."""
         assert isinstance(prepared, torch.Tensor)
         with torch.cuda.stream(self.streams[Lane.IN]):
             # One event per group of layers: the model waits at a group's first layer for the whole group.
@@ -124,7 +120,6 @@ class CudaLanes:
                     self._arrived[group.start].record()
 
     def copy_on_device(self, pairs: Pairs) -> None:
-        """See ``Lanes.copy_on_device``."""
         with torch.cuda.stream(self.streams[Lane.COMPUTE]):
             # torch keeps pinned memory alive only for its own copies: the numbers go to the device before
             # they are used.
@@ -138,8 +133,7 @@ class CudaLanes:
                 self._on_device(numbers)
 
     def wait(self, layer: int) -> None:
-        """Make the current stream wait for the last copy in of ``layer``. Can be captured: a replay waits for
-        the last copy queued before its launch."""
+        """See ``SwapEngine.wait``."""
         event = self._arrived.get(layer)
         if event is not None:
             event.wait()
@@ -183,11 +177,9 @@ class SwapEngine:
         mechanism: str = "auto",
         verify: bool = False,
     ) -> None:
-        """``pipelined``: a step may begin before its whole swap-in has arrived. ``mechanism``: one of
-        ``mechanisms.MECHANISMS``. ``verify``: check chunks when they return. Steps run on ``compute``.
-
-        Raises ValueError for an unknown or unavailable mechanism.
-        """
+        """``pipelined``: steps begin before their swap-in is complete. ``mechanism``: one of
+        ``mechanisms.MECHANISMS``. ``verify``: check chunks when they return. Raises ValueError for an unknown
+        or unavailable mechanism."""
         self._lanes = self.lanes_type(pools, compute, mechanism=mechanism, verify=verify)
         sizes = Sizes(
             device_pages=pools.padding_page,
@@ -221,10 +213,8 @@ class SwapEngine:
         self._queue.after_step(plan)
 
     def counters(self) -> SwapCounters:
-        """Return what was copied since the last call. Does not wait.
-
-        Raises RestoreMismatch when a restored chunk was found to differ.
-        """
+        """Return what was copied since the last call, without waiting. Raises RestoreMismatch if a chunk came
+        back changed."""
         self._queue.settle()
         self._queue.feed()
         self._check()

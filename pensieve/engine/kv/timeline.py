@@ -79,8 +79,7 @@ class Timeline:
                 self.finished_seconds += work.begin.elapsed_time(work.end) / 1e3
 
     def first_at(self, ticket: int) -> LaneWork | None:
-        """Return the first piece of work that completes everything up to ``ticket``; None when that is
-        already done."""
+        """Return the first piece of work that completes all up to ``ticket``; None when that is done."""
         assert ticket <= self.last, f"ticket {ticket} has not been queued yet"
         self.settle()
         if ticket <= self.done:

@@ -41,8 +41,7 @@ MAX_SESSIONS_NAMED: Final = 8
 
 
 class StepAnnouncer:
-    """Announces steps. Silent until ``send`` is set, and while a step is like the one before: the same
-    requests, and as many tokens within a factor of two."""
+    """Announces steps that differ from the one before in their requests or, by a factor of two, in their tokens."""
 
     def __init__(self, owner: Callable[[RequestKey], RequestKey] = lambda key: key) -> None:
         """``owner``: maps a request that the engine created to the one that the front end knows."""
@@ -81,11 +80,8 @@ class StepAnnouncer:
 
 
 class RequestLogFilter(logging.Filter):
-    """Log filter: replaces ``extra={"requests": …}`` by ``session`` and ``tenant``, as in the front end's lines; or
-    by the first ``sessions`` (as ``tenant/id``) and the number of ``requests`` if there are several.
-
-    Any thread may log. The engine's loop tells it of requests.
-    """
+    """Replaces ``extra={"requests": …}`` in log records by ``session`` and ``tenant``, as in the front end's
+    lines; or by the first ``sessions`` (as ``tenant/id``) and the number of ``requests``. Any thread may log."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -156,10 +152,7 @@ class CommandChannel(Protocol):
 
 
 def run_engine(engine: HostedEngine, channel: CommandChannel, names: RequestLogFilter | None = None) -> None:
-    """Serve until ``Stop`` arrives. Raises PeerClosed when the other end is gone, else what the engine raises.
-
-    ``names`` is told of the requests at work.
-    """
+    """Serve until ``Stop`` arrives. Raises PeerClosed when the other end is gone, else what the engine raises."""
     names = names if names is not None else RequestLogFilter()
     names.owner = engine.announcer.owner
     stats = engine.stats()

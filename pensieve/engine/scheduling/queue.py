@@ -63,11 +63,8 @@ class FairQueue:
             del self._present[request.tenant]
 
     def charge(self, request: Request, tokens: int) -> None:
-        """Charge a request's tenant for ``tokens`` computed tokens.
-
-        Warm-ups are charged to no tenant. With one tenant nothing is counted: one that comes later starts at
-        its counter.
-        """
+        """Charge a request's tenant for computed tokens. Warm-ups are free, and so is a tenant that is alone:
+        one that arrives later starts at its counter."""
         if not (self.is_for_one or request.warm):
             self._served[request.tenant] += tokens / self._weights[request.tenant]
 
@@ -139,10 +136,9 @@ class FairQueue:
 
 
 def max_min_shares(budget: int, demands: Mapping[str, int], weights: Mapping[str, float]) -> dict[str, int]:
-    """Divide ``budget`` tokens between tenants by max-min fairness with weights ("water-filling").
+    """Divide ``budget`` tokens by weighted max-min fairness ("water-filling").
 
-    Each tenant gets its demand or its share of what smaller demands leave over. Uses the whole budget if the
-    demands do.
+    Each tenant gets its demand or its share of what smaller demands leave over.
     """
     remaining, given = budget, dict.fromkeys(demands, 0)
     by_demand = sorted(demands, key=lambda tenant: demands[tenant] / weights[tenant])

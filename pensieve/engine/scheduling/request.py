@@ -223,9 +223,9 @@ class Request:
 
     @property
     def must_wait(self) -> bool:
-        """Whether it must sit out this step, because its sampling depends on an output token that is not known yet.
+        """Whether it must sit out this step: its sampling depends on an output token that is not known yet.
 
-        A guided request waits for the step that computes it, and for KV that its leader still restores for the group.
+        A guided request waits for the step that computes it, and for KV that its leader still restores.
         """
         if self.guided:
             assert self.group is not None
@@ -263,8 +263,7 @@ class Request:
         return FinishReason.CONTEXT_FULL if length >= context_limit else None
 
     def pages_as_fork(self, chunk_tokens: int) -> int:
-        """Return the device pages that it needs beside those that it shares with its source. Its last token
-        is never shared."""
+        """Return the device pages that it does not share with its source. Its last token is never shared."""
         assert self.source is not None
         same = self.tokens is self.source.tokens
         common = self.length if same else common_prefix(self.source.context, self.context)
@@ -350,8 +349,7 @@ class Request:
         return take_front(self.missing, budget)
 
     def on_launched(self) -> None:
-        """Append a pending token without KV: a step that samples it was launched. A guided request waits for
-        its driver instead."""
+        """Append a pending token, which a launched step samples. A guided request waits for its driver instead."""
         if self.guided:
             self.awaits_logprobs = True
             return

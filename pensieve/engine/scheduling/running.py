@@ -92,10 +92,7 @@ class RunningSet:
         self._branching.append(target)
 
     def branch_all(self, now: float) -> bool:
-        """Carry out the branches that were asked for, once no more room has to be made; return whether there were any.
-
-        Pages suffice: each target frees one for each that it takes.
-        """
+        """Carry out the branches asked for, once no more room has to be made; return whether there were any."""
         targets, self._branching = self._branching, []
         for target in targets:
             self._branch(target, now)
@@ -261,8 +258,7 @@ class RunningSet:
         self.suspensions += 1
 
     def _park(self, group: Group, now: float) -> None:
-        """Suspend a guided group. The leader waits for all; the others free the chunks that they do not share
-        with it."""
+        """Suspend a guided group. The leader waits for all; the others free their own chunks."""
         for member in reversed(group.in_batch()):
             if member in self._branching:
                 self._branching.remove(member)

@@ -97,8 +97,7 @@ class Scheduler:
     def refusal(self, submit: Submit, members: int = 1, pages: int | None = None) -> tuple[str, str] | None:
         """Return why a request is refused, as (reason in ``Failed``, message); None when it is accepted.
 
-        ``members``: generations that run at a time. ``pages``: device pages that these need at once, where
-        they cannot wait for each other.
+        ``members``: generations that run at a time. ``pages``: device pages that they need at once if none can wait.
         """
         tokens, limit, places = packed_length(submit.tokens), self.context_limit, self.config.max_running
         if not 0 <= submit.num_new <= tokens or not tokens:
@@ -140,8 +139,7 @@ class Scheduler:
         return request
 
     def warm(self, warm: Warm, now: float) -> str:
-        """Bring a session's context to the device ahead of its turn; return "" or the reason for refusal in
-        ``Warmed``."""
+        """Bring a session's context to the device ahead of its turn; return "" or ``Warmed.refused``."""
         if self.config.stateless:
             return "nothing_to_do"
         if packed_length(warm.tokens) >= self.context_limit:
@@ -151,18 +149,15 @@ class Scheduler:
         return self._warming.ask(warm, self._tickets - 1, now, chain(self.queue, self.running))
 
     def retire(self, request: Request, now: float, *, free_kv: bool = False) -> None:
-        """Remove an unfinished request at once. Its KV stays cached, unless ``free_kv``.
-
-        A finished request is left alone: it leaves when its last token is cached.
-        """
+        """See ``RunningSet.retire``."""
         self._running.retire(request, now, free_kv=free_kv)
 
     def remove_finished(self, session: SessionKey | None, now: float) -> None:
-        """Remove the finished requests and the warm-ups of one session, or of all, as they are."""
+        """See ``RunningSet.remove_finished``."""
         self._running.remove_finished(session, now)
 
     def branch(self, source: Request, target: Request) -> None:
-        """Let a running guided request take over another's KV from the next plan on."""
+        """See ``RunningSet.branch``."""
         self._running.branch(source, target)
 
     # -- one step ----------------------------------------------------------------------------------------------------
@@ -329,11 +324,10 @@ class Scheduler:
             self._take(work, request, min(self.config.max_batch_tokens, WARM_TOKENS))
 
     def _take(self, work: _Work, request: Request, budget: int) -> int:
-        """Take up to ``budget`` tokens from the front of a request's missing ranges into this plan; return
-        their number.
+        """Take up to ``budget`` of a request's missing tokens into this plan; return their number.
 
-        Tells the cache at once. A restore that has begun is completed before another of its tenant begins. So
-        a request admitted later never waits for KV that a third one has begun to compute and not finished.
+        A restore that has begun is completed before another of its tenant begins. So a request admitted later
+        never waits for KV that a third one has begun to compute and not finished.
         """
         ranges = request.take_missing(budget)
         taken = 0

@@ -44,8 +44,7 @@ class WarmUps:
         return bool(self._pending)
 
     def ask(self, warm: Warm, ticket: int, now: float, others: Iterable[Request]) -> str:
-        """Accept a warm-up; return "" or the reason for refusal in ``Warmed``. ``others``: all waiting and
-        running requests."""
+        """Accept a warm-up; return "" or ``Warmed.refused``. ``others``: all waiting and running requests."""
         session = SessionKey(warm.session)
         others = list(others)
         turns = [request for request in others if not request.warm]
@@ -75,10 +74,8 @@ class WarmUps:
             self._pending.pop(session, None)
 
     def begin(self, now: float, running: Sequence[Request]) -> Request | None:
-        """Admit the first warm-up that can begin in the plan in the making; discard those that no longer may.
-
-        Call only while no request waits.
-        """
+        """Admit the first warm-up that can begin now; discard those that no longer may. Call only with an
+        empty queue."""
         busy = any(not request.warm for request in running)
         for session, request in list(self._pending.items()):
             tenant = request.tenant

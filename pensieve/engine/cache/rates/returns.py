@@ -68,8 +68,7 @@ class LogBins:
         return np.asarray(2.0 ** (self.least_exponent + octave) * (1 + step / steps), dtype=np.float64)
 
     def bins_of(self, values: Floats) -> Ints:
-        """Return the bin of each value in a new array. Values outside the bins get a number below 0 or above
-        ``count - 1``."""
+        """Return the bin of each value in a new array; outside the bins, below 0 or above ``count - 1``."""
         found = values.view(np.int64) >> (_MANTISSA_BITS - self.bits)
         found -= (_BIAS + self.least_exponent) << self.bits
         return found
@@ -257,8 +256,7 @@ def _corrected(hazards: Floats, returns: Floats, at_risk: Floats, width: int, k:
 
 
 def _by_context_and_input(hazards: Floats, returns: Floats, at_risk: Floats, width: int, k: float) -> Floats:
-    """Like ``_corrected``, with a factor per context length times one per input, for each ``width`` bins,
-    [CELLS, BINS]."""
+    """``_corrected`` with a factor per context length times one per input, for each ``width`` bins, [CELLS, BINS]."""
     came = _grouped(returns, width).reshape(CONTEXTS, INPUTS, -1)
     expected = _grouped(at_risk * hazards, width).reshape(CONTEXTS, INPUTS, -1)
     new = np.ones((1, *came.shape[1:]))
@@ -304,10 +302,9 @@ def column_of(age: float) -> int:
 
 
 def gittins_indices(hazards: Floats) -> Floats:
-    """Return the Gittins index of an idle session at the start of each age bin, returns per second, [n, BINS].
+    """Return an idle session's Gittins index at the start of each age bin, returns per second, [n, BINS].
 
-    It is the maximum, over all later bins, of P(return by the bin's end) / E[seconds kept until the return or
-    that end].
+    It is the maximum of P(return by then) / E[seconds kept until the return or then] over the ends of later bins.
     """
     stays = np.exp(-hazards * WIDTHS)
     comes = -np.expm1(-hazards * WIDTHS)
@@ -325,7 +322,6 @@ def gittins_indices(hazards: Floats) -> Floats:
 
 
 def factors(hazards: Floats) -> Floats:
-    """Return the Gittins index times T, [n, COLUMNS]: 1 where sessions return at the rate ``1 / T``, more
-    where more often."""
+    """Return the Gittins index times T, [n, COLUMNS]: 1 for sessions that return at the rate ``1 / T``."""
     coarse = gittins_indices(hazards) / PRIOR
     return np.asarray(coarse[:, _BEFORE] * (1 - _SHARE) + coarse[:, _BEFORE + 1] * _SHARE, dtype=np.float64)
