@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 SessionKey = NewType("SessionKey", str)
-"""``<tenant>/<session id>``: identifies a session everywhere behind the service."""
+"""``<tenant>/<session id>``: identifies a session inside the server."""
 
 RequestKey = NewType("RequestKey", int)
 """Identifies one generation attempt; made by the server. Never a client's request id: those may repeat."""
@@ -71,7 +71,7 @@ class CandidateChoice(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingField:
-    """A row of the table of sampling parameters (``SamplingOptions``), beside its name, type and meaning.
+    """A row of the table of sampling parameters (``SamplingOptions``), next to its name, type and meaning.
 
     Validation, message conversion, session defaults, the SDK's hints at wrong names and the fields of HTTP
     bodies follow the rows. A new parameter needs its field in the contract, a line in each of the three

@@ -136,7 +136,7 @@ class BeamSearch:
         """
         if self._finished or len(rows) != (self.width if self._steps else 1):
             raise ValueError(f"{len(rows)} rows after {self.length} tokens of {self.width} beams")
-        # At the first step, beams with sum ``NOTHING`` stand beside the prompt, with its row. They are chosen
+        # At the first step, beams with sum ``NOTHING`` accompany the prompt, with its row. They are chosen
         # only if the vocabulary has fewer tokens than there are beams.
         beams, tokens, sums = self._continuations(rows if self._steps else list(rows) * self.width)
         if not self._steps:

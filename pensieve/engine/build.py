@@ -45,7 +45,7 @@ def build_engine(options: EngineOptions) -> Engine:
 
 
 def uses_hints(options: EngineOptions) -> bool:
-    """Whether eviction considers how likely a session is to return, which is what hints are about."""
+    """Whether eviction considers how likely a session is to return, which hints describe."""
     return options.policy in ("gittins", "retention") and not options.stateless
 
 

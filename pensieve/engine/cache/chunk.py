@@ -62,7 +62,7 @@ class Chunk:
 
     @property
     def place(self) -> Place:
-        """A host copy beside a device page counts only once the plan that makes it is launched."""
+        """Next to a device page, a host copy counts only once the plan that makes it is launched."""
         if self.device != NOWHERE:
             clean = self.host != NOWHERE and not self.saving
             return Place.BOTH if clean else Place.DEVICE
@@ -173,7 +173,7 @@ class Restore:
     gpu_cached: int
     swapped_in: int
     recomputed: int
-    """Missing history. Missing tokens behind the history are new."""
+    """Missing history. Missing tokens after the history are new."""
 
 
 @dataclass(frozen=True, slots=True)

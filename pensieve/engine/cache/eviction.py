@@ -96,7 +96,7 @@ class EvictionIndex:
         self.policy.on_return(session.key, now)
 
     def on_suspend(self, session: CachedSession, now: float) -> None:
-        """Record that the turn was suspended: recency alone, not the session's kind, is to keep its chunks."""
+        """Record that the turn was suspended: its chunks are kept by recency alone, not by the session's kind."""
         session.kind, session.hint = UNKNOWN, NO_HINT
         self.policy.on_return(session.key, now)
 

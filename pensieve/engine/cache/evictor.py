@@ -96,8 +96,7 @@ class Evictor:
                 owner = chunk.holder.tenant
                 found = self._free_host_page() or (room and self._make_host_room(room, value, owner))
                 # Rank the host's chunks once for all victims, when no spare copy is left. Rank them again for
-                # a tenant below its share: chunks saved meanwhile count as candidates of tenants that had
-                # none before.
+                # a tenant below its share: chunks saved since then add to what tenants hold above theirs.
                 if not found and (room is None or (stale and self.shares.is_below(tiers.host, owner))):
                     allowance = self.shares.allowance(tiers.host, tenant)
                     room = self._index.round(Reclaim.HOST_COPY, now, len(chosen), allowance)

@@ -128,7 +128,7 @@ class CacheManager:
     ) -> bool:
         """Whether ``admit`` may be called now, and then ``branch`` for ``branches`` others.
 
-        With ``reserve``, more than ``decode_reserve`` of all device pages must stay unpinned beside those
+        With ``reserve``, more than ``decode_reserve`` of all device pages must stay unpinned besides those
         kept for other tenants: free, reclaimable, or evictable (the plan that needs them copies them out,
         which saves a step).
         """
@@ -253,7 +253,7 @@ class CacheManager:
         return restore
 
     def _find(self, session: CachedSession, tokens: TokenArray, num_new: int, path: PrefixPath | None) -> int:
-        """Truncate a session to what matches ``tokens``, adopt others' chunks behind it, and return the
+        """Truncate a session to what matches ``tokens``, adopt others' chunks after it, and return the
         cached length."""
         size = self._size
         keep = self._matching(session, tokens, num_new, path)
@@ -311,7 +311,7 @@ class CacheManager:
     def _own_copy(self, session: CachedSession, shared: Chunk, valid: int, total: int) -> None:
         """Copy on write: replace the shared last chunk of a running session that will have ``total`` chunks.
 
-        The first ``valid`` tokens are copied if the device has them and a page is left beside those that the
+        The first ``valid`` tokens are copied if the device has them and a page is left besides those that the
         session still needs. Otherwise they are missing and will be recomputed.
         """
         self._shared.disown(session, shared.index)
@@ -348,7 +348,7 @@ class CacheManager:
         """Let another request continue from the context of a running one, ``tokens`` without the last.
 
         Full chunks are shared. The partly filled one is copied as far as the device has it. If the target is
-        running, its chunks beyond the common ones are freed. Must be called before the plan in the making
+        running, its chunks beyond the common ones are freed. Must be called before the plan being made
         takes any of the source's work. Returns where the target's missing KV begins, provided that the
         source's is computed first. Returns None, with nothing changed, when there is no page for the tail.
         """
@@ -393,7 +393,7 @@ class CacheManager:
         return True
 
     def computed(self, key: SessionKey, start: int, end: int) -> None:
-        """Record that the plan in the making writes KV of positions ``[start, end)`` of a running session.
+        """Record that the plan being made writes KV of positions ``[start, end)`` of a running session.
 
         Host copies of these chunks are stale once it is launched. A request admitted into the same plan can
         use the KV: in each layer all writes of a step come before its reads.

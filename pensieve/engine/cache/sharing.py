@@ -154,7 +154,7 @@ class SharedChunks:
         end = at + len(doubles)
         mine, rest = session.chunks[at:end], session.chunks[end:]
         for own, double in zip(mine, doubles, strict=True):
-            # Keep the device page if only this chunk has one. Not beside a partial host copy, which would
+            # Keep the device page if only this chunk has one. Not next to a partial host copy, which would
             # then pass for a complete one.
             whole = double.host == NOWHERE or double.filled == self._size
             if double.device == NOWHERE and own.device != NOWHERE and whole and own.filled == self._size:
@@ -188,7 +188,7 @@ class SharedChunks:
             at += len(run.own_chunks)
 
     def disown(self, session: CachedSession, keep: int) -> None:
-        """Make a session give up its shared chunks behind the first ``keep``. It must have no chunks of its own."""
+        """Make a session give up its shared chunks after the first ``keep``. It must have no chunks of its own."""
         while session.shared > keep:
             run = session.chunks[session.shared - 1].holder
             assert isinstance(run, SharedRun)
@@ -241,7 +241,7 @@ class SharedChunks:
         """Give the chunks of a run with one owner left to that owner."""
         (owner,) = run.owners
         assert owner.shared == run.first_index + len(run.own_chunks), (
-            f"{owner.key}: shares chunks behind the end of its last run"
+            f"{owner.key}: shares chunks after the end of its last run"
         )
         self._index.remove_owner(run, owner)
         self._index.remove(run)

@@ -140,13 +140,13 @@ class Tiers:
         self._copies: list[Copy] = []
         self._swap_in: list[Copy] = []
         self._in_flight: list[Chunk] = []
-        """Chunks that the plan in the making saves or loads."""
+        """Chunks that the plan being made saves or loads."""
         self._stale: list[Chunk] = []
-        """Chunks that the plan in the making writes to. Their host copies are stale afterwards."""
+        """Chunks that the plan being made writes to. Their host copies are stale afterwards."""
         self._fresh: set[Chunk] = set()
-        """Shared chunks that the plan in the making writes to."""
+        """Shared chunks that the plan being made writes to."""
         self._copied: list[Chunk] = []
-        """Sources of copies on the device in the plan in the making, pinned so that their pages are not
+        """Sources of copies on the device in the plan being made, pinned so that their pages are not
         overwritten."""
 
     # -- questions: change nothing -----------------------------------------------------------------------------------
@@ -161,7 +161,7 @@ class Tiers:
         return bool(self._swap_in)
 
     def can_copy(self, chunk: Chunk) -> bool:
-        """Whether the chunk's KV is on the device before the plan in the making loads and writes."""
+        """Whether the chunk's KV is on the device before the plan being made loads and writes."""
         return chunk.device != NOWHERE and not chunk.loading and chunk not in self._fresh
 
     # -- pins --------------------------------------------------------------------------------------------------------
@@ -197,7 +197,7 @@ class Tiers:
     # -- what pages hold ---------------------------------------------------------------------------------------------
 
     def fill(self, chunks: Iterable[Chunk], start: int, end: int) -> None:
-        """Record that the plan in the making computes KV of positions ``[start, end)``, which these chunks hold."""
+        """Record that the plan being made computes KV of positions ``[start, end)``, which these chunks hold."""
         size = self.chunk_tokens
         for chunk in chunks:
             first = chunk.index * size

@@ -1,4 +1,4 @@
-"""A worker's KV memory: the two pools, and the copies between them that run beside the model.
+"""A worker's KV memory: the two pools, and the copies between them that run alongside the model.
 
 ``pools`` holds the memory. On a GPU ``swap`` does the copies, on its own streams: ``queue`` orders the work,
 ``timeline`` tracks how far each stream has come, and ``mechanisms`` are the ways to move bytes.

@@ -38,7 +38,7 @@ VERSION = 12080
 ENOUGH = 0.75
 """The copy engines are chosen from this fraction of the kernel's rate on, because they disturb concurrent work less:
 matrix products that use all multiprocessors wait where a copy's programs run. On an H200, a step of 256 tokens (9.4
-ms of products) beside a swap-in of 420 MB took 10.1 ms with the copy engines, 12.0 ms with the kernel."""
+ms of products) during a swap-in of 420 MB took 10.1 ms with the copy engines, 12.0 ms with the kernel."""
 
 LARGEST_GROUP = 8
 CALL_BYTES = 4 << 20

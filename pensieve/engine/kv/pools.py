@@ -3,7 +3,7 @@
 Device pool ``[L, P, 2, Hkv, N, D]``: layer first, so that attention of one layer reads one slab and a step
 can wait for a single layer. Host pool ``[C, L, 2, Hkv, N, D]``: chunk first, so that an evicted chunk is one
 contiguous object. In both, keys and values of one page of one layer are one contiguous run, the unit that is
-copied. Beside a GPU the host pool is pinned, and ``pensieve.engine.kv.swap`` does the copies. The copies in
+copied. With a GPU the host pool is pinned, and ``pensieve.engine.kv.swap`` does the copies. The copies in
 this module are for plain memory: they are done when the call returns.
 
 torch rounds its own pinned tensors up to the next power of two, which turns 40 GiB into 64. So

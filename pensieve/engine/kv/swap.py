@@ -1,4 +1,4 @@
-"""Swapping beside the model: chunks are copied in and out while steps run.
+"""Swapping alongside the model: chunks are copied in and out while steps run.
 
 ``queue`` orders the work and says why; ``mechanisms`` chooses how the bytes move; ``CudaLanes`` queues it on
 three CUDA streams. A worker calls, from one thread and for each plan in order::
@@ -164,7 +164,7 @@ class SwapCounters:
 
 
 class SwapEngine:
-    """All copies between the pools of one worker, in the right order beside its steps."""
+    """All copies between the pools of one worker, in the right order with its steps."""
 
     lanes_type: ClassVar[type[CudaLanes]] = CudaLanes
 

@@ -52,7 +52,7 @@ class StepAnnouncer:
         self._last: tuple[int, frozenset[RequestKey]] | None = None
 
     def announce_plan(self, plan: Plan, running: Plan | None = None) -> None:
-        """Announce that ``plan`` is about to run, maybe behind the ``running`` one."""
+        """Announce that ``plan`` is about to run, maybe after the ``running`` one."""
         if self.send is None:
             return
         plans = (plan,) if running is None else (plan, running)

@@ -99,7 +99,7 @@ class Request:
     qos: TenantQos = field(init=False)
     prompt_tokens: int = field(init=False)
     length: int = field(init=False)
-    """Tokens in use; ``tokens`` may have spare room behind them."""
+    """Tokens in use; ``tokens`` may have spare room after them."""
     num_known: int = field(init=False)
     """Tokens with a known id. The others are ``PENDING``: sampled by steps that still run."""
     group: Group | None = None
@@ -344,7 +344,7 @@ class Request:
     def take_missing(self, budget: int) -> list[Range]:
         """Remove up to ``budget`` tokens from the front of ``missing``; return them as ranges.
 
-        The hole of a dropped chunk and the new input behind it are two ranges, and become two spans of one step.
+        The hole of a dropped chunk and the new input after it are two ranges, and become two spans of one step.
         """
         return take_front(self.missing, budget)
 

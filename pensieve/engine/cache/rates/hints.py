@@ -1,7 +1,7 @@
-"""Clients' hints about a session's next turn, as a rate of return beside the assumed or learned one. Pure.
+"""Clients' hints about a session's next turn, as a rate of return besides the assumed or learned one. Pure.
 
 Where a value is Cost × rate (``Policy.uses_hints``), a hint changes the rate and nothing else: it pins no
-chunk. Suppose a session is to return d seconds after its turn. With probability ``TRUST`` its time of return
+chunk. Suppose a session is expected d seconds after its turn. With probability ``TRUST`` its time of return
 is lognormal with mean d and spread ``SPREAD``; otherwise it behaves like any other session. The rate of the
 first case is the Gittins index G_d(T). It sees the return coming and so keeps chunks through a pause, at a
 price that a long pause makes low. The longer the session stays away, the less the first case is believed:
@@ -123,7 +123,7 @@ def _survival(times: Floats, pauses: Floats) -> Floats:
 def _tables() -> tuple[Floats, Floats]:
     """Return 1 - belief and belief × G for each pause (first row: no pause) and column of ages; flat."""
     pauses = np.sqrt(_PAUSE_EDGES[:-1] * _PAUSE_EDGES[1:])
-    # Far behind the pause the chance underflows. The hazard stays above 0 there, but the belief is 0.
+    # Long after the pause the chance underflows. The hazard stays above 0 there, but the belief is 0.
     survival = np.maximum(_survival(np.maximum(EDGES, EDGES[1] / 16), pauses), 1e-250)
     hazards = np.maximum((np.log(survival[:, :-1]) - np.log(survival[:, 1:])) / WIDTHS, 1e-9)
     trusted = TRUST * _survival(AGES, pauses)
