@@ -1,7 +1,7 @@
-"""Configuration: frozen values with a default and a reason each. Options, files and ``--print-config`` meet here.
+"""Configuration: frozen values with a default and a reason each. Options, files and ``--print-config`` share it.
 
-Each default is written once. ``CacheConfig`` and ``SchedulerConfig`` have no slots, so that the options of a server can
-take theirs over by name: ``CacheConfig.chunk_tokens`` is the default of that field.
+Each default is written once. ``CacheConfig`` and ``SchedulerConfig`` have no slots, so that a server's
+options can take their defaults by name: ``CacheConfig.chunk_tokens``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ AllReduce = Literal["auto", "nccl"]
 SwapMechanism = Literal["auto", "batch", "kernel"]
 
 BATCH_LIMITS = {"cpu": (512, 64), "cuda": (2048, 256)}
-"""Tokens and generations of one step: a CPU step has to stay short, a GPU step has to fill the device."""
+"""Tokens and generations per step: a CPU step must stay short, a GPU step must fill the device."""
 LEASE_S = 10.0
 HEARTBEAT_S = 10.0
 DISCONNECT_GRACE_S = 15.0
@@ -42,16 +42,16 @@ class CacheConfig:
     """Tokens per chunk and KV page (EuroSys §4.3.1 found 32 to work well)."""
     policy: PolicyName = "gittins"
     swap_watermark: float = 0.25
-    """Swap out ahead of time while less than this share of device pages is free or reclaimable; 0 = on demand."""
+    """Swap out ahead of time while less than this fraction of device pages is free or reclaimable; 0 = on demand."""
     decode_reserve: float = 0.10
-    """A new request joins only while more than this share stays free or reclaimable (EuroSys §4.3.5)."""
+    """A new request joins only while more than this fraction stays free or reclaimable (EuroSys §4.3.5)."""
     prefix_sharing: bool = True
-    """Off switch: every session has its KV for itself, however it begins."""
+    """Off: no session uses the KV of another."""
 
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """Limits and off switches of batch formation."""
+    """Limits of batch formation, and switches for ablations."""
 
     context_limit: int
     """Longest context, in tokens, that the model takes."""
@@ -60,24 +60,24 @@ class SchedulerConfig:
     max_running: int = BATCH_LIMITS["cpu"][1]
     max_queued: int = 1024
     stateless: bool = False
-    """Off switch: forget a session's KV when its turn ends."""
+    """On: drop a session's KV when its turn ends."""
     unified_batch: bool = True
-    """Off switch: a step holds either decode tokens or restore/prefill spans, never both."""
+    """Off: a step holds either decode tokens or restore and prefill spans, never both."""
     swap_in_first: bool = True
     """No ahead-of-time swap-out in a step that swaps in (EuroSys §5)."""
 
 
 class EngineTuning(msgspec.Struct, frozen=True, kw_only=True):
-    """Options that the server only hands on to its engine: their names, types and defaults, in one place."""
+    """Options that the server passes on to its engine: names, types and defaults in one place."""
 
     device: DeviceName = "auto"
     dtype: DtypeName = "auto"
     load_format: LoadFormat = "auto"
     """``dummy``: random weights made on the device; the folder then needs no weight files."""
     tensor_parallel: int = 1
-    """Over so many GPUs, or processes on a CPU, the model is divided."""
+    """Number of GPUs, or of processes on a CPU, that the model is divided over."""
     all_reduce: AllReduce = "auto"
-    """How sums over ranks are made on GPUs; ``nccl`` leaves symmetric memory out."""
+    """How sums over ranks are computed on GPUs; ``nccl``: without symmetric memory."""
     device_cache: str = "auto"
     """``40GiB``, ``512MiB``, ``4096tokens`` or ``auto``: see ``pensieve.engine.worker.sizing``."""
     host_cache: str = "auto"
@@ -96,17 +96,17 @@ class EngineTuning(msgspec.Struct, frozen=True, kw_only=True):
     unified_batch: bool = SchedulerConfig.unified_batch
     swap_in_first: bool = SchedulerConfig.swap_in_first
     prefix_sharing: bool = CacheConfig.prefix_sharing
-    """Off switch: no session uses the KV of another."""
+    """Off: no session uses the KV of another."""
     pipelined_swap_in: bool = True
-    """Off switch: copy all layers of a step's swap-in before its first layer runs."""
+    """Off: copy all layers of a step's swap-in before its first layer runs."""
     overlapped: bool = True
-    """Schedule the next step while this one runs. GPU only: a CPU has nothing to overlap with."""
+    """Schedule the next step while this one runs. GPU only: on a CPU there is nothing to overlap."""
     cuda_graphs: bool = True
     """Replay whole steps as CUDA graphs. GPU only."""
     shared_prefix_attention: bool = True
     """Read KV that several decodes of a step share once for all of them. GPU only."""
     swap_mechanism: SwapMechanism = "auto"
-    """How chunks cross the bus. GPU only; ``auto`` measures both at start-up."""
+    """How chunks cross the bus. GPU only; ``auto`` measures both mechanisms at start-up."""
     verify_swap: bool = False
     """Check every restored chunk against a checksum taken when it left. GPU only; costs time."""
     cost_profile: str = "auto"
@@ -114,18 +114,18 @@ class EngineTuning(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineOptions(EngineTuning, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What an engine process is started with; sizes still as written."""
+    """Options of an engine process, with sizes as written."""
 
     model: str
     """Local folder with config.json, safetensors and tokenizer, or a GGUF file; never ``demo`` or a hub id."""
     torch_threads: int = 0
     """CPU threads of the worker; 0: all cores."""
     eos_token_ids: tuple[int, ...] | None = None
-    """Tokens that end a turn; None: those that config.json and generation_config.json name."""
+    """Tokens that end a turn; None: those in config.json and generation_config.json."""
 
 
 def batch_limits(options: EngineTuning, device: str) -> tuple[int, int]:
-    """(tokens, generations) of one step, at most: as given, or what suits ``device`` (``cpu`` or ``cuda``)."""
+    """Return the most (tokens, generations) of one step: as given, or what suits ``device`` (``cpu`` or ``cuda``)."""
     tokens, running = BATCH_LIMITS[device]
     return options.max_batch_tokens or tokens, options.max_running or running
 
@@ -135,7 +135,7 @@ _UNITS = {"b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40
 
 
 def parse_cache_size(size: str, bytes_per_token: int) -> int:
-    """Tokens that a cache of ``size`` (``40GiB``, ``512MiB``, ``4096tokens``, ``0``) holds, rounded down.
+    """Return how many tokens fit a cache of ``size`` (``40GiB``, ``512MiB``, ``4096tokens``, ``0``), rounded down.
 
     Raises ValueError with the accepted forms on anything else.
     """

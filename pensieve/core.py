@@ -1,7 +1,7 @@
-"""Values that every part of Pensieve shares. No torch, no grpc, no I/O.
+"""Values that all parts of Pensieve share. No torch, no grpc, no I/O.
 
-Values that cross a process boundary or reach the store are ``msgspec.Struct``s; both kinds are frozen.
-Token ids travel as little-endian ``uint32`` bytes (``pack_tokens``, ``unpack_tokens``, ``packed_length``).
+Values that cross a process boundary or reach the store are ``msgspec.Struct``s, the others dataclasses; both are
+frozen. Token ids travel as little-endian ``uint32`` bytes (``pack_tokens``, ``unpack_tokens``, ``packed_length``).
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import numpy as np
 import numpy.typing as npt
 
 SessionKey = NewType("SessionKey", str)
-"""``<tenant>/<session id>``: names one session everywhere behind the service."""
+"""``<tenant>/<session id>``: identifies a session inside the server."""
 
 RequestKey = NewType("RequestKey", int)
-"""Names one generation attempt, and is made by the server. Never a client's request id: those may repeat."""
+"""Identifies one generation attempt; made by the server. Never a client's request id: those may repeat."""
 
 MAX_CANDIDATES: Final = 16
-"""The most candidates of a turn, and the greatest width of a beam search."""
+"""Most candidates of a turn, and the greatest width of a beam search."""
 
 TokenArray = npt.NDArray[np.int32]
 Ints = npt.NDArray[np.int64]
@@ -31,7 +31,7 @@ Floats = npt.NDArray[np.float64]
 
 
 class Role(enum.IntEnum):
-    """Who an item speaks for; the numbers are those of ``pensieve.v1.Role``."""
+    """The author of an item; numbers as in ``pensieve.v1.Role``."""
 
     SYSTEM = 1
     USER = 2
@@ -40,7 +40,7 @@ class Role(enum.IntEnum):
 
 
 class FinishReason(enum.IntEnum):
-    """Why a turn ended; the numbers are those of ``pensieve.v1.FinishReason``."""
+    """Why a turn ended; numbers as in ``pensieve.v1.FinishReason``."""
 
     EOS = 1
     STOP_SEQUENCE = 2
@@ -52,7 +52,7 @@ class FinishReason(enum.IntEnum):
 
 
 class Phase(enum.IntEnum):
-    """Where a turn is; the numbers are those of ``pensieve.v1.TurnProgress.Phase``."""
+    """The phase of a turn; numbers as in ``pensieve.v1.TurnProgress.Phase``."""
 
     QUEUED = 1
     RESTORING = 2
@@ -62,40 +62,40 @@ class Phase(enum.IntEnum):
 
 
 class CandidateChoice(enum.IntEnum):
-    """Which candidate a turn commits; the numbers are those of ``pensieve.v1.CandidateChoice``."""
+    """Which candidate a turn commits; numbers as in ``pensieve.v1.CandidateChoice``."""
 
     FIRST = 1
     BEST_LOGPROB = 2
-    """The highest mean log-probability per output token."""
+    """Highest mean log-probability per output token."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingField:
-    """A row of the table of sampling parameters (``SamplingOptions``), beside its name, type and meaning.
+    """A row of the table of sampling parameters (``SamplingOptions``), next to its name, type and meaning.
 
-    Validation, the conversion of messages, the defaults of sessions, the SDK's hints at wrong names and the fields of
-    HTTP bodies follow the rows. A new parameter needs its field in the contract, a line in each of the three classes
-    below, and its mathematics.
+    Validation, message conversion, session defaults, the SDK's hints at wrong names and the fields of HTTP
+    bodies follow the rows. A new parameter needs its field in the contract, a line in each of the three
+    classes below, and its mathematics.
     """
 
     low: float | None = None
-    """The least value of a number; None: whatever its type holds."""
+    """Least value of a number; None: the least of its type."""
     high: float | None = None
-    """The largest value."""
     low_exclusive: bool = False
     """``low`` itself is refused."""
     unless_zero: float = 0.0
-    """The least value beside 0."""
+    """Least value other than 0."""
     limit: str = ""
-    """The server's limit that takes the place of ``high``."""
+    """Server limit that replaces ``high``."""
     aliases: tuple[str, ...] = ()
-    """What other programs call it."""
+    """Names that other programs use for it."""
     http: str = ""
-    """Its name in all HTTP bodies that ask for an answer; empty: each endpoint has a way of its own."""
+    """Its name in all HTTP bodies that ask for an answer; empty: endpoints differ."""
     beams: Literal["", "replace", "refuse"] = ""
-    """Beam search takes the place of it, so a turn with beams does not inherit it; or the two contradict each other."""
+    """``replace``: a turn with beams does not inherit it, beam search replaces it. ``refuse``: they
+    contradict each other."""
     kind: Any = None
-    """The type, as it stands before the row."""
+    """The type annotation of the field."""
 
 
 _MOST: Final = (1 << 31) - 1
@@ -103,7 +103,7 @@ Choice = Literal["first", "best_logprob"]
 
 
 class SamplingOptions(TypedDict, total=False):
-    """How tokens are drawn. What is left out is the session's default, or else the server's."""
+    """How tokens are drawn. Values left out come from the session's defaults, then from the server's."""
 
     temperature: Annotated[
         float, SamplingField(0.0, 10.0, unless_zero=0.01, http="temperature", beams="replace")
@@ -127,7 +127,7 @@ class SamplingOptions(TypedDict, total=False):
     ]
     """Answers to draw; all are streamed, one is committed."""
     candidate_choice: Annotated[Choice, SamplingField()]
-    """Which one: the first, or the one with the highest mean log-probability per token."""
+    """Which one is committed: the first, or the one with the highest mean log-probability per token."""
     repetition_penalty: Annotated[
         float,
         SamplingField(
@@ -145,7 +145,7 @@ class SamplingOptions(TypedDict, total=False):
     presence_penalty: Annotated[float, SamplingField(-2.0, 2.0, http="presence_penalty", beams="replace")]
     """Taken off a token's score once it is in the answer; 0 is off."""
     seed: Annotated[int, SamplingField(http="seed")]
-    """Number that the random draws follow from; left out: one is made, and ``Turn.seed`` says which."""
+    """Seed of the random draws; left out: one is chosen and returned as ``Turn.seed``."""
     stop: Annotated[
         str | Sequence[str], SamplingField(aliases=("stop_sequences", "stop_strings"), beams="refuse")
     ]
@@ -176,7 +176,7 @@ class SamplingOptions(TypedDict, total=False):
         int,
         SamplingField(0, _MOST, aliases=("min_new_tokens", "min_tokens"), http="min_tokens", beams="refuse"),
     ]
-    """No end of the model's own, and no stop token, before this many tokens."""
+    """Ignore the model's end of answer and stop tokens before this many tokens."""
     beam_width: Annotated[
         int, SamplingField(1, MAX_CANDIDATES, limit="max_beam_width", aliases=("num_beams",))
     ]
@@ -196,7 +196,6 @@ def _table() -> dict[str, SamplingField]:
 
 
 SAMPLING: Final = _table()
-"""The rows by name."""
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -224,7 +223,7 @@ class SamplingDefaults(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, dict=True):
-    """Sampling parameters of one turn, fully resolved. Each default is the neutral value: it asks for nothing."""
+    """Sampling parameters of one turn, fully resolved. Each default is neutral: it has no effect."""
 
     temperature: float = 0.0
     """0 is greedy: the token with the largest logit, the lowest id on a tie."""
@@ -238,7 +237,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, di
     max_output_tokens: int | None = None
     min_output_tokens: int = 0
     opening: tuple[int, ...] = ()
-    """What the output begins with: these tokens are chosen, whatever the logits say. They are output like any other."""
+    """Tokens that the output begins with, whatever the logits say. They count as output like any other."""
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -259,10 +258,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, di
 
     @functools.cached_property
     def plain(self) -> bool:
-        """Whether each token is the one with the largest logit and nothing else is asked of the logits.
-
-        Cached because each step asks it of each row.
-        """
+        """Whether each token is simply the one with the largest logit. Cached: each step asks for it for each row."""
         return not (
             self.temperature > 0.0
             or self.needs_context
@@ -274,38 +270,38 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, di
 
 
 class Hints(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a client expects of a session after a turn. The cache may use it; nothing is pinned for it."""
+    """A client's expectations about a session after a turn. The cache may use them; they pin nothing."""
 
     next_turn_s: float | None = None
-    """Expected seconds from the end of the turn to the next one; None: not said."""
+    """Expected seconds from the end of the turn to the next one; None: unknown."""
     importance: float = 1.0
-    """Worth of the session's cached state against that of any other."""
+    """Value of the session's cached state relative to any other's."""
     finished: bool = False
     """No further turn is expected."""
 
 
 class TenantQos(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Whose a request is in the engine's queue and cache, and how it stands there."""
+    """A request's tenant, and how the tenant is treated in the engine's queue and cache."""
 
     tenant: str = ""
-    """Requests of one sharing scope are of one tenant."""
+    """All requests of one sharing scope belong to one tenant."""
     weight: float = 1.0
-    """The tenant's part of a loaded engine, in relation to the weights of the others; above 0."""
+    """The tenant's part of a loaded engine relative to other tenants' weights; above 0."""
     priority: int = 0
     """Within the tenant only: each level counts as ``HEAD_START_S`` of waiting."""
     cache_share: float = 0.0
-    """The part of each tier of the cache, 0 to 1, below which the tenant's chunks do not give way to others'."""
+    """Fraction of each cache tier, 0 to 1, below which the tenant's chunks are not evicted for other tenants."""
 
 
 DEFAULT_QOS: Final = TenantQos()
-"""How a request stands where there are no tenants."""
+"""For requests without tenants."""
 
 HEAD_START_S: Final = 10.0
-"""What one level of priority is worth in the queue, in seconds of waiting."""
+"""Seconds of waiting that one level of priority is worth."""
 
 
 class HintReceipt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The hints of a turn as they were taken: None or False where one was not given, or is in ``ignored``."""
+    """The hints of a turn as accepted: None or False if not given or ``ignored``."""
 
     next_turn_s: float | None = None
     importance: float | None = None
@@ -321,16 +317,16 @@ class ContextLimit(int):
 
 
 class TokenText(msgspec.Struct, frozen=True, array_like=True):
-    """What a token stands for in a text."""
+    """The text of a token."""
 
     piece: bytes = b""
-    """What it adds to the text, perhaps a part of a character; empty for control tokens."""
+    """Bytes that it adds to the text, perhaps part of a character; empty for control tokens."""
     name: str = ""
-    """Of a control token, else empty."""
+    """Name of a control token, else empty."""
 
     @property
     def text(self) -> str:
-        """For people: bytes that are no whole character show like ``\\xf0\\x9f``."""
+        """Readable form: bytes that are no whole character are shown as ``\\xf0\\x9f``."""
         return self.name or self.piece.decode("utf-8", "backslashreplace")
 
 
@@ -342,18 +338,18 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     top: tuple[tuple[int, float], ...] = ()
     """The most likely (token id, logprob) pairs, best first."""
     token: TokenText = TokenText()
-    """Empty where nobody has looked it up, as in an engine."""
+    """Empty until looked up; always empty in an engine."""
     top_tokens: tuple[TokenText, ...] = ()
-    """Those of ``top``, in its order."""
+    """Texts of ``top``, in its order."""
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Receipt of one turn. ``context_tokens = gpu_cached + swapped_in + recomputed + new_tokens``, exactly."""
 
     context_tokens: int = 0
-    """Tokens the generation started from: live history plus this turn's input."""
+    """Tokens before the generation: live history plus this turn's input."""
     new_tokens: int = 0
-    """What had to be computed of this turn's input, template glue included; at a session's first turn of all."""
+    """Computed tokens of this turn's input, template glue included; at a session's first turn, of all."""
     gpu_cached_tokens: int = 0
     swapped_in_tokens: int = 0
     recomputed_tokens: int = 0
@@ -372,20 +368,19 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 _PACKED: Final = np.dtype("<u4")
-"""A token id as it travels."""
 
 
 def pack_tokens(tokens: Iterable[int] | TokenArray) -> bytes:
-    """Token ids as little-endian uint32 bytes."""
+    """Return token ids as little-endian uint32 bytes."""
     array = tokens if isinstance(tokens, np.ndarray) else np.fromiter(tokens, dtype=np.int64)
     return array.astype(_PACKED).tobytes()
 
 
 def unpack_tokens(data: bytes) -> TokenArray:
-    """The inverse of ``pack_tokens``: a fresh int32 array [n]."""
+    """Return the inverse of ``pack_tokens``: a new int32 array [n]."""
     return np.frombuffer(data, dtype=_PACKED).astype(np.int32)
 
 
 def packed_length(data: bytes) -> int:
-    """How many token ids ``data``, made by ``pack_tokens``, holds."""
+    """Return the number of token ids in ``data``, as packed by ``pack_tokens``."""
     return len(data) // _PACKED.itemsize

@@ -1,4 +1,4 @@
-"""Puts an engine together from its options. Beside the worker and its rooms the one module here that needs torch."""
+"""Builds an engine from its options. Outside of the worker's packages, the only module here that needs torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 def build_engine(options: EngineOptions) -> Engine:
-    """An engine ready to step. Raises InvalidArgument, with what to change, when the options cannot be followed."""
+    """Build an engine. Raises InvalidArgument, with what to change, when the options cannot be followed."""
     try:
         worker = build_workers(options)
         cost = load_or_measure_cost(options, worker)
@@ -45,12 +45,12 @@ def build_engine(options: EngineOptions) -> Engine:
 
 
 def uses_hints(options: EngineOptions) -> bool:
-    """Whether eviction looks at how likely a session is to return, which is what hints speak of."""
+    """Whether eviction considers how likely a session is to return, which hints describe."""
     return options.policy in ("gittins", "retention") and not options.stateless
 
 
 def cache_config(options: EngineOptions, info: WorkerInfo) -> CacheConfig:
-    """The cache's share of the options, sizes in chunks."""
+    """The cache's part of the options, sizes in chunks."""
     return CacheConfig(
         device_chunks=info.device_chunks,
         host_chunks=info.host_chunks,
@@ -63,7 +63,7 @@ def cache_config(options: EngineOptions, info: WorkerInfo) -> CacheConfig:
 
 
 def scheduler_config(options: EngineOptions, arch: Arch, info: WorkerInfo) -> SchedulerConfig:
-    """The scheduler's share of the options."""
+    """The scheduler's part of the options."""
     return SchedulerConfig(
         context_limit=info.context_limit,
         eos_token_ids=arch.eos_token_ids if options.eos_token_ids is None else options.eos_token_ids,

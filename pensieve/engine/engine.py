@@ -1,20 +1,21 @@
-"""The engine: one step at a time over all conversations. Life of a request inside it:
+"""The engine: one step at a time over all conversations. The life of a request inside it:
 
-1. ``handle(Submit)``: the context (token ids, whole) enters the scheduler's queue; one that can never fit is refused.
-2. ``scheduler.plan``: when pages and budget allow, the cache pins what it has of the context and finds pages for the
-   rest; hits cost nothing, host chunks are planned to be copied in, dropped and new ranges become spans.
+1. ``handle(Submit)``: the whole context (token ids) enters the scheduler's queue; one that can never fit is refused.
+2. ``scheduler.plan``: when pages and budget allow, the cache pins the cached part of the context and finds
+   pages for the rest. Hits cost nothing, host chunks are planned to be copied in, dropped and new ranges
+   become spans.
 3. ``worker.launch``: copies, runs the model over all spans, samples.
-4. ``scheduler.launched`` and, with the step's result, ``scheduler.commit``: tokens are appended; requests go on, or
-   finish and leave their chunks behind.
+4. ``scheduler.on_launched`` and, with the step's result, ``scheduler.commit``: tokens are appended. Requests
+   continue, or finish and leave their chunks in the cache.
 
-``handle(Warm)`` makes a request, too, one that computes no answer: see ``scheduling.warming``. A turn with several
-candidates is a group of requests, and so is a beam search, which ``engine.beams`` drives.
-What comes of it leaves as events: ``Started`` with the receipt, ``RequestProgress``, ``Output``, ``Finished``.
+``handle(Warm)`` creates a request that computes no answer: see ``scheduling.warming``. A turn with several
+candidates is a group of requests, and so is a beam search, which ``engine.beams`` drives. Results leave as
+events: ``Started`` with the receipt, ``RequestProgress``, ``Output``, ``Finished``.
 
 Overlapped, a step is planned and launched while the one before it runs, and only then is that one's result awaited:
-the device never waits for Python. Not overlapped, a step's result is awaited before the next is planned.
+the device never wait_started for Python. Not overlapped, a step's result is awaited before the next is planned.
 
-Who writes what:
+The writer of each piece of state:
 
 ==============================  =================  ===========================================
 state                           only writer        readers
@@ -22,10 +23,10 @@ state                           only writer        readers
 queue, running set, progress    ``Scheduler``      engine
 chunk places, pins, pages       ``CacheManager``   scheduler (ids), worker (pages, in the plan)
 KV tensors                      worker             kernels
-conversation history            the front end      nobody here: it comes with each ``Submit``
+conversation history            the front end      none here: it comes with each ``Submit``
 ==============================  =================  ===========================================
 
-One thread owns an engine. It knows token ids only: no text, no clients, no durable state; it may die at any time.
+One thread owns an engine. It knows token ids only: no text, no clients, no durable state. It may die at any time.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ from pensieve.engine.strips import StripReader
 
 @dataclass(slots=True)
 class _Totals:
-    """Counters since start, for ``Stats``: steps, tokens of started requests by their source, copies, time."""
+    """Counters since start, for ``Stats``: steps, tokens of started requests by source, copies, time."""
 
     steps: int = 0
     gpu_cached: int = 0
@@ -90,19 +91,17 @@ class _Totals:
 
 @dataclass(slots=True)
 class _Turn:
-    """A turn as the front end knows it: by one key, with candidates that have numbers."""
+    """A turn as the front end knows it: one key, with numbered candidates."""
 
     candidates: list[Request]
     """By number. A beam search has one answer: this is its first beam."""
-    ended: dict[int, FinishReason] = field(default_factory=dict)
-    """Why each candidate ended."""
+    finish_reasons: dict[int, FinishReason] = field(default_factory=dict)
     phase: Phase | None = None
-    """What was last reported of its progress."""
 
     @property
     def outcome(self) -> FinishReason | None:
-        """Why its first candidate ended, once all of them have."""
-        return self.ended[0] if len(self.ended) == len(self.candidates) else None
+        """Finish reason of the first candidate, once all have ended."""
+        return self.finish_reasons[0] if len(self.finish_reasons) == len(self.candidates) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,20 +134,19 @@ class Engine:
         self._beams = BeamDriver(scheduler)
         self._turns: dict[RequestKey, _Turn] = {}
         self._candidates: dict[RequestKey, tuple[RequestKey, int]] = {}
-        """The turn and the number of each further candidate."""
-        self._looker = StripReader(scheduler)
+        """Turn and number of each candidate but the first."""
+        self._strips = StripReader(scheduler)
         self.announcer = StepAnnouncer(self._owner)
         self._totals = _Totals()
         self._overlapped = overlapped
         self._in_flight: _Launch | None = None
         """Overlapped: the step that runs while the next is planned."""
         self._background = False
-        """The latest plan was not empty, so the next may have something to copy out even if no request is left."""
+        """The latest plan was not empty, so the next may copy out more even if no request is left."""
         self._last_commit = -math.inf
         self._checks = debug_enabled()
 
     def ready(self) -> EngineReady:
-        """What this engine can do."""
         return self._ready
 
     @property
@@ -157,7 +155,7 @@ class Engine:
         return self._scheduler.has_requests or self._background or self._in_flight is not None
 
     def handle(self, command: Command) -> list[Event]:
-        """Take in one command, between steps; returns what can be answered at once."""
+        """Handle one command, between steps; return the immediate answers."""
         match command:
             case Submit():
                 return self._submit(command)
@@ -173,7 +171,7 @@ class Engine:
                 held = self._cache.residency(SessionKey(session))
                 return [ResidentTokens(call, held.device, held.host)]
             case GetStrips(call, at):
-                return [self._looker.read(call, at, self._clock())]
+                return [self._strips.read(call, at, self._clock())]
             case Warm():
                 return [self._warm(command)]
         return []
@@ -187,7 +185,7 @@ class Engine:
         launch = self._launch(events)
         self._background = launch is not None
         if self._overlapped:
-            # What was just launched runs on; what is committed is the step before it.
+            # The new step runs on; the step before it is committed.
             launch, self._in_flight = self._in_flight, launch
         if launch is not None:
             self._commit(launch, events)
@@ -200,7 +198,7 @@ class Engine:
         with self.announcer.attribute_failures(self._turns):
             plan = self._scheduler.plan(started)
         planned = self._clock()
-        self._looker.plan = plan
+        self._strips.plan = plan
         self._totals.parts["plan"] += planned - started
         if plan.is_empty:
             return None
@@ -214,10 +212,10 @@ class Engine:
         return launch
 
     def _commit(self, launch: _Launch, events: list[Event]) -> None:
-        waits = self._clock()
+        wait_started = self._clock()
         result = launch.step.result()
         now = self._clock()
-        self._totals.parts["wait"] += now - waits
+        self._totals.parts["wait"] += now - wait_started
         tokens = self._scheduler.commit(launch.plan, result, now)
         # Overlapped steps follow each other: each lasts from the end of the one before, not from its own launch.
         self._count(launch.plan, result, now - max(launch.time, self._last_commit))
@@ -228,7 +226,6 @@ class Engine:
         self._totals.parts["commit"] += self._clock() - now
 
     def stats(self) -> Stats:
-        """Counters and gauges as of now."""
         occupancy = self._cache.occupancy()
         totals = self._totals
         return Stats(
@@ -261,11 +258,11 @@ class Engine:
         )
 
     def check(self) -> None:
-        """Raise AssertionError unless the cache's books balance."""
+        """Raise AssertionError unless the cache's invariants hold."""
         self._cache.check()
 
     def close(self) -> None:
-        """Release what the worker holds: memory, streams, threads."""
+        """Release the worker's memory, streams and threads."""
         self._in_flight = None
         self._worker.close()
 
@@ -306,26 +303,26 @@ class Engine:
             self._forget(key)
 
     def _stop(self, key: RequestKey, number: int) -> list[Event]:
-        """Stop one candidate of several; the turn is over with the last."""
+        """Stop one candidate of several; the last one ends the turn."""
         turn, now = self._turns.get(key), self._clock()
-        if turn is None or number in turn.ended or not 0 <= number < len(turn.candidates) > 1:
+        if turn is None or number in turn.finish_reasons or not 0 <= number < len(turn.candidates) > 1:
             return []
         candidate = turn.candidates[number]
         if number == 0 and candidate.receipt is None:
-            return []  # the others need it to begin with
+            return []  # the others branch off it
         self._scheduler.retire(candidate, now)
-        turn.ended[number] = FinishReason.CANCELLED
+        turn.finish_reasons[number] = FinishReason.CANCELLED
         return [] if turn.outcome is None else [self._finished(key, turn.outcome, now)]
 
     def _choose(self, session: SessionKey, candidate: int) -> None:
-        """Let a candidate's KV be the session's. If it is gone, the next turn finds what it can by its address."""
+        """Make a candidate's KV the session's. If it is gone, the next turn finds cached chunks by address."""
         other, now = candidate_key(session, candidate), self._clock()
         self._scheduler.remove_finished(session, now)
         self._scheduler.remove_finished(other, now)
         self._cache.replace(session, other)
 
     def _drop_candidates(self, session: SessionKey, now: float) -> int:
-        """Evict what is cached of candidates that were not chosen; returns the number of KV-tokens."""
+        """Evict the KV of candidates that were not chosen; return the number of KV-tokens."""
         freed = 0
         for candidate in range(1, MAX_CANDIDATES):
             key = candidate_key(session, candidate)
@@ -346,7 +343,7 @@ class Engine:
         return further + self._cache.evict(session)
 
     def _owner(self, key: RequestKey) -> RequestKey:
-        """The request that the front end knows, of one that was made for it."""
+        """Return the front end's request for one that may have been created for it."""
         return self._candidates.get(key, (self._beams.owner(key), 0))[0]
 
     def _forget(self, key: RequestKey) -> None:
@@ -370,7 +367,7 @@ class Engine:
         events: list[Event] = [Output(key, (token.token_id,), logprobs, candidate)]
         if token.finished is not None:
             turn = self._turns[key]
-            turn.ended[candidate] = token.finished
+            turn.finish_reasons[candidate] = token.finished
             if len(turn.candidates) > 1:
                 events.append(CandidateFinished(key, candidate, token.finished))
             if turn.outcome is not None:
@@ -383,7 +380,7 @@ class Engine:
         return Finished(key, reason, usage)
 
     def _progress(self) -> list[Event]:
-        """A report for every running request that does not decode yet, and for each that has just begun to."""
+        """Report every running request that does not decode yet, and each that has just begun to."""
         events: list[Event] = []
         for request in self._scheduler.running:
             turn = self._turns.get(request.key)

@@ -1,10 +1,10 @@
-"""What front end and engine say to each other: typed msgpack messages, the same in-process and between processes.
+"""Messages between front end and engine: typed msgpack, the same in-process and between processes.
 
-The front end sends a ``Command``, the engine answers with ``Report``s: one per step, holding everything that the
-step produced, so that the cost of talking does not grow with the batch. A ``Submit`` carries the *whole* context as
-token ids. The engine compares them with what it has cached and keeps the longest common prefix, so its cache can
-never disagree with the history: edits, rewinds, turns on other replicas and engine restarts need no message of
-their own (4 bytes a token: a context of 32k tokens is 128 KiB on a local socket).
+The front end sends a ``Command``, the engine answers with ``Report``s: one per step with everything that the
+step produced, so that the cost of communication does not grow with the batch. A ``Submit`` carries the
+*whole* context as token ids. The engine compares them with the cached ones and keeps the longest common
+prefix, so its cache can never disagree with the history: edits, rewinds, turns on other replicas and engine
+restarts need no message of their own (4 bytes a token: a context of 32k tokens is 128 KiB on a local socket).
 
 On a socket they travel as ``pensieve.frames``.
 """
@@ -20,29 +20,26 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     """Start a generation. ``session`` keys the cache; ``tokens`` is the whole context, packed uint32."""
 
     request: int
-    """The link numbers it; 0 until then."""
+    """Set by the link; 0 until then."""
     session: str
     tokens: bytes
     num_new: int
-    """How many trailing tokens of ``tokens`` are new: this turn's input, at a session's first turn all. The rest is
-    history, whose KV was there once."""
+    """Trailing ``tokens`` that are this turn's input: all, at a session's first turn. The rest is history."""
     sampling: Sampling
     scope: str = ""
-    """Sessions of one scope share the KV of common beginnings; "": this one shares with nobody."""
+    """Sessions of one scope share the KV of common beginnings; "": this one shares none."""
     hints: Hints | None = None
-    """About the time after the generation."""
     qos: TenantQos = DEFAULT_QOS
-    """How it waits."""
     origin: str = ""
-    """Names the turn, the same for all its tries, so that the front end finds one that ends engines; "": none."""
+    """Identifies the turn across attempts, so that one that crashes engines can be found; "": none."""
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
-    """Stop a generation; nothing more is reported for it. Unknown requests are ignored: it may just have ended."""
+    """Stop a generation without further reports. Unknown requests are ignored: the request may just have ended."""
 
     request: int
     candidate: int | None = None
-    """Stop this candidate only; None: all of it."""
+    """Stop this candidate only; None: all of them."""
 
 
 class Evict(msgspec.Struct, frozen=True, tag="evict"):
@@ -53,16 +50,16 @@ class Evict(msgspec.Struct, frozen=True, tag="evict"):
 
 
 class GetResidency(msgspec.Struct, frozen=True, tag="residency"):
-    """Where a session's KV-tokens lie. Answered by ``ResidentTokens``."""
+    """Ask where a session's KV-tokens are. Answered by ``ResidentTokens``."""
 
     call: int
     session: str
 
 
 class GetStrips(msgspec.Struct, frozen=True, tag="get_strips"):
-    """Say where the chunks of cached sessions lie. Answered by ``Strips``, as far as a bounded time goes.
+    """Ask where the chunks of cached sessions are. Answered by ``Strips``, as many as fit a time limit.
 
-    ``at``: 0 begins anew; ``Strips.next`` goes on where the answer before has ended.
+    ``at``: 0 starts again; ``Strips.next`` continues after the previous answer.
     """
 
     call: int
@@ -70,7 +67,7 @@ class GetStrips(msgspec.Struct, frozen=True, tag="get_strips"):
 
 
 class Choose(msgspec.Struct, frozen=True, tag="choose"):
-    """The session's turn was answered by another candidate than 0: its KV becomes the session's. Ignored if gone."""
+    """Make another candidate's KV the session's: it is the committed answer. Ignored if the KV is gone."""
 
     session: str
     candidate: int
@@ -104,7 +101,7 @@ class Output(msgspec.Struct, frozen=True, tag="output"):
 
 
 class RequestProgress(msgspec.Struct, frozen=True, tag="progress"):
-    """A request changed its phase, or moved on inside a long one."""
+    """A request entered a phase, or made progress within a long one."""
 
     request: int
     phase: Phase
@@ -114,7 +111,7 @@ class RequestProgress(msgspec.Struct, frozen=True, tag="progress"):
 
 
 class CandidateFinished(msgspec.Struct, frozen=True, tag="candidate"):
-    """One candidate of a request that has several produced its last token. ``Finished`` follows when all have."""
+    """One of several candidates has produced its last token. ``Finished`` follows when all have."""
 
     request: int
     candidate: int
@@ -138,21 +135,21 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 
 
 class Started(msgspec.Struct, frozen=True, tag="started"):
-    """A request was admitted: its receipt is known from here on (output and times still zero)."""
+    """A request was admitted. Its receipt is final except for output and times, which are zero."""
 
     request: int
     usage: Usage
 
 
 class Evicted(msgspec.Struct, frozen=True, tag="evicted"):
-    """Answers ``Evict``: how many KV-tokens were dropped."""
+    """Answers ``Evict``: the number of KV-tokens dropped."""
 
     call: int
     tokens: int
 
 
 class ResidentTokens(msgspec.Struct, frozen=True, tag="resident"):
-    """Answers ``GetResidency``: valid KV-tokens per tier; those on both count for the device."""
+    """Answers ``GetResidency``: valid KV-tokens by tier; a token on both counts for the device."""
 
     call: int
     device_tokens: int
@@ -160,24 +157,24 @@ class ResidentTokens(msgspec.Struct, frozen=True, tag="resident"):
 
 
 class SessionStrip(msgspec.Struct, frozen=True, array_like=True):
-    """Where a session's chunks lie, in the order of its context."""
+    """The places of a session's chunks, in the order of its context."""
 
     session: str
     tokens: int
-    """Length of its context, what runs included."""
+    """Context length, including the output of a running turn."""
     strip: str
     """Runs of chunks in one state, ``x7h40B3d12``: see ``pensieve.engine.strips``."""
     idle_s: float
-    """Since its latest turn; 0 while something runs."""
+    """Seconds since its latest turn; 0 while it runs."""
     running: bool
     warming: bool
-    """What runs is not a turn, but brings its chunks to the device ahead of one."""
+    """A warm-up runs, not a turn."""
     is_candidate: bool
-    """It is a further candidate's."""
+    """Belongs to a candidate other than the first."""
 
 
 class Strips(msgspec.Struct, frozen=True, tag="strips"):
-    """Answers ``GetStrips``. ``next``: where to go on; 0: these were the last."""
+    """Answers ``GetStrips``. ``next``: where to continue; 0: these are the last."""
 
     call: int
     next: int
@@ -185,10 +182,9 @@ class Strips(msgspec.Struct, frozen=True, tag="strips"):
 
 
 class Warmed(msgspec.Struct, frozen=True, tag="warmed"):
-    """Answers ``Warm``.
+    """Answers ``Warm``. Token counts are those in each tier now.
 
-    ``refused``: "", or why nothing is brought: ``no_room``, ``running``, ``nothing_to_do``, ``busy``. The tokens are
-    those in each tier now.
+    ``refused``: "" or the reason: ``no_room``, ``running``, ``nothing_to_do``, ``busy``.
     """
 
     call: int
@@ -198,7 +194,7 @@ class Warmed(msgspec.Struct, frozen=True, tag="warmed"):
 
 
 class EngineReady(msgspec.Struct, frozen=True, tag="ready"):
-    """First event of an engine: what it can do."""
+    """First event of an engine: its capabilities."""
 
     context_limit: int
     vocab_size: int
@@ -208,15 +204,15 @@ class EngineReady(msgspec.Struct, frozen=True, tag="ready"):
     host_capacity_tokens: int
     chunk_tokens: int
     uses_hints: bool = False
-    """Whether its cache does anything with ``Hints``."""
+    """Whether its cache uses ``Hints``."""
     model_context_limit: int = 0
-    """What ``context_limit`` would be if the device tier were large enough; 0: not told."""
+    """``context_limit`` if the device tier were large enough; 0: unknown."""
 
 
 class Stepping(msgspec.Struct, frozen=True, tag="stepping"):
-    """A step begins, and is unlike the one before. It comes alone in its report, whose ``stats`` are old.
+    """A step unlike the one before begins. It is alone in its report, whose ``stats`` are old.
 
-    ``tokens`` 0: something went wrong outside of a step, by one of ``requests``.
+    ``tokens`` 0: an error occurred outside of a step, caused by one of ``requests``.
     """
 
     tokens: int
@@ -224,7 +220,7 @@ class Stepping(msgspec.Struct, frozen=True, tag="stepping"):
 
 
 class Stats(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Counters since start (``*_total``) and gauges of the engine. Tokens unless named otherwise."""
+    """Counters since start (``*_total``) and gauges of the engine, in tokens unless named otherwise."""
 
     steps_total: int = 0
     running: int = 0
@@ -251,11 +247,10 @@ class Stats(msgspec.Struct, frozen=True, omit_defaults=True):
     last_step_seconds: float = 0.0
     last_batch_tokens: int = 0
     part_seconds_total: dict[str, float] = msgspec.field(default_factory=dict)
-    """Where steps spend their time. Parts of the host are ``plan``, ``launch``, ``wait`` (for the device) and
-    ``commit``; those of the worker are whatever it measures (on a GPU ``device``, and ``gap`` between two steps)."""
+    """Seconds by part of a step. Parts of the host are ``plan``, ``launch``, ``wait`` (for the device) and
+    ``commit``; the worker adds its own (on a GPU ``device``, and ``gap`` between two steps)."""
     held: dict[str, tuple[int, int]] | None = None
-    """Of each tenant that holds any, by name: tokens that its pages have room for, on the device and on the host. None:
-    as in the report before; it is told about twice a second."""
+    """Tokens that each tenant's pages have room for, (device, host). None: as before; sent about twice a second."""
 
 
 Event = (
@@ -275,7 +270,7 @@ Event = (
 
 
 class Report(msgspec.Struct, frozen=True):
-    """Everything one engine iteration has to say. Also sent, empty, as a heartbeat while idle."""
+    """Everything from one iteration of the engine. Also sent, empty, as a heartbeat while idle."""
 
     events: tuple[Event, ...]
     stats: Stats

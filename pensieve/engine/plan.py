@@ -1,6 +1,6 @@
 """Plan and result of one step: frozen values that the scheduler makes and the worker executes. No torch.
 
-Order inside a step, which every worker keeps (it is what makes reuse of a page inside one plan safe):
+Every worker keeps this order inside a step, which makes reuse of a page within one plan safe:
 
 1. ``swap_out``: device pages are read into host pages;
 2. ``copies``: device pages are read into other device pages (copy on write);
@@ -8,12 +8,12 @@ Order inside a step, which every worker keeps (it is what makes reuse of a page 
 4. the model runs over the concatenated spans; in each layer all KV of the step is written before attention reads;
 5. the last token of each span with a ``sample`` is sampled.
 
-A device page freed by 1 may be the target of 2, 3 or 4 of the same plan. A host page is never both written by 1 and
-read by 3 of one plan.
+A device page freed by 1 may be the target of 2, 3 or 4 of the same plan. A host page is never both written by
+1 and read by 3 of one plan.
 
-Plans take effect in the order of their launches, as if each had ended before the next began. So whoever makes plans may
-make the next one while this one runs, and use a page for something else as soon as the plan that still needs it is
-launched; keeping up the appearance (streams, events) is the worker's business alone.
+Plans take effect in the order of their launches, as if each had ended before the next began. So the scheduler
+may make the next plan while this one runs, and reuse a page as soon as the plan that still needs it is
+launched. Making it look so (streams, events) is the worker's job alone.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ PageTable = npt.NDArray[np.int32]
 """Device page of each chunk of a context, int32 [chunks]."""
 
 PENDING = -1
-"""In place of a token id: the token that this request samples in the plan launched just before this one, which may
-still be running. Only ever the last token of a span."""
+"""Stands for the token that this request samples in the plan launched just before; only the last of a span."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +40,11 @@ class SampleSpec:
 
     sampling: Sampling
     output_index: int
-    """Index of the token to be chosen among the request's output: the counter of the random stream."""
+    """Index of the chosen token in the request's output: the counter of the random stream."""
     eos_token_ids: tuple[int, ...] = ()
     """Banned while ``output_index < min_output_tokens``, with ``sampling.stop_token_ids``."""
     prompt: TokenArray | None = None
-    """Context that the generation started from, int32 [n]; only when ``sampling.needs_context``."""
+    """Context before the generation, int32 [n]; only when ``sampling.needs_context``."""
     output: TokenArray | None = None
     """Output so far, int32 [output_index]; only when ``sampling.needs_context``."""
 
@@ -60,19 +59,19 @@ class Span:
     tokens: TokenArray
     """Input token ids [q], q ≥ 1; the last may be ``PENDING``."""
     page_table: int
-    """Row of ``Plan.page_tables``; page ``i`` holds positions ``[i * page_tokens, (i + 1) * page_tokens)``."""
+    """Index into ``Plan.page_tables``; page ``i`` holds positions ``[i * page_tokens, (i + 1) * page_tokens)``."""
     sample: SampleSpec | None = None
-    """How to choose the token after this span; None when none is wanted."""
+    """How to choose the token after this span; None: sample none."""
 
     @property
     def end(self) -> int:
-        """Position after the last token: also the number of KV-tokens the last token sees."""
+        """Position after the last token, which is the number of KV-tokens that the last token sees."""
         return self.start + len(self.tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """One chunk, all layers, from page ``src`` to page ``dst`` (of the tiers that the list's name says)."""
+    """One chunk, all layers, from page ``src`` to page ``dst``. The list that it is in names the tiers."""
 
     src: int
     dst: int
@@ -80,12 +79,12 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One step for all requests in the batch, whatever phase each is in."""
+    """One step for all requests in the batch, in whatever phase each is."""
 
     step: int
     spans: tuple[Span, ...] = ()
     page_tables: tuple[PageTable, ...] = ()
-    """One per request in the batch; ``Span.page_table`` is an index into them."""
+    """One per request in the batch, indexed by ``Span.page_table``."""
     swap_out: tuple[Copy, ...] = ()
     copies: tuple[Copy, ...] = ()
     swap_in: tuple[Copy, ...] = ()
@@ -110,25 +109,21 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What came of a plan."""
-
     sampled: tuple[Sampled, ...] = ()
-    """In the order of the plan's spans that asked for one."""
+    """In the order of the plan's spans with a ``sample``."""
     swap_in_bytes: int = 0
     swap_out_bytes: int = 0
     swap_in_seconds: float = 0.0
     swap_out_seconds: float = 0.0
     swap_out_backlog: int = 0
-    """Chunks that launched plans swap out and that have not left yet."""
+    """Chunks of launched plans not yet copied out."""
     timings: dict[str, float] = field(default_factory=dict)
-    """Seconds by part of the step, as the worker measures them: see ``Stats.part_seconds_total``."""
+    """Seconds by part of the step, as measured by the worker: see ``Stats.part_seconds_total``."""
 
 
 class PendingStep(Protocol):
-    """A launched step."""
-
     def result(self) -> StepResult:
-        """Wait for the step, and say what came of it. Called once, in the order of the launches."""
+        """Wait for the step and return its result. Call once, in the order of the launches."""
         ...
 
 
@@ -136,24 +131,23 @@ class StepWorker(Protocol):
     """Executes plans: PyTorch on a CPU, CUDA, or a cost model under a virtual clock."""
 
     def launch(self, plan: Plan) -> PendingStep:
-        """Begin what ``plan`` says, in the order of the module docstring. An exception leaves the KV undefined."""
+        """Begin ``plan``, in the order of the module docstring. An exception leaves the KV undefined."""
         ...
 
     def close(self) -> None:
-        """Release what the worker holds."""
+        """Release memory, streams and threads."""
         ...
 
 
 class SynchronousWorker(ABC):
-    """A worker that has done its work when ``launch`` returns."""
+    """A worker whose step is complete when ``launch`` returns."""
 
     def launch(self, plan: Plan) -> PendingStep:
-        """See ``StepWorker.launch``."""
         return _Done(self.run(plan))
 
     @abstractmethod
     def run(self, plan: Plan) -> StepResult:
-        """Do what ``plan`` says."""
+        """Execute ``plan``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,24 +1,24 @@
-"""Where the chunks of sessions lie, for people to look at: a strip for each session.
+"""Where the chunks of sessions are, for display: one strip per session.
 
-A strip is runs of chunks in one state, in the order of the context: how many, and a letter (``x7h40B3d12``).
+A strip lists runs of chunks in one state, in the order of the context, as a letter and a count (``x7h40B3d12``).
 
 ===  ==========================================================================
 d    on the device
 b    on both tiers: the device page can be taken at once
 h    on the host
 x    dropped: recomputed if its session returns
-i    on its way in from the host
-o    on its way out to the host
-r    being recomputed, or about to be: history that a running turn still lacks
+i    being copied in from the host
+o    being copied out to the host
+r    being recomputed, or about to be: history that a running turn lacks
 n    being computed, or about to be: input of a running turn
 ===  ==========================================================================
 
-A capital letter: other sessions own the chunk, too. On its way is what the step under way copies; where steps do not
-overlap, what the latest one has copied.
+A capital letter: other sessions own the chunk, too. "Being copied" means by the step under way or, where
+steps do not overlap, by the latest one.
 
-Nothing is kept for it while nobody looks. Who does pays for what has changed since the last look, and for what is in
-use: a holder's strip is kept until its chunks change (``EvictionIndex.touch``), and a session that runs has a new one
-each time.
+Strips cost nothing while no client asks for them. A read costs time for the chunks that changed since the
+last read, and for running sessions: a holder's strip is cached until its chunks change
+(``EvictionIndex.touch``), but a running session's is made anew each time.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from pensieve.engine.scheduling.request import Request
 from pensieve.engine.scheduling.scheduler import Scheduler
 
 READ_BUDGET_S: Final = 0.001
-"""How long one look takes at most, and the session beyond that which it has begun."""
-_PLACES: Final = {(True, False): "d", (True, True): "b", (False, True): "h", (False, False): "x"}
+"""Time limit of one read, which is exceeded by at most one session."""
+_LETTERS: Final = {(True, False): "d", (True, True): "b", (False, True): "h", (False, False): "x"}
 _NO_PLAN: Final = Plan(0)
-_NOTHING: Final[Mapping[int, str]] = {}
+_NONE_COMPUTED: Final[Mapping[int, str]] = {}
 
 
 class StripReader:
-    """One per engine. ``plan``: the one made last, which an engine sets."""
+    """Reads the strips of one engine. ``plan``: the latest plan, set by the engine."""
 
     def __init__(self, scheduler: Scheduler, timer: Callable[[], float] = time.perf_counter) -> None:
         self._scheduler = scheduler
@@ -51,13 +51,13 @@ class StripReader:
         self._size = scheduler.cache.config.chunk_tokens
         self._timer = timer
         self._order: list[CachedSession] = []
-        """The sessions there were when the look began."""
+        """The sessions at the start of the read."""
         self._began = 0.0
-        """When that was. Idle times are up to then: a look in parts must not make the sessions told last look older."""
+        """Start of the read, and end of all idle times: a read in parts must not make later sessions look older."""
         self.plan = _NO_PLAN
 
     def read(self, call: int, at: int, now: float) -> Strips:
-        """The strips from ``at`` on, as many as ``READ_BUDGET_S`` allows, one at least."""
+        """Return the strips from ``at`` on, at least one, as many as ``READ_BUDGET_S`` allows."""
         until = self._timer() + READ_BUDGET_S
         if at == 0:
             self._order = list(self._cache.sessions.values())
@@ -66,8 +66,8 @@ class StripReader:
         spans: dict[RequestKey, list[Range]] = {}
         for span in self.plan.spans:
             spans.setdefault(span.request, []).append((span.start, span.end))
-        coming = {copy.dst for copy in self.plan.swap_in}
-        going = {copy.dst for copy in self.plan.swap_out}
+        copied_in = {copy.dst for copy in self.plan.swap_in}
+        copied_out = {copy.dst for copy in self.plan.swap_out}
         strips: list[SessionStrip] = []
         while at < len(self._order):
             session = self._order[at]
@@ -75,10 +75,10 @@ class StripReader:
             if self._cache.sessions.get(session.key) is session:
                 request = requests.get(session.key)
                 computed = (
-                    _NOTHING if request is None else self._computed(request, spans.get(request.key, ()))
+                    _NONE_COMPUTED if request is None else self._computed(request, spans.get(request.key, ()))
                 )
-                strip = self._strip(session, coming, going, computed)
-                strips.append(_told(session, request, strip, self._began))
+                strip = self._strip(session, copied_in, copied_out, computed)
+                strips.append(_session_strip(session, request, strip, self._began))
                 if self._timer() >= until:
                     break
         if at >= len(self._order):
@@ -86,7 +86,7 @@ class StripReader:
         return Strips(call, at if self._order else 0, tuple(strips))
 
     def _computed(self, request: Request, spans: Sequence[Range]) -> dict[int, str]:
-        """Which chunks of a running request's context are being computed, or wait for it: their letters."""
+        """Return the letters of a running request's chunks that are being computed or wait for it."""
         computed: dict[int, str] = {}
         history, prompt = request.history, request.prompt_tokens
         for start, end in chain(request.missing, spans):
@@ -99,19 +99,18 @@ class StripReader:
         return computed
 
     def _strip(
-        self, session: CachedSession, coming: set[int], going: set[int], computed: Mapping[int, str]
+        self, session: CachedSession, copied_in: set[int], copied_out: set[int], computed: Mapping[int, str]
     ) -> str:
         if computed:
-            shared, own = session.chunks[: session.shared], session.own_chunks
-            return (
-                f"{_runs(shared, coming, going, computed)[0].upper()}{_runs(own, coming, going, computed)[0]}"
-            )
+            shared, _ = _runs(session.chunks[: session.shared], copied_in, copied_out, computed)
+            own, _ = _runs(session.own_chunks, copied_in, copied_out, computed)
+            return shared.upper() + own
         parts: list[str] = []
         holders: list[CachedSession | SharedRun] = [*session.shared_runs(), session]
         for holder in holders:
             strip = holder.strip
             if strip is None:
-                strip, settled = _runs(holder.own_chunks, coming, going, _NOTHING)
+                strip, settled = _runs(holder.own_chunks, copied_in, copied_out, _NONE_COMPUTED)
                 strip = strip if holder is session else strip.upper()
                 holder.strip = strip if settled else None
             parts.append(strip)
@@ -119,21 +118,21 @@ class StripReader:
 
 
 def _runs(
-    chunks: Sequence[Chunk], coming: set[int], going: set[int], computed: Mapping[int, str]
+    chunks: Sequence[Chunk], copied_in: set[int], copied_out: set[int], computed: Mapping[int, str]
 ) -> tuple[str, bool]:
-    """The strip of these chunks, and whether it is true until one of them is touched."""
+    """Return the strip of these chunks, and whether it stays valid until one of them is touched."""
     parts: list[str] = []
     last, count, settled = "", 0, not computed
     for chunk in chunks:
         device, host = chunk.device, chunk.host
-        letter = _PLACES[device != NOWHERE, host != NOWHERE]
-        if chunk.pins or device in coming or host in going:
+        letter = _LETTERS[device != NOWHERE, host != NOWHERE]
+        if chunk.pins or device in copied_in or host in copied_out:
             settled = False
-            if device in coming:
+            if device in copied_in:
                 letter = "i"
             elif computed and chunk.index in computed:
                 letter = computed[chunk.index]
-            elif host in going:
+            elif host in copied_out:
                 letter = "o"
         if letter == last:
             count += 1
@@ -146,7 +145,7 @@ def _runs(
     return "".join(parts), settled
 
 
-def _told(session: CachedSession, request: Request | None, strip: str, now: float) -> SessionStrip:
+def _session_strip(session: CachedSession, request: Request | None, strip: str, now: float) -> SessionStrip:
     return SessionStrip(
         session=session.key,
         tokens=len(session.tokens) if request is None else request.length,

@@ -56,7 +56,7 @@ def whole_look(engine: Engine) -> list[SessionStrip]:
 
 def recounted(engine: Engine) -> dict[str, str]:
     """The letters of every session, chunk by chunk and position by position."""
-    cache, plan = engine._cache, engine._looker.plan
+    cache, plan = engine._cache, engine._strips.plan
     size = cache.config.chunk_tokens
     owners = Counter(id(chunk) for session in cache.sessions.values() for chunk in session.chunks)
     wanted: dict[SessionKey, dict[int, str]] = {}

@@ -1,4 +1,4 @@
-"""Which chunks of which session lie where, and which give way next. Each field has one writer. No torch.
+"""The KV cache: which chunks are in which tier, and which are evicted next. Each field has one writer. No torch.
 
 May import: config, core, engine.cost, engine.plan.
 """

@@ -1,4 +1,4 @@
-"""The invariants of the cache, spelled out: checked in debug mode after each step, in tests after each operation."""
+"""The invariants of the cache: checked after each step in debug mode, and after each operation in tests."""
 
 from __future__ import annotations
 
@@ -24,9 +24,11 @@ def check_cache(
     chunks = list({id(chunk): chunk for session in sessions.values() for chunk in session.chunks}.values())
     _check_pool("device", tiers.device, [(c.device, c.holder.tenant) for c in chunks if c.device != NOWHERE])
     _check_pool("host", tiers.host, [(c.host, c.holder.tenant) for c in chunks if c.host != NOWHERE])
-    assert tiers.pinned == sum(c.pins > 0 for c in chunks), f"{tiers.pinned} pinned, chunks say otherwise"
+    assert tiers.pinned == sum(c.pins > 0 for c in chunks), (
+        f"{tiers.pinned} pinned, which the chunks contradict"
+    )
     pinned = Counter(chunk.holder.tenant for chunk in chunks if chunk.pins)
-    assert +Counter(tiers.pinned_by) == pinned, "pins by tenant: chunks say otherwise"
+    assert +Counter(tiers.pinned_by) == pinned, "pins by tenant contradict the chunks"
     for chunk in chunks:
         _check_chunk(chunk, size)
     spare = {chunk for chunk in chunks if chunk.pins and chunk.host != NOWHERE}
@@ -40,7 +42,7 @@ def check_cache(
 
 
 def _check_pool(name: str, pool: PagePool, owned: list[tuple[int, int]]) -> None:
-    """``owned``: pages, and whose they are."""
+    """``owned``: (page, number of the tenant that holds it)."""
     held = [page for page, _ in owned]
     by_tenant = Counter(tenant for _, tenant in owned)
     assert +Counter(pool.held) == by_tenant, f"{name}: pages by tenant are {by_tenant}, not {dict(pool.held)}"
@@ -63,7 +65,7 @@ def _check_chunk(chunk: Chunk, size: int) -> None:
 
 
 def _check_owners(sessions: Mapping[SessionKey, CachedSession], chunks: list[Chunk]) -> None:
-    """The owners of a chunk are the sessions that have it in their lists."""
+    """A chunk's owners are the sessions that have it in their lists."""
     lists: dict[int, set[int]] = {id(chunk): set() for chunk in chunks}
     for session in sessions.values():
         for chunk in session.chunks:
@@ -74,20 +76,22 @@ def _check_owners(sessions: Mapping[SessionKey, CachedSession], chunks: list[Chu
         assert owners == lists[id(chunk)], (
             f"chunk {chunk.index}: {len(owners)} owners, {len(lists[id(chunk)])} lists"
         )
-        assert not isinstance(holder, SharedRun) or len(owners) > 1, f"chunk {chunk.index}: shared by one"
+        assert not isinstance(holder, SharedRun) or len(owners) > 1, (
+            f"chunk {chunk.index}: shared by one session"
+        )
 
 
 def _check_session(session: CachedSession, size: int) -> None:
     key = session.key
     for index, chunk in enumerate(session.chunks):
         assert chunk.index == index, f"{key}: chunk {chunk.index} at {index}"
-        assert chunk.shared == (index < session.shared), f"{key}: chunk {index} shared, or not"
+        assert chunk.shared == (index < session.shared), f"{key}: chunk {index}: shared flag is wrong"
     holders: list[CachedSession | SharedRun] = [session, *session.shared_runs()]
     for holder in holders:
         assert [chunk.holder for chunk in holder.own_chunks] == [holder] * len(holder.own_chunks), (
-            f"{key}: holders"
+            f"{key}: wrong holders"
         )
-    assert session.running or session.has_cached_chunks, f"{key}: nothing cached, but not removed"
+    assert session.running or session.has_cached_chunks, f"{key}: no chunk cached, but not removed"
     assert len(session.tokens) <= len(session.chunks) * size or session.running, (
         f"{key}: tokens without chunks"
     )

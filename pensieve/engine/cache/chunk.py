@@ -1,8 +1,8 @@
-"""A chunk, which is the unit of caching, eviction and swap; who holds it; what there is to say about it.
+"""A chunk (the unit of caching, eviction and swapping) and the sessions that hold it.
 
-A session holds a list of chunks. The leading ones it may share with other sessions, the others are its own. Chunks in a
-row that have the same owners are a ``SharedRun``. Whoever owns a chunk owns all that come before it, so a session's
-shared chunks are whole runs, the owners of each among those of the one before, and end where its own chunks begin.
+A session has a list of chunks. The leading ones may be shared with other sessions, the rest are its own. Consecutive
+chunks with the same owners form a ``SharedRun``. A session that owns a chunk owns all chunks before it. So a
+session's shared chunks are whole runs, and the owners of each run are a subset of the owners of the run before it.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from pensieve.core import SessionKey, TokenArray
 from pensieve.engine.cache.rates.hints import NO_HINT, Hint
 
 NOWHERE = -1
-"""In place of a page's number: the chunk has none in that tier."""
+"""Stands for a page number where the chunk has no page in that tier."""
 
 Range = tuple[int, int]
 """Half-open range of positions."""
 
 
 class Place(enum.Enum):
-    """Where a chunk's KV-tokens are."""
+    """The tiers that hold a chunk's KV-tokens."""
 
     DEVICE = "device"
     BOTH = "both"
-    """On the device, with a clean host copy: its device page can be taken at once."""
+    """On the device, with a clean host copy: the device page can be taken at once."""
     HOST = "host"
     DROPPED = "dropped"
 
@@ -39,32 +39,30 @@ class Place(enum.Enum):
 class Chunk:
     """``chunk_tokens`` consecutive positions of a context.
 
-    ``Tiers`` alone writes where it is, what it holds and its pins; ``SharedChunks`` alone its holder and its address.
+    Only ``Tiers`` writes its pages, ``filled`` and pins; only ``SharedChunks`` writes its holder and digest.
 
-    ``filled`` leading positions hold valid KV, once all plans made so far have run; the rest is missing and must be
-    computed before use. So a dropped chunk, a half-recomputed one and a tail with room are the same thing with another
-    number. Valid KV is never written again while more than one session owns the chunk.
+    The ``filled`` leading positions hold valid KV once all plans made so far have run. The others must be
+    computed before use. A dropped chunk, a half recomputed one and a tail with room differ only in this
+    number. Valid KV is never overwritten while more than one session owns the chunk.
     """
 
     index: int
     filled: int = 0
     device: int = NOWHERE
-    """Its page in the device tier, or NOWHERE."""
     host: int = NOWHERE
-    """Its page in the host tier, or NOWHERE."""
     pins: int = 0
-    """Running requests that use it. Pinned chunks keep their device page."""
+    """Running requests that use it. A pinned chunk keeps its device page."""
     saving: bool = False
-    """A copy to ``host`` is planned, and its plan not yet launched."""
+    """A copy to ``host`` is planned and its plan not yet launched."""
     loading: bool = False
-    """A copy into ``device`` is planned, and its plan not yet launched: what it is copied from must stay."""
+    """A copy into ``device`` is planned and its plan not yet launched: the source of the copy must stay."""
     digest: bytes = b""
-    """Its address among the chunks of its tenant, from its tokens and all before it; b"" has none."""
+    """Address within the tenant, derived from its tokens and all tokens before them; b"": none yet."""
     holder: CachedSession | SharedRun = field(kw_only=True)
 
     @property
     def place(self) -> Place:
-        """Where its KV is. While the device has it, a host copy counts only when its plan is launched."""
+        """Next to a device page, a host copy counts only once the plan that makes it is launched."""
         if self.device != NOWHERE:
             clean = self.host != NOWHERE and not self.saving
             return Place.BOTH if clean else Place.DEVICE
@@ -72,7 +70,6 @@ class Chunk:
 
     @property
     def cached(self) -> bool:
-        """Whether it is in a tier."""
         return self.device != NOWHERE or self.host != NOWHERE
 
     @property
@@ -82,81 +79,74 @@ class Chunk:
 
 @dataclass(slots=True, eq=False)
 class SharedRun:
-    """Chunks in a row that the same sessions own, two at least: what sessions have in common, as far as they do."""
+    """Consecutive chunks that the same sessions own, at least two of them."""
 
     row: int
-    """Of this run in the eviction index."""
     own_chunks: list[Chunk]
     owners: dict[CachedSession, None]
     tenant: int
-    """Of all its owners."""
     strip: str | None = None
-    """Where they lie, as somebody has seen it since they last changed: see ``engine.strips``."""
+    """Cached text for ``engine.strips``; None after any change."""
 
     @property
     def first_index(self) -> int:
-        """Index of its first chunk in the contexts of its owners."""
+        """Index of its first chunk in its owners' contexts."""
         return self.own_chunks[0].index
 
 
 @dataclass(slots=True, eq=False)
 class CachedSession:
-    """What the cache knows of one session: its token ids and its chunks.
+    """A session in the cache: its token ids and its chunks.
 
-    ``SharedChunks`` alone writes ``chunks`` and ``shared``, ``CacheManager`` and the eviction index the rest.
+    Only ``SharedChunks`` writes ``chunks`` and ``shared``; ``CacheManager`` and the eviction index write the rest.
     """
 
     key: SessionKey
     row: int
-    """Of its own chunks in the eviction index."""
+    """Row of its own chunks in the eviction index."""
     is_candidate: bool = False
-    """A further candidate's: nobody comes back for it unless it is chosen, so its policy learns nothing from it."""
+    """Belongs to a further candidate. It returns only if chosen, so the policy learns nothing from it."""
     scope: str = ""
-    """Within which it shares chunks; "": with nobody."""
+    """Chunks are shared within a scope; "": with no other session."""
     tenant: int = 0
-    """Whose it is: see ``cache.tenants``."""
+    """Number of its tenant: see ``cache.tenants``."""
     tokens: TokenArray = field(default_factory=lambda: np.empty(0, dtype=np.int32))
     """Token ids that the chunks stand for, int32 [n]."""
     chunks: list[Chunk] = field(default_factory=list)
     shared: int = 0
-    """How many leading chunks it shares; the others are its own."""
+    """Number of leading chunks that are shared."""
     last_active: float = 0.0
     running: bool = False
     warming: bool = False
-    """What runs is not a turn, but brings its chunks to the device ahead of one."""
+    """A warm-up runs, not a turn."""
     new_tokens: int = 0
-    """How many tokens of its latest turn were input."""
     kind: int = 0
-    """How its policy classed it when its latest turn ended: see ``Policy.on_turn_end``."""
+    """Kind that the policy assigned at the end of its latest turn: see ``Policy.on_turn_end``."""
     hint: Hint = NO_HINT
-    """What was said of its next turn."""
     strip: str | None = None
-    """Where its own chunks lie, as somebody has seen it since they last changed: see ``engine.strips``."""
+    """Cached text of its own chunks for ``engine.strips``; None after any change."""
     table: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, dtype=np.int32))
-    """Device page of each chunk while running, int32 [chunks]; grown by replacing it, so earlier slices stay true."""
+    """Device page of each chunk while running, int32 [chunks]. Grows by replacement, so earlier slices stay valid."""
 
     @property
     def own_chunks(self) -> list[Chunk]:
-        """Chunks that nobody else owns."""
+        """Chunks that no other session owns."""
         return self.chunks[self.shared :] if self.shared else self.chunks
 
     @property
     def first_index(self) -> int:
-        """Index of its first own chunk."""
         return self.shared
 
     @property
     def copying(self) -> bool:
-        """Whether some chunk is being saved or loaded."""
         return any(chunk.saving or chunk.loading for chunk in self.chunks)
 
     @property
     def has_cached_chunks(self) -> bool:
-        """Whether any chunk is in a tier, or about to be for a running session that shares it."""
+        """Whether any chunk is in a tier, or pinned by a running session that shares it."""
         return any(chunk.cached or chunk.pins for chunk in reversed(self.chunks))
 
     def shared_runs(self) -> Iterator[SharedRun]:
-        """The runs that its shared chunks form, in order."""
         at = 0
         while at < self.shared:
             run = self.chunks[at].holder
@@ -165,7 +155,7 @@ class CachedSession:
             at += len(run.own_chunks)
 
     def matching_tokens(self, tokens: TokenArray) -> int:
-        """How many leading ``tokens`` are those of the session's chunks."""
+        """Return how many leading ``tokens`` equal the session's."""
         return common_prefix(self.tokens, tokens)
 
     def residency(self) -> TierTokens:
@@ -176,31 +166,30 @@ class CachedSession:
 
 @dataclass(frozen=True, slots=True)
 class Restore:
-    """What it takes to make a context present. Where input was found cached, that counts as cached too."""
+    """The sources of an admitted context. Input that was found in the cache counts as cached."""
 
     missing: tuple[Range, ...]
     """Ranges whose KV must be computed, ascending, not adjacent."""
     gpu_cached: int
     swapped_in: int
     recomputed: int
-    """Of the history alone: what is missing behind it is new."""
+    """Missing history. Missing tokens after the history are new."""
 
 
 @dataclass(frozen=True, slots=True)
 class TierTokens:
-    """Valid KV-tokens of one session per tier; a chunk on both counts for the device."""
+    """Valid KV-tokens of one session by tier. A chunk on both tiers counts for the device."""
 
     device: int
     host: int
 
 
 def tokens_in(ranges: Iterable[Range]) -> int:
-    """Positions in all of the ranges together."""
     return sum(end - start for start, end in ranges)
 
 
 def take_front(ranges: deque[Range], budget: int) -> list[Range]:
-    """Remove the first ``budget`` positions, or as many as there are; returns the ranges that they form."""
+    """Remove up to ``budget`` positions from the front of ``ranges``; return them as ranges."""
     taken: list[Range] = []
     while budget > 0 and ranges:
         start, end = ranges.popleft()
@@ -208,12 +197,12 @@ def take_front(ranges: deque[Range], budget: int) -> list[Range]:
         taken.append((start, cut))
         budget -= cut - start
         if cut < end:
-            ranges.appendleft((cut, end))  # the budget is used up; the rest is first in line next time
+            ranges.appendleft((cut, end))  # the budget is used up
     return taken
 
 
 def common_prefix(a: TokenArray, b: TokenArray) -> int:
-    """Length of the longest common prefix of two token arrays."""
+    """Return the length of the longest common prefix of two token arrays."""
     n = min(len(a), len(b))
     different = np.flatnonzero(a[:n] != b[:n])
     return int(different[0]) if len(different) else n

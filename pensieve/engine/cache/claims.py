@@ -1,7 +1,7 @@
-"""Who has a claim on what is shared: a table of pairs (row of a run, row of one of its owners), summed up by run.
+"""The owners of shared runs: pairs (row of a run, row of an owner), summed per run in each eviction round.
 
-Pairs come and go with every turn, and an eviction round sums up all of them. So they are two columns without holes: a
-pair that goes is replaced by the last.
+Pairs come and go with every turn, and each round reads all of them. So they are stored in two dense columns:
+the last pair replaces one that is removed.
 """
 
 from __future__ import annotations
@@ -18,18 +18,16 @@ Bools = npt.NDArray[np.bool_]
 
 
 class Claims:
-    """The pairs, and what they add up to."""
+    """The pairs, and sums over them."""
 
     def __init__(self) -> None:
         self._at: dict[tuple[int, int], int] = {}
-        """Where each pair is in the columns."""
         self._pairs: list[tuple[int, int]] = []
         self._runs = np.zeros(64, np.intp)
         self._owners = np.zeros(64, np.intp)
         self._distinct: Rows | None = None
 
     def add(self, run: int, owner: int) -> None:
-        """One more owner of a run."""
         at = len(self._pairs)
         assert (run, owner) not in self._at, f"row {owner} owns run {run} already"
         if at == self._runs.size:
@@ -41,7 +39,6 @@ class Claims:
         self._distinct = None
 
     def remove(self, run: int, owner: int) -> None:
-        """One owner less."""
         at = self._at.pop((run, owner))
         last = self._pairs.pop()
         if at < len(self._pairs):
@@ -51,19 +48,19 @@ class Claims:
         self._distinct = None
 
     def pairs(self) -> Iterable[tuple[int, int]]:
-        """All of them, (run, owner)."""
+        """All (run row, owner row) pairs."""
         return self._pairs
 
     def runs(self) -> Rows:
-        """Rows of the runs, each once."""
+        """Distinct rows of all runs."""
         if self._distinct is None:
             self._distinct = np.flatnonzero(np.bincount(self._runs[: len(self._pairs)]))
         return self._distinct
 
     def combined(self, claims: Floats, *, add: bool) -> Floats:
-        """The sum of the claims on each run, or the largest; float64 [rows], 0 in rows of others.
+        """Return the sum of the claims on each run (or their maximum), float64 [rows]; 0 in rows that are no run.
 
-        ``claims``: of the session in each row, float64 [rows].
+        ``claims``: claim of the session in each row, float64 [rows].
         """
         runs = self._runs[: len(self._pairs)]
         made = claims.take(self._owners[: len(self._pairs)])

@@ -1,7 +1,7 @@
-"""The eviction index of ``CacheManager``: it ranks the chunks of sessions and of shared runs, and hands out victims.
+"""Eviction index of ``CacheManager``: ranks the chunks of sessions and shared runs, and yields victims.
 
-Chunks that several sessions own belong to no session: the runs that they form have rows of their own. Only sessions of
-one tenant share, so all chunks of a row belong to one tenant.
+Shared chunks belong to no single session: each shared run has a row of its own. Only sessions of one tenant
+share, so all chunks of a row belong to one tenant.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Holder = CachedSession | SharedRun
 
 
 def reclaim_kind(chunk: Chunk) -> Reclaim | None:
-    """In which way a chunk is a candidate; None: in none."""
+    """Return how a chunk can be reclaimed; None: not at all (pinned, being copied, or in no tier)."""
     if chunk.pins or chunk.saving or chunk.loading:
         return None
     if chunk.device == NOWHERE:
@@ -33,16 +33,14 @@ def reclaim_kind(chunk: Chunk) -> Reclaim | None:
 
 
 class EvictionIndex:
-    """The rows of all cached sessions and shared runs. ``touch`` a holder after a change to its chunks or activity."""
+    """The rows of all holders. Call ``touch`` after each change to a holder's chunks or activity."""
 
     def __init__(self, policy: Policy, cost: CostModel) -> None:
         self.table = ValueTable(policy, cost)
         self._holders: list[Holder | None] = []
-        """By row."""
         self._dirty: dict[Holder, None] = {}
-        """Holders whose rows are not up to date."""
         self._tenants = 1
-        """One more than the largest number of a tenant."""
+        """The largest tenant number plus one."""
 
     @property
     def policy(self) -> Policy:
@@ -51,7 +49,7 @@ class EvictionIndex:
     # -- rows --------------------------------------------------------------------------------------------------------
 
     def add_row(self) -> int:
-        """A row for a new holder; ``attach`` it next."""
+        """Allocate a row for a new holder; call ``attach`` next."""
         row = self.table.add_row()
         if row == len(self._holders):
             self._holders.append(None)
@@ -64,7 +62,7 @@ class EvictionIndex:
         self.touch(holder)
 
     def remove(self, holder: Holder) -> None:
-        """Forget a holder; its row is given to another."""
+        """Remove a holder and free its row for another."""
         self._dirty.pop(holder, None)
         self._holders[holder.row] = None
         self.table.remove_row(holder.row)
@@ -74,33 +72,31 @@ class EvictionIndex:
         self._dirty[holder] = None
 
     def add_owner(self, run: SharedRun, owner: CachedSession) -> None:
-        """A session is one more owner of a run."""
         self.table.claims.add(run.row, owner.row)
 
     def remove_owner(self, run: SharedRun, owner: CachedSession) -> None:
-        """A session owns a run no more."""
         self.table.claims.remove(run.row, owner.row)
 
     # -- activity ----------------------------------------------------------------------------------------------------
 
     def on_turn_end(self, session: CachedSession, now: float, hints: Hints | None = None) -> None:
-        """The session's turn has ended; its tokens are those of the whole context. ``touch`` it next."""
+        """Record the end of the session's turn; its tokens must be those of the whole context. Call ``touch`` next."""
         session.kind = self.policy.on_turn_end(session.key, session.new_tokens, len(session.tokens), now)
         self.set_hints(session, hints)
 
     def set_hints(self, session: CachedSession, hints: Hints | None) -> None:
-        """What to expect of the session, from its ``last_active`` on and until its next turn. ``touch`` it next."""
+        """Set the hints that count from ``last_active`` until the session's next turn. Call ``touch`` next."""
         if hints is not None and self.policy.uses_hints:
             session.hint, self.table.hinted = hint_from(hints), True
 
     def on_turn_start(self, session: CachedSession, new_tokens: int, now: float) -> None:
-        """The session has a turn with so many new tokens; 0: it goes on with the one before. ``touch`` it next."""
+        """Record that a turn starts with this much input; 0: a suspended turn goes on. Call ``touch`` next."""
         session.new_tokens = new_tokens or session.new_tokens
         session.hint = NO_HINT
         self.policy.on_return(session.key, now)
 
     def on_suspend(self, session: CachedSession, now: float) -> None:
-        """The session ``left`` in this moment, to go on soon: its recency, not its kind, is to keep it."""
+        """Record that the turn was suspended: its chunks are kept by recency alone, not by the session's kind."""
         session.kind, session.hint = UNKNOWN, NO_HINT
         self.policy.on_return(session.key, now)
 
@@ -109,17 +105,16 @@ class EvictionIndex:
     def round(
         self, reclaim: Reclaim, now: float, expected: int, allowance: Allowance = UNLIMITED
     ) -> EvictionRound:
-        """Victims in ascending value, as the cache is now. ``expected``: how many will likely be taken."""
+        """Start an eviction round over the present cache. ``expected``: how many victims will likely be taken."""
         self._refresh()
         return EvictionRound(self, reclaim, now, expected, allowance)
 
     def total(self, reclaim: Reclaim) -> int:
-        """How many chunks could be reclaimed this way now."""
         self._refresh()
         return int(self.table.candidates[reclaim].sum())
 
     def allowed(self, reclaim: Reclaim, allowance: Allowance) -> int:
-        """How many chunks could be reclaimed this way now, with no more from each tenant than that."""
+        """Return how many chunks can be reclaimed this way now, within the allowance of each tenant."""
         if not allowance:
             return self.total(reclaim)
         self._refresh()
@@ -131,7 +126,7 @@ class EvictionIndex:
         return int(found.sum())
 
     def barred(self, allowance: Allowance) -> Bools | None:
-        """Rows of tenants from whom nothing may be taken, bool [rows]; None: there are none."""
+        """Rows of tenants that may give nothing, bool [rows]; None: there are none."""
         tenants = [tenant for tenant, most in allowance.items() if not most and tenant < self._tenants]
         if not tenants:
             return None
@@ -139,10 +134,10 @@ class EvictionIndex:
         barred[tenants] = True
         return barred.take(
             self.table.tenants[: self.table.rows], mode="clip"
-        )  # clip is fast: none is out of range
+        )  # clip is fast; nothing is out of range
 
     def holder_at(self, row: int) -> Holder | None:
-        """The row's holder; None when it was forgotten since the round began."""
+        """Return the row's holder; None when it was removed during the round."""
         return self._holders[row]
 
     def value(self, holder: Holder, chunk_index: int, candidates: int, now: float) -> float:
@@ -153,7 +148,6 @@ class EvictionIndex:
         return self.table.session_value(chunk_index, candidates, idle, holder.kind, holder.hint)
 
     def _refresh(self) -> None:
-        """Bring the rows of all touched holders up to date."""
         table = self.table
         for holder in self._dirty:
             row = holder.row
@@ -171,7 +165,7 @@ class EvictionIndex:
         self._dirty.clear()
 
     def check(self) -> None:
-        """Every row says what its holder's chunks say, and the claims are those of the owners."""
+        """Assert that every row agrees with its holder's chunks, and the claims with the owners of runs."""
         self._refresh()
         table = self.table
         pairs: set[tuple[int, int]] = set()
@@ -189,16 +183,16 @@ class EvictionIndex:
             for reclaim in Reclaim:
                 count = sum(reclaim_kind(chunk) is reclaim for chunk in holder.own_chunks)
                 assert table.candidates[reclaim, row] == count, f"row {row}: {reclaim.name} count is stale"
-        assert set(table.claims.pairs()) == pairs, "the claims are not those of the owners"
+        assert set(table.claims.pairs()) == pairs, "the claims differ from the owners of runs"
 
 
 class EvictionRound:
-    """Hands out groups of victims, lowest value first, within an allowance. ``EvictionIndex.round`` makes one.
+    """Yields groups of victims, lowest value first, within an allowance. Made by ``EvictionIndex.round``.
 
-    Valid until the cache changes in another way. A holder's chunks are looked at once in a round: from then on they are
-    candidates until they are handed out. What else becomes its own meanwhile was shared with a session that is
-    forgotten, so it is in no tier. To look at all of them again for each victim was half of the time to plan a step
-    that swaps a long session in.
+    Valid until the cache changes in any way other than evicting these victims. A holder's chunks are
+    classified once per round and stay candidates until taken. Chunks that become a holder's own meanwhile
+    were shared with a session that has been removed, so they are in no tier. Classifying all of them again
+    for each victim took half of the time to plan a step that swaps in a long session.
     """
 
     def __init__(
@@ -207,38 +201,38 @@ class EvictionRound:
         self._index = index
         self._reclaim = reclaim
         self._now = now
-        self._left = dict(allowance)
-        """How many chunks may still be taken from each tenant with a share."""
+        self._remaining = dict(allowance)
+        """Chunks that may still be taken from each tenant with a share."""
         self._seen: dict[Holder, list[int]] = {}
-        """Candidates of each holder that was looked at, ascending."""
+        """Candidate chunk indices of each holder seen so far, ascending."""
         barred = index.barred(allowance) if allowance else None
         rows, values = index.table.lowest_rows(reclaim, now, expected, barred)
         self._heap = list(zip(values.tolist(), rows.tolist(), strict=True))
         heapq.heapify(self._heap)
 
     def peek(self) -> float:
-        """Value of the next victim; infinity when there is none."""
+        """Return the value of the next victim; infinity when there is none."""
         return self._heap[0][0] if self._heap else np.inf
 
     def peek_tenant(self) -> int:
-        """Tenant of the next victim. There must be one."""
+        """Return the tenant of the next victim. The heap must not be empty."""
         return int(self._index.table.tenants[self._heap[0][1]])
 
     def take(self) -> list[Chunk]:
-        """The next group, in ascending position; empty when there is none. The caller evicts it, then ``put_back``s."""
+        """Return the next group in ascending position; [] when there is none. Evict it, then call ``put_back``."""
         while self._heap:
             holder = self._index.holder_at(self._heap[0][1])
             if (
                 holder is None
-                or (left := self._left.get(holder.tenant)) == 0
+                or (remaining := self._remaining.get(holder.tenant)) == 0
                 or not (indices := self._candidates(holder))
             ):
                 heapq.heappop(self._heap)
                 continue
             group = self._index.policy.group(indices)
-            if left is not None:
-                group = group[:left]
-                self._left[holder.tenant] = left - len(group)
+            if remaining is not None:
+                group = group[:remaining]
+                self._remaining[holder.tenant] = remaining - len(group)
             own, first = holder.own_chunks, holder.first_index
             chunks = [own[index - first] for index in group]
             at = bisect_left(indices, group[0])
@@ -247,7 +241,7 @@ class EvictionRound:
         return []
 
     def put_back(self) -> None:
-        """Re-rank the holder whose group was just taken, with what it still has."""
+        """Rank the holder of the group just taken again, by its remaining candidates."""
         row = self._heap[0][1]
         holder = self._index.holder_at(row)
         if holder is not None and (indices := self._candidates(holder)):
@@ -255,8 +249,8 @@ class EvictionRound:
             heapq.heapreplace(self._heap, (value, row))
         else:
             heapq.heappop(self._heap)
-        # ``peek`` must tell of what ``take`` gives.
-        while self._left and self._heap and self._left.get(self.peek_tenant()) == 0:
+        # ``peek`` must describe the group that ``take`` returns.
+        while self._remaining and self._heap and self._remaining.get(self.peek_tenant()) == 0:
             heapq.heappop(self._heap)
 
     def _candidates(self, holder: Holder) -> list[int]:

@@ -1,8 +1,8 @@
-"""Decides what is evicted: which chunks give their pages when others need them, and which are saved ahead of time.
+"""Decides which chunks are evicted when pages are needed, and which are saved ahead of time.
 
-Pages of chunks with a clean host copy go first, then those that must be copied out or dropped; the host makes room for
-what is worth more than it holds. ``EvictionIndex`` says what chunks are worth, ``TenantShares`` whose may go, and
-``Tiers`` does it.
+Pages of chunks with a clean host copy go first, then pages whose chunks must be copied out or dropped. The
+host makes room for chunks that are worth more than those it holds. ``EvictionIndex`` ranks chunks by value,
+``TenantShares`` limits what may be taken from each tenant, ``Tiers`` carries it out.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ from pensieve.engine.cache.tiers import Tiers
 
 
 class Evictor:
-    """Makes room in both tiers."""
-
     def __init__(self, config: CacheConfig, tiers: Tiers, index: EvictionIndex) -> None:
         self.shares = TenantShares(tiers)
         self._tiers = tiers
@@ -27,35 +25,38 @@ class Evictor:
         self._watermark = config.swap_watermark * config.device_chunks
 
     def reclaimable(self, tenant: int | None = None) -> int:
-        """Device pages of unpinned chunks with a clean host copy; those that a turn of ``tenant`` may take."""
+        """Return the device pages that can be taken at once, by a turn of ``tenant`` if it is given."""
         allowance = UNLIMITED if tenant is None else self.shares.allowance(self._tiers.device, tenant)
         return self._index.allowed(Reclaim.PAGE, allowance)
 
     def reserve(self, pages: int, now: float, tenant: int = 0) -> None:
-        """Make at least ``pages`` device pages free for a tenant; the caller knows that enough are ``unpinned``.
+        """Make at least ``pages`` device pages free for a tenant. The caller has checked that enough are ``unpinned``.
 
-        Chunks with a clean host copy lose theirs first, then those that must be copied or dropped, then others' shares.
+        The order: pages of chunks with a clean host copy, then of chunks that must be copied or dropped, and
+        only then the shares of other tenants.
         """
         device = self._tiers.device
-        for kept in (True, False) if self.shares.has_shares else (False,):
+        for keep_shares in (True, False) if self.shares.has_shares else (False,):
             for reclaim in (Reclaim.PAGE, Reclaim.SAVED_PAGE):
                 while (need := pages - device.free) > 0:
                     allowance = (
-                        self.shares.allowance(device, tenant) if kept else self.shares.same_allowance(need)
+                        self.shares.allowance(device, tenant)
+                        if keep_shares
+                        else self.shares.same_allowance(need)
                     )
                     victims = self._index.round(reclaim, now, need, allowance)
                     if not self._evict_round(victims, pages, now, tenant):
                         break
         assert device.free >= pages, (
-            f"{pages} device pages asked for, {device.free} of {device.capacity} could be had"
+            f"{pages} device pages needed, but only {device.free} of {device.capacity} can be free"
         )
 
     def save_ahead(self, now: float, limit: int) -> None:
         """Plan copies of up to ``limit`` victims while too few device pages are free or reclaimable.
 
-        Nothing is dropped for it. A full host would lose what only it has, to hold twice what the device still has: in
-        simulation that doubled what had to be recomputed, and on a GPU copying when a page is needed was as fast
-        (bench/results/watermark.md).
+        Never drops anything. A full host would lose chunks that it alone holds, to hold a second copy of
+        chunks that the device still has. In simulation that doubled the recomputed tokens, and on a GPU
+        copying on demand was as fast (bench/results/watermark.md).
         """
         tiers = self._tiers
         need = min(limit, self._shortfall())
@@ -72,15 +73,15 @@ class Evictor:
             victims.put_back()
 
     def _shortfall(self) -> int:
-        """Pages that are neither free nor reclaimable and should be, by the watermark; rounded up."""
+        """Return how many more pages should be free or reclaimable according to the watermark, rounded up."""
         low = self._watermark - self._tiers.device.free
         return 0 if low <= 0 else int(-(-(low - self.reclaimable(NO_TENANT)) // 1))
 
     def _evict_round(self, victims: EvictionRound, pages: int, now: float, tenant: int) -> bool:
-        """Evict victims of one round until ``pages`` device pages are free; returns whether there was a victim.
+        """Evict victims of a round until ``pages`` device pages are free; return whether there was any victim.
 
-        All victims are chosen before the first is moved: where the host cannot take them all, the most valuable are
-        saved and the least valuable dropped.
+        All victims are chosen before the first one is moved. Where the host cannot take them all, the most
+        valuable are saved and the least valuable dropped.
         """
         tiers = self._tiers
         chosen: list[tuple[float, Chunk]] = []
@@ -90,16 +91,16 @@ class Evictor:
             victims.put_back()
         room: EvictionRound | None = None
         stale = False
-        for value, chunk in reversed(chosen):  # from the highest down: the best get what room there is
+        for value, chunk in reversed(chosen):  # most valuable first: they get the room on the host
             if chunk.host == NOWHERE:
-                whose = chunk.holder.tenant
-                found = self._free_host_page() or (room and self._make_host_room(room, value, whose))
-                # The host is ranked once for all of them, when no spare copy is left; and once more for a tenant that
-                # is below its share, as what was saved meanwhile counts for those who gave nothing.
-                if not found and (room is None or (stale and self.shares.is_below(tiers.host, whose))):
+                owner = chunk.holder.tenant
+                found = self._free_host_page() or (room and self._make_host_room(room, value, owner))
+                # Rank the host's chunks once for all victims, when no spare copy is left. Rank them again for
+                # a tenant below its share: chunks saved since then add to what tenants hold above theirs.
+                if not found and (room is None or (stale and self.shares.is_below(tiers.host, owner))):
                     allowance = self.shares.allowance(tiers.host, tenant)
                     room = self._index.round(Reclaim.HOST_COPY, now, len(chosen), allowance)
-                    found, stale = self._make_host_room(room, value, whose), False
+                    found, stale = self._make_host_room(room, value, owner), False
                 if found:
                     stale = True
                     tiers.save(chunk)
@@ -107,10 +108,10 @@ class Evictor:
         return bool(chosen)
 
     def _make_host_room(self, room: EvictionRound, value: float, tenant: int) -> bool:
-        """Free a host page at the cost of a spare copy, else by dropping chunks that are worth no more than ``value``,
-        or whatever others have if ``tenant`` has less than its share; returns whether one is free.
+        """Free a host page: of a spare copy, else by dropping chunks worth at most ``value``, or any chunks
+        of other tenants if ``tenant`` is below its share. Return whether a page is free.
 
-        Spare copies go first: they can be made again, whereas what is dropped has to be recomputed.
+        Spare copies go first because they can be made again. Dropped chunks must be recomputed.
         """
         while not self._free_host_page():
             worth = room.peek()
@@ -130,11 +131,11 @@ class Evictor:
         return True
 
     def _free_host_page(self) -> bool:
-        """Whether a host page is free, if need be by evicting the spare copy of a chunk in use."""
+        """Return whether a host page is free, after evicting the spare copy of a running chunk if need be."""
         if self._tiers.host.free:
             return True
         for chunk in self._tiers.spare:
-            # What is not on the device yet, or is just coming, has nothing but its copy.
+            # The host copy is the only one while the chunk is not on the device or is being loaded.
             if chunk.device != NOWHERE and not chunk.loading:
                 self._tiers.evict_from_host(chunk)
                 return True

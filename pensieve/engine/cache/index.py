@@ -1,15 +1,16 @@
-"""Retention values of all holders of chunks, in columns: one evaluation ranks 100,000 of them in under a millisecond.
+"""Retention values of all holders of chunks, in columns. One evaluation ranks 100,000 holders in under a millisecond.
 
-Retention values change with every tick of the clock and not in proportion, so no ordered structure over them stays
-valid. Instead each holder has one row (cost of its first candidate chunk, number of candidates, time of last activity,
-kind) in flat arrays; an eviction round evaluates the policy over whole columns once and merges from there: to find the
-n lowest chunks only the n holders with the lowest first chunks can matter, because within a holder values rise.
+Retention values change with every tick of the clock and not in proportion, so no ordered structure over them
+stays valid. Instead each holder has one row (cost of its first candidate chunk, number of candidates, time of
+last activity, kind) in flat arrays. An eviction round evaluates the policy over whole columns once and merges
+from there. To find the n lowest chunks only the n holders with the lowest first chunks matter, because values
+rise within a holder.
 
-Chunks in a row that several sessions own are a run, with a row of its own. A run's value comes from the claims of its
-owners, which are summed up anew in each round, over a table of pairs of rows, one for each owner of each run.
+A shared run has a row of its own. Its value comes from the claims of its owners, which each round sums up
+again over a table of (run, owner) pairs.
 
-The table knows rows only. ``eviction`` says what the rows of the engine's cache are, and fills them; a simulation has
-rows of its own kind (``pensieve.simulate.turns.places``).
+The table knows rows only. ``eviction`` fills them from the engine's cache, ``pensieve.simulate.turns.places``
+from a simulation's.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ from pensieve.engine.cost.model import CostModel
 
 
 class Reclaim(enum.IntEnum):
-    """What an eviction takes from a chunk. Nothing is taken from pinned chunks and chunks with a copy in flight."""
+    """The page that an eviction takes from a chunk. Pinned chunks and chunks with a copy in flight give none."""
 
     PAGE = 0
-    """Its device slot at once: it has a clean host copy."""
+    """The device page, at once: the chunk has a clean host copy."""
     SAVED_PAGE = 1
-    """Its device slot after a copy to the host (or at the price of recomputing it)."""
+    """The device page, after a copy to the host or at the price of recomputing the chunk."""
     HOST_COPY = 2
-    """Its host slot, at the price of recomputing it: the device no longer has it."""
+    """The host page, at the price of recomputing the chunk: it has no device page."""
 
 
 SAMPLE_STRIDE: Final = 64
@@ -42,10 +43,9 @@ _FIRST_ROWS: Final = 64
 
 
 def lowest(values: Floats, count: int) -> Rows:
-    """Indices that include the ``count`` lowest values (all, when there are fewer), in no order.
+    """Return indices that include the ``count`` lowest values (all, when there are fewer), in no order.
 
-    A sample gives a cut-off that most likely has ``count`` values below it, so that of a large array only a few are
-    ever ranked; when it has fewer, the whole array is.
+    A sample gives a cut-off, so that usually only a few values of a large array are ranked.
     """
     if count >= values.size:
         return np.arange(values.size)
@@ -59,22 +59,22 @@ def lowest(values: Floats, count: int) -> Rows:
 
 
 class ValueTable:
-    """Columns with one entry per row, and the policy over them. The caller writes the columns of rows it has added."""
+    """Columns with one entry per row, filled by the caller, and the policy that evaluates them."""
 
     def __init__(self, policy: Policy, cost: CostModel) -> None:
         self.policy = policy
         self.rows = 0
-        """Rows that were ever added; columns are longer."""
+        """Number of rows ever added; the columns are longer."""
         self.first_cost = np.full((len(Reclaim), _FIRST_ROWS), np.inf)
-        """Cost of the first candidate chunk; infinity without one. [reclaim, row]"""
+        """Cost of the first candidate chunk, [reclaim, row]; infinity without candidates."""
         self.candidates = np.zeros((len(Reclaim), _FIRST_ROWS))
-        """Number of candidate chunks. [reclaim, row]"""
+        """Number of candidate chunks, [reclaim, row]."""
         self.last_active = np.zeros(_FIRST_ROWS)
         self.kinds: Ints = np.full(_FIRST_ROWS, UNKNOWN, np.int64)
         self.tenants: Ints = np.zeros(_FIRST_ROWS, np.int64)
-        """Number of the holder's tenant; no value depends on it."""
+        """Tenant number of each holder. Values do not depend on it."""
         self.hinted = False
-        """Whether any session ever had a hint. Without one, the next two columns are neither written nor read."""
+        """Whether any session ever had a hint. Until then, ``pauses`` and ``weights`` are neither written nor read."""
         self.pauses: Ints = np.full(_FIRST_ROWS, NO_HINT.pause, np.int64)
         self.weights = np.full(_FIRST_ROWS, NO_HINT.weight)
         self.claims = Claims()
@@ -86,13 +86,13 @@ class ValueTable:
             np.zeros(1),
             np.zeros(1, np.int64),
         )
-        """Columns of one session, used again and again by ``session_value``."""
+        """Columns of length 1, reused by ``session_value``."""
         self.sums: Floats = np.zeros(0)
-        """Sum of the claims on the run in each row, at the time of the latest round."""
+        """Combined claims on the run in each row, as of the latest round."""
         self._know_costs(_FIRST_ROWS)
 
     def add_row(self) -> int:
-        """A row that no other holder has. It has no candidates yet."""
+        """Allocate a row. It has no candidates yet."""
         if self._free_rows:
             return self._free_rows.pop()
         row = self.rows
@@ -109,7 +109,6 @@ class ValueTable:
         return row
 
     def remove_row(self, row: int) -> None:
-        """The row's holder is gone; the row is given to another."""
         self.first_cost[:, row] = np.inf
         self.candidates[:, row] = 0
         self._free_rows.append(row)
@@ -117,13 +116,13 @@ class ValueTable:
     # -- costs -------------------------------------------------------------------------------------------------------
 
     def chunk_cost(self, index: int) -> float:
-        """``Cost(l)`` of a session's chunk ``index``; infinity for -1, which stands for no chunk."""
+        """Return ``Cost(l)`` of chunk ``index``; infinity for -1 (no chunk)."""
         if index + 1 >= len(self._costs):
             self._know_costs(2 * index + 1)
         return self._costs[index]
 
     def chunk_costs(self, chunks: int) -> Floats:
-        """``chunk_cost`` as an array of at least ``chunks`` chunks, and infinity at its end, which is index -1."""
+        """Return ``chunk_cost`` of at least ``chunks`` chunks as an array. Its last element, index -1, is infinity."""
         if chunks >= len(self._costs):
             self._know_costs(2 * chunks)
         return self._cost_array
@@ -137,9 +136,10 @@ class ValueTable:
     def lowest_rows(
         self, reclaim: Reclaim, now: float, expected: int, barred: Bools | None = None
     ) -> tuple[Rows, Floats]:
-        """Rows in no order that include those of the ``expected`` next victims; values of their first candidates.
+        """Return rows that include the ``expected`` next victims, in no order, and the values of their first
+        candidates.
 
-        ``barred``: rows that give nothing, bool [rows]; None: none.
+        ``barred``: rows that may give nothing, bool [rows].
         """
         first_cost = self.first_cost[reclaim, : self.rows]
         values = self._values(first_cost, self.candidates[reclaim, : self.rows], now)
@@ -151,7 +151,7 @@ class ValueTable:
         return rows, values[rows]
 
     def _values(self, first_cost: Floats, candidates: Floats, now: float) -> Floats:
-        """Values of the first candidates of all rows, those of runs included."""
+        """Return the values of the first candidates of all rows, runs included."""
         idle, kinds = now - self.last_active[: self.rows], self.kinds[: self.rows]
         runs = self.claims.runs()
         if not runs.size:
@@ -167,17 +167,16 @@ class ValueTable:
     def _with_hints(
         self, values: Floats, costs: Floats, idle: Floats, claims: Floats | None = None
     ) -> Floats:
-        """Adjust the values of all rows, which are multiples of ``costs``, to the hints; and ``claims`` in place."""
+        """Apply the hints to ``values``, which are multiples of ``costs``; apply them to ``claims`` in place."""
         return apply_hints(values, costs, idle, self.pauses[: self.rows], self.weights[: self.rows], claims)
 
     def session_value(self, chunk_index: int, candidates: int, idle: float, kind: int, hint: Hint) -> float:
-        """Retention value of one session's next victim."""
         cost, count, seconds, kinds = self._one
         cost[0], count[0], seconds[0], kinds[0] = self.chunk_cost(chunk_index), candidates, idle, kind
         value = float(self.policy.values(cost, count, seconds, kinds)[0])
         return value if hint is NO_HINT else apply_hint(value, float(cost[0]), idle, hint)
 
     def run_value(self, row: int, chunk_index: int, candidates: int) -> float:
-        """Value of a run's next victim, in the latest round."""
+        """Return the value of a run's next victim, with the claims of the latest round."""
         cost, count = np.array([self.chunk_cost(chunk_index)]), np.array([float(candidates)])
         return float(self.policy.shared_values(cost, count, self.sums[row : row + 1])[0])

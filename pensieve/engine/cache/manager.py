@@ -1,27 +1,27 @@
-"""``CacheManager``: decides what each request finds, restores and leaves behind. No torch.
+"""``CacheManager``: decides what each request finds, restores and leaves in the cache. No torch.
 
-One request's life here: ``can_admit`` → ``admit`` (its chunks are pinned and placed on the device, copies are planned)
-→ per step ``extend`` and ``computed`` → ``release`` (its chunks are unpinned and stay). Between turns the chunks of a
-session wander DEVICE → BOTH → HOST → DROPPED as ``Evictor`` needs room; the next ``admit`` brings them back.
+The life of a request here: ``can_admit`` → ``admit`` (its chunks are pinned and placed on the device, copies are
+planned) → ``extend`` and ``computed`` in each step → ``release`` (its chunks are unpinned and stay). Between turns a
+session's chunks move DEVICE → BOTH → HOST → DROPPED as ``Evictor`` needs room. The next ``admit`` brings them back.
 
 Each piece of state has one writer:
 
 ================  =================================================================  =============================
-who               what it alone writes                                               its caller
+class             state that only it writes                                          its caller
 ================  =================================================================  =============================
-``Tiers``         where a chunk is, what it holds, its pins; pages, planned copies   the other three
-``SharedChunks``  who owns a chunk, its address; the chunk lists of sessions         ``CacheManager``
+``Tiers``         a chunk's pages, fill level and pins; planned copies               the other three
+``SharedChunks``  a chunk's owners and address; the chunk lists of sessions          ``CacheManager``
 ``Evictor``       nothing: it decides whose pages are taken                          ``CacheManager``
-``CacheManager``  which sessions there are and run, their tokens and page tables     the engine
+``CacheManager``  the set of sessions, which of them run, their tokens, page tables  the engine
 ================  =================================================================  =============================
 
-Any chunk that no running request pins can be evicted, at worst by dropping it. So "does it fit" is one comparison with
-the number of pinned chunks, and neither a full tier nor a share stops a request that fits an empty one.
+Any chunk that is not pinned can be evicted, at worst by dropping it. So whether a request fits depends only on the
+number of pinned chunks, and neither a full tier nor a tenant's share stops a request that fits an empty cache.
 
-Sessions of one scope share what they have in common (``sharing``). A request finds a chunk by its address, whichever
-session had it computed, and its session becomes one more owner. Two that arrive together meet in the same way: the
-first has its chunks in the index before any KV is there, a plan computes them once, and the second reads them in that
-plan.
+Sessions of one scope share the chunks of common beginnings (``sharing``). A request finds a chunk by its
+address, whichever session computed it, and its session becomes another owner. The same holds for two requests
+that arrive together: the first one's chunks are in the index before they hold KV, a plan computes them once,
+and the second request reads them in that plan.
 """
 
 from __future__ import annotations
@@ -46,21 +46,19 @@ from pensieve.engine.plan import PageTable
 
 @dataclass(frozen=True, slots=True)
 class RestoreCost:
-    """What it takes to have a context on the device."""
+    """The cost of bringing a context to the device."""
 
     pages: int
-    """Device pages, for what is on the host and what is in no tier."""
+    """Device pages needed, for chunks on the host and in no tier."""
     needs_compute: bool
-    """Whether anything has to be computed."""
     room: int
-    """Device pages that can be had for it and cost nothing: free, or of others' chunks that the host has too."""
+    """Device pages available without any loss: free, or of other chunks with a clean host copy."""
 
 
 class CacheManager:
     """Two-tier chunk cache of all sessions. Not thread-safe: the engine's thread owns it.
 
-    ``policy``: takes the place of the one that ``config`` names; simulations have more of them. ``model``: names the
-    weights that the KV is computed with.
+    ``policy`` overrides the one that ``config`` names. ``model`` names the weights that KV is computed with.
     """
 
     def __init__(
@@ -82,7 +80,7 @@ class CacheManager:
 
     @property
     def capacity_tokens(self) -> int:
-        """Longest context the device tier can hold at all."""
+        """Longest context that fits the device tier, in tokens."""
         return self.config.device_chunks * self._size
 
     @property
@@ -91,16 +89,14 @@ class CacheManager:
 
     @property
     def unpinned_pages(self) -> int:
-        """Device pages that no running request holds: free, or to be had by an eviction."""
         return self._tiers.unpinned
 
     @property
     def swaps_in(self) -> bool:
-        """Whether the plan in the making copies chunks in from the host."""
         return self._tiers.swaps_in
 
     def occupancy(self) -> Occupancy:
-        """How full both tiers are, and what was dropped for want of room."""
+        """Return how full both tiers are, in tokens, and how many tokens were dropped."""
         tiers, size = self._tiers, self._size
         return Occupancy(
             device_free=tiers.device.free * size,
@@ -112,11 +108,10 @@ class CacheManager:
         )
 
     def chunks_for(self, tokens: int) -> int:
-        """Chunks that a context of this length has."""
         return -(-tokens // self._size)
 
     def prefix_path(self, key: SessionKey, scope: str, tokens: TokenArray) -> PrefixPath | None:
-        """The addresses of a context, for ``can_admit`` and ``admit``; None: it shares nothing."""
+        """Return the addresses of a context for ``can_admit`` and ``admit``; None: it shares nothing."""
         shares = scope and self.config.prefix_sharing
         return self._shared.path(self._sessions.get(key), scope, tokens) if shares else None
 
@@ -133,36 +128,36 @@ class CacheManager:
     ) -> bool:
         """Whether ``admit`` may be called now, and then ``branch`` for ``branches`` others.
 
-        With ``reserve``, more than ``decode_reserve`` of all device pages must stay unpinned beside what other tenants
-        keep: free, reclaimable, or evictable (by a copy in the plan that needs them, which saves a step).
+        With ``reserve``, more than ``decode_reserve`` of all device pages must stay unpinned besides those
+        kept for other tenants: free, reclaimable, or evictable (the plan that needs them copies them out,
+        which saves a step).
         """
         session = self._sessions.get(key)
         if session is not None and (session.running or session.copying):
             return False
         common = self._in_common(session, tokens, num_new, path)
         if any(chunk.saving for chunk in common):
-            return False  # the plan that copies them out cannot copy them in
-        # Those that are pinned already cost this request no page.
+            return False  # a plan cannot copy a chunk in that it copies out
+        # Chunks that are pinned already cost this request no page.
         pinned = sum(chunk.pins > 0 for chunk in common)
-        left = self._tiers.unpinned - self.chunks_for(len(tokens)) - branches + pinned
+        remaining = self._tiers.unpinned - self.chunks_for(len(tokens)) - branches + pinned
         keep = self.config.decode_reserve * self.config.device_chunks + self.shares.pages_withheld_from(
             tenant
         )
-        return left > keep if reserve else left >= 0
+        return remaining > keep if reserve else remaining >= 0
 
     def has_session(self, key: SessionKey) -> bool:
-        """Whether anything is known of a session."""
         return key in self._sessions
 
     def restore_cost(
         self, key: SessionKey, tokens: TokenArray, path: PrefixPath | None = None, *, tenant: str = ""
     ) -> RestoreCost:
-        """What ``admit`` would have to bring to the device for a session that does not run."""
+        """Return what ``admit`` would have to bring to the device for a session that does not run."""
         size = self._size
         keep, chunks = 0, list[Chunk]()
         session = self._sessions.get(key)
         if session is not None and session.scope == _scope(path):
-            keep = self._kept(session, tokens, 0, path)
+            keep = self._matching(session, tokens, 0, path)
             chunks = session.chunks[: self.chunks_for(keep)]
         found = [] if path is None else self._shared.find(path.digests, keep // size)
         if found:
@@ -180,31 +175,32 @@ class CacheManager:
         return RestoreCost(pages, computing, self._tiers.device.free + max(reclaimable - clean, 0))
 
     def page_table(self, key: SessionKey, tokens: int) -> PageTable:
-        """Device pages of the first ``tokens`` positions of a running session; valid until it is released."""
+        """Return the device pages of the first ``tokens`` positions of a running session; valid until its release."""
         return self._running[key].table[: self.chunks_for(tokens)]
 
     def residency(self, key: SessionKey) -> TierTokens:
-        """What is cached of a session, and where."""
         session = self._sessions.get(key)
         return TierTokens(0, 0) if session is None else session.residency()
 
-    def _kept(self, session: CachedSession, tokens: TokenArray, num_new: int, path: PrefixPath | None) -> int:
-        """How many leading ``tokens`` the session has itself; without addresses never more than the history."""
+    def _matching(
+        self, session: CachedSession, tokens: TokenArray, num_new: int, path: PrefixPath | None
+    ) -> int:
+        """Return how many leading ``tokens`` the session itself has; without addresses at most the history."""
         known = session.matching_tokens(tokens)
         return known if path is not None else min(known, len(tokens) - num_new)
 
     def _in_common(
         self, session: CachedSession | None, tokens: TokenArray, num_new: int, path: PrefixPath | None
     ) -> list[Chunk]:
-        """The chunks that a context would have in common with others."""
+        """Return the chunks that a context would share with other sessions."""
         mine: list[Chunk] = []
         full = addressed = 0
         if session is not None and session.scope == _scope(path):
-            full = self._kept(session, tokens, num_new, path) // self._size
+            full = self._matching(session, tokens, num_new, path) // self._size
             addressed = self._shared.count_addressed(session, full)
             mine = session.chunks[: min(full, session.shared)]
         others = [] if path is None else self._shared.find(path.digests, addressed)
-        # If there are doubles of its own chunks that have no address yet, these give way to them.
+        # If others have the same chunks as those of its own without an address, it takes the others'.
         return mine[: addressed if others else full] + others
 
     # -- admission ---------------------------------------------------------------------------------------------------
@@ -220,13 +216,13 @@ class CacheManager:
         warm: bool = False,
         tenant: str = "",
     ) -> Restore:
-        """Pin the context ``tokens`` of a session and place every chunk of it on the device.
+        """Pin the context ``tokens`` of a session and give every chunk of it a device page.
 
-        The cached part is what the cached token ids and ``tokens`` agree on, and behind it all chunks that are found
-        under their addresses (``path``); never the last token: something has to be computed to get logits. Without
-        addresses it is never more than the history, which is the first ``len(tokens) - num_new``.
+        The cached part is the common prefix of the cached token ids and ``tokens``, followed by all chunks
+        that are found by address (``path``). It never includes the last token, which must be computed for its
+        logits. Without addresses it is at most the history, the first ``len(tokens) - num_new`` tokens.
 
-        ``warm``: it is no turn of the session, wants no logits, and its policy hears nothing of it.
+        ``warm``: this is not a turn. It needs no logits, and the policy learns nothing from it.
 
         ====================================  =====================================  ================================
         positions                             state before                           what happens
@@ -238,48 +234,46 @@ class CacheManager:
         ====================================  =====================================  ================================
         """
         session = self._sessions.get(key)
-        belongs = _scope(path), self.shares.number(tenant)
-        if session is None or (session.scope, session.tenant) != belongs:
+        owner = _scope(path), self.shares.number(tenant)
+        if session is None or (session.scope, session.tenant) != owner:
             if session is not None:
                 self._remove(session)
-            session = self._add(key, *belongs)
+            session = self._add(key, *owner)
         keep = self._find(session, tokens, num_new, path)
         session.tokens = tokens.copy()
         session.running, session.warming = True, warm
         if not warm:
             self.index.on_turn_start(session, num_new, now)
         self._running[key] = session
-        self._tiers.pin(session.chunks)  # all before anything is evicted: a restore must not evict itself
+        self._tiers.pin(session.chunks)  # all before any eviction: a restore must not evict its own chunks
         if keep == len(tokens) and not warm:
-            keep -= 1  # the last token's logits are needed, however much of its KV is cached
+            keep -= 1  # the last token must be computed for its logits, even if its KV is cached
         restore = self._lay_out(session, keep, len(tokens) - num_new, path)
         self._bring_to_device(session, now)
         return restore
 
     def _find(self, session: CachedSession, tokens: TokenArray, num_new: int, path: PrefixPath | None) -> int:
-        """Cut a session to what it has of ``tokens`` and let it own what others have behind that; returns to where."""
+        """Truncate a session to what matches ``tokens``, adopt others' chunks after it, and return the
+        cached length."""
         size = self._size
-        keep = self._kept(session, tokens, num_new, path)
+        keep = self._matching(session, tokens, num_new, path)
         if path is None:
             self._shared.truncate(session, self.chunks_for(keep))
             return keep
         addressed = self._shared.assign_addresses(session)
-        if addressed < keep // size:  # what could not be folded into its double gives way to it
+        if addressed < keep // size:  # chunks that could not be merged give way to the others'
             keep = addressed * size
         full = keep // size
         self._shared.truncate(session, self.chunks_for(keep))
         found = self._shared.find(path.digests, full)
         if found:
-            self._shared.truncate(session, full)  # a partly filled tail, to one that may hold more
+            self._shared.truncate(session, full)  # a partly filled tail gives way to a full chunk
             self._shared.adopt(session, found)
             keep = (full + len(found)) * size
         return keep
 
     def _lay_out(self, session: CachedSession, keep: int, history: int, path: PrefixPath | None) -> Restore:
-        """Make the chunk list cover the session's tokens, pinned; count sources and collect what is missing.
-
-        The first ``keep`` tokens are those that the chunks in the list stand for.
-        """
+        """Make the chunk list, which stands for the first ``keep`` tokens, cover the session's tokens, all pinned."""
         size, total = self._size, len(session.tokens)
         chunks, held = self.chunks_for(total), len(session.chunks)
         if held * size > keep:
@@ -304,8 +298,8 @@ class CacheManager:
         return Restore(tuple(missing), on_device, on_host, recomputed)
 
     def _own_tail(self, session: CachedSession, keep: int, total: int) -> None:
-        """Let a running session's last chunk hold no more than what is left of the first ``keep`` tokens: other tokens
-        will follow, which only a session's own chunks may take. It will have ``total`` chunks."""
+        """Limit a running session's last chunk to the first ``keep`` tokens and make it its own: other tokens
+        will follow."""
         tail = session.chunks[-1]
         valid = max(keep - tail.index * self._size, 0)
         if tail.shared:
@@ -315,11 +309,10 @@ class CacheManager:
             self._tiers.truncate(tail, valid)
 
     def _own_copy(self, session: CachedSession, shared: Chunk, valid: int, total: int) -> None:
-        """Copy on write: replace the shared chunk at the end of a running session's list, which will have ``total``
-        chunks.
+        """Copy on write: replace the shared last chunk of a running session that will have ``total`` chunks.
 
-        Its first ``valid`` tokens are copied when the device has them and a page to spare beside those that this
-        session still needs; otherwise they are missing and will be recomputed.
+        The first ``valid`` tokens are copied if the device has them and a page is left besides those that the
+        session still needs. Otherwise they are missing and will be recomputed.
         """
         self._shared.disown(session, shared.index)
         (own,) = self._shared.append(session, 1)
@@ -328,11 +321,11 @@ class CacheManager:
         if valid > 0 and spare and self._tiers.can_copy(shared):
             self._evictor.reserve(1, session.last_active, session.tenant)
             self._tiers.copy(shared, own, valid)
-        # Only now: the reservation must not have evicted what is to be copied.
+        # Only now, or the reservation might have evicted the source of the copy.
         self._tiers.unpin((shared,))
 
     def _bring_to_device(self, session: CachedSession, now: float) -> None:
-        """Place every chunk of a session on the device that is not there; those that the host has are loaded."""
+        """Give every chunk of a session a device page, and load those that the host has."""
         absent = [chunk for chunk in session.chunks if chunk.device == NOWHERE]
         self._reserve(len(absent), now, session.tenant)
         for chunk in absent:
@@ -344,19 +337,20 @@ class CacheManager:
         self.index.touch(session)
 
     def _reserve(self, pages: int, now: float, tenant: int) -> None:
-        """Make device pages free, which the caller knows can be had, and remove the sessions that this empties."""
+        """Make device pages free, as the caller knows to be possible, and remove sessions that lose their
+        last chunk."""
         self._evictor.reserve(pages, now, tenant)
         self._remove_emptied()
 
     # -- a running request -------------------------------------------------------------------------------------------
 
     def branch(self, source: SessionKey, target: SessionKey, tokens: TokenArray, now: float) -> int | None:
-        """Let another request go on from the context of a running one, all but the last of its ``tokens``.
+        """Let another request continue from the context of a running one, ``tokens`` without the last.
 
-        Full chunks are shared, the partly filled one is copied as far as the device has it. The target may be running:
-        then what it had beyond what both share is freed. Called while a plan is made, before the source's work for
-        it is taken. Returns where the target's missing KV begins, provided the source's is computed first; None, and
-        nothing has changed, when there is no page for the tail.
+        Full chunks are shared. The partly filled one is copied as far as the device has it. If the target is
+        running, its chunks beyond the common ones are freed. Must be called before the plan being made
+        takes any of the source's work. Returns where the target's missing KV begins, provided that the
+        source's is computed first. Returns None, with nothing changed, when there is no page for the tail.
         """
         origin, session = self._running[source], self._running.get(target)
         if session is None:
@@ -399,10 +393,10 @@ class CacheManager:
         return True
 
     def computed(self, key: SessionKey, start: int, end: int) -> None:
-        """The plan in the making writes KV of positions ``[start, end)`` of a running session.
+        """Record that the plan being made writes KV of positions ``[start, end)`` of a running session.
 
-        Host copies of what it writes to are stale when it is launched. A request that is admitted into the same plan
-        finds the KV there: in each layer all writes of a step come before its reads.
+        Host copies of these chunks are stale once it is launched. A request admitted into the same plan can
+        use the KV: in each layer all writes of a step come before its reads.
         """
         session = self._running[key]
         first, last = start // self._size, self.chunks_for(end)
@@ -420,10 +414,10 @@ class CacheManager:
         free_kv: bool = False,
         hints: Hints | None = None,
     ) -> None:
-        """The request has ended. Its chunks stay, or go with ``forget``.
+        """Unpin the chunks of a request that ended. They stay cached, unless ``free_kv``.
 
-        ``tokens``: its context, where that has grown since ``admit``; or the part of it that its KV stands for.
-        ``hints``: what its turn said of the next one.
+        ``tokens``: its context, if that has grown since ``admit``, or the part of it that its KV stands for.
+        ``hints``: the turn's hints about the next one.
         """
         session = self._running.pop(key)
         if tokens is not None:
@@ -445,11 +439,11 @@ class CacheManager:
             self._remove(session)
 
     def _trim(self, session: CachedSession, most: int) -> None:
-        """Cut an idle session to ``most`` chunks and to those that hold KV of it; truncate its tokens to match."""
+        """Trim an idle session to ``most`` chunks and to those that hold its KV; truncate its tokens to match."""
         size, tokens = self._size, len(session.tokens)
         for chunk in session.chunks:
             if chunk.filled == 0 and chunk.cached and not chunk.pins:
-                self._tiers.drop(chunk)  # its recomputation never came: nothing worth copying out
+                self._tiers.drop(chunk)  # it was never recomputed: there is nothing to copy out
         self._remove_emptied()
         keep = min(len(session.chunks), most)
         if session.shared < keep:
@@ -458,7 +452,7 @@ class CacheManager:
         while keep and not self._has_kv(session.chunks[keep - 1]):
             keep -= 1
         if keep < len(session.chunks):
-            self._shared.truncate(session, keep)  # at once: what others share with it is not cut to pieces
+            self._shared.truncate(session, keep)  # at once, so that a run shared with others is split once
         last = session.chunks[-1] if session.chunks else None
         known = 0 if last is None else last.index * size + last.filled
         session.tokens = session.tokens[:known].copy()
@@ -466,11 +460,11 @@ class CacheManager:
             self._shared.unregister(last)
 
     def _has_kv(self, last: Chunk) -> bool:
-        """Whether a session's last chunk holds KV of it: what is partly filled and shared, another is computing."""
+        """Whether a session's last chunk holds KV of it. Another computes a shared chunk that is partly filled."""
         return last.filled > 0 and not (last.shared and last.filled < self._size)
 
     def suspend(self, key: SessionKey, now: float, tokens: TokenArray) -> None:
-        """``release`` a request that goes on later: its session is not idle, so the policy learns nothing from it."""
+        """Release a request that will resume: its session is not idle, so the policy learns nothing from it."""
         session = self._running[key]
         self.release(key, now, tokens)
         self.index.on_suspend(session, now)
@@ -478,20 +472,20 @@ class CacheManager:
     # -- everything else that changes the cache ----------------------------------------------------------------------
 
     def swap_out_ahead(self, now: float, limit: int) -> None:
-        """Below the watermark, plan background copies of the least valuable chunks (EuroSys §4.3.2)."""
+        """Plan copies of the least valuable chunks while below the watermark (EuroSys §4.3.2)."""
         self._evictor.save_ahead(now, limit)
 
     def take_copies(self) -> PlannedCopies:
-        """What was planned since the last call."""
+        """Return the copies planned since the last call."""
         return self._tiers.take_copies()
 
     def complete_copies(self) -> None:
-        """The plan with the copies of the last ``take_copies`` was launched."""
+        """Record the launch of the plan with the copies of the last ``take_copies``."""
         self._tiers.complete()
         self._remove_emptied()
 
     def replace(self, key: SessionKey, by: SessionKey) -> bool:
-        """Replace a session's cached chunks with another's; False when that is not there, or either is in use."""
+        """Replace a session's cached chunks with another's; False if the other is not cached or either is running."""
         session, other = self._sessions.get(key), self._sessions.get(by)
         if other is None or other is session or other.running or (session is not None and session.running):
             return False
@@ -506,7 +500,7 @@ class CacheManager:
         return True
 
     def evict(self, key: SessionKey | None = None) -> int:
-        """Remove idle sessions (one, or all); returns the number of KV-tokens freed."""
+        """Remove idle sessions (one, or all); return the number of KV-tokens freed."""
         freed = 0
         for session in list(self._sessions.values()) if key is None else [self._sessions.get(key)]:
             if session is not None and not (session.running or session.copying):
@@ -521,17 +515,15 @@ class CacheManager:
         return session
 
     def _remove(self, session: CachedSession) -> None:
-        """Remove a session, and free the chunks that no other owns."""
+        """Remove a session and free the chunks that no other owns."""
         if self._sessions.get(session.key) is session:
             del self._sessions[session.key]
             self._shared.truncate(session, 0)
             self.index.remove(session)
 
     def _remove_emptied(self) -> None:
-        """Remove the idle sessions whose last cached chunk was dropped, in the order in which they lost it.
-
-        A session may have lost chunks of several holders, and counts by the last of them: see ``Tiers.take_dropped``.
-        """
+        """Remove idle sessions without cached chunks, in the order of the last drop of each
+        (``Tiers.take_dropped``)."""
         losers: dict[CachedSession, None] = {}
         for holder in self._tiers.take_dropped():
             for session in [holder] if isinstance(holder, CachedSession) else holder.owners:
@@ -544,7 +536,7 @@ class CacheManager:
     # -- invariants --------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise AssertionError, with the numbers, unless every page has exactly one owner and all counts agree."""
+        """Raise AssertionError unless every page has exactly one owner and all counts agree."""
         check_cache(self._sessions, self._running, self._tiers, self.index, self._shared)
 
 
@@ -557,7 +549,7 @@ def _page_table(session: CachedSession) -> PageTable:
 
 
 def _common_chunks(session: CachedSession, origin: CachedSession, full: int) -> int:
-    """How many of another's first ``full`` chunks a session has."""
+    """Return how many of the first ``full`` chunks of ``origin`` a session has."""
     common = 0
     for mine, other in zip(session.chunks, origin.chunks[:full], strict=False):
         if mine is not other:
@@ -567,7 +559,7 @@ def _common_chunks(session: CachedSession, origin: CachedSession, full: int) -> 
 
 
 def _add(ranges: list[Range], start: int, end: int) -> None:
-    """Append a range; ranges that touch become one, as each will be a span of its own."""
+    """Append a range. Merge ranges that touch: each will be a span of its own."""
     if start >= end:
         return
     if ranges and ranges[-1][1] == start:

@@ -1,4 +1,4 @@
-"""Eviction policies: which session gives way first, and which of its chunks. Pure; lowest value goes first.
+"""Eviction policies: which session's chunks are evicted first, and which of them. Pure; the lowest value goes first.
 
 ``gittins``        V = Cost(l) × G(T), the rate at which sessions like this one come back, learned while serving
 ``retention``      V = Cost(l) / T                          EuroSys §4.3.1
@@ -7,13 +7,12 @@
                                                             first draft, arXiv 2312.05516v1 §4.3
 ``whole-session``  V = 1 / T, all candidates at once        the coarse granularity that §3.2 argues against
 
-T is the time since the session was last active. Of a chunk that several sessions own, what stands for 1 / T or G(T) is
-the sum over its owners, as each of them may come back for it; where only recency counts, it is that of the latest.
-The first two hear what clients say of their next turn: ``engine.cache.rates.hints`` says what becomes of a value then.
+T is the time since the session was last active. For a shared chunk, 1 / T or G(T) is the sum over its owners,
+since each of them may return for it. Policies that use recency alone take the maximum. ``gittins`` and
+``retention`` use clients' hints: see ``engine.cache.rates.hints``.
 
-A policy answers for many sessions at once so that one eviction round
-stays cheap with 100,000 of them: with all but ``trailing-half`` and ``whole-session`` only a session's first candidate
-can be the minimum.
+A policy evaluates many sessions at once, so that one eviction round stays cheap with 100,000 of them. Except
+with ``trailing-half`` and ``whole-session``, only a session's first candidate can be the minimum.
 """
 
 from __future__ import annotations
@@ -37,62 +36,62 @@ from pensieve.engine.cache.rates.returns import (
 )
 
 SHORTEST_IDLE_S = 1e-3
-"""T never gets smaller: the value of a session that is active right now stays finite, so costs still order it."""
+"""Lower bound of T, so that the value of a session that is active right now stays finite and costs still order it."""
 UNKNOWN: Final = 0
-"""Kind of a session that its policy was told nothing of."""
-_FIRST_LESSON: Final = 64
-_LESSONS_APART: Final = 1024
-"""Idle periods between two times that ``Gittins`` learns: at first, and at most."""
+"""Kind of a session that the policy knows nothing about."""
+_FIRST_UPDATE: Final = 64
+_MAX_UPDATE_INTERVAL: Final = 1024
+"""Idle periods between two updates of ``Gittins``' factors: at first, and at most."""
 
 
 class Policy(Protocol):
-    """One eviction policy. Most do not care for the history, and rank one chunk at a time."""
+    """An eviction policy. The defaults ignore history and evict one chunk at a time."""
 
     def on_turn_end(self, key: Hashable, new_tokens: int, context_tokens: int, now: float) -> int:
-        """A session's turn has ended: it had so many new tokens and leaves such a context.
+        """Record the end of a session's turn with this much new input and this context.
 
-        Returns the session's *kind*, which ``values`` gets back. Kinds mean something to their policy only.
+        Returns the session's *kind*, which is passed back to ``values``. Only the policy itself interprets kinds.
         """
         return UNKNOWN
 
     def on_return(self, key: Hashable, now: float) -> None:
-        """A session has its next turn; or it goes on, where it ``left`` in the same moment."""
+        """Record that a session starts its next turn, or resumes one suspended at ``now``."""
 
     def values(self, first_cost: Floats, candidates: Floats, idle: Floats, kinds: Ints) -> Floats:
-        """Retention value of each session's next victim.
+        """Return the retention value of each session's next victim.
 
-        first_cost: Cost of its first candidate chunk; candidates: how many chunks it could give; idle: T in seconds.
+        first_cost: cost of its first candidate chunk; candidates: number of its candidate chunks; idle: T in seconds.
         """
         ...
 
     @property
     def uses_hints(self) -> bool:
-        """Whether values are Cost × rate of return, which ``rates.hints`` can adjust; else hints are ignored."""
+        """Whether values are Cost × rate of return, as ``rates.hints`` needs; else hints are ignored."""
         return False
 
     def values_and_claims(
         self, first_cost: Floats, candidates: Floats, idle: Floats, kinds: Ints
     ) -> tuple[Floats, Floats]:
-        """``values``, and what each session alone would count for in the value of a chunk that it owns with others."""
+        """Return ``values``, and each session's claim: what it adds to the value of a chunk that it shares."""
         one = np.ones_like(idle)
         return self.values(first_cost, candidates, idle, kinds), self.values(one, one, idle, kinds)
 
     @property
     def adds_up(self) -> bool:
-        """Whether the claims of a chunk's owners add up; else the largest counts."""
+        """Whether the claims of a chunk's owners are summed; else the largest counts."""
         return True
 
     def shared_values(self, first_cost: Floats, candidates: Floats, claims: Floats) -> Floats:
-        """``values`` of chunks with several owners, from what their claims come to."""
+        """Return the values of shared chunks, given the combined claims of their owners."""
         return first_cost * claims
 
     def group(self, candidates: Sequence[int]) -> Sequence[int]:
-        """Which of a session's candidate chunks (ascending indices) go together with the next victim: a slice."""
+        """Return the slice of ``candidates``, ascending chunk indices, that is evicted with the next victim."""
         return candidates[:1]
 
 
 class _Recency(Policy):
-    """What the policies that do not know costs have in common."""
+    """Base of the policies that ignore costs."""
 
     @property
     def adds_up(self) -> bool:
@@ -103,7 +102,7 @@ class _Recency(Policy):
 
 
 class _Rated(Policy):
-    """What the policies have in common whose values are Cost × rate of return."""
+    """Base of the policies whose values are Cost × rate of return."""
 
     @property
     def uses_hints(self) -> bool:
@@ -111,7 +110,7 @@ class _Rated(Policy):
 
 
 class Retention(_Rated):
-    """The paper's: cheap to recompute and long idle goes first."""
+    """The paper's policy: chunks that are cheap to recompute and long idle go first."""
 
     def values(self, first_cost: Floats, candidates: Floats, idle: Floats, kinds: Ints) -> Floats:
         return first_cost / np.maximum(idle, SHORTEST_IDLE_S)
@@ -123,30 +122,30 @@ class Retention(_Rated):
         return (
             first_cost / idle,
             1.0 / idle,
-        )  # values to the last bit as above: they are compared with each other
+        )  # bit-identical to ``values``: the two are compared
 
 
 class Gittins(_Rated):
-    """Chunks stay that are likely to be needed soon, weighed by what they cost to recompute.
+    """Keeps chunks that are likely to be needed soon, weighed by their cost of recomputation.
 
-    See ``engine.cache.rates.returns``.
-    V = Cost(l) / T × a factor by kind of session and by T. All factors are 1 until something was learned, which makes
-    this ``retention``. Each start of the server begins with nothing learned. The factors are computed anew, which takes
-    2 ms, after every 64 idle periods, and later when an eighth as many have come as there were, at least every 1024.
+    V = Cost(l) / T × a factor by kind of session and by T: see ``engine.cache.rates.returns``. All factors
+    are 1 until something was learned, which makes this ``retention``. Each server starts with nothing
+    learned. Computing the factors takes 2 ms. It happens after every 64 idle periods at first, later when
+    their number has grown by an eighth, and at least every 1024.
     """
 
     def __init__(self) -> None:
         self._rates = ReturnRates()
         self._factors = np.ones((1 + CELLS, COLUMNS))
-        """A row for each kind of session; row 0 is that of ``UNKNOWN``."""
-        self._learn_at = _FIRST_LESSON
+        """One row per kind of session; row 0 is for ``UNKNOWN``."""
+        self._update_at = _FIRST_UPDATE
 
     def on_turn_end(self, key: Hashable, new_tokens: int, context_tokens: int, now: float) -> int:
         cell = cell_of(new_tokens, context_tokens)
         self._rates.on_idle(key, cell, now)
         periods = self._rates.periods
-        if periods >= self._learn_at:
-            self._learn_at = periods + min(max(periods // 8, _FIRST_LESSON), _LESSONS_APART)
+        if periods >= self._update_at:
+            self._update_at = periods + min(max(periods // 8, _FIRST_UPDATE), _MAX_UPDATE_INTERVAL)
             self._factors[1:] = factors(self._rates.hazards(now))
         return (1 + cell) * COLUMNS
 
@@ -181,7 +180,7 @@ class LeastRecentlyUsed(_Recency):
 
 
 class TrailingHalf(_Recency):
-    """The draft's: large and long idle goes first, its trailing half at a time."""
+    """The first draft's policy: large and long idle sessions go first, their trailing half at a time."""
 
     def values(self, first_cost: Floats, candidates: Floats, idle: Floats, kinds: Ints) -> Floats:
         return 1.0 / (np.maximum(candidates, 1.0) * np.maximum(idle, SHORTEST_IDLE_S))
@@ -194,7 +193,7 @@ class TrailingHalf(_Recency):
 
 
 class WholeSession(_Recency):
-    """Recency only, a session at a time."""
+    """Recency only, a whole session at a time."""
 
     def values(self, first_cost: Floats, candidates: Floats, idle: Floats, kinds: Ints) -> Floats:
         return 1.0 / np.maximum(idle, SHORTEST_IDLE_S)

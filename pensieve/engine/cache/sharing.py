@@ -1,16 +1,16 @@
-"""Which sessions own which chunks together: the only writer of chunk lists, holders and addresses.
+"""Ownership of chunks by several sessions: the only writer of chunk lists, holders and addresses.
 
-It makes chunks, and frees those that no session owns any more. It owns ``holder`` and ``digest`` of a ``Chunk``, all of
-a ``SharedRun``, and ``chunks`` and ``shared`` of a ``CachedSession``.
+It creates chunks, and frees those that no session owns any more. It owns ``holder`` and ``digest`` of a
+``Chunk``, all of a ``SharedRun``, and ``chunks`` and ``shared`` of a ``CachedSession``.
 
-A chunk with an address is in the index from the moment some request wants it, whether its KV is there, missing or being
-computed: so two sessions never have two chunks of one address, and what the first computes, swaps in or loses, it does
-for all. Only what a session generates gets its address later, when the tokens are known (``CacheManager.release``).
+A chunk with an address is in the index as soon as a request wants it, whether its KV is present, missing or being
+computed. So two chunks never have the same address, and whatever one session computes, swaps in or loses, all of its
+owners gain or lose. Generated tokens get their addresses later, when they are known (``CacheManager.release``).
 
-Addresses of full chunks are a chain of hashes over token ids, so that one address names a chunk and all before it:
-``digest(chunk i) = H(digest(chunk i - 1), its token ids)``; the chain begins with H(model, scope), keyed with a secret
-that the process makes for itself. So no client can compute, probe or hit an address of another scope (a tenant), and an
-address says nothing about how KV is stored.
+Addresses of full chunks are a chain of hashes over token ids, so an address names a chunk and all chunks
+before it: ``digest(chunk i) = H(digest(chunk i - 1), its token ids)``. The chain begins with H(model, scope),
+keyed with a random secret of this process. So no client can compute, probe or hit an address of another
+scope, and an address reveals nothing about how KV is stored.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from pensieve.engine.cache.tiers import Tiers
 from pensieve.engine.plan import PENDING
 
 _BYTES: Final = 16
-"""128 bits: a collision is less likely than an error of the memory that it would be found in."""
+"""128 bits: a collision is less likely than an undetected memory error."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixPath:
-    """The addresses of a context's leading full chunks within a scope."""
+    """Addresses of a context's leading full chunks within a scope."""
 
     scope: str
     digests: tuple[bytes, ...]
 
 
 class Digests:
-    """Makes the addresses of one engine's chunks. ``model`` names the weights that the KV is computed with."""
+    """Computes the addresses of one engine's chunks. ``model`` names the weights that KV is computed with."""
 
     def __init__(self, model: str, chunk_tokens: int) -> None:
         self._size = chunk_tokens
@@ -51,7 +51,6 @@ class Digests:
         self._roots: dict[str, bytes] = {}
 
     def root(self, scope: str) -> bytes:
-        """Where the chain of a scope begins."""
         found = self._roots.get(scope)
         if found is None:
             salted = blake2b(self._model, digest_size=_BYTES, key=self._secret)
@@ -60,7 +59,7 @@ class Digests:
         return found
 
     def extended(self, scope: str, known: Sequence[bytes], tokens: TokenArray, chunks: int) -> list[bytes]:
-        """The addresses of the first ``chunks`` chunks of ``tokens``, of which those in ``known`` are known already."""
+        """Return the addresses of the first ``chunks`` chunks of ``tokens``; ``known``: the leading ones."""
         found = list(known)
         width = self._size * 4
         start = len(found) * self._size
@@ -73,8 +72,6 @@ class Digests:
 
 
 class SharedChunks:
-    """See the module docstring."""
-
     def __init__(self, index: EvictionIndex, tiers: Tiers, model: str) -> None:
         self._index = index
         self._tiers = tiers
@@ -85,7 +82,7 @@ class SharedChunks:
     # -- addresses ---------------------------------------------------------------------------------------------------
 
     def find(self, digests: Sequence[bytes], start: int) -> list[Chunk]:
-        """Chunks of the addresses from ``start`` on, up to the first that is not known: none behind it is."""
+        """Return the chunks at the addresses from ``start`` on, up to the first that is unknown."""
         found: list[Chunk] = []
         for digest in digests[start:]:
             chunk = self._by_digest.get(digest)
@@ -95,20 +92,20 @@ class SharedChunks:
         return found
 
     def register(self, chunk: Chunk, digest: bytes) -> None:
-        """From now on the chunk is found under its address."""
+        """Enter a chunk into the index under its address."""
         assert digest not in self._by_digest, f"chunk {chunk.index}: its address is taken"
         chunk.digest = digest
         self._by_digest[digest] = chunk
 
     def unregister(self, chunk: Chunk) -> None:
-        """The chunk is going, or will hold other tokens; nothing happens to one without an address."""
+        """Remove a chunk's address, if any, before the chunk is freed or holds other tokens."""
         if chunk.digest:
             del self._by_digest[chunk.digest]
             chunk.digest = b""
 
     def path(self, session: CachedSession | None, scope: str, tokens: TokenArray) -> PrefixPath:
-        """The addresses of a context, but for the chunk with its last token: that has to be computed, so it is no
-        other's. What the session has of it need not be hashed again."""
+        """Return the addresses of a context, without the chunk of its last token: that token must be
+        computed, so its chunk is not shared. Addresses that the session already has are not hashed again."""
         chunks = max(len(tokens) - 1, 0) // self._size
         known: list[bytes] = []
         if session is not None and session.scope == scope:
@@ -119,16 +116,17 @@ class SharedChunks:
         return PrefixPath(scope, tuple(self._digests.extended(scope, known, tokens, chunks)))
 
     def count_addressed(self, session: CachedSession, full: int) -> int:
-        """How many of a session's first ``full`` chunks have an address: the leading ones."""
+        """Return how many of a session's first ``full`` chunks have an address; those are the leading ones."""
         while full > 0 and not session.chunks[full - 1].digest:
             full -= 1
         return full
 
     def assign_addresses(self, session: CachedSession) -> int:
-        """Give an idle session's full chunks their addresses; returns how many leading ones have one.
+        """Assign addresses to an idle session's full chunks; return how many leading chunks have one.
 
-        Those that have a double are folded into it, be it that two requests generated the same side by side. That has
-        to wait while a copy of a double is under way, or where several sessions own the chunks without an address.
+        A chunk whose address already names another chunk is merged into it (two requests may generate the
+        same tokens). The merge waits while the other is being copied or several sessions own the chunks
+        without an address.
         """
         full = self._settled(session) // self._size
         at = self.count_addressed(session, full)
@@ -146,17 +144,18 @@ class SharedChunks:
         return full
 
     def _settled(self, session: CachedSession) -> int:
-        """How many leading tokens of a session have a known id."""
-        # What was sampled last may not have been known yet when its request was cancelled.
+        """Return how many leading tokens of a session have a known id."""
+        # The last sampled tokens may still be unknown if the request was cancelled.
         tail = session.tokens[-2:]
         return len(session.tokens) - int((tail == PENDING).sum())
 
     def _fold(self, session: CachedSession, at: int, doubles: Sequence[Chunk]) -> None:
-        """Replace a session's own chunks from ``at`` on by those that hold the same."""
+        """Replace a session's own chunks from ``at`` on by ``doubles``, which hold the same tokens."""
         end = at + len(doubles)
         mine, rest = session.chunks[at:end], session.chunks[end:]
         for own, double in zip(mine, doubles, strict=True):
-            # Of two, the device page stays; a partial host copy would not become whole by it.
+            # Keep the device page if only this chunk has one. Not next to a partial host copy, which would
+            # then pass for a complete one.
             whole = double.host == NOWHERE or double.filled == self._size
             if double.device == NOWHERE and own.device != NOWHERE and whole and own.filled == self._size:
                 self._tiers.move_page(own, double)
@@ -169,7 +168,7 @@ class SharedChunks:
     # -- owners ------------------------------------------------------------------------------------------------------
 
     def append(self, session: CachedSession, count: int) -> list[Chunk]:
-        """Give a session ``count`` new chunks of its own, at the end of its list; they have no pages."""
+        """Append ``count`` new chunks of its own, without pages, to a session's list."""
         first = len(session.chunks)
         chunks = [Chunk(index, holder=session) for index in range(first, first + count)]
         session.chunks.extend(chunks)
@@ -177,7 +176,7 @@ class SharedChunks:
         return chunks
 
     def adopt(self, session: CachedSession, chunks: Sequence[Chunk]) -> None:
-        """Let a session own chunks that others own: the next ones of its list. All that it has is shared already."""
+        """Append chunks of other sessions to a session's list. All chunks that it has must be shared already."""
         assert session.shared == len(session.chunks), f"{session.key}: own chunks before shared ones"
         at = 0
         while at < len(chunks):
@@ -189,7 +188,7 @@ class SharedChunks:
             at += len(run.own_chunks)
 
     def disown(self, session: CachedSession, keep: int) -> None:
-        """Let a session own no more than the first ``keep`` of its chunks, which are shared, as what it leaves is."""
+        """Make a session give up its shared chunks after the first ``keep``. It must have no chunks of its own."""
         while session.shared > keep:
             run = session.chunks[session.shared - 1].holder
             assert isinstance(run, SharedRun)
@@ -203,7 +202,7 @@ class SharedChunks:
                 self._dissolve(run)
 
     def truncate(self, session: CachedSession, keep: int) -> None:
-        """Take all but the first ``keep`` chunks out of a session's list; free those that no other session owns."""
+        """Truncate a session's list to ``keep`` chunks; free those that no other session owns."""
         while len(session.chunks) > max(keep, session.shared):
             chunk = session.chunks.pop()
             self.unregister(chunk)
@@ -212,7 +211,8 @@ class SharedChunks:
         self._index.touch(session)
 
     def _run_up_to(self, first: Chunk, end: int) -> SharedRun:
-        """The run that begins with ``first`` and ends at chunk ``end`` at the latest; if need be it is made."""
+        """Return the run that begins with ``first``, created or split so that it ends at chunk ``end`` at the
+        latest."""
         holder = first.holder
         if isinstance(holder, CachedSession):
             return self._share(holder, end)
@@ -222,7 +222,7 @@ class SharedChunks:
         return holder
 
     def _share(self, owner: CachedSession, end: int) -> SharedRun:
-        """Make a run of a session's own chunks up to ``end``."""
+        """Turn a session's own chunks up to ``end`` into a run."""
         chunks = owner.chunks[owner.shared : end]
         run = self._new_run(chunks, {owner: None})
         owner.shared += len(chunks)
@@ -230,7 +230,7 @@ class SharedChunks:
         return run
 
     def _split(self, run: SharedRun, end: int) -> SharedRun:
-        """Make a run of a run's leading chunks, up to ``end``; the rest stays what it was."""
+        """Split off a run's leading chunks, up to ``end``, into a new run and return it."""
         at = end - run.first_index
         upper = self._new_run(run.own_chunks[:at], dict(run.owners))
         del run.own_chunks[:at]
@@ -238,10 +238,10 @@ class SharedChunks:
         return upper
 
     def _dissolve(self, run: SharedRun) -> None:
-        """Its last owner has it alone."""
+        """Give the chunks of a run with one owner left to that owner."""
         (owner,) = run.owners
         assert owner.shared == run.first_index + len(run.own_chunks), (
-            f"{owner.key}: shares more than what its run ends with"
+            f"{owner.key}: shares chunks after the end of its last run"
         )
         self._index.remove_owner(run, owner)
         self._index.remove(run)
@@ -260,6 +260,6 @@ class SharedChunks:
         return run
 
     def check(self, chunks: Sequence[Chunk]) -> None:
-        """Every address leads to the chunk that has it, and to one that is in use."""
+        """Assert that the index maps exactly the addresses of the chunks in use."""
         addressed = {chunk.digest: chunk for chunk in chunks if chunk.digest}
         assert addressed == self._by_digest, "the index of addresses is wrong"

@@ -1,14 +1,14 @@
-"""Whose pages there are, and what each tenant keeps of a tier whatever others do: its share.
+"""Pages by tenant, and the share of each tier that each tenant keeps whatever others do.
 
-A share is a part of each tier. While a tenant has no more pages of a tier than that, no turn of another takes one of
-them: from the device its chunks do not give way, and on the host they are not dropped. What gives way on the device
-finds room on the host as long as its tenant has less than its share there. Its own turns evict its own chunks as ever,
-and what it does not use is everybody's.
+A share is a fraction of each tier. While a tenant holds no more pages of a tier than its share, turns of
+other tenants take none of them: its chunks are not evicted from the device and not dropped from the host.
+Chunks evicted from the device find room on the host as long as their tenant is below its share there. A
+tenant's own turns still evict its own chunks, and pages that it does not use are open to all.
 
-A share is no reservation of pages. A turn joins the batch only if it can have its pages without them, but one that
-nothing else runs beside, or that has begun and has nowhere else to turn, takes any page that no request uses: no share
-can stop a request that fits an empty cache, and the largest context stays as large as the device. A second copy on the
-host of what a running request has on the device counts as held, and may go at any time: nothing is lost by it.
+A share does not reserve pages. A turn joins the batch only if it can get its pages without the shares of others. But
+a turn that runs alone, or that has begun and finds no other page, takes any page that no request uses. So no share
+can stop a request that fits an empty cache, and the largest context stays as large as the device. A host copy of a
+chunk that a running request has on the device counts as held, but may be evicted at any time: nothing is lost by it.
 """
 
 from __future__ import annotations
@@ -20,32 +20,31 @@ from typing import Final
 from pensieve.engine.cache.tiers import PagePool, Tiers
 
 Allowance = Mapping[int, int]
-"""How many pages may be taken from each tenant with a share, by its number; from all others, any."""
+"""Pages that may be taken from each tenant with a share, by tenant number. No limit for all others."""
 UNLIMITED: Allowance = {}
 TenantTokens = dict[str, tuple[int, int]]
-"""Of each tenant with any, by name: KV-tokens that its pages have room for, on the device and on the host."""
+"""By name of each tenant with pages: tokens that they have room for, on the device and on the host."""
 TENANT_REPORT_INTERVAL_S: Final = 0.5
 NO_TENANT: Final = -1
-"""No tenant: copies ahead of time are for whoever comes."""
+"""Stands for no tenant: copies ahead of time serve whichever turn comes next."""
 
 
 class TenantShares:
-    """Numbers of all tenants that were seen, and their shares. The counts of pages and pins are those of the tiers."""
+    """Numbers and shares of all tenants seen. The tiers count pages and pins."""
 
     def __init__(self, tiers: Tiers) -> None:
         self._tiers = tiers
-        self._told = -math.inf
+        self._reported_at = -math.inf
         self._numbers: dict[str, int] = {}
         self._shares: dict[int, float] = {}
-        """Those above 0."""
+        """Shares above 0, by tenant number."""
 
     def number(self, tenant: str) -> int:
-        """The number that stands for a tenant in the cache: 0, 1, … as they come."""
+        """Return the tenant's number in the cache: 0, 1, … in order of appearance."""
         return self._numbers.setdefault(tenant, len(self._numbers))
 
     def set_share(self, tenant: str, share: float) -> None:
-        """A tenant's share is this from now on; 0: it has none. Shares of all that have one add up to 1 at most, or the
-        first to come find their part gone."""
+        """Set a tenant's share; 0: none. If shares add up to more than 1, no tenant is sure of its own."""
         number = self.number(tenant)
         if share > 0:
             self._shares[number] = share
@@ -54,20 +53,21 @@ class TenantShares:
 
     @property
     def has_shares(self) -> bool:
-        """Whether any tenant has a share: else nothing depends on whose a page is."""
+        """Whether any tenant has a share. Otherwise evictions do not depend on tenants."""
         return bool(self._shares)
 
     def tokens_by_tenant(self) -> TenantTokens:
-        """What every tenant holds of both tiers. Chunks that its sessions share count once."""
+        """Return what each tenant holds of both tiers. Chunks that its sessions share count once."""
         device, host, size = self._tiers.device.held, self._tiers.host.held, self._tiers.chunk_tokens
         pages = ((name, device.get(number, 0), host.get(number, 0)) for name, number in self._numbers.items())
         return {name: (one * size, other * size) for name, one, other in pages if one or other}
 
     def tokens_if_due(self, now: float) -> TenantTokens | None:
-        """``held``, or None when it was told a moment ago: with many tenants it is no small part of a report."""
-        if now - self._told < TENANT_REPORT_INTERVAL_S:
+        """Return ``tokens_by_tenant`` once per interval, else None: with many tenants it is a large part of a
+        report."""
+        if now - self._reported_at < TENANT_REPORT_INTERVAL_S:
             return None
-        self._told = now
+        self._reported_at = now
         return self.tokens_by_tenant()
 
     def is_below(self, pool: PagePool, tenant: int) -> bool:
@@ -75,18 +75,18 @@ class TenantShares:
         return tenant in self._shares and pool.held[tenant] < self._pages(pool, tenant)
 
     def allowance(self, pool: PagePool, tenant: int) -> Allowance:
-        """What an eviction for a turn of ``tenant`` may take of a tier."""
+        """Return what an eviction for a turn of ``tenant`` may take of a tier."""
         if not self._shares:
             return UNLIMITED
         return {one: max(pool.held[one] - self._pages(pool, one), 0) for one in self._shares if one != tenant}
 
     def same_allowance(self, pages: int) -> Allowance:
-        """So many from each tenant, whatever its share: for a turn that finds nothing else, and takes no more than it
-        needs, even where a policy lets chunks go in groups."""
+        """Allow ``pages`` from each tenant whatever its share, for a turn that finds no other page. The limit
+        matters where a policy evicts chunks in groups."""
         return dict.fromkeys(self._shares, pages)
 
     def pages_withheld_from(self, tenant: str) -> int:
-        """Device pages that no request uses and that are not for a turn of this tenant."""
+        """Return the number of unpinned device pages that a turn of this tenant may not take."""
         kept = 0
         device = self._tiers.device
         for one, most in self.allowance(device, self.number(tenant)).items():
@@ -95,5 +95,5 @@ class TenantShares:
         return kept
 
     def _pages(self, pool: PagePool, tenant: int) -> int:
-        """A share in pages, rounded down."""
+        """Return a share in pages, rounded down."""
         return int(self._shares[tenant] * pool.capacity + 1e-9)

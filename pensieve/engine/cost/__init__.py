@@ -1,4 +1,4 @@
-"""What it costs to recompute a chunk: the model of it, its measurement, and where measurements are kept.
+"""The cost of recomputing a chunk: its model, its measurement, and the stored profiles.
 
 May import: config, core, engine.plan, machine, model.
 """

@@ -1,8 +1,8 @@
-"""What it costs to recompute a chunk: ``Cost(l) = Cost_attention(l) + c`` (EuroSys §4.3.1). No torch.
+"""The cost of recomputing a chunk: ``Cost(l) = Cost_attention(l) + c`` (EuroSys §4.3.1). No torch.
 
 ``l`` is the context length at the chunk's end. ``Cost_attention`` is profiled at powers of two and interpolated
-linearly; beyond the last point the line through the last two is continued. ``c`` is everything but attention.
-Retention values compare costs only with each other, so an estimate needs the right *shape*, not the right seconds.
+linearly; beyond the last point the line through the last two continues. ``c`` is everything but attention. Retention
+values compare costs only with each other, so an estimate needs the right *shape*, not the right seconds.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import numpy.typing as npt
 from pensieve.core import Floats
 
 FORMAT = 1
-"""Version of the profile files that are written and can be read."""
+"""Version of the profile files."""
 PRODUCT_FLOPS: Final = 1e12
 ATTENTION_FLOPS: Final = 0.5e12
-"""Nominal rates of an estimate: attention reaches a smaller share of the peak than the matrix products do."""
+"""Nominal rates of an estimate: attention reaches a smaller fraction of the peak than matrix products do."""
 
 
 class CostProfileError(ValueError):
@@ -48,7 +48,7 @@ class CostModel:
             raise CostProfileError("the cost of everything else must be finite and not negative")
 
     def attention_cost(self, context: npt.ArrayLike) -> Floats:
-        """Attention cost of a chunk that ends at each context length."""
+        """Return the attention cost of a chunk that ends at each context length."""
         lengths = np.array([length for length, _ in self.attention], dtype=np.float64)
         costs = np.array([cost for _, cost in self.attention], dtype=np.float64)
         x = np.asarray(context, dtype=np.float64)
@@ -57,16 +57,15 @@ class CostModel:
         return np.where(x > lengths[-1], beyond, np.interp(x, lengths, costs))
 
     def cost(self, context: npt.ArrayLike) -> Floats:
-        """``Cost(l)`` for each context length."""
         return self.attention_cost(context) + self.other
 
     def chunk_costs(self, chunks: int) -> Floats:
-        """Cost of chunk 0, 1, … of a session, float64 [chunks]."""
+        """Return the cost of chunk 0, 1, … of a session, float64 [chunks]."""
         return self.cost((np.arange(chunks) + 1) * self.chunk_tokens)
 
     @classmethod
     def from_json(cls, path: Path) -> CostModel:
-        """The model in a profile that ``pensieve profile`` has written. Raises CostProfileError."""
+        """Read a profile written by ``pensieve profile``. Raises CostProfileError."""
         try:
             data = json.loads(path.read_text())
             if data["format"] != FORMAT:
@@ -89,7 +88,7 @@ class CostModel:
         chunk_tokens: int,
         context_limit: int,
     ) -> CostModel:
-        """A model from the architecture alone: floating point operations over nominal rates."""
+        """Estimate costs from the architecture alone: floating point operations over nominal rates."""
         per_token = 4.0 * layers * query_heads * head_dim * chunk_tokens / ATTENTION_FLOPS
         points: list[tuple[int, float]] = [(0, 0.0)]
         length = chunk_tokens

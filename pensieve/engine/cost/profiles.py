@@ -1,11 +1,11 @@
-"""Cost profiles: their measurement, where they are kept, and which one an engine uses.
+"""Cost profiles: how they are measured and stored, and which one an engine uses.
 
-``Cost(l) = Cost_attention(l) + c`` of recomputing one chunk is measured with the worker that will have to do it. One
-conversation is built up in the KV pool. At each measured context length *l* the chunk that ends there is computed
-again several times; the fastest is the total cost at *l*. ``c`` is the total that a context of length 0 would have, by
-the line through the two shortest contexts; the rest is attention. ``CostModel.from_json`` reads what is written.
+``Cost(l) = Cost_attention(l) + c`` of recomputing one chunk is measured with the worker that will do it, on
+one conversation that grows in the KV pool. At each measured context length *l* the chunk that ends there is
+computed several times; the fastest is the total cost at *l*. ``c`` is the total at context length 0, by the
+line through the two shortest contexts; the rest is attention. ``CostModel.from_json`` reads the profiles.
 
-Profiles lie in the user's cache folder, by model, device, dtype and chunk size.
+They are stored in the user's cache folder, by model, device, dtype and chunk size.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ log = logging.getLogger(__name__)
 
 REQUEST: Final = RequestKey(1)
 MAX_CONTEXT: Final = 16384
-"""Context tokens at which a measurement ends unless told otherwise: beyond, a cost model continues the line."""
+"""Default limit of measured contexts, in tokens: beyond, a cost model continues the line."""
 FILL_TOKENS: Final = 512
-"""Tokens per step while the context is built up between two measurements, at most."""
+"""Most tokens per step while the context grows between two measurements."""
 QUICK_SECONDS: Final = 3.0
-"""About how long the measurement at a server's first start may take."""
+"""Approximate limit of the measurement at a server's first start."""
 QUICK_GROWTH: Final = 4
-"""How many times as long each context of it is as the one before."""
+"""Ratio of each context of it to the one before."""
 QUICK_REPEATS: Final = 3
 
 
 class Info(Protocol):
-    """The share of ``WorkerInfo`` that a measurement needs."""
+    """The part of ``WorkerInfo`` that a measurement needs."""
 
     @property
     def device(self) -> str: ...
@@ -68,8 +68,6 @@ class Info(Protocol):
 
 
 class ProbedWorker(StepWorker, Protocol):
-    """A worker that knows its model."""
-
     @property
     def arch(self) -> Arch: ...
     @property
@@ -78,14 +76,14 @@ class ProbedWorker(StepWorker, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CostPoint:
-    """Seconds to compute the chunk that ends at ``context`` tokens, all before it being cached."""
+    """Seconds to compute the chunk that ends at ``context`` tokens, with all tokens before it cached."""
 
     context: int
     seconds: float
 
 
 class Prober:
-    """Runs one growing context through a worker, which overwrites the first pages of its pool."""
+    """Runs one growing context through a worker. Overwrites the first pages of its pool."""
 
     def __init__(
         self,
@@ -104,10 +102,10 @@ class Prober:
         self._step = 0
 
     def measure(self, longest: int, repeats: int, growth: int = 2) -> Iterator[CostPoint]:
-        """Points from one chunk to ``longest`` tokens, each at ``growth`` times the context of the one before."""
+        """Yield points from one chunk to ``longest`` tokens, each ``growth`` times as long as the one before."""
         chunk, done, context = self._chunk_tokens, 0, self._chunk_tokens
         while context <= longest:
-            # Everything before the chunk to be measured has to be cached, as it would be while serving.
+            # Everything before the measured chunk must be cached, as it would be while serving.
             while done < context - chunk:
                 end = min(done + self._fill_tokens, context - chunk)
                 self._run(done, end)
@@ -115,7 +113,7 @@ class Prober:
             self._run(context - chunk, context)  # not measured: it compiles kernels and fills caches
             times = [self._timed(context - chunk, context) for _ in range(repeats)]
             done = context
-            yield CostPoint(context, min(times))  # the fastest: what else the machine does only ever adds
+            yield CostPoint(context, min(times))  # the fastest: other load on the machine only adds time
             context *= growth
 
     def _timed(self, start: int, end: int) -> float:
@@ -124,7 +122,7 @@ class Prober:
         return self._clock() - before
 
     def _run(self, start: int, end: int) -> None:
-        """Compute tokens ``[start, end)``, and sample one after them so that a GPU has finished when this returns."""
+        """Compute tokens ``[start, end)`` and sample one after them, so that a GPU has finished when this returns."""
         tokens: TokenArray = (np.arange(start, end, dtype=np.int64) * 7919 % self._vocab_size).astype(
             np.int32
         )
@@ -136,7 +134,7 @@ class Prober:
 
 
 def prober(worker: ProbedWorker, clock: Callable[[], float] = time.perf_counter) -> Prober:
-    """A prober for this worker, within its limits. Raises ValueError when a step cannot hold a chunk."""
+    """Return a prober for this worker, within its limits. Raises ValueError when a step cannot hold a chunk."""
     info = worker.info
     if info.max_batch_tokens < info.chunk_tokens:
         raise ValueError(
@@ -154,24 +152,22 @@ def prober(worker: ProbedWorker, clock: Callable[[], float] = time.perf_counter)
 def quick_points(
     worker: ProbedWorker, *, seconds: float = QUICK_SECONDS, clock: Callable[[], float] = time.perf_counter
 ) -> list[CostPoint]:
-    """A few points in about ``seconds``; at least two. Raises ValueError when the pool cannot hold those."""
+    """Measure a few points, at least two, in about ``seconds``. Raises ValueError when the pool is too small."""
     info, started, points = worker.info, clock(), list[CostPoint]()
     longest = min(info.context_limit, info.device_chunks * info.chunk_tokens, MAX_CONTEXT)
     if longest < QUICK_GROWTH * info.chunk_tokens:
         raise ValueError(f"contexts of at most {longest} tokens are too short to measure a cost by length")
     for point in prober(worker, clock).measure(longest, QUICK_REPEATS, QUICK_GROWTH):
         points.append(point)
-        # The next point takes about as many times longer as its context is longer.
+        # The next point takes longer in proportion to its context.
         if len(points) > 1 and (clock() - started) * QUICK_GROWTH > seconds:
             break
     return points
 
 
 def split_attention(points: list[CostPoint]) -> tuple[list[tuple[int, float]], float]:
-    """Points as (attention cost at each context, ``c``).
-
-    Measured times waver; attention shall never fall as the context grows, nor ``c`` be negative.
-    """
+    """Split points into attention cost by context and ``c``; both are at least 0, and attention never falls.
+    Raises ValueError for fewer than two points."""
     if len(points) < 2:
         raise ValueError("at least two points are needed")
     first, second = points[:2]
@@ -188,7 +184,7 @@ def split_attention(points: list[CostPoint]) -> tuple[list[tuple[int, float]], f
 def describe(
     worker: ProbedWorker, model: str, points: list[CostPoint], *, device_name: str, repeats: int
 ) -> dict[str, Any]:
-    """The profile as it is written: what was measured, and on what."""
+    """Return the profile's file content: what was measured, and on what machine."""
     attention, other = split_attention(points)
     return {
         "format": FORMAT,
@@ -215,7 +211,7 @@ def _version(package: str) -> str:
 
 
 _NOT_COMPUTED = ("bos_token_id", "eos_token_ids", "generation", "dtype")
-"""Fields of an ``Arch`` that make no difference to what a step costs; the dtype in use is a part of the key itself."""
+"""Fields of an ``Arch`` that do not affect the cost of a step. The dtype in use is part of the file name itself."""
 
 
 def profile_directory() -> Path:
@@ -224,13 +220,14 @@ def profile_directory() -> Path:
 
 
 def fingerprint(arch: Arch) -> str:
-    """A name for the computation that ``arch`` describes: 12 hex digits."""
+    """Return a name for the computation that ``arch`` describes: 12 hex digits."""
     values = {name: value for name, value in dataclasses.asdict(arch).items() if name not in _NOT_COMPUTED}
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def device_name(info: Info) -> str:
-    """What a profile is measured on: the GPU's name, or what can be told of the CPU; how many ranks, if several."""
+    """Return the device that a profile is for: the GPU's name or a description of the CPU, with the number of
+    ranks."""
     several = f"{info.ranks} x " if info.ranks > 1 else ""
     if info.device == "cuda":
         import torch
@@ -240,7 +237,7 @@ def device_name(info: Info) -> str:
 
 
 def profile_path(worker: ProbedWorker, name_of_device: str) -> Path:
-    """Where the profile of this worker lies, or would lie."""
+    """Return the path of this worker's profile, which need not exist."""
     info = worker.info
     device = re.sub(r"[^a-z0-9]+", "-", name_of_device.lower()).strip("-")
     chunk = f"chunk{info.chunk_tokens}"
@@ -249,7 +246,7 @@ def profile_path(worker: ProbedWorker, name_of_device: str) -> Path:
 
 
 def write_profile(path: Path, profile: dict[str, Any]) -> None:
-    """Write the whole file or nothing: other servers may read it meanwhile. Raises OSError."""
+    """Write the profile atomically, since other servers may read it meanwhile. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
@@ -260,12 +257,12 @@ def write_profile(path: Path, profile: dict[str, Any]) -> None:
 
 
 def load_or_measure_cost(options: EngineOptions, worker: ProbedWorker) -> CostModel:
-    """The cost model that ``options.cost_profile`` asks for.
+    """Return the cost model that ``options.cost_profile`` asks for.
 
-    A file: what it says; raises CostProfileError when it cannot be used. ``estimate``: an estimate from the
-    architecture. ``auto``: the stored profile of this model and machine, if there is one; else a GPU is measured for a
-    few seconds and the result stored, and a CPU gets the estimate. Call this before the cache holds anything: measuring
-    writes into the KV pool.
+    A file name: that file; raises CostProfileError when it cannot be used. ``estimate``: an estimate from the
+    architecture. ``auto``: the stored profile of this model and machine, if there is one; else a GPU is
+    measured for a few seconds and the result stored, and a CPU gets the estimate. Call this before the cache
+    holds anything: measuring writes into the KV pool.
     """
     if options.cost_profile == "estimate":
         return estimate(worker)
@@ -277,7 +274,7 @@ def load_or_measure_cost(options: EngineOptions, worker: ProbedWorker) -> CostMo
         try:
             cost = from_file(path, worker.info.chunk_tokens)
         except CostProfileError as error:
-            log.warning("the stored cost profile cannot be used and is replaced: %s", error)
+            log.warning("replacing the stored cost profile, which cannot be used: %s", error)
         else:
             log.info("cost profile: %s", path)
             return cost
@@ -287,7 +284,6 @@ def load_or_measure_cost(options: EngineOptions, worker: ProbedWorker) -> CostMo
 
 
 def estimate(worker: ProbedWorker) -> CostModel:
-    """A cost model from the architecture alone."""
     arch = worker.arch
     return CostModel.estimate(
         layers=arch.num_layers,
@@ -300,7 +296,7 @@ def estimate(worker: ProbedWorker) -> CostModel:
 
 
 def from_file(path: Path, chunk_tokens: int) -> CostModel:
-    """The model in a file, measured with chunks of this size. Raises CostProfileError."""
+    """Read a profile, which must be measured with chunks of this size. Raises CostProfileError."""
     cost = CostModel.from_json(path)
     if cost.chunk_tokens != chunk_tokens:
         raise CostProfileError(
@@ -311,11 +307,11 @@ def from_file(path: Path, chunk_tokens: int) -> CostModel:
 
 
 def _quick(options: EngineOptions, worker: ProbedWorker, name: str, path: Path) -> CostModel:
-    log.info("cost profile: none stored for this model on %s; measuring one, a few seconds", name)
+    log.info("cost profile: none stored for this model on %s; measuring one for a few seconds", name)
     try:
         points = quick_points(worker)
     except ValueError as error:
-        log.info("cost profile: estimated, since %s", error)
+        log.info("cost profile: estimated, because %s", error)
         return estimate(worker)
     profile = describe(worker, options.model, points, device_name=name, repeats=QUICK_REPEATS)
     try:

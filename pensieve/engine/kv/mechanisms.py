@@ -1,10 +1,13 @@
-"""Two ways to move runs between the pools, which of them to take on this machine, and the calls of a swap-in.
+"""Two ways to move runs between the pools, the choice between them, and the calls of a swap-in.
 
-*batch* is the driver's ``cuMemcpyBatchAsync``, which feeds the copy engines. It has the whole link in both directions
-at once and disturbs a step beside it least, but takes a third to two thirds of a microsecond of CPU time a run, and two
-to three for a run of 16 KiB from the host (``bench/results/ops_swap_h200.md``). *kernel* is
-``pensieve.kernels.chunk_copy``: a few programs that read and write pinned memory in place. It is as fast at any size of
-run, and a launch costs the same for any number of runs, but both directions at once share what one alone could have.
+*batch* is the driver's ``cuMemcpyBatchAsync``, which feeds the copy engines. It can use the whole link in both
+directions at once and disturbs a concurrent step least. But it takes a third to two thirds of a microsecond of CPU
+time per run, and two to three for a run of 16 KiB from the host (``bench/results/ops_swap_h200.md``).
+
+*kernel* is ``pensieve.kernels.chunk_copy``: a few programs that read and write pinned memory in place. It is
+as fast at any size of run, and a launch costs the same for any number of runs. But both directions at once
+share the rate of one.
+
 Which is better depends on run size, direction, link and driver, so it is measured at start-up.
 """
 
@@ -27,20 +30,19 @@ from pensieve.kernels.chunk_copy import IN_PROGRAMS, OUT_PROGRAMS, WORD, ChunkCo
 
 MECHANISMS = ("auto", "batch", "kernel")
 TRIAL_BYTES, TRIAL_RUNS, TRIAL_LAYERS, TRIALS = 32 << 20, 2048, 8, 3
-"""A trial copies at most so many bytes in so many runs. It needs many runs: a few small ones would not fill the
-driver's queue, and look better than they are."""
+"""Limits of a trial copy. A few small runs would not fill the driver's queue and would look too fast."""
 STREAM_ORDER = 1
-"""CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: the source is read in its place in the stream, not when the call is made."""
+"""CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: the source is read at its place in the stream, not when the call is made."""
 VERSION = 12080
-"""The driver interface that first had the call: CUDA 12.8."""
+"""First driver API with the call: CUDA 12.8."""
 ENOUGH = 0.75
-"""The copy engines are taken when they reach this share of the kernel's rate, for the sake of what runs beside them:
-products that want all multiprocessors wait where a copy's programs sit. On an H200, a step of 256 tokens (9.4 ms of
-products) beside a swap-in of 420 MB took 10.1 ms by the copy engines, 12.0 ms by the kernel."""
+"""The copy engines are chosen from this fraction of the kernel's rate on, because they disturb concurrent work less:
+matrix products that use all multiprocessors wait where a copy's programs run. On an H200, a step of 256 tokens (9.4
+ms of products) during a swap-in of 420 MB took 10.1 ms with the copy engines, 12.0 ms with the kernel."""
 
 LARGEST_GROUP = 8
 CALL_BYTES = 4 << 20
-"""About 80 µs on the wire: twice what a call takes of CPU time."""
+"""About 80 µs on the wire: twice the CPU time of a call."""
 
 Addresses = npt.NDArray[np.uint64]
 
@@ -54,8 +56,6 @@ class RunCopy(Protocol):
 
 
 class _Attributes(ctypes.Structure):
-    """CUmemcpyAttributes."""
-
     _fields_ = (
         ("source_order", ctypes.c_int),
         ("source_hint", ctypes.c_int * 2),
@@ -68,7 +68,7 @@ class _Driver:
     """The one driver call that torch does not wrap."""
 
     def __init__(self) -> None:
-        """Raises OSError where the driver does not have it."""
+        """Raises OSError if the driver lacks the call."""
         library, found, status = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p(), ctypes.c_int()
         error = library.cuGetProcAddress_v2(
             b"cuMemcpyBatchAsync", ctypes.byref(found), VERSION, ctypes.c_uint64(0), ctypes.byref(status)
@@ -94,19 +94,19 @@ class _Driver:
 
 
 class BatchCopy:
-    """What ``ChunkCopy`` does, by the copy engines. The driver refuses it on the default stream."""
+    """``ChunkCopy`` with the copy engines. The driver refuses it on the default stream."""
 
     def __init__(self, dst: torch.Tensor, src: torch.Tensor) -> None:
-        """Raises OSError where the driver cannot do it."""
+        """Raises OSError if the driver lacks the call."""
         check_runs(dst, src)
         self._driver = _Driver()
-        self._dst, self._src = _Addresses(dst), _Addresses(src)
+        self._dst, self._src = _RunAddresses(dst), _RunAddresses(src)
         self._run_bytes = dst.shape[2] * WORD.itemsize
         self._sizes = np.empty(0, np.uint64)
         self._last: tuple[torch.Tensor, Addresses, Addresses] | None = None
 
     def __call__(self, pairs: torch.Tensor, *, first: int, count: int, layers: range) -> None:
-        """See ``ChunkCopy.__call__``; ``pairs`` on the host."""
+        """See ``ChunkCopy.__call__``; ``pairs`` must be on the host."""
         dst, src = (part[:, layers.start : layers.stop].ravel() for part in self._addresses(pairs))
         if len(self._sizes) < count:
             self._sizes = np.full(2 * count, self._run_bytes, dtype=np.uint64)
@@ -118,50 +118,46 @@ class BatchCopy:
         """There is nothing to compile."""
 
     def _addresses(self, pairs: torch.Tensor) -> tuple[Addresses, Addresses]:
-        """Where the runs of all layers begin, [n, L] each. They are kept, since several calls in a row copy one
-        list."""
+        """Return the addresses of all layers' runs, [n, L] each; cached for several calls in a row."""
         if self._last is None or self._last[0] is not pairs:
             pages = pairs.numpy().astype(np.int64)
-            self._last = pairs, self._dst.of(pages[:, 1]), self._src.of(pages[:, 0])
+            self._last = pairs, self._dst.for_pages(pages[:, 1]), self._src.for_pages(pages[:, 0])
         return self._last[1:]
 
 
-class _Addresses:
-    """Where the runs of a pool begin."""
-
+class _RunAddresses:
     def __init__(self, runs: torch.Tensor) -> None:
         self._page_bytes = runs.stride(1) * WORD.itemsize
         self._layers = runs.data_ptr() + np.arange(len(runs)) * (runs.stride(0) * WORD.itemsize)
 
-    def of(self, pages: Ints) -> Addresses:
-        """Where the runs of these pages begin, [n, L]."""
+    def for_pages(self, pages: Ints) -> Addresses:
+        """Return the addresses of these pages' runs, [n, L]."""
         return (self._layers + pages[:, None] * self._page_bytes).view(np.uint64)
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """How fast a mechanism copied some megabytes in runs of one size."""
+    """Speed of a mechanism, copying some megabytes in runs of one size."""
 
     gb_per_s: float
-    """From the call to the arrival of the last byte, when nothing else is under way."""
+    """From the call to the arrival of the last byte, on an idle link."""
     submit_us_per_run: float
-    """CPU time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The mechanism for one direction, and the trials by mechanism: none where there was no choice."""
+    """The mechanism for one direction, and the trials by mechanism; {} where there was no choice."""
 
     mechanism: str
     trials: dict[str, Trial]
 
 
 def make_copy(mechanism: str, dst: torch.Tensor, src: torch.Tensor) -> RunCopy:
-    """Copies from ``src`` to ``dst``. Raises ValueError for a mechanism that is unknown or impossible here."""
+    """Return a copy function from ``src`` to ``dst``. Raises ValueError for an unknown or unavailable mechanism."""
     if mechanism == "kernel":
         return ChunkCopy(dst, src, programs=IN_PROGRAMS if dst.is_cuda else OUT_PROGRAMS)
     if mechanism != "batch":
-        raise ValueError(f"swap mechanism {mechanism!r}: one of {', '.join(MECHANISMS)}")
+        raise ValueError(f"unknown swap mechanism {mechanism!r}: give one of {', '.join(MECHANISMS)}")
     try:
         return BatchCopy(dst, src)
     except OSError as error:
@@ -169,7 +165,7 @@ def make_copy(mechanism: str, dst: torch.Tensor, src: torch.Tensor) -> RunCopy:
 
 
 def calibrate(run_words: int, device: torch.device, *, inwards: bool) -> dict[str, Trial]:
-    """Try each mechanism that works here on runs of ``run_words`` words, with memory of its own.
+    """Measure each mechanism that works here on runs of ``run_words`` words, in temporary memory.
 
     Takes some tens of milliseconds, and the time to compile a kernel that is not in Triton's cache.
     """
@@ -181,23 +177,23 @@ def calibrate(run_words: int, device: torch.device, *, inwards: bool) -> dict[st
     pairs = torch.empty((pages, 2), dtype=torch.int32, pin_memory=True)
     pairs.numpy()[:] = np.stack([order.permutation(pages) for _ in range(2)], axis=1)
     dst, src = (inside, outside) if inwards else (outside, inside)
-    found = {"kernel": _try(make_copy("kernel", dst, src), pairs, run_words)}
-    # An older driver has one mechanism only, and nothing is left to choose.
+    found = {"kernel": _measure(make_copy("kernel", dst, src), pairs, run_words)}
+    # An older driver has only the kernel.
     with contextlib.suppress(OSError):
-        found["batch"] = _try(BatchCopy(dst, src), pairs, run_words)
+        found["batch"] = _measure(BatchCopy(dst, src), pairs, run_words)
     return found
 
 
 def choose(trials: dict[str, Trial]) -> Choice:
-    """The copy engines, unless they are clearly slower."""
+    """Choose the copy engines, unless they are clearly slower."""
     batch, kernel = trials.get("batch"), trials["kernel"]
     enough = batch is not None and batch.gb_per_s >= ENOUGH * kernel.gb_per_s
     return Choice("batch" if enough else "kernel", trials)
 
 
-def _try(copy: RunCopy, pairs: torch.Tensor, run_words: int) -> Trial:
-    """The best of some trials after one to warm up. Time is measured on the host: the driver sends small runs through
-    the CPU when nothing else is under way, and blocks when its queue is full."""
+def _measure(copy: RunCopy, pairs: torch.Tensor, run_words: int) -> Trial:
+    """Return the best of several trials after one to warm up. Time is measured on the host: the driver sends
+    small runs through the CPU when the link is idle, and blocks when its queue is full."""
     stream, total, submit = torch.cuda.Stream(), float("inf"), float("inf")
     runs = len(pairs) * TRIAL_LAYERS
     torch.cuda.synchronize()
@@ -213,10 +209,10 @@ def _try(copy: RunCopy, pairs: torch.Tensor, run_words: int) -> Trial:
 
 
 def layer_groups(num_layers: int) -> tuple[range, ...]:
-    """Layers that arrive together: 1, 1, 2, 4, 8, … and back to 1.
+    """Return the groups of layers that arrive together: 1, 1, 2, 4, 8, … and back to 1.
 
-    The first groups are small so that the model can begin, the last ones so that it has little left to do when they
-    have come; those between are larger so that there are few calls.
+    The first groups are small so that the model can begin, and the last so that little work remains after
+    they arrive. Those between are larger to save calls.
     """
     head: list[int] = []
     tail: list[int] = []
@@ -232,10 +228,10 @@ def layer_groups(num_layers: int) -> tuple[range, ...]:
 
 
 def calls_for(groups: Sequence[range], layer_bytes: int) -> Iterator[tuple[range, list[range]]]:
-    """The layers that each call brings in, and the groups that they are.
+    """Yield the layers that each call brings in, and the groups that they form.
 
-    A group that takes less time on the wire than the call for it takes on the CPU shares its call with the next ones.
-    ``layer_bytes``: bytes of all chunks in one layer.
+    A group that takes less time on the wire than its call takes on the CPU shares the call with the next
+    ones. ``layer_bytes``: bytes of all chunks in one layer.
     """
     together: list[range] = []
     for group in groups:

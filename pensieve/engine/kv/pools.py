@@ -1,14 +1,14 @@
-"""The two KV pools of a worker, the pinned memory of the host pool, and the copies between pools in plain memory.
+"""A worker's two KV pools, the pinned memory of the host pool, and the copies between pools in plain memory.
 
-Device pool ``[L, P, 2, Hkv, N, D]``: layer first, so that attention of one layer reads one slab and a layer can be
-waited for alone. Host pool ``[C, L, 2, Hkv, N, D]``: chunk first, so that an evicted chunk is one contiguous object.
-In both, keys and values of one page of one layer are one contiguous run: the unit that is copied. Beside a GPU the host
-pool is pinned, and ``pensieve.engine.kv.swap`` does the copies. The copies in this module are for plain memory, where a
-copy is done when its call returns.
+Device pool ``[L, P, 2, Hkv, N, D]``: layer first, so that attention of one layer reads one slab and a step
+can wait for a single layer. Host pool ``[C, L, 2, Hkv, N, D]``: chunk first, so that an evicted chunk is one
+contiguous object. In both, keys and values of one page of one layer are one contiguous run, the unit that is
+copied. With a GPU the host pool is pinned, and ``pensieve.engine.kv.swap`` does the copies. The copies in
+this module are for plain memory: they are done when the call returns.
 
-torch rounds its own pinned tensors up to the next power of two, which turns 40 GiB into 64. So ``PinnedMemory``
-allocates plain memory and registers it with CUDA once, when the server starts; that takes a while, so it says how far
-it is. (Its "pages" are the operating system's.)
+torch rounds its own pinned tensors up to the next power of two, which turns 40 GiB into 64. So
+``PinnedMemory`` allocates plain memory and registers it with CUDA once at start-up. That takes a while, so it
+shows its progress. (Its "pages" are the operating system's.)
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from pensieve.kernels import reference
 from pensieve.model.arch import Arch
 
 SEGMENT_BYTES = 1 << 30
-"""Registered at a time, so that progress can be shown and the driver's lock is not held for long."""
+"""Registered per call, so that progress can be shown and the driver's lock is held briefly."""
 TOUCH_BYTES = 64 << 20
-"""One thread fills so much at a time."""
+"""Filled by a thread at a time."""
 SHOW_AFTER_SECONDS = 2.0
 MOST_THREADS = 16
 
@@ -44,20 +44,17 @@ class PinnedMemory:
     """``num_bytes`` of zeros, page-aligned and registered with CUDA until ``close``."""
 
     def __init__(self, num_bytes: int, *, unit: int = 1, threads: int | None = None) -> None:
-        """``unit``: the bytes of the largest copy. No copy may straddle two registrations, so no unit is cut in two.
-
-        Raises RuntimeError when the memory cannot be had or registered.
-        """
+        """``unit``: bytes of the largest copy, which must not straddle two registrations. Raises RuntimeError."""
         self._registered: list[int] = []
         self.tensor = torch.zeros(0, dtype=torch.uint8)
         if num_bytes == 0:
             return
         memory = _map(num_bytes)
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            memory.madvise(mmap.MADV_HUGEPAGE)  # fewer, larger pages: quicker to fill and to register
+            memory.madvise(mmap.MADV_HUGEPAGE)  # fewer, larger pages: faster to fill and register
         self.tensor = torch.frombuffer(memory, dtype=torch.uint8)
-        # Memory that is unmapped while registered poisons whatever the system puts there next. The finaliser holds the
-        # tensor, so the registration goes first.
+        # Memory that is unmapped while registered corrupts whatever the system puts there next. The finaliser
+        # holds the tensor, so the registration ends first.
         self._finalizer = weakref.finalize(self, _unregister, self._registered, self.tensor)
         try:
             self._register(_segments(num_bytes, unit), threads or min(MOST_THREADS, os.cpu_count() or 1))
@@ -70,7 +67,7 @@ class PinnedMemory:
         _unregister(self._registered, self.tensor)
 
     def _register(self, segments: list[range], threads: int) -> None:
-        """Touch all pages from many threads, then register them: on its own the driver faults them in one by one."""
+        """Touch all pages from many threads, then register them: the driver alone would fault them in one by one."""
         cudart: Any = torch.cuda.cudart()
         base, values = self.tensor.data_ptr(), self.tensor.numpy()
         with _progress(segments[-1].stop) as advance, ThreadPoolExecutor(threads) as pool:
@@ -107,7 +104,7 @@ def _untouched(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 def _unregister(addresses: list[int], memory: torch.Tensor) -> None:
-    """Take back all registrations inside ``memory``, which is alive until this returns."""
+    """End all registrations inside ``memory``, which stays alive until this returns."""
     cudart: Any = torch.cuda.cudart() if addresses else None
     while addresses:
         torch.cuda.check_error(int(cudart.cudaHostUnregister(addresses.pop())))
@@ -119,14 +116,14 @@ def _touch(values: np.ndarray[tuple[int], np.dtype[np.uint8]], start: int, stop:
 
 
 def _segments(num_bytes: int, unit: int) -> list[range]:
-    """``[0, num_bytes)`` in registrations that begin at multiples of both a memory page and ``unit``."""
+    """Divide ``[0, num_bytes)`` into segments that begin at multiples of both a memory page and ``unit``."""
     step = unit * mmap.PAGESIZE // np.gcd(unit, mmap.PAGESIZE)
     size = int(max(1, SEGMENT_BYTES // step) * step)
     return [range(start, min(start + size, num_bytes)) for start in range(0, num_bytes, size)]
 
 
 class _Advance:
-    """Tells a progress bar how far it is, once the work has taken long enough to be worth one."""
+    """Advances a progress bar, which appears once the work has taken a while."""
 
     def __init__(self, progress: Progress, total: int) -> None:
         self._progress, self._total, self._done = progress, total, 0
@@ -149,7 +146,7 @@ def _progress(total: int) -> Iterator[_Advance]:
 
 
 class KvPools:
-    """The memory of both tiers. What of it is valid is the cache manager's knowledge alone."""
+    """The memory of both tiers. Only the cache manager knows which parts of it are valid."""
 
     def __init__(
         self,
@@ -161,13 +158,13 @@ class KvPools:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """Allocate both pools, zeroed. Raises RuntimeError when there is not that much memory.
+        """Allocate both pools, zeroed. Raises RuntimeError when memory runs out.
 
-        Pools in plain memory take it page by page as chunks are written; the operating system zeroes each page then.
+        In plain memory, the operating system provides and zeroes each page when a chunk first writes to it.
         """
         page = (2, arch.num_kv_heads, chunk_tokens, arch.head_dim)
         self.padding_page = device_chunks
-        """The page behind those that chunks get: the unused end of a page table points to it."""
+        """The page after those of chunks: unused entries of page tables point to it."""
         device_shape = (arch.num_layers, device_chunks + 1, *page)
         on_gpu = device.type == "cuda"
         self.device = (
@@ -185,7 +182,7 @@ class KvPools:
             self.host = _untouched(shape, dtype)
 
     def close(self) -> None:
-        """Unpin the host pool. No copy may be under way, and none may begin afterwards."""
+        """Unpin the host pool. No copy may be under way or begin afterwards."""
         if self._pinned is not None:
             self._pinned.close()
 
@@ -220,11 +217,7 @@ class KvPools:
 
 
 class LayerTransfers:
-    """One step's swap-in, layer by layer.
-
-    In plain memory a copy *is* the wait: each layer is copied when it is first needed. Layers are needed in their
-    order.
-    """
+    """One step's swap-in. In plain memory the wait does the copy: each layer is copied when first needed, in order."""
 
     def __init__(self, pools: KvPools, copies: Sequence[Copy]) -> None:
         self.seconds = 0.0
@@ -233,7 +226,7 @@ class LayerTransfers:
         self._src, self._dst = _numbers(copies)
 
     def wait(self, layer: int) -> None:
-        """Return when ``layer`` (and all before it) has arrived. Must precede the step's KV writes to that layer."""
+        """Return when ``layer`` and all before it have arrived. Call before the step writes KV to that layer."""
         if layer < self._arrived:
             return
         started = time.perf_counter()
@@ -243,11 +236,11 @@ class LayerTransfers:
         self.seconds += time.perf_counter() - started
 
     def finish(self) -> None:
-        """Return when all layers have arrived. A plan that swaps in but computes nothing needs this, too."""
+        """Return when all layers have arrived. A plan that swaps in without computing needs this, too."""
         self.wait(self._pools.num_layers - 1)
 
 
 def _numbers(copies: Sequence[Copy]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Source and target pages, int64 [n] each."""
+    """Return source and target pages, int64 [n] each."""
     pairs = torch.tensor([(copy.src, copy.dst) for copy in copies], dtype=torch.int64).view(-1, 2)
     return pairs[:, 0].contiguous(), pairs[:, 1].contiguous()

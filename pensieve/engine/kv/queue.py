@@ -1,14 +1,14 @@
-"""Which copy waits for what, so that plans take effect one after the other while three streams run side by side.
+"""The order of copies and steps: plans take effect one after the other while three streams run side by side.
 
 No torch.
 
-The compute stream runs the model, ``h2d`` brings pages in, ``d2h`` takes pages out; each does its work in order. Plans
-are handed over in their order. Per device page this module remembers the last compute work that *touched* it (read or
-may have written), the last copy that read it out and the last that wrote it in; per host page the last copy that saved
-it and the last that loaded it. A page's waits follow from those five numbers and nothing else:
+The compute stream runs the model, ``h2d`` brings pages in, ``d2h`` takes pages out; each does its work in order.
+Plans are submitted in order. For each device page this module records the last compute work that *touched* it (read
+or may have written), the last copy that read it out and the last that wrote it in. For each host page it records the
+last copy that saved it and the last that loaded it. A page's waits follow from those five numbers alone:
 
 ==============================  =============================================  ===================================
-work of plan n                  must come after                                because (what was lost without it)
+work of plan n                  must come after                                or else
 ==============================  =============================================  ===================================
 copy device page p → host h     the last compute work that touched p           h would get half a page
 ..                              the last copy that wrote p in                  h would get p's former content
@@ -25,16 +25,15 @@ the step, touching page p       earlier plans' copies that wrote p in          a
 layer l of the step             this plan's copies into layer l (``wait``)     likewise
 ==============================  =============================================  ===================================
 
-Copies out are not begun at once: they wait in a list and are fed to the device a little at a time, less while a copy in
-is under way. So the list is part of the order: before anything is queued that must come after a copy out, that copy and
-all before it in the list are begun. Nothing else can make a delayed copy out wrong, since everything that changes its
-source or target must come after it.
+Copies out do not begin at once. They wait in a list and are submitted a little at a time, less while a copy
+in is under way. So the list is part of the order: before any work is queued that must come after a copy out,
+that copy and all before it in the list are begun. A delayed copy out cannot go wrong in any other way, since
+all work that changes its source or target must come after it.
 
-No circle of waits can arise: work only ever waits for work that was queued before it.
+Waits cannot form a cycle: work only waits for work that was queued before it.
 
-The five numbers are tickets. Each lane counts its work, and *ticket n of a lane is done* means: so is all its work up
-to there. A wait for a ticket is therefore a wait for everything before it, and a lane that has waited for ticket n need
-not wait again for any smaller one.
+The five numbers are tickets. Each lane numbers its work. When ticket n of a lane is done, so is all its
+earlier work. So a lane that has waited for ticket n need not wait again for any smaller one.
 """
 
 from __future__ import annotations
@@ -55,14 +54,14 @@ Pairs = npt.NDArray[np.int32]
 """(source page, target page) per chunk, [n, 2]."""
 
 QUANTUM_BYTES = 4 << 20
-"""While a copy in is under way, so much is submitted of copies out, and no more than that is queued."""
+"""While a copy in is under way, copies out are submitted in pieces of this size, one at a time."""
 AHEAD_QUANTA = 16
-"""Otherwise so many quanta are queued, in one submission: 1.2 ms of a 55 GB/s link."""
+"""Otherwise this many quanta are queued in one submission: 1.2 ms of a 55 GB/s link."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What the pools hold. ``chunk_bytes`` counts all layers of a chunk."""
+    """Sizes of the pools. ``chunk_bytes`` counts all layers of a chunk."""
 
     device_pages: int
     host_pages: int
@@ -72,18 +71,18 @@ class Sizes:
 
 
 class Lanes(Protocol):
-    """The three streams and what is queued on them. Nothing here waits."""
+    """The three streams and the work queued on them. No call here waits."""
 
     def mark(self, lane: Lane) -> Mark:
-        """A point after everything queued on the lane so far."""
+        """Return a mark after all work queued on the lane so far."""
         ...
 
     def follow(self, lane: Lane, after: Lane, mark: Mark) -> None:
-        """What is queued on ``lane`` from now on begins only when ``mark`` of lane ``after`` is reached."""
+        """Make later work on ``lane`` wait for ``mark`` of lane ``after``."""
         ...
 
     def prepare(self, pairs: Pairs) -> object:
-        """Page pairs in the form that copies take. Whoever queues copies keeps it until they are done."""
+        """Convert page pairs to the form that copies take. The caller keeps the result until the copies are done."""
         ...
 
     def copy_out(self, prepared: object, first: int, count: int) -> None:
@@ -91,18 +90,17 @@ class Lanes(Protocol):
         ...
 
     def copy_in(self, prepared: object) -> None:
-        """Queue the copies of all layers, host to device, in their order, so that a step can wait for each layer."""
+        """Queue the copies of all layers, host to device, in order, so that a step can wait for each layer."""
         ...
 
     def copy_on_device(self, pairs: Pairs) -> None:
-        """Queue copies of all layers, device to device, on the compute lane; every page is read before any is
-        written."""
+        """Queue copies of all layers on the compute lane; every page is read before any is written."""
         ...
 
 
 @dataclass(slots=True)
 class _CopyOut:
-    """One plan's copies out, which wait to be queued; each pair has a ticket, from ``first_ticket`` on."""
+    """One plan's copies out that are not all queued yet; each pair has a ticket, from ``first_ticket`` on."""
 
     pairs: Pairs
     first_ticket: int
@@ -110,32 +108,31 @@ class _CopyOut:
     """Ticket of compute work that must be done first; likewise ``after_in``."""
     after_in: int
     next_run: int = 0
-    """The first run that has not been queued."""
+    """First run not yet queued."""
     prepared: object = None
 
 
 class SwapQueue:
-    """The order of all copies and steps. One thread uses it: ``before_step``, the step's kernels, ``after_step``."""
+    """Orders all copies and steps. One thread calls ``before_step``, queues the step and calls ``after_step``."""
 
     def __init__(self, lanes: Lanes, sizes: Sizes, *, pipelined: bool) -> None:
         self.lines = {lane: Timeline() for lane in Lane}
-        """How far each lane has come."""
         self._lanes, self._sizes, self._pipelined = lanes, sizes, pipelined
         self._touched, self._read_out, self._brought_in = _clocks(3, sizes.device_pages)
         self._saved, self._loaded = _clocks(2, sizes.host_pages)
         self._pages_of_step: tuple[Plan, npt.NDArray[np.int32]] | None = None
-        # (lane, after): the ticket of ``after`` up to which ``lane`` has been made to wait already.
+        # (lane, after): the latest ticket of ``after`` that ``lane`` already waits for.
         self._followed = {(lane, after): 0 for lane in Lane for after in Lane}
         self._waiting: deque[_CopyOut] = deque()
         self._ticket_out = 0
 
     @property
     def backlog(self) -> int:
-        """Chunks of launched plans that were not copied out when ``settle`` last looked."""
+        """Chunks of launched plans not copied out when ``settle`` was last called."""
         return self._ticket_out - self.lines[Lane.OUT].done
 
     def before_step(self, plan: Plan) -> None:
-        """Queue ``plan``'s copies, and make compute wait for what its step must not overtake.
+        """Queue ``plan``'s copies, and make compute wait for the copies that its step must not overtake.
 
         Raises ValueError when a copy names a page that does not exist.
         """
@@ -144,8 +141,8 @@ class SwapQueue:
             plan, "copies", plan.copies, self._sizes.device_pages, self._sizes.device_pages
         )
         come_in = self._pairs(plan, "swap_in", plan.swap_in, self._sizes.host_pages, self._sizes.device_pages)
-        # In the order in which a plan takes effect (``engine.plan``). The step is protected before this plan's copies
-        # in are queued: it waits for those layer by layer, and only for those of earlier plans as a whole.
+        # In the order in which a plan takes effect (``engine.plan``). The step is protected before this plan's
+        # copies in are queued: it waits for those layer by layer, and as a whole only for those of earlier plans.
         if len(out):
             self._take_out(out)
         if len(on_device):
@@ -157,16 +154,16 @@ class SwapQueue:
         self.feed()
 
     def after_step(self, plan: Plan) -> None:
-        """Take note that the step's kernels have been queued."""
+        """Record that the step's kernels have been queued."""
         if plan.spans:
             if plan.swap_in:
-                # Layer by layer, the step has waited for these, and so for all that came in before them.
+                # The step has waited for these layer by layer, and so for all earlier copies in.
                 self._followed[Lane.COMPUTE, Lane.IN] = self.lines[Lane.IN].last
             self._mark_compute(self._pages_touched(plan))
         self.feed()
 
     def feed(self) -> None:
-        """Begin copies out, as many as may be under way now."""
+        """Begin as many copies out as may be under way now."""
         line = self.lines[Lane.OUT]
         if not self._waiting and not line.busy:
             return
@@ -179,11 +176,9 @@ class SwapQueue:
             self._submit(max(1, (limit - line.queued_bytes) // run_bytes))
 
     def flush(self) -> None:
-        """Begin all copies out."""
         self._begin_out(self._ticket_out)
 
     def settle(self) -> None:
-        """Strike off what is done."""
         for line in self.lines.values():
             line.settle()
 
@@ -191,7 +186,7 @@ class SwapQueue:
 
     def _take_out(self, pairs: Pairs) -> None:
         source, target = pairs[:, 0], pairs[:, 1]
-        # The waits are fixed now, by what the clocks say when the plan is launched; the copy is begun later.
+        # The waits are fixed now, by the tickets at launch; the copy begins later.
         after_compute = int(self._touched[source].max())
         after_in = int(max(self._brought_in[source].max(), self._loaded[target].max()))
         tickets = self._ticket_out + 1 + np.arange(len(pairs))
@@ -222,35 +217,35 @@ class SwapQueue:
             self._after(Lane.COMPUTE, Lane.IN, line.last)
 
     def _protect_step(self, plan: Plan) -> None:
-        """Keep the step behind earlier plans' copies. For this plan's own copies in each layer waits by itself."""
+        """Make the step wait for earlier plans' copies. For this plan's own copies in, each layer waits by itself."""
         touched = self._pages_touched(plan)
         self._after(Lane.COMPUTE, Lane.IN, self._pending(Lane.IN, self._brought_in[touched]))
         if self._pending(Lane.OUT, self._read_out[touched]):
-            # Reading a page beside a copy out of it does no harm, writing it does. Which pages the step writes takes
-            # time to find out, and is asked only when a copy out of any of its pages is still to come.
+            # A step may read a page during a copy out of it, but not write it. Finding the pages that it
+            # writes takes time, so it is done only when a copy out of any of its pages is pending.
             written = _pages_written(plan, self._sizes.page_tokens)
             self._after(Lane.COMPUTE, Lane.OUT, int(self._read_out[written].max(initial=0)))
 
-    # -- what all of them are made of: waits, marks, submissions -----------------------------------------------------
+    # -- common parts: waits, marks, submissions ---------------------------------------------------------------------
 
     def _after(self, lane: Lane, after: Lane, ticket: int) -> None:
-        """Make ``lane`` wait for a ticket of ``after``: the only place where a lane is made to wait for another."""
+        """Make ``lane`` wait for a ticket of ``after``. Lanes wait for each other nowhere else."""
         if ticket <= self._followed[lane, after]:
             return
         if after is Lane.OUT:
-            self._begin_out(ticket)  # nobody can wait for a copy that is not queued
+            self._begin_out(ticket)  # only a queued copy can be waited for
         work = self.lines[after].first_at(ticket)
         self._followed[lane, after] = ticket if work is None else work.ticket
         if work is not None:
             self._lanes.follow(lane, after, work.end)
 
     def _pending(self, after: Lane, tickets: Ints) -> int:
-        """The latest of these tickets of a lane, or 0 if that is done already."""
+        """Return the latest of these tickets of a lane, or 0 if it is done already."""
         latest = int(tickets.max(initial=0))
         return latest if latest > self.lines[after].done else 0
 
     def _mark_compute(self, touched: npt.NDArray[np.int32]) -> None:
-        """Give the compute work queued so far a ticket, and note that its newest part touched these pages."""
+        """Give the compute work queued so far a ticket, and record that its newest part touched these pages."""
         line = self.lines[Lane.COMPUTE]
         line.settle()
         line.add(LaneWork(line.last + 1, self._lanes.mark(Lane.COMPUTE)))
@@ -270,7 +265,7 @@ class SwapQueue:
         self._after(Lane.OUT, Lane.IN, head.after_in)
         if head.prepared is None:
             head.prepared = self._lanes.prepare(head.pairs)
-        # A submission may end in the middle of a chunk. Its ticket is then that of the last chunk that is complete.
+        # A submission may end in the middle of a chunk. Its ticket is then that of the last complete chunk.
         runs = min(most_runs, len(head.pairs) * layers - head.next_run)
         begin = self._lanes.mark(Lane.OUT)
         self._lanes.copy_out(head.prepared, head.next_run, runs)
@@ -283,7 +278,7 @@ class SwapQueue:
             self._waiting.popleft()
 
     def _pages_touched(self, plan: Plan) -> npt.NDArray[np.int32]:
-        """All pages that the step may read or write; they are put together once per plan."""
+        """Return all pages that the step may read or write; computed once per plan."""
         if self._pages_of_step is None or self._pages_of_step[0] is not plan:
             self._pages_of_step = plan, np.concatenate(plan.page_tables)
         return self._pages_of_step[1]
@@ -296,12 +291,12 @@ class SwapQueue:
 
 
 def _clocks(count: int, pages: int) -> Ints:
-    """Tickets of the last use of each page, one row for each of ``count`` uses; 0: never used."""
+    """Return the tickets of the last use of each page, one row for each of ``count`` uses; 0: never used."""
     return np.zeros((count, pages), dtype=np.int64)
 
 
 def _pages_written(plan: Plan, page_tokens: int) -> npt.NDArray[np.int32]:
-    """The pages into which the step puts its tokens' keys and values."""
+    """Return the pages to which the step writes KV."""
     parts = [
         plan.page_tables[span.page_table][span.start // page_tokens : -(-span.end // page_tokens)]
         for span in plan.spans

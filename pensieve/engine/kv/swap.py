@@ -1,7 +1,7 @@
-"""Swapping beside the model: copies of coming and leaving chunks run while steps run.
+"""Swapping alongside the model: chunks are copied in and out while steps run.
 
-``queue`` says which work waits for which, and why; ``mechanisms`` chooses how the bytes move; ``CudaLanes`` queues it
-on three CUDA streams. A worker calls, from one thread and for each plan in its order::
+``queue`` orders the work and says why; ``mechanisms`` chooses how the bytes move; ``CudaLanes`` queues it on
+three CUDA streams. A worker calls, from one thread and for each plan in order::
 
     swap.before_step(plan)
     ... queue the step's kernels on the compute stream; in each, before layer l's KV is written: swap.wait(l) ...
@@ -43,11 +43,11 @@ class CudaLanes:
     """``queue.Lanes`` on one GPU. The host pool must be pinned."""
 
     def __init__(self, pools: KvPools, compute: torch.cuda.Stream, *, mechanism: str, verify: bool) -> None:
-        """Raises ValueError for a mechanism that is unknown or impossible here."""
+        """Raises ValueError for an unknown or unavailable mechanism."""
         self._pools = pools
         self._inside, outside = runs_of(pools.device), runs_of(pools.host, chunk_first=True)
         device = pools.device.device
-        # A step waits for its copies in, so these go first where programs compete for multiprocessors.
+        # A step waits for its copies in, so they get priority where programs compete for multiprocessors.
         self.streams = {
             Lane.COMPUTE: compute,
             Lane.IN: torch.cuda.Stream(device, priority=-1),
@@ -68,8 +68,8 @@ class CudaLanes:
         self.groups = layer_groups(pools.num_layers)
         self._arrived = {group.start: torch.cuda.Event(external=True) for group in self.groups}
         for event in self._arrived.values():
-            # torch makes an event when it is first recorded, and a graph drops the wait for an event that is not made
-            # yet.
+            # torch creates an event when it is first recorded, and graph capture drops a wait for an event
+            # that does not exist yet.
             event.record(self.streams[Lane.IN])
         self._failed = torch.zeros(len(pools.host), dtype=torch.int32, pin_memory=True)
         self._checksum = ChunkChecksum(self._inside, len(pools.host), self._failed) if verify else None
@@ -80,31 +80,28 @@ class CudaLanes:
             choice = choose(calibrate(dst.shape[2], self._inside.device, inwards=lane is Lane.IN))
         self.choices[lane] = choice
         measured = ", ".join(
-            f"{name} {trial.gb_per_s:.1f} GB/s {trial.submit_us_per_run:.2f} µs CPU a run"
+            f"{name} {trial.gb_per_s:.1f} GB/s {trial.submit_us_per_run:.2f} µs CPU per run"
             for name, trial in choice.trials.items()
         )
-        log.info("swap %s by %s (%s)", lane.value, choice.mechanism, measured or "as asked for")
+        log.info("swap %s by %s (%s)", lane.value, choice.mechanism, measured or "as requested")
         return make_copy(choice.mechanism, dst, src)
 
     def mark(self, lane: Lane) -> Mark:
-        """See ``Lanes.mark``."""
         event = torch.cuda.Event(enable_timing=lane is not Lane.COMPUTE)
         event.record(self.streams[lane])
         return event
 
     def follow(self, lane: Lane, after: Lane, mark: Mark) -> None:
-        """See ``Lanes.follow``."""
         assert isinstance(mark, torch.cuda.Event)
         self.streams[lane].wait_event(mark)
 
     def prepare(self, pairs: Pairs) -> torch.Tensor:
-        """See ``Lanes.prepare``: int32 [n, 2], pinned, so that kernels can read it where it is."""
+        """See ``Lanes.prepare``: int32 [n, 2], pinned, so that kernels can read it in place."""
         prepared = torch.empty(pairs.shape, dtype=torch.int32, pin_memory=True)
         prepared.numpy()[:] = pairs
         return prepared
 
     def copy_out(self, prepared: object, first: int, count: int) -> None:
-        """See ``Lanes.copy_out``."""
         assert isinstance(prepared, torch.Tensor)
         with torch.cuda.stream(self.streams[Lane.OUT]):
             self._out(prepared, first=first, count=count, layers=range(self._pools.num_layers))
@@ -112,10 +109,9 @@ class CudaLanes:
                 self._checksum.keep(prepared, first, count)
 
     def copy_in(self, prepared: object) -> None:
-        """See ``Lanes.copy_in``."""
         assert isinstance(prepared, torch.Tensor)
         with torch.cuda.stream(self.streams[Lane.IN]):
-            # An event per group of layers: the model waits at a group's first layer for the whole group.
+            # One event per group of layers: the model waits at a group's first layer for the whole group.
             for layers, groups in calls_for(self.groups, len(prepared) * self._run_bytes):
                 self._in(prepared, first=0, count=len(prepared) * len(layers), layers=layers)
                 if self._checksum is not None:
@@ -124,12 +120,12 @@ class CudaLanes:
                     self._arrived[group.start].record()
 
     def copy_on_device(self, pairs: Pairs) -> None:
-        """See ``Lanes.copy_on_device``."""
         with torch.cuda.stream(self.streams[Lane.COMPUTE]):
-            # torch may free pinned memory behind its own copies only: numbers go to the device before they are used.
+            # torch keeps pinned memory alive only for its own copies: the numbers go to the device before
+            # they are used.
             numbers = self.prepare(pairs).to(self._inside.device, non_blocking=True)
             if np.isin(pairs[:, 0], pairs[:, 1]).any():
-                # Some page is both read and written: all reads of a layer first.
+                # Some page is both read and written: do all reads of a layer first.
                 source, target = numbers.long().unbind(1)
                 for layer in self._inside:
                     layer.index_copy_(0, target, layer.index_select(0, source))
@@ -137,40 +133,38 @@ class CudaLanes:
                 self._on_device(numbers)
 
     def wait(self, layer: int) -> None:
-        """Make the current stream wait for the last copy in of ``layer``. Can be captured: a replay waits for the copy
-        that was queued last before the replay was launched."""
+        """See ``SwapEngine.wait``."""
         event = self._arrived.get(layer)
         if event is not None:
             event.wait()
 
     def failed_pages(self) -> list[int]:
-        """Host pages whose chunks are known to have come back other than they had left. Does not wait."""
+        """Return the host pages whose chunks are known to have come back changed. Does not wait."""
         return [int(page) for page in np.flatnonzero(self._failed.numpy())]
 
     def synchronize(self) -> None:
-        """Wait for both copy streams."""
         self.streams[Lane.IN].synchronize()
         self.streams[Lane.OUT].synchronize()
 
 
 class RestoreMismatch(RuntimeError):
-    """A chunk came back from the host other than it had left. The KV of its session is wrong."""
+    """A chunk came back from the host changed. The KV of its session is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
 class SwapCounters:
-    """Copies that ended since the counters were last read. Seconds count time on the wire, not waiting for a turn."""
+    """Copies completed since the counters were last read. Seconds are time on the wire, without time in the queue."""
 
     in_bytes: int
     out_bytes: int
     in_seconds: float
     out_seconds: float
     backlog: int
-    """Chunks of launched plans that have not been copied out yet."""
+    """Chunks of launched plans not yet copied out."""
 
 
 class SwapEngine:
-    """All copies between the pools of one worker, in the right order beside its steps."""
+    """All copies between the pools of one worker, in the right order with its steps."""
 
     lanes_type: ClassVar[type[CudaLanes]] = CudaLanes
 
@@ -183,11 +177,9 @@ class SwapEngine:
         mechanism: str = "auto",
         verify: bool = False,
     ) -> None:
-        """``pipelined``: a step may begin before all that it swaps in is there. ``mechanism``: one of
-        ``mechanisms.MECHANISMS``. ``verify``: chunks are checked when they are back. Steps run on ``compute``.
-
-        Raises ValueError for a mechanism that is unknown or impossible here.
-        """
+        """``pipelined``: steps begin before their swap-in is complete. ``mechanism``: one of
+        ``mechanisms.MECHANISMS``. ``verify``: check chunks when they return. Raises ValueError for an unknown
+        or unavailable mechanism."""
         self._lanes = self.lanes_type(pools, compute, mechanism=mechanism, verify=verify)
         sizes = Sizes(
             device_pages=pools.padding_page,
@@ -205,29 +197,24 @@ class SwapEngine:
         return self._lanes
 
     def before_step(self, plan: Plan) -> None:
-        """Queue the plan's copies, and make compute wait for what the step must not overtake.
-
-        Raises ValueError when a copy names a page that does not exist.
-        """
+        """See ``SwapQueue.before_step``. Raises ValueError when a copy names a page that does not exist."""
         self._queue.before_step(plan)
 
     def wait(self, layer: int) -> None:
         """Make the current stream wait until ``layer`` has been swapped in.
 
-        This may be captured in a CUDA graph: each replay then waits for what was last swapped in before it was
-        launched. A step with spans whose plan swaps in must call it for every layer.
+        Can be captured in a CUDA graph: each replay waits for the last swap-in before its launch. A step with
+        spans whose plan swaps in must call it for every layer.
         """
         self._lanes.wait(layer)
 
     def after_step(self, plan: Plan) -> None:
-        """Take note that the step's kernels have been queued, or that there were none."""
+        """Record that the step's kernels have been queued, or that there were none."""
         self._queue.after_step(plan)
 
     def counters(self) -> SwapCounters:
-        """What has ended since the last call. This does not wait.
-
-        Raises RestoreMismatch when a restored chunk was found to differ.
-        """
+        """Return what was copied since the last call, without waiting. Raises RestoreMismatch if a chunk came
+        back changed."""
         self._queue.settle()
         self._queue.feed()
         self._check()
@@ -245,7 +232,7 @@ class SwapEngine:
         )
 
     def drain(self) -> None:
-        """Copy out everything that launched plans swap out, and wait for all copies."""
+        """Finish all copies out of launched plans, and wait for all copies."""
         self._queue.flush()
         self._lanes.synchronize()
         self._queue.settle()
@@ -258,4 +245,4 @@ class SwapEngine:
     def _check(self) -> None:
         failed = self._lanes.failed_pages()
         if failed:
-            raise RestoreMismatch(f"host chunks {failed} came back other than they had left")
+            raise RestoreMismatch(f"host chunks {failed} came back changed")

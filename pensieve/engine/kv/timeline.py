@@ -1,4 +1,4 @@
-"""How far a stream has come: marks in its work, by ticket. No torch."""
+"""Progress of a stream: marks in its work, by ticket. No torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 
 class Lane(enum.Enum):
-    """One of the three streams, each of which does its work in the order in which it was queued."""
+    """One of the three streams. Each does its work in the order in which it was queued."""
 
     COMPUTE = "compute"
     IN = "h2d"
@@ -26,31 +26,31 @@ class Mark(Protocol):
         ...
 
     def elapsed_time(self, end_event: Any) -> float:
-        """Milliseconds from here to a later point of the same lane; both have been reached."""
+        """Return the milliseconds from here to a later point of the same lane; both must have been reached."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class LaneWork:
-    """A piece of work that was queued on a lane."""
+    """A piece of work queued on a lane."""
 
     ticket: int
-    """Everything of this lane up to this ticket is done when this piece is."""
+    """When this piece is done, all work of the lane up to this ticket is."""
     end: Mark
     begin: Mark | None = None
     num_bytes: int = 0
     keep: object = None
-    """Something that must not be freed before the work is done."""
+    """Object that must stay alive until the work is done."""
 
 
 class Timeline:
-    """The unfinished work of one lane, with totals of what has finished. Tickets only grow."""
+    """The unfinished work of one lane, and totals of the finished work. Tickets only grow."""
 
     def __init__(self) -> None:
         self.last = 0
-        """Ticket of the work queued last."""
+        """Ticket of the latest queued work."""
         self.done = 0
-        """Ticket up to which the work is known to be done."""
+        """Ticket up to which all work is known to be done."""
         self.queued_bytes = 0
         self.finished_bytes = 0
         self.finished_seconds = 0.0
@@ -58,18 +58,18 @@ class Timeline:
 
     @property
     def busy(self) -> bool:
-        """Whether something was still under way when ``settle`` last looked."""
+        """Whether work was unfinished when ``settle`` was last called."""
         return bool(self._works)
 
     def add(self, work: LaneWork) -> None:
-        """Take in the piece of work that was queued last."""
+        """Add the piece of work that was queued last."""
         assert work.ticket >= self.last
         self.last = work.ticket
         self.queued_bytes += work.num_bytes
         self._works.append(work)
 
     def settle(self) -> None:
-        """Strike off the work that is done. Does not wait."""
+        """Remove finished work. Does not wait."""
         while self._works and self._works[0].end.query():
             work = self._works.popleft()
             self.done = work.ticket
@@ -79,8 +79,8 @@ class Timeline:
                 self.finished_seconds += work.begin.elapsed_time(work.end) / 1e3
 
     def first_at(self, ticket: int) -> LaneWork | None:
-        """The first piece of work with which everything up to ``ticket`` is done; None when it is already."""
-        assert ticket <= self.last, f"nobody has queued ticket {ticket} yet"
+        """Return the first piece of work that completes all up to ``ticket``; None when that is done."""
+        assert ticket <= self.last, f"ticket {ticket} has not been queued yet"
         self.settle()
         if ticket <= self.done:
             return None

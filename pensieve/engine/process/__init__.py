@@ -1,4 +1,4 @@
-"""The engine's loop and the process around it: frames in, steps, frames out.
+"""The engine's loop and the process around it: commands in, steps, reports out.
 
 May import: config, core, engine.messages, engine.plan, errors, frames, lifeline, logs.
 """

@@ -1,11 +1,12 @@
 """Main of the engine process: ``python -P -m pensieve.engine.process.host --fd N``.
 
-The process inherits one end of a socket pair. The first frame is its ``EngineOptions``, then come ``Command``s; it
-answers with ``Report``s. Whatever goes wrong is written to stderr, its last line saying why, and ends the process with
-status 1 (2: options that cannot be followed). The front end starts a new one. It lives no longer than the front end:
-it leaves when the other end of the pair closes, and the kernel kills it should it be stuck in a step at that time.
-SIGINT, SIGTERM and SIGHUP, which a terminal and a service manager send to both, are for the front end to act on: it
-drains and says ``Stop``.
+The process inherits one end of a socket pair. It reads its ``EngineOptions`` as the first frame, then
+``Command``s, and answers with ``Report``s. An error is written to stderr, with the cause in the last line,
+and ends the process with status 1 (2: options that cannot be followed). The front end then starts a new one.
+
+The process does not outlive the front end: it leaves when the other end of the pair closes, and the kernel
+kills it if it is stuck in a step then. It ignores SIGINT, SIGTERM and SIGHUP, which a terminal or service
+manager sends to both processes: the front end drains and sends ``Stop``.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from pensieve.frames import FrameSocket, PeerClosed, decoder_for
 from pensieve.lifeline import die_with_parent, leave_signals_to_parent
 from pensieve.logs import configure_logging
 
-log = logging.getLogger("pensieve.engine.process.host")  # Also when this module is __main__.
+log = logging.getLogger("pensieve.engine.process.host")  # also when this module is __main__
 
 FAILURE_PREFIX: Final = "engine: "
 """Begins the last line on stderr of an engine that failed."""
 REFUSED: Final = 2
-"""Exit status of an engine that cannot follow its options, or serve the model: no other start will do better."""
+"""Exit status when the options cannot be followed or the model cannot be served: a restart would not help."""
 DEFAULT_BUILDER: Final = "pensieve.engine.build:build_engine"
 _OPTIONS_TIMEOUT_S: Final = 30.0
 
@@ -55,17 +56,17 @@ class SocketChannel:
 
 
 def load_builder(dotted: str) -> Builder:
-    """The function that ``package.module:name`` names. Importing the default one imports torch."""
+    """Import the function named by ``package.module:name``. Importing the default one imports torch."""
     module, _, name = dotted.partition(":")
     builder: Any = getattr(importlib.import_module(module), name)
     return cast(Builder, builder)
 
 
 def _read_options(frames: FrameSocket) -> EngineOptions:
-    """The first frame. It comes alone: the front end sends commands only after ``EngineReady``."""
+    """Read the first frame. It comes alone: the front end sends commands only after ``EngineReady``."""
     options: list[EngineOptions] = frames.receive(decoder_for(EngineOptions), _OPTIONS_TIMEOUT_S)
     if len(options) != 1:
-        raise PeerClosed("no options came from the front end")
+        raise PeerClosed("the front end sent no options")
     return options[0]
 
 
@@ -73,7 +74,7 @@ def _build(builder: str, options: EngineOptions) -> HostedEngine:
     try:
         return load_builder(builder)(options)
     except PensieveError:
-        raise  # A reason that an operator can act on (no such model, a pool too large): no traceback.
+        raise  # An operator can act on this (no such model, a pool too large): no traceback.
     except Exception:
         log.exception("engine did not start")
         raise
@@ -88,7 +89,7 @@ def _run(engine: HostedEngine, channel: SocketChannel) -> None:
     except PeerClosed:
         raise
     except Exception:
-        # Never carry on: what the step has half done is unknown.
+        # Do not continue: the state after half a step is unknown.
         log.exception("engine failed", extra={"requests": engine.announcer.requests})
         raise
     finally:
@@ -96,20 +97,20 @@ def _run(engine: HostedEngine, channel: SocketChannel) -> None:
 
 
 def serve(fd: int, parent: int, builder: str) -> int:
-    """Run an engine on the socket ``fd`` to its end; returns the exit status."""
+    """Run an engine on the socket ``fd`` to its end; return the exit status."""
     frames = FrameSocket(socket.socket(fileno=fd))
     try:
         if not die_with_parent(parent):
             raise PeerClosed("the front end was gone before the engine started")
         options = _read_options(frames)
         engine = _build(builder, options)
-        # What is here now stays: the collector need not walk through it, which would stop a step for milliseconds.
+        # Objects that exist now stay. The collector need not scan them, which would stop a step for milliseconds.
         gc.collect()
         gc.freeze()
         log.info("engine ready")
         _run(engine, SocketChannel(frames))
     except PeerClosed as error:
-        log.info("engine leaves: %s", error)
+        log.info("engine exits: %s", error)
         return 0
     except PensieveError as error:
         return _failed(error.message, REFUSED if isinstance(error, InvalidArgument) else 1)
@@ -121,7 +122,7 @@ def serve(fd: int, parent: int, builder: str) -> int:
 
 
 def _failed(why: str, status: int = 1) -> int:
-    """Say why in one plain last line on stderr, whatever the log format: the front end passes it on."""
+    """Write the cause as one plain last line on stderr, whatever the log format: the front end passes it on."""
     print(f"{FAILURE_PREFIX}{' '.join(why.split())}", file=sys.stderr, flush=True)
     return status
 

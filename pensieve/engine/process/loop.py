@@ -1,12 +1,12 @@
-"""The loop around an engine, the same in a process of its own and in a thread of a test. No torch here.
+"""The loop around an engine, the same in its own process and in a thread of a test. No torch.
 
-One iteration: take the commands that have arrived, make one step if there is work, report. With work, nothing is
-waited for; without, the loop sleeps until a command comes and reports every ``HEARTBEAT_S`` that it is alive. Each
-iteration sends at most one ``Report``, so the cost of talking does not grow with the batch, and one before a step that
-is unlike the step before (``StepAnnouncer``), so that whoever watches knows how long it may take.
+Each iteration takes the commands that have arrived, makes one step if there is work, and reports. With work it never
+waits; without, it sleeps until a command arrives and sends a heartbeat every ``HEARTBEAT_S``. It sends at most one
+``Report`` per iteration, so the cost of communication does not grow with the batch. Before a step unlike the
+previous one it sends another (``StepAnnouncer``), so that a watchdog knows how long the step may take.
 
-An exception out of the engine leaves the loop: what a step has half done is unknown (on a GPU the whole context may
-be poisoned), so nobody may carry on with this engine. Its owner starts another.
+An exception from the engine ends the loop: the state after half a step is unknown (on a GPU the whole context
+may be poisoned), so this engine must not continue. Its owner starts another.
 """
 
 from __future__ import annotations
@@ -37,23 +37,22 @@ _BLOCKED_S: Final = 0.005
 """Pause after a step that could do nothing although work waits, so that waiting does not burn a core."""
 
 
-MOST_NAMED: Final = 8
+MAX_SESSIONS_NAMED: Final = 8
 
 
 class StepAnnouncer:
-    """One per engine. Silent until ``send`` is set, and while a step is like the one before: the same requests, and as
-    many tokens within a factor of two."""
+    """Announces steps that differ from the one before in their requests or, by a factor of two, in their tokens."""
 
     def __init__(self, owner: Callable[[RequestKey], RequestKey] = lambda key: key) -> None:
-        """``owner``: the request that a front end knows, of one that the engine made for it."""
+        """``owner``: maps a request that the engine created to the one that the front end knows."""
         self.send: Callable[[Stepping], None] | None = None
         self.owner = owner
         self.requests: frozenset[RequestKey] = frozenset()
-        """Those that the engine is, or was last, at work on."""
+        """Requests of the current or latest step."""
         self._last: tuple[int, frozenset[RequestKey]] | None = None
 
     def announce_plan(self, plan: Plan, running: Plan | None = None) -> None:
-        """``plan`` is about to run, maybe behind another that is ``running`` still."""
+        """Announce that ``plan`` is about to run, maybe after the ``running`` one."""
         if self.send is None:
             return
         plans = (plan,) if running is None else (plan, running)
@@ -61,7 +60,7 @@ class StepAnnouncer:
         self.announce(max(one.num_tokens for one in plans), requests)
 
     def announce(self, tokens: int, requests: frozenset[RequestKey]) -> None:
-        """A step of so many tokens, for these requests, is about to run."""
+        """Announce a step of ``tokens`` tokens for these requests."""
         self.requests = requests
         news = tokens.bit_length(), requests
         if self.send is not None and news != self._last:
@@ -70,7 +69,7 @@ class StepAnnouncer:
 
     @contextmanager
     def attribute_failures(self, requests: Iterable[int]) -> Iterator[None]:
-        """What goes wrong inside may be the fault of each of these."""
+        """Attribute an exception inside the context to these requests."""
         try:
             yield
         except Exception:
@@ -81,27 +80,24 @@ class StepAnnouncer:
 
 
 class RequestLogFilter(logging.Filter):
-    """A filter for log handlers: ``extra={"requests": …}`` becomes ``session`` and ``tenant``, as in lines of the front
-    end, or ``sessions`` (the first of them, as ``tenant/id``) and how many ``requests`` there are.
-
-    Any thread may log. Told of requests by the engine's loop.
-    """
+    """Replaces ``extra={"requests": …}`` in log records by ``session`` and ``tenant``, as in the front end's
+    lines; or by the first ``sessions`` (as ``tenant/id``) and the number of ``requests``. Any thread may log."""
 
     def __init__(self) -> None:
         super().__init__()
         self._sessions: dict[int, str] = {}
         self.owner: Callable[[RequestKey], RequestKey] = lambda key: key
-        """The request that a front end knows, of one that the engine made for it."""
+        """Maps a request that the engine created to the one that the front end knows."""
 
     def on_command(self, command: Command) -> None:
-        """The engine takes this in."""
+        """Note the session of a submitted request."""
         if isinstance(command, Submit):
             self._sessions[command.request] = command.session
         elif isinstance(command, Cancel) and command.candidate is None:
             self._sessions.pop(command.request, None)
 
     def on_events(self, events: Iterable[Event]) -> None:
-        """The engine tells this."""
+        """Forget the requests that these events end."""
         for event in events:
             if isinstance(event, Finished | Failed):
                 self._sessions.pop(event.request, None)
@@ -118,11 +114,11 @@ class RequestLogFilter(logging.Filter):
         if len(known) == 1:
             tenant, _, session = known[0].partition("/")
             return {"session": session, "tenant": tenant}
-        return {"sessions": known[:MOST_NAMED], "requests": len(owners)} if known else {}
+        return {"sessions": known[:MAX_SESSIONS_NAMED], "requests": len(owners)} if known else {}
 
 
 class HostedEngine(Protocol):
-    """What the loop needs of an engine; ``engine.engine.Engine`` is the one that serves."""
+    """The loop's view of an engine; ``engine.engine.Engine`` implements it."""
 
     def ready(self) -> EngineReady: ...
 
@@ -133,9 +129,7 @@ class HostedEngine(Protocol):
         ...
 
     @property
-    def announcer(self) -> StepAnnouncer:
-        """Through it the engine says what each step is about to do."""
-        ...
+    def announcer(self) -> StepAnnouncer: ...
 
     @property
     def has_work(self) -> bool: ...
@@ -149,23 +143,20 @@ class CommandChannel(Protocol):
     """The loop's end of the link to the front end: commands come in, reports go out."""
 
     def receive(self, timeout: float) -> list[Command]:
-        """Commands that have arrived; waits up to ``timeout`` for the first. Raises PeerClosed."""
+        """Return the commands that have arrived; wait up to ``timeout`` for the first. Raises PeerClosed."""
         ...
 
     def send(self, report: Report) -> None:
-        """Hand over one report. Raises PeerClosed."""
+        """Send one report. Raises PeerClosed."""
         ...
 
 
 def run_engine(engine: HostedEngine, channel: CommandChannel, names: RequestLogFilter | None = None) -> None:
-    """Serve until ``Stop`` arrives. Raises PeerClosed when the other end is gone, else what the engine raises.
-
-    ``names`` learns whose requests are at work.
-    """
+    """Serve until ``Stop`` arrives. Raises PeerClosed when the other end is gone, else what the engine raises."""
     names = names if names is not None else RequestLogFilter()
     names.owner = engine.announcer.owner
     stats = engine.stats()
-    # So that whoever waits for the engine knows what it can do before it sends the first command.
+    # The front end learns what the engine can do before it sends the first command.
     channel.send(Report(events=(engine.ready(),), stats=stats))
 
     def announce(event: Stepping) -> None:

@@ -1,7 +1,7 @@
 """Decides what each step computes, and for which requests. No torch.
 
-``scheduler`` plans a step and takes in its result; ``request`` is one generation and its states, ``queue`` those that
-wait, ``running`` those that run and how they make room for each other, ``warming`` those that no turn has asked for.
+``scheduler`` plans a step and takes in its result. ``request`` is one generation and its states, ``queue`` the
+waiting requests, ``running`` the batch and how its requests make room for each other, ``warming`` the warm-ups.
 
 May import: config, core, engine.cache, engine.messages, engine.plan.
 """

@@ -1,14 +1,13 @@
-"""Who is next: the queue between tenants, and what each of them may take of a step and of the batch.
+"""The queue: fair between tenants, first come, first served within a tenant.
 
-Between tenants the one is next that was served least: fair queueing by virtual time (start-time fair queueing: Goyal,
-Vin and Cheng, SIGCOMM 1996), in the form that needs no cost known beforehand, a counter of tokens computed for each
-tenant, divided by its weight (the virtual token counter of Sheng et al., "Fairness in Serving Large Language Models",
-OSDI 2024). A tenant that comes back after a pause starts where those that are there now are: nobody saves up.
+The tenant that was served least is next: fair queueing by virtual time (start-time fair queueing: Goyal, Vin and
+Cheng, SIGCOMM 1996). Costs need not be known beforehand: each tenant has a counter of computed tokens, divided by
+its weight (the virtual token counter of Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024). A
+tenant that returns after a pause starts at the counter of the tenants present, so a pause earns no credit.
 
-Within a tenant it is first come, first served. A level of priority counts as so much time of waiting, so that nobody
-waits for ever behind others of higher priority. A request that was suspended comes before those that never ran.
-
-With one tenant all of this is one queue in order of arrival.
+Within a tenant, a level of priority counts as a fixed time of waiting, so that no request waits forever
+behind others of higher priority. Suspended requests come before those that never ran. With one tenant, all of
+this is one queue in order of arrival.
 """
 
 from __future__ import annotations
@@ -21,33 +20,33 @@ from pensieve.engine.scheduling.request import Request
 
 
 class FairQueue:
-    """The requests that wait, and the tenants that have any, waiting or running. The engine's thread owns it."""
+    """Waiting requests, and the tenants that have any request waiting or running. The engine's thread owns it."""
 
     def __init__(self, places: int) -> None:
-        """``places``: of the batch."""
+        """``places``: most requests in the batch."""
         self._places = places
-        self._lines: dict[str, list[Request]] = {}
-        """Those that wait, by tenant; never an empty one."""
+        self._waiting: dict[str, list[Request]] = {}
+        """Waiting requests by tenant; no list is empty."""
         self._present: Counter[str] = Counter()
-        """Requests of each tenant that is here, those that run included."""
+        """Waiting and running requests of each tenant."""
         self._weights: dict[str, float] = {}
         self._served: dict[str, float] = {}
-        """Tokens computed for each tenant, divided by its weight: its virtual time."""
+        """Virtual time of each tenant: tokens computed for it, divided by its weight."""
 
     def __len__(self) -> int:
-        return sum(map(len, self._lines.values()))
+        return sum(map(len, self._waiting.values()))
 
     def __iter__(self) -> Iterator[Request]:
-        for line in self._lines.values():
+        for line in self._waiting.values():
             yield from line
 
     def __contains__(self, request: Request) -> bool:
-        return request in self._lines.get(request.tenant, ())
+        return request in self._waiting.get(request.tenant, ())
 
     # -- tenants -----------------------------------------------------------------------------------------------------
 
     def arrive(self, request: Request) -> None:
-        """A request is here from now on. Its tenant's weight is what the latest one says."""
+        """Register a new request. The latest request sets its tenant's weight."""
         tenant = request.tenant
         if not self._present:
             self._served.clear()
@@ -59,102 +58,99 @@ class FairQueue:
         self._weights[tenant] = request.qos.weight
 
     def depart(self, request: Request) -> None:
-        """A request is no more."""
         self._present[request.tenant] -= 1
         if not self._present[request.tenant]:
             del self._present[request.tenant]
 
     def charge(self, request: Request, tokens: int) -> None:
-        """So many tokens are computed for a request. What warms a session is nobody's, and of one tenant alone nothing
-        need be counted: whoever comes later starts where that one is."""
+        """Charge a request's tenant for computed tokens. Warm-ups are free, and so is a tenant that is alone:
+        one that arrives later starts at its counter."""
         if not (self.is_for_one or request.warm):
             self._served[request.tenant] += tokens / self._weights[request.tenant]
 
     def charge_each(self, requests: Iterable[Request]) -> None:
-        """One token is computed for each of them."""
         if not self.is_for_one:
             for request in requests:
                 self.charge(request, 1)
 
     @property
     def is_for_one(self) -> bool:
-        """Whether all that is here is one tenant's."""
+        """Whether all requests belong to one tenant."""
         return len(self._present) < 2
 
     def share(self, tenant: str) -> float:
-        """A tenant's part of the places of the batch, by the weights of all that are here."""
+        """Return a tenant's share of the batch's places, by the weights of all tenants present."""
         return self._places * self._weights[tenant] / sum(self._weights[other] for other in self._present)
 
     def weight(self, tenant: str) -> float:
-        """Weight of a tenant that is here; of any other, 1."""
+        """Return a tenant's weight; 1 if it has no request."""
         return self._weights.get(tenant, 1.0)
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Into the queue, at its place."""
-        bisect.insort(self._lines.setdefault(request.tenant, []), request, key=_place)
+        bisect.insort(self._waiting.setdefault(request.tenant, []), request, key=_order)
 
     def remove(self, request: Request) -> None:
-        """Out of the queue. Raises ValueError for one that does not wait."""
-        line = self._lines.get(request.tenant, [])
+        """Remove a request. Raises ValueError if it does not wait."""
+        line = self._waiting.get(request.tenant, [])
         line.remove(request)
         if not line:
-            del self._lines[request.tenant]
+            del self._waiting[request.tenant]
 
     def heads(self) -> list[Request]:
-        """The first of each tenant: before others those whose tenant has less than its share of the places, then by
-        what was served; among equals first whoever has fewer that run, then the older request."""
-        heads = [line[0] for line in self._lines.values()]
+        """Return each tenant's first request in order of service: tenants below their share of the batch
+        first, then by tokens served. Ties: fewer running requests, then the older request."""
+        heads = [line[0] for line in self._waiting.values()]
         if len(heads) < 2:
             return heads
         places_by_weight = self._places / sum(self._weights[tenant] for tenant in self._present)
 
         def order(request: Request) -> tuple[bool, float, int, tuple[float, int]]:
             tenant = request.tenant
-            runs = self._present[tenant] - len(self._lines[tenant])
+            runs = self._present[tenant] - len(self._waiting[tenant])
             share = places_by_weight * self._weights[tenant]
             return runs + 1 > share, self._served[tenant], runs, request.queue_order
 
         return sorted(heads, key=order)
 
     def waiting_of(self, tenant: str) -> Sequence[Request]:
-        """Those of a tenant that wait, the next one first."""
-        return self._lines.get(tenant, ())
+        """Return a tenant's waiting requests, the next one first."""
+        return self._waiting.get(tenant, ())
 
     def position(self, request: Request) -> int:
-        """How many requests of its own tenant come before one that waits."""
-        return self._lines[request.tenant].index(request)
+        """Return how many requests of its own tenant come before a waiting one."""
+        return self._waiting[request.tenant].index(request)
 
     def is_full(self, tenant: str, limit: int) -> bool:
-        """Whether a queue of ``limit`` requests takes no more of a tenant's.
+        """Whether a queue of ``limit`` requests refuses a further one of this tenant.
 
-        Whoever waits with less than its share is not refused because others fill the queue: it never holds more than
-        twice its limit.
+        A tenant with less than its share of the queue is not refused because others fill it. The queue never
+        holds more than twice its limit.
         """
         if len(self) < limit:
             return False
-        waiting = {*self._lines, tenant}
+        waiting = {*self._waiting, tenant}
         total = sum(self.weight(other) for other in waiting)
-        return len(self._lines.get(tenant, ())) >= limit * self.weight(tenant) / total
+        return len(self._waiting.get(tenant, ())) >= limit * self.weight(tenant) / total
 
 
 def max_min_shares(budget: int, demands: Mapping[str, int], weights: Mapping[str, float]) -> dict[str, int]:
-    """How many of ``budget`` tokens each tenant gets: what it demands, or its share of what the modest leave over.
+    """Divide ``budget`` tokens by weighted max-min fairness ("water-filling").
 
-    Max-min fair by weight ("water-filling"); whole tokens, all of the budget if the demands use it up.
+    Each tenant gets its demand or its share of what smaller demands leave over.
     """
-    left, given = budget, dict.fromkeys(demands, 0)
-    open_ = sorted(demands, key=lambda tenant: demands[tenant] / weights[tenant])
-    total = sum(weights[tenant] for tenant in open_)
-    for tenant in open_:
-        # The last one takes what rounding has left.
-        fair = left if tenant == open_[-1] else int(left * weights[tenant] / total)
+    remaining, given = budget, dict.fromkeys(demands, 0)
+    by_demand = sorted(demands, key=lambda tenant: demands[tenant] / weights[tenant])
+    total = sum(weights[tenant] for tenant in by_demand)
+    for tenant in by_demand:
+        # The last tenant gets the remainder of rounding.
+        fair = remaining if tenant == by_demand[-1] else int(remaining * weights[tenant] / total)
         given[tenant] = min(demands[tenant], fair)
-        left -= given[tenant]
+        remaining -= given[tenant]
         total -= weights[tenant]
     return given
 
 
-def _place(request: Request) -> tuple[bool, float, int]:
+def _order(request: Request) -> tuple[bool, float, int]:
     return (request.receipt is None, *request.queue_order)

@@ -1,4 +1,4 @@
-"""The requests that run: who joins them, who has to make room, and how members of a group branch off each other."""
+"""The batch: admission, suspension to make room, and branching within groups."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pensieve.engine.scheduling.warming import WarmUps
 
 
 class RunningSet:
-    """Requests join from the queue, run, and leave or go back there. Not thread-safe: the engine's thread owns it."""
+    """The requests in the batch. Not thread-safe: the engine's thread owns it."""
 
     def __init__(
         self, config: SchedulerConfig, cache: CacheManager, queue: FairQueue, warming: WarmUps
@@ -26,28 +26,26 @@ class RunningSet:
         self._queue = queue
         self._warming = warming
         self.requests: list[Request] = []
-        """In order of arrival, priority counted in (``Request.queue_order``)."""
+        """In order of arrival, adjusted by priority (``Request.queue_order``)."""
         self.suspensions = 0
-        """How often a generation had to make room, since start."""
         self._by_key: dict[RequestKey, Request] = {}
         self._branching: list[Request] = []
-        """Those that run and take over the KV of others in the next plan."""
+        """Running requests that take over another's KV in the next plan."""
 
     def get(self, key: RequestKey) -> Request | None:
-        """A request that runs or waits, unless it warms a session or is still a fork."""
+        """Return a running or waiting request. Warm-ups and forks are not found."""
         return self._by_key.get(key)
 
     def enqueue(self, request: Request) -> None:
-        """A new request is known from now on, and waits."""
-        self._know(request)
+        self._register(request)
         self._queue.add(request)
 
     # -- joining -----------------------------------------------------------------------------------------------------
 
     def fits(self, request: Request) -> bool:
-        """Whether there is a place in the batch and room on the device for a request that waits, and for its forks.
+        """Whether the batch has places and the device has room for a waiting request and its forks.
 
-        Changes nothing. Its addresses have been looked up (``Request.set_prefix_path``).
+        Changes nothing. The request's addresses must have been set (``Request.set_prefix_path``).
         """
         forks = self._forks(request)
         if len(self.requests) + 1 + len(forks) > self._config.max_running:
@@ -66,7 +64,7 @@ class RunningSet:
         )
 
     def admit(self, request: Request, now: float) -> list[Request]:
-        """Admit a request that fits, with its forks; returns all of them."""
+        """Admit a request that fits, with its forks; return all of them."""
         forks = self._forks(request)
         restore = self._cache.admit(
             request.session,
@@ -78,27 +76,23 @@ class RunningSet:
         )
         request.admit(restore, now)
         self.insert(request)
-        # Before any work is taken: what the leader has of its last chunk now can be copied, what it computes not.
+        # Before any work is taken: only KV that the leader already has in its last chunk can be copied.
         for fork in forks:
             self._branch(fork, now)
-            self._know(fork)
+            self._register(fork)
             self.insert(fork)
         return [request, *forks]
 
     def insert(self, request: Request) -> None:
-        """Give an admitted request its place in the batch."""
         bisect.insort(self.requests, request, key=lambda other: other.queue_order)
 
     def branch(self, source: Request, target: Request) -> None:
-        """Let a running member of a group take over the KV of another in the next plan. No source may be a target."""
+        """Let a running group member take over another's KV in the next plan. No source may be a target."""
         target.set_source(source)
         self._branching.append(target)
 
     def branch_all(self, now: float) -> bool:
-        """Do what ``branch`` has asked for, once no more room has to be made. Returns whether it was anything.
-
-        The pages are there: each target gives up one for the one that it takes.
-        """
+        """Carry out the branches asked for, once no more room has to be made; return whether there were any."""
         targets, self._branching = self._branching, []
         for target in targets:
             self._branch(target, now)
@@ -110,14 +104,14 @@ class RunningSet:
         start = self._cache.branch(target.source.session, target.session, target.context[: common + 1], now)
         complete = start is not None and self._cache.extend(target.session, target.length, now)
         assert start is not None and complete, (
-            f"{target.session}: no page to branch off, though it was asked for"
+            f"{target.session}: no page to branch off, although one was reserved"
         )
         target.on_branched(start)
 
     def _forks(self, source: Request) -> list[Request]:
         return [] if source.group is None else source.group.forks(source)
 
-    def _know(self, request: Request) -> None:
+    def _register(self, request: Request) -> None:
         if request.key not in self._by_key:
             self._queue.arrive(request)
             self._by_key[request.key] = request
@@ -125,20 +119,20 @@ class RunningSet:
     # -- leaving -----------------------------------------------------------------------------------------------------
 
     def remove(self, request: Request, now: float, *, free_kv: bool = False) -> None:
-        """Take a request out of the batch for good. Its KV stays cached, unless it is to be forgotten."""
+        """Remove a request from the batch for good. Its KV stays cached, unless ``free_kv``."""
         self.requests.remove(request)
         computed = request.cached_context
         request.leave_batch()
-        self._drop(request)
+        self._unregister(request)
         if request.warm:
             self._warming.on_end(request)
         free_kv = free_kv or self._config.stateless
         self._cache.release(request.session, now, computed, free_kv=free_kv, hints=request.hints)
 
     def retire(self, request: Request, now: float, *, free_kv: bool = False) -> None:
-        """Take out a request that is not finished, whatever state it is in. Its KV stays cached, unless ``forget``.
+        """Remove an unfinished request in any state. Its KV stays cached, unless ``free_kv``.
 
-        One that is finished leaves when its last token is cached.
+        A finished request is left alone: it leaves when its last token is cached.
         """
         is_fork = request.source is not None and not request.in_batch
         if request.finished is not None or (self.get(request.key) is not request and not is_fork):
@@ -146,35 +140,33 @@ class RunningSet:
         group = request.group
         if request.in_batch:
             if group is not None and not group.guided:
-                _bequeath(group, request)
+                _transfer_missing(group, request)
             self.remove(request, now, free_kv=free_kv)
         elif is_fork:
-            self._drop(request)
+            self._unregister(request)
         else:
             self.remove_waiting(request)
         if group is not None and request is not group.leader:
             group.members.remove(request)
 
     def remove_waiting(self, request: Request) -> None:
-        """A request that waits does not come back."""
         self._queue.remove(request)
-        self._drop(request)
+        self._unregister(request)
 
     def remove_finished(self, session: SessionKey | None, now: float) -> None:
-        """Let the finished requests of one session, or of all, go without caching their last token."""
+        """Remove the finished requests of one session, or of all, without caching their last token."""
         self._warming.cancel(session)
         for request in list(self.requests):
             if request.finished is not None and session in (None, request.session):
                 self.remove(request, now)
 
     def cancel_warm_ups(self, session: SessionKey, now: float) -> None:
-        """A turn of ``session`` comes: running warm-ups make room, and what they have brought stays."""
+        """End all running warm-ups, and any pending one of ``session``, for a new turn. KV that they brought stays."""
         for warm in [other for other in self.requests if other.warm]:
             self.remove(warm, now)
         self._warming.cancel(session)
 
-    def _drop(self, request: Request) -> None:
-        """The request is not known any more."""
+    def _unregister(self, request: Request) -> None:
         if self._by_key.get(request.key) is request:
             del self._by_key[request.key]
             self._queue.depart(request)
@@ -184,19 +176,19 @@ class RunningSet:
     # -- making room -------------------------------------------------------------------------------------------------
 
     def make_room(self, request: Request, now: float) -> None:
-        """Make sure that a generation's newest token has a place in a page, unless it has to go itself.
+        """Make room for a generation's newest token, unless the request itself has to go.
 
-        The youngest of the tenant that takes most of the device go first, a group as a whole.
+        Suspends the youngest requests of the tenant that holds most of the device, a group as a whole.
         """
         while not self._cache.extend(request.session, request.length, now):
-            self._send_off(self._youngest(self._held()), now)
+            self._make_leave(self._youngest(self._device_tokens()), now)
             if not request.in_batch:
                 return
 
     def make_batch_room(self, now: float) -> None:
-        """Let the next tenant have its share of the places of the batch, where another has more than its own.
+        """Give the next tenant its share of the batch, by suspending requests of tenants with more than theirs.
 
-        What is suspended for it stays cached as long as there is room, and comes back when a place is free.
+        Suspended requests stay cached while there is room, and resume when a place is free.
         """
         queue = self._queue
         heads = [] if queue.is_for_one else queue.heads()
@@ -215,10 +207,10 @@ class RunningSet:
             most = max(over, key=lambda one: over[one], default=mine)
             if most == mine or held[most] <= queue.share(most):
                 return
-            self._send_off(self._youngest(over), now)
+            self._make_leave(self._youngest(over), now)
 
-    def _held(self) -> dict[str, float]:
-        """Tokens that each tenant's running requests have on the device, divided by its weight."""
+    def _device_tokens(self) -> dict[str, float]:
+        """Return the tokens that each tenant's running requests have on the device, divided by its weight."""
         held: dict[str, float] = {}
         if self._queue.is_for_one:
             return held
@@ -229,15 +221,15 @@ class RunningSet:
         return held
 
     def _youngest(self, held: Mapping[str, float]) -> Request:
-        """The youngest request of the tenant that holds most; a warm-up, which is younger than any, before all."""
+        """Return the youngest request of the tenant that holds most. A warm-up, younger than any turn, goes first."""
         last = self.requests[-1]
         if last.warm or not held:
             return last
         most = max(held, key=lambda tenant: held[tenant])
         return next(request for request in reversed(self.requests) if request.tenant == most)
 
-    def _send_off(self, request: Request, now: float) -> None:
-        """Out of the batch with a request, and with its group."""
+    def _make_leave(self, request: Request, now: float) -> None:
+        """Take a request and its group out of the batch."""
         group = request.group
         if request.finished is not None:
             self.remove(request, now)
@@ -246,7 +238,8 @@ class RunningSet:
         elif group.guided:
             self._park(group, now)
         else:
-            # Alone on the device, candidates that have grown too large for it go on with the first, and the last wait.
+            # If only these candidates run and they outgrow the device, the first ones continue and the last
+            # ones wait.
             members = group.in_batch()
             alone = len(members) == len(self.requests)
             for member in [request] if alone else reversed(members):
@@ -254,9 +247,9 @@ class RunningSet:
                     self._suspend(member, now)
 
     def _suspend(self, request: Request, now: float) -> None:
-        """Take a request out of the batch and back into the queue, at its place (EuroSys §4.3.5).
+        """Return a request from the batch to its place in the queue (EuroSys §4.3.5).
 
-        Its chunks are unpinned; swap-out takes them like any others, and their recency keeps them for last.
+        Its chunks are unpinned and swapped out like any others; their recency keeps them for last.
         """
         self.requests.remove(request)
         self._cache.suspend(request.session, now, request.cached_context)
@@ -265,7 +258,7 @@ class RunningSet:
         self.suspensions += 1
 
     def _park(self, group: Group, now: float) -> None:
-        """Suspend a guided group. Its leader waits for all; the others give up what they do not share with it."""
+        """Suspend a guided group. The leader waits for all; the others free their own chunks."""
         for member in reversed(group.in_batch()):
             if member in self._branching:
                 self._branching.remove(member)
@@ -277,8 +270,8 @@ class RunningSet:
                 self._cache.release(member.session, now, member.context, free_kv=True)
 
 
-def _bequeath(group: Group, leaver: Request) -> None:
-    """A candidate leaves before its time. What the first had still to compute for all, the next one computes."""
+def _transfer_missing(group: Group, leaver: Request) -> None:
+    """Before a candidate leaves: let the next one compute what the first still had to compute for all."""
     running = group.in_batch()
     if len(running) < 2 or leaver is not running[0] or leaver.output_tokens or not leaver.missing:
         return

@@ -1,14 +1,14 @@
-"""Decides what the next step computes, moves and samples. No torch, no clock of its own, no I/O.
+"""Decides what the next step computes, copies and samples. No torch, no clock of its own, no I/O.
 
-There is no prefill phase and no decode phase: each request has tokens that still need KV, and a step computes some of
-them, for all running requests at once (EuroSys §4.2). ``plan`` decides and reserves, the worker executes, ``launched``
-takes in everything about a step that does not depend on the sampled values, ``commit`` takes in the values. Nothing
-else advances a request.
+There are no prefill and decode phases: each request has tokens that need KV, and a step computes some of
+them, for all running requests at once (EuroSys §4.2). ``plan`` decides and reserves pages, and the worker
+executes. ``on_launched`` takes in everything about a step that does not depend on sampled values, ``commit``
+the values. Nothing else advances a request.
 
-Between ``launched`` and ``commit`` of a step the next one may be planned: what the first samples is ``PENDING`` there,
-and the worker puts the value in. Only a request whose sampling looks at its own output has to sit that step out. A
-generation that turns out to have ended has then already computed the KV of its last token in the step that was
-planned meanwhile, which it needs anyway; what that step sampled for it is thrown away.
+The next step may be planned between ``on_launched`` and ``commit`` of a step. Tokens that the first step
+samples are ``PENDING`` in it, and the worker fills them in. Only a request whose sampling depends on its own
+output sits that step out. If a generation turns out to have ended, the step planned meanwhile has computed
+the KV of its last token, which is needed anyway; the token it sampled is discarded.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from pensieve.engine.scheduling.running import RunningSet
 from pensieve.engine.scheduling.warming import WARM_TOKENS, WarmUps
 
 SWAP_OUT_QUANTUM = 32
-"""Chunks copied out ahead of time per step at most: background work must not stretch a step."""
+"""Most chunks copied out ahead of time per step: background work must not stretch a step."""
 
 _Work = dict[Request, list[Range]]
-"""What a step computes: of each request in it, the ranges of tokens that lack KV."""
+"""The ranges of tokens without KV that a step computes, by request."""
 
 
 @dataclass(frozen=True, slots=True)
 class OutputToken:
-    """One output token of a request, and whether it was its last; of a guided request what its driver decides by."""
+    """An output token of a request. ``finished``: why it was the last. For a guided request, input of its driver."""
 
     request: RequestKey
     token_id: int
@@ -53,16 +53,16 @@ class Scheduler:
         self.config = config
         self.cache = cache
         self.context_limit = min(config.context_limit, cache.capacity_tokens)
-        """No context grows beyond what model and device tier can hold."""
+        """Longest context that both the model and the device tier can hold, in tokens."""
         self.queue = FairQueue(config.max_running)
         self.admitted: list[Request] = []
-        """Requests admitted for the first time by the latest ``plan``; of a group its first."""
+        """Requests that the latest ``plan`` admitted for the first time; of a group, the leader."""
         self._warming = WarmUps(cache)
         self._running = RunningSet(config, cache, self.queue, self._warming)
         self._tickets = 0
         self._steps = 0
         self._swap_out_backlog = 0
-        """Chunks that launched plans swap out and that had not left when the latest result came."""
+        """Chunks of launched plans not yet copied out when the latest result came."""
 
     # -- questions ---------------------------------------------------------------------------------------------------
 
@@ -77,52 +77,50 @@ class Scheduler:
 
     @property
     def queued(self) -> int:
-        """How many requests wait."""
         return len(self.queue)
 
     def position(self, request: Request) -> int:
-        """How many requests of its own tenant come before one that waits."""
         return self.queue.position(request)
 
     @property
     def suspensions(self) -> int:
-        """How often a generation had to make room, since start."""
         return self._running.suspensions
 
     @property
     def warmed_tokens(self) -> int:
-        """KV-tokens that warm-ups brought to the device, since start."""
         return self._warming.tokens
 
     def get(self, key: RequestKey) -> Request | None:
-        """A request that runs or waits; one that has finished is known until its last token is cached."""
+        """Return a running or waiting request. A finished one is found until its last token is cached."""
         return self._running.get(key)
 
     def refusal(self, submit: Submit, members: int = 1, pages: int | None = None) -> tuple[str, str] | None:
-        """Why a request, with this many answers, is not served: a reason of ``Failed`` and a message; None when it is.
+        """Return why a request is refused, as (reason in ``Failed``, message); None when it is accepted.
 
-        ``pages``: most device pages that the answers need at once, where they cannot wait for each other.
+        ``members``: generations that run at a time. ``pages``: device pages that they need at once if none can wait.
         """
         tokens, limit, places = packed_length(submit.tokens), self.context_limit, self.config.max_running
         if not 0 <= submit.num_new <= tokens or not tokens:
-            message = f"{submit.num_new} new of {tokens} tokens: there must be something to continue"
+            message = (
+                f"num_new is {submit.num_new} of {tokens} tokens: it must fit a context of at least one token"
+            )
             return "ENGINE_FAILED", message
-        # One that has finished may still be in the batch: its last token is cached by the step under way.
+        # A finished request may still be in the batch: the step under way caches its last token.
         if self.get(RequestKey(submit.request)) is not None:
             return "ENGINE_FAILED", "the request key is in use"
-        misfit = None
+        problem = None
         needed = self.cache.chunks_for(tokens + 1) + members - 1 if pages is None else pages
         if tokens >= limit:
-            misfit = f"a context of {tokens} tokens leaves no room for an answer; the limit is {limit}"
+            problem = f"a context of {tokens} tokens leaves no room for an answer; the limit is {limit}"
         elif members > places:
-            misfit = f"{members} generations at a time are more than the {places} that fit a step"
+            problem = f"{members} generations at a time exceed the {places} that fit a step"
         elif needed > self.cache.config.device_chunks:
-            misfit = (
+            problem = (
                 f"{members} answers to a context of {tokens} tokens need {needed} pages of the device tier; it has"
                 f" {self.cache.config.device_chunks}: ask for fewer, or for shorter ones"
             )
-        if misfit is not None:
-            return "CONTEXT_LIMIT_EXCEEDED", misfit
+        if problem is not None:
+            return "CONTEXT_LIMIT_EXCEEDED", problem
         if self.queue.is_full(submit.qos.tenant, self.config.max_queued):
             return "SERVER_OVERLOADED", "the queue is full"
         return None
@@ -130,7 +128,7 @@ class Scheduler:
     # -- from the front end ------------------------------------------------------------------------------------------
 
     def submit(self, submit: Submit, now: float, *, members: int = 1, guided: bool = False) -> Request:
-        """Queue a request, or a group of ``members`` that it leads. The caller has asked for its ``refusal``."""
+        """Queue a request, or a group of ``members`` that it leads. The caller must have checked ``refusal``."""
         request = Request.from_submit(submit, self._tickets, now)
         self.cache.shares.set_share(request.tenant, request.qos.cache_share)
         if members > 1:
@@ -141,7 +139,7 @@ class Scheduler:
         return request
 
     def warm(self, warm: Warm, now: float) -> str:
-        """Bring a session's context to the device ahead of its turn; returns why not, as ``Warmed`` has it, or ""."""
+        """Bring a session's context to the device ahead of its turn; return "" or ``Warmed.refused``."""
         if self.config.stateless:
             return "nothing_to_do"
         if packed_length(warm.tokens) >= self.context_limit:
@@ -151,18 +149,15 @@ class Scheduler:
         return self._warming.ask(warm, self._tickets - 1, now, chain(self.queue, self.running))
 
     def retire(self, request: Request, now: float, *, free_kv: bool = False) -> None:
-        """Take a request out at once. What it has computed stays cached, unless it is to be forgotten.
-
-        A finished request is not touched: it leaves when its last token is cached.
-        """
+        """See ``RunningSet.retire``."""
         self._running.retire(request, now, free_kv=free_kv)
 
     def remove_finished(self, session: SessionKey | None, now: float) -> None:
-        """Let the finished requests and warm-ups of one session, or of all, go as they are."""
+        """See ``RunningSet.remove_finished``."""
         self._running.remove_finished(session, now)
 
     def branch(self, source: Request, target: Request) -> None:
-        """Let a running guided request go on with the KV of another from the next plan on."""
+        """See ``RunningSet.branch``."""
         self._running.branch(source, target)
 
     # -- one step ----------------------------------------------------------------------------------------------------
@@ -174,18 +169,18 @@ class Scheduler:
         budget = self.config.max_batch_tokens
         self._running.make_batch_room(now)
         if self.config.unified_batch:
-            # Generations first, one token each: whoever reads along must not wait for another's prefill. Then what was
-            # begun, and with the rest of the budget whoever is next.
+            # Decodes first, one token each: a streaming reader must not wait for another request's prefill.
+            # Then restores and prefills under way, then the next in the queue with the rest of the budget.
             budget -= self._plan_decodes(work, now)
         capped = self._caps(budget)
         budget -= self._plan_spans(work, budget, capped)
         budget -= self._admit(work, budget, now)
-        if capped:  # what one tenant has left of its part is another's
+        if capped:  # give one tenant's leftover to the others
             self._plan_spans(work, budget)
         if not self.config.unified_batch and not work:
             self._plan_decodes(work, now)
         self._warm_up(work, now)
-        # A swap-in holds up its step and should have the link for itself; copying out ahead of time can wait.
+        # A step waits for its swap-in, which should have the link to itself. Ahead-of-time copies can wait.
         if not (self.config.swap_in_first and self.cache.swaps_in):
             self.cache.swap_out_ahead(now, SWAP_OUT_QUANTUM - self._swap_out_backlog)
         spans, tables = self._spans(work)
@@ -193,7 +188,7 @@ class Scheduler:
         return Plan(self._steps, spans, tables, *self.cache.take_copies())
 
     def on_launched(self, plan: Plan) -> None:
-        """The worker has begun ``plan``: whatever is planned from now on comes after it."""
+        """Record that the worker has begun ``plan``: later plans come after it."""
         self.cache.complete_copies()
         for span in plan.spans:
             if span.sample is not None:
@@ -202,13 +197,13 @@ class Scheduler:
                     request.on_launched()
 
     def commit(self, plan: Plan, result: StepResult, now: float) -> list[OutputToken]:
-        """Take in what the worker did with a launched plan; returns the new output tokens."""
+        """Take in the result of a launched plan; return the new output tokens."""
         self._swap_out_backlog = result.swap_out_backlog
         tokens: list[OutputToken] = []
         for sampled in result.sampled:
             request = self._running.get(sampled.request)
             if request is None or request.finished is not None:
-                continue  # it has ended, or was cancelled, while this step ran
+                continue  # it finished or was cancelled while this step ran
             request.on_sampled(sampled.token_id, now)
             finished = None
             if not request.guided:
@@ -221,8 +216,8 @@ class Scheduler:
         for request in list(self._running.requests):
             if request.restored is None and not request.waits_for_history:
                 request.history_present(now)
-            # A finished request stays until a launched step computes the KV of its last token, for the next turn.
-            # A stateless engine keeps nothing for it.
+            # A finished request stays until a launched step computes the KV of its last token, for the next
+            # turn. A stateless engine keeps no KV, so it does not wait.
             if request.finished is not None and (self.config.stateless or not request.missing):
                 self._running.remove(request, now)
         return tokens
@@ -230,12 +225,12 @@ class Scheduler:
     # -- inside plan -------------------------------------------------------------------------------------------------
 
     def _plan_decodes(self, work: _Work, now: float) -> int:
-        """One token of every generation, oldest first; the youngest are suspended when pages run out."""
+        """Plan one token of every generation, oldest first; suspend the youngest when pages run out."""
         decoding = self._decoding()
         for request in decoding:
             if request.in_batch and request.source is None:
                 self._running.make_room(request, now)
-        # Only now: whoever has had to go while room was made computes nothing, and what is copied stays where it is.
+        # Only now: a request suspended to make room computes nothing, and the sources of copies stay in place.
         if self._running.branch_all(now):
             decoding = self._decoding()
         staying = [request for request in decoding if request.in_batch]
@@ -247,11 +242,11 @@ class Scheduler:
         return len(staying)
 
     def _decoding(self) -> list[Request]:
-        """Those in the batch whose newest token a step can compute."""
+        """Return the requests whose newest token can be computed in this step."""
         return [one for one in self._running.requests if one.decoding and not one.must_wait]
 
     def _caps(self, budget: int) -> dict[str, int]:
-        """What each tenant may take of the budget for what it has begun, when several want some of it."""
+        """Return each tenant's part of the budget for restores and prefills, when several tenants compete; else {}."""
         if self.queue.is_for_one:
             return {}
         demands: Counter[str] = Counter()
@@ -268,35 +263,36 @@ class Scheduler:
         )
 
     def _plan_spans(self, work: _Work, budget: int, capped: Mapping[str, int] | None = None) -> int:
-        """Restores and prefills that have begun, oldest first, until the budget is used (chunked prefill).
+        """Plan restores and prefills that have begun, oldest first, until the budget is used (chunked prefill).
 
-        ``capped``: what each tenant may have of it at most.
+        ``capped``: each tenant's part of the budget.
         """
-        used, left = 0, dict(capped or {})
+        used, remaining = 0, dict(capped or {})
         for request in self._running.requests:
             if used >= budget:
                 break
             if request.missing and not request.decoding and not (request.warm and request in work):
-                most = min(budget - used, left.get(request.tenant, budget))
+                most = min(budget - used, remaining.get(request.tenant, budget))
                 if most > 0:
                     taken = self._take(work, request, min(most, WARM_TOKENS) if request.warm else most)
                     used += taken
-                    if request.tenant in left:
-                        left[request.tenant] -= taken
+                    if request.tenant in remaining:
+                        remaining[request.tenant] -= taken
         return used
 
     def _admit(self, work: _Work, budget: int, now: float) -> int:
-        """The next in the queue joins while pages and budget allow; nobody overtakes it. Returns what was used.
+        """Admit requests from the queue while pages and budget allow; none overtakes the next one. Return the
+        tokens used.
 
-        A tenant that has a restore or a prefill under way goes on with that first: whoever is admitted never waits
-        for shared KV that another has begun to compute and not finished.
+        A tenant with a restore or prefill under way finishes that first, so that no admitted request waits
+        for shared KV that another has only begun to compute.
         """
-        left = budget
+        remaining = budget
         busy = set[str]()
-        # One alone has nothing under way that the budget would not have ended.
+        # A single tenant has nothing under way that would not have used up the budget.
         if not self.queue.is_for_one:
             busy = {one.tenant for one in self._running.requests if self._is_begun(one)}
-        while left > 0 and self.queue:
+        while remaining > 0 and self.queue:
             request = self._next(busy)
             if request is None or not self._running.fits(request):
                 break
@@ -304,12 +300,12 @@ class Scheduler:
             if request.receipt is None:
                 self.admitted.append(request)
             for one in self._running.admit(request, now):
-                if left > 0:
-                    left -= self._take(work, one, left)
-        return budget - left
+                if remaining > 0:
+                    remaining -= self._take(work, one, remaining)
+        return budget - remaining
 
     def _next(self, busy: Container[str]) -> Request | None:
-        """The next in the queue whose tenant is not busy with one before it. Its addresses are looked up."""
+        """Return the next request whose tenant is not in ``busy``, with its addresses set."""
         request = next((one for one in self.queue.heads() if one.tenant not in busy), None)
         if request is not None and request.path is None:
             request.set_prefix_path(self.cache.prefix_path(request.session, request.scope, request.context))
@@ -319,7 +315,7 @@ class Scheduler:
         return bool(request.missing) and not (request.warm or request.decoding)
 
     def _warm_up(self, work: _Work, now: float) -> None:
-        """Let a warm-up begin, if nobody waits and whoever runs does not suffer."""
+        """Begin a warm-up if no request waits and the batch has a place."""
         if self.queue or len(self._running.requests) >= self.config.max_running:
             return
         request = self._warming.begin(now, self._running.requests)
@@ -328,11 +324,10 @@ class Scheduler:
             self._take(work, request, min(self.config.max_batch_tokens, WARM_TOKENS))
 
     def _take(self, work: _Work, request: Request, budget: int) -> int:
-        """Remove up to ``budget`` tokens from the front of what a request lacks; they are computed in this plan.
+        """Take up to ``budget`` of a request's missing tokens into this plan; return their number.
 
-        The cache hears of it at once. A restore that was begun goes on until it is complete before another of its
-        tenant begins, so whoever is admitted after this never waits for KV that a third one has begun to compute and
-        not finished. Returns how many tokens those are.
+        A restore that has begun is completed before another of its tenant begins. So a request admitted later
+        never waits for KV that a third one has begun to compute and not finished.
         """
         ranges = request.take_missing(budget)
         taken = 0
@@ -353,7 +348,7 @@ class Scheduler:
         for request, ranges in work.items():
             tables.append(self.cache.page_table(request.session, request.length))
             for start, end in ranges:
-                # A token is sampled after the newest one only, and not when that is known to be the last.
+                # Sample only after the newest token, and not when that is known to be the last.
                 last = end == request.length and not request.missing
                 more = (
                     last

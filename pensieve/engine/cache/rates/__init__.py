@@ -1,4 +1,4 @@
-"""How soon sessions come back, learned while serving or told by clients, and what holding their chunks is worth then.
+"""How soon sessions return, learned while serving or hinted by clients, and the value of keeping their chunks.
 
 May import: core.
 """

@@ -1,31 +1,32 @@
-"""When sessions come back, learned from the server's own history. Pure; no clock of its own.
+"""When sessions return, learned from the server's own history. Pure; no clock of its own.
 
-Every idle period ends with a return or has not ended yet. Sorted by how long it has lasted (its age, in bins that
-widen with it) it says how many returns there were and how many seconds sessions were at risk of one; their quotient
-is the hazard. Sessions that never return count through their time at risk, also after their chunks are gone or they
-were deleted: so the periods are kept here and not with the cache. When too many are open, every second one of the
-octave of ages that has most of them is closed as it stands. Such censoring does not look at the future, so it takes
-precision and adds no bias, and it leaves as many periods of hours as of seconds.
+An idle period ends with a return or is still open. By age (the time since it began, in bins that widen with
+it) we count the returns and the seconds that sessions were at risk of one. Their quotient is the hazard.
+Sessions that never return count through their time at risk, even after their chunks are gone or they were
+deleted; so the periods are kept here and not with the cache. When too many periods are open, every second one
+in the fullest octave of ages is closed as it stands. Such censoring does not depend on the future. So it
+costs precision and adds no bias, and it keeps as many periods of hours as of seconds.
 
-Idle periods are told apart by *cells*: how many new tokens the turn before had and what context it left, in powers of
-two. There are never enough returns to learn each cell on its own, so hazards are built up in steps, each of which
-multiplies the hazard before by (returns + k) / (expected returns + k), the mean of a Poisson rate with a gamma prior:
+Idle periods are grouped into *cells* by the new tokens of the turn before and by the context that it left,
+both in powers of two. There are never enough returns to learn each cell on its own. So hazards are built up
+in steps. Each multiplies the hazard before by (returns + k) / (expected returns + k), the mean of a Poisson
+rate with a gamma prior:
 
-1. ``1 / T``, which is what retention values assume (Cost(l) / T);
+1. ``1 / T``, which retention values assume (Cost(l) / T);
 2. all cells together: a factor per octave of age, then one per bin;
-3. a factor per context length and a factor per new input, fitted in turns (iterative proportional fitting); then a
-   factor per cell;
-4. the factors per context length and per new input anew for each two octaves of age, as what comes back less often may
-   still be what comes back late; then a factor per cell and octave.
+3. a factor per context length and a factor per new input, fitted in turns (iterative proportional fitting);
+   then a factor per cell;
+4. again factors per context length and per new input for each two octaves of age, since sessions that return
+   less often may also return later; then a factor per cell and octave.
 
-What holding an idle session's chunks is worth then is its Gittins index, looked up for 100,000 sessions at a time. To
-hold a chunk is to pay one page-second each second until its session returns, which saves its recomputation, or
-until it is given up. How good that is from age T on is the best ratio of P(return) to E[seconds held] that any time of
-giving up can have: the index of Gittins ("Bandit processes and dynamic allocation indices", J. R. Stat. Soc. B 41,
-1979). Where the hazard of a return falls with age the index is that hazard. Where it rises first, because people take
-half a minute to read and type, the index sees the rise coming and the hazard does not. Holding what has the highest
-index is optimal when pages are many and every session's share of them small (the relaxation of Whittle, 1988). LHD
-(Beckmann, Chen and Cidon, NSDI 2018) ranks by such a ratio too, hits per space-time, learned by age and class.
+The value of keeping an idle session's chunks is its Gittins index, looked up for 100,000 sessions at a time. Keeping
+a chunk costs one page-second per second until its session returns, which saves the recomputation, or until the chunk
+is evicted. The index at age T is the best ratio of P(return) to E[seconds kept] over all times of giving up
+(Gittins, "Bandit processes and dynamic allocation indices", J. R. Stat. Soc. B 41, 1979). Where the hazard falls
+with age, the index equals the hazard. Where the hazard first rises, because people take half a minute to read and
+type, the index sees the rise coming and the hazard does not. Keeping the chunks with the highest index is optimal
+when there are many pages and every session's share of them is small (the relaxation of Whittle, 1988). LHD
+(Beckmann, Chen and Cidon, NSDI 2018) ranks by a similar ratio, hits per space-time, learned by age and class.
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ _BIAS = 1023
 
 @dataclass(frozen=True, slots=True)
 class LogBins:
-    """``2 ** bits`` bins of equal width from 2^n to 2^(n+1), from ``2 ** least_exponent`` on for so many octaves.
+    """Bins from ``2 ** least_exponent`` over ``octaves`` octaves, each divided into ``2 ** bits`` bins of equal width.
 
-    Exponent and leading bits of the mantissa of a float64, read as an integer, are the bin, up to a constant.
+    The exponent and the leading mantissa bits of a float64, read as an integer, are the bin up to a constant.
     """
 
     least_exponent: int
@@ -61,19 +62,19 @@ class LogBins:
         return self.octaves << self.bits
 
     def edges(self) -> Floats:
-        """Where the bins begin, and where the last one ends, float64 [count + 1]."""
+        """Return the edges of the bins, float64 [count + 1]."""
         steps = 1 << self.bits
         octave, step = np.divmod(np.arange(self.count + 1), steps)
         return np.asarray(2.0 ** (self.least_exponent + octave) * (1 + step / steps), dtype=np.float64)
 
     def bins_of(self, values: Floats) -> Ints:
-        """Bin of each value; of values beyond either end a number beyond either end. The array is a new one."""
+        """Return the bin of each value in a new array; outside the bins, below 0 or above ``count - 1``."""
         found = values.view(np.int64) >> (_MANTISSA_BITS - self.bits)
         found -= (_BIAS + self.least_exponent) << self.bits
         return found
 
     def one(self, value: float) -> int:
-        """``of`` for one value above zero."""
+        """``bins_of`` for one value above zero."""
         mantissa, exponent = math.frexp(value)
         return ((exponent - 1 - self.least_exponent) << self.bits) + int(
             (2 * mantissa - 1) * (1 << self.bits)
@@ -83,10 +84,10 @@ class LogBins:
 LEAST_EXPONENT: Final = -4
 _BITS: Final = 2
 _OCTAVE: Final = 1 << _BITS
-"""Bins of an age from 2^n to 2^(n+1) seconds."""
+"""Bins per octave of age."""
 _AGES: Final = LogBins(LEAST_EXPONENT, octaves=20, bits=_BITS)
 BINS: Final = _AGES.count
-"""From 1/16 s to 2^16 s; ages beyond either end are in the bin there."""
+"""From 1/16 s to 2^16 s; ages beyond either end fall into the last bin there."""
 EDGES: Final = np.append(0.0, _AGES.edges()[1:])
 """Edges of the bins in seconds, float64 [BINS + 1]."""
 _EDGES: Final[list[float]] = EDGES.tolist()
@@ -99,28 +100,27 @@ INPUTS: Final = 9
 CELLS: Final = CONTEXTS * INPUTS
 
 MOST_OPEN: Final = 16384
-"""Idle periods that are kept open at a time."""
+"""Most idle periods kept open at a time."""
 POOL_K: Final = 128.0
 CELL_K: Final = 4.0
 AGE_K: Final = 16.0
-"""``k`` of the steps: how many returns it takes until a correction is half believed. What all cells have in common is
-known from many returns; without a firm ``k`` it would wander at ages that few sessions reach, and its shape decides
-between young and old. One factor for a whole cell takes few returns, one for a part of its ages takes more."""
+"""``k`` of the steps: the number of returns at which a correction is half believed. The hazard common to all cells
+is known from many returns. With a small ``k`` it would wander at ages that few sessions reach, and its shape decides
+between young and old sessions. A factor for a whole cell needs few returns, one for a part of its ages more."""
 HALF_LIFE: Final = 50_000
-"""After so many idle periods what was counted counts half: loads change from hour to hour."""
+"""Idle periods after which counts weigh half: loads change from hour to hour."""
 _FADE_EVERY: Final = 1024
 _SWEEPS: Final = 3
 
 
 def bins_of(ages: Floats) -> Ints:
-    """Bin of each age."""
     found = _AGES.bins_of(ages)
     np.maximum(found, 0, out=found)
     return np.minimum(found, BINS - 1, out=found)
 
 
 def cell_of(new_tokens: int, context_tokens: int) -> int:
-    """Cell of an idle period after a turn with so many new tokens that left such a context.
+    """Return the cell of an idle period after a turn with this much input that left this context.
 
     Contexts by powers of two (up to 64, up to 128, …, beyond 64 Ki); inputs by powers of four.
     """
@@ -129,7 +129,7 @@ def cell_of(new_tokens: int, context_tokens: int) -> int:
 
 
 class IdlePeriods:
-    """The idle periods that have not ended, in arrays of a fixed size."""
+    """Open idle periods, in arrays of a fixed size."""
 
     def __init__(self, most: int) -> None:
         self._rows: dict[Hashable, int] = {}
@@ -144,13 +144,13 @@ class IdlePeriods:
         return not self._free
 
     def begin(self, key: Hashable, cell: int, now: float) -> None:
-        """A period begins; one that the session has already is forgotten."""
+        """Begin a period; it replaces any open period of the session."""
         row = self._rows[key] if key in self._rows else self._free.pop()
         self._rows[key], self._keys[row] = row, key
         self._since[row], self._cells[row], self._open[row] = now, cell, True
 
     def end(self, key: Hashable) -> tuple[int, float] | None:
-        """(cell, when it began) of a session's period, which ends; None: it is not known."""
+        """End a session's period; return (cell, time it began), or None if there is none."""
         row = self._rows.pop(key, None)
         if row is None:
             return None
@@ -158,11 +158,11 @@ class IdlePeriods:
         return int(self._cells[row]), float(self._since[row])
 
     def at_risk(self, start: float, end: float) -> Floats:
-        """Seconds that the open periods spent in each age bin from ``start`` to ``end``, [CELLS, BINS]."""
+        """Return the seconds that the open periods spent in each age bin from ``start`` to ``end``, [CELLS, BINS]."""
         return self._between(np.flatnonzero(self._open), start, end)
 
     def thin(self, start: float, end: float) -> Floats:
-        """Close every second period of the octave of ages that has most; returns ``at_risk`` of those closed."""
+        """Close every second period in the fullest octave of ages; return ``at_risk`` of the closed ones."""
         rows = np.flatnonzero(self._open)
         octaves = bins_of(np.maximum(end - self._since[rows], 0.0)) >> _BITS
         fullest = rows[octaves == np.bincount(octaves).argmax()]
@@ -190,19 +190,17 @@ class IdlePeriods:
 
 
 class ReturnRates:
-    """Hazards of a return by cell and age. The same history gives the same ones."""
+    """Hazards of a return by cell and age. Deterministic for a given history."""
 
     def __init__(self) -> None:
         self._idle = IdlePeriods(MOST_OPEN)
         self._returns = np.zeros((CELLS, BINS))
         self._at_risk = np.zeros((CELLS, BINS))
-        """Seconds: of the open periods up to ``_counted_to``, of the others all."""
+        """Seconds. Includes open periods up to ``_counted_to`` and closed ones as a whole."""
         self._counted_to = 0.0
         self.periods = 0
-        """Begun so far."""
 
     def on_idle(self, key: Hashable, cell: int, now: float) -> None:
-        """A session has become idle."""
         if self._idle.full:
             self._at_risk += self._idle.thin(self._counted_to, now)
         self._idle.begin(key, cell, now)
@@ -211,7 +209,7 @@ class ReturnRates:
             self._fade(now)
 
     def on_return(self, key: Hashable, now: float) -> None:
-        """A session has its next turn. One that left in the same moment was suspended, and was never idle."""
+        """End a session's idle period. A period of no length was a suspension and does not count."""
         period = self._idle.end(key)
         if period is None or period[1] >= now:
             return
@@ -221,7 +219,7 @@ class ReturnRates:
             self._count(cell, self._counted_to - since, -1.0)
 
     def hazards(self, now: float) -> Floats:
-        """Returns per second of idle sessions, [CELLS, BINS]; all above zero."""
+        """Return the returns per second of idle sessions, [CELLS, BINS]; all above zero."""
         returns, at_risk = self._returns, self._at_risk + self._idle.at_risk(self._counted_to, now)
         came, seconds = returns.sum(axis=0, keepdims=True), at_risk.sum(axis=0, keepdims=True)
         common = _corrected(PRIOR[None], came, seconds, _OCTAVE, POOL_K)
@@ -232,14 +230,14 @@ class ReturnRates:
         return _corrected(hazards, returns, at_risk, _OCTAVE, AGE_K)
 
     def _count(self, cell: int, age: float, sign: float) -> int:
-        """Count the time at risk up to an age, or take it back; returns the age's bin."""
-        bin_ = min(bisect_right(_EDGES, age), BINS) - 1  # as ``bins_of`` has it, without arrays
+        """Add the time at risk up to an age, or subtract it; return the age's bin."""
+        bin_ = min(bisect_right(_EDGES, age), BINS) - 1  # same as ``bins_of``, without arrays
         self._at_risk[cell, :bin_] += sign * WIDTHS[:bin_]
         self._at_risk[cell, bin_] += sign * (age - EDGES[bin_])
         return bin_
 
     def _fade(self, now: float) -> None:
-        """Let all that was counted count less. The time of open periods at risk has to be counted first."""
+        """Decay all counts, after adding the open periods' time at risk so far."""
         self._at_risk += self._idle.at_risk(self._counted_to, now)
         self._counted_to = now
         self._returns *= 0.5 ** (_FADE_EVERY / HALF_LIFE)
@@ -247,18 +245,18 @@ class ReturnRates:
 
 
 def _grouped(counts: Floats, width: int) -> Floats:
-    """Sums over each ``width`` bins, [n, BINS / width]."""
+    """Return sums over each ``width`` bins, [n, BINS / width]."""
     return np.asarray(counts.reshape(len(counts), -1, width).sum(axis=2), dtype=np.float64)
 
 
 def _corrected(hazards: Floats, returns: Floats, at_risk: Floats, width: int, k: float) -> Floats:
-    """Hazards [n, BINS] with a factor per row and ``width`` bins: returns over expected ones, both with ``k`` more."""
+    """Multiply hazards [n, BINS] by a factor per row and ``width`` bins: (returns + k) / (expected returns + k)."""
     factors = (_grouped(returns, width) + k) / (_grouped(at_risk * hazards, width) + k)
     return np.asarray(hazards * np.repeat(factors, width, axis=1), dtype=np.float64)
 
 
 def _by_context_and_input(hazards: Floats, returns: Floats, at_risk: Floats, width: int, k: float) -> Floats:
-    """The same with a factor per context length times one per input, for each ``width`` bins, [CELLS, BINS]."""
+    """``_corrected`` with a factor per context length times one per input, for each ``width`` bins, [CELLS, BINS]."""
     came = _grouped(returns, width).reshape(CONTEXTS, INPUTS, -1)
     expected = _grouped(at_risk * hazards, width).reshape(CONTEXTS, INPUTS, -1)
     new = np.ones((1, *came.shape[1:]))
@@ -272,20 +270,20 @@ def _by_context_and_input(hazards: Floats, returns: Floats, at_risk: Floats, wid
 # -- the Gittins index ---------------------------------------------------------------------------------------------
 
 _TABLE: Final = LogBins(least_exponent=-10, octaves=30, bits=3)
-"""Ages of a table of factors, finer than what was learned, so that interpolation leaves no steps."""
+"""Ages in the tables of factors, finer than the learned bins, so that interpolation leaves no steps."""
 COLUMNS: Final = _TABLE.count
 _COLUMN_EDGES: Final = _TABLE.edges()
 YOUNGEST: Final = float(_COLUMN_EDGES[0])
 OLDEST: Final = float(_COLUMN_EDGES[-1]) * (1 - 1e-9)
-"""The least and the greatest age in a table, seconds: about a millisecond and twelve days."""
+"""Least and greatest age in a table, in seconds: about a millisecond and twelve days."""
 
 
 AGES: Final = np.diff(_COLUMN_EDGES) / np.log(_COLUMN_EDGES[1:] / _COLUMN_EDGES[:-1])
-"""The middle of each column."""
+"""Middle of each column."""
 
 
 def _interpolation() -> tuple[Ints, Floats]:
-    """For each column the age bin whose middle is before the column's own, and the share of the bin after that one."""
+    """Return, for each column, the age bin whose middle precedes the column's, and the weight of the bin after it."""
     at = np.interp(np.log(AGES), -np.log(PRIOR), np.arange(BINS))
     before = np.minimum(at.astype(np.int64), BINS - 2)
     return before, at - before
@@ -295,19 +293,18 @@ _BEFORE, _SHARE = _interpolation()
 
 
 def columns_of(ages: Floats) -> Ints:
-    """Column of each age; ages are within ``YOUNGEST`` and ``OLDEST``."""
+    """Return the column of each age; ages lie within ``YOUNGEST`` and ``OLDEST``."""
     return _TABLE.bins_of(ages)
 
 
 def column_of(age: float) -> int:
-    """Column of one age."""
     return _TABLE.one(age)
 
 
 def gittins_indices(hazards: Floats) -> Floats:
-    """Gittins index of an idle session at the beginning of each age bin, returns per second, [n, BINS].
+    """Return an idle session's Gittins index at the start of each age bin, returns per second, [n, BINS].
 
-    The maximum, over all later bins, of P(return by the end of it) / E[seconds held until the return or then].
+    It is the maximum of P(return by then) / E[seconds kept until the return or then] over the ends of later bins.
     """
     stays = np.exp(-hazards * WIDTHS)
     comes = -np.expm1(-hazards * WIDTHS)
@@ -325,6 +322,6 @@ def gittins_indices(hazards: Floats) -> Floats:
 
 
 def factors(hazards: Floats) -> Floats:
-    """Gittins index times T, [n, COLUMNS]: 1 where sessions come back as ``1 / T`` says, more where more often."""
+    """Return the Gittins index times T, [n, COLUMNS]: 1 for sessions that return at the rate ``1 / T``."""
     coarse = gittins_indices(hazards) / PRIOR
     return np.asarray(coarse[:, _BEFORE] * (1 - _SHARE) + coarse[:, _BEFORE + 1] * _SHARE, dtype=np.float64)
