@@ -28,18 +28,18 @@ from pensieve.tokenizer.delta import (
     DeltaRenderer,
     EosTexts,
     HistoryItem,
-    Occasion,
     RawMessage,
+    RenderContext,
     TextMessage,
     TokenMessage,
     group_messages,
 )
 from pensieve.tokenizer.detokenizer import Detokenizer, TokenBytes
 from pensieve.tokenizer.encoding import Preceding, TextEncoder, added_words
-from pensieve.tokenizer.folder import TokenizerFolder, read_folder, words_without_row
+from pensieve.tokenizer.folder import TokenizerFolder, read_folder, words_without_embedding
 from pensieve.tokenizer.marked import Roles
 from pensieve.tokenizer.template import PLAIN_TEMPLATE, ChatTemplate, TemplateError, plain_text
-from pensieve.tokenizer.tools import Tools, form_of
+from pensieve.tokenizer.tools import Tools, call_form_for
 
 _PROBE_TOOLS: Final = (
     '[{"type":"function","function":{"name":"look","description":"d","parameters":{"type":"object"}}}]'
@@ -94,7 +94,7 @@ class ChatTokenizer:
         self._adds_bos = folder.adds_bos
         self.sha256: str = folder.sha256
         """Hash over the tokenizer's files, its chat template excepted."""
-        self.call_form: CallForm | None = None if template.tools_problem else form_of(template.source)
+        self.call_form: CallForm | None = None if template.tools_problem else call_form_for(template.source)
         """How the model writes calls of functions; None: conversations with tools cannot be had with it."""
         self.thinks: str = template.thinks
         """Whether answers may begin with thoughts: ``tags``, ``open`` (the template opens the block itself) or ""."""
@@ -148,8 +148,8 @@ class ChatTokenizer:
         TemplateError when the template does not take such a conversation, InvalidArgument on a token id outside the
         vocabulary.
         """
-        occasion = Occasion(Tools(tools), when or dt.datetime.now(), check)
-        delta = DeltaRenderer(self._template, self._encoder, self._ends, history, occasion)
+        inputs = RenderContext(Tools(tools), when or dt.datetime.now(), check)
+        delta = DeltaRenderer(self._template, self._encoder, self._ends, history, inputs)
         arrays: list[TokenArray] = []
         for group in group_messages(new, self._template.needs_calls):
             if isinstance(group, RawMessage | TokenMessage):
@@ -299,7 +299,7 @@ def _control_words(folder: TokenizerFolder, template: ChatTemplate, eos_texts: S
         for text, special in added_words(folder.backend)
         if text.strip()
         and (text in named or text in plain or (special and (text in tools or text in template.source)))
-    } - {"<think>", "</think>"} | set(words_without_row(folder).values())
+    } - {"<think>", "</think>"} | set(words_without_embedding(folder).values())
 
 
 def _chosen_template(folder: Path, parts: TokenizerFolder) -> str | None:
@@ -318,7 +318,7 @@ def _chosen_template(folder: Path, parts: TokenizerFolder) -> str | None:
 
 def _require_embeddings(folder: Path, parts: TokenizerFolder, tokenizer: ChatTokenizer) -> None:
     """Raises InvalidArgument, with token and file, when the template writes a word without an embedding."""
-    words = words_without_row(parts)
+    words = words_without_embedding(parts)
     if not words:
         return
     if parts.adds_bos and parts.bos_token_id in words:
@@ -338,7 +338,7 @@ def _require_embeddings(folder: Path, parts: TokenizerFolder, tokenizer: ChatTok
 
 
 def _refusal(folder: Path, what: str, token: int, parts: TokenizerFolder) -> InvalidArgument:
-    word = words_without_row(parts)[token]
+    word = words_without_embedding(parts)[token]
     return InvalidArgument(
         f"{folder / 'tokenizer.json'}: {what} {word!r}, id {token}, but config.json: vocab_size is "
         f"{parts.vocab_size}: the model has no embedding for it"

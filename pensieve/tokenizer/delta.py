@@ -24,7 +24,7 @@ from pensieve.tokenizer.marked import ROLE_NAMES, Roles, TemplateRefused, find_m
 from pensieve.tokenizer.template import ChatTemplate, TemplateError
 from pensieve.tokenizer.tools import NO_TOOLS, PROBE, Tools, template_id
 
-_SIGNS: Final = range(0x10F000, 0x10F100)
+_MARK_CHARS: Final = range(0x10F000, 0x10F100)
 """Private characters: one that no text holds makes the marks."""
 
 
@@ -73,7 +73,7 @@ Message = TextMessage | RawMessage | TokenMessage
 
 
 @dataclass(frozen=True, slots=True)
-class Occasion:
+class RenderContext:
     """What a rendering depends on beside the messages."""
 
     tools: Tools = NO_TOOLS
@@ -131,12 +131,12 @@ class DeltaRenderer:
         encoder: TextEncoder,
         ends: EosTexts,
         history: Sequence[HistoryItem],
-        occasion: Occasion,
+        inputs: RenderContext,
     ) -> None:
         self._template = template
         self._encoder = encoder
         self._ends = ends
-        self._occasion = occasion
+        self._inputs = inputs
         self._items = list(history)
         self._prune()
 
@@ -169,9 +169,9 @@ class DeltaRenderer:
         ``follow``: roles of messages that come behind the group, and are rendered later. ``seen``: an item made of ids.
         """
         before = self.before
-        written = _Writer(self._template, self._encoder, self._ends, self._items, group, self._occasion)
-        text, ends, shields = written.text(follow)
-        made = self._encoder.encode(text, before, shields, self._occasion.check)
+        renderer = _GroupRenderer(self._template, self._encoder, self._ends, self._items, group, self._inputs)
+        text, ends, shields = renderer.text(follow)
+        made = self._encoder.encode(text, before, shields, self._inputs.check)
         # A token belongs to the item in which it begins.
         cuts = np.searchsorted(np.asarray(made.starts, dtype=np.int64), np.asarray(ends[:-1]), side="left")
         parts = np.split(np.asarray(made.ids, dtype=np.int32), cuts)
@@ -184,7 +184,7 @@ class DeltaRenderer:
         if not self._items or self._items[-1].verbatim:
             return []
         last = self._items[-1]
-        prompt = self._template.generation_prompt(_roles(self._items), self._occasion.tools)
+        prompt = self._template.generation_prompt(_roles(self._items), self._inputs.tools)
         if last.role is Role.ASSISTANT and not last.complete:
             closing = self._template.closings[Role.ASSISTANT]
             end = self._ends.after(closing, 0, len(closing))
@@ -202,7 +202,7 @@ class DeltaRenderer:
             self._items = [self._items[index] for index in self._template.window(_roles(self._items))]
 
 
-class _Writer:
+class _GroupRenderer:
     """Writes one group of messages behind a few items."""
 
     def __init__(
@@ -212,11 +212,11 @@ class _Writer:
         ends: EosTexts,
         items: Sequence[HistoryItem],
         group: Sequence[TextMessage],
-        occasion: Occasion,
+        inputs: RenderContext,
     ) -> None:
         self._template, self._encoder, self._ends = template, encoder, ends
         self._group = group
-        self._occasion = occasion
+        self._inputs = inputs
         if items and items[-1].role is group[0].role is Role.TOOL:
             # Results that were rendered earlier are closed: others begin anew.
             items = items[
@@ -224,8 +224,10 @@ class _Writer:
             ]
         self._items = items
         texts = [text for one in group for text in _strings(one)]
-        self._sign = next(sign for sign in map(chr, _SIGNS) if not any(sign in text for text in texts))
-        self._sign_pattern = re.compile(f"{self._sign}([0-9]*){self._sign}")
+        self._mark_char = next(
+            sign for sign in map(chr, _MARK_CHARS) if not any(sign in text for text in texts)
+        )
+        self._mark_pattern = re.compile(f"{self._sign}([0-9]*){self._sign}")
         self._has_control = any(map(encoder.has_control, texts))
         self._rests: dict[int, str] = {}
         """What of its content stands behind a message's mark."""
@@ -237,16 +239,16 @@ class _Writer:
         """
         before = _roles(self._items)
         roles = (*before, *(one.role for one in self._group))
-        self._template.check(roles[0], self._occasion.tools)
+        self._template.check(roles[0], self._inputs.tools)
         if before:
-            self._template.check_follows(before, self._group[0].role, self._occasion.tools)
+            self._template.check_appends(before, self._group[0].role, self._inputs.tools)
         if any(one.calls for one in self._group) and self._template.call_style is None:
             raise TemplateError("the chat template does not show calls of functions in earlier answers")
         try:
             if roles[-1] is Role.SYSTEM and not follow and not self._shows_last(roles):
                 # Some templates write a system prompt into the user's message that follows it.
                 follow = (Role.USER,)
-            text, marks, shields = self._written((*roles, *follow))
+            text, marks, shields = self._rendered((*roles, *follow))
             shown = fill_shields(text, shields) if shields else text
             start = self._start(shown)
             # Nothing of the group stands behind the first message that follows it.
@@ -266,18 +268,18 @@ class _Writer:
     def _shows_last(self, roles: Roles) -> bool:
         """Whether the template shows the last message when none follows."""
         try:
-            return len(self._group) - 1 in self._written(roles)[1]
+            return len(self._group) - 1 in self._rendered(roles)[1]
         except TemplateRefused:
             return False
 
     # ---- the text, with marks taken out of it
 
-    def _written(self, roles: Roles) -> tuple[str, dict[int, int], list[tuple[int, int]]]:
+    def _rendered(self, roles: Roles) -> tuple[str, dict[int, int], list[tuple[int, int]]]:
         """The text of the conversation, where the content of each message of the group ends, and its shields."""
         plain = self._say(roles, None)
-        for is_marked in (_any, _is_plain_text):
+        for is_marked in (_always, _is_plain_text):
             try:
-                text, marks, shields = self._unmarked(self._say(roles, is_marked))
+                text, marks, shields = self._remove_marks(self._say(roles, is_marked))
             except TemplateRefused:
                 continue
             if text == plain:
@@ -285,7 +287,7 @@ class _Writer:
         if not self._has_control:
             return plain, {}, []
         # The template looks into contents for what is a control token. It is given them broken up, as text.
-        return self._unmarked(self._say(roles, _is_plain_text))
+        return self._remove_marks(self._say(roles, _is_plain_text))
 
     def _say(self, roles: Roles, is_marked: Callable[[str], bool] | None) -> str:
         count, end = len(self._items), len(self._items) + len(self._group)
@@ -296,15 +298,15 @@ class _Writer:
         messages += self._template.marked(roles[end:], contents[end:])
         # Definitions stand before the first user's words: behind them it does not matter which these are.
         spoken = any(item.role is Role.USER for item in self._items)
-        tools = PROBE if self._occasion.tools and spoken else self._occasion.tools
-        return self._template.say(messages, tools, self._occasion.when, self._occasion.check)
+        tools = PROBE if self._inputs.tools and spoken else self._inputs.tools
+        return self._template.say(messages, tools, self._inputs.when, self._inputs.check)
 
     def _message(
         self, number: int, message: TextMessage, is_marked: Callable[[str], bool] | None
     ) -> dict[str, object]:
         text, place = message.text, len(self._items) + number
         if is_marked is not None:
-            text = self._content(number, text) if is_marked(text) else self._broken(text)
+            text = self._marked_content(number, text) if is_marked(text) else self._broken(text)
         shown: dict[str, object] = {"role": ROLE_NAMES[message.role], "content": text}
         if message.role is Role.TOOL:
             shown["tool_call_id"] = template_id(message.call_id, place)
@@ -327,7 +329,7 @@ class _Writer:
             ]
         return shown
 
-    def _content(self, number: int, text: str) -> str:
+    def _marked_content(self, number: int, text: str) -> str:
         """``text`` with the mark of its message where it disturbs least, and with its control tokens broken up."""
         end = _mark_place(text)
         if self._has_control:
@@ -341,16 +343,16 @@ class _Writer:
             return text
         parts, at = [], 0
         for start, _ in self._encoder.control_spans(text):
-            parts += [text[at : start + 1], self._sign * 2]
+            parts += [text[at : start + 1], self._mark_char * 2]
             at = start + 1
         return "".join([*parts, text[at:]])
 
-    def _unmarked(self, marked: str) -> tuple[str, dict[int, int], list[tuple[int, int]]]:
+    def _remove_marks(self, marked: str) -> tuple[str, dict[int, int], list[tuple[int, int]]]:
         parts: list[str] = []
         marks: dict[int, int] = {}
         broken: list[int] = []
         at = length = 0
-        for match in self._sign_pattern.finditer(marked):
+        for match in self._mark_pattern.finditer(marked):
             parts.append(marked[at : match.start()])
             length += len(parts[-1])
             at = match.end()
@@ -426,13 +428,13 @@ class _Writer:
         ``is_first``: of the conversation. Behind a system prompt that is first, many templates show the tools.
         """
         if role is Role.SYSTEM and is_first:
-            closing = self._template.system_closing(self._occasion.tools, self._occasion.when)
+            closing = self._template.system_closing(self._inputs.tools, self._inputs.when)
             return start + len(closing) if text.startswith(closing, start) else start
         closed = self._template.closing_end(role, text, start)
         return closed if closed is not None else start
 
 
-def _any(_: str) -> bool:
+def _always(_: str) -> bool:
     return True
 
 
@@ -464,19 +466,19 @@ def _strings(message: TextMessage) -> Iterator[str]:
 def _arguments(text: str, broken: Callable[[str], str]) -> Any:
     """A call's arguments as an object, with control tokens in its texts broken up."""
     try:
-        return _each(json.loads(text), broken)
+        return _map_strings(json.loads(text), broken)
     except (ValueError, RecursionError):
         return broken(text)
 
 
-def _each(value: Any, change: Callable[[str], str]) -> Any:
+def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
     match value:
         case str():
             return change(value)
         case list():
-            return [_each(one, change) for one in value]
+            return [_map_strings(one, change) for one in value]
         case dict():
-            return {change(key): _each(one, change) for key, one in value.items()}
+            return {change(key): _map_strings(one, change) for key, one in value.items()}
     return value
 
 

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from tokenizers import Tokenizer
 
-MOST_BYTES: Final = 64
+MAX_TOKEN_BYTES: Final = 64
 """Longer tokens are not considered when a text is spelled."""
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -139,7 +139,7 @@ class TokenBytes:
                 self._by_bytes[self[token_id]] = token_id  # of equal ones the lowest id
         data, ids = text.encode(), list[int]()
         while data:
-            ends = range(min(len(data), MOST_BYTES), 0, -1)
+            ends = range(min(len(data), MAX_TOKEN_BYTES), 0, -1)
             end = next((end for end in ends if data[:end] in self._by_bytes), 0)
             if not end:
                 return None

@@ -64,9 +64,9 @@ class TextEncoder:
         self._control = {token["content"]: token for token in added if token["content"] in chosen}
         self.control_ids = frozenset(token["id"] for token in self._control.values())
         self._added = {token["id"]: token["content"].strip() for token in spec["added_tokens"]}
-        self._control_pattern = _any_of(self._control)
+        self._control_pattern = _alternation(self._control)
         # Texts may be cut where these begin: nothing before them is swallowed, and no run goes across.
-        self._cuts = _any_of(
+        self._safe_cuts = _alternation(
             text for text, token in self._control.items() if not token["lstrip"] and not token["single_word"]
         )
         # A token no user can know stands before runs inside a conversation: tokenizers treat the start of a text alone
@@ -106,13 +106,13 @@ class TextEncoder:
         made = Encoded()
         at = 0
         while at < len(shown):
-            cut = self._cuts.search(shown, at + SLICE_CHARS) if len(shown) - at > SLICE_CHARS else None
+            cut = self._safe_cuts.search(shown, at + SLICE_CHARS) if len(shown) - at > SLICE_CHARS else None
             end = cut.start() if cut is not None else len(shown)
             if check is not None and at:
                 check()
-            made.extend(self._parsed(shown[at:end], before if not at else Preceding.CONTROL), at)
+            made.extend(self._encode_part(shown[at:end], before if not at else Preceding.CONTROL), at)
             at = end
-        return self._shielded(text, made, before, shields) if shields else made
+        return self._apply_shields(text, made, before, shields) if shields else made
 
     def ends_in_control(self, text: str) -> bool:
         """Whether the last token of a text is an added word, so that what follows begins a run."""
@@ -147,7 +147,7 @@ class TextEncoder:
         """Number of control tokens in a text: it has at least as many tokens."""
         return len(self.control_spans(text))
 
-    def _parsed(self, text: str, before: Preceding) -> Encoded:
+    def _encode_part(self, text: str, before: Preceding) -> Encoded:
         if before is Preceding.NOTHING:
             return _encoded(self._raw, text)
         made = _encoded(self._parsing, text, self._mark)
@@ -160,7 +160,7 @@ class TextEncoder:
             return again
         return made
 
-    def _shielded(
+    def _apply_shields(
         self, text: str, made: Encoded, before: Preceding, shields: Sequence[tuple[int, int]]
     ) -> Encoded:
         """``made``, with the runs that hold shields encoded again without control tokens."""
@@ -204,12 +204,12 @@ class TextEncoder:
         # A vocabulary may hold a control token as an ordinary piece (Unigram): spell it.
         result = Encoded()
         for number, token in enumerate(made.ids):
-            ids = self._spelled(token)
+            ids = self._pieces_of(token)
             count = len(ids)
             result.extend(Encoded(ids, [made.starts[number]] * count, [made.ends[number]] * count), 0)
         return result
 
-    def _spelled(self, token_id: int) -> list[int]:
+    def _pieces_of(self, token_id: int) -> list[int]:
         if token_id not in self.control_ids:
             return [token_id]
         content = next(t["content"] for t in self._control.values() if t["id"] == token_id)
@@ -252,7 +252,7 @@ def _encoded(tokenizer: Tokenizer, text: str, mark: str = "") -> Encoded:
     return shifted
 
 
-def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
+def _alternation(texts: Iterable[str]) -> re.Pattern[str]:
     longest_first = sorted(texts, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 

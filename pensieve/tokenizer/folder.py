@@ -63,7 +63,7 @@ def read_folder(folder: Path) -> TokenizerFolder:
     """What the folder or GGUF file says. Raises InvalidArgument, with file and field, when it has no tokenizer that can
     be read or when its files do not go together."""
     if folder.is_file():
-        return _of_gguf(read_tokenizer(folder))
+        return _from_gguf(read_tokenizer(folder))
     config, settings = _read_json(folder / "config.json"), _read_json(folder / "tokenizer_config.json")
     tokenizer = _load(folder, config, settings)
     backend = tokenizer.backend_tokenizer
@@ -86,7 +86,7 @@ def read_folder(folder: Path) -> TokenizerFolder:
         bos_token=tokenizer.bos_token or "",
         eos_token=tokenizer.eos_token or "",
         bos_token_id=bos,
-        eos_token_ids=_ends(folder, config, eos, vocab_size),
+        eos_token_ids=_eos_ids(folder, config, eos, vocab_size),
         named_tokens=tuple(
             str(token) for name in _NAMED if isinstance(token := getattr(tokenizer, name, None), str)
         ),
@@ -96,7 +96,7 @@ def read_folder(folder: Path) -> TokenizerFolder:
     )
 
 
-def _of_gguf(found: GgufTokenizer) -> TokenizerFolder:
+def _from_gguf(found: GgufTokenizer) -> TokenizerFolder:
     return TokenizerFolder(
         backend=found.backend,
         decoder=json.loads(found.backend.to_str())["decoder"],
@@ -114,7 +114,7 @@ def _of_gguf(found: GgufTokenizer) -> TokenizerFolder:
     )
 
 
-def words_without_row(folder: TokenizerFolder) -> dict[int, str]:
+def words_without_embedding(folder: TokenizerFolder) -> dict[int, str]:
     """Added words for which the model has no embedding, by their ids: they were added and the model never resized."""
     added = folder.backend.get_added_tokens_decoder()
     return {i: token.content for i, token in added.items() if i >= folder.vocab_size}
@@ -216,7 +216,9 @@ def _text_config(config: dict[str, Any]) -> dict[str, Any]:
     return inner if isinstance(inner, dict) else config
 
 
-def _ends(folder: Path, config: dict[str, Any], of_tokenizer: int | None, vocab_size: int) -> tuple[int, ...]:
+def _eos_ids(
+    folder: Path, config: dict[str, Any], tokenizer_eos: int | None, vocab_size: int
+) -> tuple[int, ...]:
     """The tokens that any of the three places names: models name their end of turn in one, their end of text in
     another."""
     config, generation = _text_config(config), _read_json(folder / "generation_config.json")
@@ -224,8 +226,8 @@ def _ends(folder: Path, config: dict[str, Any], of_tokenizer: int | None, vocab_
         ids = declared_eos_ids(config, generation)
     except ModelError as error:
         raise InvalidArgument(f"{folder}/{error}") from error
-    if of_tokenizer is not None and of_tokenizer not in ids:
-        ids = (*ids, of_tokenizer)
+    if tokenizer_eos is not None and tokenizer_eos not in ids:
+        ids = (*ids, tokenizer_eos)
     ids = ids or default_eos_ids(config, generation)
     beyond = [one for one in ids if one >= vocab_size]
     if beyond:

@@ -35,7 +35,7 @@ _TEKKEN: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class _Words:
+class _PreTokenizer:
     """How a pre-tokenizer of one name cuts text."""
 
     split: str = ""
@@ -50,17 +50,17 @@ class _Words:
     """Whether BOS stands before a text in a file that does not say."""
 
 
-_GPT2 = _Words()
-_DIGITS = _Words(single_digits=True)
-_LLAMA3_BPE = _Words(_LLAMA3, ignore_merges=True, adds_bos=True)
+_GPT2 = _PreTokenizer()
+_DIGITS = _PreTokenizer(single_digits=True)
+_LLAMA3_BPE = _PreTokenizer(_LLAMA3, ignore_merges=True, adds_bos=True)
 PRE_TOKENIZERS: Final = {
     "gpt-2": _GPT2,
     **dict.fromkeys(("smollm", "starcoder", "refact", "codeshell", "exaone", "minerva-7b"), _DIGITS),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral"), _LLAMA3_BPE),
-    **dict.fromkeys(("dbrx", "smaug-bpe"), _Words(_LLAMA3)),
-    "qwen2": _Words(_QWEN2, composed=True),
-    "deepseek-r1-qwen": _Words(_QWEN2),
-    "tekken": _Words(_TEKKEN, ignore_merges=True, adds_bos=True),
+    **dict.fromkeys(("dbrx", "smaug-bpe"), _PreTokenizer(_LLAMA3)),
+    "qwen2": _PreTokenizer(_QWEN2, composed=True),
+    "deepseek-r1-qwen": _PreTokenizer(_QWEN2),
+    "tekken": _PreTokenizer(_TEKKEN, ignore_merges=True, adds_bos=True),
 }
 """Known names of pre-tokenizers, and how llama.cpp cuts text for each."""
 

@@ -65,11 +65,11 @@ _TAGS: Final = ("think", "thinking", "thought", "reasoning", "seed:think")
 _THOUGHT: Final = re.compile(
     rf"<({'|'.join(_TAGS)})>.*?</\1>\s*|\[THINK\].*?\[/THINK\]\s*", re.DOTALL | re.IGNORECASE
 )
-_FEW: Final = 8
+_MAX_WHOLE: Final = 8
 """Conversations with at most this many messages are looked at whole."""
-_FAR: Final = 48
+_MAX_TURN_MESSAGES: Final = 48
 """Turns that begin farther back are looked at without their middle."""
-_NEAR: Final = 16
+_KEPT_MESSAGES: Final = 16
 
 
 class TemplateError(InvalidArgument):
@@ -143,7 +143,7 @@ class ChatTemplate:
                 f"the chat template does not take tools: {self.tools_problem}; {_OWN_TEMPLATE}"
             )
 
-    def check_follows(self, before: Roles, role: Role, tools: Tools) -> None:
+    def check_appends(self, before: Roles, role: Role, tools: Tools) -> None:
         """Raises TemplateError unless a message of this role leaves the text of those before it as it is."""
         roles = (*before, role)
         try:
@@ -151,7 +151,7 @@ class ChatTemplate:
             if roles[-2:] != (Role.TOOL, Role.TOOL):
                 self._remembered_check(roles, PROBE if tools else NO_TOOLS)
         except TemplateRefused as refusal:
-            raise self._refuses(roles, refusal) from refusal
+            raise self._refusal_error(roles, refusal) from refusal
 
     def say(
         self,
@@ -169,7 +169,7 @@ class ChatTemplate:
 
     def refusal_error(self, roles: Roles, refusal: TemplateRefused) -> TemplateError:
         """The error for a conversation that the template does not take."""
-        return self._refuses(roles, refusal)
+        return self._refusal_error(roles, refusal)
 
     def generation_prompt(self, roles: Roles, tools: Tools = NO_TOOLS) -> str:
         """What introduces the assistant's answer after these messages; may be empty."""
@@ -182,21 +182,25 @@ class ChatTemplate:
         """
         roles = tuple(roles)
         count = len(roles)
-        if count <= _FEW or self._counts or (self._counts_results and Role.TOOL in roles):
+        if count <= _MAX_WHOLE or self._counts or (self._counts_results and Role.TOOL in roles):
             return list(range(count))
         head = next((n for n, role in enumerate(roles) if role is not Role.SYSTEM), count)
 
         def begins(index: int) -> bool:
             return roles[index] is Role.USER and (index == head or roles[index - 1] is Role.ASSISTANT)
 
-        near = range(count - 1, max(head, count - _FAR) - 1, -1)
+        near = range(count - 1, max(head, count - _MAX_TURN_MESSAGES) - 1, -1)
         starts = [index for index in near if begins(index)][:2]
         if starts:
             return [*range(head), *range(starts[-1], count)]
         first = [next((index for index in range(count - 1, head - 1, -1) if begins(index)), head)]
         start = next(
-            (n for n in range(count - _NEAR, count) if roles[n - 1 : n + 1] == (Role.TOOL, Role.ASSISTANT)),
-            count - _NEAR,
+            (
+                n
+                for n in range(count - _KEPT_MESSAGES, count)
+                if roles[n - 1 : n + 1] == (Role.TOOL, Role.ASSISTANT)
+            ),
+            count - _KEPT_MESSAGES,
         )
         return [*range(head), *first, *range(max(start, first[0] + 1), count)]
 
@@ -222,7 +226,7 @@ class ChatTemplate:
 
     # ---- rendering with markers
 
-    def _refuses(self, roles: Roles, refusal: TemplateRefused) -> TemplateError:
+    def _refusal_error(self, roles: Roles, refusal: TemplateRefused) -> TemplateError:
         names = ", ".join(ROLE_NAMES[role] for role in roles[-4:])
         return TemplateError(
             f"the chat template does not take a conversation ending in {names}: {refusal}; {_OWN_TEMPLATE}"

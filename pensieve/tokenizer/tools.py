@@ -46,24 +46,24 @@ class Tools:
     def check(self) -> None:
         """Raises InvalidArgument unless it is what its text says to be."""
         try:
-            found = json.loads(self.text, parse_constant=_no_number)
+            found = json.loads(self.text, parse_constant=_reject_constant)
         except (ValueError, RecursionError) as error:
-            raise _wrong("is not JSON") from error
+            raise _invalid("is not JSON") from error
         if not isinstance(found, list) or not found:
-            raise _wrong("is not an array with a definition in it")
+            raise _invalid("is not an array with a definition in it")
         names = []
         for number, one in enumerate(found):
             function = one.get("function") if isinstance(one, dict) else None
             if not isinstance(function, dict) or one.get("type") != "function":
-                raise _wrong(f"element {number} is not of the form {{type: function, function: {{...}}}}")
+                raise _invalid(f"element {number} is not of the form {{type: function, function: {{...}}}}")
             name, parameters = function.get("name"), function.get("parameters", {})
             if not isinstance(name, str) or not _NAME.fullmatch(name):
-                raise _wrong(f"element {number} has no name like {_NAME.pattern}")
+                raise _invalid(f"element {number} has no name like {_NAME.pattern}")
             if not isinstance(parameters, dict):
-                raise _wrong(f"the parameters of element {number} are not an object")
+                raise _invalid(f"the parameters of element {number} are not an object")
             names.append(name)
         if len(set(names)) < len(names):
-            raise _wrong("defines a function twice")
+            raise _invalid("defines a function twice")
         for _ in self.strings():
             pass  # sees that it is not too deep
 
@@ -91,7 +91,7 @@ PROBE: Final = Tools(
 """What a template is tried with."""
 
 
-def form_of(template: str) -> CallForm | None:
+def call_form_for(template: str) -> CallForm | None:
     """How models with this chat template write calls, by the marks in its source; None when it is not known."""
     return next((form for mark, form in _FORMS if mark in template), None)
 
@@ -111,7 +111,7 @@ def template_id(call_id: str, index: int) -> str:
 
 def _strings(value: Any, depth: int) -> Iterator[str]:
     if not depth:
-        raise _wrong(f"is nested deeper than {MAX_DEPTH} levels")
+        raise _invalid(f"is nested deeper than {MAX_DEPTH} levels")
     match value:
         case str():
             yield value
@@ -124,9 +124,9 @@ def _strings(value: Any, depth: int) -> Iterator[str]:
                 yield from _strings(one, depth - 1)
 
 
-def _no_number(name: str) -> float:
+def _reject_constant(name: str) -> float:
     raise ValueError(f"{name} is not JSON")
 
 
-def _wrong(problem: str) -> InvalidArgument:
+def _invalid(problem: str) -> InvalidArgument:
     return InvalidArgument.field("config.tools_json", problem)

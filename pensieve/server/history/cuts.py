@@ -40,7 +40,7 @@ def system_item(history: History) -> int:
     return first.number if first is not None and is_prompt else 0
 
 
-def moved_view(base: History, moved: list[Item]) -> int | None:
+def renumbered_view(base: History, moved: list[Item]) -> int | None:
     """The overflow view of ``base`` over its items as they are numbered in ``moved``; None: it has none."""
     if not base.hidden_before:
         return None
@@ -57,19 +57,21 @@ def without_prompt(history: History) -> tuple[Item, ...]:
     return history.items[1:] if system_item(history) else history.items
 
 
-class _Cut:
+class _CutItems:
     """The items that a rewind cuts off, to be erased wherever the log has them."""
 
     def __init__(self, base: History, rewind: Record) -> None:
         self._live = {item.number for item in base.apply(rewind, "").items}
         items = [item for item in base.items if item.number not in self._live]
         self._answers = {item.request_id for item in items if _is_answer(item)}
-        self._said = {_said(item) for item in items}
+        self._content_keys = {_content_key(item) for item in items}
 
     def has(self, item: Item) -> bool:
         if item.number in self._live or item.erased:
             return False
-        return _said(item) in self._said or (_is_answer(item) and item.request_id in self._answers)
+        return _content_key(item) in self._content_keys or (
+            _is_answer(item) and item.request_id in self._answers
+        )
 
 
 def erasing_record(
@@ -79,13 +81,13 @@ def erasing_record(
 
     ``log``: all records up to ``base``, on which ``rewind`` is built.
     """
-    cut = _Cut(base, rewind)
+    cut = _CutItems(base, rewind)
     rests, before = [], ""
     for logged in log:
         record = logged.record
         if any(cut.has(item) for item in record.items):
             follows = before if record.erased is None else record.erased.follows
-            rests.append(_rest(record, cut, Erasure(follows, logged.head_hash)))
+            rests.append(_erased_record(record, cut, Erasure(follows, logged.head_hash)))
         before = logged.head_hash
     return msgspec.structs.replace(rewind, erases=tuple(rest.revision for rest in rests)), tuple(rests)
 
@@ -99,7 +101,7 @@ def check_not_erased(items: Iterable[Item]) -> None:
         )
 
 
-def _rest(record: Record, cut: _Cut, place: Erasure) -> Record:
+def _erased_record(record: Record, cut: _CutItems, place: Erasure) -> Record:
     items = tuple(_without_content(item) if cut.has(item) else item for item in record.items)
     turn = record.turn
     if turn is not None and items[-1].erased:
@@ -116,5 +118,5 @@ def _is_answer(item: Item) -> bool:
     return item.finish_reason is not None and bool(item.request_id)
 
 
-def _said(item: Item) -> tuple[str, Role, str, str, int]:
+def _content_key(item: Item) -> tuple[str, Role, str, str, int]:
     return item.request_id, item.role, item.text, item.call_id, item.create_ms

@@ -21,11 +21,11 @@ from pensieve.errors import ResourceExhausted
 
 Result = TypeVar("Result")
 
-SHORT_CHARS: Final = 16_384
+MAX_SHORT_CHARS: Final = 16_384
 """Work up to this size is small: some milliseconds."""
 MESSAGE_WORK: Final = 256
 """A message is as much work as this many characters of text: measured in ``bench/results/rendering.md``."""
-MOST_WAITING_CHARS: Final = 16_000_000
+MAX_WAITING_CHARS: Final = 16_000_000
 """Work of one tenant that may wait, in either lane; more is refused."""
 _SHORT_THREADS: Final = 2
 _LONG_THREADS: Final = 1
@@ -52,7 +52,7 @@ class TextLanes:
         Raises ResourceExhausted when the tenant has too much waiting already. Work that nobody waits for any more is
         not begun; work that has begun ends when it calls ``check`` next.
         """
-        return await (self._short if chars <= SHORT_CHARS else self._long).run(tenant, chars, work)
+        return await (self._short if chars <= MAX_SHORT_CHARS else self._long).run(tenant, chars, work)
 
     def close(self) -> None:
         """Begin nothing more. What runs ends by itself."""
@@ -60,7 +60,7 @@ class TextLanes:
         self._long.close()
 
 
-class _Tenant:
+class _TenantQueue:
     """Waiting work of one tenant."""
 
     def __init__(self, clock: float) -> None:
@@ -83,51 +83,51 @@ class _Lane:
     def __init__(self, name: str, threads: int) -> None:
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix=name)
         self._free = threads
-        self._tenants: dict[str, _Tenant] = {}
+        self._tenants: dict[str, _TenantQueue] = {}
         """Tenants with work that waits or runs."""
         self._running: dict[str, int] = {}
         self._clock = 0.0
 
     async def run(self, tenant: str, chars: int, work: Callable[[Check], Result]) -> Result:
-        await self._turn(tenant, chars)
-        left = threading.Event()
+        await self._acquire_thread(tenant, chars)
+        caller_left = threading.Event()
 
         def check() -> None:
-            if left.is_set():
+            if caller_left.is_set():
                 raise CallerLeft
 
         loop = asyncio.get_running_loop()
         done = loop.run_in_executor(self._threads, work, check)
         # The thread is free when the work has ended, whether or not somebody still waits for it.
-        done.add_done_callback(functools.partial(self._ended, tenant))
+        done.add_done_callback(functools.partial(self._on_done, tenant))
         try:
             return await asyncio.shield(done)
         except asyncio.CancelledError:
-            left.set()
+            caller_left.set()
             raise
 
     def close(self) -> None:
         self._threads.shutdown(wait=False)
 
-    async def _turn(self, tenant: str, chars: int) -> None:
+    async def _acquire_thread(self, tenant: str, chars: int) -> None:
         """Returns with a thread taken."""
         queue = self._tenants.get(tenant)
         if queue is None:
-            queue = self._tenants[tenant] = _Tenant(self._clock)
-        elif queue.chars + chars > MOST_WAITING_CHARS:
+            queue = self._tenants[tenant] = _TenantQueue(self._clock)
+        elif queue.chars + chars > MAX_WAITING_CHARS:
             raise ResourceExhausted("too much text of this tenant waits to be read", retry_after_s=1.0)
         turn = asyncio.get_running_loop().create_future()
         queue.append(max(1, chars), turn)
-        self._next()
+        self._dispatch()
         try:
             await turn
         except asyncio.CancelledError:
             if not turn.cancelled():  # it had come already
-                self._leave(tenant)
-            self._next()
+                self._release_thread(tenant)
+            self._dispatch()
             raise
 
-    def _next(self) -> None:
+    def _dispatch(self) -> None:
         """Give free threads to whose turn it is."""
         while self._free:
             for name in [name for name, queue in self._tenants.items() if self._is_idle(name, queue)]:
@@ -146,19 +146,19 @@ class _Lane:
             self._running[name] = self._running.get(name, 0) + 1
             turn.set_result(None)
 
-    def _is_idle(self, name: str, queue: _Tenant) -> bool:
+    def _is_idle(self, name: str, queue: _TenantQueue) -> bool:
         while queue.waiting and queue.waiting[0][1].cancelled():
             queue.popleft()
         # One that has nothing left, and whose part of the clock has passed.
         return not queue.waiting and name not in self._running and queue.start <= self._clock
 
-    def _ended(self, tenant: str, done: asyncio.Future[object]) -> None:
+    def _on_done(self, tenant: str, done: asyncio.Future[object]) -> None:
         if not done.cancelled():
             done.exception()  # seen, also when nobody waits
-        self._leave(tenant)
-        self._next()
+        self._release_thread(tenant)
+        self._dispatch()
 
-    def _leave(self, tenant: str) -> None:
+    def _release_thread(self, tenant: str) -> None:
         self._free += 1
         self._running[tenant] -= 1
         if not self._running[tenant]:

@@ -16,7 +16,7 @@ import numpy as np
 
 from pensieve.core import ContextLimit, Role, TokenArray, pack_tokens, packed_length, unpack_tokens
 from pensieve.errors import ContextLimitExceeded, FailedPrecondition, InvalidArgument
-from pensieve.server.history.cuts import moved_view, without_prompt
+from pensieve.server.history.cuts import renumbered_view, without_prompt
 from pensieve.server.history.lanes import MESSAGE_WORK, TextLanes
 from pensieve.server.values import InputEntry, RawEntry, ToolEntry
 from pensieve.speech import render_answer
@@ -100,7 +100,7 @@ class Renderer:
         work = functools.partial(self._render, history, tuple(entries), stamp, generation_prompt, followed_by)
         return await self._lanes.run(self._tenant, _size(history, entries), work)
 
-    def dated(self, config: SessionConfig, time_ms: int) -> SessionConfig:
+    def with_date(self, config: SessionConfig, time_ms: int) -> SessionConfig:
         """``config`` of a new session: where the chat template writes a date, it is for good the one of this time."""
         if not self._tokenizer.writes_date or config.begun_ms:
             return config
@@ -135,7 +135,7 @@ class Renderer:
             sum(entry.tokens is None and not isinstance(entry, RawEntry) for entry in entries)
         )
         if fewest >= limit or chars > self._tokenizer.max_chars(limit):
-            raise too_long(fewest if fewest >= limit else limit + 1, limit)
+            raise context_too_long(fewest if fewest >= limit else limit + 1, limit)
 
     def context(self, history: History) -> TokenArray:
         """Token ids of the visible items, int32 [n].
@@ -143,19 +143,19 @@ class Renderer:
         When the overflow view hides the item that the beginning-of-sequence token belongs to, the context starts
         with that token all the same: models are not made to run without it.
         """
-        return np.concatenate([self._lost_start(history), history.tokens()])
+        return np.concatenate([self._hidden_bos(history), history.tokens()])
 
     def length(self, history: History) -> int:
         """``len(context(history))``, without making it."""
-        return len(self._lost_start(history)) + sum(packed_length(item.tokens) for item in history.visible())
+        return len(self._hidden_bos(history)) + sum(packed_length(item.tokens) for item in history.visible())
 
-    def _lost_start(self, history: History) -> TokenArray:
+    def _hidden_bos(self, history: History) -> TokenArray:
         """The beginning-of-sequence token if the view hides it, else nothing; int32 [0 or 1]."""
         if self._tokenizer.bos_token_id is None or not history.hidden_before:
             return np.empty(0, dtype=np.int32)
-        return self._hidden_start(history.items[:1], history.visible()[:1])
+        return self._bos_if_hidden(history.items[:1], history.visible()[:1])
 
-    def _hidden_start(self, first: tuple[Item, ...], first_shown: tuple[Item, ...]) -> TokenArray:
+    def _bos_if_hidden(self, first: tuple[Item, ...], first_shown: tuple[Item, ...]) -> TokenArray:
         """The beginning-of-sequence token if ``first`` begins with it and ``first_shown`` does not; else nothing."""
         bos = self._tokenizer.bos_token_id
         starts = [unpack_tokens(item.tokens[:4]) for item in (*first, *first_shown)]
@@ -175,7 +175,10 @@ class Renderer:
         before = history.visible()
         begun_ms = history.config.begun_ms
         rendered = self._tokenizer.render(
-            [self._seen(before[index]) for index in self._tokenizer.window([one.role for one in before])],
+            [
+                self._history_item(before[index])
+                for index in self._tokenizer.window([one.role for one in before])
+            ],
             [_message(entry) for entry in entries],
             generation_prompt=generation_prompt,
             tools=history.config.tools,
@@ -220,12 +223,12 @@ class Renderer:
         if len(prepared.context) < room.limit:
             return prepared
         if room.overflow is Overflow.DROP_OLDEST_TURNS:
-            for shorter in self._shorter(prepared, room, keep_last=not entries):
+            for shorter in self._shorter_views(prepared, room, keep_last=not entries):
                 # Rendered again: the glue of the first input item depends on what lies before it.
                 prepared = self._assemble(shorter, entries, stamp, check)
                 if len(prepared.context) < room.limit:
                     return prepared
-        raise too_long(len(prepared.context), room.limit)
+        raise context_too_long(len(prepared.context), room.limit)
 
     def _assemble(
         self,
@@ -241,7 +244,7 @@ class Renderer:
             raise InvalidArgument.field("turn.input", "gives the model no token to start from")
         return PreparedTurn(history, items, prompt, context, sum(map(len, new)))
 
-    def _shorter(self, prepared: PreparedTurn, room: ContextRoom, *, keep_last: bool) -> list[History]:
+    def _shorter_views(self, prepared: PreparedTurn, room: ContextRoom, *, keep_last: bool) -> list[History]:
         """Views that drop ever more of the oldest turns, best first.
 
         Best is the first that leaves room for the wanted output (at most a quarter of the limit, an eighth when the
@@ -276,10 +279,10 @@ class Renderer:
                 else:
                     left -= packed_length(items[at].tokens)
                 at += 1
-            lengths[cut] = left + len(self._hidden_start(items[:1], shown or items[at : at + 1]))
+            lengths[cut] = left + len(self._bos_if_hidden(items[:1], shown or items[at : at + 1]))
         return lengths
 
-    def _seen(self, item: Item) -> HistoryItem:
+    def _history_item(self, item: Item) -> HistoryItem:
         last = unpack_tokens(item.tokens[-4 * self._tokenizer.tail_tokens :])
         return self._tokenizer.seen(item.role, last, verbatim=item.verbatim)
 
@@ -298,7 +301,7 @@ def turn_starts(history: History) -> list[int]:
     return starts
 
 
-def too_long(context_tokens: int, limit: int) -> ContextLimitExceeded:
+def context_too_long(context_tokens: int, limit: int) -> ContextLimitExceeded:
     # The limit that an engine tells of says what sets it.
     note = f" ({limit.note})" if isinstance(limit, ContextLimit) and limit.note else ""
     return ContextLimitExceeded(
@@ -329,20 +332,20 @@ def _message(entry: InputEntry) -> TextMessage | RawMessage | TokenMessage:
     return TokenMessage(entry.role, unpack_tokens(entry.tokens))
 
 
-async def framed(renderer: Renderer, base: History, config: SessionConfig, time_ms: int) -> History:
+async def with_frame(renderer: Renderer, base: History, config: SessionConfig, time_ms: int) -> History:
     """``base`` as it would be had the session been given this configuration; nothing of it is stored.
 
     Raises InvalidArgument for tools that such a session cannot have, and what ``behind_prompt`` raises.
     """
     if config.tools != base.config.tools:
         await check_tools(config, renderer)
-    head, moved = await behind_prompt(renderer, base, config, time_ms)
+    head, moved = await with_prompt(renderer, base, config, time_ms)
     return replace(
         base,
         items=(*head, *moved),
         config=config,
         head_item=moved[-1].number if moved else base.head_item + len(head),
-        hidden_before=moved_view(base, moved) or 0,
+        hidden_before=renumbered_view(base, moved) or 0,
     )
 
 
@@ -356,7 +359,7 @@ async def check_tools(config: SessionConfig, renderer: Renderer) -> None:
         )
 
 
-async def behind_prompt(
+async def with_prompt(
     renderer: Renderer, base: History, config: SessionConfig, time_ms: int
 ) -> tuple[tuple[Item, ...], list[Item]]:
     """A new system prompt (nothing if "") and the other live items, renumbered behind it.

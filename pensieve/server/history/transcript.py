@@ -33,9 +33,9 @@ log = logging.getLogger(__name__)
 
 _ITEM_OVERHEAD: Final = 256
 _POINTER: Final = 8
-MOST_LISTED: Final = 8
+MAX_LISTED: Final = 8
 """Earlier revisions of one session that are kept; the least recently listed go first."""
-FOLDED_AT_ONCE: Final = 1000
+FOLD_BATCH: Final = 1000
 """Records that are folded before other work on the event loop has its turn."""
 
 
@@ -127,7 +127,7 @@ class KnownRevisions:
 
 
 @dataclass(slots=True)
-class _Held:
+class _CacheEntry:
     """One session in the cache."""
 
     history: History
@@ -140,7 +140,7 @@ class _Held:
         return self.size + sum(size for _, size in self.listed.values())
 
 
-class Appended(NamedTuple):
+class AppendResult(NamedTuple):
     """The store's answer to a record."""
 
     row: SessionRow
@@ -165,9 +165,9 @@ class Transcript:
         self.renderer = renderer
         self.known = KnownRevisions(on_regression)
         self._max_bytes = max_bytes
-        self._cached: OrderedDict[Key, _Held] = OrderedDict()
+        self._cached: OrderedDict[Key, _CacheEntry] = OrderedDict()
         self._bytes = 0
-        self._reading: defaultdict[Key, tuple[asyncio.Lock, list[None]]] = defaultdict(
+        self._read_locks: defaultdict[Key, tuple[asyncio.Lock, list[None]]] = defaultdict(
             lambda: (asyncio.Lock(), [])
         )
         """One log is read once at a time: a second caller finds what the first one has read."""
@@ -200,12 +200,12 @@ class Transcript:
         created = await self.store.create(row, record, mark)
         self.known.record(key, created)
         if created.head_hash == made.head_hash:
-            self._keep(key, made, erased=True)
+            self._put(key, made, erased=True)
         return created
 
     async def append(
         self, key: Key, base: History, record: Record, write: Callable[[Counts], Awaitable[SessionRow]]
-    ) -> Appended:
+    ) -> AppendResult:
         """Append ``record`` to ``base``, the session's history as it was read: before any item or view is cut off.
 
         ``write`` has the store do it and returns its row; what it raises, this does. The store writes the row together
@@ -216,10 +216,10 @@ class Transcript:
         self.known.record(key, row)
         is_ours = row.head_hash == after.head_hash
         if is_ours:
-            self._keep(key, after, erased=bool(record.erases))
+            self._put(key, after, erased=bool(record.erases))
         else:
             self._drop(key)
-        return Appended(row, is_ours)
+        return AppendResult(row, is_ours)
 
     def counts(self, history: History) -> Counts:
         """The numbers that a session's row keeps of its ``history``."""
@@ -237,30 +237,33 @@ class Transcript:
             self.known.check(key, row, seen)
         if seen.create_ms != row.create_ms:
             self._drop(key)  # nothing is known of it, or of another session that had its id
-        history = self._at_hand(key, row)
+        history = self._get_cached(key, row)
         if history is None:
-            async with self._alone(key):
-                held = self._cached.get(key)
+            async with self._read_lock(key):
+                entry = self._cached.get(key)
                 if (
-                    held is not None and held.history.revision > row.revision
+                    entry is not None and entry.history.revision > row.revision
                 ):  # read by another caller meanwhile
                     row = await self.store.load(key)
                     self.known.check(key, row, seen)
-                history = self._at_hand(key, row) or await self._read(key, row, seen)
+                history = self._get_cached(key, row) or await self._read(key, row, seen)
         self.known.record(key, row)
         return history
 
-    def _at_hand(self, key: Key, row: SessionRow) -> History | None:
+    def _get_cached(self, key: Key, row: SessionRow) -> History | None:
         """The cached history, if it is the session's at ``row``."""
-        held = self._cached.get(key)
-        if held is None or (held.history.revision, held.history.head_hash) != (row.revision, row.head_hash):
+        entry = self._cached.get(key)
+        if entry is None or (entry.history.revision, entry.history.head_hash) != (
+            row.revision,
+            row.head_hash,
+        ):
             return None
         self._cached.move_to_end(key)
-        return held.history
+        return entry.history
 
     @asynccontextmanager
-    async def _alone(self, key: Key) -> AsyncIterator[None]:
-        lock, waiting = self._reading[key]
+    async def _read_lock(self, key: Key) -> AsyncIterator[None]:
+        lock, waiting = self._read_locks[key]
         waiting.append(None)
         try:
             async with lock:
@@ -268,14 +271,14 @@ class Transcript:
         finally:
             waiting.pop()
             if not waiting:
-                self._reading.pop(key, None)
+                self._read_locks.pop(key, None)
 
     async def _read(self, key: Key, row: SessionRow, seen: SeenRevision) -> History:
         cached = self._cached[key].history if key in self._cached else History()
         if 0 < cached.revision < row.revision:
             try:
                 newer = await self.store.read(key, after_revision=cached.revision, head_hash=cached.head_hash)
-                return self._keep(
+                return self._put(
                     key, await fold(cached, newer), erased=any(one.record.erases for one in newer)
                 )
             except DataLoss as error:
@@ -286,45 +289,45 @@ class Transcript:
                 # Either side may be wrong: only a full read tells.
         records = await self.store.read(key)
         self.known.check_log(key, row, seen, records)
-        return self._keep(key, await fold(History(), records), erased=True)
+        return self._put(key, await fold(History(), records), erased=True)
 
-    async def at_revision(self, key: Key, row: SessionRow, revision: int) -> History:
+    async def history_at_revision(self, key: Key, row: SessionRow, revision: int) -> History:
         """The history as it was at an earlier (or the current) revision."""
         current = await self.history_at(key, row)
         if current.revision == revision:
             return current
-        history = self._listed(key, revision)
+        history = self._get_listed(key, revision)
         if history is None:
-            async with self._alone(key):
-                history = self._listed(key, revision)
+            async with self._read_lock(key):
+                history = self._get_listed(key, revision)
                 if history is None:
                     records = await self.store.read(key)
                     until = [logged for logged in records if logged.record.revision <= revision]
-                    history = _sharing(await fold(History(), until), current)
+                    history = _share_items(await fold(History(), until), current)
                     self.keep_listed(key, history)
         return history
 
     def keep_listed(self, key: Key, history: History) -> None:
         """Keep ``history`` for the next page of its listing, also when the session has gone on until then."""
-        held = self._cached.get(key)
-        if held is None or history.revision in held.listed:
+        entry = self._cached.get(key)
+        if entry is None or history.revision in entry.listed:
             return
-        newest = {id(item) for item in held.history.items}
+        newest = {id(item) for item in entry.history.items}
         own = (item for item in history.items if id(item) not in newest)
         size = _POINTER * len(history.items) + sum(_size_of(item) for item in own)
         self._bytes += size
-        held.listed[history.revision] = history, size
-        if len(held.listed) > MOST_LISTED:
-            _, (_, dropped) = held.listed.popitem(last=False)
+        entry.listed[history.revision] = history, size
+        if len(entry.listed) > MAX_LISTED:
+            _, (_, dropped) = entry.listed.popitem(last=False)
             self._bytes -= dropped
         self._make_room()
 
-    def _listed(self, key: Key, revision: int) -> History | None:
-        held = self._cached.get(key)
-        if held is None or revision not in held.listed:
+    def _get_listed(self, key: Key, revision: int) -> History | None:
+        entry = self._cached.get(key)
+        if entry is None or revision not in entry.listed:
             return None
-        held.listed.move_to_end(revision)
-        return held.listed[revision][0]
+        entry.listed.move_to_end(revision)
+        return entry.listed[revision][0]
 
     def forget(self, key: Key) -> None:
         """The session is gone, and what was known of it with it."""
@@ -336,17 +339,17 @@ class Transcript:
         if dropped is not None:
             self._bytes -= dropped.whole_size
 
-    def _keep(self, key: Key, history: History, *, erased: bool) -> History:
+    def _put(self, key: Key, history: History, *, erased: bool) -> History:
         """``erased``: histories of earlier revisions may have content that was erased since."""
         if erased:
             self._drop(key)
         before = self._cached.pop(key, None)
-        held = _Held(history, sum(_size_of(item) for item in history.items))
+        entry = _CacheEntry(history, sum(_size_of(item) for item in history.items))
         if before is not None:
             self._bytes -= before.size
-            held.listed = before.listed
-        self._cached[key] = held
-        self._bytes += held.size
+            entry.listed = before.listed
+        self._cached[key] = entry
+        self._bytes += entry.size
         self._make_room()
         return history
 
@@ -365,7 +368,7 @@ def _size_of(item: Item) -> int:
     return len(item.tokens) + len(item.text) + _ITEM_OVERHEAD
 
 
-def _sharing(history: History, newest: History) -> History:
+def _share_items(history: History, newest: History) -> History:
     """``history`` with the item objects of ``newest`` where both have the same."""
     theirs = {item.number: item for item in newest.items}
     items = tuple(
@@ -377,10 +380,10 @@ def _sharing(history: History, newest: History) -> History:
 
 async def fold(history: History, records: Sequence[LoggedRecord]) -> History:
     """``history`` after more records, of which it takes some at a time. Raises DataLoss when they do not follow it."""
-    for begin in range(0, len(records), FOLDED_AT_ONCE):
+    for begin in range(0, len(records), FOLD_BATCH):
         if begin:
             await asyncio.sleep(0)
-        part = records[begin : begin + FOLDED_AT_ONCE]
+        part = records[begin : begin + FOLD_BATCH]
         try:
             history = history.after((one.record, one.head_hash) for one in part)
         except ValueError as error:

@@ -54,9 +54,9 @@ class BaseLink(abc.ABC):
     def __init__(self, observer: GenerationObserver | None, stall_limit_s: float) -> None:
         self._generations = Generations(self._cancel, observer)
         self._watchdog = Watchdog(stall_limit_s)
-        self._turnstile = ProbationGate(self._send, self._generations.fail)
-        self._generations.on_closed = lambda generation, well: self._turnstile.on_closed(
-            generation, well=well
+        self._gate = ProbationGate(self._send, self._generations.fail)
+        self._generations.on_closed = lambda generation, finished: self._gate.on_closed(
+            generation, finished=finished
         )
         self._state = LinkState.STARTING
         self._ready: EngineReady | None = None
@@ -87,27 +87,27 @@ class BaseLink(abc.ABC):
     @property
     def condemned_turns_total(self) -> int:
         """Turns that were found to end engines."""
-        return self._turnstile.blocklist.turns_total
+        return self._gate.blocklist.turns_total
 
     @property
     def condemned_sessions_total(self) -> int:
         """Times that a session was refused for its condemned turns."""
-        return self._turnstile.blocklist.sessions_total
+        return self._gate.blocklist.sessions_total
 
     def submit(self, command: Submit, sink: GenerationSink) -> OpenGeneration:
         self._check_serving()
         generation = self._generations.open(sink)
         command = msgspec.structs.replace(command, request=generation.request)
         try:
-            self._turnstile.check(command, command.origin)
-            self._turnstile.enter(generation, command, command.origin)
+            self._gate.check(command, command.origin)
+            self._gate.enter(generation, command, command.origin)
         except PensieveError:
             self._generations.drop(generation)
             raise
         return generation
 
     def choose(self, session: SessionKey, candidate: int) -> None:
-        self._tell(Choose(session=session, candidate=candidate), "which candidate was chosen")
+        self._send_best_effort(Choose(session=session, candidate=candidate), "which candidate was chosen")
 
     async def evict(self, session: SessionKey | None = None) -> int:
         return (await self._call(lambda call: Evict(call=call, session=session or ""), Evicted)).tokens
@@ -119,16 +119,16 @@ class BaseLink(abc.ABC):
         strips: list[SessionStrip] = []
         at = 0
         while True:
-            looked = await self._call(functools.partial(GetStrips, at=at), Strips)
-            strips += looked.sessions
-            at = looked.next
+            piece = await self._call(functools.partial(GetStrips, at=at), Strips)
+            strips += piece.sessions
+            at = piece.next
             if not at:
                 return strips
 
     async def warm(
         self, session: SessionKey, tokens: TokenArray, *, scope: str = "", qos: TenantQos = DEFAULT_QOS
     ) -> Warmed:
-        if not self._turnstile.may_warm(session):
+        if not self._gate.may_warm(session):
             held = await self.residency(session)
             return Warmed(held.call, "busy", held.device_tokens, held.host_tokens)
         packed = pack_tokens(tokens)
@@ -155,7 +155,7 @@ class BaseLink(abc.ABC):
         """Whether the system says that the engine's process is stopped. Asked when it has been quiet for a while."""
         return False
 
-    def _enter(self, state: LinkState) -> None:
+    def _set_state(self, state: LinkState) -> None:
         self._state = state
         self.on_state_change()
 
@@ -164,7 +164,7 @@ class BaseLink(abc.ABC):
         for event in report.events:
             if isinstance(event, Stepping):
                 self._watchdog.on_step_begin(event.tokens)
-                self._turnstile.on_step_begin(event.requests)
+                self._gate.on_step_begin(event.requests)
                 return
             if isinstance(event, EngineReady):
                 self._ready = event
@@ -174,20 +174,20 @@ class BaseLink(abc.ABC):
         )
         self._watchdog.on_report(report.stats)
         self._generations.dispatch(report.events)
-        self._turnstile.on_tokens()
+        self._gate.on_tokens()
 
     def _on_engine_up(self) -> None:
         self._watchdog.reset()
-        self._enter(LinkState.SERVING)
+        self._set_state(LinkState.SERVING)
         if self._watch_task is None:
             self._watch_task = asyncio.create_task(self._watch(), name="engine watchdog")
 
     def _on_engine_lost(self, *, killed_externally: bool = False) -> None:
         """``outside``: the engine was killed or stopped by somebody else."""
         # The state first: a caller that is told of the failure and tries again at once must be refused here.
-        self._enter(LinkState.RESTARTING)
+        self._set_state(LinkState.RESTARTING)
         self._stats = Stats()
-        guilty = self._turnstile.on_engine_lost(killed_externally=killed_externally)
+        guilty = self._gate.on_engine_lost(killed_externally=killed_externally)
         if guilty is not None:
             log.error(
                 "a request has ended the engine twice and is refused from now on: its session is told",
@@ -196,10 +196,10 @@ class BaseLink(abc.ABC):
             self._generations.fail(guilty, quarantined())
         self._generations.fail_all(restarting)
 
-    async def _end(self) -> None:
+    async def _shut_down(self) -> None:
         """Serve nothing from here on; running generations fail with DRAINING."""
-        self._enter(LinkState.STOPPED)
-        self._turnstile.reset()
+        self._set_state(LinkState.STOPPED)
+        self._gate.reset()
         self._generations.fail_all(draining)
         if self._watch_task is not None:
             await cancel_and_wait(self._watch_task)
@@ -214,9 +214,9 @@ class BaseLink(abc.ABC):
     def _cancel(self, request: RequestKey, candidate: int | None) -> None:
         # Whoever cancels has done with the generation, and nothing more of it is dealt out. An engine that has not read
         # its commands for long computes it in vain or is found to stall.
-        self._tell(Cancel(request=request, candidate=candidate), "to cancel a generation")
+        self._send_best_effort(Cancel(request=request, candidate=candidate), "to cancel a generation")
 
-    def _tell(self, command: Command, what: str) -> None:
+    def _send_best_effort(self, command: Command, what: str) -> None:
         """Send a command that nobody waits for; an engine that is not there has nothing to do for it."""
         if self._state is not LinkState.SERVING:
             return

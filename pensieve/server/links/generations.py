@@ -76,7 +76,16 @@ class NullObserver:
 class OpenGeneration:
     """``engine_link.Generation``: the handle, beside the sink it was opened with and what its metrics need."""
 
-    __slots__ = ("_owner", "log_fields", "outputs", "request", "sink", "submitted_at", "token_at", "usage")
+    __slots__ = (
+        "_owner",
+        "log_fields",
+        "num_output_tokens",
+        "request",
+        "sink",
+        "submitted_at",
+        "token_at",
+        "usage",
+    )
 
     def __init__(self, owner: Generations, request: RequestKey, sink: GenerationSink, now: float) -> None:
         self._owner = owner
@@ -85,7 +94,7 @@ class OpenGeneration:
         self.submitted_at = now
         self.token_at: float | None = None
         self.usage = Usage()
-        self.outputs = 0
+        self.num_output_tokens = 0
         """Output tokens so far; of several candidates those of candidate 0."""
         self.log_fields = bound_fields()
         """What the lines of its turn have in the log: whoever opens it is the turn's task."""
@@ -107,13 +116,13 @@ class Generations:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``cancel`` tells the engine that nobody wants a generation any more, or one candidate of it."""
-        self._tell_engine = cancel
+        self._send_cancel = cancel
         self._observer = observer or NullObserver()
         self._clock = clock
         self._ids = itertools.count(1)
         self._open: dict[int, OpenGeneration] = {}
         self._calls: dict[int, asyncio.Future[CallAnswer]] = {}
-        self.on_closed: Callable[[OpenGeneration, bool], None] = lambda generation, well: None
+        self.on_closed: Callable[[OpenGeneration, bool], None] = lambda generation, finished: None
         """Hears of each generation that is over, and whether the engine finished it."""
 
     def __len__(self) -> int:
@@ -138,13 +147,13 @@ class Generations:
         """Forget a generation and tell the engine. Does nothing when it has ended."""
         if self._open.pop(generation.request, None) is not None:
             self._observer.on_generation_end("cancelled")
-            self._tell_engine(generation.request, None)
+            self._send_cancel(generation.request, None)
             self.on_closed(generation, False)
 
     def cancel_candidate(self, generation: OpenGeneration, candidate: int) -> None:
         """Tell the engine that nobody wants this candidate any more. Does nothing when the generation has ended."""
         if generation.request in self._open:
-            self._tell_engine(generation.request, candidate)
+            self._send_cancel(generation.request, candidate)
 
     def fail(self, generation: OpenGeneration, error: PensieveError) -> None:
         """End a generation with ``error``. Does nothing when it has ended."""
@@ -177,7 +186,7 @@ class Generations:
                 case Output() | RequestProgress() | Started() | CandidateFinished() | Finished() | Failed():
                     generation = self._open.get(event.request)
                     if generation is not None:
-                        self._deal_one(generation, event, now)
+                        self._dispatch_one(generation, event, now)
                 case Evicted() | Strips() | ResidentTokens() | Warmed():
                     future = self._calls.get(event.call)
                     if future is not None and not future.done():
@@ -185,13 +194,13 @@ class Generations:
                 case EngineReady() | Stepping():
                     """The link itself takes it."""
 
-    def _deal_one(self, generation: OpenGeneration, event: GenerationEvent, now: float) -> None:
+    def _dispatch_one(self, generation: OpenGeneration, event: GenerationEvent, now: float) -> None:
         try:
             match event:
                 case Output():
                     # The others come in the same steps: they would count each gap again.
                     if event.candidate == 0:
-                        generation.outputs += len(event.token_ids)
+                        generation.num_output_tokens += len(event.token_ids)
                         self._observe_tokens(generation, len(event.token_ids), now)
                     generation.sink.tokens(event)
                 case RequestProgress():

@@ -25,13 +25,13 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class _Passage:
+class _Entry:
     generation: OpenGeneration
     command: Submit
     origin: str
     closed: bool = False
     """Nobody listens any more; the engine may be at work on it still."""
-    well: bool = False
+    finished: bool = False
     """It was finished; the step that was announced last may have it all the same, planned before that was known."""
 
 
@@ -50,23 +50,23 @@ class ProbationGate:
         self._clock = clock
         self._quarantine = Quarantine(clock)
         self.blocklist = Blocklist(clock)
-        self._inside: dict[int, _Passage] = {}
-        self._held: OrderedDict[int, _Passage] = OrderedDict()
-        self._lone: _Passage | None = None
+        self._admitted: dict[int, _Entry] = {}
+        self._waiting: OrderedDict[int, _Entry] = OrderedDict()
+        self._running_suspect: _Entry | None = None
         """The suspect that is let in."""
         self._batch: frozenset[int] | None = None
         """Requests of the step that was announced last."""
-        self._warmed: dict[SessionKey, float] = {}
-        self._cold: dict[SessionKey, float] = {}
+        self._warmed_at: dict[SessionKey, float] = {}
+        self._no_warm_until: dict[SessionKey, float] = {}
         """Sessions that are not warmed until then: an engine died soon after they had been."""
 
     def may_warm(self, session: SessionKey) -> bool:
         """Whether a session may be warmed; if so, it is taken as done. Nobody is told more than that now is no time."""
         now = self._clock()
-        if self._cold.get(session, 0.0) > now or self.blocklist.refuses(session):
+        if self._no_warm_until.get(session, 0.0) > now or self.blocklist.refuses(session):
             return False
-        self._warmed = {one: at for one, at in self._warmed.items() if at > now - WARM_SUSPICION_S}
-        self._warmed[session] = now
+        self._warmed_at = {one: at for one, at in self._warmed_at.items() if at > now - WARM_SUSPICION_S}
+        self._warmed_at[session] = now
         return True
 
     def check(self, command: Submit, origin: str) -> None:
@@ -79,44 +79,46 @@ class ProbationGate:
 
     def enter(self, generation: OpenGeneration, command: Submit, origin: str) -> None:
         """Send the command, now or when it is this generation's turn. Raises what ``send`` does."""
-        passage = _Passage(generation, command, origin)
+        entry = _Entry(generation, command, origin)
         if origin and self.blocklist.on_probation(command.session):
-            self._quarantine.suspect(origin)
+            self._quarantine.add_suspect(origin)
         alone = self._quarantine.must_run_alone(origin)
-        if alone and self._lone is not None:
-            self._held[generation.request] = passage
+        if alone and self._running_suspect is not None:
+            self._waiting[generation.request] = entry
             return
         self._send(command)
-        self._inside[generation.request] = passage
+        self._admitted[generation.request] = entry
         if alone:
-            self._lone = passage
+            self._running_suspect = entry
 
-    def on_closed(self, generation: OpenGeneration, *, well: bool) -> None:
+    def on_closed(self, generation: OpenGeneration, *, finished: bool) -> None:
         """A generation is over for its listener; ``well``: the engine finished it."""
-        self._held.pop(generation.request, None)
-        passage = self._inside.get(generation.request)
-        if passage is None:
+        self._waiting.pop(generation.request, None)
+        entry = self._admitted.get(generation.request)
+        if entry is None:
             return
-        passage.closed, passage.well = True, well
+        entry.closed, entry.finished = True, finished
         if self._batch is None or generation.request not in self._batch:
-            del self._inside[generation.request]
-        if well and passage.origin:
-            self._quarantine.on_success(passage.origin)
-        if passage is self._lone:
-            self._next()
+            del self._admitted[generation.request]
+        if finished and entry.origin:
+            self._quarantine.on_success(entry.origin)
+        if entry is self._running_suspect:
+            self._admit_next()
 
     def on_step_begin(self, requests: Iterable[int]) -> None:
         """A step of these requests begins."""
         self._batch = frozenset(requests)
-        for number in [one for one, passage in self._inside.items() if passage.closed]:
+        for number in [one for one, entry in self._admitted.items() if entry.closed]:
             if number not in self._batch:
-                del self._inside[number]
+                del self._admitted[number]
 
     def on_tokens(self) -> None:
         """Tokens have come: the suspect that is let in may have got further than it was when the engine died."""
-        lone = self._lone
-        if lone is not None and self._quarantine.on_progress(lone.origin, lone.generation.outputs):
-            self._next()
+        suspect = self._running_suspect
+        if suspect is not None and self._quarantine.on_progress(
+            suspect.origin, suspect.generation.num_output_tokens
+        ):
+            self._admit_next()
 
     def on_engine_lost(self, *, killed_externally: bool) -> OpenGeneration | None:
         """All start anew with another engine. Returns the generation of the request that is found guilty, if any.
@@ -126,29 +128,31 @@ class ProbationGate:
         ``outside``: the process was killed or stopped by somebody else.
         """
         accused = [
-            passage
-            for number, passage in self._inside.items()
-            if passage.origin and (self._batch is None or number in self._batch)
+            entry
+            for number, entry in self._admitted.items()
+            if entry.origin and (self._batch is None or number in self._batch)
         ]
-        at_work = [passage for passage in accused if not passage.well]
-        for passage in at_work[:MOST_NAMED]:
-            fields = {**passage.generation.log_fields, "output_tokens": passage.generation.outputs}
+        at_work = [entry for entry in accused if not entry.finished]
+        for entry in at_work[:MOST_NAMED]:
+            fields = {**entry.generation.log_fields, "output_tokens": entry.generation.num_output_tokens}
             log.warning("the engine ended at work on this turn, of %d", len(at_work), extra=fields)
         self.reset()
         now = self._clock()
-        self._cold = {session: until for session, until in self._cold.items() if until > now}
+        self._no_warm_until = {
+            session: until for session, until in self._no_warm_until.items() if until > now
+        }
         if not killed_externally:
-            fresh = [session for session, at in self._warmed.items() if at > now - WARM_SUSPICION_S]
-            self._cold |= dict.fromkeys(fresh, now + MEMORY_S)
-        self._warmed.clear()
-        batch = {passage.origin: passage.generation.outputs for passage in accused}
+            fresh = [session for session, at in self._warmed_at.items() if at > now - WARM_SUSPICION_S]
+            self._no_warm_until |= dict.fromkeys(fresh, now + MEMORY_S)
+        self._warmed_at.clear()
+        batch = {entry.origin: entry.generation.num_output_tokens for entry in accused}
         guilty = (
             self._quarantine.on_engine_lost(batch, killed_externally=killed_externally) if batch else None
         )
-        for passage in [one for one in accused if guilty is not None and one.origin == guilty][:1]:
-            command = passage.command
+        for entry in [one for one in accused if guilty is not None and one.origin == guilty][:1]:
+            command = entry.command
             if self.blocklist.add(command.session, command.qos.tenant, command.tokens):
-                fields = dict(passage.generation.log_fields)
+                fields = dict(entry.generation.log_fields)
                 log.error(
                     "turns of a session have ended the engine again and again: it is refused", extra=fields
                 )
@@ -156,16 +160,16 @@ class ProbationGate:
 
     def reset(self) -> None:
         """Nobody is inside, and nobody waits."""
-        self._inside.clear()
-        self._held.clear()
-        self._lone = self._batch = None
+        self._admitted.clear()
+        self._waiting.clear()
+        self._running_suspect = self._batch = None
 
-    def _next(self) -> None:
+    def _admit_next(self) -> None:
         """The suspect that was let in keeps nobody waiting any more."""
-        self._lone = None
-        while self._held and self._lone is None:
-            _, passage = self._held.popitem(last=False)
+        self._running_suspect = None
+        while self._waiting and self._running_suspect is None:
+            _, entry = self._waiting.popitem(last=False)
             try:
-                self.enter(passage.generation, passage.command, passage.origin)
+                self.enter(entry.generation, entry.command, entry.origin)
             except PensieveError as error:
-                self._fail(passage.generation, error)
+                self._fail(entry.generation, error)

@@ -118,7 +118,7 @@ log = logging.getLogger(__name__)
 
 FIRST_RESTART_DELAY_S: Final = 0.2
 LONGEST_RESTART_DELAY_S: Final = 30.0
-GOOD_LIFE_S: Final = 60.0
+HEALTHY_AFTER_S: Final = 60.0
 """An engine that served this long was fine: the next restart is prompt again."""
 STOP_PATIENCE_S: Final = 5.0
 DEATH_PATIENCE_S: Final = 0.5
@@ -168,7 +168,7 @@ class ProcessLink(BaseLink):
         self._supervisor = asyncio.create_task(self._supervise(), name="engine supervisor")
 
     async def stop(self) -> None:
-        await self._end()
+        await self._shut_down()
         supervisor, self._supervisor = self._supervisor, None
         if supervisor is None:
             return
@@ -241,7 +241,7 @@ class ProcessLink(BaseLink):
     async def _supervise(self) -> None:
         """Serve with one engine after another, until ``stop``."""
         loop = asyncio.get_running_loop()
-        pauses = RestartBackoff(FIRST_RESTART_DELAY_S, LONGEST_RESTART_DELAY_S, GOOD_LIFE_S)
+        pauses = RestartBackoff(FIRST_RESTART_DELAY_S, LONGEST_RESTART_DELAY_S, HEALTHY_AFTER_S)
         while True:
             began = loop.time()
             await self._serve()
@@ -280,7 +280,7 @@ class ProcessLink(BaseLink):
             frozen = self._watchdog.frozen
             try:
                 if not stopping:
-                    self._enter(LinkState.RESTARTING)
+                    self._set_state(LinkState.RESTARTING)
                     outside = frozen or await process.was_killed(DEATH_PATIENCE_S)
                     if self._state is LinkState.RESTARTING:  # not stopped meanwhile
                         self._on_engine_lost(killed_externally=outside)

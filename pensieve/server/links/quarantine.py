@@ -27,13 +27,13 @@ from typing import Final
 
 from pensieve.errors import Internal
 
-GUILTY: Final = 2.0
+GUILTY_DEATHS: Final = 2.0
 """Deaths."""
-ISOLATED: Final = 1.0
+ISOLATED_DEATHS: Final = 1.0
 """Deaths after which a suspect is let in only when no other suspect is."""
-OUTSIDE: Final = 0.25
+EXTERNAL_WEIGHT: Final = 0.25
 """What a death from outside counts for."""
-FORESEEN: Final = 0
+PRIOR_DEATH: Final = 0
 """Stands for a death of another turn of the session."""
 FRESH_TOKENS: Final = 8
 """A request with fewer output tokens when the engine died had just begun. If there are such, they come first."""
@@ -77,11 +77,11 @@ class Quarantine:
         suspect = self._suspects.get(name)
         return suspect is not None and suspect.isolated and self._clock() < suspect.until
 
-    def suspect(self, name: str) -> None:
+    def add_suspect(self, name: str) -> None:
         """Take a request that has not run yet for one that was in a death before, as a suspect to be let in alone."""
         if name not in self._suspects:
             until = self._clock() + MEMORY_S
-            self._suspects[name] = _Suspect({FORESEEN: 1.0}, isolated=True, until=until)
+            self._suspects[name] = _Suspect({PRIOR_DEATH: 1.0}, isolated=True, until=until)
 
     def on_progress(self, name: str, tokens: int) -> bool:
         """It has so many output tokens. Returns whether that is further than it was when the engine died."""
@@ -97,35 +97,35 @@ class Quarantine:
     def on_engine_lost(self, batch: Mapping[str, int], *, killed_externally: bool) -> str | None:
         """An engine has died in a step of these requests: name -> output tokens so far. Returns who is guilty."""
         now = self._clock()
-        self._forget(now)
+        self._expire(now)
         self._deaths += 1
         for name, tokens in batch.items():
             suspect = self._suspects.setdefault(name, _Suspect())
-            suspect.deaths[self._deaths] = OUTSIDE if killed_externally else 1.0
+            suspect.deaths[self._deaths] = EXTERNAL_WEIGHT if killed_externally else 1.0
             suspect.tokens, suspect.until = tokens, now + MEMORY_S
             self._suspects.move_to_end(name)
-        often = [name for name in batch if self._suspects[name].count >= GUILTY]
+        often = [name for name in batch if self._suspects[name].count >= GUILTY_DEATHS]
         alone = [name for name in often if self._suspects[name].isolated]
         guilty = alone if len(alone) == 1 else often
         if len(guilty) == 1:
-            self._condemn(guilty[0], now)
+            self._convict(guilty[0], now)
             return guilty[0]
         fresh = [name for name, tokens in batch.items() if tokens < FRESH_TOKENS]
         for name in batch if often or not fresh else fresh:
-            self._suspects[name].isolated = self._suspects[name].count >= ISOLATED
+            self._suspects[name].isolated = self._suspects[name].count >= ISOLATED_DEATHS
         return None
 
-    def _condemn(self, guilty: str, now: float) -> None:
+    def _convict(self, guilty: str, now: float) -> None:
         explained = self._suspects.pop(guilty).deaths
         self._guilty[guilty] = now + MEMORY_S
-        explained.pop(FORESEEN, None)
+        explained.pop(PRIOR_DEATH, None)
         for name, suspect in list(self._suspects.items()):
             for death in explained:
                 suspect.deaths.pop(death, None)
             if not suspect.deaths:
                 del self._suspects[name]
 
-    def _forget(self, now: float) -> None:
+    def _expire(self, now: float) -> None:
         for name in [name for name, suspect in self._suspects.items() if suspect.until <= now]:
             del self._suspects[name]
         while len(self._suspects) > MAX_REMEMBERED:
@@ -142,7 +142,7 @@ def quarantined() -> Internal:
     )
 
 
-TURNS: Final = 2
+REFUSED_AFTER_TURNS: Final = 2
 """Condemned turns of one session after which all its turns are refused."""
 
 
@@ -170,14 +170,14 @@ class Blocklist:
         ``tokens``: its whole context, packed.
         """
         now = self._clock()
-        self._forget(now)
+        self._expire(now)
         self.turns_total += 1
         self._contexts[_digest(tenant, tokens)] = now + MEMORY_S
         record = self._sessions.setdefault(session, _Session())
         self._sessions.move_to_end(session)
         record.turns += 1
         record.probation_until = now + 2 * MEMORY_S
-        if record.turns < TURNS:
+        if record.turns < REFUSED_AFTER_TURNS:
             return False
         record.refused_until = now + MEMORY_S
         self.sessions_total += 1
@@ -201,7 +201,7 @@ class Blocklist:
         record = self._sessions.get(session)
         return record is not None and self._clock() < record.probation_until
 
-    def _forget(self, now: float) -> None:
+    def _expire(self, now: float) -> None:
         for session in [one for one, record in self._sessions.items() if record.probation_until <= now]:
             del self._sessions[session]
         for context in [one for one, until in self._contexts.items() if until <= now]:

@@ -65,19 +65,19 @@ class Watchdog:
         self._times = StepTimes()
         self._steps = -1
         self._tokens: int | None = None
-        self._busy = self._works = False
+        self._busy = self._has_work = False
         self._without_step_s = self._frozen_s = 0.0
         self._silence.reset()
 
     @property
     def stalled(self) -> bool:
         """No progress for longer than can be explained."""
-        return self._beyond(STALLED_FLOOR_S, STALLED_FACTOR)
+        return self._is_late(STALLED_FLOOR_S, STALLED_FACTOR)
 
     @property
     def hung(self) -> bool:
         """No progress for so long that none is to be hoped for."""
-        return self._beyond(HUNG_FLOOR_S, HUNG_FACTOR)
+        return self._is_late(HUNG_FLOOR_S, HUNG_FACTOR)
 
     @property
     def frozen(self) -> bool:
@@ -107,16 +107,16 @@ class Watchdog:
         """Time has passed. ``frozen``: the system says that the engine's process is stopped."""
         elapsed = self._silence.advance(elapsed_s)
         # An engine may be inside a step whose requests were all cancelled meanwhile.
-        self._works = work_waits or self._busy
+        self._has_work = work_waits or self._busy
         self._without_step_s = self._without_step_s + elapsed if work_waits else 0.0
         self._frozen_s = self._frozen_s + elapsed if frozen else 0.0
 
-    def _beyond(self, floor_s: float, factor: float) -> bool:
+    def _is_late(self, floor_s: float, factor: float) -> bool:
         floor = min(floor_s, self.limit_s)
         if self._frozen_s > floor:
             return True
         quiet = max(self._without_step_s, self._silence.seconds)
-        if not self._works:
+        if not self._has_work:
             return quiet > floor  # it had nothing to do, and does not even say so
         expected = None if self._tokens is None else self._times.expected(self._tokens)
         return quiet > (self.limit_s if expected is None else max(floor, factor * expected))

@@ -22,11 +22,11 @@ from pensieve.server.values import TurnView, fingerprint
 from pensieve.store import Counts, HistoryStore, Key
 from pensieve.store.records import Record, RecordKind, SessionConfig, SessionRow
 
-KEPT_S: Final = 30 * 24 * 3600.0
+CLAIM_TTL_S: Final = 30 * 24 * 3600.0
 """How long a claim is kept; as long as the name of a deleted session is."""
-_RACES: Final = 8
+_MAX_TRIES: Final = 8
 _SESSION, _CALL, _PLAN, _REFUSED = "session", "call", "plan", "refused"
-MOST_LOOKED_AT: Final = 8
+MAX_MATCHES: Final = 8
 """Turns with one mark and one answer that are looked at; the newest is nearly always the right one."""
 
 
@@ -55,7 +55,7 @@ class RequestClaims:
         of a tenant that stores too much.
         """
         key = _key(tenant, request_id)
-        for _ in range(_RACES):
+        for _ in range(_MAX_TRIES):
             try:
                 row = await self._store.load(key)
             except NotFound:
@@ -65,7 +65,7 @@ class RequestClaims:
             if (
                 row.labels.get(_REFUSED)
                 and held != wanted
-                and await self._gives_way(tenant, request_id, held, wanted)
+                and await self._is_replaceable(tenant, request_id, held, wanted)
             ):
                 try:
                     row = await self._replace(key, row, _labels(wanted))
@@ -93,7 +93,7 @@ class RequestClaims:
 
     # ---- parts
 
-    async def _gives_way(
+    async def _is_replaceable(
         self, tenant: str, request_id: str, held: RequestClaim, wanted: RequestClaim
     ) -> bool:
         """Whether a refused claim is given up for ``wanted``.
@@ -104,7 +104,7 @@ class RequestClaims:
         return has_it is None or (not has_it and held.call != wanted.call)
 
     async def _create(self, key: Key, wanted: RequestClaim) -> SessionRow:
-        config, labels = SessionConfig(ttl_s=KEPT_S), _labels(wanted)
+        config, labels = SessionConfig(ttl_s=CLAIM_TTL_S), _labels(wanted)
         record = Record(revision=1, kind=RecordKind.CREATE, time_ms=now_ms(), config=config, labels=labels)
         row = SessionRow(tenant=key.tenant, session_id=key.session_id, config=config, labels=labels)
         try:
@@ -147,7 +147,7 @@ async def find_turn(
     Of several sessions the one that has ``request_id``, if any has, goes first.
     Raises NotFound (TURN_NOT_FOUND).
     """
-    marked = await store.find_marked(tenant, mark, answer, limit=MOST_LOOKED_AT)
+    marked = await store.find_marked(tenant, mark, answer, limit=MAX_MATCHES)
     if request_id and len(marked) > 1:
         has_it = [await _has_turn(store, Key(tenant, one.session_id), request_id) for one in marked]
         marked = sorted(marked, key=lambda one: not has_it[marked.index(one)])

@@ -17,7 +17,7 @@ from pensieve.server import ids
 from pensieve.server.tenants import TenantTable, quota_exceeded
 from pensieve.store import HistoryStore, Key, TenantUsage
 
-FRESH_S: Final = 1.0
+USAGE_MAX_AGE_S: Final = 1.0
 RETRY_S: Final = 60.0
 """Room comes when sessions are deleted or expire: nothing of seconds."""
 
@@ -90,7 +90,7 @@ class StorageQuotas:
     async def _usage(self, tenant: str) -> TenantUsage:
         now = self._monotonic()
         known = self._known.get(tenant)
-        if known is not None and now - known[0] < FRESH_S:
+        if known is not None and now - known[0] < USAGE_MAX_AGE_S:
             return known[1]
         # What is made while the store answers may be counted twice until it is asked again, never not at all.
         self._made_since[tenant] = 0

@@ -12,8 +12,8 @@ from pensieve.core import Role
 from pensieve.errors import FailedPrecondition, NotFound
 from pensieve.server.clock import now_ms
 from pensieve.server.history.binding import ServedModel
-from pensieve.server.history.cuts import moved_view, system_item, truncated_to, without_prompt
-from pensieve.server.history.rendering import ItemStamp, Renderer, behind_prompt, check_tools
+from pensieve.server.history.cuts import renumbered_view, system_item, truncated_to, without_prompt
+from pensieve.server.history.rendering import ItemStamp, Renderer, check_tools, with_prompt
 from pensieve.server.values import InputEntry, ToolEntry
 from pensieve.store.records import (
     History,
@@ -54,7 +54,7 @@ async def create(renderer: Renderer, new: NewSession, served: ServedModel) -> Re
     prompt = (InputEntry(Role.SYSTEM, new.config.system_prompt),) if new.config.system_prompt else ()
     now = now_ms()
     await check_tools(new.config, renderer)
-    config = renderer.dated(new.config, now)
+    config = renderer.with_date(new.config, now)
     base = History(config=config)
     items, _ = await renderer.items(
         base, (*prompt, *new.items), ItemStamp(1, new.request_id, now), followed_by=new.followed_by
@@ -147,9 +147,9 @@ async def update(renderer: Renderer, base: History, change: SessionChange, serve
     )
     if begins_alike and not anew:
         return record
-    make = _from_texts if anew else behind_prompt
+    make = _from_texts if anew else with_prompt
     head, moved = await make(renderer, base, config, record.time_ms)
-    hidden = moved_view(base, moved)
+    hidden = renumbered_view(base, moved)
     return msgspec.structs.replace(record, keep_items=0, items=(*head, *moved), hidden_before=hidden)
 
 

@@ -29,7 +29,7 @@ from pensieve.server import ids
 from pensieve.server.clock import now_ms
 from pensieve.server.history.binding import ServedModel
 from pensieve.server.history.cuts import check_not_erased, erasing_record
-from pensieve.server.history.rendering import too_long
+from pensieve.server.history.rendering import context_too_long
 from pensieve.server.history.transcript import Transcript, initial_history
 from pensieve.server.links.engine_link import EngineLink, context_limit
 from pensieve.server.sessions import records as session_records
@@ -45,7 +45,7 @@ from pensieve.store.records import History, Item, Overflow, Record, RecordKind, 
 
 log = logging.getLogger(__name__)
 
-_RACES = 8
+_MAX_TRIES = 8
 """How often a change without ``expected_revision`` is tried again when another one came first."""
 _MAC_BYTES = 16
 Cursor = TypeVar("Cursor")
@@ -66,7 +66,7 @@ class SessionsPage:
     next_token: str
 
 
-class Change(NamedTuple):
+class PreparedChange(NamedTuple):
     """A record to append, and what is left of the records that it erases."""
 
     record: Record
@@ -139,7 +139,7 @@ class Sessions:
         revision, after = row.revision, after_item
         if page_token:
             revision, after = self._pages.open(key.tenant, query, page_token, tuple[int, int])
-            history = await self._transcript.at_revision(key, row, revision)
+            history = await self._transcript.history_at_revision(key, row, revision)
         else:
             history = await self._transcript.history_at(key, row)
             revision = history.revision
@@ -163,8 +163,8 @@ class Sessions:
                 entry = InputEntry(Role.SYSTEM, change.config[name])
                 self._renderer.check_size((entry,), context_limit(self._link.info))
 
-        async def made(base: History) -> Change:
-            return Change(
+        async def made(base: History) -> PreparedChange:
+            return PreparedChange(
                 await session_records.update(
                     self._renderer.for_tenant(key.tenant), base, change, self._served
                 )
@@ -189,7 +189,7 @@ class Sessions:
         """
         known = bool(request_id) and await self._store.find_request(key, request_id) is not None
 
-        async def change(base: History) -> Change:
+        async def change(base: History) -> PreparedChange:
             if not known:
                 session_records.check_item(base, item)
             record = session_records.rewind(base, item, request_id)
@@ -197,14 +197,14 @@ class Sessions:
                 # It cuts nothing off, and is a record all the same: without end, as others are not.
                 await self._quotas.check_change(key.tenant)
             if not erase:
-                return Change(record)
+                return PreparedChange(record)
             log = [one for one in await self._store.read(key) if one.record.revision <= base.revision]
-            return Change(*erasing_record(base, record, log))
+            return PreparedChange(*erasing_record(base, record, log))
 
         mark = fingerprint("rewind", item, expected_revision, *(("erase",) if erase else ()))
         row = await self._apply(key, change, mark, expected_revision)
         if erase:
-            await self._uncache(key)
+            await self._evict(key)
         return row
 
     async def append(
@@ -222,13 +222,13 @@ class Sessions:
         self._renderer.check_size(entries, limit)
         known = await self._store.find_request(key, request_id)
 
-        async def change(base: History) -> Change:
+        async def change(base: History) -> PreparedChange:
             made = await session_records.append(
                 self._renderer.for_tenant(key.tenant), base, entries, request_id, self._served, followed_by
             )
             if known is None:
                 self._check_fits(base.apply(made, ""), limit)
-            return Change(made)
+            return PreparedChange(made)
 
         row = await self._apply(
             key, change, fingerprint("append", entries, expected_revision), expected_revision
@@ -261,7 +261,7 @@ class Sessions:
                 session_records.check_item(history, item)
         record = session_records.fork(history, item, request_id)
         if candidate is not None:
-            record = await self._ending_in(key, record, candidate)
+            record = await self._with_last_answer(key, record, candidate)
         copy = initial_history(record)
         other = () if candidate is None else (candidate,)
         mark = fingerprint("fork", key.session_id, item, expected_revision, *other)
@@ -278,12 +278,12 @@ class Sessions:
         (QUOTA_EXCEEDED: each choice is a record with the answer in it), and what ``HistoryStore.apply`` does:
         TurnInProgress, RevisionMismatch.
         """
-        for _ in range(_RACES):
+        for _ in range(_MAX_TRIES):
             turn = await self._committed_turn(key, request_id)
             view = turn_record.committed_view(key, turn)
             count = max(1, len(view.candidates))
             if candidate >= count:
-                raise turn_record.no_candidate(candidate, count)
+                raise turn_record.candidate_not_found(candidate, count)
             if candidate == view.chosen:
                 return view
             if not turn.latest:
@@ -295,7 +295,7 @@ class Sessions:
             record = turn_record.choice_record(base, turn, candidate, now_ms())
             mark = fingerprint("choose", turn.record.request_id, candidate)
             try:
-                await self._append(key, base, Change(record), mark, expected_revision)
+                await self._append(key, base, PreparedChange(record), mark, expected_revision)
             except RevisionMismatch:
                 if expected_revision is not None:
                     raise
@@ -321,7 +321,7 @@ class Sessions:
         turn, TurnInProgress while one runs.
         """
         if unused_only:
-            await self._forget(key, expected_revision, allow_missing)
+            await self._delete_unused(key, expected_revision, allow_missing)
             return
         if not allow_missing:
             await self._store.load(key)
@@ -330,7 +330,7 @@ class Sessions:
         self._transcript.forget(key)
         await self._turns.end_session(key, NotFound("the session was deleted", reason="SESSION_DELETED"))
         self._transcript.forget(key)
-        await self._uncache(key)
+        await self._evict(key)
 
     # ---- parts
 
@@ -348,7 +348,7 @@ class Sessions:
             )
         raise NotFound("no such turn in this session", reason="TURN_NOT_FOUND")
 
-    async def _forget(self, key: Key, expected_revision: int | None, allow_missing: bool) -> None:
+    async def _delete_unused(self, key: Key, expected_revision: int | None, allow_missing: bool) -> None:
         """Remove a session that has never had a turn. No turn runs in it then: who comes next finds none."""
         try:
             head = await self._unused_head(key, expected_revision)
@@ -359,7 +359,7 @@ class Sessions:
         await self._store.forget(key, head)
         self._quotas.on_session_removed(key.tenant)
         self._transcript.forget(key)
-        await self._uncache(key)
+        await self._evict(key)
 
     async def _unused_head(self, key: Key, expected_revision: int | None) -> str:
         """Chain hash of the session's newest record; no record up to it is a turn's.
@@ -380,14 +380,14 @@ class Sessions:
             if revision == piece.row.revision:
                 return head
 
-    async def _uncache(self, key: Key) -> None:
+    async def _evict(self, key: Key) -> None:
         """Drop the session's cached state, if an engine is up."""
         try:
             await self._link.evict(ids.session_key(key))
         except Unavailable as error:
             log.info("no cached state to drop: %s", error.reason)
 
-    async def _ending_in(self, key: Key, record: Record, candidate: int) -> Record:
+    async def _with_last_answer(self, key: Key, record: Record, candidate: int) -> Record:
         """The fork of ``key`` with another answer at its end. Raises NotFound (CANDIDATE_NOT_FOUND)."""
         last = record.items[-1] if record.items else None
         revision = None
@@ -397,7 +397,7 @@ class Sessions:
         if revision is not None:
             turn = await turn_record.load_committed(self._store, key, revision)
         if last is None or turn is None:
-            raise turn_record.no_candidate(candidate, 0)
+            raise turn_record.candidate_not_found(candidate, 0)
         items = (*record.items[:-1], turn_record.with_candidate(last, turn, candidate))
         return msgspec.structs.replace(record, items=items)
 
@@ -425,22 +425,22 @@ class Sessions:
     async def _apply(
         self,
         key: Key,
-        build: Callable[[History], Awaitable[Change]],
+        build: Callable[[History], Awaitable[PreparedChange]],
         mark: str,
         expected_revision: int | None,
     ) -> SessionRow:
-        for attempt in range(_RACES):
+        for attempt in range(_MAX_TRIES):
             _, base = await self._transcript.read(key)
             change = await build(base)
             try:
                 return await self._append(key, base, change, mark, expected_revision)
             except RevisionMismatch:
-                if expected_revision is not None or attempt + 1 == _RACES:
+                if expected_revision is not None or attempt + 1 == _MAX_TRIES:
                     raise
         raise AssertionError("unreachable: the last attempt returns or raises")
 
     async def _append(
-        self, key: Key, base: History, change: Change, mark: str, expected_revision: int | None
+        self, key: Key, base: History, change: PreparedChange, mark: str, expected_revision: int | None
     ) -> SessionRow:
         async def write(counts: Counts) -> SessionRow:
             return await self._store.apply(
@@ -464,7 +464,7 @@ class Sessions:
     def _check_fits(self, history: History, limit: int) -> None:
         length = self._renderer.length(history)
         if length >= limit and history.config.overflow is Overflow.REJECT:
-            raise too_long(length, limit)
+            raise context_too_long(length, limit)
 
     def _page_size(self, asked: int) -> int:
         limits = self._settings.limits

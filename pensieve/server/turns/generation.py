@@ -23,10 +23,10 @@ from pensieve.server.links.engine_link import EngineLink, Generation
 from pensieve.server.turns.buffer import TurnBuffer
 from pensieve.server.values import ProgressView, TurnHints
 
-LONGEST_NEXT_TURN_S: Final = 7 * 24 * 3600.0
+MAX_NEXT_TURN_S: Final = 7 * 24 * 3600.0
 """A session that is to come back later than this is as good as one that comes back then."""
-LEAST_IMPORTANCE: Final = 1 / 16
-MOST_IMPORTANCE: Final = 16.0
+MIN_IMPORTANCE: Final = 1 / 16
+MAX_IMPORTANCE: Final = 16.0
 """Within these no number given is as good as a pin, nor as an eviction."""
 
 
@@ -41,7 +41,7 @@ class TurnGeneration:
         self._buffer = buffer
         self._generation: Generation | None = None
         self._ticket: AdmissionTicket | None = None
-        self._over: asyncio.Future[None] | None = None
+        self._done: asyncio.Future[None] | None = None
         """``run`` waits for it. No token resolves it, so a turn's task sleeps from its submission to its end."""
         self._started: Started | None = None
         self._finished: Finished | None = None
@@ -53,7 +53,7 @@ class TurnGeneration:
         self.ended_at: float | None = None
         self.first_token_at: float | None = None
         """On the event loop's clock."""
-        self.out_of_time = False
+        self.timed_out = False
         """Ended because ``max_duration`` was over."""
 
     def interrupt(self) -> None:
@@ -78,11 +78,11 @@ class TurnGeneration:
         loop = asyncio.get_running_loop()
         self._ticket = ticket
         self.submitted_at = loop.time()
-        self._over = loop.create_future()
+        self._done = loop.create_future()
         self._generation = link.submit(command, self)
         timer = loop.call_later(limit_s, self._time_is_over) if limit_s is not None else None
         try:
-            await self._over
+            await self._done
         finally:
             self.ended_at = loop.time()
             self._generation.cancel()
@@ -128,7 +128,7 @@ class TurnGeneration:
         """Why a candidate ended, if nobody interrupted the generation."""
         if candidate in self._reasons:
             return self._reasons[candidate]
-        if self.out_of_time or self._finished is None:
+        if self.timed_out or self._finished is None:
             return FinishReason.TIME_LIMIT
         return self._finished.reason
 
@@ -157,25 +157,25 @@ class TurnGeneration:
             self._generation.cancel_candidate(candidate)
 
     def _time_is_over(self) -> None:
-        if self._over is not None and not self._over.done():
-            self.out_of_time = True
+        if self._done is not None and not self._done.done():
+            self.timed_out = True
             self.interrupt()
 
     def _end(self, error: Exception | None = None) -> None:
         """Let ``run`` return, or raise ``error``, and stop the engine if it is still at it. The first call decides."""
-        if self._over is not None and not self._over.done():
+        if self._done is not None and not self._done.done():
             if error is None:
-                self._over.set_result(None)
+                self._done.set_result(None)
             else:
-                self._over.set_exception(error)
+                self._done.set_exception(error)
         # The turn's task would do this too, but only later: the tokens until then would be shown.
         if self._generation is not None:
             self._generation.cancel()
 
 
-def take_hints(given: TurnHints, engine: EngineReady) -> tuple[Hints | None, HintReceipt | None]:
+def clip_hints(given: TurnHints, engine: EngineReady) -> tuple[Hints | None, HintReceipt | None]:
     """Hints for the engine (None: it gets none), and the receipt (None: no hint was given). Values are clipped."""
-    names = _names(given)
+    names = _given_names(given)
     if not names:
         return None, None
     if not engine.uses_hints:
@@ -184,10 +184,10 @@ def take_hints(given: TurnHints, engine: EngineReady) -> tuple[Hints | None, Hin
     contradicted = given.finished and given.next_turn_s is not None
     next_turn_s = None
     if given.next_turn_s is not None and not contradicted:
-        next_turn_s = min(given.next_turn_s, LONGEST_NEXT_TURN_S)
+        next_turn_s = min(given.next_turn_s, MAX_NEXT_TURN_S)
     importance = None
     if given.importance is not None:
-        importance = min(max(given.importance, LEAST_IMPORTANCE), MOST_IMPORTANCE)
+        importance = min(max(given.importance, MIN_IMPORTANCE), MAX_IMPORTANCE)
     receipt = HintReceipt(
         next_turn_s=next_turn_s,
         importance=importance,
@@ -199,14 +199,14 @@ def take_hints(given: TurnHints, engine: EngineReady) -> tuple[Hints | None, Hin
     return Hints(next_turn_s=next_turn_s, importance=importance, finished=given.finished), receipt
 
 
-def _names(given: TurnHints) -> tuple[str, ...]:
+def _given_names(given: TurnHints) -> tuple[str, ...]:
     """The hints that were given, by their names on the wire."""
-    said = {
+    given_by_name = {
         "next_turn_in": given.next_turn_s is not None,
         "importance": given.importance is not None,
         "session_finished": given.finished,
     }
-    return tuple(name for name, is_given in said.items() if is_given)
+    return tuple(name for name, is_given in given_by_name.items() if is_given)
 
 
 def final_usage(

@@ -39,20 +39,20 @@ from pensieve.store import (
 
 log = logging.getLogger(__name__)
 
-HEARS_WITHIN_S: Final = 1.0
+MAX_ORDER_DELAY_S: Final = 1.0
 """An order that another server left in the store waits no longer than this."""
-SHORTEST_PAUSE_S: Final = 0.05
-LONGEST_PAUSE_S: Final = 0.5
+MIN_RETRY_S: Final = 0.05
+MAX_RETRY_S: Final = 0.5
 """Between two tries to give a lease back to a store that is away."""
-FIRST_LOOK_S: Final = 0.1
-LONGEST_LOOK_S: Final = 1.0
+MIN_POLL_S: Final = 0.1
+MAX_POLL_S: Final = 1.0
 """The pauses between two looks into the store grow from one to the other."""
-UNHEARD_S: Final = 5.0
+ORDER_GRACE_S: Final = 5.0
 """So long after its lease must have lapsed, a turn that was told to end is taken for one that cannot hear."""
 
 
 @dataclass(slots=True, eq=False)
-class _Kept:
+class _LeaseEntry:
     lease: HeldLease
     on_lost: Callable[[], None]
     on_news: Callable[[Renewed], None]
@@ -71,7 +71,7 @@ class LeaseKeeper:
     def __init__(self, store: HistoryStore, lease_s: float) -> None:
         self._store = store
         self._lease_s = lease_s
-        self._kept: set[_Kept] = set()
+        self._entries: set[_LeaseEntry] = set()
         self._task: asyncio.Task[None] | None = None
 
     @contextmanager
@@ -84,36 +84,36 @@ class LeaseKeeper:
         ``on_lost`` is called once, from the event loop, when the lease was taken over, the session is gone, or no
         renewal succeeded for two thirds of the lease by the monotonic clock.
         """
-        kept = _Kept(HeldLease(key, token), on_lost, on_renewed, asyncio.get_running_loop().time())
-        self._kept.add(kept)
+        entry = _LeaseEntry(HeldLease(key, token), on_lost, on_renewed, asyncio.get_running_loop().time())
+        self._entries.add(entry)
         if self._task is None:
             self._task = asyncio.create_task(self._run(), name="leases")
         try:
             yield
         finally:
-            self._kept.discard(kept)
-            if not self._kept and self._task is not None:
+            self._entries.discard(entry)
+            if not self._entries and self._task is not None:
                 self._task.cancel()
                 self._task = None
 
     async def _run(self) -> None:
         """Until it is cancelled, with the last lease."""
-        pause = usual = min(self._lease_s / 3, HEARS_WITHIN_S)
+        pause = usual = min(self._lease_s / 3, MAX_ORDER_DELAY_S)
         while True:
             await asyncio.sleep(pause)
-            pause = usual if await self._renew(list(self._kept)) else self._lease_s / 12
+            pause = usual if await self._renew(list(self._entries)) else self._lease_s / 12
 
-    async def _renew(self, batch: list[_Kept]) -> bool:
+    async def _renew(self, batch: list[_LeaseEntry]) -> bool:
         """Whether each lease of the batch is renewed or known to be lost."""
         if not batch:
             return True
         now = asyncio.get_running_loop().time
         asked = now()
-        call = asyncio.create_task(self._ask([kept.lease for kept in batch]), name="renewal")
+        call = asyncio.create_task(self._ask([entry.lease for entry in batch]), name="renewal")
         answers: Sequence[Renewed | Exception]
         try:
             # A slow answer is waited for as long as it is good for one of them: asked again, it would be as slow.
-            while not call.done() and (waiting := [kept for kept in batch if kept in self._kept]):
+            while not call.done() and (waiting := [entry for entry in batch if entry in self._entries]):
                 patience = max(min(map(self._lost_at, waiting)) - now(), self._lease_s / 12)
                 await asyncio.wait({call}, timeout=patience)
                 if not call.done():
@@ -123,16 +123,16 @@ class LeaseKeeper:
             answers = [error] * len(batch)
         finally:
             call.cancel()
-        failed = list[_Kept]()
+        failed = list[_LeaseEntry]()
         reasons = set[str]()
-        for kept, answer in zip(batch, answers, strict=True):
+        for entry, answer in zip(batch, answers, strict=True):
             if isinstance(answer, Renewed):
-                kept.renewed = asked
-                self._tell(kept, partial(kept.on_news, answer))
+                entry.renewed = asked
+                self._notify(entry, partial(entry.on_news, answer))
             elif isinstance(answer, TurnFenced | NotFound):
-                self._lose(kept)
+                self._lose(entry)
             else:
-                failed.append(kept)
+                failed.append(entry)
                 reasons.add(type(answer).__name__)
         self._lose_overdue(failed)
         if failed:
@@ -143,23 +143,23 @@ class LeaseKeeper:
         await async_failpoint("in_renew")
         return await self._store.renew_leases(leases, round(self._lease_s * 1000))
 
-    def _lose_overdue(self, some: Iterable[_Kept]) -> None:
-        for kept in some:
-            if asyncio.get_running_loop().time() >= self._lost_at(kept):
-                self._lose(kept)
+    def _lose_overdue(self, some: Iterable[_LeaseEntry]) -> None:
+        for entry in some:
+            if asyncio.get_running_loop().time() >= self._lost_at(entry):
+                self._lose(entry)
 
-    def _lost_at(self, kept: _Kept) -> float:
-        return kept.renewed + self._lease_s * 2 / 3
+    def _lost_at(self, entry: _LeaseEntry) -> float:
+        return entry.renewed + self._lease_s * 2 / 3
 
-    def _lose(self, kept: _Kept) -> None:
-        self._tell(kept, kept.on_lost)
-        self._kept.discard(kept)
+    def _lose(self, entry: _LeaseEntry) -> None:
+        self._notify(entry, entry.on_lost)
+        self._entries.discard(entry)
 
-    def _tell(self, kept: _Kept, what: Callable[[], None]) -> None:
-        if kept not in self._kept:  # released meanwhile
+    def _notify(self, entry: _LeaseEntry, callback: Callable[[], None]) -> None:
+        if entry not in self._entries:  # released meanwhile
             return
         try:
-            what()
+            callback()
         except Exception:
             # A bug of ours. The task is that of all turns, which must not lose their leases for one.
             log.exception("a turn could not be told of its lease")
@@ -185,8 +185,8 @@ class LeaseReleaser:
             await self._store.abort(key, token, called_off=cancelled)
         except Unavailable as error:
             log.warning("lease not released (%s): it is when the store is back", error.reason)
-            lapses = asyncio.get_running_loop().time() + self._lease_s
-            self._waiting.append((lapses, key, token, cancelled))
+            expires_at = asyncio.get_running_loop().time() + self._lease_s
+            self._waiting.append((expires_at, key, token, cancelled))
             if self._task is None or self._task.done():
                 self._task = asyncio.create_task(self._run(), name="releases")
         except PensieveError as error:
@@ -199,15 +199,15 @@ class LeaseReleaser:
             await asyncio.wait([self._task])
 
     async def _run(self) -> None:
-        loop, pause = asyncio.get_running_loop(), SHORTEST_PAUSE_S
+        loop, pause = asyncio.get_running_loop(), MIN_RETRY_S
         while self._waiting:
-            lapses, key, token, called_off = self._waiting[0]
-            if loop.time() < lapses:
+            expires_at, key, token, called_off = self._waiting[0]
+            if loop.time() < expires_at:
                 await asyncio.sleep(pause)
                 try:
                     await self._store.abort(key, token, called_off=called_off)
                 except Unavailable:
-                    pause = min(2 * pause, LONGEST_PAUSE_S)
+                    pause = min(2 * pause, MAX_RETRY_S)
                     continue
                 except PensieveError as error:
                     log.warning("lease not released (%s): it lapses by itself", error.reason)
@@ -225,9 +225,9 @@ async def follow_remote_turn(store: HistoryStore, run: TurnRun, request: BeginRe
     pauses = _pauses()
     while True:
         if run.order is None:
-            await run.ordered_within(next(pauses))
+            await run.wait_for_order(next(pauses))
         else:
-            await asyncio.sleep(FIRST_LOOK_S)
+            await asyncio.sleep(MIN_POLL_S)
         order = run.order
         if order is not None:
             if not order.by_caller:
@@ -242,7 +242,7 @@ async def follow_remote_turn(store: HistoryStore, run: TurnRun, request: BeginRe
             return outcome
 
 
-async def committed_elsewhere(store: HistoryStore, key: Key, request_id: str) -> int:
+async def wait_for_remote_commit(store: HistoryStore, key: Key, request_id: str) -> int:
     """Wait for the commit of a turn that runs elsewhere, for a caller that cannot begin it; the revision.
 
     Raises NotFound (TURN_NOT_FOUND) when it ends without.
@@ -259,12 +259,12 @@ async def committed_elsewhere(store: HistoryStore, key: Key, request_id: str) ->
     raise NotFound("the turn ended and left no trace", reason="TURN_NOT_FOUND")
 
 
-async def end_elsewhere(
+async def end_remote_turn(
     store: HistoryStore, key: Key, request_id: str, order: EndOrder, lease_s: float
 ) -> None:
     """Have a turn ended by its server. Returns when it does not run any more; Unavailable if it goes on regardless."""
     loop = asyncio.get_running_loop()
-    until, pause = loop.time() + lease_s + UNHEARD_S, FIRST_LOOK_S
+    until, pause = loop.time() + lease_s + ORDER_GRACE_S, MIN_POLL_S
     while await store.ask_to_end(key, request_id, order):
         if loop.time() > until:
             raise running_elsewhere()
@@ -274,7 +274,7 @@ async def end_elsewhere(
 def apply_renewal(run: TurnRun, news: Renewed) -> None:
     """Obey what other servers left in the store for the holder of the lease."""
     if news.followed:
-        run.listened_elsewhere()
+        run.restart_grace()
     if news.order is not None:
         error = None if news.order.keep else turn_cancelled()
         run.end_early(Order(news.order.keep_tokens, error, by_caller=True))
@@ -286,7 +286,7 @@ def turn_cancelled() -> Cancelled:
 
 def _pauses() -> Iterator[float]:
     """Seconds before each look into the store."""
-    pause = FIRST_LOOK_S
+    pause = MIN_POLL_S
     while True:
         yield pause
-        pause = min(1.5 * pause, LONGEST_LOOK_S)
+        pause = min(1.5 * pause, MAX_POLL_S)

@@ -43,7 +43,7 @@ from pensieve.store.records import (
 )
 from pensieve.tokenizer import ChatTokenizer
 
-SEEDS = 1 << 64
+SEED_MODULUS = 1 << 64
 """Candidate ``i`` samples with ``seed + i`` modulo this."""
 
 
@@ -229,14 +229,14 @@ def with_candidate(item: Item, turn: CommittedTurn, candidate: int) -> Item:
     """``item``, which is the turn's answer, with another of its answers. Raises NotFound (CANDIDATE_NOT_FOUND)."""
     drawn = turn.record.turn.candidates if turn.record.turn is not None else ()
     if candidate >= len(drawn):
-        raise no_candidate(candidate, len(drawn))
+        raise candidate_not_found(candidate, len(drawn))
     answer = drawn[candidate]
     prompt = unpack_tokens(item.tokens)[: item.prefix_tokens]
     tokens = pack_tokens(prompt) + answer.tokens
     return msgspec.structs.replace(item, text=answer.text, tokens=tokens, finish_reason=answer.finish_reason)
 
 
-def no_candidate(candidate: int, count: int) -> NotFound:
+def candidate_not_found(candidate: int, count: int) -> NotFound:
     """``count``: how many the turn has."""
     return NotFound(
         f"the turn has no candidate {candidate}",
@@ -256,7 +256,7 @@ def completed_answer(
     """The answer to keep of a turn that ended by itself or because its time was over."""
     texts = [output.finish() for output in outputs]
     if len(outputs) == 1:
-        return _kept(outputs[0], texts[0], generation.finish_reason(), generation)
+        return _kept_answer(outputs[0], texts[0], generation.finish_reason(), generation)
     best = choice is CandidateChoice.BEST_LOGPROB
     means = mean_logprobs(outputs) if best else [None] * len(outputs)
     drawn = tuple(
@@ -265,25 +265,25 @@ def completed_answer(
             tokens=pack_tokens(output.tokens),
             finish_reason=generation.finish_reason(number),
             stop_sequence=output.stop or "",
-            seed=(seed + number) % SEEDS,
+            seed=(seed + number) % SEED_MODULUS,
             mean_logprob=means[number],
         )
         for number, (output, text) in enumerate(zip(outputs, texts, strict=True))
     )
-    chosen = best_of(drawn) if best else 0
+    chosen = best_candidate(drawn) if best else 0
     reason = drawn[chosen].finish_reason
-    return _kept(outputs[chosen], texts[chosen], reason, generation, candidates=drawn, chosen=chosen)
+    return _kept_answer(outputs[chosen], texts[chosen], reason, generation, candidates=drawn, chosen=chosen)
 
 
-def partly_kept(
+def cancelled_answer(
     outputs: Sequence[OutputText], generation: TurnGeneration, keep_tokens: int | None
 ) -> KeptAnswer:
     """The answer to keep of a turn that was cancelled: candidate 0, or its first ``keep_tokens``, and no other."""
     text = outputs[0].finish(keep_tokens)
-    return _kept(outputs[0], text, FinishReason.CANCELLED, generation)
+    return _kept_answer(outputs[0], text, FinishReason.CANCELLED, generation)
 
 
-def _kept(
+def _kept_answer(
     output: OutputText,
     text: str,
     reason: FinishReason,
@@ -320,7 +320,7 @@ def mean_logprob(output: OutputText) -> float | None:
     return math.fsum(one.logprob for one in output.logprobs) / len(output.logprobs)
 
 
-def best_of(drawn: Sequence[CandidateAnswer]) -> int:
+def best_candidate(drawn: Sequence[CandidateAnswer]) -> int:
     """The candidate with the highest mean log-probability; the first of several, and of such without a token."""
     means = [-math.inf if one.mean_logprob is None else one.mean_logprob for one in drawn]
     return means.index(max(means))

@@ -7,7 +7,7 @@ to the store, and what it tells its callers, agree with each other whatever happ
 ::
 
     without the lease   BEGINNING, FOLLOWING --in history--> REPLAYING ---------------------> REPLAYED
-                          |   (TOLD_TO_KEEP, TOLD_TO_DISCARD)     ` any of these, failed ---> REFUSED
+                          |   (KEEP_PENDING, DISCARD_PENDING)     ` any of these, failed ---> REFUSED
     with the lease        v begun
                         GENERATING --keep--> TRUNCATING --.
                           |    `---------------commit------`-> COMMITTING ----------------> COMMITTED
@@ -18,7 +18,7 @@ States. Without the lease:
 
 * ``BEGINNING``: the store has been asked, or will be, and has not answered.
 * ``FOLLOWING``: another server has the turn. This run waits for its commit, or for the chance to begin it here.
-* ``TOLD_TO_KEEP``, ``TOLD_TO_DISCARD``: either of the two, with an order to end early.
+* ``KEEP_PENDING``, ``DISCARD_PENDING``: either of the two, with an order to end early.
 * ``REPLAYING``: the turn is in history; its output is read from there.
 
 With the lease, which only this run has:
@@ -73,10 +73,10 @@ from pensieve.store import Key
 
 _GRID: Final = """
                 BEGUN      ELSEWHERE       IN_HISTORY KEEP            DISCARD         COMMIT     SUCCEEDED FAILED
-BEGINNING       GENERATING FOLLOWING       REPLAYING  TOLD_TO_KEEP    TOLD_TO_DISCARD -          -         REFUSED
-FOLLOWING       GENERATING -               REPLAYING  TOLD_TO_KEEP    TOLD_TO_DISCARD -          -         REFUSED
-TOLD_TO_KEEP    TRUNCATING TOLD_TO_KEEP    REPLAYING  TOLD_TO_KEEP    TOLD_TO_KEEP    -          -         REFUSED
-TOLD_TO_DISCARD DISCARDING TOLD_TO_DISCARD REPLAYING  TOLD_TO_DISCARD TOLD_TO_DISCARD -          -         REFUSED
+BEGINNING       GENERATING FOLLOWING       REPLAYING  KEEP_PENDING    DISCARD_PENDING -          -         REFUSED
+FOLLOWING       GENERATING -               REPLAYING  KEEP_PENDING    DISCARD_PENDING -          -         REFUSED
+KEEP_PENDING    TRUNCATING KEEP_PENDING    REPLAYING  KEEP_PENDING    KEEP_PENDING    -          -         REFUSED
+DISCARD_PENDING DISCARDING DISCARD_PENDING REPLAYING  DISCARD_PENDING DISCARD_PENDING -          -         REFUSED
 REPLAYING       -          -               -          -               -               -          REPLAYED  REFUSED
 GENERATING      -          -               -          TRUNCATING      DISCARDING      COMMITTING -         DISCARDED
 TRUNCATING      -          -               -          TRUNCATING      TRUNCATING      COMMITTING -         DISCARDED
@@ -109,8 +109,8 @@ class RunState(enum.Enum):
 
     BEGINNING = enum.auto()
     FOLLOWING = enum.auto()
-    TOLD_TO_KEEP = enum.auto()
-    TOLD_TO_DISCARD = enum.auto()
+    KEEP_PENDING = enum.auto()
+    DISCARD_PENDING = enum.auto()
     REPLAYING = enum.auto()
     GENERATING = enum.auto()
     TRUNCATING = enum.auto()
@@ -157,7 +157,7 @@ class Order:
     error: PensieveError | None = None
     by_caller: bool = False
     """By a caller, who means the turn wherever it runs; not by this server, for its own part in it."""
-    abandons: bool = False
+    no_listeners: bool = False
     """Nobody listens to the turn here any more."""
 
 
@@ -191,9 +191,9 @@ class TurnRun:
         """The receipt of the turn's hints; None: it gave none."""
         self.arrived_at = asyncio.get_running_loop().time()
         """On the event loop's clock."""
-        self._ordered = asyncio.Event()
+        self._order_given = asyncio.Event()
         self._listeners = 0
-        self._finishes_alone = False
+        self._finishes_unattended = False
         self._grace_s = 0.0
         self._grace: asyncio.TimerHandle | None = None
         """Runs since the last listener has left."""
@@ -202,33 +202,33 @@ class TurnRun:
 
     def on_begun(self) -> None:
         """The store gave this run the lease."""
-        self._must(Event.BEGUN)
+        self._transition(Event.BEGUN)
 
     def on_elsewhere(self) -> None:
         """The turn runs at another server."""
-        self._must(Event.ELSEWHERE)
+        self._transition(Event.ELSEWHERE)
 
     def on_in_history(self) -> None:
         """The turn was committed before."""
-        self._must(Event.IN_HISTORY)
+        self._transition(Event.IN_HISTORY)
 
     def begin_commit(self) -> Order | None:
         """From here on orders are too late. Returns the one that came before; raises the error of one that discards."""
         order = self.order
         if order is not None and order.error is not None:
             raise order.error
-        self._must(Event.COMMIT)
+        self._transition(Event.COMMIT)
         return order
 
     # ---- events: any caller
 
     def end_early(self, order: Order) -> bool:
         """Stop generating and end as ``order`` says. The first order counts; False when it is too late for any."""
-        if not self._may(Event.KEEP if order.error is None else Event.DISCARD):
+        if not self._try_transition(Event.KEEP if order.error is None else Event.DISCARD):
             return False
         self.orders += (order,)
         if order is self.order:
-            self._ordered.set()
+            self._order_given.set()
             self.generation.interrupt()
         return True
 
@@ -236,7 +236,7 @@ class TurnRun:
 
     def end(self, outcome: TurnView | PensieveError) -> None:
         """The work is over: tell all listeners. Nothing changes afterwards."""
-        self._must(Event.FAILED if isinstance(outcome, PensieveError) else Event.SUCCEEDED)
+        self._transition(Event.FAILED if isinstance(outcome, PensieveError) else Event.SUCCEEDED)
         self._stop_grace()
         self.buffer.end(outcome)
 
@@ -267,12 +267,12 @@ class TurnRun:
 
     def join(self, policy: OnDisconnect) -> None:
         self._listeners += 1
-        self._finishes_alone |= policy is OnDisconnect.FINISH
+        self._finishes_unattended |= policy is OnDisconnect.FINISH
         self._stop_grace()
 
     def leave(self, grace_s: float) -> None:
         self._listeners -= 1
-        if self._listeners or self._finishes_alone or self.buffer.ended:
+        if self._listeners or self._finishes_unattended or self.buffer.ended:
             return
         self._grace_s = grace_s
         if grace_s > 0:
@@ -280,7 +280,7 @@ class TurnRun:
         else:
             self._abandon()
 
-    def listened_elsewhere(self) -> None:
+    def restart_grace(self) -> None:
         """A caller waits for the turn at another server: the grace time, if it runs, starts again."""
         if self._grace is not None:
             self._stop_grace()
@@ -301,7 +301,7 @@ class TurnRun:
     @property
     def abandoned(self) -> bool:
         """It is discarded, and nobody listens any more: a caller that comes now begins anew when this has ended."""
-        return self._is_discarded and any(order.abandons for order in self.orders)
+        return self._is_discarded and any(order.no_listeners for order in self.orders)
 
     @property
     def qos(self) -> TenantQos:
@@ -323,11 +323,11 @@ class TurnRun:
             annotations=self.spec.annotations,
         )
 
-    async def ordered_within(self, timeout_s: float) -> None:
+    async def wait_for_order(self, timeout_s: float) -> None:
         """Wait for an order; returns without one when the time is over."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                await self._ordered.wait()
+                await self._order_given.wait()
 
     def summary(self, outcome: TurnView | PensieveError) -> TurnEnd:
         """The end of the turn, for all that keep count of turns."""
@@ -358,7 +358,7 @@ class TurnRun:
     def _is_discarded(self) -> bool:
         return self.order is not None and self.order.error is not None
 
-    def _may(self, event: Event) -> bool:
+    def _try_transition(self, event: Event) -> bool:
         """Change the state as the table says. False: the event is refused, and nothing has changed."""
         after = TRANSITIONS[self.state, event]
         if after is None:
@@ -366,13 +366,13 @@ class TurnRun:
         self.state = after
         return True
 
-    def _must(self, event: Event) -> None:
-        if not self._may(event):
+    def _transition(self, event: Event) -> None:
+        if not self._try_transition(event):
             raise AssertionError(f"a turn cannot take {event.name} in {self.state.name}")
 
     def _abandon(self) -> None:
         error = Cancelled("nobody listened to the turn any more", reason="CLIENT_DISCONNECTED")
-        self.end_early(Order(error=error, abandons=True))
+        self.end_early(Order(error=error, no_listeners=True))
 
     def _stop_grace(self) -> None:
         if self._grace is not None:

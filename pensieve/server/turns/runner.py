@@ -25,20 +25,20 @@ from pensieve.server.admission import text_length
 from pensieve.server.clock import now_ms
 from pensieve.server.history.binding import ServedModel
 from pensieve.server.history.cuts import system_item, truncated_to
-from pensieve.server.history.rendering import ContextRoom, ItemStamp, PreparedTurn, framed
+from pensieve.server.history.rendering import ContextRoom, ItemStamp, PreparedTurn, with_frame
 from pensieve.server.history.transcript import Transcript
 from pensieve.server.links.engine_link import EngineLink, context_limit
 from pensieve.server.settings import TurnSettings
 from pensieve.server.turns import record as turn_record
 from pensieve.server.turns import sampling
 from pensieve.server.turns.buffer import TurnBuffer
-from pensieve.server.turns.generation import take_hints
+from pensieve.server.turns.generation import clip_hints
 from pensieve.server.turns.lease import (
     LeaseKeeper,
     LeaseReleaser,
     apply_renewal,
-    committed_elsewhere,
     follow_remote_turn,
+    wait_for_remote_commit,
 )
 from pensieve.server.turns.record import CommittedTurn
 from pensieve.server.turns.run import Order, RunState, TurnRun
@@ -117,7 +117,7 @@ class TurnRunner:
         Raises NotFound (TURN_NOT_FOUND) when it ends without.
         """
         if revision is None:
-            revision = await committed_elsewhere(self._store, key, request_id)
+            revision = await wait_for_remote_commit(self._store, key, request_id)
         return await self._replay(buffer, key, request_id, revision)
 
     # ---- from begin to end
@@ -161,7 +161,7 @@ class TurnRunner:
         prepared = await self._renderer.for_tenant(run.key.tenant).prepare(
             shown_base, spec.input, stamp, room
         )
-        other = await self._framed(run, shown_base)
+        other = await self._with_turn_frame(run, shown_base)
         if other is not None:
             # History gets the items as the session renders them. The model sees this turn's frame before them.
             stamp = ItemStamp(other.head_item + 1, spec.request_id, now_ms())
@@ -179,14 +179,14 @@ class TurnRunner:
             OutputText(
                 self._renderer.tokenizer,
                 values.stop,
-                sampling.free_from(values),
+                sampling.first_stoppable_token(values),
                 # Behind verbatim tokens there is no generation prompt, and an answer is text like any other.
                 thinks=len(prepared.prompt) > 0,
                 one_call=spec.calls.one and bool(config.tools),
             )
             for _ in range(values.candidates)
         ]
-        hints, receipt = take_hints(spec.hints, self._link.info)
+        hints, receipt = clip_hints(spec.hints, self._link.info)
         run.accept(len(prepared.context), prepared.num_new, receipt, outputs)
         session = ids.session_key(run.key)
         command = Submit(
@@ -203,7 +203,7 @@ class TurnRunner:
         await run.generation.run(self._link, command, limit_s=spec.max_duration_s, ticket=run.ticket)
         return await self._finish(run, base, keep, prepared, sampling.choice(*layers))
 
-    async def _framed(self, run: TurnRun, base: History) -> History | None:
+    async def _with_turn_frame(self, run: TurnRun, base: History) -> History | None:
         """``base`` as it would be with the turn's own system prompt and tools; None where the turn has none."""
         frame, config = run.spec.frame, base.config
         if frame == TurnFrame():
@@ -217,7 +217,7 @@ class TurnRunner:
             return None
         prompt = InputEntry(Role.SYSTEM, wanted.system_prompt + wanted.tools)
         self._renderer.check_size((prompt,), context_limit(self._link.info))
-        return await framed(self._renderer.for_tenant(run.key.tenant), base, wanted, now_ms())
+        return await with_frame(self._renderer.for_tenant(run.key.tenant), base, wanted, now_ms())
 
     # ---- the end
 
@@ -233,7 +233,7 @@ class TurnRunner:
         if order is None:
             answer = turn_record.completed_answer(run.buffer.outputs, run.generation, choice, run.seed)
         else:
-            answer = turn_record.partly_kept(run.buffer.outputs, run.generation, order.keep_tokens)
+            answer = turn_record.cancelled_answer(run.buffer.outputs, run.generation, order.keep_tokens)
         run.buffer.report(ProgressView(Phase.COMMIT))
         config = self._served.bound(base.config) if base.config.binding is None else None
         record = turn_record.build(run, base, prepared, answer, keep_items=keep, config=config)

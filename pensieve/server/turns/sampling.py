@@ -20,10 +20,10 @@ _FIELDS = tuple(name for name in SAMPLING if name != "candidate_choice")
 _UNSET: tuple[object, ...] = (None, (), {})
 _NEUTRAL: Final = Sampling()
 
-HOW_TO_DRAW: Final = tuple(name for name, row in SAMPLING.items() if row.beams == "replace")
+DRAWING_FIELDS: Final = tuple(name for name, row in SAMPLING.items() if row.beams == "replace")
 """What beam search takes the place of. A turn with beams inherits none of these: what a model's authors recommend, and
 what a session is set to, is for sampling."""
-BEAM_CONFLICTS: Final = (*HOW_TO_DRAW, *(name for name, row in SAMPLING.items() if row.beams == "refuse"))
+BEAM_CONFLICTS: Final = (*DRAWING_FIELDS, *(name for name, row in SAMPLING.items() if row.beams == "refuse"))
 """What does not go together with ``beam_width`` > 1. The last three are promises about the answer: never dropped."""
 
 
@@ -45,11 +45,11 @@ def is_neutral(name: str, value: object) -> bool:
 
 def resolve(*layers: SamplingDefaults, seed: int, top_logprobs: int | None) -> Sampling:
     """Effective values; the first layer that sets a field wins. Raises InvalidArgument on a contradiction."""
-    drawn_by = _layers_of_drawing(layers)
+    drawing_layers = _drawing_layers(layers)
     values: dict[str, object] = {}
     for name in _FIELDS:
-        among = drawn_by if name in HOW_TO_DRAW else layers
-        value = next((v for layer in among if (v := getattr(layer, name)) not in _UNSET), None)
+        searched = drawing_layers if name in DRAWING_FIELDS else layers
+        value = next((v for layer in searched if (v := getattr(layer, name)) not in _UNSET), None)
         if value is not None:
             values[name] = value
     values["seed"] = seed
@@ -77,12 +77,12 @@ def with_calls(
     if calls.begin_with is None:
         return values
     if values.beam_width > 1:
-        raise _wrong(f"does not go with the beam_width in force, which is {values.beam_width}")
+        raise _begin_with_error(f"does not go with the beam_width in force, which is {values.beam_width}")
     names = [one["function"]["name"] for one in json.loads(config.tools or "[]")]
     if not names or tokenizer.call_form is None:
-        raise _wrong("the session has no functions to call")
+        raise _begin_with_error("the session has no functions to call")
     if calls.begin_with and calls.begin_with not in names:
-        raise _wrong(f"the session has no function {calls.begin_with!r}")
+        raise _begin_with_error(f"the session has no function {calls.begin_with!r}")
     # With one function there is nothing to choose: its name is given too.
     opening = tokenizer.call_opening(names[0] if len(names) == 1 else calls.begin_with)
     if values.max_output_tokens is not None and values.max_output_tokens <= len(opening):
@@ -95,12 +95,12 @@ def with_calls(
     return msgspec.structs.replace(values, opening=opening, min_output_tokens=least)
 
 
-def free_from(values: Sampling) -> int:
+def first_stoppable_token(values: Sampling) -> int:
     """The number of the first output token that a stop string may end with."""
     return max(values.min_output_tokens, len(values.opening) + 1 if values.opening else 0)
 
 
-def _layers_of_drawing(layers: tuple[SamplingDefaults, ...]) -> tuple[SamplingDefaults, ...]:
+def _drawing_layers(layers: tuple[SamplingDefaults, ...]) -> tuple[SamplingDefaults, ...]:
     """The layers that say how tokens are drawn: with beams, none below the one that asks for them."""
     setting = (number for number, layer in enumerate(layers) if layer.beam_width is not None)
     first = next(setting, None)
@@ -120,5 +120,5 @@ def _check_beams(sampling: Sampling) -> None:
         raise InvalidArgument(f"{path}: {problem}", violations=violations)
 
 
-def _wrong(problem: str) -> InvalidArgument:
+def _begin_with_error(problem: str) -> InvalidArgument:
     return InvalidArgument.field("turn.calls.begin_with", problem)

@@ -82,7 +82,7 @@ class OutputText:
         if score is not None:
             self.logprobs.append(score)
         self._chars += len(piece)
-        self._look_for_stops(piece, counts=counts)
+        self._match_stops(piece, counts=counts)
         self._end_with_call(piece)
         self.clean.append(False)
         if not self._stream.pending:
@@ -124,9 +124,9 @@ class OutputText:
 
     def scores(self, start: int, end: int) -> tuple[TokenLogprob, ...]:
         """Log-probabilities of tokens ``[start, end)``, with what each token stands for; empty when there are none."""
-        return tuple(self._named(at, one) for at, one in enumerate(self.logprobs[start:end], start))
+        return tuple(self._with_text(at, one) for at, one in enumerate(self.logprobs[start:end], start))
 
-    def _named(self, at: int, one: TokenLogprob) -> TokenLogprob:
+    def _with_text(self, at: int, one: TokenLogprob) -> TokenLogprob:
         first = self._first is None or at <= self._first
         return msgspec.structs.replace(
             one,
@@ -134,7 +134,7 @@ class OutputText:
             top_tokens=tuple(self._tokenizer.token_text(token, first=first) for token, _ in one.top),
         )
 
-    def _look_for_stops(self, piece: str, *, counts: bool) -> None:
+    def _match_stops(self, piece: str, *, counts: bool) -> None:
         """Take in the text of the newest token. ``counts``: a stop string may end with it."""
         if self._thought is not None:
             self._unmatched += piece
@@ -174,7 +174,7 @@ class OutputText:
             self.tokens.append(token)
             self.pieces.append(self._stream.push((token,)))
             self.clean.append(not self._stream.pending)
-        self.logprobs += _shared_out(cut, spelled)
+        self.logprobs += _spread_logprobs(cut, spelled)
         self._chars = self._final_chars = sum(map(len, self.pieces))
         self.ready = len(self.tokens)
 
@@ -207,7 +207,7 @@ class OutputText:
         self._chars = sum(map(len, self.pieces))
 
 
-def _shared_out(drawn: list[TokenLogprob], spelled: tuple[int, ...]) -> list[TokenLogprob]:
+def _spread_logprobs(drawn: list[TokenLogprob], spelled: tuple[int, ...]) -> list[TokenLogprob]:
     """The log-probabilities of tokens that stand for the beginning of ``drawn``; none without any.
 
     The first has those of what was drawn. The others follow from that, and are certain: so the sum stays what it was.

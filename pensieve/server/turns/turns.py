@@ -19,7 +19,7 @@ from pensieve.server.bugs import report_bug
 from pensieve.server.settings import TurnSettings
 from pensieve.server.turns import record as turn_record
 from pensieve.server.turns.buffer import TurnBuffer
-from pensieve.server.turns.lease import end_elsewhere, turn_cancelled
+from pensieve.server.turns.lease import end_remote_turn, turn_cancelled
 from pensieve.server.turns.run import Order, RunState, TurnRun
 from pensieve.server.turns.runner import TurnRunner
 from pensieve.server.unavailable import draining
@@ -58,22 +58,22 @@ class CancelledStreams:
         return (key, request_id, stream_id) in self._streams
 
 
-class Onlooker:
+class Playback:
     """Shows one caller a turn that does not run here, and never begins it.
 
     The turn is in history, or another server commits it. It is not registered: a real retry, whose fingerprint has to
     be compared, must not meet it, and its end is not the turn's.
     """
 
-    def __init__(self, show: Callable[[TurnBuffer], Awaitable[TurnView]]) -> None:
+    def __init__(self, fill: Callable[[TurnBuffer], Awaitable[TurnView]]) -> None:
         """``show`` fills the buffer."""
         self.buffer = TurnBuffer()
-        self._task = asyncio.create_task(self._play(show), name="onlooker")
+        self._task = asyncio.create_task(self._play(fill), name="onlooker")
 
-    async def _play(self, show: Callable[[TurnBuffer], Awaitable[TurnView]]) -> None:
+    async def _play(self, fill: Callable[[TurnBuffer], Awaitable[TurnView]]) -> None:
         outcome: TurnView | PensieveError = _stopping()
         try:
-            outcome = await _outcome(show(self.buffer))
+            outcome = await _outcome(fill(self.buffer))
         finally:
             self.buffer.end(outcome)
 
@@ -91,8 +91,8 @@ class Turns:
         runner: TurnRunner,
         settings: TurnSettings,
         gate: AdmissionGate,
-        on_ended: Callable[[TurnEnd], None],
-        on_refused: Callable[[str, str], None],
+        on_turn_end: Callable[[TurnEnd], None],
+        on_turn_refused: Callable[[str, str], None],
     ) -> None:
         """``on_ended`` gets the end of each turn, before any caller hears of it; ``on_refused`` gets tenant and reason
         of a turn that does not begin."""
@@ -100,17 +100,17 @@ class Turns:
         self._runner = runner
         self._settings = settings
         self._gate = gate
-        self._on_ended = on_ended
-        self._on_refused = on_refused
+        self._on_turn_end = on_turn_end
+        self._on_turn_refused = on_turn_refused
         self._runs: dict[TurnKey, TurnRun] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         """They do the runs' work; kept here because the event loop itself holds tasks only weakly."""
-        self._patience: dict[TurnRun, asyncio.TimerHandle] = {}
+        self._wait_timers: dict[TurnRun, asyncio.TimerHandle] = {}
         """Until it is looked at whether a turn has waited too long."""
         self._discarded: OrderedDict[TurnKey, str] = OrderedDict()
-        self._called_off = CancelledStreams(settings.discarded_turns)
+        self._cancelled_streams = CancelledStreams(settings.discarded_turns)
         self._draining = False
-        self._one_ended = asyncio.Event()
+        self._run_ended = asyncio.Event()
 
     @property
     def running(self) -> int:
@@ -148,7 +148,7 @@ class Turns:
         loop = asyncio.get_running_loop()
         deadline = None if deadline_s is None else loop.time() + deadline_s
         found, joined = await self._find_or_start(key, spec, attach_only, deadline_s, stream_id)
-        if isinstance(found, Onlooker):
+        if isinstance(found, Playback):
             try:
                 yield found.buffer, True
             finally:
@@ -180,7 +180,7 @@ class Turns:
             )
         # It may have been committed elsewhere between the two looks.
         committed = await self._committed(key, request_id)
-        return committed if committed is not None else self._remembered(key, request_id)
+        return committed if committed is not None else self._recently_discarded(key, request_id)
 
     async def cancel(
         self, key: Key, request_id: str, *, keep: bool, keep_tokens: int | None, stream_id: str = ""
@@ -194,12 +194,12 @@ class Turns:
         turn is in history; ``keep`` of a turn that nobody knows (NotFound) changes nothing for it.
         """
         if not keep:
-            self._called_off.add(key, request_id, stream_id)  # before anything is waited for
+            self._cancelled_streams.add(key, request_id, stream_id)  # before anything is waited for
         view = await self._end(key, request_id, keep, keep_tokens)
         if view.state is TurnStatus.COMMITTED:
-            self._called_off.forget(key, request_id, stream_id)
+            self._cancelled_streams.forget(key, request_id, stream_id)
         elif view.state is TurnStatus.DISCARDED:
-            self._called_off.add(key, request_id, stream_id)
+            self._cancelled_streams.add(key, request_id, stream_id)
         return view
 
     async def end_session(self, key: Key, error: PensieveError) -> None:
@@ -223,12 +223,12 @@ class Turns:
                 run.end_early(Order(error=draining()))
         while self._runs and loop.time() < until:
             await self._wait_for_end(until - loop.time())
-        left = list(self._runs.values())
-        for run in left:
+        remaining = list(self._runs.values())
+        for run in remaining:
             run.end_early(Order(error=draining()))
         while self._runs:
             await self._wait_for_end(1.0)
-        return len(left)
+        return len(remaining)
 
     # ---- parts
 
@@ -239,7 +239,7 @@ class Turns:
             run = self._runs.get(turn)
             try:
                 if run is None:
-                    view = await self._end_elsewhere(key, request_id, EndOrder(keep, keep_tokens))
+                    view = await self._end_remote(key, request_id, EndOrder(keep, keep_tokens))
                 else:
                     error = None if keep else turn_cancelled()
                     run.end_early(Order(keep_tokens if keep else None, error, by_caller=True))
@@ -253,11 +253,11 @@ class Turns:
             if view.state is TurnStatus.COMMITTED or turn not in self._runs:
                 return view
 
-    async def _end_elsewhere(self, key: Key, request_id: str, order: EndOrder) -> TurnView:
+    async def _end_remote(self, key: Key, request_id: str, order: EndOrder) -> TurnView:
         view = await self.get(key, request_id)
         if view.state is not TurnStatus.RUNNING:
             return view
-        await end_elsewhere(self._store, key, request_id, order, self._settings.lease_s)
+        await end_remote_turn(self._store, key, request_id, order, self._settings.lease_s)
         try:
             return await self.get(key, request_id)
         except NotFound:
@@ -265,7 +265,7 @@ class Turns:
 
     async def _find_or_start(
         self, key: Key, spec: NewTurn, attach_only: bool, deadline_s: float | None, stream_id: str
-    ) -> tuple[TurnRun | Onlooker, bool]:
+    ) -> tuple[TurnRun | Playback, bool]:
         """The registered run of this turn and True, or a new one and False.
 
         Between the last look into the registry and the registration of a new run there is no await: two calls with
@@ -285,18 +285,18 @@ class Turns:
             revision = await self._store.find_request(key, spec.request_id)
             run = self._runs.get(turn)  # somebody may have started it during the look-up
             if run is None and attach_only:
-                return await self._look_on(key, spec.request_id, revision), True
+                return await self._play_back(key, spec.request_id, revision), True
             if run is None and revision is None and refusal is not None:
-                self._on_refused(key.tenant, refusal.reason)
+                self._on_turn_refused(key.tenant, refusal.reason)
                 raise refusal
-        if self._called_off.has(*turn, stream_id):
+        if self._cancelled_streams.has(*turn, stream_id):
             raise turn_cancelled()
         fingerprint = spec.fingerprint()
         if run is None:
             ticket = self._gate.admit(key.tenant, spec) if refusal is None else None
             run = self._runs[turn] = TurnRun(key, spec, fingerprint, ticket)
             if self._gate.max_wait_s > 0:
-                self._look_later(run, self._gate.max_wait_s)
+                self._schedule_wait_check(run, self._gate.max_wait_s)
             task = asyncio.create_task(self._play(run), name=f"turn {run.attempt}")
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -307,7 +307,7 @@ class Turns:
             )
         return run, True
 
-    async def _look_on(self, key: Key, request_id: str, revision: int | None) -> Onlooker:
+    async def _play_back(self, key: Key, request_id: str, revision: int | None) -> Playback:
         """``revision``: of the turn in history; None: it was not there. Raises NotFound (TURN_NOT_FOUND)."""
         if revision is None:
             row = await self._store.load(key)
@@ -315,17 +315,17 @@ class Turns:
                 # It may have been committed between the two looks.
                 revision = await self._store.find_request(key, request_id)
                 if revision is None:
-                    raise _unknown()
+                    raise _not_found()
 
-        async def show(buffer: TurnBuffer) -> TurnView:
+        async def fill(buffer: TurnBuffer) -> TurnView:
             bind(session=key.session_id, request_id=request_id)
             return await self._runner.replay(key, request_id, revision, buffer)
 
-        return Onlooker(show)
+        return Playback(fill)
 
-    def _look_later(self, run: TurnRun, after_s: float) -> None:
+    def _schedule_wait_check(self, run: TurnRun, after_s: float) -> None:
         loop = asyncio.get_running_loop()
-        self._patience[run] = loop.call_later(after_s, self._refuse_if_overdue, run)
+        self._wait_timers[run] = loop.call_later(after_s, self._refuse_if_overdue, run)
 
     def _refuse_if_overdue(self, run: TurnRun) -> None:
         """Called when a turn has waited as long as any may, and again from time to time while it still waits."""
@@ -336,7 +336,7 @@ class Turns:
         if error is not None:
             run.end_early(Order(error=error))
             return
-        self._look_later(run, self._gate.max_wait_s / 8)
+        self._schedule_wait_check(run, self._gate.max_wait_s / 8)
 
     async def _play(self, run: TurnRun) -> None:
         """A run's task: whatever becomes of the run, its callers get an outcome."""
@@ -352,15 +352,15 @@ class Turns:
     def _retire(self, run: TurnRun, outcome: TurnView | PensieveError) -> None:
         turn = (run.key, run.spec.request_id)
         del self._runs[turn]
-        patience = self._patience.pop(run, None)
-        if patience is not None:
-            patience.cancel()
-        self._one_ended.set()
+        timer = self._wait_timers.pop(run, None)
+        if timer is not None:
+            timer.cancel()
+        self._run_ended.set()
         end = run.summary(outcome)
         had_lease = run.state.had_lease
         if run.ticket is not None:
             used = end.usage.new_tokens + end.usage.recomputed_tokens + end.usage.output_tokens
-            run.ticket.on_ended(used if had_lease else 0, end.usage.output_tokens if had_lease else 0)
+            run.ticket.on_turn_end(used if had_lease else 0, end.usage.output_tokens if had_lease else 0)
         if not had_lease:
             return
         discarded = outcome.reason if isinstance(outcome, PensieveError) else ""
@@ -369,24 +369,24 @@ class Turns:
             self._discarded.move_to_end(turn)
             while len(self._discarded) > self._settings.discarded_turns:
                 self._discarded.popitem(last=False)
-        self._on_ended(end)
+        self._on_turn_end(end)
 
     async def _committed(self, key: Key, request_id: str) -> TurnView | None:
         revision = await self._store.find_request(key, request_id)
         turn = None if revision is None else await turn_record.load_committed(self._store, key, revision)
         return None if turn is None else turn_record.committed_view(key, turn)
 
-    def _remembered(self, key: Key, request_id: str) -> TurnView:
+    def _recently_discarded(self, key: Key, request_id: str) -> TurnView:
         reason = self._discarded.get((key, request_id))
         if reason is None:
-            raise _unknown()
+            raise _not_found()
         return _discarded(key, request_id, reason)
 
     async def _wait_for_end(self, timeout_s: float) -> None:
-        self._one_ended.clear()
+        self._run_ended.clear()
         try:
             async with asyncio.timeout(timeout_s):
-                await self._one_ended.wait()
+                await self._run_ended.wait()
         except TimeoutError:
             return
 
@@ -414,5 +414,5 @@ def _discarded(key: Key, request_id: str, reason: str) -> TurnView:
     )
 
 
-def _unknown() -> NotFound:
+def _not_found() -> NotFound:
     return NotFound("no such turn in this session", reason="TURN_NOT_FOUND")
