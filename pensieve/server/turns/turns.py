@@ -1,7 +1,7 @@
 """The registry of all turns of this process: start, re-attach, replay, look up, cancel, drain.
 
-A turn is found by session and request id. The registry holds a run from before its first await until just before its
-outcome is told, so a duplicate that arrives at any time either joins the run or finds the store changed.
+It holds a run from before its first await until just before its outcome is delivered. So a duplicate that
+arrives at any time either joins the run or finds the store changed.
 """
 
 from __future__ import annotations
@@ -30,15 +30,13 @@ TurnKey = tuple[Key, str]
 
 
 class CancelledStreams:
-    """Streams that their callers have called off: a late request of such a stream must not begin its turn again.
+    """Streams that their callers cancelled: a late request of such a stream must not begin its turn again.
 
-    A client that leaves sends CancelTurn. Its StreamTurn, or a repetition of it, may arrive after that: by another
-    connection, through a proxy, or because it was held up on its way in. The turn's request id cannot tell such a
-    request from one that starts the turn again on purpose; the stream's id does. "" names no stream.
+    A StreamTurn may arrive after the CancelTurn of its caller, delayed or over another connection. The
+    request id cannot distinguish it from a deliberate new attempt; the stream id can. "" is no stream.
     """
 
     def __init__(self, most: int) -> None:
-        """The newest ``most`` are remembered."""
         self._most = most
         self._streams: OrderedDict[tuple[Key, str, str], None] = OrderedDict()
 
@@ -51,7 +49,6 @@ class CancelledStreams:
             self._streams.popitem(last=False)
 
     def forget(self, key: Key, request_id: str, stream_id: str) -> None:
-        """The turn is in history, for all its streams to see."""
         self._streams.pop((key, request_id, stream_id), None)
 
     def has(self, key: Key, request_id: str, stream_id: str) -> bool:
@@ -59,16 +56,12 @@ class CancelledStreams:
 
 
 class Playback:
-    """Shows one caller a turn that does not run here, and never begins it.
-
-    The turn is in history, or another server commits it. It is not registered: a real retry, whose fingerprint has to
-    be compared, must not meet it, and its end is not the turn's.
-    """
+    """Shows one caller a turn that is in history, or that another server commits; never begins it. It is not
+    registered: a real retry, whose fingerprint must be compared, must not join it."""
 
     def __init__(self, fill: Callable[[TurnBuffer], Awaitable[TurnView]]) -> None:
-        """``show`` fills the buffer."""
         self.buffer = TurnBuffer()
-        self._task = asyncio.create_task(self._play(fill), name="onlooker")
+        self._task = asyncio.create_task(self._play(fill), name="playback")
 
     async def _play(self, fill: Callable[[TurnBuffer], Awaitable[TurnView]]) -> None:
         outcome: TurnView | PensieveError = _stopping()
@@ -78,12 +71,11 @@ class Playback:
             self.buffer.end(outcome)
 
     def leave(self) -> None:
-        """The caller wants no more of it."""
         self._task.cancel()
 
 
 class Turns:
-    """See the module docstring. Used on one event loop."""
+    """Used on one event loop."""
 
     def __init__(
         self,
@@ -94,8 +86,8 @@ class Turns:
         on_turn_end: Callable[[TurnEnd], None],
         on_turn_refused: Callable[[str, str], None],
     ) -> None:
-        """``on_ended`` gets the end of each turn, before any caller hears of it; ``on_refused`` gets tenant and reason
-        of a turn that does not begin."""
+        """``on_turn_end`` is called before any caller hears the outcome; ``on_turn_refused`` with tenant and
+        reason."""
         self._store = store
         self._runner = runner
         self._settings = settings
@@ -104,9 +96,8 @@ class Turns:
         self._on_turn_refused = on_turn_refused
         self._runs: dict[TurnKey, TurnRun] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        """They do the runs' work; kept here because the event loop itself holds tasks only weakly."""
+        """Strong references: the event loop holds tasks only weakly."""
         self._wait_timers: dict[TurnRun, asyncio.TimerHandle] = {}
-        """Until it is looked at whether a turn has waited too long."""
         self._discarded: OrderedDict[TurnKey, str] = OrderedDict()
         self._cancelled_streams = CancelledStreams(settings.discarded_turns)
         self._draining = False
@@ -114,7 +105,6 @@ class Turns:
 
     @property
     def running(self) -> int:
-        """Turns of this process that have not ended."""
         return len(self._runs)
 
     @property
@@ -126,7 +116,7 @@ class Turns:
         return any(session == key for session, _ in self._runs)
 
     def qos_for(self, key: Key) -> TenantQos:
-        """How what is asked of the engine for this session stands there, beside its turns."""
+        """The share and priority of work on this session other than its turns."""
         return self._gate.qos(key.tenant)
 
     @asynccontextmanager
@@ -140,11 +130,9 @@ class Turns:
         deadline_s: float | None = None,
         stream_id: str = "",
     ) -> AsyncIterator[tuple[TurnBuffer, bool]]:
-        """Output and outcome of this turn, which is started if need be, and whether it had been started before.
-
-        Raises Cancelled when the stream of this id was called off: its caller left before this request of it came.
-        Leaving without the outcome counts as a disconnect; at or after ``deadline_s`` (seconds from now) without grace.
-        """
+        """Attach to a turn, starting it if need be. Yields its buffer and whether it had been started before.
+        Leaving without the outcome is a disconnect, without grace at or after ``deadline_s`` (seconds from
+        now). Raises Cancelled when the caller cancelled this stream before."""
         loop = asyncio.get_running_loop()
         deadline = None if deadline_s is None else loop.time() + deadline_s
         found, joined = await self._find_or_start(key, spec, attach_only, deadline_s, stream_id)
@@ -158,12 +146,12 @@ class Turns:
         try:
             yield found.buffer, joined
         finally:
-            # The caller's own clock may be a little ahead of its deadline as seen from here.
+            # The caller's clock may be slightly ahead of ours.
             late = deadline is not None and loop.time() >= deadline - 0.1
             found.leave(0.0 if late else self._settings.disconnect_grace_s)
 
     async def get(self, key: Key, request_id: str) -> TurnView:
-        """State and result of a turn. Raises NotFound (TURN_NOT_FOUND) for one that nobody here has heard of."""
+        """State and result of a turn. Raises NotFound (TURN_NOT_FOUND)."""
         run = self._runs.get((key, request_id))
         if run is not None and run.state.had_lease:
             return run.view
@@ -178,23 +166,21 @@ class Turns:
                 state=TurnStatus.RUNNING,
                 base_revision=row.revision,
             )
-        # It may have been committed elsewhere between the two looks.
+        # Another server may have committed it between the two reads.
         committed = await self._committed(key, request_id)
         return committed if committed is not None else self._recently_discarded(key, request_id)
 
     async def cancel(
         self, key: Key, request_id: str, *, keep: bool, keep_tokens: int | None, stream_id: str = ""
     ) -> TurnView:
-        """Stop a running turn; returns what is in history afterwards.
+        """Stop a running turn, on whichever server it runs; return its state afterwards. Raises Unavailable
+        (TURN_RUNNING_ELSEWHERE) when another server does not end it.
 
-        A turn that has ended, or is being committed, is answered as it is. One that runs elsewhere is ended there.
-        Raises Unavailable (TURN_RUNNING_ELSEWHERE) when it does not end.
-
-        ``stream_id``: of the caller's own stream. What of that is still on its way begins the turn no more, unless the
-        turn is in history; ``keep`` of a turn that nobody knows (NotFound) changes nothing for it.
+        Late requests of stream ``stream_id`` will not begin the turn, unless it is in history. With ``keep``,
+        cancelling an unknown turn (NotFound) has no effect.
         """
         if not keep:
-            self._cancelled_streams.add(key, request_id, stream_id)  # before anything is waited for
+            self._cancelled_streams.add(key, request_id, stream_id)  # before the first await
         view = await self._end(key, request_id, keep, keep_tokens)
         if view.state is TurnStatus.COMMITTED:
             self._cancelled_streams.forget(key, request_id, stream_id)
@@ -203,7 +189,7 @@ class Turns:
         return view
 
     async def end_session(self, key: Key, error: PensieveError) -> None:
-        """The session is gone: its turns here end with ``error``. Returns when they have."""
+        """End all turns of a deleted session with ``error``. Returns when they have ended."""
         runs = [run for (session, _), run in self._runs.items() if session == key]
         for run in runs:
             run.end_early(Order(error=error))
@@ -211,15 +197,12 @@ class Turns:
             await run.buffer.wait_for_end()
 
     async def drain(self, deadline_s: float) -> int:
-        """Take no new turns; wait for the running ones, then discard the rest. Returns how many those were.
-
-        Meanwhile running turns can be attached to and committed ones replayed.
-        """
+        """Refuse new turns, wait for the running ones, discard the rest; return how many. Attach and replay go on."""
         self._draining = True
         loop = asyncio.get_running_loop()
         until = loop.time() + deadline_s
         for run in self._runs.values():
-            if run.state is RunState.FOLLOWING:  # nothing of it is here: another server can wait as well
+            if run.state is RunState.FOLLOWING:  # another server can wait as well
                 run.end_early(Order(error=draining()))
         while self._runs and loop.time() < until:
             await self._wait_for_end(until - loop.time())
@@ -233,7 +216,7 @@ class Turns:
     # ---- parts
 
     async def _end(self, key: Key, request_id: str, keep: bool, keep_tokens: int | None) -> TurnView:
-        """End a turn, wherever it runs; how it ended. Nothing of it runs here when this returns a discarded one."""
+        """End a turn on whichever server runs it; return its state. If it is discarded, it no longer runs here."""
         turn = (key, request_id)
         while True:
             run = self._runs.get(turn)
@@ -249,7 +232,7 @@ class Turns:
             except NotFound:
                 if turn not in self._runs:
                     raise
-                continue  # it came while it was looked for
+                continue  # it arrived during the look-up
             if view.state is TurnStatus.COMMITTED or turn not in self._runs:
                 return view
 
@@ -266,11 +249,11 @@ class Turns:
     async def _find_or_start(
         self, key: Key, spec: NewTurn, attach_only: bool, deadline_s: float | None, stream_id: str
     ) -> tuple[TurnRun | Playback, bool]:
-        """The registered run of this turn and True, or a new one and False.
+        """The registered run of this turn and True, or a new run and False.
 
-        Between the last look into the registry and the registration of a new run there is no await: two calls with
-        one request id cannot both start it. What is refused has cost one look into the store: a turn that is in
-        history is replayed, however busy the server is.
+        There is no await between the last look into the registry and the registration: two calls with one
+        request id cannot both start it. A turn in history is replayed however busy the server is, so a
+        refusal costs one look into the store.
         """
         turn = (key, spec.request_id)
         while (run := self._runs.get(turn)) is not None and run.abandoned:
@@ -283,7 +266,7 @@ class Turns:
             refusal = draining() if self._draining else self._gate.refusal(key.tenant, spec, deadline_s)
         if run is None and (attach_only or refusal is not None):
             revision = await self._store.find_request(key, spec.request_id)
-            run = self._runs.get(turn)  # somebody may have started it during the look-up
+            run = self._runs.get(turn)  # another call may have started it during the look-up
             if run is None and attach_only:
                 return await self._play_back(key, spec.request_id, revision), True
             if run is None and revision is None and refusal is not None:
@@ -308,11 +291,11 @@ class Turns:
         return run, True
 
     async def _play_back(self, key: Key, request_id: str, revision: int | None) -> Playback:
-        """``revision``: of the turn in history; None: it was not there. Raises NotFound (TURN_NOT_FOUND)."""
+        """``revision``: of the turn in history; None if it was not there. Raises NotFound (TURN_NOT_FOUND)."""
         if revision is None:
             row = await self._store.load(key)
             if row.running is None or row.running.request_id != request_id:
-                # It may have been committed between the two looks.
+                # It may have been committed between the two reads.
                 revision = await self._store.find_request(key, request_id)
                 if revision is None:
                     raise _not_found()
@@ -328,7 +311,7 @@ class Turns:
         self._wait_timers[run] = loop.call_later(after_s, self._refuse_if_overdue, run)
 
     def _refuse_if_overdue(self, run: TurnRun) -> None:
-        """Called when a turn has waited as long as any may, and again from time to time while it still waits."""
+        """Called after the longest permitted wait, and again from time to time while the turn still waits."""
         if run.ticket is None or not run.ticket.waits:
             return
         waits_here = run.state in (RunState.BEGINNING, RunState.GENERATING)
@@ -339,13 +322,13 @@ class Turns:
         self._schedule_wait_check(run, self._gate.max_wait_s / 8)
 
     async def _play(self, run: TurnRun) -> None:
-        """A run's task: whatever becomes of the run, its callers get an outcome."""
+        """Do the work of a run: its callers get an outcome whatever happens."""
         bind(session=run.key.session_id, request_id=run.spec.request_id)
         outcome: TurnView | PensieveError = _stopping()
         try:
             outcome = await _outcome(self._runner.play(run))
         finally:
-            # Out of the registry first: a caller that hears the outcome and tries again must not meet this run.
+            # Unregister first: a caller that hears the outcome and retries must not join this run.
             self._retire(run, outcome)
             run.end(outcome)
 
@@ -392,7 +375,6 @@ class Turns:
 
 
 async def _outcome(work: Awaitable[TurnView]) -> TurnView | PensieveError:
-    """The result of the work, or its error, for callers to hear."""
     try:
         return await work
     except PensieveError as error:
