@@ -1,4 +1,4 @@
-"""The way of generations into an engine: what is quarantined is refused, suspects go in one at a time."""
+"""Admits generations to an engine: quarantined requests are refused, suspects go in one at a time."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from pensieve.server.links.generations import OpenGeneration
 from pensieve.server.links.quarantine import MEMORY_S, Blocklist, Quarantine
 
 WARM_SUSPICION_S: Final = 10.0
-"""An engine that dies sooner after a session was asked to be warmed may have died of it."""
+"""An engine that dies within this time after a session was warmed may have died of it."""
 
 MOST_NAMED: Final = 8
-"""Turns that the log names when an engine has ended."""
+"""Turns that the log names when an engine has died."""
 
 log = logging.getLogger(__name__)
 
@@ -30,9 +30,9 @@ class _Entry:
     command: Submit
     origin: str
     closed: bool = False
-    """Nobody listens any more; the engine may be at work on it still."""
+    """The listener is gone; the engine may still be working on it."""
     finished: bool = False
-    """It was finished; the step that was announced last may have it all the same, planned before that was known."""
+    """Finished; the announced step may still hold it, if that was planned before."""
 
 
 class ProbationGate:
@@ -44,7 +44,7 @@ class ProbationGate:
         fail: Callable[[OpenGeneration, PensieveError], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``send`` hands a command to the engine; ``fail`` ends a generation that could not be handed over later."""
+        """``send`` hands a command to the engine; ``fail`` ends a waiting generation that could not be sent later."""
         self._send = send
         self._fail = fail
         self._clock = clock
@@ -53,15 +53,15 @@ class ProbationGate:
         self._admitted: dict[int, _Entry] = {}
         self._waiting: OrderedDict[int, _Entry] = OrderedDict()
         self._running_suspect: _Entry | None = None
-        """The suspect that is let in."""
+        """The suspect that was admitted alone."""
         self._batch: frozenset[int] | None = None
         """Requests of the step that was announced last."""
         self._warmed_at: dict[SessionKey, float] = {}
         self._no_warm_until: dict[SessionKey, float] = {}
-        """Sessions that are not warmed until then: an engine died soon after they had been."""
+        """Sessions that an engine died soon after warming, and until when they are not warmed."""
 
     def may_warm(self, session: SessionKey) -> bool:
-        """Whether a session may be warmed; if so, it is taken as done. Nobody is told more than that now is no time."""
+        """Whether a session may be warmed, which then counts as done. A refusal discloses no reason."""
         now = self._clock()
         if self._no_warm_until.get(session, 0.0) > now or self.blocklist.refuses(session):
             return False
@@ -70,15 +70,13 @@ class ProbationGate:
         return True
 
     def check(self, command: Submit, origin: str) -> None:
-        """Raises Internal (REQUEST_QUARANTINED, SESSION_QUARANTINED).
-
-        ``origin``: name of a turn over all its tries, "" for none.
-        """
+        """Raises Internal (REQUEST_QUARANTINED, SESSION_QUARANTINED). ``origin``: name shared by all tries of
+        a turn, or ""."""
         self._quarantine.check(origin)
         self.blocklist.check(command.session, command.qos.tenant, command.tokens)
 
     def enter(self, generation: OpenGeneration, command: Submit, origin: str) -> None:
-        """Send the command, now or when it is this generation's turn. Raises what ``send`` does."""
+        """Send the command, now or when this generation is next. Raises the errors of ``send``."""
         entry = _Entry(generation, command, origin)
         if origin and self.blocklist.on_probation(command.session):
             self._quarantine.add_suspect(origin)
@@ -92,7 +90,7 @@ class ProbationGate:
             self._running_suspect = entry
 
     def on_closed(self, generation: OpenGeneration, *, finished: bool) -> None:
-        """A generation is over for its listener; ``well``: the engine finished it."""
+        """``well``: the engine finished it."""
         self._waiting.pop(generation.request, None)
         entry = self._admitted.get(generation.request)
         if entry is None:
@@ -106,14 +104,13 @@ class ProbationGate:
             self._admit_next()
 
     def on_step_begin(self, requests: Iterable[int]) -> None:
-        """A step of these requests begins."""
         self._batch = frozenset(requests)
         for number in [one for one, entry in self._admitted.items() if entry.closed]:
             if number not in self._batch:
                 del self._admitted[number]
 
     def on_tokens(self) -> None:
-        """Tokens have come: the suspect that is let in may have got further than it was when the engine died."""
+        """New tokens: the running suspect may have got further than at the engine's death."""
         suspect = self._running_suspect
         if suspect is not None and self._quarantine.on_progress(
             suspect.origin, suspect.generation.num_output_tokens
@@ -121,12 +118,8 @@ class ProbationGate:
             self._admit_next()
 
     def on_engine_lost(self, *, killed_externally: bool) -> OpenGeneration | None:
-        """All start anew with another engine. Returns the generation of the request that is found guilty, if any.
-
-        The log names the turns that the engine was at work on.
-
-        ``outside``: the process was killed or stopped by somebody else.
-        """
+        """Start over with another engine, and log the turns it was working on. Returns the guilty generation,
+        if any."""
         accused = [
             entry
             for number, entry in self._admitted.items()
@@ -159,13 +152,13 @@ class ProbationGate:
         return next((one.generation for one in at_work if guilty is not None and one.origin == guilty), None)
 
     def reset(self) -> None:
-        """Nobody is inside, and nobody waits."""
+        """Forget all running and waiting generations."""
         self._admitted.clear()
         self._waiting.clear()
         self._running_suspect = self._batch = None
 
     def _admit_next(self) -> None:
-        """The suspect that was let in keeps nobody waiting any more."""
+        """Admit waiting generations up to the next suspect."""
         self._running_suspect = None
         while self._waiting and self._running_suspect is None:
             _, entry = self._waiting.popitem(last=False)
