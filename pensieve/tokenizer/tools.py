@@ -1,4 +1,4 @@
-"""Definitions of functions as chat templates take them, and what tells how a model writes its calls."""
+"""Definitions of functions for chat templates, and how a model writes its calls."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from pensieve.errors import InvalidArgument
 from pensieve.speech import CallForm
 
 ID_MARKER: Final = re.compile(r"z\d{8}")
-"""Stands for the id of a call while a template is looked at. Nine characters: Mistral's takes no others."""
+"""Stands for the id of a call while a template is probed. Nine characters: Mistral's template requires that."""
 _ID_CHARS: Final = string.ascii_letters + string.digits
 _ID_LENGTH: Final = 9
 MAX_DEPTH: Final = 64
-"""Of definitions: schemas are not deeper, and templates go through them by recursion."""
+"""Nesting limit of definitions: real schemas are shallower, and templates recurse through them."""
 _NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _FORMS: Final = (
     ("[TOOL_CALLS]", CallForm.MISTRAL),
@@ -30,10 +30,10 @@ _FORMS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """Functions that a conversation's model may call. Falsy when there are none."""
+    """Falsy when there are none."""
 
     text: str = ""
-    """A JSON array of definitions, each ``{"type": "function", "function": {"name", "description", "parameters"}}``."""
+    """A JSON array of ``{"type": "function", "function": {"name", "description", "parameters"}}``."""
 
     def __bool__(self) -> bool:
         return bool(self.text)
@@ -44,7 +44,7 @@ class Tools:
         return found
 
     def check(self) -> None:
-        """Raises InvalidArgument unless it is what its text says to be."""
+        """Raises InvalidArgument unless the text is a valid array of definitions."""
         try:
             found = json.loads(self.text, parse_constant=_reject_constant)
         except (ValueError, RecursionError) as error:
@@ -65,10 +65,10 @@ class Tools:
         if len(set(names)) < len(names):
             raise _invalid("defines a function twice")
         for _ in self.strings():
-            pass  # sees that it is not too deep
+            pass  # raises if it is nested too deep
 
     def strings(self) -> Iterator[str]:
-        """Every text in it, names of fields too. Raises InvalidArgument when it is nested too deep."""
+        """Every string in it, including field names. Raises InvalidArgument when it is nested too deep."""
         return _strings(json.loads(self.text), MAX_DEPTH) if self.text else iter(())
 
 
@@ -88,11 +88,11 @@ PROBE: Final = Tools(
         ]
     )
 )
-"""What a template is tried with."""
+"""The definition that templates are probed with."""
 
 
 def call_form_for(template: str) -> CallForm | None:
-    """How models with this chat template write calls, by the marks in its source; None when it is not known."""
+    """How models with this chat template write calls, from the marks in its source; None if unknown."""
     return next((form for mark, form in _FORMS if mark in template), None)
 
 
@@ -102,7 +102,7 @@ def id_marker(index: int) -> str:
 
 
 def template_id(call_id: str, index: int) -> str:
-    """An id as all templates take it: itself if it is one, else one made of it or of the message's place."""
+    """An id that all templates accept: ``call_id`` itself, or one derived from it or from the message's index."""
     if len(call_id) == _ID_LENGTH and set(call_id) <= set(_ID_CHARS):
         return call_id
     digest = hashlib.blake2b((call_id or str(index)).encode("utf-8", "surrogatepass"), digest_size=_ID_LENGTH)
