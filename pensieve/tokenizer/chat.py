@@ -121,7 +121,9 @@ class ChatTokenizer:
             allow_rewriting=allow_rewriting,
         )
         if chat_template is None and parts.tool_template:
-            template.tools_problem = "its folder has another one for them (tool_use), which is not supported"
+            template.tools_problem = (
+                "its folder has a separate one for them (tool_use), which is not supported"
+            )
         made = cls(parts, template)
         _require_embeddings(folder, parts, made)
         return made

@@ -203,7 +203,7 @@ def _bpe(file: GgufFile, vocab: list[str], merges: list[tuple[str, str]], **opti
     ids = {token: index for index, token in enumerate(vocab)}
     if len(ids) < len(vocab):
         twice = next(token for index, token in enumerate(vocab) if ids[token] != index)
-        raise GgufError(f"{file.path}: token {twice!r} stands twice in tokenizer.ggml.tokens")
+        raise GgufError(f"{file.path}: token {twice!r} occurs twice in tokenizer.ggml.tokens")
     wrong = next((pair for pair in merges if not ids.keys() >= {*pair, "".join(pair)}), None)
     if wrong is not None:
         raise GgufError(

@@ -50,7 +50,7 @@ class Tools:
         except (ValueError, RecursionError) as error:
             raise _invalid("is not JSON") from error
         if not isinstance(found, list) or not found:
-            raise _invalid("is not an array with a definition in it")
+            raise _invalid("is not a non-empty array of definitions")
         names = []
         for number, one in enumerate(found):
             function = one.get("function") if isinstance(one, dict) else None
@@ -58,7 +58,7 @@ class Tools:
                 raise _invalid(f"element {number} is not of the form {{type: function, function: {{...}}}}")
             name, parameters = function.get("name"), function.get("parameters", {})
             if not isinstance(name, str) or not _NAME.fullmatch(name):
-                raise _invalid(f"element {number} has no name like {_NAME.pattern}")
+                raise _invalid(f"element {number} has no name that matches {_NAME.pattern}")
             if not isinstance(parameters, dict):
                 raise _invalid(f"the parameters of element {number} are not an object")
             names.append(name)

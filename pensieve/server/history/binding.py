@@ -55,7 +55,7 @@ class ServedModel:
         largest = int(tokens.max(initial=0))
         if largest >= vocab_size:
             raise mismatch(
-                f"the session holds token id {largest}, and the model has only {vocab_size}: it was made with another",
+                f"token id {largest} of the session is beyond the model's {vocab_size}: another model made it",
                 differs="vocabulary",
                 session=f"token id {largest}",
                 serving=describe(self.binding),

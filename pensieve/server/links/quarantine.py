@@ -206,7 +206,7 @@ class Blocklist:
 
 def session_quarantined(retry_after_s: float) -> Internal:
     return Internal(
-        "turns of this session have ended the engine again and again; the session is refused for a while",
+        "turns of this session have killed the engine repeatedly; the session is refused for a while",
         reason="SESSION_QUARANTINED",
         retry_after_s=retry_after_s,
     )

@@ -291,7 +291,7 @@ class Sessions:
                 self._link.choose(ids.session_key(key), candidate)
             chosen = CommittedTurn(turn.record, record, head_revision=record.revision, latest=True)
             return turn_record.committed_view(key, chosen)
-        raise RevisionMismatch("the session changes too fast to choose in it")
+        raise RevisionMismatch("the session changes too often to choose a candidate")
 
     async def delete(
         self,
@@ -459,7 +459,7 @@ def _check_revision(current: int, expected: int | None) -> None:
             "the history is behind the expected revision", reason="HISTORY_REGRESSED", metadata=metadata
         )
     if expected is not None and expected != current:
-        raise RevisionMismatch("the session has moved on", metadata=metadata)
+        raise RevisionMismatch("the session has changed since the expected revision", metadata=metadata)
 
 
 class PageTokens:
