@@ -155,13 +155,13 @@ class DeltaRenderer:
     def messages(
         self,
         group: Sequence[TextMessage],
-        follow: Roles,
+        followed_by: Roles,
         seen: Callable[[Role, Sequence[int]], HistoryItem],
     ) -> list[TokenArray]:
         """Token ids of each message of a group, int32. ``followed_by``: roles of messages rendered later."""
         before = self.before
         renderer = _GroupRenderer(self._template, self._encoder, self._ends, self._items, group, self._inputs)
-        text, ends, shields = renderer.text(follow)
+        text, ends, shields = renderer.text(followed_by)
         made = self._encoder.encode(text, before, shields, self._inputs.check)
         # A token belongs to the item in which it begins.
         cuts = np.searchsorted(np.asarray(made.starts, dtype=np.int64), np.asarray(ends[:-1]), side="left")
@@ -216,12 +216,12 @@ class _GroupRenderer:
         self._mark_char = next(
             sign for sign in map(chr, _MARK_CHARS) if not any(sign in text for text in texts)
         )
-        self._mark_pattern = re.compile(f"{self._sign}([0-9]*){self._sign}")
+        self._mark_pattern = re.compile(f"{self._mark_char}([0-9]*){self._mark_char}")
         self._has_control = any(map(encoder.has_control, texts))
         self._rests: dict[int, str] = {}
         """The part of a message's content after its mark."""
 
-    def text(self, follow: Roles) -> tuple[str, list[int], list[tuple[int, int]]]:
+    def text(self, followed_by: Roles) -> tuple[str, list[int], list[tuple[int, int]]]:
         """The group's text, where each message ends in it, and the shields for ``TextEncoder``. Raises
         TemplateError."""
         before = _roles(self._items)
@@ -232,14 +232,14 @@ class _GroupRenderer:
         if any(one.calls for one in self._group) and self._template.call_style is None:
             raise TemplateError("the chat template does not show function calls in earlier answers")
         try:
-            if roles[-1] is Role.SYSTEM and not follow and not self._shows_last(roles):
+            if roles[-1] is Role.SYSTEM and not followed_by and not self._shows_last(roles):
                 # Some templates write a system prompt into the user message that follows it.
-                follow = (Role.USER,)
-            text, marks, shields = self._rendered((*roles, *follow))
+                followed_by = (Role.USER,)
+            text, marks, shields = self._rendered((*roles, *followed_by))
             shown = fill_shields(text, shields) if shields else text
             start = self._start(shown)
             # The group ends before the content of the message that follows it.
-            limit = find_marker(text, len(roles))[0] if follow else len(text)
+            limit = find_marker(text, len(roles))[0] if followed_by else len(text)
         except TemplateRefused as refusal:
             raise self._template.refusal_error(roles, refusal) from refusal
         if before and any(at < start for at in marks.values()):
@@ -247,7 +247,7 @@ class _GroupRenderer:
                 roles, TemplateRefused("earlier text changes when a message follows")
             )
         ends = self._message_ends(shown, start, marks, limit)
-        if not follow:
+        if not followed_by:
             ends[-1] = len(text)
         behind = [(a - start, b - start) for a, b in shields if start <= a < ends[-1]]
         return text[start : ends[-1]], [end - start for end in ends], behind
@@ -322,7 +322,9 @@ class _GroupRenderer:
         if self._has_control:
             end = min([end, *(a for a, b in self._encoder.control_spans(text) if a < end < b)])
         self._rests[number] = text[end:]
-        return f"{self._broken(text[:end])}{self._sign}{number}{self._sign}{self._broken(text[end:])}"
+        return (
+            f"{self._broken(text[:end])}{self._mark_char}{number}{self._mark_char}{self._broken(text[end:])}"
+        )
 
     def _broken(self, text: str) -> str:
         """``text`` with mark characters after the first character of each control token."""
