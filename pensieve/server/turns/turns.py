@@ -343,7 +343,7 @@ class Turns:
         had_lease = run.state.had_lease
         if run.ticket is not None:
             used = end.usage.new_tokens + end.usage.recomputed_tokens + end.usage.output_tokens
-            run.ticket.on_turn_end(used if had_lease else 0, end.usage.output_tokens if had_lease else 0)
+            run.ticket.on_ended(used if had_lease else 0, end.usage.output_tokens if had_lease else 0)
         if not had_lease:
             return
         discarded = outcome.reason if isinstance(outcome, PensieveError) else ""
