@@ -1,14 +1,14 @@
 """Text to tokens and back: chat-template deltas, incremental detokenisation, stop strings. No torch.
 
-A new turn is rendered and tokenised once, as a delta behind what the session already holds. What was tokenised before
-is never tokenised again: the model goes on from exactly the tokens that it has seen and said::
+A new turn is rendered and tokenised once, as a delta behind the session's history. Earlier tokens are never
+tokenised again: the model continues from exactly the tokens that it has read and generated::
 
     tokenizer = ChatTokenizer.from_folder(Path("model"))
     rendered = tokenizer.render([], [TextMessage(Role.USER, "Hello!")], generation_prompt=True)
     rendered.item_tokens      # one int32 array per new message: the glue that introduces it, its content, its closing
     rendered.generation_prompt
 
-Every method may be called from several threads at once.
+All methods are thread-safe.
 
 May import: core, errors, gguf, model, speech.
 """

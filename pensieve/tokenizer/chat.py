@@ -1,12 +1,12 @@
-"""The tokenizer of one model: renders new messages behind what a session holds, and turns ids into text.
+"""The tokenizer of one model: renders new messages after a session's history, and turns ids into text.
 
-Items are only appended to, and their ids concatenated are the model's context. Each owns the text that introduces it:
+Items are append-only, and their concatenated ids are the model's context. Each item owns the glue before it:
 
-    user, system, tool text   what introduces it + content + closing
-    imported answer           what introduces it + content + closing up to its end-of-sequence token; the last message
-                              of an import has all of its closing
-    generated answer          the generation prompt + what the model produced
-    whatever follows          what is left of the answer's closing; all of it when the answer was cut short
+    user, system, tool text   glue + content + closing
+    imported answer           glue + content + closing up to its end-of-sequence token; the last message of an import
+                              has all of its closing
+    generated answer          the generation prompt + the model's output
+    item after an answer      the rest of the answer's closing; all of it when the answer was cut short
     verbatim tokens           nothing, before and after
 """
 
@@ -28,18 +28,18 @@ from pensieve.tokenizer.delta import (
     DeltaRenderer,
     EosTexts,
     HistoryItem,
-    Occasion,
     RawMessage,
+    RenderContext,
     TextMessage,
     TokenMessage,
     group_messages,
 )
 from pensieve.tokenizer.detokenizer import Detokenizer, TokenBytes
 from pensieve.tokenizer.encoding import Preceding, TextEncoder, added_words
-from pensieve.tokenizer.folder import TokenizerFolder, read_folder, words_without_row
+from pensieve.tokenizer.folder import TokenizerFolder, read_folder, words_without_embedding
 from pensieve.tokenizer.marked import Roles
 from pensieve.tokenizer.template import PLAIN_TEMPLATE, ChatTemplate, TemplateError, plain_text
-from pensieve.tokenizer.tools import Tools, form_of
+from pensieve.tokenizer.tools import Tools, call_form_for
 
 _PROBE_TOOLS: Final = (
     '[{"type":"function","function":{"name":"look","description":"d","parameters":{"type":"object"}}}]'
@@ -57,9 +57,9 @@ class Rendered:
     """The delta that new messages add."""
 
     item_tokens: tuple[TokenArray, ...]
-    """Per new message, int32 [n]: the glue that introduces it included, and BOS in the first of a session."""
+    """Per new message, int32 [n]: includes the glue before it, and BOS in the first of a session."""
     generation_prompt: TokenArray
-    """Glue that introduces the assistant's answer, int32 [n]; empty when not asked for or after verbatim tokens."""
+    """Glue that introduces the assistant's answer, int32 [n]; empty when not requested or after verbatim tokens."""
 
     @property
     def num_tokens(self) -> int:
@@ -67,7 +67,7 @@ class Rendered:
 
 
 class ChatTokenizer:
-    """Immutable and thread-safe. Made by ``from_folder``."""
+    """Immutable and thread-safe. Created by ``from_folder``."""
 
     def __init__(self, folder: TokenizerFolder, template: ChatTemplate) -> None:
         self._template = template
@@ -82,7 +82,7 @@ class ChatTokenizer:
         special = {
             i
             for i, token in folder.backend.get_added_tokens_decoder().items()
-            # Those that open a call are shown: they are what tells a call from words.
+            # Those that open a call are shown: they distinguish a call from text.
             if token.special and token.content not in SHOWN_MARKS
         }
         self._token_bytes = TokenBytes(folder.backend, folder.decoder, frozenset(special))
@@ -93,9 +93,9 @@ class ChatTokenizer:
         self.bos_token_id: int | None = folder.bos_token_id
         self._adds_bos = folder.adds_bos
         self.sha256: str = folder.sha256
-        """Hash over the tokenizer's files, its chat template excepted."""
-        self.call_form: CallForm | None = None if template.tools_problem else form_of(template.source)
-        """How the model writes calls of functions; None: conversations with tools cannot be had with it."""
+        """Hash of the tokenizer's files, without its chat template."""
+        self.call_form: CallForm | None = None if template.tools_problem else call_form_for(template.source)
+        """How the model writes function calls; None if conversations with tools are not supported."""
         self.thinks: str = template.thinks
         """Whether answers may begin with thoughts: ``tags``, ``open`` (the template opens the block itself) or ""."""
         self.template_sha256: str = hashlib.sha256(template.source.encode()).hexdigest()
@@ -107,12 +107,10 @@ class ChatTokenizer:
     def from_folder(
         cls, folder: Path, *, chat_template: str | None = None, allow_rewriting: bool = False
     ) -> ChatTokenizer:
-        """The tokenizer of a local model folder. ``chat_template``: Jinja text that replaces the model's own.
-
-        A model without a template gets ``PLAIN_TEMPLATE``. Raises TemplateError when the template changes earlier
-        turns (``allow_rewriting``: the history then keeps what was generated), InvalidArgument without a tokenizer
-        or when the files of the folder do not go together.
-        """
+        """The tokenizer of a local model folder, with its own chat template, the given Jinja text, or
+        ``PLAIN_TEMPLATE``. Raises TemplateError when the template changes earlier turns (unless
+        ``allow_rewriting``: the history then keeps the original tokens), InvalidArgument without a tokenizer
+        or when the folder's files are inconsistent."""
         parts = read_folder(folder)
         source = chat_template if chat_template is not None else _chosen_template(folder, parts)
         plain = source is None
@@ -123,7 +121,9 @@ class ChatTokenizer:
             allow_rewriting=allow_rewriting,
         )
         if chat_template is None and parts.tool_template:
-            template.tools_problem = "its folder has another one for them (tool_use), which is not supported"
+            template.tools_problem = (
+                "its folder has a separate one for them (tool_use), which is not supported"
+            )
         made = cls(parts, template)
         _require_embeddings(folder, parts, made)
         return made
@@ -139,17 +139,17 @@ class ChatTokenizer:
         when: dt.datetime | None = None,
         check: Callable[[], None] | None = None,
     ) -> Rendered:
-        """Tokens that ``new`` adds behind ``history``, of which ``window`` is enough. Takes time linear in ``new``.
+        """Tokens that ``new`` adds after ``history``, of which the items of ``window`` suffice. Takes time
+        linear in ``new``.
 
-        ``tools``: definitions of functions as JSON, which ``check_tools`` has let through; they stand before the first
-        user's words. ``follow``: roles of messages that will be rendered behind ``new``, where that is known already.
-        ``when``: what a template that writes a date takes the time to be. ``check``: called now and then; what it
-        raises ends the work. With nothing new, the generation prompt follows the history (regenerate). Raises
-        TemplateError when the template does not take such a conversation, InvalidArgument on a token id outside the
-        vocabulary.
+        ``tools``: function definitions as JSON, validated by ``check_tools``. ``followed_by``: roles of
+        messages rendered later. ``when``: the time for templates that write a date. ``check``: called
+        regularly; its errors abort the work. With nothing new, the generation prompt follows the history
+        (regenerate). Raises TemplateError when the template refuses the conversation, InvalidArgument on a
+        token id outside the vocabulary.
         """
-        occasion = Occasion(Tools(tools), when or dt.datetime.now(), check)
-        delta = DeltaRenderer(self._template, self._encoder, self._ends, history, occasion)
+        inputs = RenderContext(Tools(tools), when or dt.datetime.now(), check)
+        delta = DeltaRenderer(self._template, self._encoder, self._ends, history, inputs)
         arrays: list[TokenArray] = []
         for group in group_messages(new, self._template.needs_calls):
             if isinstance(group, RawMessage | TokenMessage):
@@ -163,11 +163,11 @@ class ChatTokenizer:
         return Rendered(tuple(arrays), np.asarray(prompt, dtype=np.int32))
 
     def window(self, roles: Sequence[Role]) -> list[int]:
-        """Indexes of the items that ``render`` looks at in a history: few, however long it is."""
+        """Indexes of the items of a history that ``render`` needs: few, however long it is."""
         return self._template.window(roles)
 
     def seen(self, role: Role, tokens: TokenArray | Sequence[int], *, verbatim: bool = False) -> HistoryItem:
-        """An item with these tokens, of which the last ``tail_tokens`` are enough, as ``render`` takes it."""
+        """The ``HistoryItem`` for an item's tokens, of which the last ``tail_tokens`` suffice."""
         behind = len(self._ends.behind)
         is_whole = (
             role is Role.ASSISTANT
@@ -179,17 +179,14 @@ class ChatTokenizer:
 
     @property
     def tail_tokens(self) -> int:
-        """How many of an item's last tokens ``seen`` looks at."""
         return len(self._ends.behind) + 1
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What an operator should know of the chat template."""
         return self._template.warnings
 
     @property
     def writes_date(self) -> bool:
-        """Whether the chat template writes the time of the rendering."""
         return self._template.writes_date
 
     def fewest_tokens(self, messages: int) -> int:
@@ -207,9 +204,10 @@ class ChatTokenizer:
             raise InvalidArgument.field("config.tools_json", "holds a control token of the model")
 
     def call_opening(self, name: str) -> tuple[int, ...]:
-        """How an answer begins that calls this function, or any (""); the model has to have a ``call_form``."""
+        """The first tokens of an answer that calls this function, or any (""). The model must have a
+        ``call_form``."""
         assert self.call_form is not None
-        # Where the template has begun a thought, it is an empty one, as templates write it that are told not to think.
+        # Where the template has opened a thought, close it empty, like templates that are told not to think.
         thought = "\n</think>\n\n" if self.thinks == "open" else ""
         text = thought + call_prefix(name, self.call_form, self._template.source)
         return tuple(self._encoder.encode(text, Preceding.TEXT).ids)
@@ -219,12 +217,12 @@ class ChatTokenizer:
         return len(tokens) > 0 and int(tokens[-1]) in self.eos_token_ids
 
     def decode(self, ids: Iterable[int] | TokenArray) -> str:
-        """The text of an answer: special tokens are left out, invalid UTF-8 becomes U+FFFD."""
+        """The text of an answer: special tokens are omitted, invalid UTF-8 becomes U+FFFD."""
         stream = self.detokenizer()
         return stream.push(ids) + stream.finish()
 
     def token_text(self, token_id: int, *, first: bool = False) -> TokenText:
-        """What one token stands for. ``first``: no token before it in its text adds anything to it."""
+        """The text of one token. ``first``: no token before it adds text."""
         piece = self._token_bytes[token_id]
         if first and self._token_bytes.strips_leading_space:
             piece = piece.removeprefix(b" ")
@@ -232,19 +230,17 @@ class ChatTokenizer:
 
     @property
     def speech(self) -> SpeechForm:
-        """How answers with calls and thoughts are read."""
+        """How to parse answers with calls and thoughts."""
         return SpeechForm(self.call_form, bool(self.thinks), self.thinks == "open")
 
     def control_token(self, text: str) -> int | None:
-        """The control token with exactly this name, one that ``decode`` leaves out; None when there is none."""
+        """The id of the control token (omitted by ``decode``) with exactly this name; None if there is none."""
         return self._control_ids.get(text)
 
     def spell(self, text: str, behind: Sequence[int]) -> tuple[int, ...] | None:
-        """Tokens that add exactly ``text`` to the text of an answer that begins with the tokens ``behind``.
-
-        These are the tokenizer's own where they can be, else the longest that the vocabulary has. None when the
-        vocabulary cannot spell the text. ``behind`` must end in a whole character.
-        """
+        """Tokens that add exactly ``text`` to an answer that begins with the tokens ``behind`` (whole
+        characters): from the tokenizer's own encoding, else the longest of the vocabulary. None when the
+        vocabulary cannot spell it."""
         for spelling in (self._encoder.encode_text, self._token_bytes.spell):
             ids = spelling(text)
             stream = self.detokenizer()
@@ -254,7 +250,6 @@ class ChatTokenizer:
         return None
 
     def detokenizer(self) -> Detokenizer:
-        """A detokenizer for one answer, from its first token on."""
         return Detokenizer(self._token_bytes)
 
     def max_chars(self, tokens: int) -> int:
@@ -265,7 +260,7 @@ class ChatTokenizer:
         if isinstance(message, TokenMessage):
             return self._checked(message.tokens)
         ids = self._encoder.encode_raw(message.text, before)
-        # Who writes the token themselves does not want it twice.
+        # A client that writes the token itself does not want it twice.
         if self._adds_bos and before is Preceding.NOTHING and ids[:1] != [self.bos_token_id]:
             ids.insert(0, self.bos_token_id or 0)
         beyond = [i for i in ids if i >= self.vocab_size]
@@ -284,12 +279,9 @@ class ChatTokenizer:
 
 
 def _control_words(folder: TokenizerFolder, template: ChatTemplate, eos_texts: Sequence[str]) -> set[str]:
-    """The added words that only the chat template may write: text of a message that spells one is text.
-
-    These are the special ones that the template writes, whatever it is given; what begins and ends a text; words that
-    are not special, but around messages of a plain conversation; and words for which the model has no embedding. All
-    others mean in a message what they mean to the tokenizer.
-    """
+    """The added words that only the chat template may write; in a message they are plain text. These are
+    special words that the template writes, words that begin or end a text, others around the messages of a
+    plain conversation, and words without an embedding."""
     system, user, assistant, tool = Role.SYSTEM, Role.USER, Role.ASSISTANT, Role.TOOL
     plain = "".join(plain_text(template, roles) for roles in ((user, assistant, user), (system, user)))
     tools = plain_text(template, (user, assistant, tool, assistant))
@@ -299,14 +291,11 @@ def _control_words(folder: TokenizerFolder, template: ChatTemplate, eos_texts: S
         for text, special in added_words(folder.backend)
         if text.strip()
         and (text in named or text in plain or (special and (text in tools or text in template.source)))
-    } - {"<think>", "</think>"} | set(words_without_row(folder).values())
+    } - {"<think>", "</think>"} | set(words_without_embedding(folder).values())
 
 
 def _chosen_template(folder: Path, parts: TokenizerFolder) -> str | None:
-    """The chat template of a folder; None when it has none.
-
-    Raises InvalidArgument when it has several and none is the ``default``: transformers refuses these, too.
-    """
+    """The chat template of a folder or None. Raises InvalidArgument when it has several without a ``default``."""
     if parts.named_templates:
         names = ", ".join(parts.named_templates)
         raise InvalidArgument(
@@ -318,7 +307,7 @@ def _chosen_template(folder: Path, parts: TokenizerFolder) -> str | None:
 
 def _require_embeddings(folder: Path, parts: TokenizerFolder, tokenizer: ChatTokenizer) -> None:
     """Raises InvalidArgument, with token and file, when the template writes a word without an embedding."""
-    words = words_without_row(parts)
+    words = words_without_embedding(parts)
     if not words:
         return
     if parts.adds_bos and parts.bos_token_id in words:
@@ -330,7 +319,7 @@ def _require_embeddings(folder: Path, parts: TokenizerFolder, tokenizer: ChatTok
         try:
             rendered = tokenizer.render((), messages, generation_prompt=True, tools=given)
         except InvalidArgument:
-            continue  # the template takes no such conversation
+            continue  # the template refuses such a conversation
         for ids in (*rendered.item_tokens, rendered.generation_prompt):
             for token in ids.tolist():
                 if token in words:
@@ -338,7 +327,7 @@ def _require_embeddings(folder: Path, parts: TokenizerFolder, tokenizer: ChatTok
 
 
 def _refusal(folder: Path, what: str, token: int, parts: TokenizerFolder) -> InvalidArgument:
-    word = words_without_row(parts)[token]
+    word = words_without_embedding(parts)[token]
     return InvalidArgument(
         f"{folder / 'tokenizer.json'}: {what} {word!r}, id {token}, but config.json: vocab_size is "
         f"{parts.vocab_size}: the model has no embedding for it"

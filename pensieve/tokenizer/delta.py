@@ -1,8 +1,9 @@
-"""What new messages add behind a history: the template writes all of them at once, behind the history's last few.
+"""Renders new messages after a history: the template writes all of them at once, after the history's last few
+items.
 
-The whole text is what ``apply_chat_template`` gives, whatever the template does with contents: an import without a
-history is the conversation itself. Marks in the contents show where one item ends and the next begins. The text is
-written with marks and without; a template that writes something else because of a mark is asked again with fewer.
+The text is that of ``apply_chat_template``. Marks in the contents show where one item ends and the next
+begins. The text is rendered with and without marks; if a template reacts to a mark, it is rendered again with
+fewer.
 """
 
 from __future__ import annotations
@@ -24,38 +25,36 @@ from pensieve.tokenizer.marked import ROLE_NAMES, Roles, TemplateRefused, find_m
 from pensieve.tokenizer.template import ChatTemplate, TemplateError
 from pensieve.tokenizer.tools import NO_TOOLS, PROBE, Tools, template_id
 
-_SIGNS: Final = range(0x10F000, 0x10F100)
-"""Private characters: one that no text holds makes the marks."""
+_MARK_CHARS: Final = range(0x10F000, 0x10F100)
+"""Private-use characters: the marks are made of one that occurs in no text."""
 
 
 @dataclass(frozen=True, slots=True)
 class HistoryItem:
-    """One live item, as far as text behind it depends on it."""
+    """The properties of a live item that the text after it depends on."""
 
     role: Role
     verbatim: bool = False
-    """Its tokens came from the client as they are."""
+    """Its tokens came unchanged from the client."""
     ends_with_eos: bool = False
     """Its last token is one of ``eos_token_ids``."""
     complete: bool = False
-    """It is an answer and ends with all that the template writes behind one, the end-of-sequence token included."""
+    """Ends with the template's whole closing of an answer, including the end-of-sequence token."""
 
 
 @dataclass(frozen=True, slots=True)
 class TextMessage:
-    """A message whose text goes through the chat template."""
-
     role: Role
     text: str
     calls: tuple[FunctionCall, ...] = ()
-    """Of an assistant's message: what it calls, behind its text."""
+    """Calls in an assistant's message, after its text."""
     call_id: str = ""
-    """Of a tool's result: the call that it belongs to."""
+    """The call that a tool's result belongs to."""
 
 
 @dataclass(frozen=True, slots=True)
 class RawMessage:
-    """A message whose text is encoded as the model's own tokenizer does it, control tokens included, without glue."""
+    """A message encoded as by the model's own tokenizer, including control tokens, without glue."""
 
     role: Role
     text: str
@@ -63,7 +62,7 @@ class RawMessage:
 
 @dataclass(frozen=True, slots=True)
 class TokenMessage:
-    """A message whose tokens are appended as they are, without glue."""
+    """A message whose tokens are appended unchanged, without glue."""
 
     role: Role
     tokens: TokenArray
@@ -73,25 +72,23 @@ Message = TextMessage | RawMessage | TokenMessage
 
 
 @dataclass(frozen=True, slots=True)
-class Occasion:
-    """What a rendering depends on beside the messages."""
-
+class RenderContext:
     tools: Tools = NO_TOOLS
     when: dt.datetime = field(default_factory=dt.datetime.now)
-    """What a template that writes a date takes the time to be."""
+    """The current time, for templates that write a date."""
     check: Callable[[], None] | None = None
-    """Called now and then; what it raises ends the work."""
+    """Called regularly; its errors abort the work."""
 
 
 @dataclass(frozen=True, slots=True)
 class EosTexts:
-    """The texts of a model's end-of-sequence tokens, and the token ids behind one where the template ends an answer."""
+    """A model's end-of-sequence texts, and the ids that the template writes after one to close an answer."""
 
     texts: tuple[str, ...]
     behind: tuple[int, ...] = ()
 
     def after(self, text: str, start: int, stop: int) -> int | None:
-        """Index behind the first end-of-sequence token in ``text[start:stop]``."""
+        """Index after the first end-of-sequence token in ``text[start:stop]``."""
         found = [(text.find(one, start, stop), one) for one in self.texts]
         return min((at + len(one) for at, one in found if at >= 0), default=None)
 
@@ -99,10 +96,8 @@ class EosTexts:
 def group_messages(
     new: Sequence[Message], needs_calls: bool
 ) -> Iterator[RawMessage | TokenMessage | tuple[TextMessage, ...]]:
-    """``new`` in groups that the template writes at once.
-
-    ``needs_calls``: an answer in words ends its group before a result, since the template takes only a call there.
-    """
+    """``new`` in groups that the template renders at once. With ``needs_calls``, a text answer ends its group
+    before a tool result, where the template accepts only a call."""
 
     def kinds() -> Iterator[tuple[int, Message]]:
         group = 0
@@ -123,7 +118,7 @@ def group_messages(
 
 
 class DeltaRenderer:
-    """Renders behind a history, and then behind what it has rendered. Not thread-safe."""
+    """Renders after a history, then after its own output. Not thread-safe."""
 
     def __init__(
         self,
@@ -131,18 +126,17 @@ class DeltaRenderer:
         encoder: TextEncoder,
         ends: EosTexts,
         history: Sequence[HistoryItem],
-        occasion: Occasion,
+        inputs: RenderContext,
     ) -> None:
         self._template = template
         self._encoder = encoder
         self._ends = ends
-        self._occasion = occasion
+        self._inputs = inputs
         self._items = list(history)
         self._prune()
 
     @property
     def before(self) -> Preceding:
-        """What lies before the next message."""
         if not self._items:
             return Preceding.NOTHING
         last = self._items[-1]
@@ -154,24 +148,21 @@ class DeltaRenderer:
         return Preceding.CONTROL if self._encoder.ends_in_control(closing) else Preceding.TEXT
 
     def verbatim(self, item: HistoryItem) -> None:
-        """Note a message whose tokens are appended without glue."""
+        """Record a message that is appended without glue."""
         self._items.append(item)
         self._prune()
 
     def messages(
         self,
         group: Sequence[TextMessage],
-        follow: Roles,
+        followed_by: Roles,
         seen: Callable[[Role, Sequence[int]], HistoryItem],
     ) -> list[TokenArray]:
-        """Token ids of each message of a group (see ``together``), int32.
-
-        ``follow``: roles of messages that come behind the group, and are rendered later. ``seen``: an item made of ids.
-        """
+        """Token ids of each message of a group, int32. ``followed_by``: roles of messages rendered later."""
         before = self.before
-        written = _Writer(self._template, self._encoder, self._ends, self._items, group, self._occasion)
-        text, ends, shields = written.text(follow)
-        made = self._encoder.encode(text, before, shields, self._occasion.check)
+        renderer = _GroupRenderer(self._template, self._encoder, self._ends, self._items, group, self._inputs)
+        text, ends, shields = renderer.text(followed_by)
+        made = self._encoder.encode(text, before, shields, self._inputs.check)
         # A token belongs to the item in which it begins.
         cuts = np.searchsorted(np.asarray(made.starts, dtype=np.int64), np.asarray(ends[:-1]), side="left")
         parts = np.split(np.asarray(made.ids, dtype=np.int32), cuts)
@@ -180,11 +171,11 @@ class DeltaRenderer:
         return parts
 
     def generation_prompt(self) -> list[int]:
-        """Token ids of the glue that introduces an answer; none behind verbatim tokens."""
+        """Token ids of the glue that introduces an answer; none after verbatim tokens."""
         if not self._items or self._items[-1].verbatim:
             return []
         last = self._items[-1]
-        prompt = self._template.generation_prompt(_roles(self._items), self._occasion.tools)
+        prompt = self._template.generation_prompt(_roles(self._items), self._inputs.tools)
         if last.role is Role.ASSISTANT and not last.complete:
             closing = self._template.closings[Role.ASSISTANT]
             end = self._ends.after(closing, 0, len(closing))
@@ -202,9 +193,7 @@ class DeltaRenderer:
             self._items = [self._items[index] for index in self._template.window(_roles(self._items))]
 
 
-class _Writer:
-    """Writes one group of messages behind a few items."""
-
+class _GroupRenderer:
     def __init__(
         self,
         template: ChatTemplate,
@@ -212,45 +201,45 @@ class _Writer:
         ends: EosTexts,
         items: Sequence[HistoryItem],
         group: Sequence[TextMessage],
-        occasion: Occasion,
+        inputs: RenderContext,
     ) -> None:
         self._template, self._encoder, self._ends = template, encoder, ends
         self._group = group
-        self._occasion = occasion
+        self._inputs = inputs
         if items and items[-1].role is group[0].role is Role.TOOL:
-            # Results that were rendered earlier are closed: others begin anew.
+            # Results that were rendered earlier are closed: new ones begin a new block.
             items = items[
                 : max((n + 1 for n, item in enumerate(items) if item.role is not Role.TOOL), default=0)
             ]
         self._items = items
         texts = [text for one in group for text in _strings(one)]
-        self._sign = next(sign for sign in map(chr, _SIGNS) if not any(sign in text for text in texts))
-        self._sign_pattern = re.compile(f"{self._sign}([0-9]*){self._sign}")
+        self._mark_char = next(
+            sign for sign in map(chr, _MARK_CHARS) if not any(sign in text for text in texts)
+        )
+        self._mark_pattern = re.compile(f"{self._mark_char}([0-9]*){self._mark_char}")
         self._has_control = any(map(encoder.has_control, texts))
         self._rests: dict[int, str] = {}
-        """What of its content stands behind a message's mark."""
+        """The part of a message's content after its mark."""
 
-    def text(self, follow: Roles) -> tuple[str, list[int], list[tuple[int, int]]]:
-        """What the group adds, where each message ends in it, and the shields of ``TextEncoder.encode``.
-
-        Raises TemplateError when the template does not take such a conversation.
-        """
+    def text(self, followed_by: Roles) -> tuple[str, list[int], list[tuple[int, int]]]:
+        """The group's text, where each message ends in it, and the shields for ``TextEncoder``. Raises
+        TemplateError."""
         before = _roles(self._items)
         roles = (*before, *(one.role for one in self._group))
-        self._template.check(roles[0], self._occasion.tools)
+        self._template.check(roles[0], self._inputs.tools)
         if before:
-            self._template.check_follows(before, self._group[0].role, self._occasion.tools)
+            self._template.check_appends(before, self._group[0].role, self._inputs.tools)
         if any(one.calls for one in self._group) and self._template.call_style is None:
-            raise TemplateError("the chat template does not show calls of functions in earlier answers")
+            raise TemplateError("the chat template does not show function calls in earlier answers")
         try:
-            if roles[-1] is Role.SYSTEM and not follow and not self._shows_last(roles):
-                # Some templates write a system prompt into the user's message that follows it.
-                follow = (Role.USER,)
-            text, marks, shields = self._written((*roles, *follow))
+            if roles[-1] is Role.SYSTEM and not followed_by and not self._shows_last(roles):
+                # Some templates write a system prompt into the user message that follows it.
+                followed_by = (Role.USER,)
+            text, marks, shields = self._rendered((*roles, *followed_by))
             shown = fill_shields(text, shields) if shields else text
             start = self._start(shown)
-            # Nothing of the group stands behind the first message that follows it.
-            limit = find_marker(text, len(roles))[0] if follow else len(text)
+            # The group ends before the content of the message that follows it.
+            limit = find_marker(text, len(roles))[0] if followed_by else len(text)
         except TemplateRefused as refusal:
             raise self._template.refusal_error(roles, refusal) from refusal
         if before and any(at < start for at in marks.values()):
@@ -258,7 +247,7 @@ class _Writer:
                 roles, TemplateRefused("earlier text changes when a message follows")
             )
         ends = self._message_ends(shown, start, marks, limit)
-        if not follow:
+        if not followed_by:
             ends[-1] = len(text)
         behind = [(a - start, b - start) for a, b in shields if start <= a < ends[-1]]
         return text[start : ends[-1]], [end - start for end in ends], behind
@@ -266,26 +255,26 @@ class _Writer:
     def _shows_last(self, roles: Roles) -> bool:
         """Whether the template shows the last message when none follows."""
         try:
-            return len(self._group) - 1 in self._written(roles)[1]
+            return len(self._group) - 1 in self._rendered(roles)[1]
         except TemplateRefused:
             return False
 
-    # ---- the text, with marks taken out of it
+    # ---- the text, with marks removed
 
-    def _written(self, roles: Roles) -> tuple[str, dict[int, int], list[tuple[int, int]]]:
+    def _rendered(self, roles: Roles) -> tuple[str, dict[int, int], list[tuple[int, int]]]:
         """The text of the conversation, where the content of each message of the group ends, and its shields."""
         plain = self._say(roles, None)
-        for is_marked in (_any, _is_plain_text):
+        for is_marked in (_always, _is_plain_text):
             try:
-                text, marks, shields = self._unmarked(self._say(roles, is_marked))
+                text, marks, shields = self._remove_marks(self._say(roles, is_marked))
             except TemplateRefused:
                 continue
             if text == plain:
                 return text, marks, shields
         if not self._has_control:
             return plain, {}, []
-        # The template looks into contents for what is a control token. It is given them broken up, as text.
-        return self._unmarked(self._say(roles, _is_plain_text))
+        # The template reacts to control tokens in contents. Give it contents with those broken up.
+        return self._remove_marks(self._say(roles, _is_plain_text))
 
     def _say(self, roles: Roles, is_marked: Callable[[str], bool] | None) -> str:
         count, end = len(self._items), len(self._items) + len(self._group)
@@ -294,17 +283,17 @@ class _Writer:
         for number, message in enumerate(self._group):
             messages.append(self._message(number, message, is_marked))
         messages += self._template.marked(roles[end:], contents[end:])
-        # Definitions stand before the first user's words: behind them it does not matter which these are.
+        # Definitions stand before the first user message: after that, their content does not matter.
         spoken = any(item.role is Role.USER for item in self._items)
-        tools = PROBE if self._occasion.tools and spoken else self._occasion.tools
-        return self._template.say(messages, tools, self._occasion.when, self._occasion.check)
+        tools = PROBE if self._inputs.tools and spoken else self._inputs.tools
+        return self._template.say(messages, tools, self._inputs.when, self._inputs.check)
 
     def _message(
         self, number: int, message: TextMessage, is_marked: Callable[[str], bool] | None
     ) -> dict[str, object]:
         text, place = message.text, len(self._items) + number
         if is_marked is not None:
-            text = self._content(number, text) if is_marked(text) else self._broken(text)
+            text = self._marked_content(number, text) if is_marked(text) else self._broken(text)
         shown: dict[str, object] = {"role": ROLE_NAMES[message.role], "content": text}
         if message.role is Role.TOOL:
             shown["tool_call_id"] = template_id(message.call_id, place)
@@ -327,30 +316,32 @@ class _Writer:
             ]
         return shown
 
-    def _content(self, number: int, text: str) -> str:
-        """``text`` with the mark of its message where it disturbs least, and with its control tokens broken up."""
+    def _marked_content(self, number: int, text: str) -> str:
+        """``text`` with its message's mark at the least disturbing place, and its control tokens broken up."""
         end = _mark_place(text)
         if self._has_control:
             end = min([end, *(a for a, b in self._encoder.control_spans(text) if a < end < b)])
         self._rests[number] = text[end:]
-        return f"{self._broken(text[:end])}{self._sign}{number}{self._sign}{self._broken(text[end:])}"
+        return (
+            f"{self._broken(text[:end])}{self._mark_char}{number}{self._mark_char}{self._broken(text[end:])}"
+        )
 
     def _broken(self, text: str) -> str:
-        """``text`` with signs behind the first character of each control token in it."""
+        """``text`` with mark characters after the first character of each control token."""
         if not self._has_control:
             return text
         parts, at = [], 0
         for start, _ in self._encoder.control_spans(text):
-            parts += [text[at : start + 1], self._sign * 2]
+            parts += [text[at : start + 1], self._mark_char * 2]
             at = start + 1
         return "".join([*parts, text[at:]])
 
-    def _unmarked(self, marked: str) -> tuple[str, dict[int, int], list[tuple[int, int]]]:
+    def _remove_marks(self, marked: str) -> tuple[str, dict[int, int], list[tuple[int, int]]]:
         parts: list[str] = []
         marks: dict[int, int] = {}
         broken: list[int] = []
         at = length = 0
-        for match in self._sign_pattern.finditer(marked):
+        for match in self._mark_pattern.finditer(marked):
             parts.append(marked[at : match.start()])
             length += len(parts[-1])
             at = match.end()
@@ -364,7 +355,7 @@ class _Writer:
             end = self._encoder.control_end(text, start)
             if end is not None and (not shields or start >= shields[-1][1]):
                 shields.append((start, end))
-        # From the mark to the end of the content, as far as the template has kept that.
+        # Extend from the mark to the end of the content, as far as the template has kept it.
         for number, place in marks.items():
             rest = self._rests[number]
             for kept in (rest, json.dumps(rest, ensure_ascii=False)[1:-1], rest.rstrip()):
@@ -373,10 +364,10 @@ class _Writer:
                     break
         return text, marks, shields
 
-    # ---- where things begin and end
+    # ---- boundaries in the text
 
     def _start(self, text: str) -> int:
-        """Where the group begins: behind what is stored of the last item."""
+        """Where the group begins: after the stored part of the last item."""
         if not self._items:
             return 0
         last, (_, end) = self._items[-1], find_marker(text, len(self._items) - 1)
@@ -385,7 +376,7 @@ class _Writer:
             return after
         stop = self._ends.after(text, end, len(text))
         if self._template.needs_calls and self._group[0].role is Role.TOOL and stop is not None:
-            # The template shows it as a call. Of the call's text only the end-of-sequence token counts here.
+            # The template shows the answer as a call. Only the end-of-sequence token of its text counts here.
             eos = max((one for one in self._ends.texts if text.endswith(one, 0, stop)), key=len)
             return stop if last.ends_with_eos or last.complete else stop - len(eos)
         if last.complete:
@@ -393,7 +384,7 @@ class _Writer:
         return stop if last.ends_with_eos and stop is not None else end
 
     def _message_ends(self, text: str, start: int, marks: dict[int, int], limit: int) -> list[int]:
-        """Where each message of the group ends. ``limit``: where the first one behind the group has its content."""
+        """Where each message of the group ends. ``limit``: where the content after the group begins."""
         limits: list[int] = []
         for number in range(len(self._group) - 1, -1, -1):
             limits.append(limit)
@@ -421,29 +412,27 @@ class _Writer:
         return self._closing_end(role, text, content_end, is_first=False)
 
     def _closing_end(self, role: Role, text: str, start: int, *, is_first: bool) -> int:
-        """Where the closing of a message ends whose content ends at ``start``, or ``start`` where there is none.
-
-        ``is_first``: of the conversation. Behind a system prompt that is first, many templates show the tools.
-        """
+        """Where the closing after a content that ends at ``start`` ends; ``start`` if there is none. After
+        the first system prompt of a conversation, it may include the tools."""
         if role is Role.SYSTEM and is_first:
-            closing = self._template.system_closing(self._occasion.tools, self._occasion.when)
+            closing = self._template.system_closing(self._inputs.tools, self._inputs.when)
             return start + len(closing) if text.startswith(closing, start) else start
         closed = self._template.closing_end(role, text, start)
         return closed if closed is not None else start
 
 
-def _any(_: str) -> bool:
+def _always(_: str) -> bool:
     return True
 
 
 def _is_plain_text(text: str) -> bool:
-    """Whether no template looks into a text like this, and so a mark in it changes nothing."""
+    """Whether templates do not inspect a text like this, so that a mark in it changes nothing."""
     shown = text.strip()
     return bool(shown) and "</" not in shown and shown[0] not in "<[{"
 
 
 def _mark_place(text: str) -> int:
-    """Where a mark in a content disturbs least: before white space at its end, and before a tag there."""
+    """The least disturbing place for a mark: before trailing white space, and before a tag at the end."""
     end = len(text.rstrip())
     start = text.rfind("<", 0, end) if text.endswith(">", 0, end) else -1
     return len(text[:start].rstrip()) if start > 0 and ">" not in text[start : end - 1] else end
@@ -462,21 +451,21 @@ def _strings(message: TextMessage) -> Iterator[str]:
 
 
 def _arguments(text: str, broken: Callable[[str], str]) -> Any:
-    """A call's arguments as an object, with control tokens in its texts broken up."""
+    """A call's arguments as an object, with control tokens in its strings broken up."""
     try:
-        return _each(json.loads(text), broken)
+        return _map_strings(json.loads(text), broken)
     except (ValueError, RecursionError):
         return broken(text)
 
 
-def _each(value: Any, change: Callable[[str], str]) -> Any:
+def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
     match value:
         case str():
             return change(value)
         case list():
-            return [_each(one, change) for one in value]
+            return [_map_strings(one, change) for one in value]
         case dict():
-            return {change(key): _each(one, change) for key, one in value.items()}
+            return {change(key): _map_strings(one, change) for key, one in value.items()}
     return value
 
 

@@ -1,10 +1,9 @@
 """Turns token ids into text, token by token, and finds stop strings in it.
 
-Text is defined on bytes: every token stands for a fixed byte string, and the text of a token sequence is the UTF-8
-decoding of their concatenation, with each maximal invalid part replaced by U+FFFD. That makes the text a pure function
-of the token prefix, whatever pieces it is asked for in. It equals what the ``tokenizers`` decoders give on valid UTF-8;
-on invalid byte-fallback sequences those blank out neighbouring valid characters too, which no stream can do in
-hindsight.
+Text is defined on bytes: every token has a fixed byte string, and the text is the UTF-8 decoding of their
+concatenation, with each maximal invalid part replaced by U+FFFD. So the text is a pure function of the token
+prefix. It equals the output of the ``tokenizers`` decoders on valid UTF-8; on invalid byte-fallback sequences
+those also blank out neighbouring valid characters, which a stream cannot do in hindsight.
 """
 
 from __future__ import annotations
@@ -17,26 +16,21 @@ from typing import Any, Final
 
 from tokenizers import Tokenizer
 
-MOST_BYTES: Final = 64
+MAX_TOKEN_BYTES: Final = 64
 """Longer tokens are not considered when a text is spelled."""
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 @dataclass(frozen=True, slots=True)
 class StopResult:
-    """What a piece of text came to."""
-
     text: str
-    """The part that may be shown: nothing in it belongs to a stop string that was found or could still be completed."""
+    """Text that may be shown: no part of it belongs to a stop string, found or still possible."""
     stop: str | None = None
-    """The stop string that was found; everything from its first character on is withheld."""
+    """The stop string that was found. Everything from its first character on is withheld."""
 
 
 class StopMatcher:
-    """Finds the stop string that is completed first, however the text is cut into pieces.
-
-    Of two that end at the same character the one that starts earlier wins. After a match every push returns nothing.
-    """
+    """Finds the stop string that is completed first; of two that end together, the one that starts earlier."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         """Raises ValueError on an empty stop string."""
@@ -47,7 +41,7 @@ class StopMatcher:
         self._found: str | None = None
 
     def push(self, text: str) -> StopResult:
-        """Take in more text; return what is certainly not part of a stop string."""
+        """Add text; return the text that is certainly not part of a stop string, nothing after a match."""
         if self._found is not None:
             return StopResult("", self._found)
         if not self._stops:
@@ -63,7 +57,7 @@ class StopMatcher:
         return StopResult(text[:keep])
 
     def flush(self) -> str:
-        """The withheld beginning of a stop string that never came; call it once, when no more text follows."""
+        """The withheld beginning of a stop string that was not completed. Call it once, at the end of the text."""
         held, self._held = self._held, ""
         return held
 
@@ -76,7 +70,7 @@ class StopMatcher:
         return start, stop
 
     def _possible_start(self, text: str) -> int:
-        """Smallest index from which ``text`` is a proper beginning of a stop string; its length if there is none."""
+        """Smallest index from which ``text`` is a proper prefix of a stop string; its length if there is none."""
         longest = max(len(stop) for stop in self._stops) - 1
         for start in range(max(0, len(text) - longest), len(text)):
             tail = text[start:]
@@ -86,7 +80,7 @@ class StopMatcher:
 
 
 def byte_alphabet() -> dict[str, int]:
-    """The printable stand-in of each byte in byte-level vocabularies, as character to byte."""
+    """The printable character for each byte in byte-level vocabularies, as character to byte."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -108,7 +102,7 @@ def _metaspace_bytes(token: str, replacement: str, byte_fallback: bool) -> bytes
 
 
 class TokenBytes:
-    """The byte string behind each token id. Special tokens and ids without a token stand for nothing."""
+    """The byte string of each token id. Special tokens and unassigned ids have none."""
 
     def __init__(self, tokenizer: Tokenizer, decoder: dict[str, Any] | None, special: frozenset[int]) -> None:
         """``decoder``: that entry of tokenizer.json. Raises ValueError on a kind that is not byte-based."""
@@ -116,12 +110,11 @@ class TokenBytes:
         self._special = special
         self._cache: dict[int, bytes] = {}
         self._by_bytes: dict[bytes, int] | None = None
-        """The tokens by their bytes, once asked for."""
         self.strips_leading_space = False
         self._to_bytes = self._reader(decoder)
 
     def name(self, token_id: int) -> str:
-        """Of a special token; empty for any other id."""
+        """The name of a special token; empty for any other id."""
         return (self._tokenizer.id_to_token(token_id) or "") if token_id in self._special else ""
 
     def __getitem__(self, token_id: int) -> bytes:
@@ -132,14 +125,14 @@ class TokenBytes:
         return data
 
     def spell(self, text: str) -> list[int] | None:
-        """Ids whose bytes are those of ``text``, the longest token first; None when the vocabulary has no such ids."""
+        """Ids whose bytes are those of ``text``, longest token first; None when the vocabulary has no such ids."""
         if self._by_bytes is None:
             self._by_bytes = {}
             for token_id in sorted(self._tokenizer.get_vocab(with_added_tokens=False).values(), reverse=True):
-                self._by_bytes[self[token_id]] = token_id  # of equal ones the lowest id
+                self._by_bytes[self[token_id]] = token_id  # the lowest id of equal ones
         data, ids = text.encode(), list[int]()
         while data:
-            ends = range(min(len(data), MOST_BYTES), 0, -1)
+            ends = range(min(len(data), MAX_TOKEN_BYTES), 0, -1)
             end = next((end for end in ends if data[:end] in self._by_bytes), 0)
             if not end:
                 return None
@@ -166,12 +159,12 @@ class TokenBytes:
             return lambda token: _metaspace_bytes(token, replacement, byte_fallback)
         raise ValueError(
             f"the tokenizer's decoder ({' + '.join(kinds)}) is neither byte-level nor Metaspace; "
-            "Pensieve serves decoder-only models, whose tokenizers are one of the two"
+            "Pensieve serves decoder-only models, whose tokenizers are one or the other"
         )
 
 
 class Detokenizer:
-    """Turns ids into text as they come; the pieces concatenated are the decoding of all ids."""
+    """Turns ids into text incrementally. The pieces, concatenated, are the decoding of all ids."""
 
     def __init__(self, table: TokenBytes) -> None:
         self._table = table
@@ -184,11 +177,11 @@ class Detokenizer:
         return bool(self._utf8.getstate()[0])
 
     def push(self, ids: Iterable[int]) -> str:
-        """The text of some more ids, in whole code points; an incomplete one waits for its other bytes."""
+        """The text of more ids, in whole code points; bytes of an incomplete one are held back."""
         return self._strip_start(self._utf8.decode(b"".join(self._table[int(i)] for i in ids)))
 
     def finish(self) -> str:
-        """The text of what still waits, as U+FFFD; no more ids follow."""
+        """The held-back bytes as U+FFFD. Call it after the last id."""
         return self._strip_start(self._utf8.decode(b"", True))
 
     def _strip_start(self, text: str) -> str:

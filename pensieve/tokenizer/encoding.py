@@ -1,9 +1,8 @@
-"""Turns text into token ids, with a hard line between what the template says and what people say.
+"""Turns text into token ids, and separates the template's text strictly from messages.
 
-A conversation is encoded as transformers encodes the text of ``apply_chat_template``: the tokenizer finds its added
-words itself, and text between two of them is one run. Text of a message never becomes a control token: the caller names
-the places where a message spells one (``shields``), and these runs are encoded again with control tokens switched off.
-So ``<|im_end|>`` typed by a user is just nine characters.
+The tokenizer finds its added words itself; text between two of them is one run. A message's text never
+becomes a control token: the caller passes the places where a message spells one (``shields``), and these runs
+are encoded again with control tokens disabled. So ``<|im_end|>`` typed by a user is just nine characters.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from pensieve.errors import InvalidArgument
 from pensieve.tokenizer.detokenizer import byte_alphabet
 
 SLICE_CHARS: Final = 32_768
-"""Longer texts are encoded in slices, so that work for a caller that has left can end between two of them."""
+"""Longer texts are encoded in slices, so that work for a disconnected caller can be aborted between them."""
 _FILL: Final = "\ue002"
 
 
 class Preceding(enum.Enum):
-    """What lies before a run of text; prefix spaces depend on it."""
+    """The kind of text before a run; prefix spaces depend on it."""
 
     NOTHING = "nothing"
     CONTROL = "control"
@@ -51,10 +50,10 @@ class Encoded:
 
 
 class TextEncoder:
-    """Encodes texts of conversations. Thread-safe: nothing is written after it is made. Keeps ``backend``."""
+    """Encodes texts of conversations. Immutable, so thread-safe. Keeps ``backend``."""
 
     def __init__(self, backend: Tokenizer, control: Iterable[str] | None = None) -> None:
-        """``control``: the added words that only the template may write; None: all of them."""
+        """``control``: the added words that only the template may write; None means all."""
         backend.no_truncation()
         backend.no_padding()
         self._raw = backend
@@ -64,18 +63,18 @@ class TextEncoder:
         self._control = {token["content"]: token for token in added if token["content"] in chosen}
         self.control_ids = frozenset(token["id"] for token in self._control.values())
         self._added = {token["id"]: token["content"].strip() for token in spec["added_tokens"]}
-        self._control_pattern = _any_of(self._control)
-        # Texts may be cut where these begin: nothing before them is swallowed, and no run goes across.
-        self._cuts = _any_of(
+        self._control_pattern = _alternation(self._control)
+        # Texts may be cut where these begin: they strip nothing before them, and no run spans them.
+        self._safe_cuts = _alternation(
             text for text, token in self._control.items() if not token["lstrip"] and not token["single_word"]
         )
-        # A token no user can know stands before runs inside a conversation: tokenizers treat the start of a text alone
-        # in another way than the text behind a token.
+        # A secret token precedes runs inside a conversation: tokenizers treat the start of a text differently
+        # from text after a token.
         self._mark = f"\ue000{secrets.token_hex(16)}\ue001"
         self._has_prefix = _without_prefix_space(spec) != spec
         self._parsing = self._with_mark(spec)
         for token in spec["added_tokens"]:
-            # ``encode_special_tokens`` turns special tokens into plain text: here these are the control tokens.
+            # ``encode_special_tokens`` makes special tokens plain text: here these are the control tokens.
             token["special"] = token["content"] in self._control
         continuing = _without_prefix_space(spec)
         self._fresh = self._with_mark(spec, plain=True)
@@ -96,63 +95,58 @@ class TextEncoder:
         shields: Sequence[tuple[int, int]] = (),
         check: Callable[[], None] | None = None,
     ) -> Encoded:
-        """The tokens of a text of a conversation, added words in it included.
-
-        ``shields``: ranges of ``text``, in order, in which a message spells a control token. ``check``: called between
-        slices; what it raises ends the work. Raises InvalidArgument on lone surrogates.
-        """
+        """The tokens of a conversation's text. ``shields``: ranges of ``text``, in order, in which a message
+        spells a control token. ``check``: called between slices; its errors abort the work. Raises
+        InvalidArgument on lone surrogates."""
         _check_text(text)
         shown = fill_shields(text, shields) if shields else text
         made = Encoded()
         at = 0
         while at < len(shown):
-            cut = self._cuts.search(shown, at + SLICE_CHARS) if len(shown) - at > SLICE_CHARS else None
+            cut = self._safe_cuts.search(shown, at + SLICE_CHARS) if len(shown) - at > SLICE_CHARS else None
             end = cut.start() if cut is not None else len(shown)
             if check is not None and at:
                 check()
-            made.extend(self._parsed(shown[at:end], before if not at else Preceding.CONTROL), at)
+            made.extend(self._encode_part(shown[at:end], before if not at else Preceding.CONTROL), at)
             at = end
-        return self._shielded(text, made, before, shields) if shields else made
+        return self._apply_shields(text, made, before, shields) if shields else made
 
     def ends_in_control(self, text: str) -> bool:
-        """Whether the last token of a text is an added word, so that what follows begins a run."""
+        """Whether the last token of a text is an added word, so that the next text begins a run."""
         (encoding,) = self._parsing.encode_batch_fast([text[-256:]], add_special_tokens=False)
         return bool(encoding.ids) and text.strip().endswith(self._added.get(encoding.ids[-1]) or "\0")
 
     def encode_raw(self, text: str, before: Preceding) -> list[int]:
-        """The ids of a text as the model's own tokenizer gives them, control tokens in it included."""
         return self.encode(text, before).ids
 
     def control_spans(self, text: str) -> list[tuple[int, int]]:
-        """Where a text spells a control token."""
         return [match.span() for match in self._control_pattern.finditer(text)]
 
     def control_end(self, text: str, start: int) -> int | None:
-        """Where the control token ends that a text spells at ``start``; None when it spells none there."""
+        """Where the control token ends that a text spells at ``start``; None if it spells none there."""
         match = self._control_pattern.match(text, start)
         return None if match is None else match.end()
 
     def encode_text(self, text: str) -> list[int] | None:
-        """The ids of a text that continues other text, without control tokens; None when it has to have some."""
+        """The ids of a text that continues other text, without control tokens; None if it cannot do without them."""
         try:
             return self._encode_run(text, Preceding.TEXT)
         except InvalidArgument:
             return None
 
     def has_control(self, text: str) -> bool:
-        """Whether a text spells a control token."""
         return self._control_pattern.search(text) is not None
 
     def count_control(self, text: str) -> int:
-        """Number of control tokens in a text: it has at least as many tokens."""
+        """Number of control tokens in a text: a lower bound of its tokens."""
         return len(self.control_spans(text))
 
-    def _parsed(self, text: str, before: Preceding) -> Encoded:
+    def _encode_part(self, text: str, before: Preceding) -> Encoded:
         if before is Preceding.NOTHING:
             return _encoded(self._raw, text)
         made = _encoded(self._parsing, text, self._mark)
         if before is Preceding.TEXT and self._has_prefix:
-            # Only the first run continues what is there; behind a token the prefix comes again.
+            # Only the first run continues earlier text; after a token the prefix is added again.
             added = next((n for n in range(len(made.ids)) if self._is_added(made, n, text)), len(made.ids))
             end = made.starts[added] if added < len(made.ids) else len(text)
             again = self._run(text[:end], before)
@@ -160,10 +154,10 @@ class TextEncoder:
             return again
         return made
 
-    def _shielded(
+    def _apply_shields(
         self, text: str, made: Encoded, before: Preceding, shields: Sequence[tuple[int, int]]
     ) -> Encoded:
-        """``made``, with the runs that hold shields encoded again without control tokens."""
+        """``made``, with the runs that contain shields encoded again without control tokens."""
         starts = [start for start, _ in shields]
         result = Encoded()
         token = begin = 0
@@ -185,7 +179,7 @@ class TextEncoder:
         return result
 
     def _is_added(self, made: Encoded, number: int, text: str) -> bool:
-        """Whether a token is an added word that the text spells; the unknown token stands for other texts, too."""
+        """Whether a token is an added word that the text spells; the unknown token also stands for other texts."""
         content = self._added.get(made.ids[number])
         return content is not None and text[made.starts[number] : made.ends[number]].strip() == content
 
@@ -193,7 +187,7 @@ class TextEncoder:
         return self._run(text, before).ids
 
     def _run(self, text: str, before: Preceding) -> Encoded:
-        """A run of text in which control tokens are spelled."""
+        """Encode a run of text that spells control tokens."""
         if not text:
             return Encoded()
         _check_text(text)
@@ -201,15 +195,15 @@ class TextEncoder:
         made = _encoded(tokenizer, text, "" if before is Preceding.NOTHING else self._mark)
         if self.control_ids.isdisjoint(made.ids):
             return made
-        # A vocabulary may hold a control token as an ordinary piece (Unigram): spell it.
+        # A vocabulary may hold a control token as an ordinary piece (Unigram): spell it out.
         result = Encoded()
         for number, token in enumerate(made.ids):
-            ids = self._spelled(token)
+            ids = self._pieces_of(token)
             count = len(ids)
             result.extend(Encoded(ids, [made.starts[number]] * count, [made.ends[number]] * count), 0)
         return result
 
-    def _spelled(self, token_id: int) -> list[int]:
+    def _pieces_of(self, token_id: int) -> list[int]:
         if token_id not in self.control_ids:
             return [token_id]
         content = next(t["content"] for t in self._control.values() if t["id"] == token_id)
@@ -227,12 +221,12 @@ class TextEncoder:
 
 
 def added_words(backend: Tokenizer) -> list[tuple[str, bool]]:
-    """The added words of a tokenizer, and whether it calls each one special."""
+    """The added words of a tokenizer, and whether each is special."""
     return [(one.content, one.special) for one in backend.get_added_tokens_decoder().values()]
 
 
 def fill_shields(text: str, shields: Sequence[tuple[int, int]]) -> str:
-    """``text`` with its shielded ranges filled with a character that no added word has."""
+    """``text`` with its shielded ranges filled with a character that no added word contains."""
     parts, at = [], 0
     for start, end in shields:
         parts += [text[at:start], _FILL * (end - start)]
@@ -241,7 +235,8 @@ def fill_shields(text: str, shields: Sequence[tuple[int, int]]) -> str:
 
 
 def _encoded(tokenizer: Tokenizer, text: str, mark: str = "") -> Encoded:
-    # As a batch of one: ``encode`` holds the interpreter lock, seconds for a megabyte, and with it the event loop.
+    # A batch of one: ``encode`` holds the interpreter lock, for seconds per megabyte, and blocks the event
+    # loop.
     (encoding,) = tokenizer.encode_batch([mark + text], add_special_tokens=False)
     offsets = encoding.offsets
     made = Encoded(encoding.ids, [start for start, _ in offsets], [end for _, end in offsets])
@@ -252,7 +247,7 @@ def _encoded(tokenizer: Tokenizer, text: str, mark: str = "") -> Encoded:
     return shifted
 
 
-def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
+def _alternation(texts: Iterable[str]) -> re.Pattern[str]:
     longest_first = sorted(texts, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
@@ -265,7 +260,7 @@ def _check_text(text: str) -> None:
 
 
 def _without_prefix_space(node: Any) -> Any:
-    """The tokenizer specification without what puts a space before a text; for text that continues other text."""
+    """The tokenizer specification without a space before the text; for text that continues other text."""
     if isinstance(node, list):
         return [_without_prefix_space(part) for part in node if _kind(part) != "Prepend"]
     if not isinstance(node, dict) or _kind(node) == "Prepend":

@@ -1,4 +1,4 @@
-"""What a model folder says about its tokenizer. Reads local files only."""
+"""Reads the tokenizer of a model folder. Local files only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import Any
 import transformers
 from tokenizers import Tokenizer
 
-# The module, not `from transformers import AutoTokenizer`: that one loads torch, which the front end does without.
+# The module, not `from transformers import AutoTokenizer`: that loads torch, which the front end does
+# without.
 from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
 from pensieve.errors import InvalidArgument
@@ -37,14 +38,12 @@ _NAMED = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFolder:
-    """The parts that a ``ChatTokenizer`` is made of."""
-
     backend: Tokenizer
     decoder: dict[str, Any] | None
     """That entry of tokenizer.json."""
     template: str | None
     named_templates: tuple[str, ...]
-    """Names of the templates of a folder that has several, none of them ``default``; () otherwise."""
+    """Template names of a folder that has several, none of them ``default``; () otherwise."""
     tool_template: bool
     """Whether conversations with tools have a template of their own (``tool_use``)."""
     bos_token: str
@@ -52,24 +51,23 @@ class TokenizerFolder:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     named_tokens: tuple[str, ...]
-    """Those that the tokenizer names for itself: padding, unknown, and so on."""
+    """Tokens with a role in the tokenizer: padding, unknown, and so on."""
     adds_bos: bool
-    """Whether the tokenizer puts BOS before a text by itself."""
+    """Whether the tokenizer itself puts BOS before a text."""
     vocab_size: int
     sha256: str
 
 
 def read_folder(folder: Path) -> TokenizerFolder:
-    """What the folder or GGUF file says. Raises InvalidArgument, with file and field, when it has no tokenizer that can
-    be read or when its files do not go together."""
+    """The tokenizer of a folder or GGUF file. Raises InvalidArgument, with file and field."""
     if folder.is_file():
-        return _of_gguf(read_tokenizer(folder))
+        return _from_gguf(read_tokenizer(folder))
     config, settings = _read_json(folder / "config.json"), _read_json(folder / "tokenizer_config.json")
     tokenizer = _load(folder, config, settings)
     backend = tokenizer.backend_tokenizer
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     first = backend.encode("a", add_special_tokens=True).ids[:1]
-    # Rows of the embedding: an id behind them would crash the model, whatever the tokenizer knows.
+    # Rows of the embedding: an id beyond them would crash the model, even if the tokenizer knows it.
     vocab_size = _text_config(config).get("vocab_size", len(tokenizer))
     if not isinstance(vocab_size, int) or isinstance(vocab_size, bool) or vocab_size <= 0:
         raise InvalidArgument(
@@ -86,7 +84,7 @@ def read_folder(folder: Path) -> TokenizerFolder:
         bos_token=tokenizer.bos_token or "",
         eos_token=tokenizer.eos_token or "",
         bos_token_id=bos,
-        eos_token_ids=_ends(folder, config, eos, vocab_size),
+        eos_token_ids=_eos_ids(folder, config, eos, vocab_size),
         named_tokens=tuple(
             str(token) for name in _NAMED if isinstance(token := getattr(tokenizer, name, None), str)
         ),
@@ -96,7 +94,7 @@ def read_folder(folder: Path) -> TokenizerFolder:
     )
 
 
-def _of_gguf(found: GgufTokenizer) -> TokenizerFolder:
+def _from_gguf(found: GgufTokenizer) -> TokenizerFolder:
     return TokenizerFolder(
         backend=found.backend,
         decoder=json.loads(found.backend.to_str())["decoder"],
@@ -114,14 +112,14 @@ def _of_gguf(found: GgufTokenizer) -> TokenizerFolder:
     )
 
 
-def words_without_row(folder: TokenizerFolder) -> dict[int, str]:
-    """Added words for which the model has no embedding, by their ids: they were added and the model never resized."""
+def words_without_embedding(folder: TokenizerFolder) -> dict[int, str]:
+    """Added words without an embedding, by id: they were added, and the model was never resized."""
     added = folder.backend.get_added_tokens_decoder()
     return {i: token.content for i, token in added.items() if i >= folder.vocab_size}
 
 
 def _load(folder: Path, config: dict[str, Any], settings: dict[str, Any]) -> Any:
-    """The tokenizer, made by the class that transformers' AutoTokenizer would choose."""
+    """The tokenizer, built by the class that transformers' AutoTokenizer would choose."""
     files = [folder / name for name in ("tokenizer.json", "vocab.json", "merges.txt")]
     has_json, *has_parts = (file.is_file() for file in files)
     if not has_json and not all(has_parts):
@@ -139,7 +137,7 @@ def _load(folder: Path, config: dict[str, Any], settings: dict[str, Any]) -> Any
     try:
         return chosen.from_pretrained(str(folder), local_files_only=True)
     except Exception as error:
-        # It reads several files of a stranger and raises whatever goes wrong first.
+        # It reads several files of unknown origin and raises whatever goes wrong first.
         said = " ".join(str(error).split()) or type(error).__name__
         raise InvalidArgument(
             f"{folder}: the tokenizer (tokenizer.json, tokenizer_config.json) cannot be read: {said}"
@@ -147,10 +145,8 @@ def _load(folder: Path, config: dict[str, Any], settings: dict[str, Any]) -> Any
 
 
 def _class_name(config: dict[str, Any], settings: dict[str, Any], spec: dict[str, Any]) -> str:
-    """The choice of AutoTokenizer for the families that are served; a test compares the two.
-
-    ``tokenizer_class`` does not always say what reads a folder: some families have one class, some names are wrong.
-    """
+    """AutoTokenizer's choice for the supported families; a test compares the two. ``tokenizer_class`` may be
+    wrong."""
     family = config.get("model_type")
     named = settings.get("tokenizer_class") or config.get("tokenizer_class")
     named = named.removesuffix("Fast") if isinstance(named, str) else None
@@ -170,8 +166,7 @@ def _is_byte_level(spec: dict[str, Any]) -> bool:
 
 
 def _templates(folder: Path, found: object) -> dict[str, str]:
-    """Chat templates by name; the only one is ``default``. transformers prefers chat_template.jinja and the files of
-    additional_chat_templates to tokenizer_config.json."""
+    """Chat templates by name; a single one is ``default``."""
     templates: dict[str, Any] = (
         found if isinstance(found, dict) else {} if found is None else {"default": found}
     )
@@ -216,20 +211,21 @@ def _text_config(config: dict[str, Any]) -> dict[str, Any]:
     return inner if isinstance(inner, dict) else config
 
 
-def _ends(folder: Path, config: dict[str, Any], of_tokenizer: int | None, vocab_size: int) -> tuple[int, ...]:
-    """The tokens that any of the three places names: models name their end of turn in one, their end of text in
-    another."""
+def _eos_ids(
+    folder: Path, config: dict[str, Any], tokenizer_eos: int | None, vocab_size: int
+) -> tuple[int, ...]:
+    """Ids from three files: some models list end of turn in one and end of text in another."""
     config, generation = _text_config(config), _read_json(folder / "generation_config.json")
     try:
         ids = declared_eos_ids(config, generation)
     except ModelError as error:
         raise InvalidArgument(f"{folder}/{error}") from error
-    if of_tokenizer is not None and of_tokenizer not in ids:
-        ids = (*ids, of_tokenizer)
+    if tokenizer_eos is not None and tokenizer_eos not in ids:
+        ids = (*ids, tokenizer_eos)
     ids = ids or default_eos_ids(config, generation)
     beyond = [one for one in ids if one >= vocab_size]
     if beyond:
-        # The model never says it, so it does no harm.
+        # The model never generates it, so it does no harm.
         log.warning(
             "%s: end of turn %d is not below vocab_size %d and is left out", folder, beyond[0], vocab_size
         )
@@ -237,7 +233,7 @@ def _ends(folder: Path, config: dict[str, Any], of_tokenizer: int | None, vocab_
 
 
 def _hash_files(folder: Path) -> str:
-    """SHA-256 (hex) of the files, without the chat template that the settings may hold: it has a hash of its own."""
+    """SHA-256 (hex) of the files, without the chat template, which has a hash of its own."""
     digest = hashlib.sha256()
     for name in _FILES:
         path = folder / name

@@ -1,8 +1,7 @@
-"""The tokenizer and the chat template that a GGUF file carries.
+"""The tokenizer and the chat template of a GGUF file.
 
-The file has a vocabulary and, for byte-level BPE, the merges and the *name* of the pre-tokenizer: the expression that
-cuts text into words is known to programs alone. A name that is not in the table here is refused, since a tokenizer that
-cuts in other places gives other tokens without a sign of it.
+For byte-level BPE, the file has only the *name* of the pre-tokenizer, not the regular expression that splits
+text. Unknown names are refused: a tokenizer that splits elsewhere gives wrong tokens without any error.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from pensieve.gguf import GgufError, GgufFile, read_gguf
 from pensieve.tokenizer.detokenizer import byte_alphabet
 
 _CONTROL, _USER_DEFINED = 3, 4
-"""Types of tokens: those that text cannot spell, and words that are never cut."""
+"""Token types: control tokens, which text cannot spell, and user-defined words, which are never split."""
 _LLAMA3: Final = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -35,40 +34,36 @@ _TEKKEN: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class _Words:
-    """How a pre-tokenizer of one name cuts text."""
-
+class _PreTokenizer:
     split: str = ""
-    """An expression for one word; "": GPT-2's."""
+    """Regular expression for one word; "" means GPT-2's."""
     single_digits: bool = False
-    """Each digit is a word, before anything else is cut."""
+    """Each digit is a word; split first."""
     ignore_merges: bool = False
-    """A word that is in the vocabulary is one token, whatever the merges give."""
+    """A word in the vocabulary is one token, whatever the merges give."""
     composed: bool = False
     """Characters are composed first (NFC)."""
     adds_bos: bool = False
-    """Whether BOS stands before a text in a file that does not say."""
+    """Whether BOS stands before a text if the file does not say."""
 
 
-_GPT2 = _Words()
-_DIGITS = _Words(single_digits=True)
-_LLAMA3_BPE = _Words(_LLAMA3, ignore_merges=True, adds_bos=True)
+_GPT2 = _PreTokenizer()
+_DIGITS = _PreTokenizer(single_digits=True)
+_LLAMA3_BPE = _PreTokenizer(_LLAMA3, ignore_merges=True, adds_bos=True)
 PRE_TOKENIZERS: Final = {
     "gpt-2": _GPT2,
     **dict.fromkeys(("smollm", "starcoder", "refact", "codeshell", "exaone", "minerva-7b"), _DIGITS),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral"), _LLAMA3_BPE),
-    **dict.fromkeys(("dbrx", "smaug-bpe"), _Words(_LLAMA3)),
-    "qwen2": _Words(_QWEN2, composed=True),
-    "deepseek-r1-qwen": _Words(_QWEN2),
-    "tekken": _Words(_TEKKEN, ignore_merges=True, adds_bos=True),
+    **dict.fromkeys(("dbrx", "smaug-bpe"), _PreTokenizer(_LLAMA3)),
+    "qwen2": _PreTokenizer(_QWEN2, composed=True),
+    "deepseek-r1-qwen": _PreTokenizer(_QWEN2),
+    "tekken": _PreTokenizer(_TEKKEN, ignore_merges=True, adds_bos=True),
 }
-"""Known names of pre-tokenizers, and how llama.cpp cuts text for each."""
+"""Known pre-tokenizer names, and how llama.cpp splits text for each."""
 
 
 @dataclass(frozen=True, slots=True)
 class GgufTokenizer:
-    """The parts of a tokenizer that a file holds."""
-
     backend: Tokenizer
     template: str | None
     bos_token: str
@@ -77,13 +72,12 @@ class GgufTokenizer:
     eos_token_ids: tuple[int, ...]
     adds_bos: bool
     vocab_size: int
-    """Rows of the embedding."""
     sha256: str
-    """Over all that the file says of the tokenizer, the chat template excepted."""
+    """Over the file's tokenizer entries, without the chat template."""
 
 
 def read_tokenizer(path: Path) -> GgufTokenizer:
-    """The tokenizer of a GGUF file. Raises InvalidArgument when it is of a kind that is not known here."""
+    """The tokenizer of a GGUF file. Raises InvalidArgument when its kind is not supported."""
     try:
         return _read(read_gguf(path))
     except GgufError as error:
@@ -132,7 +126,7 @@ def _byte_level(file: GgufFile, tokens: list[str]) -> tuple[Tokenizer, bool]:
     name = file.metadata.get("tokenizer.ggml.pre")
     if name is None:
         raise GgufError(
-            f"{file.path}: names no pre-tokenizer (tokenizer.ggml.pre), as files of early 2024; take a newer conversion"
+            f"{file.path}: names no pre-tokenizer (tokenizer.ggml.pre), like files of early 2024; convert it anew"
         )
     words = PRE_TOKENIZERS.get(name) if isinstance(name, str) else None
     if words is None:
@@ -144,7 +138,7 @@ def _byte_level(file: GgufFile, tokens: list[str]) -> tuple[Tokenizer, bool]:
     spelled = {byte: char for char, byte in alphabet.items()}
     types = _types(file, tokens)
     vocab = [
-        # Normal tokens are written in the byte alphabet. One that is not was added to a tokenizer as plain text.
+        # Normal tokens use the byte alphabet. One that does not was added to a tokenizer as plain text.
         token
         if types[index] in (_CONTROL, _USER_DEFINED) or alphabet.keys() >= set(token)
         else "".join(spelled[byte] for byte in token.encode())
@@ -163,7 +157,7 @@ def _byte_level(file: GgufFile, tokens: list[str]) -> tuple[Tokenizer, bool]:
 
 
 def _sentencepiece(file: GgufFile, tokens: list[str]) -> Tokenizer:
-    """SentencePiece's BPE, with the merges that its scores stand for."""
+    """SentencePiece's BPE, with the merges implied by its scores."""
     if "tokenizer.ggml.merges" in file.metadata:
         merges = _merges(file)
     else:
@@ -192,7 +186,7 @@ def _merges(file: GgufFile) -> list[tuple[str, str]]:
 
 
 def _implied_merges(tokens: list[str], scores: list[float], file: GgufFile) -> list[tuple[str, str]]:
-    """All pairs that make a token, the token with the best score first; for one token the lower ids first."""
+    """All pairs that make a token, in order of the token's score, best first; for one token the lower ids first."""
     if len(scores) != len(tokens):
         raise GgufError(f"{file.path}: {len(tokens)} tokens and {len(scores)} scores (tokenizer.ggml.scores)")
     ids = {token: index for index, token in enumerate(tokens)}
@@ -209,7 +203,7 @@ def _bpe(file: GgufFile, vocab: list[str], merges: list[tuple[str, str]], **opti
     ids = {token: index for index, token in enumerate(vocab)}
     if len(ids) < len(vocab):
         twice = next(token for index, token in enumerate(vocab) if ids[token] != index)
-        raise GgufError(f"{file.path}: token {twice!r} stands twice in tokenizer.ggml.tokens")
+        raise GgufError(f"{file.path}: token {twice!r} occurs twice in tokenizer.ggml.tokens")
     wrong = next((pair for pair in merges if not ids.keys() >= {*pair, "".join(pair)}), None)
     if wrong is not None:
         raise GgufError(

@@ -1,7 +1,4 @@
-"""A chat template rendered with unique markers in place of contents.
-
-It runs in a sandbox: templates come with downloaded models.
-"""
+"""A chat template rendered with unique markers for contents, in a sandbox: templates come with downloaded models."""
 
 from __future__ import annotations
 
@@ -59,7 +56,7 @@ def _tojson(
 
 
 def compile_template(source: str) -> jinja2.Template:
-    """The template of a Jinja source, in a sandbox. Raises jinja2.TemplateSyntaxError."""
+    """Compile a Jinja source in a sandbox. Raises jinja2.TemplateSyntaxError."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
     )
@@ -79,7 +76,7 @@ class MarkedTemplate:
         self._template = template
         self._bos, self._eos = bos_token, eos_token
         self.needs_calls = False
-        """Whether an answer before a tool's result has to be shown as a call (Mistral): words are refused there."""
+        """Whether an answer before a tool result must be a call (Mistral): text is refused there."""
         roles = (Role.USER, Role.ASSISTANT, Role.TOOL, Role.ASSISTANT)
         try:
             self.text(roles)
@@ -87,7 +84,7 @@ class MarkedTemplate:
             self.needs_calls = True
 
     def messages(self, roles: Roles, contents: Sequence[str]) -> list[dict[str, object]]:
-        """What the template is given. The content of an answer that has to be a call is the name of what it calls."""
+        """The template's input. The content of an answer that must be a call becomes its function name."""
         messages: list[dict[str, object]] = []
         for index, (role, text) in enumerate(zip(roles, contents, strict=True)):
             message: dict[str, object] = {"role": ROLE_NAMES[role], "content": text}
@@ -109,11 +106,8 @@ class MarkedTemplate:
         prompt: bool = False,
         check: Callable[[], None] | None = None,
     ) -> str:
-        """What the template writes. Raises TemplateRefused, and what ``check`` does.
-
-        ``tools``: definitions of functions; ``when``: what the template takes the time to be. ``check`` is called while
-        the template writes; what it raises ends the work.
-        """
+        """Render messages. ``when``: the time for the template; ``check``: called regularly. Raises
+        TemplateRefused, and the errors of ``check``."""
         pieces = self._template.generate(
             messages=messages,
             add_generation_prompt=prompt,
@@ -138,7 +132,7 @@ class MarkedTemplate:
             LookupError,
             RecursionError,
         ) as error:
-            # The others: what a template's own expressions raise on a message they do not expect.
+            # The other types: errors of a template's own expressions on a message that it does not expect.
             raise TemplateRefused(f"it says: {error}") from error
 
     def text(self, roles: Roles, tools: Tools = NO_TOOLS, *, prompt: bool = False) -> str:
@@ -148,15 +142,14 @@ class MarkedTemplate:
             return text
         for index, (role, after) in enumerate(pairwise(roles)):
             if role is Role.ASSISTANT and after is Role.TOOL:
-                # The call's name stands for what the answer is: the rest of the call is nobody's text.
+                # The call's name stands for the answer's content: cut the rest of the call.
                 _, end = find_marker(text, index)
                 closing = text.find(self._eos, end) if self._eos else -1
                 text = text[:end] + text[max(closing, end) :]
         return text
 
     def closing(self, roles: Roles, tools: Tools = NO_TOOLS) -> str:
-        """The text after the last content; empty when the template cannot end there, and all belongs to what
-        follows."""
+        """The text after the last content; empty when the template cannot end there."""
         try:
             text = self.text(roles, tools)
             return text[find_marker(text, len(roles) - 1)[1] :]
@@ -174,7 +167,7 @@ def markers(count: int) -> list[str]:
 
 
 def find_marker(text: str, index: int) -> tuple[int, int]:
-    """Where marker ``index`` starts and ends. Raises TemplateRefused unless it is there exactly once."""
+    """Start and end of marker ``index``. Raises TemplateRefused unless it occurs exactly once."""
     wanted = marker(index)
     if text.count(wanted) != 1:
         raise TemplateRefused("a message does not appear exactly once in it")

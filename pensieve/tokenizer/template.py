@@ -1,15 +1,15 @@
-"""A chat template, and what its text around messages depends on.
+"""A chat template, and the dependencies of its text around messages.
 
-Templates are programs over the whole conversation. Pensieve lets the program write what is new, behind the last few
-messages, and keeps what was written before. That is right when the text of a longer conversation starts with the text
-of the shorter one. ``ChatTemplate`` tries this when it is made, with markers in place of contents:
+Templates are programs over the whole conversation. Pensieve lets the program write only the new text, after
+the last few messages, and keeps what was written before. That is correct if the text of a longer conversation
+starts with the text of the shorter one. ``ChatTemplate`` verifies this at construction, with markers in place
+of contents:
 
     <|im_start|>user\\n TEXT <|im_end|>\\n <|im_start|>assistant\\n TEXT <|im_end|>\\n ...
     `---- opening ---'      `-- closing -' `------ opening -------'      `-- closing -'
 
-Two kinds of published templates do not only append, and are served all the same, with a warning: those that take
-thoughts out of earlier answers, and those that write a date. Templates that rewrite more are refused unless the
-operator allows it.
+Templates that remove thoughts from earlier answers, or write a date, are served with a warning. Templates
+that rewrite more are refused unless the operator allows it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ PLAIN_TEMPLATE = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}
 """
-"""The template of models that have none: one line per message, the end-of-sequence token after each answer."""
+"""For models without a template: one line per message, the end-of-sequence token after each answer."""
 
 _OWN_TEMPLATE = "give a template that only appends with --chat-template FILE"
 _OPTIONS = (
@@ -65,29 +65,27 @@ _TAGS: Final = ("think", "thinking", "thought", "reasoning", "seed:think")
 _THOUGHT: Final = re.compile(
     rf"<({'|'.join(_TAGS)})>.*?</\1>\s*|\[THINK\].*?\[/THINK\]\s*", re.DOTALL | re.IGNORECASE
 )
-_FEW: Final = 8
-"""Conversations with at most this many messages are looked at whole."""
-_FAR: Final = 48
-"""Turns that begin farther back are looked at without their middle."""
-_NEAR: Final = 16
+_MAX_WHOLE: Final = 8
+"""Conversations up to this many messages are rendered whole."""
+_MAX_TURN_MESSAGES: Final = 48
+"""Turns that begin farther back are rendered without their middle."""
+_KEPT_MESSAGES: Final = 16
 
 
 class TemplateError(InvalidArgument):
-    """The chat template cannot serve append-only conversations, or not this one; the message says what helps."""
+    """The chat template cannot serve append-only conversations, or not this one; the message says how to fix it."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallStyle:
-    """How the template wants calls of functions in earlier answers."""
-
     null_content: bool
-    """An answer without words has the content null, not ""."""
+    """An answer without text has the content null, not ""."""
     text_arguments: bool
     """Arguments are JSON text, not an object."""
 
 
 class ChatTemplate:
-    """A template and its answers, remembered per sequence of the last few roles. Thread-safe."""
+    """A template and its answers, cached per sequence of the last few roles. Thread-safe."""
 
     def __init__(
         self, source: str, *, bos_token: str = "", eos_token: str = "", allow_rewriting: bool = False
@@ -102,12 +100,11 @@ class ChatTemplate:
         self._remembered_check = functools.lru_cache(maxsize=8192)(self._added)
         self._remembered_prompt = functools.lru_cache(maxsize=8192)(self._generation_prompt)
         self._counts = False
-        """Whether text around a message depends on how many there are before it."""
+        """Whether text around a message depends on the number of messages before it."""
         self._counts_results = False
-        """The same of conversations with results of tools."""
+        """The same for conversations with tool results."""
         self._drops_thoughts = False
         self.needs_calls = self._marked.needs_calls
-        """Whether an answer before a result has to be a call."""
         self.tools_problem = "" if "tools" in source else "it has no place for them"
         """Why conversations with tools cannot be rendered; empty when they can."""
         self.writes_date = self._probe_date()
@@ -115,12 +112,12 @@ class ChatTemplate:
         self._system_problem = self._probe_system()
         self.tools_problem = self.tools_problem or self._probe_tools()
         self.thinks = self._probe_thinking()
-        """``tags``: the template knows of <think> blocks; ``open``: it opens one for each answer itself; else ""."""
+        """``tags``: the template handles <think> blocks; ``open``: it opens one for each answer itself; else ""."""
         self.closings = self._probe_closings()
-        """The text behind the content of a last message, by its role; "" where a conversation cannot end so."""
+        """The text after the content of a last message, by role; "" where a conversation cannot end so."""
         self._closing_patterns = {role: _with_any_ids(text) for role, text in self.closings.items()}
         self.call_style = self._probe_calls()
-        """How calls in earlier answers are given to it; None: it does not show them."""
+        """Form of calls in earlier answers; None if the template does not show them."""
         dialogue, call = (Role.USER, Role.ASSISTANT), (Role.USER, Role.ASSISTANT, Role.TOOL, Role.ASSISTANT)
         self._counts_results = self._probe_counting((*call, *dialogue * 6, *call[:3]), (*call * 5, Role.USER))
         self._counts = self._probe_counting(
@@ -130,10 +127,9 @@ class ChatTemplate:
             *([DROPS_THOUGHTS] if self._drops_thoughts else []),
             *([WRITES_DATE] if self.writes_date else []),
         )
-        """What an operator should know of it."""
 
     def check(self, first: Role, tools: Tools) -> None:
-        """Raises TemplateError when the template does not take conversations that begin so."""
+        """Raises TemplateError when the template refuses conversations that begin with this role."""
         if self._system_problem and first is Role.SYSTEM:
             raise TemplateError(
                 f"the chat template does not take a system prompt: {self._system_problem}; {_OWN_TEMPLATE}"
@@ -143,15 +139,15 @@ class ChatTemplate:
                 f"the chat template does not take tools: {self.tools_problem}; {_OWN_TEMPLATE}"
             )
 
-    def check_follows(self, before: Roles, role: Role, tools: Tools) -> None:
-        """Raises TemplateError unless a message of this role leaves the text of those before it as it is."""
+    def check_appends(self, before: Roles, role: Role, tools: Tools) -> None:
+        """Raises TemplateError unless a message of this role leaves the earlier text unchanged."""
         roles = (*before, role)
         try:
-            # Results one by one: those before were closed, and the next begins anew.
+            # Results rendered one at a time: the earlier ones were closed, and the next begins a new block.
             if roles[-2:] != (Role.TOOL, Role.TOOL):
                 self._remembered_check(roles, PROBE if tools else NO_TOOLS)
         except TemplateRefused as refusal:
-            raise self._refuses(roles, refusal) from refusal
+            raise self._refusal_error(roles, refusal) from refusal
 
     def say(
         self,
@@ -160,43 +156,42 @@ class ChatTemplate:
         when: dt.datetime,
         check: Callable[[], None] | None = None,
     ) -> str:
-        """What the template writes. Raises TemplateRefused."""
         return self._marked.say(messages, tools=tools, when=when, check=check)
 
     def marked(self, roles: Roles, contents: Sequence[str]) -> list[dict[str, object]]:
-        """Messages with markers as contents, for what lies before or behind those that are rendered."""
         return self._marked.messages(roles, contents)
 
     def refusal_error(self, roles: Roles, refusal: TemplateRefused) -> TemplateError:
-        """The error for a conversation that the template does not take."""
-        return self._refuses(roles, refusal)
+        return self._refusal_error(roles, refusal)
 
     def generation_prompt(self, roles: Roles, tools: Tools = NO_TOOLS) -> str:
-        """What introduces the assistant's answer after these messages; may be empty."""
+        """The text that introduces the assistant's answer after these messages; may be empty."""
         return self._remembered_prompt(roles, PROBE if tools else NO_TOOLS)
 
     def window(self, roles: Sequence[Role]) -> list[int]:
-        """Indexes of the messages that text behind the last one can depend on: few, however many there are.
-
-        These are the system prompt and the last two turns. Of a turn with very many messages the middle is left out.
-        """
+        """Indexes of the messages on which text after the last one can depend: the system prompt and the last
+        two turns, without the middle of very long turns."""
         roles = tuple(roles)
         count = len(roles)
-        if count <= _FEW or self._counts or (self._counts_results and Role.TOOL in roles):
+        if count <= _MAX_WHOLE or self._counts or (self._counts_results and Role.TOOL in roles):
             return list(range(count))
         head = next((n for n, role in enumerate(roles) if role is not Role.SYSTEM), count)
 
         def begins(index: int) -> bool:
             return roles[index] is Role.USER and (index == head or roles[index - 1] is Role.ASSISTANT)
 
-        near = range(count - 1, max(head, count - _FAR) - 1, -1)
+        near = range(count - 1, max(head, count - _MAX_TURN_MESSAGES) - 1, -1)
         starts = [index for index in near if begins(index)][:2]
         if starts:
             return [*range(head), *range(starts[-1], count)]
         first = [next((index for index in range(count - 1, head - 1, -1) if begins(index)), head)]
         start = next(
-            (n for n in range(count - _NEAR, count) if roles[n - 1 : n + 1] == (Role.TOOL, Role.ASSISTANT)),
-            count - _NEAR,
+            (
+                n
+                for n in range(count - _KEPT_MESSAGES, count)
+                if roles[n - 1 : n + 1] == (Role.TOOL, Role.ASSISTANT)
+            ),
+            count - _KEPT_MESSAGES,
         )
         return [*range(head), *first, *range(max(start, first[0] + 1), count)]
 
@@ -206,7 +201,7 @@ class ChatTemplate:
         return None if match is None else match.end()
 
     def system_closing(self, tools: Tools, when: dt.datetime) -> str:
-        """The text behind a system prompt that is all there is, tools included; "" where no conversation ends so."""
+        """The text after a lone system prompt, including tools; "" where a conversation cannot end so."""
         try:
             text = self._marked.say(
                 self._marked.messages((Role.SYSTEM,), [marker(0)]), tools=tools, when=when
@@ -216,20 +211,21 @@ class ChatTemplate:
             return ""
 
     def next_closing_end(self, role: Role, text: str, start: int, stop: int) -> int | None:
-        """Where the first closing in ``text[start:stop]`` ends; None when there is none, or only an empty one."""
+        """Where the first closing in ``text[start:stop]`` ends; None when there is none, or closings are empty."""
         match = self._closing_patterns[role].search(text, start, stop) if self.closings[role] else None
         return None if match is None else match.end()
 
     # ---- rendering with markers
 
-    def _refuses(self, roles: Roles, refusal: TemplateRefused) -> TemplateError:
+    def _refusal_error(self, roles: Roles, refusal: TemplateRefused) -> TemplateError:
         names = ", ".join(ROLE_NAMES[role] for role in roles[-4:])
         return TemplateError(
             f"the chat template does not take a conversation ending in {names}: {refusal}; {_OWN_TEMPLATE}"
         )
 
     def _added(self, roles: Roles, tools: Tools = NO_TOOLS) -> str:
-        """The text between what was written before and the last content. Raises TemplateRefused when that changes."""
+        """The text between the earlier text and the last content. Raises TemplateRefused if the earlier text
+        changes."""
         last = len(roles) - 1
         try:
             text = self._marked.text(roles, tools)
@@ -256,12 +252,12 @@ class ChatTemplate:
 
     def _check_prefix(self, roles: Roles, longer: str, tools: Tools) -> None:
         try:
-            # An answer before a result may be shown as a call: what stands before that answer is compared then.
+            # An answer before a result may be shown as a call: compare only the text before that answer.
             count = len(roles) - (2 if roles[-2:] == (Role.ASSISTANT, Role.TOOL) else 1)
             shorter = self._marked.text(roles[:count], tools)
             find_marker(shorter, count - 1)
         except TemplateRefused:
-            return  # it cannot end there, so nothing was written yet that could change
+            return  # it cannot end there, so there is no earlier text to change
         self._compare(shorter, longer)
 
     def _compare(self, shorter: str, longer: str) -> None:
@@ -295,7 +291,8 @@ class ChatTemplate:
                 self._added(roles[:-1])
                 self._generation_prompt(roles[:-1], NO_TOOLS)
                 self._added(roles)
-            # Only roles whose prefixes were compared are known to append: nothing else of a conversation may change.
+            # Only roles whose prefixes were compared are known to append: no other part of a conversation may
+            # change.
             self._probe_thoughts()
         except TemplateRefused as refusal:
             raise TemplateError(
@@ -316,7 +313,7 @@ class ChatTemplate:
             self._compare(first, later)
 
     def _probe_system(self) -> str:
-        """Why a system prompt cannot be used; empty when it can."""
+        """Why a system prompt cannot be used, or ""."""
         dialogue = (Role.SYSTEM, Role.USER, Role.ASSISTANT, Role.USER)
         try:
             for length in range(1, len(dialogue) + 1):
@@ -337,7 +334,7 @@ class ChatTemplate:
         return False
 
     def _probe_tools(self) -> str:
-        """Why tools cannot be used: their definitions have to stay where they were, before the first user's words."""
+        """Why tools cannot be used, or "". Definitions must stay in place, before the first user message."""
         user, assistant, tool = Role.USER, Role.ASSISTANT, Role.TOOL
         called = (user, assistant, tool)
         try:
@@ -395,7 +392,7 @@ class ChatTemplate:
         return None
 
     def _probe_counting(self, *dialogues: Roles) -> bool:
-        """Whether the text around the last of many messages is another than around the last of a few."""
+        """Whether the text around the last of many messages differs from that around the last of a few."""
         for roles in dialogues:
             few = tuple(roles[index] for index in self.window(roles))
             try:
@@ -411,12 +408,12 @@ class ChatTemplate:
 
 
 def _with_any_ids(closing: str) -> re.Pattern[str]:
-    """A closing, with the id of any call where the template shows the id of its own."""
+    """A pattern of the closing that matches any call's id in place of the marker's."""
     return re.compile("[0-9A-Za-z]{9}".join(map(re.escape, ID_MARKER.split(closing))))
 
 
 def plain_text(template: ChatTemplate, roles: Roles) -> str:
-    """A conversation of these roles with markers as contents; "" when the template does not take it."""
+    """A conversation of these roles with markers as contents; "" when the template refuses it."""
     try:
         return template.say(
             template.marked(roles, [marker(n) for n in range(len(roles))]), NO_TOOLS, ANY_TIME

@@ -1,4 +1,4 @@
-"""Definitions of functions as chat templates take them, and what tells how a model writes its calls."""
+"""Definitions of functions for chat templates, and how a model writes its calls."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from pensieve.errors import InvalidArgument
 from pensieve.speech import CallForm
 
 ID_MARKER: Final = re.compile(r"z\d{8}")
-"""Stands for the id of a call while a template is looked at. Nine characters: Mistral's takes no others."""
+"""Stands for the id of a call while a template is probed. Nine characters: Mistral's template requires that."""
 _ID_CHARS: Final = string.ascii_letters + string.digits
 _ID_LENGTH: Final = 9
 MAX_DEPTH: Final = 64
-"""Of definitions: schemas are not deeper, and templates go through them by recursion."""
+"""Nesting limit of definitions: real schemas are shallower, and templates recurse through them."""
 _NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _FORMS: Final = (
     ("[TOOL_CALLS]", CallForm.MISTRAL),
@@ -30,10 +30,10 @@ _FORMS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """Functions that a conversation's model may call. Falsy when there are none."""
+    """Falsy when there are none."""
 
     text: str = ""
-    """A JSON array of definitions, each ``{"type": "function", "function": {"name", "description", "parameters"}}``."""
+    """A JSON array of ``{"type": "function", "function": {"name", "description", "parameters"}}``."""
 
     def __bool__(self) -> bool:
         return bool(self.text)
@@ -44,31 +44,31 @@ class Tools:
         return found
 
     def check(self) -> None:
-        """Raises InvalidArgument unless it is what its text says to be."""
+        """Raises InvalidArgument unless the text is a valid array of definitions."""
         try:
-            found = json.loads(self.text, parse_constant=_no_number)
+            found = json.loads(self.text, parse_constant=_reject_constant)
         except (ValueError, RecursionError) as error:
-            raise _wrong("is not JSON") from error
+            raise _invalid("is not JSON") from error
         if not isinstance(found, list) or not found:
-            raise _wrong("is not an array with a definition in it")
+            raise _invalid("is not a non-empty array of definitions")
         names = []
         for number, one in enumerate(found):
             function = one.get("function") if isinstance(one, dict) else None
             if not isinstance(function, dict) or one.get("type") != "function":
-                raise _wrong(f"element {number} is not of the form {{type: function, function: {{...}}}}")
+                raise _invalid(f"element {number} is not of the form {{type: function, function: {{...}}}}")
             name, parameters = function.get("name"), function.get("parameters", {})
             if not isinstance(name, str) or not _NAME.fullmatch(name):
-                raise _wrong(f"element {number} has no name like {_NAME.pattern}")
+                raise _invalid(f"element {number} has no name that matches {_NAME.pattern}")
             if not isinstance(parameters, dict):
-                raise _wrong(f"the parameters of element {number} are not an object")
+                raise _invalid(f"the parameters of element {number} are not an object")
             names.append(name)
         if len(set(names)) < len(names):
-            raise _wrong("defines a function twice")
+            raise _invalid("defines a function twice")
         for _ in self.strings():
-            pass  # sees that it is not too deep
+            pass  # raises if it is nested too deep
 
     def strings(self) -> Iterator[str]:
-        """Every text in it, names of fields too. Raises InvalidArgument when it is nested too deep."""
+        """Every string in it, including field names. Raises InvalidArgument when it is nested too deep."""
         return _strings(json.loads(self.text), MAX_DEPTH) if self.text else iter(())
 
 
@@ -88,11 +88,11 @@ PROBE: Final = Tools(
         ]
     )
 )
-"""What a template is tried with."""
+"""The definition that templates are probed with."""
 
 
-def form_of(template: str) -> CallForm | None:
-    """How models with this chat template write calls, by the marks in its source; None when it is not known."""
+def call_form_for(template: str) -> CallForm | None:
+    """How models with this chat template write calls, from the marks in its source; None if unknown."""
     return next((form for mark, form in _FORMS if mark in template), None)
 
 
@@ -102,7 +102,7 @@ def id_marker(index: int) -> str:
 
 
 def template_id(call_id: str, index: int) -> str:
-    """An id as all templates take it: itself if it is one, else one made of it or of the message's place."""
+    """An id that all templates accept: ``call_id`` itself, or one derived from it or from the message's index."""
     if len(call_id) == _ID_LENGTH and set(call_id) <= set(_ID_CHARS):
         return call_id
     digest = hashlib.blake2b((call_id or str(index)).encode("utf-8", "surrogatepass"), digest_size=_ID_LENGTH)
@@ -111,7 +111,7 @@ def template_id(call_id: str, index: int) -> str:
 
 def _strings(value: Any, depth: int) -> Iterator[str]:
     if not depth:
-        raise _wrong(f"is nested deeper than {MAX_DEPTH} levels")
+        raise _invalid(f"is nested deeper than {MAX_DEPTH} levels")
     match value:
         case str():
             yield value
@@ -124,9 +124,9 @@ def _strings(value: Any, depth: int) -> Iterator[str]:
                 yield from _strings(one, depth - 1)
 
 
-def _no_number(name: str) -> float:
+def _reject_constant(name: str) -> float:
     raise ValueError(f"{name} is not JSON")
 
 
-def _wrong(problem: str) -> InvalidArgument:
+def _invalid(problem: str) -> InvalidArgument:
     return InvalidArgument.field("config.tools_json", problem)

@@ -13,7 +13,7 @@ import pytest
 
 from pensieve.core import Role, pack_tokens
 from pensieve.errors import ResourceExhausted
-from pensieve.server.history.lanes import MOST_WAITING_CHARS, SHORT_CHARS, CallerLeft, Check, TextLanes
+from pensieve.server.history.lanes import MAX_SHORT_CHARS, MAX_WAITING_CHARS, CallerLeft, Check, TextLanes
 from pensieve.server.history.rendering import ContextRoom, ItemStamp, Renderer
 from pensieve.server.values import InputEntry, ToolEntry
 from pensieve.speech import FunctionCall
@@ -23,7 +23,7 @@ from support.http.tool_rig import speaker
 from support.service.service_rig import refusal, serving, spec, tokenizer, user
 from support.tool_templates import WEATHER
 
-LONG = 10 * SHORT_CHARS
+LONG = 10 * MAX_SHORT_CHARS
 
 
 class Bench:
@@ -138,7 +138,7 @@ async def test_work_that_fails_tells_its_caller_and_frees_its_thread(bench: Benc
 
 
 async def test_what_waits_is_bounded_per_tenant(bench: Bench) -> None:
-    for _ in range(MOST_WAITING_CHARS // 1_000_000 + 1):
+    for _ in range(MAX_WAITING_CHARS // 1_000_000 + 1):
         bench.ask("flood", 1_000_000)
     await bench.begun(1)
     with pytest.raises(ResourceExhausted):
@@ -193,9 +193,9 @@ async def test_many_short_messages_are_as_much_work_as_a_long_one(monkeypatch: p
     monkeypatch.setattr(TextLanes, "run", run)
     async with serving(context_limit=1 << 16) as rig:
         await rig.create(initial_items=[user("a")] * 1000)
-        assert seen.pop() > SHORT_CHARS, "it would stand in the way of short ones"
+        assert seen.pop() > MAX_SHORT_CHARS, "it would stand in the way of short ones"
         await rig.run(await rig.create(), "hi")
-        assert seen.pop() <= SHORT_CHARS
+        assert seen.pop() <= MAX_SHORT_CHARS
 
 
 FIRST = ItemStamp(1, "", 0)
@@ -211,21 +211,21 @@ async def test_tools_calls_and_tokens_are_work_as_text_is() -> None:
             return await super().run(tenant, chars, work)
 
     renderer = Renderer(speaker("qwen"), Noting())
-    filling = "x" * SHORT_CHARS
+    filling = "x" * MAX_SHORT_CHARS
     shown = History(config=SessionConfig(tools=json.dumps([WEATHER | {"description": filling}])))
     asked = InputEntry(Role.USER, "hi")
     calls = (FunctionCall("weather", json.dumps({"town": filling}), "c1"),)
     large = [
         (shown, asked),
         (History(), ToolEntry(Role.ASSISTANT, "", calls=calls)),
-        (History(), InputEntry(Role.USER, tokens=pack_tokens([20] * (SHORT_CHARS + 1)))),
+        (History(), InputEntry(Role.USER, tokens=pack_tokens([20] * (MAX_SHORT_CHARS + 1)))),
     ]
     for history, entry in large:
         items, _ = await renderer.items(history, [asked, entry], FIRST)
-        assert sizes.pop() > SHORT_CHARS, entry
+        assert sizes.pop() > MAX_SHORT_CHARS, entry
     behind = replace(shown, items=items[:1], head_item=1)
     await renderer.items(behind, [asked], FIRST)
-    assert sizes.pop() <= SHORT_CHARS, "tools stand before the first user's words alone"
+    assert sizes.pop() <= MAX_SHORT_CHARS, "tools stand before the first user's words alone"
     renderer.close()
 
 

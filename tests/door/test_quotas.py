@@ -30,7 +30,7 @@ def assert_quota(error: PensieveError, limit: str) -> None:
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The store is asked every time, unless a test says otherwise."""
-    monkeypatch.setattr(quotas, "FRESH_S", 0.0)
+    monkeypatch.setattr(quotas, "USAGE_MAX_AGE_S", 0.0)
 
 
 async def test_sessions_are_counted_and_room_comes_back() -> None:
@@ -50,7 +50,7 @@ async def test_sessions_are_counted_and_room_comes_back() -> None:
 async def test_room_is_there_as_soon_as_a_session_is_removed(
     unused_only: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(quotas, "FRESH_S", 3600.0)
+    monkeypatch.setattr(quotas, "USAGE_MAX_AGE_S", 3600.0)
     async with serving(tenants=table(max_sessions=1)) as rig:
         for _ in range(3):
             name = await rig.create()
@@ -72,7 +72,7 @@ async def test_a_session_that_exists_is_found_again_without_room() -> None:
 async def test_of_many_at_once_no_more_get_through_than_there_is_room_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(quotas, "FRESH_S", 3600.0)
+    monkeypatch.setattr(quotas, "USAGE_MAX_AGE_S", 3600.0)
     async with serving(tenants=table(max_sessions=5)) as rig:
         plain = rig.store.create
 
@@ -173,7 +173,7 @@ async def test_a_turn_that_runs_is_joined_without_room() -> None:
 
 
 async def test_the_store_is_not_asked_for_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quotas, "FRESH_S", 3600.0)
+    monkeypatch.setattr(quotas, "USAGE_MAX_AGE_S", 3600.0)
     async with serving(tenants=table(max_sessions=100)) as rig:
         asked = []
         plain = rig.store.usage

@@ -20,7 +20,7 @@ class Gate:
         self.refuse: PensieveError | None = None
         self.generations = Generations(lambda request, candidate: None)
         self.turnstile = ProbationGate(self._take, self.generations.fail)
-        self.generations.on_closed = lambda one, well: self.turnstile.on_closed(one, well=well)
+        self.generations.on_closed = lambda one, finished: self.turnstile.on_closed(one, finished=finished)
 
     def _take(self, command: Submit) -> None:
         if self.refuse is not None:
@@ -101,7 +101,7 @@ async def test_who_was_not_in_the_step_is_no_suspect() -> None:
     gate = Gate()
     waiting, running = gate.enter("waiting"), gate.enter("running")
     gate.die(running)
-    assert not waiting.outputs
+    assert not waiting.num_output_tokens
     one, two = gate.enter("waiting"), gate.enter("running")
     assert gate.sent == [one.request, two.request]
 
@@ -143,4 +143,4 @@ async def test_nothing_is_kept_of_what_is_over() -> None:
         gate.turnstile.on_step_begin([one.request])
         gate.finish(one)
     gate.turnstile.on_step_begin([RequestKey(99)])
-    assert not gate.turnstile._inside
+    assert not gate.turnstile._admitted

@@ -240,7 +240,7 @@ async def test_a_turn_of_a_dead_server_is_cancelled_when_its_lease_lapses() -> N
 
 async def test_a_server_that_does_not_hear_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a server would be that knows no orders yet."""
-    monkeypatch.setattr(lease, "UNHEARD_S", 0.1)
+    monkeypatch.setattr(lease, "ORDER_GRACE_S", 0.1)
     async with pair() as (here, _):
         name, turn = await here.create(), spec("hi")
         await _held_by_the_dead(here, name, turn, 60_000)

@@ -63,7 +63,7 @@ async def test_the_last_lease_ends_the_task_and_the_next_one_starts_it() -> None
 
 
 async def test_closing_leaves_no_task_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lease, "SHORTEST_PAUSE_S", 60.0)
+    monkeypatch.setattr(lease, "MIN_RETRY_S", 60.0)
     store = Store()
     store.away = True
     releaser = LeaseReleaser(cast("HistoryStore", store), lease_s=600)

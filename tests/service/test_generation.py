@@ -104,8 +104,8 @@ async def test_the_turn_sleeps_while_tokens_come() -> None:
     engine.admit()
     await asyncio.sleep(0)
     woken: list[object] = []
-    assert turn.generation._over is not None
-    turn.generation._over.add_done_callback(woken.append)
+    assert turn.generation._done is not None
+    turn.generation._done.add_done_callback(woken.append)
     for token in says("hello world"):
         engine.emit(token)
         await asyncio.sleep(0)
@@ -203,7 +203,7 @@ async def test_time_that_is_over_after_the_end_changes_nothing() -> None:
     engine.finish(FinishReason.LENGTH)
     turn.generation._time_is_over()  # in the same turn of the event loop
     await task
-    assert turn.generation.finish_reason() is FinishReason.LENGTH and not turn.generation.out_of_time
+    assert turn.generation.finish_reason() is FinishReason.LENGTH and not turn.generation.timed_out
 
 
 async def test_nothing_of_an_ended_turn_waits_for_the_garbage_collector() -> None:

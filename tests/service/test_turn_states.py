@@ -21,8 +21,8 @@ ENDS: Final = {S.COMMITTED, S.REPLAYED, S.DISCARDED, S.UNCERTAIN, S.REFUSED}
 LED_TO: Final[dict[RunState, tuple[Event, ...]]] = {
     S.BEGINNING: (),
     S.FOLLOWING: (E.ELSEWHERE,),
-    S.TOLD_TO_KEEP: (E.KEEP,),
-    S.TOLD_TO_DISCARD: (E.DISCARD,),
+    S.KEEP_PENDING: (E.KEEP,),
+    S.DISCARD_PENDING: (E.DISCARD,),
     S.REPLAYING: (E.IN_HISTORY,),
     S.GENERATING: (E.BEGUN,),
     S.TRUNCATING: (E.BEGUN, E.KEEP),
@@ -41,31 +41,31 @@ EXPECTED: Final[dict[RunState, dict[Event, RunState]]] = {
         E.BEGUN: S.GENERATING,
         E.ELSEWHERE: S.FOLLOWING,
         E.IN_HISTORY: S.REPLAYING,
-        E.KEEP: S.TOLD_TO_KEEP,
-        E.DISCARD: S.TOLD_TO_DISCARD,
+        E.KEEP: S.KEEP_PENDING,
+        E.DISCARD: S.DISCARD_PENDING,
         E.FAILED: S.REFUSED,
     },
     S.FOLLOWING: {
         E.BEGUN: S.GENERATING,
         E.IN_HISTORY: S.REPLAYING,
-        E.KEEP: S.TOLD_TO_KEEP,
-        E.DISCARD: S.TOLD_TO_DISCARD,
+        E.KEEP: S.KEEP_PENDING,
+        E.DISCARD: S.DISCARD_PENDING,
         E.FAILED: S.REFUSED,
     },
-    S.TOLD_TO_KEEP: {
+    S.KEEP_PENDING: {
         E.BEGUN: S.TRUNCATING,
-        E.ELSEWHERE: S.TOLD_TO_KEEP,
+        E.ELSEWHERE: S.KEEP_PENDING,
         E.IN_HISTORY: S.REPLAYING,
-        E.KEEP: S.TOLD_TO_KEEP,
-        E.DISCARD: S.TOLD_TO_KEEP,
+        E.KEEP: S.KEEP_PENDING,
+        E.DISCARD: S.KEEP_PENDING,
         E.FAILED: S.REFUSED,
     },
-    S.TOLD_TO_DISCARD: {
+    S.DISCARD_PENDING: {
         E.BEGUN: S.DISCARDING,
-        E.ELSEWHERE: S.TOLD_TO_DISCARD,
+        E.ELSEWHERE: S.DISCARD_PENDING,
         E.IN_HISTORY: S.REPLAYING,
-        E.KEEP: S.TOLD_TO_DISCARD,
-        E.DISCARD: S.TOLD_TO_DISCARD,
+        E.KEEP: S.DISCARD_PENDING,
+        E.DISCARD: S.DISCARD_PENDING,
         E.FAILED: S.REFUSED,
     },
     S.REPLAYING: {E.SUCCEEDED: S.REPLAYED, E.FAILED: S.REFUSED},
@@ -184,7 +184,7 @@ def test_exactly_once() -> None:
     assert {event for (_, event), after in TRANSITIONS.items() if after is S.COMMITTING} == {E.COMMIT}
     assert all(state.had_lease for state in before(S.COMMITTING)), "only a run with the lease commits"
     assert reachable(S.COMMITTING) == {S.COMMITTING, S.COMMITTED, S.UNCERTAIN}, "it commits once"
-    told = {S.TOLD_TO_DISCARD, S.DISCARDING, S.DISCARDED, S.REFUSED}
+    told = {S.DISCARD_PENDING, S.DISCARDING, S.DISCARDED, S.REFUSED}
     assert S.COMMITTING not in reachable(*told), "what was discarded is not committed"
     for end in ENDS:
         assert reachable(end) == {end}

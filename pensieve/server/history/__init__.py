@@ -1,4 +1,4 @@
-"""History: what was said in a session so far, folded from its records and cached, and the model's context made of it.
+"""History: the items of a session, folded from its records and cached, and the model's context made of them.
 
 May import: core, errors, server.values, speech, store, tokenizer.
 """

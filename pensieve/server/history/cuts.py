@@ -1,14 +1,13 @@
-"""A history without some of its items. Pure functions.
+"""Removing items from a history. Pure functions.
 
-Erasing is a rewind that takes the content of what it cuts off out of the log (``erasing``). A cut item may be in the
-log more than once: a change of the system prompt appends all items again, and a choice appends another answer of the
-same turn. So all of these are erased:
+Erasing is a rewind that also removes the content of the cut items from the log. The log may hold a cut item
+more than once: a change of the system prompt appends all items again, and a choice appends another answer of
+the same turn. So it erases:
 
-* each item that is not live after the rewind and says the same as a cut one, for the same request;
-* of a turn whose answer is cut: all answers that it drew, also those that were chosen before, and what its client
-  had it remember (annotations, mark).
+* each item that is not live after the rewind and equals a cut one in content and request;
+* of a turn whose answer is cut: all its candidates, answers chosen before, annotations and mark.
 
-What a rewind, an edit or a regeneration had superseded before belongs to other turns, and stays; so do copies in forks.
+Items superseded by an earlier change belong to other turns, and stay; so do copies in forks.
 """
 
 from __future__ import annotations
@@ -25,23 +24,20 @@ from pensieve.store.records import Erasure, History, Item, Record
 
 
 def truncated_to(history: History, item: int) -> History:
-    """``history`` without the items after ``item``, for a change that supersedes them.
-
-    The system prompt stays whatever ``item`` is, and an overflow view is taken back: it was made for what is cut off.
-    """
+    """``history`` without the items after ``item``, except the system prompt. Resets the overflow view."""
     item = max(item, system_item(history))
     return replace(history, items=history.truncated(item), hidden_before=0)
 
 
 def system_item(history: History) -> int:
-    """Number of the system prompt's item: the first live item when it is one that the session's config made; else 0."""
+    """Number of the system prompt's item, if the first live item comes from the session's config; else 0."""
     first = history.items[0] if history.items else None
     is_prompt = first is not None and first.role is Role.SYSTEM and bool(history.config.system_prompt)
     return first.number if first is not None and is_prompt else 0
 
 
-def moved_view(base: History, moved: list[Item]) -> int | None:
-    """The overflow view of ``base`` over its items as they are numbered in ``moved``; None: it has none."""
+def renumbered_view(base: History, moved: list[Item]) -> int | None:
+    """The overflow view of ``base`` in the item numbers of ``moved``; None if it has none."""
     if not base.hidden_before:
         return None
     seen = [
@@ -53,53 +49,53 @@ def moved_view(base: History, moved: list[Item]) -> int | None:
 
 
 def without_prompt(history: History) -> tuple[Item, ...]:
-    """The live items but for the system prompt's."""
+    """The live items except the system prompt's."""
     return history.items[1:] if system_item(history) else history.items
 
 
-class _Cut:
+class _CutItems:
     """The items that a rewind cuts off, to be erased wherever the log has them."""
 
     def __init__(self, base: History, rewind: Record) -> None:
         self._live = {item.number for item in base.apply(rewind, "").items}
         items = [item for item in base.items if item.number not in self._live]
         self._answers = {item.request_id for item in items if _is_answer(item)}
-        self._said = {_said(item) for item in items}
+        self._content_keys = {_content_key(item) for item in items}
 
     def has(self, item: Item) -> bool:
         if item.number in self._live or item.erased:
             return False
-        return _said(item) in self._said or (_is_answer(item) and item.request_id in self._answers)
+        return _content_key(item) in self._content_keys or (
+            _is_answer(item) and item.request_id in self._answers
+        )
 
 
 def erasing_record(
     base: History, rewind: Record, log: Sequence[LoggedRecord]
 ) -> tuple[Record, tuple[Record, ...]]:
-    """``rewind`` as the record that erases, and what is left of the records that lose content by it.
-
-    ``log``: all records up to ``base``, on which ``rewind`` is built.
-    """
-    cut = _Cut(base, rewind)
+    """``rewind`` as an erasing record, and the remains of the records in ``log`` (all up to ``base``) that
+    lose content."""
+    cut = _CutItems(base, rewind)
     rests, before = [], ""
     for logged in log:
         record = logged.record
         if any(cut.has(item) for item in record.items):
             follows = before if record.erased is None else record.erased.follows
-            rests.append(_rest(record, cut, Erasure(follows, logged.head_hash)))
+            rests.append(_erased_record(record, cut, Erasure(follows, logged.head_hash)))
         before = logged.head_hash
     return msgspec.structs.replace(rewind, erases=tuple(rest.revision for rest in rests)), tuple(rests)
 
 
 def check_not_erased(items: Iterable[Item]) -> None:
-    """Raises NotFound (CONTENT_ERASED) when one of the items, which a request had made, was erased."""
+    """Raises NotFound (CONTENT_ERASED) when an item that a request made was erased."""
     if any(item.erased for item in items):
         raise NotFound(
-            "the request was carried out, and what it had made was erased since; another request id asks anew",
+            "the request was carried out, and its result was erased since; use a new request id to repeat it",
             reason="CONTENT_ERASED",
         )
 
 
-def _rest(record: Record, cut: _Cut, place: Erasure) -> Record:
+def _erased_record(record: Record, cut: _CutItems, place: Erasure) -> Record:
     items = tuple(_without_content(item) if cut.has(item) else item for item in record.items)
     turn = record.turn
     if turn is not None and items[-1].erased:
@@ -112,9 +108,9 @@ def _without_content(item: Item) -> Item:
 
 
 def _is_answer(item: Item) -> bool:
-    """Whether the model made it: an imported answer has no reason to have ended."""
+    """Whether the model generated it: an imported answer has no finish reason."""
     return item.finish_reason is not None and bool(item.request_id)
 
 
-def _said(item: Item) -> tuple[str, Role, str, str, int]:
+def _content_key(item: Item) -> tuple[str, Role, str, str, int]:
     return item.request_id, item.role, item.text, item.call_id, item.create_ms

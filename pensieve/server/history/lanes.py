@@ -1,10 +1,9 @@
-"""Threads for rendering and tokenising, shared fairly: no tenant's large work makes another's small work wait.
+"""Threads for rendering and tokenising, shared fairly: one tenant's large work does not delay another's small
+work.
 
-Work is counted in characters, and each message counts as some more (``MESSAGE_WORK``): many short messages are as
-much work as one long one. Large and small work have threads of their own. In each of the two lanes tenants take turns
-by what they have used: next is the tenant whose work, so far, began earliest on a clock that counts work (start-time
-fair queueing, Goyal, Vin and Cheng 1996). A tenant that was away starts where the clock stands, so it can neither save
-up its part nor is it made to wait for what it used before. When a caller leaves, its work is skipped, or ended.
+Large and small work run in separate lanes. Each lane schedules tenants by start-time fair queueing (Goyal,
+Vin and Cheng 1996), with work counted in characters: next is the tenant with the earliest start on a clock
+that counts work. A returning tenant starts at the present clock, with neither credit nor debt.
 """
 
 from __future__ import annotations
@@ -21,48 +20,42 @@ from pensieve.errors import ResourceExhausted
 
 Result = TypeVar("Result")
 
-SHORT_CHARS: Final = 16_384
+MAX_SHORT_CHARS: Final = 16_384
 """Work up to this size is small: some milliseconds."""
 MESSAGE_WORK: Final = 256
-"""A message is as much work as this many characters of text: measured in ``bench/results/rendering.md``."""
-MOST_WAITING_CHARS: Final = 16_000_000
-"""Work of one tenant that may wait, in either lane; more is refused."""
+"""A message counts as this many characters of text: measured in ``bench/results/rendering.md``."""
+MAX_WAITING_CHARS: Final = 16_000_000
+"""Waiting work of one tenant, per lane; more is refused."""
 _SHORT_THREADS: Final = 2
 _LONG_THREADS: Final = 1
 
 
 Check = Callable[[], None]
-"""Long work calls it regularly. It raises ``CallerLeft`` once the last caller has left."""
+"""Long work calls it regularly. It raises ``CallerLeft`` once the caller has left."""
 
 
 class CallerLeft(Exception):
-    """The caller has left. Seen by no one but the thread that worked."""
+    """The caller has left. Raised in the working thread only."""
 
 
 class TextLanes:
-    """Runs what works on texts in threads. Used on one event loop."""
+    """Runs work on texts in threads. Used on one event loop."""
 
     def __init__(self) -> None:
         self._short = _Lane("short texts", _SHORT_THREADS)
         self._long = _Lane("long texts", _LONG_THREADS)
 
     async def run(self, tenant: str, chars: int, work: Callable[[Check], Result]) -> Result:
-        """``work(check)`` in a thread, when it is the tenant's turn. ``chars``: its size.
-
-        Raises ResourceExhausted when the tenant has too much waiting already. Work that nobody waits for any more is
-        not begun; work that has begun ends when it calls ``check`` next.
-        """
-        return await (self._short if chars <= SHORT_CHARS else self._long).run(tenant, chars, work)
+        """Run ``work(check)`` in a thread, when it is the tenant's turn; aborted when its caller disconnects.
+        ``chars``: its size. Raises ResourceExhausted when the tenant has too much work waiting."""
+        return await (self._short if chars <= MAX_SHORT_CHARS else self._long).run(tenant, chars, work)
 
     def close(self) -> None:
-        """Begin nothing more. What runs ends by itself."""
         self._short.close()
         self._long.close()
 
 
-class _Tenant:
-    """Waiting work of one tenant."""
-
+class _TenantQueue:
     def __init__(self, clock: float) -> None:
         self.waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
         self.chars = 0
@@ -83,52 +76,52 @@ class _Lane:
     def __init__(self, name: str, threads: int) -> None:
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix=name)
         self._free = threads
-        self._tenants: dict[str, _Tenant] = {}
-        """Tenants with work that waits or runs."""
+        self._tenants: dict[str, _TenantQueue] = {}
+        """Tenants with waiting or running work."""
         self._running: dict[str, int] = {}
         self._clock = 0.0
 
     async def run(self, tenant: str, chars: int, work: Callable[[Check], Result]) -> Result:
-        await self._turn(tenant, chars)
-        left = threading.Event()
+        await self._acquire_thread(tenant, chars)
+        caller_left = threading.Event()
 
         def check() -> None:
-            if left.is_set():
+            if caller_left.is_set():
                 raise CallerLeft
 
         loop = asyncio.get_running_loop()
         done = loop.run_in_executor(self._threads, work, check)
-        # The thread is free when the work has ended, whether or not somebody still waits for it.
-        done.add_done_callback(functools.partial(self._ended, tenant))
+        # The thread is free when the work has ended, even if its caller has left.
+        done.add_done_callback(functools.partial(self._on_done, tenant))
         try:
             return await asyncio.shield(done)
         except asyncio.CancelledError:
-            left.set()
+            caller_left.set()
             raise
 
     def close(self) -> None:
         self._threads.shutdown(wait=False)
 
-    async def _turn(self, tenant: str, chars: int) -> None:
+    async def _acquire_thread(self, tenant: str, chars: int) -> None:
         """Returns with a thread taken."""
         queue = self._tenants.get(tenant)
         if queue is None:
-            queue = self._tenants[tenant] = _Tenant(self._clock)
-        elif queue.chars + chars > MOST_WAITING_CHARS:
-            raise ResourceExhausted("too much text of this tenant waits to be read", retry_after_s=1.0)
+            queue = self._tenants[tenant] = _TenantQueue(self._clock)
+        elif queue.chars + chars > MAX_WAITING_CHARS:
+            raise ResourceExhausted("too much text of this tenant waits to be processed", retry_after_s=1.0)
         turn = asyncio.get_running_loop().create_future()
         queue.append(max(1, chars), turn)
-        self._next()
+        self._dispatch()
         try:
             await turn
         except asyncio.CancelledError:
-            if not turn.cancelled():  # it had come already
-                self._leave(tenant)
-            self._next()
+            if not turn.cancelled():  # its turn had come already
+                self._release_thread(tenant)
+            self._dispatch()
             raise
 
-    def _next(self) -> None:
-        """Give free threads to whose turn it is."""
+    def _dispatch(self) -> None:
+        """Give free threads to the tenants that are next."""
         while self._free:
             for name in [name for name, queue in self._tenants.items() if self._is_idle(name, queue)]:
                 del self._tenants[name]
@@ -146,19 +139,19 @@ class _Lane:
             self._running[name] = self._running.get(name, 0) + 1
             turn.set_result(None)
 
-    def _is_idle(self, name: str, queue: _Tenant) -> bool:
+    def _is_idle(self, name: str, queue: _TenantQueue) -> bool:
         while queue.waiting and queue.waiting[0][1].cancelled():
             queue.popleft()
-        # One that has nothing left, and whose part of the clock has passed.
+        # Idle: no work left, and its share of the clock has passed.
         return not queue.waiting and name not in self._running and queue.start <= self._clock
 
-    def _ended(self, tenant: str, done: asyncio.Future[object]) -> None:
+    def _on_done(self, tenant: str, done: asyncio.Future[object]) -> None:
         if not done.cancelled():
-            done.exception()  # seen, also when nobody waits
-        self._leave(tenant)
-        self._next()
+            done.exception()  # mark as retrieved, for work whose caller has left
+        self._release_thread(tenant)
+        self._dispatch()
 
-    def _leave(self, tenant: str) -> None:
+    def _release_thread(self, tenant: str) -> None:
         self._free += 1
         self._running[tenant] -= 1
         if not self._running[tenant]:

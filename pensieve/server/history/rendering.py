@@ -1,7 +1,4 @@
-"""New input to history items, and history to the model's context. Only what is new is tokenised, in ``lanes``.
-
-``framed`` replaces what stands before the messages of a history: its system prompt and tools.
-"""
+"""Renders new input to history items, and history to the model's context. Only new text is tokenised."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ import numpy as np
 
 from pensieve.core import ContextLimit, Role, TokenArray, pack_tokens, packed_length, unpack_tokens
 from pensieve.errors import ContextLimitExceeded, FailedPrecondition, InvalidArgument
-from pensieve.server.history.cuts import moved_view, without_prompt
+from pensieve.server.history.cuts import renumbered_view, without_prompt
 from pensieve.server.history.lanes import MESSAGE_WORK, TextLanes
 from pensieve.server.values import InputEntry, RawEntry, ToolEntry
 from pensieve.speech import render_answer
@@ -26,7 +23,7 @@ from pensieve.tokenizer import ChatTokenizer, HistoryItem, RawMessage, TextMessa
 
 @dataclass(frozen=True, slots=True)
 class ItemStamp:
-    """The fields of new items beside their content."""
+    """The fields of new items other than their content."""
 
     first_number: int
     request_id: str
@@ -35,41 +32,36 @@ class ItemStamp:
 
 @dataclass(frozen=True, slots=True)
 class PreparedTurn:
-    """A turn that is ready for the engine."""
-
     history: History
     """The history that the turn continues, with the overflow view applied."""
     items: tuple[Item, ...]
-    """The input, rendered and numbered."""
     prompt: TokenArray
     """Generation prompt, int32 [n]: becomes the first tokens of the answer's item."""
     context: TokenArray
     """The whole context, int32 [n]: visible history, input, generation prompt."""
     num_new: int
-    """How many trailing tokens of ``context`` are this turn's."""
+    """Number of trailing tokens of ``context`` that are this turn's."""
 
     @property
     def num_fresh(self) -> int:
-        """How many trailing tokens no turn has had computed yet: ``num_new``, or all where the model never answered.
-
-        A system prompt or an imported transcript is history, but the first turn is the one that computes it.
-        """
+        """Trailing tokens that no earlier turn computed: ``num_new``, or all (prompt, import) before the
+        first answer."""
         return self.num_new if self.history.was_generated else len(self.context)
 
 
 @dataclass(frozen=True, slots=True)
 class ContextRoom:
-    """How much context there is, and what happens when a turn does not fit."""
+    """The size limit of a context, and the policy when a turn does not fit."""
 
     limit: int
-    """A context must be shorter than this: one output token has to fit too."""
+    """Exclusive: one output token has to fit too."""
     overflow: Overflow
     wanted_output: int | None
-    """Output tokens that the turn asks for, if it says so."""
+    """Output tokens that the turn asks for, if it sets a number."""
 
 
 class Renderer:
-    """Renders with one tokenizer, in threads beside the event loop. ``of`` says whose turn it is to use them."""
+    """Renders with one tokenizer, in threads beside the event loop."""
 
     def __init__(self, tokenizer: ChatTokenizer, lanes: TextLanes | None = None, tenant: str = "") -> None:
         self.tokenizer = self._tokenizer = tokenizer
@@ -77,11 +69,10 @@ class Renderer:
         self._tenant = tenant
 
     def for_tenant(self, tenant: str) -> Renderer:
-        """The same, for work that this tenant waits for."""
+        """The same renderer; its work is queued as this tenant's."""
         return Renderer(self._tokenizer, self._lanes, tenant)
 
     def close(self) -> None:
-        """Render nothing more."""
         self._lanes.close()
 
     async def items(
@@ -93,15 +84,13 @@ class Renderer:
         generation_prompt: bool = False,
         followed_by: tuple[Role, ...] = (),
     ) -> tuple[tuple[Item, ...], TokenArray]:
-        """Items for ``entries`` behind ``history``, and the generation prompt behind them (int32 [n], maybe empty).
-
-        ``follow``: roles of messages that will come behind them, as far as that is known.
-        """
+        """Items for ``entries`` after ``history``, and the generation prompt after them (int32 [n], possibly
+        empty). ``followed_by``: roles of the messages after them, as far as known."""
         work = functools.partial(self._render, history, tuple(entries), stamp, generation_prompt, followed_by)
         return await self._lanes.run(self._tenant, _size(history, entries), work)
 
-    def dated(self, config: SessionConfig, time_ms: int) -> SessionConfig:
-        """``config`` of a new session: where the chat template writes a date, it is for good the one of this time."""
+    def with_date(self, config: SessionConfig, time_ms: int) -> SessionConfig:
+        """``config`` of a new session; fixes the date, if the chat template writes one, to ``time_ms``."""
         if not self._tokenizer.writes_date or config.begun_ms:
             return config
         return msgspec.structs.replace(config, begun_ms=time_ms)
@@ -109,17 +98,14 @@ class Renderer:
     async def prepare(
         self, history: History, entries: Sequence[InputEntry], stamp: ItemStamp, room: ContextRoom
     ) -> PreparedTurn:
-        """Render a turn and see that it fits.
-
-        Raises ContextLimitExceeded (metadata ``context_tokens``, ``limit``) when it does not, or could not whatever
-        older turns were dropped; InvalidArgument when the template refuses the input or nothing is left to continue.
-        """
+        """Render a turn that fits. Raises ContextLimitExceeded (metadata ``context_tokens``, ``limit``),
+        InvalidArgument when the template refuses the input or the context is empty."""
         self.check_size(entries, room.limit)
         work = functools.partial(self._prepare, history, tuple(entries), stamp, room)
         return await self._lanes.run(self._tenant, _size(history, entries), work)
 
     async def check_tools(self, tools: str) -> None:
-        """Raises InvalidArgument unless a session with these definitions of functions can be rendered."""
+        """Raises InvalidArgument unless a session with these tool definitions can be rendered."""
         if tools:
 
             def work(_check: Callable[[], None]) -> None:
@@ -128,34 +114,31 @@ class Renderer:
             await self._lanes.run(self._tenant, len(tools), work)
 
     def check_size(self, entries: Sequence[InputEntry], limit: int) -> None:
-        """Raises ContextLimitExceeded for input that is too long whatever it tokenises to. Costs nothing."""
+        """Raises ContextLimitExceeded for input that is too long however it is tokenised. Costs nothing."""
         chars = sum(len(entry.text) for entry in entries if entry.tokens is None)
         verbatim = sum(packed_length(entry.tokens) for entry in entries if entry.tokens is not None)
         fewest = verbatim + self._tokenizer.fewest_tokens(
             sum(entry.tokens is None and not isinstance(entry, RawEntry) for entry in entries)
         )
         if fewest >= limit or chars > self._tokenizer.max_chars(limit):
-            raise too_long(fewest if fewest >= limit else limit + 1, limit)
+            raise context_too_long(fewest if fewest >= limit else limit + 1, limit)
 
     def context(self, history: History) -> TokenArray:
-        """Token ids of the visible items, int32 [n].
-
-        When the overflow view hides the item that the beginning-of-sequence token belongs to, the context starts
-        with that token all the same: models are not made to run without it.
-        """
-        return np.concatenate([self._lost_start(history), history.tokens()])
+        """Token ids of the visible items, int32 [n]. Starts with the beginning-of-sequence token even if the
+        overflow view hides its item: models are trained with it."""
+        return np.concatenate([self._hidden_bos(history), history.tokens()])
 
     def length(self, history: History) -> int:
-        """``len(context(history))``, without making it."""
-        return len(self._lost_start(history)) + sum(packed_length(item.tokens) for item in history.visible())
+        """``len(context(history))``, without building it."""
+        return len(self._hidden_bos(history)) + sum(packed_length(item.tokens) for item in history.visible())
 
-    def _lost_start(self, history: History) -> TokenArray:
+    def _hidden_bos(self, history: History) -> TokenArray:
         """The beginning-of-sequence token if the view hides it, else nothing; int32 [0 or 1]."""
         if self._tokenizer.bos_token_id is None or not history.hidden_before:
             return np.empty(0, dtype=np.int32)
-        return self._hidden_start(history.items[:1], history.visible()[:1])
+        return self._bos_if_hidden(history.items[:1], history.visible()[:1])
 
-    def _hidden_start(self, first: tuple[Item, ...], first_shown: tuple[Item, ...]) -> TokenArray:
+    def _bos_if_hidden(self, first: tuple[Item, ...], first_shown: tuple[Item, ...]) -> TokenArray:
         """The beginning-of-sequence token if ``first`` begins with it and ``first_shown`` does not; else nothing."""
         bos = self._tokenizer.bos_token_id
         starts = [unpack_tokens(item.tokens[:4]) for item in (*first, *first_shown)]
@@ -175,7 +158,10 @@ class Renderer:
         before = history.visible()
         begun_ms = history.config.begun_ms
         rendered = self._tokenizer.render(
-            [self._seen(before[index]) for index in self._tokenizer.window([one.role for one in before])],
+            [
+                self._history_item(before[index])
+                for index in self._tokenizer.window([one.role for one in before])
+            ],
             [_message(entry) for entry in entries],
             generation_prompt=generation_prompt,
             tools=history.config.tools,
@@ -199,13 +185,11 @@ class Renderer:
         return items, rendered.generation_prompt
 
     def _text(self, entry: InputEntry) -> str:
-        """The text of an item that is not given as token ids, with calls as the model would have written them."""
+        """The text of an entry without token ids, with its calls as the model would have written them."""
         if not isinstance(entry, ToolEntry) or not entry.calls:
             return entry.text
         if self._tokenizer.call_form is None:
-            raise InvalidArgument.field(
-                "input", "has calls of functions, and the chat template does not take them"
-            )
+            raise InvalidArgument.field("input", "has function calls, which the chat template does not take")
         return render_answer(entry.text, entry.calls, self._tokenizer.call_form)
 
     def _prepare(
@@ -220,12 +204,12 @@ class Renderer:
         if len(prepared.context) < room.limit:
             return prepared
         if room.overflow is Overflow.DROP_OLDEST_TURNS:
-            for shorter in self._shorter(prepared, room, keep_last=not entries):
-                # Rendered again: the glue of the first input item depends on what lies before it.
+            for shorter in self._shorter_views(prepared, room, keep_last=not entries):
+                # Rendered again: the glue of the first input item depends on the item before it.
                 prepared = self._assemble(shorter, entries, stamp, check)
                 if len(prepared.context) < room.limit:
                     return prepared
-        raise too_long(len(prepared.context), room.limit)
+        raise context_too_long(len(prepared.context), room.limit)
 
     def _assemble(
         self,
@@ -241,12 +225,10 @@ class Renderer:
             raise InvalidArgument.field("turn.input", "gives the model no token to start from")
         return PreparedTurn(history, items, prompt, context, sum(map(len, new)))
 
-    def _shorter(self, prepared: PreparedTurn, room: ContextRoom, *, keep_last: bool) -> list[History]:
-        """Views that drop ever more of the oldest turns, best first.
-
-        Best is the first that leaves room for the wanted output (at most a quarter of the limit, an eighth when the
-        turn does not say): dropping moves every later token, so it should not be due again at the next turn.
-        """
+    def _shorter_views(self, prepared: PreparedTurn, room: ContextRoom, *, keep_last: bool) -> list[History]:
+        """Views that drop more and more of the oldest turns. First the one that leaves room for the wanted
+        output (at most a quarter of the limit; an eighth if unknown): dropping moves all later tokens, so it
+        should be rare."""
         history, new = prepared.history, len(prepared.context) - self.length(prepared.history)
         cuts = turn_starts(history)[1:] + ([] if keep_last else [history.head_item + 1])
         reserve = min(room.wanted_output or room.limit // 8, room.limit // 4)
@@ -260,11 +242,11 @@ class Renderer:
                 break
             if left > 0:
                 fitting.append(view)
-        # The last cut as well: glue that is rendered anew may turn out shorter than it was.
+        # The last cut as well: glue that is rendered anew may be shorter than before.
         return fitting + [replace(history, hidden_before=cut) for cut in cuts[-1:]]
 
     def _lengths_from(self, history: History, cuts: Sequence[int]) -> dict[int, int]:
-        """``length`` of the view that each cut makes, in one pass; ``cuts`` in order."""
+        """``length`` of the view of each cut, in one pass; ``cuts`` in order."""
         lengths: dict[int, int] = {}
         left = sum(packed_length(item.tokens) for item in history.items)
         items = history.items
@@ -276,30 +258,29 @@ class Renderer:
                 else:
                     left -= packed_length(items[at].tokens)
                 at += 1
-            lengths[cut] = left + len(self._hidden_start(items[:1], shown or items[at : at + 1]))
+            lengths[cut] = left + len(self._bos_if_hidden(items[:1], shown or items[at : at + 1]))
         return lengths
 
-    def _seen(self, item: Item) -> HistoryItem:
+    def _history_item(self, item: Item) -> HistoryItem:
         last = unpack_tokens(item.tokens[-4 * self._tokenizer.tail_tokens :])
         return self._tokenizer.seen(item.role, last, verbatim=item.verbatim)
 
 
 def turn_starts(history: History) -> list[int]:
-    """Numbers of the visible items that start a turn: the first one, and each that follows an answer, results of calls
-    excepted."""
+    """Numbers of the visible items that start a turn: the first, and those after an answer except tool results."""
     items = [item for item in history.visible() if item.role is not Role.SYSTEM]
     starts = [items[0].number] if items else []
     starts += [
         after.number
         for before, after in pairwise(items)
-        # A call and its results are never torn apart.
+        # Never separate a call from its results.
         if before.role is Role.ASSISTANT and after.role not in (Role.ASSISTANT, Role.TOOL)
     ]
     return starts
 
 
-def too_long(context_tokens: int, limit: int) -> ContextLimitExceeded:
-    # The limit that an engine tells of says what sets it.
+def context_too_long(context_tokens: int, limit: int) -> ContextLimitExceeded:
+    # The engine's limit carries a note on what sets it.
     note = f" ({limit.note})" if isinstance(limit, ContextLimit) and limit.note else ""
     return ContextLimitExceeded(
         f"the context would have {context_tokens} tokens or more; it must stay below {limit}{note}",
@@ -308,7 +289,7 @@ def too_long(context_tokens: int, limit: int) -> ContextLimitExceeded:
 
 
 def _size(history: History, entries: Sequence[InputEntry]) -> int:
-    """Work: characters and token ids, a fixed amount for each message, and tools as long as no user has spoken."""
+    """Work: characters and token ids, a fixed amount per message, and the tools until the first user message."""
     shows_tools = all(item.role is not Role.USER for item in history.items)
     tools = len(history.config.tools) if shows_tools else 0
     return tools + sum(
@@ -329,20 +310,18 @@ def _message(entry: InputEntry) -> TextMessage | RawMessage | TokenMessage:
     return TokenMessage(entry.role, unpack_tokens(entry.tokens))
 
 
-async def framed(renderer: Renderer, base: History, config: SessionConfig, time_ms: int) -> History:
-    """``base`` as it would be had the session been given this configuration; nothing of it is stored.
-
-    Raises InvalidArgument for tools that such a session cannot have, and what ``behind_prompt`` raises.
-    """
+async def with_frame(renderer: Renderer, base: History, config: SessionConfig, time_ms: int) -> History:
+    """``base`` as it would be with this configuration. Raises InvalidArgument for tools that such a session
+    cannot have, and the errors of ``with_prompt``."""
     if config.tools != base.config.tools:
         await check_tools(config, renderer)
-    head, moved = await behind_prompt(renderer, base, config, time_ms)
+    head, moved = await with_prompt(renderer, base, config, time_ms)
     return replace(
         base,
         items=(*head, *moved),
         config=config,
         head_item=moved[-1].number if moved else base.head_item + len(head),
-        hidden_before=moved_view(base, moved) or 0,
+        hidden_before=renumbered_view(base, moved) or 0,
     )
 
 
@@ -350,20 +329,20 @@ async def check_tools(config: SessionConfig, renderer: Renderer) -> None:
     """Raises InvalidArgument for tools that a session with this configuration cannot have."""
     await renderer.check_tools(config.tools)
     if config.tools and config.overflow is Overflow.DROP_OLDEST_TURNS:
-        # Many templates show them in the first user's message.
+        # Many templates show tools in the first user message.
         raise InvalidArgument.field(
             "config.overflow_policy", "must be REJECT with tools: they would be dropped with the oldest turn"
         )
 
 
-async def behind_prompt(
+async def with_prompt(
     renderer: Renderer, base: History, config: SessionConfig, time_ms: int
 ) -> tuple[tuple[Item, ...], list[Item]]:
-    """A new system prompt (nothing if "") and the other live items, renumbered behind it.
+    """A new system prompt (nothing if "") and the other live items, renumbered after it.
 
-    Of the reused tokens only the glue that introduces the first item can be wrong (beginning of sequence, role header,
-    tools). It is rendered anew when rendering gives the stored tokens back in the old place, and else left alone.
-    Raises FailedPrecondition (TOOLS_NOT_CHANGEABLE) when that leaves other tools unshown.
+    Of the reused tokens, only the glue of the first item can be wrong (beginning of sequence, role header,
+    tools). It is rendered anew if rendering it in the old place reproduces the stored tokens. Raises
+    FailedPrecondition (TOOLS_NOT_CHANGEABLE) when changed tools would not appear in the context.
     """
     number = base.head_item + 1
     rest = without_prompt(base)
@@ -387,8 +366,7 @@ async def behind_prompt(
             shown = True
     if not shown:
         raise FailedPrecondition(
-            "the session does not begin with a text that could be rendered again with other tools: give them to a new "
-            "session",
+            "the session's first message cannot be rendered again with other tools: create a new session with them",
             reason="TOOLS_NOT_CHANGEABLE",
         )
     return head, moved

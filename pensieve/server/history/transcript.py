@@ -1,17 +1,11 @@
-"""The histories of sessions: one place that reads them from the store, and the only one that appends to them.
+"""The histories of sessions: the only place that reads them from the store and appends to them.
 
-Claims of request ids (``sessions.lookup``) are rows without a history, and not in here.
+``Transcript`` caches folded histories. A cached history is valid for one revision and its chain hash; the
+store's row decides. If the row is newer, only the later records are read, and the chain must continue.
 
-``Transcript`` reads, folds, caches and appends. A cached history is a claim about one revision and its chain hash. The
-store's row decides: equal revision and hash, use it; smaller revision, read what follows and check that the chain
-continues. So a turn reads only the records that are new to this process. Histories of earlier revisions that are being
-listed are kept beside the newest one, and share its items.
-
-``KnownRevisions`` remembers what this process knows to be durable: the newest revision of each session that it has
-seen, with its chain hash. A store may go back in time: a restored backup, a fail-over to a replica that had not got
-everything, a log cut at its end. What was acknowledged is then gone, and the next turn would be answered from a history
-that never was. So what was seen is remembered, longer than the folded histories are, and a store that no longer has it
-is refused.
+``KnownRevisions`` remembers the newest revision and chain hash seen of each session. A store may go back in
+time: a restored backup, a fail-over to a lagging replica, a truncated log. The next turn would then build on
+a history that never existed. So a store that lacks a revision seen before is refused.
 """
 
 from __future__ import annotations
@@ -33,10 +27,10 @@ log = logging.getLogger(__name__)
 
 _ITEM_OVERHEAD: Final = 256
 _POINTER: Final = 8
-MOST_LISTED: Final = 8
-"""Earlier revisions of one session that are kept; the least recently listed go first."""
-FOLDED_AT_ONCE: Final = 1000
-"""Records that are folded before other work on the event loop has its turn."""
+MAX_LISTED: Final = 8
+"""Earlier revisions kept per session; the least recently listed is dropped first."""
+FOLD_BATCH: Final = 1000
+"""Records folded before yielding to the event loop."""
 
 
 MAX_SESSIONS: Final = 200_000
@@ -45,34 +39,33 @@ MAX_SESSIONS: Final = 200_000
 
 @dataclass(frozen=True, slots=True)
 class SeenRevision:
-    """One session as it was seen last."""
+    """The last seen state of a session."""
 
     revision: int = 0
     head_hash: str = ""
     create_ms: int = 0
-    """Tells a session from one that was made under the same id after it had expired."""
+    """Distinguishes a session from a later one with the same id."""
 
 
 NEVER_SEEN: Final = SeenRevision()
 
 
 class KnownRevisions:
-    """Used on one event loop."""
+    """The newest revision seen of each session. Used on one event loop."""
 
     def __init__(
         self, on_regression: Callable[[str], None] | None = None, max_sessions: int = MAX_SESSIONS
     ) -> None:
-        """``on_regression`` hears, each time that the store seems to have gone back, who saw it: see ``found``."""
+        """``on_regression`` is called with ``server`` or ``client``: see ``record_regression``."""
         self._on_regression = on_regression
         self._max_sessions = max_sessions
         self._seen: OrderedDict[Key, SeenRevision] = OrderedDict()
 
     def get(self, key: Key) -> SeenRevision:
-        """The session as it was seen last; all zero when it never was."""
         return self._seen.get(key, NEVER_SEEN)
 
     def record(self, key: Key, row: SessionRow) -> None:
-        """``row`` is what the store has confirmed, or has answered. An older one than was seen changes nothing."""
+        """Record a row that the store has confirmed or returned. Older rows are ignored."""
         seen = self.get(key)
         if seen.create_ms == row.create_ms and seen.revision > row.revision:
             return
@@ -85,31 +78,29 @@ class KnownRevisions:
         self._seen.pop(key, None)
 
     def is_consistent(self, row: SessionRow, seen: SeenRevision) -> bool:
-        """Whether ``row`` may be the session after what was ``seen``; True also for another session of the same id."""
+        """Whether ``row`` may follow ``seen``; True also for another session of the same id."""
         if seen.create_ms != row.create_ms or row.revision > seen.revision:
             return True
         return (row.revision, row.head_hash) == (seen.revision, seen.head_hash)
 
     def check(self, key: Key, row: SessionRow, seen: SeenRevision) -> None:
-        """Raises DataLoss (HISTORY_REGRESSED) unless ``row`` fits. ``seen``: taken before the row was asked for."""
+        """Raises DataLoss (HISTORY_REGRESSED) unless ``row``, read after ``seen`` was taken, is consistent
+        with it."""
         if not self.is_consistent(row, seen):
             raise self._regressed(key, row, seen)
 
     def check_log(
         self, key: Key, row: SessionRow, seen: SeenRevision, records: Sequence[LoggedRecord]
     ) -> None:
-        """The same for the whole log that leads up to ``row``, oldest first: it must hold what was seen."""
+        """Raises the same unless the whole log up to ``row``, oldest first, holds the seen revision."""
         there = {one.head_hash for one in records if one.record.revision == seen.revision}
         if seen.create_ms == row.create_ms and there and seen.head_hash not in there:
             raise self._regressed(key, row, seen)
 
     def record_regression(self, key: Key, current: str, seen: SeenRevision) -> None:
-        """Count and log that the store refused something as behind what is known of a session.
-
-        ``current``: the store's revision, "" if it is not that which tells; ``seen``: what it was asked with. Where
-        that does not explain the refusal, a ``client`` said that it has seen more: maybe so, maybe it is mistaken. Else
-        the ``server`` has seen it.
-        """
+        """Count and log that the store, at revision ``current`` ("" if unknown), holds less of a session than
+        was seen. If ``seen`` explains that, the ``server`` saw more; else a ``client`` claimed to, rightly or
+        not."""
         by = "server" if seen.revision and (not current or int(current) < seen.revision) else "client"
         extra = {"session": key.session_id, "revision": current, "seen": seen.revision, "seen_by": by}
         log.error("the store went back in time: a session has lost what was acknowledged", extra=extra)
@@ -119,17 +110,15 @@ class KnownRevisions:
     def _regressed(self, key: Key, row: SessionRow, seen: SeenRevision) -> DataLoss:
         self.record_regression(key, "" if row.revision >= seen.revision else str(row.revision), seen)
         return DataLoss(
-            f"the store holds revision {row.revision} of the session, and not revision {seen.revision} as it was "
-            "acknowledged: history went back in time",
+            f"the store holds revision {row.revision} of the session, but not the acknowledged revision "
+            f"{seen.revision}: history went back in time",
             reason="HISTORY_REGRESSED",
             metadata={"current_revision": str(row.revision)},
         )
 
 
 @dataclass(slots=True)
-class _Held:
-    """One session in the cache."""
-
+class _CacheEntry:
     history: History
     size: int
     listed: OrderedDict[int, tuple[History, int]] = field(default_factory=OrderedDict)
@@ -140,17 +129,15 @@ class _Held:
         return self.size + sum(size for _, size in self.listed.values())
 
 
-class Appended(NamedTuple):
-    """The store's answer to a record."""
-
+class AppendResult(NamedTuple):
     row: SessionRow
     is_ours: bool
-    """The log ends in this very record. It does not when the change was sent again: the row is as it is now, and the
-    revision that the caller asked for may meanwhile be another change's."""
+    """Whether the log ends in this very record. If not, the change was a repetition, and ``row`` is the
+    present state."""
 
 
 class Transcript:
-    """See the module docstring. One per process, used on one event loop."""
+    """One per process, used on one event loop."""
 
     def __init__(
         self,
@@ -159,32 +146,29 @@ class Transcript:
         max_bytes: int,
         on_regression: Callable[[str], None] | None = None,
     ) -> None:
-        """Beyond ``max_bytes`` the least recently used histories are dropped. ``on_regression``: see
-        ``KnownRevisions``."""
+        """Beyond ``max_bytes`` the least recently used histories are dropped."""
         self.store = store
         self.renderer = renderer
         self.known = KnownRevisions(on_regression)
         self._max_bytes = max_bytes
-        self._cached: OrderedDict[Key, _Held] = OrderedDict()
+        self._cached: OrderedDict[Key, _CacheEntry] = OrderedDict()
         self._bytes = 0
-        self._reading: defaultdict[Key, tuple[asyncio.Lock, list[None]]] = defaultdict(
+        self._read_locks: defaultdict[Key, tuple[asyncio.Lock, list[None]]] = defaultdict(
             lambda: (asyncio.Lock(), [])
         )
-        """One log is read once at a time: a second caller finds what the first one has read."""
+        """Locks, with their users, so that concurrent callers share one read of a log."""
 
     async def read(self, key: Key) -> tuple[SessionRow, History]:
-        """The session as it is now. Raises what ``HistoryStore.load`` and ``at`` do."""
+        """The session as it is now. Raises the errors of ``HistoryStore.load`` and ``history_at``."""
         row = await self.store.load(key)
         return row, await self.history_at(key, row)
 
     async def create(
         self, key: Key, record: Record, made: History, mark: str, source: tuple[str, int] = ("", 0)
     ) -> SessionRow:
-        """Make a session of its first record; ``made`` is ``first(record)``. ``source``: name of the session and number
-        of the item that it is a copy up to.
-
-        Raises what ``HistoryStore.create`` does. The row of a session that was made before is as it is now.
-        """
+        """Create a session from its first record; ``made`` is ``initial_history(record)``; ``source``: name
+        of the copied session and its last copied item. Returns the present row if the session existed. Raises
+        the errors of ``HistoryStore.create``."""
         counts = self.counts(made)
         row = SessionRow(
             tenant=key.tenant,
@@ -200,67 +184,64 @@ class Transcript:
         created = await self.store.create(row, record, mark)
         self.known.record(key, created)
         if created.head_hash == made.head_hash:
-            self._keep(key, made, erased=True)
+            self._put(key, made, erased=True)
         return created
 
     async def append(
         self, key: Key, base: History, record: Record, write: Callable[[Counts], Awaitable[SessionRow]]
-    ) -> Appended:
-        """Append ``record`` to ``base``, the session's history as it was read: before any item or view is cut off.
-
-        ``write`` has the store do it and returns its row; what it raises, this does. The store writes the row together
-        with the record, so what the row says of the history after it is counted before.
-        """
+    ) -> AppendResult:
+        """Append ``record`` to ``base``, the session's history as read, before any truncation or view.
+        ``write`` makes the store do it, with the counts of the history after it, and returns the row."""
         after = base.apply(record, head_hash_after(record, base.head_hash))
         row = await write(self.counts(after))
         self.known.record(key, row)
         is_ours = row.head_hash == after.head_hash
         if is_ours:
-            self._keep(key, after, erased=bool(record.erases))
+            self._put(key, after, erased=bool(record.erases))
         else:
             self._drop(key)
-        return Appended(row, is_ours)
+        return AppendResult(row, is_ours)
 
     def counts(self, history: History) -> Counts:
-        """The numbers that a session's row keeps of its ``history``."""
         return Counts(history.head_item, len(history.items), self.renderer.length(history))
 
     async def history_at(self, key: Key, row: SessionRow) -> History:
-        """The session's history at ``row``, or later when a commit came in between.
-
-        Raises what ``HistoryStore.read`` does, and DataLoss (HISTORY_REGRESSED) when the store has gone back.
-        """
+        """The session's history at ``row``, or later if a commit came in between. Raises the errors of
+        ``HistoryStore.read``, and DataLoss (HISTORY_REGRESSED) when the store has gone back."""
         seen = self.known.get(key)
         if not self.known.is_consistent(row, seen):
-            # Only a row that was asked for after that was seen can tell: this one may just have been overtaken.
+            # This row may merely be outdated. Only a row read after ``seen`` was taken can prove a
+            # regression.
             row = await self.store.load(key)
             self.known.check(key, row, seen)
         if seen.create_ms != row.create_ms:
-            self._drop(key)  # nothing is known of it, or of another session that had its id
-        history = self._at_hand(key, row)
+            self._drop(key)  # another session had this id, or it is unknown
+        history = self._get_cached(key, row)
         if history is None:
-            async with self._alone(key):
-                held = self._cached.get(key)
+            async with self._read_lock(key):
+                entry = self._cached.get(key)
                 if (
-                    held is not None and held.history.revision > row.revision
-                ):  # read by another caller meanwhile
+                    entry is not None and entry.history.revision > row.revision
+                ):  # another caller has read more meanwhile
                     row = await self.store.load(key)
                     self.known.check(key, row, seen)
-                history = self._at_hand(key, row) or await self._read(key, row, seen)
+                history = self._get_cached(key, row) or await self._read(key, row, seen)
         self.known.record(key, row)
         return history
 
-    def _at_hand(self, key: Key, row: SessionRow) -> History | None:
-        """The cached history, if it is the session's at ``row``."""
-        held = self._cached.get(key)
-        if held is None or (held.history.revision, held.history.head_hash) != (row.revision, row.head_hash):
+    def _get_cached(self, key: Key, row: SessionRow) -> History | None:
+        entry = self._cached.get(key)
+        if entry is None or (entry.history.revision, entry.history.head_hash) != (
+            row.revision,
+            row.head_hash,
+        ):
             return None
         self._cached.move_to_end(key)
-        return held.history
+        return entry.history
 
     @asynccontextmanager
-    async def _alone(self, key: Key) -> AsyncIterator[None]:
-        lock, waiting = self._reading[key]
+    async def _read_lock(self, key: Key) -> AsyncIterator[None]:
+        lock, waiting = self._read_locks[key]
         waiting.append(None)
         try:
             async with lock:
@@ -268,14 +249,14 @@ class Transcript:
         finally:
             waiting.pop()
             if not waiting:
-                self._reading.pop(key, None)
+                self._read_locks.pop(key, None)
 
     async def _read(self, key: Key, row: SessionRow, seen: SeenRevision) -> History:
         cached = self._cached[key].history if key in self._cached else History()
         if 0 < cached.revision < row.revision:
             try:
                 newer = await self.store.read(key, after_revision=cached.revision, head_hash=cached.head_hash)
-                return self._keep(
+                return self._put(
                     key, await fold(cached, newer), erased=any(one.record.erases for one in newer)
                 )
             except DataLoss as error:
@@ -283,51 +264,50 @@ class Transcript:
                 if error.reason == "HISTORY_REGRESSED":
                     self.known.record_regression(key, "", seen)
                     raise
-                # Either side may be wrong: only a full read tells.
+                # Either side may be wrong: only a full read can tell.
         records = await self.store.read(key)
         self.known.check_log(key, row, seen, records)
-        return self._keep(key, await fold(History(), records), erased=True)
+        return self._put(key, await fold(History(), records), erased=True)
 
-    async def at_revision(self, key: Key, row: SessionRow, revision: int) -> History:
-        """The history as it was at an earlier (or the current) revision."""
+    async def history_at_revision(self, key: Key, row: SessionRow, revision: int) -> History:
+        """The history at an earlier (or the current) revision."""
         current = await self.history_at(key, row)
         if current.revision == revision:
             return current
-        history = self._listed(key, revision)
+        history = self._get_listed(key, revision)
         if history is None:
-            async with self._alone(key):
-                history = self._listed(key, revision)
+            async with self._read_lock(key):
+                history = self._get_listed(key, revision)
                 if history is None:
                     records = await self.store.read(key)
                     until = [logged for logged in records if logged.record.revision <= revision]
-                    history = _sharing(await fold(History(), until), current)
+                    history = _share_items(await fold(History(), until), current)
                     self.keep_listed(key, history)
         return history
 
     def keep_listed(self, key: Key, history: History) -> None:
-        """Keep ``history`` for the next page of its listing, also when the session has gone on until then."""
-        held = self._cached.get(key)
-        if held is None or history.revision in held.listed:
+        """Keep ``history`` for the next page of its listing, even if the session changes in between."""
+        entry = self._cached.get(key)
+        if entry is None or history.revision in entry.listed:
             return
-        newest = {id(item) for item in held.history.items}
+        newest = {id(item) for item in entry.history.items}
         own = (item for item in history.items if id(item) not in newest)
         size = _POINTER * len(history.items) + sum(_size_of(item) for item in own)
         self._bytes += size
-        held.listed[history.revision] = history, size
-        if len(held.listed) > MOST_LISTED:
-            _, (_, dropped) = held.listed.popitem(last=False)
+        entry.listed[history.revision] = history, size
+        if len(entry.listed) > MAX_LISTED:
+            _, (_, dropped) = entry.listed.popitem(last=False)
             self._bytes -= dropped
         self._make_room()
 
-    def _listed(self, key: Key, revision: int) -> History | None:
-        held = self._cached.get(key)
-        if held is None or revision not in held.listed:
+    def _get_listed(self, key: Key, revision: int) -> History | None:
+        entry = self._cached.get(key)
+        if entry is None or revision not in entry.listed:
             return None
-        held.listed.move_to_end(revision)
-        return held.listed[revision][0]
+        entry.listed.move_to_end(revision)
+        return entry.listed[revision][0]
 
     def forget(self, key: Key) -> None:
-        """The session is gone, and what was known of it with it."""
         self._drop(key)
         self.known.forget(key)
 
@@ -336,17 +316,17 @@ class Transcript:
         if dropped is not None:
             self._bytes -= dropped.whole_size
 
-    def _keep(self, key: Key, history: History, *, erased: bool) -> History:
-        """``erased``: histories of earlier revisions may have content that was erased since."""
+    def _put(self, key: Key, history: History, *, erased: bool) -> History:
+        """Cache a history. ``erased``: drop earlier revisions, which may hold content erased since."""
         if erased:
             self._drop(key)
         before = self._cached.pop(key, None)
-        held = _Held(history, sum(_size_of(item) for item in history.items))
+        entry = _CacheEntry(history, sum(_size_of(item) for item in history.items))
         if before is not None:
             self._bytes -= before.size
-            held.listed = before.listed
-        self._cached[key] = held
-        self._bytes += held.size
+            entry.listed = before.listed
+        self._cached[key] = entry
+        self._bytes += entry.size
         self._make_room()
         return history
 
@@ -357,7 +337,7 @@ class Transcript:
 
 
 def initial_history(record: Record) -> History:
-    """The history of a session that ``record`` makes."""
+    """The history of a session that ``record`` creates."""
     return History().apply(record, head_hash_after(record, ""))
 
 
@@ -365,8 +345,8 @@ def _size_of(item: Item) -> int:
     return len(item.tokens) + len(item.text) + _ITEM_OVERHEAD
 
 
-def _sharing(history: History, newest: History) -> History:
-    """``history`` with the item objects of ``newest`` where both have the same."""
+def _share_items(history: History, newest: History) -> History:
+    """``history`` with the item objects of ``newest`` where both are equal."""
     theirs = {item.number: item for item in newest.items}
     items = tuple(
         other if (other := theirs.get(item.number)) == item and other is not None else item
@@ -376,11 +356,11 @@ def _sharing(history: History, newest: History) -> History:
 
 
 async def fold(history: History, records: Sequence[LoggedRecord]) -> History:
-    """``history`` after more records, of which it takes some at a time. Raises DataLoss when they do not follow it."""
-    for begin in range(0, len(records), FOLDED_AT_ONCE):
+    """``history`` after more records, folded in batches. Raises DataLoss when they do not follow it."""
+    for begin in range(0, len(records), FOLD_BATCH):
         if begin:
             await asyncio.sleep(0)
-        part = records[begin : begin + FOLDED_AT_ONCE]
+        part = records[begin : begin + FOLD_BATCH]
         try:
             history = history.after((one.record, one.head_hash) for one in part)
         except ValueError as error:

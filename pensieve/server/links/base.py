@@ -1,4 +1,4 @@
-"""The half of a link that does not depend on how its engine is reached: states, generations, calls, the watchdog."""
+"""The transport-independent half of a link: states, generations, calls, the watchdog."""
 
 from __future__ import annotations
 
@@ -44,19 +44,19 @@ log = logging.getLogger(__name__)
 
 DEFAULT_STALL_LIMIT_S: Final = 60.0
 QUIET_S: Final = 0.6
-"""An idle engine's heartbeat, and a little."""
+"""Slightly longer than an idle engine's heartbeat."""
 T = TypeVar("T", bound=CallAnswer)
 
 
 class BaseLink(abc.ABC):
-    """``EngineLink`` without the transport. A subclass moves commands, and calls ``_receive`` and ``_engine_lost``."""
+    """``EngineLink`` without the transport. Subclasses call ``_receive`` and ``_on_engine_lost``."""
 
     def __init__(self, observer: GenerationObserver | None, stall_limit_s: float) -> None:
         self._generations = Generations(self._cancel, observer)
         self._watchdog = Watchdog(stall_limit_s)
-        self._turnstile = ProbationGate(self._send, self._generations.fail)
-        self._generations.on_closed = lambda generation, well: self._turnstile.on_closed(
-            generation, well=well
+        self._gate = ProbationGate(self._send, self._generations.fail)
+        self._generations.on_closed = lambda generation, finished: self._gate.on_closed(
+            generation, finished=finished
         )
         self._state = LinkState.STARTING
         self._ready: EngineReady | None = None
@@ -86,28 +86,28 @@ class BaseLink(abc.ABC):
 
     @property
     def condemned_turns_total(self) -> int:
-        """Turns that were found to end engines."""
-        return self._turnstile.blocklist.turns_total
+        """Turns that were found guilty of ending engines."""
+        return self._gate.blocklist.turns_total
 
     @property
     def condemned_sessions_total(self) -> int:
-        """Times that a session was refused for its condemned turns."""
-        return self._turnstile.blocklist.sessions_total
+        """Times that a session was blocked for its guilty turns."""
+        return self._gate.blocklist.sessions_total
 
     def submit(self, command: Submit, sink: GenerationSink) -> OpenGeneration:
         self._check_serving()
         generation = self._generations.open(sink)
         command = msgspec.structs.replace(command, request=generation.request)
         try:
-            self._turnstile.check(command, command.origin)
-            self._turnstile.enter(generation, command, command.origin)
+            self._gate.check(command, command.origin)
+            self._gate.enter(generation, command, command.origin)
         except PensieveError:
             self._generations.drop(generation)
             raise
         return generation
 
     def choose(self, session: SessionKey, candidate: int) -> None:
-        self._tell(Choose(session=session, candidate=candidate), "which candidate was chosen")
+        self._send_best_effort(Choose(session=session, candidate=candidate), "which candidate was chosen")
 
     async def evict(self, session: SessionKey | None = None) -> int:
         return (await self._call(lambda call: Evict(call=call, session=session or ""), Evicted)).tokens
@@ -119,16 +119,16 @@ class BaseLink(abc.ABC):
         strips: list[SessionStrip] = []
         at = 0
         while True:
-            looked = await self._call(functools.partial(GetStrips, at=at), Strips)
-            strips += looked.sessions
-            at = looked.next
+            piece = await self._call(functools.partial(GetStrips, at=at), Strips)
+            strips += piece.sessions
+            at = piece.next
             if not at:
                 return strips
 
     async def warm(
         self, session: SessionKey, tokens: TokenArray, *, scope: str = "", qos: TenantQos = DEFAULT_QOS
     ) -> Warmed:
-        if not self._turnstile.may_warm(session):
+        if not self._gate.may_warm(session):
             held = await self.residency(session)
             return Warmed(held.call, "busy", held.device_tokens, held.host_tokens)
         packed = pack_tokens(tokens)
@@ -145,26 +145,25 @@ class BaseLink(abc.ABC):
 
     @abc.abstractmethod
     def _send(self, command: Command) -> None:
-        """Hand a command to the engine without waiting. Raises PensieveError when it cannot be taken."""
+        """Send a command without waiting. Raises PensieveError."""
 
     @abc.abstractmethod
     def _on_hang(self) -> None:
-        """Called each tick while the watchdog has no hope any more."""
+        """Called each tick while the engine counts as hung."""
 
     def _is_frozen(self) -> bool:
-        """Whether the system says that the engine's process is stopped. Asked when it has been quiet for a while."""
+        """Whether the engine's process is stopped, by the system. Called when it has been quiet for a while."""
         return False
 
-    def _enter(self, state: LinkState) -> None:
+    def _set_state(self, state: LinkState) -> None:
         self._state = state
         self.on_state_change()
 
     def _receive(self, report: Report) -> None:
-        """Take one report in: what the engine is, its counters, then the events of generations and calls."""
         for event in report.events:
             if isinstance(event, Stepping):
                 self._watchdog.on_step_begin(event.tokens)
-                self._turnstile.on_step_begin(event.requests)
+                self._gate.on_step_begin(event.requests)
                 return
             if isinstance(event, EngineReady):
                 self._ready = event
@@ -174,20 +173,19 @@ class BaseLink(abc.ABC):
         )
         self._watchdog.on_report(report.stats)
         self._generations.dispatch(report.events)
-        self._turnstile.on_tokens()
+        self._gate.on_tokens()
 
     def _on_engine_up(self) -> None:
         self._watchdog.reset()
-        self._enter(LinkState.SERVING)
+        self._set_state(LinkState.SERVING)
         if self._watch_task is None:
             self._watch_task = asyncio.create_task(self._watch(), name="engine watchdog")
 
     def _on_engine_lost(self, *, killed_externally: bool = False) -> None:
-        """``outside``: the engine was killed or stopped by somebody else."""
-        # The state first: a caller that is told of the failure and tries again at once must be refused here.
-        self._enter(LinkState.RESTARTING)
+        # Set the state first: a caller that hears of the failure and retries at once must be refused.
+        self._set_state(LinkState.RESTARTING)
         self._stats = Stats()
-        guilty = self._turnstile.on_engine_lost(killed_externally=killed_externally)
+        guilty = self._gate.on_engine_lost(killed_externally=killed_externally)
         if guilty is not None:
             log.error(
                 "a request has ended the engine twice and is refused from now on: its session is told",
@@ -196,10 +194,10 @@ class BaseLink(abc.ABC):
             self._generations.fail(guilty, quarantined())
         self._generations.fail_all(restarting)
 
-    async def _end(self) -> None:
-        """Serve nothing from here on; running generations fail with DRAINING."""
-        self._enter(LinkState.STOPPED)
-        self._turnstile.reset()
+    async def _shut_down(self) -> None:
+        """Running generations fail with DRAINING."""
+        self._set_state(LinkState.STOPPED)
+        self._gate.reset()
         self._generations.fail_all(draining)
         if self._watch_task is not None:
             await cancel_and_wait(self._watch_task)
@@ -212,12 +210,12 @@ class BaseLink(abc.ABC):
         raise errors[self._state]()
 
     def _cancel(self, request: RequestKey, candidate: int | None) -> None:
-        # Whoever cancels has done with the generation, and nothing more of it is dealt out. An engine that has not read
-        # its commands for long computes it in vain or is found to stall.
-        self._tell(Cancel(request=request, candidate=candidate), "to cancel a generation")
+        # The caller ignores all further events. An engine that reads its commands late computes in vain, or
+        # is found to stall.
+        self._send_best_effort(Cancel(request=request, candidate=candidate), "to cancel a generation")
 
-    def _tell(self, command: Command, what: str) -> None:
-        """Send a command that nobody waits for; an engine that is not there has nothing to do for it."""
+    def _send_best_effort(self, command: Command, what: str) -> None:
+        """Send a command without a reply, if an engine serves. ``what`` completes the warning when it fails."""
         if self._state is not LinkState.SERVING:
             return
         try:
@@ -232,7 +230,7 @@ class BaseLink(abc.ABC):
             self._send(make(call))
             got = await answer
         finally:
-            answer.cancel()  # So that an abandoned call is forgotten; nothing to an answered one.
+            answer.cancel()  # removes an abandoned call; no effect on an answered one
         if not isinstance(got, kind):
             raise Internal(f"the engine answered {type(got).__name__} where {kind.__name__} was due")
         return got

@@ -1,8 +1,4 @@
-"""Generations and calls that wait for an engine: the common half of every link. Used on one event loop only.
-
-Every event goes straight on to the sink of its generation. Nothing is kept here, no task waits and none is woken: what
-a reader has not read yet is merged where it is read from, in the turn's buffer.
-"""
+"""Generations and calls that wait for an engine: common to all links. Used on one event loop only."""
 
 from __future__ import annotations
 
@@ -41,28 +37,26 @@ from pensieve.server.links.engine_link import GenerationSink
 CallAnswer = Evicted | Strips | ResidentTokens | Warmed
 GenerationEvent = Started | RequestProgress | Output | CandidateFinished | Finished | Failed
 OVERLOAD_RETRY_S: Final = 1.0
-"""When to try again after the engine's queue was full."""
+"""When to retry after the engine's queue was full."""
 
 
 class GenerationObserver(Protocol):
-    """Is told what metrics want to know, at the moment it arrives from the engine."""
+    """Receives data for metrics when it arrives from the engine."""
 
     def first_token(self, seconds: float, usage: Usage) -> None:
         """The first token came ``seconds`` after submission; ``usage`` is the engine's receipt at admission."""
         ...
 
     def next_tokens(self, seconds: float, tokens: int) -> None:
-        """``tokens`` more came ``seconds`` after the ones before."""
+        """``tokens`` more came ``seconds`` after the previous ones."""
         ...
 
     def on_generation_end(self, outcome: str) -> None:
-        """``FinishReason`` in lower case, ``cancelled``, or the reason of the failure."""
+        """``outcome``: ``FinishReason`` in lower case, ``cancelled``, or the reason of the failure."""
         ...
 
 
 class NullObserver:
-    """Ignores everything."""
-
     def first_token(self, seconds: float, usage: Usage) -> None:
         return
 
@@ -74,9 +68,16 @@ class NullObserver:
 
 
 class OpenGeneration:
-    """``engine_link.Generation``: the handle, beside the sink it was opened with and what its metrics need."""
-
-    __slots__ = ("_owner", "log_fields", "outputs", "request", "sink", "submitted_at", "token_at", "usage")
+    __slots__ = (
+        "_owner",
+        "log_fields",
+        "num_output_tokens",
+        "request",
+        "sink",
+        "submitted_at",
+        "token_at",
+        "usage",
+    )
 
     def __init__(self, owner: Generations, request: RequestKey, sink: GenerationSink, now: float) -> None:
         self._owner = owner
@@ -85,10 +86,10 @@ class OpenGeneration:
         self.submitted_at = now
         self.token_at: float | None = None
         self.usage = Usage()
-        self.outputs = 0
-        """Output tokens so far; of several candidates those of candidate 0."""
+        self.num_output_tokens = 0
+        """Output tokens so far, of candidate 0."""
         self.log_fields = bound_fields()
-        """What the lines of its turn have in the log: whoever opens it is the turn's task."""
+        """Log fields of the task that opened it, which is its turn's."""
 
     def cancel(self) -> None:
         self._owner.cancel(self)
@@ -98,7 +99,7 @@ class OpenGeneration:
 
 
 class Generations:
-    """Deals an engine's events to the sinks and calls they belong to."""
+    """Dispatches an engine's events to the sinks and calls they belong to."""
 
     def __init__(
         self,
@@ -106,18 +107,17 @@ class Generations:
         observer: GenerationObserver | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``cancel`` tells the engine that nobody wants a generation any more, or one candidate of it."""
-        self._tell_engine = cancel
+        """``cancel`` tells the engine to stop a generation, or one candidate of it."""
+        self._send_cancel = cancel
         self._observer = observer or NullObserver()
         self._clock = clock
         self._ids = itertools.count(1)
         self._open: dict[int, OpenGeneration] = {}
         self._calls: dict[int, asyncio.Future[CallAnswer]] = {}
-        self.on_closed: Callable[[OpenGeneration, bool], None] = lambda generation, well: None
-        """Hears of each generation that is over, and whether the engine finished it."""
+        self.on_closed: Callable[[OpenGeneration, bool], None] = lambda generation, finished: None
+        """Called with each generation that is over, and whether the engine finished it."""
 
     def __len__(self) -> int:
-        """Number of generations that the engine still works on."""
         return len(self._open)
 
     @property
@@ -125,36 +125,34 @@ class Generations:
         return bool(self._calls)
 
     def open(self, sink: GenerationSink) -> OpenGeneration:
-        """A new generation, whose events go to ``sink``."""
         generation = OpenGeneration(self, RequestKey(next(self._ids)), sink, self._clock())
         self._open[generation.request] = generation
         return generation
 
     def drop(self, generation: OpenGeneration) -> None:
-        """Forget a generation that never reached the engine."""
+        """Remove a generation that never reached the engine."""
         self._open.pop(generation.request, None)
 
     def cancel(self, generation: OpenGeneration) -> None:
-        """Forget a generation and tell the engine. Does nothing when it has ended."""
+        """Cancelling a generation that has ended has no effect."""
         if self._open.pop(generation.request, None) is not None:
             self._observer.on_generation_end("cancelled")
-            self._tell_engine(generation.request, None)
+            self._send_cancel(generation.request, None)
             self.on_closed(generation, False)
 
     def cancel_candidate(self, generation: OpenGeneration, candidate: int) -> None:
-        """Tell the engine that nobody wants this candidate any more. Does nothing when the generation has ended."""
         if generation.request in self._open:
-            self._tell_engine(generation.request, candidate)
+            self._send_cancel(generation.request, candidate)
 
     def fail(self, generation: OpenGeneration, error: PensieveError) -> None:
-        """End a generation with ``error``. Does nothing when it has ended."""
+        """End a generation with ``error``. No effect if it has ended."""
         if self._open.pop(generation.request, None) is not None:
             self._observer.on_generation_end(error.reason.lower())
             self.on_closed(generation, False)
             generation.sink.failed(error)
 
     def fail_all(self, make_error: Callable[[], PensieveError]) -> None:
-        """Every generation and call ends with an error of its own: the engine that worked on them is gone."""
+        """Fail every generation and call, each with an error of its own, when the engine is gone."""
         for generation in list(self._open.values()):
             self.fail(generation, make_error())
         for future in list(self._calls.values()):
@@ -162,7 +160,7 @@ class Generations:
                 future.set_exception(make_error())
 
     def open_call(self) -> tuple[int, asyncio.Future[CallAnswer]]:
-        """Number of a new call, and where its answer will be."""
+        """The number of a new call, and the future of its answer."""
         call = next(self._ids)
         future: asyncio.Future[CallAnswer] = asyncio.get_running_loop().create_future()
         self._calls[call] = future
@@ -170,28 +168,28 @@ class Generations:
         return call, future
 
     def dispatch(self, events: Iterable[Event]) -> None:
-        """Hand out the events of one report. An event of a generation or call that was just cancelled is dropped."""
+        """Dispatch the events of one report; drop those of cancelled generations and calls."""
         now = self._clock()
         for event in events:
             match event:
                 case Output() | RequestProgress() | Started() | CandidateFinished() | Finished() | Failed():
                     generation = self._open.get(event.request)
                     if generation is not None:
-                        self._deal_one(generation, event, now)
+                        self._dispatch_one(generation, event, now)
                 case Evicted() | Strips() | ResidentTokens() | Warmed():
                     future = self._calls.get(event.call)
                     if future is not None and not future.done():
                         future.set_result(event)
                 case EngineReady() | Stepping():
-                    """The link itself takes it."""
+                    """Handled by the link itself."""
 
-    def _deal_one(self, generation: OpenGeneration, event: GenerationEvent, now: float) -> None:
+    def _dispatch_one(self, generation: OpenGeneration, event: GenerationEvent, now: float) -> None:
         try:
             match event:
                 case Output():
-                    # The others come in the same steps: they would count each gap again.
+                    # The other candidates' tokens come in the same steps, and would count each gap again.
                     if event.candidate == 0:
-                        generation.outputs += len(event.token_ids)
+                        generation.num_output_tokens += len(event.token_ids)
                         self._observe_tokens(generation, len(event.token_ids), now)
                     generation.sink.tokens(event)
                 case RequestProgress():
@@ -209,7 +207,7 @@ class Generations:
                 case Failed():
                     self.fail(generation, _failure(event))
         except Exception as error:
-            # A bug in one sink must cost one turn, not the rest of this report and with it the engine's life.
+            # A bug in one sink must cost one turn, not the rest of this report and with it the engine.
             self.cancel(generation)
             generation.sink.failed(error)
 

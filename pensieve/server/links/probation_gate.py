@@ -1,4 +1,4 @@
-"""The way of generations into an engine: what is quarantined is refused, suspects go in one at a time."""
+"""Admits generations to an engine: quarantined requests are refused, suspects go in one at a time."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from pensieve.server.links.generations import OpenGeneration
 from pensieve.server.links.quarantine import MEMORY_S, Blocklist, Quarantine
 
 WARM_SUSPICION_S: Final = 10.0
-"""An engine that dies sooner after a session was asked to be warmed may have died of it."""
+"""An engine that dies within this time after a session was warmed may have died of it."""
 
 MOST_NAMED: Final = 8
-"""Turns that the log names when an engine has ended."""
+"""Turns that the log names when an engine has died."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class _Passage:
+class _Entry:
     generation: OpenGeneration
     command: Submit
     origin: str
     closed: bool = False
-    """Nobody listens any more; the engine may be at work on it still."""
-    well: bool = False
-    """It was finished; the step that was announced last may have it all the same, planned before that was known."""
+    """The listener is gone; the engine may still be working on it."""
+    finished: bool = False
+    """Finished; the announced step may still hold it, if that was planned before."""
 
 
 class ProbationGate:
@@ -44,128 +44,125 @@ class ProbationGate:
         fail: Callable[[OpenGeneration, PensieveError], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``send`` hands a command to the engine; ``fail`` ends a generation that could not be handed over later."""
+        """``send`` hands a command to the engine; ``fail`` ends a waiting generation that could not be sent later."""
         self._send = send
         self._fail = fail
         self._clock = clock
         self._quarantine = Quarantine(clock)
         self.blocklist = Blocklist(clock)
-        self._inside: dict[int, _Passage] = {}
-        self._held: OrderedDict[int, _Passage] = OrderedDict()
-        self._lone: _Passage | None = None
-        """The suspect that is let in."""
+        self._admitted: dict[int, _Entry] = {}
+        self._waiting: OrderedDict[int, _Entry] = OrderedDict()
+        self._running_suspect: _Entry | None = None
+        """The suspect that was admitted alone."""
         self._batch: frozenset[int] | None = None
         """Requests of the step that was announced last."""
-        self._warmed: dict[SessionKey, float] = {}
-        self._cold: dict[SessionKey, float] = {}
-        """Sessions that are not warmed until then: an engine died soon after they had been."""
+        self._warmed_at: dict[SessionKey, float] = {}
+        self._no_warm_until: dict[SessionKey, float] = {}
+        """Sessions that an engine died soon after warming, and until when they are not warmed."""
 
     def may_warm(self, session: SessionKey) -> bool:
-        """Whether a session may be warmed; if so, it is taken as done. Nobody is told more than that now is no time."""
+        """Whether a session may be warmed, which then counts as done. A refusal discloses no reason."""
         now = self._clock()
-        if self._cold.get(session, 0.0) > now or self.blocklist.refuses(session):
+        if self._no_warm_until.get(session, 0.0) > now or self.blocklist.refuses(session):
             return False
-        self._warmed = {one: at for one, at in self._warmed.items() if at > now - WARM_SUSPICION_S}
-        self._warmed[session] = now
+        self._warmed_at = {one: at for one, at in self._warmed_at.items() if at > now - WARM_SUSPICION_S}
+        self._warmed_at[session] = now
         return True
 
     def check(self, command: Submit, origin: str) -> None:
-        """Raises Internal (REQUEST_QUARANTINED, SESSION_QUARANTINED).
-
-        ``origin``: name of a turn over all its tries, "" for none.
-        """
+        """Raises Internal (REQUEST_QUARANTINED, SESSION_QUARANTINED). ``origin``: name shared by all tries of
+        a turn, or ""."""
         self._quarantine.check(origin)
         self.blocklist.check(command.session, command.qos.tenant, command.tokens)
 
     def enter(self, generation: OpenGeneration, command: Submit, origin: str) -> None:
-        """Send the command, now or when it is this generation's turn. Raises what ``send`` does."""
-        passage = _Passage(generation, command, origin)
+        """Send the command, now or when this generation is next. Raises the errors of ``send``."""
+        entry = _Entry(generation, command, origin)
         if origin and self.blocklist.on_probation(command.session):
-            self._quarantine.suspect(origin)
+            self._quarantine.add_suspect(origin)
         alone = self._quarantine.must_run_alone(origin)
-        if alone and self._lone is not None:
-            self._held[generation.request] = passage
+        if alone and self._running_suspect is not None:
+            self._waiting[generation.request] = entry
             return
         self._send(command)
-        self._inside[generation.request] = passage
+        self._admitted[generation.request] = entry
         if alone:
-            self._lone = passage
+            self._running_suspect = entry
 
-    def on_closed(self, generation: OpenGeneration, *, well: bool) -> None:
-        """A generation is over for its listener; ``well``: the engine finished it."""
-        self._held.pop(generation.request, None)
-        passage = self._inside.get(generation.request)
-        if passage is None:
+    def on_closed(self, generation: OpenGeneration, *, finished: bool) -> None:
+        """``well``: the engine finished it."""
+        self._waiting.pop(generation.request, None)
+        entry = self._admitted.get(generation.request)
+        if entry is None:
             return
-        passage.closed, passage.well = True, well
+        entry.closed, entry.finished = True, finished
         if self._batch is None or generation.request not in self._batch:
-            del self._inside[generation.request]
-        if well and passage.origin:
-            self._quarantine.on_success(passage.origin)
-        if passage is self._lone:
-            self._next()
+            del self._admitted[generation.request]
+        if finished and entry.origin:
+            self._quarantine.on_success(entry.origin)
+        if entry is self._running_suspect:
+            self._admit_next()
 
     def on_step_begin(self, requests: Iterable[int]) -> None:
-        """A step of these requests begins."""
         self._batch = frozenset(requests)
-        for number in [one for one, passage in self._inside.items() if passage.closed]:
+        for number in [one for one, entry in self._admitted.items() if entry.closed]:
             if number not in self._batch:
-                del self._inside[number]
+                del self._admitted[number]
 
     def on_tokens(self) -> None:
-        """Tokens have come: the suspect that is let in may have got further than it was when the engine died."""
-        lone = self._lone
-        if lone is not None and self._quarantine.on_progress(lone.origin, lone.generation.outputs):
-            self._next()
+        """New tokens: the running suspect may have got further than at the engine's death."""
+        suspect = self._running_suspect
+        if suspect is not None and self._quarantine.on_progress(
+            suspect.origin, suspect.generation.num_output_tokens
+        ):
+            self._admit_next()
 
     def on_engine_lost(self, *, killed_externally: bool) -> OpenGeneration | None:
-        """All start anew with another engine. Returns the generation of the request that is found guilty, if any.
-
-        The log names the turns that the engine was at work on.
-
-        ``outside``: the process was killed or stopped by somebody else.
-        """
+        """Start over with another engine, and log the turns it was working on. Returns the guilty generation,
+        if any."""
         accused = [
-            passage
-            for number, passage in self._inside.items()
-            if passage.origin and (self._batch is None or number in self._batch)
+            entry
+            for number, entry in self._admitted.items()
+            if entry.origin and (self._batch is None or number in self._batch)
         ]
-        at_work = [passage for passage in accused if not passage.well]
-        for passage in at_work[:MOST_NAMED]:
-            fields = {**passage.generation.log_fields, "output_tokens": passage.generation.outputs}
+        at_work = [entry for entry in accused if not entry.finished]
+        for entry in at_work[:MOST_NAMED]:
+            fields = {**entry.generation.log_fields, "output_tokens": entry.generation.num_output_tokens}
             log.warning("the engine ended at work on this turn, of %d", len(at_work), extra=fields)
         self.reset()
         now = self._clock()
-        self._cold = {session: until for session, until in self._cold.items() if until > now}
+        self._no_warm_until = {
+            session: until for session, until in self._no_warm_until.items() if until > now
+        }
         if not killed_externally:
-            fresh = [session for session, at in self._warmed.items() if at > now - WARM_SUSPICION_S]
-            self._cold |= dict.fromkeys(fresh, now + MEMORY_S)
-        self._warmed.clear()
-        batch = {passage.origin: passage.generation.outputs for passage in accused}
+            fresh = [session for session, at in self._warmed_at.items() if at > now - WARM_SUSPICION_S]
+            self._no_warm_until |= dict.fromkeys(fresh, now + MEMORY_S)
+        self._warmed_at.clear()
+        batch = {entry.origin: entry.generation.num_output_tokens for entry in accused}
         guilty = (
             self._quarantine.on_engine_lost(batch, killed_externally=killed_externally) if batch else None
         )
-        for passage in [one for one in accused if guilty is not None and one.origin == guilty][:1]:
-            command = passage.command
+        for entry in [one for one in accused if guilty is not None and one.origin == guilty][:1]:
+            command = entry.command
             if self.blocklist.add(command.session, command.qos.tenant, command.tokens):
-                fields = dict(passage.generation.log_fields)
+                fields = dict(entry.generation.log_fields)
                 log.error(
                     "turns of a session have ended the engine again and again: it is refused", extra=fields
                 )
         return next((one.generation for one in at_work if guilty is not None and one.origin == guilty), None)
 
     def reset(self) -> None:
-        """Nobody is inside, and nobody waits."""
-        self._inside.clear()
-        self._held.clear()
-        self._lone = self._batch = None
+        """Forget all running and waiting generations."""
+        self._admitted.clear()
+        self._waiting.clear()
+        self._running_suspect = self._batch = None
 
-    def _next(self) -> None:
-        """The suspect that was let in keeps nobody waiting any more."""
-        self._lone = None
-        while self._held and self._lone is None:
-            _, passage = self._held.popitem(last=False)
+    def _admit_next(self) -> None:
+        """Admit waiting generations up to the next suspect."""
+        self._running_suspect = None
+        while self._waiting and self._running_suspect is None:
+            _, entry = self._waiting.popitem(last=False)
             try:
-                self.enter(passage.generation, passage.command, passage.origin)
+                self.enter(entry.generation, entry.command, entry.origin)
             except PensieveError as error:
-                self._fail(passage.generation, error)
+                self._fail(entry.generation, error)

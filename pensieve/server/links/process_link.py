@@ -1,8 +1,8 @@
 """The link to an engine in a process of its own, and its supervision.
 
-An engine that dies, breaks the protocol or makes no progress is replaced: its generations end with ENGINE_RESTARTING,
-the state is RESTARTING at once, and a new process is started, after a growing pause when it fails again and again.
-Nothing needs to be told to the new engine: every ``Submit`` carries its whole context.
+An engine that dies, breaks the protocol or makes no progress is replaced: its generations end with
+ENGINE_RESTARTING and a new process is started, with growing pauses if it fails repeatedly. The new engine
+needs no other state: every ``Submit`` carries its whole context.
 """
 
 from __future__ import annotations
@@ -33,55 +33,51 @@ _report_decoder: Final[msgspec.msgpack.Decoder[Report]] = decoder_for(Report)
 
 
 class HostCommand(msgspec.Struct, frozen=True, kw_only=True):
-    """How engine processes are started."""
-
     options: EngineOptions
     builder: str = DEFAULT_BUILDER
-    """``package.module:name`` of what makes the engine; another one only in tests."""
+    """``package.module:name`` of the engine's factory; tests use others."""
     log_level: str = "INFO"
     log_json: bool = False
 
     def arguments(self, fd: int) -> list[str]:
-        """Run on the safe path (-P): an engine never imports from the directory it was started in."""
+        """Command line on the safe path (-P): an engine never imports from its working directory."""
         arguments = [sys.executable, "-P", "-m", "pensieve.engine.process.host", "--fd", str(fd)]
         arguments += ["--parent", str(os.getpid()), "--builder", self.builder, "--log-level", self.log_level]
         return arguments + (["--log-json"] if self.log_json else [])
 
 
 def engine_environment(*, failpoints: bool) -> dict[str, str]:
-    """What an engine process finds in its environment.
-
-    Its threads sleep while they wait for each other instead of spinning, unless the user has said otherwise: with two
-    model threads on two busy cores, spinning made a token cost 56 to 68 ms, sleeping 5 to 6 (demo model, torch 2.13).
-    """
+    """The environment of an engine process. Its threads sleep while they wait for each other, unless the user
+    sets it otherwise: with two model threads on two busy cores, a token took 56 to 68 ms with spinning, 5 to
+    6 ms with sleeping (demo model, torch 2.13)."""
     return {"OMP_WAIT_POLICY": "PASSIVE", **child_environment(failpoints=failpoints)}
 
 
 class EngineProcess(ChildProcess):
-    """A running engine process. Use ``spawn``; ``kill`` and then ``wait`` it in the end, always."""
+    """Create it with ``spawn``; always end with ``kill`` and ``wait``."""
 
     WITHHELD = FAILURE_PREFIX
     _stopped = False
 
     @classmethod
     async def spawn(cls, command: HostCommand, *, failpoints: bool) -> EngineProcess:
-        """Start one and give it its options. Raises OSError when the system cannot start a process."""
+        """Raises OSError when the system cannot start a process."""
         engine = await cls.launch(command.arguments, engine_environment(failpoints=failpoints))
         engine._writer.write(encode_frame(command.options))
         return engine
 
     def send(self, command: Command) -> None:
-        """Write a command without waiting. Raises PensieveError when it is too large, or too much waits to be read."""
+        """Write a command without waiting. Raises PensieveError when it, or the backlog, is too large."""
         try:
             frame = encode_frame(command)
         except FrameError as error:
             raise ContextLimitExceeded(f"the context is too long to hand to the engine: {error}") from error
         if self._writer.transport.get_write_buffer_size() + len(frame) > 2 * MAX_FRAME:
-            raise ResourceExhausted("too much work waits to be taken by the engine", retry_after_s=1.0)
+            raise ResourceExhausted("too much work waits to be read by the engine", retry_after_s=1.0)
         self._writer.write(frame)
 
     async def first_report(self) -> Report | None:
-        """As ``receive``, from one that starts, which may take minutes; one that somebody has stopped is killed."""
+        """Like ``receive``, during a start, which may take minutes. Kills a process stopped by a signal."""
         looking = asyncio.create_task(self._kill_if_stopped(), name="look at a starting engine")
         try:
             return await self.receive()
@@ -97,7 +93,7 @@ class EngineProcess(ChildProcess):
         self.kill()
 
     async def receive(self) -> Report | None:
-        """The next report; None when the engine is gone. Raises FrameError on what is not a report."""
+        """The next report; None when the engine is gone. Raises FrameError on anything else."""
         try:
             length = frame_length(await self._reader.readexactly(HEADER.size))
             return decode(await self._reader.readexactly(length), _report_decoder)
@@ -105,7 +101,6 @@ class EngineProcess(ChildProcess):
             return None
 
     def last_words(self, status: int) -> str:
-        """Why the process ended, as far as it could say."""
         if self._stopped:
             return "the engine process was stopped while it started (SIGSTOP, a debugger)"
         line = self.last_line()
@@ -118,20 +113,20 @@ log = logging.getLogger(__name__)
 
 FIRST_RESTART_DELAY_S: Final = 0.2
 LONGEST_RESTART_DELAY_S: Final = 30.0
-GOOD_LIFE_S: Final = 60.0
-"""An engine that served this long was fine: the next restart is prompt again."""
+HEALTHY_AFTER_S: Final = 60.0
+"""After an engine has served this long, its next restart is prompt again."""
 STOP_PATIENCE_S: Final = 5.0
 DEATH_PATIENCE_S: Final = 0.5
-"""How long the callers of an engine that is gone wait for what it died of, which takes a dying process a moment."""
+"""How long to wait for the cause of an engine's death, which takes a dying process a moment."""
 
 
 class EngineStartError(Exception):
-    """An engine process ended before it was ready; the text is its last words."""
+    """An engine process ended before it was ready; the text is its last message."""
 
     def __init__(self, words: str, status: int = 1) -> None:
         super().__init__(words)
         self.refused = status == REFUSED
-        """The options cannot be followed, or the model not served."""
+        """The options are invalid, or the model cannot be served."""
 
 
 class ProcessLink(BaseLink):
@@ -154,7 +149,6 @@ class ProcessLink(BaseLink):
 
     @property
     def pid(self) -> int | None:
-        """The engine's process id; None while there is no engine."""
         return self._process.pid if self._process is not None else None
 
     async def start(self) -> None:
@@ -168,12 +162,12 @@ class ProcessLink(BaseLink):
         self._supervisor = asyncio.create_task(self._supervise(), name="engine supervisor")
 
     async def stop(self) -> None:
-        await self._end()
+        await self._shut_down()
         supervisor, self._supervisor = self._supervisor, None
         if supervisor is None:
             return
         if self._process is None:
-            supervisor.cancel()  # In a pause or a start-up, which cleans up after itself.
+            supervisor.cancel()  # in a pause or a start-up, which cleans up after itself
         else:
             self._ask_to_stop(self._process)
             await asyncio.wait({supervisor}, timeout=STOP_PATIENCE_S)
@@ -205,14 +199,11 @@ class ProcessLink(BaseLink):
         try:
             process.send(Stop())
         except PensieveError:
-            process.kill()  # So much waits to be taken that it has not read for a long time.
+            process.kill()  # its pipe is full: it has not read for a long time
 
     async def _bring_up(self, *, first: bool) -> None:
-        """Spawn an engine and wait, as long as it lives, for its first report. Raises EngineStartError.
-
-        Nothing but the end of the process ends the wait, or that somebody has stopped it: loading a large model takes
-        minutes.
-        """
+        """Start an engine and wait for its first report, without a limit: loading a large model takes
+        minutes. Raises EngineStartError when the process ends or is stopped."""
         try:
             process = await EngineProcess.spawn(self._command, failpoints=first)
         except OSError as error:
@@ -225,23 +216,22 @@ class ProcessLink(BaseLink):
             log.error("the engine broke the protocol: %s", error)
         finally:
             if report is None:
-                # Also when this task is cancelled in the middle of a long start: leave no process behind. One that has
-                # closed its end is left alone: a signal first asks whether the process is there, and that question
-                # can take the exit status from the one who waits for it.
+                # Leave no process behind, also when this task is cancelled during a long start. Do not signal
+                # a process that has closed its pipe: the signal first polls for the process, which can take
+                # the exit status from ``wait``.
                 if not ends_by_itself:
                     process.kill()
                 status = await process.wait(STOP_PATIENCE_S)
         if report is None:
             raise EngineStartError(process.last_words(status), status)
-        # Only now, with ``info`` about to be known, may commands go to this process: ``_send`` looks at ``_process``.
+        # Only now, with ``info`` about to be set, may ``_send`` use this process.
         self._process = process
         self._receive(report)
         self._on_engine_up()
 
     async def _supervise(self) -> None:
-        """Serve with one engine after another, until ``stop``."""
         loop = asyncio.get_running_loop()
-        pauses = RestartBackoff(FIRST_RESTART_DELAY_S, LONGEST_RESTART_DELAY_S, GOOD_LIFE_S)
+        pauses = RestartBackoff(FIRST_RESTART_DELAY_S, LONGEST_RESTART_DELAY_S, HEALTHY_AFTER_S)
         while True:
             began = loop.time()
             await self._serve()
@@ -258,29 +248,29 @@ class ProcessLink(BaseLink):
             log.warning("the engine is back", extra={"restarts": self.restarts_total, "pid": self.pid})
 
     async def _serve(self) -> None:
-        """Deal out the reports of the present engine until it is gone, and its process with it."""
+        """Dispatch the reports of the present engine until its process is gone."""
         process = self._process
         assert process is not None
         try:
             while (report := await process.receive()) is not None:
-                if self._state is LinkState.SERVING:  # after ``stop`` nobody is left to tell
+                if self._state is LinkState.SERVING:  # after ``stop`` no sink is left
                     self._receive(report)
         except FrameError as error:
             log.error("the engine broke the protocol: %s", error)
             process.kill()
         except Exception:
-            # A bug of ours in dealing a report (one in a sink is caught before): who got what is unknown now, so it
-            # ends like an engine's death.
+            # A bug of ours in dispatching (errors of sinks are caught earlier). Which sinks got their events
+            # is unknown, so treat it like an engine's death.
             log.exception("a report could not be dealt out")
             process.kill()
         finally:
-            # Callers are told first: the process may take a while to be gone.
+            # Fail the generations first: the process may take a while to exit.
             self._process = None
             stopping = self._state is LinkState.STOPPED
             frozen = self._watchdog.frozen
             try:
                 if not stopping:
-                    self._enter(LinkState.RESTARTING)
+                    self._set_state(LinkState.RESTARTING)
                     outside = frozen or await process.was_killed(DEATH_PATIENCE_S)
                     if self._state is LinkState.RESTARTING:  # not stopped meanwhile
                         self._on_engine_lost(killed_externally=outside)

@@ -1,19 +1,17 @@
-"""Finds the request that ends engines, and keeps it out.
+"""Finds the request that kills engines, and blocks it.
 
-When an engine dies, the requests of the step that it was in are suspects. Who tries again is let in: suspects one at a
-time, beside everybody else, so that the next death tells which of them it was. A suspect that gets further than it was
-when the engine died no longer runs alone. One that ends well is cleared. The next turn of a session that had a guilty
-one is a suspect from the start.
+When an engine dies, the requests of its current step become suspects. A retry is admitted, but only one
+suspect at a time, beside all other requests, so that the next death shows which of them caused it. A suspect
+that gets further than at the engine's death no longer runs alone; one that finishes is cleared. After a
+session had a guilty request, its next turn is a suspect from the start.
 
-Found guilty is a request that was in two deaths, if it is the only one, or the only one of those that were let in one
-at a time. It is refused for a while; the others that died with it are cleared.
+A request is guilty if it was in two deaths and is the only such request, or the only such one admitted alone.
+It is refused for a while; the others that died with it are cleared. Since some clients retry under new
+request ids, or in a new session, ``Blocklist`` also refuses guilty contexts, and sessions with two guilty
+requests.
 
-A client that never gives up begins each turn under a new request id, and some begin a new session with the same
-history for it. The quarantine of a request stops neither, so ``Blocklist`` refuses the contexts of guilty requests, and
-sessions that had two of them.
-
-A process killed from outside says little of its requests. Such a death counts for a quarter of one: enough to find a
-request whose appetite the system answers with a kill, and too little for an operator's kills to condemn anybody.
+A death caused from outside counts a quarter: enough to find a request whose memory use makes the system kill
+the engine, too little for an operator's kills to convict a request.
 """
 
 from __future__ import annotations
@@ -27,29 +25,29 @@ from typing import Final
 
 from pensieve.errors import Internal
 
-GUILTY: Final = 2.0
+GUILTY_DEATHS: Final = 2.0
 """Deaths."""
-ISOLATED: Final = 1.0
-"""Deaths after which a suspect is let in only when no other suspect is."""
-OUTSIDE: Final = 0.25
-"""What a death from outside counts for."""
-FORESEEN: Final = 0
-"""Stands for a death of another turn of the session."""
+ISOLATED_DEATHS: Final = 1.0
+"""From this count on, a suspect is admitted only when no other suspect is."""
+EXTERNAL_WEIGHT: Final = 0.25
+"""Weight of a death from outside."""
+PRIOR_DEATH: Final = 0
+"""Key for a death caused by another turn of the session."""
 FRESH_TOKENS: Final = 8
-"""A request with fewer output tokens when the engine died had just begun. If there are such, they come first."""
+"""A request with fewer output tokens at the death had just begun. Such requests are suspected first."""
 MEMORY_S: Final = 600.0
-"""How long a death is held against a request; and how long a guilty request, its context, and a session with several
-guilty ones are refused. A session stays on probation as long again."""
+"""How long a death counts, and how long a guilty request, its context, or a session with several is refused.
+A session's probation lasts twice as long."""
 MAX_REMEMBERED: Final = 10_000
 
 
 @dataclass(slots=True)
 class _Suspect:
     deaths: dict[int, float] = field(default_factory=dict)
-    """Number of the death -> what it counts for."""
+    """Number of the death -> its weight."""
     isolated: bool = False
     tokens: int = 0
-    """Output tokens that it had when the engine died."""
+    """Output tokens at the time of the engine's death."""
     until: float = 0.0
 
     @property
@@ -58,7 +56,7 @@ class _Suspect:
 
 
 class Quarantine:
-    """Requests go by a name that is the same for all tries of one turn. Used on one event loop."""
+    """Requests have a name that all tries of one turn share. Used on one event loop."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -67,7 +65,7 @@ class Quarantine:
         self._deaths = 0
 
     def check(self, name: str) -> None:
-        """Raises Internal (REQUEST_QUARANTINED) for a request that was found guilty."""
+        """Raises Internal (REQUEST_QUARANTINED) for a guilty request."""
         until = self._guilty.get(name)
         if until is not None and self._clock() < until:
             raise quarantined()
@@ -77,14 +75,14 @@ class Quarantine:
         suspect = self._suspects.get(name)
         return suspect is not None and suspect.isolated and self._clock() < suspect.until
 
-    def suspect(self, name: str) -> None:
-        """Take a request that has not run yet for one that was in a death before, as a suspect to be let in alone."""
+    def add_suspect(self, name: str) -> None:
+        """Treat a request that has not run yet as if it had been in a death before."""
         if name not in self._suspects:
             until = self._clock() + MEMORY_S
-            self._suspects[name] = _Suspect({FORESEEN: 1.0}, isolated=True, until=until)
+            self._suspects[name] = _Suspect({PRIOR_DEATH: 1.0}, isolated=True, until=until)
 
     def on_progress(self, name: str, tokens: int) -> bool:
-        """It has so many output tokens. Returns whether that is further than it was when the engine died."""
+        """Record its output tokens. Returns whether it got further than at the engine's death."""
         suspect = self._suspects.get(name)
         if suspect is None:
             return True
@@ -95,37 +93,37 @@ class Quarantine:
         self._suspects.pop(name, None)
 
     def on_engine_lost(self, batch: Mapping[str, int], *, killed_externally: bool) -> str | None:
-        """An engine has died in a step of these requests: name -> output tokens so far. Returns who is guilty."""
+        """An engine died in a step of these requests (name -> output tokens). Returns the guilty one, if any."""
         now = self._clock()
-        self._forget(now)
+        self._expire(now)
         self._deaths += 1
         for name, tokens in batch.items():
             suspect = self._suspects.setdefault(name, _Suspect())
-            suspect.deaths[self._deaths] = OUTSIDE if killed_externally else 1.0
+            suspect.deaths[self._deaths] = EXTERNAL_WEIGHT if killed_externally else 1.0
             suspect.tokens, suspect.until = tokens, now + MEMORY_S
             self._suspects.move_to_end(name)
-        often = [name for name in batch if self._suspects[name].count >= GUILTY]
+        often = [name for name in batch if self._suspects[name].count >= GUILTY_DEATHS]
         alone = [name for name in often if self._suspects[name].isolated]
         guilty = alone if len(alone) == 1 else often
         if len(guilty) == 1:
-            self._condemn(guilty[0], now)
+            self._convict(guilty[0], now)
             return guilty[0]
         fresh = [name for name, tokens in batch.items() if tokens < FRESH_TOKENS]
         for name in batch if often or not fresh else fresh:
-            self._suspects[name].isolated = self._suspects[name].count >= ISOLATED
+            self._suspects[name].isolated = self._suspects[name].count >= ISOLATED_DEATHS
         return None
 
-    def _condemn(self, guilty: str, now: float) -> None:
+    def _convict(self, guilty: str, now: float) -> None:
         explained = self._suspects.pop(guilty).deaths
         self._guilty[guilty] = now + MEMORY_S
-        explained.pop(FORESEEN, None)
+        explained.pop(PRIOR_DEATH, None)
         for name, suspect in list(self._suspects.items()):
             for death in explained:
                 suspect.deaths.pop(death, None)
             if not suspect.deaths:
                 del self._suspects[name]
 
-    def _forget(self, now: float) -> None:
+    def _expire(self, now: float) -> None:
         for name in [name for name, suspect in self._suspects.items() if suspect.until <= now]:
             del self._suspects[name]
         while len(self._suspects) > MAX_REMEMBERED:
@@ -138,24 +136,23 @@ class Quarantine:
 
 def quarantined() -> Internal:
     return Internal(
-        "the engine has died twice of this request; it is not tried again", reason="REQUEST_QUARANTINED"
+        "this request has killed the engine twice; it is not tried again", reason="REQUEST_QUARANTINED"
     )
 
 
-TURNS: Final = 2
-"""Condemned turns of one session after which all its turns are refused."""
+REFUSED_AFTER_TURNS: Final = 2
+"""Guilty turns of one session after which all its turns are refused."""
 
 
 @dataclass(slots=True)
 class _Session:
     turns: int = 0
-    """Condemned ones."""
     refused_until: float = 0.0
     probation_until: float = 0.0
 
 
 class Blocklist:
-    """Used on one event loop. A context belongs to a tenant: no tenant can have another's refused."""
+    """Guilty contexts, per tenant, and sessions with several guilty turns. Used on one event loop."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -165,26 +162,23 @@ class Blocklist:
         self.sessions_total = 0
 
     def add(self, session: str, tenant: str, tokens: bytes) -> bool:
-        """A turn was found guilty. Returns whether its session is refused from now on.
-
-        ``tokens``: its whole context, packed.
-        """
+        """Add a guilty turn with its context (packed tokens). Returns whether its session is refused from now on."""
         now = self._clock()
-        self._forget(now)
+        self._expire(now)
         self.turns_total += 1
         self._contexts[_digest(tenant, tokens)] = now + MEMORY_S
         record = self._sessions.setdefault(session, _Session())
         self._sessions.move_to_end(session)
         record.turns += 1
         record.probation_until = now + 2 * MEMORY_S
-        if record.turns < TURNS:
+        if record.turns < REFUSED_AFTER_TURNS:
             return False
         record.refused_until = now + MEMORY_S
         self.sessions_total += 1
         return True
 
     def check(self, session: str, tenant: str, tokens: bytes) -> None:
-        """Raises Internal: SESSION_QUARANTINED for a refused session, REQUEST_QUARANTINED for a condemned context."""
+        """Raises Internal: SESSION_QUARANTINED for a blocked session, REQUEST_QUARANTINED for a blocked context."""
         now, record = self._clock(), self._sessions.get(session)
         if record is not None and now < record.refused_until:
             raise session_quarantined(record.refused_until - now)
@@ -192,16 +186,14 @@ class Blocklist:
             raise quarantined()
 
     def refuses(self, session: str) -> bool:
-        """Whether all turns of this session are refused now."""
         record = self._sessions.get(session)
         return record is not None and self._clock() < record.refused_until
 
     def on_probation(self, session: str) -> bool:
-        """Whether a turn of this session was found guilty lately: its next turn is a suspect from the start."""
         record = self._sessions.get(session)
         return record is not None and self._clock() < record.probation_until
 
-    def _forget(self, now: float) -> None:
+    def _expire(self, now: float) -> None:
         for session in [one for one, record in self._sessions.items() if record.probation_until <= now]:
             del self._sessions[session]
         for context in [one for one, until in self._contexts.items() if until <= now]:
@@ -214,7 +206,7 @@ class Blocklist:
 
 def session_quarantined(retry_after_s: float) -> Internal:
     return Internal(
-        "turns of this session have ended the engine again and again; the session is refused for a while",
+        "turns of this session have killed the engine repeatedly; the session is refused for a while",
         reason="SESSION_QUARANTINED",
         retry_after_s=retry_after_s,
     )

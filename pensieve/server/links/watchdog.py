@@ -1,9 +1,8 @@
-"""Finds an engine that makes no progress, by what its steps have taken so far.
+"""Detects an engine that makes no progress, by comparing its current step with earlier ones.
 
-Each step is announced with its number of tokens. A step of a size that was seen before is foreseen to take at most what
-the slowest of its kind took lately, in proportion to its tokens; beyond a multiple of that the engine counts as
-stalled, and beyond a larger one it is given up. A step that is larger than any before, the first of all included, may
-have to compile first: only ``limit_s`` ends the patience with it. A process that the system says is stopped needs no
+A step's expected time is the slowest recent step of similar size, scaled by tokens. Beyond one multiple of
+that the engine counts as stalled, beyond a larger one as hung. A step larger than any before, such as the
+first, may have to compile: only ``limit_s`` bounds it. A process that the system reports as stopped needs no
 estimate.
 """
 
@@ -16,33 +15,30 @@ from pensieve.engine.messages import Stats
 from pensieve.server.child import SilenceTimer
 
 STALLED_FACTOR: Final = 8.0
-"""Times what a step should take, until health says so."""
+"""Multiple of a step's expected time after which health reports a stall."""
 STALLED_FLOOR_S: Final = 3.0
-"""The least time for that. With the interval of health it is below 5 s."""
+"""The least time for that. With the interval of health checks it is below 5 s."""
 HUNG_FACTOR: Final = 24.0
-"""Times what a step should take, until the engine is replaced: its turns are lost then, so patience is longer."""
+"""Multiple after which the engine is replaced. That loses its turns, so the limit is longer."""
 HUNG_FLOOR_S: Final = 20.0
 _KEPT_STEPS: Final = 16
 
 
 class StepTimes:
-    """What steps took lately, by size: the slowest of the latest few in each power of two of tokens."""
+    """Recent step times: the slowest of the latest few in each power of two of tokens."""
 
     def __init__(self) -> None:
         self._seconds: dict[int, deque[float]] = {}
 
     def observe(self, tokens: int, seconds: float) -> None:
-        """A step of ``tokens`` took ``seconds``."""
         if tokens > 0:
             recent = self._seconds.setdefault(tokens.bit_length(), deque(maxlen=_KEPT_STEPS))
             recent.append(seconds)
 
     def expected(self, tokens: int) -> float | None:
-        """Seconds that a step of ``tokens`` takes at most, as it seems; None for one larger than any before.
-
-        A step has a fixed cost and one per token, so the time of a smaller one, scaled by tokens, is an upper bound,
-        and the time of a larger one is too. The least of all bounds is taken.
-        """
+        """Upper estimate of the seconds for a step of ``tokens``; None for one larger than any before. A step
+        has a fixed cost and a cost per token. So a smaller step, scaled by tokens, gives an upper bound, and
+        so does a larger one."""
         if not self._seconds or tokens.bit_length() > max(self._seconds):
             return None
         return min(
@@ -51,51 +47,47 @@ class StepTimes:
 
 
 class Watchdog:
-    """Progress is a finished step, or having nothing to do; heartbeats show only that idle engines live."""
+    """Progress is a finished step, or having nothing to do. Heartbeats show only that an idle engine lives."""
 
     def __init__(self, limit_s: float) -> None:
-        """``limit_s``: the patience with a step of which nothing is foreseen; the other limits' floors are below it."""
+        """``limit_s``: limit for a step without an estimate; caps the floors of the other limits."""
         self.limit_s = limit_s
         self.tick_s = min(0.25, limit_s / 8)
         self._silence = SilenceTimer(self.tick_s)
         self.reset()
 
     def reset(self) -> None:
-        """Another engine: what the one before took says nothing of it."""
+        """A new engine starts: the old one's times say nothing about it."""
         self._times = StepTimes()
         self._steps = -1
         self._tokens: int | None = None
-        self._busy = self._works = False
+        self._busy = self._has_work = False
         self._without_step_s = self._frozen_s = 0.0
         self._silence.reset()
 
     @property
     def stalled(self) -> bool:
-        """No progress for longer than can be explained."""
-        return self._beyond(STALLED_FLOOR_S, STALLED_FACTOR)
+        return self._is_late(STALLED_FLOOR_S, STALLED_FACTOR)
 
     @property
     def hung(self) -> bool:
-        """No progress for so long that none is to be hoped for."""
-        return self._beyond(HUNG_FLOOR_S, HUNG_FACTOR)
+        """No progress for so long that none is likely."""
+        return self._is_late(HUNG_FLOOR_S, HUNG_FACTOR)
 
     @property
     def frozen(self) -> bool:
-        """The process is stopped from outside: nothing that the engine does is to blame."""
+        """The process was stopped from outside; the engine's requests are not to blame."""
         return self._frozen_s > 0
 
     @property
     def quiet_s(self) -> float:
-        """Seconds since the latest report."""
         return self._silence.seconds
 
     def on_step_begin(self, tokens: int) -> None:
-        """A step of so many tokens begins."""
         self._silence.reset()
         self._tokens, self._busy = tokens, True
 
     def on_report(self, stats: Stats) -> None:
-        """An iteration of the engine's loop has ended."""
         self._silence.reset()
         self._busy = stats.running + stats.queued > 0
         if stats.steps_total != self._steps:
@@ -104,19 +96,19 @@ class Watchdog:
             self._without_step_s = 0.0
 
     def tick(self, elapsed_s: float, *, work_waits: bool, frozen: bool = False) -> None:
-        """Time has passed. ``frozen``: the system says that the engine's process is stopped."""
+        """Time has passed. ``frozen``: the system reports that the engine's process is stopped."""
         elapsed = self._silence.advance(elapsed_s)
-        # An engine may be inside a step whose requests were all cancelled meanwhile.
-        self._works = work_waits or self._busy
+        # The current step may hold only requests that were cancelled meanwhile.
+        self._has_work = work_waits or self._busy
         self._without_step_s = self._without_step_s + elapsed if work_waits else 0.0
         self._frozen_s = self._frozen_s + elapsed if frozen else 0.0
 
-    def _beyond(self, floor_s: float, factor: float) -> bool:
+    def _is_late(self, floor_s: float, factor: float) -> bool:
         floor = min(floor_s, self.limit_s)
         if self._frozen_s > floor:
             return True
         quiet = max(self._without_step_s, self._silence.seconds)
-        if not self._works:
-            return quiet > floor  # it had nothing to do, and does not even say so
+        if not self._has_work:
+            return quiet > floor  # idle, and without heartbeats
         expected = None if self._tokens is None else self._times.expected(self._tokens)
         return quiet > (self.limit_s if expected is None else max(floor, factor * expected))

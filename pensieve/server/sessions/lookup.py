@@ -1,11 +1,11 @@
-"""Where a turn is, for a front end that leads its callers to their sessions: by its request id, or by its mark.
+"""Finds a turn by its request id or by its mark, for a front end that maps calls to sessions.
 
-Claims say which session a request id is used in. A session knows the request ids of its own turns only. A front end
-that chooses a session for each call claims the id first. A repeated call then meets the choice of its first try, and
-another call under the same id is refused. A claim is kept like a session without items, under a tenant of its own that
-no credential names. So every store keeps it, copies it and lets it expire as it does sessions.
+A claim says which session a request id is used in. The front end claims the id first; a repeated call then
+gets the session of its first try, and a different call under the same id is refused. A claim is stored as a
+session without items, under a tenant that no credential can name, so every store copies and expires it like a
+session.
 
-Marks are what a client gave a turn; together with its answer they find it, in whichever session of the tenant.
+A client gives a turn a mark; mark and answer together find the turn in any session of the tenant.
 """
 
 from __future__ import annotations
@@ -22,40 +22,38 @@ from pensieve.server.values import TurnView, fingerprint
 from pensieve.store import Counts, HistoryStore, Key
 from pensieve.store.records import Record, RecordKind, SessionConfig, SessionRow
 
-KEPT_S: Final = 30 * 24 * 3600.0
-"""How long a claim is kept; as long as the name of a deleted session is."""
-_RACES: Final = 8
+CLAIM_TTL_S: Final = 30 * 24 * 3600.0
+"""How long a claim is kept; as long as the name of a deleted session."""
+_MAX_TRIES: Final = 8
 _SESSION, _CALL, _PLAN, _REFUSED = "session", "call", "plan", "refused"
-MOST_LOOKED_AT: Final = 8
-"""Turns with one mark and one answer that are looked at; the newest is nearly always the right one."""
+MAX_MATCHES: Final = 8
+"""Turns with equal mark and answer that are examined; the newest is nearly always the right one."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestClaim:
-    """Where the call of a request id is carried out."""
+    """Where the call with a request id is carried out."""
 
     session_id: str
     call: str
-    """Digest of all that the call says."""
+    """Digest of the whole call."""
     plan: str
-    """The caller's own words; given back with the claim."""
+    """Free text of the caller, returned with the claim."""
 
 
 class RequestClaims:
-    """Keeps nothing between calls."""
+    """Stateless between calls."""
 
     def __init__(self, store: HistoryStore, quotas: StorageQuotas) -> None:
         self._store = store
         self._quotas = quotas
 
     async def claim(self, tenant: str, request_id: str, wanted: RequestClaim) -> RequestClaim:
-        """The claim that stands: ``wanted`` if it is the first.
-
-        Raises AlreadyExists (REQUEST_ID_REUSED) when another call claimed the id, ResourceExhausted for a first claim
-        of a tenant that stores too much.
-        """
+        """Claim a request id; returns the claim in force, which is ``wanted`` if it is the first. Raises
+        AlreadyExists (REQUEST_ID_REUSED) for another call, ResourceExhausted for a first claim of a tenant
+        that stores too much."""
         key = _key(tenant, request_id)
-        for _ in range(_RACES):
+        for _ in range(_MAX_TRIES):
             try:
                 row = await self._store.load(key)
             except NotFound:
@@ -65,7 +63,7 @@ class RequestClaims:
             if (
                 row.labels.get(_REFUSED)
                 and held != wanted
-                and await self._gives_way(tenant, request_id, held, wanted)
+                and await self._is_replaceable(tenant, request_id, held, wanted)
             ):
                 try:
                     row = await self._replace(key, row, _labels(wanted))
@@ -82,29 +80,26 @@ class RequestClaims:
         )
 
     async def record_refusal(self, tenant: str, request_id: str, session_id: str) -> None:
-        """The call was refused in this session: its claim gives way to the next, unless the turn is there by then."""
+        """The call was refused in this session: the next claim replaces its claim, unless the turn exists by then."""
         key = _key(tenant, request_id)
         try:
             row = await self._store.load(key)
             if row.labels.get(_SESSION) == session_id and not row.labels.get(_REFUSED):
                 await self._replace(key, row, {**row.labels, _REFUSED: "1"})
         except (NotFound, RevisionMismatch):
-            return  # It has expired, or somebody else has said so.
+            return  # it has expired, or was changed meanwhile
 
     # ---- parts
 
-    async def _gives_way(
+    async def _is_replaceable(
         self, tenant: str, request_id: str, held: RequestClaim, wanted: RequestClaim
     ) -> bool:
-        """Whether a refused claim is given up for ``wanted``.
-
-        While its session is there, tries of the same call go on to meet in it.
-        """
+        """Whether ``wanted`` replaces a refused claim; not for the same call while its session exists."""
         has_it = await _has_turn(self._store, Key(tenant, held.session_id), request_id)
         return has_it is None or (not has_it and held.call != wanted.call)
 
     async def _create(self, key: Key, wanted: RequestClaim) -> SessionRow:
-        config, labels = SessionConfig(ttl_s=KEPT_S), _labels(wanted)
+        config, labels = SessionConfig(ttl_s=CLAIM_TTL_S), _labels(wanted)
         record = Record(revision=1, kind=RecordKind.CREATE, time_ms=now_ms(), config=config, labels=labels)
         row = SessionRow(tenant=key.tenant, session_id=key.session_id, config=config, labels=labels)
         try:
@@ -133,7 +128,7 @@ def _claim(row: SessionRow) -> RequestClaim:
 
 @dataclass(frozen=True, slots=True)
 class MarkedView:
-    """A turn, and which of its candidates the answer is."""
+    """A turn, and the candidate that matches the answer."""
 
     view: TurnView
     candidate: int
@@ -142,12 +137,9 @@ class MarkedView:
 async def find_turn(
     store: HistoryStore, tenant: str, mark: str, answer: str | None, request_id: str
 ) -> MarkedView:
-    """The newest turn with this mark and this answer, with any answer if that is None.
-
-    Of several sessions the one that has ``request_id``, if any has, goes first.
-    Raises NotFound (TURN_NOT_FOUND).
-    """
-    marked = await store.find_marked(tenant, mark, answer, limit=MOST_LOOKED_AT)
+    """The newest turn with this mark and answer (None: any), first of all in a session that has
+    ``request_id``. Raises NotFound (TURN_NOT_FOUND)."""
+    marked = await store.find_marked(tenant, mark, answer, limit=MAX_MATCHES)
     if request_id and len(marked) > 1:
         has_it = [await _has_turn(store, Key(tenant, one.session_id), request_id) for one in marked]
         marked = sorted(marked, key=lambda one: not has_it[marked.index(one)])
@@ -161,7 +153,7 @@ async def find_turn(
 async def _marked_view(
     store: HistoryStore, key: Key, revision: int, mark: str, answer: str | None
 ) -> MarkedView | None:
-    """The turn itself, because the index is a hint; None when it is another, or is not there."""
+    """Read the turn itself, since the index may be stale; None when it does not match or is gone."""
     try:
         turn = await turn_record.load_committed(store, key, revision)
     except (NotFound, DataLoss):
@@ -176,10 +168,10 @@ async def _marked_view(
 
 
 async def _has_turn(store: HistoryStore, key: Key, request_id: str) -> bool | None:
-    """Whether the request id is that of a turn of the session, running or committed; None: there is no such session."""
+    """Whether the session has a running or committed turn with this request id; None without such a session."""
     try:
         running = (await store.load(key)).running
-        # Asked second: a turn that does not run any more has been committed by now, if it ever is.
+        # Read second: a turn that no longer runs has been committed by now, if it ever will be.
         committed = await store.find_request(key, request_id)
     except NotFound:
         return None

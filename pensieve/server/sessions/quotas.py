@@ -1,8 +1,7 @@
-"""Limits of tenants on what they keep: sessions and bytes in the history store.
+"""Limits of what tenants store: sessions and bytes in the history store.
 
-The store is asked once in ``FRESH_S`` per tenant; sessions made here meanwhile are added, so that of many calls at once
-no more get through than there is room for. Other replicas count as soon as the store is asked again. A session that
-exists, or a turn that is in history, is what it is: to send its request again is no use of a quota.
+The store is asked at most once in ``USAGE_MAX_AGE_S`` per tenant, and sessions created here meanwhile are
+added. A repeated request for an existing session or a committed turn uses no quota.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from pensieve.server import ids
 from pensieve.server.tenants import TenantTable, quota_exceeded
 from pensieve.store import HistoryStore, Key, TenantUsage
 
-FRESH_S: Final = 1.0
+USAGE_MAX_AGE_S: Final = 1.0
 RETRY_S: Final = 60.0
-"""Room comes when sessions are deleted or expire: nothing of seconds."""
+"""Room appears when sessions are deleted or expire, which takes more than seconds."""
 
 
 class StorageQuotas:
@@ -34,13 +33,13 @@ class StorageQuotas:
         self._known: dict[str, tuple[float, TenantUsage]] = {}
         self._being_made: Counter[str] = Counter()
         self._made_since: Counter[str] = Counter()
-        """Sessions made here since the store was asked."""
+        """Sessions created here since the store was asked."""
 
     @asynccontextmanager
     async def reserve_session(
         self, tenant: str, exists: Callable[[], Awaitable[bool]]
     ) -> AsyncIterator[None]:
-        """Around the making of a session. Raises ResourceExhausted without room, unless it ``exists`` already."""
+        """Wraps a session's creation. Raises ResourceExhausted without room, unless the session ``exists``."""
         limits = self._tenants.limits(tenant)
         if limits.max_sessions is None and limits.max_stored_bytes is None:
             yield
@@ -60,14 +59,14 @@ class StorageQuotas:
             self._being_made[tenant] -= 1
 
     async def check_change(self, tenant: str) -> None:
-        """Before something is added to a session. Raises ResourceExhausted when the tenant stores too much."""
+        """Call before adding to a session. Raises ResourceExhausted when the tenant stores too much."""
         if self._tenants.limits(tenant).max_stored_bytes is None:
             return
         if self._has_too_many_bytes(tenant, await self._usage(tenant)):
             raise self._too_many_bytes(tenant)
 
     async def check_turn(self, key: Key, request_id: str) -> None:
-        """Before a turn, or items that are added: as ``change``, unless these very ones are in history."""
+        """Like ``check_change``, before a turn or appended items; passes if this request is in history."""
         if self._tenants.limits(key.tenant).max_stored_bytes is None:
             return
         if not self._has_too_many_bytes(key.tenant, await self._usage(key.tenant)):
@@ -76,7 +75,7 @@ class StorageQuotas:
             raise self._too_many_bytes(key.tenant)
 
     def on_session_removed(self, tenant: str) -> None:
-        """A session was removed: the store is asked again before the tenant is refused for want of room."""
+        """Discard the tenant's cached usage, so that freed room counts at once."""
         self._known.pop(tenant, None)
 
     def _has_too_many_bytes(self, tenant: str, usage: TenantUsage) -> bool:
@@ -90,9 +89,9 @@ class StorageQuotas:
     async def _usage(self, tenant: str) -> TenantUsage:
         now = self._monotonic()
         known = self._known.get(tenant)
-        if known is not None and now - known[0] < FRESH_S:
+        if known is not None and now - known[0] < USAGE_MAX_AGE_S:
             return known[1]
-        # What is made while the store answers may be counted twice until it is asked again, never not at all.
+        # Sessions created during this call may count twice until the next one; none is ever missed.
         self._made_since[tenant] = 0
         usage = await self._store.usage(tenant)
         claims = await self._store.usage(ids.claims_tenant(tenant))

@@ -1,4 +1,4 @@
-"""The records of changes that are no turns: create, fork, rewind, update. Pure functions, but for rendering."""
+"""The records of changes other than turns. Pure functions, except for rendering."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pensieve.core import Role
 from pensieve.errors import FailedPrecondition, NotFound
 from pensieve.server.clock import now_ms
 from pensieve.server.history.binding import ServedModel
-from pensieve.server.history.cuts import moved_view, system_item, truncated_to, without_prompt
-from pensieve.server.history.rendering import ItemStamp, Renderer, behind_prompt, check_tools
+from pensieve.server.history.cuts import renumbered_view, system_item, truncated_to, without_prompt
+from pensieve.server.history.rendering import ItemStamp, Renderer, check_tools, with_prompt
 from pensieve.server.values import InputEntry, ToolEntry
 from pensieve.store.records import (
     History,
@@ -26,27 +26,23 @@ from pensieve.store.records import (
 
 @dataclass(frozen=True, slots=True)
 class NewSession:
-    """A session as a client asks for it."""
-
     request_id: str = ""
     session_id: str = ""
     config: SessionConfig = field(default_factory=SessionConfig)
     labels: tuple[tuple[str, str], ...] = ()
     items: tuple[InputEntry, ...] = ()
     followed_by: tuple[Role, ...] = ()
-    """Roles of messages that will be given behind the items."""
+    """Roles of messages that will follow the items."""
 
 
 @dataclass(frozen=True, slots=True)
 class SessionChange:
-    """An update of a session."""
-
     labels: dict[str, str] | None = None
-    """None: they stay."""
+    """None leaves them unchanged."""
     config: dict[str, Any] = field(default_factory=dict)
-    """Fields of ``SessionConfig`` that are set, with their values."""
+    """New values of fields of ``SessionConfig``."""
     rebind: bool = False
-    """Move the session to the model that is served."""
+    """Move the session to the served model."""
 
 
 async def create(renderer: Renderer, new: NewSession, served: ServedModel) -> Record:
@@ -54,7 +50,7 @@ async def create(renderer: Renderer, new: NewSession, served: ServedModel) -> Re
     prompt = (InputEntry(Role.SYSTEM, new.config.system_prompt),) if new.config.system_prompt else ()
     now = now_ms()
     await check_tools(new.config, renderer)
-    config = renderer.dated(new.config, now)
+    config = renderer.with_date(new.config, now)
     base = History(config=config)
     items, _ = await renderer.items(
         base, (*prompt, *new.items), ItemStamp(1, new.request_id, now), followed_by=new.followed_by
@@ -78,7 +74,7 @@ async def append(
     served: ServedModel,
     followed_by: tuple[Role, ...] = (),
 ) -> Record:
-    """The record that adds items behind ``base``. Raises FailedPrecondition (MODEL_MISMATCH)."""
+    """The record that appends items to ``base``. Raises FailedPrecondition (MODEL_MISMATCH)."""
     served.check(base.config)
     now = now_ms()
     items, _ = await renderer.items(
@@ -95,7 +91,7 @@ async def append(
 
 
 def fork(source: History, item: int | None, request_id: str) -> Record:
-    """First record of a copy of ``source`` up to ``item``. Items keep their numbers, tokens and views."""
+    """First record of a copy of ``source`` up to ``item``. Items keep their numbers and tokens."""
     base = source if item is None else truncated_to(source, item)
     return Record(
         revision=1,
@@ -110,7 +106,7 @@ def fork(source: History, item: int | None, request_id: str) -> Record:
 
 
 def rewind(base: History, item: int, request_id: str) -> Record:
-    """Supersede everything after ``item``, the system prompt excepted."""
+    """Supersede everything after ``item``, except the system prompt."""
     return Record(
         revision=base.revision + 1,
         kind=RecordKind.REWIND,
@@ -122,12 +118,9 @@ def rewind(base: History, item: int, request_id: str) -> Record:
 
 
 async def update(renderer: Renderer, base: History, change: SessionChange, served: ServedModel) -> Record:
-    """Set fields of the session.
-
-    Another system prompt, and other tools, change what the model sees first, so every live item is superseded and
-    appended again under a new number. The items' tokens are reused. A session that is moved to a model with another
-    tokenizer, or one of which nothing is known, has all of them made anew from its texts.
-    """
+    """Set fields of the session. A new system prompt, or new tools, change the beginning of the context, so
+    every live item is appended again under a new number, with its old tokens. A rebound session with another
+    or an unknown tokenizer gets new tokens."""
     config = msgspec.structs.replace(base.config, **change.config)
     if (config.tools, config.overflow) != (base.config.tools, base.config.overflow):
         await check_tools(config, renderer)
@@ -147,9 +140,9 @@ async def update(renderer: Renderer, base: History, change: SessionChange, serve
     )
     if begins_alike and not anew:
         return record
-    make = _from_texts if anew else behind_prompt
+    make = _from_texts if anew else with_prompt
     head, moved = await make(renderer, base, config, record.time_ms)
-    hidden = moved_view(base, moved)
+    hidden = renumbered_view(base, moved)
     return msgspec.structs.replace(record, keep_items=0, items=(*head, *moved), hidden_before=hidden)
 
 
@@ -162,23 +155,22 @@ def check_item(history: History, item: int) -> None:
 async def _from_texts(
     renderer: Renderer, base: History, config: SessionConfig, time_ms: int
 ) -> tuple[tuple[Item, ...], list[Item]]:
-    """The system prompt (nothing if "") and the other live items as a transcript of the same texts that is imported.
-
-    Raises FailedPrecondition (MODEL_MISMATCH) when a client gave an item as token ids: they have no text to go by.
-    """
+    """The system prompt (nothing if "") and the other live items, tokenised anew. Raises FailedPrecondition
+    (MODEL_MISMATCH) for an item given as token ids, which has no text."""
     rest = without_prompt(base)
     verbatim = next((item.number for item in rest if item.verbatim), None)
     if verbatim is not None:
         raise FailedPrecondition(
-            f"item {verbatim} was given as token ids, which mean nothing to another tokenizer: the session cannot be "
-            "moved; export its texts and import them into a new session",
+            f"item {verbatim} was given as token ids, which have no meaning for another tokenizer: the session cannot "
+            "be moved; export its texts and import them into a new session",
             reason="MODEL_MISMATCH",
             metadata={"item": str(verbatim)},
         )
     head = (InputEntry(Role.SYSTEM, config.system_prompt),) if config.system_prompt else ()
     entries = [*head, *(_said(item) for item in rest)]
     stamp = ItemStamp(base.head_item + 1, "", time_ms)
-    # As they are when the conversation goes on: a last answer ends with its end-of-sequence token, as one that is new.
+    # Rendered as if the conversation goes on: the last answer ends with its end-of-sequence token, like a
+    # generated one.
     made, _ = await renderer.items(History(config=config), entries, stamp, followed_by=(Role.USER,))
     moved = [
         msgspec.structs.replace(old, number=new.number, tokens=new.tokens, prefix_tokens=0)

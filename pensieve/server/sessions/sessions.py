@@ -1,4 +1,4 @@
-"""Sessions: they are made, read, changed, copied, cut and erased here. Their turns are in ``server.turns``."""
+"""Creates, reads, updates, forks, rewinds and deletes sessions. Their turns are in ``server.turns``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from pensieve.server import ids
 from pensieve.server.clock import now_ms
 from pensieve.server.history.binding import ServedModel
 from pensieve.server.history.cuts import check_not_erased, erasing_record
-from pensieve.server.history.rendering import too_long
+from pensieve.server.history.rendering import context_too_long
 from pensieve.server.history.transcript import Transcript, initial_history
 from pensieve.server.links.engine_link import EngineLink, context_limit
 from pensieve.server.sessions import records as session_records
@@ -45,8 +45,8 @@ from pensieve.store.records import History, Item, Overflow, Record, RecordKind, 
 
 log = logging.getLogger(__name__)
 
-_RACES = 8
-"""How often a change without ``expected_revision`` is tried again when another one came first."""
+_MAX_TRIES = 8
+"""Tries of a change without ``expected_revision`` when other changes come first."""
 _MAC_BYTES = 16
 Cursor = TypeVar("Cursor")
 
@@ -66,16 +66,14 @@ class SessionsPage:
     next_token: str
 
 
-class Change(NamedTuple):
-    """A record to append, and what is left of the records that it erases."""
+class PreparedChange(NamedTuple):
+    """A record to append, and the remains of the records that it erases."""
 
     record: Record
     rests: tuple[Record, ...] = ()
 
 
 class Sessions:
-    """See the module docstring."""
-
     def __init__(
         self,
         transcript: Transcript,
@@ -85,7 +83,7 @@ class Sessions:
         settings: TurnSettings,
         quotas: StorageQuotas,
     ) -> None:
-        """``turns``: where the running turns of a deleted session are ended."""
+        """``turns``: ends the running turns of a deleted session."""
         self._transcript = transcript
         self._store = transcript.store
         self._renderer = transcript.renderer
@@ -97,7 +95,7 @@ class Sessions:
         self._pages = PageTokens(settings.page_secret, settings.page_token_s)
 
     async def create(self, tenant: str, new: NewSession) -> SessionRow:
-        """Make a session. The same request, or the same id with the same content, again gives the session there is."""
+        """Create a session. A repeated request, or the same id and content, returns the existing session."""
         model = self._settings.model
         if new.config.model not in ("", model):
             raise InvalidArgument.field("config.model", f"is not served here; this server runs {model!r}")
@@ -108,7 +106,7 @@ class Sessions:
         if new.config.overflow is Overflow.REJECT:
             self._renderer.check_size((prompt, *new.items), limit)
         else:
-            # Together they may be too long, since the oldest turns are dropped. One alone must fit.
+            # Together they may be too long: the oldest turns are dropped. Each alone must fit.
             for entry in (prompt, *new.items):
                 self._renderer.check_size((entry,), limit)
         record = await session_records.create(self._renderer.for_tenant(tenant), new, self._served)
@@ -123,7 +121,7 @@ class Sessions:
     async def list(
         self, tenant: str, *, page_size: int, page_token: str, labels: dict[str, str]
     ) -> SessionsPage:
-        """Newest update first."""
+        """The latest update first."""
         query = ("sessions", *(f"{name}={value}" for name, value in sorted(labels.items())))
         cursor = self._pages.open(tenant, query, page_token, str) if page_token else ""
         page = await self._store.list_sessions(
@@ -133,13 +131,13 @@ class Sessions:
         return SessionsPage(page.rows, token)
 
     async def items(self, key: Key, *, page_size: int, page_token: str, after_item: int) -> ItemsPage:
-        """Live items, oldest first. All pages of one listing show the revision of the first."""
+        """Live items, oldest first. All pages of a listing show the revision of the first page."""
         query = ("items", key.session_id, str(after_item))
         row = await self._store.load(key)
         revision, after = row.revision, after_item
         if page_token:
             revision, after = self._pages.open(key.tenant, query, page_token, tuple[int, int])
-            history = await self._transcript.at_revision(key, row, revision)
+            history = await self._transcript.history_at_revision(key, row, revision)
         else:
             history = await self._transcript.history_at(key, row)
             revision = history.revision
@@ -152,19 +150,16 @@ class Sessions:
         return ItemsPage(tuple(rest[:size]), token, revision)
 
     async def update(self, key: Key, change: SessionChange, expected_revision: int | None) -> SessionRow:
-        """Set fields; a changed system prompt renumbers all live items (``records.update``).
-
-        Raises FailedPrecondition (MODEL_MISMATCH) for a system prompt in a session of another model, and where the
-        session cannot be moved to the model that is served.
-        """
+        """Set fields (``records.update``). Raises FailedPrecondition (MODEL_MISMATCH) for a new system prompt
+        or tools in another model's session, and for a session that cannot be rebound."""
         await self._quotas.check_change(key.tenant)
         for name in ("system_prompt", "tools"):
             if name in change.config:
                 entry = InputEntry(Role.SYSTEM, change.config[name])
                 self._renderer.check_size((entry,), context_limit(self._link.info))
 
-        async def made(base: History) -> Change:
-            return Change(
+        async def made(base: History) -> PreparedChange:
+            return PreparedChange(
                 await session_records.update(
                     self._renderer.for_tenant(key.tenant), base, change, self._served
                 )
@@ -181,30 +176,27 @@ class Sessions:
         *,
         erase: bool = False,
     ) -> SessionRow:
-        """Supersede the items after ``item``. Idempotent by request id.
-
-        A tenant that stores too much may cut items off, so that a session can go on; a rewind that cuts off none is
-        refused (ResourceExhausted).
-        ``erase``: they are erased as well (``history.erased``), from the log and from the engine's cache.
-        """
+        """Supersede the items after ``item``; ``erase`` also removes them from the log and the engine's
+        cache. Idempotent by request id. A tenant over its quota may only rewind if that removes items
+        (ResourceExhausted)."""
         known = bool(request_id) and await self._store.find_request(key, request_id) is not None
 
-        async def change(base: History) -> Change:
+        async def change(base: History) -> PreparedChange:
             if not known:
                 session_records.check_item(base, item)
             record = session_records.rewind(base, item, request_id)
             if not known and len(base.apply(record, "").items) == len(base.items):
-                # It cuts nothing off, and is a record all the same: without end, as others are not.
+                # A rewind that removes nothing still adds a record, and could be repeated without end.
                 await self._quotas.check_change(key.tenant)
             if not erase:
-                return Change(record)
+                return PreparedChange(record)
             log = [one for one in await self._store.read(key) if one.record.revision <= base.revision]
-            return Change(*erasing_record(base, record, log))
+            return PreparedChange(*erasing_record(base, record, log))
 
         mark = fingerprint("rewind", item, expected_revision, *(("erase",) if erase else ()))
         row = await self._apply(key, change, mark, expected_revision)
         if erase:
-            await self._uncache(key)
+            await self._evict(key)
         return row
 
     async def append(
@@ -215,20 +207,20 @@ class Sessions:
         expected_revision: int | None,
         followed_by: tuple[Role, ...] = (),
     ) -> tuple[SessionRow, tuple[Item, ...]]:
-        """Add items behind the history, without an answer; the row, and the items. Idempotent by request id."""
+        """Append items to the history without an answer; return the row and the items. Idempotent by request id."""
         request_id = request_id or ids.new_request_id()
         await self._quotas.check_turn(key, request_id)
         limit = context_limit(self._link.info)
         self._renderer.check_size(entries, limit)
         known = await self._store.find_request(key, request_id)
 
-        async def change(base: History) -> Change:
+        async def change(base: History) -> PreparedChange:
             made = await session_records.append(
                 self._renderer.for_tenant(key.tenant), base, entries, request_id, self._served, followed_by
             )
             if known is None:
                 self._check_fits(base.apply(made, ""), limit)
-            return Change(made)
+            return PreparedChange(made)
 
         row = await self._apply(
             key, change, fingerprint("append", entries, expected_revision), expected_revision
@@ -249,9 +241,8 @@ class Sessions:
         expected_revision: int | None,
         candidate: int | None = None,
     ) -> SessionRow:
-        """A new session with the live items up to ``item``, the last one of which may be another ``candidate`` of its
-        turn. The same request again gives the same session.
-        """
+        """A new session with the live items up to ``item``, the last of them possibly another ``candidate``
+        of its turn. A repeated request returns the same session."""
         target_id = session_id or ids.derived_session_id("fork", key.tenant, request_id)
         target = Key(key.tenant, target_id)
         _, history = await self._transcript.read(key)
@@ -261,7 +252,7 @@ class Sessions:
                 session_records.check_item(history, item)
         record = session_records.fork(history, item, request_id)
         if candidate is not None:
-            record = await self._ending_in(key, record, candidate)
+            record = await self._with_last_answer(key, record, candidate)
         copy = initial_history(record)
         other = () if candidate is None else (candidate,)
         mark = fingerprint("fork", key.session_id, item, expected_revision, *other)
@@ -271,19 +262,15 @@ class Sessions:
     async def choose(
         self, key: Key, request_id: str, candidate: int, expected_revision: int | None
     ) -> TurnView:
-        """Make another candidate of the latest turn its answer; the turn with that answer.
-
-        Choosing the one that it has changes nothing, whatever came after the turn.
-        Raises NotFound (TURN_NOT_FOUND, CANDIDATE_NOT_FOUND), FailedPrecondition (TURN_NOT_LATEST), ResourceExhausted
-        (QUOTA_EXCEEDED: each choice is a record with the answer in it), and what ``HistoryStore.apply`` does:
-        TurnInProgress, RevisionMismatch.
-        """
-        for _ in range(_RACES):
+        """Make another candidate of the latest turn its answer; return the turn. No effect for the present
+        answer. Raises NotFound (TURN_NOT_FOUND, CANDIDATE_NOT_FOUND), FailedPrecondition (TURN_NOT_LATEST),
+        ResourceExhausted (QUOTA_EXCEEDED: each choice adds a record), TurnInProgress, RevisionMismatch."""
+        for _ in range(_MAX_TRIES):
             turn = await self._committed_turn(key, request_id)
             view = turn_record.committed_view(key, turn)
             count = max(1, len(view.candidates))
             if candidate >= count:
-                raise turn_record.no_candidate(candidate, count)
+                raise turn_record.candidate_not_found(candidate, count)
             if candidate == view.chosen:
                 return view
             if not turn.latest:
@@ -295,16 +282,16 @@ class Sessions:
             record = turn_record.choice_record(base, turn, candidate, now_ms())
             mark = fingerprint("choose", turn.record.request_id, candidate)
             try:
-                await self._append(key, base, Change(record), mark, expected_revision)
+                await self._append(key, base, PreparedChange(record), mark, expected_revision)
             except RevisionMismatch:
                 if expected_revision is not None:
                     raise
                 continue
-            if candidate:  # that of candidate 0 was given up for another's before
+            if candidate:  # candidate 0's KV was already released
                 self._link.choose(ids.session_key(key), candidate)
             chosen = CommittedTurn(turn.record, record, head_revision=record.revision, latest=True)
             return turn_record.committed_view(key, chosen)
-        raise RevisionMismatch("the session changes too fast to choose in it")
+        raise RevisionMismatch("the session changes too often to choose a candidate")
 
     async def delete(
         self,
@@ -314,14 +301,11 @@ class Sessions:
         allow_missing: bool,
         unused_only: bool = False,
     ) -> None:
-        """Erase content now, running turns included; the engine's cached state goes too, if an engine is up.
-
-        A session that is not there, or was deleted before, is an error unless ``allow_missing``.
-        ``unused_only``: its id is free again. Raises FailedPrecondition (SESSION_USED) where the session has had a
-        turn, TurnInProgress while one runs.
-        """
+        """Erase the session, end its running turns, and drop the engine's cached state. Raises NotFound for a
+        missing session unless ``allow_missing``. ``unused_only``: free its id too; raises FailedPrecondition
+        (SESSION_USED) if it has had a turn, TurnInProgress while one runs."""
         if unused_only:
-            await self._forget(key, expected_revision, allow_missing)
+            await self._delete_unused(key, expected_revision, allow_missing)
             return
         if not allow_missing:
             await self._store.load(key)
@@ -330,7 +314,7 @@ class Sessions:
         self._transcript.forget(key)
         await self._turns.end_session(key, NotFound("the session was deleted", reason="SESSION_DELETED"))
         self._transcript.forget(key)
-        await self._uncache(key)
+        await self._evict(key)
 
     # ---- parts
 
@@ -348,8 +332,8 @@ class Sessions:
             )
         raise NotFound("no such turn in this session", reason="TURN_NOT_FOUND")
 
-    async def _forget(self, key: Key, expected_revision: int | None, allow_missing: bool) -> None:
-        """Remove a session that has never had a turn. No turn runs in it then: who comes next finds none."""
+    async def _delete_unused(self, key: Key, expected_revision: int | None, allow_missing: bool) -> None:
+        """Remove a session that has had no turn. None is running, and the next one will find no session."""
         try:
             head = await self._unused_head(key, expected_revision)
         except NotFound:
@@ -359,13 +343,11 @@ class Sessions:
         await self._store.forget(key, head)
         self._quotas.on_session_removed(key.tenant)
         self._transcript.forget(key)
-        await self._uncache(key)
+        await self._evict(key)
 
     async def _unused_head(self, key: Key, expected_revision: int | None) -> str:
-        """Chain hash of the session's newest record; no record up to it is a turn's.
-
-        Raises DataLoss (HISTORY_REGRESSED) where the store may have lost a turn.
-        """
+        """Chain hash of the session's newest record. Raises FailedPrecondition (SESSION_USED) if a record is
+        a turn's, DataLoss (HISTORY_REGRESSED) when the store may have lost one."""
         seen, revision, head = self._transcript.known.get(key), 0, ""
         while True:
             piece = await self._store.read_slice(key, after_revision=revision, head_hash=head)
@@ -373,22 +355,21 @@ class Sessions:
             _check_revision(piece.row.revision, expected_revision)
             if any(one.record.kind is RecordKind.TURN for one in piece.records):
                 raise FailedPrecondition(
-                    "the session has had a turn: without unused_only it is deleted", reason="SESSION_USED"
+                    "the session has had a turn; delete it without unused_only", reason="SESSION_USED"
                 )
             if piece.records:
                 revision, head = piece.records[-1].record.revision, piece.records[-1].head_hash
             if revision == piece.row.revision:
                 return head
 
-    async def _uncache(self, key: Key) -> None:
-        """Drop the session's cached state, if an engine is up."""
+    async def _evict(self, key: Key) -> None:
         try:
             await self._link.evict(ids.session_key(key))
         except Unavailable as error:
             log.info("no cached state to drop: %s", error.reason)
 
-    async def _ending_in(self, key: Key, record: Record, candidate: int) -> Record:
-        """The fork of ``key`` with another answer at its end. Raises NotFound (CANDIDATE_NOT_FOUND)."""
+    async def _with_last_answer(self, key: Key, record: Record, candidate: int) -> Record:
+        """The fork of ``key`` with another candidate as its last answer. Raises NotFound (CANDIDATE_NOT_FOUND)."""
         last = record.items[-1] if record.items else None
         revision = None
         if last is not None and last.role is Role.ASSISTANT and last.request_id:
@@ -397,7 +378,7 @@ class Sessions:
         if revision is not None:
             turn = await turn_record.load_committed(self._store, key, revision)
         if last is None or turn is None:
-            raise turn_record.no_candidate(candidate, 0)
+            raise turn_record.candidate_not_found(candidate, 0)
         items = (*record.items[:-1], turn_record.with_candidate(last, turn, candidate))
         return msgspec.structs.replace(record, items=items)
 
@@ -425,22 +406,22 @@ class Sessions:
     async def _apply(
         self,
         key: Key,
-        build: Callable[[History], Awaitable[Change]],
+        build: Callable[[History], Awaitable[PreparedChange]],
         mark: str,
         expected_revision: int | None,
     ) -> SessionRow:
-        for attempt in range(_RACES):
+        for attempt in range(_MAX_TRIES):
             _, base = await self._transcript.read(key)
             change = await build(base)
             try:
                 return await self._append(key, base, change, mark, expected_revision)
             except RevisionMismatch:
-                if expected_revision is not None or attempt + 1 == _RACES:
+                if expected_revision is not None or attempt + 1 == _MAX_TRIES:
                     raise
         raise AssertionError("unreachable: the last attempt returns or raises")
 
     async def _append(
-        self, key: Key, base: History, change: Change, mark: str, expected_revision: int | None
+        self, key: Key, base: History, change: PreparedChange, mark: str, expected_revision: int | None
     ) -> SessionRow:
         async def write(counts: Counts) -> SessionRow:
             return await self._store.apply(
@@ -464,7 +445,7 @@ class Sessions:
     def _check_fits(self, history: History, limit: int) -> None:
         length = self._renderer.length(history)
         if length >= limit and history.config.overflow is Overflow.REJECT:
-            raise too_long(length, limit)
+            raise context_too_long(length, limit)
 
     def _page_size(self, asked: int) -> int:
         limits = self._settings.limits
@@ -478,11 +459,11 @@ def _check_revision(current: int, expected: int | None) -> None:
             "the history is behind the expected revision", reason="HISTORY_REGRESSED", metadata=metadata
         )
     if expected is not None and expected != current:
-        raise RevisionMismatch("the session has moved on", metadata=metadata)
+        raise RevisionMismatch("the session has changed since the expected revision", metadata=metadata)
 
 
 class PageTokens:
-    """Page tokens: opaque, authenticated, bound to tenant and query, of limited age. They grant nothing."""
+    """Page tokens: opaque, authenticated, bound to tenant and query, of limited age. They grant no access."""
 
     def __init__(self, secret: bytes, lifetime_s: float, clock: Callable[[], float] = time.time) -> None:
         self._secret = secret
@@ -490,14 +471,13 @@ class PageTokens:
         self._clock = clock
 
     def seal(self, tenant: str, query: tuple[str, ...], cursor: object) -> str:
-        """A token that only ``open`` with the same tenant and query takes."""
         payload = msgspec.msgpack.encode((int(self._clock() + self._lifetime_s), cursor))
         return (
             base64.urlsafe_b64encode(self._mac(tenant, query, payload) + payload).decode("ascii").rstrip("=")
         )
 
     def open(self, tenant: str, query: tuple[str, ...], token: str, kind: type[Cursor]) -> Cursor:
-        """The sealed cursor. Raises InvalidArgument, in the same words whether forged, foreign or expired."""
+        """The sealed cursor. Raises the same InvalidArgument for a forged, foreign or expired token."""
         try:
             raw = base64.b64decode(token + "=" * (-len(token) % 4), altchars=b"-_", validate=True)
         except (binascii.Error, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Warming: a session's KV is asked to the device ahead of its next turn. Nothing is changed, held or promised."""
+"""Warming: loads a session's KV to the device ahead of its next turn. It changes and pins nothing."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from pensieve.store.records import SessionRow
 
 @dataclass(frozen=True, slots=True)
 class WarmAnswer:
-    """The answer to a wish to warm a session."""
+    """The answer to a request to warm a session."""
 
     refusal: str
-    """"": it is being brought; else why not, as in ``engine.messages.Warmed``."""
+    """Why it was refused, as in ``engine.messages.Warmed``; "" if it was accepted."""
     resident: ResidentTokens
-    """Where its KV lies now: what is brought may still be on its way."""
+    """Where its KV is now: accepted chunks may still be on their way."""
     row: SessionRow
 
 
 class SessionWarmer:
-    """Asks the engine, for each session once at a time: calls that come meanwhile get the same answer."""
+    """Asks the engine once at a time per session: concurrent calls get the same answer."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class SessionWarmer:
         settings: TurnSettings,
         on_warmed: Callable[[str], None] | None = None,
     ) -> None:
-        """``on_warmed`` hears how each asking ended: ``accepted``, why it was refused, or the reason of the error."""
+        """``on_warmed`` is called with ``accepted``, the refusal, or the error's reason."""
         self._transcript = transcript
         self._link = link
         self._turns = turns
@@ -53,16 +53,17 @@ class SessionWarmer:
         self._asking: dict[Key, asyncio.Task[WarmAnswer]] = {}
 
     async def warm(self, key: Key) -> WarmAnswer:
-        """Raises what reading the session raises, and Unavailable when no engine serves or the server is draining."""
+        """Raises the errors of reading the session, and Unavailable when no engine serves or the server is
+        draining."""
         asking = self._asking.get(key)
         if asking is None:
             asking = self._asking[key] = asyncio.create_task(self._ask(key), name="warm")
             asking.add_done_callback(lambda _: self._asking.pop(key))
         try:
-            # Shielded: a caller that leaves does not take the answer from the others.
+            # Shielded: a caller that disconnects must not cancel the others' answer.
             return await asyncio.shield(asking)
         except PensieveError as error:
-            # A copy for each caller: one exception object raised in many tasks would chain their tracebacks.
+            # A copy for each caller: one exception raised in many tasks would chain their tracebacks.
             raise copy.copy(error) from None
 
     async def _ask(self, key: Key) -> WarmAnswer:

@@ -1,8 +1,7 @@
-"""The one buffer between an engine and the streams of a turn: what the turn has produced so far.
+"""The buffer between an engine and the streams of a turn: the turn's output so far.
 
-It is written as the engine's events are dealt out and read by any number of streams, each at its own speed. A stream
-holds an index into each candidate's output, never a copy: one that has fallen behind costs nothing, and gets what it
-missed in one delta.
+The engine's events write it; any number of streams read it, each at its own speed. A stream holds an index
+into each candidate's output, never a copy. A slow stream costs nothing, and gets what it missed in one delta.
 """
 
 from __future__ import annotations
@@ -27,23 +26,22 @@ class TurnBuffer:
         """One per candidate; set together with ``accepted``."""
         self.progress = ProgressView()
         self.progress_count = 0
-        """Grows with each change of ``progress``."""
         self._outcome: TurnView | PensieveError | None = None
         self._waiting: dict[asyncio.Future[bool], float] = {}
-        """The futures of those that wait for a change, and until when they do."""
+        """Futures of ``wait_for_change`` and their deadlines."""
         self._alarm: asyncio.TimerHandle | None = None
-        """Due no later than the first of these times. One for all waits: a timer per token would be the larger cost."""
+        """Fires at or before the first deadline. One timer for all waits: one per token would cost more."""
         self._waiting_for_end: set[asyncio.Future[bool]] = set()
 
-    # ---- the turn writes
+    # ---- written by the turn
 
     def accept(self, accepted: Accepted, *outputs: OutputText) -> None:
-        """The turn runs; ``outputs``, one per candidate, are read from here on, also while they grow."""
+        """The turn runs: streams read ``outputs``, one per candidate, while they grow."""
         self.accepted, self.outputs = accepted, outputs
         self._wake()
 
     def take(self, candidate: int, tokens: Iterable[int], logprobs: Iterable[TokenLogprob]) -> OutputText:
-        """Append output tokens of a candidate, each with its log-probabilities or none with any; returns its output."""
+        """Append tokens to a candidate's output, with log-probabilities for each or for none; return the output."""
         output = self.outputs[candidate]
         for token, score in itertools.zip_longest(tokens, logprobs):
             output.push(token, score)
@@ -56,7 +54,7 @@ class TurnBuffer:
         self._wake()
 
     def end(self, outcome: TurnView | PensieveError) -> None:
-        """The turn is over. Nothing is written afterwards."""
+        """Set the outcome. Nothing is written afterwards."""
         self._outcome = outcome
         self._wake()
         for end in self._waiting_for_end:
@@ -64,19 +62,17 @@ class TurnBuffer:
         if self._alarm is not None:
             self._alarm.cancel()
 
-    # ---- streams read
+    # ---- read by streams
 
     @property
     def ended(self) -> bool:
         return self._outcome is not None
 
     def next_candidate(self, sent: Sequence[int], last: int) -> int | None:
-        """The candidate that a stream is to go on with: the next in turn after ``last`` that has something to show.
-
-        ``sent``: how many tokens of each the stream has sent. None: it has sent all there is.
-        """
+        """The next candidate after ``last`` of which a stream has ``sent`` fewer tokens than are ready; None
+        if there is none."""
         outputs = self.outputs
-        if len(outputs) == 1:  # nearly all turns, asked twice for each delta
+        if len(outputs) == 1:  # nearly all turns; called twice per delta
             return 0 if outputs[0].ready > sent[0] else None
         for step in range(last + 1, last + 1 + len(outputs)):
             candidate = step % len(outputs)
@@ -85,18 +81,15 @@ class TurnBuffer:
         return None
 
     def result(self) -> TurnView:
-        """The turn as it ended. Raises the error it ended with."""
         if isinstance(self._outcome, PensieveError):
-            # A copy for each caller: one exception object raised in many tasks would chain their tracebacks.
+            # A copy for each caller: one exception raised in many tasks would chain their tracebacks.
             raise copy.copy(self._outcome)
         assert self._outcome is not None
         return self._outcome
 
     def delta(self, candidate: int, start: int, limit: int | None, *, scores: bool = False) -> Delta:
-        """The next delta of a stream that has sent ``start`` tokens of a candidate, which has more to show.
-
-        ``scores``: with log-probabilities, if the turn has them.
-        """
+        """The next delta of a stream that has sent ``start`` tokens. ``scores``: include log-probabilities,
+        if any."""
         output = self.outputs[candidate]
         end = output.slice(start, limit)
         return Delta(
@@ -120,7 +113,7 @@ class TurnBuffer:
             self._waiting.pop(change, None)
 
     async def ends_within(self, timeout_s: float) -> bool:
-        """Wait for the end, whatever is written meanwhile; False when it did not come in time."""
+        """Wait for the end, ignoring other writes; False when it did not come in time."""
         if self.ended:
             return True
         loop = asyncio.get_running_loop()
@@ -138,7 +131,6 @@ class TurnBuffer:
             continue
 
     async def outcome(self) -> TurnView:
-        """Wait for the end. Raises the error the turn ended with."""
         await self.wait_for_end()
         return self.result()
 
@@ -153,7 +145,7 @@ class TurnBuffer:
         self._alarm = asyncio.get_running_loop().call_at(deadline, self._late, deadline)
 
     def _late(self, deadline: float) -> None:
-        """The alarm's time has come: end the waits that were to last until then, and see who is next."""
+        """End the waits that are due, and set the alarm for the next one."""
         self._alarm = None
         for change in [change for change, until in self._waiting.items() if until <= deadline]:
             del self._waiting[change]

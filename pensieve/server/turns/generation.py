@@ -1,4 +1,4 @@
-"""The engine's part of a turn: submit, take tokens into the buffer, stop where the turn says so."""
+"""The engine's part of a turn: submit, copy tokens into the buffer, stop at the turn's limits."""
 
 from __future__ import annotations
 
@@ -23,41 +23,40 @@ from pensieve.server.links.engine_link import EngineLink, Generation
 from pensieve.server.turns.buffer import TurnBuffer
 from pensieve.server.values import ProgressView, TurnHints
 
-LONGEST_NEXT_TURN_S: Final = 7 * 24 * 3600.0
-"""A session that is to come back later than this is as good as one that comes back then."""
-LEAST_IMPORTANCE: Final = 1 / 16
-MOST_IMPORTANCE: Final = 16.0
-"""Within these no number given is as good as a pin, nor as an eviction."""
+MAX_NEXT_TURN_S: Final = 7 * 24 * 3600.0
+"""Longer estimates are clipped to this: the engine could not tell them apart."""
+MIN_IMPORTANCE: Final = 1 / 16
+MAX_IMPORTANCE: Final = 16.0
+"""Within these bounds no importance acts as a pin, or as an eviction."""
 
 
 class TurnGeneration:
-    """The generation of one turn, and the ``GenerationSink`` that takes it into the turn's buffer.
+    """The generation of one turn, and its ``GenerationSink``, which writes the turn's buffer.
 
-    It ends by itself, at a stop string, when its time is over, or by ``interrupt``. With several candidates a stop
-    string ends the one that it was found in.
+    It ends by itself, at a stop string (with several candidates: only that candidate), at its time limit, or
+    by ``interrupt``.
     """
 
     def __init__(self, buffer: TurnBuffer) -> None:
         self._buffer = buffer
         self._generation: Generation | None = None
         self._ticket: AdmissionTicket | None = None
-        self._over: asyncio.Future[None] | None = None
+        self._done: asyncio.Future[None] | None = None
         """``run`` waits for it. No token resolves it, so a turn's task sleeps from its submission to its end."""
         self._started: Started | None = None
         self._finished: Finished | None = None
         self._reasons: dict[int, FinishReason] = {}
-        """Why candidates have ended while others go on: by the engine, or here by a stop string."""
+        """Finish reasons of candidates that ended before the generation: from the engine, or a stop string here."""
         self._interrupted = False
         self._started_at = 0.0
         self.submitted_at: float | None = None
         self.ended_at: float | None = None
         self.first_token_at: float | None = None
-        """On the event loop's clock."""
-        self.out_of_time = False
-        """Ended because ``max_duration`` was over."""
+        """On the event loop's clock, like the two before it."""
+        self.timed_out = False
 
     def interrupt(self) -> None:
-        """Stop within one engine step, or never start. What the engine still sends goes nowhere."""
+        """Stop within one engine step, or never start. Later events of the engine are ignored."""
         self._interrupted = True
         self._end()
 
@@ -69,29 +68,28 @@ class TurnGeneration:
         limit_s: float | None = None,
         ticket: AdmissionTicket | None = None,
     ) -> None:
-        """Returns when the turn has its last token, or after ``limit_s``. ``ticket``: is told when the engine begins.
-
-        Raises what ``EngineLink.submit`` and ``failed`` tell.
-        """
+        """Generate until the last token, or for ``limit_s``. Raises the errors of ``EngineLink.submit`` and
+        ``failed``."""
         if self._interrupted:
             return
         loop = asyncio.get_running_loop()
         self._ticket = ticket
         self.submitted_at = loop.time()
-        self._over = loop.create_future()
+        self._done = loop.create_future()
         self._generation = link.submit(command, self)
         timer = loop.call_later(limit_s, self._time_is_over) if limit_s is not None else None
         try:
-            await self._over
+            await self._done
         finally:
             self.ended_at = loop.time()
             self._generation.cancel()
-            # Link and turn know each other through it: without this the turn's buffer would wait for the collector.
+            # Breaks a reference cycle between link and turn, which would leave the turn's buffer to the
+            # garbage collector.
             self._generation = None
             if timer is not None:
                 timer.cancel()
 
-    # ---- the link calls
+    # ---- called by the link
 
     def started(self, event: Started) -> None:
         self._started, self._started_at = event, asyncio.get_running_loop().time()
@@ -125,15 +123,15 @@ class TurnGeneration:
     # ---- the receipt
 
     def finish_reason(self, candidate: int = 0) -> FinishReason:
-        """Why a candidate ended, if nobody interrupted the generation."""
+        """Why a candidate ended, unless the generation was interrupted."""
         if candidate in self._reasons:
             return self._reasons[candidate]
-        if self.out_of_time or self._finished is None:
+        if self.timed_out or self._finished is None:
             return FinishReason.TIME_LIMIT
         return self._finished.reason
 
     def usage(self, output_tokens: int) -> Usage:
-        """The receipt, with the number of tokens that are kept."""
+        """The receipt; ``output_tokens``: number of tokens that are kept."""
         now = asyncio.get_running_loop().time()
         source = self._finished or self._started
         started = self._started_at or now
@@ -147,7 +145,7 @@ class TurnGeneration:
         )
 
     def _stop(self, candidate: int) -> None:
-        """A stop string was found in this candidate, maybe before: the engine may have sent more of it by now."""
+        """A stop string was found in this candidate. May be called again, when the engine had sent more of it."""
         if candidate in self._reasons:
             return
         self._reasons[candidate] = FinishReason.STOP_SEQUENCE
@@ -157,37 +155,37 @@ class TurnGeneration:
             self._generation.cancel_candidate(candidate)
 
     def _time_is_over(self) -> None:
-        if self._over is not None and not self._over.done():
-            self.out_of_time = True
+        if self._done is not None and not self._done.done():
+            self.timed_out = True
             self.interrupt()
 
     def _end(self, error: Exception | None = None) -> None:
-        """Let ``run`` return, or raise ``error``, and stop the engine if it is still at it. The first call decides."""
-        if self._over is not None and not self._over.done():
+        """Let ``run`` return, or raise ``error``, and stop the engine. The first call decides."""
+        if self._done is not None and not self._done.done():
             if error is None:
-                self._over.set_result(None)
+                self._done.set_result(None)
             else:
-                self._over.set_exception(error)
-        # The turn's task would do this too, but only later: the tokens until then would be shown.
+                self._done.set_exception(error)
+        # The turn's task would do this later: tokens that arrive until then would be shown.
         if self._generation is not None:
             self._generation.cancel()
 
 
-def take_hints(given: TurnHints, engine: EngineReady) -> tuple[Hints | None, HintReceipt | None]:
-    """Hints for the engine (None: it gets none), and the receipt (None: no hint was given). Values are clipped."""
-    names = _names(given)
+def clip_hints(given: TurnHints, engine: EngineReady) -> tuple[Hints | None, HintReceipt | None]:
+    """Hints for the engine (None: send none), and the receipt (None: the turn gave none). Values are clipped."""
+    names = _given_names(given)
     if not names:
         return None, None
     if not engine.uses_hints:
         return None, HintReceipt(ignored=names)
-    # A session that is finished has no next turn.
+    # A finished session has no next turn.
     contradicted = given.finished and given.next_turn_s is not None
     next_turn_s = None
     if given.next_turn_s is not None and not contradicted:
-        next_turn_s = min(given.next_turn_s, LONGEST_NEXT_TURN_S)
+        next_turn_s = min(given.next_turn_s, MAX_NEXT_TURN_S)
     importance = None
     if given.importance is not None:
-        importance = min(max(given.importance, LEAST_IMPORTANCE), MOST_IMPORTANCE)
+        importance = min(max(given.importance, MIN_IMPORTANCE), MAX_IMPORTANCE)
     receipt = HintReceipt(
         next_turn_s=next_turn_s,
         importance=importance,
@@ -199,24 +197,21 @@ def take_hints(given: TurnHints, engine: EngineReady) -> tuple[Hints | None, Hin
     return Hints(next_turn_s=next_turn_s, importance=importance, finished=given.finished), receipt
 
 
-def _names(given: TurnHints) -> tuple[str, ...]:
-    """The hints that were given, by their names on the wire."""
-    said = {
+def _given_names(given: TurnHints) -> tuple[str, ...]:
+    given_by_name = {
         "next_turn_in": given.next_turn_s is not None,
         "importance": given.importance is not None,
         "session_finished": given.finished,
     }
-    return tuple(name for name, is_given in said.items() if is_given)
+    return tuple(name for name, is_given in given_by_name.items() if is_given)
 
 
 def final_usage(
     usage: Usage | None, *, output_tokens: int, queue_s: float, prefill_s: float, decode_s: float
 ) -> Usage:
-    """The receipt of a turn: the engine's counters, with the number of tokens that are kept.
-
-    The times (seconds, by this process' clock) fill in for an engine that was told to stop before it reported its own.
-    A turn that was never admitted has an empty receipt: nothing was computed for it.
-    """
+    """The engine's receipt with the number of kept tokens; empty for a turn that was never admitted. The
+    times (seconds, this process's clock) fill in for an engine that was stopped before it reported its
+    own."""
     if usage is None:
         return Usage(queue_s=queue_s)
     if usage.decode_s or usage.prefill_s:

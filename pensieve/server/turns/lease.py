@@ -1,10 +1,8 @@
-"""Leases of running turns, and turns on other servers of the same store. The servers know nothing of each other.
+"""Leases of running turns, and turns on other servers of the same store. The servers communicate only through
+the store.
 
-``LeaseKeeper`` keeps the leases of this server's turns alive, tells each turn of its loss, and hands it what another
-server left in the store for its holder. ``LeaseReleaser`` gives leases back.
-
-A turn that runs on another server is followed: nothing of its output is here before it is committed; then all of it is,
-in the store. To end it, an order is left in the store until the holder of the lease renews it.
+A server follows a turn that another server runs: it sees no output until the turn is committed. To end such a
+turn, it leaves an order in the store, which the holder of the lease reads with its next renewal.
 """
 
 from __future__ import annotations
@@ -39,100 +37,93 @@ from pensieve.store import (
 
 log = logging.getLogger(__name__)
 
-HEARS_WITHIN_S: Final = 1.0
-"""An order that another server left in the store waits no longer than this."""
-SHORTEST_PAUSE_S: Final = 0.05
-LONGEST_PAUSE_S: Final = 0.5
-"""Between two tries to give a lease back to a store that is away."""
-FIRST_LOOK_S: Final = 0.1
-LONGEST_LOOK_S: Final = 1.0
-"""The pauses between two looks into the store grow from one to the other."""
-UNHEARD_S: Final = 5.0
-"""So long after its lease must have lapsed, a turn that was told to end is taken for one that cannot hear."""
+MAX_ORDER_DELAY_S: Final = 1.0
+"""The longest time between two renewals, and so the longest that an order waits in the store."""
+MIN_RETRY_S: Final = 0.05
+MAX_RETRY_S: Final = 0.5
+"""Longest pause between two tries to release a lease."""
+MIN_POLL_S: Final = 0.1
+MAX_POLL_S: Final = 1.0
+"""The pause between two reads of the store grows from ``MIN_POLL_S`` to this."""
+ORDER_GRACE_S: Final = 5.0
+"""Stop waiting for the holder this long after its lease must have expired."""
 
 
 @dataclass(slots=True, eq=False)
-class _Kept:
+class _LeaseEntry:
     lease: HeldLease
     on_lost: Callable[[], None]
     on_news: Callable[[Renewed], None]
     renewed: float
-    """When the store was last asked for it with success, on the event loop's clock."""
+    """Start of the last successful renewal, on the event loop's clock."""
 
 
 class LeaseKeeper:
-    """Renews the leases of all turns of this server together, three times in their length, and at least once in
-    ``HEARS_WITHIN_S``: however many run, the store has one call more to answer.
-
-    Safety does not rest on this (the store refuses the commit of a turn without its lease): it only keeps two replicas
-    from talking to users about one turn.
-    """
+    """Renews the leases of all turns of this server in one call, three times per lease, and at least every
+    ``MAX_ORDER_DELAY_S``. Safety does not depend on it: the store refuses a commit without the lease."""
 
     def __init__(self, store: HistoryStore, lease_s: float) -> None:
         self._store = store
         self._lease_s = lease_s
-        self._kept: set[_Kept] = set()
+        self._entries: set[_LeaseEntry] = set()
         self._task: asyncio.Task[None] | None = None
 
     @contextmanager
     def renewing(
         self, key: Key, token: str, *, on_lost: Callable[[], None], on_renewed: Callable[[Renewed], None]
     ) -> Iterator[None]:
-        """Inside of the block this lease is renewed; behind it neither function is called any more.
-
-        ``on_news`` is called with each renewal, which may bring what another server left in the store.
-        ``on_lost`` is called once, from the event loop, when the lease was taken over, the session is gone, or no
-        renewal succeeded for two thirds of the lease by the monotonic clock.
-        """
-        kept = _Kept(HeldLease(key, token), on_lost, on_renewed, asyncio.get_running_loop().time())
-        self._kept.add(kept)
+        """Renew this lease inside the block. ``on_renewed`` is called after each renewal, with orders of
+        other servers. ``on_lost`` is called once, when the lease was taken over, the session is gone, or no
+        renewal succeeded for two thirds of the lease (monotonic clock)."""
+        entry = _LeaseEntry(HeldLease(key, token), on_lost, on_renewed, asyncio.get_running_loop().time())
+        self._entries.add(entry)
         if self._task is None:
             self._task = asyncio.create_task(self._run(), name="leases")
         try:
             yield
         finally:
-            self._kept.discard(kept)
-            if not self._kept and self._task is not None:
+            self._entries.discard(entry)
+            if not self._entries and self._task is not None:
                 self._task.cancel()
                 self._task = None
 
     async def _run(self) -> None:
-        """Until it is cancelled, with the last lease."""
-        pause = usual = min(self._lease_s / 3, HEARS_WITHIN_S)
+        pause = usual = min(self._lease_s / 3, MAX_ORDER_DELAY_S)
         while True:
             await asyncio.sleep(pause)
-            pause = usual if await self._renew(list(self._kept)) else self._lease_s / 12
+            pause = usual if await self._renew(list(self._entries)) else self._lease_s / 12
 
-    async def _renew(self, batch: list[_Kept]) -> bool:
-        """Whether each lease of the batch is renewed or known to be lost."""
+    async def _renew(self, batch: list[_LeaseEntry]) -> bool:
+        """Returns whether each lease of the batch is renewed or known to be lost."""
         if not batch:
             return True
         now = asyncio.get_running_loop().time
         asked = now()
-        call = asyncio.create_task(self._ask([kept.lease for kept in batch]), name="renewal")
+        call = asyncio.create_task(self._ask([entry.lease for entry in batch]), name="renewal")
         answers: Sequence[Renewed | Exception]
         try:
-            # A slow answer is waited for as long as it is good for one of them: asked again, it would be as slow.
-            while not call.done() and (waiting := [kept for kept in batch if kept in self._kept]):
+            # Wait for a slow answer while it can still save one of the leases: a second call would be as
+            # slow.
+            while not call.done() and (waiting := [entry for entry in batch if entry in self._entries]):
                 patience = max(min(map(self._lost_at, waiting)) - now(), self._lease_s / 12)
                 await asyncio.wait({call}, timeout=patience)
                 if not call.done():
                     self._lose_overdue(waiting)
             answers = call.result() if call.done() else [TimeoutError()] * len(batch)
-        except Exception as error:  # whatever it was, no lease was renewed
+        except Exception as error:  # no lease was renewed
             answers = [error] * len(batch)
         finally:
             call.cancel()
-        failed = list[_Kept]()
+        failed = list[_LeaseEntry]()
         reasons = set[str]()
-        for kept, answer in zip(batch, answers, strict=True):
+        for entry, answer in zip(batch, answers, strict=True):
             if isinstance(answer, Renewed):
-                kept.renewed = asked
-                self._tell(kept, partial(kept.on_news, answer))
+                entry.renewed = asked
+                self._notify(entry, partial(entry.on_news, answer))
             elif isinstance(answer, TurnFenced | NotFound):
-                self._lose(kept)
+                self._lose(entry)
             else:
-                failed.append(kept)
+                failed.append(entry)
                 reasons.add(type(answer).__name__)
         self._lose_overdue(failed)
         if failed:
@@ -143,71 +134,68 @@ class LeaseKeeper:
         await async_failpoint("in_renew")
         return await self._store.renew_leases(leases, round(self._lease_s * 1000))
 
-    def _lose_overdue(self, some: Iterable[_Kept]) -> None:
-        for kept in some:
-            if asyncio.get_running_loop().time() >= self._lost_at(kept):
-                self._lose(kept)
+    def _lose_overdue(self, some: Iterable[_LeaseEntry]) -> None:
+        for entry in some:
+            if asyncio.get_running_loop().time() >= self._lost_at(entry):
+                self._lose(entry)
 
-    def _lost_at(self, kept: _Kept) -> float:
-        return kept.renewed + self._lease_s * 2 / 3
+    def _lost_at(self, entry: _LeaseEntry) -> float:
+        return entry.renewed + self._lease_s * 2 / 3
 
-    def _lose(self, kept: _Kept) -> None:
-        self._tell(kept, kept.on_lost)
-        self._kept.discard(kept)
+    def _lose(self, entry: _LeaseEntry) -> None:
+        self._notify(entry, entry.on_lost)
+        self._entries.discard(entry)
 
-    def _tell(self, kept: _Kept, what: Callable[[], None]) -> None:
-        if kept not in self._kept:  # released meanwhile
+    def _notify(self, entry: _LeaseEntry, callback: Callable[[], None]) -> None:
+        if entry not in self._entries:  # released meanwhile
             return
         try:
-            what()
+            callback()
         except Exception:
-            # A bug of ours. The task is that of all turns, which must not lose their leases for one.
+            # A bug of ours. This task serves all turns, which must not lose their leases because of one.
             log.exception("a turn could not be told of its lease")
 
 
 class LeaseReleaser:
-    """Gives leases back, also to a store that is away when their turns end: as soon as it is there again.
-
-    Without it a turn whose begin reached the store, and whose answer did not come back, would keep its session from
-    everybody, its own repetition included, until the lease has lapsed. However many wait, one try is made at a time.
-    """
+    """Gives leases back, retrying until the store is back or they expire. Otherwise a turn whose begin
+    reached the store, but whose reply was lost, would block its session, its own retry included, until the
+    lease expires."""
 
     def __init__(self, store: HistoryStore, lease_s: float) -> None:
         self._store = store
         self._lease_s = lease_s
         self._waiting: deque[tuple[float, Key, str, bool]] = deque()
-        """When it has lapsed, whose, its token, and whether its turn was called off."""
+        """Expiry on the event loop's clock, session, token, and whether the turn was cancelled."""
         self._task: asyncio.Task[None] | None = None
 
     async def release(self, key: Key, token: str, *, cancelled: bool) -> None:
-        """Give one back now, or later if the store is away."""
         try:
             await self._store.abort(key, token, called_off=cancelled)
         except Unavailable as error:
             log.warning("lease not released (%s): it is when the store is back", error.reason)
-            lapses = asyncio.get_running_loop().time() + self._lease_s
-            self._waiting.append((lapses, key, token, cancelled))
+            expires_at = asyncio.get_running_loop().time() + self._lease_s
+            self._waiting.append((expires_at, key, token, cancelled))
             if self._task is None or self._task.done():
                 self._task = asyncio.create_task(self._run(), name="releases")
         except PensieveError as error:
             log.warning("lease not released (%s): it lapses by itself", error.reason)
 
     async def close(self) -> None:
-        """Leases that are still held lapse by themselves."""
+        """Stop retrying; leases still held expire by themselves."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
 
     async def _run(self) -> None:
-        loop, pause = asyncio.get_running_loop(), SHORTEST_PAUSE_S
+        loop, pause = asyncio.get_running_loop(), MIN_RETRY_S
         while self._waiting:
-            lapses, key, token, called_off = self._waiting[0]
-            if loop.time() < lapses:
+            expires_at, key, token, called_off = self._waiting[0]
+            if loop.time() < expires_at:
                 await asyncio.sleep(pause)
                 try:
                     await self._store.abort(key, token, called_off=called_off)
                 except Unavailable:
-                    pause = min(2 * pause, LONGEST_PAUSE_S)
+                    pause = min(2 * pause, MAX_RETRY_S)
                     continue
                 except PensieveError as error:
                     log.warning("lease not released (%s): it lapses by itself", error.reason)
@@ -216,18 +204,16 @@ class LeaseReleaser:
 
 
 async def follow_remote_turn(store: HistoryStore, run: TurnRun, request: BeginRequest) -> Began | Replay:
-    """Wait until this turn is committed elsewhere, or can be begun here because its server is gone or gave it up.
-
-    Raises Cancelled when somebody called it off, and what ``HistoryStore.begin`` raises.
-    """
+    """Wait until another server commits this turn, or this run can begin it because that server gave it up.
+    Raises Cancelled when a caller cancelled it, and the errors of ``HistoryStore.begin``."""
     request = dataclasses.replace(request, follows=True)
     run.on_elsewhere()
     pauses = _pauses()
     while True:
         if run.order is None:
-            await run.ordered_within(next(pauses))
+            await run.wait_for_order(next(pauses))
         else:
-            await asyncio.sleep(FIRST_LOOK_S)
+            await asyncio.sleep(MIN_POLL_S)
         order = run.order
         if order is not None:
             if not order.by_caller:
@@ -242,29 +228,27 @@ async def follow_remote_turn(store: HistoryStore, run: TurnRun, request: BeginRe
             return outcome
 
 
-async def committed_elsewhere(store: HistoryStore, key: Key, request_id: str) -> int:
-    """Wait for the commit of a turn that runs elsewhere, for a caller that cannot begin it; the revision.
-
-    Raises NotFound (TURN_NOT_FOUND) when it ends without.
-    """
+async def wait_for_remote_commit(store: HistoryStore, key: Key, request_id: str) -> int:
+    """Wait for another server to commit a turn; return the revision. Raises NotFound (TURN_NOT_FOUND) without
+    a commit."""
     for pause in _pauses():
         await asyncio.sleep(pause)
         running = (await store.load(key)).running
-        # Asked second: a turn that does not run any more has been committed by now, if it ever is.
+        # Read second: a turn that no longer runs has been committed by now, if it ever will be.
         revision = await store.find_request(key, request_id)
         if revision is not None:
             return revision
         if running is None or running.request_id != request_id:
             break
-    raise NotFound("the turn ended and left no trace", reason="TURN_NOT_FOUND")
+    raise NotFound("the turn ended without a commit", reason="TURN_NOT_FOUND")
 
 
-async def end_elsewhere(
+async def end_remote_turn(
     store: HistoryStore, key: Key, request_id: str, order: EndOrder, lease_s: float
 ) -> None:
-    """Have a turn ended by its server. Returns when it does not run any more; Unavailable if it goes on regardless."""
+    """Ask another server to end a turn, and wait until it has. Raises Unavailable if the turn goes on regardless."""
     loop = asyncio.get_running_loop()
-    until, pause = loop.time() + lease_s + UNHEARD_S, FIRST_LOOK_S
+    until, pause = loop.time() + lease_s + ORDER_GRACE_S, MIN_POLL_S
     while await store.ask_to_end(key, request_id, order):
         if loop.time() > until:
             raise running_elsewhere()
@@ -272,9 +256,9 @@ async def end_elsewhere(
 
 
 def apply_renewal(run: TurnRun, news: Renewed) -> None:
-    """Obey what other servers left in the store for the holder of the lease."""
+    """Act on what other servers left in the store for the holder of the lease."""
     if news.followed:
-        run.listened_elsewhere()
+        run.restart_grace()
     if news.order is not None:
         error = None if news.order.keep else turn_cancelled()
         run.end_early(Order(news.order.keep_tokens, error, by_caller=True))
@@ -285,8 +269,7 @@ def turn_cancelled() -> Cancelled:
 
 
 def _pauses() -> Iterator[float]:
-    """Seconds before each look into the store."""
-    pause = FIRST_LOOK_S
+    pause = MIN_POLL_S
     while True:
         yield pause
-        pause = min(1.5 * pause, LONGEST_LOOK_S)
+        pause = min(1.5 * pause, MAX_POLL_S)

@@ -1,7 +1,4 @@
-"""A finished turn as the record that the store appends, and back from the record to what callers see.
-
-With several candidates: which of them is the answer, and what is kept of the others.
-"""
+"""Converts a finished turn to the store's record, and a record to what callers see."""
 
 from __future__ import annotations
 
@@ -43,7 +40,7 @@ from pensieve.store.records import (
 )
 from pensieve.tokenizer import ChatTokenizer
 
-SEEDS = 1 << 64
+SEED_MODULUS = 1 << 64
 """Candidate ``i`` samples with ``seed + i`` modulo this."""
 
 
@@ -57,26 +54,24 @@ class KeptAnswer:
     stop_sequence: str
     usage: Usage
     candidates: tuple[CandidateAnswer, ...] = ()
-    """All that the turn drew, if more than one."""
+    """All candidates, if the turn drew more than one."""
     chosen: int = 0
-    """The candidate that this is."""
 
 
 @dataclass(frozen=True, slots=True)
 class CommittedTurn:
-    """A turn in the store, and what became of it."""
+    """A turn in the store, with the last choice among its candidates."""
 
     record: Record
     choice: Record | None
-    """The last record that gave it another of its answers."""
+    """The last record that chose another candidate."""
     head_revision: int
-    """The session's revision when this was read."""
+    """The session's revision at the time of reading."""
     latest: bool
-    """Nothing was committed behind it but choices among its answers."""
+    """Nothing but choices among its candidates was committed after it."""
 
     @property
     def answer(self) -> Item:
-        """Its answer as it stands in history."""
         return (self.record if self.choice is None else self.choice).items[-1]
 
 
@@ -89,11 +84,9 @@ def build(
     keep_items: int | None,
     config: SessionConfig | None,
 ) -> Record:
-    """The record that follows ``base`` (as stored, before truncation): input items and one answer item.
-
-    The answer's tokens are the generation prompt and the output, so that history stays token-exact.
-    ``config``: the session's from here on; None: unchanged.
-    """
+    """The record that follows ``base`` (as stored, before truncation): input items and one answer item, whose
+    tokens begin with the generation prompt. ``config``: the session's new config; None leaves it
+    unchanged."""
     spec, time_ms = run.spec, now_ms()
     output = np.asarray(answer.tokens, dtype=np.int32)
     item = Item(
@@ -134,11 +127,8 @@ def build(
 
 
 async def load_committed(store: HistoryStore, key: Key, revision: int) -> CommittedTurn | None:
-    """The turn with this revision and its answer of today; None when it is not a turn's.
-
-    Of the log it reads what the turn's age and the log's length do not matter for: the turn, and the last choice among
-    its answers. Choices follow their turn at once and one another, so that the last one is searched by bisection.
-    """
+    """The turn committed at ``revision``, with its present answer; None when that revision is not a turn.
+    Choices directly follow their turn, so bisection finds the last one."""
     piece = await store.read_slice(key, after_revision=revision - 1, limit=2)
     turn = next((one.record for one in piece.records if one.record.revision == revision), None)
     if turn is None or turn.turn is None:
@@ -152,8 +142,8 @@ async def load_committed(store: HistoryStore, key: Key, revision: int) -> Commit
 
 
 async def _last_choice(store: HistoryStore, key: Key, first: Record, head: int, turn_revision: int) -> Record:
-    """The last choice among the answers of a turn, in a log that ends at ``head``."""
-    last, beyond, step = first, head + 1, 1  # from ``beyond`` on there is no choice
+    """The last choice among the candidates of a turn, in a log that ends at ``head``."""
+    last, beyond, step = first, head + 1, 1  # no choice at or after ``beyond``
     while last.revision + 1 < beyond:
         at = min(last.revision + step, (last.revision + beyond) // 2)
         (logged,) = (await store.read_slice(key, after_revision=at - 1, limit=1)).records
@@ -169,7 +159,7 @@ def _is_choice(record: Record, turn_revision: int) -> bool:
 
 
 def committed_view(key: Key, turn: CommittedTurn) -> TurnView:
-    """A turn in the store as callers see it. Raises NotFound (CONTENT_ERASED)."""
+    """A committed turn as callers see it. Raises NotFound (CONTENT_ERASED)."""
     record, change = turn.record, turn.choice
     check_not_erased([turn.answer, *record.items])
     assert record.turn is not None
@@ -207,10 +197,7 @@ def committed_view(key: Key, turn: CommittedTurn) -> TurnView:
 
 
 def choice_record(base: History, turn: CommittedTurn, candidate: int, time_ms: int) -> Record:
-    """The record that makes another candidate of ``turn``, the latest one, its answer.
-
-    The new item has a number of its own, and the generation prompt of the old one, so that history stays token-exact.
-    """
+    """The record that makes another candidate the answer of ``turn``, which must be the latest turn."""
     current = turn.answer
     item = msgspec.structs.replace(
         with_candidate(current, turn, candidate), number=base.head_item + 1, create_ms=time_ms
@@ -226,18 +213,17 @@ def choice_record(base: History, turn: CommittedTurn, candidate: int, time_ms: i
 
 
 def with_candidate(item: Item, turn: CommittedTurn, candidate: int) -> Item:
-    """``item``, which is the turn's answer, with another of its answers. Raises NotFound (CANDIDATE_NOT_FOUND)."""
+    """``item``, the turn's answer, with the content of another candidate. Raises NotFound (CANDIDATE_NOT_FOUND)."""
     drawn = turn.record.turn.candidates if turn.record.turn is not None else ()
     if candidate >= len(drawn):
-        raise no_candidate(candidate, len(drawn))
+        raise candidate_not_found(candidate, len(drawn))
     answer = drawn[candidate]
     prompt = unpack_tokens(item.tokens)[: item.prefix_tokens]
     tokens = pack_tokens(prompt) + answer.tokens
     return msgspec.structs.replace(item, text=answer.text, tokens=tokens, finish_reason=answer.finish_reason)
 
 
-def no_candidate(candidate: int, count: int) -> NotFound:
-    """``count``: how many the turn has."""
+def candidate_not_found(candidate: int, count: int) -> NotFound:
     return NotFound(
         f"the turn has no candidate {candidate}",
         reason="CANDIDATE_NOT_FOUND",
@@ -253,10 +239,10 @@ def output_tokens(item: Item) -> TokenArray:
 def completed_answer(
     outputs: Sequence[OutputText], generation: TurnGeneration, choice: CandidateChoice, seed: int
 ) -> KeptAnswer:
-    """The answer to keep of a turn that ended by itself or because its time was over."""
+    """The answer to keep of a turn that ended by itself or at its time limit."""
     texts = [output.finish() for output in outputs]
     if len(outputs) == 1:
-        return _kept(outputs[0], texts[0], generation.finish_reason(), generation)
+        return _kept_answer(outputs[0], texts[0], generation.finish_reason(), generation)
     best = choice is CandidateChoice.BEST_LOGPROB
     means = mean_logprobs(outputs) if best else [None] * len(outputs)
     drawn = tuple(
@@ -265,25 +251,25 @@ def completed_answer(
             tokens=pack_tokens(output.tokens),
             finish_reason=generation.finish_reason(number),
             stop_sequence=output.stop or "",
-            seed=(seed + number) % SEEDS,
+            seed=(seed + number) % SEED_MODULUS,
             mean_logprob=means[number],
         )
         for number, (output, text) in enumerate(zip(outputs, texts, strict=True))
     )
-    chosen = best_of(drawn) if best else 0
+    chosen = best_candidate(drawn) if best else 0
     reason = drawn[chosen].finish_reason
-    return _kept(outputs[chosen], texts[chosen], reason, generation, candidates=drawn, chosen=chosen)
+    return _kept_answer(outputs[chosen], texts[chosen], reason, generation, candidates=drawn, chosen=chosen)
 
 
-def partly_kept(
+def cancelled_answer(
     outputs: Sequence[OutputText], generation: TurnGeneration, keep_tokens: int | None
 ) -> KeptAnswer:
-    """The answer to keep of a turn that was cancelled: candidate 0, or its first ``keep_tokens``, and no other."""
+    """The answer to keep of a cancelled turn: candidate 0, or its first ``keep_tokens``, and no other candidate."""
     text = outputs[0].finish(keep_tokens)
-    return _kept(outputs[0], text, FinishReason.CANCELLED, generation)
+    return _kept_answer(outputs[0], text, FinishReason.CANCELLED, generation)
 
 
-def _kept(
+def _kept_answer(
     output: OutputText,
     text: str,
     reason: FinishReason,
@@ -304,11 +290,8 @@ def _kept(
 
 
 def mean_logprobs(outputs: Sequence[OutputText]) -> list[float | None]:
-    """The mean log-probability of each candidate.
-
-    Those that drew the same tokens have the same one, that of the first of them: they differ by the noise of batched
-    sums only, which depends on what else the engine computes, and must not choose among them.
-    """
+    """The mean log-probability of each candidate. Candidates with equal tokens share one mean: theirs differ
+    only by the numerical noise of batching."""
     means: dict[tuple[int, ...], float | None] = {}
     return [means.setdefault(tuple(output.tokens), mean_logprob(output)) for output in outputs]
 
@@ -320,8 +303,8 @@ def mean_logprob(output: OutputText) -> float | None:
     return math.fsum(one.logprob for one in output.logprobs) / len(output.logprobs)
 
 
-def best_of(drawn: Sequence[CandidateAnswer]) -> int:
-    """The candidate with the highest mean log-probability; the first of several, and of such without a token."""
+def best_candidate(drawn: Sequence[CandidateAnswer]) -> int:
+    """The candidate with the highest mean log-probability, the first one of equals. A missing mean ranks last."""
     means = [-math.inf if one.mean_logprob is None else one.mean_logprob for one in drawn]
     return means.index(max(means))
 

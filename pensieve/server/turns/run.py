@@ -1,56 +1,57 @@
-"""One turn in this process, from its arrival to its end: the state machine that makes it happen exactly once.
+"""One turn in this process, from its arrival to its end: the state machine that makes it exactly-once.
 
-``TurnRun`` owns the state and is its only writer; each event below is one of its methods. The store decides which
-server may have the turn, and it appends the record atomically. This machine sees to the rest: what this process sends
-to the store, and what it tells its callers, agree with each other whatever happens meanwhile.
+The store decides which server runs the turn, and appends the record atomically. This machine keeps two things
+consistent whatever happens: what this process sends to the store, and what it tells its callers.
 
 ::
 
     without the lease   BEGINNING, FOLLOWING --in history--> REPLAYING ---------------------> REPLAYED
-                          |   (TOLD_TO_KEEP, TOLD_TO_DISCARD)     ` any of these, failed ---> REFUSED
+                          |   (KEEP_PENDING, DISCARD_PENDING)     ` any of these, failed ---> REFUSED
     with the lease        v begun
                         GENERATING --keep--> TRUNCATING --.
                           |    `---------------commit------`-> COMMITTING ----------------> COMMITTED
                           |                                      `--failed----------------> UNCERTAIN
                           `--discard--> DISCARDING --failed-------------------------------> DISCARDED
 
-States. Without the lease:
+States without the lease:
 
-* ``BEGINNING``: the store has been asked, or will be, and has not answered.
-* ``FOLLOWING``: another server has the turn. This run waits for its commit, or for the chance to begin it here.
-* ``TOLD_TO_KEEP``, ``TOLD_TO_DISCARD``: either of the two, with an order to end early.
+* ``BEGINNING``: the store has not answered yet.
+* ``FOLLOWING``: another server runs the turn. This run waits for its commit, or for a chance to begin it
+  here.
+* ``KEEP_PENDING``, ``DISCARD_PENDING``: either of the two, with an order to end early.
 * ``REPLAYING``: the turn is in history; its output is read from there.
 
-With the lease, which only this run has:
+States with the lease, which only this run holds:
 
-* ``GENERATING``: no order to end early has come.
-* ``TRUNCATING``, ``DISCARDING``: it ends early; the history gets what there is, or nothing.
-* ``COMMITTING``: the record is on its way to the store. No order is taken any more.
+* ``GENERATING``: no order to end early has arrived.
+* ``TRUNCATING``, ``DISCARDING``: the turn ends early; the history gets the output so far, or nothing.
+* ``COMMITTING``: the record is on its way to the store. Orders are refused from here on.
 
-At the end, when callers are told the outcome:
+Final states, in which callers receive the outcome:
 
-* ``COMMITTED``: the store confirmed the record of this run.
+* ``COMMITTED``: the store confirmed this run's record.
 * ``REPLAYED``: callers got the turn as the history has it.
-* ``DISCARDED``: the turn had the lease, and no commit was sent.
-* ``UNCERTAIN``: a commit was sent and not confirmed. Only the store knows; a retry with the same request id asks it.
-* ``REFUSED``: the turn never had the lease.
+* ``DISCARDED``: the run held the lease and sent no commit.
+* ``UNCERTAIN``: a commit was sent and not confirmed. Only the store knows; a retry with the same request id
+  asks it.
+* ``REFUSED``: the run never held the lease.
 
-Events, and who may send them (``TRANSITIONS`` has the state after each):
+Events (``TRANSITIONS`` has the state after each):
 
-* ``BEGUN``, ``NAME_ADVICE``, ``IN_HISTORY``: ``TurnRunner``, as the store answers: ``begun``, ``elsewhere``,
-  ``in_history``.
-* ``KEEP``, ``DISCARD``: anything that wants the turn to end, by ``end_early`` with an ``Order``. The first order
-  counts. ``Turns`` sends them for callers, a drain, a deleted session and an overdue turn; the runner when the lease is
-  lost or when another server left an order; the run itself when its last listener has left and the grace time is over.
-* ``COMMIT``: ``TurnRunner``, once it has all output: ``begin_commit``.
-* ``SUCCEEDED``, ``FAILED``: ``Turns``, when the runner has returned or raised: ``end``.
+* ``BEGUN``, ``ELSEWHERE``, ``IN_HISTORY``: the store's answer to ``TurnRunner``.
+* ``KEEP``, ``DISCARD``: ``end_early`` with an ``Order``, of which the first counts. Senders: ``Turns`` for
+  callers, a drain, a deleted session and an overdue turn; the runner for a lost lease or another server's
+  order; the run itself when its last listener has left and the grace time is over.
+* ``COMMIT``: ``TurnRunner`` has all output.
+* ``SUCCEEDED``, ``FAILED``: ``TurnRunner`` has returned or raised.
 
-The table makes it exactly once:
+The table makes a turn exactly-once:
 
-* A commit is sent in ``COMMITTING`` only. Only a run with the lease gets there, and it gets there once.
-* No run that was told to discard gets there, and no run that is there can be discarded: no caller hears "discarded"
-  about a turn that is then committed. A failed commit is ``UNCERTAIN``, never ``DISCARDED``.
-* Nothing leads out of the last five states, and callers hear of the outcome only there.
+* A commit is sent in ``COMMITTING`` only. Only a run with the lease gets there, and only once.
+* A run with an order to discard never gets there, and a run that is there cannot be discarded: a caller never
+  hears "discarded" about a turn that is committed afterwards. A failed commit is ``UNCERTAIN``, never
+  ``DISCARDED``.
+* The last five states are final, and callers hear the outcome only there.
 """
 
 from __future__ import annotations
@@ -73,10 +74,10 @@ from pensieve.store import Key
 
 _GRID: Final = """
                 BEGUN      ELSEWHERE       IN_HISTORY KEEP            DISCARD         COMMIT     SUCCEEDED FAILED
-BEGINNING       GENERATING FOLLOWING       REPLAYING  TOLD_TO_KEEP    TOLD_TO_DISCARD -          -         REFUSED
-FOLLOWING       GENERATING -               REPLAYING  TOLD_TO_KEEP    TOLD_TO_DISCARD -          -         REFUSED
-TOLD_TO_KEEP    TRUNCATING TOLD_TO_KEEP    REPLAYING  TOLD_TO_KEEP    TOLD_TO_KEEP    -          -         REFUSED
-TOLD_TO_DISCARD DISCARDING TOLD_TO_DISCARD REPLAYING  TOLD_TO_DISCARD TOLD_TO_DISCARD -          -         REFUSED
+BEGINNING       GENERATING FOLLOWING       REPLAYING  KEEP_PENDING    DISCARD_PENDING -          -         REFUSED
+FOLLOWING       GENERATING -               REPLAYING  KEEP_PENDING    DISCARD_PENDING -          -         REFUSED
+KEEP_PENDING    TRUNCATING KEEP_PENDING    REPLAYING  KEEP_PENDING    KEEP_PENDING    -          -         REFUSED
+DISCARD_PENDING DISCARDING DISCARD_PENDING REPLAYING  DISCARD_PENDING DISCARD_PENDING -          -         REFUSED
 REPLAYING       -          -               -          -               -               -          REPLAYED  REFUSED
 GENERATING      -          -               -          TRUNCATING      DISCARDING      COMMITTING -         DISCARDED
 TRUNCATING      -          -               -          TRUNCATING      TRUNCATING      COMMITTING -         DISCARDED
@@ -88,12 +89,10 @@ DISCARDED       -          -               -          -               -         
 UNCERTAIN       -          -               -          -               -               -          -         -
 REFUSED         -          -               -          -               -               -          -         -
 """
-"""A line for each state, a column for each event, in the cell the state after it. ``-``: the event is refused."""
+"""One row per state, one column per event; each cell is the next state. ``-``: the event is refused."""
 
 
 class Event(enum.Enum):
-    """See the module docstring."""
-
     BEGUN = enum.auto()
     ELSEWHERE = enum.auto()
     IN_HISTORY = enum.auto()
@@ -105,12 +104,10 @@ class Event(enum.Enum):
 
 
 class RunState(enum.Enum):
-    """See the module docstring."""
-
     BEGINNING = enum.auto()
     FOLLOWING = enum.auto()
-    TOLD_TO_KEEP = enum.auto()
-    TOLD_TO_DISCARD = enum.auto()
+    KEEP_PENDING = enum.auto()
+    DISCARD_PENDING = enum.auto()
     REPLAYING = enum.auto()
     GENERATING = enum.auto()
     TRUNCATING = enum.auto()
@@ -124,7 +121,7 @@ class RunState(enum.Enum):
 
     @property
     def had_lease(self) -> bool:
-        """Whether the turn is or was this server's own, and not refused, followed or replayed."""
+        """Whether this server held the lease, rather than refusing, following or replaying the turn."""
         return self in _HAD_LEASE
 
 
@@ -156,22 +153,18 @@ class Order:
     keep_tokens: int | None = None
     error: PensieveError | None = None
     by_caller: bool = False
-    """By a caller, who means the turn wherever it runs; not by this server, for its own part in it."""
-    abandons: bool = False
-    """Nobody listens to the turn here any more."""
+    """A caller wants the turn to end wherever it runs. Otherwise this server ends only its own part."""
+    no_listeners: bool = False
+    """The last listener has left."""
 
 
 class TurnRun:
-    """One attempt at a turn. See the module docstring; output and outcome are in ``buffer``.
-
-    It belongs to ``Turns``, not to a call: callers ``join`` and ``leave``, and ``TurnRunner`` does its work. No other
-    module writes its fields.
-    """
+    """One attempt at a turn, and the only writer of its state. ``Turns`` owns it; callers ``join`` and ``leave``."""
 
     def __init__(
         self, key: Key, spec: NewTurn, fingerprint: str, ticket: AdmissionTicket | None = None
     ) -> None:
-        """``ticket``: the gate's; a turn that came past the gate because it is in history has none."""
+        """``ticket``: from the admission gate; None for a turn that bypassed it because it is in history."""
         self.key = key
         self.spec = spec
         self.fingerprint = fingerprint
@@ -182,75 +175,69 @@ class TurnRun:
         self.generation = TurnGeneration(self.buffer)
         self.state = RunState.BEGINNING
         self.orders: tuple[Order, ...] = ()
-        """All that came in time. The first counts; the others tell whether a caller wants the turn to end as well."""
+        """The first counts; the others show whether a caller also wants the turn to end."""
         self.seed = 0
         self.base_revision = 0
         self.new_tokens = 0
         """Input tokens of this turn, known once it is rendered."""
         self.hints: HintReceipt | None = None
-        """The receipt of the turn's hints; None: it gave none."""
         self.arrived_at = asyncio.get_running_loop().time()
         """On the event loop's clock."""
-        self._ordered = asyncio.Event()
+        self._order_given = asyncio.Event()
         self._listeners = 0
-        self._finishes_alone = False
+        self._finishes_unattended = False
         self._grace_s = 0.0
         self._grace: asyncio.TimerHandle | None = None
-        """Runs since the last listener has left."""
 
     # ---- events: the runner, as the store answers
 
     def on_begun(self) -> None:
-        """The store gave this run the lease."""
-        self._must(Event.BEGUN)
+        self._transition(Event.BEGUN)
 
     def on_elsewhere(self) -> None:
-        """The turn runs at another server."""
-        self._must(Event.ELSEWHERE)
+        self._transition(Event.ELSEWHERE)
 
     def on_in_history(self) -> None:
-        """The turn was committed before."""
-        self._must(Event.IN_HISTORY)
+        self._transition(Event.IN_HISTORY)
 
     def begin_commit(self) -> Order | None:
-        """From here on orders are too late. Returns the one that came before; raises the error of one that discards."""
+        """Refuse orders from here on. Returns the order in force, or raises its error if it discards the turn."""
         order = self.order
         if order is not None and order.error is not None:
             raise order.error
-        self._must(Event.COMMIT)
+        self._transition(Event.COMMIT)
         return order
 
     # ---- events: any caller
 
     def end_early(self, order: Order) -> bool:
-        """Stop generating and end as ``order`` says. The first order counts; False when it is too late for any."""
-        if not self._may(Event.KEEP if order.error is None else Event.DISCARD):
+        """End as ``order`` says. The first order counts; returns False when it is too late for any."""
+        if not self._try_transition(Event.KEEP if order.error is None else Event.DISCARD):
             return False
         self.orders += (order,)
         if order is self.order:
-            self._ordered.set()
+            self._order_given.set()
             self.generation.interrupt()
         return True
 
     # ---- events: the registry
 
     def end(self, outcome: TurnView | PensieveError) -> None:
-        """The work is over: tell all listeners. Nothing changes afterwards."""
-        self._must(Event.FAILED if isinstance(outcome, PensieveError) else Event.SUCCEEDED)
+        """Deliver the outcome to all listeners. Nothing changes afterwards."""
+        self._transition(Event.FAILED if isinstance(outcome, PensieveError) else Event.SUCCEEDED)
         self._stop_grace()
         self.buffer.end(outcome)
 
     # ---- results of the runner
 
     def set_base(self, base_revision: int, seed: int) -> None:
-        """The history is read: which revision the turn builds on, and the seed in force."""
         self.base_revision = base_revision
         self.seed = seed
 
     def accept(
         self, context_tokens: int, new_tokens: int, hints: HintReceipt | None, outputs: list[OutputText]
     ) -> None:
-        """The turn is rendered and fits. Streams hear of it, and read the output of each candidate from ``outputs``."""
+        """Publish the rendered turn. Streams read the output of each candidate from ``outputs``."""
         self.new_tokens = new_tokens
         self.hints = hints
         accepted = Accepted(
@@ -263,16 +250,16 @@ class TurnRun:
         )
         self.buffer.accept(accepted, *outputs)
 
-    # ---- listeners: when the last one leaves, the run has a grace time left to live
+    # ---- listeners: the run outlives the last one by a grace time
 
     def join(self, policy: OnDisconnect) -> None:
         self._listeners += 1
-        self._finishes_alone |= policy is OnDisconnect.FINISH
+        self._finishes_unattended |= policy is OnDisconnect.FINISH
         self._stop_grace()
 
     def leave(self, grace_s: float) -> None:
         self._listeners -= 1
-        if self._listeners or self._finishes_alone or self.buffer.ended:
+        if self._listeners or self._finishes_unattended or self.buffer.ended:
             return
         self._grace_s = grace_s
         if grace_s > 0:
@@ -280,39 +267,36 @@ class TurnRun:
         else:
             self._abandon()
 
-    def listened_elsewhere(self) -> None:
-        """A caller waits for the turn at another server: the grace time, if it runs, starts again."""
+    def restart_grace(self) -> None:
+        """Restart the grace time if it runs: a caller waits for the turn at another server."""
         if self._grace is not None:
             self._stop_grace()
             self._grace = asyncio.get_running_loop().call_later(self._grace_s, self._abandon)
 
-    # ---- to read
+    # ---- queries
 
     @property
     def order(self) -> Order | None:
-        """The order in force: the first."""
         return self.orders[0] if self.orders else None
 
     @property
     def cancelled_by_caller(self) -> bool:
-        """It is discarded because a caller wants it to end, wherever it runs: no waiting caller begins it again."""
+        """Discarded because a caller wants the turn to end, wherever it runs: no follower may begin it again."""
         return self._is_discarded and any(order.by_caller for order in self.orders)
 
     @property
     def abandoned(self) -> bool:
-        """It is discarded, and nobody listens any more: a caller that comes now begins anew when this has ended."""
-        return self._is_discarded and any(order.abandons for order in self.orders)
+        """Discarded without a listener: a new caller waits for its end and begins another attempt."""
+        return self._is_discarded and any(order.no_listeners for order in self.orders)
 
     @property
     def qos(self) -> TenantQos:
-        """How it stands in the engine."""
         if self.ticket is None:
             return TenantQos(self.key.tenant, priority=self.spec.priority)
         return self.ticket.qos(self.spec.priority)
 
     @property
     def view(self) -> TurnView:
-        """The turn while it runs."""
         return TurnView(
             session_id=self.key.session_id,
             request_id=self.spec.request_id,
@@ -323,14 +307,14 @@ class TurnRun:
             annotations=self.spec.annotations,
         )
 
-    async def ordered_within(self, timeout_s: float) -> None:
-        """Wait for an order; returns without one when the time is over."""
+    async def wait_for_order(self, timeout_s: float) -> None:
+        """Wait for an order; returns without one after ``timeout_s``."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                await self._ordered.wait()
+                await self._order_given.wait()
 
     def summary(self, outcome: TurnView | PensieveError) -> TurnEnd:
-        """The end of the turn, for all that keep count of turns."""
+        """The end of the turn, for metrics, traces and the status page."""
         accepted, outputs = self.buffer.accepted, self.buffer.outputs
         if isinstance(outcome, TurnView):
             name = outcome.finish_reason.name if outcome.finish_reason is not None else "unknown"
@@ -358,21 +342,21 @@ class TurnRun:
     def _is_discarded(self) -> bool:
         return self.order is not None and self.order.error is not None
 
-    def _may(self, event: Event) -> bool:
-        """Change the state as the table says. False: the event is refused, and nothing has changed."""
+    def _try_transition(self, event: Event) -> bool:
+        """Change the state as the table says. False: the event is refused and nothing has changed."""
         after = TRANSITIONS[self.state, event]
         if after is None:
             return False
         self.state = after
         return True
 
-    def _must(self, event: Event) -> None:
-        if not self._may(event):
+    def _transition(self, event: Event) -> None:
+        if not self._try_transition(event):
             raise AssertionError(f"a turn cannot take {event.name} in {self.state.name}")
 
     def _abandon(self) -> None:
-        error = Cancelled("nobody listened to the turn any more", reason="CLIENT_DISCONNECTED")
-        self.end_early(Order(error=error, abandons=True))
+        error = Cancelled("the turn's last caller disconnected", reason="CLIENT_DISCONNECTED")
+        self.end_early(Order(error=error, no_listeners=True))
 
     def _stop_grace(self) -> None:
         if self._grace is not None:

@@ -2,8 +2,7 @@
 
     begin in the store -> read history -> render the new turn -> submit to the engine -> tokens -> commit
 
-Each step is one method, and takes the ``TurnRun`` that it works for. A step that fails raises: the lease is then
-released and the turn has left no trace.
+A step that fails raises; the lease is then released and the turn leaves no trace.
 """
 
 from __future__ import annotations
@@ -25,20 +24,20 @@ from pensieve.server.admission import text_length
 from pensieve.server.clock import now_ms
 from pensieve.server.history.binding import ServedModel
 from pensieve.server.history.cuts import system_item, truncated_to
-from pensieve.server.history.rendering import ContextRoom, ItemStamp, PreparedTurn, framed
+from pensieve.server.history.rendering import ContextRoom, ItemStamp, PreparedTurn, with_frame
 from pensieve.server.history.transcript import Transcript
 from pensieve.server.links.engine_link import EngineLink, context_limit
 from pensieve.server.settings import TurnSettings
 from pensieve.server.turns import record as turn_record
 from pensieve.server.turns import sampling
 from pensieve.server.turns.buffer import TurnBuffer
-from pensieve.server.turns.generation import take_hints
+from pensieve.server.turns.generation import clip_hints
 from pensieve.server.turns.lease import (
     LeaseKeeper,
     LeaseReleaser,
     apply_renewal,
-    committed_elsewhere,
     follow_remote_turn,
+    wait_for_remote_commit,
 )
 from pensieve.server.turns.record import CommittedTurn
 from pensieve.server.turns.run import Order, RunState, TurnRun
@@ -51,7 +50,7 @@ log = logging.getLogger(__name__)
 
 
 class TurnRunner:
-    """See the module docstring. Keeps nothing of a turn but its lease: one runner serves all of them at once."""
+    """One runner serves all turns: it holds no state of a turn but its lease."""
 
     def __init__(
         self,
@@ -70,11 +69,11 @@ class TurnRunner:
         self._releaser = LeaseReleaser(self._store, settings.lease_s)
 
     async def close(self) -> None:
-        """When no turn runs any more."""
+        """Call when no turn runs any more."""
         await self._releaser.close()
 
     async def play(self, run: TurnRun) -> TurnView:
-        """The whole turn, or its replay when it was committed before. Raises what it is discarded with."""
+        """Run the whole turn, or replay it if it was committed before. Raises the error that discards it."""
         await async_failpoint("before_begin")
         seed = sampling.explicit_seed(run.spec.sampling)
         known = self._transcript.known.get(run.key)
@@ -103,7 +102,7 @@ class TurnRunner:
                 )
             raise
         except Unavailable:
-            await self._abort(run)  # the reply may be lost, not the request
+            await self._abort(run)  # the store may have taken the request and lost the reply
             raise
         if isinstance(outcome, Replay):
             run.on_in_history()
@@ -112,12 +111,10 @@ class TurnRunner:
         return await self._hold_lease(run, outcome)
 
     async def replay(self, key: Key, request_id: str, revision: int | None, buffer: TurnBuffer) -> TurnView:
-        """Fill the buffer with a turn in history; ``revision`` None: with one that another server is to commit.
-
-        Raises NotFound (TURN_NOT_FOUND) when it ends without.
-        """
+        """Fill the buffer with a committed turn; ``revision`` None: wait for another server to commit it.
+        Raises NotFound (TURN_NOT_FOUND) when the turn ends without a commit."""
         if revision is None:
-            revision = await committed_elsewhere(self._store, key, request_id)
+            revision = await wait_for_remote_commit(self._store, key, request_id)
         return await self._replay(buffer, key, request_id, revision)
 
     # ---- from begin to end
@@ -135,7 +132,7 @@ class TurnRunner:
                 await async_failpoint("after_begin")
                 return await self._generate(run, began)
             except BaseException:
-                # Whatever it was, a cancelled task included: the session is free at once, not when the lease lapses.
+                # Also for a cancelled task: free the session now, not when the lease expires.
                 await self._abort(run)
                 raise
 
@@ -147,12 +144,12 @@ class TurnRunner:
         base = await self._transcript.history_at(run.key, began.row)
         config = base.config
         self._served.check(config)
-        # A retry has the seed of the attempt before it, whether the turn or its session names one or not.
+        # A retry keeps the seed of the attempt before it, whether or not the turn or its session sets one.
         seed = sampling.explicit_seed(spec.sampling, config.sampling, defaults)
         run.set_base(base.revision, began.seed if seed is None else seed)
         layers = (spec.sampling, config.sampling, defaults)
         values = sampling.resolve(*layers, seed=run.seed, top_logprobs=spec.output.top_logprobs)
-        # What an edit or a regeneration supersedes is cut off only for rendering. The record says it, and is built on
+        # Items that an edit or a regeneration supersedes are cut off only for rendering. The record builds on
         # ``base`` as stored: the old answer stays in history unless the new one is committed.
         keep = _keep_items(run, base)
         room = ContextRoom(context_limit(self._link.info), config.overflow, values.max_output_tokens)
@@ -161,9 +158,10 @@ class TurnRunner:
         prepared = await self._renderer.for_tenant(run.key.tenant).prepare(
             shown_base, spec.input, stamp, room
         )
-        other = await self._framed(run, shown_base)
+        other = await self._with_turn_frame(run, shown_base)
         if other is not None:
-            # History gets the items as the session renders them. The model sees this turn's frame before them.
+            # History gets the items as the session renders them; the model sees this turn's frame before
+            # them.
             stamp = ItemStamp(other.head_item + 1, spec.request_id, now_ms())
             shown = await self._renderer.for_tenant(run.key.tenant).prepare(other, spec.input, stamp, room)
             prepared = replace(prepared, context=shown.context, num_new=shown.num_new)
@@ -179,14 +177,15 @@ class TurnRunner:
             OutputText(
                 self._renderer.tokenizer,
                 values.stop,
-                sampling.free_from(values),
-                # Behind verbatim tokens there is no generation prompt, and an answer is text like any other.
+                sampling.first_stoppable_token(values),
+                # Verbatim tokens have no generation prompt after them: the answer is plain text, without
+                # thoughts.
                 thinks=len(prepared.prompt) > 0,
                 one_call=spec.calls.one and bool(config.tools),
             )
             for _ in range(values.candidates)
         ]
-        hints, receipt = take_hints(spec.hints, self._link.info)
+        hints, receipt = clip_hints(spec.hints, self._link.info)
         run.accept(len(prepared.context), prepared.num_new, receipt, outputs)
         session = ids.session_key(run.key)
         command = Submit(
@@ -203,8 +202,8 @@ class TurnRunner:
         await run.generation.run(self._link, command, limit_s=spec.max_duration_s, ticket=run.ticket)
         return await self._finish(run, base, keep, prepared, sampling.choice(*layers))
 
-    async def _framed(self, run: TurnRun, base: History) -> History | None:
-        """``base`` as it would be with the turn's own system prompt and tools; None where the turn has none."""
+    async def _with_turn_frame(self, run: TurnRun, base: History) -> History | None:
+        """``base`` as it would be with the turn's own system prompt and tools; None if the turn changes neither."""
         frame, config = run.spec.frame, base.config
         if frame == TurnFrame():
             return None
@@ -217,7 +216,7 @@ class TurnRunner:
             return None
         prompt = InputEntry(Role.SYSTEM, wanted.system_prompt + wanted.tools)
         self._renderer.check_size((prompt,), context_limit(self._link.info))
-        return await framed(self._renderer.for_tenant(run.key.tenant), base, wanted, now_ms())
+        return await with_frame(self._renderer.for_tenant(run.key.tenant), base, wanted, now_ms())
 
     # ---- the end
 
@@ -233,7 +232,7 @@ class TurnRunner:
         if order is None:
             answer = turn_record.completed_answer(run.buffer.outputs, run.generation, choice, run.seed)
         else:
-            answer = turn_record.partly_kept(run.buffer.outputs, run.generation, order.keep_tokens)
+            answer = turn_record.cancelled_answer(run.buffer.outputs, run.generation, order.keep_tokens)
         run.buffer.report(ProgressView(Phase.COMMIT))
         config = self._served.bound(base.config) if base.config.binding is None else None
         record = turn_record.build(run, base, prepared, answer, keep_items=keep, config=config)
@@ -248,7 +247,7 @@ class TurnRunner:
         return turn_record.committed_view(run.key, turn)
 
     async def _commit(self, run: TurnRun, record: Record, counts: Counts) -> SessionRow:
-        """Append the record, waiting for a store that is down. Raises Unavailable: the outcome is then unknown."""
+        """Append the record, retrying while the store is down. Raises Unavailable: the outcome is then unknown."""
         assert run.state is RunState.COMMITTING
         await async_failpoint("before_commit")
         loop = asyncio.get_running_loop()
@@ -266,11 +265,10 @@ class TurnRunner:
         return row
 
     async def _check_attempt(self, run: TurnRun) -> None:
-        """The store answers a repeated commit of a request id like the first one, whoever made that.
-
-        Raises TurnFenced when another replica had taken this turn over and committed it: its answer is in history.
-        """
-        # The chain went on after a commit of ours whose reply was lost, or it was never ours: the record tells.
+        """Raise TurnFenced when another replica took this turn over and committed it. The store answers a
+        repeated commit of a request id like the first one, whichever attempt made that."""
+        # Either the reply to our commit was lost and the chain went on, or the commit was never ours. The
+        # record tells.
         revision = await self._store.find_request(run.key, run.spec.request_id)
         stored = (
             None if revision is None else await turn_record.load_committed(self._store, run.key, revision)
@@ -280,7 +278,6 @@ class TurnRunner:
             raise TurnFenced("another replica took the turn over and committed it")
 
     async def _replay(self, buffer: TurnBuffer, key: Key, request_id: str, revision: int) -> TurnView:
-        """Fill the buffer with a turn in history."""
         turn = await turn_record.load_committed(self._store, key, revision)
         if turn is None or turn.record.turn is None:
             raise NotFound("the request id belongs to another kind of change", reason="TURN_NOT_FOUND")
@@ -299,7 +296,7 @@ class TurnRunner:
 
 
 def _check_known(run: TurnRun, began: Began) -> None:
-    """Raises DataLoss when the client has seen a newer revision than the store has. Others may be ahead of a client."""
+    """Raise DataLoss when this client has seen a newer revision than the store holds."""
     known, current = run.spec.known_revision, began.row.revision
     if known is None or known <= current:
         return
@@ -315,7 +312,7 @@ def _check_known(run: TurnRun, began: Began) -> None:
 
 
 def _keep_items(run: TurnRun, base: History) -> int | None:
-    """The last item that stays; None: all do. Raises NotFound for a number that no live item has."""
+    """The last item to keep; None keeps all. Raises NotFound for a number that no live item has."""
     after = run.spec.replace_after_item
     if after is None:
         return None

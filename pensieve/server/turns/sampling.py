@@ -1,7 +1,4 @@
-"""The sampling values of a turn: its own where it sets them, else the session's, else the server's, else the type's.
-
-And what it says of the calls in its answer, as what the engine is asked for.
-"""
+"""The sampling values of a turn: from the turn, else its session, else the server, else the type's default."""
 
 from __future__ import annotations
 
@@ -20,15 +17,13 @@ _FIELDS = tuple(name for name in SAMPLING if name != "candidate_choice")
 _UNSET: tuple[object, ...] = (None, (), {})
 _NEUTRAL: Final = Sampling()
 
-HOW_TO_DRAW: Final = tuple(name for name, row in SAMPLING.items() if row.beams == "replace")
-"""What beam search takes the place of. A turn with beams inherits none of these: what a model's authors recommend, and
-what a session is set to, is for sampling."""
-BEAM_CONFLICTS: Final = (*HOW_TO_DRAW, *(name for name, row in SAMPLING.items() if row.beams == "refuse"))
-"""What does not go together with ``beam_width`` > 1. The last three are promises about the answer: never dropped."""
+DRAWING_FIELDS: Final = tuple(name for name, row in SAMPLING.items() if row.beams == "replace")
+"""Fields that beam search replaces. A turn with beams inherits none of these: recommended values are for sampling."""
+BEAM_CONFLICTS: Final = (*DRAWING_FIELDS, *(name for name, row in SAMPLING.items() if row.beams == "refuse"))
+"""Conflict with ``beam_width`` > 1. The last three are promises about the answer: refused, never dropped."""
 
 
 def explicit_seed(*layers: SamplingDefaults) -> int | None:
-    """The seed that the first of ``layers`` sets, if any does."""
     return next((layer.seed for layer in layers if layer.seed is not None), None)
 
 
@@ -39,17 +34,17 @@ def choice(*layers: SamplingDefaults) -> CandidateChoice:
 
 
 def is_neutral(name: str, value: object) -> bool:
-    """Whether this value of a sampling field asks for nothing."""
+    """Whether this value of a sampling field has no effect."""
     return bool(value == getattr(_NEUTRAL, name))
 
 
 def resolve(*layers: SamplingDefaults, seed: int, top_logprobs: int | None) -> Sampling:
     """Effective values; the first layer that sets a field wins. Raises InvalidArgument on a contradiction."""
-    drawn_by = _layers_of_drawing(layers)
+    drawing_layers = _drawing_layers(layers)
     values: dict[str, object] = {}
     for name in _FIELDS:
-        among = drawn_by if name in HOW_TO_DRAW else layers
-        value = next((v for layer in among if (v := getattr(layer, name)) not in _UNSET), None)
+        searched = drawing_layers if name in DRAWING_FIELDS else layers
+        value = next((v for layer in searched if (v := getattr(layer, name)) not in _UNSET), None)
         if value is not None:
             values[name] = value
     values["seed"] = seed
@@ -58,7 +53,7 @@ def resolve(*layers: SamplingDefaults, seed: int, top_logprobs: int | None) -> S
     if sampling.beam_width > 1:
         _check_beams(sampling)
     elif sampling.candidates > 1 and top_logprobs is None and choice(*layers) is CandidateChoice.BEST_LOGPROB:
-        # To choose by. Only a stream that asks for them shows them.
+        # Needed to choose the best candidate. Streams show them only on request.
         sampling = msgspec.structs.replace(sampling, top_logprobs=0)
     if sampling.max_output_tokens is not None and sampling.min_output_tokens > sampling.max_output_tokens:
         raise InvalidArgument.field(
@@ -70,38 +65,35 @@ def resolve(*layers: SamplingDefaults, seed: int, top_logprobs: int | None) -> S
 def with_calls(
     values: Sampling, calls: CallBounds, config: SessionConfig, tokenizer: ChatTokenizer
 ) -> Sampling:
-    """``values`` with the opening of the call that the answer has to begin with, if there is one.
-
-    Raises InvalidArgument where no such call can be had.
-    """
+    """``values`` with the opening of the call that the answer must begin with, if any. Raises InvalidArgument."""
     if calls.begin_with is None:
         return values
     if values.beam_width > 1:
-        raise _wrong(f"does not go with the beam_width in force, which is {values.beam_width}")
+        raise _begin_with_error(f"does not go with the beam_width in force, which is {values.beam_width}")
     names = [one["function"]["name"] for one in json.loads(config.tools or "[]")]
     if not names or tokenizer.call_form is None:
-        raise _wrong("the session has no functions to call")
+        raise _begin_with_error("the session has no functions to call")
     if calls.begin_with and calls.begin_with not in names:
-        raise _wrong(f"the session has no function {calls.begin_with!r}")
-    # With one function there is nothing to choose: its name is given too.
+        raise _begin_with_error(f"the session has no function {calls.begin_with!r}")
+    # With one function there is no choice: the opening includes its name.
     opening = tokenizer.call_opening(names[0] if len(names) == 1 else calls.begin_with)
     if values.max_output_tokens is not None and values.max_output_tokens <= len(opening):
         raise InvalidArgument.field(
             "turn.sampling.max_output_tokens",
             f"leaves nothing of the call but its opening, which is {len(opening)} tokens long",
         )
-    # What is given is no end, whatever it spells.
+    # The given tokens must not end the answer, whatever they spell.
     least = max(values.min_output_tokens, len(opening))
     return msgspec.structs.replace(values, opening=opening, min_output_tokens=least)
 
 
-def free_from(values: Sampling) -> int:
-    """The number of the first output token that a stop string may end with."""
+def first_stoppable_token(values: Sampling) -> int:
+    """The number of the first output token at which a stop string may end."""
     return max(values.min_output_tokens, len(values.opening) + 1 if values.opening else 0)
 
 
-def _layers_of_drawing(layers: tuple[SamplingDefaults, ...]) -> tuple[SamplingDefaults, ...]:
-    """The layers that say how tokens are drawn: with beams, none below the one that asks for them."""
+def _drawing_layers(layers: tuple[SamplingDefaults, ...]) -> tuple[SamplingDefaults, ...]:
+    """The layers that set how tokens are drawn: with beams, none below the layer that asks for them."""
     setting = (number for number, layer in enumerate(layers) if layer.beam_width is not None)
     first = next(setting, None)
     if first is None or (layers[first].beam_width or 1) <= 1:
@@ -120,5 +112,5 @@ def _check_beams(sampling: Sampling) -> None:
         raise InvalidArgument(f"{path}: {problem}", violations=violations)
 
 
-def _wrong(problem: str) -> InvalidArgument:
+def _begin_with_error(problem: str) -> InvalidArgument:
     return InvalidArgument.field("turn.calls.begin_with", problem)

@@ -1,4 +1,4 @@
-"""One attached stream: from a turn's buffer to the events that a client sees, at the client's speed."""
+"""One attached stream: turns a turn's buffer into the events that a client sees, at the client's speed."""
 
 from __future__ import annotations
 
@@ -13,18 +13,16 @@ from pensieve.server.turns.buffer import TurnBuffer
 from pensieve.server.values import OutputOptions, StreamEvent
 
 UNANNOUNCED_HEARTBEAT_S: Final = 10.0
-"""The heartbeat until the first event announces another; clients know it."""
+"""The heartbeat interval until the first event announces another; clients rely on it."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamOptions:
-    """How one client wants its stream."""
-
     output: OutputOptions
     heartbeat_s: float
     resume_attempt: str = ""
     resume_offsets: tuple[int, ...] = ()
-    """Tokens that the client has of candidates 0, 1, ...; 0 of those that are not in here."""
+    """Number of tokens that the client has of candidates 0, 1, ...; 0 for candidates beyond the end."""
     joined: bool = False
     """The turn had been started before this call."""
 
@@ -32,16 +30,16 @@ class StreamOptions:
 async def events(
     buffer: TurnBuffer, options: StreamOptions, pace: StreamPacer | None = None
 ) -> AsyncGenerator[StreamEvent, None]:
-    """``Accepted``, then progress and deltas, then the turn; progress alone before, while another server has the turn.
-    Raises the error the turn ends with.
+    """Yield ``Accepted``, progress and deltas, then the turn. While another server runs the turn: progress
+    only. Raises the error the turn ends with.
 
-    Whatever is ready of a candidate when its turn comes is one delta, so a slow reader gets few and large ones; with
-    many streams ``pace`` does the same. Candidates take turns: none waits for another's end. Never silent for longer
-    than ``heartbeat_s`` after that first event, as long as the reader keeps reading.
+    All ready tokens of a candidate form one delta, so a slow reader gets few and large ones; ``pace`` does
+    the same when there are many streams. Candidates alternate. While the reader keeps reading, the stream is
+    never silent for longer than ``heartbeat_s``.
     """
     while buffer.accepted is None:
         if buffer.ended:
-            buffer.result()  # raises: nothing ends well before it is accepted
+            buffer.result()  # raises: no turn succeeds before it is accepted
         if not await buffer.wait_for_change(min(options.heartbeat_s, UNANNOUNCED_HEARTBEAT_S)):
             yield buffer.progress
     accepted = buffer.accepted
@@ -57,10 +55,10 @@ async def events(
                     talking = True
                     pace.join(len(sent))
                 if options.output.max_chunk_delay_s > 0 and candidate <= last:
-                    # Once for each round of the candidates, or their delays would add up.
+                    # Once per round of the candidates, or their delays would add up.
                     await _gather(buffer, sent, options)
                     if (candidate := buffer.next_candidate(sent, last)) is None:
-                        continue  # taken back meanwhile
+                        continue  # truncated meanwhile
                 delta = buffer.delta(
                     candidate,
                     sent[candidate],
@@ -69,12 +67,12 @@ async def events(
                 )
                 sent[candidate] += len(delta.tokens)
                 last = candidate
-                if buffer.next_candidate(sent, last) is None:  # else more is there, and follows at once
+                if buffer.next_candidate(sent, last) is None:  # else the next delta follows at once
                     next_at = pace.next_at(now())
                 yield delta
                 if next_at > now():
-                    # Asleep until then, whatever tokens come: to be woken by the first and then wait would cost as much
-                    # again as the message.
+                    # Sleep until then, whatever tokens arrive: a wake-up by the first of them, and a second
+                    # wait, would cost as much as the message.
                     await buffer.ends_within(next_at - now())
             elif buffer.ended:
                 yield buffer.result()
@@ -90,11 +88,9 @@ async def events(
 
 
 def _first_tokens(buffer: TurnBuffer, options: StreamOptions) -> list[int]:
-    """Index of the first token to send of each candidate.
-
-    Raises InvalidArgument when the client claims tokens that never existed. Those of a turn that was cut short may have
-    been taken back, and with them the candidates that it did not keep.
-    """
+    """Index of the first token to send of each candidate. Raises InvalidArgument when the client claims
+    tokens that never existed; a turn that was cut short may have removed them, so there the claim is
+    clipped."""
     assert buffer.accepted is not None and buffer.outputs
     first = [0] * len(buffer.outputs)
     if options.resume_attempt and options.resume_attempt != buffer.accepted.attempt:
@@ -111,7 +107,7 @@ def _first_tokens(buffer: TurnBuffer, options: StreamOptions) -> list[int]:
 
 
 async def _gather(buffer: TurnBuffer, sent: list[int], options: StreamOptions) -> None:
-    """Wait for more tokens: until a chunk is full, the delay or a heartbeat's time is over, or the turn ends."""
+    """Wait for more tokens: until a chunk is full, the delay or the heartbeat interval is over, or the turn ends."""
     loop = asyncio.get_running_loop()
     until = loop.time() + min(options.output.max_chunk_delay_s, options.heartbeat_s)
     wanted = options.output.max_chunk_tokens

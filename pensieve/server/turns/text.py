@@ -1,13 +1,12 @@
-"""The text of an answer while it grows: which text belongs to which token, and what may be shown yet.
+"""The text of a growing answer: which text belongs to which token, and how much may be shown.
 
-Every token has a piece of text, a pure function of the token prefix, so that the store's tokens give the same pieces
-again. A position is *clean* when the text before it is final: no code point waits for more bytes and nothing before it
-may still turn out to be part of a stop string. Streams only ever stop at clean positions; that is what makes
-``resume_token_offset`` exact.
+Every token has a piece of text, a pure function of the token prefix. A position is *clean* when the text
+before it is final: no code point is incomplete, and nothing before it may still become part of a stop string.
+Streams stop at clean positions only; that makes ``resume_token_offset`` exact.
 
-A stop string is no part of the answer: its tokens are taken out, and a token that it only begins in is replaced by
-tokens for the rest of that token's text. So the tokens are those of the text, and the next turn builds on what the
-client was given.
+A stop string is not part of the answer. Its tokens are removed, and a token in whose middle it begins is
+replaced by tokens for the text before it. So the tokens match the text, and the next turn builds on what the
+client got.
 """
 
 from __future__ import annotations
@@ -22,8 +21,6 @@ from pensieve.tokenizer import ChatTokenizer, StopMatcher
 
 
 class OutputText:
-    """Takes tokens and makes their pieces of text."""
-
     def __init__(
         self,
         tokenizer: ChatTokenizer,
@@ -33,27 +30,25 @@ class OutputText:
         thinks: bool = False,
         one_call: bool = False,
     ) -> None:
-        """Stop strings count from the ``min_tokens``-th token on. ``parse_call``: the answer ends with its first call.
-
-        ``thinks``: the answer may begin with a thought, in which no stop string counts. A stop string that is the name
-        of a control token means that token too, which counts in a thought as well: it ends the turn, whatever it says.
-        """
+        """Stop strings count from the ``min_tokens``-th token on, and not in a thought, with which the answer
+        may begin if it ``thinks``. The name of a control token is also a stop token, even in a thought.
+        ``one_call``: end after the first call."""
         self._tokenizer = tokenizer
         self._stream = tokenizer.detokenizer()
         self._matcher = StopMatcher(stops)
         named = ((tokenizer.control_token(stop), stop) for stop in stops)
         self._stop_tokens = {token: stop for token, stop in named if token is not None}
         self._thought = ThoughtEnd(tokenizer.speech) if stops and thinks else None
-        """Looks for the end of the thought; None when it is known."""
+        """Looks for the end of the thought; None when it was found, or is not needed."""
         self._unmatched = ""
-        """Text that may be the beginning of a thought, or of words that stop strings count in."""
+        """Text of which it is undecided whether it begins a thought."""
         self._min_tokens = min_tokens
         self._first_call = FirstCall(tokenizer.speech) if one_call else None
         self._chars = 0
         self._final_chars = 0
         self._undecided: list[tuple[int, int]] = []
         self._first: int | None = None
-        """Index of the first token that adds anything to the text."""
+        """Index of the first token that adds text."""
         self.tokens: list[int] = []
         self.pieces: list[str] = []
         self.logprobs: list[TokenLogprob] = []
@@ -62,12 +57,12 @@ class OutputText:
         self.ready = 0
         """Number of tokens that may be shown: the largest clean position."""
         self.stop: str | None = None
-        """The stop string that was found, or "" for the end of the only call; from then on tokens are ignored."""
+        """The stop string that was found, or "" for the end of the only call. Later tokens are ignored."""
         self.cut_short = False
-        """Tokens that streams may have shown were taken back: the turn was cancelled."""
+        """The turn was cancelled, and tokens that streams may have shown were removed."""
 
     def push(self, token: int, score: TokenLogprob | None = None) -> None:
-        """One more output token, with its log-probabilities if the turn has them. Ignored after a stop string."""
+        """Append a token, with its log-probabilities if the turn has them. Ignored after a stop string."""
         if self.stop is not None:
             return
         counts = len(self.tokens) + 1 >= self._min_tokens
@@ -82,7 +77,7 @@ class OutputText:
         if score is not None:
             self.logprobs.append(score)
         self._chars += len(piece)
-        self._look_for_stops(piece, counts=counts)
+        self._match_stops(piece, counts=counts)
         self._end_with_call(piece)
         self.clean.append(False)
         if not self._stream.pending:
@@ -90,10 +85,8 @@ class OutputText:
         self._settle()
 
     def finish(self, keep: int | None = None) -> str:
-        """No more tokens follow, and only the first ``keep`` count. Returns the final text; all positions are final.
-
-        Bytes that never became a code point show as U+FFFD.
-        """
+        """End the output, keeping the first ``keep`` tokens; returns the text. Incomplete code points become
+        U+FFFD."""
         if keep is not None and keep < len(self.tokens):
             self._truncate(keep)
         tail = self._stream.finish()
@@ -104,7 +97,7 @@ class OutputText:
         return "".join(self.pieces)
 
     def clip(self, chars: int) -> None:
-        """Show no more than the first ``chars`` characters, and everything up to there now."""
+        """Cut the text to ``chars`` characters and make all of it final."""
         left = chars
         for index, piece in enumerate(self.pieces):
             self.pieces[index] = piece[:left]
@@ -123,10 +116,10 @@ class OutputText:
         return end
 
     def scores(self, start: int, end: int) -> tuple[TokenLogprob, ...]:
-        """Log-probabilities of tokens ``[start, end)``, with what each token stands for; empty when there are none."""
-        return tuple(self._named(at, one) for at, one in enumerate(self.logprobs[start:end], start))
+        """Log-probabilities of tokens ``[start, end)``, with the text of each token; empty when there are none."""
+        return tuple(self._with_text(at, one) for at, one in enumerate(self.logprobs[start:end], start))
 
-    def _named(self, at: int, one: TokenLogprob) -> TokenLogprob:
+    def _with_text(self, at: int, one: TokenLogprob) -> TokenLogprob:
         first = self._first is None or at <= self._first
         return msgspec.structs.replace(
             one,
@@ -134,13 +127,13 @@ class OutputText:
             top_tokens=tuple(self._tokenizer.token_text(token, first=first) for token, _ in one.top),
         )
 
-    def _look_for_stops(self, piece: str, *, counts: bool) -> None:
-        """Take in the text of the newest token. ``counts``: a stop string may end with it."""
+    def _match_stops(self, piece: str, *, counts: bool) -> None:
+        """Search the text of the newest token for stop strings. ``counts``: a stop string may end in it."""
         if self._thought is not None:
             self._unmatched += piece
             begins = self._thought.push(piece)
             if begins is None and counts and not self._thought.inside:
-                return  # not known yet: neither shown nor searched
+                return  # undecided: neither show nor search it
             piece, self._unmatched = self._unmatched, ""
             if begins is None:
                 counts = False
@@ -157,7 +150,6 @@ class OutputText:
         self.stop = result.stop
 
     def _end_before_stop(self) -> None:
-        """The tokens end where the text does."""
         kept, rest = self.ready, self._final_chars - sum(map(len, self.pieces[: self.ready]))
         text, cut = "".join(self.pieces[kept:])[:rest], list[TokenLogprob]()
         for score, piece in zip(self.logprobs[kept:], self.pieces[kept:], strict=False):
@@ -168,25 +160,26 @@ class OutputText:
         self._undecided.clear()
         self._stream = self._tokenizer.detokenizer()
         self._stream.push(self.tokens)
-        # Without a spelling the answer ends with its last whole token: no text is shown that the history lacks.
+        # Without a spelling the answer ends with its last whole token: no text is shown that the history
+        # lacks.
         spelled = (self._tokenizer.spell(text, self.tokens) or ()) if text else ()
         for token in spelled:
             self.tokens.append(token)
             self.pieces.append(self._stream.push((token,)))
             self.clean.append(not self._stream.pending)
-        self.logprobs += _shared_out(cut, spelled)
+        self.logprobs += _spread_logprobs(cut, spelled)
         self._chars = self._final_chars = sum(map(len, self.pieces))
         self.ready = len(self.tokens)
 
     def _end_with_call(self, piece: str) -> None:
-        """The text ends where its first call does, if that comes before a stop string."""
+        """End the text at the end of its first call, if that comes before a stop string."""
         end = self._first_call.push(piece) if self._first_call is not None else None
         if end is None or (self.stop is not None and end > self._final_chars):
             return
         self.stop, self._final_chars = "", end
 
     def _settle(self) -> None:
-        """Positions whose text has become final are clean. After a stop string nothing else is left."""
+        """Mark positions whose text has become final as clean. After a stop string no others remain."""
         settled = 0
         for position, chars in self._undecided:
             if chars > self._final_chars:
@@ -207,11 +200,8 @@ class OutputText:
         self._chars = sum(map(len, self.pieces))
 
 
-def _shared_out(drawn: list[TokenLogprob], spelled: tuple[int, ...]) -> list[TokenLogprob]:
-    """The log-probabilities of tokens that stand for the beginning of ``drawn``; none without any.
-
-    The first has those of what was drawn. The others follow from that, and are certain: so the sum stays what it was.
-    """
+def _spread_logprobs(drawn: list[TokenLogprob], spelled: tuple[int, ...]) -> list[TokenLogprob]:
+    """Log-probabilities for tokens that replace the beginning of ``drawn``: the first gets the sum, the others 0."""
     if not drawn:
         return []
     found = [TokenLogprob(token, 0.0, ((token, 0.0),) if drawn[0].top else ()) for token in spelled]
@@ -222,14 +212,14 @@ def _shared_out(drawn: list[TokenLogprob], spelled: tuple[int, ...]) -> list[Tok
 
 
 def replayed_text(tokenizer: ChatTokenizer, tokens: Iterable[int], text: str) -> OutputText:
-    """The pieces of a committed answer, from its stored tokens and text."""
+    """The output of a committed answer, from its stored tokens and text."""
     output = OutputText(tokenizer)
     for token in tokens:
         output.push(token)
     output.finish()
     output.clip(len(text))
     if output.tokens and "".join(output.pieces) != text:
-        # Another tokenizer made these tokens: the text is what was said, and shows with the last of them.
+        # Another tokenizer made these tokens: show the stored text, with the last of them.
         last = len(output.tokens) - 1
         output.pieces = [""] * last + [text]
         output.clean = [True, *[False] * last, True]

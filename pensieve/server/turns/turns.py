@@ -1,7 +1,7 @@
 """The registry of all turns of this process: start, re-attach, replay, look up, cancel, drain.
 
-A turn is found by session and request id. The registry holds a run from before its first await until just before its
-outcome is told, so a duplicate that arrives at any time either joins the run or finds the store changed.
+It holds a run from before its first await until just before its outcome is delivered. So a duplicate that
+arrives at any time either joins the run or finds the store changed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pensieve.server.bugs import report_bug
 from pensieve.server.settings import TurnSettings
 from pensieve.server.turns import record as turn_record
 from pensieve.server.turns.buffer import TurnBuffer
-from pensieve.server.turns.lease import end_elsewhere, turn_cancelled
+from pensieve.server.turns.lease import end_remote_turn, turn_cancelled
 from pensieve.server.turns.run import Order, RunState, TurnRun
 from pensieve.server.turns.runner import TurnRunner
 from pensieve.server.unavailable import draining
@@ -30,15 +30,13 @@ TurnKey = tuple[Key, str]
 
 
 class CancelledStreams:
-    """Streams that their callers have called off: a late request of such a stream must not begin its turn again.
+    """Streams that their callers cancelled: a late request of such a stream must not begin its turn again.
 
-    A client that leaves sends CancelTurn. Its StreamTurn, or a repetition of it, may arrive after that: by another
-    connection, through a proxy, or because it was held up on its way in. The turn's request id cannot tell such a
-    request from one that starts the turn again on purpose; the stream's id does. "" names no stream.
+    A StreamTurn may arrive after the CancelTurn of its caller, delayed or over another connection. The
+    request id cannot distinguish it from a deliberate new attempt; the stream id can. "" is no stream.
     """
 
     def __init__(self, most: int) -> None:
-        """The newest ``most`` are remembered."""
         self._most = most
         self._streams: OrderedDict[tuple[Key, str, str], None] = OrderedDict()
 
@@ -51,39 +49,33 @@ class CancelledStreams:
             self._streams.popitem(last=False)
 
     def forget(self, key: Key, request_id: str, stream_id: str) -> None:
-        """The turn is in history, for all its streams to see."""
         self._streams.pop((key, request_id, stream_id), None)
 
     def has(self, key: Key, request_id: str, stream_id: str) -> bool:
         return (key, request_id, stream_id) in self._streams
 
 
-class Onlooker:
-    """Shows one caller a turn that does not run here, and never begins it.
+class Playback:
+    """Shows one caller a turn that is in history, or that another server commits; never begins it. It is not
+    registered: a real retry, whose fingerprint must be compared, must not join it."""
 
-    The turn is in history, or another server commits it. It is not registered: a real retry, whose fingerprint has to
-    be compared, must not meet it, and its end is not the turn's.
-    """
-
-    def __init__(self, show: Callable[[TurnBuffer], Awaitable[TurnView]]) -> None:
-        """``show`` fills the buffer."""
+    def __init__(self, fill: Callable[[TurnBuffer], Awaitable[TurnView]]) -> None:
         self.buffer = TurnBuffer()
-        self._task = asyncio.create_task(self._play(show), name="onlooker")
+        self._task = asyncio.create_task(self._play(fill), name="playback")
 
-    async def _play(self, show: Callable[[TurnBuffer], Awaitable[TurnView]]) -> None:
+    async def _play(self, fill: Callable[[TurnBuffer], Awaitable[TurnView]]) -> None:
         outcome: TurnView | PensieveError = _stopping()
         try:
-            outcome = await _outcome(show(self.buffer))
+            outcome = await _outcome(fill(self.buffer))
         finally:
             self.buffer.end(outcome)
 
     def leave(self) -> None:
-        """The caller wants no more of it."""
         self._task.cancel()
 
 
 class Turns:
-    """See the module docstring. Used on one event loop."""
+    """Used on one event loop."""
 
     def __init__(
         self,
@@ -91,30 +83,28 @@ class Turns:
         runner: TurnRunner,
         settings: TurnSettings,
         gate: AdmissionGate,
-        on_ended: Callable[[TurnEnd], None],
-        on_refused: Callable[[str, str], None],
+        on_turn_end: Callable[[TurnEnd], None],
+        on_turn_refused: Callable[[str, str], None],
     ) -> None:
-        """``on_ended`` gets the end of each turn, before any caller hears of it; ``on_refused`` gets tenant and reason
-        of a turn that does not begin."""
+        """``on_turn_end`` is called before any caller hears the outcome; ``on_turn_refused`` with tenant and
+        reason."""
         self._store = store
         self._runner = runner
         self._settings = settings
         self._gate = gate
-        self._on_ended = on_ended
-        self._on_refused = on_refused
+        self._on_turn_end = on_turn_end
+        self._on_turn_refused = on_turn_refused
         self._runs: dict[TurnKey, TurnRun] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        """They do the runs' work; kept here because the event loop itself holds tasks only weakly."""
-        self._patience: dict[TurnRun, asyncio.TimerHandle] = {}
-        """Until it is looked at whether a turn has waited too long."""
+        """Strong references: the event loop holds tasks only weakly."""
+        self._wait_timers: dict[TurnRun, asyncio.TimerHandle] = {}
         self._discarded: OrderedDict[TurnKey, str] = OrderedDict()
-        self._called_off = CancelledStreams(settings.discarded_turns)
+        self._cancelled_streams = CancelledStreams(settings.discarded_turns)
         self._draining = False
-        self._one_ended = asyncio.Event()
+        self._run_ended = asyncio.Event()
 
     @property
     def running(self) -> int:
-        """Turns of this process that have not ended."""
         return len(self._runs)
 
     @property
@@ -126,7 +116,7 @@ class Turns:
         return any(session == key for session, _ in self._runs)
 
     def qos_for(self, key: Key) -> TenantQos:
-        """How what is asked of the engine for this session stands there, beside its turns."""
+        """The share and priority of work on this session other than its turns."""
         return self._gate.qos(key.tenant)
 
     @asynccontextmanager
@@ -140,15 +130,13 @@ class Turns:
         deadline_s: float | None = None,
         stream_id: str = "",
     ) -> AsyncIterator[tuple[TurnBuffer, bool]]:
-        """Output and outcome of this turn, which is started if need be, and whether it had been started before.
-
-        Raises Cancelled when the stream of this id was called off: its caller left before this request of it came.
-        Leaving without the outcome counts as a disconnect; at or after ``deadline_s`` (seconds from now) without grace.
-        """
+        """Attach to a turn, starting it if need be. Yields its buffer and whether it had been started before.
+        Leaving without the outcome is a disconnect, without grace at or after ``deadline_s`` (seconds from
+        now). Raises Cancelled when the caller cancelled this stream before."""
         loop = asyncio.get_running_loop()
         deadline = None if deadline_s is None else loop.time() + deadline_s
         found, joined = await self._find_or_start(key, spec, attach_only, deadline_s, stream_id)
-        if isinstance(found, Onlooker):
+        if isinstance(found, Playback):
             try:
                 yield found.buffer, True
             finally:
@@ -158,12 +146,12 @@ class Turns:
         try:
             yield found.buffer, joined
         finally:
-            # The caller's own clock may be a little ahead of its deadline as seen from here.
+            # The caller's clock may be slightly ahead of ours.
             late = deadline is not None and loop.time() >= deadline - 0.1
             found.leave(0.0 if late else self._settings.disconnect_grace_s)
 
     async def get(self, key: Key, request_id: str) -> TurnView:
-        """State and result of a turn. Raises NotFound (TURN_NOT_FOUND) for one that nobody here has heard of."""
+        """State and result of a turn. Raises NotFound (TURN_NOT_FOUND)."""
         run = self._runs.get((key, request_id))
         if run is not None and run.state.had_lease:
             return run.view
@@ -178,32 +166,30 @@ class Turns:
                 state=TurnStatus.RUNNING,
                 base_revision=row.revision,
             )
-        # It may have been committed elsewhere between the two looks.
+        # Another server may have committed it between the two reads.
         committed = await self._committed(key, request_id)
-        return committed if committed is not None else self._remembered(key, request_id)
+        return committed if committed is not None else self._recently_discarded(key, request_id)
 
     async def cancel(
         self, key: Key, request_id: str, *, keep: bool, keep_tokens: int | None, stream_id: str = ""
     ) -> TurnView:
-        """Stop a running turn; returns what is in history afterwards.
+        """Stop a running turn, on whichever server it runs; return its state afterwards. Raises Unavailable
+        (TURN_RUNNING_ELSEWHERE) when another server does not end it.
 
-        A turn that has ended, or is being committed, is answered as it is. One that runs elsewhere is ended there.
-        Raises Unavailable (TURN_RUNNING_ELSEWHERE) when it does not end.
-
-        ``stream_id``: of the caller's own stream. What of that is still on its way begins the turn no more, unless the
-        turn is in history; ``keep`` of a turn that nobody knows (NotFound) changes nothing for it.
+        Late requests of stream ``stream_id`` will not begin the turn, unless it is in history. With ``keep``,
+        cancelling an unknown turn (NotFound) has no effect.
         """
         if not keep:
-            self._called_off.add(key, request_id, stream_id)  # before anything is waited for
+            self._cancelled_streams.add(key, request_id, stream_id)  # before the first await
         view = await self._end(key, request_id, keep, keep_tokens)
         if view.state is TurnStatus.COMMITTED:
-            self._called_off.forget(key, request_id, stream_id)
+            self._cancelled_streams.forget(key, request_id, stream_id)
         elif view.state is TurnStatus.DISCARDED:
-            self._called_off.add(key, request_id, stream_id)
+            self._cancelled_streams.add(key, request_id, stream_id)
         return view
 
     async def end_session(self, key: Key, error: PensieveError) -> None:
-        """The session is gone: its turns here end with ``error``. Returns when they have."""
+        """End all turns of a deleted session with ``error``. Returns when they have ended."""
         runs = [run for (session, _), run in self._runs.items() if session == key]
         for run in runs:
             run.end_early(Order(error=error))
@@ -211,35 +197,32 @@ class Turns:
             await run.buffer.wait_for_end()
 
     async def drain(self, deadline_s: float) -> int:
-        """Take no new turns; wait for the running ones, then discard the rest. Returns how many those were.
-
-        Meanwhile running turns can be attached to and committed ones replayed.
-        """
+        """Refuse new turns, wait for the running ones, discard the rest; return how many. Attach and replay go on."""
         self._draining = True
         loop = asyncio.get_running_loop()
         until = loop.time() + deadline_s
         for run in self._runs.values():
-            if run.state is RunState.FOLLOWING:  # nothing of it is here: another server can wait as well
+            if run.state is RunState.FOLLOWING:  # another server can wait as well
                 run.end_early(Order(error=draining()))
         while self._runs and loop.time() < until:
             await self._wait_for_end(until - loop.time())
-        left = list(self._runs.values())
-        for run in left:
+        remaining = list(self._runs.values())
+        for run in remaining:
             run.end_early(Order(error=draining()))
         while self._runs:
             await self._wait_for_end(1.0)
-        return len(left)
+        return len(remaining)
 
     # ---- parts
 
     async def _end(self, key: Key, request_id: str, keep: bool, keep_tokens: int | None) -> TurnView:
-        """End a turn, wherever it runs; how it ended. Nothing of it runs here when this returns a discarded one."""
+        """End a turn on whichever server runs it; return its state. If it is discarded, it no longer runs here."""
         turn = (key, request_id)
         while True:
             run = self._runs.get(turn)
             try:
                 if run is None:
-                    view = await self._end_elsewhere(key, request_id, EndOrder(keep, keep_tokens))
+                    view = await self._end_remote(key, request_id, EndOrder(keep, keep_tokens))
                 else:
                     error = None if keep else turn_cancelled()
                     run.end_early(Order(keep_tokens if keep else None, error, by_caller=True))
@@ -249,15 +232,15 @@ class Turns:
             except NotFound:
                 if turn not in self._runs:
                     raise
-                continue  # it came while it was looked for
+                continue  # it arrived during the look-up
             if view.state is TurnStatus.COMMITTED or turn not in self._runs:
                 return view
 
-    async def _end_elsewhere(self, key: Key, request_id: str, order: EndOrder) -> TurnView:
+    async def _end_remote(self, key: Key, request_id: str, order: EndOrder) -> TurnView:
         view = await self.get(key, request_id)
         if view.state is not TurnStatus.RUNNING:
             return view
-        await end_elsewhere(self._store, key, request_id, order, self._settings.lease_s)
+        await end_remote_turn(self._store, key, request_id, order, self._settings.lease_s)
         try:
             return await self.get(key, request_id)
         except NotFound:
@@ -265,12 +248,12 @@ class Turns:
 
     async def _find_or_start(
         self, key: Key, spec: NewTurn, attach_only: bool, deadline_s: float | None, stream_id: str
-    ) -> tuple[TurnRun | Onlooker, bool]:
-        """The registered run of this turn and True, or a new one and False.
+    ) -> tuple[TurnRun | Playback, bool]:
+        """The registered run of this turn and True, or a new run and False.
 
-        Between the last look into the registry and the registration of a new run there is no await: two calls with
-        one request id cannot both start it. What is refused has cost one look into the store: a turn that is in
-        history is replayed, however busy the server is.
+        There is no await between the last look into the registry and the registration: two calls with one
+        request id cannot both start it. A turn in history is replayed however busy the server is, so a
+        refusal costs one look into the store.
         """
         turn = (key, spec.request_id)
         while (run := self._runs.get(turn)) is not None and run.abandoned:
@@ -283,20 +266,20 @@ class Turns:
             refusal = draining() if self._draining else self._gate.refusal(key.tenant, spec, deadline_s)
         if run is None and (attach_only or refusal is not None):
             revision = await self._store.find_request(key, spec.request_id)
-            run = self._runs.get(turn)  # somebody may have started it during the look-up
+            run = self._runs.get(turn)  # another call may have started it during the look-up
             if run is None and attach_only:
-                return await self._look_on(key, spec.request_id, revision), True
+                return await self._play_back(key, spec.request_id, revision), True
             if run is None and revision is None and refusal is not None:
-                self._on_refused(key.tenant, refusal.reason)
+                self._on_turn_refused(key.tenant, refusal.reason)
                 raise refusal
-        if self._called_off.has(*turn, stream_id):
+        if self._cancelled_streams.has(*turn, stream_id):
             raise turn_cancelled()
         fingerprint = spec.fingerprint()
         if run is None:
             ticket = self._gate.admit(key.tenant, spec) if refusal is None else None
             run = self._runs[turn] = TurnRun(key, spec, fingerprint, ticket)
             if self._gate.max_wait_s > 0:
-                self._look_later(run, self._gate.max_wait_s)
+                self._schedule_wait_check(run, self._gate.max_wait_s)
             task = asyncio.create_task(self._play(run), name=f"turn {run.attempt}")
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -307,28 +290,28 @@ class Turns:
             )
         return run, True
 
-    async def _look_on(self, key: Key, request_id: str, revision: int | None) -> Onlooker:
-        """``revision``: of the turn in history; None: it was not there. Raises NotFound (TURN_NOT_FOUND)."""
+    async def _play_back(self, key: Key, request_id: str, revision: int | None) -> Playback:
+        """``revision``: of the turn in history; None if it was not there. Raises NotFound (TURN_NOT_FOUND)."""
         if revision is None:
             row = await self._store.load(key)
             if row.running is None or row.running.request_id != request_id:
-                # It may have been committed between the two looks.
+                # It may have been committed between the two reads.
                 revision = await self._store.find_request(key, request_id)
                 if revision is None:
-                    raise _unknown()
+                    raise _not_found()
 
-        async def show(buffer: TurnBuffer) -> TurnView:
+        async def fill(buffer: TurnBuffer) -> TurnView:
             bind(session=key.session_id, request_id=request_id)
             return await self._runner.replay(key, request_id, revision, buffer)
 
-        return Onlooker(show)
+        return Playback(fill)
 
-    def _look_later(self, run: TurnRun, after_s: float) -> None:
+    def _schedule_wait_check(self, run: TurnRun, after_s: float) -> None:
         loop = asyncio.get_running_loop()
-        self._patience[run] = loop.call_later(after_s, self._refuse_if_overdue, run)
+        self._wait_timers[run] = loop.call_later(after_s, self._refuse_if_overdue, run)
 
     def _refuse_if_overdue(self, run: TurnRun) -> None:
-        """Called when a turn has waited as long as any may, and again from time to time while it still waits."""
+        """Called after the longest permitted wait, and again from time to time while the turn still waits."""
         if run.ticket is None or not run.ticket.waits:
             return
         waits_here = run.state in (RunState.BEGINNING, RunState.GENERATING)
@@ -336,26 +319,26 @@ class Turns:
         if error is not None:
             run.end_early(Order(error=error))
             return
-        self._look_later(run, self._gate.max_wait_s / 8)
+        self._schedule_wait_check(run, self._gate.max_wait_s / 8)
 
     async def _play(self, run: TurnRun) -> None:
-        """A run's task: whatever becomes of the run, its callers get an outcome."""
+        """Do the work of a run: its callers get an outcome whatever happens."""
         bind(session=run.key.session_id, request_id=run.spec.request_id)
         outcome: TurnView | PensieveError = _stopping()
         try:
             outcome = await _outcome(self._runner.play(run))
         finally:
-            # Out of the registry first: a caller that hears the outcome and tries again must not meet this run.
+            # Unregister first: a caller that hears the outcome and retries must not join this run.
             self._retire(run, outcome)
             run.end(outcome)
 
     def _retire(self, run: TurnRun, outcome: TurnView | PensieveError) -> None:
         turn = (run.key, run.spec.request_id)
         del self._runs[turn]
-        patience = self._patience.pop(run, None)
-        if patience is not None:
-            patience.cancel()
-        self._one_ended.set()
+        timer = self._wait_timers.pop(run, None)
+        if timer is not None:
+            timer.cancel()
+        self._run_ended.set()
         end = run.summary(outcome)
         had_lease = run.state.had_lease
         if run.ticket is not None:
@@ -369,30 +352,29 @@ class Turns:
             self._discarded.move_to_end(turn)
             while len(self._discarded) > self._settings.discarded_turns:
                 self._discarded.popitem(last=False)
-        self._on_ended(end)
+        self._on_turn_end(end)
 
     async def _committed(self, key: Key, request_id: str) -> TurnView | None:
         revision = await self._store.find_request(key, request_id)
         turn = None if revision is None else await turn_record.load_committed(self._store, key, revision)
         return None if turn is None else turn_record.committed_view(key, turn)
 
-    def _remembered(self, key: Key, request_id: str) -> TurnView:
+    def _recently_discarded(self, key: Key, request_id: str) -> TurnView:
         reason = self._discarded.get((key, request_id))
         if reason is None:
-            raise _unknown()
+            raise _not_found()
         return _discarded(key, request_id, reason)
 
     async def _wait_for_end(self, timeout_s: float) -> None:
-        self._one_ended.clear()
+        self._run_ended.clear()
         try:
             async with asyncio.timeout(timeout_s):
-                await self._one_ended.wait()
+                await self._run_ended.wait()
         except TimeoutError:
             return
 
 
 async def _outcome(work: Awaitable[TurnView]) -> TurnView | PensieveError:
-    """The result of the work, or its error, for callers to hear."""
     try:
         return await work
     except PensieveError as error:
@@ -414,5 +396,5 @@ def _discarded(key: Key, request_id: str, reason: str) -> TurnView:
     )
 
 
-def _unknown() -> NotFound:
+def _not_found() -> NotFound:
     return NotFound("no such turn in this session", reason="TURN_NOT_FOUND")

@@ -77,7 +77,7 @@ async def until(met: Callable[[], bool]) -> None:
 
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lease_module, "HEARS_WITHIN_S", 0.02)
+    monkeypatch.setattr(lease_module, "MAX_ORDER_DELAY_S", 0.02)
 
 
 async def test_two_thousand_turns_are_one_change_at_each_heartbeat() -> None:
@@ -145,7 +145,7 @@ async def test_a_turn_that_fails_to_hear_costs_no_other_its_lease(caplog: pytest
 
 async def test_a_slow_answer_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """The lease that ends first decides about no other: asked for again, they would wait as long."""
-    monkeypatch.setattr(lease_module, "HEARS_WITHIN_S", 0.1)
+    monkeypatch.setattr(lease_module, "MAX_ORDER_DELAY_S", 0.1)
     store = SlowStore(change_s=1.0)
     turns = Turns(store, LeaseKeeper(store, lease_s=6))
     with contextlib.ExitStack() as stack:

@@ -78,7 +78,7 @@ class InProcessLink(BaseLink):
 
     async def stop(self) -> None:
         self._stopping.set()
-        await self._end()
+        await self._shut_down()
         if self._channel is not None:
             self._channel.put(Stop())
         if self._thread is not None:
