@@ -38,7 +38,7 @@ class PlanFrame(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
 
 
 class StopFrame(msgspec.Struct, frozen=True, array_like=True, tag="leave"):
-    """Stop: no more plans follow."""
+    """No more plans follow."""
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -181,7 +181,7 @@ def _upload(arrays: Mapping[str, Array], device: torch.device) -> dict[str, torc
 def _apply_changes(
     logits: torch.Tensor, changes: Changes, arrays: Mapping[str, torch.Tensor]
 ) -> torch.Tensor:
-    """Return a copy of the logits [S, vocab] with ``changes`` applied. ``sent``: their arrays on the device."""
+    """Return a copy of the logits [S, vocab] with ``changes`` applied. ``arrays``: theirs on the device."""
     result = logits.clone(memory_format=torch.contiguous_format)
     if changes.penalties is not None:
         _penalise(result, changes.penalties, arrays)

@@ -51,11 +51,11 @@ class SharedState:
     """Device pool [L, P, 2, Hkv, N, D]."""
     wait: LayerWait
     sampled: torch.Tensor
-    """int64 [most samples]: tokens sampled by the latest step."""
+    """int64 [max samples]: tokens sampled by the latest step."""
     logits: torch.Tensor
-    """float32 [most samples, vocab] of the latest step, without NaN or infinity."""
+    """float32 [max samples, vocab] of the latest step, without NaN or infinity."""
     finite: torch.Tensor
-    """bool [most samples]: whether the model's own logits had none."""
+    """bool [max samples]: whether the model's own logits had none."""
     scratch: Scratch
     geometry: Geometry
 

@@ -60,7 +60,7 @@ class WorkerInfo:
     """Origin of the device tier's size, in words."""
     host_source: str = ""
     weight_bytes: int = 0
-    """Of one rank."""
+    """Bytes of one rank's weights."""
     ranks: int = 1
     """Ranks of the model. They number chunks alike, and each stores its share of every chunk."""
 
