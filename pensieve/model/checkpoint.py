@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from pensieve.model.arch import ModelError
 from pensieve.model.files import INDEX, SINGLE, weight_files
-from pensieve.model.filling import Fill, fill_all
+from pensieve.model.filling import TensorFill, fill_all
 from pensieve.model.tensor_slice import WHOLE_TENSOR, TensorSlice
 
 PROGRESS_BYTES: Final = 1 << 30
@@ -35,7 +35,7 @@ class Checkpoint:
         self._folder, self._dtype, self._device = folder, dtype, device
         self._where: dict[str, Any] = {}
         self._order: dict[str, int] = {}
-        self._fills: dict[str, Fill] = {}
+        self._fills: dict[str, TensorFill] = {}
         read = weight_files(folder)
         self.stale_index = read[0].name == SINGLE and (folder / INDEX).is_file()
         """Whether an index exists beside the single file, and so is not read."""
@@ -73,7 +73,7 @@ class Checkpoint:
         shape = (sum(len(part) for part in parts), *parts[0].shape[1:])
         fused = torch.empty(shape, dtype=self._dtype, device=self._device)
         for name, part, target in zip(names, parts, fused.split([len(part) for part in parts]), strict=True):
-            self._fills[name] = Fill(part, target)
+            self._fills[name] = TensorFill(part, target)
         return fused
 
     def same(self, one: str, other: str) -> bool:

@@ -25,7 +25,7 @@ MOST_THREADS: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Fill:
+class TensorFill:
     """One tensor and its contiguous target of the same shape; the source may be some columns of a matrix."""
 
     source: torch.Tensor
@@ -42,7 +42,7 @@ class Mover(Protocol):
     def finish(self) -> None: ...
 
 
-class Direct:
+class DirectMover:
     """Copies pieces to main memory, synchronously."""
 
     def move(self, source: torch.Tensor, target: torch.Tensor) -> None:
@@ -52,7 +52,7 @@ class Direct:
         pass
 
 
-class Staged:
+class StagedMover:
     """Copies pieces through two buffers: one is filled from the file while the other is copied to the device."""
 
     def __init__(self, device: torch.device, *, pinned: bool = True) -> None:
@@ -86,7 +86,7 @@ class Staged:
             event.synchronize()
 
 
-def pieces(fills: list[Fill]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def pieces(fills: list[TensorFill]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield parts of sources and targets, at most ``PIECE_BYTES`` in either dtype, but at least one row."""
     for fill in fills:
         source, target, row = fill.source, fill.target, 1
@@ -100,7 +100,7 @@ def pieces(fills: list[Fill]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def fill_all(
-    fills: list[Fill],
+    fills: list[TensorFill],
     device: torch.device,
     advance: Callable[[int], None],
     *,
@@ -110,7 +110,7 @@ def fill_all(
     """Copy every source to its target. ``advance`` gets the bytes read, piece by piece. ``threads``: None
     picks a number for the device; a CPU needs only one, since torch copies with all cores there."""
     on_gpu = device.type == "cuda"
-    make_mover = make_mover or ((lambda: Staged(device)) if on_gpu else Direct)
+    make_mover = make_mover or ((lambda: StagedMover(device)) if on_gpu else DirectMover)
     threads = threads or (min(MOST_THREADS, usable_cores()) if on_gpu else 1)
     todo, lock = pieces(fills), threading.Lock()
 

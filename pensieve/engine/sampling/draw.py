@@ -24,7 +24,7 @@ from pensieve.engine.sampling.rows import MAX_TOP_K, DrawGroup
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """Sampling parameters of n rows, from ``rows.Draws``: float64 and int64 [n, 1] on the logits' device."""
+    """Sampling parameters of n rows, from ``rows.RandomRows``: float64 and int64 [n, 1] on the logits' device."""
 
     temperature: torch.Tensor
     uniform: torch.Tensor

@@ -28,7 +28,7 @@ _BLOCK = 64
 
 @dataclass(frozen=True, slots=True)
 class DrawGroup:
-    """Rows ``start … end - 1`` of ``Draws``, and the filters that some of them need."""
+    """Rows ``start … end - 1`` of ``RandomRows``, and the filters that some of them need."""
 
     start: int
     end: int
@@ -40,7 +40,7 @@ class DrawGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class Draws:
+class RandomRows:
     """The rows with a temperature, grouped by the filters that they need. All arrays are [n]."""
 
     rows: Ints
@@ -98,7 +98,7 @@ class Penalties:
 
 
 @dataclass(frozen=True, slots=True)
-class Changes:
+class LogitChanges:
     """Changes of logits before a token is chosen, applied in this order. A place is ``row * vocab + token``."""
 
     penalties: Penalties | None
@@ -129,8 +129,8 @@ class PreparedRows:
 
     rows: int
     vocab: int
-    draws: Draws | None = None
-    changes: Changes | None = None
+    draws: RandomRows | None = None
+    changes: LogitChanges | None = None
     logprob_rows: tuple[int, ...] = ()
     top_logprobs: tuple[int, ...] = ()
     """Number of most likely tokens for each of ``logprob_rows``."""
@@ -187,7 +187,7 @@ def _numbers(key: int, block: int) -> Floats:
     return numbers
 
 
-def _draws(specs: Sequence[SampleSpec], vocab: int) -> Draws | None:
+def _draws(specs: Sequence[SampleSpec], vocab: int) -> RandomRows | None:
     # Rows that need the same filters become adjacent, so that a group is one range of every array.
     random: list[tuple[int, int, SampleSpec]] = []
     for row, spec in enumerate(specs):
@@ -201,7 +201,7 @@ def _draws(specs: Sequence[SampleSpec], vocab: int) -> Draws | None:
     for need in dict.fromkeys(need for need, _, _ in random):
         members = [at for at, entry in enumerate(random) if entry[0] == need]
         groups.append(_group(members[0], members[-1] + 1, chosen[members[0] : members[-1] + 1], vocab))
-    return Draws(
+    return RandomRows(
         rows=np.array([row for _, row, _ in random], dtype=np.int64),
         temperature=np.array([sampling.temperature for sampling in chosen], dtype=np.float64),
         uniform=np.array([uniform(spec.sampling.seed, spec.output_index) for _, _, spec in random]),
@@ -239,7 +239,7 @@ def _log(min_p: float) -> float:
     return math.log(min(min_p, 1.0)) if min_p > 0.0 else -math.inf
 
 
-def _changes(specs: Sequence[SampleSpec], vocab: int) -> Changes | None:
+def _changes(specs: Sequence[SampleSpec], vocab: int) -> LogitChanges | None:
     contexts: list[tuple[int, SampleSpec]] = []
     biased: list[int] = []
     bias: list[float] = []
@@ -268,7 +268,7 @@ def _changes(specs: Sequence[SampleSpec], vocab: int) -> Changes | None:
             fallback_rows.append(row)
     if not (contexts or biased or banned):
         return None
-    return Changes(
+    return LogitChanges(
         penalties=_penalties(contexts, vocab) if contexts else None,
         biased=np.array(biased, dtype=np.int64),
         bias=np.array(bias, dtype=np.float64),

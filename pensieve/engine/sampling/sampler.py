@@ -1,8 +1,8 @@
 """From logits to tokens. A token depends on its own row, its seed and its output index, never on the batch.
 
 Sampling has stages, so that nothing waits for a GPU: ``rows.prepare`` turns the specs into arrays; ``choose``
-queues the choice, whose results stay on the device; ``Chosen.fetch`` queues their copy to the host;
-``Fetched.resolve`` waits for it. ``sample`` does all of it in one call.
+queues the choice, whose results stay on the device; ``SampledTokens.fetch`` queues their copy to the host;
+``TokenFetch.resolve`` waits for it. ``sample`` does all of it in one call.
 
 Randomness is a counter, not a state: output ``i`` of a turn uses the number for (seed, i), so suspension,
 recomputation and another batch give the same token.
@@ -22,7 +22,7 @@ import torch
 from pensieve.core import Ints, RequestKey, TokenLogprob
 from pensieve.engine.plan import SampleSpec
 from pensieve.engine.sampling.draw import BYTES_PER_ELEMENT, GPU_ELEMENTS, Parameters, draw, row_ranges
-from pensieve.engine.sampling.rows import Array, Changes, Draws, Penalties, PreparedRows, prepare
+from pensieve.engine.sampling.rows import Array, LogitChanges, Penalties, PreparedRows, RandomRows, prepare
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class Logprobs:
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class SampledTokens:
     """A step's tokens on the logits' device; S may exceed the rows of ``prepared``."""
 
     prepared: PreparedRows
@@ -55,24 +55,24 @@ class Chosen:
     """bool [S]: whether all logits of the row were finite."""
     logprobs: Logprobs | None = None
 
-    def fetch(self) -> Fetched:
+    def fetch(self) -> TokenFetch:
         """Queue the copies to the host on the current stream, without waiting for them."""
         rows = self.prepared.rows
         parts = [self.tokens[:rows], self.finite[:rows]]
         if self.logprobs is not None:
             parts += [self.logprobs.chosen, self.logprobs.top_values, self.logprobs.top_ids]
         if self.tokens.device.type != "cuda":
-            return Fetched(self.prepared, parts, None)
+            return TokenFetch(self.prepared, parts, None)
         host = [torch.empty(part.shape, dtype=part.dtype, pin_memory=True) for part in parts]
         for to, part in zip(host, parts, strict=True):
             to.copy_(part, non_blocking=True)
         done = torch.cuda.Event()
         done.record()
-        return Fetched(self.prepared, host, done)
+        return TokenFetch(self.prepared, host, done)
 
 
 @dataclass(frozen=True, slots=True)
-class Fetched:
+class TokenFetch:
     prepared: PreparedRows
     parts: list[torch.Tensor]
     """Tokens, finite, and the three of ``Logprobs``; on the CPU."""
@@ -105,7 +105,7 @@ def sample(
     logits: torch.Tensor, specs: Sequence[SampleSpec], requests: Sequence[RequestKey] = ()
 ) -> list[tuple[int, TokenLogprob | None]]:
     """Return one token for each row of ``logits`` float32 [S, vocab], as ``specs[i]`` asks. ``logits`` is not
-    changed. ``requests``: see ``Fetched.resolve``."""
+    changed. ``requests``: see ``TokenFetch.resolve``."""
     if not specs:
         return []
     return choose(logits, prepare(specs, logits.shape[1])).fetch().resolve(requests)
@@ -132,7 +132,7 @@ def greedy_tokens(logits: torch.Tensor) -> torch.Tensor:
     return torch.argmax(logits, dim=-1)
 
 
-def choose(logits: torch.Tensor, prepared: PreparedRows, finite: torch.Tensor | None = None) -> Chosen:
+def choose(logits: torch.Tensor, prepared: PreparedRows, finite: torch.Tensor | None = None) -> SampledTokens:
     """Queue the choice of a token for each row of ``logits`` float32 [S, vocab] without waiting for a device.
     ``finite`` is given when the logits are already sanitized. Rows past those of ``prepared`` are greedy.
     ``logits`` is not changed."""
@@ -140,7 +140,7 @@ def choose(logits: torch.Tensor, prepared: PreparedRows, finite: torch.Tensor | 
         logits, finite = sanitize(logits)
     # The common step: nothing to upload, and only the largest logit is needed.
     if prepared.plain:
-        return Chosen(prepared, greedy_tokens(logits), finite)
+        return SampledTokens(prepared, greedy_tokens(logits), finite)
     arrays = _upload(prepared.arrays(), logits.device)
     # Log-probabilities are those of the model's own logits, so changes go to a copy.
     adjusted = logits if prepared.changes is None else _apply_changes(logits, prepared.changes, arrays)
@@ -152,7 +152,7 @@ def choose(logits: torch.Tensor, prepared: PreparedRows, finite: torch.Tensor | 
     logprobs = None
     if prepared.logprob_rows:
         logprobs = _logprobs(logits, tokens, arrays["logprob_rows"], max(prepared.top_logprobs))
-    return Chosen(prepared, tokens, finite, logprobs)
+    return SampledTokens(prepared, tokens, finite, logprobs)
 
 
 def workspace_bytes(rows: int, vocab: int) -> int:
@@ -179,7 +179,7 @@ def _upload(arrays: Mapping[str, Array], device: torch.device) -> dict[str, torc
 
 
 def _apply_changes(
-    logits: torch.Tensor, changes: Changes, arrays: Mapping[str, torch.Tensor]
+    logits: torch.Tensor, changes: LogitChanges, arrays: Mapping[str, torch.Tensor]
 ) -> torch.Tensor:
     """Return a copy of the logits [S, vocab] with ``changes`` applied. ``arrays``: theirs on the device."""
     result = logits.clone(memory_format=torch.contiguous_format)
@@ -245,7 +245,7 @@ def _places(
 
 
 def _draw_into(
-    tokens: torch.Tensor, logits: torch.Tensor, draws: Draws, arrays: Mapping[str, torch.Tensor]
+    tokens: torch.Tensor, logits: torch.Tensor, draws: RandomRows, arrays: Mapping[str, torch.Tensor]
 ) -> None:
     """Draw tokens for the random rows. On entry ``tokens`` holds each row's greedy token."""
     names = ("temperature", "uniform", "floor", "top_k", "top_p")

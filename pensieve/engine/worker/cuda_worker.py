@@ -11,7 +11,7 @@ staging (pinned, three)       ``launch``             its upload was done two res
 step block of a program       upload, on ``compute`` every reader is on ``compute``
 ``sampled``, ``logits``       program, sampler       both on ``compute``
 KV pools                      program, copies        ``SwapEngine`` orders copy streams and ``compute``
-host copies of samples        ``Chosen.fetch``       fresh pinned memory for each step
+host copies of samples        ``TokenFetch``         fresh pinned memory for each step
 ============================  =====================  =============================================================
 """
 
@@ -28,7 +28,7 @@ from pensieve.engine.kv.pools import KvPools
 from pensieve.engine.kv.swap import SwapEngine
 from pensieve.engine.plan import PendingStep, Plan, Sampled, StepResult
 from pensieve.engine.sampling.rows import prepare
-from pensieve.engine.sampling.sampler import Chosen, Fetched, choose
+from pensieve.engine.sampling.sampler import SampledTokens, TokenFetch, choose
 from pensieve.engine.worker.cuda_batch import CudaBatch, make_cuda_batch
 from pensieve.engine.worker.graphs import Programs
 from pensieve.engine.worker.program import SharedState, StepProgram
@@ -124,7 +124,7 @@ class CudaWorker:
             self._swap.before_step(plan)
             begin = torch.cuda.Event(enable_timing=True)
             begin.record()
-            fetched: Fetched | None = None
+            fetched: TokenFetch | None = None
             if batch is not None and program is not None:
                 program.upload(staging.tensor, words)
                 staging.uploaded.record()
@@ -138,7 +138,7 @@ class CudaWorker:
         before, self._last_end = self._last_end, end
         return _CudaStep(self, batch, fetched, before, begin, end)
 
-    def _sample(self, batch: CudaBatch) -> Fetched | None:
+    def _sample(self, batch: CudaBatch) -> TokenFetch | None:
         """Queue the sampling that the graph does not do, and the copy of the samples to the host."""
         rows = len(batch.specs)
         # The next plan names its pending tokens by request; map each request to the row of its token.
@@ -152,7 +152,7 @@ class CudaWorker:
             return None
         prepared = prepare(batch.specs, self.arch.vocab_size)
         if prepared.plain:
-            chosen = Chosen(prepared, sampled, finite)
+            chosen = SampledTokens(prepared, sampled, finite)
         else:
             chosen = choose(shared.logits[:rows], prepared, finite)
             sampled.copy_(chosen.tokens[:rows])
@@ -179,7 +179,7 @@ class _CudaStep:
 
     worker: CudaWorker
     batch: CudaBatch | None
-    fetched: Fetched | None
+    fetched: TokenFetch | None
     before: torch.cuda.Event | None
     """End of the previous step on the device."""
     begin: torch.cuda.Event
