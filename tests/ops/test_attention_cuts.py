@@ -78,5 +78,5 @@ def test_cuts_stay_within_their_bounds_and_make_no_piece_too_short(
         count == 1 or length > (count - 1) * shortest for length, count in zip(steps, pieces, strict=True)
     )
     most = max_narrow_pieces(len(steps), max(steps) * tile.keys, tile, where)
-    assert pieces.sum() - len(pieces) <= most.more
-    assert (pieces > 1).sum() <= most.cut and pieces[pieces > 1].sum() <= most.pieces
+    assert pieces.sum() - len(pieces) <= most.extra_items
+    assert (pieces > 1).sum() <= most.split_items and pieces[pieces > 1].sum() <= most.pieces
