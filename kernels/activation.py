@@ -1,7 +1,7 @@
-"""The activation of an MLP, fused with the product of a gated one, in Triton.
+"""MLP activation in Triton, fused with the product of a gated MLP.
 
-It keeps the promise of ``pensieve.kernels.reference.activate``. It computes in float32, and rounds the activation to
-the tensor's dtype before it multiplies, as torch does.
+Matches ``pensieve.kernels.reference.activate``. Computes in float32 and rounds the activation to the tensor's
+dtype before the product, as torch does.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from pensieve.kernels.arguments import Activation
 from pensieve.kernels.checks import FLOAT_DTYPES
 
 FEW_COLUMNS, MANY_COLUMNS = 256, 1024
-"""Columns per program: 8 values, a 16-byte piece of a 2-byte type, per thread of 1 or 4 warps."""
-MANY = 1 << 20
-"""Steps with this many values get large programs: enough to fill any device, and fewer to start."""
+"""Columns per program: 8 values per thread (16 bytes of a 2-byte type), with 1 or 4 warps."""
+LARGE_STEP_VALUES = 1 << 20
+"""From this many values on, a step uses large programs: they fill any device, and fewer of them start."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _activate(  # type: ignore[no-untyped-def]
     up, out, up_stride, out_stride, INNER: tl.constexpr, BLOCK: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr
 ):  # fmt: skip
-    """One program activates BLOCK of the INNER values of a row."""
+    """Activate BLOCK of the INNER values of a row."""
     BLOCKS: tl.constexpr = (INNER + BLOCK - 1) // BLOCK
     program = tl.program_id(0)
     row = (program // BLOCKS).to(tl.int64)
@@ -47,10 +47,9 @@ def _activate(  # type: ignore[no-untyped-def]
 
 
 def activate(up: torch.Tensor, gated: bool, activation: Activation) -> torch.Tensor:
-    """``act(up)`` [T, I]; gated, with ``up`` [T, 2 * I]: ``act`` of its first half times its second half.
-
-    Float16, bfloat16 or float32. Can be captured in a graph. Raises ValueError when ``up`` is not such a tensor.
-    """
+    """Return ``act(up)`` [T, I]; gated, with ``up`` [T, 2 * I]: ``act`` of the first half times the second
+    half. Takes float16, bfloat16 or float32. Can be captured in a graph. Raises ValueError when ``up`` has
+    another shape, dtype or layout."""
     if up.dim() != 2 or up.shape[1] == 0 or (gated and up.shape[1] % 2):
         raise ValueError(f"up is {tuple(up.shape)}, not {'[T, 2 * I]' if gated else '[T, I]'}")
     if up.dtype not in FLOAT_DTYPES:
@@ -61,7 +60,7 @@ def activate(up: torch.Tensor, gated: bool, activation: Activation) -> torch.Ten
         raise ValueError(f"activation {activation} is none of silu, relu, gelu")
     rows, inner = up.shape[0], up.shape[1] // 2 if gated else up.shape[1]
     out = up.new_empty((rows, inner))
-    block = MANY_COLUMNS if out.numel() >= MANY else FEW_COLUMNS
+    block = MANY_COLUMNS if out.numel() >= LARGE_STEP_VALUES else FEW_COLUMNS
     if rows:
         _activate[(rows * triton.cdiv(inner, block),)](
             up,
@@ -75,10 +74,9 @@ def activate(up: torch.Tensor, gated: bool, activation: Activation) -> torch.Ten
 
 
 def constants(inner: int, block: int, gated: bool, activation: Activation) -> dict[str, int | bool | str]:
-    """What ``_activate`` is compiled for."""
+    """Compile-time arguments of ``_activate``."""
     return {"INNER": inner, "BLOCK": block, "GATED": gated, "KIND": activation}
 
 
 def options(block: int) -> dict[str, int]:
-    """How ``_activate`` is compiled."""
     return {"num_warps": block // FEW_COLUMNS, "enable_fp_fusion": True}

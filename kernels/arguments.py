@@ -1,6 +1,4 @@
-"""What callers hand to kernels besides tensors: shared by the fast kernels and their oracle, which know nothing of
-each other.
-"""
+"""Kernel arguments other than tensors. The fast kernels and their oracle share them and do not import each other."""
 
 from __future__ import annotations
 
@@ -14,10 +12,10 @@ Activation = Literal["silu", "relu", "gelu"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadPrep:
-    """What happens to the query and key heads of T tokens before they are attended: first the norms, then the turn."""
+    """Preparation of the query and key heads of T tokens before attention: first the norms, then the rotation."""
 
     cos: torch.Tensor | None = None
-    """[T, D/2]: cosines of each token's angles; pair i of a head is its values i and i + D/2. None: nothing turns."""
+    """[T, D/2]: cosine of each token's angles; pair i of a head is its values i and i + D/2. None: no rotation."""
     sin: torch.Tensor | None = None
     query_norm: torch.Tensor | None = None
     """[D]: weights of an RMS norm over each query head; set together with ``key_norm``."""

@@ -1,4 +1,4 @@
-"""What several kernels check of their arguments, so that a wrong one gets a sentence instead of a device fault."""
+"""Argument checks of several kernels: a wrong argument raises an error instead of a device fault."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 def check_given(
     expected: Iterable[tuple[str, torch.Tensor | None, tuple[int, ...]]], dtype: torch.dtype
 ) -> list[torch.Tensor]:
-    """Those of the (name, tensor, shape) whose tensor is given. Raises ValueError on another shape or ``dtype``."""
+    """Return the given tensors among (name, tensor, shape). Raises ValueError on another shape or ``dtype``."""
     given = []
     for name, tensor, shape in expected:
         if tensor is not None:

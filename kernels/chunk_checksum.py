@@ -1,6 +1,6 @@
-"""Checksums of pages on the device: each is taken when a page leaves, and compared when its chunk is back.
+"""Checksums of pages on the device, taken when a page is swapped out and compared when its chunk returns.
 
-There is no reference: the checksum only has to be the same twice.
+There is no reference implementation: the checksum only has to be the same twice.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 MIX = tl.constexpr(0x5DEECE66D)
-"""Keeps a page of zeros from having the checksum 0, which stands for "none taken"."""
+"""Keeps the checksum of a zeroed page from being 0, which stands for "none taken"."""
 TILE_WORDS = 2048
 
 
@@ -19,7 +19,7 @@ def _checksum(  # type: ignore[no-untyped-def]
     pool, pairs, sums, failed, first, layers, first_layer, pool_layer, pool_page, sums_row,
     COMPARE: tl.constexpr, WORDS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One program sums one run. ``pairs`` are (device, host) pages; with COMPARE they are (host, device)."""
+    """Sum one run. ``pairs`` are (device, host) pages; with COMPARE they are (host, device)."""
     run = first + tl.program_id(0)
     layer = first_layer + run % layers
     pair = pairs + run // layers * 2
@@ -32,7 +32,7 @@ def _checksum(  # type: ignore[no-untyped-def]
     for start in tl.range(0, WORDS, TILE):
         at = start + tl.arange(0, TILE)
         word = tl.load(base + at, mask=at < WORDS, other=MIX)
-        total += (word ^ MIX) * (2 * at + 1).to(tl.int64)  # odd weights: words that swap places are noticed
+        total += (word ^ MIX) * (2 * at + 1).to(tl.int64)  # odd weights detect swapped words
     value = tl.sum(total, 0) | 1
     kept = sums + host.to(tl.int64) * sums_row + layer
     if COMPARE:
@@ -53,11 +53,11 @@ class ChunkChecksum:
         self._runs = runs
 
     def keep(self, pairs: torch.Tensor, first: int, count: int) -> None:
-        """Take the checksums of runs ``[first, first + count)`` of (device page, host page) pairs, int32 [n, 2]."""
+        """Store the checksums of runs ``[first, first + count)`` of (device page, host page) pairs, int32 [n, 2]."""
         self._launch(pairs, first, count, range(len(self._runs)), compare=False)
 
     def compare(self, pairs: torch.Tensor, layers: range) -> None:
-        """Set ``failed[host page]`` for every (host page, device page) pair that differs from what was kept, if any."""
+        """Set ``failed[host page]`` for every (host page, device page) pair that differs from its checksum, if any."""
         self._launch(pairs, 0, len(pairs) * len(layers), layers, compare=True)
 
     def _launch(self, pairs: torch.Tensor, first: int, count: int, layers: range, *, compare: bool) -> None:

@@ -1,10 +1,10 @@
-"""Copies of pages between KV pools, many at a time: gather and scatter in one launch, pinned host memory included.
+"""Copies pages between KV pools, many in one launch: gather and scatter, pinned host memory included.
 
-A page of one layer is a *run*: contiguous in both pools, and the unit that is copied. A GPU reads and writes pinned
-host memory in place, at the speed of the link as long as about 100 KB are on their way; so a handful of programs is
-enough at any size of run, and leaves the multiprocessors to the model. More programs would only queue up before the
-link, and other memory traffic behind them: stores of 12 programs to the host slow a step down by 80 %. The kernel keeps
-the promise of ``pensieve.kernels.reference.chunk_copy``, for several layers at once.
+A page of one layer is a *run*: contiguous in both pools, and the unit of a copy. A GPU accesses pinned host
+memory in place, at link speed as long as about 100 KB are in flight. So a handful of programs is enough at
+any run size and leaves the multiprocessors to the model. More programs would only queue at the link, and
+other memory traffic behind them: stores of 12 programs to the host slow a step down by 80 %. Matches
+``pensieve.kernels.reference.chunk_copy``, for several layers at once.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import triton
 import triton.language as tl
 
 WORD = torch.int64
-"""Runs are copied as words of this type: whatever a pool's values are, a copy moves bytes."""
+"""Runs are copied as words of this type, whatever the pool's dtype."""
 TILE_BYTES = 16384
-"""Most bytes that a program has on their way at once."""
+"""Most bytes in flight per program."""
 WARPS = 4
 IN_PROGRAMS, OUT_PROGRAMS = 8, 4
-"""So many programs fill a PCIe 5 link, from 16 KiB a run on, when they read from the host and when they write to it."""
+"""Programs that fill a PCIe 5 link from 16 KiB a run on, reading from the host and writing to it."""
 
 
 @triton.jit(do_not_specialize=["first", "count", "layers", "first_layer"])  # type: ignore[untyped-decorator]
@@ -29,7 +29,7 @@ def _copy(  # type: ignore[no-untyped-def]
     dst, src, pairs, first, count, layers, first_layer, dst_layer, dst_page, src_layer, src_page,
     WORDS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Run ``first + i`` is page pair ``run // layers`` in layer ``first_layer + run % layers``; programs take tiles."""
+    """Copy runs: run ``first + i`` is page pair ``run // layers`` in layer ``first_layer + run % layers``."""
     offsets = tl.arange(0, TILE)
     total = count * TILES
     work = tl.program_id(0)
@@ -40,7 +40,7 @@ def _copy(  # type: ignore[no-untyped-def]
         layer = (first_layer + (first + work // TILES) % layers).to(tl.int64)
         src_at = src + layer * src_layer + source.to(tl.int64) * src_page
         dst_at = dst + layer * dst_layer + target.to(tl.int64) * dst_page
-        # The page numbers of the coming tile lie behind the link, too: they are fetched beside this one's words.
+        # The page numbers of the next tile are behind the link too: fetch them beside this one's words.
         coming = work + tl.num_programs(0)
         pair = pairs + (first + coming // TILES) // layers * 2
         source = tl.load(pair, mask=coming < total, other=0)
@@ -53,11 +53,9 @@ def _copy(  # type: ignore[no-untyped-def]
 
 
 def runs_of(pool: torch.Tensor, *, chunk_first: bool = False) -> torch.Tensor:
-    """A pool [L, P, ...] (``chunk_first``: [P, L, ...]) as ``WORD`` runs [L, P, words]. No copy.
-
-    Raises ValueError unless a run is a multiple of 16 bytes: copies are made of 16-byte accesses.
-    """
-    values = math.prod(pool.shape[2:])  # given, not -1: a tier may be empty
+    """View a pool [L, P, ...] (``chunk_first``: [P, L, ...]) as ``WORD`` runs [L, P, words], without a copy.
+    Raises ValueError unless a run is a multiple of 16 bytes: copies use 16-byte accesses."""
+    values = math.prod(pool.shape[2:])  # not -1: a tier may be empty
     run_bytes = values * pool.element_size()
     if run_bytes % 16:
         raise ValueError(f"a page of one layer is {run_bytes} bytes: copies need a multiple of 16")
@@ -77,7 +75,7 @@ def check_runs(dst: torch.Tensor, src: torch.Tensor) -> None:
 
 
 class ChunkCopy:
-    """Copies from one pool to another. It is made once, so that a call checks next to nothing."""
+    """Copies from one pool to another. Arguments are checked once, when it is made."""
 
     def __init__(
         self,
@@ -87,10 +85,10 @@ class ChunkCopy:
         programs: int = IN_PROGRAMS,
         tile_bytes: int = TILE_BYTES,
     ) -> None:
-        """``dst`` [L, Q, words] and ``src`` [L, P, words] as ``runs_of`` gives them, each on the device or pinned."""
+        """``dst`` [L, Q, words] and ``src`` [L, P, words] as returned by ``runs_of``, each on the device or pinned."""
         check_runs(dst, src)
         words = dst.shape[2]
-        # The largest power of two that divides a run, unless that is so small that masks are cheaper.
+        # The largest power of two that divides a run, unless it is so small that masks are cheaper.
         tile = min(words & -words, tile_bytes // 8)
         if tile < min(words, tile_bytes // 8) // 2:
             tile = min(triton.next_power_of_2(words), tile_bytes // 8)
@@ -102,11 +100,13 @@ class ChunkCopy:
     def __call__(
         self, pairs: torch.Tensor, *, first: int = 0, count: int | None = None, layers: range | None = None
     ) -> None:
-        """Copy page ``pairs[i, 0]`` of ``src`` to page ``pairs[i, 1]`` of ``dst`` in ``layers`` (default: all).
+        """Copy page ``pairs[i, 0]`` of ``src`` to page ``pairs[i, 1]`` of ``dst`` in ``layers`` (default:
+        all).
 
-        ``pairs``: int32 [n, 2], contiguous, on the device or pinned; it must stay as it is until the copy is done.
-        With k layers there are ``n * k`` runs, run ``r`` being pair ``r // k``; only those from ``first`` on, ``count``
-        of them, are copied. No target may repeat, and no target may be a source. Queued on the current stream.
+        ``pairs``: int32 [n, 2], contiguous, on the device or pinned; it must not change until the copy is
+        done. With k layers there are ``n * k`` runs; run ``r`` belongs to pair ``r // k``. Only ``count``
+        runs from ``first`` on are copied. No target may repeat, and no target may be a source. Queued on the
+        current stream.
         """
         layers = range(self.layers) if layers is None else layers
         runs = len(pairs) * len(layers)
@@ -121,7 +121,7 @@ class ChunkCopy:
             self._launch(pairs, first, count, layers)
 
     def warm_up(self, pairs: torch.Tensor) -> None:
-        """Compile what calls need, and copy nothing. ``pairs``: any that a call would take."""
+        """Compile the kernel without copying anything. ``pairs``: any valid argument of a call."""
         self._launch(pairs, 0, 0, range(self.layers))
 
     def _launch(self, pairs: torch.Tensor, first: int, count: int, layers: range) -> None:

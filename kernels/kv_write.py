@@ -1,8 +1,8 @@
-"""Making heads ready for attention and storing keys and values in their pages: one launch, in Triton.
+"""Prepares heads for attention and stores keys and values in their pages: one launch, in Triton.
 
-The kernel keeps the promise of ``pensieve.kernels.reference.kv_write``, and rounds where that does: it computes an
-operation in float32, and rounds to the tensor's dtype after the norm and after each product and sum of the rotation.
-Without head norms its results equal the reference's bit for bit; with them, up to the order of one sum.
+Matches ``pensieve.kernels.reference.kv_write``, including its rounding: each operation is computed in float32
+and rounded to the tensor's dtype after the norm and after each product and sum of the rotation. Without head
+norms the results equal the reference's bit for bit; with them, up to the order of one sum.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from pensieve.kernels.attention.tiles import width_of
 from pensieve.kernels.checks import FLOAT_DTYPES, check_device, check_given, check_layout
 
 PER_WARP = 256
-"""Columns of either half of a head that a warp takes: a 16-byte piece of a 2-byte type per thread."""
+"""Columns of each half of a head per warp: 16 bytes of a 2-byte type per thread."""
 FEW_WARPS, MANY_WARPS = 1, 4
-MANY = 1 << 22
-"""Steps with this many values get large programs: enough to fill any device, and fewer to start."""
+LARGE_STEP_VALUES = 1 << 22
+"""From this many values on, a step uses large programs: they fill any device, and fewer of them start."""
 
 
 @triton.jit
-def _turned(x, y, cos, sin):  # type: ignore[no-untyped-def]
-    """``x * cos + y * sin`` in float32, every product and the sum rounded to the dtype of ``x``."""
+def _rotated(x, y, cos, sin):  # type: ignore[no-untyped-def]
+    """``x * cos + y * sin`` in float32, with every product and the sum rounded to the dtype of ``x``."""
     dtype = x.dtype
     first = (x.to(tl.float32) * cos).to(dtype).to(tl.float32)
     second = (y.to(tl.float32) * sin).to(dtype).to(tl.float32)
@@ -33,12 +33,12 @@ def _turned(x, y, cos, sin):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _weights(query_norm, key_norm, head, valid, dims, HEADS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The norm weights of each head. Two loads, each for its own heads: through a pointer that is chosen per head, a
-    load would read value by value."""
+    """Load the norm weights of each head. Two loads, each for its own heads: through a pointer chosen per
+    head, a load would read value by value."""
     at = tl.broadcast_to(dims[None, :], valid.shape)
-    of_queries = tl.load(query_norm + at, mask=valid & (head < HEADS)[:, None], other=0.0)
-    of_keys = tl.load(key_norm + at, mask=valid & (head >= HEADS)[:, None], other=0.0)
-    return of_queries.to(tl.float32) + of_keys.to(tl.float32)
+    query_weights = tl.load(query_norm + at, mask=valid & (head < HEADS)[:, None], other=0.0)
+    key_weights = tl.load(key_norm + at, mask=valid & (head >= HEADS)[:, None], other=0.0)
+    return query_weights.to(tl.float32) + key_weights.to(tl.float32)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -48,8 +48,8 @@ def _prepare_and_store(  # type: ignore[no-untyped-def]
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
     BLOCK: tl.constexpr, NORM: tl.constexpr, TURN: tl.constexpr,
 ):  # fmt: skip
-    """One program takes BLOCK heads of one token, as two halves of WIDTH columns of which DIM // 2 count."""
-    # Queries to which nothing happens are not touched.
+    """Process BLOCK heads of one token, as two halves of WIDTH columns of which DIM // 2 count."""
+    # Unchanged queries are not touched.
     FIRST: tl.constexpr = 0 if NORM or TURN else HEADS
     LAST: tl.constexpr = HEADS + 2 * KV_HEADS
     HALF: tl.constexpr = DIM // 2
@@ -74,14 +74,15 @@ def _prepare_and_store(  # type: ignore[no-untyped-def]
         weights = _weights(query_norm + HALF, key_norm + HALF, head, valid, dims, HEADS)
         new_right = (y * factor * weights).to(left.dtype)
     if TURN:
-        # Read once per head, in the layout of the heads: cheaper than to spread one copy through shared memory.
+        # Read once per head, in the layout of the heads: cheaper than spreading one copy through shared
+        # memory.
         angle = tl.broadcast_to(token * cos_stride + dims[None, :], [BLOCK, WIDTH])
         cosine = tl.load(cos + angle, mask=valid, other=0.0).to(tl.float32)
         angle = tl.broadcast_to(token * sin_stride + dims[None, :], [BLOCK, WIDTH])
         sine = tl.load(sin + angle, mask=valid, other=0.0).to(tl.float32)
         before = new_left
-        new_left = _turned(before, new_right, cosine, -sine)
-        new_right = _turned(new_right, before, cosine, sine)
+        new_left = _rotated(before, new_right, cosine, -sine)
+        new_right = _rotated(new_right, before, cosine, sine)
     if NORM or TURN:
         new_left = tl.where(is_value, left, new_left)
         new_right = tl.where(is_value, right, new_right)
@@ -100,40 +101,39 @@ def _prepare_and_store(  # type: ignore[no-untyped-def]
 def kv_write(
     kv_pool_of_layer: torch.Tensor, qkv: torch.Tensor, slots: torch.Tensor, prep: HeadPrep
 ) -> torch.Tensor:
-    """Make query and key heads ready in place, store keys and values; returns the queries, a view of ``qkv``.
+    """Prepare query and key heads in place and store keys and values. Returns the queries, a view of ``qkv``.
 
-    See the reference for the whole promise. D even, at most 256; ``cos``, ``sin`` and norm weights have the dtype of
-    ``qkv``, which is the pool's: float16, bfloat16 or float32. Can be captured in a graph. Raises ValueError when the
-    tensors do not fit each other.
+    See the reference for the full contract. D even, at most 256; ``cos``, ``sin`` and norm weights have the
+    dtype of ``qkv``, which is the pool's: float16, bfloat16 or float32. Can be captured in a graph. Raises
+    ValueError when the tensors do not fit each other.
     """
     _check(kv_pool_of_layer, qkv, slots, prep)
     pool, (tokens, all_heads, dim) = kv_pool_of_layer, qkv.shape
     kv_heads, page_tokens = pool.shape[2:4]
     heads = all_heads - 2 * kv_heads
     norm, turn = prep.query_norm is not None, prep.cos is not None
-    block = block_of(qkv)
+    block = heads_per_program(qkv)
     touched = all_heads if norm or turn else 2 * kv_heads
     if tokens:
-        # Tensors that are not there are not read: any pointer stands in for them.
-        cos, sin = _given(prep.cos, qkv), _given(prep.sin, qkv)
+        # Absent tensors are not read: any pointer stands in for them.
+        cos, sin = _or_unused(prep.cos, qkv), _or_unused(prep.sin, qkv)
         _prepare_and_store[(tokens * triton.cdiv(touched, block),)](
-            qkv, pool, slots, cos, sin, _given(prep.query_norm, qkv), _given(prep.key_norm, qkv), prep.eps,
+            qkv, pool, slots, cos, sin, _or_unused(prep.query_norm, qkv), _or_unused(prep.key_norm, qkv), prep.eps,
             qkv.stride(0), qkv.stride(1), *pool.stride()[:4], cos.stride(0), sin.stride(0),
             **constants(heads, kv_heads, dim, page_tokens, block, norm=norm, turn=turn), **options(block, dim),
         )  # fmt: skip
     return qkv[:, :heads]
 
 
-def block_of(qkv: torch.Tensor) -> int:
-    """Heads per program."""
-    warps = MANY_WARPS if qkv.numel() >= MANY else FEW_WARPS
+def heads_per_program(qkv: torch.Tensor) -> int:
+    warps = MANY_WARPS if qkv.numel() >= LARGE_STEP_VALUES else FEW_WARPS
     return warps * PER_WARP // _half_width(qkv.shape[2])
 
 
 def constants(
     heads: int, kv_heads: int, dim: int, page_tokens: int, block: int, *, norm: bool, turn: bool
 ) -> dict[str, int | bool]:
-    """What ``_prepare_and_store`` is compiled for."""
+    """Compile-time arguments of ``_prepare_and_store``."""
     return {
         "HEADS": heads, "KV_HEADS": kv_heads, "DIM": dim, "WIDTH": _half_width(dim), "PAGE": page_tokens,
         "BLOCK": block, "NORM": norm, "TURN": turn,
@@ -141,7 +141,7 @@ def constants(
 
 
 def options(block: int, dim: int) -> dict[str, int]:
-    """How ``_prepare_and_store`` is compiled: without fused multiply-add, which would skip a rounding."""
+    """Compiler options of ``_prepare_and_store``: without fused multiply-add, which would skip a rounding."""
     return {"num_warps": block * _half_width(dim) // PER_WARP, "enable_fp_fusion": False}
 
 
@@ -149,7 +149,7 @@ def _half_width(dim: int) -> int:
     return width_of(dim) // 2
 
 
-def _given(tensor: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:
+def _or_unused(tensor: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:
     return other if tensor is None else tensor
 
 

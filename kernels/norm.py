@@ -1,7 +1,7 @@
-"""RMS norm and LayerNorm of whole rows, alone or fused with the residual sum before them, in Triton.
+"""RMS norm and LayerNorm of whole rows, optionally fused with the residual sum before them, in Triton.
 
-They keep the promises of their namesakes in ``pensieve.kernels.reference``. The sum is rounded to the tensor's dtype
-before it is normed, as torch does; inside the norm everything is float32, and its result is rounded once.
+They match their namesakes in ``pensieve.kernels.reference``. The sum is rounded to the tensor's dtype before
+the norm, as in torch; the norm itself is computed in float32 and rounded once.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from pensieve.kernels.checks import FLOAT_DTYPES, check_device, check_given, che
 
 WIDEST = 16384
 PER_THREAD = 32
-"""Values of a row that a thread holds: four 16-byte pieces of a 2-byte type, all in flight at once."""
+"""Values of a row per thread: four 16-byte pieces of a 2-byte type, all in flight at once."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def normed(  # type: ignore[no-untyped-def]
     row, columns, inside, scale, bias, eps, WIDTH: tl.constexpr, LAYER: tl.constexpr
 ):
-    """The norm of a row, in its dtype. ``row`` is 0 outside of ``inside``; ``scale``: the weight, already float32."""
+    """Return the norm of a row, in its dtype. ``row`` is 0 outside of ``inside``; ``scale``: the float32 weight."""
     values = row.to(tl.float32)
     if LAYER:
         values = tl.where(inside, values - tl.sum(values, 0) / WIDTH, 0.0)
@@ -36,7 +36,7 @@ def _norm_rows(  # type: ignore[no-untyped-def]
     x, delta, out, weight, bias, eps, x_stride, delta_stride, out_stride,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, LAYER: tl.constexpr,
 ):  # fmt: skip
-    """One program norms one row. ADD: ``x += delta`` first; LAYER: LayerNorm with ``bias``, else RMS norm."""
+    """Normalise one row. ADD: ``x += delta`` first. LAYER: LayerNorm with ``bias``, else RMS norm."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < WIDTH
@@ -55,9 +55,7 @@ def _norm_rows(  # type: ignore[no-untyped-def]
 
 def norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
     """RMS norm of the rows of ``x`` [T, W], W ≤ 16384, or LayerNorm when there is a bias; ``weight``, ``bias`` [W].
-
-    Float16, bfloat16 or float32. Can be captured in a graph. Raises ValueError when the tensors do not fit.
-    """
+    Takes float16, bfloat16 or float32. Can be captured in a graph. Raises ValueError when the tensors do not fit."""
     _check(x, None, weight, bias)
     return _launch(x, None, weight, bias, eps)
 
@@ -65,18 +63,17 @@ def norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: 
 def add_norm(
     x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``x += delta`` [T, W] in place, and the ``norm`` of the sum; returns ``x`` and that. Raises as ``norm`` does."""
+    """Add ``delta`` to ``x`` [T, W] in place; return ``x`` and its ``norm``. Raises as ``norm`` does."""
     _check(x, delta, weight, bias)
     return x, _launch(x, delta, weight, bias, eps)
 
 
 def constants(width: int, *, add: bool, layer: bool) -> dict[str, int | bool]:
-    """What ``_norm_rows`` is compiled for."""
+    """Compile-time arguments of ``_norm_rows``."""
     return {"WIDTH": width, "BLOCK": triton.next_power_of_2(width), "ADD": add, "LAYER": layer}
 
 
 def options(width: int) -> dict[str, int]:
-    """How ``_norm_rows`` is compiled."""
     warps = triton.next_power_of_2(width) // (32 * PER_THREAD)
     return {"num_warps": min(16, max(1, warps)), "enable_fp_fusion": True}
 
@@ -91,7 +88,7 @@ def _launch(
     rows, width = x.shape
     out = x.new_empty((rows, width))
     if rows:
-        # Tensors that are not there are not read: any pointer stands in for them.
+        # Absent tensors are not read: any pointer stands in for them.
         change = x if delta is None else delta
         _norm_rows[(rows,)](
             x, change, out, weight, weight if bias is None else bias, eps,

@@ -1,7 +1,7 @@
-"""Causal attention of ragged query spans over paged keys and values: the fast one, in Triton.
+"""Causal attention of ragged query spans over paged keys and values, in Triton.
 
-It keeps the promise of ``pensieve.kernels.reference.ragged_paged_attention``. One device function serves prefill,
-decode and recomputation: ``attention.work_lists`` says what its programs do, ``attention.tiles`` with which shapes.
+Matches ``pensieve.kernels.reference.ragged_paged_attention``. One device function serves prefill, decode and
+recomputation: ``attention.work_lists`` has the work of its programs, ``attention.tiles`` their shapes.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ LISTS_AT = tl.constexpr(work_lists.LISTS_AT)
 FIRST, END = tl.constexpr(work_lists.MERGE_FIRST), tl.constexpr(work_lists.MERGE_END)
 PARTIAL, COUNT = tl.constexpr(work_lists.MERGE_PARTIAL), tl.constexpr(work_lists.MERGE_PIECES)
 STRIDE = tl.constexpr(work_lists.MERGE_STRIDE)
-PLAIN, ALONE, AFTER, BESIDE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
-"""How a launch stands to the one before it. PLAIN, ALONE: it begins when that one has ended. AFTER: it begins early,
-but reads what that one writes only when that one has ended. BESIDE: it runs side by side with that one, and ends after
-it. All but PLAIN let the next launch begin early, too, which devices before Hopper cannot."""
-MERGING = 8
-"""A merge has this many programs per multiprocessor."""
+SERIAL, PRIMARY, SECONDARY, CONCURRENT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+"""Order of a launch relative to the previous one, by programmatic dependent launch. SERIAL, PRIMARY: it
+begins when the previous launch has ended. SECONDARY: it begins early, but reads the previous launch's results
+only after its end. CONCURRENT: it runs beside the previous launch and ends after it. All but SERIAL also let
+the next launch begin early, which devices before Hopper cannot."""
+MERGE_PROGRAMS = 8
+"""Programs of a merge per multiprocessor."""
 MERGED_AT_ONCE = 64
-"""A merge reads this many rows of pieces in one go; more take another round trip to memory."""
+"""Rows of pieces that a merge reads at once; more take another round trip to memory."""
 
 
 @triton.jit(do_not_specialize=["partial_rows", "table_stride"])  # type: ignore[untyped-decorator]
@@ -45,19 +46,16 @@ def _attend(  # type: ignore[no-untyped-def]
     PAGE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, SPLIT_MASK: tl.constexpr,
     LSE: tl.constexpr, ORDER: tl.constexpr,
 ):  # fmt: skip
-    """Attend the items of one launch; a *work* is an item of one KV head.
-
-    Works fall in length, so they are dealt to the programs there and back again. ORDER: see ``ALONE``.
-    """
+    """Attend the items of one launch; works fall in length, so programs take them in alternating order."""
     programs = tl.num_programs(0)
-    if ORDER != PLAIN:
+    if ORDER != SERIAL:
         gdc_launch_dependents()
     works = tl.load(words + LIST) * KV_HEADS
     items = words + tl.load(words + LISTS_AT + LIST)
     place = tl.program_id(0)
-    # Invariants of the walk, hoisted out of this loop, would take the registers that keep programs resident.
-    for dealt in tl.range(0, works, programs, disable_licm=True):
-        work = dealt + place
+    # Loop invariants, hoisted out of this loop, would take the registers that keep programs resident.
+    for base in tl.range(0, works, programs, disable_licm=True):
+        work = base + place
         place = programs - 1 - place
         if work < works:
             attend_item(
@@ -65,8 +63,8 @@ def _attend(  # type: ignore[no-untyped-def]
                 partial_rows, q_token, q_head, page_stride, value_stride, head_stride, slot_stride, table_stride,
                 out_token, out_head, factor, KV_HEADS, GROUPS, DIM, WIDTH, PAGE, ROWS, KEYS, STAGES, SPLIT_MASK, LSE,
             )  # fmt: skip
-    # No launch may end before the one it overtook: what follows relies on both.
-    if ORDER == BESIDE:  # noqa: SIM102 - the outer one is decided when compiling
+    # No launch may end before the one it overtook: later launches rely on both.
+    if ORDER == CONCURRENT:  # noqa: SIM102 - the outer one is decided when compiling
         if tl.program_id(0) == programs - 1:
             gdc_wait()
 
@@ -77,7 +75,7 @@ def _merge(  # type: ignore[no-untyped-def]
     LIST: tl.constexpr, KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
     ROWS: tl.constexpr, PIECES: tl.constexpr, LSE: tl.constexpr, ORDER: tl.constexpr,
 ):  # fmt: skip
-    """Add up the results of an item's pieces by their softmax denominators, ROWS rows of one KV head at a time."""
+    """Combine an item's pieces by their softmax denominators, ROWS rows of one KV head at a time."""
     dims = tl.arange(0, WIDTH)
     merges = words + tl.load(words + LISTS_AT + LIST)
     for work in tl.range(tl.program_id(0), tl.load(words + LIST) * KV_HEADS, tl.num_programs(0)):
@@ -90,7 +88,7 @@ def _merge(  # type: ignore[no-untyped-def]
         base = head.to(tl.int64) * partial_rows + tl.load(merge + PARTIAL) + tl.arange(0, ROWS)
         pieces = tl.load(merge + COUNT)
         apart = tl.load(merge + STRIDE)
-        if ORDER == AFTER:  # all of the above was there before the launch that makes the pieces
+        if ORDER == SECONDARY:  # everything above was written before the launch that makes the pieces
             gdc_wait()
         acc = tl.zeros([ROWS, WIDTH], tl.float32)
         top = tl.zeros([ROWS], tl.float32) + LOWEST
@@ -116,7 +114,7 @@ def _merge(  # type: ignore[no-untyped-def]
         if LSE:
             value = (top + tl.math.log2(divisor)) * 0.6931471805599453
             tl.store(lse + token * (KV_HEADS * GROUPS) + query_head, value, mask=valid)
-    if ORDER == AFTER:
+    if ORDER == SECONDARY:
         gdc_wait()
 
 
@@ -130,14 +128,15 @@ def attend(
     return_lse: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Causal attention of ragged query spans over paged keys and values; see the reference for the whole promise.
+    """Causal attention of ragged query spans over paged keys and values; see the reference for the full
+    contract.
 
-    ``q`` [T, Hq, D], one layer's ``pool`` [P, 2, Hkv, N, D] in float16, bfloat16 or (slow, for tests) float32, D ≤ 256;
-    ``plan`` holds the spans and serves every layer of a step. ``tables`` int32 [R, pages]; page tables of unequal
-    length may lie end to end in one array [n], and a span's ``TABLE`` is then where its table begins. No entry is read
-    beyond the page of the last token that a span's queries see. Returns ``out`` and, if asked for, the log of the
-    softmax denominator, float32 [T, Hq]. Can be captured in a graph: see ``AttentionPlan``.
-    Raises ValueError when the tensors fit neither each other nor the plan.
+    ``q`` [T, Hq, D], one layer's ``pool`` [P, 2, Hkv, N, D] in float16, bfloat16 or (slow, for tests)
+    float32, D ≤ 256. ``plan`` holds the spans and serves every layer of a step. ``tables`` int32 [R, pages];
+    or page tables of unequal length laid end to end [n], where a span's ``TABLE`` is the start of its table.
+    Entries beyond the page of the last token that a span's queries see are not read. Returns ``out`` and, if
+    asked for, the log of the softmax denominator, float32 [T, Hq]. Can be captured in a graph: see
+    ``AttentionPlan``. Raises ValueError when the tensors fit neither each other nor the plan.
     """
     call = AttentionCall.from_tensors(q, pool, tables, scale, return_lse, out)
     plan.check(q, pool)
@@ -155,16 +154,16 @@ def ragged_paged_attention(
     return_lse: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """``attend`` with a plan for this call alone: for one layer, or where planning again does not matter."""
+    """``attend`` with a plan for this call only: for one layer, or where planning repeatedly does not matter."""
     check_attention(q, kv_pool_of_layer, page_tables, out, scale)
     plan = AttentionPlan.from_spans(spans, len(q), geometry_of(q, kv_pool_of_layer), q.device)
     return attend(q, kv_pool_of_layer, plan, page_tables, scale=scale, return_lse=return_lse, out=out)
 
 
 def constants(
-    tile: Tile, which: int, geometry: Geometry, page_tokens: int, *, order: tl.constexpr = PLAIN
+    tile: Tile, which: int, geometry: Geometry, page_tokens: int, *, order: tl.constexpr = SERIAL
 ) -> dict[str, int | bool]:
-    """What ``_attend`` is compiled for, ``LSE`` aside."""
+    """Compile-time arguments of ``_attend``, except ``LSE``."""
     return {
         "LIST": which, "KV_HEADS": geometry.kv_heads, "GROUPS": geometry.groups, "DIM": geometry.head_dim,
         "WIDTH": width_of(geometry.head_dim), "PAGE": page_tokens, "ROWS": tile.rows, "KEYS": tile.keys,
@@ -172,20 +171,19 @@ def constants(
     }  # fmt: skip
 
 
-def options(tile: Tile, order: tl.constexpr = PLAIN) -> dict[str, int]:
-    """How ``_attend`` is compiled."""
+def options(tile: Tile, order: tl.constexpr = SERIAL) -> dict[str, int]:
     limit = {} if tile.registers is None else {"maxnreg": tile.registers}
-    early = order.value >= AFTER.value
+    early = order.value >= SECONDARY.value
     return {"num_warps": tile.warps, "enable_fp_fusion": True, "launch_pdl": early, **limit}
 
 
 def _launch(plan: AttentionPlan, call: AttentionCall) -> None:
-    """Queue both launches of a plan, the wide one first, and the merge of cut items."""
+    """Queue both launches of a plan, the wide one first, and the merge of split items."""
     q, pool, out, scratch, capacity = call.q, call.pool, call.out, plan.scratch, plan.capacity
     kv_heads, processors = plan.geometry.kv_heads, plan.geometry.multiprocessors
     overlaps = q.is_cuda and _may_overlap(q.device)
     beside = overlaps and capacity.narrow > 0 and capacity.wide > 0
-    first = ALONE if overlaps else PLAIN
+    first = PRIMARY if overlaps else SERIAL
 
     def run(tile: Tile, which: int, programs: int, order: tl.constexpr) -> None:
         _attend[(programs,)](
@@ -199,16 +197,16 @@ def _launch(plan: AttentionPlan, call: AttentionCall) -> None:
     if capacity.wide and plan.wide.hopper:
         hopper.attend_wide(call, plan.words, scratch, programs=processors, beside=beside)
     elif capacity.wide:
-        # Beside narrow items, one program per multiprocessor: others would leave no room.
+        # Beside narrow items, one program per multiprocessor: more would leave no room.
         run(plan.wide, work_lists.WIDE, processors if beside else capacity.wide * kv_heads, first)
     if capacity.narrow:
-        # Beside wide items, narrow ones fill the multiprocessors that are left. Launched first, they would take all;
-        # launched second, they begin when every program of the wide launch has begun.
+        # Beside wide items, narrow ones fill the remaining multiprocessors. Launched first, they would take
+        # all of them; launched second, they begin when every program of the wide launch has begun.
         programs = (capacity.narrow_programs or capacity.narrow) * kv_heads
-        run(plan.narrow, work_lists.NARROW, programs, BESIDE if beside else first)
+        run(plan.narrow, work_lists.NARROW, programs, CONCURRENT if beside else first)
     if capacity.merges:
-        rows, order = plan.kind.merged_rows, AFTER if overlaps else PLAIN
-        _merge[(min(capacity.merges * kv_heads, MERGING * processors),)](
+        rows, order = plan.kind.merged_rows, SECONDARY if overlaps else SERIAL
+        _merge[(min(capacity.merges * kv_heads, MERGE_PROGRAMS * processors),)](
             out, call.lse, plan.words, scratch.partial, scratch.partial_lse, scratch.rows, out.stride(0), out.stride(1),
             LIST=work_lists.MERGES, KV_HEADS=kv_heads, GROUPS=plan.geometry.groups, DIM=q.shape[2],
             WIDTH=width_of(q.shape[2]), ROWS=rows, PIECES=MERGED_AT_ONCE // rows, LSE=call.return_lse,
@@ -218,5 +216,5 @@ def _launch(plan: AttentionPlan, call: AttentionCall) -> None:
 
 @functools.cache
 def _may_overlap(device: torch.device) -> bool:
-    """Whether a launch can begin before the one before it has ended: from Hopper on."""
+    """Return whether a launch can begin before the previous one has ended: from Hopper on."""
     return torch.cuda.get_device_capability(device) >= (9, 0)

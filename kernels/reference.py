@@ -1,8 +1,10 @@
-"""The oracle: what the kernels compute, in plain torch. It is exact, so that they can be tested against it, and fast
-enough to serve from a CPU, where nothing else runs. No kernel imports it.
+"""Reference implementations of the kernels in plain torch.
+
+They are exact, so the kernels are tested against them, and fast enough to serve on a CPU. No kernel imports
+this module.
 
 Shapes: T query tokens, Hq query heads, Hkv KV heads (Hq a multiple of it), D head size, P pages of N tokens,
-R page-table rows. A layer's KV pool is ``[P, 2, Hkv, N, D]``: keys and values of one page lie side by side.
+R page-table rows. A layer's KV pool is ``[P, 2, Hkv, N, D]``: keys and values of one page are adjacent.
 """
 
 from __future__ import annotations
@@ -22,9 +24,9 @@ from pensieve.kernels.spans import POSITION, Q_LEN, Q_START, TABLE, Ints, Spans,
 QUERY_BLOCK = 256
 """Most queries of one span attended at a time."""
 GROUP_ELEMENTS = 1024 * 1024
-"""Largest batch of single-token spans, in gathered key and value elements: bounds memory, keeps caches warm."""
+"""Largest batch of single-token spans, in gathered key and value elements; bounds memory and keeps caches warm."""
 GROUP_FILL = 0.75
-"""A span joins a batch only if its context fills at least this share of the longest one."""
+"""A span joins a batch only if its context is at least this share of the longest one."""
 _ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
     "relu": F.relu,
@@ -34,13 +36,13 @@ _ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @dataclass(frozen=True, slots=True)
 class QueryBlock:
-    """Queries that one call attends: ``rows`` of q in order of (span, token), and the keys that they see."""
+    """Queries of one attention call: ``rows`` of q in order of (span, token), and the keys that they see."""
 
     rows: torch.Tensor | slice
     seen: int
     """Leading keys that some query sees."""
     mask: torch.Tensor | None
-    """What is added to the scores: 0 or -inf, broadcastable to [B, Hkv, G*q, seen]; None: every query sees all keys."""
+    """Added to the scores: 0 or -inf, broadcastable to [B, Hkv, G*q, seen]; None: every query sees all keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,7 @@ class SpanGroup:
 
 @dataclass(frozen=True, slots=True)
 class ReferencePlan:
-    """The walk through one step."""
+    """Groups of one step, shared by all its layers."""
 
     groups: tuple[SpanGroup, ...]
     scratch_rows: int
@@ -67,11 +69,12 @@ class ReferencePlan:
 
 
 def make_plan(q: torch.Tensor, pool: torch.Tensor, spans: Spans, page_tables: torch.Tensor) -> ReferencePlan:
-    """Plan for queries of q's shape and dtype over a pool of ``pool``'s shape; reads the page tables once.
+    """Make the plan for queries of q's shape and dtype over a pool of ``pool``'s shape; reads the page tables
+    once.
 
-    Single-token spans are attended in padded batches of similar context length; a longer span stands alone and is cut
-    into blocks of queries, so that a block reads only the keys that its last query sees and its mask stays small.
-    Raises ValueError when the query heads do not divide over the KV heads.
+    Single-token spans are attended in padded batches of similar context length. A longer span is a group of
+    its own, split into blocks of queries: a block reads only the keys that its last query sees, and its mask
+    stays small. Raises ValueError when the query heads do not divide over the KV heads.
     """
     if q.shape[1] % pool.shape[2]:
         raise ValueError(f"{q.shape[1]} query heads do not divide over {pool.shape[2]} KV heads")
@@ -120,7 +123,7 @@ class _Builder:
         )
 
     def alone(self, span: Ints) -> SpanGroup:
-        """One span of several tokens: [4]."""
+        """One group for a span [4] of several tokens."""
         start, length, position, table = (int(value) for value in span)
         page_rows, _ = self._page_rows(np.array([table]), np.array([position + length]))
         blocks = []
@@ -134,11 +137,11 @@ class _Builder:
         return SpanGroup(1, page_rows, None, tuple(blocks))
 
     def _page_rows(self, rows: Ints, seen: Ints) -> tuple[torch.Tensor, int]:
-        """Pool rows of keys then values of all pages the spans see, and the padded length in tokens."""
+        """Return the pool rows of keys, then values, of all pages that the spans see, and the padded tokens."""
         needed = -(-seen // self.page_tokens)
         count = int(needed.max())
         pages = self.tables[rows, :count].astype(np.int64)
-        # Entries past a row's last visible page may be anything: read its first page in their place.
+        # Entries past a row's last visible page may be anything: read its first page instead.
         pages = np.where(np.arange(count)[None, :] < needed[:, None], pages, pages[:, :1])
         heads = np.arange(self.kv_heads)
         keys = (pages[:, None, :] * 2) * self.kv_heads + heads[None, :, None]  # [B, Hkv, pages]
@@ -188,12 +191,12 @@ def attend(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Causal attention of ragged query spans over paged keys and values.
 
-    ``q`` [T, Hq, D]; ``pool`` [P, 2, Hkv, N, D] of one layer, already holding the keys and values of the queries
-    themselves; ``plan`` of ``make_plan``, which every layer of a step shares. The query at position ``p`` sees
-    positions ``0..p`` of its context. Returns ``out`` [T, Hq, D] and, if asked for, the natural log of the softmax
-    denominator, float32 [T, Hq]. Slots (places of tokens in pages) that no query sees may hold anything, NaN included.
-    Page-table entries past a table's last visible page may name any page of the pool. Rows of ``q`` outside every span
-    come out as 0 (lse: -inf).
+    ``q`` [T, Hq, D]; ``pool`` [P, 2, Hkv, N, D] of one layer, already holding the keys and values of the
+    queries themselves; ``plan`` from ``make_plan``, shared by every layer of a step. The query at position
+    ``p`` sees positions ``0..p`` of its context. Returns ``out`` [T, Hq, D] and, if asked for, the natural
+    log of the softmax denominator, float32 [T, Hq]. Slots (places of tokens in pages) that no query sees may
+    hold anything, NaN included. Page-table entries past a table's last visible page may name any page of the
+    pool. Rows of ``q`` outside every span are 0 (lse: -inf).
     """
     num_heads, head_dim, kv_heads = q.shape[1], q.shape[2], pool.shape[2]
     groups = num_heads // kv_heads
@@ -207,7 +210,7 @@ def attend(
         keys, values = _gather(pages, group, scratch, pool.shape)
         for block in group.blocks:
             rows, seen = block.rows, block.seen
-            # Query heads of one KV head become query rows of it, so that keys are never repeated: [B, Hkv, G*q, D].
+            # Query heads of one KV head become its query rows, so keys are never repeated: [B, Hkv, G*q, D].
             queries = q[rows].view(group.batch, -1, kv_heads, groups, head_dim)
             length = queries.shape[1]
             folded = queries.permute(0, 2, 3, 1, 4).reshape(group.batch, -1, groups * length, head_dim)
@@ -259,7 +262,7 @@ def ragged_paged_attention(
     return_lse: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """``attend`` with a plan for this call alone; ``page_tables`` int32 [R, pages]."""
+    """``attend`` with a plan for this call only; ``page_tables`` int32 [R, pages]."""
     plan = make_plan(q, kv_pool_of_layer, spans, page_tables)
     if return_lse:
         return attend(q, kv_pool_of_layer, plan, scale=scale, return_lse=True, out=out)
@@ -269,10 +272,8 @@ def ragged_paged_attention(
 def _gather(
     pages: torch.Tensor, group: SpanGroup, scratch: torch.Tensor, pool_shape: torch.Size
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of a group, each [B, Hkv, K, D] with K a multiple of the page; unseen slots are 0.
-
-    One scratch buffer serves all groups of a call: fresh large buffers would cost a page fault per 4 KiB.
-    """
+    """Return keys and values of a group, each [B, Hkv, K, D] with K a multiple of the page size; unseen slots are 0.
+    One scratch buffer serves all groups of a call: fresh large buffers would cost a page fault per 4 KiB."""
     _, _, kv_heads, _, head_dim = pool_shape
     gathered = scratch[: len(group.page_rows)]
     torch.index_select(pages, 0, group.page_rows, out=gathered)
@@ -284,7 +285,7 @@ def _gather(
 
 
 def _unfold(part: torch.Tensor, groups: int, length: int) -> torch.Tensor:
-    """[B, Hkv, G*q, X] back to query rows, [B*q, Hq, X]."""
+    """Reshape [B, Hkv, G*q, X] to query rows [B*q, Hq, X]."""
     batch, kv_heads, _, width = part.shape
     split = part.view(batch, kv_heads, groups, length, width)
     return split.permute(0, 3, 1, 2, 4).reshape(batch * length, kv_heads * groups, width)
@@ -293,12 +294,12 @@ def _unfold(part: torch.Tensor, groups: int, length: int) -> torch.Tensor:
 def kv_write(
     kv_pool_of_layer: torch.Tensor, qkv: torch.Tensor, slots: torch.Tensor, prep: HeadPrep
 ) -> torch.Tensor:
-    """Make query and key heads ready, store keys and values in a layer's pool, return the queries [T, Hq, D].
+    """Prepare query and key heads, store keys and values in a layer's pool, return the queries [T, Hq, D].
 
-    ``qkv`` [T, Hq + 2 * Hkv, D] holds the heads of queries, keys, values in this order and may be overwritten; the
-    result may be a view of it. ``slots`` int32 or int64 [T]: slot ``s`` is place ``s % N`` of page ``s // N``; a
-    negative one is padding, whose keys and values go nowhere. No slot may repeat. Every operation rounds to the dtype
-    of ``qkv``.
+    ``qkv`` [T, Hq + 2 * Hkv, D] holds the heads of queries, keys, values in this order and may be
+    overwritten; the result may be a view of it. ``slots`` int32 or int64 [T]: slot ``s`` is place ``s % N``
+    of page ``s // N``. A negative slot is padding: its keys and values are not stored. No slot may repeat.
+    Every operation rounds to the dtype of ``qkv``.
     """
     kv_heads, page_tokens = kv_pool_of_layer.shape[2:4]
     q: torch.Tensor
@@ -319,7 +320,7 @@ def kv_write(
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Heads [T, H, D] turned by the angles of their positions, [T, D/2]."""
+    """Rotate heads [T, H, D] by the angles of their positions, [T, D/2]."""
     left, right = x.chunk(2, dim=-1)
     cos, sin = cos[:, None], sin[:, None]
     return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
@@ -335,13 +336,13 @@ def norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: 
 def add_norm(
     x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``x + delta`` [T, W], rounded to their dtype, and its ``norm``. ``x`` may be overwritten with the sum."""
+    """Return ``x + delta`` [T, W], rounded to their dtype, and its ``norm``. ``x`` may be overwritten with the sum."""
     total = x + delta
     return total, norm(total, weight, bias, eps)
 
 
 def activate(up: torch.Tensor, gated: bool, activation: Activation) -> torch.Tensor:
-    """``act(up)`` [T, I]; gated, with ``up`` [T, 2 * I]: ``act`` of its first half times its second half."""
+    """Return ``act(up)`` [T, I]; gated, with ``up`` [T, 2 * I]: ``act`` of the first half times the second half."""
     if gated:
         gate, up = up.chunk(2, dim=-1)
         return _ACTIVATIONS[activation](gate) * up
@@ -351,10 +352,8 @@ def activate(up: torch.Tensor, gated: bool, activation: Activation) -> torch.Ten
 def chunk_copy(
     dst: torch.Tensor, src: torch.Tensor, dst_pages: torch.Tensor, src_pages: torch.Tensor
 ) -> None:
-    """Copy page ``src_pages[i]`` of ``src`` [P, ...] to page ``dst_pages[i]`` of ``dst`` [Q, ...], in place.
-
-    Page numbers are int64 [n]; the pages of both sides have one shape and may be strided views (one layer of a pool
-    that is stored chunk by chunk). All pages are read before the first is written; no target may repeat.
-    """
+    """Copy page ``src_pages[i]`` of ``src`` [P, ...] to page ``dst_pages[i]`` of ``dst`` [Q, ...], in place. Page
+    numbers are int64 [n]. The pages of both sides have one shape and may be strided views (one layer of a pool that
+    is stored chunk by chunk). All pages are read before the first is written; no target may repeat."""
     picked = src.index_select(0, src_pages.to(src.device))
     dst.index_copy_(0, dst_pages.to(dst.device), picked.to(dst.device, dst.dtype))

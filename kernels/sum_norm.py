@@ -1,10 +1,11 @@
-"""The sum over all ranks, the residual sum and the norm after it, in one kernel on memory that all GPUs have mapped.
+"""All-reduce, residual sum and norm in one kernel, on memory that all GPUs have mapped.
 
-A small sum over ranks is all waiting: a kernel of its own waits for the others before it reads, and again before its
-memory may be used anew, and the norm behind it is one more launch. Here a program takes a row: it tells the other
-ranks that this one's part is there, waits until theirs are, adds up all parts in the order of ranks (so the result is
-the same everywhere, to the last bit) and goes on as ``pensieve.kernels.norm.add_norm`` does. It does not wait at its
-end: parts lie in two rooms in turn, and who has come to the next sum is done with the one before.
+A small all-reduce spends its time waiting: a separate kernel waits for the other ranks before it reads, and
+again before its memory may be reused, and the norm is one more launch. Here a program processes one row. It
+signals the other ranks that this rank's part is ready, waits for theirs, adds all parts in the order of ranks
+(so the result is the same everywhere, to the last bit) and continues as ``pensieve.kernels.norm.add_norm``
+does. It does not wait at its end: parts alternate between two buffers, and a rank that has reached the next
+sum has finished the previous one.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ def _sum_norm_rows(  # type: ignore[no-untyped-def]
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, LAYER: tl.constexpr,
     SYNC: tl.constexpr,
 ):  # fmt: skip
-    """One program sums and norms one row. ``arrived[r]`` int32 [rows, RANKS] lies on rank r: how often each other rank
-    has had its part of a row ready. SYNC off: all parts are there already."""
+    """Sum and normalise one row. ``arrived[r]`` int32 [rows, RANKS] is on rank r: how often each other rank
+    has had its part of a row ready. SYNC off: all parts are ready already."""
     row = tl.program_id(0)
     if SYNC:
-        # Counted by an atomic, which one thread does for all: threads that each read a counter while one of them
-        # sets it would not agree. It never goes back, so nothing has to be reset, and it may wrap.
+        # Counted by an atomic, which one thread executes for all: threads that read a counter while one of
+        # them sets it would disagree. It only grows, so it needs no reset, and it may wrap.
         call = tl.atomic_add(calls + row, 1, sem="relaxed", scope="gpu") + 1
         for other in tl.static_range(RANKS):
             if other != RANK:
@@ -67,13 +68,13 @@ def sum_add_norm(
     out: torch.Tensor | None = None,
     sync: bool = True,
 ) -> torch.Tensor:
-    """``x += sum(parts)`` [T, W] in place; returns the norm of that (RMS norm, or LayerNorm when there is a ``bias``),
-    in ``out`` if that is given.
+    """``x += sum(parts)`` [T, W] in place; returns the norm of the result (RMS norm, or LayerNorm with a
+    ``bias``), in ``out`` if given.
 
-    ``parts``: each rank's [T, W], contiguous, as this GPU has it mapped; ``arrived`` likewise, int32 [rows ≥ T, ranks];
-    ``calls`` int32 [rows] is this rank's own. Both begin as zeros. All ranks must call with the same T. ``sync`` off:
-    the caller knows that all parts are there. The sum is rounded to the dtype of ``x`` before it is added, as a sum by
-    itself would be. Raises ValueError when the tensors do not fit.
+    ``parts``: each rank's [T, W], contiguous, as mapped by this GPU; ``arrived`` likewise, int32 [rows ≥ T,
+    ranks]; ``calls`` int32 [rows] is this rank's own. Both begin as zeros. All ranks must call with the same
+    T. ``sync`` off: the caller knows that all parts are ready. The sum is rounded to the dtype of ``x``
+    before it is added, as by a separate all-reduce. Raises ValueError when the tensors do not fit.
     """
     rows, width = x.shape
     if not 0 < width <= WIDEST:
@@ -81,7 +82,7 @@ def sum_add_norm(
     if any(part.shape != x.shape or part.dtype != x.dtype or not part.is_contiguous() for part in parts):
         raise ValueError(f"the parts must be contiguous, {x.dtype} {tuple(x.shape)} like x")
     if len(arrived) != len(parts) or not 0 <= rank < len(parts) or rows > len(calls):
-        raise ValueError(f"rank {rank} of {len(parts)}, {rows} rows, places for {len(calls)}")
+        raise ValueError(f"rank {rank} of {len(parts)} ranks, {rows} rows, counters for {len(calls)}")
     if out is None:
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
     elif out.shape != x.shape or out.dtype != x.dtype or not out.is_contiguous():

@@ -1,7 +1,7 @@
-"""GGUF files: their metadata, and where their tensors lie. Reads headers alone, so it takes a fraction of a second.
+"""Reads the headers of GGUF files: metadata, and the location of each tensor. Takes a fraction of a second.
 
-The package ``gguf`` knows the tensor types; its own reader makes several objects of each word of a vocabulary, which
-takes seconds, and it answers a file that is cut short with an error of NumPy.
+The package ``gguf`` knows the tensor types. Its own reader makes several objects of each word of a
+vocabulary, which takes seconds, and reports a truncated file by a NumPy error.
 """
 
 from __future__ import annotations
@@ -21,38 +21,37 @@ VERSIONS: Final = (2, 3)
 _SCALARS: Final = {
     0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d",
 }  # fmt: skip
-"""Type number of a value → its format in ``struct``."""
+"""Type number of a value → its ``struct`` format."""
 _STRING, _ARRAY = 8, 9
 _MOST_DIMENSIONS: Final = 4
 _PART_NAME: Final = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
 
 class GgufError(ValueError):
-    """A GGUF file that cannot be read; the message names the file and says what is wrong with it, in one line."""
+    """A GGUF file cannot be read; the message names the file and the problem, in one line."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """One tensor as the file has it."""
+    """One tensor as stored in the file."""
 
     file: Path
     start: int
-    """Where its data begins, in bytes from the start of the file."""
+    """Start of its data, in bytes from the start of the file."""
     nbytes: int
     shape: tuple[int, ...]
-    """Values along each axis, the fastest last, as torch and NumPy count."""
+    """Values along each axis, the fastest last, as in torch and NumPy."""
     row_bytes: int
-    """Bytes along the last axis."""
     type_name: str
-    """As ``gguf.GGMLQuantizationType`` spells it: F32, Q4_K, …"""
+    """Name in ``gguf.GGMLQuantizationType``: F32, Q4_K, …"""
 
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """What the headers of a file say; of several files when a model is split."""
+    """The headers of a model's file, or of all its files when it is split."""
 
     path: Path
-    """The file, the first one of a split model."""
+    """The file; of a split model the first one."""
     metadata: dict[str, Any]
     """Values by key: numbers, booleans, strings, and lists of these."""
     tensors: dict[str, TensorInfo]
@@ -60,7 +59,7 @@ class GgufFile:
     """Each file with the length of its header in bytes."""
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """The whole number under ``key``. Raises GgufError when it is missing without a default, or something else."""
+        """Return the integer under ``key``. Raises GgufError when it is another type, or missing without a default."""
         value = self.metadata.get(key, default)
         if value is None:
             raise GgufError(f"{self.path}: {key} is missing")
@@ -69,7 +68,6 @@ class GgufFile:
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """The number under ``key``, as ``integer``."""
         value = self.metadata.get(key, default)
         if value is None:
             raise GgufError(f"{self.path}: {key} is missing")
@@ -78,7 +76,6 @@ class GgufFile:
         return float(value)
 
     def text(self, key: str, default: str | None = None) -> str:
-        """The string under ``key``, as ``integer``."""
         value = self.metadata.get(key, default)
         if value is None:
             raise GgufError(f"{self.path}: {key} is missing")
@@ -87,14 +84,14 @@ class GgufFile:
         return value
 
     def flag(self, key: str, default: bool) -> bool:
-        """The boolean under ``key``. Raises GgufError when it is something else."""
+        """Return the boolean under ``key``. Raises GgufError on another type."""
         value = self.metadata.get(key, default)
         if not isinstance(value, bool):
             raise GgufError(f"{self.path}: {key} is {_shown(value)}, not a boolean")
         return value
 
     def items(self, key: str, kind: type) -> list[Any]:
-        """The list under ``key``, all of one kind. Raises GgufError when it is missing or something else."""
+        """Return the list under ``key``. Raises GgufError unless all items are of type ``kind``."""
         value = self.metadata.get(key)
         if value is None:
             raise GgufError(f"{self.path}: {key} is missing")
@@ -103,26 +100,22 @@ class GgufFile:
         return value
 
     def eos_token_ids(self) -> list[int]:
-        """Tokens that end an answer: the ends of a text, of a turn, of a message to a tool. Each once, in this order.
-
-        Raises GgufError.
-        """
+        """Return the tokens that end an answer: end of text, of turn, of message to a tool. Each once, in
+        this order. Raises GgufError."""
         keys = (f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
         return list(dict.fromkeys(self.integer(key) for key in keys if key in self.metadata))
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a file begins as a GGUF file does, whatever it is called. Raises OSError when it cannot be read."""
+    """Whether a file begins as a GGUF file does, regardless of its name. Raises OSError when it is unreadable."""
     with path.open("rb") as file:
         return file.read(len(MAGIC)) == MAGIC
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """The headers of a model's file, or of all its files when it is one of several parts.
-
-    Raises GgufError when a part is missing, cut short, of another version or byte order, or has tensors of a type that
-    cannot be read; ModuleNotFoundError without the package ``gguf``.
-    """
+    """Read the headers of a model's file, or of all its files when it is one of several parts. Raises
+    GgufError when a part is missing, truncated, of another version or byte order, or has tensors of an
+    unreadable type; ModuleNotFoundError without the package ``gguf``."""
     first = _Header(path)
     if first.metadata.get("split.count", 1) in (0, 1):
         return GgufFile(path, first.metadata, first.tensors, ((path, first.length),))
@@ -142,12 +135,12 @@ def read_gguf(path: Path) -> GgufFile:
 
 
 def _parts(path: Path, header: _Header) -> list[Path]:
-    """All files of a split model, in order, by the names that the tools give them."""
+    """Return all files of a split model, in order, by the usual names."""
     count = header.metadata["split.count"]
     match = _PART_NAME.fullmatch(path.name)
     if match is None or int(match["count"]) != count:
         raise GgufError(
-            f"{path}: is one of {count} parts, and its name does not tell the others'; parts are called "
+            f"{path}: is one of {count} parts, but its name does not give the others; name parts "
             f"NAME-00001-of-{count:05}.gguf"
         )
     parts = [
@@ -167,7 +160,7 @@ class _Header:
         self.metadata: dict[str, Any] = {}
         self.tensors: dict[str, TensorInfo] = {}
         self.length = 0
-        """Bytes in front of the tensors' data."""
+        """Bytes before the tensors' data."""
         try:
             self._size = path.stat().st_size
             with path.open("rb") as file:
@@ -194,7 +187,7 @@ class _Header:
         for _ in range(key_count):
             key, kind = self._string(), self._take("I")
             if key in self.metadata:
-                raise GgufError(f"{self.path}: its header is damaged: {_shown(key)} stands in it twice")
+                raise GgufError(f"{self.path}: its header is damaged: {_shown(key)} appears twice")
             self.metadata[key] = self._value(kind, key)
         alignment = self.metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
@@ -203,9 +196,7 @@ class _Header:
         self.length = -(-self._at // alignment) * alignment
         for name, shape, kind, offset in found:
             if name in self.tensors:
-                raise GgufError(
-                    f"{self.path}: its header is damaged: tensor {_shown(name)} stands in it twice"
-                )
+                raise GgufError(f"{self.path}: its header is damaged: tensor {_shown(name)} appears twice")
             self.tensors[name] = self._place(name, shape, kind, self.length + offset)
 
     def _tensor(self) -> tuple[str, tuple[int, ...], int, int]:
@@ -271,7 +262,7 @@ class _Header:
 
 @functools.cache
 def _tensor_type(kind: int) -> tuple[str, int, int]:
-    """Name of a tensor type, values per block, bytes per block; 0 values when it cannot be dequantised."""
+    """Return a tensor type's name, values per block and bytes per block; 0 values when it cannot be dequantised."""
     import numpy as np
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 
@@ -288,6 +279,6 @@ def _tensor_type(kind: int) -> tuple[str, int, int]:
 
 
 def _shown(value: object) -> str:
-    """A value of a file in an error message, in one short line."""
+    """Shorten a value for an error message."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:59]}…"

@@ -1,10 +1,10 @@
-"""What ``kernels.ragged_paged_attention`` launches: how a step's attention is cut into work, and where that lies.
+"""Work planning for ``kernels.ragged_paged_attention``: splits a step's attention into work items.
 
-``tiles`` has the shapes that a program can take, ``kinds`` and ``cuts`` the rules by which a step's spans are cut,
-``capacity`` the most that can come of it, ``work_lists`` the lists of one step, ``plan`` their place in device memory.
-``prefixes`` finds decodes that begin alike, and ``party_lists`` has the lists of steps that read such beginnings once.
-``call`` holds the tensors of one call and refuses those that do not fit. ``items`` is device code, and ``hopper`` is
-the variant for that device. The reference is ``kernels.reference``, which nothing here imports.
+``tiles`` has the tile shapes, ``kinds`` and ``cuts`` the rules by which spans are split, ``capacity`` the
+upper bounds of the result. ``work_lists`` makes the lists of one step and ``plan`` puts them into device
+memory. ``prefixes`` finds decodes with a common prefix; ``group_lists`` makes work lists that read such a
+prefix once. ``call`` holds and checks the tensors of one call. ``items`` is device code; ``hopper`` is the
+variant for Hopper devices. The reference is ``kernels.reference``, which nothing here imports.
 
 May import: kernels.checks, kernels.spans.
 """

@@ -1,4 +1,4 @@
-"""The tensors of one call of ragged paged attention, checked before anything is launched."""
+"""Tensors of one ragged paged attention call, checked before any launch."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from pensieve.kernels.checks import FLOAT_DTYPES, check_device, check_layout
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionCall:
-    """What a plan is run on: inputs, and where the results go."""
+    """Inputs and outputs of one attention call."""
 
     q: torch.Tensor
     """[T, Hq, D]"""
     pool: torch.Tensor
     """[P, 2, Hkv, N, D]"""
     tables: torch.Tensor
-    """int32 [R, pages], or [n] with page tables that lie end to end."""
+    """int32 [R, pages], or [n] with page tables laid end to end."""
     out: torch.Tensor
     lse: torch.Tensor
     """float32 [T, Hq]; [1, 1] and unused without ``return_lse``."""
@@ -30,12 +30,12 @@ class AttentionCall:
 
     @property
     def factor(self) -> float:
-        """Scores are exponents of 2 in the kernels."""
+        """Scale for scores that are exponents of 2, as the kernels use them."""
         return self.scale * math.log2(math.e)
 
     @property
     def table_stride(self) -> int:
-        """Page-table entries from one ``TABLE`` number to the next; end to end, a table's number is its place."""
+        """Page-table entries from one ``TABLE`` number to the next; 1 for tables laid end to end."""
         return self.tables.stride(0)
 
     @classmethod
@@ -48,17 +48,17 @@ class AttentionCall:
         return_lse: bool,
         out: torch.Tensor | None,
     ) -> AttentionCall:
-        """Allocates the results. Raises ValueError unless the tensors fit each other."""
+        """Check the tensors and allocate the results. Raises ValueError unless the tensors fit each other."""
         check_attention(q, pool, tables, out, scale)
         lse = q.new_empty(q.shape[:2] if return_lse else (1, 1), dtype=torch.float32)
         return cls(q, pool, tables, torch.empty_like(q) if out is None else out, lse, scale, return_lse)
 
 
 class Scratch:
-    """Results of pieces before they are merged. Each layer overwrites them, so all plans of a stream may share one."""
+    """Partial results before they are merged. Each layer overwrites them, so all plans of a stream can share one."""
 
     def __init__(self, rows: int, geometry: Geometry, device: torch.device) -> None:
-        """``rows``: the most ``partial_rows`` of the capacities it serves."""
+        """``rows``: largest ``partial_rows`` of the capacities it serves."""
         self.rows = rows
         held = max(1, rows) * geometry.kv_heads
         self.partial = torch.empty(held, width_of(geometry.head_dim), dtype=torch.float32, device=device)

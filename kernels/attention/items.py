@@ -1,4 +1,4 @@
-"""Device code of one item of attention: the walk over its keys, and where its result goes."""
+"""Device code for one attention item: the loop over its keys, and the store of its result."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ FIRST_KEY, END_KEY = tl.constexpr(work_lists.FIRST_KEY), tl.constexpr(work_lists
 PARTIAL = tl.constexpr(work_lists.PARTIAL)
 """Columns of an item."""
 LOWEST = tl.constexpr(-1e38)
-"""First maximum of a row: below every score but finite, so that a tile without visible keys gives weights of 0."""
+"""Initial maximum of a row: below every score but finite, so that a tile without visible keys gives weights of 0."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _rows(base, at, valid, DIM: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Rows of DIM values at offsets ``at``, padded with 0 to WIDTH columns; MASKED: invalid rows are 0 and not read."""
+    """Load rows of DIM values at ``at``, padded with 0 to WIDTH columns. MASKED: invalid rows are 0 and not read."""
     dims = tl.arange(0, WIDTH)
     pointers = base + at[:, None] + dims[None, :]
     if MASKED:
@@ -41,11 +41,9 @@ def _walk(  # type: ignore[no-untyped-def]
     DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over keys ``[first, last)``, in units of log2; row i sees the keys below ``seen[i]``.
-
-    ``pages`` holds the page of every key of the coming tile: a page id is loaded one tile before its keys are, because
-    the pipeline spends a stage on every link of a chain of loads.
-    """
+    """Online softmax over keys ``[first, last)``, in units of log2. Row i sees the keys below ``seen[i]``.
+    ``pages`` holds the page of every key of the next tile. A page id is loaded one tile before its keys,
+    because the pipeline spends a stage on every link of a chain of loads."""
     columns = tl.arange(0, KEYS)
     for start in tl.range(first, last, KEYS, num_stages=STAGES):
         keys = start + columns
@@ -56,7 +54,7 @@ def _walk(  # type: ignore[no-untyped-def]
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if MASKED:
             scores = tl.where(keys[None, :] < seen[:, None], scores, float("-inf"))
-        # Weights are relative to the largest score so far. When that grows, what is summed up already shrinks with it.
+        # Weights are relative to the largest score so far. When it grows, the sums shrink with it.
         new_top = tl.maximum(top, tl.max(scores, 1) * factor)
         weights = tl.math.exp2(scores * factor - new_top[:, None])
         shrink = tl.math.exp2(top - new_top)
@@ -75,7 +73,7 @@ def attend_item(  # type: ignore[no-untyped-def]
     KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, SPLIT_MASK: tl.constexpr, LSE: tl.constexpr,
 ):  # fmt: skip
-    """Attend one item of one KV head, to ``out`` if it is whole, to the scratch if it is a piece."""
+    """Attend one item of one KV head. A whole item is stored to ``out``, a piece to the scratch."""
     rows = tl.load(item + SPAN_ROWS)
     position = tl.load(item + POSITION)
     table = tables + tl.load(item + TABLE).to(tl.int64) * table_stride
@@ -85,7 +83,7 @@ def attend_item(  # type: ignore[no-untyped-def]
 
     keys = start + tl.arange(0, KEYS)
     pages = tl.load(table + keys // PAGE, mask=keys < end, other=0)
-    # The query heads of one KV head are rows of one block: keys are read once for all of them.
+    # The query heads of one KV head are rows of one block, so keys are read once for all of them.
     row = first_row + tl.arange(0, ROWS)
     token = (tl.load(item + Q_START) + row // GROUPS).to(tl.int64)
     q_at = token * q_token + (head * GROUPS + row % GROUPS) * q_head
@@ -98,13 +96,13 @@ def attend_item(  # type: ignore[no-untyped-def]
     v_base = k_base + value_stride
     middle = start
     if SPLIT_MASK:
-        plain = tl.minimum(position + first_row // GROUPS + 1, end) // KEYS * KEYS  # all rows see these
+        plain = tl.minimum(position + first_row // GROUPS + 1, end) // KEYS * KEYS  # visible to all rows
         middle = tl.maximum(plain, start)
         acc, top, total, pages = _walk(
             block, row, acc, top, total, pages, table, k_base, v_base, start, middle, end,
             page_stride, slot_stride, factor, DIM, WIDTH, PAGE, KEYS, STAGES, False,
         )  # fmt: skip
-    # Read again what the walk before does not need, past the compiler's back: it holds no registers meanwhile.
+    # Load again: volatile, so that the compiler holds no registers for these during the first loop.
     seen = tl.load(item + POSITION, volatile=True) + 1
     seen += (tl.load(item + FIRST_ROW, volatile=True) + tl.arange(0, ROWS)) // GROUPS
     acc, top, total, pages = _walk(

@@ -1,7 +1,7 @@
-"""Kinds of steps, and the rates by which their attention is cut.
+"""Kinds of steps, and the rates by which their attention is split.
 
-A captured graph fixes launches, tiles and memory. The *kind* of a step is that choice: one graph per kind and bucket of
-tokens serves every step, with a capacity (``capacity``) that no step of the bucket exceeds.
+A captured graph fixes launches, tiles and memory. The *kind* of a step is that choice. One graph per kind and
+bucket of tokens serves every step, with a capacity (``capacity``) that no step of the bucket exceeds.
 """
 
 from __future__ import annotations
@@ -16,21 +16,22 @@ from pensieve.kernels.attention.tiles import Tile, TileSet, choose_tiles
 from pensieve.kernels.spans import POSITION, Q_LEN, Spans
 
 SHORT_CONTEXT = 1536
-"""Up to this mean context, programs that all start at once are worth their slower reading."""
+"""Up to this mean context, it pays to start all programs at once although they read more slowly."""
 WIDE_STEP, UNSHARED_STEP, NARROW_STEP = 1.75, 1.8, 1.03
-"""Measured on an H200, heads of 128: microseconds that 128 rows and 128 keys take a multiprocessor; that it waits in
-addition for keys which no other block has brought into the L2 cache, while narrow items use all of the memory's rate;
-and that 64 keys would take a narrow item's multiprocessor at its share of that rate."""
+"""Microseconds per tile, measured on an H200 with heads of 128. WIDE_STEP: 128 rows and 128 keys on one
+multiprocessor. UNSHARED_STEP: extra wait for keys that no other block has brought into the L2 cache, while
+narrow items use the full memory bandwidth. NARROW_STEP: 64 keys of a narrow item at its multiprocessor's
+share of that bandwidth."""
 ENOUGH_TO_READ = 0.6
-"""This share of the multiprocessors reads as fast as all of them."""
+"""Share of the multiprocessors that reads as fast as all of them."""
 LEAST_SPANS = 4
-"""So many spans at least read a beginning together (``prefixes``). A tile of queries takes as long over it as three or
-four decodes do, ``WIDE_STEP + UNSHARED_STEP`` against two times ``NARROW_STEP`` each, however few rows are used."""
+"""Fewest spans in a prefix group (``prefixes``). A tile of queries takes as long over the prefix as three or four
+decodes do, ``WIDE_STEP + UNSHARED_STEP`` against two times ``NARROW_STEP`` each, however few rows are used."""
 
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """Heads, their width, and the device: all that the rules know of a model and a machine."""
+    """The heads of a model and its device: all that the planning rules depend on."""
 
     heads: int
     kv_heads: int
@@ -38,9 +39,9 @@ class Geometry:
     element_bytes: int
     multiprocessors: int
     hopper: bool = False
-    """Wide items go to the kernel for Hopper devices."""
+    """Wide items use the kernel for Hopper devices."""
     own_tiles: TileSet | None = None
-    """In place of the tiles that fit the heads; for tests."""
+    """Overrides the tiles that fit the heads; for tests."""
 
     @property
     def tiles(self) -> TileSet:
@@ -53,37 +54,35 @@ class Geometry:
 
 
 class StepKind(Enum):
-    """Which launches the attention of a step takes, and with which tiles. All but MIXED take one launch."""
+    """Launches and tiles of a step's attention. All kinds but MIXED take one launch."""
 
     NARROW = "narrow"
     """No span has more rows than the narrow tile."""
     SHORT = "short"
-    """No span has more than 32 rows, and all start at once only with a tile of 32."""
+    """No span has more than 32 rows, and only a tile of 32 lets all items start at once."""
     FEW = "few"
     """No span has more than 64 rows."""
     WIDE = "wide"
     """No span is narrow, and some have more than 64 rows."""
     MIXED = "mixed"
-    """Narrow spans, and beside them wider ones."""
+    """Narrow and wider spans."""
 
     @property
     def has_wide(self) -> bool:
-        """Whether there is a list of wide items: for a launch with the large tile."""
+        """Whether there is a list of wide items, for a launch with the large tile."""
         return self in (StepKind.WIDE, StepKind.MIXED)
 
     @property
     def has_narrow(self) -> bool:
-        """Whether there is a list of narrow items: all that are not wide."""
         return self is not StepKind.WIDE
 
     @property
     def is_mixed(self) -> bool:
-        """Whether there are both launches, side by side."""
         return self is StepKind.MIXED
 
     @property
     def merged_rows(self) -> int:
-        """Rows of a cut item that are merged together: one where few items are cut and every microsecond counts."""
+        """Rows of a split item that are merged together: one where few items are split and every microsecond counts."""
         return 1 if self is StepKind.NARROW else 4
 
     def narrow_tile(self, tiles: TileSet) -> Tile:
@@ -92,13 +91,12 @@ class StepKind(Enum):
 
 
 def is_wide(spans: Spans, geometry: Geometry, narrow: Tile) -> npt.NDArray[np.bool_]:
-    """Which spans have more rows than the narrow tile."""
     wide: npt.NDArray[np.bool_] = spans[:, Q_LEN] > narrow.rows // geometry.groups
     return wide
 
 
 def classify(spans: Spans, geometry: Geometry) -> StepKind:
-    """The kind of a step with these spans; spans of no tokens do not count."""
+    """Return the kind of a step with these spans; empty spans do not count."""
     tiles = geometry.tiles
     lengths = spans[:, Q_LEN]
     most = int(lengths.max(initial=0)) * geometry.groups
@@ -119,8 +117,7 @@ def classify(spans: Spans, geometry: Geometry) -> StepKind:
 
 
 def _is_short(spans: Spans, geometry: Geometry, tiles: TileSet) -> bool:
-    """Whether all items start at once with the short tile, but not with the next larger one. That one reads faster, and
-    wins when contexts are long."""
+    """Whether all items start at once with the short tile only. The next larger one reads faster in long contexts."""
     lengths = spans[:, Q_LEN]
     count = int((lengths > 0).sum())
     if not programs_per_head(tiles.few, geometry) < count <= programs_per_head(tiles.short, geometry):
@@ -129,5 +126,4 @@ def _is_short(spans: Spans, geometry: Geometry, tiles: TileSet) -> bool:
 
 
 def programs_per_head(tile: Tile, geometry: Geometry) -> float:
-    """How many resident programs one KV head can count on."""
     return tile.resident * geometry.multiprocessors / geometry.kv_heads

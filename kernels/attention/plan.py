@@ -1,6 +1,5 @@
-"""A step's attention, planned: its work lists in device memory, with the scratch that its pieces write.
-
-All layers of a step run one plan: ``attend(q, pool, plan, tables, ...)`` of ``kernels.ragged_paged_attention``.
+"""A step's attention plan: work lists in device memory, and the scratch that their pieces write. All layers
+share it.
 """
 
 from __future__ import annotations
@@ -13,9 +12,9 @@ import torch
 
 from pensieve.kernels.attention.call import Scratch
 from pensieve.kernels.attention.capacity import Capacity
+from pensieve.kernels.attention.group_lists import GROUP_KIND, UNLIMITED, make_group_lists
 from pensieve.kernels.attention.hopper import launch as hopper
 from pensieve.kernels.attention.kinds import Geometry, StepKind, classify
-from pensieve.kernels.attention.party_lists import KIND, UNLIMITED, make_group_lists
 from pensieve.kernels.attention.work_lists import (
     HEADER,
     ITEM,
@@ -30,20 +29,20 @@ from pensieve.kernels.attention.work_lists import (
 )
 from pensieve.kernels.spans import Ints, Spans
 
-PREFIX_GROUP_KIND = KIND
-"""The kind of every step in which spans read a beginning together."""
+PREFIX_GROUP_KIND = GROUP_KIND
+"""Kind of every step with prefix groups."""
 
 
 class DoesNotFit(ValueError):
-    """A step needs more memory than its plan has."""
+    """The step needs more memory than the plan has."""
 
 
 class AttentionPlan:
-    """The plan of a step, or, in memory of a fixed capacity, of all steps that replay one captured graph.
+    """The plan of one step or, in memory of a fixed capacity, of all steps that replay one captured graph.
 
-    For a graph: make a plan with ``capacity_for`` the graph's kind and sizes, and capture ``attend`` calls that run it.
-    Before each replay, copy what ``pack`` returns for the step to the beginning of ``words``. Memory of 0 words is a
-    plan without work, which is safe to warm up with.
+    For a graph: make a plan with ``capacity_for`` the graph's kind and sizes, and capture ``attend`` calls
+    that run it. Before each replay, copy the result of ``pack`` to the beginning of ``words``. A plan in
+    zeroed memory has no work, which is safe for warm-up.
     """
 
     def __init__(
@@ -57,9 +56,9 @@ class AttentionPlan:
         words: torch.Tensor | None = None,
         scratch: Scratch | None = None,
     ) -> None:
-        """``num_rows``: rows of q. ``words``: int32 [at least ``words_of(capacity)``] on ``device``, zeroed by the
-        caller, for the plan to lie in; without them the plan takes memory of its own. Raises ValueError when words or
-        scratch are too small."""
+        """``num_rows``: rows of q. ``words``: int32 [at least ``words_of(capacity)``] on ``device``, zeroed
+        by the caller, to hold the plan; by default the plan allocates its own. Raises ValueError when words
+        or scratch are too small."""
         self.num_rows, self.geometry, self.kind, self.capacity = num_rows, geometry, kind, capacity
         self.narrow, self.wide = kind.narrow_tile(geometry.tiles), geometry.tiles.wide
         if words is None:
@@ -84,29 +83,31 @@ class AttentionPlan:
         device: torch.device,
         *,
         capacity: Capacity | None = None,
-        parties: Ints | None = None,
+        prefix_groups: Ints | None = None,
     ) -> AttentionPlan:
-        """The plan of one step, of just its size unless ``capacity`` is given; ``parties``: see ``pack``."""
-        kind = classify(spans, geometry) if parties is None else PREFIX_GROUP_KIND
-        work = _work(spans, parties, num_rows, geometry, kind, capacity)
+        """Return the plan of one step, exactly as large as needed without ``capacity``. ``prefix_groups``:
+        see ``pack``."""
+        kind = classify(spans, geometry) if prefix_groups is None else PREFIX_GROUP_KIND
+        work = _work(spans, prefix_groups, num_rows, geometry, kind, capacity)
         plan = cls(num_rows, geometry, device, kind=kind, capacity=capacity or _need(work))
         plan._upload(plan._packed(work))
         return plan
 
-    def pack(self, spans: Spans, parties: Ints | None = None) -> npt.NDArray[np.int32]:
-        """The words of a step, to be put at the beginning of ``words``: only as many as the step's own work takes.
-        ``parties``: what ``prefixes`` found, for plans of the kind ``PARTY_KIND``. Raises DoesNotFit when the step
-        needs more than the capacity: without parties it may yet fit."""
-        work = _work(spans, parties, self.num_rows, self.geometry, self.kind, self.capacity)
+    def pack(self, spans: Spans, prefix_groups: Ints | None = None) -> npt.NDArray[np.int32]:
+        """Return the words of a step, to be copied to the beginning of ``words``; only as many as its work needs.
+        ``prefix_groups``: the table of ``prefixes.PrefixGroups``, for plans of the kind ``PREFIX_GROUP_KIND``. Raises
+        DoesNotFit when the step exceeds the capacity; without groups it may still fit."""
+        work = _work(spans, prefix_groups, self.num_rows, self.geometry, self.kind, self.capacity)
         return self._packed(work)
 
-    def refill(self, spans: Spans, parties: Ints | None = None) -> None:
-        """Take on another step, ordered with launches by the current stream. Copies from pageable memory, for which
-        the host may have to wait: a server copies ``pack`` itself. Raises as ``pack`` does and then changes nothing."""
-        self._upload(self.pack(spans, parties))
+    def refill(self, spans: Spans, prefix_groups: Ints | None = None) -> None:
+        """Replace the plan's step, ordered with launches by the current stream. Copies from pageable memory,
+        which may make the host wait; a server copies the result of ``pack`` itself. Raises as ``pack`` does
+        and then changes nothing."""
+        self._upload(self.pack(spans, prefix_groups))
 
     def check(self, q: torch.Tensor, pool: torch.Tensor) -> None:
-        """Raises ValueError unless the plan was made for queries and pools of these shapes and sizes."""
+        """Raises ValueError unless the plan was made for queries and pools of these shapes and element size."""
         made_for = (self.num_rows, self.geometry.heads, self.geometry.kv_heads, self.geometry.head_dim)
         given = (len(q), q.shape[1], pool.shape[2], q.shape[2])
         if made_for != given or q.element_size() != self.geometry.element_bytes:
@@ -115,7 +116,7 @@ class AttentionPlan:
                 f"the call has {list(given)} of {q.element_size()}"
             )
         if self.capacity.wide and self.wide.hopper and not hopper.addressable(q, pool):
-            raise ValueError("the plan is for tensors that bulk copies can address, and these are not such")
+            raise ValueError("the plan needs tensors that bulk copies can address")
 
     def _packed(self, work: WorkLists) -> npt.NDArray[np.int32]:
         need = _need(work)
@@ -141,40 +142,40 @@ class AttentionPlan:
         return words
 
     def _upload(self, packed: npt.NDArray[np.int32]) -> None:
-        # Pageable memory: the driver has read it when the call returns, so the array may go.
+        # Pageable memory: the driver has read it when the call returns, so the array may be freed.
         self.words[: len(packed)].copy_(torch.from_numpy(packed), non_blocking=True)
 
 
 def _work(
     spans: Spans,
-    parties: Ints | None,
+    prefix_groups: Ints | None,
     num_rows: int,
     geometry: Geometry,
     kind: StepKind,
     capacity: Capacity | None,
 ) -> WorkLists:
-    if parties is None:
+    if prefix_groups is None:
         return make_work_lists(spans, num_rows, geometry, kind)
     if kind is not PREFIX_GROUP_KIND:
-        raise DoesNotFit(f"a plan for {kind.value} steps has no launches for spans that read together")
-    return make_group_lists(spans, parties, num_rows, geometry, capacity or UNLIMITED)
+        raise DoesNotFit(f"a plan for {kind.value} steps has no launches for prefix groups")
+    return make_group_lists(spans, prefix_groups, num_rows, geometry, capacity or UNLIMITED)
 
 
 def words_of(capacity: Capacity) -> int:
-    """Words that a plan of this capacity needs at most."""
+    """Most words that a plan of this capacity needs."""
     return HEADER + ITEM * (capacity.narrow + capacity.wide) + MERGE * capacity.merges
 
 
 def geometry_of(q: torch.Tensor, pool: torch.Tensor) -> Geometry:
-    """The geometry of a call. A CPU, where only the interpreter runs, counts as 4 multiprocessors."""
+    """Return the geometry of a call. A CPU, where only the interpreter runs, counts as 4 multiprocessors."""
     geometry = Geometry(q.shape[1], pool.shape[2], q.shape[2], q.element_size(), multiprocessors_of(q.device))
     fits = hopper.supports(geometry, q.dtype, pool.shape[3], q.device)
     return replace(geometry, hopper=fits and hopper.addressable(q, pool))
 
 
 def geometry_for(heads: int, pool: torch.Tensor) -> Geometry:
-    """The geometry of all calls with ``heads`` query heads and one layer's ``pool`` [P, 2, Hkv, N, D], whether the
-    queries lie in memory of their own or beside keys and values."""
+    """Return the geometry of all calls with ``heads`` query heads and one layer's ``pool`` [P, 2, Hkv, N, D].
+    It holds for queries in memory of their own and for queries beside keys and values."""
     return geometry_of(pool.new_empty(1, heads, pool.shape[4]), pool)
 
 

@@ -1,7 +1,8 @@
-"""Finds, on the CPU, the spans of a step whose contexts begin with the same pages, where reading those once pays.
+"""Finds spans of a step whose contexts begin with the same pages, where reading those pages once pays. Runs
+on the CPU.
 
-Spans that read a beginning together are a *party*. Each span is in one party at most; what it sees behind the beginning
-it reads for itself. Nothing but the page tables is looked at, so it does not matter how sharing came about.
+Spans that read a common prefix together are a *prefix group*. Each span is in at most one group and reads its
+suffix separately. Only page tables are compared, so it does not matter how the sharing came about.
 """
 
 from __future__ import annotations
@@ -22,40 +23,41 @@ from pensieve.kernels.attention.kinds import (
 )
 from pensieve.kernels.spans import POSITION, Q_LEN, TABLE, Ints, Spans
 
-LEAST_SAVED_US = 20.0
-"""Microseconds per layer that parties must save. Measured on an H200 at 64 to 256 sessions, a step with parties takes
-10 to 30 µs more than the memory's rate says: pieces are written, and merged by a launch of its own."""
-AGAIN = 0.56
-"""Reading keys again that others have just read takes this share of the time: some of them are in the L2 cache.
-Measured: 256 sessions on 8192 tokens took 1464 µs where pages of their own would have taken 2596 µs at best."""
-MOST_LEVELS = 8
-"""Parties are looked for in so many levels of beginnings within beginnings."""
-COLUMNS = 64
+MIN_SAVED_US = 20.0
+"""Least microseconds per layer that groups must save. Measured on an H200 with 64 to 256 sessions, a step
+with prefix groups takes 10 to 30 µs more than memory bandwidth explains: pieces are written, and a separate
+launch merges them."""
+REREAD_COST = 0.56
+"""Relative time of reading keys that others have just read: some of them are in the L2 cache. Measured: 256
+sessions on 8192 common tokens took 1464 µs; with pages of their own they would take at least 2596 µs."""
+MAX_LEVELS = 8
+"""Most levels of nested prefixes to search."""
+COMPARED_PAGES = 64
 """Page-table entries that are compared at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixGroups:
-    """What was found in a step of S spans."""
+    """The prefix groups of a step of S spans."""
 
     order: Ints
-    """[S]: a permutation of the spans that puts the members of a party next to each other."""
+    """[S]: a permutation of the spans that makes the members of a group adjacent."""
     table: Ints
-    """[n, 3]: one row for each party, in the order of its first span, with spans counted in that order."""
+    """int64 [n, 3], by first span: first span (counted in that order), number of spans, common tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixGroupRule:
-    """When spans make a party."""
+    """Decides which spans form a prefix group."""
 
     geometry: Geometry
     page_tokens: int
     least_spans: int = LEAST_SPANS
-    least_saved_us: float = LEAST_SAVED_US
+    least_saved_us: float = MIN_SAVED_US
 
     def find(self, spans: Spans, pages: npt.NDArray[np.int32]) -> PrefixGroups | None:
-        """The parties of a step with these spans, whose page tables begin at ``pages[spans[:, TABLE]]``;
-        None without any, which takes a few microseconds to see where no two tables begin with the same page."""
+        """Return the prefix groups of a step with these spans, or None. A span's page table begins at
+        ``pages[spans[:, TABLE]]``. Takes a few microseconds when no two tables begin with the same page."""
         if len(spans) < self.least_spans or not len(pages):
             return None
         first = pages[spans[:, TABLE]]
@@ -69,63 +71,63 @@ class PrefixGroupRule:
         search = _Search(self, spans, pages, math.lcm(tiles.narrow_concurrent.keys, tiles.wide.keys))
         saved, found = 0.0, list[_Found]()
         for page in np.unique(repeated):
-            gain, parties = search.best(np.flatnonzero((first == page) & narrow), 0, MOST_LEVELS)
-            saved, found = saved + gain, found + parties
+            gain, groups = search.best_groups(np.flatnonzero((first == page) & narrow), 0, MAX_LEVELS)
+            saved, found = saved + gain, found + groups
         if not found or saved < self.least_saved_us:
             return None
-        return _arranged(found, len(spans))
+        return _ordered(found, len(spans))
 
     def saved_us(self, rows: int, spans: int, tokens: int) -> float:
-        """Microseconds per layer that a party of so many query rows saves by reading ``tokens`` once."""
-        apart = AGAIN * NARROW_STEP * spans * tokens / 64
+        """Microseconds per layer saved by reading ``tokens`` once for ``rows`` query rows of ``spans`` spans."""
+        apart = REREAD_COST * NARROW_STEP * spans * tokens / 64
         blocks = -(-rows // self.geometry.tiles.wide.rows)
         together = (WIDE_STEP + UNSHARED_STEP) * blocks * tokens / 128
         return (apart - together) * self.geometry.kv_heads / self.geometry.multiprocessors
 
 
 _Found = tuple[Ints, int]
-"""Members of a party, and tokens that it reads together."""
+"""Members of a group, and the tokens that it reads once."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Search:
-    """The walk through a step's page tables, a tree of beginnings."""
+    """Search through a step's page tables as a tree of prefixes."""
 
     rule: PrefixGroupRule
     spans: Spans
     pages: npt.NDArray[np.int32]
     unit: int
-    """Key tiles of both launches begin at multiples of so many tokens: what is read together ends there."""
+    """Key tiles of both launches begin at multiples of this many tokens; a common prefix ends at such a multiple."""
 
-    def best(self, members: Ints, depth: int, levels: int) -> tuple[float, list[_Found]]:
-        """What spans that agree in their first ``depth`` pages save at most, and by which parties: by one of all, or by
-        those of beginnings that are longer."""
+    def best_groups(self, members: Ints, depth: int, levels: int) -> tuple[float, list[_Found]]:
+        """Return the most microseconds that ``members`` can save, and the groups that do so. The members agree in
+        their first ``depth`` pages. The result is one group of all of them, or groups with longer prefixes."""
         if len(members) < self.rule.least_spans or not levels:
             return 0.0, []
-        # Keys that the first query of a span sees, as whole and partial pages.
+        # Keys that the first query of a span sees, as tokens and as pages.
         seen = self.spans[members, POSITION] + 1
         visible = -(-seen // self.rule.page_tokens)
         starts = self.spans[members, TABLE]
-        depth = self._agree(starts, depth, int(visible.min()))
+        depth = self._common_pages(starts, depth, int(visible.min()))
         tokens = min(depth * self.rule.page_tokens, int(seen.min())) // self.unit * self.unit
         rows = int(self.spans[members, Q_LEN].sum()) * self.rule.geometry.groups
         saved = self.rule.saved_us(rows, len(members), tokens)
         longer = members[visible > depth]
-        gain, parties = 0.0, list[_Found]()
+        gain, groups = 0.0, list[_Found]()
         if len(longer) >= self.rule.least_spans:
             following = self.pages[self.spans[longer, TABLE] + depth]
             values, counts = np.unique(following, return_counts=True)
             for page in values[counts >= self.rule.least_spans]:
-                more, found = self.best(longer[following == page], depth, levels - 1)
-                gain, parties = gain + more, parties + found
+                more, found = self.best_groups(longer[following == page], depth, levels - 1)
+                gain, groups = gain + more, groups + found
         if saved > max(gain, 0.0):
             return saved, [(members, tokens)]
-        return gain, parties
+        return gain, groups
 
-    def _agree(self, starts: Ints, depth: int, end: int) -> int:
-        """How many of their first ``end`` pages tables have in common, of which they have ``depth`` for sure."""
+    def _common_pages(self, starts: Ints, depth: int, end: int) -> int:
+        """Return how many of their first ``end`` pages the tables share; the first ``depth`` are known to be equal."""
         while depth < end:
-            block = self.pages[starts[:, None] + np.arange(depth, min(end, depth + COLUMNS))]
+            block = self.pages[starts[:, None] + np.arange(depth, min(end, depth + COMPARED_PAGES))]
             same = (block == block[0]).all(axis=0)
             if not same.all():
                 return depth + int(same.argmin())
@@ -133,9 +135,9 @@ class _Search:
         return depth
 
 
-def _arranged(found: list[_Found], spans: int) -> PrefixGroups:
-    """Parties first, longest beginnings foremost, then the other spans in their order."""
-    found = sorted(found, key=lambda party: -party[1])
+def _ordered(found: list[_Found], spans: int) -> PrefixGroups:
+    """Order groups first, longest prefix foremost, then the other spans in their order."""
+    found = sorted(found, key=lambda group: -group[1])
     sizes = np.array([len(members) for members, _ in found])
     joined = np.concatenate([members for members, _ in found])
     others = np.ones(spans, np.bool_)

@@ -1,7 +1,7 @@
-"""Tile shapes of the ragged paged attention kernel, and which one a launch takes.
+"""Tile shapes of the ragged paged attention kernel, and the rule that picks one for a launch.
 
-They were chosen by measurement on an H200 with heads of 128; the comments name what a choice buys there. No rule is
-made for one shape of work: the rules see rows, items and the room on the device.
+They were chosen by measurement on an H200 with heads of 128; the comments name the gain of each choice there.
+The rules depend only on rows, items and the room on the device, not on a particular workload.
 """
 
 from __future__ import annotations
@@ -13,34 +13,34 @@ WIDEST_HEAD = 256
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """What one program holds at a time, and what that costs on the device."""
+    """The working set of one program, and its cost on the device."""
 
     rows: int
     """Query rows (tokens × query heads of a KV head) of an item; below 64 the tensor cores' older instruction runs."""
     keys: int
-    """Keys per step of an item's walk."""
+    """Keys per iteration of the loop over an item's keys."""
     warps: int
     stages: int
     """Key and value buffers in flight, plus one."""
     registers: int | None
-    """Limit per thread, for the sake of ``resident``; None: the compiler's choice."""
+    """Limit per thread, to reach ``resident``; None: the compiler's choice."""
     resident: int
     """Programs that fit on one multiprocessor."""
     least_keys: int
-    """No item is cut into pieces shorter than this."""
+    """No item is split into pieces shorter than this."""
     split_mask: bool = False
-    """Walk fully visible tiles first, without a mask: shorter, at the price of a second loop."""
+    """Loop over fully visible tiles first, without a mask: faster, at the price of a second loop."""
     hopper: bool = False
-    """Whether it is a tile of the kernel for Hopper (``attention.hopper``)."""
+    """Whether the tile belongs to the kernel for Hopper (``attention.hopper``)."""
 
 
 @dataclass(frozen=True, slots=True)
 class TileSet:
-    """The tiles that the launches of one geometry take."""
+    """The tiles for the launches of one geometry."""
 
     narrow: Tile
     narrow_concurrent: Tile
-    """For narrow items that share the device with wide ones."""
+    """For narrow items that run beside wide ones."""
     short: Tile
     """For steps of short spans on short contexts, see ``StepKind.SHORT``."""
     few: Tile
@@ -53,14 +53,14 @@ HOPPER = Tile(128, 128, 12, 2, None, 1, 512, split_mask=True, hopper=True)
 
 
 def width_of(head_dim: int) -> int:
-    """Columns of a tile: the head size rounded up to a power of two. Raises ValueError beyond 256."""
+    """Return the columns of a tile: the head size rounded up to a power of two. Raises ValueError beyond 256."""
     if not 0 < head_dim <= WIDEST_HEAD:
         raise ValueError(f"heads of {head_dim} values are not supported: 1 to {WIDEST_HEAD}")
     return int(max(16, 1 << (head_dim - 1).bit_length()))
 
 
 def choose_tiles(head_dim: int, element_bytes: int, *, hopper: bool = False) -> TileSet:
-    """The tiles for heads of this size and element width; ``hopper``: wide items go to the kernel for Hopper."""
+    """Return the tiles for heads of this size and element width. ``hopper``: wide items use the kernel for Hopper."""
     if element_bytes > 2:  # for comparisons, not for speed
         small, large = Tile(16, 32, 4, 2, None, 1, 64), Tile(64, 32, 4, 2, None, 1, 256)
         return TileSet(small, small, replace(small, rows=32), large, large)
@@ -70,11 +70,13 @@ def choose_tiles(head_dim: int, element_bytes: int, *, hopper: bool = False) -> 
         return TileSet(small, small, replace(small, rows=32), large, large)
     return TileSet(
         narrow=Tile(16, 64, 4, 3, 168, 3, 64),
-        # More programs with less in flight each. Beside the kernel for Hopper they have few multiprocessors, whose own
-        # pace then counts more than the memory's; beside the other one they fit into what it leaves.
+        # More programs with fewer loads in flight each. Beside the kernel for Hopper they have few
+        # multiprocessors, whose speed then matters more than the memory's; beside the other kernel they fit
+        # into the space it leaves.
         narrow_concurrent=Tile(16, 64, 4, 2, 96, 5, 64) if hopper else Tile(16, 64, 4, 2, 128, 2, 64),
         short=Tile(32, 64, 4, 2, 168, 3, 128),
         few=Tile(64, 64, 4, 3, None, 2, 512, split_mask=True),
-        # Two programs of 8 warps per multiprocessor: the one's softmax runs beside the other's products.
+        # Two programs of 8 warps per multiprocessor: the softmax of one runs beside the products of the
+        # other.
         wide=HOPPER if hopper else Tile(128, 64, 8, 2, 128, 2, 512, split_mask=True),
     )

@@ -1,9 +1,9 @@
-"""Work lists of the ragged paged attention kernel, which are made on the CPU once per step.
+"""Work lists of the ragged paged attention kernel, made on the CPU once per step.
 
-A span's query tokens times the G query heads of one KV head are its *rows*. A block of rows is an *item*, and an item
-with many keys may be cut into *pieces*, whose results are merged afterwards. Spans with few rows are *narrow* and wait
-for memory all the time; *wide* ones compute. Either gets a launch with tiles of its own. The lists hold no heads: a
-launch takes every item once per KV head.
+A span's query tokens times the G query heads of one KV head are its *rows*. A block of rows is an *item*. An
+item with many keys may be split into *pieces*, whose results are merged afterwards. Spans with few rows are
+*narrow*: they are bound by memory. *Wide* spans are bound by compute. Each has a launch with its own tiles.
+The lists contain no heads: a launch takes every item once per KV head.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from pensieve.kernels.attention.tiles import Tile
 from pensieve.kernels.spans import POSITION, Q_LEN, Q_START, TABLE, Ints, Spans
 
 HEADER = 8
-"""Words of a plan's header. Behind it come the wide items, then the narrow ones, then the merges. Word ``NARROW``,
-``WIDE`` or ``MERGES`` is the length of that list, word ``LISTS_AT`` and so on its place; word ``SHARE_AT`` says how
-many programs take wide items beside narrow ones; the last is unused."""
+"""Words of a plan's header. The wide items follow it, then the narrow ones, then the merges. Words ``NARROW``,
+``WIDE`` and ``MERGES`` are the lengths of the lists; words from ``LISTS_AT`` on are their offsets. Word ``SHARE_AT``
+is the number of programs that take wide items beside narrow ones. The last word is unused."""
 NARROW, WIDE, MERGES = 0, 1, 2
 LISTS_AT, SHARE_AT = 3, 6
 ITEM = 8
 """Words of an item: ``Q_START``, ``POSITION`` and ``TABLE`` of its span, and the columns below."""
 ROWS, FIRST_ROW, FIRST_KEY, END_KEY, PARTIAL = 1, 4, 5, 6, 7
-"""Rows of the span; first row of the block; its keys, from first to end; first partial row, -1 for an item that is
-whole and writes its result itself."""
+"""Rows of the span; first row of the block; its keys from first to end; first partial row, or -1 for a whole
+item that writes its result itself."""
 MERGE = 6
-"""Words of a merge of some rows of a cut item: ``Q_START`` of its span, and the columns below."""
+"""Words of a merge of some rows of a split item: ``Q_START`` of its span, and the columns below."""
 MERGE_FIRST, MERGE_END, MERGE_PARTIAL, MERGE_PIECES, MERGE_STRIDE = 1, 2, 3, 4, 5
-"""Its rows in the span, from first to end; partial row of the first of them in the first piece; pieces; partial rows
-from piece to piece."""
+"""Its rows in the span from first to end; partial row of the first of them in the first piece; number of
+pieces; partial rows from piece to piece."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +54,12 @@ class WorkLists:
     partial_rows: int
     """Scratch rows per KV head that the pieces write."""
     wide_programs: int
-    """Programs among which the wide items are shared out."""
+    """Programs that share the wide items."""
 
 
 def make_work_lists(spans: Spans, num_rows: int, geometry: Geometry, kind: StepKind) -> WorkLists:
-    """The lists of a step with these spans, for q of ``num_rows`` rows.
-
-    ``kind`` says which tiles are used, not which items there may be: a step with spans that it has no launch for gets
-    items for them all the same.
-    """
+    """Return the lists of a step with these spans, for q of ``num_rows`` rows. ``kind`` selects tiles; it
+    does not restrict the items. A step whose spans do not suit the kind still gets items for all of them."""
     tiles = geometry.tiles
     narrow, wide = kind.narrow_tile(tiles), tiles.wide
     covered = 0
@@ -71,13 +68,13 @@ def make_work_lists(spans: Spans, num_rows: int, geometry: Geometry, kind: StepK
         covered = int((spans[:, Q_START] + lengths).max())
         if not lengths.all():
             spans = spans[lengths > 0]
-    small, big = parted(spans, narrow, geometry, kind)
-    items = blocks(small, narrow, geometry)
-    pieces = narrow_pieces(steps_of(items, narrow), narrow, geometry)
-    first, first_merges, used = cut(items, pieces, narrow, 0, kind.merged_rows)
-    items = blocks(big, wide, geometry)
-    pieces = wide_pieces(steps_of(items, wide), alone(items, wide), wide, geometry)
-    second, second_merges, used = cut(items, pieces, wide, used, kind.merged_rows)
+    small, big = split_by_width(spans, narrow, geometry, kind)
+    items = make_blocks(small, narrow, geometry)
+    pieces = narrow_pieces(key_tiles(items, narrow), narrow, geometry)
+    first, first_merges, used = split_items(items, pieces, narrow, 0, kind.merged_rows)
+    items = make_blocks(big, wide, geometry)
+    pieces = wide_pieces(key_tiles(items, wide), is_only_block(items, wide), wide, geometry)
+    second, second_merges, used = split_items(items, pieces, wide, used, kind.merged_rows)
     programs = geometry.multiprocessors
     if len(second) and (kind.is_mixed or wide.hopper):
         second = longest_first(second)
@@ -95,8 +92,8 @@ def make_work_lists(spans: Spans, num_rows: int, geometry: Geometry, kind: StepK
     return WorkLists(first, second, merges, used, programs)
 
 
-def parted(spans: Spans, narrow: Tile, geometry: Geometry, kind: StepKind) -> tuple[Spans, Spans]:
-    """Spans of the narrow and of the wide list."""
+def split_by_width(spans: Spans, narrow: Tile, geometry: Geometry, kind: StepKind) -> tuple[Spans, Spans]:
+    """Split the spans into those of the narrow and those of the wide list."""
     if not kind.has_wide:
         many = (
             not len(spans)
@@ -111,11 +108,11 @@ def parted(spans: Spans, narrow: Tile, geometry: Geometry, kind: StepKind) -> tu
 
 
 def _share_of_wide(narrow: Ints, wide: Ints, small: Tile, large: Tile, geometry: Geometry) -> int:
-    """How many multiprocessors wide items get for themselves, so that they end when the narrow ones do. Narrow items
-    read as fast as the memory can, unless fewer multiprocessors than ENOUGH_TO_READ are left to them."""
+    """Return how many multiprocessors are reserved for wide items, so that they end when the narrow ones do. Narrow
+    items read at full memory bandwidth unless fewer than ENOUGH_TO_READ of the multiprocessors remain for them."""
     everything = geometry.multiprocessors
     wide_steps, narrow_steps = (
-        int(steps_of(items, tile).sum()) for items, tile in ((wide, large), (narrow, small))
+        int(key_tiles(items, tile).sum()) for items, tile in ((wide, large), (narrow, small))
     )
     if not wide_steps or not narrow_steps:
         return everything
@@ -129,7 +126,7 @@ def _share_of_wide(narrow: Ints, wide: Ints, small: Tile, large: Tile, geometry:
 
 
 def padding_items(start: int, tokens: int, tile: Tile, groups: int) -> Ints:
-    """Items for the rows outside every span: blocks without keys, whose results are 0."""
+    """Return items for the rows outside every span: blocks without keys, whose results are 0."""
     first = np.arange(0, tokens * groups, tile.rows)
     items = np.zeros((len(first), ITEM), np.int64)
     items[:, Q_START], items[:, ROWS] = start, tokens * groups
@@ -137,26 +134,26 @@ def padding_items(start: int, tokens: int, tile: Tile, groups: int) -> Ints:
     return items
 
 
-def blocks(spans: Spans, tile: Tile, geometry: Geometry) -> Ints:
-    """The items of spans [n, 4] before any cut: longest contexts first, blocks of a span together for the L2 cache."""
+def make_blocks(spans: Spans, tile: Tile, geometry: Geometry) -> Ints:
+    """Return the unsplit items of spans [n, 4]: longest contexts first, blocks of a span adjacent for the L2 cache."""
     end = spans[:, Q_LEN] + spans[:, POSITION]
     order = np.argsort(-end, kind="stable")
     spans, end = spans[order], end[order]
     rows = spans[:, Q_LEN] * geometry.groups
-    items = items_of(spans, rows)
+    items = items_for(spans, rows)
     items[:, END_KEY], items[:, PARTIAL] = end, -1
     count = -(-rows // tile.rows)
     if len(spans) and int(count.max()) > 1:
-        span, block = ranges(count)
+        span, block = owners_and_indices(count)
         items = items[span]
-        first = (count[span] - 1 - block) * tile.rows  # the blocks that see most keys come first
+        first = (count[span] - 1 - block) * tile.rows  # blocks that see the most keys come first
         last_token = (np.minimum(first + tile.rows, rows[span]) - 1) // geometry.groups
         items[:, FIRST_ROW], items[:, END_KEY] = first, items[:, POSITION] + last_token + 1
     return items
 
 
-def items_of(spans: Spans, rows: Ints) -> Ints:
-    """One item per span [n, 4] of ``rows`` [n], without keys yet."""
+def items_for(spans: Spans, rows: Ints) -> Ints:
+    """Return one item per span [n, 4] of ``rows`` [n], without keys yet."""
     items = np.zeros((len(spans), ITEM), np.int64)
     for column in (Q_START, POSITION, TABLE):
         items[:, column] = spans[:, column]
@@ -164,21 +161,21 @@ def items_of(spans: Spans, rows: Ints) -> Ints:
     return items
 
 
-def cut(items: Ints, pieces: Ints, tile: Tile, used: int, merged_rows: int) -> tuple[Ints, Ints, int]:
-    """Items cut into so many pieces each, the merges that this takes, and the partial rows in use after ``used``."""
-    # Items that are cut, whole until here: each piece gets a tile's rows of the scratch for itself.
+def split_items(items: Ints, pieces: Ints, tile: Tile, used: int, merged_rows: int) -> tuple[Ints, Ints, int]:
+    """Split items into ``pieces``; return the parts, their merges, and the partial rows in use after ``used``."""
+    # Items to split; each piece gets a tile's rows of the scratch.
     whole = np.flatnonzero(pieces > 1)
     if not len(whole):
         return items, np.empty((0, MERGE), np.int64), used
     held = pieces[whole] * tile.rows
     first_partial = np.full(len(items), -1)
     first_partial[whole] = used + np.cumsum(held) - held
-    parts, item, piece = parts_of(items, pieces, tile)
+    parts, item, piece = make_pieces(items, pieces, tile)
     scratch = first_partial[item]
     parts[:, PARTIAL] = np.where(scratch >= 0, scratch + piece * tile.rows, -1)
-    # The last block of a span has fewer rows than its tile, and only rows that exist are merged.
+    # The last block of a span has fewer rows than its tile; only rows that exist are merged.
     rows = np.minimum(tile.rows, items[whole, ROWS] - items[whole, FIRST_ROW])
-    owner, group = ranges(-(-rows // merged_rows))
+    owner, group = owners_and_indices(-(-rows // merged_rows))
     offset, owner = group * merged_rows, whole[owner]
     first = items[owner, FIRST_ROW] + offset
     merges = np.empty((len(owner), MERGE), np.int64)
@@ -190,10 +187,10 @@ def cut(items: Ints, pieces: Ints, tile: Tile, used: int, merged_rows: int) -> t
     return parts, merges, used + int(held.sum())
 
 
-def parts_of(items: Ints, pieces: Ints, tile: Tile) -> tuple[Ints, Ints, Ints]:
-    """The pieces of items, and of which item each is which piece. Piece i of n takes key tiles ``[i * steps / n,
-    (i + 1) * steps / n)``: rounded down, so that they join without a gap."""
-    item, piece = ranges(pieces)
+def make_pieces(items: Ints, pieces: Ints, tile: Tile) -> tuple[Ints, Ints, Ints]:
+    """Return the pieces of items, the item of each, and its index in that item. Piece i of n takes key tiles
+    ``[i * steps / n, (i + 1) * steps / n)``, rounded down, so that pieces join without a gap."""
+    item, piece = owners_and_indices(pieces)
     parts = items[item]
     first, end, count = parts[:, FIRST_KEY].copy(), parts[:, END_KEY], pieces[item]
     steps = -(-(end - first) // tile.keys)
@@ -203,25 +200,22 @@ def parts_of(items: Ints, pieces: Ints, tile: Tile) -> tuple[Ints, Ints, Ints]:
 
 
 def longest_first(items: Ints) -> Ints:
-    """Items in the order in which a fixed set of programs should take them: the shortest last. Lengths that are nearly
-    equal do not count, so that the blocks of a span stay together."""
+    """Sort items, the shortest last. Nearly equal lengths count as equal, so that a span's blocks stay adjacent."""
     size = np.floor(8 * np.log2(items[:, END_KEY] - items[:, FIRST_KEY]))
     return items[np.argsort(-size, kind="stable")]
 
 
-def steps_of(items: Ints, tile: Tile) -> Ints:
-    """Key tiles of each item."""
+def key_tiles(items: Ints, tile: Tile) -> Ints:
     steps: Ints = -(-(items[:, END_KEY] - items[:, FIRST_KEY]) // tile.keys)
     return steps
 
 
-def alone(items: Ints, tile: Tile) -> npt.NDArray[np.bool_]:
-    """Which items are the only one of their span."""
+def is_only_block(items: Ints, tile: Tile) -> npt.NDArray[np.bool_]:
     only: npt.NDArray[np.bool_] = items[:, ROWS] <= tile.rows
     return only
 
 
-def ranges(counts: Ints) -> tuple[Ints, Ints]:
-    """For counts (2, 3): which (0, 0, 1, 1, 1) and index in it (0, 1, 0, 1, 2)."""
+def owners_and_indices(counts: Ints) -> tuple[Ints, Ints]:
+    """For counts (2, 3) return owners (0, 0, 1, 1, 1) and indices within them (0, 1, 0, 1, 2)."""
     which = np.repeat(np.arange(len(counts)), counts)
     return which, np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)

@@ -1,7 +1,8 @@
-"""What a decoder looks like: a frozen description. No torch.
+"""The architecture of a decoder, as a frozen description. No torch.
 
-One ``Arch`` covers all families. It says what is computed (which norm, which positions, gated or not), never how the
-checkpoint names it; the names are the business of ``weights``. ``folder`` reads it from a Hugging Face model folder.
+One ``Arch`` covers all families. It describes the computation (which norm, which positions, gated or not),
+not the tensor names of a checkpoint; those are in ``weights``. ``folder`` reads it from a Hugging Face model
+folder.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class ModelError(Exception):
-    """A model folder that cannot be served; the message says what is missing or not supported."""
+    """A model cannot be served; the message says what is missing or not supported."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotary positions, first half of a head rotated against its second half.
+    """Rotary positions; the first half of a head is rotated against its second half.
 
     ``linear`` divides all frequencies by ``factor``. ``llama3`` does so for wavelengths above
-    ``original_context / low_freq_factor``, leaves those below ``original_context / high_freq_factor`` alone and blends
-    between. ``divisors`` come on top: one for the frequency of each pair of a head's values, () for none.
+    ``original_context / low_freq_factor``, leaves those below ``original_context / high_freq_factor``
+    unchanged and blends between. ``divisors`` come on top: one per pair of a head's values, () for none.
     """
 
     theta: float
@@ -67,11 +68,10 @@ class Arch:
     """RMS norm over each query and key head, before the rotation."""
     tied_embeddings: bool = False
     dtype: str = "float32"
-    """The dtype of the checkpoint, as its config says."""
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     generation: Sampling = field(default_factory=Sampling)
-    """What the model's authors recommend; greedy unless they say ``do_sample``."""
+    """Sampling that the model's authors recommend; greedy without ``do_sample``."""
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -84,12 +84,12 @@ class Arch:
         return 1.0 / math.sqrt(self.head_dim)
 
     def kv_bytes_per_token(self, dtype: str) -> int:
-        """Bytes of one KV-token: keys and values of all layers."""
+        """Return the bytes of one KV-token: keys and values of all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * DTYPE_BYTES[dtype]
 
     @property
     def num_parameters(self) -> int:
-        """Weights that take part in computing a token, biases and norms left out."""
+        """Weights that take part in computing a token, without biases and norms."""
         attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
         mlp = self.hidden_size * self.intermediate_size * (3 if self.gated_mlp else 2)
         return self.num_layers * (attention + mlp) + self.vocab_size * self.hidden_size

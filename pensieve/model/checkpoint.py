@@ -1,4 +1,4 @@
-"""The safetensors files of a model folder as one table of tensors, read straight into their places on the device."""
+"""The safetensors files of a model folder as one table of tensors, read directly into device memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from pensieve.model.arch import ModelError
 from pensieve.model.files import INDEX, SINGLE, weight_files
-from pensieve.model.filling import Fill, fill_all
+from pensieve.model.filling import TensorFill, fill_all
 from pensieve.model.tensor_slice import WHOLE_TENSOR, TensorSlice
 
 PROGRESS_BYTES: Final = 1 << 30
@@ -23,22 +23,22 @@ COMPARED_BYTES: Final = 16 << 20
 """Two tensors are compared in pieces of this size."""
 
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
-"""Buffers that old checkpoints carry along; they are computed here."""
+"""Buffers of old checkpoints, which are computed here."""
 
 
 class Checkpoint:
-    """Tensors by name over all safetensors files of a folder; remembers which were asked for."""
+    """Tensors by name over all safetensors files of a folder; records the tensors that were requested."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
-        """Reads the headers of all files. Raises ModelError when one is missing or cannot be read."""
+        """Read the headers of all files. Raises ModelError when one is missing or unreadable."""
         self.name = str(folder)
         self._folder, self._dtype, self._device = folder, dtype, device
         self._where: dict[str, Any] = {}
         self._order: dict[str, int] = {}
-        self._fills: dict[str, Fill] = {}
+        self._fills: dict[str, TensorFill] = {}
         read = weight_files(folder)
         self.stale_index = read[0].name == SINGLE and (folder / INDEX).is_file()
-        """Whether an index is beside the only file, and so is not read."""
+        """Whether an index exists beside the single file, and so is not read."""
         for number, file in enumerate(read):
             try:
                 handle: Any = safe_open(file, framework="pt", device="cpu")
@@ -52,13 +52,9 @@ class Checkpoint:
         return name in self._where
 
     def get(
-        self, names: Sequence[str], shape: tuple[int, ...], cut: TensorSlice = WHOLE_TENSOR
+        self, names: Sequence[str], shape: tuple[int, ...], tensor_slice: TensorSlice = WHOLE_TENSOR
     ) -> torch.Tensor:
-        """What ``cut`` leaves of the named tensors, one after another along the first axis; whole, they are together
-        of ``shape``.
-
-        The tensor has its memory but no values before ``load``. Raises ModelError.
-        """
+        """See ``TensorSource.get``. The result is allocated but has no values before ``load``."""
         missing = [name for name in names if name not in self._where]
         if missing:
             raise ModelError(
@@ -72,17 +68,15 @@ class Checkpoint:
             raise ModelError(
                 f"{self._folder}: {' + '.join(names)} has shape {written}, config.json says {list(shape)}"
             )
-        # The parts are copied into one tensor: joining them afterwards would need the memory twice.
-        parts = cut.select(parts)
+        # The parts are copied into one tensor: concatenating them later would need the memory twice.
+        parts = tensor_slice.select(parts)
         shape = (sum(len(part) for part in parts), *parts[0].shape[1:])
         fused = torch.empty(shape, dtype=self._dtype, device=self._device)
         for name, part, target in zip(names, parts, fused.split([len(part) for part in parts]), strict=True):
-            self._fills[name] = Fill(part, target)
+            self._fills[name] = TensorFill(part, target)
         return fused
 
     def same(self, one: str, other: str) -> bool:
-        """Whether two tensors of the checkpoint have one shape, and equal values in the dtype that they are loaded
-        in."""
         first, second = (self._where[name].get_tensor(name) for name in (one, other))
         if first.shape != second.shape:
             return False
@@ -93,8 +87,7 @@ class Checkpoint:
         )
 
     def require_all_used(self, *, but: Collection[str] = ()) -> None:
-        """Raises ModelError on tensors that were not asked for: they would be silently without effect. ``but``: names
-        of tensors that need not be."""
+        """Raises ModelError on unrequested tensors, except ``but``: they would silently have no effect."""
         left = {name for name in self._where if not name.endswith(_IGNORED_SUFFIXES)} - set(self._fills)
         left -= set(but)
         if left:
@@ -104,7 +97,7 @@ class Checkpoint:
             )
 
     def load(self) -> None:
-        """Fill every tensor that ``get`` returned, in the order in which the files hold them."""
+        """Fill every tensor that ``get`` returned, in file order."""
         order = sorted(self._fills, key=lambda name: (self._order[name], self._fills[name].source.data_ptr()))
         fills = [self._fills[name] for name in order]
         total = sum(fill.source.nbytes for fill in fills)
@@ -114,7 +107,7 @@ class Checkpoint:
 
 
 def _joined_shape(parts: list[torch.Tensor]) -> tuple[int, ...] | None:
-    """Shape of the parts one after another along the first axis; None when they do not go together."""
+    """Return the shape of the parts concatenated along the first axis; None when they do not fit."""
     rest = {part.shape[1:] for part in parts}
     if len(rest) > 1 or not all(part.ndim for part in parts):
         return None
@@ -122,8 +115,8 @@ def _joined_shape(parts: list[torch.Tensor]) -> tuple[int, ...] | None:
 
 
 def progress_bar(total_bytes: int) -> Progress:
-    """Shows how far the loading of so many bytes is; nothing where they are few."""
-    # On stderr: the server's stdout carries its ready line and nothing else.
+    """Return a progress bar for loading ``total_bytes``; invisible for small loads."""
+    # On stderr: the server's stdout carries only its ready line.
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(True), TransferSpeedColumn())
     console = Console(stderr=True)
     return Progress(*columns, transient=True, disable=total_bytes < PROGRESS_BYTES, console=console)

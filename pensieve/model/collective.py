@@ -1,7 +1,8 @@
-"""What the ranks of one model do together inside a step: each computes with its shard of the weights.
+"""Collective operations of the ranks of one model inside a step. Each rank computes with its shard of the
+weights.
 
-All ranks call the same methods in the same order with tensors of the same shapes. The values that come back are the
-same on every rank to the last bit, or the ranks' residual streams would drift apart.
+All ranks call the same methods in the same order with tensors of the same shapes. Results are the same on
+every rank to the last bit, or the ranks' residual streams would drift apart.
 """
 
 from __future__ import annotations
@@ -12,51 +13,51 @@ from typing import Literal, Protocol
 import torch
 
 BufferIndex = Literal[0, 1]
-"""The block of a layer that a sum ends, attention or MLP: sums of the two alternate, whatever a step is made of."""
+"""The block of a layer that an all-reduce ends, attention or MLP: the two alternate in every step."""
 AddNorm = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, float], tuple[torch.Tensor, torch.Tensor]
 ]
-"""``pensieve.kernels.reference.add_norm``, or what keeps its promise on another device."""
+"""``pensieve.kernels.reference.add_norm``, or its equivalent on another device."""
 
 
 class ReduceBuffer(Protocol):
-    """Where a rank puts its part of a sum, [T, W], when there is a better place for it than any."""
+    """Memory for a rank's part [T, W] of an all-reduce, from which the all-reduce is faster than from other memory."""
 
     memory: torch.Tensor
     pieces: int
-    """In how many pieces by rows the part should be made, so that one can be passed on while the next is made."""
+    """Pieces by rows in which to compute the part, so that one can be sent while the next is computed."""
 
     def rows_ready(self, start: int, end: int) -> None:
-        """Rows ``start`` to ``end`` of the part are queued on the current stream."""
+        """Called when rows ``start`` to ``end`` of the part are queued on the current stream."""
         return
 
     def add_norm(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, add_norm: AddNorm
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The sum over all ranks, added to ``x`` in place, and the norm of that: as ``add_norm``, which it may use."""
+        """Add the sum over all ranks to ``x`` in place and return both, as ``add_norm`` does (which it may use)."""
         ...
 
 
 class Collective(Protocol):
-    """The ranks of one model. On a GPU a call queues its work on the current stream, and can be captured in a graph."""
+    """The ranks of one model. On a GPU a call queues its work on the current stream and can be captured in a graph."""
 
     rank: int
-    """Which one this is; rank 0 leads: its samples count."""
+    """This rank. Rank 0 leads: its samples count."""
     ranks: int
 
     def reduce_buffer(
         self, shape: tuple[int, int], dtype: torch.dtype, slot: BufferIndex
     ) -> ReduceBuffer | None:
-        """For a part of that shape; None, as always for one of no rows: anywhere will do, and ``sum`` takes it.
-        Rooms of the same slot share their memory, and no two sums in a row have the same slot."""
+        """Return memory for a part of this shape. None (always for no rows): use any memory, and ``all_reduce``.
+        Buffers of the same index share memory. Two consecutive all-reduces never have the same index."""
         return None
 
     def all_reduce(self, part: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks; ``part`` is contiguous, and overwritten."""
+        """Return the sum over all ranks; ``part`` is contiguous and overwritten."""
         ...
 
     def all_gather(self, part: torch.Tensor) -> torch.Tensor:
-        """Everybody's ``part`` [...], contiguous, by rank: [ranks, ...]."""
+        """Return each rank's ``part`` [...], contiguous, by rank: [ranks, ...]."""
         ...
 
     def broadcast(self, values: torch.Tensor) -> None:
@@ -64,12 +65,12 @@ class Collective(Protocol):
         ...
 
     def all_reduce_min(self, numbers: list[int]) -> list[int]:
-        """The least of each number over all ranks. Waits for them; not for inside of a step."""
+        """Return the minimum of each number over all ranks. Waits for them; not for use inside a step."""
         ...
 
 
 class SingleRank(Collective):
-    """The only rank of a model that is not divided."""
+    """The only rank of an undivided model."""
 
     rank = 0
     ranks = 1

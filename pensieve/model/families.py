@@ -1,7 +1,7 @@
-"""Readers that make an ``Arch`` of the config.json of a family.
+"""Readers that turn the config.json of a family into an ``Arch``.
 
-transformers' own config class reads the file first. So defaults, nulls, types and the old and new spellings of rotary
-positions are what transformers makes of them. What is left here is what Pensieve computes of it, and what it refuses.
+transformers' own config class parses the file first, so defaults, nulls, types and both spellings of rotary
+positions are interpreted as transformers does. The readers map the result and reject unsupported values.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _CLASSES: Final = {
     "qwen3": "Qwen3Config",
 }
 _HF_TOP_K = 50
-"""What ``generate`` uses when sampling is on and generation_config.json does not name a top_k."""
+"""Default of ``generate`` when sampling is on and generation_config.json names no top_k."""
 _SIZES: Final = (
     "vocab_size",
     "hidden_size",
@@ -41,10 +41,7 @@ _SIZES: Final = (
 
 
 def _parsed(family: str, config: Config, *sizes: str) -> Any:
-    """The config as transformers' class of the family reads it, with the ``sizes`` there and above 0.
-
-    Raises ModelError, which names the field.
-    """
+    """Parse the config with transformers' class; require ``sizes`` above 0. Raises ModelError with the field."""
     sizes = (*_SIZES, *sizes)
     for name in sizes:
         if name not in config:
@@ -57,13 +54,13 @@ def _parsed(family: str, config: Config, *sizes: str) -> Any:
         )
     module = _config_module(family)
     try:
-        # A copy: the class writes into the objects that it is given.
+        # A copy: the class modifies its arguments.
         parsed = getattr(module, _CLASSES[family]).from_dict(copy.deepcopy(config))
         if family != "opt":
-            parsed.standardize_rope_params()  # as the model does once more, now with all fields there
+            parsed.standardize_rope_params()  # as the model does, now with all fields present
     except Exception as error:
-        # The class reads a stranger's file and raises whatever goes wrong first: its own errors, KeyError, ValueError.
-        raise ModelError(_refusal(error, config)) from error
+        # The class parses untrusted input and raises many types: its own errors, KeyError, ValueError.
+        raise ModelError(_parse_error(error, config)) from error
     return parsed
 
 
@@ -86,12 +83,12 @@ def _config_module(family: str) -> ModuleType:
         del sys.modules[heavy]
 
 
-def _refusal(error: Exception, config: Config) -> str:
-    """What transformers says against a config, in one line."""
+def _parse_error(error: Exception, config: Config) -> str:
+    """Return transformers' objection to a config, in one line."""
     lines = " ".join(str(error.args[0] if isinstance(error, KeyError) else error).split())
     field = lines.partition("Validation error for field '")[2].partition("'")[0]
     if field in config:
-        return f"{field} is {json.dumps(config[field])}, which is not a value for it"
+        return f"{field} is {json.dumps(config[field])}, which is not valid"
     return lines or type(error).__name__
 
 
@@ -141,7 +138,7 @@ def _opt(config: Config, generation: Config) -> Arch:
 
 
 def _llama_like(family: Family) -> Callable[[Config, Config], Arch]:
-    """The reader of a family with RMS norm, rotary positions and a gated MLP."""
+    """Return the reader of a family with RMS norm, rotary positions and a gated MLP."""
 
     def read(config: Config, generation: Config) -> Arch:
         parsed = _parsed(family, config, "intermediate_size")
@@ -153,8 +150,8 @@ def _llama_like(family: Family) -> Callable[[Config, Config], Arch]:
         head_dim = parsed.hidden_size // heads if head_dim is None else head_dim
         _require_positive("head_dim", head_dim)
         if head_dim % 2:
-            raise ModelError(f"head_dim {head_dim} is odd, and rotary positions turn pairs")
-        # Of the others transformers gives projections no bias, whatever their config says.
+            raise ModelError(f"head_dim {head_dim} is odd, and rotary positions rotate pairs")
+        # transformers gives the other families no bias, whatever their config says.
         attention_bias = family in ("llama", "qwen3") and parsed.attention_bias
         return Arch(
             family=family,
@@ -192,11 +189,11 @@ READERS: dict[str, Callable[[Config, Config], Arch]] = {
     "qwen2": _llama_like("qwen2"),
     "qwen3": _llama_like("qwen3"),
 }
-"""The reader of each ``model_type`` of config.json."""
+"""The reader of each ``model_type`` in config.json."""
 
 
 def _context_limit(family: Family, parsed: Any) -> int:
-    """The longest context that attention sees in full: inside a sliding window nothing slides."""
+    """Return the longest context that attention sees in full: inside a sliding window nothing slides."""
     limit: int = parsed.max_position_embeddings
     kinds = set(getattr(parsed, "layer_types", None) or ())
     others = kinds - {"full_attention", "sliding_attention"}
@@ -209,14 +206,14 @@ def _context_limit(family: Family, parsed: Any) -> int:
         return limit
     if kinds == {"full_attention"} and family in ("qwen2", "qwen3"):
         return limit
-    # transformers' cache of a Llama follows a window that its attention does not know: inside it both are the same.
+    # transformers' cache of a Llama applies a window that its attention ignores: inside it both are the same.
     _require_positive("sliding_window", window)
     return min(limit, int(window))
 
 
 def _rope(parameters: Config) -> Rope:
-    """``parameters``: as transformers' class has put them together of ``rope_parameters`` or ``rope_scaling`` and
-    ``rope_theta``."""
+    """Read the rotary positions. ``parameters``: merged by transformers' class from ``rope_parameters``, or
+    from ``rope_scaling`` and ``rope_theta``."""
     kind = parameters.get("rope_type")
     if parameters.get("partial_rotary_factor") not in (None, 1):
         raise ModelError("partial_rotary_factor other than 1 is not supported")
@@ -249,19 +246,15 @@ def _dtype(config: Config) -> str:
 
 
 def generation_defaults(config: Config) -> Sampling:
-    """The sampling that transformers' ``generate`` would do with this generation_config.json.
-
-    Raises ModelError, which names the field, on a value that sampling cannot follow.
-    """
+    """Return the sampling of transformers' ``generate`` for this generation_config.json. Raises ModelError,
+    which names the field, on an invalid value."""
 
     def number(name: str, default: float, low: float = -math.inf, high: float = math.inf) -> float:
         value = config.get(name)
         if value is None:
             return default
         if not _is_number(value) or not low <= value <= high:
-            raise ModelError(
-                f"generation_config.json: {name} is {json.dumps(value)}, which is not a value for it"
-            )
+            raise ModelError(f"generation_config.json: {name} is {json.dumps(value)}, which is not valid")
         return float(value)
 
     do_sample = config.get("do_sample")

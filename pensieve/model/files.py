@@ -1,7 +1,8 @@
-"""Which files of a model folder hold its weights. No torch.
+"""Finds the weight files of a model folder. No torch.
 
-The choice is that of transformers: ``transformers_weights`` of config.json if it is set, else the ``SINGLE`` file, else
-the files that the ``INDEX`` names. An index beside the single file is not read: it is a leftover of an earlier save.
+The choice is that of transformers: ``transformers_weights`` of config.json if set, else the ``SINGLE`` file,
+else the files that the ``INDEX`` names. An index beside the single file is ignored: it is left over from an
+earlier save.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ _ADAPTER: Final = "adapter_model.safetensors"
 
 
 class MissingWeights(ModelError):
-    """A folder without weights that can be loaded; the message says what is there instead."""
+    """The folder has no loadable weights; the message says what it has instead."""
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The object in a JSON file, None when there is no such file. Raises ModelError when it is not one."""
+    """Return the object in a JSON file, or None without a file. Raises ModelError when it is not an object."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -36,20 +37,18 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a model, in the order in which they are read: of a tensor in two files the last counts.
-
-    Raises ModelError when the folder has none, when one is missing, or when the index cannot be read.
-    """
+    """Return the safetensors files of a model, in reading order: if two files have a tensor, the last one counts.
+    Raises ModelError when the folder has none, when one is missing, or when the index cannot be read."""
     chosen = _chosen(folder)
     if chosen is None:
-        raise MissingWeights(_none_here(folder))
+        raise MissingWeights(_missing_message(folder))
     if chosen.name.endswith(".index.json"):
         return _indexed(folder, chosen)
     return [chosen]
 
 
 def _chosen(folder: Path) -> Path | None:
-    """The file of the weights, or their index."""
+    """Return the weight file or the index."""
     config = read_json(folder / "config.json") or {}
     named = config.get("transformers_weights")
     if named is not None:
@@ -86,12 +85,12 @@ def _indexed(folder: Path, index: Path) -> list[Path]:
 
 
 def _is_inside(name: str) -> bool:
-    """Whether a name leads to a place in the folder. Links are not followed: a hub's cache consists of them."""
+    """Return whether a name is inside the folder. Links are not followed: a hub's cache consists of them."""
     path = Path(name)
     return not path.is_absolute() and ".." not in path.parts and name not in ("", ".")
 
 
-def _none_here(folder: Path) -> str:
+def _missing_message(folder: Path) -> str:
     for name in _PICKLED:
         if (folder / name).is_file():
             return (

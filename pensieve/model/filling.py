@@ -1,9 +1,9 @@
-"""Copies tensors from mapped files into their places on the device: piece by piece, by several threads.
+"""Copies tensors from mapped files to the device, piece by piece, in several threads.
 
-A tensor of a safetensors file is a view of the mapped file: nothing is read before it is copied. On a CPU it is
-copied right into its place. On the way to a GPU each piece passes through pinned memory, because the driver copies
-anything else through a small buffer of its own, at a fraction of the bus. Beside source and target no more memory is
-used than ``threads * 2 * PIECE_BYTES`` on the host, and that once more on the device when the dtype changes.
+A tensor of a safetensors file is a view of the mapped file: it is read when it is copied. On a CPU it is
+copied directly. To a GPU each piece passes through pinned memory, because the driver copies anything else
+through a small buffer of its own, at a fraction of the bus speed. Beside source and target this uses at most
+``threads * 2 * PIECE_BYTES`` on the host, and as much again on the device when the dtype changes.
 """
 
 from __future__ import annotations
@@ -20,33 +20,30 @@ import torch
 from pensieve.machine import usable_cores
 
 PIECE_BYTES: Final = 4 << 20
-"""76 µs of a PCIe 5 link: large beside the cost of a call, small enough for a buffer or two per thread."""
+"""76 µs of a PCIe 5 link: large compared with the cost of a call, small enough for two buffers per thread."""
 MOST_THREADS: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Fill:
-    """One tensor and its place: same shape, any dtypes. The target is contiguous; the source may be some columns of a
-    matrix."""
+class TensorFill:
+    """One tensor and its contiguous target of the same shape; the source may be some columns of a matrix."""
 
     source: torch.Tensor
     target: torch.Tensor
 
 
 class Mover(Protocol):
-    """Copies one piece after another; each thread has its own."""
+    """Copies pieces in order; each thread has its own."""
 
     def move(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Begin to copy ``source`` to ``target`` of the same shape, casting on the way."""
+        """Start copying ``source`` to ``target`` of the same shape, casting if needed."""
         ...
 
-    def finish(self) -> None:
-        """Wait until all has arrived."""
-        ...
+    def finish(self) -> None: ...
 
 
-class Direct:
-    """Moves pieces to a target in main memory, at once."""
+class DirectMover:
+    """Copies pieces to main memory, synchronously."""
 
     def move(self, source: torch.Tensor, target: torch.Tensor) -> None:
         target.copy_(source)
@@ -55,8 +52,8 @@ class Direct:
         pass
 
 
-class Staged:
-    """Moves pieces through two buffers: one is filled from the file while the other is on its way to the device."""
+class StagedMover:
+    """Copies pieces through two buffers: one is filled from the file while the other is copied to the device."""
 
     def __init__(self, device: torch.device, *, pinned: bool = True) -> None:
         self._device = device
@@ -69,7 +66,7 @@ class Staged:
         self._wait(turn)
         read = source.view(torch.uint8)
         buffer = self._buffers[turn][: source.nbytes].view(read.shape)
-        # NumPy's copy runs in this thread alone; torch's would start a team of threads in each of ours.
+        # NumPy's copy runs in this thread alone; torch's would start a thread team in each of ours.
         buffer.numpy()[...] = read.numpy()
         staged = buffer.view(source.dtype)
         if source.dtype != target.dtype:
@@ -89,8 +86,8 @@ class Staged:
             event.synchronize()
 
 
-def pieces(fills: list[Fill]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Parts of sources and targets, none longer than ``PIECE_BYTES`` in either dtype unless one row is."""
+def pieces(fills: list[TensorFill]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield parts of sources and targets, at most ``PIECE_BYTES`` in either dtype, but at least one row."""
     for fill in fills:
         source, target, row = fill.source, fill.target, 1
         if source.is_contiguous():
@@ -103,19 +100,17 @@ def pieces(fills: list[Fill]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def fill_all(
-    fills: list[Fill],
+    fills: list[TensorFill],
     device: torch.device,
     advance: Callable[[int], None],
     *,
     threads: int | None = None,
     make_mover: Callable[[], Mover] | None = None,
 ) -> None:
-    """Copy every source to its target; returns when all is there. ``advance`` gets the bytes read, piece by piece.
-
-    ``threads``: None for what suits the device; a CPU needs one only, since torch copies with all cores there.
-    """
+    """Copy every source to its target. ``advance`` gets the bytes read, piece by piece. ``threads``: None
+    picks a number for the device; a CPU needs only one, since torch copies with all cores there."""
     on_gpu = device.type == "cuda"
-    make_mover = make_mover or ((lambda: Staged(device)) if on_gpu else Direct)
+    make_mover = make_mover or ((lambda: StagedMover(device)) if on_gpu else DirectMover)
     threads = threads or (min(MOST_THREADS, usable_cores()) if on_gpu else 1)
     todo, lock = pieces(fills), threading.Lock()
 

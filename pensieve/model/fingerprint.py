@@ -1,10 +1,10 @@
-"""A name for a model by its content, so that a history is never continued by another model unnoticed. No torch.
+"""Identifies a model by its content, so that another model never continues a history unnoticed. No torch.
 
-Covered are config.json (but for the fields that only say which program wrote it) and, of every file that is loaded
-(``files.weight_files``): its name, its size, its header (names, types and shapes of all tensors) and
-``SAMPLES`` blocks of 4 KiB spread evenly over its data. That takes well under a second for a model of any size. A
-change of single weights between the samples goes unseen; another checkpoint, another fine-tune or another training step
-does not: they change all weights.
+The hash covers config.json (except fields that only name the program that wrote it) and, of every loaded file
+(``files.weight_files``), its name, size, header (names, types and shapes of all tensors) and ``SAMPLES``
+blocks of 4 KiB spread evenly over its data. That takes well under a second for a model of any size. Changes
+of single weights between the samples go unseen; another checkpoint, fine-tune or training step does not,
+since it changes all weights.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ _INCIDENTAL: Final = frozenset({"transformers_version", "_name_or_path"})
 
 
 def model_fingerprint(folder: Path, *, weights: bool = True) -> str:
-    """SHA-256 (hex) of the model in ``folder``. ``weights`` False: there are none to look at, as with random ones.
-
-    Raises ModelError when config.json is no JSON object or the index cannot be used, OSError when a file is unreadable.
-    """
+    """Return the SHA-256 (hex) of the model in ``folder``. ``weights`` False: ignore weights, as with random
+    ones. Raises ModelError when config.json is no JSON object or the index is invalid, OSError when a file is
+    unreadable."""
     if folder.is_file():
         return gguf_fingerprint(folder, weights=weights)
     digest = hashlib.sha256()
@@ -36,7 +35,7 @@ def model_fingerprint(folder: Path, *, weights: bool = True) -> str:
     try:
         files = weight_files(folder) if weights else []
     except MissingWeights:
-        files = []  # the engine, which loads them, says what is missing
+        files = []  # the engine reports this when it loads them
     for file in files:
         digest.update(f"\0{file.name}\0".encode())
         _add_file(digest, file)

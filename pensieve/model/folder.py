@@ -1,7 +1,4 @@
-"""What the JSON files of a Hugging Face model folder say: its architecture, and the sampling its authors recommend.
-
-No torch.
-"""
+"""Reads a Hugging Face model folder's JSON files: its architecture, and its recommended sampling. No torch."""
 
 from __future__ import annotations
 
@@ -15,10 +12,8 @@ from pensieve.model.gguf import gguf_arch, gguf_generation
 
 
 def load_arch(folder: Path) -> Arch:
-    """The architecture of the model in ``folder``.
-
-    Reads config.json and, when there, generation_config.json; of a GGUF file its metadata. Raises ModelError.
-    """
+    """Return the architecture of the model in ``folder``. Reads config.json and, if present,
+    generation_config.json; of a GGUF file its metadata. Raises ModelError."""
     if folder.is_file():
         return gguf_arch(folder)
     config = read_json(folder / "config.json")
@@ -41,7 +36,7 @@ def load_arch(folder: Path) -> Arch:
 
 
 def load_generation(folder: Path) -> Sampling:
-    """What a model's authors recommend; greedy unless they say ``do_sample``. Raises ModelError."""
+    """Return the sampling that a model's authors recommend; greedy without ``do_sample``. Raises ModelError."""
     if folder.is_file():
         return gguf_generation(folder)
     try:
@@ -51,6 +46,6 @@ def load_generation(folder: Path) -> Sampling:
 
 
 def _file(error: ModelError) -> str:
-    """What stands between the folder and a complaint: config.json, unless it names its file."""
+    """Return the text between folder and error: config.json, unless the error names its file."""
     named = str(error).startswith(("config.json", "generation_config.json"))
     return "/" if named else "/config.json: "

@@ -1,4 +1,4 @@
-"""What a GGUF file says of its model, in the words of a Hugging Face config.json, for the same readers. No torch."""
+"""Translates a GGUF file's metadata to the fields of a Hugging Face config.json, for the same readers. No torch."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from pensieve.model.arch import Arch, ModelError
 from pensieve.model.families import READERS, generation_defaults
 
 ARCHITECTURES: Final = ("llama", "qwen2", "qwen3")
-"""Values of general.architecture that can be served; Mistral's models are written as llama."""
+"""Supported values of general.architecture; Mistral's models are written as llama."""
 ROPE_FREQUENCIES: Final = "rope_freqs.weight"
-"""The tensor that stands for Llama 3's RoPE scaling: what each frequency is divided by."""
-_UNSERVED: Final = (
+"""The tensor that encodes Llama 3's RoPE scaling: the divisor of each frequency."""
+_UNSUPPORTED: Final = (
     "attention.scale", "attention.clamp_kqv", "attention.max_alibi_bias", "attn_logit_softcapping",
     "final_logit_softcapping", "embedding_scale", "residual_scale", "logit_scale", "rope.scaling.attn_factor",
     "rope.scaling.yarn_log_multiplier",
 )  # fmt: skip
-"""Keys, behind the architecture, that change what is computed in a way that the decoder does not know."""
+"""Keys, after the architecture prefix, that change the computation in ways that the decoder does not support."""
 _PIECE_BYTES: Final = 4096
 
 
 def gguf_arch(path: Path) -> Arch:
-    """The architecture of the model in a GGUF file. Raises ModelError."""
+    """Return the architecture of the model in a GGUF file. Raises ModelError."""
     try:
         return _arch(read_gguf(path))
     except GgufError as error:
@@ -34,7 +34,7 @@ def gguf_arch(path: Path) -> Arch:
 
 
 def gguf_generation(path: Path) -> Sampling:
-    """The sampling that the file recommends, as ``load_generation``. Raises ModelError."""
+    """Return the sampling that the file recommends; see ``load_generation``. Raises ModelError."""
     try:
         return generation_defaults(_generation(read_gguf(path)))
     except GgufError as error:
@@ -42,11 +42,9 @@ def gguf_generation(path: Path) -> Sampling:
 
 
 def gguf_fingerprint(path: Path, *, weights: bool = True) -> str:
-    """SHA-256 (hex) of the model in a GGUF file: its whole header, and the beginning, middle and end of each tensor.
-
-    Tensors of up to three times 4 KiB are covered whole. The name of the file does not count. ``weights`` False: none
-    are looked at, as with random ones. Raises ModelError, and OSError when the file cannot be read.
-    """
+    """Return the SHA-256 (hex) of the model in a GGUF file: its whole header, and the beginning, middle and end of
+    each tensor. Tensors of up to three times 4 KiB are covered whole. The file's name does not count. ``weights``
+    False: ignore weights, as with random ones. Raises ModelError, and OSError when the file cannot be read."""
     try:
         found = read_gguf(path)
     except GgufError as error:
@@ -77,7 +75,7 @@ def _arch(file: GgufFile) -> Arch:
         arch = READERS[family](config, _generation(file))
     except ModelError as error:
         raise GgufError(f"{file.path}: {error}") from error
-    # A config.json says by one word which projections have biases; the file shows it.
+    # A config.json has one flag for several biases; the file shows each.
     return replace(
         arch,
         rope=replace(arch.rope, divisors=_rope_divisors(file, config["head_dim"])) if arch.rope else None,
@@ -88,7 +86,7 @@ def _arch(file: GgufFile) -> Arch:
 
 
 def _config(file: GgufFile, family: str) -> dict[str, Any]:
-    for key in _UNSERVED:
+    for key in _UNSUPPORTED:
         if f"{family}.{key}" in file.metadata:
             raise GgufError(f"{file.path}: {family}.{key} is not supported")
     if not file.flag(f"{family}.attention.causal", True):
@@ -114,7 +112,7 @@ def _config(file: GgufFile, family: str) -> dict[str, Any]:
             )
     return {
         "model_type": family,
-        # An embedding without a row for a word of the vocabulary is found by the tokenizer.
+        # If the embedding lacks a row for a word of the vocabulary, the tokenizer reports it.
         "vocab_size": embedding.shape[0],
         "hidden_size": hidden,
         "intermediate_size": _per_layer(file, f"{family}.feed_forward_length"),
@@ -125,7 +123,7 @@ def _config(file: GgufFile, family: str) -> dict[str, Any]:
         "max_position_embeddings": file.integer(f"{family}.context_length"),
         "rms_norm_eps": file.number(f"{family}.attention.layer_norm_rms_epsilon"),
         "rope_parameters": _rope(file, family),
-        # The file names a window only where it slides.
+        # The file names a window only if it is used.
         "sliding_window": file.metadata.get(f"{family}.attention.sliding_window") or None,
         "use_sliding_window": True,
         "max_window_layers": 0,
@@ -137,7 +135,7 @@ def _config(file: GgufFile, family: str) -> dict[str, Any]:
 
 
 def _per_layer(file: GgufFile, key: str, default: int | None = None) -> int:
-    """A number that may be given for each layer; all have to have the same."""
+    """Read a number that may be given per layer; all layers must have the same."""
     value = file.metadata.get(key)
     if isinstance(value, list) and value and all(item == value[0] for item in value):
         file.metadata[key] = value[0]
@@ -174,7 +172,7 @@ def _rope_divisors(file: GgufFile, head_dim: int) -> tuple[float, ...]:
 
 
 def _dtype(file: GgufFile) -> str:
-    """What the weights come closest to: what they were before they were quantised is not told."""
+    """Return the dtype closest to the weights; their dtype before quantisation is unknown."""
     types = {place.type_name for place in file.tensors.values() if len(place.shape) > 1}
     if types <= {"F32"}:
         return "float32"
@@ -182,7 +180,7 @@ def _dtype(file: GgufFile) -> str:
 
 
 def _generation(file: GgufFile) -> dict[str, Any]:
-    """The entries of a generation_config.json: newer files carry what the model's authors recommend."""
+    """Return the entries of a generation_config.json; newer files have the authors' recommendation."""
     names = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
     found: dict[str, Any] = {
         name: file.number(f"general.sampling.{key}")

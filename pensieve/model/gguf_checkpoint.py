@@ -1,4 +1,4 @@
-"""The tensors of a GGUF file by the names of a Hugging Face checkpoint, dequantised straight into their places."""
+"""The tensors of a GGUF file by their Hugging Face names, dequantised directly into device memory."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _IN_A_LAYER: Final = {
 
 
 def gguf_name(name: str) -> str:
-    """The name in a GGUF file of a tensor of a Hugging Face checkpoint; "" when there is none."""
+    """Return the GGUF name of a tensor of a Hugging Face checkpoint; "" if it has none."""
     module, _, kind = name.rpartition(".")
     if module in _OUTSIDE:
         return f"{_OUTSIDE[module]}.{kind}"
@@ -52,28 +52,28 @@ def gguf_name(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Some rows of one tensor, and where they go."""
+    """Some rows of one tensor, and their target."""
 
     place: TensorInfo
     rows: slice
     columns: slice
     interleaved: int
-    """Rows of a head whose halves lie interleaved, as llama.cpp rotates them; 0: they lie as they are wanted."""
+    """Rows of a head whose halves are interleaved, as llama.cpp rotates them; 0: not interleaved."""
     target: torch.Tensor
 
 
 class GgufCheckpoint:
-    """``TensorSource`` over a GGUF file; remembers which tensors were asked for."""
+    """``TensorSource`` over a GGUF file; records the tensors that were requested."""
 
     def __init__(self, path: Path, arch: Arch, dtype: torch.dtype, device: torch.device) -> None:
-        """Reads the header. Raises ModelError."""
+        """Read the header. Raises ModelError."""
         try:
             self._tensors = read_gguf(path).tensors
         except GgufError as error:
             raise ModelError(str(error)) from error
         self.name = str(path)
         self._path, self._dtype, self._device = path, dtype, device
-        # llama.cpp rotates neighbours in llama, and halves of a head in the other families, as everyone else does.
+        # llama.cpp rotates adjacent values in llama, and halves of a head in other families, as usual.
         self._interleaved = arch.head_dim if arch.family == "llama" else 0
         self._pieces: list[_Piece] = []
         self._used: set[str] = set()
@@ -82,17 +82,13 @@ class GgufCheckpoint:
         return gguf_name(name) in self._tensors
 
     def same(self, one: str, other: str) -> bool:
-        """Tensors of two names count as different: a file ties the head to the embedding by having no head."""
+        """Tensors of two names count as different: a file ties the head to the embedding by omitting the head."""
         return one == other
 
     def get(
-        self, names: Sequence[str], shape: tuple[int, ...], cut: TensorSlice = WHOLE_TENSOR
+        self, names: Sequence[str], shape: tuple[int, ...], tensor_slice: TensorSlice = WHOLE_TENSOR
     ) -> torch.Tensor:
-        """What ``cut`` leaves of the named tensors, one after another along the first axis; whole, they are together
-        of ``shape``.
-
-        The tensor has its memory but no values before ``load``. Raises ModelError.
-        """
+        """See ``TensorSource.get``. The result is allocated but has no values before ``load``."""
         ours = [gguf_name(name) for name in names]
         missing = [name for name in ours if name not in self._tensors]
         if missing:
@@ -105,21 +101,21 @@ class GgufCheckpoint:
             )
         rows = [
             slice(*kept.indices(place.shape[0])[:2])
-            for kept, place in zip(cut.rows or (slice(None),) * len(places), places, strict=True)
+            for kept, place in zip(tensor_slice.rows or (slice(None),) * len(places), places, strict=True)
         ]
         width = shape[-1] if len(shape) > 1 else 1
-        columns = slice(*(cut.columns or slice(None)).indices(width)[:2])
+        columns = slice(*(tensor_slice.columns or slice(None)).indices(width)[:2])
         lengths = [kept.stop - kept.start for kept in rows]
         shape = (sum(lengths), columns.stop - columns.start) if len(shape) > 1 else (sum(lengths),)
         fused = torch.empty(shape, dtype=self._dtype, device=self._device)
         for name, place, kept, target in zip(ours, places, rows, fused.split(lengths), strict=True):
             rotated = self._interleaved if ".attn_q." in name or ".attn_k." in name else 0
-            self._pieces += _cut_up(place, kept, columns, rotated, target)
+            self._pieces += _pieces_of(place, kept, columns, rotated, target)
             self._used.add(name)
         return fused
 
     def require_all_used(self) -> None:
-        """Raises ModelError on tensors that nobody asked for: they would be silently without effect."""
+        """Raises ModelError on unrequested tensors: they would silently have no effect."""
         left = sorted(self._tensors.keys() - self._used - {ROPE_FREQUENCIES})
         if left:
             raise ModelError(
@@ -127,7 +123,6 @@ class GgufCheckpoint:
             )
 
     def load(self) -> None:
-        """Fill every tensor that ``get`` returned."""
         pieces = sorted(
             self._pieces, key=lambda piece: (piece.place.file, piece.place.start, piece.rows.start)
         )
@@ -137,15 +132,15 @@ class GgufCheckpoint:
             ThreadPoolExecutor(min(MOST_THREADS, usable_cores()), thread_name_prefix="load") as pool,
         ):
             task = progress.add_task(f"loading {self._path.name}")
-            # In threads: NumPy gives the interpreter lock away while it computes.
+            # In threads: NumPy releases the interpreter lock while it computes.
             for piece, _ in zip(pieces, pool.map(lambda piece: _fill(piece, files), pieces), strict=True):
                 progress.advance(task, _nbytes(piece))
 
 
-def _cut_up(
+def _pieces_of(
     place: TensorInfo, rows: slice, columns: slice, interleaved: int, target: torch.Tensor
 ) -> Iterator[_Piece]:
-    """The rows in pieces of whole heads that fit into memory."""
+    """Yield the rows in pieces of whole heads of limited size."""
     if len(place.shape) == 1 and not interleaved:  # its blocks run along its only axis
         yield _Piece(place, rows, columns, 0, target)
         return

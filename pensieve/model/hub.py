@@ -1,7 +1,7 @@
-"""Downloads a model from a hub: the folder of a repository, or one GGUF file of it. No torch.
+"""Downloads a model from a hub: the folder of a repository, or one GGUF file. No torch.
 
-The hub is Hugging Face's, or the one that HF_ENDPOINT names. Files land in the cache of ``huggingface_hub`` (HF_HOME),
-each under its name once it is whole.
+The hub is Hugging Face's, or the one in HF_ENDPOINT. Files go to the cache of ``huggingface_hub`` (HF_HOME);
+each gets its name when it is complete.
 """
 
 from __future__ import annotations
@@ -22,19 +22,18 @@ _QUANT: Final = re.compile(
     r"[-._]((?:UD-)?(?:I?Q\d|TQ\d|MXFP4|NVFP4|BF16|F?P?16|F?P?32|F16|F32)[A-Za-z0-9_]*)$", re.IGNORECASE
 )
 PREFERRED: Final = "Q4_K_M"
-"""Taken where no quantisation is named, as other programs do."""
+"""Default quantisation, as in other programs."""
 
 
 def is_hub_name(name: str) -> bool:
-    """Whether a name says by its host that it is a hub's."""
+    """Return whether a name begins with a hub's host."""
     return _HOSTS.match(name) is not None
 
 
 def download(name: str) -> Path:
-    """The folder of ``ORG/REPO``, or a file of it for ``ORG/REPO:QUANT``; either may begin with ``hf.co/``.
-
-    A repository that has GGUF files alone is asked for ``Q4_K_M``, or for its only one. Raises ModelError.
-    """
+    """Download ``ORG/REPO`` and return its folder, or a file of it for ``ORG/REPO:QUANT``; both may begin
+    with ``hf.co/``. From a repository with only GGUF files, takes ``Q4_K_M`` or the only quantisation. Raises
+    ModelError."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
@@ -44,23 +43,23 @@ def download(name: str) -> Path:
         files, unreachable = _files(repo)
         if unreachable is not None and quant and not files:
             raise unreachable
-        patterns = _chosen(name, files, quant) or _PATTERNS
-        # Offline there is no sense in another call.
+        patterns = _gguf_files(name, files, quant) or _PATTERNS
+        # Offline, another call is pointless.
         folder = Path(
             snapshot_download(repo, allow_patterns=patterns, local_files_only=unreachable is not None)
         )
     except ModelError as error:
-        raise error if unreachable is None else _unreached(name, unreachable) from error
+        raise error if unreachable is None else _unreachable_error(name, unreachable) from error
     except HFValidationError as error:
         raise ModelError(f"{name}: neither a folder here nor a hub id") from error
     except HfHubHTTPError as error:
         raise ModelError(f"{name}: not here, and the hub refused it: {_first_line(error)}") from error
     except Exception as error:  # errors of its HTTP client, which differs between versions
-        raise _unreached(name, unreachable or error) from error
+        raise _unreachable_error(name, unreachable or error) from error
     return folder if patterns is _PATTERNS else folder / patterns[0]
 
 
-def _unreached(name: str, error: Exception) -> ModelError:
+def _unreachable_error(name: str, error: Exception) -> ModelError:
     return ModelError(
         f"{name}: not here, and the hub cannot be reached ({_first_line(error)}); download it where there is network "
         "and pass its folder or GGUF file"
@@ -68,7 +67,7 @@ def _unreached(name: str, error: Exception) -> ModelError:
 
 
 def _files(repo: str) -> tuple[list[str], Exception | None]:
-    """Names of the repository's files; where the hub cannot be asked, of those that are here, and why it cannot."""
+    """Return the names of the repository's files; if the hub is unreachable, the cached ones and the error."""
     from huggingface_hub import HfApi, scan_cache_dir
     from huggingface_hub.errors import CacheNotFound, HfHubHTTPError, HFValidationError
 
@@ -92,8 +91,8 @@ def _files(repo: str) -> tuple[list[str], Exception | None]:
         return sorted(files), error
 
 
-def _chosen(name: str, files: Sequence[str], quant: str) -> list[str]:
-    """The GGUF files to take, all parts of a split model, the first in front; empty for a model folder."""
+def _gguf_files(name: str, files: Sequence[str], quant: str) -> list[str]:
+    """Return the GGUF files to download, all parts of a split model, the first in front; empty for a model folder."""
     found = [file for file in sorted(files) if file.endswith(".gguf") and "mmproj" not in file.lower()]
     if not quant and (not found or any(file.endswith(".safetensors") for file in files)):
         return []
@@ -119,7 +118,7 @@ def _chosen(name: str, files: Sequence[str], quant: str) -> list[str]:
 
 
 def _quant_of(file: str) -> str:
-    """The quantisation that a file's name ends with; its whole name when it has none."""
+    """Return the quantisation at the end of a file's name, or the whole name."""
     stem = _PART.sub("", Path(file).stem)
     match = _QUANT.search(stem)
     return match[1] if match else file

@@ -1,4 +1,4 @@
-"""What a decoder layer computes besides matrix products and attention: one set per kind of device."""
+"""Operations of a decoder layer besides matrix products and attention: one set per kind of device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pensieve.kernels.arguments import Activation
 
 @dataclass(frozen=True, slots=True)
 class DecoderOps:
-    """Elementwise operations; what each promises stands at its namesake in ``pensieve.kernels.reference``."""
+    """Elementwise operations; ``pensieve.kernels.reference`` documents each under the same name."""
 
     norm: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, float], torch.Tensor]
     add_norm: Callable[
@@ -24,11 +24,10 @@ class DecoderOps:
 
 
 TORCH_OPS = DecoderOps(reference.norm, reference.add_norm, reference.activate)
-"""Anywhere torch runs."""
 
 
 def triton_ops() -> DecoderOps:
-    """Fused kernels for a GPU. Raises ImportError on a machine without Triton."""
+    """Return fused kernels for a GPU. Raises ImportError without Triton."""
     from pensieve.kernels.activation import activate
     from pensieve.kernels.norm import add_norm, norm
 

@@ -1,4 +1,4 @@
-"""Finds the folder or file on this machine for what a user calls a model. No torch."""
+"""Resolves a user's name of a model to a local folder or file. No torch."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ DEMO_FOLDER = Path(__file__).parent.parent / "demo" / "model"
 _SUFFIX: Final = ".gguf"
 
 
-def resolve_model(name: str, leaving: threading.Event | None = None) -> Path:
-    """The folder of ``name``, or its GGUF file: a local one, ``demo``, ``smollm2``, or a hub id. Absolute: an engine
-    has another working folder. Downloads what is not here yet; ``leaving`` ends the download of ``smollm2``.
+def resolve_model(name: str, stop: threading.Event | None = None) -> Path:
+    """Return the folder or GGUF file of ``name``: a local path, ``demo``, ``smollm2``, or a hub id.
 
-    A GGUF file is one that can be served. Raises ModelError when there is no such model or it cannot be fetched,
-    ModuleNotFoundError when an extra is missing.
+    The result is absolute: an engine has another working folder. Downloads a missing model; setting ``stop``
+    aborts the download of ``smollm2``. A returned GGUF file can be served. Raises ModelError when there is no
+    such model or it cannot be downloaded, ModuleNotFoundError when an extra is missing.
     """
     if name == "demo":
         if not (DEMO_FOLDER / "config.json").is_file():
@@ -35,9 +35,9 @@ def resolve_model(name: str, leaving: threading.Event | None = None) -> Path:
     if path.is_dir():
         return _folder(path)
     if path.exists():
-        return _checked(path, name)
+        return _servable_file(path, name)
     if name == SMOLLM2:
-        return _checked(smollm2(leaving), name)
+        return _servable_file(smollm2(stop), name)
     if name.lower().endswith(_SUFFIX) and not is_hub_name(name) and ":" not in name:
         raise ModelError(f"{name}: no such file")
     if is_path(name):
@@ -45,19 +45,18 @@ def resolve_model(name: str, leaving: threading.Event | None = None) -> Path:
     found = download(name)
     if not found.exists():
         raise ModelError(f"{name}: has neither a model folder nor a GGUF file")
-    return _folder(found) if found.is_dir() else _checked(found, name)
+    return _folder(found) if found.is_dir() else _servable_file(found, name)
 
 
 def is_path(name: str) -> bool:
-    """Whether it can only be meant as a folder or file: hub ids have one slash at most, inside."""
+    """Return whether ``name`` must be a folder or file: hub ids have at most one slash, inside."""
     return not is_hub_name(name) and (
         name.startswith((".", "/", "~")) or name.partition(":")[0].count("/") > 1
     )
 
 
 def display_name(name: str) -> str:
-    """What others are told of the model that a user calls ``name``: a folder or file is told by its own name, not its
-    path."""
+    """Return the public name of the model ``name``: of a folder or file its own name, not its path."""
     path = user_path(name)
     if path.is_dir():
         return path.resolve().name
@@ -72,8 +71,8 @@ def _folder(folder: Path) -> Path:
     return folder.absolute()
 
 
-def _checked(path: Path, name: str) -> Path:
-    """A GGUF file, absolute; what cannot be served in it is refused here, before a server starts for it."""
+def _servable_file(path: Path, name: str) -> Path:
+    """Return the absolute path of a GGUF file; raise on one that cannot be served, before a server starts."""
     try:
         found = path.is_file() and is_gguf(path)
     except OSError as error:

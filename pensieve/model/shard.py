@@ -1,10 +1,10 @@
-"""One rank's share of a decoder: a decoder as wide as the whole outside, and narrower inside. No torch.
+"""One rank's shard of a decoder: as wide as the whole model outside, and narrower inside. No torch.
 
-Attention is divided by heads and the MLP by its inner width, as in Megatron-LM (https://arxiv.org/abs/1909.08053): the
-projections into a block by rows, those out of it by columns, so that a block needs one sum over the ranks, at its end.
-A KV head serves several query heads; where there are fewer KV heads than ranks, each lies on every rank that has query
-heads of it. The head is divided by vocabulary. The embedding is whole on every rank: a step reads a few rows of it, and
-dividing it would cost a sum more.
+Attention is divided by heads and the MLP by its inner width, as in Megatron-LM
+(https://arxiv.org/abs/1909.08053): projections into a block by rows, those out of it by columns, so that a
+block needs one all-reduce, at its end. With fewer KV heads than ranks, each KV head is on every rank that has
+query heads of it. The output head is divided by vocabulary. The embedding is whole on every rank: a step
+reads a few rows of it, and dividing it would cost one more all-reduce.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pensieve.model.arch import Arch, ModelError
 
 VOCABULARY_UNIT = 8
-"""A rank's share of the head is a multiple of so many rows, as matrix units like them; the last rank may have fewer."""
+"""A rank's share of the output head is a multiple of this many rows (except the last rank's), for matrix units."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +25,8 @@ class Shard:
     ranks: int = 1
 
     def arch(self, whole: Arch) -> Arch:
-        """What this rank computes with. Vocabulary and hidden size stay those of the whole model.
-
-        Raises ModelError when the model cannot be divided so.
-        """
+        """Return this rank's architecture. Vocabulary and hidden size stay those of the whole model. Raises
+        ModelError when the model cannot be divided this way."""
         if self.ranks == 1:
             return whole
         heads, kv_heads, ranks = whole.num_heads, whole.num_kv_heads, self.ranks
@@ -48,24 +46,23 @@ class Shard:
         )
 
     def even(self, count: int) -> slice:
-        """This rank's part of ``count`` things that divide evenly."""
+        """Return this rank's range of ``count`` things that divide evenly."""
         part = count // self.ranks
         return slice(self.rank * part, (self.rank + 1) * part)
 
     def kv_heads(self, count: int) -> slice:
-        """This rank's KV heads, of ``count``."""
+        """Return this rank's KV heads, of ``count``."""
         if count >= self.ranks:
             return self.even(count)
         first = self.rank * count // self.ranks
         return slice(first, first + 1)
 
     def vocabulary(self, size: int) -> slice:
-        """This rank's tokens; the last ranks may have fewer than ``vocabulary_width``, or none."""
+        """Return this rank's tokens; the last ranks may have fewer than ``vocabulary_width``, or none."""
         width = self.vocabulary_width(size)
         return slice(min(self.rank * width, size), min((self.rank + 1) * width, size))
 
     def vocabulary_width(self, size: int) -> int:
-        """The most tokens of a vocabulary that one rank has."""
         if self.ranks == 1:
             return size
         unit = VOCABULARY_UNIT * self.ranks
@@ -76,7 +73,7 @@ WHOLE_MODEL = Shard()
 
 
 def divisors(whole: Arch, most: int = 8) -> list[int]:
-    """Over how many ranks a model can be divided, up to ``most``."""
+    """Return the numbers of ranks, up to ``most``, over which a model can be divided."""
     kv_heads = whole.num_kv_heads
     return [
         ranks

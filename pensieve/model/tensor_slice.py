@@ -1,4 +1,4 @@
-"""Which part of a tensor is wanted."""
+"""A rank's part of a tensor."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ _EVERY = slice(None)
 
 @dataclass(frozen=True, slots=True)
 class TensorSlice:
-    """A part of one tensor, or of several that belong together."""
+    """A part of one tensor, or of several concatenated ones."""
 
     rows: tuple[slice, ...] = ()
-    """Of each tensor; (): all of each."""
+    """For each tensor; (): all rows."""
     columns: slice | None = None
-    """Of every tensor; None: all."""
+    """For every tensor; None: all."""
     lengths: tuple[int, ...] = ()
-    """Rows that each of several tensors has before it is cut."""
+    """Rows of each of several concatenated tensors."""
 
     def select(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The parts, as views: of a file that is mapped, nothing is read yet."""
+        """Return the parts as views; nothing is read from a mapped file yet."""
         rows = self.rows or (_EVERY,) * len(tensors)
         return [
             tensor[kept] if self.columns is None else tensor[kept, self.columns]
@@ -30,7 +30,7 @@ class TensorSlice:
         ]
 
     def select_joined(self, joined: torch.Tensor) -> torch.Tensor:
-        """The parts one behind the other, of tensors that lie one behind the other; ``joined`` itself if it is all."""
+        """Slice tensors that are concatenated in ``joined`` and concatenate the parts."""
         if self == WHOLE_TENSOR:
             return joined
         parts = self.select(joined.split(self.lengths) if self.lengths else (joined,))

@@ -1,7 +1,8 @@
-"""One decoder for all families: the ``Arch`` says what a layer computes, the caller knows where KV lies.
+"""One decoder for all families: ``Arch`` defines a layer, the caller stores the KV.
 
-The model never sees a page or a session. It projects T concatenated tokens to queries, keys and values and hands them
-to ``attend``, with what is to be done to them first; that stores the keys and values and returns the attention output.
+The model knows no pages or sessions. It projects T concatenated tokens to queries, keys and values and passes
+them to ``attend``, with the preparation they need. ``attend`` stores keys and values and returns the
+attention output.
 """
 
 from __future__ import annotations
@@ -21,14 +22,12 @@ from pensieve.model.weights import LayerWeights, Linear, NormWeights, Weights
 
 
 class Attend(Protocol):
-    """Does the attention of one step, layer after layer."""
+    """The attention of one step, layer after layer."""
 
     def __call__(self, layer: int, qkv: torch.Tensor, prep: HeadPrep) -> torch.Tensor:
-        """Prepare the heads as ``prep`` says, store keys and values of ``layer``, attend the queries to all they see.
-
-        ``qkv`` [T, Hq + 2 * Hkv, D], queries first, then keys, then values; it may be overwritten. Returns [T, Hq, D].
-        Called once per layer, in order.
-        """
+        """Prepare the heads as ``prep`` says, store keys and values of ``layer``, attend the queries to all
+        they see. ``qkv`` [T, Hq + 2 * Hkv, D]: queries, then keys, then values; it may be overwritten.
+        Returns [T, Hq, D]. Called once per layer, in order."""
         ...
 
 
@@ -38,7 +37,7 @@ class Transformer:
     def __init__(
         self, arch: Arch, weights: Weights, ops: DecoderOps = TORCH_OPS, collective: Collective = SINGLE_RANK
     ) -> None:
-        """``arch`` and ``weights``: of the whole model, or of one rank's shard, whose ranks compute ``together``."""
+        """``arch`` and ``weights``: of the whole model, or of one rank's shard, combined by ``collective``."""
         self.arch = arch
         self.weights = weights
         self.ops = ops
@@ -49,17 +48,15 @@ class Transformer:
     def forward(
         self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend, sample_rows: torch.Tensor
     ) -> torch.Tensor:
-        """Logits after the tokens at ``sample_rows``, float32 [S, vocab].
-
-        ``tokens`` and ``positions`` [T]: concatenated spans in any order. ``sample_rows`` [S], S ≥ 0. All int32 or
-        int64. Never waits for the device, and does the same work whatever the values: can be captured in a graph.
-        """
+        """Return the logits after the tokens at ``sample_rows``, float32 [S, vocab]. ``tokens`` and
+        ``positions`` [T]: concatenated spans in any order. ``sample_rows`` [S], S ≥ 0. All int32 or int64.
+        Never waits for the device, and does the same work whatever the values: can be captured in a graph."""
         weights, ops, eps = self.weights, self.ops, self.arch.norm_eps
         x = F.embedding(tokens, weights.embedding)
         if weights.positions is not None:
             x = x + F.embedding(positions + self.arch.position_offset, weights.positions)
         cos, sin = self._angles(positions, x.dtype)
-        # Each residual sum is fused with the norm that follows it, which is the next layer's or the final one.
+        # Each residual sum is fused with the following norm: the next layer's, or the final one.
         first = weights.layers[0].attention_norm
         next_norms = [layer.attention_norm for layer in weights.layers[1:]] + [weights.final_norm]
         normed = ops.norm(x, first.weight, first.bias, eps)
@@ -67,7 +64,7 @@ class Transformer:
             prep = HeadPrep(cos, sin, layer.query_norm, layer.key_norm, eps)
             attention = self._attention(index, layer, normed, prep, attend)
             if index == len(next_norms) - 1:
-                # After the last attention a token matters only if it is sampled.
+                # After the last attention only sampled tokens matter.
                 x, attention = x.index_select(0, sample_rows), attention.index_select(0, sample_rows)
             norm = layer.mlp_norm
             x, normed = self._end_block(0, x, attention, layer.output, norm)
@@ -78,7 +75,7 @@ class Transformer:
     def _attention(
         self, index: int, layer: LayerWeights, x: torch.Tensor, prep: HeadPrep, attend: Attend
     ) -> torch.Tensor:
-        """Attention output before its projection, [T, Hq * D]."""
+        """Return the attention output before its projection, [T, Hq * D]."""
         arch = self.arch
         heads = arch.num_heads + 2 * arch.num_kv_heads
         qkv = _linear(x, layer.qkv).view(len(x), heads, arch.head_dim)
@@ -87,7 +84,7 @@ class Transformer:
     def _end_block(
         self, slot: BufferIndex, x: torch.Tensor, block: torch.Tensor, linear: Linear, norm: NormWeights
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The product that ends a block, added up over the ranks and added to ``x`` [T, W]; and the norm of that."""
+        """Add the block's last product, reduced over the ranks, to ``x`` [T, W]; return the sum and its norm."""
         eps, (rows, width) = self.arch.norm_eps, x.shape
         room = self.collective.reduce_buffer((rows, width), x.dtype, slot)
         if room is None:
@@ -101,7 +98,7 @@ class Transformer:
         return room.add_norm(x, norm.weight, norm.bias, eps, self.ops.add_norm)
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
-        """float32 [S, vocab], the same on every rank."""
+        """Return float32 [S, vocab], the same on every rank."""
         part, ranks, size = _linear(x, self.weights.head), self.collective.ranks, self.arch.vocab_size
         if ranks == 1:
             return part.float()
@@ -112,16 +109,16 @@ class Transformer:
     def _angles(
         self, positions: torch.Tensor, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
-        """Cosine and sine of every token's angles, each [T, D/2]; all layers share them."""
+        """Return cosine and sine of every token's angles, each [T, D/2]; all layers share them."""
         if self._inverse_frequency is None:
             return None, None
-        # float32 whatever the model's dtype: bfloat16 cannot tell large positions apart.
+        # float32 whatever the model's dtype: bfloat16 cannot distinguish large positions.
         angles = positions[:, None].float() * self._inverse_frequency
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
 def inverse_frequency(rope: Rope, head_dim: int, device: torch.device) -> torch.Tensor:
-    """Radians per position of each pair of a head's values, float32 [D/2]."""
+    """Return radians per position of each pair of a head's values, float32 [D/2]."""
     exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
     frequency = 1.0 / rope.theta**exponent
     if rope.divisors:
@@ -131,7 +128,8 @@ def inverse_frequency(rope: Rope, head_dim: int, device: torch.device) -> torch.
     if rope.scaling == "default":
         return frequency
     wavelength = 2 * math.pi / frequency
-    # 0 where the wavelength is long against the original context (scaled), 1 where it is short (left alone).
+    # 0 where the wavelength is long relative to the original context (scaled), 1 where it is short
+    # (unchanged).
     blend = (rope.original_context / wavelength - rope.low_freq_factor) / (
         rope.high_freq_factor - rope.low_freq_factor
     )
@@ -140,7 +138,6 @@ def inverse_frequency(rope: Rope, head_dim: int, device: torch.device) -> torch.
 
 
 def _product(x: torch.Tensor, linear: Linear, out: torch.Tensor) -> None:
-    """``_linear`` into memory that is there."""
     if linear.bias is None:
         torch.mm(x, linear.weight.t(), out=out)
     else:

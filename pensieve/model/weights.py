@@ -1,4 +1,4 @@
-"""Checkpoint tensors under our names: fused projections, one table per family, nothing missing, nothing left over."""
+"""Assembles a decoder's weights from checkpoint tensors: fuses projections, and rejects missing or unused tensors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """A matrix product, with a bias or without."""
+    """A linear layer with an optional bias."""
 
     weight: torch.Tensor
     """[out, in]"""
@@ -35,7 +35,7 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class NormWeights:
-    """The weights of an RMS norm; with a bias, of a LayerNorm."""
+    """Weights of an RMS norm or, with a bias, of a LayerNorm."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
@@ -43,7 +43,7 @@ class NormWeights:
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One layer, with projections of one input fused."""
+    """One layer; projections of the same input are fused."""
 
     attention_norm: NormWeights
     qkv: Linear
@@ -59,7 +59,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """All tensors of a decoder, under our names."""
+    """All tensors of a decoder."""
 
     embedding: torch.Tensor
     """[vocab, hidden]"""
@@ -68,12 +68,12 @@ class Weights:
     layers: tuple[LayerWeights, ...]
     final_norm: NormWeights
     head: Linear
-    """Of a shard: the rows of its part of the vocabulary."""
+    """In a shard: the rows of its part of the vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Names:
-    """What a family's checkpoints call their tensors, without the prefix in which base and causal models differ."""
+    """Tensor names of a family's checkpoints, without the prefix in which base and causal models differ."""
 
     prefixes: tuple[str, ...]
     layers: str
@@ -119,24 +119,24 @@ _TABLES: dict[str, _Names] = {
 
 
 class TensorSource(Protocol):
-    """Where weights come from: a ``Checkpoint``, a ``GgufCheckpoint`` or a ``DummySource``."""
+    """A source of weights: a ``Checkpoint``, a ``GgufCheckpoint`` or a ``DummySource``."""
 
     @property
     def name(self) -> str:
-        """What error messages call the source."""
+        """Name of the source in error messages."""
         ...
 
     def __contains__(self, name: str) -> bool: ...
 
     def same(self, one: str, other: str) -> bool:
-        """Whether two tensors of the source have one shape, and equal values in the dtype that they are loaded in."""
+        """Return whether two tensors have one shape, and equal values in the dtype in which they are loaded."""
         ...
 
     def get(
-        self, names: Sequence[str], shape: tuple[int, ...], cut: TensorSlice = WHOLE_TENSOR
+        self, names: Sequence[str], shape: tuple[int, ...], tensor_slice: TensorSlice = WHOLE_TENSOR
     ) -> torch.Tensor:
-        """What ``cut`` leaves of the named tensors, one after another along the first axis; whole, they are together
-        of ``shape``. Raises ModelError."""
+        """Return the ``tensor_slice`` part of the named tensors, concatenated along the first axis; whole,
+        they have ``shape`` together. Raises ModelError."""
         ...
 
 
@@ -149,15 +149,15 @@ def load_weights(
     load_format: LoadFormat = "auto",
     shard: Shard = WHOLE_MODEL,
 ) -> Weights:
-    """The weights of the model in ``folder``, as ``dtype`` on ``device``; ``dummy``: random ones, no file is read.
-    ``folder`` may be a GGUF file.
+    """Load the weights of the model in ``folder`` (which may be a GGUF file), as ``dtype`` on ``device``.
 
-    ``arch`` is that of the whole model; of a ``shard`` only its own part is read. Raises ModelError when files or
-    tensors are missing, left over, unreadable or of the wrong shape, or do not fit.
+    ``load_format`` ``dummy``: random weights, no file is read. ``arch`` is that of the whole model; only the
+    part of ``shard`` is read. Raises ModelError when files or tensors are missing, unused, unreadable or of
+    the wrong shape, or when memory does not suffice.
     """
     device = torch.device(device)
     if str(device) == "cuda":
-        # Threads that fill tensors have a current device of their own.
+        # The threads that fill tensors have a current device of their own.
         device = torch.device("cuda", torch.cuda.current_device())
     try:
         if load_format == "dummy":
@@ -171,7 +171,7 @@ def load_weights(
             log.warning("%s is not read: the folder has %s", files.INDEX, files.SINGLE)
         assembler = _Assembler(arch, checkpoint, shard)
         weights = assembler.weights()
-        checkpoint.require_all_used(but=assembler.copies)
+        checkpoint.require_all_used(but=assembler.duplicates)
         checkpoint.load()
     except torch.OutOfMemoryError as error:
         needed = shard.arch(arch).num_parameters * dtype.itemsize
@@ -184,7 +184,7 @@ def load_weights(
 
 
 def _from_gguf(path: Path, arch: Arch, dtype: torch.dtype, device: torch.device, shard: Shard) -> Weights:
-    # Here, not above: it needs the package ``gguf``, which an installation may lack.
+    # Imported here: it needs the package ``gguf``, which may not be installed.
     from pensieve.model.gguf_checkpoint import GgufCheckpoint
 
     checkpoint = GgufCheckpoint(path, arch, dtype, device)
@@ -195,13 +195,13 @@ def _from_gguf(path: Path, arch: Arch, dtype: torch.dtype, device: torch.device,
 
 
 def weight_bytes(weights: Weights) -> int:
-    """Memory of all weights; a tensor in two places, or a part of another, counts once."""
+    """Return the memory of all weights; shared storage counts once."""
     memory = (tensor.untyped_storage() for tensor in tensors_of(weights))
     return sum({storage.data_ptr(): storage.nbytes() for storage in memory}.values())
 
 
 def tensors_of(value: object) -> Iterator[torch.Tensor]:
-    """Every tensor of ``Weights`` or of a part of it, in the order of the fields."""
+    """Yield every tensor of ``Weights`` or of a part of it, in field order."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, tuple):
@@ -213,16 +213,16 @@ def tensors_of(value: object) -> Iterator[torch.Tensor]:
 
 
 class _Assembler:
-    """Fills ``Weights`` from a source, with what a shard has of them."""
+    """Assembles a shard's ``Weights`` from a source."""
 
     def __init__(self, arch: Arch, source: TensorSource, shard: Shard) -> None:
         """``arch``: of the whole model. Raises ModelError."""
         self.arch, self.source, self.names = arch, source, _TABLES[arch.family]
         self.shard = shard
-        shard.arch(arch)  # refuses what cannot be divided
-        self.copies: tuple[str, ...] = ()
-        """Tensors of the source that need not be read: they equal one that is."""
-        # An embedding may be missing where the head is saved in its place, a norm is always there.
+        shard.arch(arch)  # raises if the model cannot be divided
+        self.duplicates: tuple[str, ...] = ()
+        """Tensors of the source that need not be read: they equal another one."""
+        # The embedding may be missing if the head is saved instead; a norm always exists.
         signs = (f"{self.names.embedding}.weight", f"{self.names.final_norm}.weight")
         found = [prefix for prefix in self.names.prefixes if any(prefix + sign in source for sign in signs)]
         if not found:
@@ -248,15 +248,15 @@ class _Assembler:
         return self.source.get([name], (self.arch.vocab_size, self.arch.hidden_size))
 
     def _head(self, embedding: torch.Tensor) -> torch.Tensor:
-        """The shard's rows of the head: those of the embedding if the two are tied, unless a head of other values is
-        saved beside it. transformers reads such a folder so, too."""
+        """Return the shard's rows of the head: the embedding's if the two are tied, unless a head with other
+        values is saved. transformers reads such a folder the same way."""
         arch, source = self.arch, self.source
         shape, tokens = (arch.vocab_size, arch.hidden_size), self.shard.vocabulary(arch.vocab_size)
         name = f"{self.prefix}{self.names.embedding}.weight"
         if arch.tied_embeddings:
             both = _HEAD in source and name in source
             if not both or source.same(_HEAD, name):
-                self.copies = (_HEAD,)
+                self.duplicates = (_HEAD,)
                 return embedding if self.shard.ranks == 1 else embedding[tokens]
             log.warning(
                 "config.json says tie_word_embeddings, but %s differs from %s: the head is used as it is",
@@ -277,31 +277,33 @@ class _Assembler:
         up = [at + name for name in names.up]
         kv_heads = shard.kv_heads(arch.num_kv_heads)
         own_keys = slice(kv_heads.start * arch.head_dim, kv_heads.stop * arch.head_dim)
-        qkv_cut = TensorSlice((shard.even(queries), own_keys, own_keys), lengths=(queries, keys, keys))
-        up_cut = TensorSlice((shard.even(inner),) * len(up), lengths=(inner,) * len(up))
+        qkv_slice = TensorSlice((shard.even(queries), own_keys, own_keys), lengths=(queries, keys, keys))
+        up_slice = TensorSlice((shard.even(inner),) * len(up), lengths=(inner,) * len(up))
         head_norm = (arch.head_dim,)
         return LayerWeights(
             attention_norm=self._norm(at + names.attention_norm),
-            qkv=self._into(qkv, (queries + 2 * keys, hidden), qkv_cut, arch.qkv_bias),
-            output=self._out_of(at + names.output, (hidden, queries), arch.output_bias),
+            qkv=self._column_parallel(qkv, (queries + 2 * keys, hidden), qkv_slice, arch.qkv_bias),
+            output=self._row_parallel(at + names.output, (hidden, queries), arch.output_bias),
             mlp_norm=self._norm(at + names.mlp_norm),
-            up=self._into(up, (inner * len(up), hidden), up_cut, arch.mlp_bias),
-            down=self._out_of(at + names.down, (hidden, inner), arch.mlp_bias),
+            up=self._column_parallel(up, (inner * len(up), hidden), up_slice, arch.mlp_bias),
+            down=self._row_parallel(at + names.down, (hidden, inner), arch.mlp_bias),
             query_norm=self._tensor(at + "self_attn.q_norm", head_norm) if arch.qk_norm else None,
             key_norm=self._tensor(at + "self_attn.k_norm", head_norm) if arch.qk_norm else None,
         )
 
-    def _into(self, names: list[str], shape: tuple[int, int], cut: TensorSlice, bias: bool) -> Linear:
+    def _column_parallel(
+        self, names: list[str], shape: tuple[int, int], tensor_slice: TensorSlice, bias: bool
+    ) -> Linear:
         """A projection into a block, divided by rows."""
-        weight = self.source.get([f"{self.prefix}{name}.weight" for name in names], shape, cut)
+        weight = self.source.get([f"{self.prefix}{name}.weight" for name in names], shape, tensor_slice)
         if not bias:
             return Linear(weight, None)
         return Linear(
-            weight, self.source.get([f"{self.prefix}{name}.bias" for name in names], shape[:1], cut)
+            weight, self.source.get([f"{self.prefix}{name}.bias" for name in names], shape[:1], tensor_slice)
         )
 
-    def _out_of(self, name: str, shape: tuple[int, int], bias: bool) -> Linear:
-        """A projection out of a block, divided by columns. The ranks' results are added up, so one adds the bias."""
+    def _row_parallel(self, name: str, shape: tuple[int, int], bias: bool) -> Linear:
+        """A projection out of a block, divided by columns; the ranks' results are summed, so rank 0 adds the bias."""
         weight = self.source.get(
             [f"{self.prefix}{name}.weight"], shape, TensorSlice((slice(None),), self.shard.even(shape[1]))
         )

@@ -122,8 +122,8 @@ def test_spans_that_read_together_stand_together() -> None:
     plan = decodes(40, 64, 8)
     rows = {RequestKey(row): 39 - row for row in range(40)}
     apart, together = make_cuda_batch(plan, 32, rows), make_cuda_batch(plan, 32, rows, RULE)
-    assert apart.parties is None and together.parties is not None
-    assert together.parties.tolist() == [[0, 38, 2048]]
+    assert apart.prefix_groups is None and together.prefix_groups is not None
+    assert together.prefix_groups.tolist() == [[0, 38, 2048]]
     assert together.requests == apart.requests and together.specs == apart.specs, "the plan's order"
     for name in ("tokens", "source", "positions", "slots"):
         one, other = getattr(apart, name), getattr(together, name)
@@ -145,5 +145,5 @@ def test_a_step_without_parties_is_as_it_was() -> None:
     plan = Plan(1, plan.spans, tuple(own))
     rows = {RequestKey(row): row for row in range(40)}
     one, other = make_cuda_batch(plan, 32, rows), make_cuda_batch(plan, 32, rows, RULE)
-    assert other.parties is None
+    assert other.prefix_groups is None
     assert one.spans.tolist() == other.spans.tolist() and one.tokens.tolist() == other.tokens.tolist()

@@ -50,12 +50,12 @@ def batch(count: int, common: int = 500) -> CudaBatch:
 
 def test_spans_that_read_together_get_a_program_for_that() -> None:
     step = batch(40)
-    assert step.parties is not None
+    assert step.prefix_groups is not None
     made = programs(INFO)
     staging = np.zeros(made.words, np.int32)
     program, words = made.pack(step, staging)
     assert program.size.kind is StepKind.MIXED and 0 < words <= made.words
-    alone, _ = made.pack(replace(step, parties=None), staging)
+    alone, _ = made.pack(replace(step, prefix_groups=None), staging)
     assert alone.size.kind is StepKind.NARROW
 
 

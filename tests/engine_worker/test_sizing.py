@@ -66,7 +66,7 @@ def test_auto_on_a_gpu() -> None:
     tiers = sizes(GPU, 100, 1000)
     assert tiers.device_chunks == int((100 * GIB - kept) * 0.92) // CHUNK
     assert tiers.host_chunks == 4 * tiers.device_chunks
-    assert tiers.device_source.startswith("auto: 92% of what is left of 100.0 GiB free, ")
+    assert tiers.device_source.startswith("auto: 92% of the rest of 100.0 GiB free, ")
     assert tiers.host_source == "auto: 4x the device tier"
 
 

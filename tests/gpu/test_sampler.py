@@ -13,7 +13,14 @@ import torch
 from pensieve.core import Sampling
 from pensieve.engine.plan import SampleSpec
 from pensieve.engine.sampling.rows import prepare
-from pensieve.engine.sampling.sampler import Chosen, choose, greedy_tokens, sample, sanitize, workspace_bytes
+from pensieve.engine.sampling.sampler import (
+    SampledTokens,
+    choose,
+    greedy_tokens,
+    sample,
+    sanitize,
+    workspace_bytes,
+)
 from support.engine.slow_sampler import slow_sample
 
 pytestmark = pytest.mark.gpu
@@ -135,7 +142,7 @@ def test_greedy_steps_take_what_a_graph_has_chosen(caplog: pytest.LogCaptureFixt
     values[rows:] = math.nan  # of no interest
     static.copy_(values)
     graph.replay()
-    assert Chosen(prepared, tokens, finite).fetch().resolve() == [
+    assert SampledTokens(prepared, tokens, finite).fetch().resolve() == [
         (int(token), None) for token in values[:rows].argmax(dim=1)
     ]
     assert "not finite" not in caplog.text
@@ -144,7 +151,7 @@ def test_greedy_steps_take_what_a_graph_has_chosen(caplog: pytest.LogCaptureFixt
     values[2, 200] = math.inf
     static.copy_(values)
     graph.replay()
-    got = [token for token, _ in Chosen(prepared, tokens, finite).fetch().resolve()]
+    got = [token for token, _ in SampledTokens(prepared, tokens, finite).fetch().resolve()]
     values[1, 100], values[2, 200] = -1e30, 1e30
     assert got == values[:rows].argmax(dim=1).tolist() and got[2] == 200
     assert "not finite" in caplog.text

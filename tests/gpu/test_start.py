@@ -16,7 +16,7 @@ from pensieve.engine.cost.profiles import load_or_measure_cost, profile_director
 from pensieve.engine.plan import Plan, SampleSpec, Span
 from pensieve.engine.worker.sizing import report
 from pensieve.engine.worker.torch_worker import Worker, build_worker
-from pensieve.model.filling import MOST_THREADS, PIECE_BYTES, Fill, fill_all
+from pensieve.model.filling import MOST_THREADS, PIECE_BYTES, TensorFill, fill_all
 from pensieve.model.folder import load_arch
 from pensieve.model.weights import Weights, load_weights, tensors_of, weight_bytes
 from support.engine.checkpoints import FAMILIES, Family, tiny_checkpoint
@@ -46,7 +46,9 @@ def test_same_weights_as_on_a_cpu(family: Family, dtype: torch.dtype, tmp_path: 
 def test_large_tensors_through_little_memory() -> None:
     generator = torch.Generator().manual_seed(3)
     sources = [torch.rand(count, generator=generator) for count in (30_000_001, 17, 9_000_000)]
-    fills = [Fill(source, torch.empty(len(source), dtype=torch.bfloat16, device=CUDA)) for source in sources]
+    fills = [
+        TensorFill(source, torch.empty(len(source), dtype=torch.bfloat16, device=CUDA)) for source in sources
+    ]
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()

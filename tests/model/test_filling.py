@@ -8,24 +8,24 @@ import pytest
 import torch
 
 from pensieve.model import filling
-from pensieve.model.filling import Direct, Fill, Mover, Staged, fill_all, pieces
+from pensieve.model.filling import DirectMover, Mover, StagedMover, TensorFill, fill_all, pieces
 
 CPU = torch.device("cpu")
 
 
-def fills(source: torch.dtype, target: torch.dtype) -> list[Fill]:
+def fills(source: torch.dtype, target: torch.dtype) -> list[TensorFill]:
     generator = torch.Generator().manual_seed(7)
     shapes = [(1,), (3, 5), (129,), (64, 33), (1, 1, 2), (0,)]
     sources = [torch.randn(shape, generator=generator).to(source) for shape in shapes]
     sources += [sources[3][:, 4:11], sources[3][7:9, 20:]]  # columns of a matrix, as a rank reads them
-    return [Fill(one, torch.full(one.shape, torch.nan, dtype=target)) for one in sources]
+    return [TensorFill(one, torch.full(one.shape, torch.nan, dtype=target)) for one in sources]
 
 
 def staged() -> Mover:
-    return Staged(CPU, pinned=False)
+    return StagedMover(CPU, pinned=False)
 
 
-@pytest.mark.parametrize("make_mover", [Direct, staged], ids=["direct", "staged"])
+@pytest.mark.parametrize("make_mover", [DirectMover, staged], ids=["direct", "staged"])
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize(
     ("source", "target"),
@@ -60,7 +60,7 @@ def test_every_element_arrives(
 def test_parts_of_one_tensor() -> None:
     whole, first, second = torch.full((5, 4), torch.nan), torch.ones(2, 4), torch.zeros(3, 4)
     parts = whole.split([2, 3])
-    fill_all([Fill(first, parts[0]), Fill(second, parts[1])], CPU, lambda count: None)
+    fill_all([TensorFill(first, parts[0]), TensorFill(second, parts[1])], CPU, lambda count: None)
     assert torch.equal(whole, torch.cat([first, second]))
 
 
@@ -73,7 +73,7 @@ def test_pieces_bound_what_is_in_flight(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_failure_in_a_thread_is_not_lost() -> None:
-    job = Fill(torch.zeros(8), torch.zeros(3))
+    job = TensorFill(torch.zeros(8), torch.zeros(3))
     for threads in (1, 3):
         with pytest.raises(RuntimeError, match="size"):
             fill_all([job], CPU, lambda count: None, threads=threads)

@@ -117,7 +117,7 @@ def test_parts_of_a_split_model(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"is one of 2 parts, and m-00002-of-00002\.gguf is not beside it"):
         load_arch(parts[0])
     parts[0].rename(tmp_path / "first.gguf")
-    with pytest.raises(ModelError, match="its name does not tell the others'"):
+    with pytest.raises(ModelError, match="its name does not give the others"):
         load_arch(tmp_path / "first.gguf")
 
 

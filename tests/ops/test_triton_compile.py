@@ -10,10 +10,10 @@ from pensieve.kernels.attention.kinds import Geometry
 from pensieve.kernels.attention.tiles import Tile, choose_tiles
 from pensieve.kernels.attention.work_lists import MERGES, NARROW, WIDE
 from pensieve.kernels.ragged_paged_attention import (
-    AFTER,
-    ALONE,
-    BESIDE,
+    CONCURRENT,
     MERGED_AT_ONCE,
+    PRIMARY,
+    SECONDARY,
     _attend,
     _merge,
     constants,
@@ -47,7 +47,7 @@ def attend(
     Hopper."""
     tile = getattr(choose_tiles(dim, 2, hopper=hopper), name)
     which = NARROW if name in ("narrow", "narrow_beside", "short") else WIDE
-    order = BESIDE if mixed and which == NARROW else ALONE
+    order = CONCURRENT if mixed and which == NARROW else PRIMARY
     fixed = constants(tile, which, Geometry(40, 10, dim, 2, 132), 32, order=order)
     return tile, build(_attend, {**fixed, "LSE": lse}, options(tile, order))
 
@@ -93,6 +93,6 @@ def test_largest_heads_build(name: str) -> None:
 def test_merge_builds_without_spills(rows: int) -> None:
     fixed = {
         "LIST": MERGES, "KV_HEADS": 10, "GROUPS": 4, "DIM": 128, "WIDTH": 128, "LSE": True,
-        "ROWS": rows, "PIECES": MERGED_AT_ONCE // rows, "ORDER": AFTER.value,
+        "ROWS": rows, "PIECES": MERGED_AT_ONCE // rows, "ORDER": SECONDARY.value,
     }  # fmt: skip
     assert build(_merge, fixed, {"num_warps": 4, "enable_fp_fusion": True}).stack == 0

@@ -19,12 +19,12 @@ pytestmark = pytest.mark.timeout(300)
 ENGINE = """
 import os, time
 from pensieve.config import EngineOptions
-from pensieve.engine.ranks.supervisor import Crew
+from pensieve.engine.ranks.supervisor import RankSupervisor
 from pensieve.engine.ranks.ring import SharedRing
 
 ring = SharedRing.create(1)
 options = EngineOptions(model="/nowhere", tensor_parallel=2)
-Crew(options, "cpu", ring=ring.fd, meeting=os.open("/", os.O_RDONLY))  # where nobody can meet
+RankSupervisor(options, "cpu", ring=ring.fd, meeting=os.open("/", os.O_RDONLY))  # where nobody can meet
 time.sleep(200)
 """
 
@@ -72,14 +72,14 @@ from pensieve.engine.ranks import supervisor
 
 start = subprocess.Popen
 supervisor.subprocess.Popen = lambda command, **given: start(["cat"], stdin=given["stdin"], stdout=given["stdout"])
-others = supervisor.Crew(EngineOptions(model="/nowhere", tensor_parallel=3), "cpu", ring=0, meeting=0)
+others = supervisor.RankSupervisor(EngineOptions(model="/nowhere", tensor_parallel=3), "cpu", ring=0, meeting=0)
 if sys.argv[1] == "told":
-    others.leaving()
+    others.before_stop()
 for process in others._processes.values():
     process.stdin.close()
     process.wait()
 time.sleep(2 * supervisor.LOOK_S)
-others.left()
+others.wait_stopped()
 print("all have left")
 """
 
@@ -91,7 +91,7 @@ def test_a_rank_that_leaves_first_is_waited_for_only_if_it_was_told_to(told: str
     )
     assert done.returncode == status, done.stderr
     assert ("all have left" in done.stdout) == (told == "told")
-    assert ("unasked" in done.stderr) == (told != "told")
+    assert ("unexpectedly" in done.stderr) == (told != "told")
 
 
 STRUCK = """
@@ -102,7 +102,7 @@ from pensieve.engine.ranks import supervisor
 start, supervisor.LOOK_S, supervisor.STOPPED_LOOKS = subprocess.Popen, 0.05, 1
 none = subprocess.DEVNULL
 supervisor.subprocess.Popen = lambda command, stdin, **_: start(["sleep", "60"], stdin=stdin, stdout=none, stderr=none)
-others = supervisor.Crew(EngineOptions(model="/nowhere", tensor_parallel=2), "cpu", ring=0, meeting=0)
+others = supervisor.RankSupervisor(EngineOptions(model="/nowhere", tensor_parallel=2), "cpu", ring=0, meeting=0)
 print(others._processes[1].pid, flush=True)
 others._processes[1].send_signal(int(sys.argv[1]))
 time.sleep(30)
@@ -112,7 +112,7 @@ time.sleep(30)
 @pytest.mark.parametrize(
     ("number", "said"),
     [
-        (signal.SIGKILL, "has ended with signal 9 (killed by somebody, or by the kernel for want of memory)"),
+        (signal.SIGKILL, "ended with signal 9 (killed by somebody, or by the kernel for want of memory)"),
         (signal.SIGSTOP, "was stopped (SIGSTOP, a debugger)"),
     ],
 )

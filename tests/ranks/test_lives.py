@@ -66,8 +66,8 @@ def test_a_loopback_interface_that_is_down_is_told(monkeypatch: pytest.MonkeyPat
 LEAVES = """
 import os, sys
 from pensieve.engine.ranks import collectives, host
-together = collectives.join("cpu", 1, 2, int(sys.argv[1]), symmetric=False)
-together.least([1])
+collective = collectives.join("cpu", 1, 2, int(sys.argv[1]), symmetric=False)
+collective.all_reduce_min([1])
 os._exit(1)
 """
 

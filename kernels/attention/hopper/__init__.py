@@ -1,4 +1,4 @@
-"""The variant of the attention kernel for Hopper devices: one warp loads, two warp groups compute.
+"""Attention kernel for Hopper devices: one warp loads, two warp groups compute.
 
 May import: kernels.attention.call, kernels.attention.kinds, kernels.attention.work_lists, kernels.spans.
 """

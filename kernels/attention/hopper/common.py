@@ -1,4 +1,4 @@
-"""What the roles of the attention kernel for Hopper share: sizes, names of the language, and how work is dealt out."""
+"""Shared by the roles of the Hopper attention kernel: sizes, aliases of Gluon names, and the distribution of work."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pensieve.kernels.attention import work_lists
 
 jit: Callable[[Callable[..., Any]], Any] = gluon.jit
 
-# Names that differ between the versions of Triton that this runs on.
+# Names that differ between the supported versions of Triton.
 _tma: Any = hopper.tma
 _gl: Any = gl
 _block: Any = gl.shared_memory_descriptor
@@ -27,8 +27,8 @@ ROWS = gl.constexpr(64)
 KEYS = gl.constexpr(128)
 """Keys of a tile."""
 K_STAGES, V_STAGES, Q_SLOTS = gl.constexpr(2), gl.constexpr(3), gl.constexpr(2)
-"""Tiles that each ring in shared memory holds. Values are done with a whole softmax later than keys; queries come an
-item ahead. (A ring's slot has nothing to do with the slots of a page.)"""
+"""Tiles in each ring in shared memory. Values are released a whole softmax later than keys; queries are
+loaded one item ahead. (A ring's slot is not a slot of a page.)"""
 SLAB = gl.constexpr(64)
 """Columns of a bulk copy: 128 bytes, the widest swizzle."""
 HEADER, ITEM = gl.constexpr(work_lists.HEADER), gl.constexpr(work_lists.ITEM)
@@ -45,8 +45,8 @@ PARTIAL = gl.constexpr(work_lists.PARTIAL)
 
 
 @jit
-def works_of(words, KV_HEADS: gl.constexpr, BESIDE: gl.constexpr):  # type: ignore[no-untyped-def]
-    """The number of works (items times KV heads), of the programs that share them, and the first work of this one."""
+def program_works(words, KV_HEADS: gl.constexpr, BESIDE: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the works (items times KV heads), the programs that share them, and this program's first work."""
     works = gl.load(words + WIDE) * KV_HEADS
     programs = gl.num_programs(0)
     if BESIDE:
@@ -55,16 +55,16 @@ def works_of(words, KV_HEADS: gl.constexpr, BESIDE: gl.constexpr):  # type: igno
 
 
 @jit
-def dealt(turn, programs):  # type: ignore[no-untyped-def]
-    """The work of this program in a turn. Works fall in length, so they are dealt out there and back again."""
+def next_work(turn, programs):  # type: ignore[no-untyped-def]
+    """Return this program's work in round ``turn``; the order alternates, since works fall in length."""
     place = gl.program_id(0)
     return turn * programs + gl.where(turn % 2 == 0, place, programs - 1 - place)
 
 
 @jit
-def tiles_of(item):  # type: ignore[no-untyped-def]
-    """An item's first key tile, the one after its last, and the end of its keys. An item without keys gets one tile, of
-    which no row sees anything."""
+def tile_range(item):  # type: ignore[no-untyped-def]
+    """Return an item's first key tile, the one after its last, and the end of its keys. An item without keys
+    gets one tile in which no row sees anything."""
     first = gl.load(item + FIRST_KEY) // KEYS
     end = gl.load(item + END_KEY)
     return first, gl.maximum((end + KEYS - 1) // KEYS, first + 1), end

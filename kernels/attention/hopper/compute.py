@@ -1,4 +1,4 @@
-"""The computing roles of the attention kernel for Hopper: two warp groups with the same code and rows of their own."""
+"""Compute roles of the Hopper attention kernel: two warp groups with the same code and separate rows."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from pensieve.kernels.attention.hopper.common import (
     SLAB,
     SPAN_ROWS,
     V_STAGES,
-    dealt,
     group_barrier,
     jit,
-    tiles_of,
-    works_of,
+    next_work,
+    program_works,
+    tile_range,
 )
 from pensieve.kernels.attention.hopper.softmax import (
     LOWEST,
@@ -42,10 +42,8 @@ from pensieve.kernels.attention.hopper.softmax import (
 
 @jit
 def _clear_tail(v_pieces, stage, end, DIM: gl.constexpr, PAGE: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Zero the values of a tile beyond key ``end`` in its page: they may be NaN, which a weight of 0 does not undo.
-
-    Both groups do it, writing the same bytes, so neither waits for the other.
-    """
+    """Zero the values of a tile beyond key ``end`` in its page: they may be NaN, and a weight of 0 does not
+    remove NaN. Both groups write the same bytes, so neither waits for the other."""
     PIECE: gl.constexpr = min(PAGE, KEYS)
     PIECES: gl.constexpr = KEYS // PIECE
     SLABS: gl.constexpr = DIM // SLAB
@@ -65,8 +63,8 @@ def _walk(  # type: ignore[no-untyped-def]
     q, rings, signals, state, tile, count, seen, factor,
     GROUP: gl.constexpr, MASKED: gl.constexpr, dtype: gl.constexpr,
 ):  # fmt: skip
-    """Walk ``count`` tiles downwards from ``tile``. ``state``: the sum so far; the weights of the tile before, which
-    the sum still lacks; maxima and denominators; tiles begun, and turns taken, since the start of the program."""
+    """Process ``count`` tiles downwards from ``tile``. ``state``: the sum so far; the weights of the previous tile,
+    which the sum still lacks; maxima and denominators; tiles begun and turns taken since the start of the program."""
     acc, pairs, top, total, at, steps = state
     k_ring, v_ring, _ = rings
     _, _, k_full, k_empty, v_full, v_empty, turns = signals
@@ -76,20 +74,20 @@ def _walk(  # type: ignore[no-untyped-def]
         v_stage = at % V_STAGES
         last_stage = (at - 1) % V_STAGES
         mbarrier.wait(k_full.index(k_stage), at // K_STAGES & 1)
-        # Both products of a turn are started together: this tile's scores, and the last tile's weights times values.
-        # Then the other group may start its own, and this group's softmax runs beside them.
+        # Start both products of a turn together: this tile's scores, and the last tile's weights times
+        # values. Then the other group may start its own, and this group's softmax runs beside them.
         mbarrier.wait(turns.index(GROUP), steps & 1 ^ (1 - GROUP))
         none = gl.zeros([ROWS, KEYS], gl.float32, SCORES)
         scores = mma(q, k_ring.index(k_stage).permute((1, 0)), none, use_acc=False, is_async=True)
         acc = mma(unpacked(pairs, dtype, operand), v_ring.index(last_stage), acc, is_async=True)
         mbarrier.arrive(turns.index(1 - GROUP))
-        scores = mma_wait(1, deps=(scores,))  # the scores are there; the other product may still run
+        scores = mma_wait(1, deps=(scores,))  # the scores are ready; the other product may still run
         mbarrier.arrive(k_empty.index(k_stage))
         if MASKED:
             scores = visible(scores, (tile - back) * KEYS, seen)
         weights, sums, top, shrink = weigh(scores, top, factor)
-        # The next turn's values are waited for here, since a branch is what keeps the assembler from moving the wait
-        # below in front of the softmax. The pairs, in use until then, may not be written before.
+        # Wait for the next turn's values here: only a branch keeps the assembler from moving the wait below
+        # in front of the softmax. The pairs are in use until then and must not be written before.
         mbarrier.wait(v_full.index(v_stage), at // V_STAGES & 1)
         acc = mma_wait(0, deps=(acc,))
         pairs = packed(weights, dtype)
@@ -106,12 +104,12 @@ def _attend_item(  # type: ignore[no-untyped-def]
     item, q, q_ready, q_phase, rings, signals, at, steps, factor,
     GROUP: gl.constexpr, GROUPS: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr, dtype: gl.constexpr,
 ):  # fmt: skip
-    """Weighted sum of an item's values [ROWS, DIM], and the log2 of its rows' denominators, -inf without keys."""
+    """Return an item's weighted values [ROWS, DIM] and the log2 of its denominators, -inf without keys."""
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
     k_ring, v_ring, v_pieces = rings
     _, _, k_full, k_empty, v_full, v_empty, _ = signals
-    first, last, end = tiles_of(item)
+    first, last, end = tile_range(item)
     position = gl.load(item + POSITION)
     first_row = gl.load(item + FIRST_ROW)
     # All rows see the tiles before this one.
@@ -120,7 +118,8 @@ def _attend_item(  # type: ignore[no-untyped-def]
     row = first_row + GROUP * ROWS + gl.arange(0, ROWS, PER_ROW)
     seen = gl.minimum(position + 1 + row // GROUPS, end)
 
-    # The last tile goes first, on its own: it has no weights before it to multiply, and may end inside a page.
+    # The last tile comes first, separately: no earlier weights need multiplying, and it may end inside a
+    # page.
     k_stage = at % K_STAGES
     v_stage = at % V_STAGES
     mbarrier.wait(q_ready, q_phase)
@@ -141,7 +140,7 @@ def _attend_item(  # type: ignore[no-untyped-def]
         q, rings, signals, state, 0, more, seen, factor, GROUP, False, dtype
     )
 
-    # The walk leaves one tile's weights behind, which are still to be multiplied by its values.
+    # The loop leaves one tile's weights that are still to be multiplied by its values.
     v_stage = (at - 1) % V_STAGES
     acc = mma(unpacked(pairs, dtype, operand), v_ring.index(v_stage), acc, is_async=True)
     acc = mma_wait(0, deps=(acc,))
@@ -156,7 +155,7 @@ def _attend_item(  # type: ignore[no-untyped-def]
 def _store_rows(  # type: ignore[no-untyped-def]
     block, out, q_start, first_row, rows, head, out_token, out_head, GROUPS: gl.constexpr, DIM: gl.constexpr
 ):
-    """Store a finished block of rows, from shared memory, as far as the span has rows."""
+    """Store a finished block of rows from shared memory, up to the rows of the span."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
     row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     token = (q_start + row // GROUPS).to(gl.int64)
@@ -172,10 +171,10 @@ def compute(  # type: ignore[no-untyped-def]
     KV_HEADS: gl.constexpr, GROUPS: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr,
     BESIDE: gl.constexpr, LSE: gl.constexpr,
 ):  # fmt: skip
-    """The role of one of the two warp groups: attend 64 of the 128 rows of each item."""
+    """Role of one of the two warp groups: attend 64 of the 128 rows of each item."""
     words, out, lse, partial, partial_lse, partial_rows, out_token, out_head, factor = inputs
     dtype: gl.constexpr = out.dtype.element_ty
-    works, programs, work = works_of(words, KV_HEADS, BESIDE)
+    works, programs, work = program_works(words, KV_HEADS, BESIDE)
     at = 0
     steps = 0
     turn = 0
@@ -194,7 +193,7 @@ def compute(  # type: ignore[no-untyped-def]
         row = first_row + gl.arange(0, ROWS, PER_ROW)
         if scratch < 0:
             q_start = gl.load(item + Q_START)
-            q.store(result.to(dtype))  # the queries are done with
+            q.store(result.to(dtype))  # the queries are no longer needed
             _store_rows(q, out, q_start, first_row, rows, head, out_token, out_head, GROUPS, DIM)
             if LSE:
                 token = (q_start + row // GROUPS).to(gl.int64)
@@ -211,4 +210,4 @@ def compute(  # type: ignore[no-untyped-def]
         fence()
         mbarrier.arrive(signals[1].index(slot))
         turn += 1
-        work = dealt(turn, programs)
+        work = next_work(turn, programs)

@@ -1,12 +1,12 @@
-"""Device code of the attention kernel for Hopper: one program that loads, and two warp groups that compute.
+"""Attention kernel for Hopper: one warp loads, and two warp groups compute.
 
-Each multiprocessor has one program of three roles. A single warp, the loader, keeps rings of key and value tiles filled
-with bulk copies of whole pages; two warp groups of 64 query rows each take the same tiles in the same order. As in
-FlashAttention-3 (Shah et al. 2024), a group starts the products of the next tile's scores and of the last tile's values
-and computes its softmax while they run; and the groups take turns at starting theirs, so that the softmax of the one
-falls on the products of the other (ping-pong). Plain Triton can say none of this, hence Gluon.
+Each multiprocessor runs one program with three roles. A single warp, the loader, keeps rings of key and value
+tiles filled with bulk copies of whole pages. Two warp groups of 64 query rows each take the same tiles in the
+same order. As in FlashAttention-3 (Shah et al. 2024), a group starts the products of the next tile's scores
+and of the last tile's values, and computes its softmax while they run. The groups alternate, so that the
+softmax of one overlaps the products of the other (ping-pong). Plain Triton cannot express this, hence Gluon.
 
-Keys are walked from the last to the first: only the first few tiles need a mask then.
+Keys are processed from the last to the first, so that only the first few tiles need a mask.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ def attend_hopper(  # type: ignore[no-untyped-def]
     KV_HEADS: gl.constexpr, GROUPS: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr,
     BESIDE: gl.constexpr, LSE: gl.constexpr,
 ):  # fmt: skip
-    """Attend the wide items of a plan (``attention.work_lists``). BESIDE: let the next launch begin at once, and leave
-    to it the multiprocessors that the plan does not set aside for wide items."""
+    """Attend the wide items of a plan (``attention.work_lists``). BESIDE: let the next launch begin at once,
+    and leave it the multiprocessors that the plan does not reserve for wide items."""
     if BESIDE:
         gdc_launch_dependents()
     PIECE: gl.constexpr = min(PAGE, KEYS)
     PARTS: gl.constexpr = KEYS // PIECE * (DIM // SLAB)
     dtype: gl.constexpr = out.dtype.element_ty
-    # A tile in shared memory is its 64-column slabs one after the other, a slab its pages: as one operand, or as
-    # the pieces that bulk copies write.
+    # A tile in shared memory is a sequence of 64-column slabs, and a slab is a sequence of pages. It is
+    # viewed as one operand, or as the pieces that bulk copies write.
     k_pieces = gl.allocate_shared_memory(dtype, [K_STAGES * PARTS, PIECE, SLAB], pool_desc.layout)
     v_pieces = gl.allocate_shared_memory(dtype, [V_STAGES * PARTS, PIECE, SLAB], pool_desc.layout)
     q_parts: gl.constexpr = Q_SLOTS * 2 * (DIM // SLAB)
@@ -65,8 +65,8 @@ def attend_hopper(  # type: ignore[no-untyped-def]
     k_ring = seen_as(k_pieces, dtype, [K_STAGES, KEYS, DIM], TILE)
     v_ring = seen_as(v_pieces, dtype, [V_STAGES, KEYS, DIM], TILE)
     q_ring = seen_as(q_pieces, dtype, [Q_SLOTS * 2, ROWS, DIM], TILE)
-    # A full and an empty signal for each place of the three rings, filled by one loader and emptied by two groups; and
-    # the groups' turns.
+    # One full and one empty barrier for each place of the three rings, filled by one loader and emptied by
+    # two groups; and the groups' turns.
     signals = (
         _signals(Q_SLOTS, 1), _signals(Q_SLOTS, 2), _signals(K_STAGES, 1), _signals(K_STAGES, 2),
         _signals(V_STAGES, 1), _signals(V_STAGES, 2), _signals(2, 1),

@@ -1,7 +1,4 @@
-"""The wide launch of the attention kernel on Hopper devices; its device code is in ``kernel``.
-
-Nothing of the compiler for that device is imported before the first launch.
-"""
+"""Launch of wide items on Hopper devices. Imports Gluon and the device code (``kernel``) at the first launch."""
 
 from __future__ import annotations
 
@@ -14,13 +11,13 @@ from pensieve.kernels.attention.call import AttentionCall, Scratch
 from pensieve.kernels.attention.kinds import Geometry
 
 GROUP_ROWS, KEYS, SLAB = 64, 128, 64
-"""Query rows of a warp group, keys of a tile, columns of a bulk copy: what the device code is written for."""
+"""Query rows of a warp group, keys of a tile, columns of a bulk copy; fixed in the device code."""
 FIRST_VERSION = (3, 6)
-"""The first Triton with the language that the device code is written in."""
+"""First Triton version with the language of the device code."""
 
 
 def supports(geometry: Geometry, dtype: torch.dtype, page_tokens: int, device: torch.device) -> bool:
-    """Whether there is a kernel for such heads, such pages and this device."""
+    """Return whether the kernel supports these heads, this page size and this device."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return False
     version = tuple(int(part) for part in triton.__version__.split(".")[:2])
@@ -35,8 +32,8 @@ def supports(geometry: Geometry, dtype: torch.dtype, page_tokens: int, device: t
 
 
 def addressable(q: torch.Tensor, pool: torch.Tensor) -> bool:
-    """Whether bulk copies reach all of ``q`` [T, Hq, D] and ``pool`` [P, 2, Hkv, N, D]: 16-byte steps, and pages that
-    begin a whole number of rows apart."""
+    """Return whether bulk copies can address all of ``q`` [T, Hq, D] and ``pool`` [P, 2, Hkv, N, D]. Strides
+    must be multiples of 16 bytes, and pages a whole number of rows apart."""
     dim = q.shape[2]
     aligned = all(
         part.data_ptr() % 16 == 0 and all(stride % 8 == 0 for stride in part.stride()[:-1])
@@ -50,10 +47,10 @@ def attend_wide(
 ) -> None:
     """Attend the wide items of a plan's ``words`` (``attention.work_lists``) for every KV head.
 
-    Blocks have 128 rows and pieces begin at multiples of 128 keys; the longest item should come first, or some programs
-    work longer than others. ``programs``: one for each multiprocessor is best, since one fills it. ``beside``: the next
-    launch may begin at once, on multiprocessors that the plan does not set aside for wide items. Only for calls that
-    ``supports`` and ``addressable`` admit.
+    Blocks have 128 rows, and pieces begin at multiples of 128 keys. The longest item should come first, or
+    programs end at different times. ``programs``: best one per multiprocessor, since one fills it.
+    ``beside``: the next launch may begin at once, on multiprocessors that the plan does not reserve for wide
+    items. Only for calls that ``supports`` and ``addressable`` accept.
     """
     pool, out, kv_heads, page, dim = (
         call.pool,
@@ -75,8 +72,7 @@ def attend_wide(
 
 
 def _descriptors(q: torch.Tensor, pool: torch.Tensor, groups: int) -> tuple[Any, Any]:
-    """What bulk copies need to know of memory: queries are rows of the tokens' heads, the pool is one long list of
-    rows."""
+    """Describe memory for bulk copies: queries as rows of the tokens' heads, the pool as one list of rows."""
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 

@@ -1,4 +1,4 @@
-"""The loader of the attention kernel for Hopper: one warp that keeps shared memory filled."""
+"""Loader of the Hopper attention kernel: one warp that keeps shared memory filled."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from pensieve.kernels.attention.hopper.common import (
     TABLE,
     V_STAGES,
     bulk_load,
-    dealt,
     jit,
-    tiles_of,
-    works_of,
+    next_work,
+    program_works,
+    tile_range,
 )
 
 NOWHERE = gl.constexpr(-256)
@@ -34,8 +34,7 @@ def load(  # type: ignore[no-untyped-def]
     KV_HEADS: gl.constexpr, GROUPS: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr,
     BESIDE: gl.constexpr,
 ):  # fmt: skip
-    """The role of the loader: bring queries one item ahead, and key and value tiles as soon as their places are
-    free."""
+    """Role of the loader: load queries one item ahead, and key and value tiles as soon as their slots are free."""
     q_desc, pool_desc = descriptors
     q_pieces, k_pieces, v_pieces = pieces
     q_full, q_empty, k_full, k_empty, v_full, v_empty, _ = signals
@@ -43,7 +42,7 @@ def load(  # type: ignore[no-untyped-def]
     PIECE: gl.constexpr = min(PAGE, KEYS)
     PIECES: gl.constexpr = KEYS // PIECE
     SLABS: gl.constexpr = DIM // SLAB
-    works, programs, work = works_of(words, KV_HEADS, BESIDE)
+    works, programs, work = program_works(words, KV_HEADS, BESIDE)
     at = 0
     turn = 0
     while work < works:
@@ -51,7 +50,7 @@ def load(  # type: ignore[no-untyped-def]
         item = words + HEADER + work // KV_HEADS * ITEM
         token = gl.load(item + Q_START) + gl.load(item + FIRST_ROW) // GROUPS
         table = tables + gl.load(item + TABLE).to(gl.int64) * table_stride
-        first, last, end = tiles_of(item)
+        first, last, end = tile_range(item)
 
         slot = turn % Q_SLOTS
         mbarrier.wait(q_empty.index(slot), turn // Q_SLOTS & 1 ^ 1)
@@ -64,7 +63,7 @@ def load(  # type: ignore[no-untyped-def]
                 )  # fmt: skip
         for back in range(last - first):
             tile = last - 1 - back
-            # Where the pages of this tile lie: found once, for keys and values.
+            # Rows of this tile's pages in the pool, computed once for keys and values.
             rows = ()
             for piece in gl.static_range(PIECES):
                 key = tile * KEYS + piece * PIECE
@@ -89,4 +88,4 @@ def load(  # type: ignore[no-untyped-def]
                     bulk_load(pool_desc, [row, slab * SLAB], v_full.index(stage), place)
             at += 1
         turn += 1
-        work = dealt(turn, programs)
+        work = next_work(turn, programs)

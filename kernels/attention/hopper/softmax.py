@@ -1,6 +1,6 @@
-"""Online softmax of one warp group of the attention kernel for Hopper: 64 query rows, 128 keys at a time.
+"""Online softmax of one warp group of the Hopper attention kernel: 64 query rows, 128 keys at a time.
 
-Scores stay in the registers in which the matrix unit leaves them, and weights go back to it from registers.
+Scores stay in the registers where the matrix unit leaves them, and weights return to it from registers.
 """
 
 from __future__ import annotations
@@ -10,26 +10,26 @@ from triton.experimental.gluon import language as gl
 from pensieve.kernels.attention.hopper.common import KEYS, ROWS, jit
 
 LOWEST = gl.constexpr(-1e38)
-"""First maximum of a row: below every score but finite, so that a tile without visible keys gives weights of 0."""
+"""Initial maximum of a row: below every score but finite, so that a tile without visible keys gives weights of 0."""
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
-"""How scores [ROWS, KEYS] lie in registers: a lane holds two columns next to each other of every eight."""
+"""Register layout of scores [ROWS, KEYS]: a lane holds two adjacent columns of every eight."""
 PER_ROW = gl.constexpr(gl.SliceLayout(1, SCORES.value))
 PER_KEY = gl.constexpr(gl.SliceLayout(0, SCORES.value))
 
 
 @jit
 def visible(scores, first_key, seen):  # type: ignore[no-untyped-def]
-    """Scores of the keys from ``first_key`` that each row sees, those below ``seen``; -inf for the others."""
+    """Mask scores of the keys from ``first_key`` on: -inf for keys from ``seen`` of their row on."""
     columns = gl.arange(0, KEYS, PER_KEY)
     return gl.where(gl.expand_dims(columns, 0) < gl.expand_dims(seen - first_key, 1), scores, float("-inf"))
 
 
 @jit
 def weigh(scores, top, factor):  # type: ignore[no-untyped-def]
-    """The weights of a tile relative to the rows' new maxima, in units of log2. Returns weights [ROWS, KEYS]; their
-    sums per row and lane, [ROWS, 4], to be added up over the lanes once at the end; the maxima; what older results
-    shrink by."""
-    # Reduced along the repeating columns first: two chains of operations per row and lane instead of one.
+    """Return the weights of a tile relative to the rows' new maxima, in units of log2. Returns weights [ROWS,
+    KEYS]; their sums per row and lane, [ROWS, 4], to be added over the lanes once at the end; the maxima; the
+    factor by which older results shrink."""
+    # Reduce along the repeating columns first: two chains of operations per row and lane instead of one.
     tops = gl.max(gl.reshape(scores, [ROWS, KEYS // 8, 8]), 1)
     new_top = gl.maximum(top, gl.convert_layout(gl.max(tops, 1), PER_ROW) * factor)
     weights = gl.exp2(scores * factor - gl.expand_dims(new_top, 1))
@@ -46,8 +46,8 @@ def scaled(values, scale):  # type: ignore[no-untyped-def]
 
 @jit
 def packed(weights, dtype: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Weights as pairs of 16-bit values in int32 [ROWS, KEYS / 2]: carried through a loop one by one, they would be
-    taken apart and put together again."""
+    """Pack weights as pairs of 16-bit values in int32 [ROWS, KEYS / 2]. Carried through a loop one by one,
+    they would be taken apart and reassembled."""
     low, high = gl.split(gl.reshape(weights, [ROWS, KEYS // 2, 2]))
     if dtype == gl.bfloat16:
         pairs = gl.inline_asm_elementwise(
@@ -62,7 +62,7 @@ def packed(weights, dtype: gl.constexpr):  # type: ignore[no-untyped-def]
 
 @jit
 def unpacked(pairs, dtype: gl.constexpr, layout: gl.constexpr):  # type: ignore[no-untyped-def]
-    """The weights of ``pairs`` as the first operand of a matrix product: nothing is moved."""
+    """Return the weights of ``pairs`` as the first operand of a matrix product, without moving data."""
     low = (pairs & 0xFFFF).to(gl.int16).to(dtype, bitcast=True)
     high = (pairs >> 16).to(gl.int16).to(dtype, bitcast=True)
     return gl.convert_layout(gl.reshape(gl.join(low, high), [ROWS, KEYS]), layout)

@@ -1,4 +1,4 @@
-"""Makes the worker that options ask for: alone, or leading the ranks of a model that is divided."""
+"""Makes the worker for the options: a single one, or one that leads the ranks of a divided model."""
 
 from __future__ import annotations
 
@@ -19,15 +19,14 @@ from pensieve.model.folder import load_arch
 from pensieve.model.shard import Shard
 
 GPU_SPIN_S: Final = 0.002
-"""Ranks beside GPUs look for the next plan without pause for so long: longer than most steps. On a CPU, whose cores do
-the computing, they look with pauses from the first."""
+"""On GPUs a rank spins this long for the next plan, longer than most steps take. On a CPU, whose cores do the
+computing, it sleeps between polls from the start."""
 
 
 def build_workers(options: EngineOptions) -> Worker:
-    """The worker of an engine; when the model is divided, this process becomes rank 0 and starts the others.
-
-    Raises ModelError when the model cannot be served or divided so, ValueError when an option cannot be followed here.
-    """
+    """Return the worker of an engine. When the model is divided, this process becomes rank 0 and starts the
+    others. Raises ModelError when the model cannot be served or divided this way, ValueError when an option
+    cannot be satisfied on this machine."""
     ranks = options.tensor_parallel
     if ranks == 1:
         return build_worker(options)
@@ -37,41 +36,41 @@ def build_workers(options: EngineOptions) -> Worker:
     if device == "cuda":
         check_gpus([torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())], ranks)
     ring, meeting = SharedRing.create(ranks - 1), os.memfd_create("pensieve-meeting")
-    crew = RankSupervisor(options, device, ring=ring.fd, meeting=meeting)
+    supervisor = RankSupervisor(options, device, ring=ring.fd, meeting=meeting)
     try:
-        together = join(device, 0, ranks, meeting, symmetric=options.all_reduce == "auto")
-        worker = build_worker(options, together)
+        collective = join(device, 0, ranks, meeting, symmetric=options.all_reduce == "auto")
+        worker = build_worker(options, collective)
     except Exception:
-        crew.on_failure()
-        crew.kill()
+        supervisor.on_failure()
+        supervisor.kill()
         raise
     return LeadingWorker(
-        worker, RingWriter(ring, spin_s=spin_seconds(device)), FollowerProcesses(crew, together)
+        worker, RingWriter(ring, spin_s=spin_seconds(device)), FollowerProcesses(supervisor, collective)
     )
 
 
 class FollowerProcesses:
-    """``leader.FollowerRanks`` of real processes."""
+    """``leader.FollowerRanks`` in processes of their own."""
 
-    def __init__(self, crew: RankSupervisor, together: RankCollective) -> None:
-        self._crew, self._together = crew, together
+    def __init__(self, supervisor: RankSupervisor, collective: RankCollective) -> None:
+        self._supervisor, self._collective = supervisor, collective
 
     def on_failure(self) -> None:
-        self._crew.on_failure()
+        self._supervisor.on_failure()
 
     def kill(self) -> None:
-        self._crew.kill()
+        self._supervisor.kill()
 
     def before_stop(self) -> None:
-        self._crew.before_stop()
+        self._supervisor.before_stop()
 
     def wait_stopped(self) -> None:
-        self._together.close()
-        self._crew.wait_stopped()
+        self._collective.close()
+        self._supervisor.wait_stopped()
 
 
 def check_gpus(names: list[str], ranks: int) -> None:
-    """Raises ValueError unless there are so many GPUs, all of one kind."""
+    """Raises ValueError unless there are ``ranks`` GPUs, all of one kind."""
     if len(names) < ranks:
         raise ValueError(f"tensor parallel {ranks}: there are only {len(names)} GPUs here")
     if len({*names[:ranks]}) > 1:
@@ -83,5 +82,5 @@ def check_gpus(names: list[str], ranks: int) -> None:
 
 
 def spin_seconds(device: str) -> float:
-    """How long a rank waits for another without pause."""
+    """Return how long a rank spins before it sleeps between polls."""
     return GPU_SPIN_S if device == "cuda" else 0.0

@@ -1,7 +1,7 @@
-"""Plans as bytes, as far as a rank that does not choose tokens needs them. numpy and msgspec, no torch.
+"""Plans as bytes, for ranks that sample no tokens. numpy and msgspec, no torch.
 
-All of a kind lies in one column, so that a step of hundreds of spans is a dozen of values. How tokens are chosen is
-left out: only that they are. No rank but the first does it.
+Values of one kind are packed into one column, so a step with hundreds of spans is about a dozen values.
+Sampling parameters are left out, since only rank 0 samples.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pensieve.core import RequestKey, Sampling
 from pensieve.engine.plan import Copy, Plan, SampleSpec, Span
 
 SAMPLED_ON_RANK_0 = SampleSpec(Sampling(), 0)
-"""Says of a decoded span that its token is chosen by rank 0."""
+"""Sample spec of decoded spans whose token is sampled on rank 0."""
 
 
 class PlanFrame(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
@@ -24,31 +24,31 @@ class PlanFrame(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
 
     step: int
     spans: bytes
-    """int64 [S, 5]: request, start, tokens, page table, whether one is chosen."""
+    """int64 [S, 5]: request, start, tokens, page table, whether a token is sampled."""
     tokens: bytes
-    """int32, all spans' one behind the other."""
+    """int32: tokens of all spans, concatenated."""
     lengths: bytes
-    """int64: of each page table."""
+    """int64: length of each page table."""
     pages: bytes
-    """int32, all page tables one behind the other."""
+    """int32: all page tables, concatenated."""
     swap_out: bytes
     """int32 [n, 2], as the two below."""
     copies: bytes
     swap_in: bytes
 
 
-class LeaveFrame(msgspec.Struct, frozen=True, array_like=True, tag="leave"):
-    """There will be no more plans."""
+class StopFrame(msgspec.Struct, frozen=True, array_like=True, tag="leave"):
+    """No more plans follow."""
 
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(PlanFrame | LeaveFrame)
+_decoder = msgspec.msgpack.Decoder(PlanFrame | StopFrame)
 
 
 def encode(plan: Plan | None) -> bytes:
-    """A message for the other ranks; None: leave."""
+    """Return the message for the other ranks; None: stop."""
     if plan is None:
-        return _encoder.encode(LeaveFrame())
+        return _encoder.encode(StopFrame())
     spans = [
         (span.request, span.start, len(span.tokens), span.page_table, span.sample is not None)
         for span in plan.spans
@@ -70,9 +70,9 @@ def encode(plan: Plan | None) -> bytes:
 
 
 def decode(message: bytes) -> Plan | None:
-    """What ``encode`` made ``message`` of. Raises msgspec.DecodeError on anything else."""
+    """Return the plan that ``encode`` was given. Raises msgspec.DecodeError on invalid messages."""
     frame = _decoder.decode(message)
-    if isinstance(frame, LeaveFrame):
+    if isinstance(frame, StopFrame):
         return None
     columns = np.frombuffer(frame.spans, "<i8").reshape(-1, 5)
     tokens = np.frombuffer(frame.tokens, "<i4")

@@ -1,7 +1,7 @@
-"""Sums and exchanges among the ranks of one model: by gloo on a CPU, by NCCL and ``symmetric`` memory on GPUs.
+"""Collective operations of the ranks of one model: gloo on a CPU, NCCL and ``symmetric`` memory on GPUs.
 
-The ranks find each other through memory that they inherit, so that no port has to be free and nothing is left behind.
-What the libraries open besides is on the loopback interface, at ports that the system picks.
+The ranks meet through an inherited memory file, so no port has to be free and nothing is left behind. The
+libraries open further ports, picked by the system, on the loopback interface.
 """
 
 from __future__ import annotations
@@ -21,27 +21,28 @@ from pensieve.model.collective import BufferIndex, Collective, ReduceBuffer
 
 log = logging.getLogger(__name__)
 
-dist: Any = torch.distributed  # its types leave out the half of what is used here
+dist: Any = torch.distributed  # its types omit half of what is used here
 
 SETTINGS: Final = {
     "GLOO_SOCKET_IFNAME": "lo",
     "GLOO_DEVICE_TRANSPORT": "TCP",
     "NCCL_SOCKET_IFNAME": "lo",
-    # NVLink multicast needs a fabric manager that many hosts and containers do not have; a start fails without.
+    # NVLink multicast needs a fabric manager, which many hosts and containers lack; the start fails without
+    # one.
     "NCCL_NVLS_ENABLE": "0",
     "NVSHMEM_DISABLE_NVLS": "1",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
 }
-PATIENCE: Final = timedelta(minutes=30)
-"""For a rank that still loads its weights. One that hangs while serving is noticed by who waits for the engine."""
+TIMEOUT: Final = timedelta(minutes=30)
+"""For a rank that still loads its weights. The front end notices an engine that hangs while serving."""
 
 
 class RankLost(RuntimeError):
-    """Another rank has ended in the middle of what all do together; why, it has said itself."""
+    """Another rank exited during a collective operation; its own message gives the cause."""
 
 
 @contextmanager
-def _together() -> Iterator[None]:
+def _raise_rank_lost() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
@@ -52,25 +53,25 @@ class GlooCollective(Collective):
     """``pensieve.model.collective.Collective`` on a CPU: each call returns when it is done. Raises RankLost."""
 
     def __init__(self, store: Any, rank: int, ranks: int) -> None:
-        """Waits for all ranks; they have the same ``store`` (a ``torch.distributed.Store``)."""
+        """Wait for all ranks, which pass the same ``store`` (a ``torch.distributed.Store``)."""
         self.rank, self.ranks = rank, ranks
-        self._group = dist.ProcessGroupGloo(dist.PrefixStore("ranks", store), rank, ranks, PATIENCE)
+        self._group = dist.ProcessGroupGloo(dist.PrefixStore("ranks", store), rank, ranks, TIMEOUT)
 
     def all_reduce(self, part: torch.Tensor) -> torch.Tensor:
         if part.numel():
-            with _together():
+            with _raise_rank_lost():
                 self._group.allreduce([part]).wait()
         return part
 
     def all_gather(self, part: torch.Tensor) -> torch.Tensor:
         whole = part.new_empty((self.ranks, *part.shape))
         if part.numel():
-            with _together():
+            with _raise_rank_lost():
                 self._group.allgather([list(whole)], [part]).wait()
         return whole
 
     def broadcast(self, values: torch.Tensor) -> None:
-        with _together():
+        with _raise_rank_lost():
             self._group.broadcast([values]).wait()
 
     def all_reduce_min(self, numbers: list[int]) -> list[int]:
@@ -78,31 +79,30 @@ class GlooCollective(Collective):
         return found
 
     def close(self) -> None:
-        """Leave; the others may have left already."""
+        """Leave the group; the others may have left already."""
 
 
 class NcclCollective(Collective):
-    """``pensieve.model.collective.Collective`` on GPUs, rank by rank; each process has made its own the current one."""
+    """``pensieve.model.collective.Collective`` on GPUs. Each process has already made its own GPU the current one."""
 
     def __init__(self, store: Any, rank: int, ranks: int, *, symmetric: bool) -> None:
-        """Waits for all ranks; they have the same ``store`` (a ``torch.distributed.Store``). ``symmetric``: sums
-        are left to ``SymmetricSums`` if that can be."""
+        """Wait for all ranks, which pass the same ``store``. ``symmetric``: use ``SymmetricSums`` where available."""
         self.rank, self.ranks = rank, ranks
         self._symmetric: SymmetricSums | None = None
         self._device = torch.device("cuda", torch.cuda.current_device())
         dist.init_process_group(
-            "nccl", store=store, rank=rank, world_size=ranks, timeout=PATIENCE, device_id=self._device
+            "nccl", store=store, rank=rank, world_size=ranks, timeout=TIMEOUT, device_id=self._device
         )
         if symmetric:
             self._symmetric = self._symmetric_sums()
 
     def _symmetric_sums(self) -> SymmetricSums | None:
-        """None, on all ranks, where one cannot have them."""
+        """Return the symmetric sums, or None on all ranks if one cannot have them."""
         sums = None
         try:
             sums = SymmetricSums(dist.group.WORLD.group_name, self.rank, self.ranks, self._device)
         except (ImportError, RuntimeError) as error:
-            log.warning("sums over ranks go by NCCL, since there is no symmetric memory: %s", error)
+            log.warning("all-reduce uses NCCL: symmetric memory is not available: %s", error)
         return sums if self.all_reduce_min([sums is not None]) == [1] else None
 
     def reduce_buffer(
@@ -129,7 +129,6 @@ class NcclCollective(Collective):
         return found
 
     def close(self) -> None:
-        """Leave, when all work is done."""
         dist.destroy_process_group()
 
 
@@ -137,8 +136,9 @@ RankCollective = GlooCollective | NcclCollective
 
 
 def join(device: str, rank: int, ranks: int, fd: int, *, symmetric: bool) -> RankCollective:
-    """Meet the other ranks, who have the same empty memory file ``fd``. On GPUs, rank r takes the r-th, and
-    ``symmetric`` has the fastest way chosen for each size of sum. Raises ValueError when gloo finds no way."""
+    """Join the other ranks through the empty memory file ``fd`` that all ranks share. On GPUs, rank r takes
+    GPU r; ``symmetric``: pick the fastest method for each size of all-reduce. Raises ValueError when gloo
+    cannot connect the ranks."""
     for name, value in SETTINGS.items():
         os.environ[name] = value
     store = dist.FileStore(f"/proc/self/fd/{fd}", ranks)

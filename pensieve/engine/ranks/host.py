@@ -1,9 +1,10 @@
 """Main of a rank process: ``python -P -m pensieve.engine.ranks.host --rank N …``.
 
 It inherits the ring (``--ring``) and the memory file where the ranks meet (``--meeting``), and reads its
-``EngineOptions`` from stdin. Like an engine it says on stderr, in the last line, why it failed, ends with status 1, and
-leaves signals that a terminal sends to all to the front end. The kernel kills it when the engine's process is gone:
-that is asked for before torch is imported, which takes seconds.
+``EngineOptions`` from stdin. Like an engine it prints the cause of a failure as the last line on stderr,
+exits with status 1, and leaves signals that a terminal sends to the process group to the front end. The
+kernel kills it when the engine's process is gone; the process asks for that before it imports torch, which
+takes seconds.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ log = logging.getLogger("pensieve.engine.ranks.host")  # Also when this module i
 
 
 def serve(rank: int, device: str, ring: int, meeting: int, options: EngineOptions) -> None:
-    """Follow rank 0 to the end. Raises what goes wrong."""
-    # All of these import torch, or are imported by what does.
+    """Follow rank 0 until it stops. Propagates every exception."""
+    # Imported here because they need torch.
     from pensieve.engine.ranks.build import spin_seconds
     from pensieve.engine.ranks.collectives import RankLost, join
     from pensieve.engine.ranks.follower import follow
@@ -40,16 +41,16 @@ def serve(rank: int, device: str, ring: int, meeting: int, options: EngineOption
     ranks = options.tensor_parallel
     symmetric = options.all_reduce == "auto"
     try:
-        with contextlib.closing(join(device, rank, ranks, meeting, symmetric=symmetric)) as together:
+        with contextlib.closing(join(device, rank, ranks, meeting, symmetric=symmetric)) as collective:
             reader = RingReader(SharedRing(ring, ranks - 1), rank - 1, spin_s=spin_seconds(device))
-            worker = build_worker(options, together)
+            worker = build_worker(options, collective)
             gc.collect()
             gc.freeze()
             follow(reader, worker)
             worker.close()
     except RankLost:
-        # The other one has said why, or was killed. The engine, which may be about to learn of it, ends all ranks:
-        # until then nobody else has last words.
+        # The lost rank has printed the cause, or was killed. The engine may be about to learn of it and ends
+        # all ranks: until then no other rank should print last words.
         time.sleep(FAILURE_GRACE_S)
         raise
 
@@ -76,7 +77,7 @@ def main(
             rank, device, ring, meeting, msgspec.msgpack.decode(sys.stdin.buffer.read(), type=EngineOptions)
         )
     except Exception as error:
-        # Numbers and what to change are in the message of these; of anything else the place counts.
+        # The messages of these errors contain numbers and advice; for any other error the traceback matters.
         expected = isinstance(error, ModelError | ValueError)
         if not expected:
             log.exception("rank %d failed", rank)
@@ -84,8 +85,8 @@ def main(
         why = " ".join(f"{name}{error}".split())
         print(f"{FAILURE_PREFIX}rank {rank}: {why}", file=sys.stderr, flush=True)
         status = REFUSED if expected else 1
-    # All has been given back, and taking the interpreter with torch apart takes as long as a front end waits. After a
-    # failure the other ranks would notice that before the engine is told of the end.
+    # Everything has been released, and finalising the interpreter with torch takes as long as a front end
+    # waits. After a failure the other ranks would notice the exit before the engine learns of the cause.
     sys.stderr.flush()
     os._exit(status)
 

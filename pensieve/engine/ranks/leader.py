@@ -1,4 +1,4 @@
-"""The worker that an engine sees when its model is divided over ranks: passes each plan on, and does its own share."""
+"""The engine's worker when its model is divided: sends each plan to the other ranks and executes its own share."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ from pensieve.model.arch import Arch
 
 
 class FollowerRanks(Protocol):
-    """The other ranks, as those whose life and end somebody looks after."""
+    """Lifecycle of the other ranks."""
 
     def on_failure(self) -> None:
-        """Something went wrong here. If it was because another rank has ended, this does not return."""
+        """A step failed on this rank. Does not return if the exit of another rank was the cause."""
         ...
 
     def before_stop(self) -> None:
-        """They are about to be told to leave: one that ends well is no failure from now on."""
+        """The ranks are about to receive the stop message: from now on a clean exit is no failure."""
         ...
 
     def wait_stopped(self) -> None:
-        """All plans are done and all ranks have been told to leave; returns when they have."""
+        """Wait until all ranks have exited. All plans are done and the stop message is sent."""
         ...
 
     def kill(self) -> None:
-        """End them, wherever they are."""
+        """Kill the ranks at once."""
         ...
 
 
 class LeadingWorker:
-    """Rank 0's worker with the ranks that follow it, as one ``StepWorker``."""
+    """Rank 0's worker and its followers, as one ``StepWorker``."""
 
-    def __init__(self, worker: Worker, writer: RingWriter, others: FollowerRanks) -> None:
-        self._worker, self._writer, self._others = worker, writer, others
+    def __init__(self, worker: Worker, writer: RingWriter, followers: FollowerRanks) -> None:
+        self._worker, self._writer, self._followers = worker, writer, followers
         self._broken = False
 
     @property
     def arch(self) -> Arch:
-        """Of one rank's shard."""
+        """The architecture of one rank's shard."""
         return self._worker.arch
 
     @property
@@ -52,17 +52,16 @@ class LeadingWorker:
         return self._worker.info
 
     def run(self, plan: Plan) -> StepResult:
-        """Launch a step and wait for it."""
         return self.launch(plan).result()
 
     def launch(self, plan: Plan) -> PendingStep:
-        """See ``StepWorker.launch``. The other ranks hear of the plan first: each has to pack it."""
-        with self.blaming():
+        """See ``StepWorker.launch``. The plan goes to the other ranks first: each has to pack it."""
+        with self.reporting_failures():
             self._writer.send(encode(plan))
-            return _LedStep(self, self._worker.launch(plan))
+            return _LeaderStep(self, self._worker.launch(plan))
 
-    def completed(self, result: StepResult) -> StepResult:
-        """A result as it is for all ranks: what was copied is counted on all, what is left by the slowest."""
+    def total_result(self, result: StepResult) -> StepResult:
+        """Return the result for all ranks: bytes copied in total, and the largest backlog."""
         return replace(
             result,
             swap_in_bytes=result.swap_in_bytes * self.info.ranks,
@@ -71,36 +70,33 @@ class LeadingWorker:
         )
 
     @contextmanager
-    def blaming(self) -> Iterator[None]:
-        """What goes wrong inside may be because another rank is gone."""
+    def reporting_failures(self) -> Iterator[None]:
+        """Report exceptions to ``FollowerRanks``: another rank's exit may be the cause."""
         try:
             yield
         except Exception:
             self._broken = True
-            self._others.on_failure()
+            self._followers.on_failure()
             raise
 
     def close(self) -> None:
-        """Let all ranks leave, and release the memory of this one.
-
-        After a failure the others may wait for a sum that never comes, and whoever waits for them would wait as long:
-        then they are ended, and memory is released with the process.
-        """
+        """Stop all ranks and release the memory of this one. After a failure the others may wait forever in a
+        collective operation. Then they are killed, and memory is released with the process."""
         if self._broken:
-            self._others.kill()
+            self._followers.kill()
             return
-        with self.blaming():
-            self._others.before_stop()
+        with self.reporting_failures():
+            self._followers.before_stop()
             self._writer.send(encode(None))
             self._worker.close()
-        self._others.wait_stopped()
+        self._followers.wait_stopped()
 
 
 @dataclass(frozen=True, slots=True)
-class _LedStep:
+class _LeaderStep:
     leader: LeadingWorker
     step: PendingStep
 
     def result(self) -> StepResult:
-        with self.leader.blaming():
-            return self.leader.completed(self.step.result())
+        with self.leader.reporting_failures():
+            return self.leader.total_result(self.step.result())

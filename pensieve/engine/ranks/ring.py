@@ -1,19 +1,19 @@
-"""Messages from one process to several others, each of which gets all of them in order: a ring in shared memory.
+"""Ring buffer in shared memory: one process broadcasts messages to several readers, in order.
 
-Nothing is called to pass a message on, so it takes as long as its bytes take to be copied. A message lies in one slot
-or in several; a slot is written again when every reader has taken it. Each slot has its piece's number, length and
-checksum: a reader that sees the number before the bytes, which some processors allow, finds that they do not go
-together, and looks again.
+Sending needs no system call; it takes as long as copying the bytes. A message occupies one or several slots,
+and a slot is rewritten when every reader has taken it. Each slot has the number, length and checksum of its
+piece. A reader that sees the number before the bytes, as some processors allow, gets a wrong checksum and
+polls again.
 
 =====================  ============  =======================
 words (8 bytes each)   written by    read by
 =====================  ============  =======================
 taken, one a reader    that reader   writer
-behind, one a reader   that reader   writer
+backlog, one a reader  that reader   writer
 slots                  writer        readers
 =====================  ============  =======================
 
-The memory has no name: it is gone when the last process that has it is gone, however that came.
+The memory has no name: it is freed when the last process that maps it exits, for whatever reason.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ SLOTS: Final = 16
 SLOT_BYTES: Final = 128 << 10
 WORD: Final = 8
 LINE_WORDS: Final = 16
-"""Words between two that different processes write: two cache lines."""
+"""Words between two words of different writers: two cache lines."""
 HEADER_WORDS: Final = LINE_WORDS
 SHORTEST_PAUSE_S: Final = 20e-6
 LONGEST_PAUSE_S: Final = 1e-3
-"""A reader with nothing to do looks every millisecond: two or three per cent of a core."""
+"""An idle reader polls every millisecond: two or three per cent of a core."""
 
 
 class SharedRing:
-    """The memory, mapped into one process."""
+    """The shared memory, mapped into one process."""
 
     def __init__(self, fd: int, readers: int) -> None:
-        """Map the ring that ``create`` made for so many readers."""
+        """Map a ring that ``create`` made for ``readers`` readers."""
         self.fd, self.readers = fd, readers
         self._memory = mmap.mmap(fd, _ring_bytes(readers))
         self._bytes = memoryview(self._memory)
@@ -48,28 +48,26 @@ class SharedRing:
 
     @classmethod
     def create(cls, readers: int) -> SharedRing:
-        """A new ring. Whoever gets its ``fd`` can map it."""
+        """Return a new ring. Any process that inherits its ``fd`` can map it."""
         fd = os.memfd_create("pensieve-ring")
         os.ftruncate(fd, _ring_bytes(readers))
         return cls(fd, readers)
 
     def taken(self, reader: int) -> int:
-        """Number of the piece that a reader has taken last; pieces count from 1."""
+        """Number of the last piece that a reader has taken; pieces count from 1."""
         return self._words[2 * reader * LINE_WORDS]
 
     def take(self, reader: int, number: int) -> None:
         self._words[2 * reader * LINE_WORDS] = number
 
     def backlog(self, reader: int) -> int:
-        """What a reader said last, see ``say_behind``."""
         return self._words[(2 * reader + 1) * LINE_WORDS]
 
     def set_backlog(self, reader: int, chunks: int) -> None:
-        """Chunks that a reader has still to copy out."""
         self._words[(2 * reader + 1) * LINE_WORDS] = chunks
 
     def put(self, number: int, piece: bytes | memoryview, *, last: bool) -> None:
-        """Write a piece into its slot, which all readers have taken before."""
+        """Write a piece into its slot. All readers must have taken the slot's previous piece."""
         at = self._slot(number)
         start = (at + HEADER_WORDS) * WORD
         self._bytes[start : start + len(piece)] = piece
@@ -78,7 +76,7 @@ class SharedRing:
         self._words[at] = number
 
     def get(self, number: int) -> tuple[bytes, bool] | None:
-        """A piece and whether it is the last of its message; None when it is not there yet."""
+        """Return a piece and whether it is the last of its message; None when it has not arrived."""
         at = self._slot(number)
         if self._words[at] != number:
             return None
@@ -88,7 +86,6 @@ class SharedRing:
         return (piece, bool(last)) if _checksum(piece, number) == self._words[at + 2] else None
 
     def close(self) -> None:
-        """Unmap the memory."""
         self._words.release()
         self._bytes.release()
         self._memory.close()
@@ -110,14 +107,12 @@ def _checksum(piece: bytes | memoryview, number: int) -> int:
 
 
 class RingWriter:
-    """The one end that writes."""
-
     def __init__(self, ring: SharedRing, *, spin_s: float) -> None:
-        """``spin_s``: seconds that it looks without pause when it has to wait."""
+        """``spin_s``: seconds to spin before sleeping between polls."""
         self._ring, self._spin_s, self._sent = ring, spin_s, 0
 
     def send(self, message: bytes) -> None:
-        """Pass a message of any length on; waits while the ring is full."""
+        """Send a message of any length; waits while the ring is full."""
         view = memoryview(message)
         for start in range(0, max(1, len(view)), SLOT_BYTES):
             number = self._sent + 1
@@ -127,7 +122,7 @@ class RingWriter:
             self._sent = number
 
     def max_backlog(self) -> int:
-        """Most chunks that any reader has still to copy out."""
+        """Most chunks that any reader still has to copy out."""
         return max(self._ring.backlog(reader) for reader in range(self._ring.readers))
 
     def _is_free(self, number: int) -> bool:
@@ -135,14 +130,12 @@ class RingWriter:
 
 
 class RingReader:
-    """One of the ends that read."""
-
     def __init__(self, ring: SharedRing, reader: int, *, spin_s: float) -> None:
-        """``reader``: which one, from 0. ``spin_s``: seconds that it looks without pause when it has to wait."""
+        """``reader``: its index, from 0. ``spin_s``: seconds to spin before sleeping between polls."""
         self._ring, self._reader, self._spin_s, self._taken = ring, reader, spin_s, 0
 
     def receive(self, timeout_s: float | None = None) -> bytes | None:
-        """The next message; None when none has begun to arrive after ``timeout_s``. None waits for ever."""
+        """Return the next message; None when none has begun to arrive within ``timeout_s`` (None: wait forever)."""
         pieces: list[bytes] = []
         while True:
             number = self._taken + 1
@@ -164,12 +157,13 @@ class RingReader:
                 return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def report_backlog(self, chunks: int) -> None:
-        """Tell the writer how many chunks are still to be copied out here."""
+        """Tell the writer how many chunks this reader still has to copy out."""
         self._ring.set_backlog(self._reader, chunks)
 
 
 def wait_until(ready: Callable[[], bool], spin_s: float, timeout_s: float | None = None) -> bool:
-    """Whether ``ready`` became true in time: it is asked without pause for ``spin_s``, then ever more rarely."""
+    """Poll ``ready`` until it is true or time runs out; return whether it is true. Spins for ``spin_s``, then
+    sleeps ever longer between polls."""
     began, pause = time.monotonic(), SHORTEST_PAUSE_S
     while not ready():
         waited = time.monotonic() - began

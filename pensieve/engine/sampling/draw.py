@@ -1,11 +1,13 @@
-"""Random tokens from logits: temperature, top-k, top-p, min-p, then the inverse of the cumulative distribution.
+"""Draws random tokens from logits: temperature, top-k, top-p, min-p, then the inverse cumulative
+distribution.
 
-A row's token must not depend on the batch, down to the last bit, while the order in which a GPU adds floating-point
-numbers depends on the batch's shape. So each token gets an integer weight, ``exp(logit - largest)`` scaled up: sums of
-integers are the same in every order. All filters are thresholds on a row's values, so equal values stay together, and
-in which order they are sorted does not matter. The choice goes through the vocabulary in order.
+A row's token must not depend on the batch, down to the last bit, but the order in which a GPU adds
+floating-point numbers depends on the batch's shape. So each token gets an integer weight, ``exp(logit -
+largest)`` scaled up: sums of integers are the same in every order. All filters are thresholds on a row's
+values, so equal values stay together and the order among them does not matter. The draw goes through the
+vocabulary in order.
 
-No function asks a GPU for a value; ``_nucleus_of_row`` does ask, but is for the CPU only.
+No function waits for a GPU; ``_nucleus_of_row`` reads values, but runs on the CPU only.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from pensieve.engine.sampling.rows import MAX_TOP_K, DrawGroup
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """What ``rows.Draws`` says of n rows: float64 and int64 [n, 1] on the logits' device."""
+    """Sampling parameters of n rows, from ``rows.RandomRows``: float64 and int64 [n, 1] on the logits' device."""
 
     temperature: torch.Tensor
     uniform: torch.Tensor
@@ -31,7 +33,6 @@ class Parameters:
     top_p: torch.Tensor
 
     def rows(self, start: int, end: int) -> Parameters:
-        """The parameters of the rows ``start … end - 1``."""
         if start == 0 and end == len(self.temperature):
             return self
         return Parameters(
@@ -46,17 +47,17 @@ class Parameters:
 def draw(
     logits: torch.Tensor, largest: torch.Tensor, parameters: Parameters, group: DrawGroup
 ) -> torch.Tensor:
-    """A token for each row of ``logits`` float32 [n, vocab], whose maxima are ``largest`` [n, 1]; int64 [n]."""
+    """Draw a token per row of ``logits`` float32 [n, vocab] with maxima ``largest`` [n, 1]; returns int64 [n]."""
     cumulative = token_weights(logits, largest, parameters, group).cumsum_(dim=-1)
-    total = cumulative[:, -1:].double()  # the largest alone weighs enough that this is never 0
+    total = cumulative[:, -1:].double()  # never 0, because of the largest weight
     return torch.searchsorted(cumulative, (parameters.uniform * total).long(), right=True).squeeze(1)
 
 
 def token_weights(
     logits: torch.Tensor, largest: torch.Tensor, parameters: Parameters, group: DrawGroup
 ) -> torch.Tensor:
-    """Weights in proportion to the tokens' probabilities, 0 for those filtered out; int64 [n, vocab]."""
-    # The maximum goes to 0 before the division: a tiny temperature then overflows to -inf, never to NaN.
+    """Return weights proportional to the tokens' probabilities, 0 for filtered tokens; int64 [n, vocab]."""
+    # Subtract the maximum before the division: a tiny temperature then overflows to -inf, never to NaN.
     scaled = logits.double().sub_(largest.double()).div_(parameters.temperature)
     filtered = group.min_p or group.top_p or group.top_k
     exponentials = scaled.exp() if filtered else scaled.exp_()
@@ -67,7 +68,7 @@ def token_weights(
 
 
 def _scale(vocab: int) -> float:
-    """The weight of a row's largest logit: a power of two, so that no row's sum passes 2^62."""
+    """Weight of a row's largest logit: a power of two, chosen so that no row's sum exceeds 2^62."""
     return float(1 << min(52, 62 - vocab.bit_length()))
 
 
@@ -78,7 +79,7 @@ def _floor(
     parameters: Parameters,
     group: DrawGroup,
 ) -> torch.Tensor:
-    """The least value of ``scaled`` that stays in each row; [n, 1]. Changes ``weights``."""
+    """Return the least value of ``scaled`` that each row keeps; [n, 1]. Changes ``weights``."""
     if not group.top_k and not group.top_p:
         return parameters.floor
     cpu = logits.device.type == "cpu"
@@ -88,7 +89,7 @@ def _floor(
             for row in zip(scaled.numpy(), weights.numpy(), parameters.top_p[:, 0].tolist(), strict=True)
         ]
         return torch.maximum(torch.tensor(kept, dtype=torch.float64)[:, None], parameters.floor)
-    # By the logits, which are half as long as the scaled values and in the same order.
+    # Sort the logits: they take half the bytes of the scaled values and have the same order.
     if group.max_top_k <= MAX_TOP_K or (cpu and group.max_top_k < logits.shape[1]):
         best = torch.topk(logits, group.max_top_k, dim=-1).indices
     else:
@@ -105,23 +106,21 @@ def _floor(
 def _nucleus(
     ordered: torch.Tensor, weights: torch.Tensor, total: torch.Tensor, top_p: torch.Tensor
 ) -> torch.Tensor:
-    """The last of the ``ordered`` values, descending, before which less than ``top_p`` of ``total`` lies."""
+    """Return the last of the ``ordered`` values, descending, with less than ``top_p`` of ``total`` before it."""
     limit = (total.double() * top_p).ceil().long()
     kept = (weights.cumsum(dim=-1).sub_(weights) < limit).sum(dim=-1, keepdim=True)
     return ordered.gather(1, kept.clamp_(min=1) - 1)
 
 
 def _nucleus_of_row(scaled: Floats, weights: Ints, top_p: float) -> float:
-    """What ``_nucleus`` returns, for one whole row [vocab]; it sorts only what can be in the nucleus.
-
-    All tokens of at most some weight come last and together weigh at most that times the vocabulary: if this is no
-    more than what the nucleus leaves out, none of them is in it. Few are left where the model is not undecided.
-    """
+    """``_nucleus`` for one whole row [vocab]; sorts only tokens that can be in the nucleus. Tokens of at most
+    some weight come last and together weigh at most that times the vocabulary. If this is no more than the
+    nucleus leaves out, none of them is in it. Few tokens remain unless the distribution is flat."""
     total = int(weights.sum())
     limit = math.ceil(total * top_p)
     candidates = np.flatnonzero(weights > (total - limit) // len(weights))
     if not len(candidates):
-        return 0.0  # the largest alone
+        return 0.0  # only the largest
     values = scaled[candidates]
     order = np.argsort(-values)
     ordered = weights[candidates[order]]
@@ -130,12 +129,12 @@ def _nucleus_of_row(scaled: Floats, weights: Ints, top_p: float) -> float:
 
 
 CPU_ELEMENTS, GPU_ELEMENTS = 1 << 17, 1 << 22
-"""So many logits are worked on at once: they fit a CPU's cache, and what a GPU has room for besides weights and KV."""
+"""Logits processed at once: they fit a CPU's cache, or the memory of a GPU beside weights and KV."""
 BYTES_PER_ELEMENT = 128
-"""The most memory that each of them takes for a while: float64 and int64 values, and what sorting needs."""
+"""Most temporary memory per logit: float64 and int64 values, and the workspace of a sort."""
 
 
 def row_ranges(start: int, end: int, vocab: int, device: torch.device) -> list[tuple[int, int]]:
-    """``start … end`` in ranges of rows to work on at once."""
+    """Split rows ``start … end - 1`` into ranges to process at once."""
     step = max(1, (CPU_ELEMENTS if device.type == "cpu" else GPU_ELEMENTS) // vocab)
     return [(at, min(at + step, end)) for at in range(start, end, step)]

@@ -1,8 +1,7 @@
-"""What the ``SampleSpec``s of a step come to, as arrays: everything in sampling that needs no logits. No torch.
+"""The ``SampleSpec``s of a step as arrays: the part of sampling that needs no logits. No torch.
 
-The arrays are made on the CPU while the GPU works on something else. Choosing the tokens afterwards is then a fixed
-sequence of operations that never asks the GPU for a value. A step in which every row is greedy costs a walk over the
-specs.
+The arrays are made on the CPU while the GPU does other work. Sampling is then a fixed sequence of operations
+that never waits for the GPU. A step in which every row is greedy costs one loop over the specs.
 """
 
 from __future__ import annotations
@@ -20,17 +19,16 @@ from pensieve.engine.plan import SampleSpec
 Array = Ints | Floats | TokenArray
 
 MAX_TOP_K = 1024
-"""Up to here the largest values of a row are selected; beyond it the whole row is sorted."""
+"""Up to this top-k the largest values of a row are selected; beyond it the whole row is sorted."""
 
 _NO_TOKENS: TokenArray = np.empty(0, dtype=np.int32)
 _MASK64 = (1 << 64) - 1
 _BLOCK = 64
-"""So many random numbers of a turn are made at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class DrawGroup:
-    """Rows ``start … end - 1`` of ``Draws``, and which filters some of them need."""
+    """Rows ``start … end - 1`` of ``RandomRows``, and the filters that some of them need."""
 
     start: int
     end: int
@@ -38,19 +36,19 @@ class DrawGroup:
     top_p: bool
     top_k: bool
     max_top_k: int
-    """The largest top-k; the vocabulary when a row has none."""
+    """The largest top-k; the vocabulary size if a row has none."""
 
 
 @dataclass(frozen=True, slots=True)
-class Draws:
-    """The rows with a temperature, those that need the same filters next to each other. All arrays are [n]."""
+class RandomRows:
+    """The rows with a temperature, grouped by the filters that they need. All arrays are [n]."""
 
     rows: Ints
     temperature: Floats
     uniform: Floats
     """The random number of each row, in [0, 1)."""
     floor: Floats
-    """min-p as the least logit that stays, where the row's largest is 0 and after temperature; -inf is off."""
+    """min-p as the least logit to keep, relative to the row's largest and after temperature; -inf is off."""
     top_k: Ints
     """1 … vocabulary; the vocabulary is off."""
     top_p: Floats
@@ -58,7 +56,6 @@ class Draws:
     groups: tuple[DrawGroup, ...]
 
     def arrays(self) -> dict[str, Array]:
-        """The arrays that the device needs, by name."""
         return {
             "draw_rows": self.rows,
             "temperature": self.temperature,
@@ -71,24 +68,23 @@ class Draws:
 
 @dataclass(frozen=True, slots=True)
 class Penalties:
-    """The n rows whose penalties look at their context. The device counts which tokens occur in it, and how often."""
+    """The n rows with penalties. The device counts which tokens occur in their context, and how often."""
 
     rows: Ints
     repetition: Floats
     """Divides positive logits of tokens that occur in prompt or output, multiplies negative ones; 1 is off. [n]"""
     frequency: Floats
-    """Subtracted for each time that a token occurs in the output; [n]"""
+    """Subtracted once per occurrence of a token in the output; [n]"""
     presence: Floats
     """Subtracted from each token that occurs in the output; [n]"""
     prompt: TokenArray
-    """Prompts of all rows, one after the other; empty for rows without repetition penalty."""
+    """Concatenated prompts of all rows; empty for rows without repetition penalty."""
     prompt_ends: Ints
-    """Where each row's prompt ends; [n]"""
+    """End of each row's prompt; [n]"""
     output: TokenArray
     output_ends: Ints
 
     def arrays(self) -> dict[str, Array]:
-        """The arrays that the device needs, by name."""
         return {
             "penalty_rows": self.rows,
             "repetition": self.repetition,
@@ -102,26 +98,25 @@ class Penalties:
 
 
 @dataclass(frozen=True, slots=True)
-class Changes:
-    """What happens to logits before a token is chosen, in this order. A place is ``row * vocab + token``."""
+class LogitChanges:
+    """Changes of logits before a token is chosen, applied in this order. A place is ``row * vocab + token``."""
 
     penalties: Penalties | None
     biased: Ints
     """Places to which ``bias`` is added, each once; [n]"""
     bias: Floats
-    """Infinite for a token that is given: see ``Sampling.opening``."""
+    """Infinite for a forced token: see ``Sampling.opening``."""
     banned: Ints
-    """Places that may not be chosen; repeats allowed."""
-    everything: Ints
-    """Rows in which so much changes that nothing might be left; such a row is then taken unchanged."""
+    """Places that must not be chosen; repeats allowed."""
+    fallback_rows: Ints
+    """Rows in which the changes may ban every token; such a row is then taken unchanged."""
 
     def arrays(self) -> dict[str, Array]:
-        """The arrays that the device needs, by name."""
         arrays: dict[str, Array] = {
             "biased": self.biased,
             "bias": self.bias,
             "banned": self.banned,
-            "everything": self.everything,
+            "fallback_rows": self.fallback_rows,
         }
         if self.penalties is not None:
             arrays |= self.penalties.arrays()
@@ -130,20 +125,19 @@ class Changes:
 
 @dataclass(frozen=True, slots=True)
 class PreparedRows:
-    """What ``specs`` ask of the rows ``0 … rows - 1`` of a step's logits."""
+    """The specs of the rows ``0 … rows - 1`` of a step's logits, as arrays."""
 
     rows: int
     vocab: int
-    draws: Draws | None = None
-    changes: Changes | None = None
+    draws: RandomRows | None = None
+    changes: LogitChanges | None = None
     logprob_rows: tuple[int, ...] = ()
-    """Rows whose log-probabilities are wanted."""
     top_logprobs: tuple[int, ...] = ()
-    """How many of the most likely tokens each of ``logprob_rows`` wants."""
+    """Number of most likely tokens for each of ``logprob_rows``."""
 
     @property
     def plain(self) -> bool:
-        """Whether each row takes the token with the largest logit and asks for nothing else."""
+        """Whether every row is greedy, without changes or log-probabilities."""
         return self.draws is None and self.changes is None and not self.top_logprobs
 
     def arrays(self) -> dict[str, Array]:
@@ -158,10 +152,8 @@ class PreparedRows:
 
 
 def prepare(specs: Sequence[SampleSpec], vocab: int) -> PreparedRows:
-    """The arrays of ``specs``, one for each row of logits [rows, vocab].
-
-    Raises ValueError when a token of a spec's prompt or output is no id of the vocabulary.
-    """
+    """Return the arrays of ``specs``, one for each row of logits [rows, vocab]. Raises ValueError when a
+    token of a spec's prompt or output is not in the vocabulary."""
     if all([spec.sampling.plain for spec in specs]):
         return PreparedRows(len(specs), vocab)
     wanted = [
@@ -180,22 +172,23 @@ def prepare(specs: Sequence[SampleSpec], vocab: int) -> PreparedRows:
 
 
 def uniform(seed: int, index: int) -> float:
-    """The number in [0, 1) that belongs to output ``index`` of a turn with ``seed``."""
+    """Return the random number in [0, 1) for output ``index`` of a turn with ``seed``."""
     return float(_numbers(seed & _MASK64, index // _BLOCK)[index % _BLOCK])
 
 
 @functools.lru_cache(maxsize=4096)
 def _numbers(key: int, block: int) -> Floats:
-    """The numbers of outputs ``64 * block …`` of a turn, [64]. One number alone would cost as much as all."""
+    """Return the numbers of outputs ``64 * block …`` of a turn, [64]. One number costs as much as all of them."""
     words = np.random.Philox(key=key, counter=block * _BLOCK).random_raw(4 * _BLOCK)[::4]
-    # The first word of each value of the counter. 48 bits: the number times a total stays below the total in float64.
+    # The first word of each counter value. With 48 bits, the number times a total stays below the total in
+    # float64.
     numbers: Floats = (words >> np.uint64(16)).astype(np.float64) / float(1 << 48)
     numbers.flags.writeable = False
     return numbers
 
 
-def _draws(specs: Sequence[SampleSpec], vocab: int) -> Draws | None:
-    # Rows with the same need come to lie next to each other, so that a group of them is one range of every array.
+def _draws(specs: Sequence[SampleSpec], vocab: int) -> RandomRows | None:
+    # Rows that need the same filters become adjacent, so that a group is one range of every array.
     random: list[tuple[int, int, SampleSpec]] = []
     for row, spec in enumerate(specs):
         if spec.sampling.temperature > 0.0:
@@ -208,7 +201,7 @@ def _draws(specs: Sequence[SampleSpec], vocab: int) -> Draws | None:
     for need in dict.fromkeys(need for need, _, _ in random):
         members = [at for at, entry in enumerate(random) if entry[0] == need]
         groups.append(_group(members[0], members[-1] + 1, chosen[members[0] : members[-1] + 1], vocab))
-    return Draws(
+    return RandomRows(
         rows=np.array([row for _, row, _ in random], dtype=np.int64),
         temperature=np.array([sampling.temperature for sampling in chosen], dtype=np.float64),
         uniform=np.array([uniform(spec.sampling.seed, spec.output_index) for _, _, spec in random]),
@@ -220,7 +213,7 @@ def _draws(specs: Sequence[SampleSpec], vocab: int) -> Draws | None:
 
 
 def _need(sampling: Sampling, vocab: int) -> int:
-    """How much of a row's values has to be sorted: 0 nothing, 1 its largest values, 2 everything."""
+    """Return how much of a row has to be sorted: 0 nothing, 1 its largest values, 2 everything."""
     if 0 < sampling.top_k < vocab:
         return 1 if sampling.top_k <= MAX_TOP_K else 2
     return 2 if sampling.top_p < 1.0 else 0
@@ -246,20 +239,16 @@ def _log(min_p: float) -> float:
     return math.log(min(min_p, 1.0)) if min_p > 0.0 else -math.inf
 
 
-def _changes(specs: Sequence[SampleSpec], vocab: int) -> Changes | None:
-    """All changes of a step, or None if nothing changes.
-
-    Raises ValueError when a token of a prompt or output is not in the vocabulary.
-    """
+def _changes(specs: Sequence[SampleSpec], vocab: int) -> LogitChanges | None:
     contexts: list[tuple[int, SampleSpec]] = []
     biased: list[int] = []
     bias: list[float] = []
     banned: list[int] = []
-    everything: list[int] = []
+    fallback_rows: list[int] = []
     for row, spec in enumerate(specs):
         sampling, first, touched = spec.sampling, row * vocab, 0
         if spec.output_index < len(sampling.opening):
-            # Nothing else of the row matters: it is so far above the rest that no draw finds another.
+            # Nothing else in the row matters: an infinite logit wins every draw.
             biased.append(first + sampling.opening[spec.output_index])
             bias.append(math.inf)
             continue
@@ -276,15 +265,15 @@ def _changes(specs: Sequence[SampleSpec], vocab: int) -> Changes | None:
             banned += [first + token for token in tokens]
             touched += len(tokens)
         if touched >= vocab:
-            everything.append(row)
+            fallback_rows.append(row)
     if not (contexts or biased or banned):
         return None
-    return Changes(
+    return LogitChanges(
         penalties=_penalties(contexts, vocab) if contexts else None,
         biased=np.array(biased, dtype=np.int64),
         bias=np.array(bias, dtype=np.float64),
         banned=np.array(banned, dtype=np.int64),
-        everything=np.array(everything, dtype=np.int64),
+        fallback_rows=np.array(fallback_rows, dtype=np.int64),
     )
 
 
@@ -308,8 +297,7 @@ def _penalties(contexts: Sequence[tuple[int, SampleSpec]], vocab: int) -> Penalt
 
 
 def _joined(parts: Sequence[TokenArray], vocab: int) -> TokenArray:
-    """The parts one after the other: copied, because they may grow, and checked, because a GPU does not say who wrote
-    out of bounds."""
+    """Copy the parts, since they may grow, and check them, since a GPU does not report a write out of bounds."""
     tokens = np.concatenate(parts)
     if len(tokens) and (int(tokens.min()) < 0 or int(tokens.max()) >= vocab):
         raise ValueError(f"a token of a prompt or output is not in the vocabulary of {vocab}")

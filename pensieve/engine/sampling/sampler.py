@@ -1,10 +1,10 @@
 """From logits to tokens. A token depends on its own row, its seed and its output index, never on the batch.
 
-Sampling has parts, so that nothing waits for a GPU: ``rows.prepare`` turns what the rows ask for into arrays;
-``choose`` queues the choice, whose results stay on the device; ``Chosen.fetch`` queues their way to the host, and
-``Fetched.resolve`` reads them when they are there. ``sample`` does all of it in one call.
+Sampling has stages, so that nothing waits for a GPU: ``rows.prepare`` turns the specs into arrays; ``choose``
+queues the choice, whose results stay on the device; ``SampledTokens.fetch`` queues their copy to the host;
+``TokenFetch.resolve`` waits for it. ``sample`` does all of it in one call.
 
-Randomness is a counter, not a state: output ``i`` of a turn uses the number that (seed, i) names, so suspension,
+Randomness is a counter, not a state: output ``i`` of a turn uses the number for (seed, i), so suspension,
 recomputation and another batch give the same token.
 """
 
@@ -22,12 +22,12 @@ import torch
 from pensieve.core import Ints, RequestKey, TokenLogprob
 from pensieve.engine.plan import SampleSpec
 from pensieve.engine.sampling.draw import BYTES_PER_ELEMENT, GPU_ELEMENTS, Parameters, draw, row_ranges
-from pensieve.engine.sampling.rows import Array, Changes, Draws, Penalties, PreparedRows, prepare
+from pensieve.engine.sampling.rows import Array, LogitChanges, Penalties, PreparedRows, RandomRows, prepare
 
 log = logging.getLogger(__name__)
 
-MOST = 1e30
-"""The value that an infinite logit counts as; one that is minus infinite or not a number counts as minus this."""
+LOGIT_LIMIT = 1e30
+"""Replaces an infinite logit; its negative replaces -inf and NaN."""
 
 _TORCH = {"int32": torch.int32, "int64": torch.int64, "float64": torch.float64}
 
@@ -39,14 +39,14 @@ class Logprobs:
     chosen: torch.Tensor
     """float32 [n]"""
     top_values: torch.Tensor
-    """float32 [n, most that a row wants], descending"""
+    """float32 [n, largest ``top_logprobs``], descending"""
     top_ids: torch.Tensor
     """int64, as ``top_values``"""
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
-    """A step's tokens on the logits' device; S may be more than the rows of ``prepared``."""
+class SampledTokens:
+    """A step's tokens on the logits' device; S may exceed the rows of ``prepared``."""
 
     prepared: PreparedRows
     tokens: torch.Tensor
@@ -55,44 +55,40 @@ class Chosen:
     """bool [S]: whether all logits of the row were finite."""
     logprobs: Logprobs | None = None
 
-    def fetch(self) -> Fetched:
-        """Queue the copies to the host on the current stream and return without waiting for them."""
+    def fetch(self) -> TokenFetch:
+        """Queue the copies to the host on the current stream, without waiting for them."""
         rows = self.prepared.rows
         parts = [self.tokens[:rows], self.finite[:rows]]
         if self.logprobs is not None:
             parts += [self.logprobs.chosen, self.logprobs.top_values, self.logprobs.top_ids]
         if self.tokens.device.type != "cuda":
-            return Fetched(self.prepared, parts, None)
+            return TokenFetch(self.prepared, parts, None)
         host = [torch.empty(part.shape, dtype=part.dtype, pin_memory=True) for part in parts]
         for to, part in zip(host, parts, strict=True):
             to.copy_(part, non_blocking=True)
         done = torch.cuda.Event()
         done.record()
-        return Fetched(self.prepared, host, done)
+        return TokenFetch(self.prepared, host, done)
 
 
 @dataclass(frozen=True, slots=True)
-class Fetched:
-    """A step's tokens on their way to the host."""
-
+class TokenFetch:
     prepared: PreparedRows
     parts: list[torch.Tensor]
     """Tokens, finite, and the three of ``Logprobs``; on the CPU."""
     done: torch.cuda.Event | None
-    """Recorded behind the last copy; None where there was nothing to wait for."""
+    """Recorded after the last copy; None on a CPU."""
 
     def resolve(self, requests: Sequence[RequestKey] = ()) -> list[tuple[int, TokenLogprob | None]]:
-        """The token of each row, and its log-probabilities if asked for. Waits for the copies.
-
-        ``requests``: whose rows they are, to be named where something is wrong.
-        """
+        """Wait for the copies; return the token of each row, and its log-probabilities if requested.
+        ``requests``: the request of each row, for warnings."""
         if self.done is not None:
             self.done.synchronize()
         tokens: list[int] = self.parts[0].tolist()
         finite: list[bool] = self.parts[1].tolist()
         if not all(finite):
             log.warning(
-                "the model gave logits that are not finite; its weights or its dtype may be at fault",
+                "the model produced logits that are not finite; check its weights and dtype",
                 extra={"requests": [one for one, well in zip(requests, finite, strict=False) if not well]},
             )
         result: list[tuple[int, TokenLogprob | None]] = [(token, None) for token in tokens]
@@ -108,79 +104,72 @@ class Fetched:
 def sample(
     logits: torch.Tensor, specs: Sequence[SampleSpec], requests: Sequence[RequestKey] = ()
 ) -> list[tuple[int, TokenLogprob | None]]:
-    """One token for each row of ``logits`` float32 [S, vocab]; ``specs[i]`` says how. ``logits`` is not changed.
-
-    ``requests``: see ``Fetched.resolve``.
-    """
+    """Return one token for each row of ``logits`` float32 [S, vocab], as ``specs[i]`` asks. ``logits`` is not
+    changed. ``requests``: see ``TokenFetch.resolve``."""
     if not specs:
         return []
     return choose(logits, prepare(specs, logits.shape[1])).fetch().resolve(requests)
 
 
 def sanitize(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The logits [S, vocab] without NaN or infinity, which a broken model may give, and which rows had none, bool [S].
-
-    A token whose logit is NaN counts as impossible. May be captured in a CUDA graph. The first result may be ``logits``
-    itself.
-    """
+    """Return the logits [S, vocab] without NaN or infinity, and which rows had none, bool [S]. A token whose logit is
+    NaN becomes impossible. May be captured in a CUDA graph. The first result may be ``logits`` itself."""
     if logits.device.type == "cpu":
-        # One fast pass in the common case; a sum may overflow where no logit is infinite.
+        # One fast pass in the common case; the sum may overflow although no logit is infinite.
         if math.isfinite(logits.sum().item()):
             return logits, torch.ones(len(logits), dtype=torch.bool)
         finite = torch.isfinite(logits).all(dim=-1)
     else:
-        least, most = torch.aminmax(logits, dim=-1)  # NaN if there is one
+        least, most = torch.aminmax(logits, dim=-1)  # NaN if a logit is NaN
         finite = torch.isfinite(least) & torch.isfinite(most)
-    return torch.nan_to_num(logits, nan=-MOST, posinf=MOST, neginf=-MOST), finite
+    return torch.nan_to_num(logits, nan=-LOGIT_LIMIT, posinf=LOGIT_LIMIT, neginf=-LOGIT_LIMIT), finite
 
 
 def greedy_tokens(logits: torch.Tensor) -> torch.Tensor:
-    """The token with the largest logit of each row, the lowest id on a tie; int64 [S]. Logits as ``clean`` returns
-    them."""
-    if logits.device.type == "cpu":  # numpy has vector instructions for this, ten times as fast
+    """Return each row's token with the largest (sanitized) logit, the lowest id on a tie; int64 [S]."""
+    if logits.device.type == "cpu":  # numpy vectorises this: ten times as fast
         return torch.from_numpy(np.asarray(logits.numpy().argmax(axis=-1), dtype=np.int64))
     return torch.argmax(logits, dim=-1)
 
 
-def choose(logits: torch.Tensor, prepared: PreparedRows, finite: torch.Tensor | None = None) -> Chosen:
+def choose(logits: torch.Tensor, prepared: PreparedRows, finite: torch.Tensor | None = None) -> SampledTokens:
     """Queue the choice of a token for each row of ``logits`` float32 [S, vocab] without waiting for a device.
-
-    ``finite`` is given when the logits are already what ``clean`` made of them. Rows past those of ``prepared`` get
-    the token with their largest logit. ``logits`` is not changed.
-    """
+    ``finite`` is given when the logits are already sanitized. Rows past those of ``prepared`` are greedy.
+    ``logits`` is not changed."""
     if finite is None:
         logits, finite = sanitize(logits)
-    # The common step: nothing is uploaded, and nothing but the largest logit is looked for.
+    # The common step: nothing to upload, and only the largest logit is needed.
     if prepared.plain:
-        return Chosen(prepared, greedy_tokens(logits), finite)
-    sent = _upload(prepared.arrays(), logits.device)
+        return SampledTokens(prepared, greedy_tokens(logits), finite)
+    arrays = _upload(prepared.arrays(), logits.device)
     # Log-probabilities are those of the model's own logits, so changes go to a copy.
-    adjusted = logits if prepared.changes is None else _apply_changes(logits, prepared.changes, sent)
-    # Every row gets its largest logit's token; random rows then replace theirs, whose weights are relative to it.
+    adjusted = logits if prepared.changes is None else _apply_changes(logits, prepared.changes, arrays)
+    # Every row gets its greedy token first; it is then replaced in random rows, whose weights are relative to
+    # it.
     tokens = greedy_tokens(adjusted)
     if prepared.draws is not None:
-        _draw_into(tokens, adjusted, prepared.draws, sent)
+        _draw_into(tokens, adjusted, prepared.draws, arrays)
     logprobs = None
     if prepared.logprob_rows:
-        logprobs = _logprobs(logits, tokens, sent["logprob_rows"], max(prepared.top_logprobs))
-    return Chosen(prepared, tokens, finite, logprobs)
+        logprobs = _logprobs(logits, tokens, arrays["logprob_rows"], max(prepared.top_logprobs))
+    return SampledTokens(prepared, tokens, finite, logprobs)
 
 
 def workspace_bytes(rows: int, vocab: int) -> int:
-    """The most GPU memory that ``choose`` takes for a while, for so many rows; contexts of penalties come on top."""
-    copies = 4  # clean, with changes, and two for the log-probabilities
+    """Most temporary GPU memory of ``choose`` for this many rows; contexts of penalties come on top."""
+    copies = 4  # sanitized, with changes, and two for the log-probabilities
     return copies * rows * vocab * 4 + min(rows * vocab, max(GPU_ELEMENTS, vocab)) * BYTES_PER_ELEMENT
 
 
 def _upload(arrays: Mapping[str, Array], device: torch.device) -> dict[str, torch.Tensor]:
-    """The arrays as tensors on ``device``, by one copy that nobody waits for."""
+    """Return the arrays as tensors on ``device``, by one copy, without waiting for it."""
     if device.type == "cpu":
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
     starts = list(accumulate((-(-array.nbytes // 8) * 8 for array in arrays.values()), initial=0))
-    # The allocator of pinned memory gives this block to nobody else before the copy has read it.
+    # The allocator of pinned memory does not reuse this block before the copy has read it.
     pinned = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=True)
     host = pinned.numpy()
-    for start, array in zip(starts, arrays.values(), strict=False):  # one start more: the end
+    for start, array in zip(starts, arrays.values(), strict=False):  # the last start is the end
         host[start : start + array.nbytes] = array.view(np.uint8)
     packed = pinned.to(device, non_blocking=True)
     return {
@@ -189,19 +178,21 @@ def _upload(arrays: Mapping[str, Array], device: torch.device) -> dict[str, torc
     }
 
 
-def _apply_changes(logits: torch.Tensor, changes: Changes, sent: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """A copy of the logits [S, vocab] with ``changes`` made, whose arrays have been ``sent`` to the device."""
+def _apply_changes(
+    logits: torch.Tensor, changes: LogitChanges, arrays: Mapping[str, torch.Tensor]
+) -> torch.Tensor:
+    """Return a copy of the logits [S, vocab] with ``changes`` applied. ``arrays``: theirs on the device."""
     result = logits.clone(memory_format=torch.contiguous_format)
     if changes.penalties is not None:
-        _penalise(result, changes.penalties, sent)
+        _penalise(result, changes.penalties, arrays)
     flat = result.view(-1)
     if len(changes.biased):
-        places = sent["biased"]
-        flat[places] = _in_range(flat[places] + sent["bias"].float())
+        places = arrays["biased"]
+        flat[places] = _in_range(flat[places] + arrays["bias"].float())
     if len(changes.banned):
-        flat.index_fill_(0, sent["banned"], -torch.inf)
-    if len(changes.everything):
-        rows = sent["everything"]
+        flat.index_fill_(0, arrays["banned"], -torch.inf)
+    if len(changes.fallback_rows):
+        rows = arrays["fallback_rows"]
         values = result.index_select(0, rows)
         nothing = torch.isneginf(values).all(dim=-1, keepdim=True)
         result.index_copy_(0, rows, torch.where(nothing, logits.index_select(0, rows), values))
@@ -209,34 +200,36 @@ def _apply_changes(logits: torch.Tensor, changes: Changes, sent: Mapping[str, to
 
 
 def _in_range(values: torch.Tensor) -> torch.Tensor:
-    """Bring back values that left the range, except that -inf stays: it is a ban."""
-    return torch.nan_to_num(values, nan=-torch.inf, posinf=MOST, neginf=-torch.inf)
+    """Clamp values to the finite range, except -inf: it is a ban."""
+    return torch.nan_to_num(values, nan=-torch.inf, posinf=LOGIT_LIMIT, neginf=-torch.inf)
 
 
-def _penalise(logits: torch.Tensor, penalties: Penalties, sent: Mapping[str, torch.Tensor]) -> None:
-    """Apply repetition penalty over prompt and output, frequency and presence penalties over the output; in place."""
+def _penalise(logits: torch.Tensor, penalties: Penalties, arrays: Mapping[str, torch.Tensor]) -> None:
+    """Apply repetition penalty (prompt and output), frequency and presence penalties (output); in place."""
     vocab, device = logits.shape[1], logits.device
     some_repetition = bool((penalties.repetition != 1.0).any())
     some_cost = bool(penalties.frequency.any() or penalties.presence.any())
     for start, end in row_ranges(0, len(penalties.rows), vocab, device):
-        rows = sent["penalty_rows"][start:end]
+        rows = arrays["penalty_rows"][start:end]
         values = logits.index_select(0, rows)
-        output = _places(sent["output"], sent["output_lengths"], penalties.output_ends, start, end, vocab)
+        output = _places(arrays["output"], arrays["output_lengths"], penalties.output_ends, start, end, vocab)
         if some_repetition:
-            prompt = _places(sent["prompt"], sent["prompt_lengths"], penalties.prompt_ends, start, end, vocab)
+            prompt = _places(
+                arrays["prompt"], arrays["prompt_lengths"], penalties.prompt_ends, start, end, vocab
+            )
             seen = torch.cat((prompt, output))
-            row_penalty = sent["repetition"][start:end].float()
+            row_penalty = arrays["repetition"][start:end].float()
             # 1 for tokens that did not occur; a token that occurred twice gets the same value twice.
             penalty = torch.ones(values.numel(), device=device)
             penalty.scatter_(0, seen, row_penalty[seen // vocab])
             penalty = penalty.view_as(values)
             values = values.clamp(min=0.0).div_(penalty).add_(values.clamp(max=0.0).mul_(penalty))
         if some_cost:
-            # Whole numbers in float32: exact in whatever order a GPU adds them.
+            # Integers in float32: exact in whatever order a GPU adds them.
             counts = torch.zeros(values.numel(), device=device)
             counts.index_add_(0, output, counts.new_ones(1).expand(len(output)))
             counts = counts.view_as(values).double()
-            each, once = sent["frequency"][start:end, None], sent["presence"][start:end, None]
+            each, once = arrays["frequency"][start:end, None], arrays["presence"][start:end, None]
             values -= counts.mul(each).add_(counts.clamp_(max=1.0).mul_(once)).float()
         logits.index_copy_(0, rows, _in_range(values))
 
@@ -244,30 +237,30 @@ def _penalise(logits: torch.Tensor, penalties: Penalties, sent: Mapping[str, tor
 def _places(
     tokens: torch.Tensor, lengths: torch.Tensor, ends: Ints, start: int, end: int, vocab: int
 ) -> torch.Tensor:
-    """Where the tokens of the rows ``start … end - 1`` lie in a [end - start, vocab] matrix of these rows; int64."""
+    """Return the places of the tokens of rows ``start … end - 1`` in a matrix of just these rows; int64."""
     first, last = int(ends[start - 1]) if start else 0, int(ends[end - 1])
     offsets = torch.arange(0, (end - start) * vocab, vocab, device=tokens.device)
-    # With its size given, nothing waits for the device to add the lengths up.
+    # With a given size, nothing waits for the device to add the lengths.
     return tokens[first:last] + torch.repeat_interleave(offsets, lengths[start:end], output_size=last - first)
 
 
 def _draw_into(
-    tokens: torch.Tensor, logits: torch.Tensor, draws: Draws, sent: Mapping[str, torch.Tensor]
+    tokens: torch.Tensor, logits: torch.Tensor, draws: RandomRows, arrays: Mapping[str, torch.Tensor]
 ) -> None:
-    """Draw tokens for the random rows. Until then ``tokens`` has the one with the largest logit of each row."""
+    """Draw tokens for the random rows. On entry ``tokens`` holds each row's greedy token."""
     names = ("temperature", "uniform", "floor", "top_k", "top_p")
-    parameters = Parameters(*(sent[name][:, None] for name in names))
-    # A group needs the same filters, and a range is as much of it as the device has room for.
+    parameters = Parameters(*(arrays[name][:, None] for name in names))
+    # Rows of a group need the same filters; a range is as many of them as fit into memory at once.
     for group in draws.groups:
         for start, end in row_ranges(group.start, group.end, logits.shape[1], logits.device):
-            rows = sent["draw_rows"][start:end]
+            rows = arrays["draw_rows"][start:end]
             values = logits.index_select(0, rows)
             top = values.gather(1, tokens.index_select(0, rows)[:, None])
             tokens.index_copy_(0, rows, draw(values, top, parameters.rows(start, end), group))
 
 
 def _logprobs(logits: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor, most: int) -> Logprobs:
-    """Log-probabilities of the chosen and of the ``most`` likely tokens of ``rows``, under the raw logits."""
+    """Return log-probabilities of the chosen and of the ``most`` likely tokens of ``rows``, under the raw logits."""
     values = torch.log_softmax(logits.index_select(0, rows), dim=-1)
     best = torch.topk(values, min(most, values.shape[1]), dim=-1)
     chosen = values.gather(1, tokens.index_select(0, rows)[:, None]).squeeze(1)

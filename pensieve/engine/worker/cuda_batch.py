@@ -1,4 +1,4 @@
-"""What ``CudaWorker`` runs a plan on: its spans as the arrays that a step uploads. numpy only, no tensor is touched."""
+"""Batches of ``CudaWorker``: a plan's spans as the arrays that a step uploads. numpy only, no tensor is touched."""
 
 from __future__ import annotations
 
@@ -13,52 +13,48 @@ from pensieve.engine.worker.spans import Ints32, SpanColumns
 from pensieve.kernels.attention.prefixes import PrefixGroupRule
 
 NO_SLOT = -1
-"""Where the keys and values of a padding token go."""
+"""Slot of a padding token: its keys and values are not stored."""
 
 
 @dataclass(frozen=True, slots=True)
 class CudaBatch:
-    """T concatenated tokens of S spans, over page tables that lie one behind the other. Spans that read a common
-    beginning together come first, party by party; the others stand in the plan's order."""
+    """T concatenated tokens of S spans, over concatenated page tables. Spans of prefix groups come first,
+    group by group; the others keep the plan's order."""
 
     tokens: Ints32
-    """[T]; ``PENDING`` where ``source`` says what to take."""
+    """[T]; ``PENDING`` where ``source`` names the token."""
     source: Ints32
-    """[T]: row of the step before's samples that is this token, or -1."""
+    """[T]: row of the token in the previous step's samples, or -1."""
     positions: Ints32
     """[T]"""
     slots: Ints32
-    """[T]: where each token's keys and values go, ``page * N + offset``."""
+    """[T]: slot of each token's keys and values, ``page * N + offset``."""
     spans: Ints
-    """[S, 4]: first row of q, tokens, position, where its page table begins in ``pages``."""
+    """[S, 4]: first row of q, tokens, position, start of its page table in ``pages``."""
     pages: Ints32
     sample_rows: Ints32
-    """Last token of each span that is sampled, in the plan's order of spans."""
+    """Last token of each sampled span, in the plan's order of spans."""
     requests: tuple[RequestKey, ...]
-    """Whose samples they are."""
     specs: tuple[SampleSpec, ...]
     max_context: int
-    """Most tokens that a query sees."""
-    parties: Ints | None = None
+    prefix_groups: Ints | None = None
     """[n, 3], see ``kernels.attention.prefixes``; None: every span reads all of its context."""
 
 
 def make_cuda_batch(
     plan: Plan, page_tokens: int, sampled: Mapping[RequestKey, int], rule: PrefixGroupRule | None = None
 ) -> CudaBatch:
-    """The batch of a plan with at least one span; ``sampled``: row of each request in the samples of the step before.
-    ``rule``: which spans read a common beginning together; None: none do.
-
-    Raises ValueError when a span is empty or reaches past its page table.
-    """
+    """Return the batch of a plan with at least one span. ``sampled``: row of each request in the previous
+    step's samples. ``rule``: decides which spans form prefix groups; None: none do. Raises ValueError when a
+    span is empty or reaches past its page table."""
     columns = SpanColumns.from_plan(plan, page_tokens)
     place = range(len(plan.spans))
-    host = _host(columns)
+    host = _span_array(columns)
     found = rule.find(host, columns.pages) if rule is not None else None
     if found is not None:
         ordered = replace(plan, spans=tuple(plan.spans[index] for index in found.order.tolist()))
         columns = SpanColumns.from_plan(ordered, page_tokens)
-        host = _host(columns)
+        host = _span_array(columns)
         place = np.argsort(found.order).tolist()
     source = np.full(len(columns.tokens), -1, dtype=np.int32)
     pending = set(columns.pending())
@@ -79,10 +75,10 @@ def make_cuda_batch(
         requests=tuple(request for _, request, _ in asked),
         specs=tuple(spec for _, _, spec in asked),
         max_context=int((columns.start + columns.length).max()),
-        parties=found.table if found is not None else None,
+        prefix_groups=found.table if found is not None else None,
     )
 
 
-def _host(columns: SpanColumns) -> Ints:
+def _span_array(columns: SpanColumns) -> Ints:
     first_rows = columns.ends - columns.length
     return np.stack([first_rows, columns.length, columns.start, columns.first_page], axis=1)

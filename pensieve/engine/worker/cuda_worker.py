@@ -1,8 +1,8 @@
-"""The worker on an NVIDIA GPU: queues each plan on the device and never waits in between.
+"""The worker on an NVIDIA GPU: queues each plan on the device without waiting.
 
-``launch`` packs a plan into one block of integers, queues its upload, the copies of the plan (``SwapEngine``) and the
-step's program, most often as one CUDA graph, and returns. Sampled tokens stay on the device, where the next step takes
-them from; their copy to the host is queued behind the step, and ``result`` waits for that copy alone.
+``launch`` packs a plan into one block of integers, queues its upload, the copies of the plan (``SwapEngine``)
+and the step's program, usually as one CUDA graph, and returns. Sampled tokens stay on the device for the next
+step. Their copy to the host is queued behind the step, and ``result`` waits for that copy alone.
 
 ============================  =====================  =============================================================
 memory                        written by             safe because
@@ -11,7 +11,7 @@ staging (pinned, three)       ``launch``             its upload was done two res
 step block of a program       upload, on ``compute`` every reader is on ``compute``
 ``sampled``, ``logits``       program, sampler       both on ``compute``
 KV pools                      program, copies        ``SwapEngine`` orders copy streams and ``compute``
-host copies of samples        ``Chosen.fetch``       fresh pinned memory for each step
+host copies of samples        ``TokenFetch``         fresh pinned memory for each step
 ============================  =====================  =============================================================
 """
 
@@ -28,7 +28,7 @@ from pensieve.engine.kv.pools import KvPools
 from pensieve.engine.kv.swap import SwapEngine
 from pensieve.engine.plan import PendingStep, Plan, Sampled, StepResult
 from pensieve.engine.sampling.rows import prepare
-from pensieve.engine.sampling.sampler import Chosen, Fetched, choose
+from pensieve.engine.sampling.sampler import SampledTokens, TokenFetch, choose
 from pensieve.engine.worker.cuda_batch import CudaBatch, make_cuda_batch
 from pensieve.engine.worker.graphs import Programs
 from pensieve.engine.worker.program import SharedState, StepProgram
@@ -39,17 +39,14 @@ from pensieve.kernels.attention.prefixes import PrefixGroupRule
 from pensieve.model.transformer import Transformer
 
 STAGINGS = 3
-"""One is being filled while the step before runs, and the one before that may still be uploading."""
+"""One is filled while the previous step runs, and the step before that may still be uploading."""
 
 
 class CudaWorker:
     """``StepWorker`` on one GPU."""
 
     def __init__(self, model: Transformer, info: WorkerInfo, options: EngineTuning | None = None) -> None:
-        """Allocates both pools; of ``options`` only the switches of the GPU path count, ``info`` has the sizes.
-
-        Raises ValueError when there is not that much memory.
-        """
+        """Allocate both pools, sized by ``info``; ``options`` sets the switches of the GPU path. Raises ValueError."""
         options = options or EngineTuning()
         self.arch, self.info = model.arch, info
         self._device = torch.device(info.device)
@@ -73,7 +70,8 @@ class CudaWorker:
 
     def _shared(self, model: Transformer) -> SharedState:
         arch, info = self.arch, self.info
-        # Queries come as a slice of the fused projection's output; kernels are chosen by how such tensors lie.
+        # Queries are a slice of the fused projection's output; kernels are chosen by the layout of such
+        # tensors.
         heads = arch.num_heads + 2 * arch.num_kv_heads
         qkv = torch.empty(1, heads, arch.head_dim, dtype=DTYPES[info.dtype], device=self._device)
         geometry = geometry_of(qkv[:, : arch.num_heads], self._pools.device[0])
@@ -96,7 +94,6 @@ class CudaWorker:
 
     @property
     def swap(self) -> SwapEngine:
-        """The copies beside the steps, for tests and tools."""
         return self._swap
 
     def warm_up(self) -> None:
@@ -105,7 +102,6 @@ class CudaWorker:
             self._programs.capture_all()
 
     def run(self, plan: Plan) -> StepResult:
-        """Launch one step and wait for it."""
         return self.launch(plan).result()
 
     @torch.inference_mode()
@@ -116,17 +112,19 @@ class CudaWorker:
         staging = self._stagings[0]
         with torch.cuda.stream(self._compute):
             if plan.spans:
-                # All that takes the host time comes first: the device then gets copies and step in one go, and no copy
-                # holds it up while the host still packs.
+                # Do all host work first: the device then gets copies and step in one go, and no copy delays
+                # it while the host still packs.
                 batch = make_cuda_batch(plan, self.info.chunk_tokens, self._sampled, self._rule)
-                # Its last upload was done two results ago: this returns at once unless someone launches further ahead.
+                # Its last upload was done two results ago: this returns at once unless the caller launches
+                # further ahead.
                 staging.uploaded.synchronize()
                 program, words = self._programs.pack(batch, staging.array)
-            # Copies first: some of the step's kernels must come after them, and each layer waits for what comes in.
+            # Copies first: some of the step's kernels must come after them, and each layer waits for its
+            # swap-in.
             self._swap.before_step(plan)
             begin = torch.cuda.Event(enable_timing=True)
             begin.record()
-            fetched: Fetched | None = None
+            fetched: TokenFetch | None = None
             if batch is not None and program is not None:
                 program.upload(staging.tensor, words)
                 staging.uploaded.record()
@@ -140,29 +138,28 @@ class CudaWorker:
         before, self._last_end = self._last_end, end
         return _CudaStep(self, batch, fetched, before, begin, end)
 
-    def _sample(self, batch: CudaBatch) -> Fetched | None:
-        """Queue what the graph did not do for the samples, and their way to the host."""
+    def _sample(self, batch: CudaBatch) -> TokenFetch | None:
+        """Queue the sampling that the graph does not do, and the copy of the samples to the host."""
         rows = len(batch.specs)
-        # The next plan's pending tokens are named by request; here each gets the row in which its token will lie.
+        # The next plan names its pending tokens by request; map each request to the row of its token.
         self._sampled = {request: row for row, request in enumerate(batch.requests)}
         if rows == 0:
             return None
-        shared, together = self._programs.shared, self._programs.shared.model.collective
+        shared, collective = self._programs.shared, self._programs.shared.model.collective
         sampled, finite = shared.sampled[:rows], shared.finite[:rows]
-        if together.rank != 0:
-            together.broadcast(sampled)  # one rank chooses, so that all go on with the same tokens
+        if collective.rank != 0:
+            collective.broadcast(sampled)  # rank 0 samples, so that all ranks continue with the same tokens
             return None
         prepared = prepare(batch.specs, self.arch.vocab_size)
         if prepared.plain:
-            chosen = Chosen(prepared, sampled, finite)
+            chosen = SampledTokens(prepared, sampled, finite)
         else:
             chosen = choose(shared.logits[:rows], prepared, finite)
             sampled.copy_(chosen.tokens[:rows])
-        together.broadcast(sampled)
+        collective.broadcast(sampled)
         return chosen.fetch()
 
     def close(self) -> None:
-        """Release the memory; the worker cannot be used afterwards."""
         torch.cuda.synchronize(self._device)
         self._swap.close()
         self._programs.close()
@@ -170,8 +167,6 @@ class CudaWorker:
 
 
 class _Staging:
-    """Pinned memory in which a step is packed."""
-
     def __init__(self, words: int) -> None:
         self.tensor = torch.zeros(words, dtype=torch.int32, pin_memory=True)
         self.array = self.tensor.numpy()
@@ -184,9 +179,9 @@ class _CudaStep:
 
     worker: CudaWorker
     batch: CudaBatch | None
-    fetched: Fetched | None
+    fetched: TokenFetch | None
     before: torch.cuda.Event | None
-    """Where the step before ended on the device."""
+    """End of the previous step on the device."""
     begin: torch.cuda.Event
     end: torch.cuda.Event
 

@@ -1,8 +1,8 @@
-"""The programs of a worker: which one a step takes, and the CUDA graphs made of them.
+"""The programs of a worker, their CUDA graphs, and the choice of a program for a step.
 
-A graph exists per *kind* of attention work and *bucket* of tokens; a step takes the smallest that holds it. Steps that
-no graph was made for, and all steps when graphs are switched off, run a program of just their size without a graph:
-such steps are so long that the host keeps ahead of the device anyway.
+There is one graph per *kind* of attention work and *bucket* of tokens; a step takes the smallest that holds
+it. Steps without a fitting graph, and all steps when graphs are switched off, run a program of exactly their
+size without a graph. Such steps are so long that the host stays ahead of the device anyway.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ from pensieve.kernels.attention.plan import PREFIX_GROUP_KIND, DoesNotFit, words
 log = logging.getLogger(__name__)
 
 WIDE_ALONE_LIMIT = 512
-"""Steps without any decode get a graph up to this many tokens: longer ones keep the device busy without one."""
+"""Steps without decodes get a graph up to this many tokens: longer ones keep the device busy without one."""
 WIDE_ALONE_LIMIT_RANKS = 2048
-"""And that many where ranks share the work: each has less of it, and as much to launch. (On two H200s a 13B's step of
+"""The same for several ranks, where each has less work but as many launches. (On two H200s a 13B's step of
 1,024 tokens took 45.6 ms without a graph, as long as one of 2,048.)"""
 GRAPH_PAGES = 1 << 18
-"""A graph has room for so many page-table entries, or as many as there are pages: 1 MiB of device memory. Steps of
-more, whose requests share very long beginnings, run without a graph."""
+"""Page-table entries of a graph (1 MiB of device memory), or the number of pages if that is larger. Larger
+steps, whose requests share very long prefixes, run without a graph."""
 
 
 def buckets(kind: StepKind, max_tokens: int, max_running: int, ranks: int = 1) -> list[int]:
-    """Tokens of the graphs of a kind, ascending."""
+    """Return the tokens of the graphs of a kind, ascending."""
     if kind is StepKind.NARROW:
-        return _rising(min(max_running, max_tokens), ((1, 2), (2, 4), (4, 8), (8, 256), (16, 1 << 30)))
+        return _rising_sizes(min(max_running, max_tokens), ((1, 2), (2, 4), (4, 8), (8, 256), (16, 1 << 30)))
     # Decodes beside turns of a few tokens: common on a busy server.
     if kind in (StepKind.SHORT, StepKind.FEW):
-        return _rising(min(max(2 * max_running, 512), max_tokens), ((8, 64), (16, 256), (32, 1 << 30)))
+        return _rising_sizes(min(max(2 * max_running, 512), max_tokens), ((8, 64), (16, 256), (32, 1 << 30)))
     if kind.is_mixed:
-        return _rising(max_tokens, ((32, 512), (64, 1024), (128, 2048), (512, 1 << 30)))
-    alone = WIDE_ALONE_LIMIT if ranks == 1 else WIDE_ALONE_LIMIT_RANKS
-    return _rising(min(max_tokens, alone), ((32, 128), (64, 512), (128, 1 << 30)))
+        return _rising_sizes(max_tokens, ((32, 512), (64, 1024), (128, 2048), (512, 1 << 30)))
+    limit = WIDE_ALONE_LIMIT if ranks == 1 else WIDE_ALONE_LIMIT_RANKS
+    return _rising_sizes(min(max_tokens, limit), ((32, 128), (64, 512), (128, 1 << 30)))
 
 
-def _rising(most: int, steps: tuple[tuple[int, int], ...]) -> list[int]:
-    """Sizes that rise by ``step`` up to ``until`` for each (step, until), the last one being ``most``."""
+def _rising_sizes(most: int, steps: tuple[tuple[int, int], ...]) -> list[int]:
+    """Return sizes that rise by ``step`` up to ``until`` for each (step, until); the last one is ``most``."""
     sizes: list[int] = []
     size = 0
     for step, until in steps:
@@ -62,7 +62,7 @@ def _rising(most: int, steps: tuple[tuple[int, int], ...]) -> list[int]:
 
 
 class Programs:
-    """All programs of a worker: one for each graph that was captured, and one for each step that no graph holds."""
+    """All programs of a worker: one per captured graph, and one per step that no graph holds."""
 
     def __init__(
         self, shared: SharedState, info: WorkerInfo, compute: torch.cuda.Stream, *, graphs: bool
@@ -73,36 +73,37 @@ class Programs:
         self._graphs = graphs
         self._memory = torch.cuda.graph_pool_handle() if graphs else None
         self._made: dict[tuple[StepKind, int], StepProgram] = {}
-        tokens = _most_tokens(info)
+        tokens = _max_tokens(info)
         self._buckets = {kind: buckets(kind, tokens, info.max_running, info.ranks) for kind in StepKind}
-        self.words = self._most_words()
-        """int32 words that any step's upload can have."""
+        self.words = self._max_words()
+        """Most int32 words of a step's upload."""
 
     @staticmethod
     def scratch_rows(info: WorkerInfo, geometry: Geometry) -> int:
-        """Rows of the scratch that all programs share."""
-        tokens = _most_tokens(info)
+        tokens = _max_tokens(info)
         return max(_capacity(kind, tokens, info, geometry).partial_rows for kind in StepKind)
 
     def pack(self, batch: CudaBatch, staging: npt.NDArray[np.int32]) -> tuple[StepProgram, int]:
-        """The program that takes a step, and how many words ``StepProgram.pack`` wrote into ``staging`` for it."""
-        ways = [batch]
-        if batch.parties is not None:
-            # Every span for itself takes more time and less room.
-            ways.append(replace(batch, parties=None))
-        for way in ways:
-            # Graphs overflow by so many short spans of one request, or by so many parties, that few steps have them.
+        """Pack a step into ``staging``; return its program and the words written."""
+        batches = [batch]
+        if batch.prefix_groups is not None:
+            # Without prefix groups a step takes more time and less room.
+            batches.append(replace(batch, prefix_groups=None))
+        for candidate in batches:
+            # Graphs overflow only with unusually many short spans of one request, or prefix groups.
             try:
-                program = self._graph_for(way) or (None if self._graphs else self._alone(way))
+                program = self._graph_for(candidate) or (
+                    None if self._graphs else self._without_graph(candidate)
+                )
                 if program is not None:
-                    return program, program.pack(way, staging)
+                    return program, program.pack(candidate, staging)
             except DoesNotFit as error:
-                log.debug("step for which another way must be found: %s", error)
-        program = self._alone(ways[-1])
-        return program, program.pack(ways[-1], staging)
+                log.debug("step does not fit its graph: %s", error)
+        program = self._without_graph(batches[-1])
+        return program, program.pack(batches[-1], staging)
 
     def capture_all(self) -> None:
-        """Capture all graphs, the largest first so that the smaller ones fit into its memory."""
+        """Capture all graphs, the largest first so that the smaller ones reuse its memory."""
         if not self._graphs:
             return
         wanted = sorted(self._wanted(), key=lambda key: -key[1])
@@ -111,7 +112,6 @@ class Programs:
             self._program(kind, tokens)
 
     def close(self) -> None:
-        """Release the graphs and their memory."""
         self._made.clear()
 
     def _wanted(self) -> Iterator[tuple[StepKind, int]]:
@@ -138,33 +138,35 @@ class Programs:
         info = self._info
         capacity = _capacity(kind, tokens, info, self.shared.geometry)
         samples = min(tokens, info.max_running)
-        pages = min(most_pages(info, samples), max(GRAPH_PAGES, info.device_chunks))
+        pages = min(max_pages(info, samples), max(GRAPH_PAGES, info.device_chunks))
         return ProgramSize(tokens, samples, pages, kind, capacity)
 
     def _kind(self, batch: CudaBatch) -> StepKind:
-        return classify(batch.spans, self.shared.geometry) if batch.parties is None else PREFIX_GROUP_KIND
+        return (
+            classify(batch.spans, self.shared.geometry) if batch.prefix_groups is None else PREFIX_GROUP_KIND
+        )
 
-    def _alone(self, batch: CudaBatch) -> StepProgram:
-        """A program without a graph, of just the size of a step."""
+    def _without_graph(self, batch: CudaBatch) -> StepProgram:
+        """Return a program of exactly the batch's size, without a graph."""
         kind, count = self._kind(batch), len(batch.tokens)
         capacity = capacity_for(kind, count, len(batch.spans), batch.max_context, self.shared.geometry)
         size = ProgramSize(count, max(1, len(batch.sample_rows)), len(batch.pages), kind, capacity)
         return StepProgram(self.shared, size)
 
-    def _most_words(self) -> int:
-        info, tokens = self._info, _most_tokens(self._info)
+    def _max_words(self) -> int:
+        info, tokens = self._info, _max_tokens(self._info)
         plan = max(words_of(_capacity(kind, tokens, info, self.shared.geometry)) for kind in StepKind)
-        return 5 * tokens + plan + most_pages(info, info.max_running) + 7 * ALIGNMENT
+        return 5 * tokens + plan + max_pages(info, info.max_running) + 7 * ALIGNMENT
 
 
-def most_pages(info: WorkerInfo, requests: int) -> int:
-    """The most page-table entries of a step of so many requests. It does not matter how many pages there are: a page
-    that is shared is in the table of each request that shares it."""
+def max_pages(info: WorkerInfo, requests: int) -> int:
+    """Return the most page-table entries of a step of ``requests`` requests. It does not depend on the number
+    of pages: a shared page is in the table of each request that shares it."""
     return requests * -(-info.context_limit // info.chunk_tokens)
 
 
-def _most_tokens(info: WorkerInfo) -> int:
-    """The most tokens of a step: every running request decodes one, even where the budget is smaller."""
+def _max_tokens(info: WorkerInfo) -> int:
+    """Return the most tokens of a step: every running request decodes one, even where the budget is smaller."""
     return max(info.max_batch_tokens, info.max_running)
 
 

@@ -1,8 +1,8 @@
-"""Everything a GPU runs for the spans of one step, over memory whose addresses do not change.
+"""The GPU work for the spans of one step, over memory with fixed addresses.
 
-A ``StepProgram`` takes up to so many tokens, samples and pages; a step with fewer is padded. All that differs between
-two steps is one block of int32 in device memory, filled by one copy, so the program can be captured once in a CUDA
-graph and replayed for every step of its size. Run without a graph it does the same.
+A ``StepProgram`` takes up to a number of tokens, samples and pages; a smaller step is padded. Two steps
+differ only in one block of int32 in device memory, filled by one copy. So the program can be captured once in
+a CUDA graph and replayed for every step of its size. Run without a graph it does the same.
 """
 
 from __future__ import annotations
@@ -29,40 +29,40 @@ from pensieve.kernels.upload import upload
 from pensieve.model.transformer import Transformer
 
 ALIGNMENT = 32
-"""int32 words between section starts: kernels are compiled for aligned pointers."""
+"""int32 words; sections start at multiples, since kernels are compiled for aligned pointers."""
 LT_TOKENS = 128
-"""Products of so many tokens at most are cuBLASLt's, of more cuBLAS'. On an H200 a step of a 13B with 10 KV heads takes
-0.94 to 0.98 of the time by cuBLASLt with 16 to 128 tokens, and 0.99 to 1.01 with 160 to 256
-(``bench/results/graph_sizes_13b_h200.md``); 1.00 with 1 and 8 (``step_parts_13b_h200.md``)."""
+"""Matrix products of up to this many tokens use cuBLASLt, larger ones cuBLAS. On an H200 a step of a 13B with
+10 KV heads takes 0.94 to 0.98 of the time with cuBLASLt at 16 to 128 tokens, and 0.99 to 1.01 at 160 to 256
+(``bench/results/graph_sizes_13b_h200.md``); 1.00 at 1 and 8 (``step_parts_13b_h200.md``)."""
 
 
 class LayerWait(Protocol):
-    """Queues on the current stream the wait for a layer's swap-in (``SwapEngine.wait``)."""
+    """Makes the current stream wait for a layer's swap-in (``SwapEngine.wait``)."""
 
     def __call__(self, layer: int) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class SharedState:
-    """Memory and settings that all programs of a worker share."""
+    """Memory and settings shared by all programs of a worker."""
 
     model: Transformer
     pool: torch.Tensor
     """Device pool [L, P, 2, Hkv, N, D]."""
     wait: LayerWait
     sampled: torch.Tensor
-    """int64 [most samples]: what the latest step sampled."""
+    """int64 [max samples]: tokens sampled by the latest step."""
     logits: torch.Tensor
-    """float32 [most samples, vocab] of the latest step, without NaN or infinity."""
+    """float32 [max samples, vocab] of the latest step, without NaN or infinity."""
     finite: torch.Tensor
-    """bool [most samples]: whether the model's own logits had none."""
+    """bool [max samples]: whether the model's own logits had none."""
     scratch: Scratch
     geometry: Geometry
 
 
 @dataclass(frozen=True, slots=True)
 class ProgramSize:
-    """The most that a program takes."""
+    """Upper limits of a program."""
 
     tokens: int
     samples: int
@@ -100,11 +100,9 @@ class StepProgram:
         )  # fmt: skip
 
     def pack(self, batch: CudaBatch, staging: npt.NDArray[np.int32]) -> int:
-        """Write a step into ``staging`` int32 [words]; returns how many of its words are used.
-
-        Raises DoesNotFit when it is too large; ``staging`` is then of no use.
-        """
-        words = self._plan.pack(batch.spans, batch.parties)
+        """Write a step into ``staging`` int32 [words]; return the number of words used. Raises DoesNotFit
+        when it is too large; ``staging`` is then invalid."""
+        words = self._plan.pack(batch.spans, batch.prefix_groups)
         count, samples = len(batch.tokens), len(batch.sample_rows)
         if count > self.size.tokens or samples > self.size.samples or len(batch.pages) > self.size.pages:
             raise DoesNotFit(
@@ -122,25 +120,24 @@ class StepProgram:
         return end
 
     def upload(self, staging: torch.Tensor, words: int) -> None:
-        """Queue the copy of what ``pack`` wrote; ``staging`` is pinned and must not change until that is done."""
+        """Queue the copy of the packed step; ``staging`` is pinned and must not change until the copy is done."""
         upload(self._block, staging, words)
 
     def run(self) -> None:
-        """Queue the step on the current stream."""
         if self._graph is None:
             self._compute()
         else:
             self._graph.replay()
 
     def capture(self, pool: Any, stream: torch.cuda.Stream) -> None:
-        """Make a graph of what ``run`` queues; waits for the device. A new program may do so between two steps."""
+        """Capture ``run`` in a graph; waits for the device. May be called between two steps."""
         with torch.cuda.stream(stream):
-            sampled = self._shared.sampled.clone()  # the next step may want it
-            self._compute()  # without any span: compiles kernels and lets libraries choose theirs
+            sampled = self._shared.sampled.clone()  # the next step may need it
+            self._compute()  # without spans: compiles kernels and lets libraries choose theirs
             self._shared.sampled.copy_(sampled)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        # NCCL has a thread that looks after events at any time: it must not spoil the capture.
+        # NCCL has a thread that polls events at any time: it must not invalidate the capture.
         mode = "global" if self._shared.model.collective.ranks == 1 else "thread_local"
         with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=mode):
             self._compute()
@@ -152,12 +149,12 @@ class StepProgram:
 
     def _forward(self) -> None:
         shared, view, samples = self._shared, self._view, self.size.samples
-        # A pending token never passes through the host: the step before left it on the device.
+        # A pending token never passes through the host: the previous step left it on the device.
         before = shared.sampled.index_select(0, view["source"].clamp_min(0))
         tokens = torch.where(view["source"] >= 0, before.to(torch.int32), view["tokens"])
         logits = shared.model.forward(tokens, view["positions"], self._attend, view["sample_rows"])
         if shared.model.collective.rank != 0:
-            return  # what was chosen comes from rank 0
+            return  # rank 0 samples
         logits, finite = sanitize(logits)
         shared.logits[:samples].copy_(logits)
         shared.finite[:samples].copy_(finite)
@@ -165,7 +162,7 @@ class StepProgram:
 
     def _attend(self, layer: int, qkv: torch.Tensor, prep: HeadPrep) -> torch.Tensor:
         """``pensieve.model.transformer.Attend`` over the paged pool."""
-        # Before the write, not only before the read: a swapped-in page may be the one that is appended to.
+        # Before the write, not only before the read: a swapped-in page may be the one to append to.
         self._shared.wait(layer)
         pool = self._shared.pool[layer]
         q = kv_write(pool, qkv, self._view["slots"], prep)
@@ -176,7 +173,7 @@ class StepProgram:
 
 @contextlib.contextmanager
 def preferred_blas(tokens: int, device: torch.device) -> Iterator[None]:
-    """Products of so many tokens are made by the library that is faster there; see ``LT_TOKENS``."""
+    """Use the library that is faster for matrix products of this many tokens; see ``LT_TOKENS``."""
     if tokens > LT_TOKENS or device.type != "cuda":
         yield
         return

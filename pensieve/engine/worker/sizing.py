@@ -1,9 +1,4 @@
-"""Where a model runs and what fits: device, dtype, limits, and the size of both cache tiers.
-
-``resolve_device`` needs nothing but the options and the architecture; ``worker_info`` also looks at free memory, so it
-is called once the weights are loaded. ``tier_sizes`` in between is a pure function of numbers, and ``allocate_pools``
-turns its result into memory.
-"""
+"""Device, dtype, limits, and the sizes of both cache tiers."""
 
 from __future__ import annotations
 
@@ -24,13 +19,13 @@ DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16"
 GIB: Final = 1 << 30
 AUTO: Final = "auto"
 CPU_TIER_BYTES: Final = GIB
-"""What ``auto`` takes for a tier on a CPU: it fits a laptop beside other programs."""
+"""Size of a tier for ``auto`` on a CPU: it fits a laptop beside other programs."""
 DEVICE_SHARE: Final = 0.92
-"""Share of what weights and workspace leave free; the rest is for the allocator's rounding and for other programs."""
+"""Share of the memory left by weights and workspace; the rest is for the allocator and other programs."""
 HOST_SHARE: Final = 0.5
-"""Share of the available host memory: under pressure, pinned memory cannot be taken back by the system."""
+"""Share of the available host memory: the system cannot reclaim pinned memory under pressure."""
 HOST_PER_DEVICE: Final = 4
-"""``auto`` takes at most this many device tiers for the host: beyond it pinning time grows faster than the hit rate."""
+"""Largest host tier for ``auto``, in device tiers: beyond that, pinning time grows faster than the hit rate."""
 GRAPHS_BYTES: Final = 3 * GIB // 2
 ATTENTION_BYTES: Final = GIB // 2
 """For partial results of split attention, step metadata and copy staging."""
@@ -40,7 +35,7 @@ SESSION_TOKENS: Final = 2048
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """What is known before the weights are loaded."""
+    """Device and limits, known before the weights are loaded."""
 
     device: str
     """``cpu`` or ``cuda``."""
@@ -53,8 +48,6 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """What a worker has to work with."""
-
     device: str
     dtype: str
     device_chunks: int
@@ -64,17 +57,17 @@ class WorkerInfo:
     max_batch_tokens: int = BATCH_LIMITS["cpu"][0]
     max_running: int = BATCH_LIMITS["cpu"][1]
     device_source: str = ""
-    """Where the size of the device tier came from, in words."""
+    """Origin of the device tier's size, in words."""
     host_source: str = ""
     weight_bytes: int = 0
-    """Of one rank."""
+    """Bytes of one rank's weights."""
     ranks: int = 1
-    """Over so many the model is divided; chunks are numbered alike on all, and each has its share of every chunk."""
+    """Ranks of the model. They number chunks alike, and each stores its share of every chunk."""
 
 
 @dataclass(frozen=True, slots=True)
 class FreeMemory:
-    """Bytes that one rank can still have. On a CPU both tiers come out of ``host``, which all ranks share."""
+    """Bytes that one rank can still allocate. On a CPU both tiers come out of ``host``, which all ranks share."""
 
     device: int
     host: int
@@ -82,8 +75,6 @@ class FreeMemory:
 
 @dataclass(frozen=True, slots=True)
 class TierSizes:
-    """Chunks of both tiers and where each number came from."""
-
     device_chunks: int
     host_chunks: int
     device_source: str
@@ -91,7 +82,7 @@ class TierSizes:
 
 
 def resolve_device(options: EngineOptions, arch: Arch) -> Placement:
-    """Device, dtype and limits. Raises ValueError when the options ask for what is not here."""
+    """Return device, dtype and limits. Raises ValueError when this machine cannot satisfy the options."""
     device: str = options.device
     if device == AUTO:
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -104,7 +95,7 @@ def resolve_device(options: EngineOptions, arch: Arch) -> Placement:
         raise ValueError(f"chunk tokens {options.chunk_tokens}: at least 1")
     for size in (options.device_cache, options.host_cache):
         if size != AUTO:
-            parse_cache_size(size, 1)  # a size that is none is refused before the weights are read
+            parse_cache_size(size, 1)  # refuse an invalid size before the weights are read
     limit = options.context_limit or arch.context_limit
     if limit > arch.context_limit:
         raise ValueError(f"context limit {limit}: this model takes at most {arch.context_limit} tokens")
@@ -114,11 +105,9 @@ def resolve_device(options: EngineOptions, arch: Arch) -> Placement:
 def worker_info(
     options: EngineOptions, arch: Arch, *, weight_bytes: int = 0, collective: Collective = SINGLE_RANK
 ) -> WorkerInfo:
-    """What ``options`` come to on this machine, now; on a GPU to be called with the weights loaded.
-
-    ``arch``: of a rank's shard. All ranks come to the same, by what the one with the least memory can have. Raises
-    ValueError, with numbers and with what to change.
-    """
+    """Resolve ``options`` on this machine, now; on a GPU, call it with the weights loaded. ``arch``: of a
+    rank's shard. All ranks get the same result, limited by the rank with the least memory. Raises ValueError
+    with numbers and advice."""
     placement = resolve_device(options, arch)
     here = free_memory(placement.device)
     free = FreeMemory(*collective.all_reduce_min([here.device, here.host]))
@@ -140,7 +129,7 @@ def worker_info(
 
 
 def free_memory(device: str) -> FreeMemory:
-    """What this machine can still give. On a GPU, memory that torch holds without using it counts as free."""
+    """Return the free memory. On a GPU, memory that torch caches without using it counts as free."""
     host = memory().available
     if device != "cuda":
         return FreeMemory(host, host)
@@ -149,12 +138,13 @@ def free_memory(device: str) -> FreeMemory:
 
 
 def workspace_bytes(arch: Arch, placement: Placement, *, cuda_graphs: bool) -> int:
-    """Upper estimate of what one step needs beside weights and KV on a GPU."""
+    """Return an upper estimate of one step's memory on a GPU beside weights and KV."""
     size = DTYPE_BYTES[placement.dtype]
     # Queries, keys and values; attention's output.
     heads = 2 * arch.head_dim * (arch.num_heads + arch.num_kv_heads)
     mlp = arch.intermediate_size * (3 if arch.gated_mlp else 2)
-    # Residual stream, its normalised copy and one block's output are alive together with the widest of the rest.
+    # The residual stream, its normalised copy and one block's output are alive together with the widest of
+    # the rest.
     activations = placement.max_batch_tokens * (4 * arch.hidden_size + max(heads, mlp)) * size
     # The head's output in the model's dtype, in float32, and without NaN; the last is kept from step to step.
     logits = placement.max_running * arch.vocab_size * (size + 4 + 2 * 4)
@@ -165,10 +155,8 @@ def workspace_bytes(arch: Arch, placement: Placement, *, cuda_graphs: bool) -> i
 def tier_sizes(
     options: EngineOptions, arch: Arch, placement: Placement, free: FreeMemory, ranks: int = 1
 ) -> TierSizes:
-    """Chunks of both tiers, from the options or from free memory: all numbers are totals over the ranks.
-
-    ``arch``: of one rank's shard; ``free``: of the rank that has least. Raises ValueError.
-    """
+    """Return the chunks of both tiers, from the options or from free memory; totals over all ranks. ``arch``:
+    of one rank's shard. ``free``: of the rank that has least. Raises ValueError."""
     chunk_bytes = arch.kv_bytes_per_token(placement.dtype) * options.chunk_tokens * ranks
     on_gpu = placement.device == "cuda"
     kept = ranks * workspace_bytes(arch, placement, cuda_graphs=options.cuda_graphs) if on_gpu else 0
@@ -180,7 +168,7 @@ def tier_sizes(
 
 
 def allocate_pools(arch: Arch, info: WorkerInfo) -> KvPools:
-    """The memory of both tiers, as large as ``info`` says. Raises ValueError when there is not that much."""
+    """Allocate both tiers as large as ``info`` says. Raises ValueError when memory does not suffice."""
     try:
         return KvPools(
             arch,
@@ -190,8 +178,8 @@ def allocate_pools(arch: Arch, info: WorkerInfo) -> KvPools:
             dtype=DTYPES[info.dtype],
             device=torch.device(info.device),
         )
-    except RuntimeError as error:  # torch has no narrower class for this on a CPU
-        # Only a GPU's error says something more: which of the two did not fit, and how much there was.
+    except RuntimeError as error:  # torch has no narrower class on a CPU
+        # Only a GPU's error adds information: which tier did not fit, and how much memory there was.
         detail = f" ({error})" if info.device == "cuda" else ""
         raise ValueError(
             f"no memory for {info.device_chunks} device and {info.host_chunks} host chunks of "
@@ -226,7 +214,7 @@ def _device_tier(
             f"device cache auto: no room for one chunk of {chunk_bytes} bytes ({what}): lower --max-batch-tokens or "
             "--max-running, free memory on the GPU, or take a smaller model or dtype"
         )
-    return chunks, f"auto: {DEVICE_SHARE:.0%} of what is left of {what}"
+    return chunks, f"auto: {DEVICE_SHARE:.0%} of the rest of {what}"
 
 
 def _host_tier(
@@ -237,7 +225,7 @@ def _host_tier(
         if chunks * chunk_bytes > free:
             raise ValueError(
                 f"host cache {options.host_cache}: {gib(chunks * chunk_bytes)} do not fit into {gib(max(0, free))} of "
-                f"available memory: give at most {_as_size(free)}, or 0 to do without this tier"
+                f"available memory: give at most {_as_size(free)}, or 0 to switch this tier off"
             )
         return chunks, f"--host-cache {options.host_cache}"
     if not on_gpu:
@@ -256,17 +244,16 @@ def _explicit(tier: str, size: str, options: EngineOptions, chunk_bytes: int) ->
 
 
 def gib(count: int) -> str:
-    """Bytes for people."""
     return f"{count / GIB:.1f} GiB"
 
 
 def _as_size(count: int) -> str:
-    """Bytes as an option takes them, rounded down."""
+    """Format bytes as a cache size option, rounded down."""
     return f"{max(0, count) >> 20}MiB"
 
 
 def report(arch: Arch, info: WorkerInfo) -> str:
-    """What was made of machine and options, in a few lines: the log's start-up block."""
+    """Return the start-up report for the log, in a few lines."""
     where = info.device
     if info.device == "cuda":
         where += f" ({torch.cuda.get_device_name()})"

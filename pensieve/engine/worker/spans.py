@@ -1,4 +1,4 @@
-"""A plan's spans as checked columns of numbers, from which both workers make their batches. numpy only."""
+"""A plan's spans as checked arrays, from which both workers make their batches. numpy only."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Ints32 = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class SpanColumns:
-    """S spans with T tokens in all, over page tables that lie one behind the other. Arrays without a shape are [S]."""
+    """S spans with T tokens in all, over concatenated page tables. Arrays without a shape are [S]."""
 
     length: Ints
     start: Ints
@@ -23,24 +23,22 @@ class SpanColumns:
     table: Ints
     """Row of ``Plan.page_tables``."""
     first_page: Ints
-    """Where that page table begins in ``pages``."""
+    """Start of that page table in ``pages``."""
     ends: Ints
-    """Where the span's tokens end among all tokens; they begin ``length`` before."""
+    """End of the span's tokens among all tokens; they start ``length`` before."""
     pages: Ints32
-    """All page tables of the plan, joined."""
+    """All page tables of the plan, concatenated."""
     tokens: TokenArray
     """[T]"""
     positions: Ints
     """[T]"""
     slots: Ints
-    """[T]: where each token's keys and values go, ``page * N + offset``."""
+    """[T]: slot of each token's keys and values, ``page * N + offset``."""
 
     @classmethod
     def from_plan(cls, plan: Plan, page_tokens: int) -> SpanColumns:
-        """The columns of a plan with at least one span.
-
-        Raises ValueError when a span is empty or reaches past its page table.
-        """
+        """Return the columns of a plan with at least one span. Raises ValueError when a span is empty or
+        reaches past its page table."""
         length = np.array([len(span.tokens) for span in plan.spans], dtype=np.int64)
         start = np.array([span.start for span in plan.spans], dtype=np.int64)
         table = np.array([span.page_table for span in plan.spans], dtype=np.int64)
@@ -65,6 +63,6 @@ class SpanColumns:
         )
 
     def pending(self) -> list[int]:
-        """The spans whose last token is the one that their request samples in the step before."""
+        """Return the spans whose last token is still to come from the previous step's sample."""
         found: list[int] = np.flatnonzero(self.tokens[self.ends - 1] == PENDING).tolist()
         return found

@@ -1,4 +1,4 @@
-"""What ``TorchWorker`` runs a plan on: its spans as the tensors that the model and the reference kernels take."""
+"""Batches of ``TorchWorker``: a plan's spans as tensors for the model and the reference kernels."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class TorchBatch:
     positions: torch.Tensor
     """int64 [T]"""
     slots: torch.Tensor
-    """int64 [T]: where each token's keys and values go, ``page * N + offset``."""
+    """int64 [T]: slot of each token's keys and values, ``page * N + offset``."""
     spans: Spans
     page_tables: torch.Tensor
     """int32 [R, most pages of a row]; the unused end of a row names the padding page."""
     sample_rows: torch.Tensor
-    """int64: the last token of each span that is sampled, in the plan's order."""
+    """int64: the last token of each sampled span, in the plan's order."""
 
 
 def make_torch_batch(
@@ -39,10 +39,8 @@ def make_torch_batch(
     device: torch.device,
     sampled: Mapping[RequestKey, int],
 ) -> TorchBatch:
-    """The batch of a plan with at least one span; ``sampled``: what the plan before it sampled, for pending tokens.
-
-    Raises ValueError when a span is empty or reaches past its page table.
-    """
+    """Return the batch of a plan with at least one span. ``sampled``: token that the previous plan sampled
+    per request, for pending tokens. Raises ValueError when a span is empty or reaches past its page table."""
     columns = SpanColumns.from_plan(plan, page_tokens)
     most_pages = max(len(table) for table in plan.page_tables)
     tables = np.full((len(plan.page_tables), most_pages), padding_page, dtype=np.int32)

@@ -1,8 +1,5 @@
-"""Executes plans: the only owner of KV memory and weights. Decides nothing.
-
-The order inside a step is that of ``pensieve.engine.plan``. ``TorchWorker`` is the worker in plain torch, which does
-one thing after the other; ``cuda_worker`` has the one for an NVIDIA GPU. ``build_worker`` makes the one that options
-ask for.
+"""The worker in plain torch, the only owner of KV memory and weights. Decides nothing; ``build_worker`` picks
+a worker.
 """
 
 from __future__ import annotations
@@ -33,11 +30,11 @@ from pensieve.model.weights import load_weights, weight_bytes
 
 
 class Worker(StepWorker, Protocol):
-    """A worker with its model, for those who have to know it; the engine needs a ``StepWorker`` only."""
+    """A ``StepWorker`` with its architecture and sizes, which the engine itself does not need."""
 
     @property
     def arch(self) -> Arch:
-        """What it computes with: of several ranks, one's shard."""
+        """The architecture; with several ranks, of this rank's shard."""
         ...
 
     @property
@@ -49,10 +46,10 @@ class Worker(StepWorker, Protocol):
 
 
 class TorchWorker(SynchronousWorker):
-    """A worker in plain torch: when ``run`` returns, everything has been done."""
+    """A worker in plain torch: when ``run`` returns, everything is done."""
 
     def __init__(self, model: Transformer, info: WorkerInfo, *, pipelined_swap_in: bool = True) -> None:
-        """Allocates both pools. Raises ValueError when there is not that much memory."""
+        """Allocate both pools. Raises ValueError when memory does not suffice."""
         self.arch = model.arch
         self.info = info
         self._model = model
@@ -87,7 +84,6 @@ class TorchWorker(SynchronousWorker):
         )
 
     def close(self) -> None:
-        """Release the memory; the worker cannot be used afterwards."""
         del self._pools, self._model
 
     def _compute(self, plan: Plan, swap_in: LayerTransfers, timings: dict[str, float]) -> tuple[Sampled, ...]:
@@ -104,14 +100,14 @@ class TorchWorker(SynchronousWorker):
         logits = self._model.forward(batch.tokens, batch.positions, attention, batch.sample_rows)
         computed = time.perf_counter()
         asked = [(span.request, span.sample) for span in plan.spans if span.sample is not None]
-        # One rank chooses, so that all go on with the same tokens.
-        together = self._model.collective
+        # Rank 0 samples, so that all ranks continue with the same tokens.
+        collective = self._model.collective
         requests = [request for request, _ in asked]
-        chosen = sample(logits, [spec for _, spec in asked], requests) if together.rank == 0 else []
+        chosen = sample(logits, [spec for _, spec in asked], requests) if collective.rank == 0 else []
         tokens = [token for token, _ in chosen]
-        if together.ranks > 1 and asked:
+        if collective.ranks > 1 and asked:
             shared = torch.tensor(tokens or [0] * len(asked))
-            together.broadcast(shared)
+            collective.broadcast(shared)
             tokens = shared.tolist()
         timings |= {
             "prepare": prepared - started,
@@ -122,7 +118,7 @@ class TorchWorker(SynchronousWorker):
         self._sampled = {request: token for (request, _), token in zip(asked, tokens, strict=True)}
         return tuple(
             Sampled(request, token, logprob)
-            for (request, _), (token, logprob) in zip(asked, chosen, strict=together.rank == 0)
+            for (request, _), (token, logprob) in zip(asked, chosen, strict=collective.rank == 0)
         )
 
 
@@ -132,11 +128,11 @@ class _StepAttention:
     def __init__(self, pools: KvPools, batch: TorchBatch, swap_in: LayerTransfers, scale: float) -> None:
         self.pools, self.batch, self.swap_in, self.scale = pools, batch, swap_in, scale
         self.plan: reference.ReferencePlan | None = None
-        """Made by the first layer, whose queries say what it is for."""
+        """Made in the first layer, from the shape of its queries."""
         self.seconds = 0.0
 
     def __call__(self, layer: int, qkv: torch.Tensor, prep: HeadPrep) -> torch.Tensor:
-        # Before the write, not only before the read: a swapped-in page may be the one that is appended to.
+        # Before the write, not only before the read: a swapped-in page may be the one to append to.
         self.swap_in.wait(layer)
         started = time.perf_counter()
         pool, batch = self.pools.device[layer], self.batch
@@ -149,10 +145,9 @@ class _StepAttention:
 
 
 def build_worker(options: EngineOptions, collective: Collective = SINGLE_RANK) -> Worker:
-    """A worker for the model and sizes of ``options``; of several ranks, this one's. All ranks do this together.
-
-    Raises ModelError when the model cannot be served, ValueError when an option cannot be followed here.
-    """
+    """Return a worker for the model and sizes of ``options``; with several ranks, for this rank's shard. All
+    ranks must call it. Raises ModelError when the model cannot be served, ValueError when this machine cannot
+    satisfy an option."""
     if options.torch_threads or collective.ranks > 1:
         torch.set_num_threads(max(1, (options.torch_threads or usable_cores()) // collective.ranks))
     folder = Path(options.model)
@@ -168,7 +163,7 @@ def build_worker(options: EngineOptions, collective: Collective = SINGLE_RANK) -
         shard=shard,
     )
     arch = shard.arch(whole)
-    # After the weights are loaded: the tiers are made of what those leave free.
+    # After the weights are loaded: the tiers use the memory that remains.
     info = worker_info(options, arch, weight_bytes=weight_bytes(weights), collective=collective)
     if info.device == "cuda":
         return _cuda_worker(options, Transformer(arch, weights, triton_ops(), collective), info)

@@ -69,7 +69,7 @@ def test_any_heads(
 
 
 def test_large_programs_of_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_write_kernel, "MANY", 0)
+    monkeypatch.setattr(kv_write_kernel, "LARGE_STEP_VALUES", 0)
     check_heads(head_case(5, heads=40, kv_heads=10, norm=True))
 
 
@@ -131,7 +131,7 @@ def test_activations(tokens: int, inner: int, gated: bool, kind: Activation, dty
 
 
 def test_large_programs_of_activations(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(activation_kernel, "MANY", 0)
+    monkeypatch.setattr(activation_kernel, "LARGE_STEP_VALUES", 0)
     check_activation(2, 2500, True, "silu")
 
 

@@ -79,7 +79,7 @@ def run(step: Shared, parties: Ints | None, processors: int = 4, spoil: Callable
     case, spans = step.case, step.spans
     geometry = replace(geometry_of(case.q, case.pool), multiprocessors=processors, own_tiles=TINY)
     plan = AttentionPlan.from_spans(
-        spans, len(case.q), geometry, case.q.device, parties=parties, capacity=capacity
+        spans, len(case.q), geometry, case.q.device, prefix_groups=parties, capacity=capacity
     )
     plan.scratch.partial.fill_(torch.nan)
     plan.scratch.partial_lse.fill_(torch.nan)
