@@ -1,7 +1,7 @@
-"""Lets a request in before anything of its body is read: the service is asked first whether it knows the caller.
+"""Admits a request before any of its body is read: asks the service whether it accepts the caller's credential.
 
-The question goes over one connection that all callers share, so that an invented key costs no file. Each answer is
-remembered for a moment, in a bounded table.
+All checks share one connection, so invented keys cost no file descriptors. Answers are cached briefly in
+bounded tables.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from pensieve.rpc_status import TRANSPORT, TRANSPORT_FINAL
 T = TypeVar("T")
 
 KEYLESS: Final = "keyless"
-"""What a server that asks for no key says among its features."""
+"""Feature that a service announces when it asks for no key."""
 GOOD_S: Final = 1.0
-"""How long a credential counts as good without another question. The service looks at its key file as often."""
+"""How long an accepted credential needs no other check. The service re-reads its key file as often."""
 BAD_S: Final = 2.0
-"""How long a credential counts as bad."""
+"""How long a refused credential stays refused without another check."""
 PATIENT_REFUSALS: Final = 10
-"""Refusals of one bad credential that are given at once in ``BAD_S``; later ones wait until that time is over, so that
-a caller who tries again and again has no more than these."""
+"""Refusals of one credential that are answered at once within ``REFUSED_S``. Later ones wait until it has
+passed, which slows a caller that retries in a loop."""
 REMEMBERED: Final = 4096
-"""Credentials, good and bad ones each."""
 MOST_QUESTIONS: Final = 256
-"""Questions that wait for an answer. Of more, the oldest is given up: a good credential is confirmed in a moment."""
+"""Pending checks of unknown credentials. Beyond this the oldest is cancelled: a valid credential is confirmed
+in a moment."""
 RECHECK_S: Final = 2.0
-"""How long the service may take to confirm a credential that was good before; then the service itself decides."""
+"""Timeout of the check of a credential that was accepted before. After it the request passes, and the service
+decides."""
 _PAUSES_S: Final = (0.05, 0.3)
-"""Bounds of the random pause before an unreachable service is asked again."""
 
 
 _Question: TypeAlias = "asyncio.Task[ServerInfo | None]"
@@ -62,29 +62,25 @@ class _Bad:
 
 
 class Admission:
-    """Asks the service about credentials, and remembers the answers. One event loop."""
+    """Checks credentials with the service and caches the answers. Runs on one event loop."""
 
     def __init__(self, settings: DoorSettings) -> None:
         self._settings = settings
         self._good: OrderedDict[bytes, _Good] = OrderedDict()
         self._bad: OrderedDict[bytes, _Bad] = OrderedDict()
         self._questions: _Questions = {}
-        """About credentials that are not known."""
         self._rechecks: _Questions = {}
-        """About credentials that were good before: no stranger's question takes their place."""
+        """Checks of credentials that were accepted before. Checks of unknown ones cannot displace them."""
         self._closed = False
         self.keyless = False
-        """Whether the service lets in callers without a credential, as far as it has said so."""
+        """Whether the service has said that it accepts callers without a credential."""
 
     def has_admitted(self, who: CallerIdentity) -> bool:
-        """Whether the service has let in this credential before."""
         return who.credential in self._good
 
     async def admit(self, who: CallerIdentity) -> None:
-        """Return when the service knows the caller.
-
-        Raises Unauthenticated, what a service that cannot be reached ends with, or Cancelled after ``close``.
-        """
+        """Return once the service accepts the caller. Raises Unauthenticated, HttpFailure (503) when too many
+        checks are pending, the error of an unreachable service, or Cancelled after ``close``."""
         credential = who.credential
         if (good := self._good.get(credential)) is not None:
             self._good.move_to_end(credential)
@@ -103,7 +99,7 @@ class Admission:
                 oldest = next(iter(self._questions))
                 self._questions.pop(oldest).cancel()
             question = self._start(questions, who, credential, known=good is not None)
-        await asyncio.wait({question})  # others may wait for it, too: it outlives this request
+        await asyncio.wait({question})  # shared with other requests: it outlives this one
         if question.cancelled():
             raise _closed() if self._closed else _too_many()
         if (error := question.exception()) is not None:
@@ -122,10 +118,10 @@ class Admission:
         if questions.get(credential) is question:
             del questions[credential]
         if not question.cancelled():
-            question.exception()  # seen, also where every caller that waited has left
+            question.exception()  # retrieved even when every waiting caller has disconnected
 
     def close(self) -> None:
-        """Ask nothing more. Requests that wait for an answer end with Cancelled (CLIENT_CLOSED)."""
+        """Cancel all checks. Requests that wait for one end with Cancelled (CLIENT_CLOSED)."""
         self._closed = True
         for question in [*self._questions.values(), *self._rechecks.values()]:
             question.cancel()
@@ -145,8 +141,8 @@ class Admission:
         return info
 
     async def _confirmed(self, client: AsyncClient) -> ServerInfo | None:
-        """Ask about a credential that was good before. Only a clear no counts: the service hears of each call anyway,
-        and who called before an outage is not to queue behind strangers."""
+        """Check a credential that was accepted before. Only Unauthenticated refuses it: the service checks
+        every call anyway, and callers known before an outage must not queue behind unknown ones."""
         try:
             return await client.server_info()
         except Unauthenticated:
@@ -155,7 +151,7 @@ class Admission:
             return None
 
     async def _found_out(self, client: AsyncClient) -> ServerInfo | None:
-        """Ask about an unknown credential until the service can be reached."""
+        """Check an unknown credential, retrying while the service cannot be reached."""
         deadline = time.monotonic() + self._settings.patience_s
         while True:
             try:
@@ -164,7 +160,7 @@ class Admission:
                 raise
             except PensieveError as error:
                 if error.reason not in (TRANSPORT, TRANSPORT_FINAL):
-                    return None  # the service looked at the credential before it said anything else
+                    return None  # the service checks the credential before anything else
                 pause = random.uniform(*_PAUSES_S)
                 if time.monotonic() + pause >= deadline:
                     raise
@@ -177,7 +173,7 @@ class Admission:
             tls=self._settings.tls,
             timeout=timeout_s,
             retry=RetryPolicy(max_attempts=1),
-            options=connection(CONNECTIONS),  # a number of its own: no caller's calls go over it
+            options=connection(CONNECTIONS),  # its own connection: no caller's requests use it
             metadata=who.metadata,
         )
         try:
@@ -193,7 +189,7 @@ def _closed() -> Cancelled:
 def _too_many() -> HttpFailure:
     return HttpFailure(
         503,
-        "too many callers wait to be let in: try again",
+        "too many callers wait to be admitted: try again",
         kind="server_error",
         code="server_overloaded",
         retry_after_s=1.0,

@@ -1,4 +1,4 @@
-"""Reads a request's body: bounded, then decoded into a checked struct, and a large one beside the event loop."""
+"""Reads a request's body within limits and decodes it into a checked struct; large ones in a thread."""
 
 from __future__ import annotations
 
@@ -25,38 +25,38 @@ HASTE_S: Final = 0.05
 
 
 class Reservation:
-    """The room of one body. It holds nothing at first."""
+    """Bytes reserved for one body; none at first."""
 
     def __init__(self, holder: str, give_up: Callable[[], None]) -> None:
-        """``holder`` names the caller. ``give_up`` ends the reading, which then raises."""
+        """``holder`` names the caller. ``give_up`` aborts the reading, which then raises."""
         self.holder = holder
         self.reserved = 0
         self.since = 0.0
-        """When it began to hold something."""
+        """When it reserved its first byte; the event loop's time."""
         self.is_arriving = True
-        """The body has not come whole."""
         self.is_evicted = False
         self.abort = give_up
 
 
 class BodyBudget:
-    """Divides ``size`` bytes, for large bodies that are on their way, among the callers. Used on one event loop.
+    """Divides ``size`` bytes among the large bodies in flight. Runs on one event loop.
 
-    A caller may fill the room while no other wants it. When room is short, the body that is overdue first is given up:
-    soon where its caller holds more than its share, which is the same for all callers that hold or want some; else
-    after ``PATIENCE_S``. A body that has come whole is never given up: it waits for this server, not for its caller.
+    A caller may use all of it while no other caller needs any. When bytes are short, the body that is overdue
+    first is evicted. A body is overdue ``HASTE_S`` after it began if its caller holds more than an equal share,
+    else ``PATIENCE_S`` after. A body that has arrived is never evicted: it waits for this server, not for its
+    caller.
     """
 
     def __init__(self, size: int) -> None:
         self.size = self.free = size
         self._places: list[Reservation] = []
-        """Requests that hold bytes, oldest first."""
+        """Reservations with bytes, oldest first."""
         self._of_holder: Counter[str] = Counter()
         self._change = asyncio.Event()
 
     @contextmanager
     def place(self, holder: str, give_up: Callable[[], None]) -> Iterator[Reservation]:
-        """A place for one body; what it holds is free again at the end of the block."""
+        """Yield an empty reservation. Its bytes are freed when the block ends."""
         place = Reservation(holder, give_up)
         try:
             yield place
@@ -64,7 +64,7 @@ class BodyBudget:
             self._leave(place)
 
     async def take(self, place: Reservation, size: int) -> None:
-        """Give the place ``size`` more bytes. Raises HttpFailure (429) when there are none."""
+        """Reserve ``size`` more bytes. Raises HttpFailure (429) when no body can be evicted for them."""
         while size > self.free:
             loop = asyncio.get_running_loop()
             due = min(((self._due(one, place), one) for one in self._rivals(place)), key=_when, default=None)
@@ -77,7 +77,7 @@ class BodyBudget:
                 rival.abort()
                 continue
             if rival.holder == place.holder and not is_address(place.holder):
-                raise _full()  # its own bodies are in the way: it may wait for them as it likes
+                raise _full()  # blocked by its own bodies: the caller can wait for them itself
             self._change.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(when):
@@ -90,7 +90,7 @@ class BodyBudget:
         self._of_holder[place.holder] += size
 
     def _rivals(self, place: Reservation) -> Iterator[Reservation]:
-        """Bodies that may have to make way: of the same caller, and of those that hold more."""
+        """Bodies that may be evicted for this one: those of the same caller, and of callers that hold more."""
         own = self._of_holder[place.holder]
         for one in self._places:
             more = self._of_holder[one.holder] > own
@@ -115,7 +115,7 @@ class BodyBudget:
 
 
 def is_address(holder: str) -> bool:
-    """Whether the holder is an address: many callers may stand behind one, so each of its bodies counts for itself."""
+    """Whether the holder is an address. Many callers may share one, so each of its bodies counts for itself."""
     return holder.startswith("@")
 
 
@@ -124,12 +124,11 @@ def _when(due: tuple[float, Reservation]) -> float:
 
 
 def evicted_failure() -> HttpFailure:
-    """What the caller of a body that made way is told."""
-    return _overloaded("the body came slowly, and others wanted its room")
+    return _overloaded("the body arrived slowly, and other requests needed its memory")
 
 
 def _full() -> HttpFailure:
-    return _overloaded("too many large bodies are on their way")
+    return _overloaded("too many large bodies are being received")
 
 
 def _overloaded(message: str) -> HttpFailure:
@@ -141,35 +140,34 @@ R = TypeVar("R")
 T = TypeVar("T", bound=msgspec.Struct)
 
 BODY_S: Final = 30.0
-"""How long a body may take."""
 SMALL_BYTES: Final = 64 * 1024
-"""Bodies up to here need no room: no number of others keeps them out. They are read on the event loop: the way to a
-thread and back takes as long as they do."""
+"""Bodies up to this size need no reservation, so other bodies never delay them. They are decoded on the event
+loop: a round trip to a thread takes as long as decoding them."""
 ROOM: Final = 64
-"""How many of the largest bodies may be on their way at once; many clients that send slowly would fill the memory."""
+"""The budget, in bodies of the largest size. Without it, many slow clients could fill the memory."""
 _PATH: Final = re.compile(r" - at `\$\.?(.*)`$")
-"""Where msgspec says that a value is wrong."""
 _MISSING: Final = re.compile(r"Object missing required field `(.*?)`")
 
 
 class BodyReader:
-    """Reads the bodies of all requests: each is bounded, and so are the large ones that are on their way together."""
+    """Reads the bodies of all requests. Bounds each body, and the sum of the large ones in flight."""
 
     def __init__(self, max_bytes: int) -> None:
-        """``max_bytes``: of one."""
         self._max_bytes = max_bytes
         self._room = BodyBudget(ROOM * max_bytes)
-        # One: each thread that computes lets the event loop wait for its turn as long again.
+        # One: each computing thread makes the event loop wait longer for its turn.
         self._thread = ThreadPoolExecutor(1, "large bodies")
 
     @property
     def free_bytes(self) -> int:
-        """Bytes that no large body takes yet."""
         return self._room.free
 
     async def read(self, request: Request, kind: type[T], made: Callable[[T], R]) -> R:
-        """What is ``made`` of the body, which is a ``kind``. Raises HttpFailure: 413 before more than ``max_bytes`` are
-        read, 415 for a compressed one, 429 when too many others are on their way, 400 for what is wrong."""
+        """Decode the body as ``kind`` and return ``made(body)``.
+
+        Raises HttpFailure: 413 before more than ``max_bytes`` are read, 415 for a compressed body, 429 when the
+        budget is used up, 408 for a slow body, 400 for a wrong one.
+        """
         limit = asyncio.timeout(None)
         holder = request.scope.get("state", {}).get(HOLDER, "")
         with self._room.place(holder, partial(_expire, limit)) as place:
@@ -179,21 +177,18 @@ class BodyReader:
             return await self.offload(request, _decoded, data, kind, made)
 
     async def offload(self, request: Request, work: Callable[P, R], *args: P.args, **named: P.kwargs) -> R:
-        """The outcome of ``work``, which computes with what has been read of the request and touches nothing else.
-
-        Of a large body it is done in a thread, of one request at a time, so that the streams of others go on.
-        """
+        """Return ``work(...)``, which computes from the request's data and touches nothing else. The work of a
+        large body runs in a thread, one request at a time, so that other requests' streams go on."""
         if request.state.body_bytes <= SMALL_BYTES:
             return work(*args, **named)
         job = partial(work, *args, **named)
         return await asyncio.get_running_loop().run_in_executor(self._thread, job)
 
     def close(self) -> None:
-        """End the thread. Nothing large is read from then on."""
+        """Stop the thread. No large body can be read afterwards."""
         self._thread.shutdown(wait=False)
 
     async def _whole(self, request: Request, place: Reservation, limit: asyncio.Timeout) -> bytes:
-        """The body's bytes, read within ``limit``, which is set here."""
         coding = request.headers.get("content-encoding", "identity")
         if coding.lower() != "identity":
             raise HttpFailure(
@@ -216,7 +211,7 @@ class BodyReader:
                     parts.append(part)
         except ClientDisconnect:
             raise HttpFailure(
-                400, "the caller left before the body was whole", code="client_disconnected"
+                400, "the client disconnected before the body was complete", code="client_disconnected"
             ) from None
         except TimeoutError:
             if place.is_evicted:
@@ -246,13 +241,15 @@ def _decoded(data: bytes, kind: type[T], made: Callable[[T], R]) -> R:
     fields = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
     check_fields(fields, kind)
     found = made(body)
-    check_nested(fields, kind)  # after what says more: a tool of another kind has other fields
+    check_nested(
+        fields, kind
+    )  # last, because the checks above say more: a tool of another kind has other fields
     return found
 
 
 def _uncollected(data: bytes, kind: type[T]) -> T:
-    """The decoded body. Nothing of it is garbage yet, and to look for some as it grows would take most of the time, in
-    which no thread runs."""
+    """Decode with garbage collection off. Nothing in a growing document is garbage yet; collections would take
+    most of the time, during which no other thread runs."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -264,7 +261,7 @@ def _uncollected(data: bytes, kind: type[T]) -> T:
 
 def _wrong(message: str) -> HttpFailure:
     found, missing = _PATH.search(message), _MISSING.match(message)
-    # A key of an object is not told: the object is.
+    # Keys inside an object are not named; the object is.
     param = found.group(1).replace("[...]", "") if found is not None else ""
     if missing is None:
         return HttpFailure(400, message, param=param or None, code="invalid_type")
