@@ -1,12 +1,13 @@
-"""Takes new connections from the listening socket, and decides which one is served next.
+"""Accepts connections from the listening socket and decides which one is served next.
 
-A connection counts from the moment it is taken, so also while its TLS handshake runs. Many are taken in one turn of the
-event loop, at the price of a few system calls each. One with a known caller's key in its first bytes is served at once.
-The others are served one after the other, the newest first, and where many wait and none is let in, with a pause after
-each. Those that are too many are refused before anything is made for them. So a caller that is known never waits for
-strangers who came before it, and strangers take a small part of the event loop's time.
+A connection counts towards the limits from its accept on, so also during its TLS handshake. Many are accepted
+in one turn of the event loop, for a few system calls each. A connection whose first bytes hold a known caller's
+key is served at once. The others are served one at a time, newest first. While many wait and none is admitted,
+a pause follows each. Connections over the limit are refused before anything is created for them. So a known
+caller never waits for unknown ones that came before it, and unknown ones take a small part of the event loop's
+time.
 
-The system hands over a connection when its first bytes are there, so that one look at them is enough.
+The kernel delivers a connection once its first bytes have arrived, so one look at them is enough.
 """
 
 from __future__ import annotations
@@ -23,27 +24,19 @@ from pensieve.http.connections import Connections
 from pensieve.http.wire import FULL
 
 BACKLOG: Final = 2048
-"""Connections that wait in the system until they are taken."""
 AT_A_TIME: Final = 256
-"""Connections that are taken before those that are there have their turn."""
 CROWD: Final = 16
-"""Waiting connections from which on each refusal is followed by a pause."""
+"""More waiting connections than this, and each refusal is followed by a pause."""
 PAUSE_S: Final = 0.01
-"""How long no stranger of a crowd is served after one that was not let in."""
 SILENT_S: Final = 1
-"""How long the system waits for the first bytes of a connection before it hands it over, about."""
+"""About how long the kernel waits for a connection's first bytes before it delivers it."""
 PEEKED: Final = 4096
-"""Bytes of a request in which a known key is looked for."""
 HANDSHAKE_S: Final = 10.0
-"""How long a TLS handshake may take."""
 RETRY_S: Final = 1.0
-"""How long no connection is taken after the process could open no more files."""
 _LACKS: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
 class PendingConnection:
-    """A connection that waits for its turn or for its TLS handshake."""
-
     idle = True
 
     def __init__(
@@ -53,16 +46,15 @@ class PendingConnection:
         self.address = address
         self.starting: asyncio.Task[None] | None = None
         self.begun = False
-        """The task has begun: it closes the socket if it fails."""
+        """The task has started. From then on it closes the socket when it is cancelled."""
         self._evict = evict
 
     def evict(self) -> None:
-        """End at once, to make room."""
         self._evict(self)
 
 
 class Acceptor:
-    """The connections of one listening socket until they are served. Used on one event loop."""
+    """The connections of one listening socket until they are served. Runs on one event loop."""
 
     def __init__(
         self,
@@ -72,7 +64,8 @@ class Acceptor:
         knows: Callable[[bytes], bool],
         context: ssl.SSLContext | None,
     ) -> None:
-        """``protocol``: makes what serves a connection. ``knows``: whether bytes begin a known caller's request."""
+        """``protocol`` creates the protocol of a connection. ``knows``: whether bytes begin a known caller's
+        request."""
         self._listener = listener
         self._connections = connections
         self._protocol = protocol
@@ -84,19 +77,18 @@ class Acceptor:
         self._starting: set[PendingConnection] = set()
         self._turn: asyncio.Handle | None = None
         self._admissions = 0
-        """The count of ``connections.admissions`` when the last stranger was served."""
+        """``connections.admissions`` when the last unknown connection was served."""
         self._closed = False
 
     def start(self) -> None:
-        """Take connections from now on."""
         self._listener.setblocking(False)
-        if self._context is None:  # the first bytes of a handshake say nothing about the caller
+        if self._context is None:  # a handshake's first bytes do not identify the caller
             self._listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, SILENT_S)
         self._listener.listen(BACKLOG)
         self._loop.add_reader(self._listener.fileno(), self._take)
 
     def close(self) -> None:
-        """Take no more, and refuse those that wait."""
+        """Stop accepting, and refuse the waiting connections."""
         if self._closed:
             return
         self._closed = True
@@ -106,7 +98,7 @@ class Acceptor:
             self._end(one)
 
     async def wait_closed(self) -> None:
-        """uvicorn waits for its servers; the connections that are served it waits for itself."""
+        """uvicorn awaits this on its servers. It waits for the served connections itself."""
 
     def _take(self) -> None:
         for _ in range(AT_A_TIME):
@@ -178,7 +170,7 @@ class Acceptor:
     async def _start(self, one: PendingConnection) -> None:
         one.begun = True
         deadline = None if self._context is None else HANDSHAKE_S
-        # An end in the handshake is the caller's: there is none to tell of it.
+        # The caller aborted the handshake: there is nothing to report.
         with contextlib.suppress(OSError):
             await self._loop.connect_accepted_socket(
                 lambda: self._protocol(one), one.socket, ssl=self._context, ssl_handshake_timeout=deadline
@@ -197,6 +189,8 @@ class Acceptor:
                 return
         if self._context is None:
             with contextlib.suppress(OSError):
-                one.socket.recv(PEEKED)  # a socket that is closed with bytes unread takes the answer back
+                one.socket.recv(
+                    PEEKED
+                )  # closing with unread bytes would reset the connection and lose the answer
                 one.socket.send(FULL)
         one.socket.close()

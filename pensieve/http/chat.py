@@ -1,4 +1,4 @@
-"""``POST /v1/chat/completions``: the client resends its history, and the door finds the session that goes on."""
+"""``POST /v1/chat/completions``: the client resends its history, and the door finds the session to continue."""
 
 from __future__ import annotations
 
@@ -66,23 +66,17 @@ from pensieve.speech import PLAIN, SpeechForm, read
 
 
 class ChatFunction(msgspec.Struct, frozen=True):
-    """What was called."""
-
     name: str
     arguments: str = "{}"
 
 
 class ChatCall(msgspec.Struct, frozen=True):
-    """A call in an earlier answer."""
-
     function: ChatFunction
     type: str = "function"
     id: str = ""
 
 
 class ChatMessage(msgspec.Struct, frozen=True):
-    """One message of the history that the client resends."""
-
     role: str
     content: Content = None
     name: str | None = None
@@ -96,45 +90,40 @@ class ChatMessage(msgspec.Struct, frozen=True):
 
 
 class ResponseFormat(msgspec.Struct, frozen=True):
-    """Form of the answer."""
-
     type: str = "text"
 
 
 class ValidatedChat(NamedTuple):
-    """A checked request, and what is made of it."""
-
     body: ChatRequest
     talk: Transcript
     options: TurnOptions
-    """For the SDK."""
 
 
 class ChatRequest(CompletionFields, kw_only=True):
-    """The request; ``session`` is not OpenAI's."""
+    """The request. ``session`` is not OpenAI's."""
 
     NESTED: ClassVar[Nested] = {**CompletionFields.NESTED, "tools": OfferedTool}
     WITHOUT_EFFECT: ClassVar[Mapping[str, str]] = {
-        "cache_prompt": "cached state is used wherever there is some",
-        "chat_id": "histories are found by what they say",
-        "metadata": "a completion is told once",
-        "prediction": "it makes an answer faster, not another one",
-        "prompt_cache_key": "beginnings are shared whatever it says",
-        "reasoning": "the model thinks as its template has it",
-        "reasoning_effort": "the model thinks as its template has it",
-        "safety_identifier": "users are not told apart",
-        "service_tier": "there is one",
-        "session_id": "histories are found by what they say",
-        "store": "histories are kept for a day, whatever it says",
-        "user": "users are not told apart",
-        "verbosity": "the model knows of none",
+        "cache_prompt": "cached state is always used",
+        "chat_id": "histories are found by their content",
+        "metadata": "a completion is sent once",
+        "prediction": "it affects speed only",
+        "prompt_cache_key": "prefixes are shared without it",
+        "reasoning": "the chat template decides whether the model thinks",
+        "reasoning_effort": "the chat template decides whether the model thinks",
+        "safety_identifier": "users are not distinguished",
+        "service_tier": "there is only one",
+        "session_id": "histories are found by their content",
+        "store": "histories are always kept for a day",
+        "user": "users are not distinguished",
+        "verbosity": "the model has no such setting",
     }
     REFUSED: ClassVar[Mapping[str, str]] = {
         **REFUSED_EVERYWHERE,
         "best_of": "belongs to completions",
         "conversation": "belongs to responses",
         "echo": "belongs to completions",
-        "function_call": "function calls go by tools and tool_choice",
+        "function_call": "use tools and tool_choice",
         "max_output_tokens": "is max_completion_tokens in chat completions",
         "previous_response_id": "belongs to responses",
         "suffix": "belongs to completions",
@@ -155,18 +144,17 @@ class ChatRequest(CompletionFields, kw_only=True):
     session: str | None = None
 
     def validated(self) -> ValidatedChat:
-        """Raises HttpFailure as ``check``, and for messages that cannot be."""
+        """Raises HttpFailure as ``check``, and for messages that are invalid."""
         self.check()
         return ValidatedChat(self, self.talk, self.turn_options)
 
     def check(self) -> None:
-        """Raises HttpFailure for what is asked for and not done."""
         if not self.messages:
             raise invalid_field("messages", "must not be empty")
         check_count(self.messages, "messages")
         check_tools(self.tools or (), self.tool_choice)
         if self.functions:
-            raise unsupported_field("functions", "function calls are not supported")
+            raise unsupported_field("functions", "use tools")
         if self.top_logprobs is not None and not self.logprobs:
             raise invalid_field("top_logprobs", "needs logprobs")
         if not 0 <= (self.top_logprobs or 0) <= MAX_TOP:
@@ -182,13 +170,11 @@ class ChatRequest(CompletionFields, kw_only=True):
 
     @property
     def talk(self) -> Transcript:
-        """What was said."""
         spoken = [_said(one, f"messages[{number}]") for number, one in enumerate(self.messages)]
         return make_transcript(spoken, "messages")
 
     @property
     def turn_options(self) -> TurnOptions:
-        """For the SDK."""
         options = self.options()
         options.update(call_options(self.tools or (), self.tool_choice, self.parallel_tool_calls))
         longest = self.max_completion_tokens or self.max_tokens
@@ -203,7 +189,7 @@ class ChatRequest(CompletionFields, kw_only=True):
 
 def _said(message: ChatMessage, param: str) -> Message:
     if message.function_call is not None:
-        raise unsupported_field(f"{param}.function_call", "calls are told as tool_calls")
+        raise unsupported_field(f"{param}.function_call", "use tool_calls")
     if message.audio is not None:
         raise unsupported_field(f"{param}.audio", "only text is supported")
     if message.role == "tool":
@@ -230,14 +216,11 @@ Scores = tuple[TokenLogprob, ...]
 
 @dataclass(frozen=True, slots=True)
 class ChatCompletion:
-    """What all parts of one answer say."""
-
     turn_id: str
     model: str
     session_id: str
     created: int
     form: SpeechForm = PLAIN
-    """How answers are read."""
 
     @classmethod
     def from_stream(
@@ -246,7 +229,6 @@ class ChatCompletion:
         return cls(stream.request_id, model, session_id, int(time.time()), form)
 
     def whole(self, turn: Turn) -> dict[str, Any]:
-        """The answer as one document."""
         choices = [
             {
                 "index": index,
@@ -267,10 +249,8 @@ class ChatCompletion:
         scored: bool,
         around: AbstractAsyncContextManager[None],
     ) -> AsyncIterator[bytes]:
-        """The answer as it comes, ``scored`` with log-probabilities; errors after the first chunk are an event too.
-
-        ``around`` is entered while the turn runs, and left before its error is told.
-        """
+        """Stream the answer, with log-probabilities if ``scored``. An error after the first chunk becomes an
+        event. ``around`` is entered while the turn runs, and left before its error is sent."""
         tellers: dict[int, ChatDeltas] = {}
         sent, tokens = SentText(), SentTokens(scored)
         try:
@@ -281,9 +261,9 @@ class ChatCompletion:
                         continue
                     teller = self._teller(tellers, piece.candidate)
                     if scores and not teller.begun:
-                        # As OpenAI does: its client for Node tells scores twice that come with an answer's first chunk.
+                        # As OpenAI does: its Node client repeats log-probabilities of the first chunk.
                         yield self._chunk(piece.candidate, teller.nothing())
-                    # A chunk without text carries the scores of tokens whose text is held back or belongs to no part.
+                    # A chunk without text carries the scores of tokens whose text is held back or dropped.
                     deltas = [*teller.push(text or "")] or ([teller.nothing()] if scores else [])
                     for delta in deltas:
                         yield self._chunk(piece.candidate, delta, scores=scores)
@@ -330,7 +310,6 @@ class ChatCompletion:
 
 
 def _answers(turn: Turn) -> list[tuple[int, str, str, Scores]]:
-    """Number, text, reason and log-probabilities of each answer."""
     if turn.candidates:
         return [
             (one.candidate, one.text, finish_reason(one.finish_reason), one.logprobs)
@@ -344,22 +323,21 @@ def _scored(scores: Scores) -> dict[str, Any] | None:
 
 
 _RACES: Final = 8
-"""How often the session is looked for again when other calls make it and take it back."""
+"""Attempts to find or make the session while other calls make and delete it."""
 
 
 @dataclass(slots=True)
 class _Made:
-    """A session that this call has made."""
-
     session: AsyncSession
     records: int = 1
-    """How many this call has written. Where the session has another number, others have used it."""
+    """Records that this call has written. If the session has more, other calls have used it."""
 
     def note(self) -> None:
         self.records += 1
 
     async def take_back(self) -> None:
-        """Free the name, unless others have used the session or a turn runs in it. A server may refuse even that."""
+        """Delete the session unless other calls have used it or a turn runs in it. An overloaded server may
+        refuse that too."""
         with contextlib.suppress(PensieveError, TimeoutError):
             async with asyncio.timeout(PATIENCE_S):
                 await self.session.delete(
@@ -369,7 +347,7 @@ class _Made:
 
 @dataclass(frozen=True, slots=True)
 class NamedTurn:
-    """A turn that the service has accepted, in the session of that name."""
+    """An accepted turn in a session named by the client."""
 
     session: AsyncSession
     stream: AsyncTurnStream
@@ -379,7 +357,8 @@ class NamedTurn:
 
     @asynccontextmanager
     async def to_its_end(self) -> AsyncIterator[None]:
-        """The block waits for the answer. A turn that is refused while it waits for its place leaves nothing either."""
+        """Wait for the answer in the block. A turn that is refused while queued leaves no session and no claim
+        either."""
         try:
             yield
         except PensieveError as error:
@@ -393,10 +372,10 @@ class NamedTurn:
 async def begin_named(
     client: AsyncClient, name: str, talk: Transcript, call: Call, options: TurnOptions
 ) -> NamedTurn:
-    """A turn of the session that the client names; where it is there, what is resent of its history is not read.
+    """Begin a turn in the session that the client names. If it exists, the resent history is ignored.
 
-    Else it is made with that history. The name is the client's, so a session that was made for a call that is then
-    refused must leave the name free: the client comes back with it.
+    Otherwise it is created with that history. A session created for a call that is then refused must be
+    deleted: the client will use the name again.
     """
     options["request_id"] = str(call.id)
     plan = CallPlan(session=name)
@@ -411,10 +390,10 @@ async def begin_named(
                     raise
             try:
                 return await _begun(client, name, talk, call, options)
-            except AlreadyExists as error:  # another call has just made it: go on in that one
+            except AlreadyExists as error:  # another call has just made it: continue in that one
                 if error.reason != "SESSION_EXISTS" or attempt + 1 == _RACES:
                     raise
-            except NotFound as error:  # another call had made it and has removed it again
+            except NotFound as error:  # another call made it and has deleted it
                 if not _is_missing(error) or attempt + 1 == _RACES:
                     raise
     raise AssertionError("unreachable: the last attempt returns or raises")
@@ -431,7 +410,7 @@ async def _gone_on(
 async def _begun(
     client: AsyncClient, name: str, talk: Transcript, call: Call, options: TurnOptions
 ) -> NamedTurn:
-    """The turn in a session that is made for it. A call that fails here takes it back."""
+    """Create the session and begin the turn. A call that fails here deletes the session."""
     early, last = split_new(talk.new)
     first = (batches_of(talk.history) or [()])[0]
     session = await client.create_session(
@@ -454,13 +433,12 @@ async def _begun(
 
 
 def _is_missing(error: PensieveError) -> bool:
-    """Whether there is no session of the name, or the store has lost the one there was."""
+    """Whether no session has the name, or the store has lost it."""
     is_lost = error.reason == "HISTORY_REGRESSED" and error.metadata.get("current_revision") == "0"
     return error.reason == NotFound.default_reason or is_lost
 
 
 async def create(request: Request) -> Response:
-    """Answer the last messages; the history before them is found, not computed."""
     door = HttpDoor.from_request(request)
     body, talk, options = await door.bodies.read(request, ChatRequest, ChatRequest.validated)
     call = await door.bodies.offload(request, Call.from_request, request, body)
@@ -473,7 +451,7 @@ async def create(request: Request) -> Response:
         named: NamedTalk | None = None
         around: AbstractAsyncContextManager[None] = nullcontext()
         if body.session:
-            # What it holds is not what was resent: nobody is led there by it.
+            # Its history may differ from the resent one, so it is not recorded for lookup.
             begun = await begin_named(caller.client, body.session, talk, call, options)
             session, stream, around = begun.session, begun.stream, begun.to_its_end()
         else:

@@ -1,6 +1,7 @@
-"""Bounds the connections of callers: in total, and those whose caller is not known yet, which make way for others.
+"""Bounds the callers' connections, in total and those of unknown callers ("strangers"), which are evicted
+first.
 
-And few requests of unknown callers are looked at together; the others cost no more than their connection.
+Also bounds how many strangers' requests are processed at once; the others cost no more than their connection.
 """
 
 from __future__ import annotations
@@ -13,30 +14,28 @@ from collections.abc import Callable, Collection
 from typing import Final, Protocol
 
 OURS: Final = 128
-"""Files that the process needs for other things: connections to the service, listeners, modules."""
+"""File descriptors for other purposes: connections to the service, listeners, modules."""
 UNLIMITED: Final = 65536
 SHARE: Final = 8
-"""An address may open another connection while it holds fewer than this many times the free ones."""
+"""An address may open another connection while it holds fewer than this times the free ones."""
 
 
 AT_ONCE: Final = 16
-"""Requests of unknown callers that are looked at together."""
+"""Strangers' requests that are processed at once."""
 YOUNG_S: Final = 0.1
-"""A request that is not let in by then makes way for others: answers to guesses are held back."""
+"""A request that is not admitted by then no longer occupies a place: refusals of guessed keys are delayed."""
 
 
 class Connection(Protocol):
-    """A connection that counts towards the limits."""
-
     @property
     def idle(self) -> bool: ...
 
     def evict(self) -> None:
-        """End at once, to make room."""
+        """Close at once, to make room."""
 
 
 class Queue:
-    """Requests of unknown callers. Newest first: an old one has had its time. Used on one event loop."""
+    """The requests of strangers, newest first: an old one has had its time. Runs on one event loop."""
 
     def __init__(self) -> None:
         self._waiting: dict[Connection, Callable[[], None]] = {}
@@ -50,7 +49,8 @@ class Queue:
             self._waiting[one] = start
 
     def leave(self, one: Connection) -> bool:
-        """The request has been let in or refused, or its connection is gone. Returns whether it was looked at."""
+        """Remove a request that was admitted or refused, or whose connection closed. Return whether it was
+        being processed."""
         self._waiting.pop(one, None)
         if (timer := self._looked_at.pop(one, None)) is None:
             return False
@@ -66,13 +66,11 @@ class Queue:
 
 
 class Connections:
-    """All connections of one door. Used on one event loop."""
+    """All connections of one door. Runs on one event loop."""
 
     def __init__(self, proxies: Collection[str] = (), files: int | None = None) -> None:
-        """``proxies``: networks whose addresses stand for many callers. ``files``: that the process may open.
-
-        Half of the files are for callers, and a quarter for those that are not known.
-        """
+        """``proxies``: networks whose addresses stand for many callers. ``files``: file descriptors that the
+        process may open. Half of the descriptors are for callers, a quarter for strangers."""
         if files is None:
             files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
             files = UNLIMITED if files == resource.RLIM_INFINITY else min(files, UNLIMITED)
@@ -82,23 +80,21 @@ class Connections:
         self._strangers: dict[str, dict[Connection, None]] = {}
         """By address, oldest first."""
         self._known: dict[Connection, None] = {}
-        """Oldest first."""
         self._address: dict[Connection, str] = {}
         self._of_address: dict[str, int] = {}
         self.queue = Queue()
         self.admissions = 0
-        """Strangers who were let in."""
 
     def __len__(self) -> int:
         return len(self._address)
 
     @property
     def strangers(self) -> int:
-        """Connections whose caller is not known."""
         return len(self._address) - len(self._known)
 
     def on_connect(self, one: Connection, address: str) -> bool:
-        """Count a new connection, and evict another where there are too many. False: there is no room for it."""
+        """Count a new connection, evicting another when there are too many. Return False if there is no room
+        for it."""
         address = _network(address)
         full = len(self) >= self.most and not self._make_room()
         free = max(0, self.most - len(self))
@@ -113,7 +109,7 @@ class Connections:
         return True
 
     def replace(self, before: Connection, one: Connection) -> bool:
-        """``one`` counts in the place of ``before``. False: that one does not count any more."""
+        """Count ``one`` in place of ``before``. Return False if ``before`` does not count any more."""
         if (address := self._address.pop(before, None)) is None:
             return False
         alike = self._known if before in self._known else self._strangers[address]
@@ -123,20 +119,18 @@ class Connections:
         return True
 
     def on_admitted(self, one: Connection) -> None:
-        """The caller is known."""
         self.admissions += self.queue.leave(one)
         if one in self._address and one not in self._known:
             self._forget_stranger(one)
             self._known[one] = None
 
     def on_last_answer(self, one: Connection) -> None:
-        """The connection has had its last answer: it may be evicted as that of a stranger."""
+        """The connection got its last answer; from now on it may be evicted like a stranger's."""
         if one in self._known:
             del self._known[one]
             self._strangers.setdefault(self._address[one], {})[one] = None
 
     def on_close(self, one: Connection) -> None:
-        """The connection is closed."""
         if one not in self._address:
             return
         self.queue.leave(one)
@@ -150,19 +144,19 @@ class Connections:
             del self._of_address[address]
 
     def _make_room(self) -> bool:
-        """Evict a stranger, or a known caller's connection on which nothing is asked."""
+        """Evict a stranger, or else an idle connection of a known caller."""
         if self._strangers:
             return self._evict_stranger(max(self._strangers, key=lambda name: len(self._strangers[name])))
         idle = next((one for one in self._known if one.idle), None)
         return idle is not None and self._evict(idle)
 
     def _evict_stranger(self, address: str, besides: Connection | None = None) -> bool:
-        """Evict the oldest stranger of an address; whether there is one."""
+        """Evict the oldest stranger of an address, and return whether there was one."""
         found = next((one for one in self._strangers.get(address, ()) if one is not besides), None)
         return found is not None and self._evict(found)
 
     def _evict(self, one: Connection) -> bool:
-        self.on_close(one)  # at once, so that none is evicted twice
+        self.on_close(one)  # first, so that it is not evicted twice
         one.evict()
         return True
 
@@ -182,7 +176,7 @@ class Connections:
 
 @functools.lru_cache(4096)
 def _network(address: str) -> str:
-    """A caller that has one IPv6 address has all of its /64."""
+    """Return an IPv6 address's /64, all of which its owner may use; any other address as it is."""
     try:
         known = ipaddress.ip_address(address)
     except ValueError:

@@ -25,17 +25,14 @@ from pensieve.http.responses.requests import InputItem, check_metadata, messages
 from pensieve.speech import SpeechForm, read
 
 MAX_ITEMS: Final = 20
-"""Of one create."""
 
 
 class ConversationRequest(msgspec.Struct):
-    """A new conversation."""
-
     items: list[InputItem] | None = None
     metadata: dict[str, str] | None = None
 
     def asked(self) -> tuple[ConversationRequest, list[Message], dict[str, str] | None]:
-        """Itself, messages and metadata. Raises HttpFailure."""
+        """Return itself, messages and metadata. Raises HttpFailure."""
         check_metadata(self.metadata or {})
         if len(self.items or ()) > MAX_ITEMS:
             raise invalid_field("items", f"at most {MAX_ITEMS}")
@@ -43,38 +40,31 @@ class ConversationRequest(msgspec.Struct):
 
 
 class ItemsRequest(msgspec.Struct):
-    """Items that were said elsewhere, to be added."""
-
     items: list[InputItem]
 
     def asked(self) -> tuple[ItemsRequest, list[Message]]:
-        """Itself, and the messages. Raises HttpFailure."""
         if not 0 < len(self.items) <= MAX_ITEMS:
             raise invalid_field("items", f"must be 1 to {MAX_ITEMS}")
         return self, messages_of(self.items, "items")
 
 
 class MetadataRequest(msgspec.Struct):
-    """New metadata of a conversation, in place of the old."""
-
     metadata: dict[str, str] | None = None
 
     def asked(self) -> dict[str, str]:
-        """The metadata. Raises HttpFailure."""
         check_metadata(self.metadata or {})
         return self.metadata or {}
 
 
 @dataclass(frozen=True, slots=True)
 class _Told:
-    """An item of the history with the items that it is told as: an answer is as many as its response had."""
+    """An item of the history and the output items it is shown as: an answer may be several."""
 
     item: Item
     documents: list[dict[str, Any]]
 
 
 async def create(request: Request) -> Response:
-    """A new conversation, with up to 20 items that were said elsewhere."""
     door = HttpDoor.from_request(request)
     body, said, labels = await door.bodies.read(request, ConversationRequest, ConversationRequest.asked)
     call = Call.from_request(request, body)
@@ -94,7 +84,6 @@ async def create(request: Request) -> Response:
 
 
 async def retrieve(request: Request) -> Response:
-    """A conversation; its items are a list of their own."""
     door = HttpDoor.from_request(request)
     async with door.callers.for_request(request) as caller:
         info = await (await _session(request, caller)).refresh()
@@ -102,7 +91,6 @@ async def retrieve(request: Request) -> Response:
 
 
 async def update(request: Request) -> Response:
-    """Replace the metadata."""
     door = HttpDoor.from_request(request)
     labels = await door.bodies.read(request, MetadataRequest, MetadataRequest.asked)
     async with door.callers.for_request(request) as caller:
@@ -112,7 +100,6 @@ async def update(request: Request) -> Response:
 
 
 async def delete(request: Request) -> Response:
-    """Erase a conversation, responses and all."""
     door = HttpDoor.from_request(request)
     async with door.callers.for_request(request) as caller:
         session = await _session(request, caller)
@@ -122,7 +109,7 @@ async def delete(request: Request) -> Response:
 
 
 async def items(request: Request) -> Response:
-    """A page of the items, newest first unless ``order=asc``."""
+    """Return a page of the items, newest first unless ``order=asc``."""
     door = HttpDoor.from_request(request)
     async with door.callers.for_request(request) as caller:
         session = await _session(request, caller)
@@ -131,7 +118,6 @@ async def items(request: Request) -> Response:
 
 
 async def item(request: Request) -> Response:
-    """One item."""
     door = HttpDoor.from_request(request)
     async with door.callers.for_request(request) as caller:
         session = await _session(request, caller)
@@ -141,7 +127,6 @@ async def item(request: Request) -> Response:
 
 
 async def add(request: Request) -> Response:
-    """Items that were said elsewhere, behind the others."""
     door = HttpDoor.from_request(request)
     body, said = await door.bodies.read(request, ItemsRequest, ItemsRequest.asked)
     call = Call.from_request(request, body)
@@ -155,7 +140,7 @@ async def add(request: Request) -> Response:
 
 
 async def remove(request: Request) -> Response:
-    """Erases the newest item; a history that was gone on from keeps its middle. Answers the conversation."""
+    """Erase the newest item and return the conversation. Earlier items cannot be removed."""
     door = HttpDoor.from_request(request)
     async with door.callers.for_request(request) as caller:
         session = await _session(request, caller)
@@ -164,21 +149,20 @@ async def remove(request: Request) -> Response:
         told = await _told(session, await session.items(), await door.server_info(caller))
         found, index = _place(request, session, told)
         if found is not told[-1]:
-            raise _kept("only the newest item can be taken out: the others were gone on from")
+            raise _kept("only the newest item can be removed: the conversation continues from the others")
         if index:
             first = found.documents[0]["id"]
-            raise _kept(f"it is a part of an answer, which is taken out whole, by its first item: {first}")
+            raise _kept(
+                f"the item is a part of an answer, which is removed as a whole, by its first item: {first}"
+            )
         to_item = told[-2].item.item if len(told) > 1 else 0
         info = await session.rewind(to_item=to_item, erase=True, expected_revision=revision)
     return door.answer(_document(info), request)
 
 
 def _place(request: Request, session: AsyncSession, told: list[_Told]) -> tuple[_Told, int]:
-    """The item that the request names, and which of those that it is told as: by its own id or, of an answer, by that
-    which it has in the output of its response.
-
-    Raises HttpFailure (404).
-    """
+    """Return the item that the request names, and the index in its output items. A part of an answer is named
+    by its own id or by its id in the response's output. Raises HttpFailure (404)."""
     wanted = request.path_params["item"]
     suffix, _, number = wanted.partition("_")[2].partition("-")
     answer = ResponseId.parse(f"resp_{suffix}")
@@ -196,7 +180,6 @@ def _place(request: Request, session: AsyncSession, told: list[_Told]) -> tuple[
 
 
 async def _session(request: Request, caller: Caller) -> AsyncSession:
-    """The session of a conversation. Raises HttpFailure (404)."""
     name = request.path_params["conversation"]
     session_id = conversation_session(name)
     missing = HttpFailure(
@@ -213,7 +196,7 @@ async def _session(request: Request, caller: Caller) -> AsyncSession:
 
 
 async def _told(session: AsyncSession, items: Iterable[Item], info: ServerInfo) -> list[_Told]:
-    """Items as their responses told them: an answer has calls only where its response offered tools."""
+    """Return items as their responses showed them: an answer has calls only where its response offered tools."""
     assert session.info is not None
     words = replace(info.speech, calls=None)
     found = []
@@ -226,10 +209,9 @@ async def _told(session: AsyncSession, items: Iterable[Item], info: ServerInfo) 
 
 
 async def _form(session: AsyncSession, answer: Item, info: ServerInfo) -> SpeechForm:
-    """How an answer that spells calls is read."""
     kept = None
     if answer.request_id:
-        with contextlib.suppress(NotFound):  # an item that was added without a turn
+        with contextlib.suppress(NotFound):  # the item was added without a turn
             kept = KeptResponse.from_turn(await session.get_turn(answer.request_id))
     if kept is None:
         return info.speech

@@ -1,9 +1,9 @@
-"""HTTP below the application: what a connection may cost before, and while, its requests are answered.
+"""HTTP below the application: bounds the cost of a connection before and while its requests are answered.
 
-Connections take turns. In each turn one piece is parsed, and only when it is needed: a body when the application asks
-for it, the next request when the one before it is answered. So no caller can make the event loop
-work on what it sends, however it is cut into chunks, lines or packets. What is no HTTP is refused in the form of all
-errors, and a caller that stands still is left.
+Connections take turns on the event loop. In each turn one piece is parsed, and only when it is needed: a body
+when the application reads it, the next request when the previous one is answered. So no caller can occupy the
+event loop, however it cuts its data into chunks, lines or packets. Invalid HTTP gets an error in the usual
+form. A caller that stalls is disconnected.
 """
 
 from __future__ import annotations
@@ -26,11 +26,10 @@ from pensieve.http.common.failures import HttpFailure
 from pensieve.http.connections import Connection, Connections
 
 HEAD_S: Final = 30.0
-"""How long a request may take up to its body: from the connection, or from its first byte on one that is open."""
+"""Timeout of a request's head, from the connection, or from the previous answer on an open one."""
 STALLED_S: Final = 120.0
-"""How long a caller may take nothing of an answer that is waiting for it."""
 LINGER_S: Final = 2.0
-"""How long what a refused caller still sends is taken and dropped; if it were not, the refusal would get lost."""
+"""How long data of a refused caller is read and dropped. Closing earlier would lose the refusal."""
 LINGER_BYTES: Final = 1 << 20
 HEAD_PIECE: Final = 1024
 """Bytes of heads that are parsed at a time. A piece this small holds few requests."""
@@ -39,21 +38,21 @@ WAITING_BYTES: Final = 16 * 1024
 """Bytes of a connection that are read before the application asks for them."""
 STRANGERS_READ: Final = 16 * 1024
 KNOWN_READ: Final = 64 * 1024
-"""Bytes that are taken from the socket at once, by whether the caller is known."""
+"""Bytes per read from the socket, for unknown and for known callers."""
 BATCH: Final = 16 * 1024
-"""The application gets a body in parts of this size, however small the packets are that it comes in."""
+"""The application gets a body in parts of this size, however small the packets are."""
 FLUSH_S: Final = 0.02
-"""How long a smaller part waits for more."""
 AHEAD: Final = 64 * 1024
-"""Bytes of a body that wait for the application before no more are parsed."""
+"""Bytes of a body that may wait for the application before parsing pauses."""
 MOST_HEAD: Final = 64 * 1024
 MOST_LINES: Final = 128
 FRAMING: Final = 8 * 1024
-"""Bytes that chunks of a body may take beside the body, and an eighth of it: chunks of 64 bytes and more do not."""
+"""Bytes of chunk headers that a body may have, plus an eighth of its size. Chunks of 64 bytes or more stay
+below it."""
 
 
 class _Refused(Exception):
-    """Ends the parsing; the failure is for the caller."""
+    """Ends the parsing with a failure for the caller."""
 
     def __init__(self, failure: HttpFailure) -> None:
         super().__init__(failure.message)
@@ -61,7 +60,7 @@ class _Refused(Exception):
 
 
 class _Flow(FlowControl):
-    """What uvicorn says of reading holds for parsing here; the protocol itself says when the socket is read."""
+    """Applies uvicorn's flow control to parsing; the protocol itself decides when the socket is read."""
 
     def __init__(self, transport: asyncio.Transport, wake: Callable[[], None]) -> None:
         super().__init__(transport)
@@ -76,12 +75,11 @@ class _Flow(FlowControl):
             self._wake()
 
     def forget(self) -> None:
-        """Call nothing any more."""
         self._wake = _nothing
 
 
 class _Outlet:
-    """The transport as a request's answer sees it: to close it is to linger where the caller still sends."""
+    """The transport as a request's answer sees it. Its ``close`` lingers while the caller still sends."""
 
     def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
         self.write = transport.write
@@ -90,7 +88,7 @@ class _Outlet:
 
 
 class _Headers:
-    """Headers of every answer, as uvicorn adds them: the last answer of a connection says that it is."""
+    """Headers of every answer, as uvicorn adds them; a connection's last answer also has ``connection: close``."""
 
     def __init__(self, default: list[tuple[bytes, bytes]], ends: Callable[[], bool]) -> None:
         self._default = default
@@ -101,8 +99,6 @@ class _Headers:
 
 
 class Guarded(HttpToolsProtocol):
-    """One connection. See the module docstring."""
-
     def __init__(
         self,
         connections: Connections,
@@ -111,27 +107,26 @@ class Guarded(HttpToolsProtocol):
         arrival: Connection | None = None,
         **options: Any,
     ) -> None:
-        """``knows``: whether the caller of a request, given its scope, was let in before. ``arrival``: what the
-        connection counts as before it is made."""
+        """``knows``: whether the caller of a request with this scope was admitted before. ``arrival``: counts
+        for the connection until this object does."""
         super().__init__(**options)
         self._arrival = arrival
         self._connections = connections
         self._knows = knows
         self._waiting = bytearray()
-        """Read and not parsed."""
         self._scheduled = False
         self._reading = True
         self._in_message = self._in_body = False
         self._head_bytes = self._lines = 0
         self._body_bytes = self._framing = 0
         self._left_over = AHEAD
-        """Bytes of a body that are read and dropped behind its answer, before the connection is closed instead."""
+        """Bytes of a body that are read and dropped after its answer; then the connection is closed instead."""
         self._framed = b""
-        """The header lines of the request that say how long its body is."""
+        """The request's header lines that give the length of its body."""
         self._repeats = False
-        """The parser hears a head that was parsed before."""
+        """The parser is replaying a head that was parsed before."""
         self._dropped: int | None = None
-        """Bytes that were dropped since the answer that ends the connection; None before it."""
+        """Bytes dropped since the connection's last answer; None before it."""
         self._lingering: asyncio.TimerHandle | None = None
         self._flushing: asyncio.TimerHandle | None = None
         self._head: asyncio.TimerHandle | None = None
@@ -165,31 +160,28 @@ class Guarded(HttpToolsProtocol):
             self._forget_request()
 
     def _forget_request(self) -> None:
-        """Let go of what refers to this object: a closed connection is freed at once, not by a garbage collection,
-        which would hold up the loop for those of many."""
+        """Drop references to this object, so that a closed connection is freed at once. A garbage collection of
+        many would block the event loop."""
         if self.cycle is not None:
-            self.cycle.default_headers = []  # they refer to it
+            self.cycle.default_headers = []  # they refer to this object
             self.cycle.scope["state"].pop(ADMITTED, None)
         self.cycle = self.scope = None  # type: ignore[assignment]
 
     @property
     def address(self) -> str:
-        """Address of the peer. Behind a proxy it is the proxy's."""
+        """The peer's address; behind a proxy, the proxy's."""
         return self.client[0] if self.client is not None else ""
 
     @property
     def idle(self) -> bool:
-        """No request is under way."""
         return self.cycle is None or self.cycle.response_complete
 
     def admitted(self) -> None:
-        """The caller of the request under way is known."""
         if not self.transport.is_closing():
             self._read_at_once(KNOWN_READ)
             self._connections.on_admitted(self)
 
     def evict(self) -> None:
-        """Make room for another connection, at once."""
         if not self.idle and not self.cycle.response_started:
             self.transport.write(FULL)
         self.transport.close()
@@ -216,7 +208,7 @@ class Guarded(HttpToolsProtocol):
             self._take()
 
     def _take(self) -> None:
-        """Parse a piece of what has come, if it is wanted; the next one when others had their turn."""
+        """Parse one piece of the received data if it is wanted, and schedule the next."""
         self._scheduled = False
         if self.transport.is_closing() or self._dropped is not None:
             self._waiting.clear()
@@ -237,7 +229,7 @@ class Guarded(HttpToolsProtocol):
         return not self.flow.read_paused if self._in_body else self.idle
 
     def _read_at_once(self, size: int) -> None:
-        with contextlib.suppress(AttributeError):  # uvloop has a buffer of its own
+        with contextlib.suppress(AttributeError):  # uvloop has its own buffer
             self.transport.max_size = size  # type: ignore[attr-defined]
 
     def _wake(self) -> None:
@@ -278,7 +270,8 @@ class Guarded(HttpToolsProtocol):
             self._refuse(failure)
 
     def _ignore_upgrade(self, rest: bytes) -> None:
-        """The request is answered as it is. The parser has skipped its body: another one, told its length, finds it."""
+        """Answer an upgrade request as a plain one. The parser has skipped its body, so a new parser that knows
+        its length reads it."""
         self._waiting[:0] = rest
         if self._in_body:
             self.parser = httptools.HttpRequestParser(self)
@@ -302,7 +295,7 @@ class Guarded(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._in_body:
-            return  # behind the body: nothing of it counts
+            return  # trailers after the body are ignored
         self._lines += 1
         if self._lines > MOST_LINES:
             raise _Refused(
@@ -333,7 +326,7 @@ class Guarded(HttpToolsProtocol):
         self.flow.pause_reading()
 
     def _leaves_much(self, cycle: Any) -> bool:
-        """Whether more of the request's body is unread than is worth reading for the next request."""
+        """Whether too much of the request's body is unread to read it for the sake of the next request."""
         if cycle is not self.cycle or not self._in_body:
             return False
         announced = next((value for name, value in self.headers if name == b"content-length"), None)
@@ -360,7 +353,7 @@ class Guarded(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         if self._framed and self.parser.should_upgrade():
-            return  # its body is still to come: see ``_ignore_upgrade``
+            return  # the body is still to come: see ``_ignore_upgrade``
         self._in_message = self._in_body = False
         super().on_message_complete()
 
@@ -376,7 +369,7 @@ class Guarded(HttpToolsProtocol):
         self._wake()
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
-        """A request begins at once where its caller is known, else when it is its turn among those of strangers."""
+        """Start a known caller's request at once; queue a stranger's."""
         start = functools.partial(super()._start_asgi_task, cycle, app)
         if cycle.scope["path"] in OPEN:
             start()
@@ -389,7 +382,7 @@ class Guarded(HttpToolsProtocol):
     # ---- ends
 
     def send_400_response(self, msg: str) -> None:
-        """uvicorn calls this for what its parser refuses."""
+        """Called by uvicorn when its parser refuses the request."""
         self._refuse(_no_http(msg))
 
     def _watch(self) -> None:
@@ -407,7 +400,7 @@ class Guarded(HttpToolsProtocol):
         if self.transport.is_closing() or self._dropped is not None:
             return
         begun = self.cycle is not None and self.cycle.response_started
-        if not begun or self.cycle.response_complete:  # else it would be read as a part of that answer
+        if not begun or self.cycle.response_complete:  # otherwise it would be taken for a part of that answer
             self.transport.write(_answer(failure))
         self._end_gently()
         if self.cycle is not None and not self.cycle.response_complete:
@@ -415,10 +408,8 @@ class Guarded(HttpToolsProtocol):
             self.cycle.message_event.set()
 
     def _end_gently(self) -> None:
-        """Close the connection when the caller has stopped sending, or soon.
-
-        A socket that is closed with bytes unread takes back what the caller has not read yet: the answer.
-        """
+        """Close the connection when the caller has stopped sending, or after ``LINGER_S``. Closing a socket
+        with unread bytes would reset the connection, and the caller might never see the answer."""
         if self._dropped is not None or self.transport.is_closing():
             return
         if not (self._in_message or self._waiting):
@@ -434,7 +425,7 @@ class Guarded(HttpToolsProtocol):
 
 
 def guarded(connections: Connections, knows: Callable[[Any], bool]) -> type[Guarded]:
-    """The protocol of connections that all count in ``connections``. ``knows``: see ``Guarded``."""
+    """Return the protocol class of connections that count in ``connections``. ``knows``: see ``Guarded``."""
 
     class Counted(Guarded):
         def __init__(self, **options: Any) -> None:
@@ -471,11 +462,11 @@ def _answer(failure: HttpFailure) -> bytes:
 
 
 FULL: Final = _answer(_full())
-"""What a connection is told that has to make room."""
+"""The answer to a request whose connection is evicted."""
 
 
 def _nothing() -> None:
-    """Stands for a callback that is over."""
+    """Stands for a dropped callback."""
 
 
 def _end(timer: asyncio.TimerHandle | None) -> None:

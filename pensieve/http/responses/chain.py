@@ -1,4 +1,4 @@
-"""Begins the turn of a response: where a previous one ended, in a conversation, or in a session of its own."""
+"""Begins the turn of a response: after a previous response, in a conversation, or in a new session."""
 
 from __future__ import annotations
 
@@ -46,33 +46,28 @@ from pensieve.speech import SpeechForm
 
 @dataclass(frozen=True, slots=True)
 class BegunResponse:
-    """A turn that the service has accepted."""
-
     session: AsyncSession
     stream: AsyncTurnStream
     id: ResponseId
     form: SpeechForm
-    """How the answer is read."""
     talk: NamedTalk | None = None
-    """What was said from the beginning, when the client said all of it."""
+    """The whole conversation, when the client sent all of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """One request on its way to its session."""
+    """One request on the way to its session."""
 
     caller: Caller
     asked: ValidatedResponse
     call: Call
     annotations: dict[str, str]
-    """To be kept with the turn."""
     use: ToolUse
     info: ServerInfo
     talk: NamedTalk | None
-    """From ``first_talk``."""
 
     async def begin(self, heads: HeadCache, unstored_ttl_s: float) -> BegunResponse:
-        """A refusal leaves nothing behind. Raises HttpFailure and PensieveError."""
+        """Begin the turn. A refusal leaves no session behind. Raises HttpFailure and PensieveError."""
         if self.body.previous_response_id is not None:
             return await self._after(self.body.previous_response_id, unstored_ttl_s)
         if self.body.conversation_id is not None:
@@ -81,12 +76,12 @@ class Chain:
         return await self._first(heads, self.talk, unstored_ttl_s)
 
     async def _first(self, heads: HeadCache, talk: NamedTalk, unstored_ttl_s: float) -> BegunResponse:
-        # Instructions are said again with each response: nobody is led here without them.
+        # Clients resend instructions with each response, so a history without them must not lead here.
         is_found = self.body.instructions is None
         try:
             beginning = TurnStarter(
                 self.caller,
-                # What leaves nothing behind is found by nobody, and finds nothing.
+                # An unstored response cannot be found, and finds no session.
                 heads if self.body.stored else None,
                 talk,
                 self.call,
@@ -113,7 +108,7 @@ class Chain:
         if not changes and not split_new(self.asked.messages)[0]:
             going_on = msgspec.structs.replace(plan, session=head.session_id, revision=head.revision)
             try:
-                # A branch is made of a session that has moved on, or is about to.
+                # Fork a session that has moved on, or is about to.
                 is_branch = self.call.is_retryable and not await is_free(session, head.revision, self.call.id)
             except NotFound:
                 raise _unknown(previous) from None
@@ -127,7 +122,7 @@ class Chain:
             try:
                 return await self._turn(session, more)
             except NotFound as error:
-                if error.reason == "CONTENT_ERASED":  # this very response was made, and erased since
+                if error.reason == "CONTENT_ERASED":  # this response was made, and erased since
                     raise
                 raise self._refusal(error) if session.id == plan.own else _unknown(previous) from None
 
@@ -141,13 +136,12 @@ class Chain:
     async def _branch(
         self, source: AsyncSession, head: ResponseId, previous: str, plan: CallPlan, changes: SessionChanges
     ) -> AsyncSession:
-        """The plan's own session, with the history up to a response."""
         branch = await find_own_session(self.caller.client, self.call, plan)
         if branch is None:
             branch = await self._forked(source, head, previous, plan)
         assert branch.info is not None
         if changes and branch.info.revision == 1:
-            with contextlib.suppress(Aborted):  # Another try has made them.
+            with contextlib.suppress(Aborted):  # Another try has made the changes.
                 await branch.update(**changes, expected_revision=1)
         early, last = split_new(self.asked.messages)
         return await added(branch, early, self.call, follow=last)
@@ -160,7 +154,7 @@ class Chain:
             if turn.state is TurnState.RUNNING:
                 raise HttpFailure(
                     409,
-                    "previous_response_id: that response is still being made",
+                    "previous_response_id: that response is still being generated",
                     kind="conflict_error",
                     param="previous_response_id",
                     code="response_in_progress",
@@ -187,7 +181,7 @@ class Chain:
             info = await session.refresh()
         except NotFound:
             raise missing from None
-        # They hold for this response: the conversation keeps its own.
+        # They apply to this response only: the conversation keeps its own.
         frame: TurnOptions = {}
         if self.body.instructions is not None:
             frame["turn_system_prompt"] = self.body.instructions
@@ -196,7 +190,7 @@ class Chain:
         plan = await self.call.claim_plan(client, CallPlan(session=session_id))
 
         async def make(own: str) -> AsyncSession:
-            raise AssertionError("a conversation is there")
+            raise AssertionError("the conversation exists")
 
         async def turn(session: AsyncSession, more: TurnOptions) -> AsyncTurnStream:
             early, last = split_new(self.asked.messages)
@@ -219,12 +213,12 @@ class Chain:
         return options
 
     def _refusal(self, error: NotFound) -> Exception:
-        """Of a session that was to be made for this response, and is not there: an earlier try had made it."""
+        """The error for a new session that does not exist: an earlier try had made and deleted it."""
         if self.body.stored or error.reason != "SESSION_DELETED":
             return error
         return HttpFailure(
             409,
-            "the response of this Idempotency-Key was not stored, and is gone; another key asks for a new one",
+            "the response of this Idempotency-Key was not stored, and is gone; use another key for a new one",
             kind="conflict_error",
             param="Idempotency-Key",
             code="response_not_stored",
@@ -235,7 +229,7 @@ class Chain:
         return self.asked.body
 
     def _changes(self, head: ResponseId) -> SessionChanges:
-        """What of the session is another for this turn than it was for the one before."""
+        """Return the session settings that differ between the previous turn and this one."""
         changes: SessionChanges = {}
         if mark(self.body.instructions, self.use.text) != head.instructions:
             changes["system_prompt"] = self.body.instructions or ""
@@ -258,7 +252,7 @@ class Chain:
 
 
 def first_talk(asked: ValidatedResponse, use: ToolUse, scope: bytes) -> NamedTalk | None:
-    """What is said where nothing was said before; None: the request goes on from something. Raises HttpFailure."""
+    """Return the transcript of a request that begins a conversation; None if it continues one. Raises HttpFailure."""
     body = asked.body
     if body.previous_response_id is not None or body.conversation_id is not None:
         return None
@@ -269,10 +263,8 @@ def first_talk(asked: ValidatedResponse, use: ToolUse, scope: bytes) -> NamedTal
 
 
 async def answer_item(session: AsyncSession, turn: Turn) -> int | None:
-    """Number of a turn's answer in the live history; None when it is not there any more.
-
-    A turn is known for ever, and its items have other numbers after a change of the system prompt before them.
-    """
+    """Return the number of a turn's answer in the current history; None if it is gone. The turn's own record is
+    not enough: it outlives its items, and a change of the system prompt before them renumbers them."""
     if turn.output is None:
         return None
     found = await session.items(after_item=turn.output.item - 1, limit=1)
@@ -296,10 +288,8 @@ _MOST: Final = 1024
 
 
 async def resolved(asked: ValidatedResponse, caller: Caller, info: ServerInfo) -> ValidatedResponse:
-    """The request with the items that it names in place of their names.
-
-    Raises HttpFailure: 404 for an item that is not there for this caller.
-    """
+    """Return the request with item references replaced by the items. Raises HttpFailure (404) for an item that
+    does not exist for this caller."""
     items = asked.body.input
     if not asked.refers or not isinstance(items, list):
         return asked
@@ -314,8 +304,6 @@ async def resolved(asked: ValidatedResponse, caller: Caller, info: ServerInfo) -
 
 
 class _References:
-    """Reads named items; each turn once."""
-
     def __init__(self, caller: Caller, info: ServerInfo) -> None:
         self._caller = caller
         self._info = info

@@ -1,4 +1,4 @@
-"""Response objects and the events of their streams; what was asked for is kept with the turn for later readers."""
+"""Response objects and stream events. The request is stored with the turn, to show the response again later."""
 
 from __future__ import annotations
 
@@ -40,24 +40,22 @@ from pensieve.http.responses.requests import ResponseRequest
 from pensieve.speech import PLAIN, SpeechForm, Words
 
 _NAME: Final = "http.response"
-"""Of the turn's annotation. Its value is JSON; a long one is compressed, for tools are told with every turn."""
+"""Name of the turn's annotation. Its value is JSON, compressed if long, because it repeats the tools with every
+turn."""
 _LONG: Final = 1024
 _COMPRESSED: Final = "zlib:"
 
 
 class KeptResponse(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Of a response, all that the history itself does not say."""
+    """The parts of a response that the history does not hold. Stored with the turn."""
 
     created: int
-    """Seconds since the epoch."""
     model: str
-    """As it was served."""
     asked: ResponseRequest
     """The request without its input, which the history has."""
 
     @property
     def annotations(self) -> dict[str, str]:
-        """To go with the turn."""
         asked = msgspec.structs.replace(self.asked, input=None, stream=False)
         data = msgspec.json.encode(msgspec.structs.replace(self, asked=asked))
         if len(data) > _LONG:
@@ -66,7 +64,7 @@ class KeptResponse(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @classmethod
     def from_turn(cls, turn: Turn) -> KeptResponse | None:
-        """None: the turn was made before this was kept, by a door that keeps it in another form, or without a door."""
+        """Return None if the turn has none, or one in another format."""
         value = turn.annotations.get(_NAME)
         if value is None:
             return None
@@ -79,7 +77,7 @@ class KeptResponse(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def guessed(found: ResponseId, model: str, turn: Turn) -> KeptResponse:
-    """What the id and the history say, for a turn with nothing kept."""
+    """Reconstruct it from the id and the history, for a turn without the annotation."""
     times = [item.create_time for item in turn.items if item.create_time is not None]
     asked = ResponseRequest(
         background=found.background,
@@ -96,25 +94,19 @@ _ROLES = {Role.SYSTEM: "system", Role.USER: "user", Role.ASSISTANT: "assistant"}
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """What all snapshots of one response say."""
-
     id: ResponseId
     kept: KeptResponse
     form: SpeechForm = PLAIN
-    """How the answer is read."""
 
     @classmethod
     def from_turn(cls, found: ResponseId, info: ServerInfo, turn: Turn) -> Response:
-        """A response that was made before."""
         form = info.speech if found.calls else replace(info.speech, calls=None)
         return cls(found, KeptResponse.from_turn(turn) or guessed(found, info.model, turn), form)
 
     def begun(self) -> Document:
-        """While the answer is made."""
         return self._snapshot("in_progress")
 
     def finished(self, turn: Turn) -> Document:
-        """With the answer, however it ended."""
         status = status_of(turn)
         output = self._output(turn, status) if turn.output is not None else []
         cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
@@ -127,12 +119,10 @@ class Response:
         }
 
     def failed(self, code: str, message: str) -> Document:
-        """When there is no answer."""
         return {**self._snapshot("failed"), "error": {"code": code, "message": message}}
 
     @property
     def items(self) -> OutputItems:
-        """Makes the items of the output."""
         return OutputItems(self.id.message.removeprefix("msg_"), self.id.turn_id)
 
     def _output(self, turn: Turn, status: str) -> list[Document]:
@@ -184,14 +174,14 @@ class Response:
 
 
 def _problem(turn: Turn) -> str:
-    """Why there is no answer."""
     if turn.discard_reason == "TURN_NOT_FOUND":
-        return "the answer was lost with the server that made it: ask again"
-    return f"the answer was not completed ({turn.discard_reason.lower() or 'unknown'}): ask again"
+        return "the answer was lost with its server: send the request again"
+    return (
+        f"the answer was not completed ({turn.discard_reason.lower() or 'unknown'}): send the request again"
+    )
 
 
 def status_of(turn: Turn) -> str:
-    """The word for how a turn stands."""
     if turn.state is TurnState.RUNNING:
         return "in_progress"
     if turn.finish_reason == FinishReason.CANCELLED or turn.discard_reason in (
@@ -212,7 +202,8 @@ def _cache_options(asked: ResponseRequest) -> Document | None:
 
 
 def _tool_choice(asked: Any) -> Any:
-    """As the protocol shows it; chat completions' form of a name, which is understood too, is none of it."""
+    """Return it as the protocol shows it: chat completions' form of a function name is accepted too, but not
+    shown."""
     match asked:
         case {"type": "function", "function": {"name": name}}:
             return {"type": "function", "name": name}
@@ -222,13 +213,13 @@ def _tool_choice(asked: Any) -> Any:
 
 
 def completed_at(turn: Turn) -> int | None:
-    """When the answer was committed, in seconds since the epoch."""
     time = turn.output.create_time if turn.output is not None else None
     return int(time.timestamp()) if time is not None else None
 
 
 def usage_of(usage: Usage) -> Document:
-    """Token counts over the whole history; ``cached_tokens``: what was not computed for this turn."""
+    """Return token counts over the whole history. ``cached_tokens``: context tokens that were not computed for
+    this turn."""
     return {
         "input_tokens": usage.context_tokens,
         "input_tokens_details": {"cached_tokens": cached_tokens(usage), "cache_write_tokens": 0},
@@ -239,7 +230,6 @@ def usage_of(usage: Usage) -> Document:
 
 
 def input_message(session_id: str, item: Item) -> Document:
-    """An item of a history."""
     if item.role == Role.TOOL:
         return result_item(item_id(session_id, item.item), item.text, item.call_id)
     role = item.role if isinstance(item.role, Role) else Role.USER
@@ -256,7 +246,7 @@ def input_message(session_id: str, item: Item) -> Document:
 
 
 def history_items(session_id: str, item: Item, form: SpeechForm) -> list[Document]:
-    """An item of a history as the items that a response tells it as."""
+    """Return an item of a history as the output items of its response."""
     if item.role != Role.ASSISTANT or form.plain:
         return [input_message(session_id, item)]
     made = OutputItems(item_id(session_id, item.item).removeprefix("msg_"), item.request_id)
@@ -264,7 +254,6 @@ def history_items(session_id: str, item: Item, form: SpeechForm) -> list[Documen
 
 
 def listing(items: list[Document], *, has_more: bool = False) -> Document:
-    """A page of objects."""
     ids = [str(item["id"]) for item in items]
     return {
         "object": "list",
@@ -276,10 +265,7 @@ def listing(items: list[Document], *, has_more: bool = False) -> Document:
 
 
 def page(items: list[dict[str, Any]], request: Request) -> dict[str, Any]:
-    """A page of ``items``, which are oldest first, by ``order``, ``after``, ``before`` and ``limit``.
-
-    Raises HttpFailure.
-    """
+    """Select from ``items``, oldest first, by ``order``, ``after``, ``before`` and ``limit``. Raises HttpFailure."""
     query = request.query_params
     order = query.get("order", "desc")
     if order not in ("asc", "desc"):
@@ -304,10 +290,10 @@ def _index(items: list[dict[str, Any]], param: str, wanted: str) -> int:
 
 
 class Events:
-    """Makes the events of one response, in the order of the protocol, numbered from 0."""
+    """Makes the events of one response in the order of the protocol, numbered from 0."""
 
     def __init__(self, response: Response, after: int = -1) -> None:
-        """``after``: the number of the last event that the client has; only later ones are made."""
+        """``after``: number of the last event that the client has; only later ones are made."""
         self._response = response
         self._after = after
         self._message = response.id.message
@@ -316,7 +302,7 @@ class Events:
         self._tokens = SentTokens(response.kept.asked.scored)
 
     async def stream_events(self, stream: AsyncTurnStream) -> AsyncIterator[bytes]:
-        """All of them; a failure is the last but one."""
+        """Yield all events. After a failure, its error event and the failed response are the last ones."""
         async for chunk in self._all(stream):
             if chunk:
                 yield chunk
@@ -343,7 +329,6 @@ class Events:
                 yield chunk
 
     async def _spoken(self, stream: AsyncTurnStream) -> AsyncIterator[bytes]:
-        """The output where it is more than words."""
         teller = OutputEvents(self._response.items, self._response.form)
         try:
             async for piece in stream:
@@ -390,7 +375,7 @@ class Events:
     def _failed(self, error: PensieveError) -> list[bytes]:
         failure = failure_from_error(error)
         code = failure.code or "server_error"
-        # Both forms: the specification has the parts under `error`, clients look for them at the top.
+        # Both forms: the specification puts the fields under `error`, clients read them at the top.
         parts: dict[str, Any] = {"message": failure.message, "code": code, "param": failure.param}
         return [
             self._event("error", **parts, error={**parts, "type": failure.kind}),
@@ -405,7 +390,7 @@ class Events:
         return self._event(name, response=snapshot)
 
     def _event(self, name: str, /, **fields: Any) -> bytes:
-        """The next event; empty when the client has it."""
+        """Return the next event; empty if the client has it."""
         numbered = {"type": name, "sequence_number": self._sequence, **fields}
         self._sequence += 1
         return sse_event(numbered, name) if self._sequence > self._after + 1 else b""
