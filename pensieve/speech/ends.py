@@ -1,4 +1,4 @@
-"""Where parts of an answer end: its first call, for answers that may have one only, and its thought."""
+"""Finds the end of an answer's first call, for answers with one call only, and the end of its thought."""
 
 from __future__ import annotations
 
@@ -18,29 +18,25 @@ from pensieve.speech.calls import (
 from pensieve.speech.reader import CLOSE_THOUGHT, OPEN_THOUGHT, SpeechForm
 
 Scan = Generator[int | None, str, None]
-"""Takes one character after the other. Yields how many characters ago a call has ended, or None."""
+"""Takes one character at a time. Yields how many characters ago a call ended, or None."""
 Part = Generator[None, str, str]
-"""Takes characters as well, and returns them."""
+"""Takes one character at a time, and returns them."""
 
 _BETWEEN: Final = " \t\r\n;"
-"""Stands between calls of Llama's form."""
 
 
 class FirstCall:
-    """Takes the text of one answer as it comes. Each character is looked at once, however long a call gets.
-
-    What it takes for a call is one for ``SpeechReader`` too, in the answer that ends where it says.
-    """
+    """Takes the text of one answer as it comes. Each character is processed once, however long a call gets. If
+    the answer ends where it says, ``SpeechReader`` finds the same call."""
 
     def __init__(self, form: SpeechForm) -> None:
         self._scan = _scan(form)
         next(self._scan, None)
         self._chars = 0
         self._over = form.calls is None
-        """It was found, or there will be none."""
 
     def push(self, text: str) -> int | None:
-        """With some more text: where the call ends, in characters of the answer; None: nowhere yet."""
+        """Take more text. Return where the call ends, in characters of the answer; None if it has not ended."""
         for char in text if not self._over else "":
             self._chars += 1
             try:
@@ -55,25 +51,20 @@ class FirstCall:
 
 
 class ThoughtEnd:
-    """Finds where an answer goes on behind its thought and the white space after that.
-
-    Takes the text of one answer as it comes. It agrees with ``SpeechReader`` on what is a thought.
-    """
+    """Finds where an answer continues after its thought and the white space that follows. Takes the text of one
+    answer as it comes. Agrees with ``SpeechReader`` on where a thought ends."""
 
     def __init__(self, form: SpeechForm) -> None:
         self._chars = 0
         self._tail = ""
-        """What is still needed of the text so far."""
         self._state = self._thinking if form.begins_thinking else self._beginning
         self._thinks = form.thinks or form.begins_thinking
         self.inside = form.begins_thinking
-        """Whether all text so far belongs to a thought, or to the white space behind it."""
+        """Whether all text so far belongs to a thought, or to the white space after it."""
 
     def push(self, text: str) -> int | None:
-        """Take some more text. Returns where the answer goes on, in characters; None while that is not known.
-
-        Returns 0 for an answer without a thought. Nothing may be pushed after the first number.
-        """
+        """Take more text. Return where the answer continues, in characters; None while that is unknown. Returns
+        0 for an answer without a thought. After the first number, push no more."""
         self._chars += len(text)
         self._tail += text
         return self._state()
@@ -156,7 +147,7 @@ def _mistral(head: str) -> Scan:
     called = yield from _object()
     if not mistral_calls(f"[{called}]"):
         return
-    # Models close the list themselves where it has one call.
+    # A list with one call: the model may close it itself.
     behind = yield None
     while behind[-1].isspace():
         behind += yield None
@@ -165,14 +156,14 @@ def _mistral(head: str) -> Scan:
 
 
 def _until(mark: str, seen: str = "") -> Part:
-    """All characters to the end of ``mark``; ``seen``: those that were taken before."""
+    """Return all characters up to and including ``mark``. ``seen``: characters taken before."""
     while not seen.endswith(mark):
         seen += yield None
     return seen
 
 
 def _behind_space() -> Part:
-    """The first character that is no white space."""
+    """Return the first character that is not white space."""
     char = yield None
     while char.isspace():
         char = yield None
@@ -180,7 +171,7 @@ def _behind_space() -> Part:
 
 
 def _object() -> Part:
-    """A JSON object, or what braces and quotes make look like one; its first brace was taken before."""
+    """Return a JSON object, by braces and quotes only. Its first brace was taken before."""
     text, depth, quotes = "{", 1, Quotes()
     while depth:
         char = yield None

@@ -1,7 +1,7 @@
-"""Reads an answer: words, thoughts and calls, from pieces of any size with the outcome of the whole text.
+"""Parses an answer into words, thoughts and calls. Text in pieces gives the same parts as the whole text.
 
-What may still become something else is held back: the beginning of a marker, and a call until it is whole, because one
-that turns out not to be JSON is words after all. So whatever was told stays right.
+Text that may still change its meaning is held back: the beginning of a marker, and an incomplete call, which is
+words if it turns out not to be JSON. So a part that was returned never changes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CLOSE_THOUGHT: Final = "</think>"
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """What the model says to who asked."""
+    """Text for the user."""
 
     text: str
     end: int = field(default=0, compare=False, repr=False)
@@ -38,7 +38,7 @@ class Words:
 
 @dataclass(frozen=True, slots=True)
 class Thought:
-    """What it says to itself before."""
+    """The model's reasoning before its answer."""
 
     text: str
 
@@ -48,31 +48,27 @@ AnswerPart = Words | Thought | FunctionCall
 
 @dataclass(frozen=True, slots=True)
 class SpeechForm:
-    """What to look for in an answer."""
-
     calls: CallForm | None = None
-    """None: calls are words like any other."""
+    """None: calls are not parsed; they stay words."""
     thinks: bool = False
     """A ``<think>`` block at the beginning is a thought."""
     begins_thinking: bool = False
-    """The block was opened before the answer begins, by the chat template."""
+    """The chat template opens the block before the answer begins."""
 
     @property
     def plain(self) -> bool:
-        """Whether all of an answer is words."""
+        """Whether every answer is words only."""
         return self.calls is None and not self.thinks
 
 
 PLAIN: Final = SpeechForm()
-"""All of an answer is words."""
+"""Every answer is words only."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A whole answer."""
-
     parts: tuple[AnswerPart, ...]
-    """In their order; no two of the same kind, calls excepted, follow each other."""
+    """In order. Neighbours are never of the same kind, except calls."""
 
     @property
     def words(self) -> str:
@@ -88,13 +84,12 @@ class Answer:
 
 
 def read(text: str, form: SpeechForm) -> Answer:
-    """The whole of an answer."""
     reader = SpeechReader(form)
     return Answer(merge_parts([*reader.push(text), *reader.finish()]))
 
 
 def merge_parts(parts: Iterable[AnswerPart]) -> tuple[AnswerPart, ...]:
-    """``parts`` with neighbours of one kind as one."""
+    """Merge neighbouring parts of the same kind; calls stay separate."""
     found: list[AnswerPart] = []
     for part in parts:
         last = found[-1] if found else None
@@ -108,31 +103,28 @@ def merge_parts(parts: Iterable[AnswerPart]) -> tuple[AnswerPart, ...]:
 
 
 class SpeechReader:
-    """Takes the text of one answer as it comes. White space around thoughts and calls belongs to nobody."""
+    """Parses the text of one answer as it comes. White space around thoughts and calls is dropped."""
 
     def __init__(self, form: SpeechForm) -> None:
         self._form = form
         self._text = ""
-        """Not told yet."""
         self._pushed = 0
-        """Characters of the whole answer so far."""
         self._state = self._thinking if form.begins_thinking else self._beginning
         if form.plain:
             self._state = self._only_words
         self._bare = not form.plain
-        """Nothing was told since the beginning, a thought or a call: white space that follows is not told either."""
+        """No words since the beginning, a thought or a call: white space that follows is dropped."""
         self._looked = 0
         self._quotes = Quotes()
-        """Of the call that is read, up to the character ``_looked`` of the text."""
+        """State of the current call's JSON, up to the character ``_looked`` of the text."""
 
     def push(self, text: str) -> list[AnswerPart]:
-        """What is certain with some more text."""
+        """Take more text and return the parts that are certain."""
         self._text += text
         self._pushed += len(text)
         return self._run(last=False)
 
     def finish(self) -> list[AnswerPart]:
-        """What is left when no more text follows."""
         return self._run(last=True)
 
     def _run(self, *, last: bool) -> list[AnswerPart]:
@@ -145,11 +137,10 @@ class SpeechReader:
             if self._state == state:
                 return [part for part in told if isinstance(part, FunctionCall) or part.text]
 
-    # ---- states: each tells what it can of the text, and may name another to go on
+    # ---- states: each returns the parts that it can, and may set the next state
 
     def _beginning(self, last: bool) -> list[AnswerPart]:
-        """Before anything but white space."""
-        self._bare = False  # here it is told, if words follow
+        self._bare = False  # here white space before words is kept
         text = self._text.lstrip()
         if self._form.thinks and text.startswith(OPEN_THOUGHT):
             self._text = text.removeprefix(OPEN_THOUGHT)
@@ -165,7 +156,7 @@ class SpeechReader:
 
     def _in_thought(self, last: bool) -> list[AnswerPart]:
         if self._bare:
-            # A model whose template opens the block may open it once more.
+            # The model may open the block again that its template has opened.
             self._text = self._text.lstrip()
             if not last and OPEN_THOUGHT.startswith(self._text):
                 return []
@@ -180,7 +171,6 @@ class SpeechReader:
         return [Thought(self._certain(CLOSE_THOUGHT, last))]
 
     def _talk(self, last: bool) -> list[AnswerPart]:
-        """The first words, or what is no words."""
         text = self._text.lstrip()
         if not (text or last):
             return []
@@ -209,11 +199,11 @@ class SpeechReader:
         return [self._words(self._certain(OPEN_CALL, last))]
 
     def _call(self, last: bool) -> list[AnswerPart]:
-        """The text is white space, the opening of a call, and what followed."""
+        """The text is white space, the opening of a call, and its content."""
         start = self._text.index(OPEN_CALL) + len(OPEN_CALL)
         end = self._text.find(CLOSE_CALL, max(start, self._looked))
         while end >= 0:
-            # Each character is looked at once: a model may be made to write no end of closings into a string.
+            # Each character is processed once: a prompt may make a model write many closings inside a string.
             self._quotes.push(self._text[max(start, self._looked) : end])
             self._looked = end
             if not self._quotes.inside:
@@ -257,7 +247,7 @@ class SpeechReader:
             calls = llama_calls(text)
         return list(calls) or [self._words(text)]
 
-    # ---- parts of them
+    # ---- helpers of the states
 
     def _words(self, text: str) -> Words:
         if self._bare:
@@ -266,7 +256,7 @@ class SpeechReader:
         return Words(text)
 
     def _certain(self, marker: str, last: bool) -> str:
-        """Takes what cannot be part of ``marker`` or of white space before it, and all at the end."""
+        """Take the text that cannot belong to ``marker`` or to white space before it; at the end take all."""
         keep = 0 if last else _held(self._text, marker)
         split = len(self._text) - keep
         text, self._text = self._text[:split], self._text[split:]
@@ -274,7 +264,8 @@ class SpeechReader:
 
 
 def _held(text: str, marker: str) -> int:
-    """Characters at the end of ``text`` that are white space with the beginning of ``marker``, or may become that."""
+    """Return the number of characters at the end of ``text`` that are white space before a possible ``marker``,
+    or its beginning."""
     partial = next((n for n in range(min(len(marker) - 1, len(text)), 0, -1) if text.endswith(marker[:n])), 0)
     before = text[: len(text) - partial]
     return partial + len(before) - len(before.rstrip())
