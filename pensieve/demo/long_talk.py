@@ -1,10 +1,10 @@
-"""The first act: one long conversation, held at once on a server that keeps its state and on one that does not.
+"""The first act: one long conversation, held at once on a server that keeps its state and on a stateless one.
 
-With a real model it is the only act: a long message and short turns. What its answers say is not judged; both servers
-have to give the same ones.
+With a real model it is the only act: a long message and short turns. Its answers are not checked for content;
+both servers must give the same ones.
 
-Both get the same turns, one at a time and greedily, in turns of who goes first: whatever else the machine does hits
-both alike. What is measured is the time to the first token, as the caller sees it.
+Both servers get the same turns, one at a time and greedily, and alternate in going first, so that other load on
+the machine affects both alike. The time to the first token is measured at the caller.
 """
 
 from __future__ import annotations
@@ -36,59 +36,53 @@ _AMPLE = [
     *("--device-cache", "16384tokens", "--host-cache", "16384tokens"),
 ]
 SERVERS: Final = {KEEPS: _AMPLE, FORGETS: [*_AMPLE, "--stateless"]}
-"""Name → options of its ``pensieve serve``."""
 
 STORIES: Final = 10
 SENTENCE_TOKENS: Final = 12.5
-"""Tokens per sentence of a story, on average."""
+"""Average tokens per sentence of a story."""
 OTHER_TOKENS: Final = 350
-"""Tokens of the facts, the questions and the answers, about."""
+"""About how many tokens the facts, questions and answers have."""
 LAST_TURNS: Final = LONG_FACTS
-"""The closing number is taken over this many turns at the end; all of them ask for a fact."""
+"""The closing number is the median of this many turns at the end; all of them ask for a fact."""
 HEIGHT: Final = 4
-"""Lines per row of bars."""
 REAL_CONTEXT_TOKENS: Final = 4000
-"""How long the conversation with a real model is, unless an option says otherwise."""
 REAL_LAST_TURNS: Final = len(SHORT_QUESTIONS)
-"""The closing number with a real model is taken over the short turns."""
+"""The closing number with a real model is the median of the short turns."""
 REAL_SENTENCE_TOKENS: Final = 8.55
-"""Tokens of SmolLM2 per sentence of the notes, on average."""
+"""Average tokens of SmolLM2 per sentence of the notes."""
 REAL_OTHER_TOKENS: Final = 150
-"""Tokens of the system prompt, the questions and the answers, about."""
+"""About how many tokens the system prompt, questions and answers have."""
 _EIGHTHS: Final = " ▁▂▃▄▅▆▇█"
 
 
 def script(context_tokens: int, seed: int) -> Conversation:
-    """A conversation that grows to about this many tokens."""
     sentences = round((context_tokens - OTHER_TOKENS) / STORIES / SENTENCE_TOKENS)
     return long_conversation(STORIES, max(1, sentences), seed)
 
 
 def real_script(context_tokens: int, seed: int) -> Conversation:
-    """A conversation of about this many tokens of SmolLM2."""
+    """Return a conversation of about this many tokens of SmolLM2."""
     return notes_and_questions(
         max(1, round((context_tokens - REAL_OTHER_TOKENS) / REAL_SENTENCE_TOKENS)), seed
     )
 
 
 def real_servers(model: str) -> dict[str, list[str]]:
-    """Name → options of its ``pensieve serve``: memory for all of SmolLM2's context, 8,192 tokens."""
+    """Name → options of its ``pensieve serve``, with memory for SmolLM2's whole context of 8,192 tokens."""
     ample = [*("--model", model, "--device", "cpu"), *("--device-cache", "8192tokens", "--host-cache", "0")]
     return {KEEPS: ample, FORGETS: [*ample, "--stateless"]}
 
 
 class Audience(Protocol):
-    """Sees the act as it goes on."""
-
     def asked(self, name: str) -> None:
-        """A turn was sent to the server of this name."""
+        """A turn was sent to this server."""
 
     def answered(self, name: str, exchange: Exchange) -> None:
-        """That turn is over."""
+        """The turn has ended."""
 
 
 def ask(session: Session, said: Utterance, clock: Callable[[], float] = time.perf_counter) -> Exchange:
-    """Hold one turn; the time to its first token counts from the call to the arrival here."""
+    """Hold one turn, and measure the time from the call to the first token's arrival here."""
     started = clock()
     first_token_s: float | None = None
     with session.stream(said.text, max_output_tokens=64, temperature=0.0) as stream:
@@ -104,7 +98,6 @@ def hold(
     audience: Audience,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[ServerRun]:
-    """The same conversation in each of these named sessions, turn by turn, the first of them alternating."""
     runs = {name: ServerRun(name, [[]]) for name, _ in sessions}
     for number, said in enumerate(conversation):
         for name, session in sessions if number % 2 == 0 else reversed(sessions):
@@ -118,10 +111,8 @@ def hold(
 def serve_and_hold(
     conversation: Conversation, console: Console, options: Mapping[str, Sequence[str]] = SERVERS
 ) -> tuple[ServerRun, ServerRun]:
-    """The act: start both servers, hold the conversation, read the servers' counters, stop them.
-
-    ``options`` has the names of ``SERVERS``, and for each the options of its ``pensieve serve``.
-    """
+    """Run the act: start both servers, hold the conversation, read the servers' counters, stop them.
+    ``options`` has the names of ``SERVERS``, and for each the options of its ``pensieve serve``."""
     with ExitStack() as stack:
         with busy(console, "starting both servers …"):
             started = stack.enter_context(own_servers(*options.values()))
@@ -136,7 +127,7 @@ def serve_and_hold(
 
 
 class Stage:
-    """Draws the act: two rows of growing bars on a terminal, otherwise a plain line for each turn."""
+    """Draws the act: two rows of growing bars on a terminal, otherwise a plain line per turn."""
 
     def __init__(self, turns: int, console: Console, clock: Callable[[], float] = time.perf_counter) -> None:
         self._turns = turns
@@ -176,7 +167,7 @@ class Stage:
             self._console.print(f"turn {counts.pop():2} {context:6,} tokens{times}", highlight=False)
 
     def picture(self) -> Group:
-        """Both rows to one scale. The bar of a turn that is running grows with the time."""
+        """Return both rows at one scale. The bar of the running turn grows with time."""
         rows = {name: list(seconds) for name, seconds in self._seconds.items()}
         done = min(len(seconds) for seconds in self._seconds.values())
         state = f"{self._context:,} tokens"
@@ -197,7 +188,7 @@ class Stage:
 
 
 def bar(value: float, top: float, height: int) -> str:
-    """One bar from its lowest character to its highest. A value above 0 shows, however small it is."""
+    """Return one bar from its lowest character to its highest. Any value above 0 is visible."""
     if not top > 0:
         return " " * height
     eighths = min(height * 8, max(round(value / top * height * 8), 1 if value > 0 else 0))
@@ -205,7 +196,7 @@ def bar(value: float, top: float, height: int) -> str:
 
 
 def bars(values: Sequence[float], top: float, height: int, pitch: int) -> list[str]:
-    """Lines from the top down: a bar every ``pitch`` columns, a column narrower than that where there is room."""
+    """Return the lines from the top down: a bar every ``pitch`` columns, one column narrower where there is room."""
     width = max(1, pitch - 1)
     upright = [bar(value, top, height) for value in values]
     return [
@@ -215,19 +206,17 @@ def bars(values: Sequence[float], top: float, height: int, pitch: int) -> list[s
 
 
 def fitting_pitch(count: int, columns: int) -> int:
-    """Columns per bar, at most 3, so that ``count`` bars fit."""
     return max(1, min(3, columns // max(1, count)))
 
 
 def medians(keeps: ServerRun, forgets: ServerRun, turns: int = LAST_TURNS) -> tuple[float, float]:
-    """The median time to the first token over the last turns of each run: the two halves of the closing number."""
+    """Return each run's median time to the first token over its last turns."""
     last = [run.exchanges[-turns:] for run in (keeps, forgets)]
     kept, forgot = (statistics.median(exchange.first_token_s for exchange in one) for one in last)
     return kept, forgot
 
 
 def result(keeps: ServerRun, forgets: ServerRun, turns: int = LAST_TURNS) -> str:
-    """The closing number and what it was made of, in two lines."""
     kept, forgot = medians(keeps, forgets, turns)
     ratio = forgot / kept
     how = f"{ratio:.0f} times sooner" if ratio >= 10 else f"{ratio:.1f} times sooner"
@@ -242,7 +231,6 @@ def result(keeps: ServerRun, forgets: ServerRun, turns: int = LAST_TURNS) -> str
 
 
 def problems(keeps: ServerRun, forgets: ServerRun) -> list[str]:
-    """A line for everything that is wrong with the act."""
     found = [line for run in (keeps, forgets) for line in wrong_answers(run) + wrong_receipts(run)]
     for number, (one, other) in enumerate(zip(keeps.exchanges, forgets.exchanges, strict=True), 1):
         if one.turn.text != other.turn.text:
