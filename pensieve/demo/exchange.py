@@ -32,7 +32,7 @@ class Exchange:
     first_token_s: float = 0.0
 
     @property
-    def right(self) -> bool:
+    def is_right(self) -> bool:
         """Whether the answer contains the expected fact; True if the turn asks for none."""
         return self.said.expected is None or self.said.expected.lower() in self.turn.text.lower()
 
@@ -78,7 +78,7 @@ def wrong_answers(run: ServerRun) -> list[str]:
     return [
         f"{run.name}: asked {exchange.said.text!r}, wanted {exchange.said.expected!r}, got {exchange.turn.text!r}"
         for exchange in run.exchanges
-        if not exchange.right
+        if not exchange.is_right
     ]
 
 

@@ -139,7 +139,7 @@ def problems(run: KilledRun) -> list[str]:
     held = [*run.before, *([run.cut] if run.cut is not None else []), *run.later]
     found = []
     for exchange in held:
-        if not exchange.right:
+        if not exchange.is_right:
             found.append(
                 f"asked {exchange.said.text!r}, wanted {exchange.said.expected!r}, got {exchange.turn.text!r}"
             )

@@ -74,10 +74,10 @@ def real_servers(model: str) -> dict[str, list[str]]:
 
 
 class Audience(Protocol):
-    def asked(self, name: str) -> None:
+    def on_asked(self, name: str) -> None:
         """A turn was sent to this server."""
 
-    def answered(self, name: str, exchange: Exchange) -> None:
+    def on_answered(self, name: str, exchange: Exchange) -> None:
         """The turn has ended."""
 
 
@@ -101,10 +101,10 @@ def hold(
     runs = {name: ServerRun(name, [[]]) for name, _ in sessions}
     for number, said in enumerate(conversation):
         for name, session in sessions if number % 2 == 0 else reversed(sessions):
-            audience.asked(name)
+            audience.on_asked(name)
             exchange = ask(session, said, clock)
             runs[name].conversations[0].append(exchange)
-            audience.answered(name, exchange)
+            audience.on_answered(name, exchange)
     return list(runs.values())
 
 
@@ -153,10 +153,10 @@ class Stage:
         if self._console.is_terminal:
             self._live.stop()
 
-    def asked(self, name: str) -> None:
+    def on_asked(self, name: str) -> None:
         self._running = (name, self._clock())
 
-    def answered(self, name: str, exchange: Exchange) -> None:
+    def on_answered(self, name: str, exchange: Exchange) -> None:
         self._running = None
         self._seconds[name].append(exchange.first_token_s)
         self._context = max(self._context, exchange.turn.usage.context_tokens)

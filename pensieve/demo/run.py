@@ -34,7 +34,7 @@ from pensieve.spawn import SpawnError
 
 SHOWN_PROBLEMS = 10
 CONTEXT_TOKENS = 5000
-OF_THE_SECOND_ACT = ("sessions", "turns", "device_cache", "host_cache", "chunk_tokens")
+SECOND_ACT_OPTIONS = ("sessions", "turns", "device_cache", "host_cache", "chunk_tokens")
 
 
 @click.command(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
@@ -137,7 +137,7 @@ class Show:
     stage: Console
     verbose: bool
 
-    def held(self, *runs: ServerRun) -> None:
+    def after_act(self, *runs: ServerRun) -> None:
         """Print the transcript if requested, and how often a server was killed from outside."""
         if self.verbose:
             print_transcript(runs[0], self.stage)
@@ -148,7 +148,7 @@ class Show:
 
 def _refuse_second_act() -> None:
     context = click.get_current_context()
-    for name in OF_THE_SECOND_ACT:
+    for name in SECOND_ACT_OPTIONS:
         if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
             option = f"--{name.replace('_', '-')}"
             raise click.UsageError(f"{option} is for the demo model; it does not go with --model {SMOLLM2}")
@@ -162,7 +162,7 @@ def only_act(context: int, seed: int, show: Show) -> list[str]:
     show.stage.print(serve_line(servers[long_talk.KEEPS], "Pensieve:  "), style="dim")
     show.stage.print("   stateless: the same with --stateless", style="dim")
     keeps, forgets = long_talk.serve_and_hold(long_talk.real_script(context, seed), show.stage, servers)
-    show.held(keeps, forgets)
+    show.after_act(keeps, forgets)
     show.console.print(Text(long_talk.result(keeps, forgets, long_talk.REAL_LAST_TURNS), "bold"))
     return long_talk.problems(keeps, forgets)
 
@@ -174,7 +174,7 @@ def first_act(context: int, seed: int, show: Show) -> list[str]:
     show.stage.print(serve_line(long_talk.SERVERS[long_talk.KEEPS], "Pensieve:  "), style="dim")
     show.stage.print("   stateless: the same with --stateless", style="dim")
     keeps, forgets = long_talk.serve_and_hold(long_talk.script(context, seed), show.stage)
-    show.held(keeps, forgets)
+    show.after_act(keeps, forgets)
     show.console.print(Text(long_talk.result(keeps, forgets), "bold"))
     problems = long_talk.problems(keeps, forgets)
     if not problems:
@@ -190,7 +190,7 @@ def second_act(tiers: list[str], scripts: list[Conversation], show: Show) -> lis
     show.stage.print(f"[bold]2. {len(scripts)} conversations at once, on memory far too small for them[/]")
     show.stage.print(serve_line(options), style="dim")
     act = crowd.serve_and_hold(options, scripts, show.stage)
-    show.held(act.run)
+    show.after_act(act.run)
     show.console.print(crowd.result(act))
     if act.suspensions == 0:
         show.stage.print(
@@ -230,7 +230,7 @@ def print_transcript(run: ServerRun, console: Console) -> None:
             usage = exchange.turn.usage
             mark = Text()
             if exchange.said.expected is not None:
-                mark = Text(" ✓", "green") if exchange.right else Text(" ✗ WRONG", "red")
+                mark = Text(" ✓", "green") if exchange.is_right else Text(" ✗ WRONG", "red")
             console.print(Text.assemble(("you    ", "bold"), exchange.said.text))
             console.print(Text.assemble(("model  ", "bold"), exchange.turn.text.strip(), mark))
             console.print(

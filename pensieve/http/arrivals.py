@@ -24,28 +24,28 @@ from pensieve.http.connections import Connections
 from pensieve.http.wire import FULL
 
 BACKLOG: Final = 2048
-AT_A_TIME: Final = 256
-CROWD: Final = 16
+ACCEPTS_PER_TURN: Final = 256
+CROWD_SIZE: Final = 16
 """More waiting connections than this, and each refusal is followed by a pause."""
 PAUSE_S: Final = 0.01
-SILENT_S: Final = 1
+DEFER_ACCEPT_S: Final = 1
 """About how long the kernel waits for a connection's first bytes before it delivers it."""
-PEEKED: Final = 4096
+PEEK_BYTES: Final = 4096
 HANDSHAKE_S: Final = 10.0
 RETRY_S: Final = 1.0
-_LACKS: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+_OUT_OF_RESOURCES: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
 class PendingConnection:
     idle = True
 
     def __init__(
-        self, taken: socket.socket, address: str, evict: Callable[[PendingConnection], None]
+        self, accepted: socket.socket, address: str, evict: Callable[[PendingConnection], None]
     ) -> None:
-        self.socket = taken
+        self.socket = accepted
         self.address = address
         self.starting: asyncio.Task[None] | None = None
-        self.begun = False
+        self.has_begun = False
         """The task has started. From then on it closes the socket when it is cancelled."""
         self._evict = evict
 
@@ -75,7 +75,7 @@ class Acceptor:
         self._waiting: dict[PendingConnection, None] = {}
         """Oldest first."""
         self._starting: set[PendingConnection] = set()
-        self._turn: asyncio.Handle | None = None
+        self._next_turn: asyncio.Handle | None = None
         self._admissions = 0
         """``connections.admissions`` when the last unknown connection was served."""
         self._closed = False
@@ -83,9 +83,9 @@ class Acceptor:
     def start(self) -> None:
         self._listener.setblocking(False)
         if self._context is None:  # a handshake's first bytes do not identify the caller
-            self._listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, SILENT_S)
+            self._listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, DEFER_ACCEPT_S)
         self._listener.listen(BACKLOG)
-        self._loop.add_reader(self._listener.fileno(), self._take)
+        self._loop.add_reader(self._listener.fileno(), self._accept)
 
     def close(self) -> None:
         """Stop accepting, and refuse the waiting connections."""
@@ -100,19 +100,19 @@ class Acceptor:
     async def wait_closed(self) -> None:
         """uvicorn awaits this on its servers. It waits for the served connections itself."""
 
-    def _take(self) -> None:
-        for _ in range(AT_A_TIME):
+    def _accept(self) -> None:
+        for _ in range(ACCEPTS_PER_TURN):
             try:
-                taken, address = self._listener.accept()
+                accepted, address = self._listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 break
             except OSError as error:
-                if error.errno not in _LACKS:
+                if error.errno not in _OUT_OF_RESOURCES:
                     raise
-                self._wait_for_files(error)
+                self._pause_accepting(error)
                 break
-            taken.setblocking(False)
-            one = PendingConnection(taken, address[0], self._end)
+            accepted.setblocking(False)
+            one = PendingConnection(accepted, address[0], self._end)
             if not self._connections.on_connect(one, one.address):
                 self._connections.on_close(one)
                 self._end(one)
@@ -121,41 +121,41 @@ class Acceptor:
                 self._serve(one)
             else:
                 self._waiting[one] = None
-        self._go_on()
+        self._schedule_next()
 
-    def _wait_for_files(self, error: OSError) -> None:
+    def _pause_accepting(self, error: OSError) -> None:
         self._loop.call_exception_handler(
             {"message": "socket.accept() out of system resource", "exception": error}
         )
         self._loop.remove_reader(self._listener.fileno())
-        self._loop.call_later(RETRY_S, self._take_again)
+        self._loop.call_later(RETRY_S, self._resume_accepting)
 
-    def _take_again(self) -> None:
+    def _resume_accepting(self) -> None:
         if not self._closed:
-            self._loop.add_reader(self._listener.fileno(), self._take)
+            self._loop.add_reader(self._listener.fileno(), self._accept)
 
     def _is_known(self, one: PendingConnection) -> bool:
         if self._context is not None:
             return False
         try:
-            return self._knows(one.socket.recv(PEEKED, socket.MSG_PEEK))
+            return self._knows(one.socket.recv(PEEK_BYTES, socket.MSG_PEEK))
         except OSError:
             return False
 
-    def _go_on(self) -> None:
-        if not self._waiting or self._turn is not None:
+    def _schedule_next(self) -> None:
+        if not self._waiting or self._next_turn is not None:
             return
-        refused = self._connections.admissions == self._admissions
-        if refused and len(self._waiting) > CROWD and self._context is None:
-            self._turn = self._loop.call_later(PAUSE_S, self._serve_next)
+        is_refusing = self._connections.admissions == self._admissions
+        if is_refusing and len(self._waiting) > CROWD_SIZE and self._context is None:
+            self._next_turn = self._loop.call_later(PAUSE_S, self._serve_next)
         else:
-            self._turn = self._loop.call_soon(self._serve_next)
+            self._next_turn = self._loop.call_soon(self._serve_next)
 
     def _serve_next(self) -> None:
-        self._turn = None
+        self._next_turn = None
         self._admissions = self._connections.admissions
         self._serve_newest()
-        self._go_on()
+        self._schedule_next()
 
     def _serve_newest(self) -> None:
         if self._waiting:
@@ -165,10 +165,10 @@ class Acceptor:
         self._waiting.pop(one, None)
         self._starting.add(one)
         one.starting = self._loop.create_task(self._start(one))
-        one.starting.add_done_callback(lambda _: self._started(one))
+        one.starting.add_done_callback(lambda _: self._on_started(one))
 
     async def _start(self, one: PendingConnection) -> None:
-        one.begun = True
+        one.has_begun = True
         deadline = None if self._context is None else HANDSHAKE_S
         # The caller aborted the handshake: there is nothing to report.
         with contextlib.suppress(OSError):
@@ -176,7 +176,7 @@ class Acceptor:
                 lambda: self._protocol(one), one.socket, ssl=self._context, ssl_handshake_timeout=deadline
             )
 
-    def _started(self, one: PendingConnection) -> None:
+    def _on_started(self, one: PendingConnection) -> None:
         self._starting.discard(one)
         one.starting = None
         self._connections.on_close(one)
@@ -185,12 +185,12 @@ class Acceptor:
         self._waiting.pop(one, None)
         if one.starting is not None:
             one.starting.cancel()
-            if one.begun:
+            if one.has_begun:
                 return
         if self._context is None:
             with contextlib.suppress(OSError):
                 one.socket.recv(
-                    PEEKED
+                    PEEK_BYTES
                 )  # closing with unread bytes would reset the connection and lose the answer
                 one.socket.send(FULL)
         one.socket.close()

@@ -18,7 +18,7 @@ from pensieve.client import AsyncClient, AsyncSession, AsyncTurnStream, Role, To
 from pensieve.errors import AlreadyExists, DataLoss, NotFound, PensieveError
 from pensieve.http.common.answers import (
     DONE,
-    MAX_TOP,
+    MAX_TOP_LOGPROBS,
     EventStream,
     SentText,
     SentTokens,
@@ -29,21 +29,21 @@ from pensieve.http.common.answers import (
     token_scores,
 )
 from pensieve.http.common.calls import (
-    PATIENCE_S,
+    UNDO_TIMEOUT_S,
     Call,
     CallPlan,
-    added,
     adding_items,
-    answered,
+    append_items,
     batches_of,
+    begin_turn,
     following_roles,
     is_refusal,
     split_new,
 )
 from pensieve.http.common.contents import (
     Content,
+    HashedTranscript,
     Message,
-    NamedTalk,
     Transcript,
     make_transcript,
     parse_function_call,
@@ -52,7 +52,7 @@ from pensieve.http.common.contents import (
 )
 from pensieve.http.common.door import HttpDoor
 from pensieve.http.common.failures import failure_from_error, invalid_field, unsupported_field
-from pensieve.http.common.heads import TurnStarter, noting
+from pensieve.http.common.heads import TurnStarter, note_before_end
 from pensieve.http.common.requests import (
     REFUSED_EVERYWHERE,
     CompletionFields,
@@ -60,7 +60,7 @@ from pensieve.http.common.requests import (
     Positive,
     check_count,
 )
-from pensieve.http.output import ChatDeltas, chat_message, chat_teller
+from pensieve.http.output import ChatDeltas, chat_deltas, chat_message
 from pensieve.http.tools import OfferedTool, call_options, check_tools, tool_use
 from pensieve.speech import PLAIN, SpeechForm, read
 
@@ -95,7 +95,7 @@ class ResponseFormat(msgspec.Struct, frozen=True):
 
 class ValidatedChat(NamedTuple):
     body: ChatRequest
-    talk: Transcript
+    transcript: Transcript
     options: TurnOptions
 
 
@@ -146,7 +146,7 @@ class ChatRequest(CompletionFields, kw_only=True):
     def validated(self) -> ValidatedChat:
         """Raises HttpFailure as ``check``, and for messages that are invalid."""
         self.check()
-        return ValidatedChat(self, self.talk, self.turn_options)
+        return ValidatedChat(self, self.transcript, self.turn_options)
 
     def check(self) -> None:
         if not self.messages:
@@ -157,8 +157,8 @@ class ChatRequest(CompletionFields, kw_only=True):
             raise unsupported_field("functions", "use tools")
         if self.top_logprobs is not None and not self.logprobs:
             raise invalid_field("top_logprobs", "needs logprobs")
-        if not 0 <= (self.top_logprobs or 0) <= MAX_TOP:
-            raise invalid_field("top_logprobs", f"must be from 0 to {MAX_TOP}")
+        if not 0 <= (self.top_logprobs or 0) <= MAX_TOP_LOGPROBS:
+            raise invalid_field("top_logprobs", f"must be from 0 to {MAX_TOP_LOGPROBS}")
         if self.response_format is not None and self.response_format.type != "text":
             raise unsupported_field("response_format", "only text is supported")
         if self.modalities and self.modalities != ["text"]:
@@ -169,8 +169,8 @@ class ChatRequest(CompletionFields, kw_only=True):
             raise unsupported_field("web_search_options", "searching is not supported")
 
     @property
-    def talk(self) -> Transcript:
-        spoken = [_said(one, f"messages[{number}]") for number, one in enumerate(self.messages)]
+    def transcript(self) -> Transcript:
+        spoken = [_to_message(one, f"messages[{number}]") for number, one in enumerate(self.messages)]
         return make_transcript(spoken, "messages")
 
     @property
@@ -187,7 +187,7 @@ class ChatRequest(CompletionFields, kw_only=True):
         return options
 
 
-def _said(message: ChatMessage, param: str) -> Message:
+def _to_message(message: ChatMessage, param: str) -> Message:
     if message.function_call is not None:
         raise unsupported_field(f"{param}.function_call", "use tool_calls")
     if message.audio is not None:
@@ -233,7 +233,7 @@ class ChatCompletion:
             {
                 "index": index,
                 "message": chat_message(answer, self.turn_id, index),
-                "logprobs": _scored(scores),
+                "logprobs": _logprobs(scores),
                 "finish_reason": "tool_calls" if answer.calls and reason == "stop" else reason,
             }
             for index, text, reason, scores in _answers(turn)
@@ -251,7 +251,7 @@ class ChatCompletion:
     ) -> AsyncIterator[bytes]:
         """Stream the answer, with log-probabilities if ``scored``. An error after the first chunk becomes an
         event. ``around`` is entered while the turn runs, and left before its error is sent."""
-        tellers: dict[int, ChatDeltas] = {}
+        deltas_by_candidate: dict[int, ChatDeltas] = {}
         sent, tokens = SentText(), SentTokens(scored)
         try:
             async with around:
@@ -259,23 +259,23 @@ class ChatCompletion:
                     text, (_, scores) = sent.new_text(piece), tokens.new_tokens(piece)
                     if text is None and not scores:
                         continue
-                    teller = self._teller(tellers, piece.candidate)
-                    if scores and not teller.begun:
+                    deltas = self._deltas_of(deltas_by_candidate, piece.candidate)
+                    if scores and not deltas.begun:
                         # As OpenAI does: its Node client repeats log-probabilities of the first chunk.
-                        yield self._chunk(piece.candidate, teller.nothing())
+                        yield self._chunk(piece.candidate, deltas.empty_delta())
                     # A chunk without text carries the scores of tokens whose text is held back or dropped.
-                    deltas = [*teller.push(text or "")] or ([teller.nothing()] if scores else [])
-                    for delta in deltas:
+                    added = [*deltas.push(text or "")] or ([deltas.empty_delta()] if scores else [])
+                    for delta in added:
                         yield self._chunk(piece.candidate, delta, scores=scores)
                         scores = ()
         except PensieveError as error:
             yield sse_event(failure_from_error(error).body)
             return
         for index, _, reason, _ in _answers(stream.turn):
-            teller = self._teller(tellers, index)
-            for delta in teller.finish():
+            deltas = self._deltas_of(deltas_by_candidate, index)
+            for delta in deltas.finish():
                 yield self._chunk(index, delta)
-            yield self._chunk(index, {}, "tool_calls" if teller.calls and reason == "stop" else reason)
+            yield self._chunk(index, {}, "tool_calls" if deltas.calls and reason == "stop" else reason)
         if include_usage:
             yield sse_event(
                 {
@@ -286,15 +286,15 @@ class ChatCompletion:
             )
         yield DONE
 
-    def _teller(self, tellers: dict[int, ChatDeltas], candidate: int) -> ChatDeltas:
-        if candidate not in tellers:
-            tellers[candidate] = chat_teller(self.form, self.turn_id, candidate)
-        return tellers[candidate]
+    def _deltas_of(self, deltas_by_candidate: dict[int, ChatDeltas], candidate: int) -> ChatDeltas:
+        if candidate not in deltas_by_candidate:
+            deltas_by_candidate[candidate] = chat_deltas(self.form, self.turn_id, candidate)
+        return deltas_by_candidate[candidate]
 
     def _chunk(
         self, index: int, delta: dict[str, Any], reason: str | None = None, scores: Scores = ()
     ) -> bytes:
-        choice = {"index": index, "delta": delta, "logprobs": _scored(scores), "finish_reason": reason}
+        choice = {"index": index, "delta": delta, "logprobs": _logprobs(scores), "finish_reason": reason}
         return sse_event({**self._frame("chat.completion.chunk"), "choices": [choice]})
 
     def _frame(self, kind: str) -> dict[str, Any]:
@@ -318,11 +318,11 @@ def _answers(turn: Turn) -> list[tuple[int, str, str, Scores]]:
     return [(0, turn.text, finish_reason(turn.finish_reason), turn.logprobs)]
 
 
-def _scored(scores: Scores) -> dict[str, Any] | None:
+def _logprobs(scores: Scores) -> dict[str, Any] | None:
     return {"content": token_scores(scores), "refusal": None} if scores else None
 
 
-_RACES: Final = 8
+_MAX_ATTEMPTS: Final = 8
 """Attempts to find or make the session while other calls make and delete it."""
 
 
@@ -339,7 +339,7 @@ class _Made:
         """Delete the session unless other calls have used it or a turn runs in it. An overloaded server may
         refuse that too."""
         with contextlib.suppress(PensieveError, TimeoutError):
-            async with asyncio.timeout(PATIENCE_S):
+            async with asyncio.timeout(UNDO_TIMEOUT_S):
                 await self.session.delete(
                     expected_revision=self.records, allow_missing=True, unused_only=True
                 )
@@ -356,7 +356,7 @@ class NamedTurn:
     _made: _Made | None
 
     @asynccontextmanager
-    async def to_its_end(self) -> AsyncIterator[None]:
+    async def undo_on_refusal(self) -> AsyncIterator[None]:
         """Wait for the answer in the block. A turn that is refused while queued leaves no session and no claim
         either."""
         try:
@@ -370,7 +370,7 @@ class NamedTurn:
 
 
 async def begin_named(
-    client: AsyncClient, name: str, talk: Transcript, call: Call, options: TurnOptions
+    client: AsyncClient, name: str, transcript: Transcript, call: Call, options: TurnOptions
 ) -> NamedTurn:
     """Begin a turn in the session that the client names. If it exists, the resent history is ignored.
 
@@ -381,50 +381,52 @@ async def begin_named(
     plan = CallPlan(session=name)
     await call.claim_plan(client, plan)
     async with call.undo_on_refusal(client, plan):
-        for attempt in range(_RACES):
+        for attempt in range(_MAX_ATTEMPTS):
             try:
-                session, stream = await _gone_on(client.session(name), talk, call, options)
+                session, stream = await _continue_session(client.session(name), transcript, call, options)
                 return NamedTurn(session, stream, client, call, None)
             except (NotFound, DataLoss) as error:
                 if not _is_missing(error):
                     raise
             try:
-                return await _begun(client, name, talk, call, options)
+                return await _begin_in_new_session(client, name, transcript, call, options)
             except AlreadyExists as error:  # another call has just made it: continue in that one
-                if error.reason != "SESSION_EXISTS" or attempt + 1 == _RACES:
+                if error.reason != "SESSION_EXISTS" or attempt + 1 == _MAX_ATTEMPTS:
                     raise
             except NotFound as error:  # another call made it and has deleted it
-                if not _is_missing(error) or attempt + 1 == _RACES:
+                if not _is_missing(error) or attempt + 1 == _MAX_ATTEMPTS:
                     raise
     raise AssertionError("unreachable: the last attempt returns or raises")
 
 
-async def _gone_on(
-    session: AsyncSession, talk: Transcript, call: Call, options: TurnOptions
+async def _continue_session(
+    session: AsyncSession, transcript: Transcript, call: Call, options: TurnOptions
 ) -> tuple[AsyncSession, AsyncTurnStream]:
-    early, last = split_new(talk.new)
+    early, last = split_new(transcript.new)
     async with adding_items(session, early, call, last):
-        return session, await answered(session, last, options)
+        return session, await begin_turn(session, last, options)
 
 
-async def _begun(
-    client: AsyncClient, name: str, talk: Transcript, call: Call, options: TurnOptions
+async def _begin_in_new_session(
+    client: AsyncClient, name: str, transcript: Transcript, call: Call, options: TurnOptions
 ) -> NamedTurn:
     """Create the session and begin the turn. A call that fails here deletes the session."""
-    early, last = split_new(talk.new)
-    first = (batches_of(talk.history) or [()])[0]
+    early, last = split_new(transcript.new)
+    first = (batches_of(transcript.history) or [()])[0]
     session = await client.create_session(
         session_id=name,
-        system_prompt=talk.system or None,
-        tools=talk.tools or None,
+        system_prompt=transcript.system or None,
+        tools=transcript.tools or None,
         initial_items=[one.sdk_input for one in first],
-        followed_by=following_roles((*talk.history, *talk.new)[len(first) :]),
+        followed_by=following_roles((*transcript.history, *transcript.new)[len(first) :]),
     )
     made = _Made(session)
     try:
-        await added(session, talk.history[len(first) :], call, "history", follow=talk.new, note=made.note)
-        await added(session, early, call, follow=last, note=made.note)
-        stream = await answered(session, last, options)
+        await append_items(
+            session, transcript.history[len(first) :], call, "history", follow=transcript.new, note=made.note
+        )
+        await append_items(session, early, call, follow=last, note=made.note)
+        stream = await begin_turn(session, last, options)
     except PensieveError as error:
         if not _is_missing(error):
             await made.take_back()
@@ -440,22 +442,22 @@ def _is_missing(error: PensieveError) -> bool:
 
 async def create(request: Request) -> Response:
     door = HttpDoor.from_request(request)
-    body, talk, options = await door.bodies.read(request, ChatRequest, ChatRequest.validated)
+    body, transcript, options = await door.bodies.read(request, ChatRequest, ChatRequest.validated)
     call = await door.bodies.offload(request, Call.from_request, request, body)
     async with AsyncExitStack() as held:
         caller = await held.enter_async_context(door.callers.for_request(request))
         model = await door.require_model(caller, body.model)
         info = await door.server_info(caller)
         use = await door.bodies.offload(request, tool_use, info, body.tools or (), body.tool_choice)
-        talk = talk.with_form(use.form, use.text)
-        named: NamedTalk | None = None
+        transcript = transcript.with_form(use.form, use.text)
+        named: HashedTranscript | None = None
         around: AbstractAsyncContextManager[None] = nullcontext()
         if body.session:
             # Its history may differ from the resent one, so it is not recorded for lookup.
-            begun = await begin_named(caller.client, body.session, talk, call, options)
-            session, stream, around = begun.session, begun.stream, begun.to_its_end()
+            begun = await begin_named(caller.client, body.session, transcript, call, options)
+            session, stream, around = begun.session, begun.stream, begun.undo_on_refusal()
         else:
-            named = await door.bodies.offload(request, NamedTalk, talk, caller.scope)
+            named = await door.bodies.offload(request, HashedTranscript, transcript, caller.scope)
             ttl_s = door.settings.chat_ttl_s
             session, stream = await TurnStarter(caller, door.heads, named, call, options, ttl_s).begin()
         held.callback(stream.close)
@@ -474,5 +476,5 @@ async def create(request: Request) -> Response:
         said = completion.chunks(
             stream, include_usage=include_usage, scored=bool(body.logprobs), around=around
         )
-        chunks = noting(said, stream, note)
+        chunks = note_before_end(said, stream, note)
         return EventStream(chunks, held.pop_all(), door.headers(request))

@@ -35,7 +35,7 @@ from prometheus_client import generate_latest
 from pensieve.http.app import HttpMetrics, make_app
 from pensieve.http.common.door import HttpDoor, Readiness
 from pensieve.http.common.settings import DoorSettings
-from pensieve.http.run import ManagedServer, TlsFiles, loop_factory, running, settle
+from pensieve.http.run import ManagedServer, TlsFiles, loop_factory, running, tune_gc
 from pensieve.lifeline import die_with_parent, leave_signals_to_parent
 from pensieve.logs import configure_logging
 
@@ -44,8 +44,8 @@ log = logging.getLogger("pensieve.http.child")  # the same when this module is _
 
 ALIVE_S: Final = 0.5
 """Well below the silence after which the server takes the door for hung."""
-LOOK_S: Final = 1.0
-LOOKS: Final = 2
+CHECK_INTERVAL_S: Final = 1.0
+FAILURES_UNTIL_AWAY: Final = 2
 """Interval of checks whether the service can be reached, and failures in a row before ``away``."""
 _DEFAULTS: Final = DoorSettings("")
 
@@ -66,22 +66,22 @@ async def _obey(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, serv
     server.should_exit = server.force_exit = True
 
 
-async def _tell_of_life(writer: asyncio.StreamWriter) -> None:
+async def _send_alive(writer: asyncio.StreamWriter) -> None:
     while True:
         await asyncio.sleep(ALIVE_S)
         writer.write(b"alive\n")
 
 
-async def _tell_of_the_service(writer: asyncio.StreamWriter, readiness: Readiness) -> None:
-    """Send ``away`` after ``LOOKS`` failures to reach the service in a row, and ``back`` when it is reached again."""
+async def _send_availability(writer: asyncio.StreamWriter, readiness: Readiness) -> None:
+    """Send ``away`` after ``FAILURES_UNTIL_AWAY`` failed checks in a row, and ``back`` when one succeeds again."""
     failures = 0
     while True:
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(CHECK_INTERVAL_S)
         reached = not await readiness.unreachable()
-        if reached and failures >= LOOKS:
+        if reached and failures >= FAILURES_UNTIL_AWAY:
             writer.write(b"back\n")
         failures = 0 if reached else failures + 1
-        if failures == LOOKS:
+        if failures == FAILURES_UNTIL_AWAY:
             writer.write(b"away\n")
 
 
@@ -91,19 +91,19 @@ async def _serve(
     reader, writer = await asyncio.open_connection(sock=control)
     app = make_app(settings)
     async with running(app, listener, tls, settings.proxies) as server:
-        settle()
+        tune_gc()
         writer.write(b"ready\n")
         obeying = asyncio.create_task(_obey(reader, writer, server), name="control")
-        obeying.add_done_callback(_told)
-        living = asyncio.create_task(_tell_of_life(writer), name="life")
-        looking = asyncio.create_task(_tell_of_the_service(writer, app.state.door.readiness), name="service")
+        obeying.add_done_callback(_on_control_end)
+        living = asyncio.create_task(_send_alive(writer), name="life")
+        looking = asyncio.create_task(_send_availability(writer, app.state.door.readiness), name="service")
     living.cancel()
     looking.cancel()
     obeying.cancel()
     writer.close()
 
 
-def _told(task: asyncio.Task[None]) -> None:
+def _on_control_end(task: asyncio.Task[None]) -> None:
     """Exit when the control task has failed: without its server the process would run for ever."""
     if not task.cancelled() and (error := task.exception()) is not None:
         log.error("the door lost its server", exc_info=error)

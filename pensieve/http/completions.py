@@ -52,7 +52,7 @@ from pensieve.http.common.requests import (
 MAX_PROMPTS: Final = 128
 """Per request: each prompt is a turn."""
 MAX_TOKENS: Final = 16
-MAX_TOP: Final = 5
+MAX_TOP_LOGPROBS: Final = 5
 
 Prompt = RawText | list[int]
 
@@ -96,28 +96,28 @@ class CompletionRequest(CompletionFields, kw_only=True):
     def check(self) -> None:
         if self.suffix:
             raise unsupported_field("suffix", "inserting text is not supported")
-        if not 0 <= (self.logprobs or 0) <= MAX_TOP:
-            raise invalid_field("logprobs", f"must be from 0 to {MAX_TOP}")
+        if not 0 <= (self.logprobs or 0) <= MAX_TOP_LOGPROBS:
+            raise invalid_field("logprobs", f"must be from 0 to {MAX_TOP_LOGPROBS}")
         if self.echo and self.logprobs is not None:
             raise unsupported_field(
                 "echo", "cannot be combined with logprobs: those of a prompt are not computed"
             )
-        if self.candidate_count < self.answers:
+        if self.candidate_count < self.answer_count:
             raise invalid_field("best_of", "must not be less than n")
-        if self.stream and self.candidate_count > self.answers:
+        if self.stream and self.candidate_count > self.answer_count:
             raise invalid_field(
                 "best_of", "cannot be combined with stream: the best answers are known only at the end"
             )
 
     @property
-    def answers(self) -> int:
+    def answer_count(self) -> int:
         """Answers returned per prompt."""
         return self.n or 1
 
     @property
     def candidate_count(self) -> int:
         """Answers generated per prompt; the best ones are returned."""
-        return self.best_of or self.answers
+        return self.best_of or self.answer_count
 
     @property
     def prompts(self) -> list[Prompt]:
@@ -146,7 +146,7 @@ class CompletionRequest(CompletionFields, kw_only=True):
         options["max_output_tokens"] = self.max_tokens or MAX_TOKENS
         if self.candidate_count > 1:
             options["candidates"] = self.candidate_count
-        if self.candidate_count > self.answers:
+        if self.candidate_count > self.answer_count:
             options["candidate_choice"] = "best_logprob"
         if self.logprobs is not None:
             options["top_logprobs"] = self.logprobs
@@ -161,7 +161,7 @@ class ScoreLists:
         self._offset = offset
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def of(self, scores: Iterable[TokenLogprob]) -> dict[str, Any]:
+    def take(self, scores: Iterable[TokenLogprob]) -> dict[str, Any]:
         """Return the lists of the next tokens. A token's offset is that of the character that it begins or
         continues."""
         offsets, tokens, values, tops = [], [], [], []
@@ -191,12 +191,12 @@ def _name(token: TokenText) -> str:
         return f"bytes:{token.text}"
 
 
-_OF_PROMPTS: Final = ("initial_items", "turn.input")
+_PROMPT_FIELDS: Final = ("initial_items", "turn.input")
 """Prefixes of the service's fields that hold a prompt."""
 
 
 @dataclass(frozen=True, slots=True)
-class BegunPrompt:
+class StartedPrompt:
     stream: AsyncTurnStream
     text: str
     """The prompt; "" for token ids, unless it is to be echoed."""
@@ -215,7 +215,7 @@ async def begin_all(
     call: Call,
     ttl_s: float,
     held: AsyncExitStack,
-) -> list[BegunPrompt]:
+) -> list[StartedPrompt]:
     """Begin one turn for each prompt; ``held`` closes their streams. If one is refused, raise its error and
     leave no session behind.
 
@@ -236,15 +236,15 @@ async def begin_all(
         outcomes = await asyncio.gather(*begun, return_exceptions=True)
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
-                await _end(outcomes)
+                await _cancel_all(outcomes)
                 raise outcome
-    return [outcome for outcome in outcomes if isinstance(outcome, BegunPrompt)]
+    return [outcome for outcome in outcomes if isinstance(outcome, StartedPrompt)]
 
 
-async def _end(outcomes: Sequence[BegunPrompt | BaseException]) -> None:
+async def _cancel_all(outcomes: Sequence[StartedPrompt | BaseException]) -> None:
     """Cancel the turns that began beside a refused one."""
     for one in outcomes:
-        if isinstance(one, BegunPrompt):
+        if isinstance(one, StartedPrompt):
             with contextlib.suppress(PensieveError):
                 await one.stream.cancel(keep="nothing")
 
@@ -263,7 +263,7 @@ async def _begin(
     turn: _PromptTurn,
     ttl_s: float,
     held: AsyncExitStack,
-) -> BegunPrompt:
+) -> StartedPrompt:
     try:
         session = await caller.client.create_session(
             session_id=turn.session,
@@ -287,10 +287,10 @@ async def _begin(
         await stream.accepted()
     except InvalidArgument as error:
         failure = failure_from_error(error)
-        if error.violations and error.violations[0][0].startswith(_OF_PROMPTS):
+        if error.violations and error.violations[0][0].startswith(_PROMPT_FIELDS):
             failure.param = "prompt"
         raise failure from error
-    return BegunPrompt(stream, text, ids)
+    return StartedPrompt(stream, text, ids)
 
 
 Document = dict[str, Any]
@@ -303,7 +303,7 @@ class TextCompletion:
     id: str
     model: str
     asked: CompletionRequest
-    begun: Sequence[BegunPrompt]
+    begun: Sequence[StartedPrompt]
     created: int = field(default_factory=lambda: int(time.time()))
 
     async def whole(self) -> Document:
@@ -318,7 +318,9 @@ class TextCompletion:
     async def chunks(self) -> AsyncIterator[bytes]:
         """Stream the answers; an error is the last event."""
         try:
-            async for choice in merged([self._said(number) for number in range(len(self.begun))]):
+            async for choice in merge_streams(
+                [self._prompt_choices(number) for number in range(len(self.begun))]
+            ):
                 yield sse_event(self._frame([choice]))
         except PensieveError as error:
             yield sse_event(failure_from_error(error).body)
@@ -329,23 +331,23 @@ class TextCompletion:
             yield sse_event({**self._frame([]), "usage": completion_usage(*turns)})
         yield DONE
 
-    def _choices(self, number: int, prompt: BegunPrompt, turn: Turn) -> list[Document]:
+    def _choices(self, number: int, prompt: StartedPrompt, turn: Turn) -> list[Document]:
         return [
             {
-                "index": number * self.asked.answers + rank,
+                "index": number * self.asked.answer_count + rank,
                 "text": self._echo(prompt) + one.text,
-                "logprobs": ScoreLists().of(one.logprobs) if one.logprobs else None,
+                "logprobs": ScoreLists().take(one.logprobs) if one.logprobs else None,
                 "finish_reason": finish_reason(one.finish_reason),
                 **self._ids(one.token_ids, prompt.token_ids),
             }
-            for rank, one in enumerate(_best(turn)[: self.asked.answers])
+            for rank, one in enumerate(_best(turn)[: self.asked.answer_count])
         ]
 
-    async def _said(self, number: int) -> AsyncIterator[Document]:
-        prompt, first = self.begun[number], number * self.asked.answers
+    async def _prompt_choices(self, number: int) -> AsyncIterator[Document]:
+        prompt, first = self.begun[number], number * self.asked.answer_count
         scored = self.asked.logprobs is not None
         sent, tokens = SentText(), SentTokens(scored or bool(self.asked.return_token_ids))
-        lists = [ScoreLists() for _ in range(self.asked.answers)]
+        lists = [ScoreLists() for _ in range(self.asked.answer_count)]
         begun: set[int] = set()
 
         def said(
@@ -356,7 +358,7 @@ class TextCompletion:
             return {
                 "index": first + at,
                 "text": (self._echo(prompt) if beginning else "") + text,
-                "logprobs": lists[at].of(scores) if scores else None,
+                "logprobs": lists[at].take(scores) if scores else None,
                 "finish_reason": None,
                 **self._ids(ids, prompt.token_ids if beginning else None),
             }
@@ -368,7 +370,7 @@ class TextCompletion:
         for at, one in enumerate(_best(prompt.stream.turn, ranked=False)):
             yield {**said(at, ""), "finish_reason": finish_reason(one.finish_reason)}
 
-    def _echo(self, prompt: BegunPrompt) -> str:
+    def _echo(self, prompt: StartedPrompt) -> str:
         return prompt.text if self.asked.echo else ""
 
     def _ids(self, token_ids: tuple[int, ...], prompt: tuple[int, ...] | None) -> Document:
@@ -408,7 +410,7 @@ def _best(turn: Turn, *, ranked: bool = True) -> list[Candidate]:
     return sorted(turn.candidates, key=lambda one: -(one.mean_logprob or 0.0))
 
 
-async def merged(sources: Sequence[AsyncIterator[Document]]) -> AsyncIterator[Document]:
+async def merge_streams(sources: Sequence[AsyncIterator[Document]]) -> AsyncIterator[Document]:
     """Yield from all sources as items arrive. Raises the first source's error; leaving the loop cancels all of
     them."""
     if len(sources) == 1:

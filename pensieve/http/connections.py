@@ -13,16 +13,16 @@ import resource
 from collections.abc import Callable, Collection
 from typing import Final, Protocol
 
-OURS: Final = 128
+RESERVED_FILES: Final = 128
 """File descriptors for other purposes: connections to the service, listeners, modules."""
 UNLIMITED: Final = 65536
-SHARE: Final = 8
+ADDRESS_SHARE: Final = 8
 """An address may open another connection while it holds fewer than this times the free ones."""
 
 
-AT_ONCE: Final = 16
+MAX_STRANGERS_AT_ONCE: Final = 16
 """Strangers' requests that are processed at once."""
-YOUNG_S: Final = 0.1
+STRANGER_TIMEOUT_S: Final = 0.1
 """A request that is not admitted by then no longer occupies a place: refusals of guessed keys are delayed."""
 
 
@@ -34,16 +34,16 @@ class Connection(Protocol):
         """Close at once, to make room."""
 
 
-class Queue:
+class StrangerQueue:
     """The requests of strangers, newest first: an old one has had its time. Runs on one event loop."""
 
     def __init__(self) -> None:
         self._waiting: dict[Connection, Callable[[], None]] = {}
-        self._looked_at: dict[Connection, asyncio.TimerHandle] = {}
+        self._processing: dict[Connection, asyncio.TimerHandle] = {}
 
     def enter(self, one: Connection, start: Callable[[], None]) -> None:
         """Call ``start`` when it is this request's turn."""
-        if len(self._looked_at) < AT_ONCE:
+        if len(self._processing) < MAX_STRANGERS_AT_ONCE:
             self._start(one, start)
         else:
             self._waiting[one] = start
@@ -52,7 +52,7 @@ class Queue:
         """Remove a request that was admitted or refused, or whose connection closed. Return whether it was
         being processed."""
         self._waiting.pop(one, None)
-        if (timer := self._looked_at.pop(one, None)) is None:
+        if (timer := self._processing.pop(one, None)) is None:
             return False
         timer.cancel()
         if self._waiting:
@@ -61,7 +61,7 @@ class Queue:
 
     def _start(self, one: Connection, start: Callable[[], None]) -> None:
         loop = asyncio.get_running_loop()
-        self._looked_at[one] = loop.call_later(YOUNG_S, self.leave, one)
+        self._processing[one] = loop.call_later(STRANGER_TIMEOUT_S, self.leave, one)
         start()
 
 
@@ -74,15 +74,15 @@ class Connections:
         if files is None:
             files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
             files = UNLIMITED if files == resource.RLIM_INFINITY else min(files, UNLIMITED)
-        self.most = max(files // 2 - OURS, files // 4)
-        self.most_strangers = max(files // 4 - OURS // 2, files // 8)
+        self.max_connections = max(files // 2 - RESERVED_FILES, files // 4)
+        self.max_strangers = max(files // 4 - RESERVED_FILES // 2, files // 8)
         self._proxies = [ipaddress.ip_network(one, strict=False) for one in proxies]
         self._strangers: dict[str, dict[Connection, None]] = {}
         """By address, oldest first."""
         self._known: dict[Connection, None] = {}
         self._address: dict[Connection, str] = {}
-        self._of_address: dict[str, int] = {}
-        self.queue = Queue()
+        self._count_of_address: dict[str, int] = {}
+        self.queue = StrangerQueue()
         self.admissions = 0
 
     def __len__(self) -> int:
@@ -96,15 +96,17 @@ class Connections:
         """Count a new connection, evicting another when there are too many. Return False if there is no room
         for it."""
         address = _network(address)
-        full = len(self) >= self.most and not self._make_room()
-        free = max(0, self.most - len(self))
-        crowded = self._of_address.get(address, 0) >= SHARE * max(1, free) and not self._is_proxy(address)
+        full = len(self) >= self.max_connections and not self._make_room()
+        free = max(0, self.max_connections - len(self))
+        crowded = self._count_of_address.get(address, 0) >= ADDRESS_SHARE * max(
+            1, free
+        ) and not self._is_proxy(address)
         self._address[one] = address
-        self._of_address[address] = self._of_address.get(address, 0) + 1
+        self._count_of_address[address] = self._count_of_address.get(address, 0) + 1
         self._strangers.setdefault(address, {})[one] = None
         if full or (crowded and not self._evict_stranger(address, besides=one)):
             return False
-        if self.strangers > self.most_strangers:
+        if self.strangers > self.max_strangers:
             self._evict_stranger(max(self._strangers, key=lambda name: len(self._strangers[name])))
         return True
 
@@ -112,9 +114,9 @@ class Connections:
         """Count ``one`` in place of ``before``. Return False if ``before`` does not count any more."""
         if (address := self._address.pop(before, None)) is None:
             return False
-        alike = self._known if before in self._known else self._strangers[address]
-        del alike[before]
-        alike[one] = None
+        peers = self._known if before in self._known else self._strangers[address]
+        del peers[before]
+        peers[one] = None
         self._address[one] = address
         return True
 
@@ -139,9 +141,9 @@ class Connections:
         else:
             self._forget_stranger(one)
         address = self._address.pop(one)
-        self._of_address[address] -= 1
-        if not self._of_address[address]:
-            del self._of_address[address]
+        self._count_of_address[address] -= 1
+        if not self._count_of_address[address]:
+            del self._count_of_address[address]
 
     def _make_room(self) -> bool:
         """Evict a stranger, or else an idle connection of a known caller."""

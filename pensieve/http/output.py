@@ -25,28 +25,28 @@ class TokenScores:
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._chars = 0
-        self._left: deque[tuple[int, int, TokenLogprob]] = deque()
+        self._pending: deque[tuple[int, int, TokenLogprob]] = deque()
         """Begin and end of a token in the text, in characters, and its log-probabilities."""
 
     def push(self, scores: Iterable[TokenLogprob]) -> None:
         for one in scores:
             begin = self._chars
             self._chars += len(self._decoder.decode(one.token.piece))
-            self._left.append((begin, self._chars, one))
+            self._pending.append((begin, self._chars, one))
 
     def take_for(self, words: Words) -> Scores:
         """Return the tokens of these words; tokens before them are dropped."""
         first = words.end - len(words.text)
         found = []
-        while self._left and self._left[0][0] < words.end:
-            begin, end, one = self._left.popleft()
+        while self._pending and self._pending[0][0] < words.end:
+            begin, end, one = self._pending.popleft()
             if begin >= first or end > first:
                 found.append(one)
         return tuple(found)
 
-    def rest(self) -> Scores:
-        found = tuple(one for _, _, one in self._left)
-        self._left.clear()
+    def take_rest(self) -> Scores:
+        found = tuple(one for _, _, one in self._pending)
+        self._pending.clear()
         return found
 
 
@@ -106,12 +106,12 @@ class OutputItems:
 
     def all(self, parts: Sequence[AnswerPart], status: str, scores: Scores = ()) -> list[Document]:
         """Return the items of a whole answer. ``status`` is the last item's; the others are complete."""
-        found, calls, dealt = [], 0, TokenScores()
-        dealt.push(scores)
+        found, calls, assigned = [], 0, TokenScores()
+        assigned.push(scores)
         for index, part in enumerate(parts):
             last = index == len(parts) - 1
-            own = dealt.take_for(part) if isinstance(part, Words) else ()
-            own += dealt.rest() if last and isinstance(part, Words) else ()
+            own = assigned.take_for(part) if isinstance(part, Words) else ()
+            own += assigned.take_rest() if last and isinstance(part, Words) else ()
             found.append(self.item(part, index, calls, status if last else "completed", scores=own))
             calls += isinstance(part, FunctionCall)
         return found
@@ -168,20 +168,20 @@ class OutputEvents:
     def push(self, text: str, scores: Scores = ()) -> Iterator[Event]:
         self._tokens.push(scores)
         for part in self._reader.push(text):
-            yield from self._tell(part)
+            yield from self._add(part)
 
     def finish(self, status: str) -> Iterator[Event]:
         """End the output; ``status`` is the last item's."""
         parts = self._reader.finish()
         for part in parts:
-            yield from self._tell(part)
+            yield from self._add(part)
         if self._open is None and not self._index:
-            yield from self._tell(Words(""))
-        if isinstance(self._open, Words) and (scores := self._tokens.rest()):
+            yield from self._add(Words(""))
+        if isinstance(self._open, Words) and (scores := self._tokens.take_rest()):
             yield self._delta("", scores)
         yield from self._close(status)
 
-    def _tell(self, part: AnswerPart) -> Iterator[Event]:
+    def _add(self, part: AnswerPart) -> Iterator[Event]:
         if type(part) is not type(self._open):
             yield from self._close("completed")
         if isinstance(part, FunctionCall):
@@ -254,7 +254,7 @@ class ChatDeltas:
         if not self._begun:
             yield from self._deltas(Words(""))
 
-    def nothing(self) -> dict[str, Any]:
+    def empty_delta(self) -> dict[str, Any]:
         """Return a delta without text, to carry other fields of a chunk."""
         return next(self._deltas(Words("")))
 
@@ -286,5 +286,5 @@ class ChatDeltas:
                 yield {"tool_calls": [{"index": index, "function": {"arguments": part.arguments}}]}
 
 
-def chat_teller(form: SpeechForm, turn_id: str, candidate: int) -> ChatDeltas:
+def chat_deltas(form: SpeechForm, turn_id: str, candidate: int) -> ChatDeltas:
     return ChatDeltas(form, lambda number, call: call_id(turn_id, number, call, candidate))

@@ -29,7 +29,7 @@ from pensieve.http.common.callers import CERTIFICATE_NAMES
 from pensieve.http.common.entrance import is_known_caller, starts_with_known_key
 from pensieve.http.common.settings import DoorSettings
 from pensieve.http.connections import Connections
-from pensieve.http.wire import guarded
+from pensieve.http.wire import make_protocol
 from pensieve.logs import AcceptErrorFilter
 
 log = logging.getLogger(__name__)
@@ -60,12 +60,12 @@ class TlsFiles:
         return tuple(path.stat().st_mtime_ns for path in files if path is not None)
 
 
-def renewing(files: TlsFiles) -> ssl.SSLContext:
+def reloading_context(files: TlsFiles) -> ssl.SSLContext:
     """Return a context that reloads changed files for new connections. Raises OSError when they are invalid now."""
     outer = current = files.context()
     known = files.stamp()
 
-    def renew(connection: ssl.SSLObject, _name: str | None, _outer: ssl.SSLContext) -> None:
+    def reload(connection: ssl.SSLObject, _name: str | None, _outer: ssl.SSLContext) -> None:
         nonlocal current, known
         try:
             now = files.stamp()
@@ -77,24 +77,24 @@ def renewing(files: TlsFiles) -> ssl.SSLContext:
         connection.context = current
 
     # Called in every handshake, even without SNI; ssl's types know it with sockets only.
-    outer.sni_callback = cast(Any, renew)
+    outer.sni_callback = cast(Any, reload)
     return outer
 
 
-def naming(protocol: type[asyncio.Protocol]) -> type[asyncio.Protocol]:
+def with_certificate_names(protocol: type[asyncio.Protocol]) -> type[asyncio.Protocol]:
     """Extend uvicorn's ``protocol`` to pass the names in the client's certificate to the application."""
 
-    class Naming(protocol):  # type: ignore[misc,valid-type]
+    class WithCertificateNames(protocol):  # type: ignore[misc,valid-type]
         def connection_made(self, transport: asyncio.BaseTransport) -> None:
             super().connection_made(transport)
             shown = transport.get_extra_info("ssl_object")
-            names = names_in(shown.getpeercert() or {}) if shown is not None else ()
+            names = certificate_names(shown.getpeercert() or {}) if shown is not None else ()
             self.app_state: dict[str, Any] = {**self.app_state, CERTIFICATE_NAMES: names}
 
-    return Naming
+    return WithCertificateNames
 
 
-def names_in(certificate: Mapping[str, Any]) -> tuple[str, ...]:
+def certificate_names(certificate: Mapping[str, Any]) -> tuple[str, ...]:
     """Return a certificate's alternative names, or else its common name. ``certificate``: from ``getpeercert``."""
     alternative = tuple(name for _, name in certificate.get("subjectAltName", ()))
     subject = (pair for part in certificate.get("subject", ()) for pair in part)
@@ -108,7 +108,7 @@ def _no_password() -> str:
 
 __all__ = ["DoorSettings", "TlsFiles", "loop_factory", "needs_no_key", "running", "serve"]
 
-COLLECT_AFTER: Final = (700, 4, 2)
+GC_THRESHOLDS: Final = (700, 4, 2)
 PROBE_S: Final = 2.0
 DRAIN_S: Final = 30
 
@@ -117,12 +117,12 @@ async def serve(settings: DoorSettings, listener: socket.socket, tls: TlsFiles |
     """Serve until SIGTERM or SIGINT, then let running calls end. Raises OSError for invalid TLS files."""
     for number in (signal.SIGTERM, signal.SIGINT):
         # uvicorn handles both, and raises them again when it has shut down. A requested shutdown is not a failure.
-        signal.signal(number, _ended)
+        signal.signal(number, _ignore_signal)
     asyncio.get_running_loop().set_exception_handler(AcceptErrorFilter())
-    _without_delay(listener)
+    _set_nodelay(listener)
     connections = Connections(settings.proxies)
     config = _config(make_app(settings), tls, DRAIN_S, connections, settings.proxies)
-    settle()
+    tune_gc()
     await DoorServer(config, connections).serve(sockets=[listener])
 
 
@@ -142,7 +142,7 @@ def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return uvicorn.Config("", log_config=None).get_loop_factory()
 
 
-def settle() -> None:
+def tune_gc() -> None:
     """Keep garbage collections short, because each one blocks the event loop.
 
     Objects made by the start are frozen. Full collections come often, so that the remains of a burst of
@@ -150,7 +150,7 @@ def settle() -> None:
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(*COLLECT_AFTER)
+    gc.set_threshold(*GC_THRESHOLDS)
 
 
 class DoorServer(uvicorn.Server):
@@ -203,7 +203,7 @@ async def running(
     """Serve ``app`` on a socket during the block. At its end, wait for running calls; the block must set
     ``should_exit``."""
     asyncio.get_running_loop().set_exception_handler(AcceptErrorFilter())
-    _without_delay(listener)
+    _set_nodelay(listener)
     connections = Connections(proxies)
     server = ManagedServer(_config(app, tls, None, connections, proxies), connections)
     task = asyncio.create_task(server.serve(sockets=[listener]), name="http")
@@ -215,7 +215,7 @@ async def running(
         await task
 
 
-def _without_delay(listener: socket.socket) -> None:
+def _set_nodelay(listener: socket.socket) -> None:
     """Set TCP_NODELAY on the listener; accepted connections inherit it.
 
     asyncio sets it only on sockets whose protocol is TCP, which these do not say. Without it an event waits up
@@ -231,9 +231,9 @@ def _config(
     connections: Connections,
     proxies: tuple[str, ...],
 ) -> uvicorn.Config:
-    protocol: type[asyncio.Protocol] = guarded(connections, partial(is_known_caller, app.state.door))
+    protocol: type[asyncio.Protocol] = make_protocol(connections, partial(is_known_caller, app.state.door))
     if tls is not None and tls.client_ca is not None:
-        protocol = naming(protocol)
+        protocol = with_certificate_names(protocol)
     config = uvicorn.Config(
         app,
         http=protocol,
@@ -247,11 +247,11 @@ def _config(
         # Always set: uvicorn's default trusts callers on this machine, and those that the environment names.
         proxy_headers=bool(proxies),
         forwarded_allow_ips=list(proxies),
-        ssl_context_factory=None if tls is None else lambda _config, _default: renewing(tls),
+        ssl_context_factory=None if tls is None else lambda _config, _default: reloading_context(tls),
     )
     config.load()  # now, so that invalid files end the start
     return config
 
 
-def _ended(_: int, __: FrameType | None) -> None:
+def _ignore_signal(_: int, __: FrameType | None) -> None:
     return

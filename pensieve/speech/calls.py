@@ -50,7 +50,7 @@ class _WrittenCall(msgspec.Struct):
     id: str | None = None
 
 
-class Quotes:
+class StringState:
     """Tracks whether a JSON text that comes in pieces is inside a string."""
 
     def __init__(self) -> None:
@@ -73,14 +73,14 @@ _NAMED: Final = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\]\s*(\w+))?\s*(?:\[ARGS\])
 
 def parse_call(text: str, *, needs_arguments: bool = False) -> FunctionCall | None:
     """Parse one JSON object; None if it is not a call."""
-    found = _decoded(text, _WrittenCall)
+    found = _decode(text, _WrittenCall)
     return None if found is None else _call(found, needs_arguments)
 
 
-def llama_calls(text: str) -> tuple[FunctionCall, ...]:
+def parse_llama_calls(text: str) -> tuple[FunctionCall, ...]:
     """Parse calls separated by white space, semicolons or tags. Return () unless all of ``text`` is calls."""
     calls = []
-    rest = _between(text)
+    rest = _strip_separators(text)
     while rest:
         end = _object_end(rest)
         # A plain answer may be a JSON object with a name: only arguments make it a call.
@@ -88,18 +88,18 @@ def llama_calls(text: str) -> tuple[FunctionCall, ...]:
         if call is None:
             return ()
         calls.append(call)
-        rest = _between(rest[end:])
+        rest = _strip_separators(rest[end:])
     return tuple(calls)
 
 
-def mistral_calls(text: str) -> tuple[FunctionCall, ...]:
+def parse_mistral_calls(text: str) -> tuple[FunctionCall, ...]:
     """Parse the calls after the first ``[TOOL_CALLS]``. Return () unless all of ``text`` is calls."""
     if text.lstrip().startswith("["):
         # With ``FirstCall`` the answer may end before the list's bracket.
-        listed = _decoded(text, list[_WrittenCall]) or _decoded(f"{text}]", list[_WrittenCall]) or []
+        listed = _decode(text, list[_WrittenCall]) or _decode(f"{text}]", list[_WrittenCall]) or []
         calls = [_call(one, False) for one in listed]
     else:
-        calls = [_named_call(part) for part in text.split(TOOL_CALLS)]
+        calls = [_parse_named_call(part) for part in text.split(TOOL_CALLS)]
     whole = [call for call in calls if call is not None]
     return tuple(whole) if len(whole) == len(calls) else ()
 
@@ -138,7 +138,7 @@ def call_prefix(name: str, form: CallForm, template: str) -> str:
 
 
 def is_json_object(text: str) -> bool:
-    return _decoded(text, dict[str, Any]) is not None
+    return _decode(text, dict[str, Any]) is not None
 
 
 def _json(call: FunctionCall, key: str, *, with_id: bool = False) -> str:
@@ -146,7 +146,7 @@ def _json(call: FunctionCall, key: str, *, with_id: bool = False) -> str:
     return f'{{"name": {json.dumps(call.name, ensure_ascii=False)}, "{key}": {call.arguments}{named}}}'
 
 
-def _named_call(text: str) -> FunctionCall | None:
+def _parse_named_call(text: str) -> FunctionCall | None:
     found = _NAMED.fullmatch(text)
     if found is None or not is_json_object(found[3]):
         return None
@@ -162,7 +162,7 @@ def _call(found: _WrittenCall, needs_arguments: bool) -> FunctionCall | None:
     return FunctionCall(found.name, arguments or "{}", found.id or "")
 
 
-def _decoded(text: str, kind: Any) -> Any:
+def _decode(text: str, kind: Any) -> Any:
     """Decode ``text`` as this type; None if it is invalid. A model may write anything."""
     try:
         return msgspec.json.decode(text, type=kind)
@@ -170,7 +170,7 @@ def _decoded(text: str, kind: Any) -> Any:
         return None
 
 
-def _between(text: str) -> str:
+def _strip_separators(text: str) -> str:
     while True:
         shorter = text.lstrip(" \t\r\n;").removeprefix(PYTHON_TAG)
         if shorter == text:

@@ -11,9 +11,9 @@ from pensieve.speech.calls import (
     PYTHON_TAG,
     TOOL_CALLS,
     CallForm,
-    Quotes,
-    mistral_calls,
+    StringState,
     parse_call,
+    parse_mistral_calls,
 )
 from pensieve.speech.reader import CLOSE_THOUGHT, OPEN_THOUGHT, SpeechForm
 
@@ -94,7 +94,7 @@ def _scan(form: SpeechForm) -> Scan:
     if form.begins_thinking:
         yield from _until(CLOSE_THOUGHT)
     elif form.thinks:
-        head = yield from _behind_space()
+        head = yield from _skip_space()
         while OPEN_THOUGHT.startswith(head) and head != OPEN_THOUGHT:
             head += yield None
         if head == OPEN_THOUGHT:
@@ -112,7 +112,7 @@ def _scan(form: SpeechForm) -> Scan:
 def _hermes(head: str) -> Scan:
     while True:
         yield from _until(OPEN_CALL, head)
-        inside, head, quotes = "", "", Quotes()
+        inside, head, quotes = "", "", StringState()
         while not inside.endswith(CLOSE_CALL) or quotes.inside:
             char = yield None
             inside += char
@@ -122,7 +122,7 @@ def _hermes(head: str) -> Scan:
 
 
 def _llama(head: str) -> Scan:
-    head = head or (yield from _behind_space())
+    head = head or (yield from _skip_space())
     if not head.startswith("{"):
         yield from _until(PYTHON_TAG, head)
         between = yield from _until("{")
@@ -135,17 +135,17 @@ def _llama(head: str) -> Scan:
 
 def _mistral(head: str) -> Scan:
     yield from _until(TOOL_CALLS, head)
-    first = yield from _behind_space()
+    first = yield from _skip_space()
     if first != "[":
         name = yield from _until("{", first)
         called = yield from _object()
-        if mistral_calls(name[:-1] + called):
+        if parse_mistral_calls(name[:-1] + called):
             yield 0
         return
-    if (yield from _behind_space()) != "{":
+    if (yield from _skip_space()) != "{":
         return
     called = yield from _object()
-    if not mistral_calls(f"[{called}]"):
+    if not parse_mistral_calls(f"[{called}]"):
         return
     # A list with one call: the model may close it itself.
     behind = yield None
@@ -162,7 +162,7 @@ def _until(mark: str, seen: str = "") -> Part:
     return seen
 
 
-def _behind_space() -> Part:
+def _skip_space() -> Part:
     """Return the first character that is not white space."""
     char = yield None
     while char.isspace():
@@ -172,7 +172,7 @@ def _behind_space() -> Part:
 
 def _object() -> Part:
     """Return a JSON object, by braces and quotes only. Its first brace was taken before."""
-    text, depth, quotes = "{", 1, Quotes()
+    text, depth, quotes = "{", 1, StringState()
     while depth:
         char = yield None
         text += char

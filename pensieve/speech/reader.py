@@ -17,10 +17,10 @@ from pensieve.speech.calls import (
     TOOL_CALLS,
     CallForm,
     FunctionCall,
-    Quotes,
-    llama_calls,
-    mistral_calls,
+    StringState,
     parse_call,
+    parse_llama_calls,
+    parse_mistral_calls,
 )
 
 OPEN_THOUGHT: Final = "<think>"
@@ -112,11 +112,11 @@ class SpeechReader:
         self._state = self._thinking if form.begins_thinking else self._beginning
         if form.plain:
             self._state = self._only_words
-        self._bare = not form.plain
+        self._skips_space = not form.plain
         """No words since the beginning, a thought or a call: white space that follows is dropped."""
-        self._looked = 0
-        self._quotes = Quotes()
-        """State of the current call's JSON, up to the character ``_looked`` of the text."""
+        self._scanned = 0
+        self._quotes = StringState()
+        """State of the current call's JSON, up to the character ``_scanned`` of the text."""
 
     def push(self, text: str) -> list[AnswerPart]:
         """Take more text and return the parts that are certain."""
@@ -128,19 +128,19 @@ class SpeechReader:
         return self._run(last=True)
 
     def _run(self, *, last: bool) -> list[AnswerPart]:
-        told: list[AnswerPart] = []
+        parts: list[AnswerPart] = []
         while True:
             state = self._state
             taken = state(last)
             end = self._pushed - len(self._text)
-            told += [replace(part, end=end) if isinstance(part, Words) else part for part in taken]
+            parts += [replace(part, end=end) if isinstance(part, Words) else part for part in taken]
             if self._state == state:
-                return [part for part in told if isinstance(part, FunctionCall) or part.text]
+                return [part for part in parts if isinstance(part, FunctionCall) or part.text]
 
     # ---- states: each returns the parts that it can, and may set the next state
 
     def _beginning(self, last: bool) -> list[AnswerPart]:
-        self._bare = False  # here white space before words is kept
+        self._skips_space = False  # here white space before words is kept
         text = self._text.lstrip()
         if self._form.thinks and text.startswith(OPEN_THOUGHT):
             self._text = text.removeprefix(OPEN_THOUGHT)
@@ -150,12 +150,12 @@ class SpeechReader:
         return []
 
     def _thinking(self, last: bool) -> list[AnswerPart]:
-        self._bare = True
+        self._skips_space = True
         self._state = self._in_thought
         return []
 
     def _in_thought(self, last: bool) -> list[AnswerPart]:
-        if self._bare:
+        if self._skips_space:
             # The model may open the block again that its template has opened.
             self._text = self._text.lstrip()
             if not last and OPEN_THOUGHT.startswith(self._text):
@@ -165,10 +165,10 @@ class SpeechReader:
                 return []
         if CLOSE_THOUGHT in self._text:
             thought, _, self._text = self._text.partition(CLOSE_THOUGHT)
-            self._bare, self._state = True, self._talk
+            self._skips_space, self._state = True, self._talk
             return [Thought(thought.rstrip())]
-        self._bare = False
-        return [Thought(self._certain(CLOSE_THOUGHT, last))]
+        self._skips_space = False
+        return [Thought(self._take_certain(CLOSE_THOUGHT, last))]
 
     def _talk(self, last: bool) -> list[AnswerPart]:
         text = self._text.lstrip()
@@ -194,18 +194,18 @@ class SpeechReader:
             at = self._text.index(OPEN_CALL)
             words = self._text[:at].rstrip()
             self._text, self._state = self._text[len(words) :], self._call
-            self._looked, self._quotes = 0, Quotes()
+            self._scanned, self._quotes = 0, StringState()
             return [self._words(words)]
-        return [self._words(self._certain(OPEN_CALL, last))]
+        return [self._words(self._take_certain(OPEN_CALL, last))]
 
     def _call(self, last: bool) -> list[AnswerPart]:
         """The text is white space, the opening of a call, and its content."""
         start = self._text.index(OPEN_CALL) + len(OPEN_CALL)
-        end = self._text.find(CLOSE_CALL, max(start, self._looked))
+        end = self._text.find(CLOSE_CALL, max(start, self._scanned))
         while end >= 0:
             # Each character is processed once: a prompt may make a model write many closings inside a string.
-            self._quotes.push(self._text[max(start, self._looked) : end])
-            self._looked = end
+            self._quotes.push(self._text[max(start, self._scanned) : end])
+            self._scanned = end
             if not self._quotes.inside:
                 call = parse_call(self._text[start:end])
                 end += len(CLOSE_CALL)
@@ -219,7 +219,7 @@ class SpeechReader:
         return self._not_called(len(self._text))
 
     def _called(self, call: FunctionCall, end: int) -> list[AnswerPart]:
-        self._text, self._bare = self._text[end:], True
+        self._text, self._skips_space = self._text[end:], True
         self._state = self._words_or_call
         return [call]
 
@@ -234,7 +234,7 @@ class SpeechReader:
             words = self._text[: self._text.index(marker)].rstrip()
             self._text, self._state = self._text[len(words) :], self._tail
             return [self._words(words)]
-        return [self._words(self._certain(marker, last))]
+        return [self._words(self._take_certain(marker, last))]
 
     def _tail(self, last: bool) -> list[AnswerPart]:
         """Calls until the end of the answer, or words."""
@@ -242,28 +242,28 @@ class SpeechReader:
             return []
         text, self._text = self._text, ""
         if self._form.calls is CallForm.MISTRAL:
-            calls = mistral_calls(text.lstrip().removeprefix(TOOL_CALLS))
+            calls = parse_mistral_calls(text.lstrip().removeprefix(TOOL_CALLS))
         else:
-            calls = llama_calls(text)
+            calls = parse_llama_calls(text)
         return list(calls) or [self._words(text)]
 
     # ---- helpers of the states
 
     def _words(self, text: str) -> Words:
-        if self._bare:
+        if self._skips_space:
             text = text.lstrip()
-            self._bare = not text
+            self._skips_space = not text
         return Words(text)
 
-    def _certain(self, marker: str, last: bool) -> str:
+    def _take_certain(self, marker: str, last: bool) -> str:
         """Take the text that cannot belong to ``marker`` or to white space before it; at the end take all."""
-        keep = 0 if last else _held(self._text, marker)
+        keep = 0 if last else _held_back(self._text, marker)
         split = len(self._text) - keep
         text, self._text = self._text[:split], self._text[split:]
         return text
 
 
-def _held(text: str, marker: str) -> int:
+def _held_back(text: str, marker: str) -> int:
     """Return the number of characters at the end of ``text`` that are white space before a possible ``marker``,
     or its beginning."""
     partial = next((n for n in range(min(len(marker) - 1, len(text)), 0, -1) if text.endswith(marker[:n])), 0)

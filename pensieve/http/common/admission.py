@@ -18,7 +18,7 @@ from typing import Final, TypeAlias, TypeVar
 
 from pensieve.client import AsyncClient, RetryPolicy, ServerInfo
 from pensieve.errors import Cancelled, PensieveError, Unauthenticated
-from pensieve.http.common.callers import CONNECTIONS, CallerIdentity, connection
+from pensieve.http.common.callers import CONNECTIONS, CallerIdentity, connection_options
 from pensieve.http.common.failures import HttpFailure
 from pensieve.http.common.settings import DoorSettings
 from pensieve.rpc_status import TRANSPORT, TRANSPORT_FINAL
@@ -27,15 +27,15 @@ T = TypeVar("T")
 
 KEYLESS: Final = "keyless"
 """Feature that a service announces when it asks for no key."""
-GOOD_S: Final = 1.0
+ACCEPTED_S: Final = 1.0
 """How long an accepted credential needs no other check. The service re-reads its key file as often."""
-BAD_S: Final = 2.0
+REFUSED_S: Final = 2.0
 """How long a refused credential stays refused without another check."""
-PATIENT_REFUSALS: Final = 10
+IMMEDIATE_REFUSALS: Final = 10
 """Refusals of one credential that are answered at once within ``REFUSED_S``. Later ones wait until it has
 passed, which slows a caller that retries in a loop."""
-REMEMBERED: Final = 4096
-MOST_QUESTIONS: Final = 256
+MAX_CACHED: Final = 4096
+MAX_CHECKS: Final = 256
 """Pending checks of unknown credentials. Beyond this the oldest is cancelled: a valid credential is confirmed
 in a moment."""
 RECHECK_S: Final = 2.0
@@ -44,18 +44,18 @@ decides."""
 _PAUSES_S: Final = (0.05, 0.3)
 
 
-_Question: TypeAlias = "asyncio.Task[ServerInfo | None]"
-_Questions: TypeAlias = "dict[bytes, _Question]"
+_Check: TypeAlias = "asyncio.Task[ServerInfo | None]"
+_Checks: TypeAlias = "dict[bytes, _Check]"
 
 
 @dataclass(slots=True)
-class _Good:
+class _Accepted:
     until: float
     info: ServerInfo | None
 
 
 @dataclass(slots=True)
-class _Bad:
+class _Refused:
     until: float
     error: PensieveError
     refusals: int = 0
@@ -66,81 +66,79 @@ class Admission:
 
     def __init__(self, settings: DoorSettings) -> None:
         self._settings = settings
-        self._good: OrderedDict[bytes, _Good] = OrderedDict()
-        self._bad: OrderedDict[bytes, _Bad] = OrderedDict()
-        self._questions: _Questions = {}
-        self._rechecks: _Questions = {}
+        self._accepted: OrderedDict[bytes, _Accepted] = OrderedDict()
+        self._refused: OrderedDict[bytes, _Refused] = OrderedDict()
+        self._checks: _Checks = {}
+        self._rechecks: _Checks = {}
         """Checks of credentials that were accepted before. Checks of unknown ones cannot displace them."""
         self._closed = False
         self.keyless = False
         """Whether the service has said that it accepts callers without a credential."""
 
     def has_admitted(self, who: CallerIdentity) -> bool:
-        return who.credential in self._good
+        return who.credential in self._accepted
 
     async def admit(self, who: CallerIdentity) -> None:
         """Return once the service accepts the caller. Raises Unauthenticated, HttpFailure (503) when too many
         checks are pending, the error of an unreachable service, or Cancelled after ``close``."""
         credential = who.credential
-        if (good := self._good.get(credential)) is not None:
-            self._good.move_to_end(credential)
-            if good.until > time.monotonic():
+        if (accepted := self._accepted.get(credential)) is not None:
+            self._accepted.move_to_end(credential)
+            if accepted.until > time.monotonic():
                 return
-        elif (bad := self._bad.get(credential)) is not None and bad.until > time.monotonic():
-            bad.refusals += 1
-            if bad.refusals > PATIENT_REFUSALS:
-                await asyncio.sleep(bad.until - time.monotonic())
-            raise bad.error.with_traceback(None)
-        questions = self._questions if good is None else self._rechecks
-        if (question := questions.get(credential)) is None:
+        elif (refused := self._refused.get(credential)) is not None and refused.until > time.monotonic():
+            refused.refusals += 1
+            if refused.refusals > IMMEDIATE_REFUSALS:
+                await asyncio.sleep(refused.until - time.monotonic())
+            raise refused.error.with_traceback(None)
+        checks = self._checks if accepted is None else self._rechecks
+        if (check := checks.get(credential)) is None:
             if self._closed:
                 raise _closed()
-            if len(self._questions) >= MOST_QUESTIONS and good is None:
-                oldest = next(iter(self._questions))
-                self._questions.pop(oldest).cancel()
-            question = self._start(questions, who, credential, known=good is not None)
-        await asyncio.wait({question})  # shared with other requests: it outlives this one
-        if question.cancelled():
-            raise _closed() if self._closed else _too_many()
-        if (error := question.exception()) is not None:
+            if len(self._checks) >= MAX_CHECKS and accepted is None:
+                oldest = next(iter(self._checks))
+                self._checks.pop(oldest).cancel()
+            check = self._start_check(checks, who, credential, known=accepted is not None)
+        await asyncio.wait({check})  # shared with other requests: it outlives this one
+        if check.cancelled():
+            raise _closed() if self._closed else _overloaded()
+        if (error := check.exception()) is not None:
             raise error.with_traceback(None)
 
-    def _start(
-        self, questions: _Questions, who: CallerIdentity, credential: bytes, *, known: bool
-    ) -> _Question:
-        question = asyncio.create_task(self._ask(who, credential, known=known))
-        questions[credential] = question
-        question.add_done_callback(partial(self._answered, questions, credential))
-        return question
+    def _start_check(self, checks: _Checks, who: CallerIdentity, credential: bytes, *, known: bool) -> _Check:
+        check = asyncio.create_task(self._run(who, credential, known=known))
+        checks[credential] = check
+        check.add_done_callback(partial(self._on_checked, checks, credential))
+        return check
 
     @staticmethod
-    def _answered(questions: _Questions, credential: bytes, question: _Question) -> None:
-        if questions.get(credential) is question:
-            del questions[credential]
-        if not question.cancelled():
-            question.exception()  # retrieved even when every waiting caller has disconnected
+    def _on_checked(checks: _Checks, credential: bytes, check: _Check) -> None:
+        if checks.get(credential) is check:
+            del checks[credential]
+        if not check.cancelled():
+            check.exception()  # retrieved even when every waiting caller has disconnected
 
     def close(self) -> None:
         """Cancel all checks. Requests that wait for one end with Cancelled (CLIENT_CLOSED)."""
         self._closed = True
-        for question in [*self._questions.values(), *self._rechecks.values()]:
-            question.cancel()
+        for check in [*self._checks.values(), *self._rechecks.values()]:
+            check.cancel()
 
-    async def _ask(self, who: CallerIdentity, credential: bytes, *, known: bool) -> ServerInfo | None:
+    async def _run(self, who: CallerIdentity, credential: bytes, *, known: bool) -> ServerInfo | None:
         try:
             async with self._client(who, RECHECK_S if known else 60.0) as client:
-                info = await (self._confirmed(client) if known else self._found_out(client))
+                info = await (self._recheck(client) if known else self._check_unknown(client))
         except Unauthenticated as error:
-            self._good.pop(credential, None)
-            _remember(self._bad, credential, _Bad(time.monotonic() + BAD_S, error))
+            self._accepted.pop(credential, None)
+            _cache(self._refused, credential, _Refused(time.monotonic() + REFUSED_S, error))
             raise
         if info is not None:
             self.keyless = KEYLESS in info.features
-        self._bad.pop(credential, None)
-        _remember(self._good, credential, _Good(time.monotonic() + GOOD_S, info))
+        self._refused.pop(credential, None)
+        _cache(self._accepted, credential, _Accepted(time.monotonic() + ACCEPTED_S, info))
         return info
 
-    async def _confirmed(self, client: AsyncClient) -> ServerInfo | None:
+    async def _recheck(self, client: AsyncClient) -> ServerInfo | None:
         """Check a credential that was accepted before. Only Unauthenticated refuses it: the service checks
         every call anyway, and callers known before an outage must not queue behind unknown ones."""
         try:
@@ -150,7 +148,7 @@ class Admission:
         except PensieveError:
             return None
 
-    async def _found_out(self, client: AsyncClient) -> ServerInfo | None:
+    async def _check_unknown(self, client: AsyncClient) -> ServerInfo | None:
         """Check an unknown credential, retrying while the service cannot be reached."""
         deadline = time.monotonic() + self._settings.patience_s
         while True:
@@ -173,7 +171,7 @@ class Admission:
             tls=self._settings.tls,
             timeout=timeout_s,
             retry=RetryPolicy(max_attempts=1),
-            options=connection(CONNECTIONS),  # its own connection: no caller's requests use it
+            options=connection_options(CONNECTIONS),  # its own connection: no caller's requests use it
             metadata=who.metadata,
         )
         try:
@@ -186,7 +184,7 @@ def _closed() -> Cancelled:
     return Cancelled("the door is closed", reason="CLIENT_CLOSED")
 
 
-def _too_many() -> HttpFailure:
+def _overloaded() -> HttpFailure:
     return HttpFailure(
         503,
         "too many callers wait to be admitted: try again",
@@ -196,8 +194,8 @@ def _too_many() -> HttpFailure:
     )
 
 
-def _remember(table: OrderedDict[bytes, T], credential: bytes, value: T) -> None:
+def _cache(table: OrderedDict[bytes, T], credential: bytes, value: T) -> None:
     table[credential] = value
     table.move_to_end(credential)
-    if len(table) > REMEMBERED:
+    if len(table) > MAX_CACHED:
         table.popitem(last=False)

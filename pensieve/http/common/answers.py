@@ -17,9 +17,9 @@ from pensieve.client import FinishReason, Piece, TokenLogprob, TokenText, Turn, 
 from pensieve.errors import Internal
 from pensieve.http.common.failures import HttpFailure
 
-LEAST: Final = -9999.0
+MIN_LOGPROB: Final = -9999.0
 """Stands for any lower value: JSON has no minus infinity."""
-MAX_TOP: Final = 20
+MAX_TOP_LOGPROBS: Final = 20
 
 
 def token_scores(scores: Iterable[TokenLogprob]) -> list[dict[str, Any]]:
@@ -36,14 +36,14 @@ def token_scores(scores: Iterable[TokenLogprob]) -> list[dict[str, Any]]:
 
 
 def clamp_logprob(logprob: float) -> float:
-    return max(logprob, LEAST)
+    return max(logprob, MIN_LOGPROB)
 
 
 def _score(token: TokenText, logprob: float) -> dict[str, Any]:
     return {"token": token.text, "bytes": list(token.piece), "logprob": clamp_logprob(logprob)}
 
 
-SILENT: Final = b":\n\n"
+HEARTBEAT: Final = b":\n\n"
 """A comment, which clients ignore. It tells proxies and clients that the answer is still to come."""
 DONE: Final = b"data: [DONE]\n\n"
 _HEADERS: Final = {"cache-control": "no-cache", "x-accel-buffering": "no"}
@@ -66,45 +66,45 @@ class EventStream(StreamingResponse):
         self._held = held
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        steady = _Steady(send, scope["app"].state.door.settings.heartbeat_s)
+        sender = _HeartbeatSender(send, scope["app"].state.door.settings.heartbeat_s)
         try:
-            await super().__call__(scope, receive, steady.send)
+            await super().__call__(scope, receive, sender.send)
         finally:
-            steady.end()
+            sender.stop()
             await self._held.aclose()
 
 
-class _Steady:
+class _HeartbeatSender:
     """Forwards ASGI messages, and sends a comment after each ``heartbeat_s`` seconds without a byte."""
 
     def __init__(self, send: Send, heartbeat_s: float) -> None:
         self._send = send
         self._heartbeat_s = heartbeat_s
-        self._one = asyncio.Lock()
-        self._last = 0.0
-        self._beating: asyncio.Task[None] | None = None
+        self._lock = asyncio.Lock()
+        self._last_sent = 0.0
+        self._heartbeat: asyncio.Task[None] | None = None
 
     async def send(self, message: Message) -> None:
-        async with self._one:
+        async with self._lock:
             await self._send(message)
-            self._last = asyncio.get_running_loop().time()
+            self._last_sent = asyncio.get_running_loop().time()
             if message["type"] == "http.response.start":
-                self._beating = asyncio.create_task(self._beat(), name="heartbeat")
+                self._heartbeat = asyncio.create_task(self._run_heartbeat(), name="heartbeat")
             elif not message.get("more_body"):
-                self.end()
+                self.stop()
 
-    def end(self) -> None:
-        if self._beating is not None:
-            self._beating.cancel()
+    def stop(self) -> None:
+        if self._heartbeat is not None:
+            self._heartbeat.cancel()
 
-    async def _beat(self) -> None:
+    async def _run_heartbeat(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            await asyncio.sleep(self._last + self._heartbeat_s - loop.time())
-            async with self._one:
-                if loop.time() >= self._last + self._heartbeat_s:
-                    await self._send({"type": "http.response.body", "body": SILENT, "more_body": True})
-                    self._last = loop.time()
+            await asyncio.sleep(self._last_sent + self._heartbeat_s - loop.time())
+            async with self._lock:
+                if loop.time() >= self._last_sent + self._heartbeat_s:
+                    await self._send({"type": "http.response.body", "body": HEARTBEAT, "more_body": True})
+                    self._last_sent = loop.time()
 
 
 T = TypeVar("T")
@@ -113,21 +113,21 @@ T = TypeVar("T")
 async def cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """Return the result of ``work``; cancel it when the client disconnects. Then raises HttpFailure, so that
     the call's resources are released. The body must have been read."""
-    working, leaving = asyncio.create_task(work), asyncio.create_task(_left(request))
+    working, disconnecting = asyncio.create_task(work), asyncio.create_task(_wait_for_disconnect(request))
     try:
-        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((working, disconnecting), return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
             raise HttpFailure(
                 400, "the client disconnected before the answer was complete", code="client_disconnected"
             )
         return working.result()
     finally:
-        for task in (working, leaving):
+        for task in (working, disconnecting):
             task.cancel()
-        await asyncio.wait((working, leaving))
+        await asyncio.wait((working, disconnecting))
 
 
-async def _left(request: Request) -> None:
+async def _wait_for_disconnect(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
@@ -141,27 +141,27 @@ class SentText:
 
     def __init__(self) -> None:
         self._sent: defaultdict[int, str] = defaultdict(str)
-        self._again: dict[int, str] = {}
+        self._restarted: dict[int, str] = {}
         """The new text of each restarted candidate that is still shorter than the text that was sent."""
 
     def new_text(self, piece: Piece) -> str | None:
         """Return the part of this piece that was not sent yet, or None. Raises Internal (STREAM_INCONSISTENT)
         when the new attempt's text differs."""
         if piece.restarted:
-            self._again = dict.fromkeys(self._sent, "")
+            self._restarted = dict.fromkeys(self._sent, "")
             return None
-        again = self._again.get(piece.candidate)
+        again = self._restarted.get(piece.candidate)
         sent = self._sent[piece.candidate]
         if again is None:
             self._sent[piece.candidate] = sent + piece.text
             return piece.text
         again += piece.text
         if not (sent.startswith(again) or again.startswith(sent)):
-            raise _another_answer()
+            raise _inconsistent()
         if len(again) < len(sent):
-            self._again[piece.candidate] = again
+            self._restarted[piece.candidate] = again
             return None
-        del self._again[piece.candidate]
+        del self._restarted[piece.candidate]
         self._sent[piece.candidate] = again
         return again[len(sent) :] or None
 
@@ -181,13 +181,13 @@ class SentTokens:
         sent, begin = self._sent[piece.candidate], piece.token_offset
         again = sent[begin : begin + len(piece.token_ids)]
         if tuple(again) != piece.token_ids[: len(again)]:
-            raise _another_answer()
+            raise _inconsistent()
         fresh = piece.token_ids[len(again) :]
         sent += fresh
         return fresh, piece.logprobs[len(again) :]
 
 
-def _another_answer() -> Internal:
+def _inconsistent() -> Internal:
     return Internal(
         "the answer was lost while it was streamed, and the new one differs; send the request again",
         reason="STREAM_INCONSISTENT",

@@ -50,12 +50,12 @@ class CallerIdentity(NamedTuple):
     @property
     def metadata(self) -> list[tuple[str, str | bytes]]:
         """gRPC metadata that every call for this caller carries."""
-        told: list[tuple[str, str | bytes]] = [(CERTIFICATE_KEY, name.encode()) for name in self.names]
+        metadata: list[tuple[str, str | bytes]] = [(CERTIFICATE_KEY, name.encode()) for name in self.names]
         if self.address:
-            told.append((ADDRESS_KEY, self.address))
+            metadata.append((ADDRESS_KEY, self.address))
         if self.authorization:
-            told.append(("authorization", self.authorization))
-        return told
+            metadata.append(("authorization", self.authorization))
+        return metadata
 
 
 def identity_of_request(request: HTTPConnection, *, vouches: bool) -> CallerIdentity:
@@ -63,8 +63,8 @@ def identity_of_request(request: HTTPConnection, *, vouches: bool) -> CallerIden
     and addresses. Raises HttpFailure (401) for a header that cannot hold a credential."""
     given = request.headers.getlist("authorization")
     if len(given) > 1:
-        raise _no_key("send one Authorization header")
-    authorization = _as_judged(given[0]) if given else ""
+        raise _invalid_key("send one Authorization header")
+    authorization = _normalised(given[0]) if given else ""
     if not vouches:
         return CallerIdentity(authorization)
     state: dict[str, Any] = request.scope.get("state", {})
@@ -74,7 +74,7 @@ def identity_of_request(request: HTTPConnection, *, vouches: bool) -> CallerIden
 def identity_from_header(authorization: str | None) -> CallerIdentity:
     """Return the identity of any caller with this header and no certificate. Raises HttpFailure (401) as
     ``identity_of_request``."""
-    return CallerIdentity("" if authorization is None else _as_judged(authorization))
+    return CallerIdentity("" if authorization is None else _normalised(authorization))
 
 
 def client_address(request: HTTPConnection) -> str:
@@ -85,25 +85,25 @@ def client_address(request: HTTPConnection) -> str:
         return ""
 
 
-def _as_judged(header: str) -> str:
+def _normalised(header: str) -> str:
     """Normalise a bearer token; leave other schemes as they are. A header is never dropped: the service would
     then identify the caller by its certificate."""
     if len(header) > MAX_KEY_CHARS or not (header.isascii() and header.isprintable()):
-        raise _no_key("the key is not a key of this server")
+        raise _invalid_key("the key is not a key of this server")
     kind, _, key = header.strip().partition(" ")
     return f"Bearer {key.strip()}".strip() if kind.lower() == "bearer" else header.strip() or "none"
 
 
-def _no_key(problem: str) -> HttpFailure:
+def _invalid_key(problem: str) -> HttpFailure:
     return HttpFailure(401, problem, kind="authentication_error", code="invalid_api_key")
 
 
-REQUESTS_EACH: Final = 100
+REQUESTS_PER_CLIENT: Final = 100
 """Concurrent requests per client. A server takes 256 calls per connection, and a request may make several.
 Calls beyond that would wait silently."""
 CONNECTIONS: Final = 64
 """Connections to the service in total; further clients share them. Each takes a file descriptor on both sides."""
-_SLOT: Final = "pensieve.connection"
+_CONNECTION_OPTION: Final = "pensieve.connection"
 """A channel option unknown to gRPC: channels with equal options share one connection."""
 
 
@@ -114,7 +114,7 @@ class Caller:
     client: AsyncClient
     scope: bytes
     """Digest of the credential: entries cached for one caller are invisible to others."""
-    slot: int = 0
+    connection: int = 0
     busy: int = 0
 
 
@@ -125,7 +125,7 @@ class Callers:
     def __init__(self, settings: DoorSettings) -> None:
         self._settings = settings
         self._callers: OrderedDict[tuple[CallerIdentity, int], Caller] = OrderedDict()
-        """By identity, and the client's number: when one has ``REQUESTS_EACH`` requests, the next is used."""
+        """By identity, and the client's number: when one has ``REQUESTS_PER_CLIENT`` requests, the next is used."""
         self._clients_on: Counter[int] = Counter(dict.fromkeys(range(CONNECTIONS), 0))
         self._closed = False
 
@@ -134,23 +134,23 @@ class Callers:
         """Yield the caller of a request for as long as the request lasts. Raises HttpFailure (401) for a header
         that cannot hold a key, Cancelled (CLIENT_CLOSED) after ``close``."""
         who = identity_of_request(request, vouches=self._settings.vouches)
-        place = next(
+        key = next(
             (who, number)
             for number in itertools.count()
-            if (found := self._callers.get((who, number))) is None or found.busy < REQUESTS_EACH
+            if (found := self._callers.get((who, number))) is None or found.busy < REQUESTS_PER_CLIENT
         )
-        caller = self._callers.get(place)
+        caller = self._callers.get(key)
         if caller is None:
             if self._closed:
                 raise Cancelled("the door is closed", reason="CLIENT_CLOSED")
-            caller = self._callers[place] = self._connected(who)
-        self._callers.move_to_end(place)
+            caller = self._callers[key] = self._connect(who)
+        self._callers.move_to_end(key)
         caller.busy += 1
         try:
             yield caller
         finally:
             caller.busy -= 1
-            await self._shrink()
+            await self._close_surplus()
 
     async def close(self) -> None:
         self._closed = True
@@ -158,29 +158,29 @@ class Callers:
             _, caller = self._callers.popitem()
             await caller.client.close()
 
-    def _connected(self, who: CallerIdentity) -> Caller:
-        slot = min(self._clients_on, key=self._clients_on.__getitem__)
-        self._clients_on[slot] += 1
+    def _connect(self, who: CallerIdentity) -> Caller:
+        connection = min(self._clients_on, key=self._clients_on.__getitem__)
+        self._clients_on[connection] += 1
         client = AsyncClient(
             self._settings.target,
             tls=self._settings.tls,
             retry=RetryPolicy(max_wait_s=self._settings.patience_s),
-            options=connection(slot),
+            options=connection_options(connection),
             metadata=who.metadata,
         )
-        return Caller(client, who.credential, slot)
+        return Caller(client, who.credential, connection)
 
-    async def _shrink(self) -> None:
+    async def _close_surplus(self) -> None:
         surplus = len(self._callers) - self._settings.max_callers
         if surplus <= 0:
             return
-        idle = [place for place, caller in self._callers.items() if not caller.busy]
-        for place in idle[:surplus]:
-            caller = self._callers.pop(place)
-            self._clients_on[caller.slot] -= 1
+        idle = [key for key, caller in self._callers.items() if not caller.busy]
+        for key in idle[:surplus]:
+            caller = self._callers.pop(key)
+            self._clients_on[caller.connection] -= 1
             await caller.client.close()
 
 
-def connection(slot: int) -> tuple[tuple[str, int], ...]:
-    """Return channel options. Clients with the same ``slot`` share one connection."""
-    return ((_SLOT, slot),)
+def connection_options(connection: int) -> tuple[tuple[str, int], ...]:
+    """Return channel options. Clients with the same ``connection`` share one connection."""
+    return ((_CONNECTION_OPTION, connection),)

@@ -36,9 +36,9 @@ from pensieve.http.common.contents import Message
 from pensieve.http.common.failures import HttpFailure
 from pensieve.http.common.requests import request_id_for
 
-PATIENCE_S: Final = 2.0
+UNDO_TIMEOUT_S: Final = 2.0
 """Timeout of the cleanup after a refused call; the refusal waits for it."""
-_NO_PART_OF_A_CALL: Final = frozenset(
+_NOT_COMPARED: Final = frozenset(
     {
         "model",  # There is one.
         "stream", "stream_options",
@@ -91,7 +91,7 @@ class Call:
         fields = {
             name: getattr(body, name)
             for name in body.__struct_fields__
-            if name not in _NO_PART_OF_A_CALL and getattr(body, name) is not None
+            if name not in _NOT_COMPARED and getattr(body, name) is not None
         }
         data = _encoder.encode([request.url.path.rstrip("/"), *said, fields])
         return cls(turn_id, hashlib.blake2b(data, digest_size=16).hexdigest())
@@ -105,9 +105,9 @@ class Call:
         """Return the plan that all tries of this call follow. Raises AlreadyExists when another call used the key."""
         if not self.is_retryable:
             return plan
-        told = msgspec.json.encode(plan).decode()
-        _, told = await claim(client, str(self.id), plan.first, fingerprint=self.fingerprint, plan=told)
-        return msgspec.json.decode(told, type=CallPlan)
+        encoded = msgspec.json.encode(plan).decode()
+        _, encoded = await claim(client, str(self.id), plan.first, fingerprint=self.fingerprint, plan=encoded)
+        return msgspec.json.decode(encoded, type=CallPlan)
 
     @asynccontextmanager
     async def undo_on_refusal(
@@ -131,10 +131,10 @@ class Call:
         """Delete the sessions made for the call, and its claim. ``more``: see ``undo_on_refusal``."""
         # The refusal is the answer even if the cleanup fails: an overloaded server may refuse that too.
         with contextlib.suppress(PensieveError, TimeoutError):
-            async with asyncio.timeout(PATIENCE_S):
-                await self._take_back(client, plan, more)
+            async with asyncio.timeout(UNDO_TIMEOUT_S):
+                await self._undo(client, plan, more)
 
-    async def _take_back(self, client: AsyncClient, plan: CallPlan, more: Mapping[str, uuid.UUID]) -> None:
+    async def _undo(self, client: AsyncClient, plan: CallPlan, more: Mapping[str, uuid.UUID]) -> None:
         own = {plan.own: self.id, **more} if plan.own else {}
         if self.is_retryable:
             # First, so that a deleted session is known to have been deleted with its claim.
@@ -176,8 +176,8 @@ async def execute_plan(
         session = client.session(plan.session)
         options: TurnOptions = {"expected_revision": plan.revision}
         if call.is_retryable and plan.own:
-            # All tries must begin the turn in the same session. All of them see that a session has moved on, and fork.
-            # That it is busy is temporary, so they wait.
+            # All tries must begin the turn in the same session. That a session has moved on is final: all of them
+            # see it and fork. That it is busy is temporary: they wait.
             options["wait_if_busy"] = True
         try:
             return session, await begin(session, options)
@@ -226,19 +226,19 @@ def is_refusal(error: PensieveError | HttpFailure) -> bool:
 _encoder = msgspec.json.Encoder(order="deterministic")
 
 
-MOST_ADDED: Final = 1024
-MOST_NEW: Final = 64
-MOST_FOLLOWING: Final = 64
+MAX_APPENDED_ITEMS: Final = 1024
+MAX_TURN_ITEMS: Final = 64
+MAX_FOLLOWING_ROLES: Final = 64
 """Roles of following items that it takes with appended ones."""
 
 
 def batches_of(items: Sequence[Message]) -> list[Sequence[Message]]:
-    """Split ``items`` into batches of at most ``MOST_ADDED``. Consecutive tool results stay together where
+    """Split ``items`` into batches of at most ``MAX_APPENDED_ITEMS``. Consecutive tool results stay together where
     possible: many templates render them as one message."""
     found: list[Sequence[Message]] = []
     begin = 0
     while begin < len(items):
-        end = cut = min(begin + MOST_ADDED, len(items))
+        end = cut = min(begin + MAX_APPENDED_ITEMS, len(items))
         while begin < cut < len(items) and items[cut].role is Role.TOOL:
             cut -= 1
         end = cut if cut > begin else end
@@ -250,19 +250,19 @@ def batches_of(items: Sequence[Message]) -> list[Sequence[Message]]:
 def following_roles(items: Sequence[Message]) -> list[Role]:
     """Return the roles of the items after appended ones: a template may render earlier answers differently from
     the last."""
-    return [one.role for one in items[:MOST_FOLLOWING]]
+    return [one.role for one in items[:MAX_FOLLOWING_ROLES]]
 
 
 def split_new(new: Sequence[Message]) -> tuple[Sequence[Message], Sequence[Message]]:
     """Return the items to append before the turn, and those to send with the turn. The second part is empty
     when the items end in more tool results than a turn takes."""
-    cut = max(0, len(new) - MOST_NEW)
+    cut = max(0, len(new) - MAX_TURN_ITEMS)
     while 0 < cut < len(new) and new[cut].role is Role.TOOL:
         cut += 1
     return new[:cut], new[cut:]
 
 
-async def answered(session: AsyncSession, new: Sequence[Message], options: TurnOptions) -> AsyncTurnStream:
+async def begin_turn(session: AsyncSession, new: Sequence[Message], options: TurnOptions) -> AsyncTurnStream:
     """Begin a turn with these items and wait until it is accepted. Without items, the turn answers the
     session's last ones."""
     if not new:
@@ -272,7 +272,7 @@ async def answered(session: AsyncSession, new: Sequence[Message], options: TurnO
     return stream
 
 
-async def added(
+async def append_items(
     session: AsyncSession,
     items: Sequence[Message],
     call: Call,
@@ -295,7 +295,7 @@ async def added(
         roles = following_roles((*items, *follow)[behind:])
         # Items that an earlier try appended and rewound are gone, but their request id is used.
         while True:
-            name = _id(call, f"{part} {number} {tries}")
+            name = _request_id(call, f"{part} {number} {tries}")
             there = await session.append(given, followed_by=roles, request_id=name)
             note()
             if len(there) == len(given):
@@ -314,21 +314,21 @@ async def adding_items(
         return
     before = (await session.items())[-1:]
     first = (await session.refresh()).revision
-    await added(session, items, call, follow=follow)
+    await append_items(session, items, call, follow=follow)
     try:
         yield
     except PensieveError as error:
         if is_refusal(error) or not call.is_retryable:
             with contextlib.suppress(PensieveError):
-                await _take_back(session, before[0].item if before else 0, first + len(batches_of(items)))
+                await _rewind(session, before[0].item if before else 0, first + len(batches_of(items)))
         raise
 
 
-async def _take_back(session: AsyncSession, item: int, revision: int) -> None:
+async def _rewind(session: AsyncSession, item: int, revision: int) -> None:
     with contextlib.suppress(Aborted):  # The session has moved on: the items stay.
         await session.rewind(to_item=item, expected_revision=revision)
 
 
-def _id(call: Call, name: str) -> str:
+def _request_id(call: Call, name: str) -> str:
     # After a refusal the key may serve another call, which appends other items.
     return str(uuid.uuid5(call.id, f"{call.fingerprint} {name}"))

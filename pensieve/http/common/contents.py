@@ -63,7 +63,7 @@ class Transcript:
     in such a session."""
 
     @property
-    def beginning(self) -> str:
+    def preamble(self) -> str:
         """The text before the messages. Transcripts that differ in it are never the same conversation."""
         return f"{self.system}\0{self.tools}" if self.tools else self.system
 
@@ -79,43 +79,49 @@ class Transcript:
         answer = read(text, self.form)
         return Message(Role.ASSISTANT, answer.words, answer.calls)
 
-    def holds(self, item: Item, told: Message) -> bool:
+    def holds(self, item: Item, message: Message) -> bool:
         """Whether an item of a session is this message."""
-        if item.role is not told.role:
+        if item.role is not message.role:
             return False
-        return self.matches_answer(item.text, told) if told.role is Role.ASSISTANT else item.text == told.text
+        return (
+            self.matches_answer(item.text, message)
+            if message.role is Role.ASSISTANT
+            else item.text == message.text
+        )
 
-    def matches_answer(self, text: str, told: Message) -> bool:
-        """Whether the history's text of an answer is the one that the client sends as ``told``."""
-        return (text == told.text and not told.calls) or _alike(self.answer_message(text), told)
+    def matches_answer(self, text: str, message: Message) -> bool:
+        """Whether the history's text of an answer is the one that the client sends as ``message``."""
+        return (text == message.text and not message.calls) or _same_answer(
+            self.answer_message(text), message
+        )
 
 
-class NamedTalk:
+class HashedTranscript:
     """A transcript and digests of its beginnings, computed once when this is made.
 
     They are blake2b over lengths and bytes, so different transcripts never collide by concatenation. The
     service stores them, so every release must compute the same ones.
     """
 
-    def __init__(self, talk: Transcript, scope: bytes) -> None:
+    def __init__(self, transcript: Transcript, scope: bytes) -> None:
         """``scope`` identifies the caller; ``history_key`` and ``key_after`` are valid for that caller only."""
-        kind = b"drops" if talk.drops_oldest else b""
+        kind = b"drops" if transcript.drops_oldest else b""
         for_all, own = (hashlib.blake2b(start + kind, digest_size=16) for start in (b"", scope))
 
         def add(data: bytes) -> None:
             for_all.update(data)
             own.update(data)
 
-        self.talk = talk
-        self.end: tuple[str, Message] | None = None
-        add(_framed(Message(Role.SYSTEM, talk.beginning)))
-        for number, one in enumerate(talk.history, 1):
-            if number == len(talk.history):
-                self.end = for_all.hexdigest(), one
-            add(_framed(one))
+        self.transcript = transcript
+        self.last_answer: tuple[str, Message] | None = None
+        add(_frame(Message(Role.SYSTEM, transcript.preamble)))
+        for number, one in enumerate(transcript.history, 1):
+            if number == len(transcript.history):
+                self.last_answer = for_all.hexdigest(), one
+            add(_frame(one))
         self.history_key = own.digest()
-        for one in talk.new:
-            add(_framed(one))
+        for one in transcript.new:
+            add(_frame(one))
         self.mark = for_all.hexdigest()
         """Identifies all messages before the answer; the service finds the turn by it."""
         self._own = own
@@ -123,7 +129,7 @@ class NamedTalk:
     def key_after(self, answer: str) -> bytes:
         """Return the ``history_key`` that the next request has after ``answer``."""
         found = self._own.copy()
-        found.update(_framed(self.talk.answer_message(answer)))
+        found.update(_frame(self.transcript.answer_message(answer)))
         return found.digest()
 
 
@@ -176,7 +182,7 @@ def make_transcript(messages: Sequence[Message], param: str) -> Transcript:
     return Transcript(system, tuple(messages[first : last + 1]), new)
 
 
-def _framed(said: Message) -> bytes:
+def _frame(said: Message) -> bytes:
     """Encode a message with its lengths."""
     data = said.text.encode("utf-8", "surrogatepass")
     parts = [b"%d:%d:" % (_NUMBERS[said.role], len(data)), data]
@@ -187,7 +193,7 @@ def _framed(said: Message) -> bytes:
     return b"".join(parts)
 
 
-def _alike(one: Message, other: Message) -> bool:
+def _same_answer(one: Message, other: Message) -> bool:
     """Whether two answers say the same. White space around their text is ignored where they have calls:
     ``SpeechReader`` drops it."""
     named = [[(call.name, _canonical(call.arguments)) for call in each.calls] for each in (one, other)]

@@ -20,9 +20,9 @@ from pensieve.http.common.door import HttpDoor
 from pensieve.http.common.failures import HttpFailure, failure_from_error
 from pensieve.http.common.settings import DoorSettings
 
-_READING: Final = frozenset({"GET", "HEAD", "OPTIONS"})
+_SAFE_METHODS: Final = frozenset({"GET", "HEAD", "OPTIONS"})
 """Methods that change nothing; the browser hides their answers from the page."""
-_UNASKED: Final = frozenset({"text/plain", "multipart/form-data"})
+_SIMPLE_CONTENT_TYPES: Final = frozenset({"text/plain", "multipart/form-data"})
 """Content types that a browser sends for any page without a preflight request. The third one,
 application/x-www-form-urlencoded, is allowed: curl sends it by default."""
 
@@ -42,7 +42,7 @@ def check_host(request: Request, settings: DoorSettings) -> None:
 
 def check_site(request: Request, settings: DoorSettings) -> None:
     """Refuse a change that another site's page requests. Raises HttpFailure (403, 415)."""
-    if request.method in _READING:
+    if request.method in _SAFE_METHODS:
         return
     origin = request.headers.get("origin")
     if origin in settings.cors_origins or ("*" in settings.cors_origins and origin is not None):
@@ -51,7 +51,7 @@ def check_site(request: Request, settings: DoorSettings) -> None:
     if site is not None:  # a page cannot set it
         foreign = site.lower() not in ("same-origin", "none")
     else:
-        foreign = origin is not None and not _is_own(origin, request.headers.get("host", ""))
+        foreign = origin is not None and not _is_same_origin(origin, request.headers.get("host", ""))
     if foreign:
         raise HttpFailure(
             403,
@@ -61,7 +61,7 @@ def check_site(request: Request, settings: DoorSettings) -> None:
             code="foreign_origin",
         )
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind in _UNASKED:
+    if kind in _SIMPLE_CONTENT_TYPES:
         raise HttpFailure(
             415,
             f"a body of the type {kind} is not read: send content-type: application/json",
@@ -69,16 +69,16 @@ def check_site(request: Request, settings: DoorSettings) -> None:
         )
 
 
-def _is_own(origin: str, host: str) -> bool:
+def _is_same_origin(origin: str, host: str) -> bool:
     try:
         return urlsplit(origin).netloc.lower() == host.lower() != ""
     except ValueError:
         return False
 
 
-OPEN: Final = frozenset({"/health", "/ready", "/metrics"})
+OPEN_PATHS: Final = frozenset({"/health", "/ready", "/metrics"})
 """Paths that need no credential and read no body."""
-ADMITTED: Final = "admitted"
+ON_ADMITTED: Final = "admitted"
 """Key in a request's state: the callback for when its caller is admitted, which marks the connection as known."""
 
 
@@ -91,7 +91,7 @@ class AdmissionMiddleware:
         self._door = door
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN:
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
             await self._app(scope, receive, send)
             return
         request = Request(scope)
@@ -99,7 +99,7 @@ class AdmissionMiddleware:
             await self._admit(request)
         except (HttpFailure, PensieveError) as error:
             failure = error if isinstance(error, HttpFailure) else failure_from_error(error)
-            failure.closes = has_body(request)
+            failure.closes_connection = has_body(request)
             # The traceback would keep this frame, and the whole request, alive until a garbage collection.
             error.__traceback__ = failure.__traceback__ = None
             await self._door.refusal(failure, request)(scope, receive, send)
@@ -125,8 +125,8 @@ class AdmissionMiddleware:
             check_site(request, settings)
             # Where no key is checked, callers can send any; they cannot choose their address.
             state[HOLDER] = f"@{client_address(request)}"
-        if (admitted := state.get(ADMITTED)) is not None:
-            admitted()
+        if (on_admitted := state.get(ON_ADMITTED)) is not None:
+            on_admitted()
 
 
 def is_known_caller(door: HttpDoor, scope: Scope) -> bool:

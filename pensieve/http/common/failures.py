@@ -32,7 +32,7 @@ class HttpFailure(Exception):
         self.param = param
         self.code = code
         self.retry_after_s = retry_after_s
-        self.closes = False
+        self.closes_connection = False
 
     @property
     def body(self) -> dict[str, Any]:
@@ -41,7 +41,7 @@ class HttpFailure(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        found = {"connection": "close"} if self.closes else {}
+        found = {"connection": "close"} if self.closes_connection else {}
         if self.retry_after_s is not None:
             found["retry-after"] = str(max(1, math.ceil(self.retry_after_s)))
         return found
@@ -79,7 +79,7 @@ _PARAMS: Final = {
 """The service's fields that have another name at the door."""
 
 
-_ELSEWHERE: Final[Mapping[str, Mapping[str, str]]] = {
+_NAMES_BY_PATH: Final[Mapping[str, Mapping[str, str]]] = {
     "/v1/chat/completions": {
         **dict.fromkeys(("input", "items", "initial_items", "instructions"), "messages"),
         "max_output_tokens": "max_tokens",
@@ -136,7 +136,7 @@ def _field(where: str, path: str) -> str:
     """Return the request's field that became ``where`` in the service's request."""
     name = re.sub(r"\[\d+\]", "", where.rpartition(".")[2])
     name = _PARAMS.get(name, name)
-    for beginning, names in _ELSEWHERE.items():
+    for beginning, names in _NAMES_BY_PATH.items():
         if path.startswith(beginning):
             return names.get(name, name)
     return name

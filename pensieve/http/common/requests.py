@@ -55,7 +55,7 @@ REFUSED_EVERYWHERE: Final = {
     "use_beam_search": "beam search is not offered over HTTP",
 }  # fmt: skip
 """Other servers' fields that would change the answer, each with the error text."""
-NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
+ACCEPTED_VALUES: Final[Mapping[str, tuple[Any, ...]]] = {
     "add_generation_prompt": (True,),
     "bad_words": ([],),
     "best_of": (1,),
@@ -120,7 +120,7 @@ def _check(found: Fields, kind: type[msgspec.Struct], path: str) -> None:
             raise HttpFailure(
                 400, f"{param}: this request has no such field", param=param, code="unknown_parameter"
             )
-        if msgspec.json.decode(raw) not in NEUTRAL.get(name, ()):
+        if msgspec.json.decode(raw) not in ACCEPTED_VALUES.get(name, ()):
             raise unsupported_field(param, refused[name])
 
 
@@ -133,7 +133,7 @@ TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 
 MAX_ELEMENTS: Final = 16384
 """Fields that the service reads in one request."""
-LONG_CACHED: Final = 4.0
+LONG_CACHE_IMPORTANCE: Final = 4.0
 """Importance of state that is wanted for long; the default is 1. The service may clip it."""
 
 
@@ -144,7 +144,7 @@ class CacheOptions(msgspec.Struct, frozen=True):
     ttl: Literal["30m", "12h"] | None = None
 
 
-class ChunkOptions(msgspec.Struct, frozen=True):
+class StreamOptions(msgspec.Struct, frozen=True):
     WITHOUT_EFFECT: ClassVar[Mapping[str, str]] = {
         "continuous_usage_stats": "usage comes once",
         "include_obfuscation": "events are never padded",
@@ -183,11 +183,11 @@ class SamplingFields(_SamplingBody, kw_only=True, omit_defaults=True):
     prompt_cache_options: CacheOptions | None = None
 
     @property
-    def drawn_with(self) -> dict[str, Any]:
+    def sampling(self) -> dict[str, Any]:
         return {field: value for field in _OPTIONS if (value := getattr(self, field)) is not None}
 
     def options(self) -> TurnOptions:
-        given: dict[str, Any] = {_OPTIONS[field]: value for field, value in self.drawn_with.items()}
+        given: dict[str, Any] = {_OPTIONS[field]: value for field, value in self.sampling.items()}
         if "seed" in given:
             given["seed"] %= 1 << 64
         if "top_k" in given:
@@ -195,15 +195,15 @@ class SamplingFields(_SamplingBody, kw_only=True, omit_defaults=True):
         check_count(given.get("stop_token_ids", ()), "stop_token_ids")
         ttl = self.prompt_cache_options.ttl if self.prompt_cache_options is not None else None
         if self.prompt_cache_retention == "24h" or ttl == "12h":
-            given["importance"] = LONG_CACHED
+            given["importance"] = LONG_CACHE_IMPORTANCE
         return cast(TurnOptions, given)
 
 
 class CompletionFields(SamplingFields, kw_only=True):
-    NESTED: ClassVar[Nested] = {**SamplingFields.NESTED, "stream_options": ChunkOptions}
+    NESTED: ClassVar[Nested] = {**SamplingFields.NESTED, "stream_options": StreamOptions}
     model: str | None = None
     stream: bool | None = False
-    stream_options: ChunkOptions | None = None
+    stream_options: StreamOptions | None = None
     n: Positive | None = None
     stop: str | list[str] | None = None
     max_tokens: Positive | None = None
@@ -225,7 +225,7 @@ def _by_token(biases: dict[str, float]) -> dict[int, float]:
     check_count(biases, "logit_bias")
     found: dict[int, float] = {}
     for name, bias in biases.items():
-        token = whole_number(name)
+        token = parse_whole_number(name)
         if token is None or token >= 1 << 32:
             raise invalid_field("logit_bias", f"{name!r} is not a token id")
         found[token] = bias
@@ -238,7 +238,7 @@ def check_count(values: Sized, param: str) -> None:
         raise invalid_field(param, f"has more than {MAX_ELEMENTS} elements")
 
 
-def whole_number(text: str) -> int | None:
+def parse_whole_number(text: str) -> int | None:
     """Parse a decimal number of at most 18 digits; None for anything else."""
     return int(text) if text.isascii() and text.isdecimal() and len(text) <= 18 else None
 

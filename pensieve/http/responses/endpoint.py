@@ -17,9 +17,15 @@ from pensieve.http.common.callers import Caller
 from pensieve.http.common.calls import Call
 from pensieve.http.common.door import HttpDoor
 from pensieve.http.common.failures import HttpFailure, invalid_field
-from pensieve.http.common.heads import noting
-from pensieve.http.common.requests import whole_number
-from pensieve.http.responses.chain import BegunResponse, Chain, answer_item, first_talk, resolved
+from pensieve.http.common.heads import note_before_end
+from pensieve.http.common.requests import parse_whole_number
+from pensieve.http.responses.chain import (
+    ResponseStarter,
+    StartedResponse,
+    answer_item,
+    first_transcript,
+    resolve_references,
+)
 from pensieve.http.responses.ids import ResponseId, conversation_id
 from pensieve.http.responses.objects import Events, KeptResponse, Response, input_message, page
 from pensieve.http.responses.requests import ResponseRequest
@@ -35,21 +41,21 @@ async def create(request: Request) -> HttpResponse:
         model = await door.require_model(caller, body.model)
         info = await door.server_info(caller)
         call = await door.bodies.offload(request, Call.from_request, request, body)
-        asked = await resolved(asked, caller, info)
+        asked = await resolve_references(asked, caller, info)
         use = await door.bodies.offload(request, tool_use, info, body.tools or (), body.tool_choice)
         kept = KeptResponse(int(time.time()), model, body)
         if not body.stored:
             call = call.as_unstored()
         annotations = await door.bodies.offload(request, lambda: kept.annotations)
-        talk = await door.bodies.offload(request, first_talk, asked, use, caller.scope)
-        chain = Chain(caller, asked, call, annotations, use, info, talk)
-        begun = await chain.begin(door.heads, door.settings.unstored_ttl_s)
+        transcript = await door.bodies.offload(request, first_transcript, asked, use, caller.scope)
+        starter = ResponseStarter(caller, asked, call, annotations, use, info, transcript)
+        begun = await starter.begin(door.heads, door.settings.unstored_ttl_s)
         if not body.stored:
             held.push_async_callback(begun.session.delete, allow_missing=True)
         held.callback(begun.stream.close)
         response = Response(begun.id, kept, begun.form)
         if body.stream:
-            chunks = noting(
+            chunks = note_before_end(
                 Events(response).stream_events(begun.stream),
                 begun.stream,
                 lambda turn: _remember(door, begun, turn),
@@ -58,7 +64,7 @@ async def create(request: Request) -> HttpResponse:
         if body.background:
             # Followed without a client: the SDK begins it again when the engine dies.
             door.follow(begun.id.turn_id, begun.stream.finish(), held.pop_all())
-            return door.answer(response.begun(), request)
+            return door.answer(response.in_progress(), request)
         turn = await cancel_on_disconnect(request, begun.stream.finish())
         _remember(door, begun, turn)
         # A retry gets what the first try was told.
@@ -76,7 +82,7 @@ async def retrieve(request: Request) -> HttpResponse:
         if not found.background:
             raise invalid_field("stream", "only the streams of responses with background=true are resumed")
         given = request.query_params.get("starting_after")
-        after = -1 if given is None else whole_number(given)
+        after = -1 if given is None else parse_whole_number(given)
         if after is None:
             raise invalid_field("starting_after", "must be the number of an event")
         stream = session.attach(found.turn_id, max_chunk_tokens=1)
@@ -190,13 +196,13 @@ async def _later(door: HttpDoor, caller: Caller, found: ResponseId, turn: Turn) 
         # Its engine died, and the turn is about to be begun again.
         turn.discard_reason == "ENGINE_FAILED" and door.follows(turn.request_id)
     )
-    return response.begun() if runs else response.finished(turn)
+    return response.in_progress() if runs else response.finished(turn)
 
 
 def _missing(text: str) -> HttpFailure:
     return HttpFailure(404, f"no such response: {text}", kind="not_found_error", param="response_id")
 
 
-def _remember(door: HttpDoor, begun: BegunResponse, turn: Turn) -> None:
-    if begun.talk is not None:
-        door.heads.record_turn(begun.talk, begun.session.id, turn)
+def _remember(door: HttpDoor, begun: StartedResponse, turn: Turn) -> None:
+    if begun.transcript is not None:
+        door.heads.record_turn(begun.transcript, begun.session.id, turn)

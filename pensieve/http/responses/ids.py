@@ -30,7 +30,7 @@ class ResponseId:
     revision: int
     """The session's revision right after the turn."""
     instructions: bytes = b""
-    """``mark`` of the instructions and tools in force; empty if there were none, or the conversation's."""
+    """Digest of the instructions and tools in force; empty if there were none, or the conversation's."""
     drops_oldest: bool = False
     """Whether ``truncation`` was ``auto``."""
     background: bool = False
@@ -48,8 +48,8 @@ class ResponseId:
             | bool(self.instructions)
         )
         turn = uuid.UUID(self.turn_id).bytes
-        mark = self.instructions or bytes(4)
-        return f"resp_{_text(_FORM.pack(_VERSION, flags, session, turn, self.revision, mark))}"
+        digest = self.instructions or bytes(4)
+        return f"resp_{_text(_FORM.pack(_VERSION, flags, session, turn, self.revision, digest))}"
 
     @classmethod
     def parse(cls, text: str) -> ResponseId | None:
@@ -57,7 +57,7 @@ class ResponseId:
         data = _bytes(text.removeprefix("resp_"))
         if not text.startswith("resp_") or data is None or len(data) != _FORM.size or data[0] != _VERSION:
             return None
-        _, flags, session, turn, revision, mark = _FORM.unpack(data)
+        _, flags, session, turn, revision, digest = _FORM.unpack(data)
         family = flags >> 3 & 15
         if family >= len(FAMILIES):
             return None
@@ -65,7 +65,7 @@ class ResponseId:
             f"{FAMILIES[family]}{session.hex()}",
             str(uuid.UUID(bytes=turn)),
             revision,
-            mark if flags & 1 else b"",
+            digest if flags & 1 else b"",
             bool(flags & 2),
             bool(flags & 4),
             bool(flags & 128),
@@ -78,7 +78,7 @@ class ResponseId:
         return f"msg_{str(replace(self, revision=0)).removeprefix('resp_')}"
 
 
-def mark(instructions: str | None, tools: str = "") -> bytes:
+def instructions_digest(instructions: str | None, tools: str = "") -> bytes:
     """Return a 4-byte digest of instructions and tools; empty for none."""
     if instructions is None and not tools:
         return b""
@@ -91,7 +91,7 @@ def item_id(session_id: str, item: int) -> str:
     return f"msg_{_text(_ITEM.pack(FAMILIES.index(family), session, item))}"
 
 
-def item_place(name: str) -> tuple[str, int] | None:
+def parse_item_id(name: str) -> tuple[str, int] | None:
     """Return session and item number of an id made by ``item_id``; None for anything else."""
     prefix, _, text = name.partition("_")
     data = _bytes(text)
@@ -106,7 +106,7 @@ def conversation_id(session_id: str) -> str | None:
     return session_id.replace("conv-", "conv_", 1) if session_id.startswith("conv-") else None
 
 
-def conversation_session(name: str) -> str | None:
+def session_of_conversation(name: str) -> str | None:
     """Return the session name of a conversation id; None for anything else."""
     digits = name.removeprefix("conv_")
     sound = name.startswith("conv_") and len(digits) == 32 and set(digits) <= set("0123456789abcdef")

@@ -33,7 +33,7 @@ from pensieve.http.common.answers import (
     token_scores,
 )
 from pensieve.http.common.failures import failure_from_error, invalid_field
-from pensieve.http.common.requests import whole_number
+from pensieve.http.common.requests import parse_whole_number
 from pensieve.http.output import OutputEvents, OutputItems, answer_parts, result_item, text_part
 from pensieve.http.responses.ids import ResponseId, conversation_id, item_id
 from pensieve.http.responses.requests import ResponseRequest
@@ -76,7 +76,7 @@ class KeptResponse(msgspec.Struct, frozen=True, omit_defaults=True):
             return None
 
 
-def guessed(found: ResponseId, model: str, turn: Turn) -> KeptResponse:
+def reconstruct(found: ResponseId, model: str, turn: Turn) -> KeptResponse:
     """Reconstruct it from the id and the history, for a turn without the annotation."""
     times = [item.create_time for item in turn.items if item.create_time is not None]
     asked = ResponseRequest(
@@ -101,9 +101,9 @@ class Response:
     @classmethod
     def from_turn(cls, found: ResponseId, info: ServerInfo, turn: Turn) -> Response:
         form = info.speech if found.calls else replace(info.speech, calls=None)
-        return cls(found, KeptResponse.from_turn(turn) or guessed(found, info.model, turn), form)
+        return cls(found, KeptResponse.from_turn(turn) or reconstruct(found, info.model, turn), form)
 
-    def begun(self) -> Document:
+    def in_progress(self) -> Document:
         return self._snapshot("in_progress")
 
     def finished(self, turn: Turn) -> Document:
@@ -134,7 +134,7 @@ class Response:
 
     def _snapshot(self, status: str) -> Document:
         asked = self.kept.asked
-        conversation, drawn = asked.conversation_id, asked.drawn_with
+        conversation, sampling = asked.conversation_id, asked.sampling
         return {
             "id": str(self.id),
             "object": "response",
@@ -144,7 +144,7 @@ class Response:
             "background": bool(asked.background),
             "conversation": {"id": conversation} if conversation else None,
             "error": None,
-            "frequency_penalty": drawn.get("frequency_penalty", 0.0),
+            "frequency_penalty": sampling.get("frequency_penalty", 0.0),
             "incomplete_details": None,
             "instructions": asked.instructions,
             "max_output_tokens": asked.max_output_tokens,
@@ -153,7 +153,7 @@ class Response:
             "model": self.kept.model,
             "output": [],
             "parallel_tool_calls": asked.parallel_tool_calls is not False,
-            "presence_penalty": drawn.get("presence_penalty", 0.0),
+            "presence_penalty": sampling.get("presence_penalty", 0.0),
             "previous_response_id": asked.previous_response_id,
             "prompt_cache_key": asked.prompt_cache_key,
             "prompt_cache_options": _cache_options(asked),
@@ -162,12 +162,12 @@ class Response:
             "safety_identifier": asked.safety_identifier,
             "service_tier": "default",
             "store": asked.stored,
-            "temperature": drawn.get("temperature", 1.0),
+            "temperature": sampling.get("temperature", 1.0),
             "text": {"format": {"type": "text"}},
             "tool_choice": _tool_choice(asked.tool_choice),
             "tools": [tool.echo for tool in asked.tools or ()],
             "top_logprobs": asked.top_logprobs or 0,
-            "top_p": drawn.get("top_p", 1.0),
+            "top_p": sampling.get("top_p", 1.0),
             "truncation": asked.truncation or "disabled",
             "usage": None,
         }
@@ -253,7 +253,7 @@ def history_items(session_id: str, item: Item, form: SpeechForm) -> list[Documen
     return made.all(answer_parts(item.text, form), "completed")
 
 
-def listing(items: list[Document], *, has_more: bool = False) -> Document:
+def list_page(items: list[Document], *, has_more: bool = False) -> Document:
     ids = [str(item["id"]) for item in items]
     return {
         "object": "list",
@@ -276,10 +276,10 @@ def page(items: list[dict[str, Any]], request: Request) -> dict[str, Any]:
         items = items[_index(items, "after", after) + 1 :]
     if (before := query.get("before")) is not None:
         items = items[: _index(items, "before", before)]
-    limit = whole_number(query.get("limit", "20"))
+    limit = parse_whole_number(query.get("limit", "20"))
     if limit is None or not 1 <= limit <= 100:
         raise invalid_field("limit", "must be from 1 to 100")
-    return listing(items[:limit], has_more=len(items) > limit)
+    return list_page(items[:limit], has_more=len(items) > limit)
 
 
 def _index(items: list[dict[str, Any]], param: str, wanted: str) -> int:
@@ -309,8 +309,8 @@ class Events:
         yield DONE
 
     async def _all(self, stream: AsyncTurnStream) -> AsyncIterator[bytes]:
-        yield self._whole("response.created", self._response.begun())
-        yield self._whole("response.in_progress", self._response.begun())
+        yield self._whole("response.created", self._response.in_progress())
+        yield self._whole("response.in_progress", self._response.in_progress())
         if not self._response.form.plain:
             async for chunk in self._spoken(stream):
                 yield chunk
@@ -329,11 +329,11 @@ class Events:
                 yield chunk
 
     async def _spoken(self, stream: AsyncTurnStream) -> AsyncIterator[bytes]:
-        teller = OutputEvents(self._response.items, self._response.form)
+        output = OutputEvents(self._response.items, self._response.form)
         try:
             async for piece in stream:
                 text, (_, scores) = self._sent.new_text(piece), self._tokens.new_tokens(piece)
-                for name, fields in teller.push(text or "", scores):
+                for name, fields in output.push(text or "", scores):
                     yield self._event(name, **fields)
         except PensieveError as error:
             for chunk in self._failed(error):
@@ -341,7 +341,7 @@ class Events:
             return
         turn = stream.turn
         status = status_of(turn)
-        for name, fields in teller.finish("completed" if status == "completed" else "incomplete"):
+        for name, fields in output.finish("completed" if status == "completed" else "incomplete"):
             yield self._event(name, **fields)
         yield self._end(turn, status)
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Final, NamedTuple
 import msgspec
 
 from pensieve.client import Role, TurnOptions
-from pensieve.http.common.answers import MAX_TOP
+from pensieve.http.common.answers import MAX_TOP_LOGPROBS
 from pensieve.http.common.contents import Content, Message, parse_function_call, parse_message, text_of
 from pensieve.http.common.failures import invalid_field, unsupported_field
 from pensieve.http.common.requests import REFUSED_EVERYWHERE, Nested, Positive, SamplingFields, check_count
@@ -133,8 +133,8 @@ class ResponseRequest(SamplingFields, kw_only=True):
             raise unsupported_field("text.format", "only text is supported")
         if self.prompt is not None:
             raise unsupported_field("prompt", "stored prompts are not supported")
-        if not 0 <= (self.top_logprobs or 0) <= MAX_TOP:
-            raise invalid_field("top_logprobs", f"must be from 0 to {MAX_TOP}")
+        if not 0 <= (self.top_logprobs or 0) <= MAX_TOP_LOGPROBS:
+            raise invalid_field("top_logprobs", f"must be from 0 to {MAX_TOP_LOGPROBS}")
         check_metadata(self.metadata or {})
 
     @property
