@@ -30,12 +30,12 @@ from pensieve.demo.conversations import (
 )
 from pensieve.demo.exchange import Exchange, ServerRun, busy, own_servers, wrong_answers, wrong_receipts
 
-KEEPS, FORGETS = "Pensieve", "stateless"
-_AMPLE = [
+STATEFUL, STATELESS = "Pensieve", "stateless"
+_AMPLE_MEMORY = [
     *("--model", "demo", "--device", "cpu"),
     *("--device-cache", "16384tokens", "--host-cache", "16384tokens"),
 ]
-SERVERS: Final = {KEEPS: _AMPLE, FORGETS: [*_AMPLE, "--stateless"]}
+SERVERS: Final = {STATEFUL: _AMPLE_MEMORY, STATELESS: [*_AMPLE_MEMORY, "--stateless"]}
 
 STORIES: Final = 10
 SENTENCE_TOKENS: Final = 12.5
@@ -70,7 +70,7 @@ def real_script(context_tokens: int, seed: int) -> Conversation:
 def real_servers(model: str) -> dict[str, list[str]]:
     """Name → options of its ``pensieve serve``, with memory for SmolLM2's whole context of 8,192 tokens."""
     ample = [*("--model", model, "--device", "cpu"), *("--device-cache", "8192tokens", "--host-cache", "0")]
-    return {KEEPS: ample, FORGETS: [*ample, "--stateless"]}
+    return {STATEFUL: ample, STATELESS: [*ample, "--stateless"]}
 
 
 class Audience(Protocol):
@@ -120,10 +120,10 @@ def serve_and_hold(
         clients = {name: stack.enter_context(Client(server.target)) for name, server in servers.items()}
         sessions = [(name, client.create_session()) for name, client in clients.items()]
         with Stage(len(conversation), console) as stage:
-            keeps, forgets = hold(conversation, sessions, stage)
-        for run in (keeps, forgets):
+            stateful, stateless = hold(conversation, sessions, stage)
+        for run in (stateful, stateless):
             run.count(servers[run.name])
-    return keeps, forgets
+    return stateful, stateless
 
 
 class Stage:
@@ -177,13 +177,13 @@ class Stage:
             rows[name].append(self._clock() - since)
             state += f", turn {done + 1}/{self._turns}: {name}"
         top = max((value for values in rows.values() for value in values), default=0.0)
-        pitch = fitting_pitch(self._turns, self._console.width - 12)
+        column_width = fitting_width(self._turns, self._console.width - 12)
         lines = [Text(f"time to first token (full height {top:.2f} s), {state}", "dim")]
         for (name, values), style in zip(rows.items(), ("green", "yellow"), strict=True):
-            for number, line in enumerate(bars(values, top, HEIGHT, pitch)):
+            for number, line in enumerate(bars(values, top, HEIGHT, column_width)):
                 label = name if number == HEIGHT - 1 else ""
                 lines.append(Text.assemble(f"{label:>9} │", (line, style)))
-        lines.append(Text(f"{'turns':>9} └{'─' * (self._turns * pitch - 1)}", "dim"))
+        lines.append(Text(f"{'turns':>9} └{'─' * (self._turns * column_width - 1)}", "dim"))
         return Group(*lines)
 
 
@@ -195,48 +195,50 @@ def bar(value: float, top: float, height: int) -> str:
     return "".join(_EIGHTHS[max(0, min(8, eighths - 8 * row))] for row in range(height))
 
 
-def bars(values: Sequence[float], top: float, height: int, pitch: int) -> list[str]:
-    """Return the lines from the top down: a bar every ``pitch`` columns, one column narrower where there is room."""
-    width = max(1, pitch - 1)
+def bars(values: Sequence[float], top: float, height: int, column_width: int) -> list[str]:
+    """Return the lines from the top down. Each bar is one column narrower than ``column_width`` if that is above 1."""
+    width = max(1, column_width - 1)
     upright = [bar(value, top, height) for value in values]
     return [
-        "".join(one[row] * width + " " * (pitch - width) for one in upright).rstrip()
+        "".join(one[row] * width + " " * (column_width - width) for one in upright).rstrip()
         for row in reversed(range(height))
     ]
 
 
-def fitting_pitch(count: int, columns: int) -> int:
+def fitting_width(count: int, columns: int) -> int:
     return max(1, min(3, columns // max(1, count)))
 
 
-def medians(keeps: ServerRun, forgets: ServerRun, turns: int = LAST_TURNS) -> tuple[float, float]:
+def medians(stateful: ServerRun, stateless: ServerRun, turns: int = LAST_TURNS) -> tuple[float, float]:
     """Return each run's median time to the first token over its last turns."""
-    last = [run.exchanges[-turns:] for run in (keeps, forgets)]
-    kept, forgot = (statistics.median(exchange.first_token_s for exchange in one) for one in last)
-    return kept, forgot
+    last = [run.exchanges[-turns:] for run in (stateful, stateless)]
+    stateful_s, stateless_s = (statistics.median(exchange.first_token_s for exchange in one) for one in last)
+    return stateful_s, stateless_s
 
 
-def result(keeps: ServerRun, forgets: ServerRun, turns: int = LAST_TURNS) -> str:
-    kept, forgot = medians(keeps, forgets, turns)
-    ratio = forgot / kept
+def result(stateful: ServerRun, stateless: ServerRun, turns: int = LAST_TURNS) -> str:
+    stateful_s, stateless_s = medians(stateful, stateless, turns)
+    ratio = stateless_s / stateful_s
     how = f"{ratio:.0f} times sooner" if ratio >= 10 else f"{ratio:.1f} times sooner"
     if ratio < 1.2:
         how = "no sooner (a longer --context shows the difference)"
-    context = keeps.exchanges[-1].turn.usage.context_tokens
+    context = stateful.exchanges[-1].turn.usage.context_tokens
     return (
         f"Where the state is kept, the first token comes {how}.\n"
         f"Medians of the last {turns} turns, at {context:,} tokens:"
-        f" {kept * 1e3:,.0f} ms against {forgot * 1e3:,.0f} ms."
+        f" {stateful_s * 1e3:,.0f} ms against {stateless_s * 1e3:,.0f} ms."
     )
 
 
-def problems(keeps: ServerRun, forgets: ServerRun) -> list[str]:
-    found = [line for run in (keeps, forgets) for line in wrong_answers(run) + wrong_receipts(run)]
-    for number, (one, other) in enumerate(zip(keeps.exchanges, forgets.exchanges, strict=True), 1):
+def problems(stateful: ServerRun, stateless: ServerRun) -> list[str]:
+    found = [line for run in (stateful, stateless) for line in wrong_answers(run) + wrong_receipts(run)]
+    for number, (one, other) in enumerate(zip(stateful.exchanges, stateless.exchanges, strict=True), 1):
         if one.turn.text != other.turn.text:
-            found.append(f"turn {number}: {KEEPS} said {one.turn.text!r}, {FORGETS} {other.turn.text!r}")
-    if keeps.tokens("recomputed") and not keeps.deaths:
-        found.append(f"{KEEPS} recomputed {keeps.tokens('recomputed'):,} tokens that it had room to keep")
-    if kept := forgets.tokens("device") + forgets.tokens("host"):
-        found.append(f"{FORGETS} found {kept:,} tokens that it should have forgotten")
+            found.append(f"turn {number}: {STATEFUL} said {one.turn.text!r}, {STATELESS} {other.turn.text!r}")
+    if stateful.tokens("recomputed") and not stateful.deaths:
+        found.append(
+            f"{STATEFUL} recomputed {stateful.tokens('recomputed'):,} tokens that it had room to keep"
+        )
+    if kept := stateless.tokens("device") + stateless.tokens("host"):
+        found.append(f"{STATELESS} found {kept:,} tokens that it should have forgotten")
     return found

@@ -159,28 +159,29 @@ def only_act(context: int, seed: int, show: Show) -> list[str]:
     smollm2()  # fetched here, with a progress bar: the servers' output is hidden
     servers = long_talk.real_servers(SMOLLM2)
     show.stage.print("[bold]A real model reads a long message; short turns follow[/]")
-    show.stage.print(serve_line(servers[long_talk.KEEPS], "Pensieve:  "), style="dim")
+    show.stage.print(serve_line(servers[long_talk.STATEFUL], "Pensieve:  "), style="dim")
     show.stage.print("   stateless: the same with --stateless", style="dim")
-    keeps, forgets = long_talk.serve_and_hold(long_talk.real_script(context, seed), show.stage, servers)
-    show.after_act(keeps, forgets)
-    show.console.print(Text(long_talk.result(keeps, forgets, long_talk.REAL_LAST_TURNS), "bold"))
-    return long_talk.problems(keeps, forgets)
+    stateful, stateless = long_talk.serve_and_hold(long_talk.real_script(context, seed), show.stage, servers)
+    show.after_act(stateful, stateless)
+    show.console.print(Text(long_talk.result(stateful, stateless, long_talk.REAL_LAST_TURNS), "bold"))
+    return long_talk.problems(stateful, stateless)
 
 
 def first_act(context: int, seed: int, show: Show) -> list[str]:
     show.stage.print(
         "[bold]1. One conversation that grows, with its state kept and with its state forgotten[/]"
     )
-    show.stage.print(serve_line(long_talk.SERVERS[long_talk.KEEPS], "Pensieve:  "), style="dim")
+    show.stage.print(serve_line(long_talk.SERVERS[long_talk.STATEFUL], "Pensieve:  "), style="dim")
     show.stage.print("   stateless: the same with --stateless", style="dim")
-    keeps, forgets = long_talk.serve_and_hold(long_talk.script(context, seed), show.stage)
-    show.after_act(keeps, forgets)
-    show.console.print(Text(long_talk.result(keeps, forgets), "bold"))
-    problems = long_talk.problems(keeps, forgets)
+    stateful, stateless = long_talk.serve_and_hold(long_talk.script(context, seed), show.stage)
+    show.after_act(stateful, stateless)
+    show.console.print(Text(long_talk.result(stateful, stateless), "bold"))
+    problems = long_talk.problems(stateful, stateless)
     if not problems:
         show.console.print(
-            f"All {len(keeps.exchanges)} answers are the same on both, {keeps.asked} of {keeps.asked} recalled facts"
-            f" right;\n{2 * len(keeps.exchanges)} receipts add up.\n"
+            f"All {len(stateful.exchanges)} answers are the same on both,"
+            f" {stateful.asked} of {stateful.asked} recalled facts right;\n"
+            f"{2 * len(stateful.exchanges)} receipts add up.\n"
         )
     return problems
 

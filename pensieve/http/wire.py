@@ -28,6 +28,7 @@ from pensieve.http.connections import Connection, Connections
 HEAD_S: Final = 30.0
 """Timeout of a request's head, from the connection, or from the previous answer on an open one."""
 STALLED_S: Final = 120.0
+"""A caller that reads nothing of a waiting answer for this long is disconnected."""
 LINGER_S: Final = 2.0
 """How long data of a refused caller is read and dropped. Closing earlier would lose the refusal."""
 LINGER_BYTES: Final = 1 << 20
@@ -42,6 +43,7 @@ KNOWN_READ_BYTES: Final = 64 * 1024
 BODY_PART_BYTES: Final = 16 * 1024
 """The application gets a body in parts of this size, however small the packets are."""
 FLUSH_S: Final = 0.02
+"""How long a smaller part waits for more."""
 READ_AHEAD_BYTES: Final = 64 * 1024
 """Bytes of a body that may wait for the application before parsing pauses."""
 MAX_HEAD_BYTES: Final = 64 * 1024
