@@ -1,6 +1,7 @@
-"""The demo model: what ``--model demo`` serves, and the demonstration that it remembers.
+"""The demo model, served by ``--model demo``, and ``pensieve demo``, which shows that it remembers.
 
-``run`` is ``pensieve demo``, ``long_talk``, ``crowd`` and ``killed`` are its acts, ``conversations`` is what they say.
+``run`` is the command, ``long_talk``, ``crowd`` and ``killed`` are its acts, and ``conversations`` generates
+their turns.
 
 May import: client, errors, extras, model, own_server, spawn.
 """

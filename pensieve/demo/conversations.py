@@ -1,8 +1,8 @@
-"""What is said in the demo: facts told early and asked for late, put together from ``conversations.json``.
+"""Conversations of the demo, generated from ``conversations.json``: facts are told early and asked for late.
 
-That file holds ``lives`` (for each of some people, facts with the sentence that tells them, their value and questions
-for it), ``chat`` (turns without facts), ``remarks`` (sentences of stories) and ``notes`` (sentences of a message for a
-real model). The training of the demo model never saw the names and values of the lives.
+The file holds ``lives`` (facts about some people: the sentence that tells each, its value and questions for
+it), ``chat`` (turns without facts), ``remarks`` (sentences of stories) and ``notes`` (sentences of a message
+for a real model). The demo model never saw the names and values of the lives in training.
 """
 
 from __future__ import annotations
@@ -16,19 +16,18 @@ import msgspec
 
 FILE = Path(__file__).with_name("conversations.json")
 LONG_FACTS = 5
-"""Facts that a long conversation begins with, and questions that it ends with."""
+"""Facts at the beginning of a long conversation, and questions at its end."""
 SHORT_QUESTIONS = (
     "What is the capital of France?",
     "What is the capital of Italy?",
     "What is the capital of Spain?",
     "What is the capital of Japan?",
 )
-"""They follow the notes, one a turn."""
 
 
 @dataclass(frozen=True, slots=True)
 class Utterance:
-    """One turn of the user. ``expected``: the value that the answer must hold; None if the turn asks for none."""
+    """One turn of the user. ``expected``: the value that the answer must contain; None if the turn asks for none."""
 
     text: str
     expected: str | None = None
@@ -38,8 +37,6 @@ Conversation = list[Utterance]
 
 
 class Fact(msgspec.Struct, frozen=True):
-    """One thing about a person, which the model knows once it was told."""
-
     tell: str
     value: str
     ask: tuple[str, ...]
@@ -49,7 +46,7 @@ class Fact(msgspec.Struct, frozen=True):
 
 
 class Material(msgspec.Struct, frozen=True):
-    """The file. A life begins with its name; values are never the same twice in one life."""
+    """The file. A life begins with the person's name; no value occurs twice in one life."""
 
     lives: tuple[tuple[Fact, ...], ...]
     chat: tuple[str, ...]
@@ -63,10 +60,12 @@ def material() -> Material:
 
 
 def conversations(count: int, turns: int, seed: int = 0) -> list[Conversation]:
-    """This many conversations of exactly this many turns each (at least 2). The same arguments give the same ones.
+    """Return ``count`` conversations of exactly ``turns`` turns each (at least 2). The same arguments give the
+    same conversations.
 
-    The first turn tells a fact and the last one asks for it. About four turns in ten are questions, most of them in
-    the second half, oldest facts last. No two are about the same person while there are people enough.
+    The first turn tells a fact and the last one asks for it. About four turns in ten are questions, most of
+    them in the second half, about the oldest facts last. No two conversations are about the same person while
+    there are enough people.
 
     Raises ValueError when a conversation would have too few turns, or more than a life has facts for.
     """
@@ -87,8 +86,8 @@ def _conversation(rng: random.Random, life: tuple[Fact, ...], turns: int) -> Con
     if told > len(life):
         raise ValueError(f"too many turns for one conversation: {told} facts, but a life has {len(life)}")
     facts = [life[0], *rng.sample(life[1:], told - 1)]
-    # First the order of what happens. A fact comes first; early questions may fall anywhere behind the first third,
-    # where something has been told for sure.
+    # First the order of the turns. A fact comes first; early questions may fall anywhere after the first third,
+    # where some fact has certainly been told.
     acts = ["tell"] * (told - 1) + ["chat"] * chats
     rng.shuffle(acts)
     acts.insert(0, "tell")
@@ -110,11 +109,12 @@ def _conversation(rng: random.Random, life: tuple[Fact, ...], turns: int) -> Con
 
 
 def long_conversation(stories: int, sentences: int, seed: int = 0) -> Conversation:
-    """One conversation that grows: five facts, then this many stories of this many sentences of no interest.
+    """Return one growing conversation: five facts, then ``stories`` stories of ``sentences`` irrelevant
+    sentences each.
 
-    A story ends by asking for one of the facts: replies to chatter alone are near ties, which rounding may decide.
-    After every fourth story comes a question of its own, and the last five turns ask for all five, the oldest last.
-    The same arguments give the same conversation.
+    A story ends with a question for one of the facts: replies to small talk alone are near ties, which rounding
+    may decide. After every fourth story comes another question, and the last five turns ask for all five facts,
+    the oldest last. The same arguments give the same conversation.
     """
     rng = random.Random(f"long conversation {seed}")
     life = rng.choice(material().lives)
@@ -130,10 +130,10 @@ def long_conversation(stories: int, sentences: int, seed: int = 0) -> Conversati
 
 
 def notes_and_questions(sentences: int, seed: int = 0) -> Conversation:
-    """One long message of this many sentences of no interest, then short questions of general knowledge.
+    """Return one long message of ``sentences`` irrelevant sentences, then short questions of general knowledge.
 
-    It is for a real model, so no turn expects a fact. Answers to these questions are short and certain: rounding
-    decides no token of them. The same arguments give the same conversation.
+    It is for a real model, so no turn expects a fact. Answers to these questions are short and certain:
+    rounding decides no token of them. The same arguments give the same conversation.
     """
     notes = " ".join(random.Random(f"notes {seed}").choices(material().notes, k=sentences))
     first = f"These are my notes. {notes} That was all. Thank you for reading."

@@ -1,6 +1,6 @@
 """The second act: many conversations at once on tiers far too small for them, and every answer still right.
 
-Chunks are swapped out and in, dropped and recomputed and running answers suspended all the time.
+All the time, chunks are swapped out and in, dropped and recomputed, and running answers are suspended.
 """
 
 from __future__ import annotations
@@ -25,13 +25,10 @@ _FOUND = {
     "recomputed": "dropped before, computed again",
     "new": "new in its turn",
 }
-"""Source of a token of context → what the table calls it."""
 
 
 @dataclass(frozen=True, slots=True)
 class CrowdRun:
-    """The act as it went."""
-
     run: ServerRun
     seconds: float
     suspensions: int
@@ -39,7 +36,7 @@ class CrowdRun:
 
 
 class Counter:
-    """Turns done: a bar on a terminal, otherwise a plain line half-way."""
+    """Counts finished turns: a bar on a terminal, otherwise one plain line half-way."""
 
     def __init__(self, total: int, console: Console) -> None:
         self._total = total
@@ -69,7 +66,6 @@ class Counter:
 
 
 async def hold_one(client: AsyncClient, conversation: Conversation, counter: Counter) -> list[Exchange]:
-    """One conversation, turn by turn."""
     session = await client.create_session()
     exchanges: list[Exchange] = []
     for said in conversation:
@@ -80,13 +76,13 @@ async def hold_one(client: AsyncClient, conversation: Conversation, counter: Cou
 
 
 async def hold(target: str, scripts: list[Conversation], counter: Counter) -> list[list[Exchange]]:
-    """All conversations at once: their turns interleave on the server."""
+    """Hold all conversations at once; their turns interleave on the server."""
     async with AsyncClient(target) as client:
         return list(await asyncio.gather(*(hold_one(client, script, counter) for script in scripts)))
 
 
 def serve_and_hold(options: list[str], scripts: list[Conversation], console: Console) -> CrowdRun:
-    """The act: start the server, hold the conversations, read its counters, stop it."""
+    """Run the act: start the server, hold the conversations, read its counters, stop it."""
     with ExitStack() as stack:
         with busy(console, "starting the server …"):
             (server,) = stack.enter_context(own_servers(options))
@@ -102,7 +98,6 @@ def serve_and_hold(options: list[str], scripts: list[Conversation], console: Con
 
 
 def result(act: CrowdRun) -> Table:
-    """What happened, in one table."""
     run = act.run
     total = max(1, sum(run.tokens(source) for source in _FOUND))
     table = Table("context of all turns", Column("tokens", justify="right"), Column("share", justify="right"))
@@ -123,7 +118,6 @@ def result(act: CrowdRun) -> Table:
 
 
 def problems(act: CrowdRun) -> list[str]:
-    """A line for everything that is wrong with the act, a path of the cache that was not taken included."""
     found = wrong_answers(act.run) + wrong_receipts(act.run)
     for source, what in (("device", "hit"), ("host", "swapped in"), ("recomputed", "recomputed")):
         if act.run.tokens(source) == 0:

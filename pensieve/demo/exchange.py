@@ -1,4 +1,4 @@
-"""The servers of an act, what was said on one of them, and everything that may be wrong about it."""
+"""The servers of an act, the turns held on one of them, and all checks of those turns."""
 
 from __future__ import annotations
 
@@ -22,33 +22,30 @@ SOURCES: Final[Mapping[str, str]] = {
     "recomputed": "recomputed_tokens",
     "new": "new_tokens",
 }
-"""Where a token of context comes from, as the server's counter says it → the receipt's field."""
+"""Source of context tokens, as the server's counter names it → the receipt's field."""
 
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """One turn as it went."""
-
     said: Utterance
     turn: Turn
     first_token_s: float = 0.0
 
     @property
-    def right(self) -> bool:
-        """Whether the fact asked for is in the answer; a turn that asks for none is right."""
+    def is_right(self) -> bool:
+        """Whether the answer contains the expected fact; True if the turn asks for none."""
         return self.said.expected is None or self.said.expected.lower() in self.turn.text.lower()
 
 
 @dataclass(slots=True)
 class ServerRun:
-    """Conversations held on one server, and what that server counted meanwhile."""
+    """Conversations held on one server, and the server's counters."""
 
     name: str
     conversations: list[list[Exchange]]
     counted: dict[str, int] = field(default_factory=dict)
-    """Tokens of context by source, as ``SOURCES`` names them."""
     deaths: int = 0
-    """How often the server was ended meanwhile, by somebody else; its counters begin anew with each of its lives."""
+    """How often the server was killed from outside during the run. Its counters restart with each process."""
 
     @property
     def exchanges(self) -> list[Exchange]:
@@ -56,22 +53,19 @@ class ServerRun:
 
     @property
     def asked(self) -> int:
-        """Turns that asked for a fact."""
         return sum(exchange.said.expected is not None for exchange in self.exchanges)
 
     def tokens(self, source: str) -> int:
-        """Tokens of context from one of ``SOURCES``, by the receipts."""
         return sum(getattr(exchange.turn.usage, SOURCES[source]) for exchange in self.exchanges)
 
     def count(self, server: OwnServer) -> None:
-        """Read the server's own totals: the last thing to do before it stops."""
+        """Read the server's counters. Call it last, before the server stops."""
         alive, self.deaths = server.wait_ready(), server.deaths
         for source in SOURCES:
             self.counted[source] = int(alive.metric("pensieve_context_tokens_total", source=source))
 
     @property
     def interruptions(self) -> str:
-        """What to say of them; "" without any."""
         times = "once" if self.deaths == 1 else f"{self.deaths} times"
         return (
             f"{self.name}: the server was ended {times} from outside; each turn went on."
@@ -81,16 +75,16 @@ class ServerRun:
 
 
 def wrong_answers(run: ServerRun) -> list[str]:
-    """A line for each answer that lacks the fact asked for."""
     return [
         f"{run.name}: asked {exchange.said.text!r}, wanted {exchange.said.expected!r}, got {exchange.turn.text!r}"
         for exchange in run.exchanges
-        if not exchange.right
+        if not exchange.is_right
     ]
 
 
 def wrong_receipts(run: ServerRun) -> list[str]:
-    """A line for each receipt that does not add up: by itself, with the turn before, with the server's counters."""
+    """Return a line for each receipt that does not add up: by itself, with the previous turn, or with the
+    server's counters."""
     problems = []
     for number, conversation in enumerate(run.conversations, 1):
         before = 0
@@ -99,7 +93,7 @@ def wrong_receipts(run: ServerRun) -> list[str]:
             where = f"{run.name}: conversation {number} turn {index}"
             if not usage.reconciles:
                 problems.append(f"{where}: the receipt does not add up: {usage}")
-            # Not equal: of an input that another conversation began with too, less is new than was said.
+            # Not equal: an input that another conversation began with too has fewer new tokens.
             if usage.context_tokens < before + usage.new_tokens or usage.recomputed_tokens > before:
                 problems.append(
                     f"{where}: {usage.context_tokens} tokens of context, {usage.recomputed_tokens} recomputed,"
@@ -116,7 +110,7 @@ def wrong_receipts(run: ServerRun) -> list[str]:
 
 
 def busy(console: Console, what: str) -> AbstractContextManager[object]:
-    """Says what takes some seconds: a spinner on a terminal, otherwise a plain line."""
+    """Announce a step that takes some seconds: a spinner on a terminal, otherwise a plain line."""
     if console.is_terminal:
         return console.status(what)
     console.print(what)
@@ -125,9 +119,10 @@ def busy(console: Console, what: str) -> AbstractContextManager[object]:
 
 @contextlib.contextmanager
 def own_servers(*commands: Sequence[str]) -> Iterator[list[OwnServer]]:
-    """Servers with these options of ``pensieve serve`` each and a history on disk, started side by side.
+    """Start one server per list of ``pensieve serve`` options, in parallel, each with a history on disk.
 
-    A server that somebody ends is started again. All end with the block, and so do their histories. Raises SpawnError.
+    A server that is killed from outside is started again. The block's end stops all of them and deletes their
+    histories. Raises SpawnError.
     """
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pensieve-demo-")))

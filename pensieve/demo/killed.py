@@ -1,7 +1,8 @@
-"""The third act: the server is killed in the middle of an answer, started again, and the answer goes on.
+"""The third act: the server is killed in the middle of an answer and started again, and the answer continues.
 
-The history is on disk, as in use. The caller does nothing about it: its stream waits, finds the server again under the
-same address and goes on where it was, because the turn has a request id and what was confirmed is durable.
+The history is on disk, as in production. The caller does nothing: its stream waits for the server to return at
+the same address, and continues where it stopped. The turn has a request id, and everything confirmed is
+durable.
 """
 
 from __future__ import annotations
@@ -23,46 +24,37 @@ OPTIONS: Final = [
     *("--model", "demo", "--device", "cpu"),
     *("--device-cache", "4096tokens", "--host-cache", "4096tokens"),
 ]
-"""Of its ``pensieve serve``, its address and its store aside."""
 TURNS: Final = 12
 TRIES: Final = 4
-"""Answers in which the server may be killed: one can end before the signal arrives."""
+"""Answers in which the server may be killed: one may end before the signal arrives."""
 
 
 @dataclass(slots=True)
 class KilledRun:
-    """The act as it went."""
-
     before: list[Exchange] = field(default_factory=list)
-    """Turns before the server was killed."""
     cut: Exchange | None = None
-    """The turn in which it was; None: each answer ended before that."""
+    """The turn during which the server was killed; None if each answer ended before that."""
     said: str = ""
-    """What had arrived of that answer."""
     silence_s: float = 0.0
     """From the kill to the rest of the answer."""
     later: list[Exchange] = field(default_factory=list)
-    """Turns after it, on the new process."""
     items: int = 0
-    """Items that the history has in the end."""
     kills: int = 0
     deaths: int = 0
-    """Of the server: more than ``kills`` if somebody else ends it, too."""
+    """All ends of the server; more than ``kills`` if it is also killed from outside."""
 
     @property
     def after(self) -> Exchange | None:
-        """The first turn after it."""
         return self.later[0] if self.later else None
 
 
 def script(seed: int) -> Conversation:
-    """A conversation with several questions in a row at its end."""
     (found,) = conversations(1, TURNS, seed)
     return found
 
 
 def serve_and_hold(conversation: Conversation, console: Console) -> KilledRun:
-    """The act: start a server on a store of its own, talk, kill it in the middle of an answer, start it again."""
+    """Run the act: start a server with its own store, talk, kill it in the middle of an answer, start it again."""
     run = KilledRun()
     with ExitStack() as stack:
         with busy(console, "starting a server with its history on disk …"):
@@ -78,7 +70,7 @@ def serve_and_hold(conversation: Conversation, console: Console) -> KilledRun:
 def talk(
     session: Session, conversation: Conversation, owner: OwnServer, run: KilledRun, console: Console
 ) -> None:
-    """Hold the conversation; the server is killed in one of the last answers but one."""
+    """Hold the conversation; kill the server during one of the answers before the last."""
     for number, said in enumerate(conversation):
         last = number == len(conversation) - 1
         if run.cut is None and not last and number >= len(conversation) - 1 - TRIES:
@@ -99,10 +91,10 @@ def talk(
 def answer_with_a_kill(
     session: Session, said: Utterance, owner: OwnServer, run: KilledRun, console: Console
 ) -> Exchange:
-    """Ask, and kill the server as soon as something of the answer has arrived.
+    """Ask, and kill the server once a part of the answer has arrived.
 
-    An answer may have been whole by then, and only on its way: what is left of it comes from the history, and nothing
-    is in memory again. It was cut if it is given anew.
+    The answer may already be complete and in transit. Then its rest comes from the history, and nothing is
+    restored to memory. It counts as cut if the server restarted it.
     """
     arrived, killed_at, silence_s, owned, anew = "", 0.0, 0.0, "", False
     with session.stream(said.text, max_output_tokens=64, temperature=0.0) as stream:
@@ -129,7 +121,7 @@ def answer_with_a_kill(
 
 
 def result(run: KilledRun) -> str:
-    """How it went, in three lines at most."""
+    """Return the outcome in at most three lines."""
     after = run.after
     if run.cut is None or after is None:
         return "Each answer was over before the server could be killed in its middle; it lost none."
@@ -144,11 +136,10 @@ def result(run: KilledRun) -> str:
 
 
 def problems(run: KilledRun) -> list[str]:
-    """A line for everything that is wrong with the act."""
     held = [*run.before, *([run.cut] if run.cut is not None else []), *run.later]
     found = []
     for exchange in held:
-        if not exchange.right:
+        if not exchange.is_right:
             found.append(
                 f"asked {exchange.said.text!r}, wanted {exchange.said.expected!r}, got {exchange.turn.text!r}"
             )

@@ -1,10 +1,10 @@
-"""The first act: one long conversation, held at once on a server that keeps its state and on one that does not.
+"""The first act: one long conversation, held at once on a server that keeps its state and on a stateless one.
 
-With a real model it is the only act: a long message and short turns. What its answers say is not judged; both servers
-have to give the same ones.
+With a real model it is the only act: a long message and short turns. Its answers are not checked for content;
+both servers must give the same ones.
 
-Both get the same turns, one at a time and greedily, in turns of who goes first: whatever else the machine does hits
-both alike. What is measured is the time to the first token, as the caller sees it.
+Both servers get the same turns, one at a time and greedily, and alternate in going first, so that other load on
+the machine affects both alike. The time to the first token is measured at the caller.
 """
 
 from __future__ import annotations
@@ -30,65 +30,59 @@ from pensieve.demo.conversations import (
 )
 from pensieve.demo.exchange import Exchange, ServerRun, busy, own_servers, wrong_answers, wrong_receipts
 
-KEEPS, FORGETS = "Pensieve", "stateless"
-_AMPLE = [
+STATEFUL, STATELESS = "Pensieve", "stateless"
+_AMPLE_MEMORY = [
     *("--model", "demo", "--device", "cpu"),
     *("--device-cache", "16384tokens", "--host-cache", "16384tokens"),
 ]
-SERVERS: Final = {KEEPS: _AMPLE, FORGETS: [*_AMPLE, "--stateless"]}
-"""Name → options of its ``pensieve serve``."""
+SERVERS: Final = {STATEFUL: _AMPLE_MEMORY, STATELESS: [*_AMPLE_MEMORY, "--stateless"]}
 
 STORIES: Final = 10
 SENTENCE_TOKENS: Final = 12.5
-"""Tokens per sentence of a story, on average."""
+"""Average tokens per sentence of a story."""
 OTHER_TOKENS: Final = 350
-"""Tokens of the facts, the questions and the answers, about."""
+"""About how many tokens the facts, questions and answers have."""
 LAST_TURNS: Final = LONG_FACTS
-"""The closing number is taken over this many turns at the end; all of them ask for a fact."""
+"""The closing number is the median of this many turns at the end; all of them ask for a fact."""
 HEIGHT: Final = 4
-"""Lines per row of bars."""
 REAL_CONTEXT_TOKENS: Final = 4000
-"""How long the conversation with a real model is, unless an option says otherwise."""
 REAL_LAST_TURNS: Final = len(SHORT_QUESTIONS)
-"""The closing number with a real model is taken over the short turns."""
+"""The closing number with a real model is the median of the short turns."""
 REAL_SENTENCE_TOKENS: Final = 8.55
-"""Tokens of SmolLM2 per sentence of the notes, on average."""
+"""Average tokens of SmolLM2 per sentence of the notes."""
 REAL_OTHER_TOKENS: Final = 150
-"""Tokens of the system prompt, the questions and the answers, about."""
+"""About how many tokens the system prompt, questions and answers have."""
 _EIGHTHS: Final = " ▁▂▃▄▅▆▇█"
 
 
 def script(context_tokens: int, seed: int) -> Conversation:
-    """A conversation that grows to about this many tokens."""
     sentences = round((context_tokens - OTHER_TOKENS) / STORIES / SENTENCE_TOKENS)
     return long_conversation(STORIES, max(1, sentences), seed)
 
 
 def real_script(context_tokens: int, seed: int) -> Conversation:
-    """A conversation of about this many tokens of SmolLM2."""
+    """Return a conversation of about this many tokens of SmolLM2."""
     return notes_and_questions(
         max(1, round((context_tokens - REAL_OTHER_TOKENS) / REAL_SENTENCE_TOKENS)), seed
     )
 
 
 def real_servers(model: str) -> dict[str, list[str]]:
-    """Name → options of its ``pensieve serve``: memory for all of SmolLM2's context, 8,192 tokens."""
+    """Name → options of its ``pensieve serve``, with memory for SmolLM2's whole context of 8,192 tokens."""
     ample = [*("--model", model, "--device", "cpu"), *("--device-cache", "8192tokens", "--host-cache", "0")]
-    return {KEEPS: ample, FORGETS: [*ample, "--stateless"]}
+    return {STATEFUL: ample, STATELESS: [*ample, "--stateless"]}
 
 
 class Audience(Protocol):
-    """Sees the act as it goes on."""
+    def on_asked(self, name: str) -> None:
+        """A turn was sent to this server."""
 
-    def asked(self, name: str) -> None:
-        """A turn was sent to the server of this name."""
-
-    def answered(self, name: str, exchange: Exchange) -> None:
-        """That turn is over."""
+    def on_answered(self, name: str, exchange: Exchange) -> None:
+        """The turn has ended."""
 
 
 def ask(session: Session, said: Utterance, clock: Callable[[], float] = time.perf_counter) -> Exchange:
-    """Hold one turn; the time to its first token counts from the call to the arrival here."""
+    """Hold one turn, and measure the time from the call to the first token's arrival here."""
     started = clock()
     first_token_s: float | None = None
     with session.stream(said.text, max_output_tokens=64, temperature=0.0) as stream:
@@ -104,24 +98,21 @@ def hold(
     audience: Audience,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[ServerRun]:
-    """The same conversation in each of these named sessions, turn by turn, the first of them alternating."""
     runs = {name: ServerRun(name, [[]]) for name, _ in sessions}
     for number, said in enumerate(conversation):
         for name, session in sessions if number % 2 == 0 else reversed(sessions):
-            audience.asked(name)
+            audience.on_asked(name)
             exchange = ask(session, said, clock)
             runs[name].conversations[0].append(exchange)
-            audience.answered(name, exchange)
+            audience.on_answered(name, exchange)
     return list(runs.values())
 
 
 def serve_and_hold(
     conversation: Conversation, console: Console, options: Mapping[str, Sequence[str]] = SERVERS
 ) -> tuple[ServerRun, ServerRun]:
-    """The act: start both servers, hold the conversation, read the servers' counters, stop them.
-
-    ``options`` has the names of ``SERVERS``, and for each the options of its ``pensieve serve``.
-    """
+    """Run the act: start both servers, hold the conversation, read the servers' counters, stop them.
+    ``options`` has the names of ``SERVERS``, and for each the options of its ``pensieve serve``."""
     with ExitStack() as stack:
         with busy(console, "starting both servers …"):
             started = stack.enter_context(own_servers(*options.values()))
@@ -129,14 +120,14 @@ def serve_and_hold(
         clients = {name: stack.enter_context(Client(server.target)) for name, server in servers.items()}
         sessions = [(name, client.create_session()) for name, client in clients.items()]
         with Stage(len(conversation), console) as stage:
-            keeps, forgets = hold(conversation, sessions, stage)
-        for run in (keeps, forgets):
+            stateful, stateless = hold(conversation, sessions, stage)
+        for run in (stateful, stateless):
             run.count(servers[run.name])
-    return keeps, forgets
+    return stateful, stateless
 
 
 class Stage:
-    """Draws the act: two rows of growing bars on a terminal, otherwise a plain line for each turn."""
+    """Draws the act: two rows of growing bars on a terminal, otherwise a plain line per turn."""
 
     def __init__(self, turns: int, console: Console, clock: Callable[[], float] = time.perf_counter) -> None:
         self._turns = turns
@@ -162,10 +153,10 @@ class Stage:
         if self._console.is_terminal:
             self._live.stop()
 
-    def asked(self, name: str) -> None:
+    def on_asked(self, name: str) -> None:
         self._running = (name, self._clock())
 
-    def answered(self, name: str, exchange: Exchange) -> None:
+    def on_answered(self, name: str, exchange: Exchange) -> None:
         self._running = None
         self._seconds[name].append(exchange.first_token_s)
         self._context = max(self._context, exchange.turn.usage.context_tokens)
@@ -176,7 +167,7 @@ class Stage:
             self._console.print(f"turn {counts.pop():2} {context:6,} tokens{times}", highlight=False)
 
     def picture(self) -> Group:
-        """Both rows to one scale. The bar of a turn that is running grows with the time."""
+        """Return both rows at one scale. The bar of the running turn grows with time."""
         rows = {name: list(seconds) for name, seconds in self._seconds.items()}
         done = min(len(seconds) for seconds in self._seconds.values())
         state = f"{self._context:,} tokens"
@@ -186,69 +177,68 @@ class Stage:
             rows[name].append(self._clock() - since)
             state += f", turn {done + 1}/{self._turns}: {name}"
         top = max((value for values in rows.values() for value in values), default=0.0)
-        pitch = fitting_pitch(self._turns, self._console.width - 12)
+        column_width = fitting_width(self._turns, self._console.width - 12)
         lines = [Text(f"time to first token (full height {top:.2f} s), {state}", "dim")]
         for (name, values), style in zip(rows.items(), ("green", "yellow"), strict=True):
-            for number, line in enumerate(bars(values, top, HEIGHT, pitch)):
+            for number, line in enumerate(bars(values, top, HEIGHT, column_width)):
                 label = name if number == HEIGHT - 1 else ""
                 lines.append(Text.assemble(f"{label:>9} │", (line, style)))
-        lines.append(Text(f"{'turns':>9} └{'─' * (self._turns * pitch - 1)}", "dim"))
+        lines.append(Text(f"{'turns':>9} └{'─' * (self._turns * column_width - 1)}", "dim"))
         return Group(*lines)
 
 
 def bar(value: float, top: float, height: int) -> str:
-    """One bar from its lowest character to its highest. A value above 0 shows, however small it is."""
+    """Return one bar from its lowest character to its highest. Any value above 0 is visible."""
     if not top > 0:
         return " " * height
     eighths = min(height * 8, max(round(value / top * height * 8), 1 if value > 0 else 0))
     return "".join(_EIGHTHS[max(0, min(8, eighths - 8 * row))] for row in range(height))
 
 
-def bars(values: Sequence[float], top: float, height: int, pitch: int) -> list[str]:
-    """Lines from the top down: a bar every ``pitch`` columns, a column narrower than that where there is room."""
-    width = max(1, pitch - 1)
+def bars(values: Sequence[float], top: float, height: int, column_width: int) -> list[str]:
+    """Return the lines from the top down. Each bar is one column narrower than ``column_width`` if that is above 1."""
+    width = max(1, column_width - 1)
     upright = [bar(value, top, height) for value in values]
     return [
-        "".join(one[row] * width + " " * (pitch - width) for one in upright).rstrip()
+        "".join(one[row] * width + " " * (column_width - width) for one in upright).rstrip()
         for row in reversed(range(height))
     ]
 
 
-def fitting_pitch(count: int, columns: int) -> int:
-    """Columns per bar, at most 3, so that ``count`` bars fit."""
+def fitting_width(count: int, columns: int) -> int:
     return max(1, min(3, columns // max(1, count)))
 
 
-def medians(keeps: ServerRun, forgets: ServerRun, turns: int = LAST_TURNS) -> tuple[float, float]:
-    """The median time to the first token over the last turns of each run: the two halves of the closing number."""
-    last = [run.exchanges[-turns:] for run in (keeps, forgets)]
-    kept, forgot = (statistics.median(exchange.first_token_s for exchange in one) for one in last)
-    return kept, forgot
+def medians(stateful: ServerRun, stateless: ServerRun, turns: int = LAST_TURNS) -> tuple[float, float]:
+    """Return each run's median time to the first token over its last turns."""
+    last = [run.exchanges[-turns:] for run in (stateful, stateless)]
+    stateful_s, stateless_s = (statistics.median(exchange.first_token_s for exchange in one) for one in last)
+    return stateful_s, stateless_s
 
 
-def result(keeps: ServerRun, forgets: ServerRun, turns: int = LAST_TURNS) -> str:
-    """The closing number and what it was made of, in two lines."""
-    kept, forgot = medians(keeps, forgets, turns)
-    ratio = forgot / kept
+def result(stateful: ServerRun, stateless: ServerRun, turns: int = LAST_TURNS) -> str:
+    stateful_s, stateless_s = medians(stateful, stateless, turns)
+    ratio = stateless_s / stateful_s
     how = f"{ratio:.0f} times sooner" if ratio >= 10 else f"{ratio:.1f} times sooner"
     if ratio < 1.2:
         how = "no sooner (a longer --context shows the difference)"
-    context = keeps.exchanges[-1].turn.usage.context_tokens
+    context = stateful.exchanges[-1].turn.usage.context_tokens
     return (
         f"Where the state is kept, the first token comes {how}.\n"
         f"Medians of the last {turns} turns, at {context:,} tokens:"
-        f" {kept * 1e3:,.0f} ms against {forgot * 1e3:,.0f} ms."
+        f" {stateful_s * 1e3:,.0f} ms against {stateless_s * 1e3:,.0f} ms."
     )
 
 
-def problems(keeps: ServerRun, forgets: ServerRun) -> list[str]:
-    """A line for everything that is wrong with the act."""
-    found = [line for run in (keeps, forgets) for line in wrong_answers(run) + wrong_receipts(run)]
-    for number, (one, other) in enumerate(zip(keeps.exchanges, forgets.exchanges, strict=True), 1):
+def problems(stateful: ServerRun, stateless: ServerRun) -> list[str]:
+    found = [line for run in (stateful, stateless) for line in wrong_answers(run) + wrong_receipts(run)]
+    for number, (one, other) in enumerate(zip(stateful.exchanges, stateless.exchanges, strict=True), 1):
         if one.turn.text != other.turn.text:
-            found.append(f"turn {number}: {KEEPS} said {one.turn.text!r}, {FORGETS} {other.turn.text!r}")
-    if keeps.tokens("recomputed") and not keeps.deaths:
-        found.append(f"{KEEPS} recomputed {keeps.tokens('recomputed'):,} tokens that it had room to keep")
-    if kept := forgets.tokens("device") + forgets.tokens("host"):
-        found.append(f"{FORGETS} found {kept:,} tokens that it should have forgotten")
+            found.append(f"turn {number}: {STATEFUL} said {one.turn.text!r}, {STATELESS} {other.turn.text!r}")
+    if stateful.tokens("recomputed") and not stateful.deaths:
+        found.append(
+            f"{STATEFUL} recomputed {stateful.tokens('recomputed'):,} tokens that it had room to keep"
+        )
+    if kept := stateless.tokens("device") + stateless.tokens("host"):
+        found.append(f"{STATELESS} found {kept:,} tokens that it should have forgotten")
     return found

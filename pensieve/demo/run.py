@@ -1,7 +1,7 @@
-"""``pensieve demo``: what a server's memory is worth, and that nothing is lost when it is taken apart.
+"""``pensieve demo``: shows what a server's memory is worth, and that no data is lost when the server is killed.
 
-Three acts (``long_talk``, ``crowd``, ``killed``), each of which starts its own servers and checks every answer and
-receipt. The facts that they tell and ask for need the demo model; with a real model there is one act, like the first.
+Three acts (``long_talk``, ``crowd``, ``killed``) start their own servers and check every answer and receipt.
+Their facts and questions need the demo model; a real model plays one act, like the first.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ from pensieve.spawn import SpawnError
 
 SHOWN_PROBLEMS = 10
 CONTEXT_TOKENS = 5000
-OF_THE_SECOND_ACT = ("sessions", "turns", "device_cache", "host_cache", "chunk_tokens")
-"""Parameters that mean nothing where there is no second act."""
+SECOND_ACT_OPTIONS = ("sessions", "turns", "device_cache", "host_cache", "chunk_tokens")
 
 
 @click.command(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
@@ -105,7 +104,7 @@ def demo(
     console = Console(highlight=False)
     show = Show(console, Console(highlight=False, quiet=quiet), verbose)
     tiers = ["--device-cache", device_cache, "--host-cache", host_cache, "--chunk-tokens", str(chunk_tokens)]
-    tiers += ["--decode-reserve", "0"]  # no reserve: answers do get suspended
+    tiers += ["--decode-reserve", "0"]  # no reserve, so that answers get suspended
     try:
         with _terminated_like_interrupted():
             if model == SMOLLM2:
@@ -132,14 +131,14 @@ def demo(
 
 @dataclass(frozen=True, slots=True)
 class Show:
-    """Where the command prints: what counts on ``console``, the rest on ``stage``, which ``--quiet`` makes silent."""
+    """The command's output: results on ``console``, the rest on ``stage``, which ``--quiet`` silences."""
 
     console: Console
     stage: Console
     verbose: bool
 
-    def held(self, *runs: ServerRun) -> None:
-        """An act is over: its transcript if it was asked for, and how often somebody ended a server."""
+    def after_act(self, *runs: ServerRun) -> None:
+        """Print the transcript if requested, and how often a server was killed from outside."""
         if self.verbose:
             print_transcript(runs[0], self.stage)
         for run in runs:
@@ -148,53 +147,51 @@ class Show:
 
 
 def _refuse_second_act() -> None:
-    """Raises UsageError for an option that was given and has nothing to act on."""
     context = click.get_current_context()
-    for name in OF_THE_SECOND_ACT:
+    for name in SECOND_ACT_OPTIONS:
         if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
             option = f"--{name.replace('_', '-')}"
             raise click.UsageError(f"{option} is for the demo model; it does not go with --model {SMOLLM2}")
 
 
 def only_act(context: int, seed: int, show: Show) -> list[str]:
-    """A long message and short turns, with a real model on two servers. What is wrong, line by line."""
-    smollm2()  # fetched here, with a bar: the servers are not heard
+    """Hold a long message and short turns with a real model on two servers. Return the problems, one per line."""
+    smollm2()  # fetched here, with a progress bar: the servers' output is hidden
     servers = long_talk.real_servers(SMOLLM2)
     show.stage.print("[bold]A real model reads a long message; short turns follow[/]")
-    show.stage.print(serve_line(servers[long_talk.KEEPS], "Pensieve:  "), style="dim")
+    show.stage.print(serve_line(servers[long_talk.STATEFUL], "Pensieve:  "), style="dim")
     show.stage.print("   stateless: the same with --stateless", style="dim")
-    keeps, forgets = long_talk.serve_and_hold(long_talk.real_script(context, seed), show.stage, servers)
-    show.held(keeps, forgets)
-    show.console.print(Text(long_talk.result(keeps, forgets, long_talk.REAL_LAST_TURNS), "bold"))
-    return long_talk.problems(keeps, forgets)
+    stateful, stateless = long_talk.serve_and_hold(long_talk.real_script(context, seed), show.stage, servers)
+    show.after_act(stateful, stateless)
+    show.console.print(Text(long_talk.result(stateful, stateless, long_talk.REAL_LAST_TURNS), "bold"))
+    return long_talk.problems(stateful, stateless)
 
 
 def first_act(context: int, seed: int, show: Show) -> list[str]:
-    """One long conversation on two servers. What is wrong, line by line."""
     show.stage.print(
         "[bold]1. One conversation that grows, with its state kept and with its state forgotten[/]"
     )
-    show.stage.print(serve_line(long_talk.SERVERS[long_talk.KEEPS], "Pensieve:  "), style="dim")
+    show.stage.print(serve_line(long_talk.SERVERS[long_talk.STATEFUL], "Pensieve:  "), style="dim")
     show.stage.print("   stateless: the same with --stateless", style="dim")
-    keeps, forgets = long_talk.serve_and_hold(long_talk.script(context, seed), show.stage)
-    show.held(keeps, forgets)
-    show.console.print(Text(long_talk.result(keeps, forgets), "bold"))
-    problems = long_talk.problems(keeps, forgets)
+    stateful, stateless = long_talk.serve_and_hold(long_talk.script(context, seed), show.stage)
+    show.after_act(stateful, stateless)
+    show.console.print(Text(long_talk.result(stateful, stateless), "bold"))
+    problems = long_talk.problems(stateful, stateless)
     if not problems:
         show.console.print(
-            f"All {len(keeps.exchanges)} answers are the same on both, {keeps.asked} of {keeps.asked} recalled facts"
-            f" right;\n{2 * len(keeps.exchanges)} receipts add up.\n"
+            f"All {len(stateful.exchanges)} answers are the same on both,"
+            f" {stateful.asked} of {stateful.asked} recalled facts right;\n"
+            f"{2 * len(stateful.exchanges)} receipts add up.\n"
         )
     return problems
 
 
 def second_act(tiers: list[str], scripts: list[Conversation], show: Show) -> list[str]:
-    """Many conversations on small tiers. What is wrong, line by line."""
     options = ["--model", "demo", "--max-wait", "0", *tiers]
     show.stage.print(f"[bold]2. {len(scripts)} conversations at once, on memory far too small for them[/]")
     show.stage.print(serve_line(options), style="dim")
     act = crowd.serve_and_hold(options, scripts, show.stage)
-    show.held(act.run)
+    show.after_act(act.run)
     show.console.print(crowd.result(act))
     if act.suspensions == 0:
         show.stage.print(
@@ -204,7 +201,6 @@ def second_act(tiers: list[str], scripts: list[Conversation], show: Show) -> lis
 
 
 def third_act(seed: int, show: Show) -> list[str]:
-    """A server that is killed in the middle of an answer. What is wrong, line by line."""
     show.stage.print("\n[bold]3. A server that is killed in the middle of an answer[/]")
     show.stage.print(serve_line(["--model", "demo", "--store", "sqlite:///FILE"]), style="dim")
     run = killed.serve_and_hold(killed.script(seed), show.stage)
@@ -215,7 +211,8 @@ def third_act(seed: int, show: Show) -> list[str]:
 
 
 def serve_line(options: Sequence[str], label: str = "") -> str:
-    """The command that starts such a server, in lines of a narrow terminal; an option keeps its value beside it."""
+    """Return the command that starts such a server, wrapped for a narrow terminal; an option stays beside its
+    value."""
     bound = " ".join(options).replace(" ", "\xa0").replace("\xa0--", " --")
     lines = textwrap.wrap(
         f"{label}pensieve\xa0serve {bound}",
@@ -228,14 +225,13 @@ def serve_line(options: Sequence[str], label: str = "") -> str:
 
 
 def print_transcript(run: ServerRun, console: Console) -> None:
-    """Every line of every conversation, a receipt behind each answer."""
     for number, conversation in enumerate(run.conversations, 1):
         console.rule(f"conversation {number}", align="left")
         for exchange in conversation:
             usage = exchange.turn.usage
             mark = Text()
             if exchange.said.expected is not None:
-                mark = Text(" ✓", "green") if exchange.right else Text(" ✗ WRONG", "red")
+                mark = Text(" ✓", "green") if exchange.is_right else Text(" ✗ WRONG", "red")
             console.print(Text.assemble(("you    ", "bold"), exchange.said.text))
             console.print(Text.assemble(("model  ", "bold"), exchange.turn.text.strip(), mark))
             console.print(
@@ -247,7 +243,7 @@ def print_transcript(run: ServerRun, console: Console) -> None:
 
 
 def what_next(program: str, model: str = "demo") -> str:
-    """What to try next, with a path to the command that works where the caller stands."""
+    """Return what to try next, with a path to the command that works in the caller's directory."""
     command = program_name(program)
     rest = "" if model == "demo" else f" --model {model}"
     lines = {
@@ -260,7 +256,7 @@ def what_next(program: str, model: str = "demo") -> str:
 
 
 def program_name(program: str) -> str:
-    """How the caller's shell finds ``program``: its bare name, a path from here, or Python with ``-m``."""
+    """Return how the caller's shell finds ``program``: its bare name, a relative path, or Python with ``-m``."""
     path = Path(program)
     if path.name != "pensieve":
         return f"{shlex.quote(sys.executable)} -m pensieve"
@@ -274,7 +270,7 @@ def program_name(program: str) -> str:
 
 @contextlib.contextmanager
 def _terminated_like_interrupted() -> Iterator[None]:
-    """SIGTERM and a closed terminal end the demo as Ctrl-C does: with its servers."""
+    """End the demo on SIGTERM and SIGHUP as on Ctrl-C: together with its servers."""
     before = {
         number: signal.signal(number, signal.default_int_handler)
         for number in (signal.SIGTERM, signal.SIGHUP)

@@ -1,4 +1,4 @@
-"""The ASGI application: routes, small endpoints, middleware, and errors in one form whatever goes wrong."""
+"""The ASGI application: routes, small endpoints, middleware, and one form for all errors."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _BUCKETS: Final = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 
 
 class HttpMetrics:
-    """Counts and times of calls, for Prometheus at ``/metrics``: by route and status, never by caller."""
+    """Counts and times of calls for Prometheus: by route and status, never by caller."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -60,12 +60,11 @@ class HttpMetrics:
         )
 
     async def show(self, request: Request) -> Response:
-        """The page."""
         return Response(generate_latest(self.registry), media_type=CONTENT_TYPE_LATEST)
 
 
 class Measured:
-    """ASGI middleware: notes a call's trace, and counts the call when it ends."""
+    """ASGI middleware: binds a call's trace id, and counts the call when it ends."""
 
     def __init__(self, app: ASGIApp, metrics: HttpMetrics) -> None:
         self._app = app
@@ -78,7 +77,7 @@ class Measured:
         header = traceparent_in(
             (name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]
         )
-        incoming_traceparent.set(header)  # of this call alone: it is handled in a task of its own
+        incoming_traceparent.set(header)  # of this call only: each call runs in its own task
         bind(trace_id=trace_id(header))
         began, status, first = time.monotonic(), "none", True
 
@@ -99,34 +98,30 @@ class Measured:
 
 
 def _route(scope: Scope) -> str:
-    """The route as it is written, so that ids do not become labels."""
+    """Return the route's pattern, so that ids do not become labels."""
     path = getattr(scope.get("route"), "path", None)
     return path if isinstance(path, str) else "unknown"
 
 
 class Unslashed:
-    """ASGI middleware: a path is served as the one without slashes at its end.
-
-    A redirect instead would lead wherever the caller's ``Host`` says, and behind a proxy not where it came from.
-    """
+    """ASGI middleware: strips trailing slashes from the path. A redirect would instead go to the caller's
+    ``Host``, which behind a proxy is not the address it called."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"].endswith("/"):
-            # In place: the route that is found is noted in the same scope, for the metrics.
+            # In place: the router writes the route into the same scope, for the metrics.
             scope["path"] = scope["path"].rstrip("/") or "/"
         await self._app(scope, receive, send)
 
 
 async def alive(request: Request) -> Response:
-    """Answers ``GET /health``, without a credential: this process runs, whatever stands behind it."""
     return HttpDoor.from_request(request).answer({"status": "ok"}, request)
 
 
 async def ready(request: Request) -> Response:
-    """Answers ``GET /ready``, without a credential: calls are served. Raises HttpFailure (503)."""
     door = HttpDoor.from_request(request)
     problem = await door.readiness.problem()
     if problem:
@@ -135,15 +130,15 @@ async def ready(request: Request) -> Response:
 
 
 async def list_models(request: Request) -> Response:
-    """All models."""
     door = HttpDoor.from_request(request)
     async with door.callers.for_request(request) as caller:
-        info = await door.server_info(caller, fresh=True)  # this call has no other answer of the service
+        info = await door.server_info(
+            caller, fresh=True
+        )  # this call checks the credential with no other call
     return door.answer({"object": "list", "data": [_model(info)]}, request)
 
 
 async def retrieve_model(request: Request) -> Response:
-    """One model."""
     door = HttpDoor.from_request(request)
     async with door.callers.for_request(request) as caller:
         info = await door.server_info(caller, fresh=True)
@@ -152,7 +147,7 @@ async def retrieve_model(request: Request) -> Response:
 
 
 def _model(info: ServerInfo) -> dict[str, Any]:
-    """The last two are not OpenAI's: the longest context and the vocabulary, in tokens."""
+    """A model object. ``max_model_len`` and ``vocab_size``, in tokens, are not OpenAI's."""
     return {
         "id": info.model,
         "object": "model",
@@ -167,7 +162,6 @@ log = logging.getLogger(__name__)
 
 
 def make_app(settings: DoorSettings) -> Starlette:
-    """The door to one service."""
     door, metrics = HttpDoor(settings), HttpMetrics()
 
     @asynccontextmanager
@@ -216,7 +210,7 @@ def make_app(settings: DoorSettings) -> Starlette:
         },
         lifespan=lifespan,
     )
-    app.router.redirect_slashes = False  # Also for a path that would be one with a slash: see ``Unslashed``.
+    app.router.redirect_slashes = False  # See ``Unslashed``.
     app.state.door = door
     app.state.metrics = metrics
     return app
@@ -242,6 +236,6 @@ async def _no_route(request: Request, error: Exception) -> Response:
 
 
 async def _bug(request: Request, error: Exception) -> Response:
-    """A fault of ours: its text may hold what a user said, so it goes to no caller."""
+    """An internal error. Its text may quote a user, so the caller does not get it."""
     failure = HttpFailure(500, "the server failed", kind="server_error", code="bug")
     return HttpDoor.from_request(request).refusal(failure, request)

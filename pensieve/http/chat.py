@@ -1,4 +1,4 @@
-"""``POST /v1/chat/completions``: the client resends its history, and the door finds the session that goes on."""
+"""``POST /v1/chat/completions``: the client resends its history, and the door finds the session to continue."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pensieve.client import AsyncClient, AsyncSession, AsyncTurnStream, Role, To
 from pensieve.errors import AlreadyExists, DataLoss, NotFound, PensieveError
 from pensieve.http.common.answers import (
     DONE,
-    MAX_TOP,
+    MAX_TOP_LOGPROBS,
     EventStream,
     SentText,
     SentTokens,
@@ -29,21 +29,21 @@ from pensieve.http.common.answers import (
     token_scores,
 )
 from pensieve.http.common.calls import (
-    PATIENCE_S,
+    UNDO_TIMEOUT_S,
     Call,
     CallPlan,
-    added,
     adding_items,
-    answered,
+    append_items,
     batches_of,
+    begin_turn,
     following_roles,
     is_refusal,
     split_new,
 )
 from pensieve.http.common.contents import (
     Content,
+    HashedTranscript,
     Message,
-    NamedTalk,
     Transcript,
     make_transcript,
     parse_function_call,
@@ -52,7 +52,7 @@ from pensieve.http.common.contents import (
 )
 from pensieve.http.common.door import HttpDoor
 from pensieve.http.common.failures import failure_from_error, invalid_field, unsupported_field
-from pensieve.http.common.heads import TurnStarter, noting
+from pensieve.http.common.heads import TurnStarter, note_before_end
 from pensieve.http.common.requests import (
     REFUSED_EVERYWHERE,
     CompletionFields,
@@ -60,29 +60,23 @@ from pensieve.http.common.requests import (
     Positive,
     check_count,
 )
-from pensieve.http.output import ChatDeltas, chat_message, chat_teller
+from pensieve.http.output import ChatDeltas, chat_deltas, chat_message
 from pensieve.http.tools import OfferedTool, call_options, check_tools, tool_use
 from pensieve.speech import PLAIN, SpeechForm, read
 
 
 class ChatFunction(msgspec.Struct, frozen=True):
-    """What was called."""
-
     name: str
     arguments: str = "{}"
 
 
 class ChatCall(msgspec.Struct, frozen=True):
-    """A call in an earlier answer."""
-
     function: ChatFunction
     type: str = "function"
     id: str = ""
 
 
 class ChatMessage(msgspec.Struct, frozen=True):
-    """One message of the history that the client resends."""
-
     role: str
     content: Content = None
     name: str | None = None
@@ -96,45 +90,40 @@ class ChatMessage(msgspec.Struct, frozen=True):
 
 
 class ResponseFormat(msgspec.Struct, frozen=True):
-    """Form of the answer."""
-
     type: str = "text"
 
 
 class ValidatedChat(NamedTuple):
-    """A checked request, and what is made of it."""
-
     body: ChatRequest
-    talk: Transcript
+    transcript: Transcript
     options: TurnOptions
-    """For the SDK."""
 
 
 class ChatRequest(CompletionFields, kw_only=True):
-    """The request; ``session`` is not OpenAI's."""
+    """The request. ``session`` is not OpenAI's."""
 
     NESTED: ClassVar[Nested] = {**CompletionFields.NESTED, "tools": OfferedTool}
     WITHOUT_EFFECT: ClassVar[Mapping[str, str]] = {
-        "cache_prompt": "cached state is used wherever there is some",
-        "chat_id": "histories are found by what they say",
-        "metadata": "a completion is told once",
-        "prediction": "it makes an answer faster, not another one",
-        "prompt_cache_key": "beginnings are shared whatever it says",
-        "reasoning": "the model thinks as its template has it",
-        "reasoning_effort": "the model thinks as its template has it",
-        "safety_identifier": "users are not told apart",
-        "service_tier": "there is one",
-        "session_id": "histories are found by what they say",
-        "store": "histories are kept for a day, whatever it says",
-        "user": "users are not told apart",
-        "verbosity": "the model knows of none",
+        "cache_prompt": "cached state is always used",
+        "chat_id": "histories are found by their content",
+        "metadata": "a completion is sent once",
+        "prediction": "it affects speed only",
+        "prompt_cache_key": "prefixes are shared without it",
+        "reasoning": "the chat template decides whether the model thinks",
+        "reasoning_effort": "the chat template decides whether the model thinks",
+        "safety_identifier": "users are not distinguished",
+        "service_tier": "there is only one",
+        "session_id": "histories are found by their content",
+        "store": "histories are always kept for a day",
+        "user": "users are not distinguished",
+        "verbosity": "the model has no such setting",
     }
     REFUSED: ClassVar[Mapping[str, str]] = {
         **REFUSED_EVERYWHERE,
         "best_of": "belongs to completions",
         "conversation": "belongs to responses",
         "echo": "belongs to completions",
-        "function_call": "function calls go by tools and tool_choice",
+        "function_call": "use tools and tool_choice",
         "max_output_tokens": "is max_completion_tokens in chat completions",
         "previous_response_id": "belongs to responses",
         "suffix": "belongs to completions",
@@ -155,22 +144,21 @@ class ChatRequest(CompletionFields, kw_only=True):
     session: str | None = None
 
     def validated(self) -> ValidatedChat:
-        """Raises HttpFailure as ``check``, and for messages that cannot be."""
+        """Raises HttpFailure as ``check``, and for messages that are invalid."""
         self.check()
-        return ValidatedChat(self, self.talk, self.turn_options)
+        return ValidatedChat(self, self.transcript, self.turn_options)
 
     def check(self) -> None:
-        """Raises HttpFailure for what is asked for and not done."""
         if not self.messages:
             raise invalid_field("messages", "must not be empty")
         check_count(self.messages, "messages")
         check_tools(self.tools or (), self.tool_choice)
         if self.functions:
-            raise unsupported_field("functions", "function calls are not supported")
+            raise unsupported_field("functions", "use tools")
         if self.top_logprobs is not None and not self.logprobs:
             raise invalid_field("top_logprobs", "needs logprobs")
-        if not 0 <= (self.top_logprobs or 0) <= MAX_TOP:
-            raise invalid_field("top_logprobs", f"must be from 0 to {MAX_TOP}")
+        if not 0 <= (self.top_logprobs or 0) <= MAX_TOP_LOGPROBS:
+            raise invalid_field("top_logprobs", f"must be from 0 to {MAX_TOP_LOGPROBS}")
         if self.response_format is not None and self.response_format.type != "text":
             raise unsupported_field("response_format", "only text is supported")
         if self.modalities and self.modalities != ["text"]:
@@ -181,14 +169,12 @@ class ChatRequest(CompletionFields, kw_only=True):
             raise unsupported_field("web_search_options", "searching is not supported")
 
     @property
-    def talk(self) -> Transcript:
-        """What was said."""
-        spoken = [_said(one, f"messages[{number}]") for number, one in enumerate(self.messages)]
+    def transcript(self) -> Transcript:
+        spoken = [_to_message(one, f"messages[{number}]") for number, one in enumerate(self.messages)]
         return make_transcript(spoken, "messages")
 
     @property
     def turn_options(self) -> TurnOptions:
-        """For the SDK."""
         options = self.options()
         options.update(call_options(self.tools or (), self.tool_choice, self.parallel_tool_calls))
         longest = self.max_completion_tokens or self.max_tokens
@@ -201,9 +187,9 @@ class ChatRequest(CompletionFields, kw_only=True):
         return options
 
 
-def _said(message: ChatMessage, param: str) -> Message:
+def _to_message(message: ChatMessage, param: str) -> Message:
     if message.function_call is not None:
-        raise unsupported_field(f"{param}.function_call", "calls are told as tool_calls")
+        raise unsupported_field(f"{param}.function_call", "use tool_calls")
     if message.audio is not None:
         raise unsupported_field(f"{param}.audio", "only text is supported")
     if message.role == "tool":
@@ -230,14 +216,11 @@ Scores = tuple[TokenLogprob, ...]
 
 @dataclass(frozen=True, slots=True)
 class ChatCompletion:
-    """What all parts of one answer say."""
-
     turn_id: str
     model: str
     session_id: str
     created: int
     form: SpeechForm = PLAIN
-    """How answers are read."""
 
     @classmethod
     def from_stream(
@@ -246,12 +229,11 @@ class ChatCompletion:
         return cls(stream.request_id, model, session_id, int(time.time()), form)
 
     def whole(self, turn: Turn) -> dict[str, Any]:
-        """The answer as one document."""
         choices = [
             {
                 "index": index,
                 "message": chat_message(answer, self.turn_id, index),
-                "logprobs": _scored(scores),
+                "logprobs": _logprobs(scores),
                 "finish_reason": "tool_calls" if answer.calls and reason == "stop" else reason,
             }
             for index, text, reason, scores in _answers(turn)
@@ -267,11 +249,9 @@ class ChatCompletion:
         scored: bool,
         around: AbstractAsyncContextManager[None],
     ) -> AsyncIterator[bytes]:
-        """The answer as it comes, ``scored`` with log-probabilities; errors after the first chunk are an event too.
-
-        ``around`` is entered while the turn runs, and left before its error is told.
-        """
-        tellers: dict[int, ChatDeltas] = {}
+        """Stream the answer, with log-probabilities if ``scored``. An error after the first chunk becomes an
+        event. ``around`` is entered while the turn runs, and left before its error is sent."""
+        deltas_by_candidate: dict[int, ChatDeltas] = {}
         sent, tokens = SentText(), SentTokens(scored)
         try:
             async with around:
@@ -279,23 +259,23 @@ class ChatCompletion:
                     text, (_, scores) = sent.new_text(piece), tokens.new_tokens(piece)
                     if text is None and not scores:
                         continue
-                    teller = self._teller(tellers, piece.candidate)
-                    if scores and not teller.begun:
-                        # As OpenAI does: its client for Node tells scores twice that come with an answer's first chunk.
-                        yield self._chunk(piece.candidate, teller.nothing())
-                    # A chunk without text carries the scores of tokens whose text is held back or belongs to no part.
-                    deltas = [*teller.push(text or "")] or ([teller.nothing()] if scores else [])
-                    for delta in deltas:
+                    deltas = self._deltas_of(deltas_by_candidate, piece.candidate)
+                    if scores and not deltas.begun:
+                        # As OpenAI does: its Node client repeats log-probabilities of the first chunk.
+                        yield self._chunk(piece.candidate, deltas.empty_delta())
+                    # A chunk without text carries the scores of tokens whose text is held back or dropped.
+                    added = [*deltas.push(text or "")] or ([deltas.empty_delta()] if scores else [])
+                    for delta in added:
                         yield self._chunk(piece.candidate, delta, scores=scores)
                         scores = ()
         except PensieveError as error:
             yield sse_event(failure_from_error(error).body)
             return
         for index, _, reason, _ in _answers(stream.turn):
-            teller = self._teller(tellers, index)
-            for delta in teller.finish():
+            deltas = self._deltas_of(deltas_by_candidate, index)
+            for delta in deltas.finish():
                 yield self._chunk(index, delta)
-            yield self._chunk(index, {}, "tool_calls" if teller.calls and reason == "stop" else reason)
+            yield self._chunk(index, {}, "tool_calls" if deltas.calls and reason == "stop" else reason)
         if include_usage:
             yield sse_event(
                 {
@@ -306,15 +286,15 @@ class ChatCompletion:
             )
         yield DONE
 
-    def _teller(self, tellers: dict[int, ChatDeltas], candidate: int) -> ChatDeltas:
-        if candidate not in tellers:
-            tellers[candidate] = chat_teller(self.form, self.turn_id, candidate)
-        return tellers[candidate]
+    def _deltas_of(self, deltas_by_candidate: dict[int, ChatDeltas], candidate: int) -> ChatDeltas:
+        if candidate not in deltas_by_candidate:
+            deltas_by_candidate[candidate] = chat_deltas(self.form, self.turn_id, candidate)
+        return deltas_by_candidate[candidate]
 
     def _chunk(
         self, index: int, delta: dict[str, Any], reason: str | None = None, scores: Scores = ()
     ) -> bytes:
-        choice = {"index": index, "delta": delta, "logprobs": _scored(scores), "finish_reason": reason}
+        choice = {"index": index, "delta": delta, "logprobs": _logprobs(scores), "finish_reason": reason}
         return sse_event({**self._frame("chat.completion.chunk"), "choices": [choice]})
 
     def _frame(self, kind: str) -> dict[str, Any]:
@@ -330,7 +310,6 @@ class ChatCompletion:
 
 
 def _answers(turn: Turn) -> list[tuple[int, str, str, Scores]]:
-    """Number, text, reason and log-probabilities of each answer."""
     if turn.candidates:
         return [
             (one.candidate, one.text, finish_reason(one.finish_reason), one.logprobs)
@@ -339,29 +318,28 @@ def _answers(turn: Turn) -> list[tuple[int, str, str, Scores]]:
     return [(0, turn.text, finish_reason(turn.finish_reason), turn.logprobs)]
 
 
-def _scored(scores: Scores) -> dict[str, Any] | None:
+def _logprobs(scores: Scores) -> dict[str, Any] | None:
     return {"content": token_scores(scores), "refusal": None} if scores else None
 
 
-_RACES: Final = 8
-"""How often the session is looked for again when other calls make it and take it back."""
+_MAX_ATTEMPTS: Final = 8
+"""Attempts to find or make the session while other calls make and delete it."""
 
 
 @dataclass(slots=True)
 class _Made:
-    """A session that this call has made."""
-
     session: AsyncSession
     records: int = 1
-    """How many this call has written. Where the session has another number, others have used it."""
+    """Records that this call has written. If the session has more, other calls have used it."""
 
     def note(self) -> None:
         self.records += 1
 
     async def take_back(self) -> None:
-        """Free the name, unless others have used the session or a turn runs in it. A server may refuse even that."""
+        """Delete the session unless other calls have used it or a turn runs in it. An overloaded server may
+        refuse that too."""
         with contextlib.suppress(PensieveError, TimeoutError):
-            async with asyncio.timeout(PATIENCE_S):
+            async with asyncio.timeout(UNDO_TIMEOUT_S):
                 await self.session.delete(
                     expected_revision=self.records, allow_missing=True, unused_only=True
                 )
@@ -369,7 +347,7 @@ class _Made:
 
 @dataclass(frozen=True, slots=True)
 class NamedTurn:
-    """A turn that the service has accepted, in the session of that name."""
+    """An accepted turn in a session named by the client."""
 
     session: AsyncSession
     stream: AsyncTurnStream
@@ -378,8 +356,9 @@ class NamedTurn:
     _made: _Made | None
 
     @asynccontextmanager
-    async def to_its_end(self) -> AsyncIterator[None]:
-        """The block waits for the answer. A turn that is refused while it waits for its place leaves nothing either."""
+    async def undo_on_refusal(self) -> AsyncIterator[None]:
+        """Wait for the answer in the block. A turn that is refused while queued leaves no session and no claim
+        either."""
         try:
             yield
         except PensieveError as error:
@@ -391,61 +370,63 @@ class NamedTurn:
 
 
 async def begin_named(
-    client: AsyncClient, name: str, talk: Transcript, call: Call, options: TurnOptions
+    client: AsyncClient, name: str, transcript: Transcript, call: Call, options: TurnOptions
 ) -> NamedTurn:
-    """A turn of the session that the client names; where it is there, what is resent of its history is not read.
+    """Begin a turn in the session that the client names. If it exists, the resent history is ignored.
 
-    Else it is made with that history. The name is the client's, so a session that was made for a call that is then
-    refused must leave the name free: the client comes back with it.
+    Otherwise it is created with that history. A session created for a call that is then refused must be
+    deleted: the client will use the name again.
     """
     options["request_id"] = str(call.id)
     plan = CallPlan(session=name)
     await call.claim_plan(client, plan)
     async with call.undo_on_refusal(client, plan):
-        for attempt in range(_RACES):
+        for attempt in range(_MAX_ATTEMPTS):
             try:
-                session, stream = await _gone_on(client.session(name), talk, call, options)
+                session, stream = await _continue_session(client.session(name), transcript, call, options)
                 return NamedTurn(session, stream, client, call, None)
             except (NotFound, DataLoss) as error:
                 if not _is_missing(error):
                     raise
             try:
-                return await _begun(client, name, talk, call, options)
-            except AlreadyExists as error:  # another call has just made it: go on in that one
-                if error.reason != "SESSION_EXISTS" or attempt + 1 == _RACES:
+                return await _begin_in_new_session(client, name, transcript, call, options)
+            except AlreadyExists as error:  # another call has just made it: continue in that one
+                if error.reason != "SESSION_EXISTS" or attempt + 1 == _MAX_ATTEMPTS:
                     raise
-            except NotFound as error:  # another call had made it and has removed it again
-                if not _is_missing(error) or attempt + 1 == _RACES:
+            except NotFound as error:  # another call made it and has deleted it
+                if not _is_missing(error) or attempt + 1 == _MAX_ATTEMPTS:
                     raise
     raise AssertionError("unreachable: the last attempt returns or raises")
 
 
-async def _gone_on(
-    session: AsyncSession, talk: Transcript, call: Call, options: TurnOptions
+async def _continue_session(
+    session: AsyncSession, transcript: Transcript, call: Call, options: TurnOptions
 ) -> tuple[AsyncSession, AsyncTurnStream]:
-    early, last = split_new(talk.new)
+    early, last = split_new(transcript.new)
     async with adding_items(session, early, call, last):
-        return session, await answered(session, last, options)
+        return session, await begin_turn(session, last, options)
 
 
-async def _begun(
-    client: AsyncClient, name: str, talk: Transcript, call: Call, options: TurnOptions
+async def _begin_in_new_session(
+    client: AsyncClient, name: str, transcript: Transcript, call: Call, options: TurnOptions
 ) -> NamedTurn:
-    """The turn in a session that is made for it. A call that fails here takes it back."""
-    early, last = split_new(talk.new)
-    first = (batches_of(talk.history) or [()])[0]
+    """Create the session and begin the turn. A call that fails here deletes the session."""
+    early, last = split_new(transcript.new)
+    first = (batches_of(transcript.history) or [()])[0]
     session = await client.create_session(
         session_id=name,
-        system_prompt=talk.system or None,
-        tools=talk.tools or None,
+        system_prompt=transcript.system or None,
+        tools=transcript.tools or None,
         initial_items=[one.sdk_input for one in first],
-        followed_by=following_roles((*talk.history, *talk.new)[len(first) :]),
+        followed_by=following_roles((*transcript.history, *transcript.new)[len(first) :]),
     )
     made = _Made(session)
     try:
-        await added(session, talk.history[len(first) :], call, "history", follow=talk.new, note=made.note)
-        await added(session, early, call, follow=last, note=made.note)
-        stream = await answered(session, last, options)
+        await append_items(
+            session, transcript.history[len(first) :], call, "history", follow=transcript.new, note=made.note
+        )
+        await append_items(session, early, call, follow=last, note=made.note)
+        stream = await begin_turn(session, last, options)
     except PensieveError as error:
         if not _is_missing(error):
             await made.take_back()
@@ -454,30 +435,29 @@ async def _begun(
 
 
 def _is_missing(error: PensieveError) -> bool:
-    """Whether there is no session of the name, or the store has lost the one there was."""
+    """Whether no session has the name, or the store has lost it."""
     is_lost = error.reason == "HISTORY_REGRESSED" and error.metadata.get("current_revision") == "0"
     return error.reason == NotFound.default_reason or is_lost
 
 
 async def create(request: Request) -> Response:
-    """Answer the last messages; the history before them is found, not computed."""
     door = HttpDoor.from_request(request)
-    body, talk, options = await door.bodies.read(request, ChatRequest, ChatRequest.validated)
+    body, transcript, options = await door.bodies.read(request, ChatRequest, ChatRequest.validated)
     call = await door.bodies.offload(request, Call.from_request, request, body)
     async with AsyncExitStack() as held:
         caller = await held.enter_async_context(door.callers.for_request(request))
         model = await door.require_model(caller, body.model)
         info = await door.server_info(caller)
         use = await door.bodies.offload(request, tool_use, info, body.tools or (), body.tool_choice)
-        talk = talk.with_form(use.form, use.text)
-        named: NamedTalk | None = None
+        transcript = transcript.with_form(use.form, use.text)
+        named: HashedTranscript | None = None
         around: AbstractAsyncContextManager[None] = nullcontext()
         if body.session:
-            # What it holds is not what was resent: nobody is led there by it.
-            begun = await begin_named(caller.client, body.session, talk, call, options)
-            session, stream, around = begun.session, begun.stream, begun.to_its_end()
+            # Its history may differ from the resent one, so it is not recorded for lookup.
+            begun = await begin_named(caller.client, body.session, transcript, call, options)
+            session, stream, around = begun.session, begun.stream, begun.undo_on_refusal()
         else:
-            named = await door.bodies.offload(request, NamedTalk, talk, caller.scope)
+            named = await door.bodies.offload(request, HashedTranscript, transcript, caller.scope)
             ttl_s = door.settings.chat_ttl_s
             session, stream = await TurnStarter(caller, door.heads, named, call, options, ttl_s).begin()
         held.callback(stream.close)
@@ -496,5 +476,5 @@ async def create(request: Request) -> Response:
         said = completion.chunks(
             stream, include_usage=include_usage, scored=bool(body.logprobs), around=around
         )
-        chunks = noting(said, stream, note)
+        chunks = note_before_end(said, stream, note)
         return EventStream(chunks, held.pop_all(), door.headers(request))

@@ -1,12 +1,23 @@
-"""Main of the door of ``pensieve serve --http``: ``python -P -m pensieve.http.child``.
+"""Entry point of the door of ``pensieve serve --http``: ``python -P -m pensieve.http.child``.
 
-The process inherits two sockets: one that listens, and one end of a pair on which the server tells it what to do, a
-word a line. It says ``ready`` when it takes calls, then ``alive`` every ``ALIVE_S`` while its event loop turns. It says
-``away`` when it cannot reach the service, and ``back`` when it can. It answers ``metrics`` with that word, the length
-of the page, and on the next lines the page. At ``drain`` it takes no more calls and lets running ones end; at
-``finish`` those that still run end with an error. It leaves when the other end closes, and the kernel kills it should
-it be stuck at that time. SIGINT, SIGTERM and SIGHUP, which a terminal and a service manager send to both, are for the
-server to act on.
+The process inherits a listening socket and one end of a socket pair, on which it talks with the server, one
+word a line.
+
+| from the server | effect |
+|---|---|
+| ``metrics`` | answers ``metrics N`` and the N bytes of the page |
+| ``drain`` | takes no more calls; running ones end |
+| ``finish`` | running calls end with an error |
+| end of file | the process exits; if it is stuck, the kernel kills it |
+
+| to the server | meaning |
+|---|---|
+| ``ready`` | calls are served |
+| ``alive`` | every ``ALIVE_S`` while the event loop runs |
+| ``away``, ``back`` | the service cannot be reached; it can again |
+
+It ignores SIGINT, SIGTERM and SIGHUP, which a terminal or a service manager sends to both: the server acts on
+them.
 """
 
 from __future__ import annotations
@@ -24,23 +35,23 @@ from prometheus_client import generate_latest
 from pensieve.http.app import HttpMetrics, make_app
 from pensieve.http.common.door import HttpDoor, Readiness
 from pensieve.http.common.settings import DoorSettings
-from pensieve.http.run import ManagedServer, TlsFiles, loop_factory, running, settle
+from pensieve.http.run import ManagedServer, TlsFiles, loop_factory, running, tune_gc
 from pensieve.lifeline import die_with_parent, leave_signals_to_parent
 from pensieve.logs import configure_logging
 
-log = logging.getLogger("pensieve.http.child")  # Also when this module is __main__.
+log = logging.getLogger("pensieve.http.child")  # the same when this module is __main__
 
 
 ALIVE_S: Final = 0.5
-"""Well below what the server takes for silence."""
-LOOK_S: Final = 1.0
-LOOKS: Final = 2
-"""How often it looks whether the service can be reached, and how many times in a row before it says no."""
+"""Well below the silence after which the server takes the door for hung."""
+CHECK_INTERVAL_S: Final = 1.0
+FAILURES_UNTIL_AWAY: Final = 2
+"""Interval of checks whether the service can be reached, and failures in a row before ``away``."""
 _DEFAULTS: Final = DoorSettings("")
 
 
 async def _obey(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, server: ManagedServer) -> None:
-    """Do what the server says, until it has nothing more to say."""
+    """Obey the server's commands until it closes the connection."""
     door, metrics = server.config.app.state.door, server.config.app.state.metrics  # type: ignore[union-attr]
     assert isinstance(door, HttpDoor) and isinstance(metrics, HttpMetrics)
     while line := await reader.readline():
@@ -55,22 +66,22 @@ async def _obey(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, serv
     server.should_exit = server.force_exit = True
 
 
-async def _tell_of_life(writer: asyncio.StreamWriter) -> None:
+async def _send_alive(writer: asyncio.StreamWriter) -> None:
     while True:
         await asyncio.sleep(ALIVE_S)
         writer.write(b"alive\n")
 
 
-async def _tell_of_the_service(writer: asyncio.StreamWriter, readiness: Readiness) -> None:
-    """Say ``away`` when the service was out of reach twice in a row, and ``back`` when it is reached again."""
+async def _send_availability(writer: asyncio.StreamWriter, readiness: Readiness) -> None:
+    """Send ``away`` after ``FAILURES_UNTIL_AWAY`` failed checks in a row, and ``back`` when one succeeds again."""
     failures = 0
     while True:
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(CHECK_INTERVAL_S)
         reached = not await readiness.unreachable()
-        if reached and failures >= LOOKS:
+        if reached and failures >= FAILURES_UNTIL_AWAY:
             writer.write(b"back\n")
         failures = 0 if reached else failures + 1
-        if failures == LOOKS:
+        if failures == FAILURES_UNTIL_AWAY:
             writer.write(b"away\n")
 
 
@@ -80,20 +91,20 @@ async def _serve(
     reader, writer = await asyncio.open_connection(sock=control)
     app = make_app(settings)
     async with running(app, listener, tls, settings.proxies) as server:
-        settle()
+        tune_gc()
         writer.write(b"ready\n")
         obeying = asyncio.create_task(_obey(reader, writer, server), name="control")
-        obeying.add_done_callback(_told)
-        living = asyncio.create_task(_tell_of_life(writer), name="life")
-        looking = asyncio.create_task(_tell_of_the_service(writer, app.state.door.readiness), name="service")
+        obeying.add_done_callback(_on_control_end)
+        living = asyncio.create_task(_send_alive(writer), name="life")
+        looking = asyncio.create_task(_send_availability(writer, app.state.door.readiness), name="service")
     living.cancel()
     looking.cancel()
     obeying.cancel()
     writer.close()
 
 
-def _told(task: asyncio.Task[None]) -> None:
-    """Without its server the process would serve for ever: it does not outlive the task that listens to it."""
+def _on_control_end(task: asyncio.Task[None]) -> None:
+    """Exit when the control task has failed: without its server the process would run for ever."""
     if not task.cancelled() and (error := task.exception()) is not None:
         log.error("the door lost its server", exc_info=error)
         sys.exit(1)

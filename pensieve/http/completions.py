@@ -1,4 +1,4 @@
-"""``POST /v1/completions``: text or token ids that go to the model as they are, without the chat template."""
+"""``POST /v1/completions``: raw text or token ids for the model, without the chat template."""
 
 from __future__ import annotations
 
@@ -50,34 +50,30 @@ from pensieve.http.common.requests import (
 )
 
 MAX_PROMPTS: Final = 128
-"""Of one request: each is a turn."""
+"""Per request: each prompt is a turn."""
 MAX_TOKENS: Final = 16
-"""Of an answer, unless the request says otherwise: OpenAI's default."""
-MAX_TOP: Final = 5
+MAX_TOP_LOGPROBS: Final = 5
 
 Prompt = RawText | list[int]
 
 
 class ValidatedCompletion(NamedTuple):
-    """A checked request, and what is made of it."""
-
     body: CompletionRequest
     prompts: list[Prompt]
     options: TurnOptions
-    """For the SDK."""
 
 
 class CompletionRequest(CompletionFields, kw_only=True):
-    """The request; ``return_token_ids`` is vLLM's."""
+    """The request. ``return_token_ids`` is vLLM's."""
 
     WITHOUT_EFFECT: ClassVar[Mapping[str, str]] = {
-        "cache_prompt": "cached state is used wherever there is some",
-        "metadata": "a completion is not kept",
-        "prompt_cache_key": "beginnings are shared whatever it says",
-        "safety_identifier": "users are not told apart",
-        "service_tier": "there is one",
-        "store": "a completion is not kept",
-        "user": "users are not told apart",
+        "cache_prompt": "cached state is always used",
+        "metadata": "completions are not stored",
+        "prompt_cache_key": "prefixes are shared without it",
+        "safety_identifier": "users are not distinguished",
+        "service_tier": "there is only one",
+        "store": "completions are not stored",
+        "user": "users are not distinguished",
     }
     REFUSED: ClassVar[Mapping[str, str]] = {
         **REFUSED_EVERYWHERE,
@@ -93,36 +89,39 @@ class CompletionRequest(CompletionFields, kw_only=True):
     return_token_ids: bool | None = False
 
     def validated(self) -> ValidatedCompletion:
-        """Raises HttpFailure as ``check``, and for prompts that cannot be."""
+        """Raises HttpFailure as ``check``, and for prompts that are invalid."""
         self.check()
         return ValidatedCompletion(self, self.prompts, self.turn_options)
 
     def check(self) -> None:
-        """Raises HttpFailure for contradictions, and for what is asked for and not done."""
         if self.suffix:
-            raise unsupported_field("suffix", "text is not inserted before other text")
-        if not 0 <= (self.logprobs or 0) <= MAX_TOP:
-            raise invalid_field("logprobs", f"must be from 0 to {MAX_TOP}")
+            raise unsupported_field("suffix", "inserting text is not supported")
+        if not 0 <= (self.logprobs or 0) <= MAX_TOP_LOGPROBS:
+            raise invalid_field("logprobs", f"must be from 0 to {MAX_TOP_LOGPROBS}")
         if self.echo and self.logprobs is not None:
-            raise unsupported_field("echo", "does not go with logprobs: those of a prompt are not computed")
-        if self.candidate_count < self.answers:
+            raise unsupported_field(
+                "echo", "cannot be combined with logprobs: those of a prompt are not computed"
+            )
+        if self.candidate_count < self.answer_count:
             raise invalid_field("best_of", "must not be less than n")
-        if self.stream and self.candidate_count > self.answers:
-            raise invalid_field("best_of", "does not go with stream: the best are known at the end")
+        if self.stream and self.candidate_count > self.answer_count:
+            raise invalid_field(
+                "best_of", "cannot be combined with stream: the best answers are known only at the end"
+            )
 
     @property
-    def answers(self) -> int:
-        """Of each prompt."""
+    def answer_count(self) -> int:
+        """Answers returned per prompt."""
         return self.n or 1
 
     @property
     def candidate_count(self) -> int:
-        """How many answers are drawn, to return the best."""
-        return self.best_of or self.answers
+        """Answers generated per prompt; the best ones are returned."""
+        return self.best_of or self.answer_count
 
     @property
     def prompts(self) -> list[Prompt]:
-        """Raises HttpFailure for a list of this and that."""
+        """Raises HttpFailure for a list of mixed types."""
         given = self.prompt
         if given is None or isinstance(given, str):
             return [RawText(given or "")]
@@ -143,12 +142,11 @@ class CompletionRequest(CompletionFields, kw_only=True):
 
     @property
     def turn_options(self) -> TurnOptions:
-        """For the SDK."""
         options = self.options()
         options["max_output_tokens"] = self.max_tokens or MAX_TOKENS
         if self.candidate_count > 1:
             options["candidates"] = self.candidate_count
-        if self.candidate_count > self.answers:
+        if self.candidate_count > self.answer_count:
             options["candidate_choice"] = "best_logprob"
         if self.logprobs is not None:
             options["top_logprobs"] = self.logprobs
@@ -156,15 +154,16 @@ class CompletionRequest(CompletionFields, kw_only=True):
 
 
 class ScoreLists:
-    """Makes the lists of one answer, which may come in parts."""
+    """Makes the log-probability lists of one answer, which may come in parts."""
 
     def __init__(self, offset: int = 0) -> None:
         """``offset``: where the answer begins in the text, in characters."""
         self._offset = offset
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def of(self, scores: Iterable[TokenLogprob]) -> dict[str, Any]:
-        """The lists of the next tokens. An offset is that of the character that a token begins or goes on with."""
+    def take(self, scores: Iterable[TokenLogprob]) -> dict[str, Any]:
+        """Return the lists of the next tokens. A token's offset is that of the character that it begins or
+        continues."""
         offsets, tokens, values, tops = [], [], [], []
         for one in scores:
             offsets.append(self._offset)
@@ -176,7 +175,7 @@ class ScoreLists:
 
 
 def _top(one: TokenLogprob) -> dict[str, float]:
-    """The likeliest tokens and the one that was drawn, by their texts; of two with one text, the likelier."""
+    """Return the likeliest tokens and the sampled one by their texts; of two with the same text, the likelier."""
     found: dict[str, float] = {}
     for text, (_, logprob) in zip(one.top_tokens, one.top, strict=True):
         found.setdefault(_name(text), clamp_logprob(logprob))
@@ -185,31 +184,26 @@ def _top(one: TokenLogprob) -> dict[str, float]:
 
 
 def _name(token: TokenText) -> str:
-    """As OpenAI writes it: a token that is no whole characters begins with ``bytes:``."""
+    """Return a token as OpenAI writes it: ``bytes:…`` if it is not whole characters."""
     try:
         return token.name or token.piece.decode()
     except UnicodeDecodeError:
         return f"bytes:{token.text}"
 
 
-_OF_PROMPTS: Final = ("initial_items", "turn.input")
-"""How the paths of fields begin that a prompt went into."""
+_PROMPT_FIELDS: Final = ("initial_items", "turn.input")
+"""Prefixes of the service's fields that hold a prompt."""
 
 
 @dataclass(frozen=True, slots=True)
-class BegunPrompt:
-    """A prompt and its turn, which the service has accepted."""
-
+class StartedPrompt:
     stream: AsyncTurnStream
     text: str
-    """Of the prompt; empty for token ids, unless it is to be echoed."""
+    """The prompt; "" for token ids, unless it is to be echoed."""
     token_ids: tuple[int, ...]
-    """Of the prompt; empty unless they are wanted."""
 
 
 class _PromptTurn(NamedTuple):
-    """A prompt, the session that is made for it, and its turn there."""
-
     prompt: Prompt
     session: str
     id: uuid.UUID
@@ -221,12 +215,12 @@ async def begin_all(
     call: Call,
     ttl_s: float,
     held: AsyncExitStack,
-) -> list[BegunPrompt]:
-    """One turn for each prompt, all accepted; ``held`` closes them. Raises what the first refused one does, and leaves
-    nothing behind then.
+) -> list[StartedPrompt]:
+    """Begin one turn for each prompt; ``held`` closes their streams. If one is refused, raise its error and
+    leave no session behind.
 
-    Each prompt is a session of its own, which is erased after a while. Not at once: until then the same prompt finds
-    its state cached, and a call that is sent again its answer.
+    Each prompt gets its own session, which expires after ``ttl_s``. Until then the same prompt finds its state
+    cached, and a retried call its answer.
     """
     plan = await call.claim_plan(caller.client, CallPlan(new_session_id("text-")))
     turns = {
@@ -238,25 +232,24 @@ async def begin_all(
             _begin(caller, asked, _PromptTurn(prompt, name, turn_id), ttl_s, held)
             for prompt, (name, turn_id) in zip(asked.prompts, turns.items(), strict=True)
         ]
-        # All have ended before an error is told: what begins later would not be closed.
+        # Wait for all before raising: a turn that begins later would not be closed.
         outcomes = await asyncio.gather(*begun, return_exceptions=True)
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
-                await _end(outcomes)
+                await _cancel_all(outcomes)
                 raise outcome
-    return [outcome for outcome in outcomes if isinstance(outcome, BegunPrompt)]
+    return [outcome for outcome in outcomes if isinstance(outcome, StartedPrompt)]
 
 
-async def _end(outcomes: Sequence[BegunPrompt | BaseException]) -> None:
-    """The turns beside one that was refused."""
+async def _cancel_all(outcomes: Sequence[StartedPrompt | BaseException]) -> None:
+    """Cancel the turns that began beside a refused one."""
     for one in outcomes:
-        if isinstance(one, BegunPrompt):
+        if isinstance(one, StartedPrompt):
             with contextlib.suppress(PensieveError):
                 await one.stream.cancel(keep="nothing")
 
 
 def _session(plan: CallPlan, number: int) -> str:
-    """Name of the session of one prompt."""
     return (
         f"text-{uuid.uuid5(uuid.UUID(plan.own.removeprefix('text-')), str(number)).hex}"
         if number
@@ -270,7 +263,7 @@ async def _begin(
     turn: _PromptTurn,
     ttl_s: float,
     held: AsyncExitStack,
-) -> BegunPrompt:
+) -> StartedPrompt:
     try:
         session = await caller.client.create_session(
             session_id=turn.session,
@@ -282,7 +275,7 @@ async def _begin(
         if (asked.body.echo and not text) or (asked.body.return_token_ids and not ids):
             item = (await session.items(include_tokens=True))[0]
             text, ids = item.text, item.token_ids
-        # The prompt is there already: the turn answers it.
+        # The session already holds the prompt; the turn answers it.
         options: TurnOptions = {
             "seed": seed_for(turn.id),
             **asked.options,
@@ -294,10 +287,10 @@ async def _begin(
         await stream.accepted()
     except InvalidArgument as error:
         failure = failure_from_error(error)
-        if error.violations and error.violations[0][0].startswith(_OF_PROMPTS):
+        if error.violations and error.violations[0][0].startswith(_PROMPT_FIELDS):
             failure.param = "prompt"
         raise failure from error
-    return BegunPrompt(stream, text, ids)
+    return StartedPrompt(stream, text, ids)
 
 
 Document = dict[str, Any]
@@ -305,16 +298,15 @@ Document = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class TextCompletion:
-    """What all parts of one answer say. Prompt p's answer a is choice ``p * n + a``."""
+    """Fields common to all parts of one answer. Answer a of prompt p is choice ``p * n + a``."""
 
     id: str
     model: str
     asked: CompletionRequest
-    begun: Sequence[BegunPrompt]
+    begun: Sequence[StartedPrompt]
     created: int = field(default_factory=lambda: int(time.time()))
 
     async def whole(self) -> Document:
-        """The answers as one document. Raises PensieveError."""
         turns = await asyncio.gather(*(one.stream.finish() for one in self.begun))
         choices = [
             choice
@@ -324,9 +316,11 @@ class TextCompletion:
         return {**self._frame(choices), "usage": completion_usage(*turns)}
 
     async def chunks(self) -> AsyncIterator[bytes]:
-        """The answers as they come; an error is the last event."""
+        """Stream the answers; an error is the last event."""
         try:
-            async for choice in merged([self._said(number) for number in range(len(self.begun))]):
+            async for choice in merge_streams(
+                [self._prompt_choices(number) for number in range(len(self.begun))]
+            ):
                 yield sse_event(self._frame([choice]))
         except PensieveError as error:
             yield sse_event(failure_from_error(error).body)
@@ -337,25 +331,23 @@ class TextCompletion:
             yield sse_event({**self._frame([]), "usage": completion_usage(*turns)})
         yield DONE
 
-    def _choices(self, number: int, prompt: BegunPrompt, turn: Turn) -> list[Document]:
-        """The best answers to one prompt."""
+    def _choices(self, number: int, prompt: StartedPrompt, turn: Turn) -> list[Document]:
         return [
             {
-                "index": number * self.asked.answers + rank,
+                "index": number * self.asked.answer_count + rank,
                 "text": self._echo(prompt) + one.text,
-                "logprobs": ScoreLists().of(one.logprobs) if one.logprobs else None,
+                "logprobs": ScoreLists().take(one.logprobs) if one.logprobs else None,
                 "finish_reason": finish_reason(one.finish_reason),
                 **self._ids(one.token_ids, prompt.token_ids),
             }
-            for rank, one in enumerate(_best(turn)[: self.asked.answers])
+            for rank, one in enumerate(_best(turn)[: self.asked.answer_count])
         ]
 
-    async def _said(self, number: int) -> AsyncIterator[Document]:
-        """The choices of one prompt's chunks."""
-        prompt, first = self.begun[number], number * self.asked.answers
+    async def _prompt_choices(self, number: int) -> AsyncIterator[Document]:
+        prompt, first = self.begun[number], number * self.asked.answer_count
         scored = self.asked.logprobs is not None
         sent, tokens = SentText(), SentTokens(scored or bool(self.asked.return_token_ids))
-        lists = [ScoreLists() for _ in range(self.asked.answers)]
+        lists = [ScoreLists() for _ in range(self.asked.answer_count)]
         begun: set[int] = set()
 
         def said(
@@ -366,7 +358,7 @@ class TextCompletion:
             return {
                 "index": first + at,
                 "text": (self._echo(prompt) if beginning else "") + text,
-                "logprobs": lists[at].of(scores) if scores else None,
+                "logprobs": lists[at].take(scores) if scores else None,
                 "finish_reason": None,
                 **self._ids(ids, prompt.token_ids if beginning else None),
             }
@@ -378,11 +370,10 @@ class TextCompletion:
         for at, one in enumerate(_best(prompt.stream.turn, ranked=False)):
             yield {**said(at, ""), "finish_reason": finish_reason(one.finish_reason)}
 
-    def _echo(self, prompt: BegunPrompt) -> str:
+    def _echo(self, prompt: StartedPrompt) -> str:
         return prompt.text if self.asked.echo else ""
 
     def _ids(self, token_ids: tuple[int, ...], prompt: tuple[int, ...] | None) -> Document:
-        """What vLLM adds when it is asked for token ids."""
         if not self.asked.return_token_ids:
             return {}
         return {"token_ids": token_ids, "prompt_token_ids": prompt}
@@ -400,7 +391,7 @@ class TextCompletion:
 
 
 def _best(turn: Turn, *, ranked: bool = True) -> list[Candidate]:
-    """A turn's answers, the likeliest first if they were compared."""
+    """Return a turn's answers, the likeliest first if ``ranked`` and they were compared."""
     if not turn.candidates:
         return [
             Candidate(
@@ -419,8 +410,9 @@ def _best(turn: Turn, *, ranked: bool = True) -> list[Candidate]:
     return sorted(turn.candidates, key=lambda one: -(one.mean_logprob or 0.0))
 
 
-async def merged(sources: Sequence[AsyncIterator[Document]]) -> AsyncIterator[Document]:
-    """What all sources give, as it comes. Raises what the first failing one does; leaving ends all of them."""
+async def merge_streams(sources: Sequence[AsyncIterator[Document]]) -> AsyncIterator[Document]:
+    """Yield from all sources as items arrive. Raises the first source's error; leaving the loop cancels all of
+    them."""
     if len(sources) == 1:
         async for one in sources[0]:
             yield one
@@ -431,7 +423,7 @@ async def merged(sources: Sequence[AsyncIterator[Document]]) -> AsyncIterator[Do
         try:
             async for one in source:
                 await found.put(one)
-        except Exception as error:  # told to whoever reads
+        except Exception as error:  # re-raised by the reader
             await found.put(error)
         else:
             await found.put(None)
@@ -454,7 +446,6 @@ async def merged(sources: Sequence[AsyncIterator[Document]]) -> AsyncIterator[Do
 
 
 async def create(request: Request) -> Response:
-    """Go on with the prompts."""
     door = HttpDoor.from_request(request)
     asked = await door.bodies.read(request, CompletionRequest, CompletionRequest.validated)
     body = asked.body

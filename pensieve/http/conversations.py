@@ -19,23 +19,20 @@ from pensieve.http.common.calls import Call, CallPlan, new_session_id
 from pensieve.http.common.contents import Message
 from pensieve.http.common.door import HttpDoor
 from pensieve.http.common.failures import HttpFailure, invalid_field
-from pensieve.http.responses.ids import ResponseId, conversation_id, conversation_session
-from pensieve.http.responses.objects import KeptResponse, history_items, listing, page
+from pensieve.http.responses.ids import ResponseId, conversation_id, session_of_conversation
+from pensieve.http.responses.objects import KeptResponse, history_items, list_page, page
 from pensieve.http.responses.requests import InputItem, check_metadata, messages_of
 from pensieve.speech import SpeechForm, read
 
 MAX_ITEMS: Final = 20
-"""Of one create."""
 
 
 class ConversationRequest(msgspec.Struct):
-    """A new conversation."""
-
     items: list[InputItem] | None = None
     metadata: dict[str, str] | None = None
 
-    def asked(self) -> tuple[ConversationRequest, list[Message], dict[str, str] | None]:
-        """Itself, messages and metadata. Raises HttpFailure."""
+    def validated(self) -> tuple[ConversationRequest, list[Message], dict[str, str] | None]:
+        """Return itself, messages and metadata. Raises HttpFailure."""
         check_metadata(self.metadata or {})
         if len(self.items or ()) > MAX_ITEMS:
             raise invalid_field("items", f"at most {MAX_ITEMS}")
@@ -43,49 +40,44 @@ class ConversationRequest(msgspec.Struct):
 
 
 class ItemsRequest(msgspec.Struct):
-    """Items that were said elsewhere, to be added."""
-
     items: list[InputItem]
 
-    def asked(self) -> tuple[ItemsRequest, list[Message]]:
-        """Itself, and the messages. Raises HttpFailure."""
+    def validated(self) -> tuple[ItemsRequest, list[Message]]:
         if not 0 < len(self.items) <= MAX_ITEMS:
             raise invalid_field("items", f"must be 1 to {MAX_ITEMS}")
         return self, messages_of(self.items, "items")
 
 
 class MetadataRequest(msgspec.Struct):
-    """New metadata of a conversation, in place of the old."""
-
     metadata: dict[str, str] | None = None
 
-    def asked(self) -> dict[str, str]:
-        """The metadata. Raises HttpFailure."""
+    def validated(self) -> dict[str, str]:
         check_metadata(self.metadata or {})
         return self.metadata or {}
 
 
 @dataclass(frozen=True, slots=True)
-class _Told:
-    """An item of the history with the items that it is told as: an answer is as many as its response had."""
+class _ShownItem:
+    """An item of the history and the output items it is shown as: an answer may be several."""
 
     item: Item
     documents: list[dict[str, Any]]
 
 
 async def create(request: Request) -> Response:
-    """A new conversation, with up to 20 items that were said elsewhere."""
     door = HttpDoor.from_request(request)
-    body, said, labels = await door.bodies.read(request, ConversationRequest, ConversationRequest.asked)
+    body, messages, labels = await door.bodies.read(
+        request, ConversationRequest, ConversationRequest.validated
+    )
     call = Call.from_request(request, body)
-    first = next((n for n, one in enumerate(said) if one.role is not Role.SYSTEM), len(said))
+    first = next((n for n, one in enumerate(messages) if one.role is not Role.SYSTEM), len(messages))
     async with door.callers.for_request(request) as caller:
         plan = await call.claim_plan(caller.client, CallPlan(new_session_id("conv-")))
         async with call.undo_on_refusal(caller.client, plan):
             session = await caller.client.create_session(
                 session_id=plan.own,
-                system_prompt="\n\n".join(one.text for one in said[:first]) or None,
-                initial_items=[one.sdk_input for one in said[first:]],
+                system_prompt="\n\n".join(one.text for one in messages[:first]) or None,
+                initial_items=[one.sdk_input for one in messages[first:]],
                 labels=labels,
                 request_id=str(uuid.uuid5(call.id, "session")),
             )
@@ -94,7 +86,6 @@ async def create(request: Request) -> Response:
 
 
 async def retrieve(request: Request) -> Response:
-    """A conversation; its items are a list of their own."""
     door = HttpDoor.from_request(request)
     async with door.callers.for_request(request) as caller:
         info = await (await _session(request, caller)).refresh()
@@ -102,9 +93,8 @@ async def retrieve(request: Request) -> Response:
 
 
 async def update(request: Request) -> Response:
-    """Replace the metadata."""
     door = HttpDoor.from_request(request)
-    labels = await door.bodies.read(request, MetadataRequest, MetadataRequest.asked)
+    labels = await door.bodies.read(request, MetadataRequest, MetadataRequest.validated)
     async with door.callers.for_request(request) as caller:
         session = await _session(request, caller)
         info = await session.update(labels=labels)
@@ -112,7 +102,6 @@ async def update(request: Request) -> Response:
 
 
 async def delete(request: Request) -> Response:
-    """Erase a conversation, responses and all."""
     door = HttpDoor.from_request(request)
     async with door.callers.for_request(request) as caller:
         session = await _session(request, caller)
@@ -122,73 +111,72 @@ async def delete(request: Request) -> Response:
 
 
 async def items(request: Request) -> Response:
-    """A page of the items, newest first unless ``order=asc``."""
+    """Return a page of the items, newest first unless ``order=asc``."""
     door = HttpDoor.from_request(request)
     async with door.callers.for_request(request) as caller:
         session = await _session(request, caller)
-        told = await _told(session, await session.items(), await door.server_info(caller))
-    return door.answer(page(_documents(told), request), request)
+        shown = await _shown_items(session, await session.items(), await door.server_info(caller))
+    return door.answer(page(_documents(shown), request), request)
 
 
 async def item(request: Request) -> Response:
-    """One item."""
     door = HttpDoor.from_request(request)
     async with door.callers.for_request(request) as caller:
         session = await _session(request, caller)
-        told = await _told(session, await session.items(), await door.server_info(caller))
-        found, index = _place(request, session, told)
+        shown = await _shown_items(session, await session.items(), await door.server_info(caller))
+        found, index = _find_item(request, session, shown)
     return door.answer(found.documents[index], request)
 
 
 async def add(request: Request) -> Response:
-    """Items that were said elsewhere, behind the others."""
     door = HttpDoor.from_request(request)
-    body, said = await door.bodies.read(request, ItemsRequest, ItemsRequest.asked)
+    body, messages = await door.bodies.read(request, ItemsRequest, ItemsRequest.validated)
     call = Call.from_request(request, body)
     async with door.callers.for_request(request) as caller:
         session = await _session(request, caller)
         plan = await call.claim_plan(caller.client, CallPlan(session=session.id))
         async with call.undo_on_refusal(caller.client, plan):
-            added = await session.append([one.sdk_input for one in said], request_id=str(call.id))
-        told = await _told(session, added, await door.server_info(caller))
-    return door.answer(listing(_documents(told)), request)
+            added = await session.append([one.sdk_input for one in messages], request_id=str(call.id))
+        shown = await _shown_items(session, added, await door.server_info(caller))
+    return door.answer(list_page(_documents(shown)), request)
 
 
 async def remove(request: Request) -> Response:
-    """Erases the newest item; a history that was gone on from keeps its middle. Answers the conversation."""
+    """Erase the newest item and return the conversation. Earlier items cannot be removed."""
     door = HttpDoor.from_request(request)
     async with door.callers.for_request(request) as caller:
         session = await _session(request, caller)
         assert session.info is not None
         revision = session.info.revision
-        told = await _told(session, await session.items(), await door.server_info(caller))
-        found, index = _place(request, session, told)
-        if found is not told[-1]:
-            raise _kept("only the newest item can be taken out: the others were gone on from")
+        shown = await _shown_items(session, await session.items(), await door.server_info(caller))
+        found, index = _find_item(request, session, shown)
+        if found is not shown[-1]:
+            raise _not_removable(
+                "only the newest item can be removed: the conversation continues from the others"
+            )
         if index:
             first = found.documents[0]["id"]
-            raise _kept(f"it is a part of an answer, which is taken out whole, by its first item: {first}")
-        to_item = told[-2].item.item if len(told) > 1 else 0
+            raise _not_removable(
+                f"the item is a part of an answer, which is removed as a whole, by its first item: {first}"
+            )
+        to_item = shown[-2].item.item if len(shown) > 1 else 0
         info = await session.rewind(to_item=to_item, erase=True, expected_revision=revision)
     return door.answer(_document(info), request)
 
 
-def _place(request: Request, session: AsyncSession, told: list[_Told]) -> tuple[_Told, int]:
-    """The item that the request names, and which of those that it is told as: by its own id or, of an answer, by that
-    which it has in the output of its response.
-
-    Raises HttpFailure (404).
-    """
+def _find_item(request: Request, session: AsyncSession, shown: list[_ShownItem]) -> tuple[_ShownItem, int]:
+    """Return the item that the request names, and the index in its output items. A part of an answer is named
+    by its own id or by its id in the response's output. Raises HttpFailure (404)."""
     wanted = request.path_params["item"]
     suffix, _, number = wanted.partition("_")[2].partition("-")
     answer = ResponseId.parse(f"resp_{suffix}")
     if answer is not None and answer.session_id == session.id and (not number or number.isdecimal()):
         index = int(number or 0)
-        for one in told:
+        for one in shown:
             is_answer = one.item.role is Role.ASSISTANT and one.item.request_id == answer.turn_id
             if is_answer and index < len(one.documents):
                 return one, index
-    for one in told:
+    for one in shown:
         for index, document in enumerate(one.documents):
             if document["id"] == wanted:
                 return one, index
@@ -196,9 +184,8 @@ def _place(request: Request, session: AsyncSession, told: list[_Told]) -> tuple[
 
 
 async def _session(request: Request, caller: Caller) -> AsyncSession:
-    """The session of a conversation. Raises HttpFailure (404)."""
     name = request.path_params["conversation"]
-    session_id = conversation_session(name)
+    session_id = session_of_conversation(name)
     missing = HttpFailure(
         404, f"no such conversation: {name}", kind="not_found_error", param="conversation_id"
     )
@@ -212,8 +199,8 @@ async def _session(request: Request, caller: Caller) -> AsyncSession:
     return session
 
 
-async def _told(session: AsyncSession, items: Iterable[Item], info: ServerInfo) -> list[_Told]:
-    """Items as their responses told them: an answer has calls only where its response offered tools."""
+async def _shown_items(session: AsyncSession, items: Iterable[Item], info: ServerInfo) -> list[_ShownItem]:
+    """Return items as their responses showed them: an answer has calls only where its response offered tools."""
     assert session.info is not None
     words = replace(info.speech, calls=None)
     found = []
@@ -221,15 +208,14 @@ async def _told(session: AsyncSession, items: Iterable[Item], info: ServerInfo) 
         form = words
         if info.speech.calls and one.role is Role.ASSISTANT and read(one.text, info.speech).calls:
             form = await _form(session, one, info)
-        found.append(_Told(one, history_items(session.id, one, form)))
+        found.append(_ShownItem(one, history_items(session.id, one, form)))
     return found
 
 
 async def _form(session: AsyncSession, answer: Item, info: ServerInfo) -> SpeechForm:
-    """How an answer that spells calls is read."""
     kept = None
     if answer.request_id:
-        with contextlib.suppress(NotFound):  # an item that was added without a turn
+        with contextlib.suppress(NotFound):  # the item was added without a turn
             kept = KeptResponse.from_turn(await session.get_turn(answer.request_id))
     if kept is None:
         return info.speech
@@ -238,11 +224,11 @@ async def _form(session: AsyncSession, answer: Item, info: ServerInfo) -> Speech
     return info.speech if offered else replace(info.speech, calls=None)
 
 
-def _documents(told: Iterable[_Told]) -> list[dict[str, Any]]:
-    return [document for one in told for document in one.documents]
+def _documents(shown: Iterable[_ShownItem]) -> list[dict[str, Any]]:
+    return [document for one in shown for document in one.documents]
 
 
-def _kept(problem: str) -> HttpFailure:
+def _not_removable(problem: str) -> HttpFailure:
     return HttpFailure(400, problem, param="item_id", code="unsupported_operation")
 
 

@@ -1,4 +1,4 @@
-"""An answer as output items (reasoning, messages, calls of functions), whole or as it comes, and as chat deltas."""
+"""Parses an answer into output items (reasoning, messages, function calls) and chat deltas, whole or streamed."""
 
 from __future__ import annotations
 
@@ -16,39 +16,37 @@ Scores = tuple[TokenLogprob, ...]
 
 
 class TokenScores:
-    """Takes the tokens of one answer as they come, and deals them out to its words, each once.
+    """Assigns the tokens of an answer, as they arrive, to its words. Each token is assigned once.
 
-    Where words begin or end within a token, the token is theirs. Those of thoughts and calls are nobody's; those behind
-    the last words, such as the token that ends the answer, are theirs.
+    A token that overlaps the beginning or end of words belongs to them. Tokens of thoughts and calls are
+    dropped. Tokens after the last words, such as the one that ends the answer, belong to those words.
     """
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._chars = 0
-        self._left: deque[tuple[int, int, TokenLogprob]] = deque()
-        """Where a token begins and ends in the text, in characters, and its log-probabilities."""
+        self._pending: deque[tuple[int, int, TokenLogprob]] = deque()
+        """Begin and end of a token in the text, in characters, and its log-probabilities."""
 
     def push(self, scores: Iterable[TokenLogprob]) -> None:
-        """Some more tokens."""
         for one in scores:
             begin = self._chars
             self._chars += len(self._decoder.decode(one.token.piece))
-            self._left.append((begin, self._chars, one))
+            self._pending.append((begin, self._chars, one))
 
     def take_for(self, words: Words) -> Scores:
-        """Those of these words; what lies before them goes to nobody."""
+        """Return the tokens of these words; tokens before them are dropped."""
         first = words.end - len(words.text)
         found = []
-        while self._left and self._left[0][0] < words.end:
-            begin, end, one = self._left.popleft()
+        while self._pending and self._pending[0][0] < words.end:
+            begin, end, one = self._pending.popleft()
             if begin >= first or end > first:
                 found.append(one)
         return tuple(found)
 
-    def rest(self) -> Scores:
-        """Those that are left, when no more words follow."""
-        found = tuple(one for _, _, one in self._left)
-        self._left.clear()
+    def take_rest(self) -> Scores:
+        found = tuple(one for _, _, one in self._pending)
+        self._pending.clear()
         return found
 
 
@@ -56,7 +54,7 @@ Document = dict[str, Any]
 
 
 def call_id(turn_id: str, number: int, call: FunctionCall, candidate: int = 0) -> str:
-    """Id of a call: the model's own, or one made of the turn, so that it is the same whenever it is told."""
+    """Return the id of a call: the model's own, or one derived from the turn, so that it never changes."""
     if call.id:
         return call.id
     made_of = f"{turn_id}/{candidate}/{number}".encode()
@@ -64,20 +62,16 @@ def call_id(turn_id: str, number: int, call: FunctionCall, candidate: int = 0) -
 
 
 def answer_parts(text: str, form: SpeechForm) -> tuple[AnswerPart, ...]:
-    """The parts of an answer; an empty one is empty words."""
+    """Return the parts of an answer; an empty answer is one part with empty text."""
     return read(text, form).parts or (Words(""),)
 
 
 class OutputItems:
-    """Makes the items of one response."""
-
     def __init__(self, suffix: str, turn_id: str) -> None:
-        """``suffix``: what the ids of all items of this response have in common."""
         self._suffix = suffix
         self._turn_id = turn_id
 
     def id(self, part: AnswerPart, index: int) -> str:
-        """Id of the item with this place in the output."""
         prefix = {Words: "msg", Thought: "rs", FunctionCall: "fc"}[type(part)]
         return f"{prefix}_{self._suffix}{f'-{index}' if index else ''}"
 
@@ -91,7 +85,8 @@ class OutputItems:
         begun: bool = False,
         scores: Scores = (),
     ) -> Document:
-        """``begun``: the item as it is announced, without its content. ``scores``: of words."""
+        """Return an item. ``begun``: as it is announced, without content. ``scores``: log-probabilities of a
+        message."""
         head = {"id": self.id(part, index), "status": status}
         match part:
             case Words():
@@ -110,27 +105,26 @@ class OutputItems:
                 }
 
     def all(self, parts: Sequence[AnswerPart], status: str, scores: Scores = ()) -> list[Document]:
-        """``status``: of the last item; those before are complete. ``scores``: of the whole answer."""
-        found, calls, dealt = [], 0, TokenScores()
-        dealt.push(scores)
+        """Return the items of a whole answer. ``status`` is the last item's; the others are complete."""
+        found, calls, assigned = [], 0, TokenScores()
+        assigned.push(scores)
         for index, part in enumerate(parts):
             last = index == len(parts) - 1
-            own = dealt.take_for(part) if isinstance(part, Words) else ()
-            own += dealt.rest() if last and isinstance(part, Words) else ()
+            own = assigned.take_for(part) if isinstance(part, Words) else ()
+            own += assigned.take_rest() if last and isinstance(part, Words) else ()
             found.append(self.item(part, index, calls, status if last else "completed", scores=own))
             calls += isinstance(part, FunctionCall)
         return found
 
 
 def text_part(part: Words | Thought, scores: Scores = ()) -> Document:
-    """The content of a message or of a reasoning item. ``scores``: of a message's tokens."""
+    """Return the content of a message or of a reasoning item. ``scores``: log-probabilities of a message."""
     if isinstance(part, Thought):
         return {"type": "reasoning_text", "text": part.text}
     return {"type": "output_text", "text": part.text, "annotations": [], "logprobs": token_scores(scores)}
 
 
 def result_item(item_id: str, text: str, called: str) -> Document:
-    """What a function gave back, as an item."""
     return {
         "id": item_id.replace("msg_", "fco_", 1),
         "type": "function_call_output",
@@ -141,7 +135,6 @@ def result_item(item_id: str, text: str, called: str) -> Document:
 
 
 def chat_message(answer: Answer, turn_id: str, candidate: int) -> Document:
-    """An answer as chat completions tell it."""
     message: Document = {"role": "assistant", "content": answer.words, "refusal": None}
     if answer.thoughts:
         message["reasoning_content"] = answer.thoughts
@@ -159,41 +152,36 @@ def chat_message(answer: Answer, turn_id: str, candidate: int) -> Document:
 
 
 Event = tuple[str, dict[str, Any]]
-"""Name and fields."""
 
 
 class OutputEvents:
-    """The events of a response's output, from the text of its answer."""
-
     def __init__(self, items: OutputItems, form: SpeechForm) -> None:
         self._items = items
         self._reader = SpeechReader(form)
         self._open: Words | Thought | None = None
-        """The item that is being told, as far as it was."""
+        """The item in progress, with the text that was sent."""
         self._index = 0
         self._calls = 0
         self._tokens = TokenScores()
         self._scores: Scores = ()
-        """Of the words that are being told, as far as they were."""
 
     def push(self, text: str, scores: Scores = ()) -> Iterator[Event]:
-        """With some more text, and its tokens if their log-probabilities are wanted."""
         self._tokens.push(scores)
         for part in self._reader.push(text):
-            yield from self._tell(part)
+            yield from self._add(part)
 
     def finish(self, status: str) -> Iterator[Event]:
-        """The end; ``status`` is the last item's."""
+        """End the output; ``status`` is the last item's."""
         parts = self._reader.finish()
         for part in parts:
-            yield from self._tell(part)
+            yield from self._add(part)
         if self._open is None and not self._index:
-            yield from self._tell(Words(""))
-        if isinstance(self._open, Words) and (scores := self._tokens.rest()):
+            yield from self._add(Words(""))
+        if isinstance(self._open, Words) and (scores := self._tokens.take_rest()):
             yield self._delta("", scores)
         yield from self._close(status)
 
-    def _tell(self, part: AnswerPart) -> Iterator[Event]:
+    def _add(self, part: AnswerPart) -> Iterator[Event]:
         if type(part) is not type(self._open):
             yield from self._close("completed")
         if isinstance(part, FunctionCall):
@@ -249,8 +237,6 @@ class OutputEvents:
 
 
 class ChatDeltas:
-    """The deltas of one answer of a chat completion."""
-
     def __init__(self, form: SpeechForm, call_id_of: Callable[[int, FunctionCall], str]) -> None:
         self._reader = SpeechReader(form)
         self._call_id_of = call_id_of
@@ -258,29 +244,26 @@ class ChatDeltas:
         self._begun = False
 
     def push(self, text: str) -> Iterator[dict[str, Any]]:
-        """With some more text."""
         for part in self._reader.push(text):
             yield from self._deltas(part)
 
     def finish(self) -> Iterator[dict[str, Any]]:
-        """What is left; the role, if nothing else came."""
+        """End the answer. An empty answer yields one delta with the role."""
         for part in self._reader.finish():
             yield from self._deltas(part)
         if not self._begun:
             yield from self._deltas(Words(""))
 
-    def nothing(self) -> dict[str, Any]:
-        """A delta that says nothing, for what comes beside it."""
+    def empty_delta(self) -> dict[str, Any]:
+        """Return a delta without text, to carry other fields of a chunk."""
         return next(self._deltas(Words("")))
 
     @property
     def begun(self) -> bool:
-        """Whether anything was told."""
         return self._begun
 
     @property
     def calls(self) -> int:
-        """How many were told."""
         return self._calls
 
     def _deltas(self, part: AnswerPart) -> Iterator[dict[str, Any]]:
@@ -303,6 +286,5 @@ class ChatDeltas:
                 yield {"tool_calls": [{"index": index, "function": {"arguments": part.arguments}}]}
 
 
-def chat_teller(form: SpeechForm, turn_id: str, candidate: int) -> ChatDeltas:
-    """Of one candidate of a turn."""
+def chat_deltas(form: SpeechForm, turn_id: str, candidate: int) -> ChatDeltas:
     return ChatDeltas(form, lambda number, call: call_id(turn_id, number, call, candidate))

@@ -1,4 +1,4 @@
-"""Runs the door on a socket, with TLS from files that are looked at for every connection."""
+"""Runs the door on a socket. With TLS, changed certificate files are reloaded at the next connection."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from pensieve.http.common.callers import CERTIFICATE_NAMES
 from pensieve.http.common.entrance import is_known_caller, starts_with_known_key
 from pensieve.http.common.settings import DoorSettings
 from pensieve.http.connections import Connections
-from pensieve.http.wire import guarded
+from pensieve.http.wire import make_protocol
 from pensieve.logs import AcceptErrorFilter
 
 log = logging.getLogger(__name__)
@@ -37,102 +37,97 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """PEM files. With ``client_ca`` every client has to show a certificate that one of these authorities signed."""
+    """PEM files. With ``client_ca`` every client must present a certificate signed by one of its authorities."""
 
     cert: Path
     key: Path
     client_ca: Path | None = None
 
     def context(self) -> ssl.SSLContext:
-        """TLS with what is in the files now. Raises OSError, of which ``ssl.SSLError`` is one."""
+        """Return a context from the files' present content. Raises OSError (``ssl.SSLError`` is one)."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(self.cert, self.key, _no_password)
         if self.client_ca is not None:
             context.verify_mode = ssl.CERT_REQUIRED
             context.load_verify_locations(self.client_ca)
-            # A session that is taken up again shows no certificate: an authority that is gone would still let it in.
+            # A resumed session presents no certificate, so it would outlive the removal of its authority.
             context.options |= ssl.OP_NO_TICKET
             context.num_tickets = 0
         return context
 
     def stamp(self) -> tuple[int, ...]:
-        """Changes when a file does. Raises OSError."""
         files = (self.cert, self.key, self.client_ca)
         return tuple(path.stat().st_mtime_ns for path in files if path is not None)
 
 
-def renewing(files: TlsFiles) -> ssl.SSLContext:
-    """A context whose new connections use the files as they are then. Raises OSError when they cannot be used now."""
+def reloading_context(files: TlsFiles) -> ssl.SSLContext:
+    """Return a context that reloads changed files for new connections. Raises OSError when they are invalid now."""
     outer = current = files.context()
     known = files.stamp()
 
-    def renew(connection: ssl.SSLObject, _name: str | None, _outer: ssl.SSLContext) -> None:
+    def reload(connection: ssl.SSLObject, _name: str | None, _outer: ssl.SSLContext) -> None:
         nonlocal current, known
         try:
             now = files.stamp()
             if now != known:
-                # Noted first: files that cannot be used are tried again when they change, and told once.
+                # Set first: invalid files are logged once, and tried again when they change.
                 known, current = now, files.context()
         except OSError as error:
             log.error("certificate not read again, the one in force stays: %s", error)
         connection.context = current
 
-    # Called in every handshake, also of clients that name no server; ssl's types know it with sockets only.
-    outer.sni_callback = cast(Any, renew)
+    # Called in every handshake, even without SNI; ssl's types know it with sockets only.
+    outer.sni_callback = cast(Any, reload)
     return outer
 
 
-def naming(protocol: type[asyncio.Protocol]) -> type[asyncio.Protocol]:
-    """uvicorn's ``protocol``, which tells the application the names in the client's certificate."""
+def with_certificate_names(protocol: type[asyncio.Protocol]) -> type[asyncio.Protocol]:
+    """Extend uvicorn's ``protocol`` to pass the names in the client's certificate to the application."""
 
-    class Naming(protocol):  # type: ignore[misc,valid-type]
+    class WithCertificateNames(protocol):  # type: ignore[misc,valid-type]
         def connection_made(self, transport: asyncio.BaseTransport) -> None:
             super().connection_made(transport)
             shown = transport.get_extra_info("ssl_object")
-            names = names_in(shown.getpeercert() or {}) if shown is not None else ()
+            names = certificate_names(shown.getpeercert() or {}) if shown is not None else ()
             self.app_state: dict[str, Any] = {**self.app_state, CERTIFICATE_NAMES: names}
 
-    return Naming
+    return WithCertificateNames
 
 
-def names_in(certificate: Mapping[str, Any]) -> tuple[str, ...]:
-    """Alternative names of a certificate as ``getpeercert`` gives it, or its common name if it has none."""
+def certificate_names(certificate: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return a certificate's alternative names, or else its common name. ``certificate``: from ``getpeercert``."""
     alternative = tuple(name for _, name in certificate.get("subjectAltName", ()))
     subject = (pair for part in certificate.get("subject", ()) for pair in part)
     return alternative or tuple(value for kind, value in subject if kind == "commonName")
 
 
 def _no_password() -> str:
-    # Without it OpenSSL asks the terminal.
+    # without this callback OpenSSL would prompt on the terminal
     raise ValueError("the private key is encrypted; give one without a password")
 
 
 __all__ = ["DoorSettings", "TlsFiles", "loop_factory", "needs_no_key", "running", "serve"]
 
-COLLECT_AFTER: Final = (700, 4, 2)
-"""New objects before a young generation is collected, and how many of these before the next older one is."""
+GC_THRESHOLDS: Final = (700, 4, 2)
 PROBE_S: Final = 2.0
-"""How long the start waits for what the service says of itself."""
 DRAIN_S: Final = 30
-"""How long running answers may take to end when the door is closed."""
 
 
 async def serve(settings: DoorSettings, listener: socket.socket, tls: TlsFiles | None = None) -> None:
-    """Take calls until SIGTERM or SIGINT; then let running ones end. Raises OSError for files of no use."""
+    """Serve until SIGTERM or SIGINT, then let running calls end. Raises OSError for invalid TLS files."""
     for number in (signal.SIGTERM, signal.SIGINT):
-        # uvicorn takes both over, and when it has ended it raises them again: to the program that was asked to end and
-        # did, that is no failure.
-        signal.signal(number, _ended)
+        # uvicorn handles both, and raises them again when it has shut down. A requested shutdown is not a failure.
+        signal.signal(number, _ignore_signal)
     asyncio.get_running_loop().set_exception_handler(AcceptErrorFilter())
-    _without_delay(listener)
+    _set_nodelay(listener)
     connections = Connections(settings.proxies)
     config = _config(make_app(settings), tls, DRAIN_S, connections, settings.proxies)
-    settle()
+    tune_gc()
     await DoorServer(config, connections).serve(sockets=[listener])
 
 
 async def needs_no_key(settings: DoorSettings) -> bool:
-    """Whether the service lets in callers without a key; False where that cannot be found out now."""
+    """Whether the service accepts callers without a key; False when it cannot be asked now."""
     retry = RetryPolicy(max_attempts=1)
     async with AsyncClient(settings.target, tls=settings.tls, timeout=PROBE_S, retry=retry) as client:
         try:
@@ -142,32 +137,32 @@ async def needs_no_key(settings: DoorSettings) -> bool:
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """uvloop's event loop where that package is installed, else asyncio's own."""
-    # With its own ``log_config`` it would set up logging, in a form of its own.
+    """uvloop's event loop if that package is installed, else None for asyncio's own."""
+    # its default ``log_config`` would configure logging
     return uvicorn.Config("", log_config=None).get_loop_factory()
 
 
-def settle() -> None:
-    """Keep garbage collections short: each one holds up the loop.
+def tune_gc() -> None:
+    """Keep garbage collections short, because each one blocks the event loop.
 
-    They leave out what the start has made, and full ones come often: what a storm of connections leaves behind is
-    collected in small parts then.
+    Objects made by the start are frozen. Full collections come often, so that the remains of a burst of
+    connections are collected in small parts.
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(*COLLECT_AFTER)
+    gc.set_threshold(*GC_THRESHOLDS)
 
 
 class DoorServer(uvicorn.Server):
-    """A server that takes connections as ``Acceptor`` does."""
+    """A uvicorn server whose connections are accepted by ``Acceptor``."""
 
     def __init__(self, config: uvicorn.Config, connections: Connections) -> None:
-        """``connections``: those that the configured protocol counts in."""
         super().__init__(config)
         self._connections = connections
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """uvicorn's own start has asyncio take the connections. Ends the process where the application cannot start."""
+        """Start accepting; uvicorn's own start has asyncio accept connections. Exits the process when the
+        application cannot start."""
         await self.lifespan.startup()
         if self.lifespan.should_exit:
             sys.exit(3)  # as uvicorn does
@@ -194,7 +189,7 @@ class DoorServer(uvicorn.Server):
 
 
 class ManagedServer(DoorServer):
-    """A server that leaves signals to whoever runs it."""
+    """A server that leaves signals to its caller."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -205,9 +200,10 @@ class ManagedServer(DoorServer):
 async def running(
     app: Starlette, listener: socket.socket, tls: TlsFiles | None, proxies: tuple[str, ...] = ()
 ) -> AsyncIterator[ManagedServer]:
-    """``app`` on a socket, taking calls. Leaving the block waits for those that run, once ``should_exit`` is set."""
+    """Serve ``app`` on a socket during the block. At its end, wait for running calls; the block must set
+    ``should_exit``."""
     asyncio.get_running_loop().set_exception_handler(AcceptErrorFilter())
-    _without_delay(listener)
+    _set_nodelay(listener)
     connections = Connections(proxies)
     server = ManagedServer(_config(app, tls, None, connections, proxies), connections)
     task = asyncio.create_task(server.serve(sockets=[listener]), name="http")
@@ -219,11 +215,11 @@ async def running(
         await task
 
 
-def _without_delay(listener: socket.socket) -> None:
-    """Events leave when they are written, on all connections of this socket: they inherit the option.
+def _set_nodelay(listener: socket.socket) -> None:
+    """Set TCP_NODELAY on the listener; accepted connections inherit it.
 
-    asyncio would set it only where a socket says that it is TCP, which these do not; and without it an event waits up
-    to 40 ms for the caller's acknowledgement of the one before.
+    asyncio sets it only on sockets whose protocol is TCP, which these do not say. Without it an event waits up
+    to 40 ms for the acknowledgement of the one before.
     """
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
@@ -235,27 +231,27 @@ def _config(
     connections: Connections,
     proxies: tuple[str, ...],
 ) -> uvicorn.Config:
-    protocol: type[asyncio.Protocol] = guarded(connections, partial(is_known_caller, app.state.door))
+    protocol: type[asyncio.Protocol] = make_protocol(connections, partial(is_known_caller, app.state.door))
     if tls is not None and tls.client_ca is not None:
-        protocol = naming(protocol)
+        protocol = with_certificate_names(protocol)
     config = uvicorn.Config(
         app,
         http=protocol,
         ws="none",
-        lifespan="on",  # by default a failure in it would pass for an application that has none
+        lifespan="on",  # by default a failing lifespan counts as an application without one
         log_config=None,
         log_level="warning",
         access_log=False,
         server_header=False,
         timeout_graceful_shutdown=drain_s,
-        # Said in any case: uvicorn believes whoever calls from this machine, or whom the environment names.
+        # Always set: uvicorn's default trusts callers on this machine, and those that the environment names.
         proxy_headers=bool(proxies),
         forwarded_allow_ips=list(proxies),
-        ssl_context_factory=None if tls is None else lambda _config, _default: renewing(tls),
+        ssl_context_factory=None if tls is None else lambda _config, _default: reloading_context(tls),
     )
-    config.load()  # now, so that files of no use end the start
+    config.load()  # now, so that invalid files end the start
     return config
 
 
-def _ended(_: int, __: FrameType | None) -> None:
+def _ignore_signal(_: int, __: FrameType | None) -> None:
     return

@@ -1,4 +1,4 @@
-"""Functions that a request offers to the model, in either of OpenAI's forms, and how its choice may be bound."""
+"""The functions that a request offers, in either of OpenAI's forms, and its ``tool_choice``."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from pensieve.speech import SpeechForm
 
 
 class FunctionDefinition(msgspec.Struct, frozen=True):
-    """What chat completions say of a function."""
-
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -24,16 +22,17 @@ class FunctionDefinition(msgspec.Struct, frozen=True):
 
     @property
     def rendered(self) -> dict[str, Any]:
-        """As chat templates take it; ``strict`` is nothing for the model to read."""
+        """The form that chat templates take. They do not read ``strict``."""
         said = {"name": self.name, "description": self.description, "parameters": self.parameters}
         return {"type": "function", "function": {key: one for key, one in said.items() if one is not None}}
 
 
 class OfferedTool(msgspec.Struct, frozen=True):
-    """A tool of a request: chat completions put the function under ``function``, responses its fields beside."""
+    """A tool of a request. Chat completions put the function under ``function``, responses put its fields
+    beside ``type``."""
 
     NESTED: ClassVar[Nested] = {"function": FunctionDefinition}
-    WITHOUT_EFFECT: ClassVar[Mapping[str, str]] = {"cache_control": "where to cut is found out without it"}
+    WITHOUT_EFFECT: ClassVar[Mapping[str, str]] = {"cache_control": "reusable prefixes are found without it"}
     type: str
     function: FunctionDefinition | None = None
     name: str | None = None
@@ -49,7 +48,6 @@ class OfferedTool(msgspec.Struct, frozen=True):
 
     @property
     def echo(self) -> dict[str, Any]:
-        """As responses show it again."""
         one = self.definition
         assert one is not None, "checked"
         return {
@@ -63,16 +61,13 @@ class OfferedTool(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """The functions that are in force for one answer, and how the answer is to be read."""
-
     text: str
-    """The definitions as JSON, for the session; empty: the request names none. Tells one set from another."""
     form: SpeechForm
     none_wanted: bool = False
-    """What looks like a call is words."""
+    """``tool_choice`` is none: text that looks like a call is plain text."""
 
     def with_session_tools(self, info: ServerInfo, calls: bool) -> ToolUse:
-        """The same, where the session has functions from before: ``calls``."""
+        """Return the same, given whether the session has functions from earlier requests (``calls``)."""
         if not calls or self.text or self.none_wanted:
             return self
         return replace(self, form=info.speech)
@@ -84,11 +79,11 @@ class ToolChoice:
 
     none: bool = False
     must_call: str | None = None
-    """The answer is a call of this function, or of any (""); None: or words."""
+    """The answer must be a call of this function, or of any (""). None: it may be text."""
 
     @classmethod
     def parse(cls, choice: Any, tools: Sequence[OfferedTool]) -> ToolChoice:
-        """Raises HttpFailure for what is no choice among ``tools``, and for what nothing here could enforce."""
+        """Raises HttpFailure for a choice that is not among ``tools``, or cannot be enforced."""
         match choice:
             case None | "auto":
                 return cls()
@@ -132,8 +127,8 @@ def _name_of(choice: Any) -> str:
         case {"type": "function", "function": {"name": str(name)}}:
             return name
         case {"type": str(kind)} if kind not in ("function", "allowed_tools"):
-            raise unsupported_field("tool_choice", f"{kind!r} is not supported: functions only")
-    raise invalid_field("tool_choice", "must be none, auto, required, or name functions")
+            raise unsupported_field("tool_choice", f"{kind!r} is not supported: only functions are")
+    raise invalid_field("tool_choice", "must be none, auto or required, or name functions")
 
 
 def _names(tools: Sequence[OfferedTool]) -> set[str]:
@@ -145,7 +140,7 @@ def _unknown(name: str) -> HttpFailure:
 
 
 def check_tools(tools: Sequence[OfferedTool], choice: Any) -> None:
-    """Raises HttpFailure for tools that are no functions, and for choices that nothing here could enforce."""
+    """Raise HttpFailure for tools that are not functions, and for a choice that cannot be enforced."""
     for number, tool in enumerate(tools):
         if tool.type != "function":
             raise unsupported_field(
@@ -157,7 +152,7 @@ def check_tools(tools: Sequence[OfferedTool], choice: Any) -> None:
 
 
 def call_options(tools: Sequence[OfferedTool], choice: Any, parallel: bool | None) -> TurnOptions:
-    """How the answer is to call functions, for the SDK. Raises as ``check_tools``."""
+    """Return the SDK's options for calls. Raises as ``check_tools``."""
     found = ToolChoice.parse(choice, tools)
     options: TurnOptions = {}
     if found.must_call is not None:
@@ -168,12 +163,12 @@ def call_options(tools: Sequence[OfferedTool], choice: Any, parallel: bool | Non
 
 
 def tool_use(info: ServerInfo, tools: Sequence[OfferedTool], choice: Any) -> ToolUse:
-    """What a request makes of its tools. Raises HttpFailure where the model cannot have any."""
+    """Return the tools of a request as the model supports them. Raises HttpFailure if it supports none."""
     form = info.speech
     if tools and form.calls is None:
         if choice != "none":
             raise invalid_field(
-                "tools", "the chat template of this model does not take them", "tools_not_supported"
+                "tools", "the chat template of this model does not support them", "tools_not_supported"
             )
         tools = ()
     definitions = [tool.definition.rendered for tool in tools if tool.definition is not None]

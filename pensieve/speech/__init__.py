@@ -1,7 +1,8 @@
-"""Speech: what an answer holds beside words, thoughts and calls of functions; read from text, written as text.
+"""Speech: parses the text of an answer into words, thoughts and function calls, and renders them back.
 
-A model calls a function by writing so, in the form that its family was trained on (``CallForm``). The history keeps
-what it wrote, token by token; whoever shows an answer reads it with ``SpeechReader``, in pieces or whole, alike.
+A model calls a function by writing so, in the form that its family was trained on (``CallForm``). The history
+keeps the generated tokens as they are. Clients and servers parse an answer with ``SpeechReader``, in pieces or
+whole, with the same result.
 
 May import: nothing else of Pensieve.
 """

@@ -1,4 +1,4 @@
-"""Calls of functions as the families of models write them: one call from its JSON, and back."""
+"""Function calls in the forms of model families: parsed from JSON text and rendered to it."""
 
 from __future__ import annotations
 
@@ -20,12 +20,10 @@ CALL_ID: Final = "[CALL_ID]"
 SHOWN_MARKS: Final = frozenset(
     {OPEN_CALL, CLOSE_CALL, PYTHON_TAG, TOOL_CALLS, ARGUMENTS, CALL_ID, "<think>", "</think>"}
 )
-"""Control tokens that belong to what an answer says."""
+"""Control tokens that are part of an answer's text."""
 
 
 class CallForm(enum.StrEnum):
-    """How a family of models writes a call."""
-
     HERMES = "hermes"
     """``<tool_call>{"name": …, "arguments": {…}}</tool_call>``, any number: Hermes, Qwen 2.5, Qwen 3."""
     LLAMA3 = "llama3"
@@ -40,9 +38,9 @@ class FunctionCall:
 
     name: str
     arguments: str
-    """A JSON object, as it was written."""
+    """A JSON object, as the model wrote it."""
     id: str = ""
-    """Names the call, for its result; empty where nobody has named it."""
+    """The call's id, which its result refers to; "" if it has none."""
 
 
 class _WrittenCall(msgspec.Struct):
@@ -52,8 +50,8 @@ class _WrittenCall(msgspec.Struct):
     id: str | None = None
 
 
-class Quotes:
-    """Whether a JSON text that comes in pieces is inside a string."""
+class StringState:
+    """Tracks whether a JSON text that comes in pieces is inside a string."""
 
     def __init__(self) -> None:
         self.inside = False
@@ -70,44 +68,44 @@ class Quotes:
 
 
 _NAMED: Final = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\]\s*(\w+))?\s*(?:\[ARGS\])?\s*(\{.*)", re.DOTALL)
-"""Mistral's later form, without the token before it."""
+"""Mistral's later form, without ``[TOOL_CALLS]``."""
 
 
 def parse_call(text: str, *, needs_arguments: bool = False) -> FunctionCall | None:
-    """The call that a JSON object is; None for anything else."""
-    found = _decoded(text, _WrittenCall)
+    """Parse one JSON object; None if it is not a call."""
+    found = _decode(text, _WrittenCall)
     return None if found is None else _call(found, needs_arguments)
 
 
-def llama_calls(text: str) -> tuple[FunctionCall, ...]:
-    """Calls with white space, semicolons or tags between them; none unless all of ``text`` is calls."""
+def parse_llama_calls(text: str) -> tuple[FunctionCall, ...]:
+    """Parse calls separated by white space, semicolons or tags. Return () unless all of ``text`` is calls."""
     calls = []
-    rest = _between(text)
+    rest = _strip_separators(text)
     while rest:
         end = _object_end(rest)
-        # An answer may well be a JSON object with a name: only arguments make it a call.
+        # A plain answer may be a JSON object with a name: only arguments make it a call.
         call = parse_call(rest[:end], needs_arguments=True) if end else None
         if call is None:
             return ()
         calls.append(call)
-        rest = _between(rest[end:])
+        rest = _strip_separators(rest[end:])
     return tuple(calls)
 
 
-def mistral_calls(text: str) -> tuple[FunctionCall, ...]:
-    """Calls behind the first ``[TOOL_CALLS]``; none unless all of ``text`` is calls."""
+def parse_mistral_calls(text: str) -> tuple[FunctionCall, ...]:
+    """Parse the calls after the first ``[TOOL_CALLS]``. Return () unless all of ``text`` is calls."""
     if text.lstrip().startswith("["):
-        # A list that was ended with its first call is not closed.
-        listed = _decoded(text, list[_WrittenCall]) or _decoded(f"{text}]", list[_WrittenCall]) or []
+        # With ``FirstCall`` the answer may end before the list's bracket.
+        listed = _decode(text, list[_WrittenCall]) or _decode(f"{text}]", list[_WrittenCall]) or []
         calls = [_call(one, False) for one in listed]
     else:
-        calls = [_named_call(part) for part in text.split(TOOL_CALLS)]
+        calls = [_parse_named_call(part) for part in text.split(TOOL_CALLS)]
     whole = [call for call in calls if call is not None]
     return tuple(whole) if len(whole) == len(calls) else ()
 
 
 def render_answer(words: str, calls: Sequence[FunctionCall], form: CallForm) -> str:
-    """An answer with these words and calls as a model of the family would have written it: ``read`` gives them back."""
+    """Render words and calls as a model of the family would have written them. ``read`` parses the text back."""
     match form:
         case CallForm.HERMES:
             texts = [f"{OPEN_CALL}\n{_json(call, 'arguments')}\n{CLOSE_CALL}" for call in calls]
@@ -121,10 +119,10 @@ def render_answer(words: str, calls: Sequence[FunctionCall], form: CallForm) -> 
 
 
 def call_prefix(name: str, form: CallForm, template: str) -> str:
-    """How an answer begins that calls this function, or any ("").
+    """Return the beginning of an answer that calls this function, or any ("").
 
-    It ends where a tokenizer would cut the call too. ``template``: the chat template's source, which shows which of
-    Mistral's forms a model knows.
+    It ends at a boundary where a tokenizer would split the call too. ``template``: source of the chat template,
+    which shows the form that a Mistral model knows.
     """
     if form is CallForm.MISTRAL and ARGUMENTS in template:
         return f"{TOOL_CALLS}{name}{CALL_ID if CALL_ID in template else ARGUMENTS}" if name else TOOL_CALLS
@@ -140,8 +138,7 @@ def call_prefix(name: str, form: CallForm, template: str) -> str:
 
 
 def is_json_object(text: str) -> bool:
-    """Whether a text is a JSON object."""
-    return _decoded(text, dict[str, Any]) is not None
+    return _decode(text, dict[str, Any]) is not None
 
 
 def _json(call: FunctionCall, key: str, *, with_id: bool = False) -> str:
@@ -149,7 +146,7 @@ def _json(call: FunctionCall, key: str, *, with_id: bool = False) -> str:
     return f'{{"name": {json.dumps(call.name, ensure_ascii=False)}, "{key}": {call.arguments}{named}}}'
 
 
-def _named_call(text: str) -> FunctionCall | None:
+def _parse_named_call(text: str) -> FunctionCall | None:
     found = _NAMED.fullmatch(text)
     if found is None or not is_json_object(found[3]):
         return None
@@ -165,16 +162,15 @@ def _call(found: _WrittenCall, needs_arguments: bool) -> FunctionCall | None:
     return FunctionCall(found.name, arguments or "{}", found.id or "")
 
 
-def _decoded(text: str, kind: Any) -> Any:
-    """``text`` as a value of this type; None when it is none. A model may write anything."""
+def _decode(text: str, kind: Any) -> Any:
+    """Decode ``text`` as this type; None if it is invalid. A model may write anything."""
     try:
         return msgspec.json.decode(text, type=kind)
     except (msgspec.DecodeError, UnicodeError, RecursionError):
         return None
 
 
-def _between(text: str) -> str:
-    """``text`` without what may stand before a call."""
+def _strip_separators(text: str) -> str:
     while True:
         shorter = text.lstrip(" \t\r\n;").removeprefix(PYTHON_TAG)
         if shorter == text:
@@ -183,7 +179,6 @@ def _between(text: str) -> str:
 
 
 def _object_end(text: str) -> int:
-    """Where the JSON object ends that ``text`` begins with; 0 when it has no end."""
     try:
         _, end = json.JSONDecoder().raw_decode(text)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Where parts of an answer end: its first call, for answers that may have one only, and its thought."""
+"""Finds the end of an answer's first call, for answers with one call only, and the end of its thought."""
 
 from __future__ import annotations
 
@@ -11,36 +11,32 @@ from pensieve.speech.calls import (
     PYTHON_TAG,
     TOOL_CALLS,
     CallForm,
-    Quotes,
-    mistral_calls,
+    StringState,
     parse_call,
+    parse_mistral_calls,
 )
 from pensieve.speech.reader import CLOSE_THOUGHT, OPEN_THOUGHT, SpeechForm
 
 Scan = Generator[int | None, str, None]
-"""Takes one character after the other. Yields how many characters ago a call has ended, or None."""
+"""Takes one character at a time. Yields how many characters ago a call ended, or None."""
 Part = Generator[None, str, str]
-"""Takes characters as well, and returns them."""
+"""Takes one character at a time, and returns them."""
 
 _BETWEEN: Final = " \t\r\n;"
-"""Stands between calls of Llama's form."""
 
 
 class FirstCall:
-    """Takes the text of one answer as it comes. Each character is looked at once, however long a call gets.
-
-    What it takes for a call is one for ``SpeechReader`` too, in the answer that ends where it says.
-    """
+    """Takes the text of one answer as it comes. Each character is processed once, however long a call gets. If
+    the answer ends where it says, ``SpeechReader`` finds the same call."""
 
     def __init__(self, form: SpeechForm) -> None:
         self._scan = _scan(form)
         next(self._scan, None)
         self._chars = 0
         self._over = form.calls is None
-        """It was found, or there will be none."""
 
     def push(self, text: str) -> int | None:
-        """With some more text: where the call ends, in characters of the answer; None: nowhere yet."""
+        """Take more text. Return where the call ends, in characters of the answer; None if it has not ended."""
         for char in text if not self._over else "":
             self._chars += 1
             try:
@@ -55,25 +51,20 @@ class FirstCall:
 
 
 class ThoughtEnd:
-    """Finds where an answer goes on behind its thought and the white space after that.
-
-    Takes the text of one answer as it comes. It agrees with ``SpeechReader`` on what is a thought.
-    """
+    """Finds where an answer continues after its thought and the white space that follows. Takes the text of one
+    answer as it comes. Agrees with ``SpeechReader`` on where a thought ends."""
 
     def __init__(self, form: SpeechForm) -> None:
         self._chars = 0
         self._tail = ""
-        """What is still needed of the text so far."""
         self._state = self._thinking if form.begins_thinking else self._beginning
         self._thinks = form.thinks or form.begins_thinking
         self.inside = form.begins_thinking
-        """Whether all text so far belongs to a thought, or to the white space behind it."""
+        """Whether all text so far belongs to a thought, or to the white space after it."""
 
     def push(self, text: str) -> int | None:
-        """Take some more text. Returns where the answer goes on, in characters; None while that is not known.
-
-        Returns 0 for an answer without a thought. Nothing may be pushed after the first number.
-        """
+        """Take more text. Return where the answer continues, in characters; None while that is unknown. Returns
+        0 for an answer without a thought. After the first number, push no more."""
         self._chars += len(text)
         self._tail += text
         return self._state()
@@ -103,7 +94,7 @@ def _scan(form: SpeechForm) -> Scan:
     if form.begins_thinking:
         yield from _until(CLOSE_THOUGHT)
     elif form.thinks:
-        head = yield from _behind_space()
+        head = yield from _skip_space()
         while OPEN_THOUGHT.startswith(head) and head != OPEN_THOUGHT:
             head += yield None
         if head == OPEN_THOUGHT:
@@ -121,7 +112,7 @@ def _scan(form: SpeechForm) -> Scan:
 def _hermes(head: str) -> Scan:
     while True:
         yield from _until(OPEN_CALL, head)
-        inside, head, quotes = "", "", Quotes()
+        inside, head, quotes = "", "", StringState()
         while not inside.endswith(CLOSE_CALL) or quotes.inside:
             char = yield None
             inside += char
@@ -131,7 +122,7 @@ def _hermes(head: str) -> Scan:
 
 
 def _llama(head: str) -> Scan:
-    head = head or (yield from _behind_space())
+    head = head or (yield from _skip_space())
     if not head.startswith("{"):
         yield from _until(PYTHON_TAG, head)
         between = yield from _until("{")
@@ -144,19 +135,19 @@ def _llama(head: str) -> Scan:
 
 def _mistral(head: str) -> Scan:
     yield from _until(TOOL_CALLS, head)
-    first = yield from _behind_space()
+    first = yield from _skip_space()
     if first != "[":
         name = yield from _until("{", first)
         called = yield from _object()
-        if mistral_calls(name[:-1] + called):
+        if parse_mistral_calls(name[:-1] + called):
             yield 0
         return
-    if (yield from _behind_space()) != "{":
+    if (yield from _skip_space()) != "{":
         return
     called = yield from _object()
-    if not mistral_calls(f"[{called}]"):
+    if not parse_mistral_calls(f"[{called}]"):
         return
-    # Models close the list themselves where it has one call.
+    # A list with one call: the model may close it itself.
     behind = yield None
     while behind[-1].isspace():
         behind += yield None
@@ -165,14 +156,14 @@ def _mistral(head: str) -> Scan:
 
 
 def _until(mark: str, seen: str = "") -> Part:
-    """All characters to the end of ``mark``; ``seen``: those that were taken before."""
+    """Return all characters up to and including ``mark``. ``seen``: characters taken before."""
     while not seen.endswith(mark):
         seen += yield None
     return seen
 
 
-def _behind_space() -> Part:
-    """The first character that is no white space."""
+def _skip_space() -> Part:
+    """Return the first character that is not white space."""
     char = yield None
     while char.isspace():
         char = yield None
@@ -180,8 +171,8 @@ def _behind_space() -> Part:
 
 
 def _object() -> Part:
-    """A JSON object, or what braces and quotes make look like one; its first brace was taken before."""
-    text, depth, quotes = "{", 1, Quotes()
+    """Return a JSON object, by braces and quotes only. Its first brace was taken before."""
+    text, depth, quotes = "{", 1, StringState()
     while depth:
         char = yield None
         text += char

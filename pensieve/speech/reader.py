@@ -1,7 +1,7 @@
-"""Reads an answer: words, thoughts and calls, from pieces of any size with the outcome of the whole text.
+"""Parses an answer into words, thoughts and calls. Text in pieces gives the same parts as the whole text.
 
-What may still become something else is held back: the beginning of a marker, and a call until it is whole, because one
-that turns out not to be JSON is words after all. So whatever was told stays right.
+Text that may still change its meaning is held back: the beginning of a marker, and an incomplete call, which is
+words if it turns out not to be JSON. So a part that was returned never changes.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from pensieve.speech.calls import (
     TOOL_CALLS,
     CallForm,
     FunctionCall,
-    Quotes,
-    llama_calls,
-    mistral_calls,
+    StringState,
     parse_call,
+    parse_llama_calls,
+    parse_mistral_calls,
 )
 
 OPEN_THOUGHT: Final = "<think>"
@@ -29,7 +29,7 @@ CLOSE_THOUGHT: Final = "</think>"
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """What the model says to who asked."""
+    """Text for the user."""
 
     text: str
     end: int = field(default=0, compare=False, repr=False)
@@ -38,7 +38,7 @@ class Words:
 
 @dataclass(frozen=True, slots=True)
 class Thought:
-    """What it says to itself before."""
+    """The model's reasoning before its answer."""
 
     text: str
 
@@ -48,31 +48,27 @@ AnswerPart = Words | Thought | FunctionCall
 
 @dataclass(frozen=True, slots=True)
 class SpeechForm:
-    """What to look for in an answer."""
-
     calls: CallForm | None = None
-    """None: calls are words like any other."""
+    """None: calls are not parsed; they stay words."""
     thinks: bool = False
     """A ``<think>`` block at the beginning is a thought."""
     begins_thinking: bool = False
-    """The block was opened before the answer begins, by the chat template."""
+    """The chat template opens the block before the answer begins."""
 
     @property
     def plain(self) -> bool:
-        """Whether all of an answer is words."""
+        """Whether every answer is words only."""
         return self.calls is None and not self.thinks
 
 
 PLAIN: Final = SpeechForm()
-"""All of an answer is words."""
+"""Every answer is words only."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A whole answer."""
-
     parts: tuple[AnswerPart, ...]
-    """In their order; no two of the same kind, calls excepted, follow each other."""
+    """In order. Neighbours are never of the same kind, except calls."""
 
     @property
     def words(self) -> str:
@@ -88,13 +84,12 @@ class Answer:
 
 
 def read(text: str, form: SpeechForm) -> Answer:
-    """The whole of an answer."""
     reader = SpeechReader(form)
     return Answer(merge_parts([*reader.push(text), *reader.finish()]))
 
 
 def merge_parts(parts: Iterable[AnswerPart]) -> tuple[AnswerPart, ...]:
-    """``parts`` with neighbours of one kind as one."""
+    """Merge neighbouring parts of the same kind; calls stay separate."""
     found: list[AnswerPart] = []
     for part in parts:
         last = found[-1] if found else None
@@ -108,48 +103,44 @@ def merge_parts(parts: Iterable[AnswerPart]) -> tuple[AnswerPart, ...]:
 
 
 class SpeechReader:
-    """Takes the text of one answer as it comes. White space around thoughts and calls belongs to nobody."""
+    """Parses the text of one answer as it comes. White space around thoughts and calls is dropped."""
 
     def __init__(self, form: SpeechForm) -> None:
         self._form = form
         self._text = ""
-        """Not told yet."""
         self._pushed = 0
-        """Characters of the whole answer so far."""
         self._state = self._thinking if form.begins_thinking else self._beginning
         if form.plain:
             self._state = self._only_words
-        self._bare = not form.plain
-        """Nothing was told since the beginning, a thought or a call: white space that follows is not told either."""
-        self._looked = 0
-        self._quotes = Quotes()
-        """Of the call that is read, up to the character ``_looked`` of the text."""
+        self._skips_space = not form.plain
+        """No words since the beginning, a thought or a call: white space that follows is dropped."""
+        self._scanned = 0
+        self._quotes = StringState()
+        """State of the current call's JSON, up to the character ``_scanned`` of the text."""
 
     def push(self, text: str) -> list[AnswerPart]:
-        """What is certain with some more text."""
+        """Take more text and return the parts that are certain."""
         self._text += text
         self._pushed += len(text)
         return self._run(last=False)
 
     def finish(self) -> list[AnswerPart]:
-        """What is left when no more text follows."""
         return self._run(last=True)
 
     def _run(self, *, last: bool) -> list[AnswerPart]:
-        told: list[AnswerPart] = []
+        parts: list[AnswerPart] = []
         while True:
             state = self._state
             taken = state(last)
             end = self._pushed - len(self._text)
-            told += [replace(part, end=end) if isinstance(part, Words) else part for part in taken]
+            parts += [replace(part, end=end) if isinstance(part, Words) else part for part in taken]
             if self._state == state:
-                return [part for part in told if isinstance(part, FunctionCall) or part.text]
+                return [part for part in parts if isinstance(part, FunctionCall) or part.text]
 
-    # ---- states: each tells what it can of the text, and may name another to go on
+    # ---- states: each returns the parts that it can, and may set the next state
 
     def _beginning(self, last: bool) -> list[AnswerPart]:
-        """Before anything but white space."""
-        self._bare = False  # here it is told, if words follow
+        self._skips_space = False  # here white space before words is kept
         text = self._text.lstrip()
         if self._form.thinks and text.startswith(OPEN_THOUGHT):
             self._text = text.removeprefix(OPEN_THOUGHT)
@@ -159,13 +150,13 @@ class SpeechReader:
         return []
 
     def _thinking(self, last: bool) -> list[AnswerPart]:
-        self._bare = True
+        self._skips_space = True
         self._state = self._in_thought
         return []
 
     def _in_thought(self, last: bool) -> list[AnswerPart]:
-        if self._bare:
-            # A model whose template opens the block may open it once more.
+        if self._skips_space:
+            # The model may open the block again that its template has opened.
             self._text = self._text.lstrip()
             if not last and OPEN_THOUGHT.startswith(self._text):
                 return []
@@ -174,13 +165,12 @@ class SpeechReader:
                 return []
         if CLOSE_THOUGHT in self._text:
             thought, _, self._text = self._text.partition(CLOSE_THOUGHT)
-            self._bare, self._state = True, self._talk
+            self._skips_space, self._state = True, self._talk
             return [Thought(thought.rstrip())]
-        self._bare = False
-        return [Thought(self._certain(CLOSE_THOUGHT, last))]
+        self._skips_space = False
+        return [Thought(self._take_certain(CLOSE_THOUGHT, last))]
 
     def _talk(self, last: bool) -> list[AnswerPart]:
-        """The first words, or what is no words."""
         text = self._text.lstrip()
         if not (text or last):
             return []
@@ -204,18 +194,18 @@ class SpeechReader:
             at = self._text.index(OPEN_CALL)
             words = self._text[:at].rstrip()
             self._text, self._state = self._text[len(words) :], self._call
-            self._looked, self._quotes = 0, Quotes()
+            self._scanned, self._quotes = 0, StringState()
             return [self._words(words)]
-        return [self._words(self._certain(OPEN_CALL, last))]
+        return [self._words(self._take_certain(OPEN_CALL, last))]
 
     def _call(self, last: bool) -> list[AnswerPart]:
-        """The text is white space, the opening of a call, and what followed."""
+        """The text is white space, the opening of a call, and its content."""
         start = self._text.index(OPEN_CALL) + len(OPEN_CALL)
-        end = self._text.find(CLOSE_CALL, max(start, self._looked))
+        end = self._text.find(CLOSE_CALL, max(start, self._scanned))
         while end >= 0:
-            # Each character is looked at once: a model may be made to write no end of closings into a string.
-            self._quotes.push(self._text[max(start, self._looked) : end])
-            self._looked = end
+            # Each character is processed once: a prompt may make a model write many closings inside a string.
+            self._quotes.push(self._text[max(start, self._scanned) : end])
+            self._scanned = end
             if not self._quotes.inside:
                 call = parse_call(self._text[start:end])
                 end += len(CLOSE_CALL)
@@ -229,7 +219,7 @@ class SpeechReader:
         return self._not_called(len(self._text))
 
     def _called(self, call: FunctionCall, end: int) -> list[AnswerPart]:
-        self._text, self._bare = self._text[end:], True
+        self._text, self._skips_space = self._text[end:], True
         self._state = self._words_or_call
         return [call]
 
@@ -244,7 +234,7 @@ class SpeechReader:
             words = self._text[: self._text.index(marker)].rstrip()
             self._text, self._state = self._text[len(words) :], self._tail
             return [self._words(words)]
-        return [self._words(self._certain(marker, last))]
+        return [self._words(self._take_certain(marker, last))]
 
     def _tail(self, last: bool) -> list[AnswerPart]:
         """Calls until the end of the answer, or words."""
@@ -252,29 +242,30 @@ class SpeechReader:
             return []
         text, self._text = self._text, ""
         if self._form.calls is CallForm.MISTRAL:
-            calls = mistral_calls(text.lstrip().removeprefix(TOOL_CALLS))
+            calls = parse_mistral_calls(text.lstrip().removeprefix(TOOL_CALLS))
         else:
-            calls = llama_calls(text)
+            calls = parse_llama_calls(text)
         return list(calls) or [self._words(text)]
 
-    # ---- parts of them
+    # ---- helpers of the states
 
     def _words(self, text: str) -> Words:
-        if self._bare:
+        if self._skips_space:
             text = text.lstrip()
-            self._bare = not text
+            self._skips_space = not text
         return Words(text)
 
-    def _certain(self, marker: str, last: bool) -> str:
-        """Takes what cannot be part of ``marker`` or of white space before it, and all at the end."""
-        keep = 0 if last else _held(self._text, marker)
+    def _take_certain(self, marker: str, last: bool) -> str:
+        """Take the text that cannot belong to ``marker`` or to white space before it; at the end take all."""
+        keep = 0 if last else _held_back(self._text, marker)
         split = len(self._text) - keep
         text, self._text = self._text[:split], self._text[split:]
         return text
 
 
-def _held(text: str, marker: str) -> int:
-    """Characters at the end of ``text`` that are white space with the beginning of ``marker``, or may become that."""
+def _held_back(text: str, marker: str) -> int:
+    """Return the number of characters at the end of ``text`` that are white space before a possible ``marker``,
+    or its beginning."""
     partial = next((n for n in range(min(len(marker) - 1, len(text)), 0, -1) if text.endswith(marker[:n])), 0)
     before = text[: len(text) - partial]
     return partial + len(before) - len(before.rstrip())

@@ -16,7 +16,7 @@ from pensieve.demo import crowd, killed, long_talk
 from pensieve.demo import run as command
 from pensieve.demo.conversations import Utterance, long_conversation
 from pensieve.demo.exchange import SOURCES, Exchange, wrong_answers, wrong_receipts
-from pensieve.demo.long_talk import bar, bars, fitting_pitch
+from pensieve.demo.long_talk import bar, bars, fitting_width
 from support.demo.runs import receipt, spoil, survived, turn, well, with_usage
 
 # -- bars
@@ -36,7 +36,7 @@ def test_bars_stand_side_by_side() -> None:
     assert bars([0.5, 1.0], 1.0, 2, 3) == ["   ██", "██ ██"]
     assert bars([0.5, 1.0], 1.0, 2, 2) == ["  █", "█ █"]
     assert bars([0.5, 1.0], 1.0, 2, 1) == [" █", "██"]
-    assert [fitting_pitch(22, columns) for columns in (68, 50, 20)] == [3, 2, 1]
+    assert [fitting_width(22, columns) for columns in (68, 50, 20)] == [3, 2, 1]
 
 
 def test_rows_share_one_scale_and_a_running_turn_grows() -> None:
@@ -44,9 +44,9 @@ def test_rows_share_one_scale_and_a_running_turn_grows() -> None:
     now = [10.0]
     stage = long_talk.Stage(22, console, lambda: now[0])
     exchange = well("x", "device", 0.5).exchanges[-1]
-    stage.asked(long_talk.KEEPS)
-    stage.answered(long_talk.KEEPS, exchange)
-    stage.asked(long_talk.FORGETS)
+    stage.on_asked(long_talk.STATEFUL)
+    stage.on_answered(long_talk.STATEFUL, exchange)
+    stage.on_asked(long_talk.STATELESS)
     now[0] = 12.0
     with console.capture() as capture:
         console.print(stage.picture())
@@ -61,9 +61,9 @@ def test_rows_share_one_scale_and_a_running_turn_grows() -> None:
 def test_without_a_terminal_each_turn_is_a_plain_line() -> None:
     console = Console(file=io.StringIO(), width=80)
     with long_talk.Stage(2, console) as stage:
-        for name, seconds in ((long_talk.KEEPS, 0.5), (long_talk.FORGETS, 2.0)):
-            stage.asked(name)
-            stage.answered(name, well(name, "device", seconds).exchanges[0])
+        for name, seconds in ((long_talk.STATEFUL, 0.5), (long_talk.STATELESS, 2.0)):
+            stage.on_asked(name)
+            stage.on_answered(name, well(name, "device", seconds).exchanges[0])
     assert isinstance(console.file, io.StringIO)
     assert console.file.getvalue() == "turn  1     10 tokens   Pensieve  0.500 s   stateless  2.000 s\n"
 
@@ -101,8 +101,8 @@ class FakeSession:
 
 
 class Silent:
-    def asked(self, name: str) -> None: ...
-    def answered(self, name: str, exchange: Exchange) -> None: ...
+    def on_asked(self, name: str) -> None: ...
+    def on_answered(self, name: str, exchange: Exchange) -> None: ...
 
 
 def test_both_servers_get_every_turn_and_go_first_in_turns() -> None:
@@ -113,7 +113,7 @@ def test_both_servers_get_every_turn_and_go_first_in_turns() -> None:
     assert order == ["a", "b", "b", "a", "a", "b"]
     assert [[one.first_token_s for one in run.exchanges] for run in runs] == [[0.25] * 3, [2.0] * 3]
     assert [run.name for run in runs] == ["a", "b"]
-    assert all(one.right for run in runs for one in run.exchanges)
+    assert all(one.is_right for run in runs for one in run.exchanges)
 
 
 def test_the_closing_number_is_the_quotient_of_two_medians_of_the_last_turns() -> None:

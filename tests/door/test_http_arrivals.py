@@ -75,7 +75,7 @@ async def test_strangers_who_come_at_once_evict_no_known_caller(
         known = dialled(on.port, ASKED + KEY + CLOSE)
         strange = [
             dialled(on.port, ASKED + b"Authorization: Bearer ck_%d_x\r\n\r\n" % number)
-            for number in range(2 * counted.most)
+            for number in range(2 * counted.max_connections)
         ]
         reader, writer = await asyncio.open_connection(sock=known)
         async with asyncio.timeout(30):
@@ -109,15 +109,15 @@ async def test_a_connection_that_makes_way_before_it_has_begun_is_answered(
 async def test_a_known_caller_does_not_wait_for_questions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(admission, "GOOD_S", 0.0)
-    monkeypatch.setattr(admission, "MOST_QUESTIONS", 1)
+    monkeypatch.setattr(admission, "ACCEPTED_S", 0.0)
+    monkeypatch.setattr(admission, "MAX_CHECKS", 1)
 
     async def silent(*_: Any) -> None:
         await asyncio.Event().wait()
 
     async with keyed(tmp_path) as on, httpx.AsyncClient(base_url=on.url, timeout=30) as http:
         assert (await http.get("/v1/models", headers=GOOD)).status_code == 200
-        monkeypatch.setattr(Admission, "_found_out", silent)
+        monkeypatch.setattr(Admission, "_check_unknown", silent)
         for number in range(3):
             with contextlib.suppress(httpx.TimeoutException):
                 await http.get("/v1/models", headers={"Authorization": f"Bearer ck_{number}_x"}, timeout=0.1)
@@ -128,14 +128,14 @@ async def test_a_known_caller_does_not_wait_for_questions(
 async def test_a_closed_connection_leaves_nothing_to_collect(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    alive: weakref.WeakSet[wire.Guarded] = weakref.WeakSet()
-    made = wire.Guarded.connection_made
+    alive: weakref.WeakSet[wire.GuardedProtocol] = weakref.WeakSet()
+    made = wire.GuardedProtocol.connection_made
 
-    def noted(self: wire.Guarded, transport: asyncio.BaseTransport) -> None:
+    def noted(self: wire.GuardedProtocol, transport: asyncio.BaseTransport) -> None:
         alive.add(self)
         made(self, transport)
 
-    monkeypatch.setattr(wire.Guarded, "connection_made", noted)
+    monkeypatch.setattr(wire.GuardedProtocol, "connection_made", noted)
     async with keyed(tmp_path) as on:
         gc.disable()
         try:
@@ -176,12 +176,12 @@ NEEDS_OPENSSL = pytest.mark.skipif(
 @pytest.mark.fault(60)
 async def test_connections_in_the_handshake_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with with_tls(tmp_path, monkeypatch) as (port, counted, trust):
-        silent = [await opened(port) for _ in range(3 * counted.most)]
+        silent = [await opened(port) for _ in range(3 * counted.max_connections)]
         over = [asyncio.create_task(reader.read()) for reader, _ in silent]
         async with asyncio.timeout(30):
-            while sum(one.done() for one in over) < len(silent) - counted.most_strangers:
+            while sum(one.done() for one in over) < len(silent) - counted.max_strangers:
                 await asyncio.sleep(0.01)
-        assert 0 < len(counted) <= counted.most_strangers
+        assert 0 < len(counted) <= counted.max_strangers
         async with httpx.AsyncClient(base_url=f"https://127.0.0.1:{port}", timeout=30, verify=trust) as http:
             assert (await http.get("/health")).status_code == 200
         for _, writer in silent:

@@ -18,7 +18,7 @@ from pensieve.client import FunctionCall, Role
 from pensieve.http import chat
 from pensieve.http.common import bodies
 from pensieve.http.common.bodies import BodyReader
-from pensieve.http.common.contents import Message, NamedTalk, Transcript
+from pensieve.http.common.contents import HashedTranscript, Message, Transcript
 from pensieve.http.common.failures import HttpFailure
 from pensieve.http.responses import endpoint as responses
 from pensieve.http.responses import objects
@@ -52,14 +52,14 @@ class Gate:
 
 
 STAGES: tuple[tuple[Any, str, str, dict[str, Any]], ...] = (
-    (bodies, "_decoded", CHAT, SAID),
+    (bodies, "_decode", CHAT, SAID),
     (chat, "tool_use", CHAT, {**SAID, "tools": TOOLS}),
-    (chat, "NamedTalk", CHAT, SAID),
-    (bodies, "_decoded", "/v1/completions", {"prompt": "hi"}),
-    (bodies, "_decoded", "/v1/conversations", {}),
-    (bodies, "_decoded", RESPONSES, {"input": "hi"}),
+    (chat, "HashedTranscript", CHAT, SAID),
+    (bodies, "_decode", "/v1/completions", {"prompt": "hi"}),
+    (bodies, "_decode", "/v1/conversations", {}),
+    (bodies, "_decode", RESPONSES, {"input": "hi"}),
     (responses, "tool_use", RESPONSES, {"input": "hi"}),
-    (responses, "first_talk", RESPONSES, {"input": "hi"}),
+    (responses, "first_transcript", RESPONSES, {"input": "hi"}),
     (objects.zlib, "compress", RESPONSES, {"input": "hi", **LONG}),
 )
 
@@ -123,9 +123,9 @@ def request_with(data: bytes) -> Request:
 
 
 async def test_a_body_that_waits_for_the_thread_takes_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    gate = Gate(bodies._decoded)
-    monkeypatch.setattr(bodies, "_decoded", gate)
-    monkeypatch.setattr(bodies, "ROOM", 2)
+    gate = Gate(bodies._decode)
+    monkeypatch.setattr(bodies, "_decode", gate)
+    monkeypatch.setattr(bodies, "MAX_LARGE_BODIES", 2)
     data = json.dumps({"input": "hi", **FILLING}).encode()
     read_by = BodyReader(len(data))
 
@@ -156,10 +156,10 @@ def test_the_collector_rests_only_while_a_large_body_is_decoded(monkeypatch: pyt
     decode = bodies.msgspec.json.decode
     monkeypatch.setattr(bodies.msgspec.json, "decode", asked)
     for data in (b'{"input": "hi"}', json.dumps({"input": "hi", **FILLING}).encode()):
-        bodies._decoded(data, ResponseRequest, ResponseRequest.validated)
+        bodies._decode(data, ResponseRequest, ResponseRequest.validated)
         assert gc.isenabled()
     with pytest.raises(HttpFailure):
-        bodies._decoded(b'{"input":' * bodies.SMALL_BYTES, ResponseRequest, ResponseRequest.validated)
+        bodies._decode(b'{"input":' * bodies.SMALL_BYTES, ResponseRequest, ResponseRequest.validated)
     assert gc.isenabled() and seen == [True, False, False]
 
 
@@ -172,13 +172,13 @@ def test_names_are_those_that_stand_in_histories() -> None:
         Message(Role.ASSISTANT, "It is 3."),
     )
     talk = Transcript("Be brief.", history, (Message(Role.USER, "\ud800?"),), '[{"type":"function"}]')
-    named = NamedTalk(talk, b"scope")
+    named = HashedTranscript(talk, b"scope")
     assert named.mark == "fddb80df2511cd17c2adc340f719d40a"
-    assert named.end == ("eebb0b1974cb6b0c81fbd72f54342d97", history[-1])
+    assert named.last_answer == ("eebb0b1974cb6b0c81fbd72f54342d97", history[-1])
     assert named.history_key.hex() == "3e2ecfbdf2d6291e65a5c888c60c6614"
     assert named.key_after("x").hex() == named.key_after("x").hex() == "69c4666a16cb670176506eb18b7a528d"
-    first = NamedTalk(replace(talk, drops_oldest=True, history=(), tools=""), b"scope")
-    assert (first.mark, first.end) == ("50034f577737ca1ed687c8b3f135be44", None)
+    first = HashedTranscript(replace(talk, drops_oldest=True, history=(), tools=""), b"scope")
+    assert (first.mark, first.last_answer) == ("50034f577737ca1ed687c8b3f135be44", None)
 
 
 def test_which_items_are_one_answer() -> None:

@@ -149,13 +149,13 @@ async def test_bodies_count_for_whom_the_service_knows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asks: bool
 ) -> None:
     holders: list[str] = []
-    place = bodies.BodyBudget.place
+    place = bodies.BodyBudget.reserve
 
     def noted(self: bodies.BodyBudget, holder: str, end: Any) -> Any:
         holders.append(holder)
         return place(self, holder, end)
 
-    monkeypatch.setattr(bodies.BodyBudget, "place", noted)
+    monkeypatch.setattr(bodies.BodyBudget, "reserve", noted)
     async with contextlib.AsyncExitStack() as stack:
         if asks:
             on = await stack.enter_async_context(keyed(tmp_path))
@@ -187,7 +187,7 @@ def connections_to(port: int) -> int:
 async def test_questions_about_many_keys_share_one_connection(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(admission, "MOST_QUESTIONS", 8)
+    monkeypatch.setattr(admission, "MAX_CHECKS", 8)
     answered, seen = 0, asyncio.Event()
     ask = AsyncClient.server_info
 
@@ -245,8 +245,8 @@ async def test_invented_keys_cost_no_connections(tmp_path: Path) -> None:
 async def test_a_bad_key_that_is_tried_again_is_asked_about_now_and_then(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(admission, "PATIENT_REFUSALS", 20)
-    monkeypatch.setattr(admission, "BAD_S", 60.0)
+    monkeypatch.setattr(admission, "IMMEDIATE_REFUSALS", 20)
+    monkeypatch.setattr(admission, "REFUSED_S", 60.0)
     async with keyed(tmp_path) as on, httpx.AsyncClient(base_url=on.url, timeout=60) as http:
         checks = 0
         check = on.entry._authenticator.check
@@ -270,7 +270,7 @@ async def test_a_key_that_is_revoked_is_refused_from_then_on(
 ) -> None:
     conversation = "/v1/conversations/conv_" + "0" * 32
     async with keyed(tmp_path) as on, httpx.AsyncClient(base_url=on.url, timeout=60) as http:
-        monkeypatch.setattr(admission, "GOOD_S", 60.0 if lasting else 0.0)
+        monkeypatch.setattr(admission, "ACCEPTED_S", 60.0 if lasting else 0.0)
         assert (await http.get("/v1/models", headers=GOOD)).status_code == 200
         who = identity_from_header(GOOD["Authorization"])
         assert on.door.admission.has_admitted(who)
@@ -323,19 +323,19 @@ async def test_requests_on_one_connection_are_parsed_as_they_are_answered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ahead = 0
-    begin = wire.Guarded.on_message_begin
+    begin = wire.GuardedProtocol.on_message_begin
 
-    def counted(self: wire.Guarded) -> None:
+    def counted(self: wire.GuardedProtocol) -> None:
         nonlocal ahead
         ahead = max(ahead, len(self.pipeline))
         begin(self)
 
-    monkeypatch.setattr(wire.Guarded, "on_message_begin", counted)
+    monkeypatch.setattr(wire.GuardedProtocol, "on_message_begin", counted)
     asked = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
     async with keyed(tmp_path) as on:
         answer = await on.says(asked * 2000 + asked.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))
         assert answer.count(b" 200 OK") == 2001
-        assert ahead <= wire.HEAD_PIECE // len(asked) + 1
+        assert ahead <= wire.HEAD_PIECE_BYTES // len(asked) + 1
 
 
 class Fake:
@@ -364,12 +364,12 @@ def test_strangers_make_way_and_known_callers_stay() -> None:
         assert counted.on_connect(one, f"10.0.1.{number % 2}")
     quiet = Fake(counted)
     assert counted.on_connect(quiet, "10.0.0.2")
-    assert counted.strangers <= counted.most_strangers and len(counted) < 1024 // 2
+    assert counted.strangers <= counted.max_strangers and len(counted) < 1024 // 2
     assert not any(one.evicted for one in (*known, quiet)), "the address that has most makes way"
     assert not any(one.evicted for one in strangers[-50:]), "the newest have had no time yet"
     for one in [*known, *strangers, quiet]:
         counted.on_close(one)
-    assert (len(counted), counted.strangers, counted._of_address) == (0, 0, {})
+    assert (len(counted), counted.strangers, counted._count_of_address) == (0, 0, {})
 
 
 @pytest.mark.fault(60)
@@ -384,7 +384,7 @@ def test_one_address_leaves_connections_to_others() -> None:
             taken.append(one)
         else:
             counted.on_close(one)
-    assert 256 < len(taken) < counted.most < 512
+    assert 256 < len(taken) < counted.max_connections < 512
     assert counted.on_connect(Fake(counted), "10.0.0.2")
 
 
@@ -398,13 +398,13 @@ def test_who_is_known_too_late_is_not_counted_again() -> None:
 
 
 async def test_unknown_callers_are_looked_at_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections_of, "YOUNG_S", 60.0)
+    monkeypatch.setattr(connections_of, "STRANGER_TIMEOUT_S", 60.0)
     counted, begun = Connections(files=1024), list[int]()
     asking = [Fake(counted) for _ in range(100)]
     for number, one in enumerate(asking):
         counted.on_connect(one, "10.0.0.1")
         counted.queue.enter(one, lambda number=number: begun.append(number))  # type: ignore[misc]
-    assert begun == list(range(connections_of.AT_ONCE))
+    assert begun == list(range(connections_of.MAX_STRANGERS_AT_ONCE))
     counted.on_admitted(asking[0])
     counted.on_close(asking[98])
     assert begun[-1] == 99, "the newest is next"
@@ -414,54 +414,54 @@ async def test_unknown_callers_are_looked_at_a_few_at_a_time(monkeypatch: pytest
 
 @pytest.mark.fault(36)
 async def test_slow_bodies_make_way_for_other_callers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "HASTE_S", 0.01)
-    monkeypatch.setattr(bodies, "PATIENCE_S", 60.0)
+    monkeypatch.setattr(bodies, "EVICT_SOON_S", 0.01)
+    monkeypatch.setattr(bodies, "EVICT_AFTER_S", 60.0)
     shared = bodies.BodyBudget(100)
     ended: list[int] = []
     with contextlib.ExitStack() as stack:
         greedy = [
-            stack.enter_context(shared.place("a", lambda number=number: ended.append(number)))  # type: ignore[misc]
+            stack.enter_context(shared.reserve("a", lambda number=number: ended.append(number)))  # type: ignore[misc]
             for number in range(10)
         ]
         for one in greedy:
-            await shared.take(one, 10)
-        other = stack.enter_context(shared.place("b", lambda: ended.append(-1)))
+            await shared.acquire(one, 10)
+        other = stack.enter_context(shared.reserve("b", lambda: ended.append(-1)))
         async with asyncio.timeout(10):
-            await shared.take(other, 10)
+            await shared.acquire(other, 10)
         assert ended == [0], "the oldest of the caller that holds too much"
-        mine = stack.enter_context(shared.place("a", lambda: None))
+        mine = stack.enter_context(shared.reserve("a", lambda: None))
         with pytest.raises(Exception, match="too many large bodies"):
-            await shared.take(mine, 10)
+            await shared.acquire(mine, 10)
         for one in (*greedy, other):
             one.is_arriving = False  # they wait for this server now
-        third = stack.enter_context(shared.place("c", lambda: None))
+        third = stack.enter_context(shared.reserve("c", lambda: None))
         with pytest.raises(Exception, match="too many large bodies"):
-            await shared.take(third, 20)
-    assert shared.free == 100 and not shared._of_holder
+            await shared.acquire(third, 20)
+    assert shared.free == 100 and not shared._bytes_of_holder
 
 
 @pytest.mark.fault(36)
 async def test_a_callers_old_body_makes_way_for_its_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(bodies, "EVICT_AFTER_S", 0.0)
     shared, ended = bodies.BodyBudget(100), list[str]()
-    with shared.place("a", lambda: ended.append("old")) as old, shared.place("a", lambda: None) as new:
-        await shared.take(old, 100)
-        await shared.take(new, 100)
+    with shared.reserve("a", lambda: ended.append("old")) as old, shared.reserve("a", lambda: None) as new:
+        await shared.acquire(old, 100)
+        await shared.acquire(new, 100)
         assert ended == ["old"] and old.is_evicted
     assert shared.free == 100
 
 
 @pytest.mark.fault(36)
 async def test_behind_one_address_a_slow_body_makes_way_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(bodies, "EVICT_AFTER_S", 0.01)
     shared, ended = bodies.BodyBudget(100), list[str]()
     with (
-        shared.place("@10.0.0.1", lambda: ended.append("slow")) as slow,
-        shared.place("@10.0.0.1", lambda: ended.append("quick")) as quick,
+        shared.reserve("@10.0.0.1", lambda: ended.append("slow")) as slow,
+        shared.reserve("@10.0.0.1", lambda: ended.append("quick")) as quick,
     ):
-        await shared.take(slow, 100)
+        await shared.acquire(slow, 100)
         async with asyncio.timeout(10):
-            await shared.take(quick, 50)
+            await shared.acquire(quick, 50)
     assert ended == ["slow"]
 
 
@@ -599,4 +599,4 @@ async def test_a_whole_answer_has_no_comments() -> None:
 
 
 def test_large_means_more_than_is_read_at_once() -> None:
-    assert SMALL_BYTES >= wire.WAITING_BYTES + wire.STRANGERS_READ
+    assert SMALL_BYTES >= wire.WAITING_BYTES + wire.STRANGER_READ_BYTES

@@ -164,7 +164,7 @@ async def test_who_reads_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 async def test_large_bodies_that_never_end_have_bounded_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "ROOM", 2)
+    monkeypatch.setattr(bodies, "MAX_LARGE_BODIES", 2)
     most = 4 * bodies.SMALL_BYTES
     head = POST + CLOSING + b"Content-Length: %d\r\n\r\n" % most
     async with wired(max_body_bytes=most) as on, contextlib.AsyncExitStack() as held:

@@ -47,7 +47,7 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> set[str]:
             return super().check(method, metadata, peer)
 
     monkeypatch.setattr(http_rig, "BearerTenant", Noting)
-    monkeypatch.setattr(callers, "REQUESTS_EACH", 2)
+    monkeypatch.setattr(callers, "REQUESTS_PER_CLIENT", 2)
     return seen
 
 
@@ -84,7 +84,7 @@ async def test_connections_beyond_the_limit_are_closed_when_nobody_uses_them(pee
 
 async def test_requests_on_one_connection_leave_room_for_their_other_calls() -> None:
     """Of the calls that a server takes on one connection (256) a request may make two at a time."""
-    assert 2 * callers.REQUESTS_EACH <= 256
+    assert 2 * callers.REQUESTS_PER_CLIENT <= 256
 
 
 MOST = 10

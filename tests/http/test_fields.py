@@ -43,7 +43,7 @@ async def test_what_would_change_the_answer_is_refused_by_name(path: str) -> Non
             assert error["code"] == code and name in error["message"]
         assert not rig.service.link.generations
         nothing: dict[str, Any] = dict.fromkeys((*kind.REFUSED, "whatever"))
-        for name, values in fields.NEUTRAL.items():
+        for name, values in fields.ACCEPTED_VALUES.items():
             if name in kind.REFUSED:
                 nothing[name] = values[0]
         anything = dict.fromkeys(kind.WITHOUT_EFFECT.keys() - set(names(kind)), "x")

@@ -228,7 +228,7 @@ async def test_a_running_turn_of_another_caller_survives(monkeypatch: Any) -> No
 async def test_a_session_that_another_call_takes_back_is_made_again(monkeypatch: Any) -> None:
     """Two calls make the same session. The one that is refused takes it back before the other has begun its turn."""
     async with asking() as caller:
-        real = door_chat.added
+        real = door_chat.append_items
         gone: list[bool] = []
 
         async def taken(session: AsyncSession, *args: Any, **options: Any) -> AsyncSession:
@@ -239,7 +239,7 @@ async def test_a_session_that_another_call_takes_back_is_made_again(monkeypatch:
                 )
             return await real(session, *args, **options)
 
-        monkeypatch.setattr(door_chat, "added", taken)
+        monkeypatch.setattr(door_chat, "append_items", taken)
         await caller.ask("x", "y", "a")
         assert gone and await caller.said() == ["x", "y", "a", ANSWER]
 

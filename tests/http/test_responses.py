@@ -273,7 +273,7 @@ async def test_every_refusal_has_the_same_form() -> None:
 
 
 async def test_a_body_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "BODY_S", 0.1)
+    monkeypatch.setattr(bodies, "BODY_TIMEOUT_S", 0.1)
 
     async def slowly() -> AsyncIterator[bytes]:
         yield b"{"

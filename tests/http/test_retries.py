@@ -345,7 +345,7 @@ async def test_a_turn_of_another_call_in_a_named_session_is_never_taken_back(
     """Two first calls name one session. The other one is answered while this one makes the session, or begins in it."""
     async with door() as rig, asking(rig) as ask:
         waiting = [ask(CHAT, {"messages": talk("other"), "session": "mine"})]
-        module, name = (door_chat, "answered") if refused else (AsyncClient, "create_session")
+        module, name = (door_chat, "begin_turn") if refused else (AsyncClient, "create_session")
         real = getattr(module, name)
 
         async def beside(*args: Any, **options: Any) -> Any:

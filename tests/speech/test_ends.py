@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from speech.test_reader import ADA, BOB, CALLS, FORMS, PIECES, WORDS, call, hermes
 
 from pensieve.speech import CallForm, FirstCall, SpeechForm, read, render_answer
-from pensieve.speech.calls import Quotes
+from pensieve.speech.calls import StringState
 
 HERMES, LLAMA3, MISTRAL = (SpeechForm(form) for form in CallForm)
 OPENED = SpeechForm(CallForm.HERMES, thinks=True, begins_thinking=True)
@@ -79,14 +79,14 @@ def test_of_what_is_written_the_first_is_kept(words: str, calls: list[object], f
 
 
 def test_closings_without_end_in_a_string_cost_no_more_than_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    looked_at, push = 0, Quotes.push
+    looked_at, push = 0, StringState.push
 
-    def counting(quotes: Quotes, text: str) -> None:
+    def counting(quotes: StringState, text: str) -> None:
         nonlocal looked_at
         looked_at += len(text)
         push(quotes, text)
 
-    monkeypatch.setattr(Quotes, "push", counting)
+    monkeypatch.setattr(StringState, "push", counting)
     text = '<tool_call>{"name": "' + "</tool_call>" * 500
     assert read(text, HERMES).words == text
     assert looked_at <= len(text)

@@ -1,7 +1,7 @@
-"""Lets a request in before anything of its body is read: the service is asked first whether it knows the caller.
+"""Admits a request before any of its body is read: asks the service whether it accepts the caller's credential.
 
-The question goes over one connection that all callers share, so that an invented key costs no file. Each answer is
-remembered for a moment, in a bounded table.
+All checks share one connection, so invented keys cost no file descriptors. Answers are cached briefly in
+bounded tables.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Final, TypeAlias, TypeVar
 
 from pensieve.client import AsyncClient, RetryPolicy, ServerInfo
 from pensieve.errors import Cancelled, PensieveError, Unauthenticated
-from pensieve.http.common.callers import CONNECTIONS, CallerIdentity, connection
+from pensieve.http.common.callers import CONNECTIONS, CallerIdentity, connection_options
 from pensieve.http.common.failures import HttpFailure
 from pensieve.http.common.settings import DoorSettings
 from pensieve.rpc_status import TRANSPORT, TRANSPORT_FINAL
@@ -26,127 +26,121 @@ from pensieve.rpc_status import TRANSPORT, TRANSPORT_FINAL
 T = TypeVar("T")
 
 KEYLESS: Final = "keyless"
-"""What a server that asks for no key says among its features."""
-GOOD_S: Final = 1.0
-"""How long a credential counts as good without another question. The service looks at its key file as often."""
-BAD_S: Final = 2.0
-"""How long a credential counts as bad."""
-PATIENT_REFUSALS: Final = 10
-"""Refusals of one bad credential that are given at once in ``BAD_S``; later ones wait until that time is over, so that
-a caller who tries again and again has no more than these."""
-REMEMBERED: Final = 4096
-"""Credentials, good and bad ones each."""
-MOST_QUESTIONS: Final = 256
-"""Questions that wait for an answer. Of more, the oldest is given up: a good credential is confirmed in a moment."""
+"""Feature that a service announces when it asks for no key."""
+ACCEPTED_S: Final = 1.0
+"""How long an accepted credential needs no other check. The service re-reads its key file as often."""
+REFUSED_S: Final = 2.0
+"""How long a refused credential stays refused without another check."""
+IMMEDIATE_REFUSALS: Final = 10
+"""Refusals of one credential that are answered at once within ``REFUSED_S``. Later ones wait until it has
+passed, which slows a caller that retries in a loop."""
+MAX_CACHED: Final = 4096
+MAX_CHECKS: Final = 256
+"""Pending checks of unknown credentials. Beyond this the oldest is cancelled: a valid credential is confirmed
+in a moment."""
 RECHECK_S: Final = 2.0
-"""How long the service may take to confirm a credential that was good before; then the service itself decides."""
+"""Timeout of the check of a credential that was accepted before. After it the request passes, and the service
+decides."""
 _PAUSES_S: Final = (0.05, 0.3)
-"""Bounds of the random pause before an unreachable service is asked again."""
 
 
-_Question: TypeAlias = "asyncio.Task[ServerInfo | None]"
-_Questions: TypeAlias = "dict[bytes, _Question]"
+_Check: TypeAlias = "asyncio.Task[ServerInfo | None]"
+_Checks: TypeAlias = "dict[bytes, _Check]"
 
 
 @dataclass(slots=True)
-class _Good:
+class _Accepted:
     until: float
     info: ServerInfo | None
 
 
 @dataclass(slots=True)
-class _Bad:
+class _Refused:
     until: float
     error: PensieveError
     refusals: int = 0
 
 
 class Admission:
-    """Asks the service about credentials, and remembers the answers. One event loop."""
+    """Checks credentials with the service and caches the answers. Runs on one event loop."""
 
     def __init__(self, settings: DoorSettings) -> None:
         self._settings = settings
-        self._good: OrderedDict[bytes, _Good] = OrderedDict()
-        self._bad: OrderedDict[bytes, _Bad] = OrderedDict()
-        self._questions: _Questions = {}
-        """About credentials that are not known."""
-        self._rechecks: _Questions = {}
-        """About credentials that were good before: no stranger's question takes their place."""
+        self._accepted: OrderedDict[bytes, _Accepted] = OrderedDict()
+        self._refused: OrderedDict[bytes, _Refused] = OrderedDict()
+        self._checks: _Checks = {}
+        self._rechecks: _Checks = {}
+        """Checks of credentials that were accepted before. Checks of unknown ones cannot displace them."""
         self._closed = False
         self.keyless = False
-        """Whether the service lets in callers without a credential, as far as it has said so."""
+        """Whether the service has said that it accepts callers without a credential."""
 
     def has_admitted(self, who: CallerIdentity) -> bool:
-        """Whether the service has let in this credential before."""
-        return who.credential in self._good
+        return who.credential in self._accepted
 
     async def admit(self, who: CallerIdentity) -> None:
-        """Return when the service knows the caller.
-
-        Raises Unauthenticated, what a service that cannot be reached ends with, or Cancelled after ``close``.
-        """
+        """Return once the service accepts the caller. Raises Unauthenticated, HttpFailure (503) when too many
+        checks are pending, the error of an unreachable service, or Cancelled after ``close``."""
         credential = who.credential
-        if (good := self._good.get(credential)) is not None:
-            self._good.move_to_end(credential)
-            if good.until > time.monotonic():
+        if (accepted := self._accepted.get(credential)) is not None:
+            self._accepted.move_to_end(credential)
+            if accepted.until > time.monotonic():
                 return
-        elif (bad := self._bad.get(credential)) is not None and bad.until > time.monotonic():
-            bad.refusals += 1
-            if bad.refusals > PATIENT_REFUSALS:
-                await asyncio.sleep(bad.until - time.monotonic())
-            raise bad.error.with_traceback(None)
-        questions = self._questions if good is None else self._rechecks
-        if (question := questions.get(credential)) is None:
+        elif (refused := self._refused.get(credential)) is not None and refused.until > time.monotonic():
+            refused.refusals += 1
+            if refused.refusals > IMMEDIATE_REFUSALS:
+                await asyncio.sleep(refused.until - time.monotonic())
+            raise refused.error.with_traceback(None)
+        checks = self._checks if accepted is None else self._rechecks
+        if (check := checks.get(credential)) is None:
             if self._closed:
                 raise _closed()
-            if len(self._questions) >= MOST_QUESTIONS and good is None:
-                oldest = next(iter(self._questions))
-                self._questions.pop(oldest).cancel()
-            question = self._start(questions, who, credential, known=good is not None)
-        await asyncio.wait({question})  # others may wait for it, too: it outlives this request
-        if question.cancelled():
-            raise _closed() if self._closed else _too_many()
-        if (error := question.exception()) is not None:
+            if len(self._checks) >= MAX_CHECKS and accepted is None:
+                oldest = next(iter(self._checks))
+                self._checks.pop(oldest).cancel()
+            check = self._start_check(checks, who, credential, known=accepted is not None)
+        await asyncio.wait({check})  # shared with other requests: it outlives this one
+        if check.cancelled():
+            raise _closed() if self._closed else _overloaded()
+        if (error := check.exception()) is not None:
             raise error.with_traceback(None)
 
-    def _start(
-        self, questions: _Questions, who: CallerIdentity, credential: bytes, *, known: bool
-    ) -> _Question:
-        question = asyncio.create_task(self._ask(who, credential, known=known))
-        questions[credential] = question
-        question.add_done_callback(partial(self._answered, questions, credential))
-        return question
+    def _start_check(self, checks: _Checks, who: CallerIdentity, credential: bytes, *, known: bool) -> _Check:
+        check = asyncio.create_task(self._run(who, credential, known=known))
+        checks[credential] = check
+        check.add_done_callback(partial(self._on_checked, checks, credential))
+        return check
 
     @staticmethod
-    def _answered(questions: _Questions, credential: bytes, question: _Question) -> None:
-        if questions.get(credential) is question:
-            del questions[credential]
-        if not question.cancelled():
-            question.exception()  # seen, also where every caller that waited has left
+    def _on_checked(checks: _Checks, credential: bytes, check: _Check) -> None:
+        if checks.get(credential) is check:
+            del checks[credential]
+        if not check.cancelled():
+            check.exception()  # retrieved even when every waiting caller has disconnected
 
     def close(self) -> None:
-        """Ask nothing more. Requests that wait for an answer end with Cancelled (CLIENT_CLOSED)."""
+        """Cancel all checks. Requests that wait for one end with Cancelled (CLIENT_CLOSED)."""
         self._closed = True
-        for question in [*self._questions.values(), *self._rechecks.values()]:
-            question.cancel()
+        for check in [*self._checks.values(), *self._rechecks.values()]:
+            check.cancel()
 
-    async def _ask(self, who: CallerIdentity, credential: bytes, *, known: bool) -> ServerInfo | None:
+    async def _run(self, who: CallerIdentity, credential: bytes, *, known: bool) -> ServerInfo | None:
         try:
             async with self._client(who, RECHECK_S if known else 60.0) as client:
-                info = await (self._confirmed(client) if known else self._found_out(client))
+                info = await (self._recheck(client) if known else self._check_unknown(client))
         except Unauthenticated as error:
-            self._good.pop(credential, None)
-            _remember(self._bad, credential, _Bad(time.monotonic() + BAD_S, error))
+            self._accepted.pop(credential, None)
+            _cache(self._refused, credential, _Refused(time.monotonic() + REFUSED_S, error))
             raise
         if info is not None:
             self.keyless = KEYLESS in info.features
-        self._bad.pop(credential, None)
-        _remember(self._good, credential, _Good(time.monotonic() + GOOD_S, info))
+        self._refused.pop(credential, None)
+        _cache(self._accepted, credential, _Accepted(time.monotonic() + ACCEPTED_S, info))
         return info
 
-    async def _confirmed(self, client: AsyncClient) -> ServerInfo | None:
-        """Ask about a credential that was good before. Only a clear no counts: the service hears of each call anyway,
-        and who called before an outage is not to queue behind strangers."""
+    async def _recheck(self, client: AsyncClient) -> ServerInfo | None:
+        """Check a credential that was accepted before. Only Unauthenticated refuses it: the service checks
+        every call anyway, and callers known before an outage must not queue behind unknown ones."""
         try:
             return await client.server_info()
         except Unauthenticated:
@@ -154,8 +148,8 @@ class Admission:
         except PensieveError:
             return None
 
-    async def _found_out(self, client: AsyncClient) -> ServerInfo | None:
-        """Ask about an unknown credential until the service can be reached."""
+    async def _check_unknown(self, client: AsyncClient) -> ServerInfo | None:
+        """Check an unknown credential, retrying while the service cannot be reached."""
         deadline = time.monotonic() + self._settings.patience_s
         while True:
             try:
@@ -164,7 +158,7 @@ class Admission:
                 raise
             except PensieveError as error:
                 if error.reason not in (TRANSPORT, TRANSPORT_FINAL):
-                    return None  # the service looked at the credential before it said anything else
+                    return None  # the service checks the credential before anything else
                 pause = random.uniform(*_PAUSES_S)
                 if time.monotonic() + pause >= deadline:
                     raise
@@ -177,7 +171,7 @@ class Admission:
             tls=self._settings.tls,
             timeout=timeout_s,
             retry=RetryPolicy(max_attempts=1),
-            options=connection(CONNECTIONS),  # a number of its own: no caller's calls go over it
+            options=connection_options(CONNECTIONS),  # its own connection: no caller's requests use it
             metadata=who.metadata,
         )
         try:
@@ -190,18 +184,18 @@ def _closed() -> Cancelled:
     return Cancelled("the door is closed", reason="CLIENT_CLOSED")
 
 
-def _too_many() -> HttpFailure:
+def _overloaded() -> HttpFailure:
     return HttpFailure(
         503,
-        "too many callers wait to be let in: try again",
+        "too many callers wait to be admitted: try again",
         kind="server_error",
         code="server_overloaded",
         retry_after_s=1.0,
     )
 
 
-def _remember(table: OrderedDict[bytes, T], credential: bytes, value: T) -> None:
+def _cache(table: OrderedDict[bytes, T], credential: bytes, value: T) -> None:
     table[credential] = value
     table.move_to_end(credential)
-    if len(table) > REMEMBERED:
+    if len(table) > MAX_CACHED:
         table.popitem(last=False)

@@ -1,4 +1,4 @@
-"""What the answers of all endpoints have in common: log-probabilities, events, and text that cannot be taken back."""
+"""Shared by the answers of all endpoints: log-probabilities, server-sent events, text that was already sent."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ from pensieve.client import FinishReason, Piece, TokenLogprob, TokenText, Turn, 
 from pensieve.errors import Internal
 from pensieve.http.common.failures import HttpFailure
 
-LEAST: Final = -9999.0
-"""What stands for anything below it: JSON has no minus infinity."""
-MAX_TOP: Final = 20
-"""Likeliest tokens that may be asked for."""
+MIN_LOGPROB: Final = -9999.0
+"""Stands for any lower value: JSON has no minus infinity."""
+MAX_TOP_LOGPROBS: Final = 20
 
 
 def token_scores(scores: Iterable[TokenLogprob]) -> list[dict[str, Any]]:
-    """One entry for each token. A control token has its name as text, and no bytes."""
+    """Return one entry per token. A control token has its name as text, and no bytes."""
     return [
         {
             **_score(one.token, one.logprob),
@@ -37,165 +36,158 @@ def token_scores(scores: Iterable[TokenLogprob]) -> list[dict[str, Any]]:
 
 
 def clamp_logprob(logprob: float) -> float:
-    """The value as it is sent."""
-    return max(logprob, LEAST)
+    return max(logprob, MIN_LOGPROB)
 
 
 def _score(token: TokenText, logprob: float) -> dict[str, Any]:
     return {"token": token.text, "bytes": list(token.piece), "logprob": clamp_logprob(logprob)}
 
 
-SILENT: Final = b":\n\n"
-"""A comment, which clients drop: proxies and clients see that the answer is still to come."""
+HEARTBEAT: Final = b":\n\n"
+"""A comment, which clients ignore. It tells proxies and clients that the answer is still to come."""
 DONE: Final = b"data: [DONE]\n\n"
 _HEADERS: Final = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-"""The second keeps nginx from holding events back."""
+"""The second header keeps nginx from buffering events."""
 
 
 def sse_event(data: dict[str, Any], name: str | None = None) -> bytes:
-    """One event, to be sent in one piece: some clients lose one that is split, and see none that ends in CRLF."""
+    """Encode one event. It must be sent in one piece: some clients lose an event that is split. Lines end in
+    LF, because some clients see no event that ends in CRLF."""
     line = b"data: " + msgspec.json.encode(data) + b"\n\n"
     return line if name is None else b"event: " + name.encode() + b"\n" + line
 
 
 class EventStream(StreamingResponse):
-    """Sends events, and comments where there are none for the door's ``heartbeat_s``.
-
-    ``held`` is closed when the last event is out or the client has gone.
-    """
+    """Sends events, and a comment whenever the stream was silent for the door's ``heartbeat_s``. ``held`` is
+    closed after the last event, or when the client disconnects."""
 
     def __init__(self, events: AsyncIterator[bytes], held: AsyncExitStack, headers: dict[str, str]) -> None:
         super().__init__(events, media_type="text/event-stream", headers={**_HEADERS, **headers})
         self._held = held
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        steady = _Steady(send, scope["app"].state.door.settings.heartbeat_s)
+        sender = _HeartbeatSender(send, scope["app"].state.door.settings.heartbeat_s)
         try:
-            await super().__call__(scope, receive, steady.send)
+            await super().__call__(scope, receive, sender.send)
         finally:
-            steady.end()
+            sender.stop()
             await self._held.aclose()
 
 
-class _Steady:
-    """Sends what the answer says, and a comment after each ``heartbeat_s`` seconds without a byte."""
+class _HeartbeatSender:
+    """Forwards ASGI messages, and sends a comment after each ``heartbeat_s`` seconds without a byte."""
 
     def __init__(self, send: Send, heartbeat_s: float) -> None:
         self._send = send
         self._heartbeat_s = heartbeat_s
-        self._one = asyncio.Lock()
-        self._last = 0.0
-        self._beating: asyncio.Task[None] | None = None
-        """From the head of the answer to its end."""
+        self._lock = asyncio.Lock()
+        self._last_sent = 0.0
+        self._heartbeat: asyncio.Task[None] | None = None
 
     async def send(self, message: Message) -> None:
-        async with self._one:
+        async with self._lock:
             await self._send(message)
-            self._last = asyncio.get_running_loop().time()
+            self._last_sent = asyncio.get_running_loop().time()
             if message["type"] == "http.response.start":
-                self._beating = asyncio.create_task(self._beat(), name="heartbeat")
+                self._heartbeat = asyncio.create_task(self._run_heartbeat(), name="heartbeat")
             elif not message.get("more_body"):
-                self.end()
+                self.stop()
 
-    def end(self) -> None:
-        """No more comments."""
-        if self._beating is not None:
-            self._beating.cancel()
+    def stop(self) -> None:
+        if self._heartbeat is not None:
+            self._heartbeat.cancel()
 
-    async def _beat(self) -> None:
+    async def _run_heartbeat(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            await asyncio.sleep(self._last + self._heartbeat_s - loop.time())
-            async with self._one:
-                if loop.time() >= self._last + self._heartbeat_s:
-                    await self._send({"type": "http.response.body", "body": SILENT, "more_body": True})
-                    self._last = loop.time()
+            await asyncio.sleep(self._last_sent + self._heartbeat_s - loop.time())
+            async with self._lock:
+                if loop.time() >= self._last_sent + self._heartbeat_s:
+                    await self._send({"type": "http.response.body", "body": HEARTBEAT, "more_body": True})
+                    self._last_sent = loop.time()
 
 
 T = TypeVar("T")
 
 
 async def cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The outcome of ``work``, which is cancelled when the caller goes: to nobody nothing is said.
-
-    Raises HttpFailure then, so that what is held for the call is let go. The body has to have been read.
-    """
-    working, leaving = asyncio.create_task(work), asyncio.create_task(_left(request))
+    """Return the result of ``work``; cancel it when the client disconnects. Then raises HttpFailure, so that
+    the call's resources are released. The body must have been read."""
+    working, disconnecting = asyncio.create_task(work), asyncio.create_task(_wait_for_disconnect(request))
     try:
-        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((working, disconnecting), return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise HttpFailure(400, "the caller left before the answer was whole", code="client_disconnected")
+            raise HttpFailure(
+                400, "the client disconnected before the answer was complete", code="client_disconnected"
+            )
         return working.result()
     finally:
-        for task in (working, leaving):
+        for task in (working, disconnecting):
             task.cancel()
-        await asyncio.wait((working, leaving))
+        await asyncio.wait((working, disconnecting))
 
 
-async def _left(request: Request) -> None:
+async def _wait_for_disconnect(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
 class SentText:
-    """Texts of a turn's candidates as the client has them.
+    """The text of each candidate that the client has received.
 
-    When an attempt is lost the answer begins anew. It is the same answer nearly always; then what was sent stays, and
-    the stream goes on behind it.
+    When an attempt is lost, the answer restarts from its beginning, nearly always with the same text. Then the
+    text that was sent stays valid, and the stream continues after it.
     """
 
     def __init__(self) -> None:
         self._sent: defaultdict[int, str] = defaultdict(str)
-        self._again: dict[int, str] = {}
-        """Candidates whose answer began anew and is not yet as long as what was sent."""
+        self._restarted: dict[int, str] = {}
+        """The new text of each restarted candidate that is still shorter than the text that was sent."""
 
     def new_text(self, piece: Piece) -> str | None:
-        """What of this piece has not been sent; None when all was. Raises Internal (STREAM_INCONSISTENT) for another
-        answer."""
+        """Return the part of this piece that was not sent yet, or None. Raises Internal (STREAM_INCONSISTENT)
+        when the new attempt's text differs."""
         if piece.restarted:
-            self._again = dict.fromkeys(self._sent, "")
+            self._restarted = dict.fromkeys(self._sent, "")
             return None
-        again = self._again.get(piece.candidate)
+        again = self._restarted.get(piece.candidate)
         sent = self._sent[piece.candidate]
         if again is None:
             self._sent[piece.candidate] = sent + piece.text
             return piece.text
         again += piece.text
         if not (sent.startswith(again) or again.startswith(sent)):
-            raise _another_answer()
+            raise _inconsistent()
         if len(again) < len(sent):
-            self._again[piece.candidate] = again
+            self._restarted[piece.candidate] = again
             return None
-        del self._again[piece.candidate]
+        del self._restarted[piece.candidate]
         self._sent[piece.candidate] = again
         return again[len(sent) :] or None
 
 
 class SentTokens:
-    """Tokens of a turn's candidates as the client has them, for protocols that show them: see ``SentText``."""
+    """The tokens of each candidate that the client has received, for protocols that show them. See ``SentText``."""
 
     def __init__(self, wanted: bool) -> None:
-        """``wanted``: else there are never any."""
         self._wanted = wanted
         self._sent: defaultdict[int, list[int]] = defaultdict(list)
 
     def new_tokens(self, piece: Piece) -> tuple[tuple[int, ...], tuple[TokenLogprob, ...]]:
-        """The ids of this piece that have not been sent, and their log-probabilities if there are any.
-
-        Raises Internal (STREAM_INCONSISTENT) for other tokens than were sent.
-        """
+        """Return the ids of this piece that were not sent yet, and their log-probabilities if it has any.
+        Raises Internal (STREAM_INCONSISTENT) when the new attempt's tokens differ."""
         if not self._wanted:
             return (), ()
         sent, begin = self._sent[piece.candidate], piece.token_offset
         again = sent[begin : begin + len(piece.token_ids)]
         if tuple(again) != piece.token_ids[: len(again)]:
-            raise _another_answer()
+            raise _inconsistent()
         fresh = piece.token_ids[len(again) :]
         sent += fresh
         return fresh, piece.logprobs[len(again) :]
 
 
-def _another_answer() -> Internal:
+def _inconsistent() -> Internal:
     return Internal(
         "the answer was lost while it was streamed, and the new one differs; send the request again",
         reason="STREAM_INCONSISTENT",
@@ -208,24 +200,23 @@ def is_truncated(reason: FinishReason | int | None) -> bool:
 
 
 def finish_reason(reason: FinishReason | int | None) -> str:
-    """The word of both kinds of completions."""
     return "length" if is_truncated(reason) else "stop"
 
 
 def cached_tokens(usage: Usage) -> int:
-    """Tokens of the context that were not computed for this turn."""
+    """Return the tokens of the context that were not computed for this turn."""
     return usage.gpu_cached_tokens + usage.swapped_in_tokens
 
 
 def output_tokens(turn: Turn) -> int:
-    """Of all candidates together."""
     if turn.candidates:
         return sum(candidate.output_tokens for candidate in turn.candidates)
     return turn.usage.output_tokens
 
 
 def completion_usage(*turns: Turn) -> dict[str, Any]:
-    """Token counts, all turns together. ``cached_tokens``: of the contexts, what was not computed for these turns."""
+    """Return token counts, summed over all turns. ``cached_tokens``: context tokens that were not computed for
+    these turns."""
     prompt = sum(turn.usage.context_tokens for turn in turns)
     answer = sum(map(output_tokens, turns))
     cached = sum(cached_tokens(turn.usage) for turn in turns)

@@ -1,4 +1,4 @@
-"""Reads a request's body: bounded, then decoded into a checked struct, and a large one beside the event loop."""
+"""Reads a request's body within limits and decodes it into a checked struct; large ones in a thread."""
 
 from __future__ import annotations
 
@@ -20,116 +20,119 @@ from pensieve.http.common.callers import HOLDER
 from pensieve.http.common.failures import HttpFailure
 from pensieve.http.common.requests import check_fields, check_nested
 
-PATIENCE_S: Final = 2.0
-HASTE_S: Final = 0.05
+EVICT_AFTER_S: Final = 2.0
+EVICT_SOON_S: Final = 0.05
 
 
 class Reservation:
-    """The room of one body. It holds nothing at first."""
+    """Bytes reserved for one body; none at first."""
 
-    def __init__(self, holder: str, give_up: Callable[[], None]) -> None:
-        """``holder`` names the caller. ``give_up`` ends the reading, which then raises."""
+    def __init__(self, holder: str, abort: Callable[[], None]) -> None:
+        """``holder`` names the caller. ``abort`` aborts the reading, which then raises."""
         self.holder = holder
         self.reserved = 0
         self.since = 0.0
-        """When it began to hold something."""
+        """When it reserved its first byte; the event loop's time."""
         self.is_arriving = True
-        """The body has not come whole."""
         self.is_evicted = False
-        self.abort = give_up
+        self.abort = abort
 
 
 class BodyBudget:
-    """Divides ``size`` bytes, for large bodies that are on their way, among the callers. Used on one event loop.
+    """Divides ``size`` bytes among the large bodies in flight. Runs on one event loop.
 
-    A caller may fill the room while no other wants it. When room is short, the body that is overdue first is given up:
-    soon where its caller holds more than its share, which is the same for all callers that hold or want some; else
-    after ``PATIENCE_S``. A body that has come whole is never given up: it waits for this server, not for its caller.
+    A caller may use all of it while no other caller needs any. When bytes are short, the body that is overdue
+    first is evicted. A body is overdue ``EVICT_SOON_S`` after it began if its caller holds more than an equal share,
+    else ``EVICT_AFTER_S`` after. A body that has arrived is never evicted: it waits for this server, not for its
+    caller.
     """
 
     def __init__(self, size: int) -> None:
         self.size = self.free = size
-        self._places: list[Reservation] = []
-        """Requests that hold bytes, oldest first."""
-        self._of_holder: Counter[str] = Counter()
-        self._change = asyncio.Event()
+        self._reservations: list[Reservation] = []
+        """Reservations with bytes, oldest first."""
+        self._bytes_of_holder: Counter[str] = Counter()
+        self._changed = asyncio.Event()
 
     @contextmanager
-    def place(self, holder: str, give_up: Callable[[], None]) -> Iterator[Reservation]:
-        """A place for one body; what it holds is free again at the end of the block."""
-        place = Reservation(holder, give_up)
+    def reserve(self, holder: str, abort: Callable[[], None]) -> Iterator[Reservation]:
+        """Yield an empty reservation. Its bytes are freed when the block ends."""
+        reservation = Reservation(holder, abort)
         try:
-            yield place
+            yield reservation
         finally:
-            self._leave(place)
+            self._free_all(reservation)
 
-    async def take(self, place: Reservation, size: int) -> None:
-        """Give the place ``size`` more bytes. Raises HttpFailure (429) when there are none."""
+    async def acquire(self, reservation: Reservation, size: int) -> None:
+        """Reserve ``size`` more bytes. Raises HttpFailure (429) when no body can be evicted for them."""
         while size > self.free:
             loop = asyncio.get_running_loop()
-            due = min(((self._due(one, place), one) for one in self._rivals(place)), key=_when, default=None)
+            due = min(
+                ((self._due(one, reservation), one) for one in self._rivals(reservation)),
+                key=_due_time,
+                default=None,
+            )
             if due is None:
-                raise _full()
+                raise _exhausted()
             when, rival = due
             if when <= loop.time():
                 rival.is_evicted = True
-                self._leave(rival)
+                self._free_all(rival)
                 rival.abort()
                 continue
-            if rival.holder == place.holder and not is_address(place.holder):
-                raise _full()  # its own bodies are in the way: it may wait for them as it likes
-            self._change.clear()
+            if rival.holder == reservation.holder and not is_address(reservation.holder):
+                raise _exhausted()  # blocked by its own bodies: the caller can wait for them itself
+            self._changed.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(when):
-                    await self._change.wait()
-        if not place.reserved:
-            place.since = asyncio.get_running_loop().time()
-            self._places.append(place)
+                    await self._changed.wait()
+        if not reservation.reserved:
+            reservation.since = asyncio.get_running_loop().time()
+            self._reservations.append(reservation)
         self.free -= size
-        place.reserved += size
-        self._of_holder[place.holder] += size
+        reservation.reserved += size
+        self._bytes_of_holder[reservation.holder] += size
 
-    def _rivals(self, place: Reservation) -> Iterator[Reservation]:
-        """Bodies that may have to make way: of the same caller, and of those that hold more."""
-        own = self._of_holder[place.holder]
-        for one in self._places:
-            more = self._of_holder[one.holder] > own
-            if one is not place and one.is_arriving and (more or one.holder == place.holder):
+    def _rivals(self, reservation: Reservation) -> Iterator[Reservation]:
+        """Bodies that may be evicted for this one: those of the same caller, and of callers that hold more."""
+        own = self._bytes_of_holder[reservation.holder]
+        for one in self._reservations:
+            more = self._bytes_of_holder[one.holder] > own
+            if one is not reservation and one.is_arriving and (more or one.holder == reservation.holder):
                 yield one
 
     def _due(self, one: Reservation, wanting: Reservation) -> float:
-        share = self.size // len(self._of_holder.keys() | {wanting.holder})
-        beyond = one.holder != wanting.holder and self._of_holder[one.holder] > share
-        return one.since + (HASTE_S if beyond else PATIENCE_S)
+        share = self.size // len(self._bytes_of_holder.keys() | {wanting.holder})
+        beyond = one.holder != wanting.holder and self._bytes_of_holder[one.holder] > share
+        return one.since + (EVICT_SOON_S if beyond else EVICT_AFTER_S)
 
-    def _leave(self, place: Reservation) -> None:
-        if not place.reserved:
+    def _free_all(self, reservation: Reservation) -> None:
+        if not reservation.reserved:
             return
-        self._places.remove(place)
-        self.free += place.reserved
-        self._of_holder[place.holder] -= place.reserved
-        if not self._of_holder[place.holder]:
-            del self._of_holder[place.holder]
-        place.reserved = 0
-        self._change.set()
+        self._reservations.remove(reservation)
+        self.free += reservation.reserved
+        self._bytes_of_holder[reservation.holder] -= reservation.reserved
+        if not self._bytes_of_holder[reservation.holder]:
+            del self._bytes_of_holder[reservation.holder]
+        reservation.reserved = 0
+        self._changed.set()
 
 
 def is_address(holder: str) -> bool:
-    """Whether the holder is an address: many callers may stand behind one, so each of its bodies counts for itself."""
+    """Whether the holder is an address. Many callers may share one, so each of its bodies counts for itself."""
     return holder.startswith("@")
 
 
-def _when(due: tuple[float, Reservation]) -> float:
+def _due_time(due: tuple[float, Reservation]) -> float:
     return due[0]
 
 
 def evicted_failure() -> HttpFailure:
-    """What the caller of a body that made way is told."""
-    return _overloaded("the body came slowly, and others wanted its room")
+    return _overloaded("the body arrived slowly, and other requests needed its memory")
 
 
-def _full() -> HttpFailure:
-    return _overloaded("too many large bodies are on their way")
+def _exhausted() -> HttpFailure:
+    return _overloaded("too many large bodies are being received")
 
 
 def _overloaded(message: str) -> HttpFailure:
@@ -140,60 +143,56 @@ P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T", bound=msgspec.Struct)
 
-BODY_S: Final = 30.0
-"""How long a body may take."""
+BODY_TIMEOUT_S: Final = 30.0
 SMALL_BYTES: Final = 64 * 1024
-"""Bodies up to here need no room: no number of others keeps them out. They are read on the event loop: the way to a
-thread and back takes as long as they do."""
-ROOM: Final = 64
-"""How many of the largest bodies may be on their way at once; many clients that send slowly would fill the memory."""
+"""Bodies up to this size need no reservation, so other bodies never delay them. They are decoded on the event
+loop: a round trip to a thread takes as long as decoding them."""
+MAX_LARGE_BODIES: Final = 64
+"""The budget, in bodies of the largest size. Without it, many slow clients could fill the memory."""
 _PATH: Final = re.compile(r" - at `\$\.?(.*)`$")
-"""Where msgspec says that a value is wrong."""
 _MISSING: Final = re.compile(r"Object missing required field `(.*?)`")
 
 
 class BodyReader:
-    """Reads the bodies of all requests: each is bounded, and so are the large ones that are on their way together."""
+    """Reads the bodies of all requests. Bounds each body, and the sum of the large ones in flight."""
 
     def __init__(self, max_bytes: int) -> None:
-        """``max_bytes``: of one."""
         self._max_bytes = max_bytes
-        self._room = BodyBudget(ROOM * max_bytes)
-        # One: each thread that computes lets the event loop wait for its turn as long again.
+        self._budget = BodyBudget(MAX_LARGE_BODIES * max_bytes)
+        # One: each computing thread makes the event loop wait longer for its turn.
         self._thread = ThreadPoolExecutor(1, "large bodies")
 
     @property
     def free_bytes(self) -> int:
-        """Bytes that no large body takes yet."""
-        return self._room.free
+        return self._budget.free
 
-    async def read(self, request: Request, kind: type[T], made: Callable[[T], R]) -> R:
-        """What is ``made`` of the body, which is a ``kind``. Raises HttpFailure: 413 before more than ``max_bytes`` are
-        read, 415 for a compressed one, 429 when too many others are on their way, 400 for what is wrong."""
+    async def read(self, request: Request, kind: type[T], convert: Callable[[T], R]) -> R:
+        """Decode the body as ``kind`` and return ``convert(body)``.
+
+        Raises HttpFailure: 413 before more than ``max_bytes`` are read, 415 for a compressed body, 429 when the
+        budget is used up, 408 for a slow body, 400 for a wrong one.
+        """
         limit = asyncio.timeout(None)
         holder = request.scope.get("state", {}).get(HOLDER, "")
-        with self._room.place(holder, partial(_expire, limit)) as place:
-            data = await self._whole(request, place, limit)
-            place.is_arriving = False
+        with self._budget.reserve(holder, partial(_expire, limit)) as reservation:
+            data = await self._read_bytes(request, reservation, limit)
+            reservation.is_arriving = False
             request.state.body_bytes = len(data)
-            return await self.offload(request, _decoded, data, kind, made)
+            return await self.offload(request, _decode, data, kind, convert)
 
     async def offload(self, request: Request, work: Callable[P, R], *args: P.args, **named: P.kwargs) -> R:
-        """The outcome of ``work``, which computes with what has been read of the request and touches nothing else.
-
-        Of a large body it is done in a thread, of one request at a time, so that the streams of others go on.
-        """
+        """Return ``work(...)``, which computes from the request's data and touches nothing else. The work of a
+        large body runs in a thread, one request at a time, so that other requests' streams go on."""
         if request.state.body_bytes <= SMALL_BYTES:
             return work(*args, **named)
         job = partial(work, *args, **named)
         return await asyncio.get_running_loop().run_in_executor(self._thread, job)
 
     def close(self) -> None:
-        """End the thread. Nothing large is read from then on."""
+        """Stop the thread. No large body can be read afterwards."""
         self._thread.shutdown(wait=False)
 
-    async def _whole(self, request: Request, place: Reservation, limit: asyncio.Timeout) -> bytes:
-        """The body's bytes, read within ``limit``, which is set here."""
+    async def _read_bytes(self, request: Request, reservation: Reservation, limit: asyncio.Timeout) -> bytes:
         coding = request.headers.get("content-encoding", "identity")
         if coding.lower() != "identity":
             raise HttpFailure(
@@ -206,23 +205,23 @@ class BodyReader:
         size = 0
         try:
             async with limit:
-                limit.reschedule(asyncio.get_running_loop().time() + BODY_S)
+                limit.reschedule(asyncio.get_running_loop().time() + BODY_TIMEOUT_S)
                 async for part in request.stream():
                     size += len(part)
                     if size > self._max_bytes:
                         raise self._too_large()
                     if size > SMALL_BYTES:
-                        await self._room.take(place, size - place.reserved)
+                        await self._budget.acquire(reservation, size - reservation.reserved)
                     parts.append(part)
         except ClientDisconnect:
             raise HttpFailure(
-                400, "the caller left before the body was whole", code="client_disconnected"
+                400, "the client disconnected before the body was complete", code="client_disconnected"
             ) from None
         except TimeoutError:
-            if place.is_evicted:
+            if reservation.is_evicted:
                 raise evicted_failure() from None
             raise HttpFailure(
-                408, f"the body did not come within {BODY_S:g} s", code="request_timeout"
+                408, f"the body did not come within {BODY_TIMEOUT_S:g} s", code="request_timeout"
             ) from None
         return b"".join(parts)
 
@@ -234,25 +233,31 @@ def _expire(limit: asyncio.Timeout) -> None:
     limit.reschedule(asyncio.get_running_loop().time())
 
 
-def _decoded(data: bytes, kind: type[T], made: Callable[[T], R]) -> R:
+def _decode(data: bytes, kind: type[T], convert: Callable[[T], R]) -> R:
     try:
-        body = _uncollected(data, kind) if len(data) > SMALL_BYTES else msgspec.json.decode(data, type=kind)
+        body = (
+            _decode_without_gc(data, kind)
+            if len(data) > SMALL_BYTES
+            else msgspec.json.decode(data, type=kind)
+        )
     except msgspec.ValidationError as error:
-        raise _wrong(str(error)) from error
+        raise _validation_failure(str(error)) from error
     except RecursionError as error:
         raise HttpFailure(400, "the body is nested too deep", code="invalid_json") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise HttpFailure(400, f"the body is not valid JSON: {error}", code="invalid_json") from error
     fields = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
     check_fields(fields, kind)
-    found = made(body)
-    check_nested(fields, kind)  # after what says more: a tool of another kind has other fields
+    found = convert(body)
+    check_nested(
+        fields, kind
+    )  # last, because the checks above say more: a tool of another kind has other fields
     return found
 
 
-def _uncollected(data: bytes, kind: type[T]) -> T:
-    """The decoded body. Nothing of it is garbage yet, and to look for some as it grows would take most of the time, in
-    which no thread runs."""
+def _decode_without_gc(data: bytes, kind: type[T]) -> T:
+    """Decode with garbage collection off. Nothing in a growing document is garbage yet; collections would take
+    most of the time, during which no other thread runs."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -262,9 +267,9 @@ def _uncollected(data: bytes, kind: type[T]) -> T:
             gc.enable()
 
 
-def _wrong(message: str) -> HttpFailure:
+def _validation_failure(message: str) -> HttpFailure:
     found, missing = _PATH.search(message), _MISSING.match(message)
-    # A key of an object is not told: the object is.
+    # Keys inside an object are not named; the object is.
     param = found.group(1).replace("[...]", "") if found is not None else ""
     if missing is None:
         return HttpFailure(400, message, param=param or None, code="invalid_type")

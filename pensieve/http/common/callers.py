@@ -1,4 +1,5 @@
-"""Who calls (credential, client certificate, address), and SDK clients: the service sees every caller as itself."""
+"""Identifies callers (credential, client certificate, address) and keeps one SDK client for each: the service
+sees every caller as itself."""
 
 from __future__ import annotations
 
@@ -19,28 +20,28 @@ from pensieve.http.common.failures import HttpFailure
 from pensieve.http.common.settings import DoorSettings
 
 CERTIFICATE_NAMES: Final = "certificate_names"
-"""Where a connection's state has the names in its verified client certificate."""
+"""Key in a connection's state: the names in its verified client certificate."""
 HOLDER: Final = "holder"
-"""Where a request's state has the name of the caller that its body counts for."""
+"""Key in a request's state: the name of the caller that its body counts against."""
 CERTIFICATE_KEY: Final = "pensieve-certificate-name-bin"
 ADDRESS_KEY: Final = "pensieve-caller-address"
-"""Metadata that tell the service a name and the caller's address; it listens to them on its private socket only."""
+"""gRPC metadata with a certificate's name and with the caller's address. The service trusts both on its private
+socket only."""
 MAX_KEY_CHARS: Final = 4096
-"""A longer header, or one with characters that gRPC does not send, holds no key of any server."""
+"""No key is longer, or has characters that gRPC does not send."""
 
 
 class CallerIdentity(NamedTuple):
-    """Whom the service is to see."""
+    """The identity that the service is to see."""
 
     authorization: str = ""
-    """The header, as the service is to judge it; "" where the caller sent none."""
+    """The header as the service expects it; "" if the caller sent none."""
     names: tuple[str, ...] = ()
-    """In the verified client certificate."""
     address: str = ""
 
     @property
     def credential(self) -> bytes:
-        """Digest of what the caller logs in with, wherever it calls from."""
+        """Digest of the caller's header and certificate names; its address is not part of it."""
         found = hashlib.blake2b(self.authorization.encode())
         for name in self.names:
             found.update(b"\0" + name.encode())
@@ -48,24 +49,22 @@ class CallerIdentity(NamedTuple):
 
     @property
     def metadata(self) -> list[tuple[str, str | bytes]]:
-        """What every call of the service carries for this caller."""
-        told: list[tuple[str, str | bytes]] = [(CERTIFICATE_KEY, name.encode()) for name in self.names]
+        """gRPC metadata that every call for this caller carries."""
+        metadata: list[tuple[str, str | bytes]] = [(CERTIFICATE_KEY, name.encode()) for name in self.names]
         if self.address:
-            told.append((ADDRESS_KEY, self.address))
+            metadata.append((ADDRESS_KEY, self.address))
         if self.authorization:
-            told.append(("authorization", self.authorization))
-        return told
+            metadata.append(("authorization", self.authorization))
+        return metadata
 
 
 def identity_of_request(request: HTTPConnection, *, vouches: bool) -> CallerIdentity:
-    """Who makes a request. ``vouches``: the service believes names and addresses from this door.
-
-    Raises HttpFailure (401) for a header that can hold no credential.
-    """
+    """Return the identity of a request's caller. ``vouches``: the service trusts this door's certificate names
+    and addresses. Raises HttpFailure (401) for a header that cannot hold a credential."""
     given = request.headers.getlist("authorization")
     if len(given) > 1:
-        raise _no_key("send one Authorization header")
-    authorization = _as_judged(given[0]) if given else ""
+        raise _invalid_key("send one Authorization header")
+    authorization = _normalised(given[0]) if given else ""
     if not vouches:
         return CallerIdentity(authorization)
     state: dict[str, Any] = request.scope.get("state", {})
@@ -73,124 +72,115 @@ def identity_of_request(request: HTTPConnection, *, vouches: bool) -> CallerIden
 
 
 def identity_from_header(authorization: str | None) -> CallerIdentity:
-    """Who sends this header, from anywhere and without a certificate. Raises HttpFailure (401) as ``identity_of_request``."""
-    return CallerIdentity("" if authorization is None else _as_judged(authorization))
+    """Return the identity of any caller with this header and no certificate. Raises HttpFailure (401) as
+    ``identity_of_request``."""
+    return CallerIdentity("" if authorization is None else _normalised(authorization))
 
 
 def client_address(request: HTTPConnection) -> str:
-    """Where the request comes from; "" for what a proxy named and is no address."""
+    """Return the request's source address; "" when a proxy named something else than an address."""
     try:
         return str(ip_address(request.client.host)) if request.client is not None else ""
     except ValueError:
         return ""
 
 
-def _as_judged(header: str) -> str:
-    """A bearer token in the form that the service knows; any other scheme as it is.
-
-    A header is never dropped: the caller would be judged by its certificate instead.
-    """
+def _normalised(header: str) -> str:
+    """Normalise a bearer token; leave other schemes as they are. A header is never dropped: the service would
+    then identify the caller by its certificate."""
     if len(header) > MAX_KEY_CHARS or not (header.isascii() and header.isprintable()):
-        raise _no_key("the key is not a key of this server")
+        raise _invalid_key("the key is not a key of this server")
     kind, _, key = header.strip().partition(" ")
     return f"Bearer {key.strip()}".strip() if kind.lower() == "bearer" else header.strip() or "none"
 
 
-def _no_key(problem: str) -> HttpFailure:
+def _invalid_key(problem: str) -> HttpFailure:
     return HttpFailure(401, problem, kind="authentication_error", code="invalid_api_key")
 
 
-REQUESTS_EACH: Final = 100
-"""At once of one client. A server takes 256 calls on each connection, and a request may make several at a time; what
-goes beyond would wait in silence until another call ends."""
+REQUESTS_PER_CLIENT: Final = 100
+"""Concurrent requests per client. A server takes 256 calls per connection, and a request may make several.
+Calls beyond that would wait silently."""
 CONNECTIONS: Final = 64
-"""To the service, in total. Each takes a file here and one at the service; further clients share them."""
-_SLOT: Final = "pensieve.connection"
-"""A channel option that gRPC does not know: channels with the same options share one connection."""
+"""Connections to the service in total; further clients share them. Each takes a file descriptor on both sides."""
+_CONNECTION_OPTION: Final = "pensieve.connection"
+"""A channel option unknown to gRPC: channels with equal options share one connection."""
 
 
 @dataclass(slots=True)
 class Caller:
-    """A credential, where it is used, and one of its clients."""
+    """A caller's identity and one of its SDK clients."""
 
     client: AsyncClient
     scope: bytes
-    """Names the credential without showing it: what is remembered for one is not found by another."""
-    slot: int = 0
-    """The connection that the client uses."""
+    """Digest of the credential: entries cached for one caller are invisible to others."""
+    connection: int = 0
     busy: int = 0
 
 
 class Callers:
-    """Clients by credentials. When there are too many, it closes the idle one that was used least recently.
-
-    Only callers that the service has let in get one (``Admission``). Their number is not bounded while they are busy;
-    the number of connections under them is.
-    """
+    """SDK clients by identity. When there are too many, it closes the least recently used idle ones. Only
+    admitted callers get one (``Admission``). Busy clients are not bounded; the connections under them are."""
 
     def __init__(self, settings: DoorSettings) -> None:
         self._settings = settings
         self._callers: OrderedDict[tuple[CallerIdentity, int], Caller] = OrderedDict()
-        """By who calls, and the number of the client among theirs: a full one is followed by the next."""
+        """By identity, and the client's number: when one has ``REQUESTS_PER_CLIENT`` requests, the next is used."""
         self._clients_on: Counter[int] = Counter(dict.fromkeys(range(CONNECTIONS), 0))
-        """Clients by connection."""
         self._closed = False
 
     @asynccontextmanager
     async def for_request(self, request: Request) -> AsyncIterator[Caller]:
-        """The caller of a request, for as long as the request lasts.
-
-        Raises HttpFailure (401) for what can be no key, Cancelled (CLIENT_CLOSED) after ``close``.
-        """
+        """Yield the caller of a request for as long as the request lasts. Raises HttpFailure (401) for a header
+        that cannot hold a key, Cancelled (CLIENT_CLOSED) after ``close``."""
         who = identity_of_request(request, vouches=self._settings.vouches)
-        place = next(
+        key = next(
             (who, number)
             for number in itertools.count()
-            if (found := self._callers.get((who, number))) is None or found.busy < REQUESTS_EACH
+            if (found := self._callers.get((who, number))) is None or found.busy < REQUESTS_PER_CLIENT
         )
-        caller = self._callers.get(place)
+        caller = self._callers.get(key)
         if caller is None:
             if self._closed:
                 raise Cancelled("the door is closed", reason="CLIENT_CLOSED")
-            caller = self._callers[place] = self._connected(who)
-        self._callers.move_to_end(place)
+            caller = self._callers[key] = self._connect(who)
+        self._callers.move_to_end(key)
         caller.busy += 1
         try:
             yield caller
         finally:
             caller.busy -= 1
-            await self._shrink()
+            await self._close_surplus()
 
     async def close(self) -> None:
-        """End all connections, and make no more."""
         self._closed = True
         while self._callers:
             _, caller = self._callers.popitem()
             await caller.client.close()
 
-    def _connected(self, who: CallerIdentity) -> Caller:
-        slot = min(self._clients_on, key=self._clients_on.__getitem__)
-        self._clients_on[slot] += 1
+    def _connect(self, who: CallerIdentity) -> Caller:
+        connection = min(self._clients_on, key=self._clients_on.__getitem__)
+        self._clients_on[connection] += 1
         client = AsyncClient(
             self._settings.target,
             tls=self._settings.tls,
             retry=RetryPolicy(max_wait_s=self._settings.patience_s),
-            options=connection(slot),
+            options=connection_options(connection),
             metadata=who.metadata,
         )
-        return Caller(client, who.credential, slot)
+        return Caller(client, who.credential, connection)
 
-    async def _shrink(self) -> None:
+    async def _close_surplus(self) -> None:
         surplus = len(self._callers) - self._settings.max_callers
         if surplus <= 0:
             return
-        idle = [place for place, caller in self._callers.items() if not caller.busy]
-        for place in idle[:surplus]:
-            caller = self._callers.pop(place)
-            self._clients_on[caller.slot] -= 1
+        idle = [key for key, caller in self._callers.items() if not caller.busy]
+        for key in idle[:surplus]:
+            caller = self._callers.pop(key)
+            self._clients_on[caller.connection] -= 1
             await caller.client.close()
 
 
-def connection(slot: int) -> tuple[tuple[str, int], ...]:
-    """Channel options of a client that shares the connection ``slot`` with others of the same number."""
-    return ((_SLOT, slot),)
+def connection_options(connection: int) -> tuple[tuple[str, int], ...]:
+    """Return channel options. Clients with the same ``connection`` share one connection."""
+    return ((_CONNECTION_OPTION, connection),)

@@ -1,8 +1,8 @@
-"""One call and where it is carried out: a repeated call goes where its first try went.
+"""Carries out one call exactly once: every retry goes to the session of the first try.
 
-The request id of a turn is unique within its session only. So a call with an ``Idempotency-Key`` first claims the id
-for the session that it has chosen, and every try follows the plan of the first claim. The service keeps the claim, so
-it outlives doors and servers.
+A turn's request id is unique within its session only. So a call with an ``Idempotency-Key`` first claims the id
+for the session that it chose, and every retry follows the plan of the first claim. The service stores claims,
+so they outlive doors and servers.
 """
 
 from __future__ import annotations
@@ -36,52 +36,47 @@ from pensieve.http.common.contents import Message
 from pensieve.http.common.failures import HttpFailure
 from pensieve.http.common.requests import request_id_for
 
-PATIENCE_S: Final = 2.0
-"""How long is tried to take back what a refused call had made: the refusal waits for it."""
-_NO_PART_OF_A_CALL: Final = frozenset(
+UNDO_TIMEOUT_S: Final = 2.0
+"""Timeout of the cleanup after a refused call; the refusal waits for it."""
+_NOT_COMPARED: Final = frozenset(
     {
         "model",  # There is one.
         "stream", "stream_options",
         "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier", "service_tier",
     }
 )  # fmt: skip
-"""Fields that may differ between two tries of one call: how the answer is delivered, and what has no effect on it."""
+"""Fields that may differ between two tries of a call: how the answer is delivered, and fields without effect."""
 
 
 class Source(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Where a branch is cut off."""
-
     session: str
     item: int
     candidate: int | None = None
 
 
 class CallPlan(msgspec.Struct, frozen=True, omit_defaults=True):
-    """In which session a turn is to begin."""
+    """The session in which a turn is to begin. Stored with the claim."""
 
     own: str = ""
-    """A session that is made for this call alone."""
+    """A new session for this call alone."""
     session: str = ""
-    """One that was there, to be gone on with; if it has moved on, the turn begins in ``own`` instead."""
+    """An existing session to continue. If it has moved on, the turn begins in ``own`` instead."""
     revision: int | None = None
-    """The revision of ``session`` that the turn expects; None accepts any."""
     source: Source | None = None
-    """What ``own`` branches off from, where the request does not say."""
+    """Where ``own`` is forked from, if the request does not say."""
 
     @property
     def first(self) -> str:
-        """The session that is tried first."""
         return self.session or self.own
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What tries of one call have in common."""
+    """Shared by all tries of one call."""
 
     id: uuid.UUID
-    """Request id of its turn."""
     fingerprint: str = ""
-    """Digest of all that the call says; empty: it has no ``Idempotency-Key``, and is never repeated."""
+    """Digest of the whole call; "" without an ``Idempotency-Key``: such a call is never retried."""
 
     @property
     def is_retryable(self) -> bool:
@@ -89,40 +84,39 @@ class Call:
 
     @classmethod
     def from_request(cls, request: Request, body: msgspec.Struct, *said: object) -> Call:
-        """``said``: what the call says beside its body, such as the session that its path names."""
+        """``said``: parts of the call beside its body, such as the session that its path names."""
         turn_id = request_id_for(request)
         if not request.headers.get("idempotency-key"):
             return cls(turn_id)
         fields = {
             name: getattr(body, name)
             for name in body.__struct_fields__
-            if name not in _NO_PART_OF_A_CALL and getattr(body, name) is not None
+            if name not in _NOT_COMPARED and getattr(body, name) is not None
         }
         data = _encoder.encode([request.url.path.rstrip("/"), *said, fields])
         return cls(turn_id, hashlib.blake2b(data, digest_size=16).hexdigest())
 
     def as_unstored(self) -> Call:
-        """The same call if it is not to be stored: another turn, in sessions of its own.
-
-        A call that is repeated with its key, but not to be stored this time, erases nothing that the first one stored.
-        """
+        """Return the call for ``store: false``: another turn, in sessions of its own. So a retry that is not to
+        be stored erases nothing that the first try stored."""
         return replace(self, id=uuid.uuid5(self.id, "unstored")) if self.is_retryable else self
 
     async def claim_plan(self, client: AsyncClient, plan: CallPlan) -> CallPlan:
-        """The plan that all tries of this call follow. Raises AlreadyExists when the key is another call's."""
+        """Return the plan that all tries of this call follow. Raises AlreadyExists when another call used the key."""
         if not self.is_retryable:
             return plan
-        told = msgspec.json.encode(plan).decode()
-        _, told = await claim(client, str(self.id), plan.first, fingerprint=self.fingerprint, plan=told)
-        return msgspec.json.decode(told, type=CallPlan)
+        encoded = msgspec.json.encode(plan).decode()
+        _, encoded = await claim(client, str(self.id), plan.first, fingerprint=self.fingerprint, plan=encoded)
+        return msgspec.json.decode(encoded, type=CallPlan)
 
     @asynccontextmanager
     async def undo_on_refusal(
         self, client: AsyncClient, plan: CallPlan, more: Mapping[str, uuid.UUID] = MappingProxyType({})
     ) -> AsyncIterator[None]:
-        """The block carries out the call by ``plan``. A refusal leaves no session that was made for it, and no claim.
+        """Run the call by ``plan`` in the block. When it is refused, delete the sessions made for it, and the
+        claim.
 
-        ``more``: sessions that are made beside the plan's own, with the request ids of their turns.
+        ``more``: names of sessions that are made beside the plan's own, with the request ids of their turns.
         """
         try:
             yield
@@ -134,23 +128,23 @@ class Call:
     async def undo(
         self, client: AsyncClient, plan: CallPlan, more: Mapping[str, uuid.UUID] = MappingProxyType({})
     ) -> None:
-        """Take back what was made for the call by ``plan``, and its claim. ``more``: see ``leaving_nothing``."""
-        # The refusal is the answer, whatever comes of this: a server that is overloaded may refuse it, too.
+        """Delete the sessions made for the call, and its claim. ``more``: see ``undo_on_refusal``."""
+        # The refusal is the answer even if the cleanup fails: an overloaded server may refuse that too.
         with contextlib.suppress(PensieveError, TimeoutError):
-            async with asyncio.timeout(PATIENCE_S):
-                await self._take_back(client, plan, more)
+            async with asyncio.timeout(UNDO_TIMEOUT_S):
+                await self._undo(client, plan, more)
 
-    async def _take_back(self, client: AsyncClient, plan: CallPlan, more: Mapping[str, uuid.UUID]) -> None:
+    async def _undo(self, client: AsyncClient, plan: CallPlan, more: Mapping[str, uuid.UUID]) -> None:
         own = {plan.own: self.id, **more} if plan.own else {}
         if self.is_retryable:
-            # First, so that a session that is gone is known to have gone for that.
+            # First, so that a deleted session is known to have been deleted with its claim.
             await release_claim(client, str(self.id), plan.first)
         for name, turn_id in own.items():
             session = client.session(name)
             if not self.is_retryable:
                 await session.delete(allow_missing=True)
                 continue
-            # In this order: a turn that another try confirms in between has made the revision another one.
+            # In this order: a turn that another try commits in between changes the revision.
             with contextlib.suppress(NotFound, Aborted):
                 revision = (await session.refresh()).revision
                 if not await has_turn(session, turn_id):
@@ -158,7 +152,7 @@ class Call:
 
 
 async def has_turn(session: AsyncSession, turn_id: uuid.UUID) -> bool:
-    """Whether another try of a call has its turn in the session, or had it: an erased one is not made anew."""
+    """Whether the session has, or had, this turn. An erased turn counts: it is not made again."""
     try:
         turn = await session.get_turn(str(turn_id))
     except NotFound as error:
@@ -173,17 +167,17 @@ async def execute_plan(
     make: Callable[[str], Awaitable[AsyncSession]],
     begin: Callable[[AsyncSession, TurnOptions], Awaitable[AsyncTurnStream]],
 ) -> tuple[AsyncSession, AsyncTurnStream]:
-    """The session of the plan, and the turn there, which the service has accepted.
+    """Return the plan's session and its turn, which the service has accepted.
 
-    ``make``: the plan's own session; the same call makes it once. ``begin``: the turn, with these options more.
-    Raises TurnInProgress where a repeated call finds another turn in its session and that does not end.
+    ``make`` creates the plan's own session; for one call this happens once. ``begin`` begins the turn with
+    extra options. Raises TurnInProgress when a retry finds another turn in its session that does not end.
     """
     if plan.session:
         session = client.session(plan.session)
         options: TurnOptions = {"expected_revision": plan.revision}
         if call.is_retryable and plan.own:
-            # All tries must begin the turn in one place. That a session has moved on is final: all of them see it and
-            # make the branch. That it is busy is not.
+            # All tries must begin the turn in the same session. That a session has moved on is final: all of them
+            # see it and fork. That it is busy is temporary: they wait.
             options["wait_if_busy"] = True
         try:
             return session, await begin(session, options)
@@ -204,7 +198,8 @@ async def is_free(session: AsyncSession, revision: int, turn_id: uuid.UUID) -> b
 
 
 async def find_own_session(client: AsyncClient, call: Call, plan: CallPlan) -> AsyncSession | None:
-    """The plan's own session if another try has made it. Raises NotFound (SESSION_DELETED) when it was erased since."""
+    """Return the plan's own session if another try has made it. Raises NotFound (SESSION_DELETED) when it was
+    erased since."""
     if not call.is_retryable:
         return None
     session = client.session(plan.own)
@@ -218,12 +213,11 @@ async def find_own_session(client: AsyncClient, call: Call, plan: CallPlan) -> A
 
 
 def new_session_id(family: str) -> str:
-    """A name for a session that is made for one call."""
     return f"{family}{uuid.uuid4().hex}"
 
 
 def is_refusal(error: PensieveError | HttpFailure) -> bool:
-    """Whether the call was refused for good: nothing of it is under way, and nothing of it was answered before."""
+    """Whether the error is final: the turn is not running, and no earlier try was answered."""
     if isinstance(error, HttpFailure):
         return error.status == 400
     return isinstance(error, InvalidArgument | ContextLimitExceeded | ResourceExhausted | FailedPrecondition)
@@ -232,23 +226,19 @@ def is_refusal(error: PensieveError | HttpFailure) -> bool:
 _encoder = msgspec.json.Encoder(order="deterministic")
 
 
-MOST_ADDED: Final = 1024
-"""Items that the service takes in one call."""
-MOST_NEW: Final = 64
-"""Items that it takes with a turn."""
-MOST_FOLLOWING: Final = 64
-"""Roles of later items that it takes with items that are added."""
+MAX_APPENDED_ITEMS: Final = 1024
+MAX_TURN_ITEMS: Final = 64
+MAX_FOLLOWING_ROLES: Final = 64
+"""Roles of following items that it takes with appended ones."""
 
 
 def batches_of(items: Sequence[Message]) -> list[Sequence[Message]]:
-    """``items`` in calls of at most ``MOST_ADDED``.
-
-    Results of tools that follow each other stay together where they can: many templates write them as one message.
-    """
+    """Split ``items`` into batches of at most ``MAX_APPENDED_ITEMS``. Consecutive tool results stay together where
+    possible: many templates render them as one message."""
     found: list[Sequence[Message]] = []
     begin = 0
     while begin < len(items):
-        end = cut = min(begin + MOST_ADDED, len(items))
+        end = cut = min(begin + MAX_APPENDED_ITEMS, len(items))
         while begin < cut < len(items) and items[cut].role is Role.TOOL:
             cut -= 1
         end = cut if cut > begin else end
@@ -258,23 +248,23 @@ def batches_of(items: Sequence[Message]) -> list[Sequence[Message]]:
 
 
 def following_roles(items: Sequence[Message]) -> list[Role]:
-    """Roles of what follows items that are added: a template may write earlier answers in another way than the last."""
-    return [one.role for one in items[:MOST_FOLLOWING]]
+    """Return the roles of the items after appended ones: a template may render earlier answers differently from
+    the last."""
+    return [one.role for one in items[:MAX_FOLLOWING_ROLES]]
 
 
 def split_new(new: Sequence[Message]) -> tuple[Sequence[Message], Sequence[Message]]:
-    """What is added to the session before the turn, and what goes with the turn.
-
-    Nothing goes with it when the items end in more results of tools than it takes.
-    """
-    cut = max(0, len(new) - MOST_NEW)
+    """Return the items to append before the turn, and those to send with the turn. The second part is empty
+    when the items end in more tool results than a turn takes."""
+    cut = max(0, len(new) - MAX_TURN_ITEMS)
     while 0 < cut < len(new) and new[cut].role is Role.TOOL:
         cut += 1
     return new[:cut], new[cut:]
 
 
-async def answered(session: AsyncSession, new: Sequence[Message], options: TurnOptions) -> AsyncTurnStream:
-    """The turn with these items, or without any behind those that the session ends in, once it is accepted."""
+async def begin_turn(session: AsyncSession, new: Sequence[Message], options: TurnOptions) -> AsyncTurnStream:
+    """Begin a turn with these items and wait until it is accepted. Without items, the turn answers the
+    session's last ones."""
     if not new:
         options = {**options, "replace_after_item": (await session.items())[-1].item}
     stream = session.stream(items=[one.sdk_input for one in new], **options)
@@ -282,7 +272,7 @@ async def answered(session: AsyncSession, new: Sequence[Message], options: TurnO
     return stream
 
 
-async def added(
+async def append_items(
     session: AsyncSession,
     items: Sequence[Message],
     call: Call,
@@ -291,10 +281,10 @@ async def added(
     follow: Sequence[Message] = (),
     note: Callable[[], None] = lambda: None,
 ) -> AsyncSession:
-    """The session with these items behind its own. Another try of the call adds none of them again.
+    """Append these items to the session; a retry appends none twice.
 
-    ``part``: tells apart what one call adds to one session in several parts. ``follow``: items that come behind these.
-    ``note`` is called for each record that the session has of this.
+    ``part`` tells apart several groups that one call appends to one session. ``follow``: the items that will
+    follow. ``note`` is called for each record that this writes.
     """
     if items and call.is_retryable and await has_turn(session, call.id):
         return session
@@ -303,9 +293,9 @@ async def added(
         given, tries = [one.sdk_input for one in chunk], 0
         behind += len(chunk)
         roles = following_roles((*items, *follow)[behind:])
-        # What a try has added and taken back again is not there any more, and its request id is used.
+        # Items that an earlier try appended and rewound are gone, but their request id is used.
         while True:
-            name = _id(call, f"{part} {number} {tries}")
+            name = _request_id(call, f"{part} {number} {tries}")
             there = await session.append(given, followed_by=roles, request_id=name)
             note()
             if len(there) == len(given):
@@ -318,27 +308,27 @@ async def added(
 async def adding_items(
     session: AsyncSession, items: Sequence[Message], call: Call, follow: Sequence[Message]
 ) -> AsyncIterator[None]:
-    """Adds items before the block begins the turn with ``follow``, and takes them back when that is refused."""
+    """Append items, run the block, which begins the turn with ``follow``, and rewind when the turn is refused."""
     if not items:
         yield
         return
     before = (await session.items())[-1:]
     first = (await session.refresh()).revision
-    await added(session, items, call, follow=follow)
+    await append_items(session, items, call, follow=follow)
     try:
         yield
     except PensieveError as error:
         if is_refusal(error) or not call.is_retryable:
             with contextlib.suppress(PensieveError):
-                await _take_back(session, before[0].item if before else 0, first + len(batches_of(items)))
+                await _rewind(session, before[0].item if before else 0, first + len(batches_of(items)))
         raise
 
 
-async def _take_back(session: AsyncSession, item: int, revision: int) -> None:
-    with contextlib.suppress(Aborted):  # Others have gone on from here: the items stay.
+async def _rewind(session: AsyncSession, item: int, revision: int) -> None:
+    with contextlib.suppress(Aborted):  # The session has moved on: the items stay.
         await session.rewind(to_item=item, expected_revision=revision)
 
 
-def _id(call: Call, name: str) -> str:
-    # A key that was refused is free for another call: what that one adds is something else.
+def _request_id(call: Call, name: str) -> str:
+    # After a refusal the key may serve another call, which appends other items.
     return str(uuid.uuid5(call.id, f"{call.fingerprint} {name}"))

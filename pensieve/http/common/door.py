@@ -1,4 +1,4 @@
-"""What all requests share: the parts of an answer that are the same everywhere, and whether the service serves."""
+"""The state that all requests share, common parts of answers, and the service's readiness."""
 
 from __future__ import annotations
 
@@ -28,32 +28,29 @@ from pensieve.http.common.heads import HeadCache
 from pensieve.http.common.settings import DoorSettings
 
 _TIMEOUT_S: Final = 2.0
-"""Of a service that is well the answer takes a millisecond; a prober waits for seconds at most."""
+"""A healthy service answers in a millisecond; a prober waits for seconds at most."""
 
 
 class Readiness:
-    """Asks the service whether it serves, by gRPC's health protocol, which takes no credential. One event loop.
-
-    It has a connection of its own, made by the first question.
-    """
+    """Asks the service whether it is serving, by gRPC's health protocol, which takes no credential. Runs on one
+    event loop. It uses a connection of its own, opened by the first check."""
 
     def __init__(self, settings: DoorSettings) -> None:
         self._settings = settings
         self._channel: aio.Channel | None = None
         self._serving = False
-        """What it has said last."""
 
     async def problem(self) -> str:
-        """Why calls are not served; "" when they are."""
+        """Return why calls are not served; "" when they are."""
         if problem := await self.unreachable():
             return problem
         return "" if self._serving else "the service is not serving"
 
     async def unreachable(self) -> str:
-        """Why the service cannot be asked; "" when it can, also where it says that it does not serve."""
+        """Return why the service does not respond; "" when it responds, even if it is not serving."""
         socket = self._settings.target.removeprefix("unix:")
         if socket != self._settings.target and not Path(socket).is_socket():
-            return "the service's socket is gone"  # a connection that is there would not tell
+            return "the service's socket is gone"  # an open connection would not notice
         stub: Any = health_pb2_grpc.HealthStub(self._connection())
         try:
             answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=_TIMEOUT_S)
@@ -68,7 +65,7 @@ class Readiness:
 
     def _connection(self) -> aio.Channel:
         if self._channel is None:
-            # A prober that comes every few seconds must not be kept from a service that is back.
+            # With gRPC's own backoff a prober would not see for minutes that the service is back.
             options = [("grpc.initial_reconnect_backoff_ms", 200), ("grpc.max_reconnect_backoff_ms", 1_000)]
             target = self._settings.target
             self._channel = (
@@ -80,11 +77,11 @@ class Readiness:
 
 
 _INFO_S: Final = 30.0
-"""How long what a server said of itself is believed. Whether it still knows the caller is asked elsewhere."""
+"""Time for which the service's information is cached. It says nothing about the caller's credential."""
 
 
 class HttpDoor:
-    """One for the application. One event loop."""
+    """The state of one application. Runs on one event loop."""
 
     def __init__(self, settings: DoorSettings) -> None:
         self.settings = settings
@@ -97,7 +94,7 @@ class HttpDoor:
         self._infos: dict[bytes, tuple[float, ServerInfo]] = {}
 
     def follow(self, turn_id: str, work: Coroutine[Any, Any, object], held: AsyncExitStack) -> None:
-        """Let the ``work`` of a turn go on after its request was answered; ``held`` is closed when it has ended."""
+        """Run a turn's ``work`` to its end after the request was answered, then close ``held``."""
 
         async def following() -> None:
             async with held:
@@ -109,11 +106,11 @@ class HttpDoor:
         task.add_done_callback(self._following.pop)
 
     def follows(self, turn_id: str) -> bool:
-        """Whether the turn is followed: should its engine die, it is begun again."""
+        """Whether this door follows the turn: if its engine dies, the turn is begun again."""
         return turn_id in self._following.values()
 
     async def close(self) -> None:
-        """End all connections: streams end with an error event, calls with 503."""
+        """Close all connections: streams end with an error event, calls with 503."""
         self.admission.close()
         await self.callers.close()
         await self.readiness.close()
@@ -125,7 +122,7 @@ class HttpDoor:
         return found
 
     async def server_info(self, caller: Caller, *, fresh: bool = False) -> ServerInfo:
-        """What the service says of itself to this caller, which is asked for again after a while or if ``fresh``."""
+        """Return the service's information for this caller, cached for a while unless ``fresh``."""
         known = self._infos.get(caller.scope)
         if fresh or known is None or time.monotonic() - known[0] > _INFO_S:
             if len(self._infos) > self.settings.max_callers:
@@ -134,7 +131,7 @@ class HttpDoor:
         return known[1]
 
     async def require_model(self, caller: Caller, name: str | None) -> str:
-        """The served model's name. Raises HttpFailure when a request names another."""
+        """Return the served model's name. Raises HttpFailure (404) when the request names another."""
         served = (await self.server_info(caller)).model
         if name and name != served:
             raise HttpFailure(
@@ -147,19 +144,18 @@ class HttpDoor:
         return served
 
     def headers(self, request: Request) -> dict[str, str]:
-        """Of every answer: the id of this request, the caller's if it sent one."""
+        """Headers of every answer: the request's id, which is the caller's ``x-request-id`` if it sent a valid
+        one."""
         given = request.headers.get("x-request-id", "")
         sound = given.isascii() and given.isprintable() and 0 < len(given) <= 128
         return {"x-request-id": given if sound else f"req_{uuid.uuid4().hex}"}
 
     def answer(self, document: dict[str, Any], request: Request, status: int = 200) -> Response:
-        """A JSON answer."""
         return Response(
             msgspec.json.encode(document), status, self.headers(request), media_type="application/json"
         )
 
     def refusal(self, failure: HttpFailure, request: Request) -> Response:
-        """An error as an answer."""
         response = self.answer(failure.body, request, failure.status)
         response.headers.update(failure.headers)
         return response

@@ -1,7 +1,7 @@
-"""Nothing of a request's body is read, and no endpoint runs, before the service knows the caller.
+"""ASGI middleware that admits the caller before its body is read or an endpoint runs.
 
-A door that asks for no key refuses what a page of another site sends through a browser. With keys there is nothing to
-refuse: such a page has none.
+Without keys it also refuses requests that another site's page sends through a browser. With keys that is not
+needed: such a page has no key.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from pensieve.http.common.door import HttpDoor
 from pensieve.http.common.failures import HttpFailure, failure_from_error
 from pensieve.http.common.settings import DoorSettings
 
-_READING: Final = frozenset({"GET", "HEAD", "OPTIONS"})
-"""Methods that change nothing; what they answer, the browser keeps from the page."""
-_UNASKED: Final = frozenset({"text/plain", "multipart/form-data"})
-"""Types of content that a browser sends for any page without asking the server first. The third one,
-application/x-www-form-urlencoded, is what curl sends where it is told no type."""
+_SAFE_METHODS: Final = frozenset({"GET", "HEAD", "OPTIONS"})
+"""Methods that change nothing; the browser hides their answers from the page."""
+_SIMPLE_CONTENT_TYPES: Final = frozenset({"text/plain", "multipart/form-data"})
+"""Content types that a browser sends for any page without a preflight request. The third one,
+application/x-www-form-urlencoded, is allowed: curl sends it by default."""
 
 
 def check_host(request: Request, settings: DoorSettings) -> None:
-    """Refuse a foreign name on loopback, which another site may have led here. Raises HttpFailure (403)."""
+    """Refuse a foreign Host name on loopback (DNS rebinding). Raises HttpFailure (403)."""
     host = request.headers.get("host", "")
     if settings.on_loopback and not names_this_machine(host, settings.hosts):
         raise HttpFailure(
             403,
-            f"{host!r} is no name of this machine: call it localhost, or start the server with keys "
+            f"{host!r} is not a name of this machine: use localhost, or start the server with keys "
             "(--api-keys) or with this name (--http-host, of pensieve gateway --host)",
             kind="permission_error",
             code="foreign_host",
@@ -41,8 +41,8 @@ def check_host(request: Request, settings: DoorSettings) -> None:
 
 
 def check_site(request: Request, settings: DoorSettings) -> None:
-    """Refuse a change that a page of another site asks for. Raises HttpFailure (403, 415)."""
-    if request.method in _READING:
+    """Refuse a change that another site's page requests. Raises HttpFailure (403, 415)."""
+    if request.method in _SAFE_METHODS:
         return
     origin = request.headers.get("origin")
     if origin in settings.cors_origins or ("*" in settings.cors_origins and origin is not None):
@@ -51,7 +51,7 @@ def check_site(request: Request, settings: DoorSettings) -> None:
     if site is not None:  # a page cannot set it
         foreign = site.lower() not in ("same-origin", "none")
     else:
-        foreign = origin is not None and not _is_own(origin, request.headers.get("host", ""))
+        foreign = origin is not None and not _is_same_origin(origin, request.headers.get("host", ""))
     if foreign:
         raise HttpFailure(
             403,
@@ -61,7 +61,7 @@ def check_site(request: Request, settings: DoorSettings) -> None:
             code="foreign_origin",
         )
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind in _UNASKED:
+    if kind in _SIMPLE_CONTENT_TYPES:
         raise HttpFailure(
             415,
             f"a body of the type {kind} is not read: send content-type: application/json",
@@ -69,31 +69,29 @@ def check_site(request: Request, settings: DoorSettings) -> None:
         )
 
 
-def _is_own(origin: str, host: str) -> bool:
+def _is_same_origin(origin: str, host: str) -> bool:
     try:
         return urlsplit(origin).netloc.lower() == host.lower() != ""
     except ValueError:
         return False
 
 
-OPEN: Final = frozenset({"/health", "/ready", "/metrics"})
-"""Paths that take no credential and read no body."""
-ADMITTED: Final = "admitted"
-"""Where a request's state has what is called when its caller is let in: the connection is a known caller's then."""
+OPEN_PATHS: Final = frozenset({"/health", "/ready", "/metrics"})
+"""Paths that need no credential and read no body."""
+ON_ADMITTED: Final = "admitted"
+"""Key in a request's state: the callback for when its caller is admitted, which marks the connection as known."""
 
 
 _AUTHORIZATION: Final = re.compile(rb"\r\nauthorization:([^\r\n]*)\r\n", re.IGNORECASE)
 
 
 class AdmissionMiddleware:
-    """See the module docstring."""
-
     def __init__(self, app: ASGIApp, door: HttpDoor) -> None:
         self._app = app
         self._door = door
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN:
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
             await self._app(scope, receive, send)
             return
         request = Request(scope)
@@ -101,15 +99,14 @@ class AdmissionMiddleware:
             await self._admit(request)
         except (HttpFailure, PensieveError) as error:
             failure = error if isinstance(error, HttpFailure) else failure_from_error(error)
-            failure.closes = has_body(request)
-            # With it, this frame would hold itself, and all of a stranger's request, until a garbage collection.
+            failure.closes_connection = has_body(request)
+            # The traceback would keep this frame, and the whole request, alive until a garbage collection.
             error.__traceback__ = failure.__traceback__ = None
             await self._door.refusal(failure, request)(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
     async def _admit(self, request: Request) -> None:
-        """Raises HttpFailure or PensieveError."""
         door, settings = self._door, self._door.settings
         who = identity_of_request(request, vouches=settings.vouches)
         await door.admission.admit(who)
@@ -126,14 +123,14 @@ class AdmissionMiddleware:
                 )
             check_host(request, settings)
             check_site(request, settings)
-            # Callers choose what they send as a key where none is asked for, but not their address.
+            # Where no key is checked, callers can send any; they cannot choose their address.
             state[HOLDER] = f"@{client_address(request)}"
-        if (admitted := state.get(ADMITTED)) is not None:
-            admitted()
+        if (on_admitted := state.get(ON_ADMITTED)) is not None:
+            on_admitted()
 
 
 def is_known_caller(door: HttpDoor, scope: Scope) -> bool:
-    """Whether the caller of a request was let in before."""
+    """Whether the caller of a request was admitted before."""
     try:
         return door.admission.has_admitted(identity_of_request(Request(scope), vouches=door.settings.vouches))
     except HttpFailure:
@@ -141,7 +138,8 @@ def is_known_caller(door: HttpDoor, scope: Scope) -> bool:
 
 
 def starts_with_known_key(door: HttpDoor, sent: bytes) -> bool:
-    """Whether the first bytes of a connection name a caller that was let in before. They are not checked otherwise."""
+    """Whether a connection's first bytes hold the key of a caller that was admitted before. Nothing else of
+    them is checked."""
     found = _AUTHORIZATION.search(sent)
     key = found[1].strip().decode("latin-1") if found is not None else None
     try:
@@ -151,5 +149,5 @@ def starts_with_known_key(door: HttpDoor, sent: bytes) -> bool:
 
 
 def has_body(request: Request) -> bool:
-    """Whether a body comes with the request."""
+    """Whether the request has a body."""
     return request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers

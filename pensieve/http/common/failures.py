@@ -1,4 +1,4 @@
-"""Errors in OpenAI's form, each with its HTTP status."""
+"""Errors in OpenAI's form, with their HTTP status."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pensieve.rpc_status import BROKEN, TRANSPORT, TRANSPORT_FINAL
 
 
 class HttpFailure(Exception):
-    """An answer that is an error. ``param``: the field of the request that is wrong."""
+    """An error response. ``param``: the request's field that is wrong."""
 
     def __init__(
         self,
@@ -32,18 +32,16 @@ class HttpFailure(Exception):
         self.param = param
         self.code = code
         self.retry_after_s = retry_after_s
-        self.closes = False
-        """End the connection: what is left of the body is not read."""
+        self.closes_connection = False
 
     @property
     def body(self) -> dict[str, Any]:
-        """The JSON document."""
         error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
         return {"error": error}
 
     @property
     def headers(self) -> dict[str, str]:
-        found = {"connection": "close"} if self.closes else {}
+        found = {"connection": "close"} if self.closes_connection else {}
         if self.retry_after_s is not None:
             found["retry-after"] = str(max(1, math.ceil(self.retry_after_s)))
         return found
@@ -63,9 +61,9 @@ _STATUS: Final[dict[str, tuple[int, str]]] = {
     "DEADLINE_EXCEEDED": (504, "server_error"),
     "CANCELLED": (409, "conflict_error"),
 }
-"""Code of the service → status and type."""
+"""The service's status code → HTTP status and error type."""
 _CODES: Final = {"CONTEXT_LIMIT_EXCEEDED": "context_length_exceeded", "CREDENTIAL_INVALID": "invalid_api_key"}
-"""Reasons that OpenAI has a word for; the others stay as they are, in small letters."""
+"""The service's reasons that have an OpenAI name; the others are sent in lower case."""
 _PARAMS: Final = {
     "candidates": "n",
     **{name: row.http for name, row in SAMPLING.items() if row.http},
@@ -78,10 +76,10 @@ _PARAMS: Final = {
     "turn_system_prompt": "instructions",
     "system_prompt": "instructions",
 }
-"""Fields of the service that have another name at the door."""
+"""The service's fields that have another name at the door."""
 
 
-_ELSEWHERE: Final[Mapping[str, Mapping[str, str]]] = {
+_NAMES_BY_PATH: Final[Mapping[str, Mapping[str, str]]] = {
     "/v1/chat/completions": {
         **dict.fromkeys(("input", "items", "initial_items", "instructions"), "messages"),
         "max_output_tokens": "max_tokens",
@@ -93,12 +91,12 @@ _ELSEWHERE: Final[Mapping[str, Mapping[str, str]]] = {
     "/v1/responses": {"items": "input", "initial_items": "input"},
     "/v1/conversations": dict.fromkeys(("input", "initial_items", "instructions"), "items"),
 }
-"""By the beginning of a path: fields of the door that its requests have under another name."""
+"""Path prefix → fields of the door that these endpoints call by another name."""
 
 
 def failure_from_error(error: PensieveError, path: str = "") -> HttpFailure:
-    """What the service said, as the door says it to a request of this path."""
-    if error.reason == "CLIENT_CLOSED":  # the door closed it, because it ends
+    """Convert the service's error into the response for a request of this path."""
+    if error.reason == "CLIENT_CLOSED":  # the door closed it while shutting down
         return HttpFailure(
             503, "the server is shutting down", kind="server_error", code="draining", retry_after_s=1.0
         )
@@ -120,7 +118,7 @@ def failure_from_error(error: PensieveError, path: str = "") -> HttpFailure:
 
 
 def _unreachable(error: PensieveError) -> HttpFailure:
-    """No server of ours has answered. The text of the gRPC library names files and addresses: it goes to no caller."""
+    """Our server did not answer. gRPC's own text names files and addresses, so no caller gets it."""
     code = error.metadata.get("grpc_code", error.code)
     if code in BROKEN:
         return HttpFailure(
@@ -135,20 +133,19 @@ def _unreachable(error: PensieveError) -> HttpFailure:
 
 
 def _field(where: str, path: str) -> str:
-    """The field of a request of this path that ended up at ``where`` in the service's."""
+    """Return the request's field that became ``where`` in the service's request."""
     name = re.sub(r"\[\d+\]", "", where.rpartition(".")[2])
     name = _PARAMS.get(name, name)
-    for beginning, names in _ELSEWHERE.items():
+    for beginning, names in _NAMES_BY_PATH.items():
         if path.startswith(beginning):
             return names.get(name, name)
     return name
 
 
 def invalid_field(param: str, problem: str, code: str | None = None) -> HttpFailure:
-    """A field of the request is wrong."""
     return HttpFailure(400, f"{param}: {problem}", param=param, code=code)
 
 
 def unsupported_field(param: str, problem: str) -> HttpFailure:
-    """A field asks for what the door does not do."""
+    """Return an error (400): a field asks for something that the door does not do."""
     return invalid_field(param, problem, "unsupported_parameter")

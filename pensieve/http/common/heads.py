@@ -1,8 +1,8 @@
-"""Finds the session that a resent history ends in. Whoever is not found is given a new session with that history.
+"""Finds the session that a resent history ends in. A history that is not found gets a new session.
 
-A turn goes to the service with a mark, which names all that is said before its answer. Who resends the conversation
-names by it the turn that the last answer is of, to any door, whatever has been restarted. ``HeadCache`` only saves the
-question.
+Each turn goes to the service with a mark, a digest of all messages before its answer. A client that resends the
+conversation names by it the turn of the last answer, at any door and after any restart. ``HeadCache`` only
+saves the lookup.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from pensieve.http.common.calls import (
     Call,
     CallPlan,
     Source,
-    added,
-    answered,
+    append_items,
     batches_of,
+    begin_turn,
     execute_plan,
     find_own_session,
     following_roles,
@@ -34,11 +34,11 @@ from pensieve.http.common.calls import (
     new_session_id,
     split_new,
 )
-from pensieve.http.common.contents import Message, NamedTalk, Transcript
+from pensieve.http.common.contents import HashedTranscript, Message, Transcript
 from pensieve.http.common.requests import seed_for
 
-_MADE_HERE: Final = re.compile(r"(?:chat|conv|resp)-[0-9a-f]{32}")
-"""Sessions that the door made."""
+_MADE_BY_DOOR: Final = re.compile(r"(?:chat|conv|resp)-[0-9a-f]{32}")
+"""Sessions that a door made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,16 +47,14 @@ class Head:
 
     session_id: str
     revision: int
-    """Of the session right after the answer."""
     item: int
-    """The answer's."""
     turn_id: str
     candidate: int | None = None
-    """The answer is this candidate of the turn, and the session still ends in another one."""
+    """Set when the answer is a candidate of the turn that is not committed."""
 
 
 class HeadCache:
-    """What was said → where it ends; least recently used forgotten first. One event loop."""
+    """``NamedTalk.key_after`` → head, least recently used dropped first. Runs on one event loop."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -68,29 +66,30 @@ class HeadCache:
             self._heads.move_to_end(key)
         return head
 
-    def forget(self, key: bytes) -> None:
+    def remove(self, key: bytes) -> None:
         self._heads.pop(key, None)
 
-    def record_turn(self, talk: NamedTalk, session_id: str, turn: Turn) -> None:
-        """A turn was committed: whoever resends its conversation, with any of its answers, goes on from there."""
+    def record_turn(self, transcript: HashedTranscript, session_id: str, turn: Turn) -> None:
+        """Record a committed turn: a client that resends its conversation with any of its answers continues
+        from there."""
         if turn.output is None:
             return
         head = Head(session_id, turn.revision, turn.output.item, turn.request_id)
-        self._put(talk, turn.text, head)
+        self._put(transcript, turn.text, head)
         for one in turn.candidates:
             if one.candidate != turn.chosen:
-                self._put(talk, one.text, replace(head, candidate=one.candidate))
+                self._put(transcript, one.text, replace(head, candidate=one.candidate))
 
-    def _put(self, talk: NamedTalk, answer: str, head: Head) -> None:
-        self._heads[talk.key_after(answer)] = head
+    def _put(self, transcript: HashedTranscript, answer: str, head: Head) -> None:
+        self._heads[transcript.key_after(answer)] = head
         while len(self._heads) > self._limit:
             self._heads.popitem(last=False)
 
 
-async def noting(
+async def note_before_end(
     chunks: AsyncIterator[bytes], stream: AsyncTurnStream, note: Callable[[Turn], None]
 ) -> AsyncIterator[bytes]:
-    """``chunks``; the turn is noted before the client can have the last one and come back."""
+    """Yield ``chunks``; call ``note`` before the last one, so before the client can come back."""
     noted = False
     async for chunk in chunks:
         if stream.done and not noted:
@@ -101,75 +100,74 @@ async def noting(
 
 @dataclass(frozen=True, slots=True)
 class TurnStarter:
-    """A turn on its way to the session that its history is, or to a new one with that history."""
+    """Begins a turn in the session that its history ends in, or in a new session with that history."""
 
     caller: Caller
     heads: HeadCache | None
-    """None for what neither finds nor is found."""
-    named: NamedTalk
+    """None: the turn neither looks for a session nor can be found."""
+    hashed: HashedTranscript
     call: Call
     options: TurnOptions
     ttl_s: float | None
-    """Idle lifetime of a session that is made."""
+    """Idle lifetime of a new session."""
 
     async def begin(
-        self, family: str = "chat-", *, is_found: bool = True
+        self, family: str = "chat-", *, is_findable: bool = True
     ) -> tuple[AsyncSession, AsyncTurnStream]:
-        """The session, and the turn that the service has accepted there. A refusal leaves nothing behind.
+        """Return the session and the turn, which the service has accepted there. A refusal leaves no session
+        behind.
 
-        ``family``: how the name of a session begins that is made. ``is_found``: whether the turn can be found by its
-        history.
+        ``family``: prefix of a new session's name. ``is_findable``: whether later requests may find the turn by
+        its history.
         """
         self.options["request_id"] = str(self.call.id)
         self.options.setdefault("seed", seed_for(self.call.id))
-        if self.heads is not None and is_found:
-            self.options["mark"] = self.named.mark
+        if self.heads is not None and is_findable:
+            self.options["mark"] = self.hashed.mark
         own = new_session_id(family)
         client = self.caller.client
         if self.call.is_retryable:
-            # What is remembered here may be another door's no more: the service alone is asked.
-            head = await self._looked_up()
+            # Another door may have changed what this cache holds: only the service is asked.
+            head = await self._look_up()
             plan = await self.call.claim_plan(
                 client, CallPlan(own) if head is None else await self._plan(head, own)
             )
             async with self.call.undo_on_refusal(client, plan):
                 try:
-                    return await self._carried_out(plan)
+                    return await self._execute(plan)
                 except DataLoss as error:
-                    pass_unless_gone(error)
-                    return await self._carried_out(CallPlan(plan.own))
+                    raise_unless_gone(error)
+                    return await self._execute(CallPlan(plan.own))
         async with self.call.undo_on_refusal(client, CallPlan(own)):
-            return await self._begun_once(own)
+            return await self._begin_once(own)
 
-    async def _begun_once(self, own: str) -> tuple[AsyncSession, AsyncTurnStream]:
+    async def _begin_once(self, own: str) -> tuple[AsyncSession, AsyncTurnStream]:
         heads = self.heads
-        if heads is not None and self.named.talk.history:
-            head = heads.find(self.named.history_key)
+        if heads is not None and self.hashed.transcript.history:
+            head = heads.find(self.hashed.history_key)
             if head is not None:
                 try:
-                    return await self._carried_out(await self._plan(head, own))
+                    return await self._execute(await self._plan(head, own))
                 except (NotFound, DataLoss) as error:
-                    pass_unless_gone(error)
-                    heads.forget(self.named.history_key)
-            head = await self._looked_up()
+                    raise_unless_gone(error)
+                    heads.remove(self.hashed.history_key)
+            head = await self._look_up()
             if head is not None:
                 try:
-                    return await self._carried_out(await self._plan(head, own))
+                    return await self._execute(await self._plan(head, own))
                 except (NotFound, DataLoss) as error:
-                    pass_unless_gone(error)  # It has gone since.
-        return await self._carried_out(CallPlan(own))
+                    raise_unless_gone(error)  # Deleted since.
+        return await self._execute(CallPlan(own))
 
     async def _plan(self, head: Head, own: str) -> CallPlan:
-        """Go on in the head's session, or in a branch of it. Raises NotFound where neither can be."""
+        """Continue in the head's session, or in a branch of it. Raises NotFound where neither is possible."""
         session = self.caller.client.session(head.session_id)
         branch = CallPlan(own, source=Source(head.session_id, head.item, head.candidate))
         revision = head.revision
-        if split_new(self.named.talk.new)[0]:
-            return (
-                branch  # What comes first is added without a turn: not to a session that others go on from.
-            )
+        if split_new(self.hashed.transcript.new)[0]:
+            return branch  # Items appended without a turn must not go to a session that others continue.
         if self.call.is_retryable:
-            # A choice among candidates cannot be made again once the turn is there.
+            # Once the turn is there, a retry cannot choose the candidate again.
             free = head.candidate is None and await is_free(session, revision, self.call.id)
             return (
                 msgspec.structs.replace(branch, session=head.session_id, revision=revision)
@@ -180,22 +178,22 @@ class TurnStarter:
             try:
                 revision = (await session.choose(head.turn_id, head.candidate)).revision
             except (Aborted, FailedPrecondition):
-                return branch  # Somebody has gone on from here already, or is about to.
+                return branch  # Another request has continued from here, or is about to.
         return msgspec.structs.replace(branch, session=head.session_id, revision=revision)
 
-    async def _carried_out(self, plan: CallPlan) -> tuple[AsyncSession, AsyncTurnStream]:
+    async def _execute(self, plan: CallPlan) -> tuple[AsyncSession, AsyncTurnStream]:
         async def make(own: str) -> AsyncSession:
-            return await self._made(plan, own)
+            return await self._make_session(plan, own)
 
         async def turn(session: AsyncSession, more: TurnOptions) -> AsyncTurnStream:
-            last = split_new(self.named.talk.new)[1]
-            return await answered(session, last, {**self.options, **more})
+            last = split_new(self.hashed.transcript.new)[1]
+            return await begin_turn(session, last, {**self.options, **more})
 
         return await execute_plan(self.caller.client, self.call, plan, make, turn)
 
-    async def _made(self, plan: CallPlan, own: str) -> AsyncSession:
-        client, talk = self.caller.client, self.named.talk
-        early, last = split_new(talk.new)
+    async def _make_session(self, plan: CallPlan, own: str) -> AsyncSession:
+        client, transcript = self.caller.client, self.hashed.transcript
+        early, last = split_new(transcript.new)
         if plan.source is not None:
             session = await find_own_session(client, self.call, plan)
             if session is None:
@@ -205,40 +203,39 @@ class TurnStarter:
                     request_id=str(uuid.uuid5(self.call.id, "fork")),
                     candidate=plan.source.candidate,
                 )
-            return await added(session, early, self.call, follow=last)
-        past = (*talk.history, *early)
+            return await append_items(session, early, self.call, follow=last)
+        past = (*transcript.history, *early)
         first = batches_of(past)[:1]
         session = await client.create_session(
             session_id=own,
-            system_prompt=talk.system or None,
-            tools=talk.tools or None,
+            system_prompt=transcript.system or None,
+            tools=transcript.tools or None,
             initial_items=[one.sdk_input for chunk in first for one in chunk],
             followed_by=following_roles((*past, *last)[sum(map(len, first)) :]),
             ttl=self.ttl_s,
-            overflow="drop_oldest_turns" if talk.drops_oldest else None,
+            overflow="drop_oldest_turns" if transcript.drops_oldest else None,
             request_id=str(uuid.uuid5(self.call.id, "session")),
         )
-        return await added(session, past[sum(map(len, first)) :], self.call, follow=last)
+        return await append_items(session, past[sum(map(len, first)) :], self.call, follow=last)
 
-    async def _looked_up(self) -> Head | None:
-        """The end that the service knows; of several the newest, or the one where an earlier try of this turn went."""
-        if self.heads is None or self.named.end is None:
+    async def _look_up(self) -> Head | None:
+        """Return the end that the service finds: of several, that of an earlier try of this turn, else the newest."""
+        if self.heads is None or self.hashed.last_answer is None:
             return None
-        talk, (mark, told) = self.named.talk, self.named.end
+        transcript, (mark, message) = self.hashed.transcript, self.hashed.last_answer
         find = functools.partial(self.caller.client.find_turn, mark, request_id=str(self.call.id))
-        found = None if told.calls else await find(told.text)
-        if found is None and not talk.form.plain:
-            # The service knows answers as the model wrote them, with calls and thoughts: what the newest was is read
-            # here.
-            found = _answered_so(await find(), talk, told)
+        found = None if message.calls else await find(message.text)
+        if found is None and not transcript.form.plain:
+            # The service matches answers as the model wrote them, with calls and thoughts. Parse the newest here.
+            found = _with_candidate(await find(), transcript, message)
         if found is None:
             return None
         turn, candidate = found.turn, found.candidate
         if turn.output is None:
             return None
         session_id = turn.session.removeprefix("sessions/")
-        if not _MADE_HERE.fullmatch(session_id):
-            return None  # Somebody else's mark: what the session is for is not known.
+        if not _MADE_BY_DOOR.fullmatch(session_id):
+            return None  # Another program's mark: the purpose of its session is unknown.
         return Head(
             session_id,
             turn.revision,
@@ -248,20 +245,18 @@ class TurnStarter:
         )
 
 
-def pass_unless_gone(error: NotFound | DataLoss) -> None:
-    """Raises ``error`` unless the session, or what was said last in it, is not there.
-
-    A store that has lost it says so to its operator. Who resends all of the conversation goes on from that.
-    """
+def raise_unless_gone(error: NotFound | DataLoss) -> None:
+    """Raise ``error`` unless the session, or its last answer, is gone. A store that has lost it tells its
+    operator. A client that resends the whole conversation continues from what it sent."""
     if isinstance(error, DataLoss) and error.reason != "HISTORY_REGRESSED":
         raise error
 
 
-def _answered_so(found: FoundTurn | None, talk: Transcript, told: Message) -> FoundTurn | None:
-    """The turn with that of its candidates which the client was told as ``told``; None: it has none."""
+def _with_candidate(found: FoundTurn | None, transcript: Transcript, message: Message) -> FoundTurn | None:
+    """Return the turn with the candidate whose text the client sent as ``message``; None if it has none."""
     if found is None:
         return None
     turn = found.turn
     texts = [(found.candidate, turn.text), *((one.candidate, one.text) for one in turn.candidates)]
-    number = next((number for number, text in texts if talk.matches_answer(text, told)), None)
+    number = next((number for number, text in texts if transcript.matches_answer(text, message)), None)
     return FoundTurn(turn, number) if number is not None else None

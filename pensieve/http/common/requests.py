@@ -1,8 +1,8 @@
-"""What the bodies of all endpoints have in common: sampling, ids, and how each field is honoured or refused.
+"""Shared by the bodies of all endpoints: sampling, ids, and how each field is honoured or refused.
 
-The struct of a request declares what is read. Its class variables ``WITHOUT_EFFECT`` and ``REFUSED`` name the rest, and
-``NESTED`` the structs of fields that are looked into in the same way. A field with the value null is one that was left
-out.
+A request's struct declares the fields that are read. Its class variables ``WITHOUT_EFFECT`` and ``REFUSED``
+list the others, and ``NESTED`` the structs of fields that are checked in the same way. A null field counts as
+absent.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from pensieve.core import SAMPLING
 from pensieve.http.common.failures import HttpFailure, invalid_field, unsupported_field
 
 Nested: TypeAlias = Mapping[str, type[msgspec.Struct]]
-"""Structs by the names of fields."""
 Fields: TypeAlias = Mapping[str, msgspec.Raw]
-"""The fields of a JSON object by name, each not yet decoded."""
+"""Fields of a JSON object by name, not yet decoded."""
 _STRUCTURED: Final = "structured output is not supported"
 STRUCTURED: Final = dict.fromkeys(
     (
@@ -31,7 +30,7 @@ STRUCTURED: Final = dict.fromkeys(
     ),
     _STRUCTURED,
 )  # fmt: skip
-"""What programs of this kind call structured output."""
+"""Names of structured output in this and other servers."""
 REFUSED_EVERYWHERE: Final = {
     **STRUCTURED,
     "add_generation_prompt": "the answer always begins with the template's generation prompt",
@@ -40,23 +39,23 @@ REFUSED_EVERYWHERE: Final = {
     "chat_template_kwargs": "the template takes no arguments here",
     "continue_final_message": "the last message is answered, not continued",
     "early_stopping": "beam search is not offered over HTTP",
-    "extra_body": "its fields belong into the request itself",
+    "extra_body": "put its fields into the request itself",
     "include_stop_str_in_output": "a stop string is never part of the answer",
     "length_penalty": "beam search is not offered over HTTP",
     "max_new_tokens": "is max_tokens in completions and max_output_tokens in responses",
     "n_predict": "is max_tokens in completions and max_output_tokens in responses",
     "num_predict": "is max_tokens in completions and max_output_tokens in responses",
-    "options": "its fields belong into the request itself",
+    "options": "put its fields into the request itself",
     "prompt_logprobs": "log-probabilities of a prompt are not computed",
     "repeat_penalty": "is repetition_penalty here",
     "skip_special_tokens": "control tokens are never part of the answer's text",
     "spaces_between_special_tokens": "control tokens are never part of the answer's text",
-    "truncate_prompt_tokens": "a prompt is never cut",
+    "truncate_prompt_tokens": "prompts are never truncated",
     "typical_p": "is not supported: temperature, top_p, top_k and min_p are",
     "use_beam_search": "beam search is not offered over HTTP",
 }  # fmt: skip
-"""Fields of other programs that would change the answer, and what is said of them."""
-NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
+"""Other servers' fields that would change the answer, each with the error text."""
+ACCEPTED_VALUES: Final[Mapping[str, tuple[Any, ...]]] = {
     "add_generation_prompt": (True,),
     "bad_words": ([],),
     "best_of": (1,),
@@ -79,17 +78,17 @@ NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
     "typical_p": (1,),
     "use_beam_search": (False,),
 }
-"""Values with which a refused field asks for what is done anyway."""
+"""Values of refused fields that ask for the default behaviour and are accepted."""
 
 
 def check_fields(fields: Fields, kind: type[msgspec.Struct]) -> None:
-    """Raises HttpFailure (400) for the first field that a request of this kind has not."""
+    """Raise HttpFailure (400) for the first field that this kind of request does not have."""
     _check(fields, kind, "")
 
 
 def check_nested(fields: Fields, kind: type[msgspec.Struct]) -> None:
-    """The same for the objects that ``kind`` names in ``NESTED``: options and tools. Messages and items may come back
-    with all that they were told with."""
+    """Check the objects that ``kind`` names in ``NESTED``: options and tools. Messages and items are not
+    checked, because clients resend them with all fields that the answers had."""
     for name, raw in fields.items():
         _descend(name, raw, kind, name)
 
@@ -121,12 +120,11 @@ def _check(found: Fields, kind: type[msgspec.Struct], path: str) -> None:
             raise HttpFailure(
                 400, f"{param}: this request has no such field", param=param, code="unknown_parameter"
             )
-        if msgspec.json.decode(raw) not in NEUTRAL.get(name, ()):
+        if msgspec.json.decode(raw) not in ACCEPTED_VALUES.get(name, ()):
             raise unsupported_field(param, refused[name])
 
 
 _KEYS: Final = uuid.UUID("6c0cbb0c-6c43-4b0e-9f5c-2a4a52c0a3d1")
-"""Namespace of request ids made of ``Idempotency-Key``s."""
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 Natural = Annotated[int, msgspec.Meta(ge=0)]
@@ -134,21 +132,19 @@ TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 
 
 MAX_ELEMENTS: Final = 16384
-"""As many fields as the service reads in one request."""
-LONG_CACHED: Final = 4.0
-"""Worth of cached state that is wanted for long, against 1 for any other: a wish, which the service may clip."""
+"""Fields that the service reads in one request."""
+LONG_CACHE_IMPORTANCE: Final = 4.0
+"""Importance of state that is wanted for long; the default is 1. The service may clip it."""
 
 
 class CacheOptions(msgspec.Struct, frozen=True):
-    """How long cached state is wanted; where to cut it is found out without being told."""
+    """How long cached state is wanted. The door finds where a prompt can be reused itself."""
 
     mode: Literal["implicit", "explicit"] | None = None
     ttl: Literal["30m", "12h"] | None = None
 
 
-class ChunkOptions(msgspec.Struct, frozen=True):
-    """Options of a stream."""
-
+class StreamOptions(msgspec.Struct, frozen=True):
     WITHOUT_EFFECT: ClassVar[Mapping[str, str]] = {
         "continuous_usage_stats": "usage comes once",
         "include_obfuscation": "events are never padded",
@@ -161,9 +157,9 @@ _BODY_TYPES: Final[dict[str, Any]] = {
     "min_output_tokens": Natural,
     "stop_token_ids": list[TokenId],
 }
-"""Sampling parameters that a body writes in another way than a program does. -1 is a ``top_k`` of 0, as in vLLM."""
+"""Sampling parameters whose type in a body differs from the SDK's. A ``top_k`` of -1 means 0, as in vLLM."""
 _OPTIONS: Final = {row.http: name for name, row in SAMPLING.items() if row.http}
-"""Sampling parameters that all bodies have, by their names there."""
+"""Name in a body → sampling parameter, for those that all bodies have."""
 
 if TYPE_CHECKING:
     _SamplingBody = msgspec.Struct
@@ -180,21 +176,18 @@ else:
 
 
 class SamplingFields(_SamplingBody, kw_only=True, omit_defaults=True):
-    """How tokens are drawn, by the rows of ``core.SamplingOptions``, and how long their state is wanted. The service
-    checks ranges."""
+    """The fields of ``core.SamplingOptions``, and how long the cached state is wanted. The service checks ranges."""
 
     NESTED: ClassVar[Nested] = {"prompt_cache_options": CacheOptions}
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     prompt_cache_options: CacheOptions | None = None
 
     @property
-    def drawn_with(self) -> dict[str, Any]:
-        """The sampling parameters that are set, by their names in the body."""
+    def sampling(self) -> dict[str, Any]:
         return {field: value for field in _OPTIONS if (value := getattr(self, field)) is not None}
 
     def options(self) -> TurnOptions:
-        """Those that are set, for the SDK."""
-        given: dict[str, Any] = {_OPTIONS[field]: value for field, value in self.drawn_with.items()}
+        given: dict[str, Any] = {_OPTIONS[field]: value for field, value in self.sampling.items()}
         if "seed" in given:
             given["seed"] %= 1 << 64
         if "top_k" in given:
@@ -202,17 +195,15 @@ class SamplingFields(_SamplingBody, kw_only=True, omit_defaults=True):
         check_count(given.get("stop_token_ids", ()), "stop_token_ids")
         ttl = self.prompt_cache_options.ttl if self.prompt_cache_options is not None else None
         if self.prompt_cache_retention == "24h" or ttl == "12h":
-            given["importance"] = LONG_CACHED
+            given["importance"] = LONG_CACHE_IMPORTANCE
         return cast(TurnOptions, given)
 
 
 class CompletionFields(SamplingFields, kw_only=True):
-    """What requests of both kinds of completions have in common."""
-
-    NESTED: ClassVar[Nested] = {**SamplingFields.NESTED, "stream_options": ChunkOptions}
+    NESTED: ClassVar[Nested] = {**SamplingFields.NESTED, "stream_options": StreamOptions}
     model: str | None = None
     stream: bool | None = False
-    stream_options: ChunkOptions | None = None
+    stream_options: StreamOptions | None = None
     n: Positive | None = None
     stop: str | list[str] | None = None
     max_tokens: Positive | None = None
@@ -229,34 +220,36 @@ class CompletionFields(SamplingFields, kw_only=True):
 
 
 def _by_token(biases: dict[str, float]) -> dict[int, float]:
-    """Logit biases by token id. Raises HttpFailure for a key that is none, and for more than anybody gives."""
+    """Return logit biases by token id. Raises HttpFailure for a key that is not a token id, and for too many of
+    them."""
     check_count(biases, "logit_bias")
     found: dict[int, float] = {}
     for name, bias in biases.items():
-        token = whole_number(name)
+        token = parse_whole_number(name)
         if token is None or token >= 1 << 32:
-            raise invalid_field("logit_bias", f"{name!r} is no token id")
+            raise invalid_field("logit_bias", f"{name!r} is not a token id")
         found[token] = bias
     return found
 
 
 def check_count(values: Sized, param: str) -> None:
-    """Raises HttpFailure when there are more than the service reads: before time is spent on each of them."""
+    """Raise HttpFailure, before any element is processed, when there are more than the service reads."""
     if len(values) > MAX_ELEMENTS:
         raise invalid_field(param, f"has more than {MAX_ELEMENTS} elements")
 
 
-def whole_number(text: str) -> int | None:
-    """A number as people write it, at most 18 digits long; None for anything else."""
+def parse_whole_number(text: str) -> int | None:
+    """Parse a decimal number of at most 18 digits; None for anything else."""
     return int(text) if text.isascii() and text.isdecimal() and len(text) <= 18 else None
 
 
 def request_id_for(request: Request) -> uuid.UUID:
-    """The turn's request id; made of ``Idempotency-Key`` if there is one, so that a retry finds the first try."""
+    """Return the turn's request id, derived from ``Idempotency-Key`` if there is one, so that a retry finds the
+    first try."""
     key = request.headers.get("idempotency-key", "")
     return uuid.uuid5(_KEYS, key) if key else uuid.uuid4()
 
 
 def seed_for(turn_id: uuid.UUID) -> int:
-    """The seed of a turn that names none: each attempt at it draws the same answer."""
+    """Return the seed of a turn that names none: each attempt samples the same answer."""
     return turn_id.int % (1 << 63)

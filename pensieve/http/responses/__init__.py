@@ -1,4 +1,4 @@
-"""Responses: only the new turn travels; the id of a response names the session and the turn that it is.
+"""Responses: the client sends only the new turn; a response's id names its session and turn.
 
 May import: client, errors, http.common, http.output, http.tools, speech.
 """

@@ -1,4 +1,4 @@
-"""Begins the turn of a response: where a previous one ended, in a conversation, or in a session of its own."""
+"""Begins the turn of a response: after a previous response, in a conversation, or in a new session."""
 
 from __future__ import annotations
 
@@ -24,20 +24,25 @@ from pensieve.http.common.callers import Caller
 from pensieve.http.common.calls import (
     Call,
     CallPlan,
-    added,
     adding_items,
-    answered,
+    append_items,
+    begin_turn,
     execute_plan,
     find_own_session,
     is_free,
     new_session_id,
     split_new,
 )
-from pensieve.http.common.contents import NamedTalk, make_transcript
+from pensieve.http.common.contents import HashedTranscript, make_transcript
 from pensieve.http.common.failures import HttpFailure, invalid_field
 from pensieve.http.common.heads import HeadCache, TurnStarter
 from pensieve.http.common.requests import seed_for
-from pensieve.http.responses.ids import ResponseId, conversation_session, item_place, mark
+from pensieve.http.responses.ids import (
+    ResponseId,
+    instructions_digest,
+    parse_item_id,
+    session_of_conversation,
+)
 from pensieve.http.responses.objects import Response, input_message
 from pensieve.http.responses.requests import REFERENCE, InputItem, ResponseRequest, ValidatedResponse
 from pensieve.http.tools import ToolUse
@@ -45,64 +50,61 @@ from pensieve.speech import SpeechForm
 
 
 @dataclass(frozen=True, slots=True)
-class BegunResponse:
-    """A turn that the service has accepted."""
-
+class StartedResponse:
     session: AsyncSession
     stream: AsyncTurnStream
     id: ResponseId
     form: SpeechForm
-    """How the answer is read."""
-    talk: NamedTalk | None = None
-    """What was said from the beginning, when the client said all of it."""
+    transcript: HashedTranscript | None = None
+    """The whole conversation, when the client sent all of it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Chain:
-    """One request on its way to its session."""
+class ResponseStarter:
+    """One request on the way to its session."""
 
     caller: Caller
     asked: ValidatedResponse
     call: Call
     annotations: dict[str, str]
-    """To be kept with the turn."""
     use: ToolUse
     info: ServerInfo
-    talk: NamedTalk | None
-    """From ``first_talk``."""
+    transcript: HashedTranscript | None
 
-    async def begin(self, heads: HeadCache, unstored_ttl_s: float) -> BegunResponse:
-        """A refusal leaves nothing behind. Raises HttpFailure and PensieveError."""
+    async def begin(self, heads: HeadCache, unstored_ttl_s: float) -> StartedResponse:
+        """Begin the turn. A refusal leaves no session behind. Raises HttpFailure and PensieveError."""
         if self.body.previous_response_id is not None:
             return await self._after(self.body.previous_response_id, unstored_ttl_s)
         if self.body.conversation_id is not None:
             return await self._in_conversation(self.body.conversation_id)
-        assert self.talk is not None, "it begins here"
-        return await self._first(heads, self.talk, unstored_ttl_s)
+        assert self.transcript is not None, "it begins here"
+        return await self._first(heads, self.transcript, unstored_ttl_s)
 
-    async def _first(self, heads: HeadCache, talk: NamedTalk, unstored_ttl_s: float) -> BegunResponse:
-        # Instructions are said again with each response: nobody is led here without them.
-        is_found = self.body.instructions is None
+    async def _first(
+        self, heads: HeadCache, transcript: HashedTranscript, unstored_ttl_s: float
+    ) -> StartedResponse:
+        # Clients resend instructions with each response, so a history without them must not lead here.
+        is_findable = self.body.instructions is None
         try:
             beginning = TurnStarter(
                 self.caller,
-                # What leaves nothing behind is found by nobody, and finds nothing.
+                # An unstored response cannot be found, and finds no session.
                 heads if self.body.stored else None,
-                talk,
+                transcript,
                 self.call,
                 self._options,
                 None if self.body.stored else unstored_ttl_s,
             )
-            session, stream = await beginning.begin("resp-", is_found=is_found)
+            session, stream = await beginning.begin("resp-", is_findable=is_findable)
         except NotFound as error:
             raise self._refusal(error) from None
-        told = talk if is_found else None
-        return BegunResponse(session, stream, self._id(session, stream, self.use), self.use.form, told)
+        findable = transcript if is_findable else None
+        return StartedResponse(session, stream, self._id(session, stream, self.use), self.use.form, findable)
 
-    async def _after(self, previous: str, unstored_ttl_s: float) -> BegunResponse:
+    async def _after(self, previous: str, unstored_ttl_s: float) -> StartedResponse:
         head = ResponseId.parse(previous)
         if head is None:
-            raise _unknown(previous)
+            raise _unknown_response(previous)
         client = self.caller.client
         session = client.session(head.session_id)
         changes = self._changes(head)
@@ -113,10 +115,10 @@ class Chain:
         if not changes and not split_new(self.asked.messages)[0]:
             going_on = msgspec.structs.replace(plan, session=head.session_id, revision=head.revision)
             try:
-                # A branch is made of a session that has moved on, or is about to.
+                # Fork a session that has moved on, or is about to.
                 is_branch = self.call.is_retryable and not await is_free(session, head.revision, self.call.id)
             except NotFound:
-                raise _unknown(previous) from None
+                raise _unknown_response(previous) from None
             plan = plan if is_branch else going_on
         plan = await self.call.claim_plan(client, plan)
 
@@ -127,32 +129,33 @@ class Chain:
             try:
                 return await self._turn(session, more)
             except NotFound as error:
-                if error.reason == "CONTENT_ERASED":  # this very response was made, and erased since
+                if error.reason == "CONTENT_ERASED":  # this response was made, and erased since
                     raise
-                raise self._refusal(error) if session.id == plan.own else _unknown(previous) from None
+                raise (
+                    self._refusal(error) if session.id == plan.own else _unknown_response(previous)
+                ) from None
 
         async with self.call.undo_on_refusal(client, plan):
             try:
                 found, stream = await execute_plan(client, self.call, plan, make, turn)
             except NotFound as error:
                 raise self._refusal(error) from None
-        return BegunResponse(found, stream, self._id(found, stream, use), use.form)
+        return StartedResponse(found, stream, self._id(found, stream, use), use.form)
 
     async def _branch(
         self, source: AsyncSession, head: ResponseId, previous: str, plan: CallPlan, changes: SessionChanges
     ) -> AsyncSession:
-        """The plan's own session, with the history up to a response."""
         branch = await find_own_session(self.caller.client, self.call, plan)
         if branch is None:
-            branch = await self._forked(source, head, previous, plan)
+            branch = await self._fork(source, head, previous, plan)
         assert branch.info is not None
         if changes and branch.info.revision == 1:
-            with contextlib.suppress(Aborted):  # Another try has made them.
+            with contextlib.suppress(Aborted):  # Another try has made the changes.
                 await branch.update(**changes, expected_revision=1)
         early, last = split_new(self.asked.messages)
-        return await added(branch, early, self.call, follow=last)
+        return await append_items(branch, early, self.call, follow=last)
 
-    async def _forked(
+    async def _fork(
         self, source: AsyncSession, head: ResponseId, previous: str, plan: CallPlan
     ) -> AsyncSession:
         try:
@@ -160,22 +163,22 @@ class Chain:
             if turn.state is TurnState.RUNNING:
                 raise HttpFailure(
                     409,
-                    "previous_response_id: that response is still being made",
+                    "previous_response_id: that response is still being generated",
                     kind="conflict_error",
                     param="previous_response_id",
                     code="response_in_progress",
                 )
             item = await answer_item(source, turn)
             if item is None:
-                raise _unknown(previous)
+                raise _unknown_response(previous)
             return await source.fork(
                 item, session_id=plan.own, request_id=str(uuid.uuid5(self.call.id, "fork"))
             )
         except NotFound:
-            raise _unknown(previous) from None
+            raise _unknown_response(previous) from None
 
-    async def _in_conversation(self, name: str) -> BegunResponse:
-        session_id = conversation_session(name)
+    async def _in_conversation(self, name: str) -> StartedResponse:
+        session_id = session_of_conversation(name)
         missing = HttpFailure(
             404, f"no such conversation: {name}", kind="not_found_error", param="conversation"
         )
@@ -187,7 +190,7 @@ class Chain:
             info = await session.refresh()
         except NotFound:
             raise missing from None
-        # They hold for this response: the conversation keeps its own.
+        # They apply to this response only: the conversation keeps its own.
         frame: TurnOptions = {}
         if self.body.instructions is not None:
             frame["turn_system_prompt"] = self.body.instructions
@@ -196,7 +199,7 @@ class Chain:
         plan = await self.call.claim_plan(client, CallPlan(session=session_id))
 
         async def make(own: str) -> AsyncSession:
-            raise AssertionError("a conversation is there")
+            raise AssertionError("the conversation exists")
 
         async def turn(session: AsyncSession, more: TurnOptions) -> AsyncTurnStream:
             early, last = split_new(self.asked.messages)
@@ -206,11 +209,11 @@ class Chain:
         async with self.call.undo_on_refusal(client, plan):
             _, stream = await execute_plan(client, self.call, plan, make, turn)
         use = self.use.with_session_tools(self.info, bool(info.tools))
-        return BegunResponse(session, stream, self._id(session, stream, use), use.form)
+        return StartedResponse(session, stream, self._id(session, stream, use), use.form)
 
     async def _turn(self, session: AsyncSession, more: TurnOptions) -> AsyncTurnStream:
         options: TurnOptions = {**self._options, "request_id": str(self.call.id), **more}
-        return await answered(session, split_new(self.asked.messages)[1], options)
+        return await begin_turn(session, split_new(self.asked.messages)[1], options)
 
     @property
     def _options(self) -> TurnOptions:
@@ -219,12 +222,12 @@ class Chain:
         return options
 
     def _refusal(self, error: NotFound) -> Exception:
-        """Of a session that was to be made for this response, and is not there: an earlier try had made it."""
+        """The error for a new session that does not exist: an earlier try had made and deleted it."""
         if self.body.stored or error.reason != "SESSION_DELETED":
             return error
         return HttpFailure(
             409,
-            "the response of this Idempotency-Key was not stored, and is gone; another key asks for a new one",
+            "the response of this Idempotency-Key was not stored, and is gone; use another key for a new one",
             kind="conflict_error",
             param="Idempotency-Key",
             code="response_not_stored",
@@ -235,9 +238,9 @@ class Chain:
         return self.asked.body
 
     def _changes(self, head: ResponseId) -> SessionChanges:
-        """What of the session is another for this turn than it was for the one before."""
+        """Return the session settings that differ between the previous turn and this one."""
         changes: SessionChanges = {}
-        if mark(self.body.instructions, self.use.text) != head.instructions:
+        if instructions_digest(self.body.instructions, self.use.text) != head.instructions:
             changes["system_prompt"] = self.body.instructions or ""
             changes["tools"] = self.use.text
         if self.body.drops_oldest is not head.drops_oldest:
@@ -250,29 +253,29 @@ class Chain:
             session.id,
             stream.request_id,
             stream.base_revision + 1,
-            mark(self.body.instructions, self.use.text),
+            instructions_digest(self.body.instructions, self.use.text),
             self.body.drops_oldest,
             bool(self.body.background),
             use.form.calls is not None,
         )
 
 
-def first_talk(asked: ValidatedResponse, use: ToolUse, scope: bytes) -> NamedTalk | None:
-    """What is said where nothing was said before; None: the request goes on from something. Raises HttpFailure."""
+def first_transcript(asked: ValidatedResponse, use: ToolUse, scope: bytes) -> HashedTranscript | None:
+    """Return the transcript of a request that begins a conversation; None if it continues one. Raises HttpFailure."""
     body = asked.body
     if body.previous_response_id is not None or body.conversation_id is not None:
         return None
-    talk = make_transcript(asked.messages, "input")
-    system = "\n\n".join(part for part in (body.instructions, talk.system) if part)
-    talk = replace(talk, system=system, tools=use.text, form=use.form, drops_oldest=body.drops_oldest)
-    return NamedTalk(talk, scope)
+    transcript = make_transcript(asked.messages, "input")
+    system = "\n\n".join(part for part in (body.instructions, transcript.system) if part)
+    transcript = replace(
+        transcript, system=system, tools=use.text, form=use.form, drops_oldest=body.drops_oldest
+    )
+    return HashedTranscript(transcript, scope)
 
 
 async def answer_item(session: AsyncSession, turn: Turn) -> int | None:
-    """Number of a turn's answer in the live history; None when it is not there any more.
-
-    A turn is known for ever, and its items have other numbers after a change of the system prompt before them.
-    """
+    """Return the number of a turn's answer in the current history; None if it is gone. The turn's own record is
+    not enough: it outlives its items, and a change of the system prompt before them renumbers them."""
     if turn.output is None:
         return None
     found = await session.items(after_item=turn.output.item - 1, limit=1)
@@ -282,7 +285,7 @@ async def answer_item(session: AsyncSession, turn: Turn) -> int | None:
     return next((one.item for one in answers), None)
 
 
-def _unknown(previous: str) -> HttpFailure:
+def _unknown_response(previous: str) -> HttpFailure:
     return HttpFailure(
         400,
         f"previous_response_id: no such response: {previous}",
@@ -291,20 +294,18 @@ def _unknown(previous: str) -> HttpFailure:
     )
 
 
-_MOST: Final = 1024
+_MAX_REFERENCES: Final = 1024
 """References in one request. Each may cost a read of a session."""
 
 
-async def resolved(asked: ValidatedResponse, caller: Caller, info: ServerInfo) -> ValidatedResponse:
-    """The request with the items that it names in place of their names.
-
-    Raises HttpFailure: 404 for an item that is not there for this caller.
-    """
+async def resolve_references(asked: ValidatedResponse, caller: Caller, info: ServerInfo) -> ValidatedResponse:
+    """Return the request with item references replaced by the items. Raises HttpFailure (404) for an item that
+    does not exist for this caller."""
     items = asked.body.input
     if not asked.refers or not isinstance(items, list):
         return asked
-    if sum(one.type == REFERENCE for one in items) > _MOST:
-        raise invalid_field("input", f"has more than {_MOST} items of the type {REFERENCE}")
+    if sum(one.type == REFERENCE for one in items) > _MAX_REFERENCES:
+        raise invalid_field("input", f"has more than {_MAX_REFERENCES} items of the type {REFERENCE}")
     reader = _References(caller, info)
     found = [
         await reader.read(one.id or "", f"input[{number}]") if one.type == REFERENCE else one
@@ -314,8 +315,6 @@ async def resolved(asked: ValidatedResponse, caller: Caller, info: ServerInfo) -
 
 
 class _References:
-    """Reads named items; each turn once."""
-
     def __init__(self, caller: Caller, info: ServerInfo) -> None:
         self._caller = caller
         self._info = info
@@ -337,7 +336,7 @@ class _References:
         return msgspec.convert(document, InputItem)
 
     async def _document(self, name: str) -> dict[str, Any] | None:
-        place = item_place(name)
+        place = parse_item_id(name)
         if place is not None:
             session_id, number = place
             items = await self._caller.client.session(session_id).items(after_item=number - 1)

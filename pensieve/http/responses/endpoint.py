@@ -17,9 +17,15 @@ from pensieve.http.common.callers import Caller
 from pensieve.http.common.calls import Call
 from pensieve.http.common.door import HttpDoor
 from pensieve.http.common.failures import HttpFailure, invalid_field
-from pensieve.http.common.heads import noting
-from pensieve.http.common.requests import whole_number
-from pensieve.http.responses.chain import BegunResponse, Chain, answer_item, first_talk, resolved
+from pensieve.http.common.heads import note_before_end
+from pensieve.http.common.requests import parse_whole_number
+from pensieve.http.responses.chain import (
+    ResponseStarter,
+    StartedResponse,
+    answer_item,
+    first_transcript,
+    resolve_references,
+)
 from pensieve.http.responses.ids import ResponseId, conversation_id
 from pensieve.http.responses.objects import Events, KeptResponse, Response, input_message, page
 from pensieve.http.responses.requests import ResponseRequest
@@ -27,7 +33,6 @@ from pensieve.http.tools import tool_use
 
 
 async def create(request: Request) -> HttpResponse:
-    """Answer the input."""
     door = HttpDoor.from_request(request)
     asked = await door.bodies.read(request, ResponseRequest, ResponseRequest.validated)
     body = asked.body
@@ -36,38 +41,38 @@ async def create(request: Request) -> HttpResponse:
         model = await door.require_model(caller, body.model)
         info = await door.server_info(caller)
         call = await door.bodies.offload(request, Call.from_request, request, body)
-        asked = await resolved(asked, caller, info)
+        asked = await resolve_references(asked, caller, info)
         use = await door.bodies.offload(request, tool_use, info, body.tools or (), body.tool_choice)
         kept = KeptResponse(int(time.time()), model, body)
         if not body.stored:
             call = call.as_unstored()
         annotations = await door.bodies.offload(request, lambda: kept.annotations)
-        talk = await door.bodies.offload(request, first_talk, asked, use, caller.scope)
-        chain = Chain(caller, asked, call, annotations, use, info, talk)
-        begun = await chain.begin(door.heads, door.settings.unstored_ttl_s)
+        transcript = await door.bodies.offload(request, first_transcript, asked, use, caller.scope)
+        starter = ResponseStarter(caller, asked, call, annotations, use, info, transcript)
+        begun = await starter.begin(door.heads, door.settings.unstored_ttl_s)
         if not body.stored:
             held.push_async_callback(begun.session.delete, allow_missing=True)
         held.callback(begun.stream.close)
         response = Response(begun.id, kept, begun.form)
         if body.stream:
-            chunks = noting(
+            chunks = note_before_end(
                 Events(response).stream_events(begun.stream),
                 begun.stream,
                 lambda turn: _remember(door, begun, turn),
             )
             return EventStream(chunks, held.pop_all(), door.headers(request))
         if body.background:
-            # Followed to its end without a listener: the SDK begins it again when the engine dies under it.
+            # Followed without a client: the SDK begins it again when the engine dies.
             door.follow(begun.id.turn_id, begun.stream.finish(), held.pop_all())
-            return door.answer(response.begun(), request)
+            return door.answer(response.in_progress(), request)
         turn = await cancel_on_disconnect(request, begun.stream.finish())
         _remember(door, begun, turn)
-        # Of a retry, what the first try was told.
+        # A retry gets what the first try was told.
         return door.answer(Response.from_turn(begun.id, info, turn).finished(turn), request)
 
 
 async def retrieve(request: Request) -> HttpResponse:
-    """A response as it stands, or its stream from where a client lost it."""
+    """Return a response as it stands, or resume its stream."""
     door = HttpDoor.from_request(request)
     async with AsyncExitStack() as held:
         caller = await held.enter_async_context(door.callers.for_request(request))
@@ -77,7 +82,7 @@ async def retrieve(request: Request) -> HttpResponse:
         if not found.background:
             raise invalid_field("stream", "only the streams of responses with background=true are resumed")
         given = request.query_params.get("starting_after")
-        after = -1 if given is None else whole_number(given)
+        after = -1 if given is None else parse_whole_number(given)
         if after is None:
             raise invalid_field("starting_after", "must be the number of an event")
         stream = session.attach(found.turn_id, max_chunk_tokens=1)
@@ -89,7 +94,6 @@ async def retrieve(request: Request) -> HttpResponse:
 
 
 async def cancel(request: Request) -> HttpResponse:
-    """Stop a response; what was said so far stays."""
     door = HttpDoor.from_request(request)
     async with door.callers.for_request(request) as caller:
         found, session, turn = await _find(request, caller)
@@ -99,7 +103,6 @@ async def cancel(request: Request) -> HttpResponse:
 
 
 async def delete(request: Request) -> HttpResponse:
-    """Erase a response. Raises HttpFailure (409) when later ones build on it."""
     door = HttpDoor.from_request(request)
     async with door.callers.for_request(request) as caller:
         found, session, turn = await _find(request, caller)
@@ -112,7 +115,6 @@ async def delete(request: Request) -> HttpResponse:
 
 
 async def input_items(request: Request) -> HttpResponse:
-    """What was said in the turn of a response, newest first unless ``order=asc``."""
     door = HttpDoor.from_request(request)
     async with door.callers.for_request(request) as caller:
         found, _, turn = await _find(request, caller)
@@ -123,10 +125,8 @@ async def input_items(request: Request) -> HttpResponse:
 async def _find(
     request: Request, caller: Caller, *, lost: bool = False
 ) -> tuple[ResponseId, AsyncSession, Turn]:
-    """The turn that an id names. Raises HttpFailure (404).
-
-    ``lost``: a background response that its server took with it is a failed one.
-    """
+    """Return the turn that an id names. Raises HttpFailure (404). ``lost``: report a background response that
+    was lost with its server as failed."""
     text = request.path_params["response"]
     found = ResponseId.parse(text)
     if found is None:
@@ -145,7 +145,6 @@ async def _find(
 
 
 def _lost(session: AsyncSession, found: ResponseId) -> Turn:
-    """A turn that was accepted and has left no trace."""
     return Turn(
         session=session.name,
         request_id=found.turn_id,
@@ -164,8 +163,8 @@ def _lost(session: AsyncSession, found: ResponseId) -> Turn:
 
 
 async def _erase_empty(session: AsyncSession) -> None:
-    """A session that was made for a response which was erased before it had said anything."""
-    with contextlib.suppress(NotFound, Aborted):  # Aborted: somebody else has begun something in it
+    """Delete a session made for a response that was erased before it had any items."""
+    with contextlib.suppress(NotFound, Aborted):  # Aborted: another request uses it
         revision = (await session.refresh()).revision
         if conversation_id(session.id) or any(one.role is not Role.SYSTEM for one in await session.items()):
             return
@@ -183,7 +182,7 @@ async def _erase(session: AsyncSession, turn: Turn) -> None:
             code="has_successors",
         )
     before = [one for one in items if one.request_id != turn.request_id]
-    # A conversation stays when it is empty; any other session was made for its responses.
+    # An empty conversation stays; any other session was made for its responses.
     if conversation_id(session.id) or any(one.role is not Role.SYSTEM for one in before):
         to_item = before[-1].item if before else 0
         await session.rewind(to_item=to_item, erase=True, expected_revision=revision)
@@ -192,19 +191,18 @@ async def _erase(session: AsyncSession, turn: Turn) -> None:
 
 
 async def _later(door: HttpDoor, caller: Caller, found: ResponseId, turn: Turn) -> dict[str, Any]:
-    """A response that is read after it was made."""
     response = Response.from_turn(found, await door.server_info(caller), turn)
     runs = turn.state is TurnState.RUNNING or (
-        # Its engine has died, and it is about to be begun again.
+        # Its engine died, and the turn is about to be begun again.
         turn.discard_reason == "ENGINE_FAILED" and door.follows(turn.request_id)
     )
-    return response.begun() if runs else response.finished(turn)
+    return response.in_progress() if runs else response.finished(turn)
 
 
 def _missing(text: str) -> HttpFailure:
     return HttpFailure(404, f"no such response: {text}", kind="not_found_error", param="response_id")
 
 
-def _remember(door: HttpDoor, begun: BegunResponse, turn: Turn) -> None:
-    if begun.talk is not None:
-        door.heads.record_turn(begun.talk, begun.session.id, turn)
+def _remember(door: HttpDoor, begun: StartedResponse, turn: Turn) -> None:
+    if begun.transcript is not None:
+        door.heads.record_turn(begun.transcript, begun.session.id, turn)

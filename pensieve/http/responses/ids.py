@@ -1,6 +1,7 @@
-"""Ids of responses, messages and conversations: each names the session, and what of it, so nobody has to remember.
+"""Ids of responses, items and conversations. Each encodes its session and turn or item, so the door stores
+none.
 
-They give no access: whoever uses one is looked up with their own credential.
+Ids grant no access: every lookup uses the caller's own credential.
 """
 
 from __future__ import annotations
@@ -17,26 +18,25 @@ _FORM: Final = struct.Struct(">BB16s16sI4s")
 _VERSION: Final = 1
 _ITEM: Final = struct.Struct(">B16sI")
 FAMILIES: Final = ("resp-", "conv-", "chat-")
-"""How names of sessions begin that the door makes; behind it come 32 hexadecimal digits."""
+"""Prefixes of the names of sessions that the door makes; 32 hexadecimal digits follow."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResponseId:
-    """A turn of a session, and what the next one must know to go on without asking."""
+    """A turn of a session, and what the next turn needs to continue without a lookup."""
 
     session_id: str
     turn_id: str
-    """The turn's request id."""
     revision: int
-    """Of the session, right after the turn."""
+    """The session's revision right after the turn."""
     instructions: bytes = b""
-    """``mark`` of the instructions and tools in force; empty: there were none, or they are the conversation's."""
+    """Digest of the instructions and tools in force; empty if there were none, or the conversation's."""
     drops_oldest: bool = False
     """Whether ``truncation`` was ``auto``."""
     background: bool = False
-    """Whether its stream can be resumed: each token of it is an event."""
+    """Whether its stream can be resumed: each of its tokens is an event."""
     calls: bool = False
-    """Whether calls of functions are looked for in it."""
+    """Whether its answer is parsed for function calls."""
 
     def __str__(self) -> str:
         family, session = _split(self.session_id)
@@ -48,16 +48,16 @@ class ResponseId:
             | bool(self.instructions)
         )
         turn = uuid.UUID(self.turn_id).bytes
-        mark = self.instructions or bytes(4)
-        return f"resp_{_text(_FORM.pack(_VERSION, flags, session, turn, self.revision, mark))}"
+        digest = self.instructions or bytes(4)
+        return f"resp_{_text(_FORM.pack(_VERSION, flags, session, turn, self.revision, digest))}"
 
     @classmethod
     def parse(cls, text: str) -> ResponseId | None:
-        """None for what is no id of ours."""
+        """Return None for anything else than a response id."""
         data = _bytes(text.removeprefix("resp_"))
         if not text.startswith("resp_") or data is None or len(data) != _FORM.size or data[0] != _VERSION:
             return None
-        _, flags, session, turn, revision, mark = _FORM.unpack(data)
+        _, flags, session, turn, revision, digest = _FORM.unpack(data)
         family = flags >> 3 & 15
         if family >= len(FAMILIES):
             return None
@@ -65,7 +65,7 @@ class ResponseId:
             f"{FAMILIES[family]}{session.hex()}",
             str(uuid.UUID(bytes=turn)),
             revision,
-            mark if flags & 1 else b"",
+            digest if flags & 1 else b"",
             bool(flags & 2),
             bool(flags & 4),
             bool(flags & 128),
@@ -73,12 +73,13 @@ class ResponseId:
 
     @property
     def message(self) -> str:
-        """Id of the answer's message. Of the turn, because the item's number is not known while it is made."""
+        """Id of the answer's message. Derived from the turn, because the item's number is not known while it is
+        generated."""
         return f"msg_{str(replace(self, revision=0)).removeprefix('resp_')}"
 
 
-def mark(instructions: str | None, tools: str = "") -> bytes:
-    """Four bytes that tell instructions, and tools with them, apart; empty for none."""
+def instructions_digest(instructions: str | None, tools: str = "") -> bytes:
+    """Return a 4-byte digest of instructions and tools; empty for none."""
     if instructions is None and not tools:
         return b""
     said = (instructions or "") + (f"\0{instructions is None}\0{tools}" if tools else "")
@@ -86,13 +87,12 @@ def mark(instructions: str | None, tools: str = "") -> bytes:
 
 
 def item_id(session_id: str, item: int) -> str:
-    """Id of an item of a session."""
     family, session = _split(session_id)
     return f"msg_{_text(_ITEM.pack(FAMILIES.index(family), session, item))}"
 
 
-def item_place(name: str) -> tuple[str, int] | None:
-    """Session and number of an item with an id by ``item_id``; None for anything else."""
+def parse_item_id(name: str) -> tuple[str, int] | None:
+    """Return session and item number of an id made by ``item_id``; None for anything else."""
     prefix, _, text = name.partition("_")
     data = _bytes(text)
     if prefix not in ("msg", "fco") or data is None or len(data) != _ITEM.size:
@@ -102,12 +102,12 @@ def item_place(name: str) -> tuple[str, int] | None:
 
 
 def conversation_id(session_id: str) -> str | None:
-    """The conversation that a session is; None when it is none."""
+    """Return the conversation id of a session; None if it is not a conversation."""
     return session_id.replace("conv-", "conv_", 1) if session_id.startswith("conv-") else None
 
 
-def conversation_session(name: str) -> str | None:
-    """The session that a conversation is; None for what is no id of ours."""
+def session_of_conversation(name: str) -> str | None:
+    """Return the session name of a conversation id; None for anything else."""
     digits = name.removeprefix("conv_")
     sound = name.startswith("conv_") and len(digits) == 32 and set(digits) <= set("0123456789abcdef")
     return f"conv-{digits}" if sound else None

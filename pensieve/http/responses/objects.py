@@ -1,4 +1,4 @@
-"""Response objects and the events of their streams; what was asked for is kept with the turn for later readers."""
+"""Response objects and stream events. The request is stored with the turn, to show the response again later."""
 
 from __future__ import annotations
 
@@ -33,31 +33,29 @@ from pensieve.http.common.answers import (
     token_scores,
 )
 from pensieve.http.common.failures import failure_from_error, invalid_field
-from pensieve.http.common.requests import whole_number
+from pensieve.http.common.requests import parse_whole_number
 from pensieve.http.output import OutputEvents, OutputItems, answer_parts, result_item, text_part
 from pensieve.http.responses.ids import ResponseId, conversation_id, item_id
 from pensieve.http.responses.requests import ResponseRequest
 from pensieve.speech import PLAIN, SpeechForm, Words
 
 _NAME: Final = "http.response"
-"""Of the turn's annotation. Its value is JSON; a long one is compressed, for tools are told with every turn."""
+"""Name of the turn's annotation. Its value is JSON, compressed if long, because it repeats the tools with every
+turn."""
 _LONG: Final = 1024
 _COMPRESSED: Final = "zlib:"
 
 
 class KeptResponse(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Of a response, all that the history itself does not say."""
+    """The parts of a response that the history does not hold. Stored with the turn."""
 
     created: int
-    """Seconds since the epoch."""
     model: str
-    """As it was served."""
     asked: ResponseRequest
     """The request without its input, which the history has."""
 
     @property
     def annotations(self) -> dict[str, str]:
-        """To go with the turn."""
         asked = msgspec.structs.replace(self.asked, input=None, stream=False)
         data = msgspec.json.encode(msgspec.structs.replace(self, asked=asked))
         if len(data) > _LONG:
@@ -66,7 +64,7 @@ class KeptResponse(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @classmethod
     def from_turn(cls, turn: Turn) -> KeptResponse | None:
-        """None: the turn was made before this was kept, by a door that keeps it in another form, or without a door."""
+        """Return None if the turn has none, or one in another format."""
         value = turn.annotations.get(_NAME)
         if value is None:
             return None
@@ -78,8 +76,8 @@ class KeptResponse(msgspec.Struct, frozen=True, omit_defaults=True):
             return None
 
 
-def guessed(found: ResponseId, model: str, turn: Turn) -> KeptResponse:
-    """What the id and the history say, for a turn with nothing kept."""
+def reconstruct(found: ResponseId, model: str, turn: Turn) -> KeptResponse:
+    """Reconstruct it from the id and the history, for a turn without the annotation."""
     times = [item.create_time for item in turn.items if item.create_time is not None]
     asked = ResponseRequest(
         background=found.background,
@@ -96,25 +94,19 @@ _ROLES = {Role.SYSTEM: "system", Role.USER: "user", Role.ASSISTANT: "assistant"}
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """What all snapshots of one response say."""
-
     id: ResponseId
     kept: KeptResponse
     form: SpeechForm = PLAIN
-    """How the answer is read."""
 
     @classmethod
     def from_turn(cls, found: ResponseId, info: ServerInfo, turn: Turn) -> Response:
-        """A response that was made before."""
         form = info.speech if found.calls else replace(info.speech, calls=None)
-        return cls(found, KeptResponse.from_turn(turn) or guessed(found, info.model, turn), form)
+        return cls(found, KeptResponse.from_turn(turn) or reconstruct(found, info.model, turn), form)
 
-    def begun(self) -> Document:
-        """While the answer is made."""
+    def in_progress(self) -> Document:
         return self._snapshot("in_progress")
 
     def finished(self, turn: Turn) -> Document:
-        """With the answer, however it ended."""
         status = status_of(turn)
         output = self._output(turn, status) if turn.output is not None else []
         cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
@@ -127,12 +119,10 @@ class Response:
         }
 
     def failed(self, code: str, message: str) -> Document:
-        """When there is no answer."""
         return {**self._snapshot("failed"), "error": {"code": code, "message": message}}
 
     @property
     def items(self) -> OutputItems:
-        """Makes the items of the output."""
         return OutputItems(self.id.message.removeprefix("msg_"), self.id.turn_id)
 
     def _output(self, turn: Turn, status: str) -> list[Document]:
@@ -144,7 +134,7 @@ class Response:
 
     def _snapshot(self, status: str) -> Document:
         asked = self.kept.asked
-        conversation, drawn = asked.conversation_id, asked.drawn_with
+        conversation, sampling = asked.conversation_id, asked.sampling
         return {
             "id": str(self.id),
             "object": "response",
@@ -154,7 +144,7 @@ class Response:
             "background": bool(asked.background),
             "conversation": {"id": conversation} if conversation else None,
             "error": None,
-            "frequency_penalty": drawn.get("frequency_penalty", 0.0),
+            "frequency_penalty": sampling.get("frequency_penalty", 0.0),
             "incomplete_details": None,
             "instructions": asked.instructions,
             "max_output_tokens": asked.max_output_tokens,
@@ -163,7 +153,7 @@ class Response:
             "model": self.kept.model,
             "output": [],
             "parallel_tool_calls": asked.parallel_tool_calls is not False,
-            "presence_penalty": drawn.get("presence_penalty", 0.0),
+            "presence_penalty": sampling.get("presence_penalty", 0.0),
             "previous_response_id": asked.previous_response_id,
             "prompt_cache_key": asked.prompt_cache_key,
             "prompt_cache_options": _cache_options(asked),
@@ -172,26 +162,26 @@ class Response:
             "safety_identifier": asked.safety_identifier,
             "service_tier": "default",
             "store": asked.stored,
-            "temperature": drawn.get("temperature", 1.0),
+            "temperature": sampling.get("temperature", 1.0),
             "text": {"format": {"type": "text"}},
             "tool_choice": _tool_choice(asked.tool_choice),
             "tools": [tool.echo for tool in asked.tools or ()],
             "top_logprobs": asked.top_logprobs or 0,
-            "top_p": drawn.get("top_p", 1.0),
+            "top_p": sampling.get("top_p", 1.0),
             "truncation": asked.truncation or "disabled",
             "usage": None,
         }
 
 
 def _problem(turn: Turn) -> str:
-    """Why there is no answer."""
     if turn.discard_reason == "TURN_NOT_FOUND":
-        return "the answer was lost with the server that made it: ask again"
-    return f"the answer was not completed ({turn.discard_reason.lower() or 'unknown'}): ask again"
+        return "the answer was lost with its server: send the request again"
+    return (
+        f"the answer was not completed ({turn.discard_reason.lower() or 'unknown'}): send the request again"
+    )
 
 
 def status_of(turn: Turn) -> str:
-    """The word for how a turn stands."""
     if turn.state is TurnState.RUNNING:
         return "in_progress"
     if turn.finish_reason == FinishReason.CANCELLED or turn.discard_reason in (
@@ -212,7 +202,8 @@ def _cache_options(asked: ResponseRequest) -> Document | None:
 
 
 def _tool_choice(asked: Any) -> Any:
-    """As the protocol shows it; chat completions' form of a name, which is understood too, is none of it."""
+    """Return it as the protocol shows it: chat completions' form of a function name is accepted too, but not
+    shown."""
     match asked:
         case {"type": "function", "function": {"name": name}}:
             return {"type": "function", "name": name}
@@ -222,13 +213,13 @@ def _tool_choice(asked: Any) -> Any:
 
 
 def completed_at(turn: Turn) -> int | None:
-    """When the answer was committed, in seconds since the epoch."""
     time = turn.output.create_time if turn.output is not None else None
     return int(time.timestamp()) if time is not None else None
 
 
 def usage_of(usage: Usage) -> Document:
-    """Token counts over the whole history; ``cached_tokens``: what was not computed for this turn."""
+    """Return token counts over the whole history. ``cached_tokens``: context tokens that were not computed for
+    this turn."""
     return {
         "input_tokens": usage.context_tokens,
         "input_tokens_details": {"cached_tokens": cached_tokens(usage), "cache_write_tokens": 0},
@@ -239,7 +230,6 @@ def usage_of(usage: Usage) -> Document:
 
 
 def input_message(session_id: str, item: Item) -> Document:
-    """An item of a history."""
     if item.role == Role.TOOL:
         return result_item(item_id(session_id, item.item), item.text, item.call_id)
     role = item.role if isinstance(item.role, Role) else Role.USER
@@ -256,15 +246,14 @@ def input_message(session_id: str, item: Item) -> Document:
 
 
 def history_items(session_id: str, item: Item, form: SpeechForm) -> list[Document]:
-    """An item of a history as the items that a response tells it as."""
+    """Return an item of a history as the output items of its response."""
     if item.role != Role.ASSISTANT or form.plain:
         return [input_message(session_id, item)]
     made = OutputItems(item_id(session_id, item.item).removeprefix("msg_"), item.request_id)
     return made.all(answer_parts(item.text, form), "completed")
 
 
-def listing(items: list[Document], *, has_more: bool = False) -> Document:
-    """A page of objects."""
+def list_page(items: list[Document], *, has_more: bool = False) -> Document:
     ids = [str(item["id"]) for item in items]
     return {
         "object": "list",
@@ -276,10 +265,7 @@ def listing(items: list[Document], *, has_more: bool = False) -> Document:
 
 
 def page(items: list[dict[str, Any]], request: Request) -> dict[str, Any]:
-    """A page of ``items``, which are oldest first, by ``order``, ``after``, ``before`` and ``limit``.
-
-    Raises HttpFailure.
-    """
+    """Select from ``items``, oldest first, by ``order``, ``after``, ``before`` and ``limit``. Raises HttpFailure."""
     query = request.query_params
     order = query.get("order", "desc")
     if order not in ("asc", "desc"):
@@ -290,10 +276,10 @@ def page(items: list[dict[str, Any]], request: Request) -> dict[str, Any]:
         items = items[_index(items, "after", after) + 1 :]
     if (before := query.get("before")) is not None:
         items = items[: _index(items, "before", before)]
-    limit = whole_number(query.get("limit", "20"))
+    limit = parse_whole_number(query.get("limit", "20"))
     if limit is None or not 1 <= limit <= 100:
         raise invalid_field("limit", "must be from 1 to 100")
-    return listing(items[:limit], has_more=len(items) > limit)
+    return list_page(items[:limit], has_more=len(items) > limit)
 
 
 def _index(items: list[dict[str, Any]], param: str, wanted: str) -> int:
@@ -304,10 +290,10 @@ def _index(items: list[dict[str, Any]], param: str, wanted: str) -> int:
 
 
 class Events:
-    """Makes the events of one response, in the order of the protocol, numbered from 0."""
+    """Makes the events of one response in the order of the protocol, numbered from 0."""
 
     def __init__(self, response: Response, after: int = -1) -> None:
-        """``after``: the number of the last event that the client has; only later ones are made."""
+        """``after``: number of the last event that the client has; only later ones are made."""
         self._response = response
         self._after = after
         self._message = response.id.message
@@ -316,15 +302,15 @@ class Events:
         self._tokens = SentTokens(response.kept.asked.scored)
 
     async def stream_events(self, stream: AsyncTurnStream) -> AsyncIterator[bytes]:
-        """All of them; a failure is the last but one."""
+        """Yield all events. After a failure, its error event and the failed response are the last ones."""
         async for chunk in self._all(stream):
             if chunk:
                 yield chunk
         yield DONE
 
     async def _all(self, stream: AsyncTurnStream) -> AsyncIterator[bytes]:
-        yield self._whole("response.created", self._response.begun())
-        yield self._whole("response.in_progress", self._response.begun())
+        yield self._whole("response.created", self._response.in_progress())
+        yield self._whole("response.in_progress", self._response.in_progress())
         if not self._response.form.plain:
             async for chunk in self._spoken(stream):
                 yield chunk
@@ -343,12 +329,11 @@ class Events:
                 yield chunk
 
     async def _spoken(self, stream: AsyncTurnStream) -> AsyncIterator[bytes]:
-        """The output where it is more than words."""
-        teller = OutputEvents(self._response.items, self._response.form)
+        output = OutputEvents(self._response.items, self._response.form)
         try:
             async for piece in stream:
                 text, (_, scores) = self._sent.new_text(piece), self._tokens.new_tokens(piece)
-                for name, fields in teller.push(text or "", scores):
+                for name, fields in output.push(text or "", scores):
                     yield self._event(name, **fields)
         except PensieveError as error:
             for chunk in self._failed(error):
@@ -356,7 +341,7 @@ class Events:
             return
         turn = stream.turn
         status = status_of(turn)
-        for name, fields in teller.finish("completed" if status == "completed" else "incomplete"):
+        for name, fields in output.finish("completed" if status == "completed" else "incomplete"):
             yield self._event(name, **fields)
         yield self._end(turn, status)
 
@@ -390,7 +375,7 @@ class Events:
     def _failed(self, error: PensieveError) -> list[bytes]:
         failure = failure_from_error(error)
         code = failure.code or "server_error"
-        # Both forms: the specification has the parts under `error`, clients look for them at the top.
+        # Both forms: the specification puts the fields under `error`, clients read them at the top.
         parts: dict[str, Any] = {"message": failure.message, "code": code, "param": failure.param}
         return [
             self._event("error", **parts, error={**parts, "type": failure.kind}),
@@ -405,7 +390,7 @@ class Events:
         return self._event(name, response=snapshot)
 
     def _event(self, name: str, /, **fields: Any) -> bytes:
-        """The next event; empty when the client has it."""
+        """Return the next event; empty if the client has it."""
         numbered = {"type": name, "sequence_number": self._sequence, **fields}
         self._sequence += 1
         return sse_event(numbered, name) if self._sequence > self._after + 1 else b""

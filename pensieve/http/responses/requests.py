@@ -1,4 +1,4 @@
-"""Bodies of ``POST /v1/responses``, checked."""
+"""Checked bodies of ``POST /v1/responses``."""
 
 from __future__ import annotations
 
@@ -8,21 +8,20 @@ from typing import Any, ClassVar, Final, NamedTuple
 import msgspec
 
 from pensieve.client import Role, TurnOptions
-from pensieve.http.common.answers import MAX_TOP
+from pensieve.http.common.answers import MAX_TOP_LOGPROBS
 from pensieve.http.common.contents import Content, Message, parse_function_call, parse_message, text_of
 from pensieve.http.common.failures import invalid_field, unsupported_field
 from pensieve.http.common.requests import REFUSED_EVERYWHERE, Nested, Positive, SamplingFields, check_count
 from pensieve.http.tools import OfferedTool, call_options, check_tools
 
 REFERENCE: Final = "item_reference"
-"""Type of an item that names another one."""
 MAX_METADATA: Final = 16
 MAX_METADATA_KEY: Final = 64
 MAX_METADATA_VALUE: Final = 512
 
 
 class InputItem(msgspec.Struct, frozen=True):
-    """An item of the input; types that are not known are refused by name."""
+    """An item of the input. Unknown types are refused by name."""
 
     type: str = "message"
     role: str | None = None
@@ -32,62 +31,50 @@ class InputItem(msgspec.Struct, frozen=True):
     arguments: str | None = None
     output: Content = None
     id: str | None = None
-    """Id of the item that an item reference names."""
 
 
 class InConversation(msgspec.Struct, frozen=True):
-    """The conversation that a response belongs to."""
-
     id: str
 
 
 class TextFormat(msgspec.Struct, frozen=True):
-    """Form of the answer."""
-
     type: str = "text"
 
 
 class TextOptions(msgspec.Struct, frozen=True):
-    """Options of the answer's text."""
-
     format: TextFormat | None = None
     verbosity: str | None = None
 
 
 class ValidatedResponse(NamedTuple):
-    """A checked request, and what is made of it."""
-
     body: ResponseRequest
     messages: list[Message]
     options: TurnOptions
-    """For the SDK."""
     refers: bool = False
-    """Whether items are named that have to be read first; there are no ``messages`` then."""
+    """Whether referenced items must be read first; then ``messages`` is empty."""
 
 
 class ResponseRequest(SamplingFields, kw_only=True):
-    """The request."""
-
     NESTED: ClassVar[Nested] = {
         **SamplingFields.NESTED,
         "text": TextOptions,
         "tools": OfferedTool,
     }
     WITHOUT_EFFECT: ClassVar[Mapping[str, str]] = {
-        "client_metadata": "clients are not told apart",
-        "include": "but for message.output_text.logprobs, what it names does not occur",
-        "max_tool_calls": "no tool runs at the server",
-        "prompt_cache_key": "beginnings are shared whatever it says",
-        "reasoning": "the model thinks as its template has it",
-        "safety_identifier": "users are not told apart",
-        "service_tier": "there is one",
+        "client_metadata": "clients are not distinguished",
+        "include": "except message.output_text.logprobs, its values do not occur",
+        "max_tool_calls": "the server runs no tools",
+        "prompt_cache_key": "prefixes are shared without it",
+        "reasoning": "the chat template decides whether the model thinks",
+        "safety_identifier": "users are not distinguished",
+        "service_tier": "there is only one",
         "stream_options": "events are never padded",
-        "user": "users are not told apart",
+        "user": "users are not distinguished",
     }
     REFUSED: ClassVar[Mapping[str, str]] = {
         **REFUSED_EVERYWHERE,
         "best_of": "belongs to completions",
-        "context_management": "truncation says what becomes of a context that is too long",
+        "context_management": "use truncation",
         "logit_bias": "belongs to the other endpoints",
         "logprobs": 'is include: ["message.output_text.logprobs"] in responses',
         "max_completion_tokens": "is max_output_tokens in responses",
@@ -95,7 +82,7 @@ class ResponseRequest(SamplingFields, kw_only=True):
         "messages": "are input in responses",
         "n": "a response has one answer",
         "reasoning_effort": "is reasoning.effort in responses",
-        "session": "belongs to chat completions: name a conversation",
+        "session": "belongs to chat completions; use conversation",
         "stop": "belongs to the other endpoints; stop_token_ids is honoured",
         "verbosity": "is text.verbosity in responses",
     }
@@ -124,7 +111,6 @@ class ResponseRequest(SamplingFields, kw_only=True):
     service_tier: str | None = None
 
     def validated(self) -> ValidatedResponse:
-        """Raises HttpFailure as ``check``, and for input that cannot be."""
         self.check()
         if isinstance(self.input, list) and any(one.type == REFERENCE for one in self.input):
             check_count(self.input, "input")
@@ -132,15 +118,14 @@ class ResponseRequest(SamplingFields, kw_only=True):
         return ValidatedResponse(self, self.messages, self.turn_options)
 
     def check(self) -> None:
-        """Raises HttpFailure for contradictions, and for what is asked for and not done."""
         if self.conversation is not None and self.previous_response_id is not None:
             raise invalid_field(
-                "previous_response_id", "does not go together with conversation", "mutually_exclusive"
+                "previous_response_id", "cannot be combined with conversation", "mutually_exclusive"
             )
         if self.conversation is not None and not self.stored:
-            raise invalid_field("store", "a response of a conversation is part of it, and so is kept")
+            raise invalid_field("store", "a response in a conversation is always stored")
         if self.background and not self.stored:
-            raise invalid_field("background", "needs store: nobody could fetch the answer otherwise")
+            raise invalid_field("background", "needs store: otherwise the answer could not be fetched")
         if self.truncation not in (None, "auto", "disabled"):
             raise invalid_field("truncation", "must be auto or disabled")
         check_tools(self.tools or (), self.tool_choice)
@@ -148,8 +133,8 @@ class ResponseRequest(SamplingFields, kw_only=True):
             raise unsupported_field("text.format", "only text is supported")
         if self.prompt is not None:
             raise unsupported_field("prompt", "stored prompts are not supported")
-        if not 0 <= (self.top_logprobs or 0) <= MAX_TOP:
-            raise invalid_field("top_logprobs", f"must be from 0 to {MAX_TOP}")
+        if not 0 <= (self.top_logprobs or 0) <= MAX_TOP_LOGPROBS:
+            raise invalid_field("top_logprobs", f"must be from 0 to {MAX_TOP_LOGPROBS}")
         check_metadata(self.metadata or {})
 
     @property
@@ -158,12 +143,11 @@ class ResponseRequest(SamplingFields, kw_only=True):
 
     @property
     def drops_oldest(self) -> bool:
-        """Whether what does not fit the context goes, oldest turns first."""
+        """Whether the oldest turns are dropped when the context is full."""
         return self.truncation == "auto"
 
     @property
     def scored(self) -> bool:
-        """Whether log-probabilities are wanted."""
         return "message.output_text.logprobs" in (self.include or ())
 
     @property
@@ -173,7 +157,6 @@ class ResponseRequest(SamplingFields, kw_only=True):
 
     @property
     def messages(self) -> list[Message]:
-        """The input as messages."""
         if isinstance(self.input, str):
             return [parse_message("user", self.input, "input")]
         if not self.input:
@@ -183,7 +166,6 @@ class ResponseRequest(SamplingFields, kw_only=True):
 
     @property
     def turn_options(self) -> TurnOptions:
-        """For the SDK."""
         options = self.options()
         options.update(call_options(self.tools or (), self.tool_choice, self.parallel_tool_calls))
         if self.max_output_tokens is not None:
@@ -194,15 +176,16 @@ class ResponseRequest(SamplingFields, kw_only=True):
             options["session_finished"] = True
         if self.background:
             options["on_disconnect"] = "finish"
-            options["max_chunk_tokens"] = 1  # for a number of each event that does not depend on the time
+            options["max_chunk_tokens"] = 1  # so that an event's number does not depend on timing
         return options
 
 
 def messages_of(items: Sequence[InputItem], param: str) -> list[Message]:
-    """Items as messages: what one answer was told as, reasoning apart, is one. Raises HttpFailure."""
+    """Return items as messages. The items of one answer, without reasoning, become one message. Raises
+    HttpFailure."""
     found: list[Message] = []
     parts: list[Message] = []
-    """Of an answer, not yet in ``found``. They are put together once: there may be thousands."""
+    """Parts of an answer. They are joined once: there may be thousands."""
     has_calls = False
     for number, item in enumerate(items):
         one = _said(item, f"{param}[{number}]")
@@ -225,7 +208,8 @@ def _joined(parts: Sequence[Message]) -> Message:
 
 
 def _said(item: InputItem, param: str) -> Message | None:
-    """None for what a model does not read again: the history has its thoughts, if it was here that it had them."""
+    """Return an item as a message; None for reasoning, which the model does not read again: the history has its
+    thoughts."""
     match item.type:
         case "message":
             if item.role is None:
@@ -246,7 +230,7 @@ def _said(item: InputItem, param: str) -> Message | None:
 
 
 def check_metadata(metadata: dict[str, str]) -> None:
-    """Raises HttpFailure when it is more than the protocol allows."""
+    """Raise HttpFailure when it exceeds the protocol's limits."""
     if len(metadata) > MAX_METADATA:
         raise invalid_field("metadata", f"has more than {MAX_METADATA} pairs")
     for key, value in metadata.items():
