@@ -1,6 +1,6 @@
-"""``pensieve.v1.ConversationService``: it turns messages into values and back, and has no rules of its own.
+"""``pensieve.v1.ConversationService``: converts messages to values and back, and has no rules of its own.
 
-Every method validates and converts before it first waits for anything.
+Every method validates and converts before its first await.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ Request = TypeVar("Request", bound=Message)
 
 
 def key_of(name: str) -> Key:
-    """The caller's session of this (validated) name. The tenant comes from the credential only."""
+    """Return the caller's session with this validated name. The tenant comes from the credential only."""
     return Key(current_caller().tenant, ids.session_id(name))
 
 
 class ConversationService(pensieve_pb2_grpc.ConversationServiceServicer):
-    """Served behind ``Interceptor``, which says who calls and turns errors into statuses."""
+    """Handlers of the conversation service. Registered behind ``Interceptor``, which authenticates and maps errors."""
 
     def __init__(self, conversations: Conversations) -> None:
         self._conversations = conversations
@@ -163,7 +163,7 @@ class ConversationService(pensieve_pb2_grpc.ConversationServiceServicer):
         resume = (request.resume_attempt, offsets)
         del request  # may be large, and the stream may be long
         if not attach_only:
-            await self._has_room(key, spec.request_id)
+            await self._check_quota(key, spec.request_id)
         async with attach as (buffer, joined):
             options = StreamOptions(spec.output, settings.heartbeat_s, *resume, joined)
             async with aclosing(events(buffer, options, self._pace)) as stream:
@@ -181,7 +181,7 @@ class ConversationService(pensieve_pb2_grpc.ConversationServiceServicer):
             deadline_s=context.time_remaining(),
         )
         del request
-        await self._has_room(key, spec.request_id)
+        await self._check_quota(key, spec.request_id)
         async with attach as (buffer, _):
             view = await buffer.outcome()
         return pb.RunTurnResponse(turn=convert.turn(view, tokens=spec.output.token_ids))
@@ -245,7 +245,7 @@ class ConversationService(pensieve_pb2_grpc.ConversationServiceServicer):
         self._valid(request)
         answer = convert.server_info(await self._conversations.facts(), self._conversations.settings)
         if current_caller() is ANONYMOUS:
-            answer.features.append("keyless")  # what stands between callers and this server has to know
+            answer.features.append("keyless")  # a proxy between callers and this server needs to know
         return answer
 
     async def GetUsage(self, request: pb.GetUsageRequest, _context: Any) -> pb.GetUsageResponse:
@@ -261,8 +261,8 @@ class ConversationService(pensieve_pb2_grpc.ConversationServiceServicer):
         validate(request, self._bounds)
         return request
 
-    async def _has_room(self, key: Key, request_id: str) -> None:
-        """Raises ResourceExhausted for a new turn of a tenant that stores too much; to join one is no new turn."""
+    async def _check_quota(self, key: Key, request_id: str) -> None:
+        """Raise ResourceExhausted if the tenant stores too much for a new turn. Joining a running turn is allowed."""
         if not self._turns.has_running_turn(key):
             await self._conversations.quotas.check_turn(key, request_id)
 
