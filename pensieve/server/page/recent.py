@@ -1,4 +1,4 @@
-"""What ended lately: turns of the last minutes, for rates, latencies and charts. Kept while nobody looks, too."""
+"""Turns of the last minutes, for rates, latencies and charts. Recorded whether or not the page is open."""
 
 from __future__ import annotations
 
@@ -12,32 +12,26 @@ import msgspec
 from pensieve.feed import ContextSources, Percentiles, RecentSummary
 from pensieve.server.values import TurnEnd
 
-KEPT_S: Final = 15 * 60.0
-"""How long a turn is remembered."""
-MOST_KEPT: Final = 20_000
-"""Turns that are remembered at most, some 10 MB."""
-LATELY_S: Final = 60.0
-"""What latencies and rates are taken over."""
+MAX_AGE_S: Final = 15 * 60.0
+MAX_TURNS: Final = 20_000
+"""Limit on the turns kept, some 10 MB."""
+SUMMARY_S: Final = 60.0
 BUCKET_S: Final = 5.0
 BUCKETS: Final = 120
 
 
 class Bucket(msgspec.Struct, frozen=True):
-    """``BUCKET_S`` seconds of the past."""
+    """One chart point: ``BUCKET_S`` seconds. Latencies are medians."""
 
     turns: int
     output_tokens: int
     first_token_s: float | None
-    """Median."""
     token_s: float | None
-    """Median."""
     context: ContextSources
 
 
 @dataclass(slots=True)
 class _Sums:
-    """What turns add up to."""
-
     turns: int = 0
     failed: int = 0
     output: int = 0
@@ -62,29 +56,28 @@ class _Sums:
 
 
 class RecentTurns:
-    """Used on one event loop. Times are its clock's."""
+    """Turns that ended recently. Used on one event loop; times are on its clock."""
 
     def __init__(self) -> None:
         self._ends: deque[TurnEnd] = deque()
 
     def turn_ended(self, end: TurnEnd) -> None:
-        """Costs a few microseconds, whoever looks."""
         self._ends.append(end)
-        while self._ends[0].ended_at < end.ended_at - KEPT_S or len(self._ends) > MOST_KEPT:
+        while self._ends[0].ended_at < end.ended_at - MAX_AGE_S or len(self._ends) > MAX_TURNS:
             self._ends.popleft()
 
     def since(self, then: float) -> Iterator[TurnEnd]:
-        """Those that ended after ``then``, newest first."""
+        """Yield the turns that ended after ``then``, newest first."""
         for end in reversed(self._ends):
             if end.ended_at <= then:
                 return
             yield end
 
     def summary(self, now: float) -> RecentSummary:
-        """Of the last ``LATELY_S`` seconds."""
+        """Summarise the last ``SUMMARY_S`` seconds."""
         sums = _Sums()
         first, between, queued = [], [], []
-        for end in self.since(now - LATELY_S):
+        for end in self.since(now - SUMMARY_S):
             sums.add(end)
             if end.first_token_at is not None:
                 first.append(end.first_token_at - end.arrived_at)
@@ -93,11 +86,11 @@ class RecentTurns:
             if token is not None:
                 between.append(token)
         return RecentSummary(
-            over_s=LATELY_S,
+            over_s=SUMMARY_S,
             turns=sums.turns,
             failed=sums.failed,
-            turns_per_s=sums.turns / LATELY_S,
-            output_tokens_per_s=sums.output / LATELY_S,
+            turns_per_s=sums.turns / SUMMARY_S,
+            output_tokens_per_s=sums.output / SUMMARY_S,
             first_token_s=_percentiles(first),
             token_s=_percentiles(between),
             queue_s=_percentiles(queued),
@@ -105,7 +98,7 @@ class RecentTurns:
         )
 
     def series(self, now: float) -> list[Bucket]:
-        """The last ``BUCKETS`` whole buckets, oldest first; their borders are multiples of ``BUCKET_S``."""
+        """Return the last ``BUCKETS`` whole buckets, oldest first. Their borders are multiples of ``BUCKET_S``."""
         end_of_last = now // BUCKET_S
         ends: list[list[TurnEnd]] = [[] for _ in range(BUCKETS)]
         for end in self.since((end_of_last - BUCKETS) * BUCKET_S):
@@ -133,7 +126,7 @@ def _bucket(ends: Sequence[TurnEnd]) -> Bucket:
 
 
 def _token_s(end: TurnEnd) -> float | None:
-    """Seconds from one output token to the next, on average over the turn."""
+    """Return the turn's mean seconds between output tokens, or None with fewer than two."""
     if end.first_token_at is None or end.usage.output_tokens < 2:
         return None
     return (end.ended_at - end.first_token_at) / (end.usage.output_tokens - 1)
