@@ -55,7 +55,7 @@ def leave_signals_to_parent() -> None:
 def describe_exit(status: int) -> str:
     """Describe an exit status; negative numbers are signals."""
     if status == -signal.SIGKILL:
-        return "signal 9 (killed by somebody, or by the kernel for want of memory)"
+        return "signal 9 (killed from outside, or by the kernel for lack of memory)"
     return f"signal {-status}" if status < 0 else f"status {status}"
 
 

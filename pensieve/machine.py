@@ -73,8 +73,8 @@ def service_manager() -> ServiceManager | None:
     address = os.environ.get("NOTIFY_SOCKET", "")
     if not address.startswith(("/", "@")):
         return None
-    period, meant = os.environ.get("WATCHDOG_USEC", ""), os.environ.get("WATCHDOG_PID", "")
-    watched = period.isdecimal() and int(period) > 0 and meant in ("", str(os.getpid()))
+    period, watched_pid = os.environ.get("WATCHDOG_USEC", ""), os.environ.get("WATCHDOG_PID", "")
+    watched = period.isdecimal() and int(period) > 0 and watched_pid in ("", str(os.getpid()))
     return ServiceManager(
         f"\0{address[1:]}" if address[0] == "@" else address, int(period) / 1e6 if watched else None
     )

@@ -77,8 +77,10 @@ class AdminPort:
 
     async def start(self, host: str, port: int) -> int:
         """Listen and return the port; port 0 lets the system choose. Raises OSError."""
-        made = functools.partial(_Connection, self)
-        self._server = await asyncio.get_running_loop().create_server(made, host, port, backlog=_BACKLOG)
+        make_connection = functools.partial(_Connection, self)
+        self._server = await asyncio.get_running_loop().create_server(
+            make_connection, host, port, backlog=_BACKLOG
+        )
         bound: int = self._server.sockets[0].getsockname()[1]
         return bound
 
@@ -128,8 +130,8 @@ def _readiness(problem: str) -> Response:
 class _ConnectionLimit:
     """The connections of one protocol. Beyond the limit, the most idle one is aborted."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
         self._open: OrderedDict[asyncio.Transport, None] = OrderedDict()
         """The most idle connection first."""
 
@@ -137,7 +139,7 @@ class _ConnectionLimit:
         """Record traffic on a connection. The first call adds it."""
         self._open[connection] = None
         self._open.move_to_end(connection)
-        if len(self._open) > self._most:
+        if len(self._open) > self._limit:
             dropped, _ = self._open.popitem(last=False)
             dropped.abort()
 

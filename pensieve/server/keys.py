@@ -111,8 +111,8 @@ class _Reader:
     def read(self, data: dict[str, Any]) -> KeyFile:
         if unknown := data.keys() - _TABLES:
             name = min(unknown)
-            there = "there are [[key]], [[certificate]], [tenants.NAME] and [limits]"
-            raise self._error(f"nothing is called {name!r}: {there}", name)
+            known = "there are [[key]], [[certificate]], [tenants.NAME] and [limits]"
+            raise self._error(f"nothing is called {name!r}: {known}", name)
         keys: dict[str, ApiKey] = {}
         for number, key in enumerate(self._entries(data, "key", ApiKey)):
             if problem := _key_problem(key, keys) or _credential_problem(key):
@@ -143,21 +143,21 @@ class _Reader:
             entry_name = f"{heading} {name!r}" if name else f"{heading} number {number + 1}"
             yield self._value(entry, kind, entry_name, heading, number)
 
-    def _tenants(self, data: Any, known: set[str]) -> dict[str, TenantLimits]:
+    def _tenants(self, data: Any, tenant_names: set[str]) -> dict[str, TenantLimits]:
         if not isinstance(data, dict):
             raise self._error(f"Expected [tenants.NAME], got {data!r}", "", 0, "tenants")
         found = {}
         for name, entry in data.items():
             heading = f"tenants.{name}"
-            if name not in known:
+            if name not in tenant_names:
                 raise self._error(f"tenant {name!r} has limits and no key", heading)
             found[name] = self._value(entry, TenantLimits, f"tenant {name!r}", heading)
         return found
 
     def _check_shares(
-        self, known: set[str], tenants: Mapping[str, TenantLimits], limits: TenantLimits
+        self, tenant_names: set[str], tenants: Mapping[str, TenantLimits], limits: TenantLimits
     ) -> None:
-        shares = [(tenants.get(name, limits).cache_share, limits.cache_share) for name in known]
+        shares = [(tenants.get(name, limits).cache_share, limits.cache_share) for name in tenant_names]
         together = sum(own if own is not None else default or 0.0 for own, default in shares)
         if together > 1 + TOLERANCE:
             raise ValueError(f"{self._path}: the tenants' cache_share add up to {together:g}, more than 1")
@@ -166,10 +166,10 @@ class _Reader:
         try:
             return msgspec.convert(entry, kind)
         except msgspec.ValidationError as error:
-            said = str(error)
-            field = re.search(r"field `(\w+)`|at `\$\.(\w+)", said)
+            detail = str(error)
+            field = re.search(r"field `(\w+)`|at `\$\.(\w+)", detail)
             name = (field[1] or field[2]) if field else ""
-            problem = re.sub(r"^Object (contains )?| - at `\$.*`$", "", said)
+            problem = re.sub(r"^Object (contains )?| - at `\$.*`$", "", detail)
             words = f"{name}: {problem}" if field and field[2] else problem
             raise self._error(f"{entry_name}: {words}", heading, number, name) from error
 

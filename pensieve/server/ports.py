@@ -121,13 +121,13 @@ class Ports:
         """Open the admin port and start the HTTP door's process. Call after ``bind``. Raises BindError."""
         grpc_socket = self._folder.path / "admin"
 
-        def made() -> aio.Server:
+        def make_server() -> aio.Server:
             server = self._access.make_server()
             pensieve_pb2_grpc.add_AdminServiceServicer_to_server(self._admin, server)
             add_health_and_reflection(server, monitor.servicer, [ADMIN_SERVICE, DATA_SERVICE])
             return server
 
-        server = self._on_private_socket(grpc_socket, made)
+        server = self._on_private_socket(grpc_socket, make_server)
         self._stack.push_async_callback(server.stop, None)
         await server.start()
         port = AdminPort(metrics.registry, monitor, grpc_socket, self._gateway, page)
@@ -174,14 +174,14 @@ class Ports:
     def _bind_http(self, address: str, service: ConversationService, monitor: HealthMonitor) -> None:
         options = self._options
 
-        def made() -> aio.Server:
+        def make_server() -> aio.Server:
             server = self._access.make_private_server()
             pensieve_pb2_grpc.add_ConversationServiceServicer_to_server(service, server)
             add_health_and_reflection(server, monitor.servicer, [DATA_SERVICE], reflects=False)
             return server
 
         path = self._folder.path / "http"
-        self._add_server(self._on_private_socket(path, made))
+        self._add_server(self._on_private_socket(path, make_server))
         self._gateway = Gateway(
             GatewayCommand(
                 f"unix:{path}",
@@ -205,10 +205,10 @@ class Ports:
             raise GatewayError(f"--http: {error}") from error
         self.http_address = _with_port(address, port)
 
-    def _on_private_socket(self, path: Path, made: Callable[[], aio.Server]) -> aio.Server:
+    def _on_private_socket(self, path: Path, make_server: Callable[[], aio.Server]) -> aio.Server:
         """Return a server that will listen on a private socket. It is recreated if the socket is removed."""
-        self._sockets[path] = made
-        server = made()
+        self._sockets[path] = make_server
+        server = make_server()
         server.add_insecure_port(f"unix:{path}")
         return server
 
@@ -218,12 +218,12 @@ class Ports:
         reported = False
         while True:
             await asyncio.sleep(SOCKET_CHECK_S)
-            for path, made in self._sockets.items():
+            for path, make_server in self._sockets.items():
                 if path.is_socket():
                     continue
                 try:
                     self._folder.restore()
-                    server = made()
+                    server = make_server()
                     server.add_insecure_port(f"unix:{path}")
                 except (OSError, RuntimeError) as error:
                     if not reported:
@@ -260,9 +260,9 @@ class PrivateFolder:
         try:
             self.path.mkdir(mode=0o700, parents=True)
         except FileExistsError:
-            found = self.path.lstat()
-            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-                raise PermissionError(f"{self.path} is not this server's any more") from None
+            status = self.path.lstat()
+            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+                raise PermissionError(f"{self.path} does not belong to this server") from None
         if not (self.path / _LOCK).exists():
             os.close(self._lock)
             self._lock = self._create_lock()
@@ -281,8 +281,8 @@ class PrivateFolder:
 
 def _remove_if_dead(folder: Path) -> None:
     """Remove the folder of a server that has ended. Raises OSError if it is alive or cannot be checked."""
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
         return
     lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:

@@ -68,8 +68,8 @@ class TenantTable:
 
 
 def _filled(limits: TenantLimits, default: TenantLimits) -> TenantLimits:
-    given = {name: value for name in limits.__struct_fields__ if (value := getattr(limits, name)) is not None}
-    return msgspec.structs.replace(default, **given)
+    own = {name: value for name in limits.__struct_fields__ if (value := getattr(limits, name)) is not None}
+    return msgspec.structs.replace(default, **own)
 
 
 def quota_exceeded(

@@ -258,7 +258,7 @@ class Metrics:
         self._generations.labels(outcome).inc()
 
     def turn_ended(self, end: TurnEnd) -> None:
-        self._turns.ended(end)
+        self._turns.turn_ended(end)
         if self._tenants is not None:
             self._tenants.turn_ended(end.key.tenant, end.outcome, end.usage)
 
@@ -333,7 +333,7 @@ class TurnMetrics:
         )
         self._stage_seconds = {stage: stage_seconds.labels(stage) for stage in STAGES}
 
-    def ended(self, end: TurnEnd) -> None:
+    def turn_ended(self, end: TurnEnd) -> None:
         self._ended.labels(end.outcome).inc()
         if not end.committed:
             return

@@ -228,15 +228,15 @@ class TraceRecorder:
 
     def _pause(self, why: object) -> None:
         with self._state:
-            said, self._paused = self._paused, True
-        if not said:
+            was_paused, self._paused = self._paused, True
+        if not was_paused:
             log.error("recording is paused until the disk takes writes: %s", why)
 
     def _resume(self) -> None:
         with self._state:
-            said, lost = self._paused, self._lost
+            was_paused, lost = self._paused, self._lost
             self._paused, self._lost = False, 0
-        if said:
+        if was_paused:
             log.warning("recording resumed; %d turns are missing", lost)
 
     def _lose(self, rows: int) -> None:
@@ -312,10 +312,10 @@ class TraceRecorder:
         ):  # half a line that could not be removed then
             self._file.truncate(self._good_size)
             size = self._good_size
-        left = memoryview(data)
+        remaining = memoryview(data)
         try:
-            while left:
-                left = left[self._file.write(left) or 0 :]
+            while remaining:
+                remaining = remaining[self._file.write(remaining) or 0 :]
         except OSError:
             self._good_size = size
             with contextlib.suppress(OSError):

@@ -96,9 +96,9 @@ class StateView:
 
     async def session_line(self, key: Key) -> SessionLine | None:
         """Return one session's line, or None when nothing of it is cached."""
-        taken = await self._strips.strips()
+        snapshot = await self._strips.strips()
         name = f"{key.tenant}/{key.session_id}"
-        found = [one for one in taken.sessions if one.session == name] if taken is not None else []
+        found = [one for one in snapshot.sessions if one.session == name] if snapshot is not None else []
         return _line(found[0], None) if found else None
 
     def _info(self) -> EngineReady:
@@ -108,17 +108,17 @@ class StateView:
             return EngineReady(0, 0, "", "", 0, 0, 0)
 
     async def _sessions(self, limit: int, after: int) -> SessionList:
-        taken = await self._strips.strips()
-        if taken is None:
+        snapshot = await self._strips.strips()
+        if snapshot is None:
             return SessionList(0, 0, None, after, None, ())
-        strips = taken.sessions[after : after + limit]
+        strips = snapshot.sessions[after : after + limit]
         notes = await self._notes.read([(key_of(one), one.tokens) for one in strips if not one.is_candidate])
         return SessionList(
-            total=len(taken.sessions),
-            running=_running(taken.sessions),
-            age_s=round(time.monotonic() - taken.at, 3),
+            total=len(snapshot.sessions),
+            running=_running(snapshot.sessions),
+            age_s=round(time.monotonic() - snapshot.at, 3),
             first=after,
-            next=after + limit if limit > 0 and after + limit < len(taken.sessions) else None,
+            next=after + limit if limit > 0 and after + limit < len(snapshot.sessions) else None,
             rows=tuple(_line(one, notes.get(key_of(one))) for one in strips),
         )
 

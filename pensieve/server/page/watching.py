@@ -100,12 +100,12 @@ class SessionNotes:
                 one.cancel()
         while len(self._notes) > MOST_KEPT:
             self._notes.popitem(last=False)
-        known = ((key, self._notes.get(key)) for key, _ in wanted)
-        return {key: kept.note for key, kept in known if kept is not None and kept.note is not None}
+        cached = ((key, self._notes.get(key)) for key, _ in wanted)
+        return {key: kept.note for key, kept in cached if kept is not None and kept.note is not None}
 
     def _is_due(self, key: Key, tokens: int, now: float) -> bool:
-        kept = self._notes.get(key)
-        return kept is None or now - kept.at > (NOTE_FRESH_S if kept.tokens == tokens else CHANGED_S)
+        cached = self._notes.get(key)
+        return cached is None or now - cached.at > (NOTE_FRESH_S if cached.tokens == tokens else CHANGED_S)
 
     async def _load(self, key: Key, tokens: int, now: float) -> None:
         note = None

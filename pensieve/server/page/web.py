@@ -119,11 +119,11 @@ def _refused(status: int, reason: str, message: str) -> Response:
     return _json({"reason": reason, "message": message}, status)
 
 
-def _number(query: Mapping[str, list[str]], name: str, default: int, most: int) -> int:
+def _number(query: Mapping[str, list[str]], name: str, default: int, limit: int) -> int:
     text = query.get(name, [str(default)])[0]
     if not (text.isascii() and text.isdigit() and len(text) <= 10):
         raise ValueError(f"{name}: must be a number")
-    return min(int(text), most)
+    return min(int(text), limit)
 
 
 SESSION_SCHEMA: Final = "pensieve.session/1"

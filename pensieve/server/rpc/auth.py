@@ -106,26 +106,26 @@ class Peer:
     def __init__(self, context: Any, forwarded: ForwardedCaller | None = None) -> None:
         """``forwarded``: the caller as the HTTP door reports it, when the call comes from the door."""
         self._context = context
-        self._told = forwarded
+        self._forwarded = forwarded
 
     @property
     def address(self) -> str:
         """IP address without the port; "" when there is none, as on a Unix socket."""
-        if self._told is not None:
-            return self._told.address
+        if self._forwarded is not None:
+            return self._forwarded.address
         kind, _, rest = unquote(self._context.peer()).partition(":")
         return rest.rpartition(":")[0].strip("[]") if kind in ("ipv4", "ipv6") else ""
 
     @property
     def connection(self) -> str:
         """Identifies the connection; "" for connections of the HTTP door, which carry many callers."""
-        return "" if self._told is not None else str(self._context.peer())
+        return "" if self._forwarded is not None else str(self._context.peer())
 
     @property
     def names(self) -> tuple[str, ...]:
         """Alternative names of the verified client certificate, or its common name if it has none; () without one."""
-        if self._told is not None:
-            return self._told.names
+        if self._forwarded is not None:
+            return self._forwarded.names
         properties = self._context.auth_context()
         found = properties.get("x509_subject_alternative_name") or properties.get("x509_common_name") or ()
         return tuple(name.decode("utf-8", "replace") for name in found)
@@ -305,8 +305,8 @@ class LoginThrottle:
         """Count a failed login. Return how many seconds to delay its answer."""
         network = _network(address)
         now = self._monotonic()
-        tokens, then = self._buckets.pop(network, (float(FAILURES), now))
-        tokens = min(FAILURES, tokens + (now - then) * FAILURES_PER_S) - 1
+        tokens, updated_at = self._buckets.pop(network, (float(FAILURES), now))
+        tokens = min(FAILURES, tokens + (now - updated_at) * FAILURES_PER_S) - 1
         tokens = max(tokens, -LONGEST_WAIT_S * FAILURES_PER_S)
         self._buckets[network] = tokens, now
         if len(self._buckets) > _MAX_ADDRESSES:
@@ -327,7 +327,7 @@ class LoginThrottle:
 def _network(address: str) -> str:
     """Return the address, or its /64 for IPv6, where one host may own the whole network."""
     try:
-        known = ipaddress.ip_address(address)
+        parsed = ipaddress.ip_address(address)
     except ValueError:
         return address
-    return str(ipaddress.ip_network((known, 64), strict=False)) if known.version == 6 else address
+    return str(ipaddress.ip_network((parsed, 64), strict=False)) if parsed.version == 6 else address

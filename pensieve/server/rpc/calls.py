@@ -90,8 +90,8 @@ class RunningCall:
 class RunningCalls:
     """All calls of one server. Used on one event loop."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
         self._running: set[RunningCall] = set()
         self._per_caller: Counter[str] = Counter()
 
@@ -101,7 +101,7 @@ class RunningCalls:
     @contextmanager
     def admit(self, call: RunningCall) -> Iterator[None]:
         """Count the call inside the block. Raises ResourceExhausted when the server or the caller has too many."""
-        free = self._most - len(self._running)
+        free = self._limit - len(self._running)
         if free <= 0 or self._per_caller[call.caller] >= SHARE_FACTOR * free:
             raise ResourceExhausted("too many calls at once", retry_after_s=1.0)
         self._running.add(call)
@@ -114,11 +114,11 @@ class RunningCalls:
             if not self._per_caller[call.caller]:
                 del self._per_caller[call.caller]
 
-    def end_revoked(self, problem: Callable[[Identity], PensieveError | None]) -> int:
+    def end_revoked(self, revocation_error: Callable[[Identity], PensieveError | None]) -> int:
         """End the calls whose credential is no longer valid. Return how many."""
         ended = 0
         for call in list(self._running):
-            error = problem(call.identity)
+            error = revocation_error(call.identity)
             if error is not None:
                 call.end(error)
                 ended += 1
@@ -155,9 +155,9 @@ def observe_calls(handler: Handler, method: str, observer: CallObserver) -> Hand
 def _code(context: Any, cancelled: bool) -> str:
     """Return the status code. A cancelled call has none: the caller cancelled, or its deadline passed."""
     if cancelled:
-        left = context.time_remaining()
+        remaining_s = context.time_remaining()
         # The caller's clock may be a little ahead: its deadline began before the call arrived.
-        return "CANCELLED" if left is None or left > CLOCK_SLACK_S else "DEADLINE_EXCEEDED"
+        return "CANCELLED" if remaining_s is None or remaining_s > CLOCK_SLACK_S else "DEADLINE_EXCEEDED"
     code: grpc.StatusCode | int | None = context.code()
     name: str = code.name if isinstance(code, grpc.StatusCode) else _NAMES.get(code or 0, "UNKNOWN")
     return name
@@ -282,16 +282,16 @@ class BodyGate:
             return
         now = asyncio.get_running_loop().time()
         due = [(when, place) for place in self._reclaimable() if (when := self._overdue_at(place))]
-        wanted = sum(map(len, self._waiting.values())) - self._count_lost()
+        needed = sum(map(len, self._waiting.values())) - self._count_lost()
         for when, place in sorted(due, key=lambda pair: pair[0]):
-            if wanted <= 0:
+            if needed <= 0:
                 return
             if when > now:
                 loop = asyncio.get_running_loop()
                 self._timer = loop.call_at(when, self._reclaim_overdue)
                 return
             place.call.end(_displaced_error())
-            wanted -= 1
+            needed -= 1
 
     def _reclaimable(self) -> list[_Place]:
         fewest = min(len(self._held.get(caller, ())) for caller in self._waiting)
@@ -311,14 +311,14 @@ class BodyGate:
         caller = place.call.caller
         share = max(1, self._places // len(self._held.keys() | self._waiting.keys()))
         places = [one for one in self._held[caller] if one.call.error is None]
-        beyond = place in places[: max(0, len(places) - share)]
+        beyond_share = place in places[: max(0, len(places) - share)]
         connections = {one.call.connection for one in (*places, *self._waiting.get(caller, ()))}
         share = max(1, share // max(1, len(connections)))
         of_connection = [one for one in places if one.call.connection == place.call.connection]
-        beyond = beyond or (
+        beyond_share = beyond_share or (
             len(connections) > 1 and place in of_connection[: max(0, len(of_connection) - share)]
         )
-        return place.since + (self._haste_s if beyond else self._patience_s)
+        return place.since + (self._haste_s if beyond_share else self._patience_s)
 
 
 def _remove(places: dict[str, list[_Place]], place: _Place) -> None:

@@ -64,7 +64,7 @@ _STATES = {
     State.DAMAGED: pb.Session.STATE_DAMAGED,
     State.DELETED: pb.Session.STATE_DELETED,
 }
-_MADE: dict[str, Callable[[Any], Any]] = {
+_CONSTRUCTORS: dict[str, Callable[[Any], Any]] = {
     "stop": tuple,
     "stop_token_ids": tuple,
     "logit_bias": dict,
@@ -97,8 +97,8 @@ def sampling(params: pb.SamplingParams) -> SamplingDefaults:
     """Return only the values that the message sets: an explicit 0 differs from an unset field."""
     values = {}
     for field, value in params.ListFields():
-        made = _MADE.get(field.name)
-        values[field.name] = value if made is None else made(value)
+        construct = _CONSTRUCTORS.get(field.name)
+        values[field.name] = value if construct is None else construct(value)
     return SamplingDefaults(**values)
 
 
@@ -127,16 +127,16 @@ def new_session(request: pb.CreateSessionRequest) -> NewSession:
 
 def session_change(request: pb.UpdateSessionRequest) -> SessionChange:
     """The fields that the mask names change; without a mask, those that the given session sets."""
-    given = request.session
+    session = request.session
     paths = set(request.update_mask.paths)
     if not paths:
-        paths = {f"config.{field.name}" for field, _ in given.config.ListFields()}
-        paths |= {"labels"} if given.labels else set()
+        paths = {f"config.{field.name}" for field, _ in session.config.ListFields()}
+        paths |= {"labels"} if session.labels else set()
     if "config" in paths:
         paths |= set(UPDATABLE)
-    new = config(given.config)
+    new = config(session.config)
     return SessionChange(
-        labels=dict(given.labels) if "labels" in paths else None,
+        labels=dict(session.labels) if "labels" in paths else None,
         config={field: getattr(new, field) for path, field in UPDATABLE.items() if path in paths},
         rebind=request.rebind,
     )
@@ -241,10 +241,10 @@ def session(row: SessionRow, context_limit: int) -> pb.Session:
     return message
 
 
-def residency(found: ResidentTokens, row: SessionRow, replica: str, now_ms: int) -> pb.CacheResidency:
+def residency(resident: ResidentTokens, row: SessionRow, replica: str, now_ms: int) -> pb.CacheResidency:
     """Tokens of the context by tier. Those in neither tier must be recomputed."""
-    gpu = min(found.device_tokens, row.context_tokens)
-    host = min(found.host_tokens, row.context_tokens - gpu)
+    gpu = min(resident.device_tokens, row.context_tokens)
+    host = min(resident.host_tokens, row.context_tokens - gpu)
     return pb.CacheResidency(
         replica=replica,
         as_of_revision=row.revision,

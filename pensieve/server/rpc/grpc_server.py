@@ -151,19 +151,19 @@ def tls_credentials(cert: Path, key: Path, client_ca: Path | None = None) -> grp
         raise BindError(
             f"--tls-cert, --tls-key: {cert} and {key} are not a certificate in PEM and its key"
         ) from error
-    known = stamp()
+    loaded_stamp = stamp()
 
     def renewed() -> grpc.ServerCertificateConfiguration | None:
-        nonlocal known
+        nonlocal loaded_stamp
         try:
             now = stamp()
-            if now == known:
+            if now == loaded_stamp:
                 return None
             configuration = load()
         except OSError as error:
             log.error("the certificate could not be read again; the present one stays in use: %s", error)
             return None
-        known = now
+        loaded_stamp = now
         return configuration
 
     return grpc.dynamic_ssl_server_credentials(

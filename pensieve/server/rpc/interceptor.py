@@ -85,13 +85,13 @@ class Interceptor(aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no t
     def for_http_door(self) -> Interceptor:
         """Return an interceptor for the HTTP door's server. It shares all limits and trusts the caller that the door
         reports."""
-        other = copy.copy(self)
-        other._trusts_door = True
-        return other
+        twin = copy.copy(self)
+        twin._trusts_door = True
+        return twin
 
-    def end_revoked(self, problem: Callable[[Identity], PensieveError | None]) -> int:
+    def end_revoked(self, revocation_error: Callable[[Identity], PensieveError | None]) -> int:
         """End the calls whose credential is no longer valid. Return how many. Call on the server's event loop."""
-        return self._calls.end_revoked(problem)
+        return self._calls.end_revoked(revocation_error)
 
     async def intercept_service(
         self,
@@ -128,8 +128,8 @@ class Interceptor(aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no t
                 name = f"@{peer.address}" if identity is ANONYMOUS else identity.tenant
                 call = RunningCall(identity, name, peer.connection)
                 # Each call has its own context, so neither is ever reset.
-                incoming_traceparent.set(found := traceparent_in(metadata))
-                bind(tenant=identity.tenant, trace_id=trace_id(found))
+                incoming_traceparent.set(traceparent := traceparent_in(metadata))
+                bind(tenant=identity.tenant, trace_id=trace_id(traceparent))
                 with self._calls.admit(call), call.interruptible():
                     return await self._answer(call, inner, handler.request_deserializer, context)
             except Unauthenticated as error:
@@ -190,9 +190,9 @@ class Interceptor(aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no t
         return [(self._pace, call.caller)]
 
     def _check_size(self, tenant: str, size: int) -> None:
-        most = self._tenants.limits(tenant).max_request_bytes
-        if most is not None and size > most:
-            raise quota_exceeded(tenant, "max_request_bytes", f"{most} bytes a request")
+        limit = self._tenants.limits(tenant).max_request_bytes
+        if limit is not None and size > limit:
+            raise quota_exceeded(tenant, "max_request_bytes", f"{limit} bytes a request")
 
 
 async def _relay(inner: Callable[[Any, Any], Any], requests: Any, context: Any) -> None:
@@ -254,13 +254,13 @@ class _Counter:
 
     def __init__(self, data: bytes) -> None:
         self._data = data
-        self._found = 0
+        self._fields = 0
 
     def count(self, at: int, end: int, descriptor: Any, depth: int) -> int:
         """Count the fields of ``data[at:end]`` into the total and return it; stops soon after ``MAX_FIELDS``."""
         fields = {} if descriptor is None else descriptor.fields_by_number
-        while at < end and self._found <= MAX_FIELDS:
-            self._found += 1
+        while at < end and self._fields <= MAX_FIELDS:
+            self._fields += 1
             key, at = self._varint(at, end)
             wire = key & 7
             if wire == 0:
@@ -277,7 +277,7 @@ class _Counter:
                     self.count(at, inside, field.message_type, depth + 1)
                 at += length
             # The remaining wire types are group markers, which this API does not use: one field each.
-        return self._found
+        return self._fields
 
     def _varint(self, at: int, end: int) -> tuple[int, int]:
         value = shift = 0

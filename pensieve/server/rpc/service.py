@@ -58,10 +58,10 @@ class ConversationService(pensieve_pb2_grpc.ConversationServiceServicer):
         key = key_of(self._valid(request).name)
         message = self._session(row := await self._sessions.get(key))
         if request.view == pb.SESSION_VIEW_FULL:
-            found = await self._conversations.residency(key)
-            if found is not None:
+            resident = await self._conversations.residency(key)
+            if resident is not None:
                 replica = self._conversations.settings.replica
-                message.residency.CopyFrom(convert.residency(found, row, replica, now_ms()))
+                message.residency.CopyFrom(convert.residency(resident, row, replica, now_ms()))
         return pb.GetSessionResponse(session=message)
 
     async def ListSessions(self, request: pb.ListSessionsRequest, _context: Any) -> pb.ListSessionsResponse:
@@ -193,20 +193,20 @@ class ConversationService(pensieve_pb2_grpc.ConversationServiceServicer):
     async def FindTurn(self, request: pb.FindTurnRequest, _context: Any) -> pb.FindTurnResponse:
         mark = self._valid(request).mark
         answer = request.answer if request.HasField("answer") else None
-        found = await self._conversations.find_turn(current_caller().tenant, mark, answer, request.request_id)
-        return pb.FindTurnResponse(turn=convert.turn(found.view), candidate=found.candidate)
+        match = await self._conversations.find_turn(current_caller().tenant, mark, answer, request.request_id)
+        return pb.FindTurnResponse(turn=convert.turn(match.view), candidate=match.candidate)
 
     async def ClaimRequestId(
         self, request: pb.ClaimRequestIdRequest, _context: Any
     ) -> pb.ClaimRequestIdResponse:
         tenant, claims = current_caller().tenant, self._conversations.claims
         session_id = ids.session_id(self._valid(request).session)
-        wanted = RequestClaim(session_id, request.fingerprint, request.plan)
+        claim = RequestClaim(session_id, request.fingerprint, request.plan)
         if request.refused:
             await claims.record_refusal(tenant, request.request_id, session_id)
         else:
-            wanted = await claims.claim(tenant, request.request_id, wanted)
-        return pb.ClaimRequestIdResponse(session=ids.session_name(wanted.session_id), plan=wanted.plan)
+            claim = await claims.claim(tenant, request.request_id, claim)
+        return pb.ClaimRequestIdResponse(session=ids.session_name(claim.session_id), plan=claim.plan)
 
     async def CancelTurn(self, request: pb.CancelTurnRequest, _context: Any) -> pb.CancelTurnResponse:
         view = await self._turns.cancel(
