@@ -213,23 +213,23 @@ class Metrics:
             buckets=_TOKEN_SECONDS,
             registry=self.registry,
         )
-        self._store_errors = Counter(
+        self.store_error = Counter(
             "pensieve_store_errors_total", "Calls the history store could not serve.", registry=self.registry
-        )
+        ).inc
         self._store_regressions = Counter(
             "pensieve_store_regressions_total",
             "Times that the history store had lost acknowledged data, by the side that noticed.",
             ["seen_by"],
             registry=self.registry,
         )
-        self._auth_failures = Counter(
+        self.auth_failure = Counter(
             "pensieve_auth_failures_total", "Calls refused for their credential.", registry=self.registry
-        )
-        self._auth_held_back = Counter(
+        ).inc
+        self.auth_held_back = Counter(
             "pensieve_auth_held_back_total",
             "Refusals that were delayed after many failed logins from one address.",
             registry=self.registry,
-        )
+        ).inc
         self._recorded = Counter(
             "pensieve_recorded_turns_total",
             "Turns that --record has written, and those lost because the disk took no writes for too long.",
@@ -289,9 +289,6 @@ class Metrics:
         """``outcome``: see ``SessionWarmer``."""
         self._warm_calls.labels(outcome).inc()
 
-    def store_error(self) -> None:
-        self._store_errors.inc()
-
     def store_regression(self, seen_by: str) -> None:
         """``seen_by``: the side that noticed, ``server`` or ``client``."""
         self._store_regressions.labels(seen_by).inc()
@@ -299,12 +296,6 @@ class Metrics:
     def recorded(self, outcome: str, turns: int) -> None:
         """``outcome``: see ``TraceRecorder``. Thread-safe."""
         self._recorded.labels(outcome).inc(turns)
-
-    def auth_failure(self) -> None:
-        self._auth_failures.inc()
-
-    def auth_held_back(self) -> None:
-        self._auth_held_back.inc()
 
 
 _TURN_SECONDS: Final = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 300.0)

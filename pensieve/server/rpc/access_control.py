@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 from grpc import aio
 
 from pensieve.errors import Unauthenticated
+from pensieve.server.operations.metrics import Metrics
 from pensieve.server.rpc.auth import RELOAD_S, Authenticator, LoginThrottle
-from pensieve.server.rpc.calls import CallObserver
 from pensieve.server.rpc.grpc_server import make_server
 from pensieve.server.rpc.interceptor import DEFAULT_IN_FLIGHT, Interceptor
 from pensieve.server.tenants import TenantTable
@@ -23,24 +22,14 @@ HTTP_DOOR_STREAMS: Final = 8192
 _OPERATOR_METHOD: Final = "/pensieve.v1.AdminService/GetStats"
 
 
-class AccessObserver(Protocol):
-    def auth_failure(self) -> None: ...
-
-    def auth_held_back(self) -> None: ...
-
-    @property
-    def calls(self) -> CallObserver: ...
-
-
 class AccessControl:
     """Authentication and limits for all gRPC servers of a process. Used on one event loop."""
 
-    def __init__(self, key_file: Path | None, observer: AccessObserver) -> None:
+    def __init__(self, key_file: Path | None, metrics: Metrics) -> None:
         """Read the key file. Raises ValueError or OSError when it cannot be used."""
-        self._authenticator = Authenticator(key_file, on_failure=observer.auth_failure)
-        self._on_held_back: Callable[[], None] = observer.auth_held_back
-        self._observer = observer.calls
-        self._logins = LoginThrottle(self._on_held_back)
+        self._authenticator = Authenticator(key_file, on_failure=metrics.auth_failure)
+        self._metrics = metrics
+        self._logins = LoginThrottle(metrics.auth_held_back)
         self._interceptors: list[Interceptor] = []
 
     @property
@@ -53,8 +42,8 @@ class AccessControl:
             self._authenticator,
             max_in_flight=max_in_flight,
             tenants=self.tenants,
-            logins=LoginThrottle(self._on_held_back),
-            observer=self._observer,
+            logins=LoginThrottle(self._metrics.auth_held_back),
+            metrics=self._metrics.calls,
         )
         self._interceptors.append(interceptor)
         return make_server([interceptor], connections=connections)

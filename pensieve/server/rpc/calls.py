@@ -23,11 +23,12 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import grpc
 
 from pensieve.errors import DeadlineExceeded, PensieveError, ResourceExhausted
+from pensieve.server.operations.metrics import CallMetrics
 from pensieve.server.rpc.auth import Identity
 
 SHARE_FACTOR: Final = 4
@@ -125,21 +126,13 @@ class RunningCalls:
         return ended
 
 
-class CallObserver(Protocol):
-    """Counts calls. ``method`` is the bare name, ``code`` the gRPC status name."""
-
-    def call_started(self, method: str) -> None: ...
-
-    def call_handled(self, method: str, code: str, seconds: float) -> None: ...
-
-
-def observe_calls(handler: Handler, method: str, observer: CallObserver) -> Handler:
-    """Return ``handler`` with its calls reported to ``observer``. ``method``: the full name."""
+def count_calls(handler: Handler, method: str, metrics: CallMetrics) -> Handler:
+    """Return ``handler`` with its calls counted in ``metrics``. ``method``: the full name."""
     name = method.rpartition("/")[2]
 
     async def counting(requests: Any, context: Any) -> Any:
         began = time.monotonic()
-        observer.call_started(name)
+        metrics.call_started(name)
         cancelled = False
         try:
             return await handler(requests, context)
@@ -147,7 +140,7 @@ def observe_calls(handler: Handler, method: str, observer: CallObserver) -> Hand
             cancelled = True
             raise
         finally:
-            observer.call_handled(name, _code(context, cancelled), time.monotonic() - began)
+            metrics.call_handled(name, _code(context, cancelled), time.monotonic() - began)
 
     return counting
 

@@ -25,17 +25,17 @@ from pensieve import rpc_status
 from pensieve.errors import InvalidArgument, PensieveError, Unauthenticated
 from pensieve.logs import bind
 from pensieve.server.bugs import report_bug
+from pensieve.server.operations.metrics import CallMetrics
 from pensieve.server.rpc.auth import ANONYMOUS, Authenticator, Identity, LoginThrottle, Peer, forwarded_caller
 from pensieve.server.rpc.calls import (
     BURST,
     RATE,
     BodyGate,
     BodyRateLimiter,
-    CallObserver,
     Handler,
     RunningCall,
     RunningCalls,
-    observe_calls,
+    count_calls,
 )
 from pensieve.server.tenants import TenantTable, quota_exceeded
 from pensieve.tracing import incoming_traceparent, trace_id, traceparent_in
@@ -70,7 +70,7 @@ class Interceptor(aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no t
         bodies: BodyGate | None = None,
         tenants: TenantTable | None = None,
         logins: LoginThrottle | None = None,
-        observer: CallObserver | None = None,
+        metrics: CallMetrics | None = None,
     ) -> None:
         self._trusts_door = False
         self._authorizer = authorizer
@@ -80,7 +80,7 @@ class Interceptor(aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no t
         self._address_pace = BodyRateLimiter(ADDRESS_RATE_FACTOR * RATE, ADDRESS_RATE_FACTOR * BURST)
         self._tenants = tenants or TenantTable()
         self._logins = logins or LoginThrottle()
-        self._observer = observer
+        self._metrics = metrics
 
     def for_http_door(self) -> Interceptor:
         """Return an interceptor for the HTTP door's server. It shares all limits and trusts the caller that the door
@@ -106,7 +106,7 @@ class Interceptor(aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no t
 
         def guarded(inner: Handler) -> Handler:
             guard = self._guard(method, metadata, inner, handler)
-            return guard if self._observer is None else observe_calls(guard, method, self._observer)
+            return guard if self._metrics is None else count_calls(guard, method, self._metrics)
 
         return _wrap_handler(handler, guarded)
 
