@@ -187,7 +187,5 @@ class AcceptErrorFilter:
             if loop.time() - self._logged_at >= REPEAT_S:
                 self._logged_at = loop.time()
                 log.error("connections cannot be accepted, no file descriptor is free: %s", error.strerror)
-        elif not (
-            isinstance(error, ValueError) and "_start_serving" in message
-        ):  # the listener was closed meanwhile
+        elif not (isinstance(error, ValueError) and "_start_serving" in message):  # the listener was closed
             loop.default_exception_handler(context)

@@ -109,13 +109,10 @@ def from_proto(status: status_pb2.Status) -> PensieveError | None:
     code = next((code.name for code in grpc.StatusCode if code.value[0] == status.code), "UNKNOWN")
     kind = BY_REASON.get(info.reason) or BY_CODE.get(code, PensieveError)
     wait = retry.retry_delay.ToNanoseconds() / 1e9 if retry.HasField("retry_delay") else None
-    metadata = dict(info.metadata)
+    details: dict[str, Any] = {"reason": info.reason, "metadata": info.metadata, "retry_after_s": wait}
     if issubclass(kind, InvalidArgument):
-        violations = [(one.field, one.description) for one in bad.field_violations]
-        return kind(
-            status.message, reason=info.reason, metadata=metadata, retry_after_s=wait, violations=violations
-        )
-    return kind(status.message, reason=info.reason, metadata=metadata, retry_after_s=wait)
+        details["violations"] = [(one.field, one.description) for one in bad.field_violations]
+    return kind(status.message, **details)
 
 
 def from_rpc_error(error: Any) -> PensieveError:

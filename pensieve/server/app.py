@@ -85,7 +85,7 @@ class App:
         self._recent = RecentTurns()
         self._recorder: TraceRecorder | None = None
         self._traces: TurnTraces | None = None
-        self._door: AccessControl | None = None
+        self._access: AccessControl | None = None
         self._ports: Ports | None = None
 
     async def start(self) -> None:
@@ -114,12 +114,12 @@ class App:
         self._ports.say_ready()
 
     def reload_keys(self) -> None:
-        if self._door is not None:
-            self._door.reload_keys(always=True)
+        if self._access is not None:
+            self._access.reload_keys(always=True)
 
     async def _start(self) -> None:
         options = self._options
-        self._door = door = AccessControl(options.api_keys, self._metrics)
+        self._access = access = AccessControl(options.api_keys, self._metrics)
         folder = await _resolve(options.model)
         tokenizer = await asyncio.to_thread(_load_tokenizer, folder, options)
         for warning in tokenizer.warnings:
@@ -157,7 +157,7 @@ class App:
                 warmed=self._metrics.warm_ended,
                 store_regression=self._metrics.store_regression,
             ),
-            tenants=door.tenants,
+            tenants=access.tenants,
         )
         self._monitor = HealthMonitor(
             self._link,
@@ -174,7 +174,7 @@ class App:
         # Pushed before the ports: calls end first, then turns, then the engine, then the store.
         self._stack.push_async_callback(self._link.stop)
         self._stack.push_async_callback(self._conversations.close)
-        self._ports = ports = Ports(options, door, self._stack)
+        self._ports = ports = Ports(options, access, self._stack)
         ports.bind(self._link, self._conversations, self._monitor)
         await self._monitor.start()
         self._stack.push_async_callback(self._monitor.stop)
@@ -184,10 +184,14 @@ class App:
             ("orphans", reap_orphans(CHILDREN)),
         ):
             self._stack.push_async_callback(cancel_and_wait, asyncio.create_task(work, name=name))
-        page = self._page(door, ports)
+        shows_text = options.page_text
+        state = StateView(
+            self._conversations, self._monitor, self._recent, ports.http_door_state, shows_text=shows_text
+        )
+        page = WebPage(state, access.admit_operator)
         self._stack.push_async_callback(page.close)
         await ports.open_admin(self._monitor, self._metrics, page)
-        self._stack.push_async_callback(cancel_and_wait, asyncio.create_task(door.watch(), name="keys"))
+        self._stack.push_async_callback(cancel_and_wait, asyncio.create_task(access.watch(), name="keys"))
         await self._link.start()
         info = self._link.info
         self._metrics.processes.describe(model=settings.model, device=info.device, dtype=info.dtype)
@@ -195,17 +199,6 @@ class App:
             self._recorder.start(header(self._link.info, options))
         await self._monitor.refresh()
         await ports.start()
-
-    def _page(self, door: AccessControl, ports: Ports) -> WebPage:
-        options = self._options
-        state = StateView(
-            self._conversations,
-            self._monitor,
-            self._recent,
-            ports.http_door_state,
-            shows_text=options.page_text,
-        )
-        return WebPage(state, door.admit_operator)
 
     def _turn_ended(self, end: TurnEnd) -> None:
         self._recent.turn_ended(end)

@@ -211,10 +211,6 @@ class Conversations:
         """Evict cached state of one session, or of all idle ones. Return the number of tokens. History stays."""
         return await self.link.evict(None if key is None else ids.session_key(key))
 
-    @property
-    def draining(self) -> bool:
-        return self.turns.draining
-
     async def drain(self, deadline_s: float) -> int:
         return await self.turns.drain(deadline_s)
 

@@ -74,7 +74,7 @@ class Gateway(Collector):
         self.since_s = time.time()
         self.restarts = 0
         self._runner: asyncio.Task[None] | None = None
-        self._first_ready: asyncio.Future[None] | None = None
+        self._started: asyncio.Future[None] | None = None
         self._page = ""
 
     @property
@@ -107,13 +107,13 @@ class Gateway(Collector):
 
     def start(self) -> None:
         """Start the process and keep it alive from now on."""
-        self._first_ready = asyncio.get_running_loop().create_future()
+        self._started = asyncio.get_running_loop().create_future()
         self._runner = asyncio.create_task(self._run_processes(), name="http")
 
     async def ready(self) -> None:
         """Return when calls are taken. Raises GatewayError if the first process fails to start."""
-        assert self._first_ready is not None, "not started"
-        await self._first_ready
+        assert self._started is not None, "not started"
+        await self._started
 
     async def drain(self) -> None:
         """Refuse new calls; running ones go on."""
@@ -137,12 +137,8 @@ class Gateway(Collector):
         self._update(ending=True)
         if self._runner is not None:
             await cancel_and_wait(self._runner)
-        if (
-            self._first_ready is not None
-            and not self._first_ready.cancel()
-            and not self._first_ready.cancelled()
-        ):
-            self._first_ready.exception()  # retrieved, so that asyncio does not log it
+        if self._started is not None and not self._started.cancel() and not self._started.cancelled():
+            self._started.exception()  # retrieved, so that asyncio does not log it
         if self._listener is not None:
             self._listener.close()
 
@@ -169,9 +165,9 @@ class Gateway(Collector):
             why = await self._run_process()
             if self._ending:
                 return
-            assert self._first_ready is not None
-            if not self._first_ready.done():
-                self._first_ready.set_exception(GatewayError(f"the HTTP door did not start: {why}"))
+            assert self._started is not None
+            if not self._started.done():
+                self._started.set_exception(GatewayError(f"the HTTP door did not start: {why}"))
                 return
             pauses.record_lifetime(time.monotonic() - began)
             pause = pauses.next_pause_s()
@@ -188,8 +184,8 @@ class Gateway(Collector):
             return str(error)
         try:
             await process.ready()
-            if self._first_ready is not None and not self._first_ready.done():
-                self._first_ready.set_result(None)
+            if self._started is not None and not self._started.done():
+                self._started.set_result(None)
             self._update(serving=True)
             watching = asyncio.create_task(self._watch(process), name="http watch")
             try:
@@ -233,7 +229,7 @@ class Gateway(Collector):
             return "hung"
         if self._serving:
             return "serving"
-        return "restarting" if self._first_ready is not None and self._first_ready.done() else "starting"
+        return "restarting" if self._started is not None and self._started.done() else "starting"
 
 
 READY_S: Final = 60.0

@@ -30,7 +30,7 @@ from __future__ import annotations
 import datetime
 import re
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -74,7 +74,7 @@ class KeyFile:
     @property
     def tenant_names(self) -> frozenset[str]:
         """All tenants that have a credential."""
-        return frozenset(entry.tenant for entry in _all(self.keys, self.certificates))
+        return frozenset(entry.tenant for entry in (*self.keys.values(), *self.certificates.values()))
 
     def find(self, key_id: str) -> Credential | None:
         """Return the credential with this ``Identity.key_id``, or None."""
@@ -127,8 +127,9 @@ class _Reader:
         if not keys and not certificates:
             raise ValueError(f"{self._path}: holds no [[key]] and no [[certificate]]")
         limits = self._value(data.get("limits", {}), TenantLimits, "limits", "limits")
-        tenants = self._tenants(data.get("tenants", {}), {entry.tenant for entry in _all(keys, certificates)})
-        self._check_shares({entry.tenant for entry in _all(keys, certificates)}, tenants, limits)
+        tenant_names = {entry.tenant for entry in (*keys.values(), *certificates.values())}
+        tenants = self._tenants(data.get("tenants", {}), tenant_names)
+        self._check_shares(tenant_names, tenants, limits)
         return KeyFile(keys, certificates, tenants, limits)
 
     def _entries(self, data: dict[str, Any], heading: str, kind: type[T]) -> Iterator[T]:
@@ -176,10 +177,6 @@ class _Reader:
     def _error(self, problem: str, heading: str, number: int = 0, field: str = "") -> ValueError:
         line = toml_line_number(self._text, heading, number, field)
         return ValueError(f"{self._path}: {problem}" if line is None else f"{self._path}:{line}: {problem}")
-
-
-def _all(keys: Mapping[str, ApiKey], certificates: Mapping[str, Certificate]) -> Iterable[Credential]:
-    return (*keys.values(), *certificates.values())
 
 
 def _key_problem(entry: ApiKey, others: Mapping[str, ApiKey]) -> str:

@@ -307,9 +307,7 @@ class TraceRecorder:
             # mtime=0: no time of day.
             data = gzip.compress(data, mtime=0)
         size = self._file.seek(0, os.SEEK_END)
-        if (
-            self._good_size is not None and size > self._good_size
-        ):  # half a line that could not be removed then
+        if self._good_size is not None and size > self._good_size:  # half a line is still there
             self._file.truncate(self._good_size)
             size = self._good_size
         remaining = memoryview(data)

@@ -15,6 +15,8 @@ import logging
 import time
 from typing import Any, Final
 
+import msgspec
+
 from pensieve.server.values import TurnEnd
 from pensieve.tracing import HEADER, incoming_traceparent
 
@@ -129,19 +131,7 @@ def open_traces(endpoint: str, *, model: str, version: str, instance: str) -> Tu
 
 
 def _receipt(end: TurnEnd) -> dict[str, Any]:
-    usage = end.usage
-    return {
-        "pensieve.context_tokens": usage.context_tokens,
-        "pensieve.new_tokens": usage.new_tokens,
-        "pensieve.gpu_cached_tokens": usage.gpu_cached_tokens,
-        "pensieve.swapped_in_tokens": usage.swapped_in_tokens,
-        "pensieve.recomputed_tokens": usage.recomputed_tokens,
-        "pensieve.output_tokens": usage.output_tokens,
-        "pensieve.queue_s": usage.queue_s,
-        "pensieve.restore_s": usage.restore_s,
-        "pensieve.prefill_s": usage.prefill_s,
-        "pensieve.decode_s": usage.decode_s,
-    }
+    return {f"pensieve.{name}": value for name, value in msgspec.structs.asdict(end.usage).items()}
 
 
 def _ns(seconds: float) -> int:

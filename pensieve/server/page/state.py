@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Final
 
 import msgspec
@@ -80,7 +80,7 @@ class StateView:
                 chunk_tokens=info.chunk_tokens,
                 context_limit=info.context_limit,
                 shows_text=self.shows_text,
-                http_door=self._http_door(),
+                door=self._http_door(),
             ),
             device=TierState(
                 info.device_capacity_tokens, stats.device_used, stats.device_free, stats.device_reclaimable
@@ -115,7 +115,7 @@ class StateView:
         notes = await self._notes.read([(key_of(one), one.tokens) for one in strips if not one.is_candidate])
         return SessionList(
             total=len(snapshot.sessions),
-            running=_running(snapshot.sessions),
+            running=sum(one.running and not one.warming for one in snapshot.sessions),
             age_s=round(time.monotonic() - snapshot.at, 3),
             first=after,
             next=after + limit if limit > 0 and after + limit < len(snapshot.sessions) else None,
@@ -150,10 +150,6 @@ class StateView:
 def key_of(strip: SessionStrip) -> Key:
     tenant, _, name = strip.session.partition("/")
     return Key(tenant, name.partition("#")[0])
-
-
-def _running(strips: Sequence[SessionStrip]) -> int:
-    return sum(one.running and not one.warming for one in strips)
 
 
 def _line(strip: SessionStrip, note: SessionNote | None) -> SessionLine:

@@ -27,6 +27,7 @@ from pensieve.store.records import Record, RecordKind, SessionRow
 
 SERIES_SCHEMA: Final = "pensieve.series/1"
 DEFAULT_TENANT: Final = "default"
+_STATUS: Final[dict[type[PensieveError], int]] = {Unauthenticated: 401, PermissionDenied: 403, NotFound: 404}
 _SESSION: Final = re.compile(r"/sessions/([^/]+)\.json")
 
 AuthorizeOperator = Callable[[str, str], Awaitable[None]]
@@ -58,16 +59,10 @@ class WebPage:
             address = request.client.host if request.client is not None else ""
             await self._authorize(request.headers.get("authorization", ""), address)
             return await self._document(path, parse_qs(request.scope["query_string"].decode("latin-1")))
-        except Unauthenticated as error:
-            return _refused(401, error.reason, error.message)
-        except PermissionDenied as error:
-            return _refused(403, error.reason, error.message)
-        except NotFound as error:
-            return _refused(404, error.reason, error.message)
         except ValueError as error:
             return _refused(400, "FIELD_INVALID", str(error))
         except PensieveError as error:
-            return _refused(503, error.reason, error.message)
+            return _refused(_STATUS.get(type(error), 503), error.reason, error.message)
 
     async def close(self) -> None:
         await self._state.close()

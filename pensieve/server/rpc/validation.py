@@ -62,12 +62,12 @@ def _may(field: str, *checks: Check) -> Rule:
 def validate(message: Message, bounds: Bounds) -> None:
     """Raise InvalidArgument (FIELD_INVALID) with every problem of ``message``."""
     problems: Problems = []
-    _check(message, bounds, "", problems)
+    _nested(message, bounds, "", problems)
     for path, problem in problems[:1]:
         raise InvalidArgument(f"{path}: {problem}", violations=problems[:MAX_PROBLEMS])
 
 
-def _check(message: Any, bounds: Bounds, path: str, problems: Problems) -> None:
+def _nested(message: Any, bounds: Bounds, path: str, problems: Problems) -> None:
     if len(problems) >= MAX_PROBLEMS:
         return
     given = {field.name for field, _ in message.ListFields()}
@@ -81,10 +81,6 @@ def _check(message: Any, bounds: Bounds, path: str, problems: Problems) -> None:
         cross(message, bounds, path, problems)
 
 
-def _nested(value: Any, bounds: Bounds, path: str, problems: Problems) -> None:
-    _check(value, bounds, path, problems)
-
-
 def _required(message: Any, field: str, path: str, problems: Problems) -> bool:
     if message.HasField(field):
         return True
@@ -96,7 +92,7 @@ def _has_turn(message: Any, bounds: Bounds, path: str, problems: Problems) -> No
     """Check the turn. An attach needs only its request id, but the other fields must be valid too."""
     if not _required(message, "turn", path, problems):
         return
-    _check(message.turn, bounds, "turn", problems)
+    _nested(message.turn, bounds, "turn", problems)
     if not getattr(message, "attach_only", False):
         _turn_has_input(message.turn, bounds, "turn", problems)
 
@@ -135,13 +131,12 @@ def _beams_alone(message: Any, _bounds: Bounds, path: str, problems: Problems) -
             problems.append((f"{path}.{name}", "does not go with beam_width above 1"))
 
 
-def _beams_without_logprobs(message: Any, _bounds: Bounds, path: str, problems: Problems) -> None:
-    if message.sampling.beam_width > 1 and message.output.HasField("top_logprobs"):
+def _beams_alone_in_turn(message: Any, _bounds: Bounds, path: str, problems: Problems) -> None:
+    if message.sampling.beam_width <= 1:
+        return
+    if message.output.HasField("top_logprobs"):
         problems.append((f"{path}.output.top_logprobs", "does not go with beam_width above 1"))
-
-
-def _beams_without_calls(message: Any, _bounds: Bounds, path: str, problems: Problems) -> None:
-    if message.sampling.beam_width > 1 and (message.calls.one or message.calls.HasField("begin_with")):
+    if message.calls.one or message.calls.HasField("begin_with"):
         problems.append((f"{path}.calls", "does not go with beam_width above 1"))
 
 
@@ -345,8 +340,7 @@ def label_selector(value: str, _bounds: Bounds, path: str, problems: Problems) -
         problems.append((path, "names a key twice"))
 
 
-def item_number(value: int, _bounds: Bounds, path: str, problems: Problems) -> None:
-    between(0, (1 << 63) - 1)(value, _bounds, path, problems)
+item_number = between(0, (1 << 63) - 1)
 
 
 def seconds(value: Any) -> float | None:
@@ -531,7 +525,7 @@ CROSS: dict[type[Any], tuple[Callable[[Any, Bounds, str, Problems], None], ...]]
     pb.StreamTurnRequest: (_has_turn,),
     pb.RunTurnRequest: (_has_turn,),
     pb.InputItem: (_entry_has_content, _tool_fields_fit_role),
-    pb.TurnSpec: (_beams_without_logprobs, _beams_without_calls),
+    pb.TurnSpec: (_beams_alone_in_turn,),
     pb.SamplingParams: (_min_below_max, _beams_alone),
     pb.UpdateSessionRequest: (_same_name,),
 }
