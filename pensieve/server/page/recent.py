@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import msgspec
@@ -30,31 +29,6 @@ class Bucket(msgspec.Struct, frozen=True):
     context: ContextSources
 
 
-@dataclass(slots=True)
-class _Sums:
-    turns: int = 0
-    failed: int = 0
-    output: int = 0
-    device: int = 0
-    host: int = 0
-    recomputed: int = 0
-    new: int = 0
-
-    def add(self, end: TurnEnd) -> None:
-        usage = end.usage
-        self.turns += 1
-        self.failed += not end.committed
-        self.output += usage.output_tokens
-        self.device += usage.gpu_cached_tokens
-        self.host += usage.swapped_in_tokens
-        self.recomputed += usage.recomputed_tokens
-        self.new += usage.new_tokens
-
-    @property
-    def context(self) -> ContextSources:
-        return ContextSources(self.device, self.host, self.recomputed, self.new)
-
-
 class RecentTurns:
     """Turns that ended recently. Used on one event loop; times are on its clock."""
 
@@ -75,27 +49,7 @@ class RecentTurns:
 
     def summary(self, now: float) -> RecentSummary:
         """Summarise the last ``SUMMARY_S`` seconds."""
-        sums = _Sums()
-        first, between, queued = [], [], []
-        for end in self.since(now - SUMMARY_S):
-            sums.add(end)
-            if end.first_token_at is not None:
-                first.append(end.first_token_at - end.arrived_at)
-                queued.append(end.usage.queue_s)
-            token = _token_s(end)
-            if token is not None:
-                between.append(token)
-        return RecentSummary(
-            over_s=SUMMARY_S,
-            turns=sums.turns,
-            failed=sums.failed,
-            turns_per_s=sums.turns / SUMMARY_S,
-            output_tokens_per_s=sums.output / SUMMARY_S,
-            first_token_s=_percentiles(first),
-            token_s=_percentiles(between),
-            queue_s=_percentiles(queued),
-            context=sums.context,
-        )
+        return _summary(list(self.since(now - SUMMARY_S)))
 
     def series(self, now: float) -> list[Bucket]:
         """Return the last ``BUCKETS`` whole buckets, oldest first. Their borders are multiples of ``BUCKET_S``."""
@@ -108,20 +62,36 @@ class RecentTurns:
         return [_bucket(one) for one in ends]
 
 
-def _bucket(ends: Sequence[TurnEnd]) -> Bucket:
-    sums = _Sums()
-    for end in ends:
-        sums.add(end)
-    first = _percentiles(
-        [end.first_token_at - end.arrived_at for end in ends if end.first_token_at is not None]
+def _summary(ends: Sequence[TurnEnd]) -> RecentSummary:
+    usages = [end.usage for end in ends]
+    return RecentSummary(
+        over_s=SUMMARY_S,
+        turns=len(ends),
+        failed=sum(not end.committed for end in ends),
+        turns_per_s=len(ends) / SUMMARY_S,
+        output_tokens_per_s=sum(usage.output_tokens for usage in usages) / SUMMARY_S,
+        first_token_s=_percentiles(
+            [end.first_token_at - end.arrived_at for end in ends if end.first_token_at is not None]
+        ),
+        token_s=_percentiles([token for token in map(_token_s, ends) if token is not None]),
+        queue_s=_percentiles([end.usage.queue_s for end in ends if end.first_token_at is not None]),
+        context=ContextSources(
+            sum(usage.gpu_cached_tokens for usage in usages),
+            sum(usage.swapped_in_tokens for usage in usages),
+            sum(usage.recomputed_tokens for usage in usages),
+            sum(usage.new_tokens for usage in usages),
+        ),
     )
-    between = _percentiles([token for token in map(_token_s, ends) if token is not None])
+
+
+def _bucket(ends: Sequence[TurnEnd]) -> Bucket:
+    summary = _summary(ends)
     return Bucket(
-        turns=sums.turns,
-        output_tokens=sums.output,
-        first_token_s=first.p50 if first is not None else None,
-        token_s=between.p50 if between is not None else None,
-        context=sums.context,
+        turns=len(ends),
+        output_tokens=sum(end.usage.output_tokens for end in ends),
+        first_token_s=None if summary.first_token_s is None else summary.first_token_s.p50,
+        token_s=None if summary.token_s is None else summary.token_s.p50,
+        context=summary.context,
     )
 
 
