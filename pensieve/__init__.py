@@ -1,6 +1,6 @@
-"""Pensieve: a stateful server for conversations with large language models, and the client for it.
+"""Pensieve: a stateful server for conversations with large language models, and its client.
 
-A first conversation, with a server that was started by ``pensieve serve --model demo``::
+A first conversation, with a server started by ``pensieve serve --model demo``::
 
     from pensieve import Client
 
@@ -10,18 +10,18 @@ A first conversation, with a server that was started by ``pensieve serve --model
             print(piece.text, end="", flush=True)
         print(session.send("What is my name?").text)
 
-The server keeps the history, so each turn sends only what is new. A turn is in history as a whole, exactly once, or not
-at all: a server that is killed in the middle and started again makes the client wait, and nothing else.
+The server keeps the history, so each turn sends only new input. A turn is in the history as a whole, exactly once, or
+not at all. If the server is killed in the middle and restarted, the client waits and then goes on.
 
 Where to read on:
 
-* ``help(Client)``, ``help(AsyncClient)``: connecting, and what there is beside conversations.
+* ``help(Client)``, ``help(AsyncClient)``: connecting, and calls beside conversations.
 * ``help(Session)``, ``help(Session.send)`` of ``pensieve.client``: turns, with every option and what it means.
-* ``help(pensieve.client)``: all values that calls return. ``help(pensieve.errors)``: what can go wrong, one class each.
+* ``help(pensieve.client)``: all values that calls return. ``help(pensieve.errors)``: all errors, one class each.
 * ``pensieve --help``: the command line: ``serve``, ``chat``, ``demo``, ``doctor`` and more.
-* The folder ``examples/``: programs of a page each, from streaming to a small web server.
+* The folder ``examples/``: programs of one page each, from streaming to a small web server.
 
-``Client`` and ``AsyncClient`` are loaded when first used, so that ``import pensieve`` costs neither grpc nor torch.
+``Client`` and ``AsyncClient`` are loaded on first use, so that ``import pensieve`` loads neither grpc nor torch.
 """
 
 from __future__ import annotations
@@ -89,5 +89,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """With the lazy names, for ``help`` and completion."""
+    """Include the lazy names, for ``help`` and completion."""
     return sorted({*globals(), *_LAZY})

@@ -1,29 +1,29 @@
-"""Every failure a caller can see, one class per way to react to it.
+"""All errors a caller can see, one class per way to react.
 
 ::
 
     PensieveError
-    ├── InvalidArgument        INVALID_ARGUMENT     a field is wrong; ``violations`` says which and why
+    ├── InvalidArgument        INVALID_ARGUMENT     a field is wrong; ``violations`` lists the problems
     ├── Unauthenticated        UNAUTHENTICATED
     ├── PermissionDenied       PERMISSION_DENIED
     ├── NotFound               NOT_FOUND            no such session, turn or item; deleted; expired
-    ├── AlreadyExists          ALREADY_EXISTS       the id is taken by something else
+    ├── AlreadyExists          ALREADY_EXISTS       the id is already taken
     ├── FailedPrecondition     FAILED_PRECONDITION  damaged session, newer store schema
     ├── ContextLimitExceeded   OUT_OF_RANGE
     ├── Aborted                ABORTED
     │   ├── RevisionMismatch       the session has moved on
     │   ├── TurnInProgress         another turn runs in this session
     │   └── TurnFenced             the turn lost its lease
-    ├── DataLoss               DATA_LOSS            history is corrupt, has a gap, or went back in time
+    ├── DataLoss               DATA_LOSS            history is corrupt, has a gap, or lost acknowledged changes
     ├── ResourceExhausted      RESOURCE_EXHAUSTED   queue full, quota
     ├── Unavailable            UNAVAILABLE          draining, starting, engine restarting, store down: try again
     ├── DeadlineExceeded       DEADLINE_EXCEEDED
     ├── Cancelled              CANCELLED            the turn was cancelled and discarded
     └── Internal               INTERNAL             engine failed in this turn, or a bug
 
-``code`` is the name of the gRPC status code, ``reason`` the ``google.rpc.ErrorInfo.reason``: ``docs/errors.md`` lists
-them, with what each means and whether to try again.
-Imports nothing of the project; usable from the store, the engine, the server and the client.
+``code`` is the name of the gRPC status code, ``reason`` the ``google.rpc.ErrorInfo.reason``. ``docs/errors.md`` lists
+the reasons, with their meaning and whether to try again. Imports nothing of the project; usable from the store, the
+engine, the server and the client.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ERROR_DOMAIN = "pensieve.v1"
 
 
 class PensieveError(Exception):
-    """Base of all. ``retry_after_s``: when trying again makes sense, if known."""
+    """Base of all errors. ``retry_after_s``: when to try again, if known."""
 
     code: ClassVar[str] = "UNKNOWN"
     default_reason: ClassVar[str] = "UNKNOWN"
@@ -59,7 +59,7 @@ class PensieveError(Exception):
 
 
 class InvalidArgument(PensieveError):
-    """``violations``: (field path, what is wrong with it) pairs."""
+    """A field of the request is wrong. ``violations``: pairs of field path and problem."""
 
     code = "INVALID_ARGUMENT"
     default_reason = "FIELD_INVALID"
@@ -78,7 +78,6 @@ class InvalidArgument(PensieveError):
 
     @classmethod
     def field(cls, path: str, problem: str) -> InvalidArgument:
-        """One field is wrong."""
         return cls(f"{path}: {problem}", violations=((path, problem),))
 
 
@@ -162,7 +161,7 @@ class Internal(PensieveError):
 BY_REASON: dict[str, type[PensieveError]] = {
     cls.default_reason: cls for cls in (RevisionMismatch, TurnInProgress, TurnFenced)
 }
-"""Reasons that pick a subclass more precise than their status code does."""
+"""Reasons with a more precise class than their status code has."""
 
 BY_CODE: dict[str, type[PensieveError]] = {
     cls.code: cls

@@ -1,4 +1,4 @@
-"""Extras: what a client does not need, and which ``pip install`` brings it. No import of what it speaks of."""
+"""Optional dependencies: the extra of ``pip install`` that brings each module. Imports none of them."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
     "plots": ("matplotlib",),
     "replay": ("aiohttp",),
 }
-"""Extra → what is imported of it; its first stands for the whole."""
+"""Extra → modules it installs. The first is the one tested for."""
 
 
 def installed(extra: str) -> bool:
-    """Whether the extra is there, as far as the module that stands for it tells."""
+    """Return whether the extra is installed, judged by its first module."""
     return importlib.util.find_spec(EXTRAS[extra][0]) is not None
 
 
 def require(extra: str) -> None:
-    """Raises ModuleNotFoundError when the extra is not installed, before anything is started that would need it."""
+    """Raise ModuleNotFoundError if the extra is not installed, before starting anything that needs it."""
     if not installed(extra):
         module = EXTRAS[extra][0]
         raise ModuleNotFoundError(f"No module named {module!r}", name=module)
 
 
 def missing_extra(error: ImportError) -> str | None:
-    """One line with the command that installs what ``error`` did not find; None when no extra has it."""
+    """Return a line with the install command for the module that ``error`` lacks, or None if no extra has it."""
     module = (error.name or "").partition(".")[0]
     for extra, modules in EXTRAS.items():
-        # A module that is there and lacks a name is of a wrong version, which another install would not help.
+        # A module that is present but lacks a name has the wrong version; installing it again would not help.
         if module in modules and importlib.util.find_spec(module) is None:
             return f"{module} is not installed: pip install 'pensieve[{extra}]'"
     return None

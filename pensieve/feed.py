@@ -1,6 +1,6 @@
-"""The admin port's document ``/state.json``, as the server writes and ``pensieve top`` reads it: ``docs/page.md``.
+"""The admin port's document ``/state.json``, written by the server and read by ``pensieve top``: ``docs/page.md``.
 
-Every field but the schema has a default: an older server that lacks a field is shown without it.
+Every field but the schema has a default, so documents of older servers can be read.
 """
 
 from __future__ import annotations
@@ -11,12 +11,9 @@ import msgspec
 
 SCHEMA: Final = "pensieve.state/1"
 MAX_LISTED: Final = 5000
-"""Sessions in one document, at most."""
 
 
 class HttpDoorState(msgspec.Struct, frozen=True):
-    """How the HTTP door's process is."""
-
     state: str = ""
     """``starting``, ``serving``, ``hung``, ``restarting`` or ``draining``."""
     address: str = ""
@@ -27,8 +24,6 @@ class HttpDoorState(msgspec.Struct, frozen=True):
 
 
 class ServerState(msgspec.Struct, frozen=True):
-    """What the server is, and how it is."""
-
     version: str = ""
     model: str = ""
     replica: str = ""
@@ -37,15 +32,15 @@ class ServerState(msgspec.Struct, frozen=True):
     device: str = ""
     dtype: str = ""
     chunk_tokens: int = 0
-    """0 until the engine is up, as all that it says."""
+    """0 until the engine is up, like the other facts about it."""
     context_limit: int = 0
     shows_text: bool = False
     door: HttpDoorState | None = None
-    """None: the server has no HTTP door, or does not tell."""
+    """None: no HTTP door, or an older server."""
 
 
 class TierState(msgspec.Struct, frozen=True):
-    """Tokens that a tier has room for. ``reclaimable`` ones are used, but their pages can be taken without a copy."""
+    """Token slots of a tier. ``reclaimable`` slots are in use, but their pages can be taken without a copy."""
 
     capacity: int = 0
     used: int = 0
@@ -54,7 +49,7 @@ class TierState(msgspec.Struct, frozen=True):
 
 
 class QueueState(msgspec.Struct, frozen=True):
-    """Generations in the batch and in the engine's queue; turns that wait to be computed, and for how long."""
+    """Requests in the batch and in the engine's queue; turns waiting for the engine, and their expected wait."""
 
     running: int = 0
     queued: int = 0
@@ -63,7 +58,7 @@ class QueueState(msgspec.Struct, frozen=True):
 
 
 class RateState(msgspec.Struct, frozen=True):
-    """Per second, over the time between two looks."""
+    """Rates per second between two polls."""
 
     over_s: float = 0.0
     steps: float = 0.0
@@ -79,11 +74,11 @@ class Percentiles(msgspec.Struct, frozen=True):
     p50: float = 0.0
     p95: float = 0.0
     p99: float | None = None
-    """None: from a server that does not tell it."""
+    """None: from an older server."""
 
 
 class ContextSources(msgspec.Struct, frozen=True):
-    """Tokens of contexts by where their attention state came from."""
+    """Tokens of contexts by the source of their KV."""
 
     device: int = 0
     host: int = 0
@@ -92,7 +87,7 @@ class ContextSources(msgspec.Struct, frozen=True):
 
 
 class RecentSummary(msgspec.Struct, frozen=True):
-    """The turns that ended in the last ``over_s`` seconds."""
+    """Summary of the turns that ended in the last ``over_s`` seconds."""
 
     over_s: float = 60.0
     turns: int = 0
@@ -106,10 +101,8 @@ class RecentSummary(msgspec.Struct, frozen=True):
 
 
 class SessionLine(msgspec.Struct, frozen=True):
-    """A session that has anything cached."""
-
     session: str = ""
-    """``tenant/id``, and ``#n`` behind it for the KV of a turn's further candidate."""
+    """``tenant/id``, with ``#n`` appended for the KV of a turn's candidate ``n``."""
     tenant: str = ""
     id: str = ""
     candidate: int = 0
@@ -119,21 +112,21 @@ class SessionLine(msgspec.Struct, frozen=True):
     tokens: int = 0
     strip: str = ""
     labels: dict[str, str] | None = None
-    """None: not read yet, as the two below."""
+    """None: not read yet, as for the next two."""
     items: int | None = None
     created_s: float | None = None
 
 
 class SessionList(msgspec.Struct, frozen=True):
-    """Sessions by activity: those that run, then the one that ran last, and so on."""
+    """Sessions by activity: running ones first, then the most recently run."""
 
     total: int = 0
     running: int = 0
     age_s: float | None = None
-    """How old the strips are; None: there are none, since no engine serves."""
+    """Age of the strips; None: no engine serves."""
     first: int = 0
     next: int | None = None
-    """``after`` for the next page; None: these were the last."""
+    """``after`` for the next page; None: this is the last page."""
     rows: tuple[SessionLine, ...] = ()
 
 
@@ -148,9 +141,9 @@ class StateDocument(msgspec.Struct, frozen=True):
     host: TierState = TierState()
     queue: QueueState = QueueState()
     totals: dict[str, Any] = {}
-    """``Stats`` of the engine, since it started."""
+    """The engine's ``Stats`` since it started."""
     engine_restarts: int = 0
     rates: RateState | None = None
-    """None: there was no look before, or only just now."""
+    """None: there was no earlier poll, or it was too recent."""
     lately: RecentSummary = RecentSummary()
     sessions: SessionList = SessionList()

@@ -1,7 +1,7 @@
-"""Frames between two processes of ours: 4-byte little-endian length, then one msgpack value of a known type.
+"""Frames between two processes: 4-byte little-endian length, then one msgpack value of a known type.
 
-The front end talks to its engine this way, and a replay to its player processes. Both ends know the type and nothing is
-ever unpickled: a peer that sends anything else, or more than ``MAX_FRAME`` bytes, is refused, not interpreted.
+Used between front end and engine, and between a replay and its player processes. Both ends know the types, and
+nothing is ever unpickled. A peer that sends anything else, or more than ``MAX_FRAME`` bytes, is refused.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ T = TypeVar("T")
 
 
 class FrameError(ValueError):
-    """A frame is longer than ``MAX_FRAME``, or is not what the protocol says."""
+    """A frame is too long or is not a valid message."""
 
 
 class PeerClosed(ConnectionError):
-    """The other end is gone."""
+    """The peer closed the connection."""
 
 
 def encode_frame(message: msgspec.Struct) -> bytes:
-    """``message`` as one frame. Raises FrameError when it is too long."""
+    """Return ``message`` as one frame. Raises FrameError when it is too long."""
     frame = bytearray(HEADER.size)
     _encoder.encode_into(message, frame, HEADER.size)
     length = len(frame) - HEADER.size
@@ -41,7 +41,7 @@ def encode_frame(message: msgspec.Struct) -> bytes:
 
 
 def frame_length(header: bytes) -> int:
-    """Length of the payload that follows ``header``. Raises FrameError, before anything is read, when too long."""
+    """Return the payload length from a header. Raises FrameError when it is too long."""
     length: int = HEADER.unpack(header)[0]
     if length > MAX_FRAME:
         raise FrameError(f"a frame of {length} bytes is over the limit of {MAX_FRAME}")
@@ -49,7 +49,7 @@ def frame_length(header: bytes) -> int:
 
 
 def decode(payload: bytes | memoryview, decoder: msgspec.msgpack.Decoder[T]) -> T:
-    """The message in a frame. Raises FrameError on anything but the decoder's type."""
+    """Decode a payload. Raises FrameError if it is not of the decoder's type."""
     try:
         return decoder.decode(payload)
     except msgspec.DecodeError as error:
@@ -65,21 +65,19 @@ class FrameSocket:
         self._buffer = bytearray()
 
     def receive(self, decoder: msgspec.msgpack.Decoder[T], timeout: float) -> list[T]:
-        """Every whole message that has arrived; waits up to ``timeout`` seconds for the first.
-
-        Returns [] when none came. Raises PeerClosed at end of stream, FrameError on a bad frame.
-        """
+        """Return all complete messages that have arrived, or [] after ``timeout`` seconds without one. Raises
+        PeerClosed at end of stream, FrameError on an invalid frame."""
         deadline = time.monotonic() + timeout
         while True:
             self._read_available()
             messages = list(self._take(decoder))
-            left = deadline - time.monotonic()
-            if messages or left <= 0:
+            remaining_s = deadline - time.monotonic()
+            if messages or remaining_s <= 0:
                 return messages
-            select.select([self._socket], [], [], left)
+            select.select([self._socket], [], [], remaining_s)
 
     def send(self, message: msgspec.Struct) -> None:
-        """Blocks until the kernel has all of it. Raises PeerClosed."""
+        """Send a message; block until the kernel has all of it. Raises PeerClosed."""
         try:
             self._socket.sendall(encode_frame(message))
         except (BrokenPipeError, ConnectionResetError) as error:
@@ -113,5 +111,5 @@ class FrameSocket:
 
 
 def decoder_for(message_type: Any) -> msgspec.msgpack.Decoder[Any]:
-    """A strict decoder of one message type or union of them."""
+    """Return a strict decoder of one message type or a union of them."""
     return msgspec.msgpack.Decoder(message_type, strict=True)

@@ -1,4 +1,4 @@
-"""Tells whether a ``Host`` header names this machine."""
+"""Check whether a ``Host`` header names this machine."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from collections.abc import Collection
 from typing import Final
 
 _LOCAL: Final = re.compile(r"(?:[a-z0-9-]+\.)*localhost|(?:[a-z0-9-]+\.)+internal")
-"""Reserved names that no one can register. Containers call their host by the last one."""
+"""Reserved names that cannot be registered. Containers reach their host under ``.internal`` names."""
 
 
 def names_this_machine(host: str, more: Collection[str] = ()) -> bool:
-    """Whether a browser that sends this ``Host`` meant this machine, or one of the names in ``more``.
+    """Return whether this ``Host`` header names this machine, or a name in ``more``.
 
-    A page elsewhere can have its own name lead to this address and read what is answered here as its own; it cannot
-    make a browser send an address, or ``localhost``, in place of that name.
+    This defends against DNS rebinding: a foreign page can make its own name resolve to this address and read the
+    answers, but it cannot make a browser send an address, or ``localhost``, in place of that name.
     """
     name = host.lower()
     name = name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0]
@@ -33,5 +33,4 @@ def names_this_machine(host: str, more: Collection[str] = ()) -> bool:
 
 @functools.cache
 def _own_names() -> frozenset[str]:
-    """Looked up once: a name server may be slow."""
     return frozenset({socket.gethostname().lower(), socket.getfqdn().lower()})

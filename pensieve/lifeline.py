@@ -1,10 +1,8 @@
-"""A child process that does not outlive its parent.
+"""Child processes that do not outlive their parent.
 
-Two ways. ``die_with_parent``: the kernel kills the child when the *thread* that started it ends, whatever state the
-child is in. ``terminate_on_eof``: the child reads a pipe whose other end only its parent holds, so that any thread may start
-it, and ends as it does at SIGTERM.
-
-Beside them: what can be told of a process from outside (``describe_exit``, ``is_stopped``).
+Two ways. ``die_with_parent``: the kernel kills the child when the *thread* that started it ends, even if the child
+hangs. ``terminate_on_eof``: the child reads a pipe whose write end only its parent holds, so any thread may start it;
+at end of file it terminates as at SIGTERM. ``describe_exit`` and ``is_stopped`` inspect a process from outside.
 
 Run as a script, this file becomes another program, which gets SIGTERM when its parent ends::
 
@@ -24,21 +22,21 @@ from pathlib import Path
 from typing import Final
 
 _PR_SET_PDEATHSIG: Final = 1
-_SENT_TO_ALL: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_GROUP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 END_PATIENCE_S: Final = 1.0
-"""How long a process without its parent may take to end: less than another one takes to start, which would find the
-store in use. Nobody reads the answers that it still makes."""
+"""Time for an orphaned process to end. It is shorter than a restart, which would find the store in use. Answers that
+the process still makes have no reader."""
 LOOK_S: Final = 1.0
 STOPPED_LOOKS: Final = 5
-"""A process that was found stopped so many times in a row is as good as killed. Looks are counted and not seconds: who
-looks may have been stopped as well."""
+"""After this many polls in a row a stopped process counts as killed. Polls and not seconds, because the polling
+process may itself have been stopped."""
 
 
 def die_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> bool:
-    """Have the kernel send this process a signal when the thread that started it ends: SIGKILL, however stuck it is.
+    """Have the kernel send this process a signal when the thread that started it ends.
 
-    ``parent``: the process id of that thread's process; returns False when it is gone already. Linux only; elsewhere
-    nothing happens, and the answer is True.
+    ``parent``: the process id of that thread's process. Returns False if it is already gone. Linux only; elsewhere
+    does nothing and returns True.
     """
     if sys.platform != "linux":
         return True
@@ -49,40 +47,36 @@ def die_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> boo
 
 
 def leave_signals_to_parent() -> None:
-    """Ignore what a terminal and a service manager send to a whole group of processes: the parent acts on it."""
-    for number in _SENT_TO_ALL:
+    """Ignore the signals that terminals and service managers send to a process group; the parent acts on them."""
+    for number in _GROUP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
 def describe_exit(status: int) -> str:
-    """An exit status as people read it; negative ones are signals."""
+    """Describe an exit status; negative numbers are signals."""
     if status == -signal.SIGKILL:
-        return "signal 9 (killed by somebody, or by the kernel for want of memory)"
+        return "signal 9 (killed from outside, or by the kernel for lack of memory)"
     return f"signal {-status}" if status < 0 else f"status {status}"
 
 
 def process_fields(pid: int) -> list[str]:
-    """What /proc says of a process, from its state on: ``man 5 proc_pid_stat``, the third field and those behind it.
-
-    Empty when the process is gone, or where there is no /proc.
-    """
+    """Return the fields of /proc/PID/stat from the third (state) on, see ``man 5 proc_pid_stat``. Empty if the
+    process is gone or there is no /proc."""
     try:
-        # The name in parentheses may hold anything; the state follows it.
+        # The command name in parentheses may hold any character; the state follows it.
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return []
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether somebody has stopped the process, as SIGSTOP and debuggers do."""
+    """Return whether the process is stopped, by SIGSTOP or a debugger."""
     return process_fields(pid)[:1] in (["T"], ["t"])
 
 
 def terminate_on_eof(fd: int, patience_s: float = END_PATIENCE_S) -> None:
-    """End this process when ``fd`` does: SIGTERM, and SIGKILL after ``patience_s``. What comes from ``fd`` is ignored.
-
-    A thread waits for that, so that a main thread that is stuck does not keep the process.
-    """
+    """Terminate this process at end of file on ``fd``: SIGTERM, then SIGKILL after ``patience_s``. Data is ignored.
+    Waits in a thread, so that a hung main thread does not keep the process alive."""
 
     def wait() -> None:
         while os.read(fd, 4096):
@@ -95,10 +89,10 @@ def terminate_on_eof(fd: int, patience_s: float = END_PATIENCE_S) -> None:
 
 
 def become(parent: int, command: Sequence[str]) -> str:
-    """Become a program that gets SIGTERM when ``parent`` ends; returns only if that fails, with the reason."""
+    """Exec a program that gets SIGTERM when ``parent`` ends. Returns the reason if that fails."""
     if not die_with_parent(parent, signal.SIGTERM):
         return f"process {parent} is gone"
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it, and a program inherits that
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it, and an exec'd program inherits that
     try:
         os.execvp(command[0], list(command))
     except OSError as error:

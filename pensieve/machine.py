@@ -1,6 +1,4 @@
-"""What this machine has: cores and memory, as far as a process in a container may use them; the user's folders; what
-has started this process.
-"""
+"""Facts about this machine: cores and memory, bounded by the container's limits; user folders; the service manager."""
 
 from __future__ import annotations
 
@@ -19,26 +17,25 @@ class Memory:
 
     total: int
     available: int
-    """What can be had without swapping and within the limit of the container."""
+    """Memory available without swapping and within the container's limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceManager:
-    """A service manager that wants to hear of this process: sd_notify(3)."""
+    """A service manager that expects notifications: sd_notify(3)."""
 
     address: str
-    """Of its datagram socket; one that begins with a zero byte has no file."""
+    """Its datagram socket; abstract addresses begin with a zero byte."""
     watchdog_s: float | None
-    """It ends a process that it has not heard of for so long, in seconds."""
+    """It kills this process after this long without a notification; None: no watchdog."""
 
 
 def usable_cores() -> int:
-    """Cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def memory(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> Memory:
-    """The memory that the kernel reports, bounded by the limit of a control group (version 2)."""
+    """Return the kernel's memory figures, bounded by the limit of a control group (version 2)."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     available = total
     try:
@@ -49,42 +46,42 @@ def memory(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> Memory:
     limit, used = _number(cgroup / "memory.max"), _number(cgroup / "memory.current")
     if limit is None or used is None or limit >= total:
         return Memory(total, available)
-    # Pages of files count as used there, but the kernel gives them up as soon as a process asks for memory.
+    # The page cache counts as used there, but the kernel frees it as soon as a process needs memory.
     return Memory(limit, min(available, limit - used + _file_pages(cgroup / "memory.stat")))
 
 
 def user_directory(variable: str, below_home: str) -> Path:
-    """The ``pensieve`` folder below the one that an ``XDG_…_HOME`` variable names, or below ``below_home``."""
+    """Return the ``pensieve`` folder below the one that an ``XDG_…_HOME`` variable names, or below ``below_home``."""
     base = os.environ.get(variable, "")
-    # The XDG rules say that a relative path there is to be ignored.
+    # The XDG specification says to ignore relative paths here.
     return (Path(base) if Path(base).is_absolute() else _home() / below_home) / "pensieve"
 
 
 def user_path(name: str) -> Path:
-    """A path that a user typed, with ``~`` and ``~NAME`` read as a shell does: left as they are when unknown."""
+    """Expand ``~`` and ``~NAME`` as a shell does; unknown users stay unexpanded."""
     return Path(os.path.expanduser(name))
 
 
 def _home() -> Path:
-    """The user's home; the root folder, as container runtimes have it, for a user that the system does not know."""
+    """Return the user's home, or the root folder for an unknown user, as container runtimes do."""
     home = user_path("~")
     return home if home != Path("~") else Path("/")
 
 
 def service_manager() -> ServiceManager | None:
-    """Who has started this process, by NOTIFY_SOCKET and WATCHDOG_USEC; None when nobody wants to hear of it."""
+    """Return the service manager named by NOTIFY_SOCKET and WATCHDOG_USEC, or None."""
     address = os.environ.get("NOTIFY_SOCKET", "")
     if not address.startswith(("/", "@")):
         return None
-    period, meant = os.environ.get("WATCHDOG_USEC", ""), os.environ.get("WATCHDOG_PID", "")
-    watched = period.isdecimal() and int(period) > 0 and meant in ("", str(os.getpid()))
+    period, watched_pid = os.environ.get("WATCHDOG_USEC", ""), os.environ.get("WATCHDOG_PID", "")
+    watched = period.isdecimal() and int(period) > 0 and watched_pid in ("", str(os.getpid()))
     return ServiceManager(
         f"\0{address[1:]}" if address[0] == "@" else address, int(period) / 1e6 if watched else None
     )
 
 
 def _number(path: Path) -> int | None:
-    """The number in a file; None when there is no file or it says ``max``."""
+    """Return the number in a file; None if there is no file or it says ``max``."""
     try:
         text = path.read_text().strip()
     except OSError:

@@ -1,4 +1,4 @@
-"""A server that a program has for itself. If it dies it is started again; clients go on as with any other server."""
+"""A private server for one program, restarted when it dies. Clients reconnect as with any other server."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ log = logging.getLogger(__name__)
 
 LOOK_S: Final = 0.1
 TRIES: Final = 3
-"""Starts in a row that may fail: a server that cannot start is not tried for ever."""
-START_S: Final = 600.0
-"""For a large model on a slow disk."""
+START_TIMEOUT_S: Final = 600.0
+"""Enough for a large model on a slow disk."""
 
 
 def explain_failure(error: SpawnError) -> str:
-    """What to tell of it, in one line. Whatever else the server said goes into a file that the line names."""
+    """Describe a failure in one line. The full log, if longer, goes into a file that the line names."""
     if not error.more:
         return error.line
     path = state_directory() / "own-server.log"
@@ -36,9 +35,9 @@ def explain_failure(error: SpawnError) -> str:
 
 
 class OwnServer:
-    """A context manager; ``target`` is HOST:PORT in each of its lives. Raises SpawnError if it does not start.
+    """Context manager for a private server. ``target`` is HOST:PORT, the same after each restart. Raises SpawnError.
 
-    What is to outlive its deaths needs a store on disk. Several of them start side by side when all are made before the
+    Data that must survive a crash needs a store on disk. Servers start in parallel if all are created before the
     first is entered.
     """
 
@@ -48,10 +47,9 @@ class OwnServer:
         self.target = ""
         self._server = self._start()
         self.deaths = 0
-        """How often it has died once it was ready."""
+        """How often it has died after it was ready."""
         self.failure = ""
-        """Why it could not be started again."""
-        self._ready, self._leaving = threading.Event(), threading.Event()
+        self._ready, self._closing = threading.Event(), threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="own-server", daemon=True)
 
     def __enter__(self) -> Self:
@@ -64,22 +62,21 @@ class OwnServer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._leaving.set()
+        self._closing.set()
         self._watcher.join()
         self._server.__exit__(kind, error, trace)
 
     def close(self) -> None:
-        """End it if it was made and never entered."""
         if not self.target:
             self._server.kill()
 
     def kill(self) -> None:
-        """SIGKILL, as when power fails; returns at once, the next life begins meanwhile."""
+        """Send SIGKILL, like a power failure. Returns at once; the restart follows."""
         self._ready.clear()
         self._server.kill()
 
     def wait_ready(self) -> ServerProcess:
-        """The server of this life, once it is up. Raises SpawnError when there will be none."""
+        """Return the running server, once it is ready. Raises SpawnError if it cannot be restarted."""
         while True:
             self._ready.wait()
             if self.failure:
@@ -87,24 +84,24 @@ class OwnServer:
             server = self._server
             if server.running:
                 return server
-            time.sleep(LOOK_S)  # dead, and the watcher has not seen it yet
+            time.sleep(LOOK_S)  # dead, and the watcher has not noticed yet
 
     def _start(self) -> ServerProcess:
         listen = self.target or "127.0.0.1:0"
-        return ServerProcess(*self._arguments, start_timeout_s=START_S, listen=listen, wait=False)
+        return ServerProcess(*self._arguments, start_timeout_s=START_TIMEOUT_S, listen=listen, wait=False)
 
     def _wait_first(self) -> None:
         for tries_left in reversed(range(TRIES)):
             try:
                 return self._server.wait_ready()
-            except ServerKilled:  # by somebody else: what is wrong with its options it says itself
+            except ServerKilled:  # killed from outside: invalid options raise a plain SpawnError
                 if not tries_left:
                     raise
                 self._server = self._start()
 
     def _watch(self) -> None:
         failures = 0
-        while not self._leaving.wait(LOOK_S):
+        while not self._closing.wait(LOOK_S):
             if self._server.running:
                 continue
             self._ready.clear()
@@ -125,12 +122,12 @@ class OwnServer:
                 return
 
     def _wait_ready(self) -> None:
-        """Whoever leaves meanwhile does not wait for it."""
+        """Wait for the restart, but kill the server if the context is left meanwhile."""
         done = threading.Event()
 
         def leave() -> None:
             while not done.wait(LOOK_S):
-                if self._leaving.is_set():
+                if self._closing.is_set():
                     self._server.kill()
                     return
 

@@ -1,9 +1,9 @@
-"""Errors on the wire: ``PensieveError`` to ``google.rpc.Status`` and back. The one place both ends agree in.
+"""Errors on the wire: ``PensieveError`` to ``google.rpc.Status`` and back, for both ends.
 
-Every error carries ``ErrorInfo{reason, domain, metadata}``; beside it ``BadRequest`` for wrong fields, ``RetryInfo``
-where a wait helps, ``QuotaFailure`` for quotas. The trailer ``grpc-retry-pushback-ms`` speaks to the gRPC *library*
-only: -1 forbids its built-in replay, a delay allows it after that time, no trailer leaves it to its own backoff.
-What the SDK does with an error is decided by the reason, never by that trailer, unless there is no reason.
+Every error carries ``ErrorInfo{reason, domain, metadata}``, with ``BadRequest`` for wrong fields, ``RetryInfo`` where
+waiting helps, and ``QuotaFailure`` for quotas. The trailer ``grpc-retry-pushback-ms`` is for the gRPC *library* only:
+-1 forbids its built-in retry, a delay allows it after that time, no trailer leaves it to the library's own backoff.
+The SDK decides by the reason, and by the trailer only if there is no reason.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ PUSHBACK_KEY = "grpc-retry-pushback-ms"
 DETAILS_KEY = "grpc-status-details-bin"
 
 TRANSPORT = "TRANSPORT"
-"""Reason of an error that no Pensieve server made: the connection, a proxy or the gRPC library did."""
+"""Reason of an error that no Pensieve server raised, but the connection, a proxy or the gRPC library."""
 TRANSPORT_FINAL = "TRANSPORT_FINAL"
-"""The same, with a pushback that forbids trying again."""
+"""The same, with a pushback that forbids a retry."""
 MESSAGE_TOO_LARGE = "MESSAGE_TOO_LARGE"
-"""Reason of a request that the gRPC library of the server takes for too large: our code there never sees it."""
+"""Reason of a request that the server's gRPC library refuses as too large, before our code sees it."""
 BROKEN: Final = ("UNAVAILABLE", "INTERNAL", "UNKNOWN", "CANCELLED")
-"""What a connection that died in the middle of a call looks like, directly or behind one proxy or another."""
+"""Status codes of a connection that died during a call, directly or behind various proxies."""
 
 LIBRARY_MAY_RETRY: dict[str, int | None] = {
     "TURN_RUNNING_ELSEWHERE": 1000,
@@ -46,15 +46,15 @@ LIBRARY_MAY_RETRY: dict[str, int | None] = {
     "STORE_REPLACED": None,
     "STORE_FULL": 2000,
 }
-"""Reasons the gRPC library may replay by itself, with the smallest delay in ms; None: its own backoff will do."""
+"""Reasons that the gRPC library may retry by itself → smallest delay in ms; None: its own backoff."""
 
 _TOO_LARGE = re.compile(r"(?:SERVER: )?Received message larger than max \((\d+) vs\. (\d+)\)")
-"""Answers that are too large for this side's library begin with CLIENT."""
+"""The message for answers that are too large for this side's library begins with CLIENT."""
 _CODE_BY_NAME = {code.name: code for code in grpc.StatusCode}
 
 
 def pushback_ms(error: PensieveError) -> int | None:
-    """Value of the pushback trailer for this error; None: send no trailer."""
+    """Return the pushback trailer's value for this error; None: send no trailer."""
     if error.reason not in LIBRARY_MAY_RETRY:
         return -1
     smallest = LIBRARY_MAY_RETRY[error.reason]
@@ -64,7 +64,6 @@ def pushback_ms(error: PensieveError) -> int | None:
 
 
 def to_proto(error: PensieveError) -> status_pb2.Status:
-    """The error as ``google.rpc.Status`` with its details packed."""
     code = _CODE_BY_NAME[error.code]
     status = status_pb2.Status(code=code.value[0], message=error.message)
     status.details.add().Pack(
@@ -87,7 +86,7 @@ def to_proto(error: PensieveError) -> status_pb2.Status:
 
 
 def to_grpc(error: PensieveError) -> Any:
-    """The error as a ``grpc.Status`` for ``context.abort_with_status``, trailing metadata included."""
+    """Return the error as a ``grpc.Status`` for ``context.abort_with_status``, trailing metadata included."""
     status = rpc_status.to_status(to_proto(error))
     pushback = pushback_ms(error)
     if pushback is None:
@@ -96,7 +95,7 @@ def to_grpc(error: PensieveError) -> Any:
 
 
 def from_proto(status: status_pb2.Status) -> PensieveError | None:
-    """The error in a ``google.rpc.Status``; None when it carries no ErrorInfo of ours."""
+    """Return the error in a ``google.rpc.Status``, or None if it carries no ErrorInfo of ours."""
     info, retry, bad = (
         error_details_pb2.ErrorInfo(),
         error_details_pb2.RetryInfo(),
@@ -110,19 +109,16 @@ def from_proto(status: status_pb2.Status) -> PensieveError | None:
     code = next((code.name for code in grpc.StatusCode if code.value[0] == status.code), "UNKNOWN")
     kind = BY_REASON.get(info.reason) or BY_CODE.get(code, PensieveError)
     wait = retry.retry_delay.ToNanoseconds() / 1e9 if retry.HasField("retry_delay") else None
-    metadata = dict(info.metadata)
+    details: dict[str, Any] = {"reason": info.reason, "metadata": info.metadata, "retry_after_s": wait}
     if issubclass(kind, InvalidArgument):
-        violations = [(one.field, one.description) for one in bad.field_violations]
-        return kind(
-            status.message, reason=info.reason, metadata=metadata, retry_after_s=wait, violations=violations
-        )
-    return kind(status.message, reason=info.reason, metadata=metadata, retry_after_s=wait)
+        details["violations"] = [(one.field, one.description) for one in bad.field_violations]
+    return kind(status.message, **details)
 
 
 def from_rpc_error(error: Any) -> PensieveError:
-    """The error in a failed call (``grpc.RpcError``, sync or aio).
+    """Return the error of a failed call (``grpc.RpcError``, sync or aio).
 
-    Without details of ours the class follows the status code, the reason is ``TRANSPORT``, ``TRANSPORT_FINAL`` or
+    Without our details the class follows the status code, the reason is ``TRANSPORT``, ``TRANSPORT_FINAL`` or
     ``MESSAGE_TOO_LARGE``, and metadata ``grpc_code`` keeps the code (some codes have no class of their own).
     """
     trailers = {key: value for key, value in error.trailing_metadata() or ()}
@@ -136,12 +132,12 @@ def from_rpc_error(error: Any) -> PensieveError:
     if code == "RESOURCE_EXHAUSTED" and (sizes := _TOO_LARGE.match(error.details() or "")):
         size, limit = sizes.groups()
         return ResourceExhausted(
-            f"the request has {int(size):,} bytes, and the server takes {int(limit):,} at most: send less at once",
+            f"the request has {int(size):,} bytes, more than the server's limit of {int(limit):,}: send less at once",
             reason=MESSAGE_TOO_LARGE,
             metadata={"grpc_code": code, "bytes": size, "limit": limit},
         )
-    # A refusal of ours comes with details. With the trailer alone it was torn on its way, as a dying connection does
-    # it: what became of the call is unknown, and a request id makes it safe to ask again.
+    # Our refusals carry details. The trailer without them means that a dying connection truncated the
+    # refusal: the call's outcome is unknown, and a retry is safe with a request id.
     final = pushback is not None and pushback < 0 and code not in BROKEN
     return BY_CODE.get(code, PensieveError)(
         error.details() or code,
@@ -152,7 +148,7 @@ def from_rpc_error(error: Any) -> PensieveError:
 
 
 def _pushback(value: str | bytes | None) -> int | None:
-    """Anything but a number means "do not retry", as in the gRPC library."""
+    """Parse the trailer. Anything but a number means "do not retry", as in the gRPC library."""
     if value is None:
         return None
     try:
@@ -162,7 +158,7 @@ def _pushback(value: str | bytes | None) -> int | None:
 
 
 def _details(value: str | bytes | None) -> PensieveError | None:
-    """A proxy may have cut the trailer; then the status code has to do."""
+    """Parse the details; None if a proxy truncated them."""
     if not isinstance(value, bytes):
         return None
     try:

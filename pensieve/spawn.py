@@ -1,6 +1,6 @@
-"""A server of one's own: start ``pensieve serve`` in a child process, talk to it, stop it.
+"""Start ``pensieve serve`` in a child process, talk to it, stop it.
 
-Chat, demo, replay, benchmarks and tests start servers through it. It imports neither torch nor grpc.
+Chat, demo, replay, benchmarks and tests start servers through this module. It imports neither torch nor grpc.
 """
 
 from __future__ import annotations
@@ -29,47 +29,43 @@ STOP_GRACE_S = 60.0
 
 NOT_STARTED = "the server did not start: "
 _COMPLAINT = "pensieve serve: "
-"""Before what the command itself says is wrong, which is the last that it says."""
+"""Prefix of the command's own error message, which is its last output."""
 
 
 class SpawnError(RuntimeError):
-    """The server did not come up; the message has its last words."""
+    """The server did not start; the message includes its last output."""
 
     status: int | None = None
-    """What it ended with, if it has ended by itself."""
+    """Exit status, if the server ended by itself."""
     log = ""
-    """The end of what it wrote to stderr."""
 
     @property
     def line(self) -> str:
-        """The same in one line: what the server says is wrong, if it says so."""
+        """The error in one line, with the server's own explanation if it gave one."""
         return (
-            f"{NOT_STARTED}{told}"
-            if (told := self._told())
+            f"{NOT_STARTED}{complaint}"
+            if (complaint := self._complaint())
             else str(self).partition("\n")[0].removesuffix(":")
         )
 
     @property
     def more(self) -> bool:
-        """Whether the log has more than ``line`` has."""
-        return self.log not in ("", f"{_COMPLAINT}{self._told()}")
+        return self.log not in ("", f"{_COMPLAINT}{self._complaint()}")
 
-    def _told(self) -> str:
+    def _complaint(self) -> str:
         for line in reversed(self.log.splitlines()):
             if line.startswith(_COMPLAINT):
                 return line.removeprefix(_COMPLAINT)
             if line.startswith("Traceback "):
-                break  # what it has said before was a warning
+                break  # earlier output was a warning
         return ""
 
 
 class ServerKilled(SpawnError):
-    """A signal ended it, which was not ours."""
+    """The server was killed by a signal that we did not send."""
 
 
 class ServerAddresses(NamedTuple):
-    """Where a server is, each as HOST:PORT."""
-
     grpc: str
     admin: str
     http: str
@@ -77,13 +73,13 @@ class ServerAddresses(NamedTuple):
 
 
 def wait_ready(process: subprocess.Popen[str], timeout_s: float) -> tuple[str, str]:
-    """Read a server's first line: its gRPC address and its admin address. Raises SpawnError; kills it at the limit."""
+    """Read the ready line; return gRPC and admin address. Raises SpawnError; kills the server at the timeout."""
     found = wait_addresses(process, timeout_s)
     return found.grpc, found.admin
 
 
 def wait_addresses(process: subprocess.Popen[str], timeout_s: float) -> ServerAddresses:
-    """As ``wait_ready``, with all addresses."""
+    """Like ``wait_ready``, with all addresses."""
     assert process.stdout is not None
     late = threading.Event()
 
@@ -103,12 +99,12 @@ def wait_addresses(process: subprocess.Popen[str], timeout_s: float) -> ServerAd
             raise SpawnError(f"{NOT_STARTED}it was not ready in {timeout_s:g} s")
         if line:
             raise SpawnError(f"{NOT_STARTED}it said {line!r}")
-        raise _ending(process)
+        raise _exit_error(process)
     return ServerAddresses(match["grpc"], match["admin"], match["http"] or "")
 
 
-def _ending(process: subprocess.Popen[str]) -> SpawnError:
-    """Of a process that has closed its stdout."""
+def _exit_error(process: subprocess.Popen[str]) -> SpawnError:
+    """Return the error for a process that has closed its stdout."""
     try:
         status = process.wait(5)
     except subprocess.TimeoutExpired:
@@ -121,14 +117,14 @@ def _ending(process: subprocess.Popen[str]) -> SpawnError:
 
 
 def read_metrics(admin: str) -> list[Sample]:
-    """Read all samples that the admin port at HOST:PORT has. Raises OSError."""
+    """Return all samples of the admin port at HOST:PORT. Raises OSError."""
     with urlopen(f"http://{admin}/metrics", timeout=10) as response:
         families = text_string_to_metric_families(response.read().decode())
     return [sample for family in families for sample in family.samples]
 
 
 def read_metric(admin: str, name: str, **labels: str) -> float:
-    """Sum of the samples called ``name`` that carry these labels. Raises OSError."""
+    """Return the sum of the samples called ``name`` that carry these labels. Raises OSError."""
     found = (sample for sample in read_metrics(admin) if sample.name == name)
     return sum(sample.value for sample in found if labels.items() <= sample.labels.items())
 
@@ -136,12 +132,11 @@ def read_metric(admin: str, name: str, **labels: str) -> float:
 class ServerProcess:
     """A running ``pensieve serve``. Leaving the ``with`` block sends SIGTERM and waits for the drain.
 
-    A server that is not ready yet is killed there: it has nothing to drain. Should this process end in any other way,
-    kill -9 included, the server ends by itself some seconds later.
+    A server that is not ready yet is killed instead. If this process ends in any way, kill -9 included, the server
+    ends by itself some seconds later.
     """
 
     program: ClassVar[Sequence[str]] = ("-P", "-m", "pensieve")
-    """What Python runs."""
 
     def __init__(
         self,
@@ -151,22 +146,20 @@ class ServerProcess:
         listen: str = "127.0.0.1:0",
         wait: bool = True,
     ) -> None:
-        """Start the server and, unless told not to ``wait``, return when it is ready.
-
-        Raises SpawnError, and ModuleNotFoundError where only a client is installed.
-        """
+        """Start the server and, with ``wait``, return when it is ready. Raises SpawnError, and ModuleNotFoundError
+        where only a client is installed."""
         extras.require("server")
-        ports = ["--listen", listen, "--admin", "127.0.0.1:0"]  # any number of servers beside each other
+        ports = ["--listen", listen, "--admin", "127.0.0.1:0"]  # any number of servers can run in parallel
         command = [sys.executable, *self.program, "serve", "--until-stdin-ends", *ports, *arguments]
         self._log: deque[str] = deque(maxlen=200)
         self._process = subprocess.Popen(
             command,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            stdin=subprocess.PIPE,  # ends with this process, however that comes; nothing is ever written
+            stdin=subprocess.PIPE,  # closed when this process ends in any way; nothing is written to it
             text=True,
             env={**_environment(), **(environment or {})},
-            start_new_session=True,  # Ctrl-C in the terminal is for the program that owns this server
+            start_new_session=True,  # Ctrl-C in the terminal is for this program only
         )
         self._drain = threading.Thread(target=self._read_log, daemon=True)
         self._drain.start()
@@ -177,15 +170,15 @@ class ServerProcess:
             self.wait_ready()
 
     def wait_ready(self) -> None:
-        """Return when the server accepts calls, with ``target``, ``admin`` and ``http`` known. Raises SpawnError."""
+        """Return when the server accepts calls, with ``target``, ``admin`` and ``http`` set. Raises SpawnError."""
         try:
             self.target, self.admin, self.http = wait_addresses(self._process, self._start_timeout_s)
         except BaseException as error:
             self.kill()
             if isinstance(error, SpawnError):
-                told = type(error)(f"{error}:\n{self.log}")
-                told.status, told.log = error.status, self.log
-                raise told from None
+                failure = type(error)(f"{error}:\n{self.log}")
+                failure.status, failure.log = error.status, self.log
+                raise failure from None
             raise
         self.ready = True
 
@@ -195,7 +188,6 @@ class ServerProcess:
 
     @property
     def log(self) -> str:
-        """The end of what the server wrote to stderr."""
         return "\n".join(self._log)
 
     @property
@@ -203,11 +195,10 @@ class ServerProcess:
         return self._process.poll() is None
 
     def metric(self, name: str, **labels: str) -> float:
-        """Sum of a metric's samples that carry these labels; 0 when there are none."""
         return read_metric(self.admin, name, **labels)
 
     def stop(self) -> int:
-        """Send SIGTERM, wait for the drain, return the exit status. Kills a server that outstays ``STOP_GRACE_S``."""
+        """Send SIGTERM, wait for the drain, return the exit status. Kills the server after ``STOP_GRACE_S``."""
         if self.running:
             self._process.send_signal(signal.SIGTERM)
         try:
@@ -219,7 +210,7 @@ class ServerProcess:
         return status
 
     def kill(self) -> None:
-        """Send SIGKILL: to the server it is as a power cut. Its engine goes with it."""
+        """Send SIGKILL: for the server it is like a power failure. Its engine dies with it."""
         if self.running:
             self._process.kill()
         self._process.wait()
@@ -249,14 +240,14 @@ class ServerProcess:
 
 
 def _environment() -> dict[str, str]:
-    """Without options of a server: those of the user's own one are not for this one, whose owner says all of them."""
+    """Return this environment without the user's server options: the owner of this server passes all of them."""
     inherited = child_environment(failpoints=False)
     return {name: value for name, value in inherited.items() if not name.startswith("PENSIEVE_SERVE_")}
 
 
 @contextlib.contextmanager
 def serving(*commands: Sequence[str]) -> Iterator[list[ServerProcess]]:
-    """Servers with these options each, started side by side; all of them end with the block. Raises SpawnError."""
+    """Run one server per list of options, started in parallel; all end with the block. Raises SpawnError."""
     with contextlib.ExitStack() as stack:
         servers = [stack.enter_context(ServerProcess(*options, wait=False)) for options in commands]
         for server in servers:

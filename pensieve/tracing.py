@@ -1,7 +1,7 @@
-"""Traces of OpenTelemetry across processes: W3C's ``traceparent``, and the client's span of a turn.
+"""OpenTelemetry traces across processes: W3C's ``traceparent`` header, and the client's span of a turn.
 
-Nothing here imports OpenTelemetry. A program that traces has imported its API long before it makes a client; without it
-there is no span, and no header but one that is passed on. The header has the form of
+Nothing here imports OpenTelemetry. A program that traces has imported its API before it makes a client; without it
+there is no span, and the only header sent is a forwarded one. Header format, from
 https://www.w3.org/TR/trace-context/: ``00-<trace id>-<span id>-<flags>``.
 """
 
@@ -19,11 +19,11 @@ _FORM: Final = re.compile(r"[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f
 incoming_traceparent: Final[contextvars.ContextVar[str]] = contextvars.ContextVar(
     "pensieve_traceparent", default=""
 )
-"""The header of the call that is being handled; "" without one."""
+"""Header of the call being handled; "" without one."""
 
 
 def traceparent_in(metadata: Iterable[tuple[str, str | bytes]]) -> str:
-    """The header among a call's metadata; "" for none, and for what is not one."""
+    """Return the header in a call's metadata; "" if it is missing or invalid."""
     for name, value in metadata:
         if name == HEADER and isinstance(value, str) and _FORM.fullmatch(value):
             return value
@@ -31,24 +31,23 @@ def traceparent_in(metadata: Iterable[tuple[str, str | bytes]]) -> str:
 
 
 def trace_id(header: str) -> str:
-    """The 32 hex digits of the trace; "" for what is no header."""
+    """Return the trace's 32 hex digits; "" for an invalid header."""
     match = _FORM.fullmatch(header)
     return match[1] if match is not None else ""
 
 
 def outgoing_traceparent() -> str:
-    """The header for a call made now: of the program's current span, else of the call that is being handled."""
+    """Return the header for a new call: the program's current span, else the header of the call being handled."""
     api = sys.modules.get("opentelemetry.trace")
     return (_header(api.get_current_span()) if api is not None else "") or incoming_traceparent.get()
 
 
 class ClientSpan:
-    """A turn as its client sees it, over all of its attempts. A span if the program traces, else nothing."""
+    """The client's span of a turn, over all of its attempts. Does nothing if the program does not trace."""
 
     def __init__(self) -> None:
         self._span: Any = None
         self.header = ""
-        """For the calls of the turn, once it was started."""
 
     def start(self, attributes: Mapping[str, str]) -> None:
         api = sys.modules.get("opentelemetry.trace")
@@ -59,7 +58,7 @@ class ClientSpan:
         self.header = (_header(self._span) if self._span is not None else "") or outgoing_traceparent()
 
     def end(self, attributes: Mapping[str, str | int | bool]) -> None:
-        """Later calls have no effect."""
+        """End the span. Later calls have no effect."""
         span, self._span = self._span, None
         if span is not None:
             span.set_attributes(dict(attributes))

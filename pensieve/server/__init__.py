@@ -1,9 +1,10 @@
 """The front end: conversations over gRPC, in front of an engine and a history store.
 
-``app`` puts it together. ``rpc`` translates between messages and values. ``conversations`` is the service without gRPC:
-``turns``, which ``admission`` lets in, and ``sessions`` over ``history``, with an engine behind ``links``.
-``operations`` runs beside the service: metrics, health, recordings. ``page`` is what the admin port shows of all this.
+``app`` is the composition root. ``rpc`` translates between messages and values. ``conversations`` is the service
+without gRPC: ``turns``, admitted by ``admission``, and ``sessions`` over ``history``, with an engine behind
+``links``. ``operations`` runs beside the service: metrics, health, recordings. ``page`` is the web page of the admin
+port.
 
-May import: config, core, debug, engine.messages, engine.process, errors, feed, frames, hosts, lifeline, logs, machine,
-model, options, pensieve, rpc_status, speech, store, tokenizer, tracing, v1.
+May import: config, core, debug, engine.messages, engine.process, errors, feed, frames, hosts, lifeline, logs,
+machine, model, options, pensieve, rpc_status, speech, store, tokenizer, tracing, v1.
 """

@@ -1,8 +1,8 @@
-"""The composition root: a server is put together here from store, tokenizer, engine link, services and two ports.
+"""The composition root: builds a server from store, tokenizer, engine link, services and ports.
 
-At start, what can be refused quickly comes first (key file, store, ports) and the engine, which may take minutes, comes
-last; ``/healthz`` on the admin port answers from the beginning. Everything that was started is ended in reverse
-order, also when a later part does not start.
+At start, the parts that can fail quickly come first (key file, store, ports) and the engine, which may take minutes,
+last. ``/healthz`` on the admin port answers from the beginning. Parts are closed in reverse order, also when a later
+part fails to start.
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ from pensieve.tokenizer import ChatTokenizer
 log = logging.getLogger(__name__)
 
 SWITCH_INTERVAL_S: Final = 0.0005
-"""How long the event loop may keep the interpreter from the threads of store and tokenizer. They ask for it after every
-statement: with Python's default of 5 ms, a turn's begin waited for much of its time on a front end near its limit; on
-one with time to spare there is no difference."""
+"""Python's thread switch interval. The event loop must yield the interpreter to the threads of store and tokenizer,
+which need it after every statement. With Python's default of 5 ms, the begin of a turn was mostly waiting on a front
+end near its limit; on one with spare capacity there is no difference."""
 
 
 class StartError(Exception):
-    """The server cannot start; the text is one line for the operator, ``status`` the exit status."""
+    """The server cannot start. The message is one line for the operator, ``status`` the exit status."""
 
     def __init__(self, message: str, status: int = 1) -> None:
         super().__init__(message)
@@ -85,44 +85,42 @@ class App:
         self._recent = RecentTurns()
         self._recorder: TraceRecorder | None = None
         self._traces: TurnTraces | None = None
-        self._door: AccessControl | None = None
+        self._access: AccessControl | None = None
         self._ports: Ports | None = None
 
     async def start(self) -> None:
-        """Returns when calls are accepted. Raises StartError, with nothing left running."""
+        """Return when calls are accepted. Raises StartError and cleans up on failure."""
         try:
             await self._start()
         except BaseException as error:
             await self._stack.aclose()
-            raise _explained(error) from error
+            raise _explain(error) from error
 
     async def drain(self) -> None:
         """Refuse new turns, let running ones finish within the grace time, then end all calls."""
         await self._monitor.shut_down()
         assert self._ports is not None, "not started"
         await self._ports.drain()
-        left = await self._conversations.drain(self._options.drain_grace_s)
-        if left:
-            log.warning("turns were discarded at the end of the drain", extra={"turns": left})
+        discarded = await self._conversations.drain(self._options.drain_grace_s)
+        if discarded:
+            log.warning("turns were discarded at the end of the drain", extra={"turns": discarded})
         await self._ports.end()
 
     async def close(self) -> None:
         await self._stack.aclose()
 
     def say_ready(self) -> None:
-        """Print what a program that starts a server waits for."""
         assert self._ports is not None, "not started"
         self._ports.say_ready()
 
     def reload_keys(self) -> None:
-        """Read the key file now, changed or not."""
-        if self._door is not None:
-            self._door.reload_keys(always=True)
+        if self._access is not None:
+            self._access.reload_keys(always=True)
 
     async def _start(self) -> None:
         options = self._options
-        self._door = door = AccessControl(options.api_keys, self._metrics)
-        folder = await _resolved(options.model)
+        self._access = access = AccessControl(options.api_keys, self._metrics)
+        folder = await _resolve(options.model)
         tokenizer = await asyncio.to_thread(_load_tokenizer, folder, options)
         for warning in tokenizer.warnings:
             log.warning(warning)
@@ -159,7 +157,7 @@ class App:
                 warmed=self._metrics.warm_ended,
                 store_regression=self._metrics.store_regression,
             ),
-            tenants=door.tenants,
+            tenants=access.tenants,
         )
         self._monitor = HealthMonitor(
             self._link,
@@ -173,10 +171,10 @@ class App:
             self._stack.push_async_callback(
                 cancel_and_wait, asyncio.create_task(self._conversations.usage.watch(), name="usage")
             )
-        # Pushed before the ports are: calls end first, then turns, then the engine, then the store.
+        # Pushed before the ports: calls end first, then turns, then the engine, then the store.
         self._stack.push_async_callback(self._link.stop)
         self._stack.push_async_callback(self._conversations.close)
-        self._ports = ports = Ports(options, door, self._stack)
+        self._ports = ports = Ports(options, access, self._stack)
         ports.bind(self._link, self._conversations, self._monitor)
         await self._monitor.start()
         self._stack.push_async_callback(self._monitor.stop)
@@ -186,10 +184,14 @@ class App:
             ("orphans", reap_orphans(CHILDREN)),
         ):
             self._stack.push_async_callback(cancel_and_wait, asyncio.create_task(work, name=name))
-        page = self._page(door, ports)
+        shows_text = options.page_text
+        state = StateView(
+            self._conversations, self._monitor, self._recent, ports.http_door_state, shows_text=shows_text
+        )
+        page = WebPage(state, access.admit_operator)
         self._stack.push_async_callback(page.close)
         await ports.open_admin(self._monitor, self._metrics, page)
-        self._stack.push_async_callback(cancel_and_wait, asyncio.create_task(door.watch(), name="keys"))
+        self._stack.push_async_callback(cancel_and_wait, asyncio.create_task(access.watch(), name="keys"))
         await self._link.start()
         info = self._link.info
         self._metrics.processes.describe(model=settings.model, device=info.device, dtype=info.dtype)
@@ -197,17 +199,6 @@ class App:
             self._recorder.start(header(self._link.info, options))
         await self._monitor.refresh()
         await ports.start()
-
-    def _page(self, door: AccessControl, ports: Ports) -> WebPage:
-        options = self._options
-        state = StateView(
-            self._conversations,
-            self._monitor,
-            self._recent,
-            ports.http_door_state,
-            shows_text=options.page_text,
-        )
-        return WebPage(state, door.admit_operator)
 
     def _turn_ended(self, end: TurnEnd) -> None:
         self._recent.turn_ended(end)
@@ -245,13 +236,13 @@ class App:
             max_queued_tokens=options.max_queued_tokens,
             disconnect_grace_s=options.disconnect_grace_s,
             prefix_sharing=options.prefix_sharing,
-            # One listing may be served by several replicas, and by what follows a restart.
+            # Several replicas may serve one listing, and so may a restarted server.
             page_secret=hashlib.sha256(f"pages of {store_id}".encode()).digest(),
         )
 
 
-async def _resolved(model: str) -> Path:
-    """The folder or file of the model. A server that is told to end while one is fetched does not wait for it."""
+async def _resolve(model: str) -> Path:
+    """Return the folder or file of the model. If cancelled during a download, do not wait for it."""
     leaving = threading.Event()
     try:
         return await asyncio.to_thread(resolve_model, model, leaving)
@@ -261,7 +252,7 @@ async def _resolved(model: str) -> Path:
 
 
 def _sampling_defaults(folder: Path) -> SamplingDefaults:
-    """The values that the model's authors recommend (generation_config.json): greedy unless they say otherwise."""
+    """Return the values recommended in generation_config.json; greedy without them."""
     recommended = load_generation(folder)
     return SamplingDefaults(
         temperature=recommended.temperature,
@@ -280,8 +271,8 @@ def _load_tokenizer(folder: Path, options: ServeOptions) -> ChatTokenizer:
     )
 
 
-def _explained(error: BaseException) -> BaseException:
-    """An error that an operator can act on becomes a StartError of one line; any other is a bug and stays as it is."""
+def _explain(error: BaseException) -> BaseException:
+    """Convert an error that the operator can act on to a one-line StartError. Any other is a bug and stays as it is."""
     if isinstance(error, PensieveError):
         return StartError(error.message, status=2 if isinstance(error, InvalidArgument) else 1)
     if isinstance(error, OSError):
@@ -294,19 +285,19 @@ def _explained(error: BaseException) -> BaseException:
 async def _serve(options: ServeOptions, builder: str) -> None:
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(AcceptErrorFilter())
-    asked = asyncio.Queue[signal.Signals]()
+    signals = asyncio.Queue[signal.Signals]()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, asked.put_nowait, number)
+        loop.add_signal_handler(number, signals.put_nowait, number)
     app = App(options, builder=builder)
     loop.add_signal_handler(signal.SIGHUP, app.reload_keys)
-    stopping = asyncio.create_task(asked.get(), name="signal")
+    stopping = asyncio.create_task(signals.get(), name="signal")
     starting = asyncio.create_task(app.start(), name="start")
     await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
     if not starting.done():
         await cancel_and_wait(starting)
         return
     starting.result()
-    # What is here now stays: without this every full collection walks through it and stops all streams meanwhile.
+    # Everything here now stays: without this, each full collection walks through it and stalls all streams.
     gc.collect()
     gc.freeze()
     app.say_ready()
@@ -316,7 +307,7 @@ async def _serve(options: ServeOptions, builder: str) -> None:
     log.info("draining", extra={"signal": (await stopping).name})
     link.notify_stopping()
     draining = asyncio.create_task(app.drain(), name="drain")
-    again = asyncio.create_task(asked.get(), name="second signal")
+    again = asyncio.create_task(signals.get(), name="second signal")
     await asyncio.wait({draining, again}, return_when=asyncio.FIRST_COMPLETED)
     if draining.done():
         draining.result()
@@ -329,15 +320,13 @@ async def _serve(options: ServeOptions, builder: str) -> None:
 
 
 def run(options: ServeOptions, *, builder: str = DEFAULT_BUILDER) -> int:
-    """Serve until SIGTERM or SIGINT; the exit status: 0 after a drain, 1 or 2 when it cannot start.
-
-    ``builder`` names what makes the engine (``pensieve.engine.process.host``); another one only in tests.
-    """
+    """Serve until SIGTERM or SIGINT. Return the exit status: 0 after a drain, 1 or 2 when the server cannot start.
+    ``builder`` names the function that builds the engine (``pensieve.engine.process.host``); tests use others."""
     os.umask(0o077)
     if debug_enabled():
         options = msgspec.structs.replace(options, log_level="debug")
     else:
-        # Prompts must not reach the disk by way of a core file, of the engine's neither: it inherits this.
+        # Prompts must not reach the disk through core files, including those of the engine, which inherits this.
         resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     configure_logging(level=options.log_level, json_lines=options.log_json)
     sys.setswitchinterval(SWITCH_INTERVAL_S)

@@ -1,4 +1,4 @@
-"""Exceptions that nobody expected: the caller gets an error id, the log the traceback under that id."""
+"""Unexpected exceptions: the caller gets an error id, the log gets the traceback under that id."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ log = logging.getLogger(__name__)
 
 
 def report_bug(error: BaseException, where: str) -> Internal:
-    """Logs ``error`` and returns what the caller may see of it: an id.
-
-    The log gets types and source lines. It gets no messages and no values: those may hold prompts.
-    """
+    """Log ``error`` and return an error for the caller that holds only an id. The log gets types and source lines,
+    but no messages or values: those may hold prompts."""
     error_id = secrets.token_hex(8)
     lines: list[str] = []
     link: BaseException | None = error

@@ -1,4 +1,4 @@
-"""A process of this server with a socket to it, from its start to its last words."""
+"""A child process of this server with a socket to it, from its start to its exit status."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from pensieve.lifeline import describe_exit, is_stopped
 from pensieve.logs import stderr_writer
 
 CHILDREN: Final[set[int]] = set()
-"""The ids of the processes that this one started and for which somebody here waits: nobody else takes their status."""
+"""Ids of the child processes that code here waits for; no other code may reap them."""
 _LAST_LINE_BYTES: Final = 4096
 _STDERR_PATIENCE_S: Final = 1.0
 
 
 class RestartBackoff:
-    """How long to wait before a child that ended is started again.
+    """Backoff before a child that ended is started again.
 
-    Each pause is twice the one before, up to the longest. After a steady life the first one comes again. Failed starts
-    count like short lives: a child that dies on its first request each time must not be started in a tight loop.
+    Each pause doubles the previous one, up to the longest. A long enough life resets the backoff. Failed starts count
+    as short lives: a child that always dies on its first request must not be restarted in a tight loop.
     """
 
     def __init__(self, first_s: float, longest_s: float, steady_s: float) -> None:
@@ -31,47 +31,42 @@ class RestartBackoff:
         self._steady_s = steady_s
 
     def record_lifetime(self, seconds: float) -> None:
-        """A child served for this long, and has ended."""
         if seconds > self._steady_s:
             self._next_s = self._first_s
 
     def next_pause_s(self) -> float:
-        """Seconds until the next start."""
         pause, self._next_s = self._next_s, min(2 * self._next_s, self._longest_s)
         return pause
 
 
 class SilenceTimer:
-    """How long a child has said nothing, summed tick by tick, each capped.
-
-    So a server that was itself stopped for minutes does not blame its child.
-    """
+    """Time since a child last sent something, summed in capped ticks. The cap keeps a server that was itself stopped
+    for minutes from blaming its child."""
 
     def __init__(self, tick_s: float) -> None:
         self.tick_s = tick_s
         self.seconds = 0.0
 
     def reset(self) -> None:
-        """The child said something."""
         self.seconds = 0.0
 
     def advance(self, elapsed_s: float) -> float:
-        """Time has passed. Returns the part of it that counts."""
+        """Add elapsed time. Return the part that counts."""
         counted = min(elapsed_s, 2 * self.tick_s)
         self.seconds += counted
         return counted
 
 
 class ChildProcess:
-    """What an engine and an HTTP door have in common. ``kill`` and then ``wait`` for it in the end, always."""
+    """Base of the engine's and the HTTP door's process. ``kill`` and then ``wait`` at the end, always."""
 
     WITHHELD: ClassVar[str | None] = None
-    """How lines on stderr begin that are remembered, but not passed on: this process tells them itself."""
+    """Lines on stderr with this prefix are remembered but not forwarded: this process reports them itself."""
 
     def __init__(
         self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        CHILDREN.add(process.pid)  # as long as nobody has got its status
+        CHILDREN.add(process.pid)  # until its status has been taken
         self._process = process
         self._reader = reader
         self._writer = writer
@@ -83,10 +78,11 @@ class ChildProcess:
     async def launch(
         cls, arguments: Callable[[int], list[str]], environment: Mapping[str, str], *inherited: int
     ) -> Self:
-        """Start one. ``arguments``: its command, given its end of the socket. ``inherited``: its other files.
+        """Start a process. ``arguments``: makes its command from its end of the socket. ``inherited``: its other
+        files.
 
-        Its working folder is the root folder: ours may be gone by now, and Python does not start in such a one.
-        Raises OSError when the system cannot start a process.
+        It runs in the root folder: ours may have been removed, and Python does not start in a removed folder. Raises
+        OSError.
         """
         ours, theirs = socket.socketpair()
         try:
@@ -116,18 +112,17 @@ class ChildProcess:
             self._process.kill()
 
     def is_stopped(self) -> bool:
-        """Whether somebody has stopped the process, as SIGSTOP and debuggers do."""
         return is_stopped(self.pid)
 
     async def was_killed(self, patience_s: float) -> bool:
-        """Whether somebody else killed the process. Waits up to ``patience_s`` for its status; False without one."""
+        """Return whether the process was killed from outside. Waits up to ``patience_s`` for its status."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(patience_s):
                 await self._process.wait()
         return self._process.returncode == -signal.SIGKILL and not self._killed_here
 
     async def wait(self, patience_s: float | None = None) -> int:
-        """The exit status; what has not ended after ``patience_s`` (None: any time) is killed."""
+        """Return the exit status. Kills the process after ``patience_s`` (None: never)."""
         try:
             try:
                 async with asyncio.timeout(patience_s):
@@ -136,10 +131,10 @@ class ChildProcess:
                 self.kill()
             status = await self._process.wait()
             CHILDREN.discard(self.pid)
-            # A grandchild may keep the pipe open; what the process itself wrote has been read by then.
+            # A grandchild may keep the pipe open; the process's own output has been read by then.
             await asyncio.wait({self._stderr_task}, timeout=_STDERR_PATIENCE_S)
         finally:
-            # Also when whoever waits is cancelled: nobody else closes these.
+            # Also after a cancellation: no other code closes these.
             self._stderr_task.cancel()
             self._writer.close()
         with contextlib.suppress(ConnectionError):
@@ -147,26 +142,25 @@ class ChildProcess:
         return status
 
     def last_line(self) -> str:
-        """The last that it wrote to stderr."""
         lines = self._stderr_tail.decode(errors="replace").strip().splitlines()
         return lines[-1] if lines else ""
 
     def describe_exit(self, status: int) -> str:
-        """How it ended, and, where that was no success, what it wrote last."""
+        """Describe how it ended and, unless successfully, its last line."""
         how = "signal 9 from here" if self._killed_here and status < 0 else describe_exit(status)
         line = self.last_line()
         return f"ended with {how}" + (f" after: {line}" if line and status != 0 else "")
 
     async def _forward_stderr(self) -> None:
-        """Pass on what it writes, and remember the end. Never stops early: a full pipe would block it."""
+        """Forward its stderr and remember the end. Never stops early: a full pipe would block the child."""
         assert self._process.stderr is not None
-        begun = b""
+        partial = b""
         while data := await self._process.stderr.read(1 << 16):
             self._stderr_tail = (self._stderr_tail + data)[-_LAST_LINE_BYTES:]
             if self.WITHHELD is not None:
-                *lines, begun = (begun + data).split(b"\n")
+                *lines, partial = (partial + data).split(b"\n")
                 data = b"".join(line + b"\n" for line in lines if not line.startswith(self.WITHHELD.encode()))
-                if len(begun) > _LAST_LINE_BYTES:
-                    data, begun = data + begun, b""
+                if len(partial) > _LAST_LINE_BYTES:
+                    data, partial = data + partial, b""
             stderr_writer().write(data)
-        stderr_writer().write(begun)
+        stderr_writer().write(partial)

@@ -1,4 +1,4 @@
-"""The conversation service without gRPC: sessions, turns, and the server's facts about itself. One per process."""
+"""The conversation service without gRPC: sessions, turns, and facts about the server. One per process."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ from pensieve.store import HistoryStore, Key
 from pensieve.store.records import History
 from pensieve.tokenizer import ChatTokenizer
 
-STORE_PATIENCE_S: Final = 2.0
-"""How long an operator waits to hear how the store is."""
-COUNTED_CONTEXTS: Final = 4
-"""Who asks whether an input fits wants to know by how much it does not, up to this many times the limit."""
+STORE_TIMEOUT_S: Final = 2.0
+"""Timeout for the store when an operator asks for its state."""
+MAX_COUNTED_CONTEXTS: Final = 4
+"""Inputs are counted up to this many times the context limit, to tell callers by how much they exceed it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ContextSize:
-    """Length of a context that was only counted: the answer to CountTokens."""
+    """A counted context: the answer to CountTokens."""
 
     input_tokens: int
     context_tokens: int
@@ -50,7 +50,7 @@ class ContextSize:
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """The server's facts about itself: the answer to GetServerInfo."""
+    """Facts about the server: the answer to GetServerInfo."""
 
     version: str
     replica: str
@@ -69,20 +69,19 @@ def _ignore(*_: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ServiceListeners:
-    """What is called when something happens in the service."""
+    """Callbacks for events in the service."""
 
     turn_ended: Callable[[TurnEnd], None] = _ignore
-    """In the turn's task; also for a turn that failed. See ``Turns``."""
+    """Called in the turn's task, also for a failed turn. See ``Turns``."""
     turn_refused: Callable[[str, str], None] = _ignore
-    """Tenant and reason."""
     warmed: Callable[[str], None] = _ignore
-    """The outcome: see ``SessionWarmer``."""
+    """Called with the outcome; see ``SessionWarmer``."""
     store_regression: Callable[[str], None] = _ignore
-    """By which side it was seen: see ``KnownRevisions``."""
+    """Called with the side that noticed it; see ``KnownRevisions``."""
 
 
 class Conversations:
-    """Owner of all turns of this process. ``close`` discards what still runs."""
+    """Owns all turns of this process. ``close`` discards those still running."""
 
     def __init__(
         self,
@@ -114,15 +113,15 @@ class Conversations:
         )
         self.usage = UsageTracker(store, lambda: link.stats.held or {}, lambda: tenants.tenant_names)
 
-        def ended(end: TurnEnd) -> None:
+        def on_turn_ended(end: TurnEnd) -> None:
             self.usage.turn_ended(end)
             listeners.turn_ended(end)
 
-        def refused(tenant: str, reason: str) -> None:
+        def on_turn_refused(tenant: str, reason: str) -> None:
             self.usage.turn_refused(tenant)
             listeners.turn_refused(tenant, reason)
 
-        self.turns = Turns(store, runner, settings, self.gate, ended, refused)
+        self.turns = Turns(store, runner, settings, self.gate, on_turn_ended, on_turn_refused)
         self.find_turn = functools.partial(find_turn, store)
         self.quotas = StorageQuotas(store, tenants)
         self.claims = RequestClaims(store, self.quotas)
@@ -131,21 +130,21 @@ class Conversations:
 
     @property
     def context_limit(self) -> int:
-        """A context must be shorter than this, in tokens. Raises Unavailable (STARTING) before the engine is up."""
+        """Exclusive limit on a context's tokens. Raises Unavailable (STARTING) before the engine is up."""
         return context_limit(self.link.info)
 
     @property
     def vocab_size(self) -> int:
-        """Token ids of clients must be below this. Raises Unavailable (STARTING)."""
+        """Exclusive limit on clients' token ids. Raises Unavailable (STARTING)."""
         return min(self.link.info.vocab_size, self._tokenizer.vocab_size)
 
     async def count_tokens(self, tenant: str, key: Key | None, entries: Sequence[InputEntry]) -> ContextSize:
-        """Size of the context that a turn with this input would start from, its generation prompt included.
+        """Count the context that a turn with this input would start from, its generation prompt included.
 
-        ``key`` None: the input alone, without any history. Raises ContextLimitExceeded, without counting, for an input
-        that is ``COUNTED_CONTEXTS`` times too long whatever it tokenises to.
+        ``key`` None: without a history. Raises ContextLimitExceeded, without counting, for an input that must exceed
+        ``MAX_COUNTED_CONTEXTS`` times the limit.
         """
-        self._renderer.check_size(entries, COUNTED_CONTEXTS * self.context_limit)
+        self._renderer.check_size(entries, MAX_COUNTED_CONTEXTS * self.context_limit)
         history = History()
         if key is not None:
             _, history = await self._transcript.read(key)
@@ -164,14 +163,14 @@ class Conversations:
         return ContextSize(new, past + new, limit)
 
     async def residency(self, key: Key) -> ResidentTokens | None:
-        """In which tiers the session's KV lies; None when no engine can tell."""
+        """Return the session's KV-tokens by tier, or None if no engine can answer."""
         try:
             return await self.link.residency(ids.session_key(key))
         except PensieveError:
             return None
 
     async def facts(self) -> ServerFacts:
-        """Raises Unavailable (STARTING) before the engine is up."""
+        """Return facts about the server. Raises Unavailable (STARTING) before the engine is up."""
         info = self.link.info
         return ServerFacts(
             version=pensieve.__version__,
@@ -198,9 +197,9 @@ class Conversations:
     # ---- operators
 
     async def store_state(self) -> str:
-        """``serving``, or the reason why not."""
+        """Return ``serving``, or the reason why the store does not."""
         try:
-            async with asyncio.timeout(STORE_PATIENCE_S):
+            async with asyncio.timeout(STORE_TIMEOUT_S):
                 await self.store.ping()
         except TimeoutError:
             return "does not answer"
@@ -209,20 +208,13 @@ class Conversations:
         return "serving"
 
     async def evict(self, key: Key | None) -> int:
-        """Drop cached state of one session, or of all idle ones; returns the number of tokens. History stays."""
+        """Evict cached state of one session, or of all idle ones. Return the number of tokens. History stays."""
         return await self.link.evict(None if key is None else ids.session_key(key))
 
-    @property
-    def draining(self) -> bool:
-        """No new turns are taken, for good."""
-        return self.turns.draining
-
     async def drain(self, deadline_s: float) -> int:
-        """See ``Turns.drain``."""
         return await self.turns.drain(deadline_s)
 
     async def close(self) -> None:
-        """Discard running turns and take no new ones."""
         await self.turns.drain(0.0)
         await self._runner.close()
         self._renderer.close()

@@ -1,4 +1,4 @@
-"""Ids that the server makes, and names of sessions on the wire."""
+"""Ids made by the server, and session names on the wire."""
 
 from __future__ import annotations
 
@@ -22,25 +22,21 @@ def session_name(session_id: str) -> str:
 
 
 def session_id(name: str) -> str:
-    """The id in a name that was validated before."""
     return name.removeprefix(SESSION_PREFIX)
 
 
 def claims_tenant(tenant: str) -> str:
-    """The tenant under which the store keeps this tenant's claims of request ids; a credential names no such one."""
+    """Return the internal tenant that holds this tenant's claims of request ids. No credential can name it."""
     return f"{tenant}:claims"
 
 
 def session_key(key: Key) -> SessionKey:
-    """Names the session in the engine's cache."""
     return SessionKey(f"{key.tenant}/{key.session_id}")
 
 
 def derived_session_id(purpose: str, tenant: str, request_id: str) -> str:
-    """The id of the session that this request makes: a retry computes the same one and so meets the same session.
-
-    A request without an id gets a random one. 128 bits either way, as 26 characters of lower-case base32.
-    """
+    """Return the id of the session that this request creates. A retry computes the same id and finds the session.
+    Without a request id it is random. 128 bits either way, as 26 characters of lower-case base32."""
     if request_id:
         source = "\0".join((purpose, tenant, request_id)).encode()
         digest = hashlib.blake2b(source, digest_size=16, person=b"pensieve.session").digest()
@@ -50,25 +46,24 @@ def derived_session_id(purpose: str, tenant: str, request_id: str) -> str:
 
 
 def new_request_id() -> str:
-    """For a change whose caller gave none."""
     return str(uuid.uuid4())
 
 
 def new_token() -> str:
-    """128 random bits, hex: proves to the store that a turn holds its lease."""
+    """Return 128 random bits in hex. They prove to the store that a turn holds its lease."""
     return secrets.token_hex(16)
 
 
 def new_attempt() -> str:
-    """Names one generation attempt of a turn to the client."""
+    """Return a name for one attempt to generate a turn, shown to the client."""
     return secrets.token_hex(8)
 
 
 def turn_seed(key: Key, request_id: str) -> int:
-    """The seed of a turn that names none, 63 bits. It is the same for all tries of the turn, on every server.
+    """Return the seed of a turn that names none, 63 bits. It is the same for all attempts, on every server.
 
-    So an answer that was streamed in part goes on as it began when the engine or the server dies, and nothing has to be
-    kept for that. Request ids are drawn at random, so seeds are as good as drawn.
+    So a partly streamed answer continues unchanged after a crash of engine or server, with nothing stored for that.
+    Request ids are random, so seeds are as good as random.
     """
     name = "\0".join((key.tenant, key.session_id, request_id)).encode()
     digest = hashlib.blake2b(name, digest_size=8, person=b"pensieve.seed").digest()

@@ -1,4 +1,4 @@
-"""The key file: who may log in, and what each tenant may use. TOML::
+"""The key file: credentials, and the limits of each tenant. TOML::
 
     [[key]]
     id = "web1"
@@ -19,7 +19,7 @@
     weight = 2.0
     cache_share = 0.25
 
-    [limits]                                        # the same, for what a tenant's own table leaves open
+    [limits]                                        # defaults for what a tenant's own table leaves out
     max_request_bytes = 1_000_000
 
 Several keys and certificates may name one tenant, so that each can be rotated; they share its limits.
@@ -30,7 +30,7 @@ from __future__ import annotations
 import datetime
 import re
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -48,7 +48,7 @@ ALL_SCOPES: Final = frozenset({READ, WRITE, ADMIN})
 
 
 class Credential(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What every entry says, whatever it is that a caller shows."""
+    """Fields common to all credentials."""
 
     tenant: str
     scopes: tuple[str, ...] = (READ, WRITE)
@@ -56,53 +56,45 @@ class Credential(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class ApiKey(Credential, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One ``[[key]]``."""
-
     id: str
     sha256: str
 
 
 class Certificate(Credential, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One ``[[certificate]]``."""
-
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class KeyFile:
-    """A key file as read and checked."""
-
     keys: Mapping[str, ApiKey]
-    """By id."""
     certificates: Mapping[str, Certificate]
-    """By name."""
     tenants: Mapping[str, TenantLimits]
     limits: TenantLimits
 
     @property
     def tenant_names(self) -> frozenset[str]:
         """All tenants that have a credential."""
-        return frozenset(entry.tenant for entry in _all(self.keys, self.certificates))
+        return frozenset(entry.tenant for entry in (*self.keys.values(), *self.certificates.values()))
 
     def find(self, key_id: str) -> Credential | None:
-        """The entry that an ``Identity.key_id`` speaks of."""
+        """Return the credential with this ``Identity.key_id``, or None."""
         if key_id.startswith(CERTIFICATE):
             return self.certificates.get(key_id.removeprefix(CERTIFICATE))
         return self.keys.get(key_id)
 
 
 CERTIFICATE: Final = "certificate "
-"""Before the name, in ``Identity.key_id``: no id of a key has a space."""
+"""Prefix of a certificate's ``Identity.key_id``: key ids have no space."""
 _TABLES: Final = frozenset({"key", "certificate", "tenants", "limits"})
-ROUNDING: Final = 1e-9
-"""Ten times 0.1 is a whole."""
+TOLERANCE: Final = 1e-9
+"""Tolerance: ten times 0.1 must count as 1."""
 NO_KEYS: Final = KeyFile({}, {}, {}, NO_LIMITS)
 
 
 def load_keys(path: Path) -> KeyFile:
-    """Raises ValueError (the line, the entry and the field, and what is wrong there) or OSError."""
+    """Read a key file. Raises OSError, or ValueError with the line, the entry, the field and the problem."""
     try:
-        text = path.read_text(encoding="utf-8-sig")  # with the mark that editors of Windows put first
+        text = path.read_text(encoding="utf-8-sig")  # may begin with a byte order mark
         data = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: {error}") from error
@@ -110,7 +102,7 @@ def load_keys(path: Path) -> KeyFile:
 
 
 class _Reader:
-    """Turns what a file says into values, and knows where it says it."""
+    """Converts the parsed file to values, and finds line numbers for errors."""
 
     def __init__(self, path: Path, text: str) -> None:
         self._path = path
@@ -119,75 +111,72 @@ class _Reader:
     def read(self, data: dict[str, Any]) -> KeyFile:
         if unknown := data.keys() - _TABLES:
             name = min(unknown)
-            there = "there are [[key]], [[certificate]], [tenants.NAME] and [limits]"
-            raise self._wrong(f"nothing is called {name!r}: {there}", name)
+            known = "there are [[key]], [[certificate]], [tenants.NAME] and [limits]"
+            raise self._error(f"nothing is called {name!r}: {known}", name)
         keys: dict[str, ApiKey] = {}
         for number, key in enumerate(self._entries(data, "key", ApiKey)):
-            if problem := _key_problem(key, keys) or _problem(key):
-                raise self._wrong(f"key {key.id!r}: {problem}", "key", number, problem.split()[0])
+            if problem := _key_problem(key, keys) or _credential_problem(key):
+                raise self._error(f"key {key.id!r}: {problem}", "key", number, problem.split()[0])
             keys[key.id] = key
         certificates: dict[str, Certificate] = {}
         for number, entry in enumerate(self._entries(data, "certificate", Certificate)):
-            if problem := _name_problem(entry, certificates) or _problem(entry):
+            if problem := _certificate_problem(entry, certificates) or _credential_problem(entry):
                 where = f"certificate {entry.name!r}"
-                raise self._wrong(f"{where}: {problem}", "certificate", number, problem.split()[0])
+                raise self._error(f"{where}: {problem}", "certificate", number, problem.split()[0])
             certificates[entry.name] = entry
         if not keys and not certificates:
             raise ValueError(f"{self._path}: holds no [[key]] and no [[certificate]]")
         limits = self._value(data.get("limits", {}), TenantLimits, "limits", "limits")
-        tenants = self._tenants(data.get("tenants", {}), {entry.tenant for entry in _all(keys, certificates)})
-        self._check_shares({entry.tenant for entry in _all(keys, certificates)}, tenants, limits)
+        tenant_names = {entry.tenant for entry in (*keys.values(), *certificates.values())}
+        tenants = self._tenants(data.get("tenants", {}), tenant_names)
+        self._check_shares(tenant_names, tenants, limits)
         return KeyFile(keys, certificates, tenants, limits)
 
     def _entries(self, data: dict[str, Any], heading: str, kind: type[T]) -> Iterator[T]:
-        """The entries below ``[[heading]]``, one after the other, so that the first wrong one is told."""
+        """Yield the entries below ``[[heading]]`` one by one, so that the first invalid one is reported."""
         entries = data.get(heading, [])
         if not isinstance(entries, list):
-            raise self._wrong(f"Expected [[{heading}]], got {entries!r}", "", 0, heading)
+            raise self._error(f"Expected [[{heading}]], got {entries!r}", "", 0, heading)
         for number, entry in enumerate(entries):
             name = next(
                 (entry[one] for one in ("id", "name") if isinstance(entry, dict) and one in entry), None
             )
-            shown = f"{heading} {name!r}" if name else f"{heading} number {number + 1}"
-            yield self._value(entry, kind, shown, heading, number)
+            entry_name = f"{heading} {name!r}" if name else f"{heading} number {number + 1}"
+            yield self._value(entry, kind, entry_name, heading, number)
 
-    def _tenants(self, data: Any, known: set[str]) -> dict[str, TenantLimits]:
+    def _tenants(self, data: Any, tenant_names: set[str]) -> dict[str, TenantLimits]:
         if not isinstance(data, dict):
-            raise self._wrong(f"Expected [tenants.NAME], got {data!r}", "", 0, "tenants")
+            raise self._error(f"Expected [tenants.NAME], got {data!r}", "", 0, "tenants")
         found = {}
         for name, entry in data.items():
             heading = f"tenants.{name}"
-            if name not in known:
-                raise self._wrong(f"tenant {name!r} has limits and no key", heading)
+            if name not in tenant_names:
+                raise self._error(f"tenant {name!r} has limits and no key", heading)
             found[name] = self._value(entry, TenantLimits, f"tenant {name!r}", heading)
         return found
 
     def _check_shares(
-        self, known: set[str], tenants: Mapping[str, TenantLimits], limits: TenantLimits
+        self, tenant_names: set[str], tenants: Mapping[str, TenantLimits], limits: TenantLimits
     ) -> None:
-        shares = [(tenants.get(name, limits).cache_share, limits.cache_share) for name in known]
+        shares = [(tenants.get(name, limits).cache_share, limits.cache_share) for name in tenant_names]
         together = sum(own if own is not None else default or 0.0 for own, default in shares)
-        if together > 1 + ROUNDING:
+        if together > 1 + TOLERANCE:
             raise ValueError(f"{self._path}: the tenants' cache_share add up to {together:g}, more than 1")
 
-    def _value(self, entry: Any, kind: type[T], shown: str, heading: str, number: int = 0) -> T:
+    def _value(self, entry: Any, kind: type[T], entry_name: str, heading: str, number: int = 0) -> T:
         try:
             return msgspec.convert(entry, kind)
         except msgspec.ValidationError as error:
-            said = str(error)
-            field = re.search(r"field `(\w+)`|at `\$\.(\w+)", said)
+            detail = str(error)
+            field = re.search(r"field `(\w+)`|at `\$\.(\w+)", detail)
             name = (field[1] or field[2]) if field else ""
-            problem = re.sub(r"^Object (contains )?| - at `\$.*`$", "", said)
+            problem = re.sub(r"^Object (contains )?| - at `\$.*`$", "", detail)
             words = f"{name}: {problem}" if field and field[2] else problem
-            raise self._wrong(f"{shown}: {words}", heading, number, name) from error
+            raise self._error(f"{entry_name}: {words}", heading, number, name) from error
 
-    def _wrong(self, problem: str, heading: str, number: int = 0, field: str = "") -> ValueError:
+    def _error(self, problem: str, heading: str, number: int = 0, field: str = "") -> ValueError:
         line = toml_line_number(self._text, heading, number, field)
         return ValueError(f"{self._path}: {problem}" if line is None else f"{self._path}:{line}: {problem}")
-
-
-def _all(keys: Mapping[str, ApiKey], certificates: Mapping[str, Certificate]) -> Iterable[Credential]:
-    return (*keys.values(), *certificates.values())
 
 
 def _key_problem(entry: ApiKey, others: Mapping[str, ApiKey]) -> str:
@@ -200,13 +189,13 @@ def _key_problem(entry: ApiKey, others: Mapping[str, ApiKey]) -> str:
     return ""
 
 
-def _name_problem(entry: Certificate, others: Mapping[str, Certificate]) -> str:
+def _certificate_problem(entry: Certificate, others: Mapping[str, Certificate]) -> str:
     if not entry.name:
         return "name must not be empty"
     return "name occurs twice" if entry.name in others else ""
 
 
-def _problem(entry: Credential) -> str:
+def _credential_problem(entry: Credential) -> str:
     if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", entry.tenant):
         return "tenant must be 1 to 64 letters, digits, '.', '_' or '-'"
     unknown = set(entry.scopes) - ALL_SCOPES

@@ -1,10 +1,10 @@
-"""Where a server is reached: the gRPC port, the admin port, and the HTTP door with the private socket behind it.
+"""The server's ports: the gRPC port, the admin port, and the HTTP door with its private socket.
 
-Ports are bound at once, so that a taken one is told before a model is loaded. They take calls when ``start`` says so,
-but for health on the admin port, which answers from the beginning. All calls pass one ``AccessControl``.
+Ports are bound first, so that a taken port is reported before a model is loaded. They take calls after ``start``,
+except for health on the admin port, which answers from the beginning. All calls pass one ``AccessControl``.
 
-The admin service is on the admin port, and with keys on the gRPC port too; both times a key needs the scope ``admin``.
-Without keys every caller of the gRPC port could drain the server, so it is not there.
+The admin service is on the admin port and, if there are keys, on the gRPC port too. With keys, both require the scope
+``admin``. Without keys every caller of the gRPC port could drain the server, so the service is not there.
 """
 
 from __future__ import annotations
@@ -56,32 +56,29 @@ _STDOUT: Final = 1
 DATA_SERVICE: Final = "pensieve.v1.ConversationService"
 ADMIN_SERVICE: Final = "pensieve.v1.AdminService"
 LAST_CALLS_S: Final = 2.0
-"""Time after the drain for answers that are on their way."""
 _LONGEST_PATH: Final = 90
-"""Of a folder for Unix sockets: the system takes 107 bytes with the name."""
-SOCKETS_S: Final = 1.0
-"""How often the private sockets are looked at."""
+"""Longest folder for Unix sockets: the system allows 107 bytes including the name."""
+SOCKET_CHECK_S: Final = 1.0
 _PREFIX: Final = "pensieve-"
 _LOCK: Final = "lock"
 
 
 class Ports:
-    """The ports of one server. What it opens is closed by the stack that it was given."""
+    """The ports of one server. Opened parts are pushed on the given stack, which closes them."""
 
-    def __init__(self, options: ServeOptions, door: AccessControl, stack: AsyncExitStack) -> None:
+    def __init__(self, options: ServeOptions, access: AccessControl, stack: AsyncExitStack) -> None:
         self._options = options
-        self._door = door
+        self._access = access
         self._stack = stack
         self._servers: list[aio.Server] = []
         self._gateway: Gateway | None = None
-        self._private = PrivateFolder()
-        stack.callback(self._private.close)
+        self._folder = PrivateFolder()
+        stack.callback(self._folder.close)
         self._sockets: dict[Path, Callable[[], aio.Server]] = {}
-        """The private sockets, and what makes a server that is to listen there."""
         self.grpc_address = self.admin_address = self.http_address = ""
 
     def say_ready(self) -> None:
-        """Print what a program that starts a server waits for; it may have gone since."""
+        """Print the ready line. The program that started the server may have gone since."""
         line = f"ready grpc={self.grpc_address} admin={self.admin_address}"
         line += f" http={self.http_address}" if self.http_address else ""
         try:
@@ -94,45 +91,43 @@ class Ports:
         options = self._options
         for name, address in (("listen", options.listen), ("admin", options.admin)):
             try:
-                check_free(
-                    address
-                )  # the admin port's too, although it opens later: nothing has been started yet
+                check_free(address)  # the admin port too, though it opens later: nothing has been started yet
             except BindError as error:
                 raise BindError(f"--{name}: {error}") from error
         credentials = None
         if options.tls_cert is not None and options.tls_key is not None:
             credentials = tls_credentials(options.tls_cert, options.tls_key, options.tls_client_ca)
-        # Whatever the engine would take or queue has to get this far; a full queue is told as such.
-        most = max(DEFAULT_IN_FLIGHT, 2 * options.max_queued)
-        server = self._door.make_server(most, connection_limit(options.max_connections))
+        # Calls that the engine would run or queue must get in; a full queue has its own error.
+        max_in_flight = max(DEFAULT_IN_FLIGHT, 2 * options.max_queued)
+        server = self._access.make_server(max_in_flight, connection_limit(options.max_connections))
         service = ConversationService(conversations)
         pensieve_pb2_grpc.add_ConversationServiceServicer_to_server(service, server)
         self._admin = AdminService(link, conversations)
         keyless = options.api_keys is None
         if not keyless:
             pensieve_pb2_grpc.add_AdminServiceServicer_to_server(self._admin, server)
-        # A caller without a key may not even learn what there is; operators ask on the admin port.
+        # Without a key, callers must not even list the services; operators can on the admin port.
         add_health_and_reflection(server, monitor.servicer, [DATA_SERVICE], reflects=keyless)
         try:
             port = bind(server, options.listen, credentials)
         except BindError as error:
             raise BindError(f"--listen: {error}") from error
-        self._opened(server)
+        self._add_server(server)
         self.grpc_address = _with_port(options.listen, port)
         if options.http is not None:
             self._bind_http(options.http, service, monitor)
 
     async def open_admin(self, monitor: HealthMonitor, metrics: Metrics, page: WebPage) -> None:
-        """Open the admin port, and have the HTTP door's process started meanwhile. Raises BindError. After ``bind``."""
-        grpc_socket = self._private.path / "admin"
+        """Open the admin port and start the HTTP door's process. Call after ``bind``. Raises BindError."""
+        grpc_socket = self._folder.path / "admin"
 
-        def made() -> aio.Server:
-            server = self._door.make_server()
+        def make_server() -> aio.Server:
+            server = self._access.make_server()
             pensieve_pb2_grpc.add_AdminServiceServicer_to_server(self._admin, server)
             add_health_and_reflection(server, monitor.servicer, [ADMIN_SERVICE, DATA_SERVICE])
             return server
 
-        server = self._on_private_socket(grpc_socket, made)
+        server = self._on_private_socket(grpc_socket, make_server)
         self._stack.push_async_callback(server.stop, None)
         await server.start()
         port = AdminPort(metrics.registry, monitor, grpc_socket, self._gateway, page)
@@ -150,7 +145,6 @@ class Ports:
             self._gateway.start()
 
     def http_door_state(self) -> HttpDoorState | None:
-        """How the HTTP door is; None without one."""
         door = self._gateway
         if door is None:
             return None
@@ -160,18 +154,18 @@ class Ports:
         """Take calls. Raises GatewayError."""
         for server in self._servers:
             await server.start()
-        watching = asyncio.create_task(self._watch_sockets(), name="private sockets")
+        watching = asyncio.create_task(self._restore_sockets(), name="private sockets")
         self._stack.push_async_callback(cancel_and_wait, watching)
         if self._gateway is not None:
             await self._gateway.ready()
 
     async def drain(self) -> None:
-        """The HTTP door takes no more calls; gRPC has its own answer to those."""
+        """The HTTP door refuses new calls. The gRPC service answers new turns with DRAINING itself."""
         if self._gateway is not None:
             await self._gateway.drain()
 
     async def end(self) -> None:
-        """End all calls: the last answers have ``LAST_CALLS_S``, those through the HTTP door first."""
+        """End all calls, those of the HTTP door first. The last answers have ``LAST_CALLS_S``."""
         if self._gateway is not None:
             await self._gateway.finish(LAST_CALLS_S)
         for server in self._servers:
@@ -180,14 +174,14 @@ class Ports:
     def _bind_http(self, address: str, service: ConversationService, monitor: HealthMonitor) -> None:
         options = self._options
 
-        def made() -> aio.Server:
-            server = self._door.make_private_server()
+        def make_server() -> aio.Server:
+            server = self._access.make_private_server()
             pensieve_pb2_grpc.add_ConversationServiceServicer_to_server(service, server)
             add_health_and_reflection(server, monitor.servicer, [DATA_SERVICE], reflects=False)
             return server
 
-        path = self._private.path / "http"
-        self._opened(self._on_private_socket(path, made))
+        path = self._folder.path / "http"
+        self._add_server(self._on_private_socket(path, make_server))
         self._gateway = Gateway(
             GatewayCommand(
                 f"unix:{path}",
@@ -211,48 +205,44 @@ class Ports:
             raise GatewayError(f"--http: {error}") from error
         self.http_address = _with_port(address, port)
 
-    def _on_private_socket(self, path: Path, made: Callable[[], aio.Server]) -> aio.Server:
-        """A server that listens there once it is started; it is made again should the socket be removed."""
-        self._sockets[path] = made
-        server = made()
+    def _on_private_socket(self, path: Path, make_server: Callable[[], aio.Server]) -> aio.Server:
+        """Return a server that will listen on a private socket. It is recreated if the socket is removed."""
+        self._sockets[path] = make_server
+        server = make_server()
         server.add_insecure_port(f"unix:{path}")
         return server
 
-    async def _watch_sockets(self) -> None:
-        """Make private sockets again that something removed, as programs do that tidy up temporary folders.
-
-        The server that listened there keeps its connections: it only gets no new ones.
-        """
-        told = False
+    async def _restore_sockets(self) -> None:
+        """Recreate private sockets that were removed, for example by programs that clean temporary folders. The old
+        server keeps its connections but gets no new ones."""
+        reported = False
         while True:
-            await asyncio.sleep(SOCKETS_S)
-            for path, made in self._sockets.items():
+            await asyncio.sleep(SOCKET_CHECK_S)
+            for path, make_server in self._sockets.items():
                 if path.is_socket():
                     continue
                 try:
-                    self._private.restore()
-                    server = made()
+                    self._folder.restore()
+                    server = make_server()
                     server.add_insecure_port(f"unix:{path}")
                 except (OSError, RuntimeError) as error:
-                    if not told:
+                    if not reported:
                         log.error("a private socket was removed and cannot be made again: %s", error)
-                    told = True
+                    reported = True
                     continue
-                self._opened(server)
+                self._add_server(server)
                 await server.start()
-                told = False
+                reported = False
                 log.warning("a private socket was removed, and is there again: %s", path)
 
-    def _opened(self, server: aio.Server) -> None:
+    def _add_server(self, server: aio.Server) -> None:
         self._servers.append(server)
         self._stack.push_async_callback(server.stop, None)
 
 
 class PrivateFolder:
-    """A folder of mode 0700: the sockets in it are ours alone. Those of servers that were killed are removed.
-
-    Its lock says that its server lives.
-    """
+    """A folder of mode 0700 for this server's sockets. Removes the folders of servers that were killed. A locked file
+    in the folder shows that its server is alive."""
 
     def __init__(self) -> None:
         path = Path(tempfile.mkdtemp(prefix=_PREFIX))
@@ -260,41 +250,39 @@ class PrivateFolder:
             path.rmdir()
             path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir="/tmp"))
         self.path = path
-        self._lock = self._locked()
+        self._lock = self._create_lock()
         for other in path.parent.glob(f"{_PREFIX}*"):
-            with contextlib.suppress(OSError):  # somebody else's, or removed meanwhile
+            with contextlib.suppress(OSError):  # another user's, or removed meanwhile
                 _remove_if_dead(other)
 
     def restore(self) -> None:
-        """Make the folder again, in its place, if it was removed. Raises OSError where another user's is there."""
+        """Recreate the folder if it was removed. Raises OSError if another user's folder is in its place."""
         try:
             self.path.mkdir(mode=0o700, parents=True)
         except FileExistsError:
-            found = self.path.lstat()
-            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-                raise PermissionError(f"{self.path} is not this server's any more") from None
+            status = self.path.lstat()
+            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+                raise PermissionError(f"{self.path} does not belong to this server") from None
         if not (self.path / _LOCK).exists():
             os.close(self._lock)
-            self._lock = self._locked()
+            self._lock = self._create_lock()
 
-    def _locked(self) -> int:
-        """Make the lock; the open file that holds it."""
+    def _create_lock(self) -> int:
         new = self.path / "new"
         lock = os.open(new, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(lock, fcntl.LOCK_EX)
-        new.rename(self.path / _LOCK)  # only now, so that nobody finds it without its owner
+        new.rename(self.path / _LOCK)  # renamed only once locked, so that no other server sees it unlocked
         return lock
 
     def close(self) -> None:
-        """Remove it."""
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
 
 
 def _remove_if_dead(folder: Path) -> None:
-    """Remove a folder of a server that has ended. Raises OSError where it lives, or nothing can be told."""
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+    """Remove the folder of a server that has ended. Raises OSError if it is alive or cannot be checked."""
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
         return
     lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:

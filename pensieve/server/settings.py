@@ -1,4 +1,4 @@
-"""What the conversation service is told at start: identity, limits, defaults and times. Frozen."""
+"""Settings of the conversation service, fixed at start: identity, limits, defaults and times."""
 
 from __future__ import annotations
 
@@ -21,14 +21,13 @@ from pensieve.store.records import PrefixSharing, SessionConfig
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """Bounds on what one request may hold. Checked before anything is tokenised or looked up."""
+    """Limits on one request, checked before anything is tokenised or looked up."""
 
     max_request_bytes: int = 4 * 1024 * 1024
     max_input_chars: int = 1_000_000
     """Characters of all texts of one request together, counted before tokenising."""
     max_input_items: int = 64
     max_initial_items: int = 1024
-    """Items that CreateSession may import."""
     max_stop_sequences: int = 16
     max_stop_chars: int = 256
     max_stop_token_ids: int = 128
@@ -51,44 +50,38 @@ class RequestLimits:
 
 @dataclass(frozen=True, slots=True)
 class TurnSettings:
-    """Everything of the service that an operator may set."""
-
     replica: str
     """Names this front end in leases and answers."""
     model: str = ""
     """Name shown to clients; a session may name it or none."""
     model_sha256: str = ""
-    """The model by its content (``model.fingerprint``); sessions are bound to it. "": not known, and not compared."""
+    """Hash of the model's content (``model.fingerprint``); sessions are bound to it. "": unknown, not compared."""
     limits: RequestLimits = RequestLimits()
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
-    """Sampling values where neither turn nor session says otherwise; what is unset here too is ``core.Sampling``'s."""
+    """Sampling values where neither turn nor session sets one. Those unset here too are ``core.Sampling``'s."""
     lease_s: float = LEASE_S
-    """How long a turn of a dead replica blocks its session. Renewed every third of it."""
+    """How long a dead replica's turn blocks its session. Renewed every third of it."""
     heartbeat_s: float = HEARTBEAT_S
     """A stream is never silent for longer."""
     messages_per_s: float = 4000.0
-    """With many streams, output is merged to stay below this rate (``turns.pace``): about half of one core."""
+    """With many streams, output is merged to stay below this rate (``server.pace``): about half of one core."""
     max_wait_s: float = MAX_WAIT_S
-    """A turn that would wait longer in the queue is refused; 0: none is for that."""
+    """A turn that would wait longer in the queue is refused; 0: no limit."""
     max_queued: int = SchedulerConfig.max_queued
-    """Turns that may wait."""
     max_queued_tokens: int = MAX_QUEUED_TOKENS
     """Input tokens that may wait; 0: no limit."""
     disconnect_grace_s: float = DISCONNECT_GRACE_S
-    """How long a turn that nobody listens to waits for a re-attach."""
+    """How long a turn without a listener waits for a re-attach."""
     commit_retry_s: float = 30.0
-    """How long a finished turn waits for a store that is down."""
+    """How long a finished turn retries its commit while the store is down."""
     discarded_turns: int = 4096
-    """How many discarded turns GetTurn remembers."""
     history_cache_bytes: int = 256 * 1024 * 1024
-    """Folded histories kept in this process, least recently used dropped first."""
     page_secret: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
-    """Authenticates page tokens; the same on all replicas when there are several."""
+    """Authenticates page tokens; replicas must share it."""
     page_token_s: float = 24 * 3600.0
     prefix_sharing: bool = field(default_factory=lambda: EngineTuning().prefix_sharing)
-    """Whether sessions of a tenant share the KV of common beginnings."""
 
     def sharing_scope(self, key: Key, config: SessionConfig) -> str:
-        """Names, to the engine, the sessions that share KV with this one: those of its tenant, or "" for none."""
+        """Return the engine's scope for prefix sharing: the tenant's, or "" if the session shares with none."""
         shares = self.prefix_sharing and config.prefix_sharing is PrefixSharing.TENANT
         return f"tenants/{key.tenant}" if shares else ""

@@ -1,4 +1,4 @@
-"""The answers of a front end that cannot serve a call now, but will soon, or another replica can."""
+"""Errors of a front end that cannot serve a call now. A retry will succeed soon, here or on another replica."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def draining() -> Unavailable:
 
 def running_elsewhere() -> Unavailable:
     return Unavailable(
-        "the turn runs on another server, which was told to end it and does not",
+        "the turn runs on another server, which was asked to end it and has not",
         reason="TURN_RUNNING_ELSEWHERE",
         retry_after_s=RETRY_AFTER_S,
     )

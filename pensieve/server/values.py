@@ -1,4 +1,4 @@
-"""Plain frozen values of turns, which the service passes around instead of protobuf messages."""
+"""Frozen values of turns, which the service uses instead of protobuf messages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pensieve.store.records import CandidateAnswer, Item
 
 
 class InputEntry(msgspec.Struct, frozen=True):
-    """One input item: text for the chat template, or token ids (packed uint32) taken verbatim."""
+    """One input item: text for the chat template, or token ids (packed uint32) used verbatim."""
 
     role: Role
     text: str = ""
@@ -24,22 +24,21 @@ class InputEntry(msgspec.Struct, frozen=True):
 
 
 class RawEntry(InputEntry, frozen=True):
-    """Text that goes to the model without the template. A class of its own: what others hash to stays what it was."""
+    """Text passed to the model without the template. A subclass, so that fingerprints of other items stay the same."""
 
     raw: bool = True
 
 
 class ToolEntry(InputEntry, frozen=True):
-    """An item of a conversation with tools. A type of its own: the fingerprints of others stay as they were."""
+    """An item of a conversation with tools. A subclass, so that fingerprints of other items stay the same."""
 
     calls: tuple[FunctionCall, ...] = ()
-    """Of an assistant's text: what it calls, behind the text."""
+    """Calls that follow the text, in an item of the assistant."""
     call_id: str = ""
-    """Of a tool's result."""
 
 
 class OutputOptions(msgspec.Struct, frozen=True):
-    """How a stream wants its deltas. It says how the answer is delivered, and is not part of what the turn is."""
+    """How a stream delivers its deltas. Not part of the turn's identity."""
 
     token_ids: bool = False
     top_logprobs: int | None = None
@@ -49,7 +48,7 @@ class OutputOptions(msgspec.Struct, frozen=True):
 
 
 class TurnHints(msgspec.Struct, frozen=True):
-    """What a client says of the time after its turn; None and False: not said. As given, not clipped."""
+    """Hints about the time after a turn; None and False: not given. Values are not clipped."""
 
     next_turn_s: float | None = None
     importance: float | None = None
@@ -57,23 +56,21 @@ class TurnHints(msgspec.Struct, frozen=True):
 
 
 class CallBounds(msgspec.Struct, frozen=True):
-    """How an answer calls functions."""
-
     begin_with: str | None = None
-    """It begins as a call of this function, or of any (""); None: as the model likes."""
+    """The answer begins with a call of this function, or of any (""); None: unconstrained."""
     one: bool = False
-    """It ends with its first whole call."""
+    """The answer ends after its first complete call."""
 
 
 class TurnFrame(msgspec.Struct, frozen=True):
-    """What the model sees before the history, for one turn; None: what the session has."""
+    """Replaces the session's system prompt and tools for one turn; None: keep the session's."""
 
     system_prompt: str | None = None
     tools: str | None = None
 
 
 class NewTurn(msgspec.Struct, frozen=True):
-    """What a client says of a turn it wants; the same again, with the same request id, is the same turn."""
+    """A requested turn. Another request with the same values and request id is the same turn."""
 
     request_id: str
     input: tuple[InputEntry, ...] = ()
@@ -85,18 +82,15 @@ class NewTurn(msgspec.Struct, frozen=True):
     priority: int = 0
     hints: TurnHints = TurnHints()
     known_revision: int | None = None
-    """The newest revision that the client has seen: a store that is behind it has lost something."""
+    """Newest revision that the client has seen; a store that is behind it has lost data."""
     annotations: dict[str, str] = {}
     mark: str = ""
     calls: CallBounds = CallBounds()
     frame: TurnFrame = TurnFrame()
 
     def fingerprint(self) -> str:
-        """Hash over the fields that say what the turn is.
-
-        How it is delivered (output, priority), hints, what the client knows of the session, and what it writes on the
-        turn for itself are not among them.
-        """
+        """Hash the fields that make up the turn's identity. Excluded are delivery (output, priority), hints,
+        ``known_revision``, annotations and the mark."""
         return fingerprint(
             "turn",
             self.input,
@@ -104,15 +98,15 @@ class NewTurn(msgspec.Struct, frozen=True):
             self.replace_after_item,
             self.sampling,
             self.max_duration_s,
-            # Others keep the fingerprints that they had: a retry of an older turn is still the same.
+            # Added only if set, so that older turns keep their fingerprints and can be retried.
             *((self.calls,) if self.calls != CallBounds() else ()),
             *((self.frame,) if self.frame != TurnFrame() else ()),
         )
 
 
 def fingerprint(*fields: object) -> str:
-    """Hash over values: equal values give equal hashes, whatever the wire said. 128 bits, hex."""
-    # Keys as texts first: the encoder sorts no others, and logit biases are keyed by token id.
+    """Hash values; equal values give equal hashes, however they were encoded on the wire. 128 bits, hex."""
+    # Keys become strings: the encoder sorts no others, and logit biases are keyed by token id.
     plain = msgspec.to_builtins(fields, builtin_types=(bytes,), str_keys=True)
     return hashlib.blake2b(_deterministic.encode(plain), digest_size=16).hexdigest()
 
@@ -121,14 +115,14 @@ _deterministic = msgspec.msgpack.Encoder(order="deterministic")
 
 
 class OnDisconnect(enum.IntEnum):
-    """The numbers are those of ``pensieve.v1.DisconnectPolicy``."""
+    """Numbered like ``pensieve.v1.DisconnectPolicy``."""
 
     CANCEL = 1
     FINISH = 2
 
 
 class TurnStatus(enum.IntEnum):
-    """The numbers are those of ``pensieve.v1.Turn.State``."""
+    """Numbered like ``pensieve.v1.Turn.State``."""
 
     RUNNING = 1
     COMMITTED = 2
@@ -137,7 +131,7 @@ class TurnStatus(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class TurnView:
-    """A turn as a caller sees it: running, committed or discarded."""
+    """A turn as its caller sees it: running, committed or discarded."""
 
     session_id: str
     request_id: str
@@ -153,33 +147,32 @@ class TurnView:
     discard_reason: str = ""
     candidates: tuple[CandidateAnswer, ...] = ()
     chosen: int = 0
-    """The candidate that ``output`` is."""
     hints: HintReceipt | None = None
     annotations: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class TurnEnd:
-    """A turn that held its session, when it is over. Times in seconds of the event loop's clock."""
+    """An ended turn that held its session. Times in seconds of the event loop's clock."""
 
     key: Key
     outcome: str
-    """Its finish reason or the reason of its error, in lower case."""
+    """Finish reason or error reason, in lower case."""
     committed: bool
     context_tokens: int
-    """0: it was refused before it was rendered."""
+    """0: refused before it was rendered."""
     new_tokens: int
-    """Length of its input, template glue included, however much of it had to be computed."""
+    """Length of the input with template glue, whether or not it had to be computed."""
     usage: Usage
-    """Empty when it was never admitted."""
+    """Empty if the turn was never admitted."""
     arrived_at: float
     first_token_at: float | None
     ended_at: float
     request_id: str = ""
     submitted_at: float | None = None
-    """When the engine was asked; None: it never was."""
+    """When it was submitted to the engine; None: never."""
     generated_at: float | None = None
-    """When the generation was over, and the commit began."""
+    """When generation ended and the commit began."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,8 +189,6 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class ProgressView:
-    """How far the turn has come."""
-
     phase: Phase = Phase.QUEUED
     queue_position: int = 0
     tokens_done: int = 0
@@ -206,7 +197,7 @@ class ProgressView:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """Output tokens ``[offset, offset + len(tokens))`` of one candidate and the text that they complete."""
+    """Output tokens ``[offset, offset + len(tokens))`` of one candidate, and the text that they complete."""
 
     offset: int
     tokens: tuple[int, ...]

@@ -319,8 +319,8 @@ def test_the_door_has_the_options_of_its_server(monkeypatch: pytest.MonkeyPatch,
         http_host="chat.lan model.lan",
     )
     private = SimpleNamespace(path=Path("/private"))
-    server: Any = SimpleNamespace(_options=options, _private=private)
-    server._on_private_socket = server._opened = lambda *_: None
+    server: Any = SimpleNamespace(_options=options, _folder=private)
+    server._on_private_socket = server._add_server = lambda *_: None
     never: Any = None
     ports.Ports._bind_http(server, address, never, never)
     files = [one.detach() for one in socket.socketpair()]

@@ -32,7 +32,7 @@ def test_what_a_killed_engine_leaves_behind_is_no_zombie(tmp_path: Path) -> None
         os.kill(engine, signal.SIGKILL)
         until(lambda: not alive(helper), "the helper outlived its engine")
         until(lambda: not Path(f"/proc/{helper}").exists(), f"{helper} is a zombie")
-        assert "signal 9 (killed by somebody" in server.stderr, "the server has the status of its own child"
+        assert "signal 9 (killed from outside" in server.stderr, "the server has the status of its own child"
         until(lambda: [alive(pid) for pid in children(server.process.pid)] == [True], "not one engine")
 
 

@@ -18,7 +18,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from pensieve import tracing
 from pensieve.client import AsyncClient, Client
 from pensieve.server.app import StartError
-from pensieve.server.app import _explained as explained
+from pensieve.server.app import _explain as explained
 from pensieve.server.operations.traces import TracesError, open_traces
 from support.engine.fake_engine import Script
 from support.otlp import Collector, collecting

@@ -44,7 +44,7 @@ def test_buckets_are_whole_and_in_order() -> None:
 def test_old_turns_and_too_many_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     turns = RecentTurns()
     turns.turn_ended(ended(0.0))
-    turns.turn_ended(ended(recent.KEPT_S + 1.0))
+    turns.turn_ended(ended(recent.MAX_AGE_S + 1.0))
     assert len(list(turns.since(-10.0))) == 1
     monkeypatch.setattr(recent, "MOST_KEPT", 5)
     turns = RecentTurns()

@@ -112,7 +112,7 @@ time.sleep(30)
 @pytest.mark.parametrize(
     ("number", "said"),
     [
-        (signal.SIGKILL, "ended with signal 9 (killed by somebody, or by the kernel for want of memory)"),
+        (signal.SIGKILL, "ended with signal 9 (killed from outside, or by the kernel for lack of memory)"),
         (signal.SIGSTOP, "was stopped (SIGSTOP, a debugger)"),
     ],
 )

@@ -155,7 +155,7 @@ async def test_kill_9_of_the_engine(tmp_path: Path) -> None:
             assert completed.completed.revision == 2
         text = await asyncio.to_thread(http, server.admin, "/metrics")
         assert (
-            "ended with signal 9 (killed by somebody, or by the kernel for want of memory)" in server.stderr
+            "ended with signal 9 (killed from outside, or by the kernel for lack of memory)" in server.stderr
         )
         assert "pensieve_engine_restarts_total 1.0" in text
         assert 'pensieve_turns_total{outcome="engine_restarting"} 1.0' in text

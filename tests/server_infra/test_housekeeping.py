@@ -63,7 +63,7 @@ def test_a_server_says_that_it_serves_that_it_turns_and_that_it_drains(tmp_path:
 
 def test_a_manager_that_does_not_listen_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     ManagerNotifier(ServiceManager(str(tmp_path / "nobody"), None)).notify_ready()
-    assert "the service manager was not told READY=1" in caplog.text
+    assert "the service manager could not be notified of READY=1" in caplog.text
 
 
 @pytest.mark.parametrize(

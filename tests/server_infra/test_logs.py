@@ -71,7 +71,7 @@ def test_a_stderr_that_takes_nothing_holds_up_nobody(monkeypatch: pytest.MonkeyP
     assert got[filling:] == b"".join(b"line %d\n" % number for number in range(5))
     assert handler._writer.wait_written(20)
     say("and on")
-    assert os.read(reading, 100) == b"3 log lines were dropped: nothing took them\nand on\n"
+    assert os.read(reading, 100) == b"3 log lines were dropped: stderr was blocked\nand on\n"
 
 
 @pytest.mark.fault(61)

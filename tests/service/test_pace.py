@@ -8,7 +8,7 @@ from contextlib import aclosing
 import pytest
 
 from pensieve.errors import Cancelled
-from pensieve.server.pace import LONGEST_S, StreamPacer
+from pensieve.server.pace import MAX_INTERVAL_S, StreamPacer
 from pensieve.server.turns.buffer import TurnBuffer
 from pensieve.server.turns.stream import StreamOptions, events
 from pensieve.server.turns.text import OutputText
@@ -77,7 +77,7 @@ def test_many_streams_share_their_times() -> None:
     for _ in range(20):
         pace.leave()
     assert pace.next_at(10.001) == 10.001
-    assert crowd(5).next_at(10.01) == pytest.approx(10.0 + LONGEST_S)
+    assert crowd(5).next_at(10.01) == pytest.approx(10.0 + MAX_INTERVAL_S)
 
 
 async def test_output_is_merged_and_complete() -> None:

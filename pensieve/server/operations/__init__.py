@@ -1,4 +1,4 @@
-"""What a server does besides answering: metrics, traces, health, recording, housekeeping.
+"""Operations beside serving: metrics, traces, health, recording, housekeeping.
 
 May import: config, core, engine.messages, errors, lifeline, machine, pensieve, server.admission, server.links,
 server.tasks, server.values, store, tracing.

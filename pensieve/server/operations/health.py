@@ -1,9 +1,9 @@
-"""Health, measured by progress: calls are served when the store takes writes and an engine serves and does not stall.
+"""Health by progress: the server is healthy when its store takes writes and its engine makes steps.
 
-A long prefill is no stall: the link knows what a step of its size takes. The link calls ``wake`` when its state
-changes, so an engine's death is told at once; a stall is noticed within ``CHECK_INTERVAL_S``. A store that hangs is not
-waited for: its ping goes on in the background, and the store is well again when that ping, or one after it, is
-answered. All ``grpc.health.v1`` services of this server share one verdict.
+A long prefill is not a stall: the link knows how long a step of its size takes. The link calls ``wake`` when its
+state changes, so an engine's death is reported at once; a stall is noticed within ``CHECK_INTERVAL_S``. A store that
+hangs does not block the monitor: its ping stays in the background, and the store is healthy again when that ping or a
+later one is answered. All ``grpc.health.v1`` services of this server share one status.
 """
 
 from __future__ import annotations
@@ -27,15 +27,14 @@ log = logging.getLogger(__name__)
 SERVICES: Final = ("", "pensieve.v1.ConversationService", "pensieve.v1.AdminService")
 CHECK_INTERVAL_S: Final = 0.5
 STORE_INTERVAL_S: Final = 1.0
-"""Between the answer to one ping of the store and the next ping."""
 STORE_TIMEOUT_S: Final = 1.5
-"""A ping that takes longer finds the store down."""
+"""A ping that takes longer marks the store as down."""
 STORE_GIVE_UP_S: Final = 10.0
-"""A ping that takes longer is given up for a new one: it may wait for a connection that is gone."""
+"""A ping that takes longer is abandoned for a new one: its connection may be dead."""
 
 
 class HealthMonitor:
-    """Keeps a ``grpc.health.v1`` servicer truthful between ``start`` and ``stop``."""
+    """Keeps a ``grpc.health.v1`` servicer up to date between ``start`` and ``stop``."""
 
     def __init__(
         self,
@@ -52,12 +51,11 @@ class HealthMonitor:
         self._draining = draining
         self._store_problem = ""
         self._shut_down = False
-        self._told: str | None = None
-        self._look = asyncio.Event()
+        self._published: str | None = None
+        self._wake = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._ping: asyncio.Task[None] | None = None
-        """The ping under way."""
-        self._given_up: set[asyncio.Task[None]] = set()
+        self._abandoned: set[asyncio.Task[None]] = set()
 
     @property
     def problem(self) -> str:
@@ -79,31 +77,31 @@ class HealthMonitor:
         ]
 
     def wake(self) -> None:
-        """Look now: something has changed."""
-        self._look.set()
+        """Check now: something has changed."""
+        self._wake.set()
 
     async def refresh(self) -> None:
-        """Find the present verdict, and tell it to watchers and the log if it is a new one."""
+        """Compute the present status. Publish and log it if it changed."""
         problem = self.problem
-        if problem == self._told:
+        if problem == self._published:
             return
-        starts = self._told is None and self._engine.state is LinkState.STARTING
+        starts = self._published is None and self._engine.state is LinkState.STARTING
         if problem:
             log.log(logging.INFO if starts else logging.WARNING, "not serving: %s", problem)
         else:
             log.info("serving")
-        self._told = problem
+        self._published = problem
         response = health_pb2.HealthCheckResponse
         for service in SERVICES:
             await self.servicer.set(service, response.NOT_SERVING if problem else response.SERVING)
 
     async def shut_down(self) -> None:
-        """Answer NOT_SERVING from here on, whatever comes."""
+        """Answer NOT_SERVING from now on."""
         self._shut_down = True
         await self.servicer.enter_graceful_shutdown()
 
     async def stop(self) -> None:
-        pings = [*self._given_up, *([self._ping] if self._ping is not None else [])]
+        pings = [*self._abandoned, *([self._ping] if self._ping is not None else [])]
         for ping in pings:
             ping.cancel()
         for task in self._tasks:
@@ -116,8 +114,8 @@ class HealthMonitor:
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(CHECK_INTERVAL_S):
-                    await self._look.wait()
-            self._look.clear()
+                    await self._wake.wait()
+            self._wake.clear()
             await self.refresh()
 
     async def _watch_store(self) -> None:
@@ -126,43 +124,43 @@ class HealthMonitor:
             await self._check_store()
 
     async def _check_store(self) -> None:
-        """One ping from start to answer. The verdict falls after ``STORE_TIMEOUT_S``, and again at the answer."""
+        """Run one ping. The status is updated after ``STORE_TIMEOUT_S`` without an answer, and again at the answer."""
         ping = self._ping = asyncio.create_task(self._store.ping(), name="store ping")
         done, _ = await asyncio.wait({ping}, timeout=STORE_TIMEOUT_S)
         if not done:
-            self._found("store does not answer")
-            if not self._tasks:  # At start: whoever waits for the first verdict is not kept.
-                self._give_up(ping)
+            self._record_store("store does not answer")
+            if not self._tasks:  # at start: do not delay the first status
+                self._abandon(ping)
                 return
             done, _ = await asyncio.wait({ping}, timeout=STORE_GIVE_UP_S - STORE_TIMEOUT_S)
         if not done:
-            self._give_up(ping)
+            self._abandon(ping)
             return
         self._ping = None
         try:
             ping.result()
         except PensieveError as error:
-            self._found(f"store: {error.reason}")
+            self._record_store(f"store: {error.reason}")
         except Exception:
-            log.exception("the store's ping failed in a way it should not")
-            self._found("store fails")
+            log.exception("the store's ping raised an unexpected error")
+            self._record_store("store fails")
         else:
-            self._found("")
+            self._record_store("")
 
-    def _found(self, problem: str) -> None:
+    def _record_store(self, problem: str) -> None:
         self._store_problem = problem
         if problem:
             self._on_store_error()
         self.wake()
 
-    def _give_up(self, ping: asyncio.Task[None]) -> None:
-        """Forget a ping without waiting for it: what hangs may not even end when it is cancelled."""
+    def _abandon(self, ping: asyncio.Task[None]) -> None:
+        """Abandon a ping without waiting: a ping that hangs may not even end when cancelled."""
         self._ping = None
-        self._given_up.add(ping)
-        ping.add_done_callback(self._ended_late)
+        self._abandoned.add(ping)
+        ping.add_done_callback(self._on_abandoned_end)
         ping.cancel()
 
-    def _ended_late(self, ping: asyncio.Task[None]) -> None:
-        self._given_up.discard(ping)
+    def _on_abandoned_end(self, ping: asyncio.Task[None]) -> None:
+        self._abandoned.discard(ping)
         if not ping.cancelled() and (error := ping.exception()) is not None:
-            log.info("a ping that was given up ended with %s", type(error).__name__)
+            log.info("an abandoned ping ended with %s", type(error).__name__)

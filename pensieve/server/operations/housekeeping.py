@@ -1,6 +1,5 @@
-"""Work that a server does in the background, unasked: it erases sessions whose time to live is over, looks how late
-its event loop is, waits for the processes that were left to it, and tells a service manager how it is.
-"""
+"""Background work of a server: erase expired sessions, measure event loop lag, reap orphans, notify the service
+manager."""
 
 from __future__ import annotations
 
@@ -21,16 +20,16 @@ from pensieve.store import HistoryStore
 log = logging.getLogger(__name__)
 
 PURGE_INTERVAL_S: Final = 60.0
-"""An expired session is unreachable at once; this is how long its content may still lie on the disk."""
+"""An expired session is unreachable at once; its content may stay on disk this much longer."""
 
 LAG_INTERVAL_S: Final = 0.25
 
 ORPHAN_INTERVAL_S: Final = 5.0
-"""Far longer than anybody here takes to wait for a process of its own that has ended."""
+"""Far longer than any code here takes to wait for its own child."""
 
 
 async def purge_forever(store: HistoryStore, interval_s: float = PURGE_INTERVAL_S) -> None:
-    """Erase expired sessions every ``interval_s``, until cancelled. A store that is down is tried at the next round."""
+    """Erase expired sessions every ``interval_s`` until cancelled. If the store is down, retry in the next round."""
     while True:
         await asyncio.sleep(interval_s)
         try:
@@ -43,7 +42,8 @@ async def purge_forever(store: HistoryStore, interval_s: float = PURGE_INTERVAL_
 
 
 async def watch_lag(observe: Callable[[float], None], interval_s: float = LAG_INTERVAL_S) -> None:
-    """Tell ``observe`` every ``interval_s`` how many seconds late the event loop woke this task, until cancelled."""
+    """Report to ``observe``, every ``interval_s`` until cancelled, how many seconds late the event loop woke this
+    task."""
     loop = asyncio.get_running_loop()
     while True:
         due = loop.time() + interval_s
@@ -52,29 +52,28 @@ async def watch_lag(observe: Callable[[float], None], interval_s: float = LAG_IN
 
 
 async def reap_orphans(own: Collection[int], interval_s: float = ORPHAN_INTERVAL_S) -> None:
-    """Wait for processes that ended, are children of this one and were not started by it, until cancelled.
+    """Reap zombie children that this process did not start, until cancelled.
 
-    As process 1 of a container, a server inherits what an engine that was killed has left behind: ranks, compilers.
-    Each would stay a zombie. ``own``: the ids of children for which somebody waits, whose exit status is not taken.
-    Nor is that of a process that a library has started and is about to wait for: only what was a zombie an interval
-    ago, and still is one, counts.
+    As process 1 of a container, a server inherits the orphans of a killed engine: ranks, compilers. Each would stay a
+    zombie. ``own``: ids of children that other code waits for; their status is not taken. A library may have started
+    a process and be about to wait for it, so only a zombie seen in two successive rounds is reaped.
     """
     before: set[tuple[int, str]] = set()
     while True:
         await asyncio.sleep(interval_s)
         found = {zombie for zombie in _zombies() if zombie[0] not in own}
         for pid, _ in found & before:
-            with contextlib.suppress(ChildProcessError):  # somebody has waited for it after all
+            with contextlib.suppress(ChildProcessError):  # other code has reaped it
                 os.waitpid(pid, os.WNOHANG)
-                log.debug("a process that was left to this one has ended", extra={"pid": pid})
+                log.debug("reaped an orphaned process", extra={"pid": pid})
         before = found - before
 
 
 def _zombies() -> set[tuple[int, str]]:
-    """Children of this process that have ended and were not waited for: id, and when it started. Linux."""
+    """Return the zombie children of this process as (id, start time). Linux only."""
     if sys.platform != "linux":
         return set()
-    try:  # Nearly always there is none, and then nobody reads /proc. WNOWAIT: this only looks.
+    try:  # cheap check first, so that /proc is rarely read; WNOWAIT only looks
         if os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             return set()
     except ChildProcessError:  # no children at all
@@ -85,31 +84,29 @@ def _zombies() -> set[tuple[int, str]]:
 
 
 class ManagerNotifier:
-    """The way to it. A manager that does not listen is logged, and the server goes on."""
+    """Notifies the service manager. Failures are logged, and the server goes on."""
 
     def __init__(self, manager: ServiceManager | None) -> None:
         self._manager = manager
 
     def notify_ready(self) -> None:
-        """Calls are taken from now on: what waits for this service may be started."""
-        self._tell("READY=1")
+        self._send("READY=1")
 
     def notify_stopping(self) -> None:
-        """The end was asked for."""
-        self._tell("STOPPING=1")
+        self._send("STOPPING=1")
 
     async def feed_watchdog(self) -> None:
-        """Say twice in each period of the watchdog that the loop turns, until cancelled. Returns if there is none."""
+        """Send a keepalive twice per watchdog period until cancelled. Returns at once without a watchdog."""
         while self._manager is not None and self._manager.watchdog_s is not None:
-            self._tell("WATCHDOG=1")
+            self._send("WATCHDOG=1")
             await asyncio.sleep(self._manager.watchdog_s / 2)
 
-    def _tell(self, what: str) -> None:
+    def _send(self, message: str) -> None:
         if self._manager is None:
             return
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
             sender.setblocking(False)
             try:
-                sender.sendto(what.encode(), self._manager.address)
+                sender.sendto(message.encode(), self._manager.address)
             except OSError as error:
-                log.warning("the service manager was not told %s: %s", what, error)
+                log.warning("the service manager could not be notified of %s: %s", message, error)

@@ -1,7 +1,7 @@
-"""Prometheus metrics: every name in one table. Labels never name a session, and a tenant only when asked to.
+"""Prometheus metrics. Labels never name a session, and a tenant only on request.
 
-What the engine counts is read from its latest ``Stats`` when somebody scrapes. Its counters start again at zero with a
-new engine process, which Prometheus takes for what it is, a reset. What only the front end sees is counted here.
+Engine counters are read from its latest ``Stats`` at each scrape. They restart at zero with a new engine process,
+which Prometheus treats as a counter reset. Events that only the front end sees are counted here.
 """
 
 from __future__ import annotations
@@ -32,8 +32,6 @@ Sample = tuple[tuple[str, ...], float]
 
 @dataclass(frozen=True, slots=True)
 class EngineMetric:
-    """One family whose samples are read from ``Stats``."""
-
     name: str
     kind: Literal["counter", "gauge"]
     help: str
@@ -106,7 +104,10 @@ ENGINE_METRICS: Final = (
         "pensieve_running_requests", "gauge", "Generations in the batch.", _one(lambda s: s.running)
     ),
     EngineMetric(
-        "pensieve_queued_requests", "gauge", "Generations that wait to join.", _one(lambda s: s.queued)
+        "pensieve_queued_requests",
+        "gauge",
+        "Generations waiting to join the batch.",
+        _one(lambda s: s.queued),
     ),
     EngineMetric(
         "pensieve_batch_tokens", "gauge", "Tokens of the latest step.", _one(lambda s: s.last_batch_tokens)
@@ -121,7 +122,7 @@ ENGINE_METRICS: Final = (
     EngineMetric(
         "pensieve_step_part_seconds_total",
         "counter",
-        "Seconds of steps by part: what the host does, what it waits for, what the device says of itself.",
+        "Seconds of steps by part: host work, waiting, and device time as the device reports it.",
         lambda s: [((part,), seconds) for part, seconds in s.part_seconds_total.items()],
         ("part",),
     ),
@@ -137,13 +138,13 @@ ENGINE_METRICS: Final = (
     EngineMetric(
         "pensieve_dropped_tokens_total",
         "counter",
-        "Cached tokens dropped for want of room; they are recomputed if their session returns.",
+        "Cached tokens dropped for lack of space; they are recomputed if their session returns.",
         _one(lambda s: s.dropped_total),
     ),
     EngineMetric(
         "pensieve_suspensions_total",
         "counter",
-        "Running generations taken out of the batch for want of room.",
+        "Running generations preempted for lack of space.",
         _one(lambda s: s.suspensions_total),
     ),
 )
@@ -164,20 +165,18 @@ class _EngineCollector(Collector):
         restarts = self._engine.restarts_total
         yield CounterMetricFamily("pensieve_engine_restarts_total", "Engines replaced.", value=restarts)
         turns = self._engine.condemned_turns_total
-        text = "Turns that were found to end engines; they are refused for a while."
+        text = "Turns found to crash engines; they are refused for a while."
         yield CounterMetricFamily("pensieve_quarantined_turns_total", text, value=turns)
         sessions = self._engine.condemned_sessions_total
-        text = "Times that all turns of a session were refused, because two had ended engines."
+        text = "Times that all turns of a session were refused because two of them had crashed engines."
         yield CounterMetricFamily("pensieve_quarantined_sessions_total", text, value=sessions)
         up = float(self._engine.state is LinkState.SERVING)
         yield GaugeMetricFamily("pensieve_engine_up", "Whether an engine serves.", value=up)
 
 
 class Metrics:
-    """One server's metrics. Also a ``GenerationObserver``."""
-
     def __init__(self, *, by_tenant: bool = False) -> None:
-        """``by_tenant``: also what each tenant uses, under its name."""
+        """``by_tenant``: also export usage per tenant, labelled with its name."""
         self.registry = CollectorRegistry()
         self._tenants = TenantMetrics(self.registry) if by_tenant else None
         self._turns = TurnMetrics(self.registry)
@@ -197,7 +196,7 @@ class Metrics:
         )
         self._warm_calls = Counter(
             "pensieve_warm_calls_total",
-            "Sessions asked to be warmed: accepted, why it was refused, or the reason of the error; lower case.",
+            "Calls to warm a session: accepted, the reason of the refusal, or the reason of the error; lower case.",
             ["outcome"],
             registry=self.registry,
         )
@@ -214,38 +213,37 @@ class Metrics:
             buckets=_TOKEN_SECONDS,
             registry=self.registry,
         )
-        self._store_errors = Counter(
+        self.store_error = Counter(
             "pensieve_store_errors_total", "Calls the history store could not serve.", registry=self.registry
-        )
+        ).inc
         self._store_regressions = Counter(
             "pensieve_store_regressions_total",
-            "Times that the history store no longer had what was acknowledged, by who had seen it.",
+            "Times that the history store had lost acknowledged data, by the side that noticed.",
             ["seen_by"],
             registry=self.registry,
         )
-        self._auth_failures = Counter(
+        self.auth_failure = Counter(
             "pensieve_auth_failures_total", "Calls refused for their credential.", registry=self.registry
-        )
-        self._auth_held_back = Counter(
+        ).inc
+        self.auth_held_back = Counter(
             "pensieve_auth_held_back_total",
-            "Refusals that were held back, because many logins from one address had failed.",
+            "Refusals that were delayed after many failed logins from one address.",
             registry=self.registry,
-        )
+        ).inc
         self._recorded = Counter(
             "pensieve_recorded_turns_total",
-            "Turns that --record has written, and those that are lost because the disk took none for too long.",
+            "Turns that --record has written, and those lost because the disk took no writes for too long.",
             ["outcome"],
             registry=self.registry,
         )
-        for what in ("written", "lost"):
-            self._recorded.labels(what)
+        for outcome in ("written", "lost"):
+            self._recorded.labels(outcome)
         for start in ("cold", "warm"):
             self._first_token.labels(start)
         for seen_by in ("server", "client"):
             self._store_regressions.labels(seen_by)
 
     def watch_engine(self, engine: BaseLink) -> None:
-        """Serve this engine's numbers from now on. Called once."""
         self.registry.register(_EngineCollector(engine))
 
     def first_token(self, seconds: float, usage: Usage) -> None:
@@ -260,56 +258,44 @@ class Metrics:
         self._generations.labels(outcome).inc()
 
     def turn_ended(self, end: TurnEnd) -> None:
-        """A turn that held its session is over."""
-        self._turns.ended(end)
+        self._turns.turn_ended(end)
         if self._tenants is not None:
             self._tenants.turn_ended(end.key.tenant, end.outcome, end.usage)
 
     def turn_refused(self, tenant: str, reason: str) -> None:
-        """A turn did not begin."""
         self._refusals.labels(reason.lower()).inc()
         if self._tenants is not None:
             self._tenants.turn_refused(tenant, reason.lower())
 
     def watch_queue(self, gate: AdmissionGate) -> None:
-        """Show what waits at this gate from now on. Called once."""
         waiting = Gauge(
             "pensieve_waiting_turns", "Turns admitted and not yet computed.", registry=self.registry
         )
         waiting.set_function(lambda: gate.waiting)
         wait = Gauge(
             "pensieve_expected_wait_seconds",
-            "How long it takes to begin all that waits, at the speed measured.",
+            "Time to begin all waiting work at the measured speed.",
             registry=self.registry,
         )
         wait.set_function(lambda: gate.expected_wait_s)
 
-    def watch_usage(self, book: UsageTracker) -> bool:
-        """Show what tenants hold from now on; whether that is to be shown. Called once."""
+    def watch_usage(self, tracker: UsageTracker) -> bool:
+        """Export usage per tenant from now on, if enabled. Return whether it is. Call once."""
         if self._tenants is not None:
-            self._tenants.watch(book)
+            self._tenants.watch(tracker)
         return self._tenants is not None
 
     def warm_ended(self, outcome: str) -> None:
         """``outcome``: see ``SessionWarmer``."""
         self._warm_calls.labels(outcome).inc()
 
-    def store_error(self) -> None:
-        self._store_errors.inc()
-
     def store_regression(self, seen_by: str) -> None:
-        """``seen_by``: ``server``, or ``client`` for one that says so."""
+        """``seen_by``: the side that noticed, ``server`` or ``client``."""
         self._store_regressions.labels(seen_by).inc()
 
     def recorded(self, outcome: str, turns: int) -> None:
-        """``outcome``: see ``TraceRecorder``. May be called from any thread."""
+        """``outcome``: see ``TraceRecorder``. Thread-safe."""
         self._recorded.labels(outcome).inc(turns)
-
-    def auth_failure(self) -> None:
-        self._auth_failures.inc()
-
-    def auth_held_back(self) -> None:
-        self._auth_held_back.inc()
 
 
 _TURN_SECONDS: Final = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 300.0)
@@ -317,8 +303,6 @@ STAGES: Final = ("queue", "prefill", "decode", "other")
 
 
 class TurnMetrics:
-    """Turns that held their session."""
-
     def __init__(self, registry: CollectorRegistry) -> None:
         self._ended = Counter(
             "pensieve_turns_total",
@@ -340,14 +324,14 @@ class TurnMetrics:
         )
         self._stage_seconds = {stage: stage_seconds.labels(stage) for stage in STAGES}
 
-    def ended(self, end: TurnEnd) -> None:
+    def turn_ended(self, end: TurnEnd) -> None:
         self._ended.labels(end.outcome).inc()
         if not end.committed:
             return
         total, usage = end.ended_at - end.arrived_at, end.usage
         self._seconds.observe(total)
         seconds = {"queue": usage.queue_s, "prefill": usage.prefill_s, "decode": usage.decode_s}
-        # Rounding of the receipt can make the parts a little longer than the whole.
+        # Rounded in the receipt, the parts can exceed the whole a little.
         seconds["other"] = max(0.0, total - sum(seconds.values()))
         for stage, amount in seconds.items():
             self._stage_seconds[stage].inc(amount)
@@ -357,11 +341,11 @@ _CALL_SECONDS: Final = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0
 
 
 class CallMetrics:
-    """``method`` is the bare name (``StreamTurn``): no two services of this server have one of the same name."""
+    """Metrics of gRPC calls. ``method`` is the bare name (``StreamTurn``), unique over all services here."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._started = Counter(
-            "pensieve_rpc_started_total", "gRPC calls that came.", ["method"], registry=registry
+            "pensieve_rpc_started_total", "gRPC calls received.", ["method"], registry=registry
         )
         self._handled = Counter(
             "pensieve_rpc_handled_total",
@@ -387,18 +371,18 @@ class CallMetrics:
 
 _LAG_SECONDS: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
 _LIBRARIES: Final = ("torch", "grpcio")
-"""Distributions whose versions explain most differences between two servers."""
+"""Distributions whose versions explain most differences between servers."""
 
 
 class ProcessMetrics:
-    """``process_*`` is the front end, ``pensieve_engine_process_*`` the engine, by prometheus_client's collector."""
+    """Process metrics: ``process_*`` is the front end, ``pensieve_engine_process_*`` the engine."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
         ProcessCollector(registry=registry)
         self._lag = Histogram(
             "pensieve_event_loop_lag_seconds",
-            "How much later than asked the front end's event loop woke up; looked at several times a second.",
+            "How late the front end's event loop wakes up; sampled several times a second.",
             buckets=_LAG_SECONDS,
             registry=registry,
         )
@@ -407,22 +391,20 @@ class ProcessMetrics:
         self._lag.observe(seconds)
 
     def watch_engine(self, pid: Callable[[], int | None]) -> None:
-        """Show what the process with this id uses: of several ranks the first. Nothing while there is none."""
+        """Export metrics of the process with this id (with several ranks: rank 0), or none while it is None."""
         ProcessCollector("pensieve_engine", pid=lambda: pid() or "none", registry=self._registry)
 
     def describe(self, **labels: str) -> None:
-        """Show ``pensieve_build_info`` with these labels and the versions of what the server runs on. Called once."""
+        """Export ``pensieve_build_info`` with these labels and library versions. Call once."""
         versions = {name: _version(name) for name in ("pensieve", *_LIBRARIES)}
-        info = Info(
-            "pensieve_build", "What runs: versions, model, device; always 1.", registry=self._registry
-        )
+        info = Info("pensieve_build", "Versions, model and device; always 1.", registry=self._registry)
         info.info(
             {"version": versions.pop("pensieve"), "python": platform.python_version(), **versions, **labels}
         )
 
 
 def _version(distribution: str) -> str:
-    """From the package's metadata: the front end never imports torch."""
+    """Return a version from package metadata: the front end never imports torch."""
     try:
         return version(distribution)
     except PackageNotFoundError:
@@ -430,18 +412,19 @@ def _version(distribution: str) -> str:
 
 
 class _UsageCollector(Collector):
-    """What tenants hold now. Of the history store it is what ``UsageTracker`` saw last: no scrape waits for that."""
+    """Current usage per tenant. Store usage is from the last poll of ``UsageTracker``: a scrape never waits for the
+    store."""
 
-    def __init__(self, book: UsageTracker) -> None:
-        self._book = book
+    def __init__(self, tracker: UsageTracker) -> None:
+        self._tracker = tracker
 
     def collect(self) -> Iterator[Metric]:
         cached = GaugeMetricFamily(
             "pensieve_tenant_cache_tokens",
-            "Token slots of the cache whose pages a tenant has, by tier. A chunk in both tiers counts in both.",
+            "Token slots of the pages that a tenant holds, by tier. A chunk in both tiers counts in both.",
             labels=["tenant", "tier"],
         )
-        for tenant, (device, host) in self._book.cache_use.items():
+        for tenant, (device, host) in self._tracker.cache_use.items():
             cached.add_metric([tenant, "device"], device)
             cached.add_metric([tenant, "host"], host)
         sessions = GaugeMetricFamily(
@@ -452,7 +435,7 @@ class _UsageCollector(Collector):
             "Bytes of records in the history store, by tenant.",
             labels=["tenant"],
         )
-        for use in self._book.latest:
+        for use in self._tracker.latest:
             if use.stored is not None:
                 sessions.add_metric([use.tenant], use.stored.sessions)
                 stored.add_metric([use.tenant], use.stored.bytes)
@@ -460,7 +443,7 @@ class _UsageCollector(Collector):
 
 
 class TenantMetrics:
-    """Counters with a label ``tenant``. Tenants come from credentials, so there are no more than were given any."""
+    """Counters labelled by tenant. Tenants come from credentials, so their number is bounded."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
@@ -478,14 +461,13 @@ class TenantMetrics:
         )
         self._tokens = Counter(
             "pensieve_tenant_tokens_total",
-            "Tokens of turns that ended, by tenant: computed of contexts, found cached, generated.",
+            "Tokens of ended turns, by tenant: computed, found in the cache, generated.",
             ["tenant", "kind"],
             registry=registry,
         )
 
-    def watch(self, book: UsageTracker) -> None:
-        """Show what is held, too, from now on. Called once."""
-        self._registry.register(_UsageCollector(book))
+    def watch(self, tracker: UsageTracker) -> None:
+        self._registry.register(_UsageCollector(tracker))
 
     def turn_ended(self, tenant: str, outcome: str, usage: Usage) -> None:
         self._turns.labels(tenant, outcome).inc()

@@ -1,9 +1,9 @@
-"""What is told of turns that have ended: a line of the log, and spans sent by OTLP over HTTP (the extra ``otel``).
+"""Telemetry of ended turns: a log line, and OpenTelemetry spans sent by OTLP over HTTP (the extra ``otel``).
 
-A turn's spans are made when it has ended, from the times that it noted anyway: while it runs, tracing costs nothing.
-They belong to the trace that its client named, or to a new one. Attributes are ids, counts, reasons and durations,
-never text; names of ``gen_ai.*`` are OpenTelemetry's for such calls. Sampling and batches are set by the SDK's own
-variables (``OTEL_TRACES_SAMPLER``, ``OTEL_BSP_…``).
+A turn's spans are made when it has ended, from times it recorded anyway: tracing costs a running turn nothing. They
+join the trace that the client named, or a new one. Attributes are ids, counts, reasons and durations, never text;
+``gen_ai.*`` names are OpenTelemetry's. Sampling and batching are configured by the SDK's own variables
+(``OTEL_TRACES_SAMPLER``, ``OTEL_BSP_…``).
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import importlib.util
 import logging
 import time
 from typing import Any, Final
+
+import msgspec
 
 from pensieve.server.values import TurnEnd
 from pensieve.tracing import HEADER, incoming_traceparent
@@ -26,11 +28,11 @@ SERVER_FAULTS: Final = frozenset(
         "session_quarantined", "store_full", "store_replaced", "store_unavailable", "turn_fenced",
     }
 )  # fmt: skip
-"""Outcomes that are no wish of a caller and no limit: they are logged as warnings, all others for debugging."""
+"""Outcomes caused by the server, not by a request or a limit. Logged as warnings, all others for debugging."""
 
 
 def log_turn(end: TurnEnd) -> None:
-    """Log a turn. Called in its task, to which session, request, tenant and trace are bound: they stand in the line."""
+    """Log a turn. Call in its task: the log context holds session, request, tenant and trace."""
     level = logging.WARNING if end.outcome in SERVER_FAULTS else logging.DEBUG
     if not log.isEnabledFor(level):
         return
@@ -44,21 +46,19 @@ def log_turn(end: TurnEnd) -> None:
     log.log(level, "turn ended", extra=fields)
 
 
-_PARTS: Final = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http.trace_exporter")
+_MODULES: Final = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http.trace_exporter")
 
-PATIENCE_S: Final = 3
-"""Of a batch with the collector, retries included: the end of a server may have to wait for one."""
+EXPORT_TIMEOUT_S: Final = 3
 
 
 class TracesError(ValueError):
-    """Traces cannot be sent; the text is for the operator."""
+    """Traces cannot be sent; the message is for the operator."""
 
 
 class TurnTraces:
-    """Makes spans of turns and hands them to the SDK, whose thread sends them."""
+    """Creates spans of turns. The SDK sends them in its own thread."""
 
     def __init__(self, provider: Any, model: str) -> None:
-        """``provider``: a ``TracerProvider`` of OpenTelemetry's SDK."""
         self._provider = provider
         self._model = model
         self._tracer = provider.get_tracer("pensieve.server")
@@ -67,7 +67,7 @@ class TurnTraces:
         self._propagator = context.TraceContextTextMapPropagator()
 
     def turn_ended(self, end: TurnEnd) -> None:
-        """Called in the turn's own task: the trace that its client named is found there."""
+        """Create the turn's spans. Call in the turn's task: its context holds the client's trace."""
         epoch = time.time() - asyncio.get_running_loop().time()
         parent = self._propagator.extract({HEADER: incoming_traceparent.get()})
         kind = self._trace.SpanKind
@@ -89,7 +89,7 @@ class TurnTraces:
         root.end(_ns(end.ended_at + epoch))
 
     async def close(self) -> None:
-        """Send what is left. A collector that does not answer is waited for no longer than the exporter does."""
+        """Send remaining spans, waiting no longer than the exporter's timeout."""
         await asyncio.to_thread(self._provider.shutdown)
 
     def _turn(self, end: TurnEnd) -> dict[str, Any]:
@@ -114,9 +114,10 @@ class TurnTraces:
 
 
 def open_traces(endpoint: str, *, model: str, version: str, instance: str) -> TurnTraces:
-    """Send to this URL, as ``http://127.0.0.1:4318/v1/traces``. Raises TracesError without the extra."""
+    """Return an exporter to this URL, such as ``http://127.0.0.1:4318/v1/traces``. Raises TracesError without the
+    extra."""
     try:
-        sdk, exporter = (importlib.import_module(name) for name in _PARTS)
+        sdk, exporter = (importlib.import_module(name) for name in _MODULES)
         export = importlib.import_module("opentelemetry.sdk.trace.export")
         resources = importlib.import_module("opentelemetry.sdk.resources")
     except ImportError as error:
@@ -124,25 +125,13 @@ def open_traces(endpoint: str, *, model: str, version: str, instance: str) -> Tu
     names = {"service.name": "pensieve", "service.version": version, "service.instance.id": instance}
     provider = sdk.TracerProvider(resource=resources.Resource.create(names), shutdown_on_exit=False)
     provider.add_span_processor(
-        export.BatchSpanProcessor(exporter.OTLPSpanExporter(endpoint=endpoint, timeout=PATIENCE_S))
+        export.BatchSpanProcessor(exporter.OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_TIMEOUT_S))
     )
     return TurnTraces(provider, model)
 
 
 def _receipt(end: TurnEnd) -> dict[str, Any]:
-    usage = end.usage
-    return {
-        "pensieve.context_tokens": usage.context_tokens,
-        "pensieve.new_tokens": usage.new_tokens,
-        "pensieve.gpu_cached_tokens": usage.gpu_cached_tokens,
-        "pensieve.swapped_in_tokens": usage.swapped_in_tokens,
-        "pensieve.recomputed_tokens": usage.recomputed_tokens,
-        "pensieve.output_tokens": usage.output_tokens,
-        "pensieve.queue_s": usage.queue_s,
-        "pensieve.restore_s": usage.restore_s,
-        "pensieve.prefill_s": usage.prefill_s,
-        "pensieve.decode_s": usage.decode_s,
-    }
+    return {f"pensieve.{name}": value for name, value in msgspec.structs.asdict(end.usage).items()}
 
 
 def _ns(seconds: float) -> int:

@@ -1,4 +1,4 @@
-"""What each tenant uses: of this server since it was started, of its cache now, and of the history store."""
+"""Usage per tenant: turns and tokens since the start, cache tokens now, sessions and bytes in the store."""
 
 from __future__ import annotations
 
@@ -15,23 +15,18 @@ from pensieve.store import HistoryStore, TenantUsage
 
 log = logging.getLogger(__name__)
 
-PATIENCE_S: Final = 2.0
-"""How long the history store may take to tell of all tenants."""
-LOOK_S: Final = 15.0
-"""Between two looks for metrics."""
+STORE_TIMEOUT_S: Final = 2.0
+POLL_S: Final = 15.0
 
 CacheUse = Mapping[str, tuple[int, int]]
-"""Tokens that a tenant's pages have room for, on the device and on the host."""
+"""Tenant → token slots of its pages on the device and on the host."""
 
 
 @dataclass(slots=True)
 class TenantCounts:
-    """What one tenant came to, since the server was started."""
-
     turns: int = 0
-    """That ended."""
     refused: int = 0
-    """Turns, before they began."""
+    """Turns refused before they began."""
     computed_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
@@ -39,8 +34,6 @@ class TenantCounts:
 
 @dataclass(frozen=True, slots=True)
 class TenantUse:
-    """What one tenant uses."""
-
     tenant: str
     counts: TenantCounts
     device_tokens: int
@@ -50,23 +43,24 @@ class TenantUse:
 
 
 class UsageTracker:
-    """One per process. Used on one event loop."""
+    """Usage of all tenants. One per process, used on one event loop."""
 
     def __init__(
-        self, store: HistoryStore, held: Callable[[], CacheUse], named: Callable[[], Iterable[str]]
+        self,
+        store: HistoryStore,
+        cache_use: Callable[[], CacheUse],
+        known_tenants: Callable[[], Iterable[str]],
     ) -> None:
-        """``held``: of whom the cache holds anything, as the engine said last; ``named``: who may come."""
+        """``cache_use``: as the engine reported it last. ``known_tenants``: all that have a credential."""
         self._store = store
-        self._held = held
-        self._named = named
+        self._cache_use = cache_use
+        self._known_tenants = known_tenants
         self._counts: defaultdict[str, TenantCounts] = defaultdict(TenantCounts)
         self.latest: list[TenantUse] = []
-        """What ``watch`` saw last."""
 
     @property
     def cache_use(self) -> CacheUse:
-        """As the engine said last."""
-        return self._held()
+        return self._cache_use()
 
     def turn_ended(self, end: TurnEnd) -> None:
         counts, usage = self._counts[end.key.tenant], end.usage
@@ -79,29 +73,29 @@ class UsageTracker:
         self._counts[tenant].refused += 1
 
     async def for_tenant(self, tenant: str) -> TenantUse:
-        """What one tenant uses."""
-        return (await self._look([tenant]))[0]
+        return (await self._read([tenant]))[0]
 
     async def for_all_tenants(self) -> list[TenantUse]:
-        """Those that may come, were here or hold anything, by name."""
-        return await self._look(sorted({*self._named(), *self._counts, *self._held()}))
+        """Return the usage of every tenant with a credential, a count or cached state, sorted by name."""
+        return await self._read(sorted({*self._known_tenants(), *self._counts, *self._cache_use()}))
 
-    async def watch(self, interval_s: float = LOOK_S) -> None:
-        """``all`` every ``interval_s``, until cancelled."""
+    async def watch(self, interval_s: float = POLL_S) -> None:
         while True:
             self.latest = await self.for_all_tenants()
             await asyncio.sleep(interval_s)
 
-    async def _look(self, tenants: list[str]) -> list[TenantUse]:
+    async def _read(self, tenants: list[str]) -> list[TenantUse]:
         stored: dict[str, TenantUsage] = {}
         try:
-            async with asyncio.timeout(PATIENCE_S):
+            async with asyncio.timeout(STORE_TIMEOUT_S):
                 for tenant in tenants:
                     stored[tenant] = await self._store.usage(tenant)
         except (TimeoutError, PensieveError) as error:
-            log.warning("the history store does not tell what tenants store: %s", type(error).__name__)
-        held, nothing = self._held(), TenantCounts()
+            log.warning(
+                "the usage of tenants cannot be read from the history store: %s", type(error).__name__
+            )
+        cache_use, nothing = self._cache_use(), TenantCounts()
         return [
-            TenantUse(name, self._counts.get(name, nothing), *held.get(name, (0, 0)), stored.get(name))
+            TenantUse(name, self._counts.get(name, nothing), *cache_use.get(name, (0, 0)), stored.get(name))
             for name in tenants
         ]

@@ -1,7 +1,7 @@
-"""The web page on the admin port, and the feed of JSON documents behind it: ``docs/page.md``.
+"""The web page on the admin port, and the JSON documents behind it: ``docs/page.md``.
 
-``web`` answers requests. ``state`` puts together what ``recent`` has heard of turns and ``watching`` asks of cache and
-store.
+``web`` answers requests. ``state`` combines what ``recent`` recorded of turns with what ``watching`` polls from the
+cache and the store.
 
 May import: core, engine.messages, errors, feed, hosts, pensieve, server.conversations, server.ids, server.links,
 server.operations, server.values, store.

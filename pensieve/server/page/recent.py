@@ -1,10 +1,9 @@
-"""What ended lately: turns of the last minutes, for rates, latencies and charts. Kept while nobody looks, too."""
+"""Turns of the last minutes, for rates, latencies and charts. Recorded whether or not the page is open."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import msgspec
@@ -12,100 +11,48 @@ import msgspec
 from pensieve.feed import ContextSources, Percentiles, RecentSummary
 from pensieve.server.values import TurnEnd
 
-KEPT_S: Final = 15 * 60.0
-"""How long a turn is remembered."""
-MOST_KEPT: Final = 20_000
-"""Turns that are remembered at most, some 10 MB."""
-LATELY_S: Final = 60.0
-"""What latencies and rates are taken over."""
+MAX_AGE_S: Final = 15 * 60.0
+MAX_TURNS: Final = 20_000
+"""Limit on the turns kept, some 10 MB."""
+SUMMARY_S: Final = 60.0
 BUCKET_S: Final = 5.0
 BUCKETS: Final = 120
 
 
 class Bucket(msgspec.Struct, frozen=True):
-    """``BUCKET_S`` seconds of the past."""
+    """One chart point: ``BUCKET_S`` seconds. Latencies are medians."""
 
     turns: int
     output_tokens: int
     first_token_s: float | None
-    """Median."""
     token_s: float | None
-    """Median."""
     context: ContextSources
 
 
-@dataclass(slots=True)
-class _Sums:
-    """What turns add up to."""
-
-    turns: int = 0
-    failed: int = 0
-    output: int = 0
-    device: int = 0
-    host: int = 0
-    recomputed: int = 0
-    new: int = 0
-
-    def add(self, end: TurnEnd) -> None:
-        usage = end.usage
-        self.turns += 1
-        self.failed += not end.committed
-        self.output += usage.output_tokens
-        self.device += usage.gpu_cached_tokens
-        self.host += usage.swapped_in_tokens
-        self.recomputed += usage.recomputed_tokens
-        self.new += usage.new_tokens
-
-    @property
-    def context(self) -> ContextSources:
-        return ContextSources(self.device, self.host, self.recomputed, self.new)
-
-
 class RecentTurns:
-    """Used on one event loop. Times are its clock's."""
+    """Turns that ended recently. Used on one event loop; times are on its clock."""
 
     def __init__(self) -> None:
         self._ends: deque[TurnEnd] = deque()
 
     def turn_ended(self, end: TurnEnd) -> None:
-        """Costs a few microseconds, whoever looks."""
         self._ends.append(end)
-        while self._ends[0].ended_at < end.ended_at - KEPT_S or len(self._ends) > MOST_KEPT:
+        while self._ends[0].ended_at < end.ended_at - MAX_AGE_S or len(self._ends) > MAX_TURNS:
             self._ends.popleft()
 
     def since(self, then: float) -> Iterator[TurnEnd]:
-        """Those that ended after ``then``, newest first."""
+        """Yield the turns that ended after ``then``, newest first."""
         for end in reversed(self._ends):
             if end.ended_at <= then:
                 return
             yield end
 
     def summary(self, now: float) -> RecentSummary:
-        """Of the last ``LATELY_S`` seconds."""
-        sums = _Sums()
-        first, between, queued = [], [], []
-        for end in self.since(now - LATELY_S):
-            sums.add(end)
-            if end.first_token_at is not None:
-                first.append(end.first_token_at - end.arrived_at)
-                queued.append(end.usage.queue_s)
-            token = _token_s(end)
-            if token is not None:
-                between.append(token)
-        return RecentSummary(
-            over_s=LATELY_S,
-            turns=sums.turns,
-            failed=sums.failed,
-            turns_per_s=sums.turns / LATELY_S,
-            output_tokens_per_s=sums.output / LATELY_S,
-            first_token_s=_percentiles(first),
-            token_s=_percentiles(between),
-            queue_s=_percentiles(queued),
-            context=sums.context,
-        )
+        """Summarise the last ``SUMMARY_S`` seconds."""
+        return _summary(list(self.since(now - SUMMARY_S)))
 
     def series(self, now: float) -> list[Bucket]:
-        """The last ``BUCKETS`` whole buckets, oldest first; their borders are multiples of ``BUCKET_S``."""
+        """Return the last ``BUCKETS`` whole buckets, oldest first. Their borders are multiples of ``BUCKET_S``."""
         end_of_last = now // BUCKET_S
         ends: list[list[TurnEnd]] = [[] for _ in range(BUCKETS)]
         for end in self.since((end_of_last - BUCKETS) * BUCKET_S):
@@ -115,25 +62,41 @@ class RecentTurns:
         return [_bucket(one) for one in ends]
 
 
-def _bucket(ends: Sequence[TurnEnd]) -> Bucket:
-    sums = _Sums()
-    for end in ends:
-        sums.add(end)
-    first = _percentiles(
-        [end.first_token_at - end.arrived_at for end in ends if end.first_token_at is not None]
+def _summary(ends: Sequence[TurnEnd]) -> RecentSummary:
+    usages = [end.usage for end in ends]
+    return RecentSummary(
+        over_s=SUMMARY_S,
+        turns=len(ends),
+        failed=sum(not end.committed for end in ends),
+        turns_per_s=len(ends) / SUMMARY_S,
+        output_tokens_per_s=sum(usage.output_tokens for usage in usages) / SUMMARY_S,
+        first_token_s=_percentiles(
+            [end.first_token_at - end.arrived_at for end in ends if end.first_token_at is not None]
+        ),
+        token_s=_percentiles([token for token in map(_token_s, ends) if token is not None]),
+        queue_s=_percentiles([end.usage.queue_s for end in ends if end.first_token_at is not None]),
+        context=ContextSources(
+            sum(usage.gpu_cached_tokens for usage in usages),
+            sum(usage.swapped_in_tokens for usage in usages),
+            sum(usage.recomputed_tokens for usage in usages),
+            sum(usage.new_tokens for usage in usages),
+        ),
     )
-    between = _percentiles([token for token in map(_token_s, ends) if token is not None])
+
+
+def _bucket(ends: Sequence[TurnEnd]) -> Bucket:
+    summary = _summary(ends)
     return Bucket(
-        turns=sums.turns,
-        output_tokens=sums.output,
-        first_token_s=first.p50 if first is not None else None,
-        token_s=between.p50 if between is not None else None,
-        context=sums.context,
+        turns=len(ends),
+        output_tokens=sum(end.usage.output_tokens for end in ends),
+        first_token_s=None if summary.first_token_s is None else summary.first_token_s.p50,
+        token_s=None if summary.token_s is None else summary.token_s.p50,
+        context=summary.context,
     )
 
 
 def _token_s(end: TurnEnd) -> float | None:
-    """Seconds from one output token to the next, on average over the turn."""
+    """Return the turn's mean seconds between output tokens, or None with fewer than two."""
     if end.first_token_at is None or end.usage.output_tokens < 2:
         return None
     return (end.ended_at - end.first_token_at) / (end.usage.output_tokens - 1)

@@ -1,9 +1,9 @@
-"""The state of a server as one document, for the page, ``pensieve top`` and whoever else asks: ``docs/page.md``."""
+"""The state of a server as one document, for the page and ``pensieve top``: ``docs/page.md``."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Final
 
 import msgspec
@@ -29,30 +29,29 @@ from pensieve.server.page.watching import SessionNote, SessionNotes, StripPoller
 from pensieve.store import Key
 
 DEFAULT_LIMIT: Final = 200
-_SHORTEST_S: Final = 0.8
-"""Rates are not taken over less."""
+_MIN_RATE_S: Final = 0.8
 
 
 class StateView:
-    """Used on one event loop. ``close`` ends what it asks the engine."""
+    """Builds state documents. Used on one event loop; ``close`` cancels a running engine query."""
 
     def __init__(
         self,
         conversations: Conversations,
         health: HealthMonitor,
         recent: RecentTurns,
-        door: Callable[[], HttpDoorState | None] = lambda: None,
+        http_door: Callable[[], HttpDoorState | None] = lambda: None,
         *,
         shows_text: bool = False,
     ) -> None:
-        """``shows_text``: sessions are shown with what was said in them."""
+        """``shows_text``: session documents include the text of their items."""
         self._settings = conversations.settings
         self._gate = conversations.gate
         self._link = conversations.link
         self.store = conversations.store
         self._health = health
         self.recent = recent
-        self._door = door
+        self._http_door = http_door
         self.shows_text = shows_text
         self._strips = StripPoller(self._link)
         self._notes = SessionNotes(self.store)
@@ -63,7 +62,7 @@ class StateView:
         await self._strips.close()
 
     async def document(self, limit: int, after: int) -> StateDocument:
-        """``limit`` sessions behind the first ``after``."""
+        """Return a document with ``limit`` sessions after the first ``after``."""
         sessions = await self._sessions(limit, after)
         now = time.monotonic()
         stats = self._link.stats
@@ -81,7 +80,7 @@ class StateView:
                 chunk_tokens=info.chunk_tokens,
                 context_limit=info.context_limit,
                 shows_text=self.shows_text,
-                door=self._door(),
+                door=self._http_door(),
             ),
             device=TierState(
                 info.device_capacity_tokens, stats.device_used, stats.device_free, stats.device_reclaimable
@@ -96,10 +95,10 @@ class StateView:
         )
 
     async def session_line(self, key: Key) -> SessionLine | None:
-        """One session; None when nothing of it is cached."""
-        taken = await self._strips.strips()
+        """Return one session's line, or None when nothing of it is cached."""
+        snapshot = await self._strips.strips()
         name = f"{key.tenant}/{key.session_id}"
-        found = [one for one in taken.sessions if one.session == name] if taken is not None else []
+        found = [one for one in snapshot.sessions if one.session == name] if snapshot is not None else []
         return _line(found[0], None) if found else None
 
     def _info(self) -> EngineReady:
@@ -109,28 +108,28 @@ class StateView:
             return EngineReady(0, 0, "", "", 0, 0, 0)
 
     async def _sessions(self, limit: int, after: int) -> SessionList:
-        taken = await self._strips.strips()
-        if taken is None:
+        snapshot = await self._strips.strips()
+        if snapshot is None:
             return SessionList(0, 0, None, after, None, ())
-        strips = taken.sessions[after : after + limit]
+        strips = snapshot.sessions[after : after + limit]
         notes = await self._notes.read([(key_of(one), one.tokens) for one in strips if not one.is_candidate])
         return SessionList(
-            total=len(taken.sessions),
-            running=_running(taken.sessions),
-            age_s=round(time.monotonic() - taken.at, 3),
+            total=len(snapshot.sessions),
+            running=sum(one.running and not one.warming for one in snapshot.sessions),
+            age_s=round(time.monotonic() - snapshot.at, 3),
             first=after,
-            next=after + limit if limit > 0 and after + limit < len(taken.sessions) else None,
+            next=after + limit if limit > 0 and after + limit < len(snapshot.sessions) else None,
             rows=tuple(_line(one, notes.get(key_of(one))) for one in strips),
         )
 
     def _rate(self, now: float, stats: Stats) -> RateState | None:
-        """Since the look before; of two in a short time both get the same."""
+        """Return the rates since the previous call. Calls in quick succession get the same rates."""
         if self._before is None or stats.steps_total < self._before[1].steps_total:
             self._before, self._rates = (now, stats), None
             return None
         then, before = self._before
         seconds = now - then
-        if seconds < _SHORTEST_S:
+        if seconds < _MIN_RATE_S:
             return self._rates
 
         def rate(count: float, count_before: float) -> float:
@@ -149,13 +148,8 @@ class StateView:
 
 
 def key_of(strip: SessionStrip) -> Key:
-    """Whose strip it is."""
     tenant, _, name = strip.session.partition("/")
     return Key(tenant, name.partition("#")[0])
-
-
-def _running(strips: Sequence[SessionStrip]) -> int:
-    return sum(one.running and not one.warming for one in strips)
 
 
 def _line(strip: SessionStrip, note: SessionNote | None) -> SessionLine:

@@ -1,4 +1,4 @@
-"""The requests of the page: the page itself, and the documents behind it."""
+"""HTTP requests of the page: the page itself, and the documents behind it."""
 
 from __future__ import annotations
 
@@ -27,56 +27,50 @@ from pensieve.store.records import Record, RecordKind, SessionRow
 
 SERIES_SCHEMA: Final = "pensieve.series/1"
 DEFAULT_TENANT: Final = "default"
+_STATUS: Final[dict[type[PensieveError], int]] = {Unauthenticated: 401, PermissionDenied: 403, NotFound: 404}
 _SESSION: Final = re.compile(r"/sessions/([^/]+)\.json")
 
-Operator = Callable[[str, str], Awaitable[None]]
-"""(value of ``Authorization``, address of the caller): raises Unauthenticated or PermissionDenied."""
+AuthorizeOperator = Callable[[str, str], Awaitable[None]]
+"""Checks a caller, given the ``Authorization`` header and the address. Raises Unauthenticated or PermissionDenied."""
 
 
 class WebPage:
-    """Used on one event loop. ``close`` ends what runs for it."""
+    """Answers the page's requests. Used on one event loop; ``close`` cancels what it runs."""
 
-    def __init__(self, state: StateView, operator: Operator) -> None:
-        """``operator`` lets a caller in."""
+    def __init__(self, state: StateView, operator: AuthorizeOperator) -> None:
         self._state = state
-        self._operator = operator
+        self._authorize = operator
         self._html = importlib.resources.files(__package__).joinpath("page.html").read_bytes()
-        self._html_headers = {"Content-Security-Policy": content_policy(self._html), **_ALWAYS}
+        self._html_headers = {"Content-Security-Policy": content_policy(self._html), **_HEADERS}
 
     async def answer(self, path: str, request: Request) -> Response | None:
-        """The answer to a GET of ``path``, as it was sent; None: it is none of the page's."""
+        """Return the answer to a GET of ``path`` (still quoted), or None if the page does not serve it."""
         if not (path in ("/", "/state.json", "/series.json") or path.startswith("/sessions/")):
             return None
         if not names_this_machine(request.headers.get("host", "")):
             return _refused(
                 403,
                 "HOST_REFUSED",
-                "the page is opened by IP address, as localhost or by this machine's name",
+                "open the page by IP address, as localhost, or by this machine's name",
             )
         if path == "/":
             return Response(self._html, headers=self._html_headers, media_type="text/html")
         try:
             address = request.client.host if request.client is not None else ""
-            await self._operator(request.headers.get("authorization", ""), address)
+            await self._authorize(request.headers.get("authorization", ""), address)
             return await self._document(path, parse_qs(request.scope["query_string"].decode("latin-1")))
-        except Unauthenticated as error:
-            return _refused(401, error.reason, error.message)
-        except PermissionDenied as error:
-            return _refused(403, error.reason, error.message)
-        except NotFound as error:
-            return _refused(404, error.reason, error.message)
         except ValueError as error:
             return _refused(400, "FIELD_INVALID", str(error))
         except PensieveError as error:
-            return _refused(503, error.reason, error.message)
+            return _refused(_STATUS.get(type(error), 503), error.reason, error.message)
 
     async def close(self) -> None:
         await self._state.close()
 
-    async def _document(self, path: str, asked: Mapping[str, list[str]]) -> Response:
+    async def _document(self, path: str, query: Mapping[str, list[str]]) -> Response:
         if path == "/state.json":
-            limit = _number(asked, "limit", DEFAULT_LIMIT, MAX_LISTED)
-            return _json(await self._state.document(limit, _number(asked, "after", 0, 1 << 31)))
+            limit = _number(query, "limit", DEFAULT_LIMIT, MAX_LISTED)
+            return _json(await self._state.document(limit, _number(query, "after", 0, 1 << 31)))
         if path == "/series.json":
             buckets = self._state.recent.series(time.monotonic())
             return _json({"schema": SERIES_SCHEMA, "bucket_s": BUCKET_S, "buckets": buckets})
@@ -84,13 +78,13 @@ class WebPage:
         name = unquote(match[1]) if match else ""
         if not SESSION_ID.fullmatch(name):
             raise NotFound("no such session", reason="SESSION_NOT_FOUND")
-        key = Key(asked.get("tenant", [DEFAULT_TENANT])[0], name)
+        key = Key(query.get("tenant", [DEFAULT_TENANT])[0], name)
         cached = await self._state.session_line(key)
         return _json(await session_document(self._state.store, key, cached, text=self._state.shows_text))
 
 
 def content_policy(html: bytes) -> str:
-    """A policy under which this page, and nothing that finds its way into it, runs: by the hashes of its parts."""
+    """Return a Content-Security-Policy that runs only this page's own scripts and styles, by their hashes."""
 
     def hashes(tag: str) -> str:
         found = re.findall(rf"<{tag}>(.*?)</{tag}>".encode(), html, re.DOTALL)
@@ -103,7 +97,7 @@ def content_policy(html: bytes) -> str:
     )
 
 
-_ALWAYS: Final = {
+_HEADERS: Final = {
     "Cache-Control": "no-store",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
@@ -113,44 +107,40 @@ _ALWAYS: Final = {
 
 def _json(document: object, status: int = 200) -> Response:
     body = msgspec.json.encode(document)
-    return Response(body, status, headers=_ALWAYS, media_type="application/json")
+    return Response(body, status, headers=_HEADERS, media_type="application/json")
 
 
 def _refused(status: int, reason: str, message: str) -> Response:
     return _json({"reason": reason, "message": message}, status)
 
 
-def _number(asked: Mapping[str, list[str]], name: str, default: int, most: int) -> int:
-    """Raises ValueError."""
-    text = asked.get(name, [str(default)])[0]
+def _number(query: Mapping[str, list[str]], name: str, default: int, limit: int) -> int:
+    text = query.get(name, [str(default)])[0]
     if not (text.isascii() and text.isdigit() and len(text) <= 10):
-        raise ValueError(f"{name}: a number is wanted")
-    return min(int(text), most)
+        raise ValueError(f"{name}: must be a number")
+    return min(int(text), limit)
 
 
 SESSION_SCHEMA: Final = "pensieve.session/1"
-MOST_TURNS: Final = 50
-"""The latest ones are told."""
-MOST_CHARS: Final = 2000
-"""Of each text."""
+MAX_TURNS: Final = 50
+MAX_CHARS: Final = 2000
 
 
-class TextShown(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What one item says."""
-
+class ItemText(msgspec.Struct, frozen=True, omit_defaults=True):
     role: str
     text: str
     cut: bool = False
 
 
 class TurnReceipt(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One change of a session. ``context_tokens`` = ``device`` + ``host`` + ``recomputed`` + ``new``. Seconds."""
+    """One change of a session. Times in seconds; ``context_tokens`` = ``device`` + ``host`` + ``recomputed`` +
+    ``new``."""
 
     revision: int
     time_s: float
     """Unix time of the commit."""
     kind: str
-    """``turn``, or what else changed the session."""
+    """``turn``, or another kind of change."""
     request_id: str = ""
     finish_reason: str = ""
     candidates: int = 1
@@ -164,7 +154,7 @@ class TurnReceipt(msgspec.Struct, frozen=True, omit_defaults=True):
     restore_s: float = 0.0
     prefill_s: float = 0.0
     decode_s: float = 0.0
-    said: tuple[TextShown, ...] = ()
+    said: tuple[ItemText, ...] = ()
     """Empty unless ``serve --page-text``."""
 
 
@@ -185,17 +175,16 @@ class SessionDocument(msgspec.Struct, frozen=True):
     cached: SessionLine | None
     """None: nothing of it is cached, or the engine does not answer."""
     turns: tuple[TurnReceipt, ...]
-    """Oldest first."""
     earlier: int
-    """How many changes came before these."""
+    """Number of changes before these."""
 
 
 async def session_document(
     store: HistoryStore, key: Key, cached: SessionLine | None, *, text: bool
 ) -> SessionDocument:
-    """Raises NotFound, and what the store raises."""
+    """Return the document of one session. Raises NotFound and the store's errors."""
     row = await store.load(key)
-    begin = max(row.revision - MOST_TURNS, 0)
+    begin = max(row.revision - MAX_TURNS, 0)
     logged = await store.read(key, after_revision=begin)
     return _document(key, row, [one.record for one in logged], begin, cached, text=text)
 
@@ -242,7 +231,7 @@ def _receipt(record: Record, *, text: bool) -> TurnReceipt:
         prefill_s=usage.prefill_s,
         decode_s=usage.decode_s,
         said=tuple(
-            TextShown(item.role.name.lower(), item.text[:MOST_CHARS], len(item.text) > MOST_CHARS)
+            ItemText(item.role.name.lower(), item.text[:MAX_CHARS], len(item.text) > MAX_CHARS)
             for item in record.items
         )
         if text

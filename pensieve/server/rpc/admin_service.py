@@ -1,4 +1,4 @@
-"""``pensieve.v1.AdminService``: for operators, with a scope of its own. ``server/ports.py`` says on which ports."""
+"""``pensieve.v1.AdminService``, for operators. ``server/ports.py`` says on which ports."""
 
 from __future__ import annotations
 
@@ -14,12 +14,10 @@ from pensieve.v1 import pensieve_pb2 as pb
 from pensieve.v1 import pensieve_pb2_grpc
 
 DRAIN_S = 30.0
-"""How long a drain without a deadline waits for running turns."""
+"""Time for running turns when a drain request has no deadline."""
 
 
 class AdminService(pensieve_pb2_grpc.AdminServiceServicer):
-    """Served behind ``Interceptor``."""
-
     def __init__(self, link: EngineLink, conversations: Conversations) -> None:
         self._link = link
         self._conversations = conversations
@@ -44,18 +42,18 @@ class AdminService(pensieve_pb2_grpc.AdminServiceServicer):
             tenants=[convert.tenant_usage(use) for use in await self._conversations.usage.for_all_tenants()],
         )
         if self._step_seen_ms:
-            # The engine tells how many steps it made, not when: this is when a new one was first seen here.
+            # The engine reports how many steps it made, not when: this is when the front end first saw a new one.
             message.last_engine_step_time.CopyFrom(convert.timestamp(self._step_seen_ms))
         return message
 
     async def EvictCache(self, request: pb.EvictCacheRequest, _context: Any) -> pb.EvictCacheResponse:
-        """A named session is one of the caller's own tenant."""
+        """Evict the named session of the caller's own tenant, or all idle sessions."""
         validate(request, self._bounds)
         key = key_of(request.session) if request.session else None
         return pb.EvictCacheResponse(tokens_evicted=await self._conversations.evict(key))
 
     async def Drain(self, request: pb.DrainRequest, _context: Any) -> pb.DrainResponse:
-        """Returns when no turn runs any more; ``turns_left`` had to be discarded at the deadline."""
+        """Drain, and return when no turn runs. ``turns_left`` counts the turns discarded at the deadline."""
         validate(request, self._bounds)
         deadline_s = (seconds(request.deadline) or 0.0) if request.HasField("deadline") else DRAIN_S
         return pb.DrainResponse(turns_left=await self._conversations.drain(deadline_s))

@@ -1,11 +1,11 @@
-"""Credentials: they name the caller and what it may do. Deny by default.
+"""Authentication: find the caller and its scopes from a credential. Deny by default.
 
-A caller sends ``authorization: Bearer ck_<id>_<secret>``, or shows a client certificate; ``keys`` says what the key
-file knows of either. Who sends the header is judged by it alone. The file is looked at every ``RELOAD_S``; a change
-that cannot be read keeps the keys in force and is logged. Without a key file everybody is the tenant ``default`` with
-every scope: meant for loopback.
+A caller sends ``authorization: Bearer ck_<id>_<secret>`` or shows a client certificate; ``server/keys.py`` reads the
+file that lists both. If the header is there, it alone decides. The file is checked for changes every ``RELOAD_S``; a
+new version that cannot be read is logged, and the old keys stay in force. Without a key file every caller is the
+tenant ``default`` with every scope, which is meant for loopback.
 
-The tenant comes from the credential and from nowhere else. Needs no request body, so it runs before one is read.
+The tenant comes from the credential only. Authentication needs no request body, so it runs before one is read.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from pensieve.server.tenants import TenantTable
 log = logging.getLogger(__name__)
 
 PUBLIC: Final = ""
-"""Scope of methods that anyone may call: health."""
+"""Scope of methods that any caller may use: health."""
 ANY: Final = "any"
-"""Scope of methods that take a credential, whatever its scopes: reflection."""
+"""Scope of methods that need a valid credential with any scopes: reflection."""
 FORWARDED_NAME_KEY: Final = "pensieve-certificate-name-bin"
 FORWARDED_ADDRESS_KEY: Final = "pensieve-caller-address"
 RELOAD_S: Final = 1.0
@@ -81,59 +81,58 @@ SCOPE_OF_METHOD: Final[dict[str, str]] = {
     "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo": ANY,
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": ANY,
 }
-"""Full gRPC method name → scope it takes. A method that is not in here is refused."""
+"""Full gRPC method name → required scope. Methods that are missing here are refused."""
 FAILURES: Final = 10
-"""Failed logins of one address that are answered at once."""
+"""Failed logins of one address that are answered without delay."""
 FAILURES_PER_S: Final = 2.0
 LONGEST_WAIT_S: Final = 5.0
-_ADDRESSES: Final = 4096
-"""Buckets that are kept; of more addresses, the one that failed longest ago starts afresh."""
-_HELD_BACK: Final = 1024
-"""Answers held back at once, of all addresses; more are given at once, since each takes memory."""
+_MAX_ADDRESSES: Final = 4096
+"""Addresses tracked. Beyond that, the address whose last failure is oldest is forgotten."""
+_MAX_HELD_BACK: Final = 1024
+"""Answers that may be delayed at once, over all addresses. Each takes memory, so further ones are sent at once."""
 
 
 class ForwardedCaller(NamedTuple):
-    """A caller as the HTTP door knows it."""
+    """A caller as reported by the HTTP door."""
 
     names: tuple[str, ...]
-    """In the client certificate that it verified."""
     address: str
-    """"" where it knows none."""
+    """IP address; "" if the door does not know it."""
 
 
 class Peer:
-    """A caller as its connection shows it. Nothing is looked up before it is asked for."""
+    """A caller as seen from its connection. All properties are computed on demand."""
 
     def __init__(self, context: Any, forwarded: ForwardedCaller | None = None) -> None:
-        """``told``: what the HTTP door says of its caller, where it is the door that calls."""
+        """``forwarded``: the caller as the HTTP door reports it, when the call comes from the door."""
         self._context = context
-        self._told = forwarded
+        self._forwarded = forwarded
 
     @property
     def address(self) -> str:
-        """IP address, without the port; "" when there is none, as on a Unix socket."""
-        if self._told is not None:
-            return self._told.address
+        """IP address without the port; "" when there is none, as on a Unix socket."""
+        if self._forwarded is not None:
+            return self._forwarded.address
         kind, _, rest = unquote(self._context.peer()).partition(":")
         return rest.rpartition(":")[0].strip("[]") if kind in ("ipv4", "ipv6") else ""
 
     @property
     def connection(self) -> str:
-        """Names the connection; "" for those of the HTTP door, which carry many callers."""
-        return "" if self._told is not None else str(self._context.peer())
+        """Identifies the connection; "" for connections of the HTTP door, which carry many callers."""
+        return "" if self._forwarded is not None else str(self._context.peer())
 
     @property
     def names(self) -> tuple[str, ...]:
         """Alternative names of the verified client certificate, or its common name if it has none; () without one."""
-        if self._told is not None:
-            return self._told.names
+        if self._forwarded is not None:
+            return self._forwarded.names
         properties = self._context.auth_context()
         found = properties.get("x509_subject_alternative_name") or properties.get("x509_common_name") or ()
         return tuple(name.decode("utf-8", "replace") for name in found)
 
 
 def forwarded_caller(metadata: Iterable[tuple[str, str | bytes]]) -> ForwardedCaller:
-    """The caller of the HTTP door, by the metadata that the door sets. To be read from its private socket only."""
+    """Return the caller that the HTTP door reports in the metadata. Trust this on the door's private socket only."""
     names, address = list[str](), ""
     for name, value in metadata:
         if name == FORWARDED_NAME_KEY and isinstance(value, bytes):
@@ -145,22 +144,20 @@ def forwarded_caller(metadata: Iterable[tuple[str, str | bytes]]) -> ForwardedCa
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """An authenticated caller."""
-
     tenant: str
     key_id: str
-    """Names the credential in logs; "" when no key file is in force."""
+    """Credential id for logs; "" when no key file is in force."""
     scopes: frozenset[str]
     digest: str = ""
-    """The hash that the key's secret was compared with, so that a key whose secret changed is another one."""
+    """Hash of the key's secret at login. After the secret changes, the identity is no longer valid."""
 
 
 ANONYMOUS: Final = Identity(tenant=DEFAULT_TENANT, key_id="", scopes=ALL_SCOPES)
-_NOBODY: Final = Identity(tenant="", key_id="", scopes=frozenset())
+_NO_IDENTITY: Final = Identity(tenant="", key_id="", scopes=frozenset())
 
 
 class Authenticator:
-    """Checks credentials against the key file, or lets everybody in as ``default`` when there is none."""
+    """Checks credentials against the key file. Without a file, every caller is the tenant ``default``."""
 
     def __init__(
         self,
@@ -169,7 +166,7 @@ class Authenticator:
         on_failure: Callable[[], None] = lambda: None,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        """Reads the file at once. Raises ValueError or OSError when it cannot be used."""
+        """Read the file. Raises ValueError or OSError when it cannot be used."""
         self._path = path
         self._on_failure = on_failure
         self._wall = wall
@@ -177,12 +174,11 @@ class Authenticator:
         self._file = load_keys(path) if path is not None else NO_KEYS
         self._reported = ""
         self.tenants = TenantTable(self._file.tenants, self._file.limits, self._names)
-        """The limits that the file sets; it changes with the file."""
 
     def check(
         self, method: str, metadata: Iterable[tuple[str, str | bytes]], peer: Peer | None = None
     ) -> Identity:
-        """The caller of ``method``. Raises Unauthenticated or PermissionDenied, in constant words."""
+        """Return the caller of ``method``. Raises Unauthenticated or PermissionDenied, with constant messages."""
         try:
             return self._check(method, metadata, peer)
         except (Unauthenticated, PermissionDenied):
@@ -190,7 +186,7 @@ class Authenticator:
             raise
 
     def revocation_error(self, identity: Identity) -> PensieveError | None:
-        """Why a caller who was let in before would not be now; None: it would."""
+        """Return the error for an identity that is no longer valid, or None if it still is."""
         if self._path is None or not identity.key_id:
             return None
         entry = self._file.find(identity.key_id)
@@ -198,10 +194,10 @@ class Authenticator:
             return _invalid()
         if identity.scopes - set(entry.scopes):
             return _invalid()
-        return _expired() if self._is_over(entry) else None
+        return _expired() if self._is_expired(entry) else None
 
     def reload(self, *, always: bool = False) -> None:
-        """Read the file again if it has changed. Keeps what is in force when it cannot be used."""
+        """Read the file again if it has changed. Keeps the present keys if the new file cannot be used."""
         if self._path is None:
             return
         try:
@@ -210,10 +206,10 @@ class Authenticator:
                 return
             self._file = load_keys(self._path)
         except (OSError, ValueError) as error:
-            # Told once: the same file is looked at again every second.
+            # Logged once per error: the same file is checked again every second.
             if str(error) != self._reported:
                 self._reported = str(error)
-                log.error("key file not read again, the keys in force stay: %s", error)
+                log.error("the key file could not be read again; the present keys stay in force: %s", error)
             return
         self._stamp, self._reported = stamp, ""
         self.tenants.replace(self._file.tenants, self._file.limits, self._names)
@@ -230,7 +226,7 @@ class Authenticator:
         if self._path is None:
             return ANONYMOUS
         if scope == PUBLIC:
-            return _NOBODY
+            return _NO_IDENTITY
         identity = self._identify(metadata, peer)
         if scope != ANY and scope not in identity.scopes:
             raise PermissionDenied(f"the credential lacks the scope {scope}", metadata={"scope": scope})
@@ -239,33 +235,32 @@ class Authenticator:
     def _identify(self, metadata: Iterable[tuple[str, str | bytes]], peer: Peer | None) -> Identity:
         header = next((value for name, value in metadata if name.lower() == "authorization"), None)
         if header is None:
-            return self._by_certificate(peer)
+            return self._identity_by_certificate(peer)
         text = header if isinstance(header, str) else header.decode("ascii", "replace")
         match = re.fullmatch(r"[Bb]earer ck_([A-Za-z0-9-]{1,64})_(\S{1,512})", text)
         key = self._file.keys.get(match[1]) if match else None
         secret = match[2] if match else ""
-        # An unknown id is compared too, so that time does not tell which ids exist.
+        # An unknown id is compared too, so that response times do not reveal which ids exist.
         digest = hashlib.sha256(secret.encode()).hexdigest()
         matches = hmac.compare_digest(digest, key.sha256 if key else "0" * 64)
         if key is None or not matches:
             raise _invalid()
-        return self._admitted(key, key.id)
+        return self._identity_for(key, key.id)
 
-    def _by_certificate(self, peer: Peer | None) -> Identity:
-        """The caller by its certificate, which gRPC has verified."""
+    def _identity_by_certificate(self, peer: Peer | None) -> Identity:
         if peer is not None and self._file.certificates:
             for name in peer.names:
                 entry = self._file.certificates.get(name)
                 if entry is not None:
-                    return self._admitted(entry, CERTIFICATE + name)
+                    return self._identity_for(entry, CERTIFICATE + name)
         raise Unauthenticated("no credential: send 'authorization: Bearer ck_<id>_<secret>'")
 
-    def _admitted(self, entry: Credential, key_id: str) -> Identity:
-        if self._is_over(entry):
+    def _identity_for(self, entry: Credential, key_id: str) -> Identity:
+        if self._is_expired(entry):
             raise _expired()
         return Identity(entry.tenant, key_id, frozenset(entry.scopes), _digest(entry))
 
-    def _is_over(self, entry: Credential) -> bool:
+    def _is_expired(self, entry: Credential) -> bool:
         return entry.expires is not None and entry.expires.timestamp() <= self._wall()
 
     def _file_stamp(self) -> tuple[int, int, int]:
@@ -288,10 +283,10 @@ def _expired() -> Unauthenticated:
 
 
 class LoginThrottle:
-    """Failed logins, counted per address: after a handful, the answers to further ones are held back. One per server.
+    """Counts failed logins per address and delays the answers after the first few. One per server.
 
-    Nobody is locked out. A good credential is served at once, however often others at the same address guessed; only
-    what is wrong waits, so that guessing has the pace of the bucket and, with it, the limit on streams of a connection.
+    No caller is locked out. A valid credential is served at once, however many guesses came from the same address.
+    Only answers to failures are delayed, so guessing is limited by the bucket and by the streams of a connection.
     """
 
     def __init__(
@@ -303,25 +298,24 @@ class LoginThrottle:
         self._on_held_back = on_held_back
         self._monotonic = monotonic
         self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
-        """Address (the network of an IPv6 one) to tokens left, which may be negative, and when that was."""
+        """Address (IPv6: network) → tokens left, possibly negative, and the time of that count."""
         self._held_back = 0
 
     def record_failure(self, address: str) -> float:
-        """Note a failure; seconds to hold its answer back."""
+        """Count a failed login. Return how many seconds to delay its answer."""
         network = _network(address)
         now = self._monotonic()
-        tokens, then = self._buckets.pop(network, (float(FAILURES), now))
-        tokens = min(FAILURES, tokens + (now - then) * FAILURES_PER_S) - 1
+        tokens, updated_at = self._buckets.pop(network, (float(FAILURES), now))
+        tokens = min(FAILURES, tokens + (now - updated_at) * FAILURES_PER_S) - 1
         tokens = max(tokens, -LONGEST_WAIT_S * FAILURES_PER_S)
         self._buckets[network] = tokens, now
-        if len(self._buckets) > _ADDRESSES:
+        if len(self._buckets) > _MAX_ADDRESSES:
             self._buckets.popitem(last=False)
-        if tokens >= 0 or self._held_back >= _HELD_BACK:
+        if tokens >= 0 or self._held_back >= _MAX_HELD_BACK:
             return 0.0
         return -tokens / FAILURES_PER_S
 
     async def hold_back(self, seconds: float) -> None:
-        """Wait before the answer to a failure is given."""
         self._on_held_back()
         self._held_back += 1
         try:
@@ -331,9 +325,9 @@ class LoginThrottle:
 
 
 def _network(address: str) -> str:
-    """The address; for IPv6 its /64, since a host may have all of that."""
+    """Return the address, or its /64 for IPv6, where one host may own the whole network."""
     try:
-        known = ipaddress.ip_address(address)
+        parsed = ipaddress.ip_address(address)
     except ValueError:
         return address
-    return str(ipaddress.ip_network((known, 64), strict=False)) if known.version == 6 else address
+    return str(ipaddress.ip_network((parsed, 64), strict=False)) if parsed.version == 6 else address

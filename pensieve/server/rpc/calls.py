@@ -1,18 +1,19 @@
-"""The calls that are being handled: how many each caller may have, how one is ended from outside, and who counts them.
+"""The calls in progress: a limit per caller, ending a call from outside, metrics, and pacing of request bodies.
 
-A caller may begin one more call while it has fewer than ``SHARE`` times as many as there are places left. So one caller
-alone gets four fifths of the places, two get four ninths each, and whoever comes new finds one: the dynamic thresholds
-of Choudhury and Hahne (1998) for a shared buffer.
+*Calls.* A caller may begin another call while it has fewer than ``SHARE_FACTOR`` times as many as there are free
+places. A single caller gets four fifths of all places, two callers four ninths each, and a new caller always finds
+one. These are the dynamic thresholds of Choudhury and Hahne (1998) for a shared buffer.
 
-The bodies of calls (``BodyGate``): gRPC reads a body into memory only when a handler waits for it, so the number of
-places bounds that memory. Headers without a body must not cost others anything. When all places are taken and another
-body wants in, the body that is overdue first loses its place, and its call ends. It is overdue after ``PATIENCE_S``
-within its caller's share of the places, and after ``HASTE_S`` beyond it. All callers that hold or want a place have the
-same share. A body loses its place to callers that hold fewer, and to others of its own caller. A free place goes to the
-caller that holds fewest. Connections of one caller divide its share in the same way: many programs may be behind one
-address, or one key.
+*Bodies* (``BodyGate``). gRPC reads a body into memory only when a handler waits for it, so limiting the bodies being
+read bounds that memory. A caller that sends headers and no body must not block others. When all places are taken and
+another call waits, the most overdue body loses its place, and its call ends. A body is overdue after ``OVERDUE_S``
+within its caller's share of the places, and after ``OVERDUE_BEYOND_SHARE_S`` beyond it. All callers that hold or want
+a place have equal shares. A body loses its place only to callers that hold fewer, or to another call of its own
+caller. A free place goes to the caller that holds fewest. A caller's connections divide its share in the same way,
+because many programs may use one address or one key.
 
-A caller's bodies are taken in at a pace (``BodyRateLimiter``): the work on large ones keeps the event loop from others.
+*Rate* (``BodyRateLimiter``). Each caller's bytes are rate limited: processing large bodies would block the event
+loop.
 """
 
 from __future__ import annotations
@@ -22,38 +23,38 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import grpc
 
 from pensieve.errors import DeadlineExceeded, PensieveError, ResourceExhausted
+from pensieve.server.operations.metrics import CallMetrics
 from pensieve.server.rpc.auth import Identity
 
-SHARE: Final = 4
+SHARE_FACTOR: Final = 4
 CLOCK_SLACK_S: Final = 0.1
 _NAMES: Final = {code.value[0]: code.name for code in grpc.StatusCode}
-PLACES: Final = 16
-"""Bodies at once, of 4 MiB each at most."""
-PATIENCE_S: Final = 2.0
-HASTE_S: Final = 0.05
-LIMIT_S: Final = 30.0
-"""No body may take longer, whether anybody wants its place or not."""
+MAX_BODIES: Final = 16
+"""Bodies being read at once, of at most 4 MiB each."""
+OVERDUE_S: Final = 2.0
+OVERDUE_BEYOND_SHARE_S: Final = 0.05
+BODY_TIMEOUT_S: Final = 30.0
 RATE: Final = 16 * 2**20
-"""Bytes a second of one caller, in the long run."""
+"""Sustained bytes per second of one caller."""
 BURST: Final = 8 * 2**20
-"""Bytes that a caller who has been quiet may send without waiting."""
+"""Bytes that a caller may send at once after a pause."""
 MAX_TRACKED_CALLERS: Final = 1024
-"""Callers of which is remembered what they sent, before those who have been quiet are forgotten."""
+"""Callers to keep rate limits for, before idle ones are forgotten."""
 
 Handler = Callable[[Any, Any], Awaitable[Any]]
 
 
 class RunningCall:
-    """One call, as the task that handles it. Made in that task."""
+    """One call. Create it in the task that handles the call."""
 
     def __init__(self, identity: Identity, caller: str, connection: str = "") -> None:
-        """``caller`` names who shares the limits on calls and bodies with this one. ``connection`` is where it comes
-        in, "" where many callers share one."""
+        """``caller`` identifies whose limits on calls and bodies apply. ``connection``: "" where many callers share
+        one."""
         task = asyncio.current_task()
         assert task is not None
         self._task = task
@@ -61,29 +62,28 @@ class RunningCall:
         self.caller = caller
         self.connection = connection
         self.error: PensieveError | None = None
-        """The call was ended with it."""
         self._over = False
 
     def end(self, error: PensieveError) -> None:
-        """Interrupt the handler; the call ends with ``error``. The first of several errors counts."""
+        """Cancel the handler; the call fails with ``error``. Of several errors the first counts."""
         if self.error is None and not self._over:
             self.error = error
             self._task.cancel()
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Where ``end`` works. Raises its error in place of the cancellation that carried it."""
+        """Make ``end`` work inside the block. Raises its error instead of the cancellation that carried it."""
         try:
             yield
         except asyncio.CancelledError:
             if self.error is None:
-                raise  # the client's doing, or the server's end
+                raise  # cancelled by the client or by the server's end
             self._task.uncancel()
             raise self.error from None
         finally:
             self._over = True
         if self.error is not None:
-            # Ended in the very step in which the handler returned: the cancellation is still to come.
+            # ``end`` was called in the step in which the handler returned: the cancellation is still pending.
             self._task.uncancel()
             raise self.error
 
@@ -91,56 +91,48 @@ class RunningCall:
 class RunningCalls:
     """All calls of one server. Used on one event loop."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
         self._running: set[RunningCall] = set()
-        self._of_caller: Counter[str] = Counter()
+        self._per_caller: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return len(self._running)
 
     @contextmanager
     def admit(self, call: RunningCall) -> Iterator[None]:
-        """Count the call. Raises ResourceExhausted when there are too many, or its caller has too many of them."""
-        left = self._most - len(self._running)
-        if left <= 0 or self._of_caller[call.caller] >= SHARE * left:
+        """Count the call inside the block. Raises ResourceExhausted when the server or the caller has too many."""
+        free = self._limit - len(self._running)
+        if free <= 0 or self._per_caller[call.caller] >= SHARE_FACTOR * free:
             raise ResourceExhausted("too many calls at once", retry_after_s=1.0)
         self._running.add(call)
-        self._of_caller[call.caller] += 1
+        self._per_caller[call.caller] += 1
         try:
             yield
         finally:
             self._running.discard(call)
-            self._of_caller[call.caller] -= 1
-            if not self._of_caller[call.caller]:
-                del self._of_caller[call.caller]
+            self._per_caller[call.caller] -= 1
+            if not self._per_caller[call.caller]:
+                del self._per_caller[call.caller]
 
-    def recheck(self, problem: Callable[[Identity], PensieveError | None]) -> int:
-        """End the calls whose credential has become a problem; returns how many."""
+    def end_revoked(self, revocation_error: Callable[[Identity], PensieveError | None]) -> int:
+        """End the calls whose credential is no longer valid. Return how many."""
         ended = 0
         for call in list(self._running):
-            error = problem(call.identity)
+            error = revocation_error(call.identity)
             if error is not None:
                 call.end(error)
                 ended += 1
         return ended
 
 
-class CallObserver(Protocol):
-    """Counts calls. ``method`` is the bare name, ``code`` as gRPC writes it."""
-
-    def call_started(self, method: str) -> None: ...
-
-    def call_handled(self, method: str, code: str, seconds: float) -> None: ...
-
-
-def observe_calls(handler: Handler, method: str, observer: CallObserver) -> Handler:
-    """``handler``, whose calls ``observer`` hears of. ``method``: as the wire names it."""
+def count_calls(handler: Handler, method: str, metrics: CallMetrics) -> Handler:
+    """Return ``handler`` with its calls counted in ``metrics``. ``method``: the full name."""
     name = method.rpartition("/")[2]
 
     async def counting(requests: Any, context: Any) -> Any:
         began = time.monotonic()
-        observer.call_started(name)
+        metrics.call_started(name)
         cancelled = False
         try:
             return await handler(requests, context)
@@ -148,39 +140,39 @@ def observe_calls(handler: Handler, method: str, observer: CallObserver) -> Hand
             cancelled = True
             raise
         finally:
-            observer.call_handled(name, _code(context, cancelled), time.monotonic() - began)
+            metrics.call_handled(name, _code(context, cancelled), time.monotonic() - began)
 
     return counting
 
 
 def _code(context: Any, cancelled: bool) -> str:
-    """How the call ended. One that was cancelled has no status: its caller gave up, or its time was over."""
+    """Return the status code. A cancelled call has none: the caller cancelled, or its deadline passed."""
     if cancelled:
-        left = context.time_remaining()
-        # The caller's clock may be a little ahead: its time began before the call came here.
-        return "CANCELLED" if left is None or left > CLOCK_SLACK_S else "DEADLINE_EXCEEDED"
+        remaining_s = context.time_remaining()
+        # The caller's clock may be a little ahead: its deadline began before the call arrived.
+        return "CANCELLED" if remaining_s is None or remaining_s > CLOCK_SLACK_S else "DEADLINE_EXCEEDED"
     code: grpc.StatusCode | int | None = context.code()
     name: str = code.name if isinstance(code, grpc.StatusCode) else _NAMES.get(code or 0, "UNKNOWN")
     return name
 
 
 class BodyRateLimiter:
-    """Bytes that each caller may send: a bucket of ``burst`` bytes that fills with ``rate`` bytes a second.
+    """Rate limit on each caller's bytes: a bucket of ``burst`` bytes, refilled at ``rate`` bytes per second.
 
-    How large a body is shows when it has been read. So a caller goes into debt first, and then waits; as many bytes as
-    its last body had are taken for one that has waited, so that those behind it wait on. Used on one event loop.
+    A body's size is known only after it was read. So a caller first overdraws the bucket and then waits. A caller
+    that had to wait is charged its last body's size in advance, so that its next calls wait too. Used on one event
+    loop.
     """
 
     def __init__(self, rate: float = RATE, burst: float = BURST) -> None:
         self._rate = rate
         self._burst = burst
         self._paid_until: dict[str, float] = {}
-        """By caller, on the loop's clock: until then what it has sent is more than the bucket gives."""
+        """Caller → loop time until which its bucket is overdrawn."""
         self._last: dict[str, int] = {}
-        """Size of each caller's last body."""
 
     async def reserve(self, caller: str) -> int:
-        """Until the caller may send; returns the bytes that were taken for it. ``came`` has to follow."""
+        """Wait until the caller may send. Return the bytes charged in advance, for ``settle``."""
         loop = asyncio.get_running_loop()
         expected = 0
         while (until := self._paid_until.get(caller, 0.0)) > loop.time():
@@ -190,7 +182,7 @@ class BodyRateLimiter:
         return expected
 
     def settle(self, caller: str, size: int, expected: int) -> None:
-        """A body of ``size`` bytes came, for which ``expected`` were taken; 0: none came."""
+        """Charge the actual ``size`` of a body (0: none came) against the ``expected`` bytes charged before."""
         if size:
             self._last[caller] = size
         self._take(caller, size - expected, asyncio.get_running_loop().time())
@@ -204,26 +196,25 @@ class BodyRateLimiter:
 
 
 class _Place:
-    """A body that is being received, or waits to be."""
+    """A body that is being read or waits to be."""
 
     def __init__(self, call: RunningCall) -> None:
         self.call = call
         self.granted = asyncio.get_running_loop().create_future()
         self.since = 0.0
-        """When it was granted."""
         self.timer: asyncio.TimerHandle | None = None
 
 
 class BodyGate:
-    """See the module docstring. Used on one event loop."""
+    """Limits the bodies being read at once; the module docstring has the rules. Used on one event loop."""
 
     def __init__(
         self,
-        places: int = PLACES,
+        places: int = MAX_BODIES,
         *,
-        patience_s: float = PATIENCE_S,
-        haste_s: float = HASTE_S,
-        limit_s: float = LIMIT_S,
+        patience_s: float = OVERDUE_S,
+        haste_s: float = OVERDUE_BEYOND_SHARE_S,
+        limit_s: float = BODY_TIMEOUT_S,
     ) -> None:
         self._places = places
         self._free = places
@@ -231,19 +222,19 @@ class BodyGate:
         self._haste_s = haste_s
         self._limit_s = limit_s
         self._held: dict[str, list[_Place]] = {}
-        """By caller, oldest first. A place that was lost stays until its call has let go of it."""
+        """Caller → its places, oldest first. A place that was lost stays until its call has ended."""
         self._waiting: dict[str, list[_Place]] = {}
         self._timer: asyncio.TimerHandle | None = None
 
     @asynccontextmanager
     async def admit(self, call: RunningCall) -> AsyncIterator[None]:
-        """Wait for a place, and hold it. The call is ended from outside when it loses the place."""
+        """Wait for a place and hold it inside the block. If the call loses its place, it is ended from outside."""
         place = _Place(call)
         if self._free and not self._waiting:
             self._grant(place)
         else:
             self._waiting.setdefault(call.caller, []).append(place)
-            self._take_from_the_overdue()
+            self._reclaim_overdue()
         try:
             await place.granted
             yield
@@ -254,49 +245,48 @@ class BodyGate:
                 place.timer.cancel()
                 _remove(self._held, place)
                 self._free += 1
-                self._pass_on()
+                self._grant_next()
 
     def _grant(self, place: _Place) -> None:
         self._free -= 1
         loop = asyncio.get_running_loop()
         place.since = loop.time()
-        place.timer = loop.call_at(place.since + self._limit_s, place.call.end, _too_slow())
+        place.timer = loop.call_at(place.since + self._limit_s, place.call.end, _body_timeout_error())
         self._held.setdefault(place.call.caller, []).append(place)
-        if not place.granted.cancelled():  # else its task has yet to hear of it, and then passes the place on
+        if not place.granted.cancelled():  # else its task passes the place on once it runs
             place.granted.set_result(None)
 
-    def _pass_on(self) -> None:
-        """A place is free: it goes to the caller that holds fewest, or to nobody."""
+    def _grant_next(self) -> None:
+        """Give a free place to the waiting caller that holds fewest."""
         if self._waiting and self._free:
             caller = min(self._waiting, key=lambda name: len(self._held.get(name, ())))
             held = Counter(one.call.connection for one in self._held.get(caller, ()))
             place = min(self._waiting[caller], key=lambda one: held[one.call.connection])
             _remove(self._waiting, place)
             self._grant(place)
-        self._take_from_the_overdue()
+        self._reclaim_overdue()
 
-    def _take_from_the_overdue(self) -> None:
-        """While somebody waits: take a place from whoever is overdue, or come back when somebody is."""
+    def _reclaim_overdue(self) -> None:
+        """While calls wait, take places from overdue bodies, or set a timer for the next one."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         if not self._waiting:
             return
         now = asyncio.get_running_loop().time()
-        due = [(when, place) for place in self._present() if (when := self._due(place))]
-        wanted = sum(map(len, self._waiting.values())) - self._leaving()
+        due = [(when, place) for place in self._reclaimable() if (when := self._overdue_at(place))]
+        needed = sum(map(len, self._waiting.values())) - self._count_lost()
         for when, place in sorted(due, key=lambda pair: pair[0]):
-            if wanted <= 0:
+            if needed <= 0:
                 return
             if when > now:
                 loop = asyncio.get_running_loop()
-                self._timer = loop.call_at(when, self._take_from_the_overdue)
+                self._timer = loop.call_at(when, self._reclaim_overdue)
                 return
-            place.call.end(_in_the_way())
-            wanted -= 1
+            place.call.end(_displaced_error())
+            needed -= 1
 
-    def _present(self) -> list[_Place]:
-        """The places that somebody who waits may be given."""
+    def _reclaimable(self) -> list[_Place]:
         fewest = min(len(self._held.get(caller, ())) for caller in self._waiting)
         return [
             place
@@ -306,23 +296,22 @@ class BodyGate:
             if place.call.error is None
         ]
 
-    def _leaving(self) -> int:
-        """Places that were lost and not yet left."""
+    def _count_lost(self) -> int:
         return sum(place.call.error is not None for places in self._held.values() for place in places)
 
-    def _due(self, place: _Place) -> float:
-        """When a body is overdue: soon for the oldest of a caller or connection that holds more than its share."""
+    def _overdue_at(self, place: _Place) -> float:
+        """Return when a body is overdue: sooner for the oldest of a caller or connection beyond its share."""
         caller = place.call.caller
         share = max(1, self._places // len(self._held.keys() | self._waiting.keys()))
         places = [one for one in self._held[caller] if one.call.error is None]
-        beyond = place in places[: max(0, len(places) - share)]
+        beyond_share = place in places[: max(0, len(places) - share)]
         connections = {one.call.connection for one in (*places, *self._waiting.get(caller, ()))}
         share = max(1, share // max(1, len(connections)))
         of_connection = [one for one in places if one.call.connection == place.call.connection]
-        beyond = beyond or (
+        beyond_share = beyond_share or (
             len(connections) > 1 and place in of_connection[: max(0, len(of_connection) - share)]
         )
-        return place.since + (self._haste_s if beyond else self._patience_s)
+        return place.since + (self._haste_s if beyond_share else self._patience_s)
 
 
 def _remove(places: dict[str, list[_Place]], place: _Place) -> None:
@@ -332,9 +321,9 @@ def _remove(places: dict[str, list[_Place]], place: _Place) -> None:
         del places[place.call.caller]
 
 
-def _too_slow() -> PensieveError:
+def _body_timeout_error() -> PensieveError:
     return DeadlineExceeded("the request's message took too long to arrive", reason="REQUEST_TOO_SLOW")
 
 
-def _in_the_way() -> PensieveError:
+def _displaced_error() -> PensieveError:
     return ResourceExhausted("too many requests are being received, and this one was slow", retry_after_s=1.0)

@@ -1,4 +1,4 @@
-"""Messages to values, once ``validation`` has let them through, and values to the messages that answer with them."""
+"""Conversion of validated messages to values, and of values to response messages."""
 
 from __future__ import annotations
 
@@ -58,20 +58,19 @@ from pensieve.store.records import (
 from pensieve.v1 import pensieve_pb2 as pb
 
 PAD_BYTES = 128
-"""Padded deltas have a multiple of this many bytes."""
 
 _STATES = {
     State.ACTIVE: pb.Session.STATE_ACTIVE,
     State.DAMAGED: pb.Session.STATE_DAMAGED,
     State.DELETED: pb.Session.STATE_DELETED,
 }
-_MADE: dict[str, Callable[[Any], Any]] = {
+_CONSTRUCTORS: dict[str, Callable[[Any], Any]] = {
     "stop": tuple,
     "stop_token_ids": tuple,
     "logit_bias": dict,
     "candidate_choice": CandidateChoice,
 }
-"""How the sampling parameters that are no scalars become values."""
+"""Constructors for the sampling parameters that are not scalars."""
 
 
 # ---- messages to values
@@ -95,11 +94,11 @@ def _entry(item: pb.InputItem) -> InputEntry:
 
 
 def sampling(params: pb.SamplingParams) -> SamplingDefaults:
-    """The values that the message sets; one it leaves out stays unset, because 0 may be meant."""
+    """Return only the values that the message sets: an explicit 0 differs from an unset field."""
     values = {}
     for field, value in params.ListFields():
-        made = _MADE.get(field.name)
-        values[field.name] = value if made is None else made(value)
+        construct = _CONSTRUCTORS.get(field.name)
+        values[field.name] = value if construct is None else construct(value)
     return SamplingDefaults(**values)
 
 
@@ -127,17 +126,17 @@ def new_session(request: pb.CreateSessionRequest) -> NewSession:
 
 
 def session_change(request: pb.UpdateSessionRequest) -> SessionChange:
-    """The change of the fields that the mask names; without a mask, of those that the given session sets."""
-    given = request.session
+    """The fields that the mask names change; without a mask, those that the given session sets."""
+    session = request.session
     paths = set(request.update_mask.paths)
     if not paths:
-        paths = {f"config.{field.name}" for field, _ in given.config.ListFields()}
-        paths |= {"labels"} if given.labels else set()
+        paths = {f"config.{field.name}" for field, _ in session.config.ListFields()}
+        paths |= {"labels"} if session.labels else set()
     if "config" in paths:
         paths |= set(UPDATABLE)
-    new = config(given.config)
+    new = config(session.config)
     return SessionChange(
-        labels=dict(given.labels) if "labels" in paths else None,
+        labels=dict(session.labels) if "labels" in paths else None,
         config={field: getattr(new, field) for path, field in UPDATABLE.items() if path in paths},
         rebind=request.rebind,
     )
@@ -189,13 +188,13 @@ def on_disconnect(policy: int) -> OnDisconnect:
 
 
 def label_selector(text: str) -> dict[str, str]:
-    """``k=v,k2=v2``; white space around keys and values does not count."""
+    """Parse ``k=v,k2=v2``; white space around keys and values is ignored."""
     pairs = (part.split("=", 1) for part in text.split(",") if part)
     return {key.strip(): value.strip() for key, value in pairs}
 
 
 def optional(message: Any, field: str) -> int | None:
-    """The number in a field with presence; None when unset."""
+    """Return the number in a field with presence, or None when it is unset."""
     return int(getattr(message, field)) if message.HasField(field) else None
 
 
@@ -215,7 +214,7 @@ def timestamp(ms: int) -> Timestamp:
 
 
 def _number(value: enum.IntEnum | None) -> Any:
-    """The wire number of a value, whose enum is numbered like the message's; 0 (unspecified) for None."""
+    """Return the wire number of an enum value, or 0 (unspecified) for None. Both enums use the same numbers."""
     return 0 if value is None else value.value
 
 
@@ -242,10 +241,10 @@ def session(row: SessionRow, context_limit: int) -> pb.Session:
     return message
 
 
-def residency(found: ResidentTokens, row: SessionRow, replica: str, now_ms: int) -> pb.CacheResidency:
-    """Where the KV of the context's tokens lies; what is in neither tier has to be computed again."""
-    gpu = min(found.device_tokens, row.context_tokens)
-    host = min(found.host_tokens, row.context_tokens - gpu)
+def residency(resident: ResidentTokens, row: SessionRow, replica: str, now_ms: int) -> pb.CacheResidency:
+    """Tokens of the context by tier. Those in neither tier must be recomputed."""
+    gpu = min(resident.device_tokens, row.context_tokens)
+    host = min(resident.host_tokens, row.context_tokens - gpu)
     return pb.CacheResidency(
         replica=replica,
         as_of_revision=row.revision,
@@ -409,7 +408,7 @@ def _delta(delta: Delta, output: OutputOptions) -> pb.TurnDelta:
     message.logprobs.extend(_logprob(one) for one in delta.logprobs)
     if output.pad_chunks:
         message.padding = os.urandom((-message.ByteSize() - 3) % PAD_BYTES)
-        # Key and length of the padding take 3 bytes, or 2 when it is short.
+        # The padding's key and length take 3 bytes, or 2 when it is short.
         message.padding += os.urandom(-message.ByteSize() % PAD_BYTES)
     return message
 

@@ -1,25 +1,25 @@
 """gRPC servers as this project runs them: options, binding, TLS.
 
-Why the options of both servers are what they are, with what was measured where that decided (grpcio 1.85):
+Why the options have these values, with measurements where they decided (grpcio 1.85):
 
 * *One server per port.* By default a second server binds the same port without an error and takes half of the calls.
-* *Message size.* The largest request is an imported transcript; ``RequestLimits`` is checked after decoding, this
-  before. Hostile messages grow in memory: 4 MB of empty sub-messages decode to over 100 MB, which is why fields are
+* *Message size.* The largest request is an imported transcript. This limit applies before decoding, ``RequestLimits``
+  after it. Hostile messages grow in memory: 4 MB of empty sub-messages decode to over 100 MB. Therefore fields are
   counted before a large message is decoded, and the interceptor bounds how many bodies are read at once.
-* *No growing windows.* gRPC widens the window of a stream to what the connection carries, and buffers so much of each
-  message before anybody reads it: 100 refused requests of 4 MB left 500 MB behind. A message that is being read is
-  still taken as fast as it comes.
-* *Streams per connection.* One connection is one client. Calls beyond the limit wait inside that client, so it keeps
-  one client from taking the whole server. The bound on calls of all clients is the interceptor's, which lets
-  health checks through; gRPC's ``maximum_concurrent_rpcs`` knows no methods and would refuse them under load.
-* *Keepalive.* A dead peer is noticed after the keepalive time plus the ping timeout. Of the two timeouts
-  ``http2.ping_timeout_ms`` is the one that counts: without it, noticing took a minute more. Clients may ping every 20 s
-  (the SDK does every 30 s), also between calls; a server that allows less would close their connections for it.
-* *Connections.* Each takes a file, and a process may open so many; without a limit of their own, connections that do
-  nothing would leave none for the store. gRPC closes what comes beyond ``max_allowed_incoming_connections``. It knows
-  no addresses: one caller can take all of them, so a proxy in front has to limit each.
-* *Age of connections.* They are closed when they are idle for 15 minutes or have lived for 30, so that load spreads
-  over replicas that came later. Running calls get 10 minutes more, then the client re-attaches.
+* *No growing windows.* gRPC widens a stream's window to the bandwidth of the connection and buffers that much of each
+  message before a handler reads it: 100 refused requests of 4 MB left 500 MB behind. A message that a handler reads
+  still arrives at full speed.
+* *Streams per connection.* One connection is one client. Calls beyond the limit wait inside that client, so one
+  client cannot take the whole server. The interceptor limits the calls of all clients together and lets health checks
+  through; gRPC's ``maximum_concurrent_rpcs`` cannot tell methods apart and would refuse them under load.
+* *Keepalive.* A dead peer is detected after the keepalive time plus the ping timeout. Of the two timeouts only
+  ``http2.ping_timeout_ms`` matters: without it, detection took a minute more. Clients may ping every 20 s, also
+  between calls (the SDK pings every 30 s); a server that allows less would close their connections.
+* *Connections.* Each takes a file descriptor. Without a limit, idle connections could leave none for the store. gRPC
+  closes those beyond ``max_allowed_incoming_connections``. It does not tell addresses apart: one caller can take them
+  all, so a proxy in front has to limit each.
+* *Age of connections.* Connections close after 15 idle minutes, or at an age of 30 minutes, so that load spreads to
+  new replicas. Running calls get 10 minutes more, then the client re-attaches.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from grpc_reflection.v1alpha import reflection
 
 log = logging.getLogger(__name__)
 
-FILES_KEPT: Final = 256
-"""Files that the process keeps for itself: callers' connections get the rest of its limit."""
+RESERVED_FILES: Final = 256
+"""File descriptors reserved for the process itself; connections of callers get the rest of its limit."""
 MAX_RECEIVE_BYTES: Final = 4 * 1024 * 1024
 SERVER_OPTIONS: Final[tuple[tuple[str, int], ...]] = (
     ("grpc.so_reuseport", 0),
@@ -60,34 +60,34 @@ SERVER_OPTIONS: Final[tuple[tuple[str, int], ...]] = (
 
 
 class BindError(Exception):
-    """A port cannot be listened on; the text is for the operator."""
+    """A port cannot be bound; the message is for the operator."""
 
 
-def connection_limit(asked: int) -> int:
-    """How many connections a port may have, 0: any number. It is ``asked``, or for 0 what the limit on files leaves."""
+def connection_limit(requested: int) -> int:
+    """Return the limit on a port's connections, 0 for none: ``requested``, or for 0 what the file limit leaves."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if asked or files == resource.RLIM_INFINITY:
-        return asked
-    return max(files - FILES_KEPT, files // 2)
+    if requested or files == resource.RLIM_INFINITY:
+        return requested
+    return max(files - RESERVED_FILES, files // 2)
 
 
 def make_server(
-    interceptors: Sequence[aio.ServerInterceptor], *, most_streams: int | None = None, connections: int = 0
+    interceptors: Sequence[aio.ServerInterceptor], *, max_streams: int | None = None, connections: int = 0
 ) -> aio.Server:
-    """A server with this project's options, not yet bound. ``most_streams``: of a connection, for another limit.
-    ``connections``: to it at once; 0: any number."""
+    """Return an unbound server with this project's options. ``max_streams``: per connection, instead of the default.
+    ``connections``: limit on all, 0 for none."""
     options = dict(SERVER_OPTIONS)
     if connections:
         options["grpc.max_allowed_incoming_connections"] = connections
-    if most_streams is not None:
-        options["grpc.max_concurrent_streams"] = most_streams
+    if max_streams is not None:
+        options["grpc.max_concurrent_streams"] = max_streams
     return aio.server(interceptors=tuple(interceptors), options=tuple(options.items()))
 
 
 def add_health_and_reflection(
     server: aio.Server, servicer: health_aio.HealthServicer, services: Sequence[str], *, reflects: bool = True
 ) -> None:
-    """Serve ``grpc.health.v1`` and, if it ``reflects``, describe ``services``, health and reflection themselves."""
+    """Serve ``grpc.health.v1``, and with ``reflects`` also reflection of ``services``, health and itself."""
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     if reflects:
         names = (*services, "grpc.health.v1.Health", reflection.SERVICE_NAME)
@@ -95,7 +95,7 @@ def add_health_and_reflection(
 
 
 def bind(server: aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> int:
-    """Listen on ``HOST:PORT``; the port, found by the system when it was 0. Raises BindError."""
+    """Listen on ``HOST:PORT`` and return the port; port 0 lets the system choose. Raises BindError."""
     check_free(address)
     try:
         if credentials is None:
@@ -110,13 +110,13 @@ def bind(server: aio.Server, address: str, credentials: grpc.ServerCredentials |
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Host (without brackets) and port of ``HOST:PORT``. Raises ValueError."""
+    """Return the host (without brackets) and port of ``HOST:PORT``. Raises ValueError."""
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)
 
 
 def check_free(address: str) -> None:
-    """grpc says only that binding failed; the system says why. Raises BindError."""
+    """Raise BindError with the system's reason if the address cannot be bound: gRPC reports no reason."""
     host, port = split_address(address)
     try:
         family, kind, protocol, _, where = socket.getaddrinfo(
@@ -131,10 +131,10 @@ def check_free(address: str) -> None:
 
 
 def tls_credentials(cert: Path, key: Path, client_ca: Path | None = None) -> grpc.ServerCredentials:
-    """TLS with these PEM files; renewed ones are used from the next connection on. Raises OSError, and BindError for
-    files that are none.
+    """Return TLS credentials from PEM files. Renewed files are used from the next connection on.
 
-    With ``client_ca`` every client has to show a certificate that one of these authorities signed.
+    With ``client_ca`` every client must show a certificate signed by one of these authorities. Raises OSError, and
+    BindError for files that are not a certificate and its key.
     """
 
     def stamp() -> tuple[int, ...]:
@@ -145,25 +145,25 @@ def tls_credentials(cert: Path, key: Path, client_ca: Path | None = None) -> grp
         roots = None if client_ca is None else client_ca.read_bytes()
         return grpc.ssl_server_certificate_configuration(pairs, root_certificates=roots)
 
-    try:  # gRPC would say no more than that the port cannot be bound
+    try:  # gRPC would report only that the port cannot be bound
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password="")
     except ssl.SSLError as error:
         raise BindError(
             f"--tls-cert, --tls-key: {cert} and {key} are not a certificate in PEM and its key"
         ) from error
-    known = stamp()
+    loaded_stamp = stamp()
 
     def renewed() -> grpc.ServerCertificateConfiguration | None:
-        nonlocal known
+        nonlocal loaded_stamp
         try:
             now = stamp()
-            if now == known:
+            if now == loaded_stamp:
                 return None
             configuration = load()
         except OSError as error:
-            log.error("certificate not read again, the one in force stays: %s", error)
+            log.error("the certificate could not be read again; the present one stays in use: %s", error)
             return None
-        known = now
+        loaded_stamp = now
         return configuration
 
     return grpc.dynamic_ssl_server_credentials(

@@ -1,12 +1,12 @@
-"""The outermost layer of both gRPC servers: who may come in, how many, and what an error looks like from outside.
+"""The outermost layer of the gRPC servers: authentication, limits, decoding and errors.
 
-In the order of a call: credential, number of calls in flight, the caller's pace, number of bodies being read, the
-body's size, decoding, handler, errors. Both numbers are divided among the callers: tenants, or addresses where there
-are no credentials. Handlers are registered for raw bytes and decoded here: what fails inside grpc.aio's own decoding
-is UNKNOWN to the client. Whatever is raised leaves as a ``google.rpc.Status``: a ``PensieveError`` as itself, anything
-else as INTERNAL/BUG with an error id and nothing more; grpc.aio would send the exception's text.
+A call passes in this order: credential, number of calls, the caller's byte rate, number of bodies being read, body
+size, decoding, handler, errors. The two numbers are divided among callers: tenants, or addresses without credentials.
+Handlers are registered for raw bytes and decode here, because a failure inside grpc.aio's own decoding reaches the
+client as UNKNOWN. Every exception leaves as a ``google.rpc.Status``: a ``PensieveError`` as itself, anything else as
+INTERNAL/BUG with only an error id. grpc.aio would send the exception's text.
 
-Health checks take no place among the calls in flight: they must work under load.
+Health checks bypass the limits: they must work under load.
 """
 
 from __future__ import annotations
@@ -25,43 +25,42 @@ from pensieve import rpc_status
 from pensieve.errors import InvalidArgument, PensieveError, Unauthenticated
 from pensieve.logs import bind
 from pensieve.server.bugs import report_bug
+from pensieve.server.operations.metrics import CallMetrics
 from pensieve.server.rpc.auth import ANONYMOUS, Authenticator, Identity, LoginThrottle, Peer, forwarded_caller
 from pensieve.server.rpc.calls import (
     BURST,
     RATE,
     BodyGate,
     BodyRateLimiter,
-    CallObserver,
     Handler,
     RunningCall,
     RunningCalls,
-    observe_calls,
+    count_calls,
 )
 from pensieve.server.tenants import TenantTable, quota_exceeded
 from pensieve.tracing import incoming_traceparent, trace_id, traceparent_in
 
 _identity: contextvars.ContextVar[Identity] = contextvars.ContextVar("pensieve_identity")
 DEFAULT_IN_FLIGHT: Final = 1024
-CROWD: Final = 4
-"""Without credentials, all connections of an address together may send this many times as fast as one connection."""
+ADDRESS_RATE_FACTOR: Final = 4
+"""Without credentials, an address's connections together may send this many times one connection's rate."""
 _HEALTH: Final = "/grpc.health."
 Decoded = TypeVar("Decoded")
 
 MAX_FIELDS: Final = 16_384
-"""Fields of one large request, nested ones included. An import with all that the limits allow has half of it."""
+"""Fields of one large request, nested ones included. An import at all limits has half of this."""
 LARGE_BYTES: Final = 64 * 1024
-"""Requests up to this size are decoded uncounted: whatever they hold, it takes little memory."""
+"""Requests up to this size are decoded without counting fields: they can take only little memory."""
 _DEEPEST: Final = 100
-"""The parser's own limit on nesting."""
 
 
 def current_caller() -> Identity:
-    """The caller of the current call. Raises LookupError outside of a call that passed the interceptor."""
+    """Return the caller of the current call. Raises LookupError outside a call that passed the interceptor."""
     return _identity.get()
 
 
 class Interceptor(aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
-    """See the module docstring. One per server."""
+    """Guards all calls of one server; the module docstring has the order."""
 
     def __init__(
         self,
@@ -71,27 +70,28 @@ class Interceptor(aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no t
         bodies: BodyGate | None = None,
         tenants: TenantTable | None = None,
         logins: LoginThrottle | None = None,
-        observer: CallObserver | None = None,
+        metrics: CallMetrics | None = None,
     ) -> None:
-        self._believes = False
+        self._trusts_door = False
         self._authorizer = authorizer
         self._calls = RunningCalls(max_in_flight)
         self._bodies = bodies or BodyGate()
         self._pace = BodyRateLimiter()
-        self._crowds = BodyRateLimiter(CROWD * RATE, CROWD * BURST)
+        self._address_pace = BodyRateLimiter(ADDRESS_RATE_FACTOR * RATE, ADDRESS_RATE_FACTOR * BURST)
         self._tenants = tenants or TenantTable()
         self._logins = logins or LoginThrottle()
-        self._observer = observer
+        self._metrics = metrics
 
     def for_http_door(self) -> Interceptor:
-        """One for another server: it shares all limits, and believes its caller, the HTTP door."""
-        other = copy.copy(self)
-        other._believes = True
-        return other
+        """Return an interceptor for the HTTP door's server. It shares all limits and trusts the caller that the door
+        reports."""
+        twin = copy.copy(self)
+        twin._trusts_door = True
+        return twin
 
-    def recheck(self, problem: Callable[[Identity], PensieveError | None]) -> int:
-        """End the calls whose credential has become a problem; returns how many. On the server's event loop."""
-        return self._calls.recheck(problem)
+    def end_revoked(self, revocation_error: Callable[[Identity], PensieveError | None]) -> int:
+        """End the calls whose credential is no longer valid. Return how many. Call on the server's event loop."""
+        return self._calls.end_revoked(revocation_error)
 
     async def intercept_service(
         self,
@@ -106,9 +106,9 @@ class Interceptor(aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no t
 
         def guarded(inner: Handler) -> Handler:
             guard = self._guard(method, metadata, inner, handler)
-            return guard if self._observer is None else observe_calls(guard, method, self._observer)
+            return guard if self._metrics is None else count_calls(guard, method, self._metrics)
 
-        return _wrapped(handler, guarded)
+        return _wrap_handler(handler, guarded)
 
     def _guard(
         self,
@@ -120,16 +120,16 @@ class Interceptor(aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no t
         async def guarded(requests: Any, context: Any) -> Any:
             held_back = 0.0
             try:
-                peer = Peer(context, forwarded_caller(metadata) if self._believes else None)
+                peer = Peer(context, forwarded_caller(metadata) if self._trusts_door else None)
                 identity = self._authorizer.check(method, metadata, peer)
                 if handler.request_streaming:  # reflection
-                    return await _relayed(inner, requests, context)
-                # Callers without a credential are told apart by where they call from.
+                    return await _relay(inner, requests, context)
+                # Callers without a credential are told apart by their address.
                 name = f"@{peer.address}" if identity is ANONYMOUS else identity.tenant
                 call = RunningCall(identity, name, peer.connection)
-                # A call has a context of its own, which is why neither is ever taken back.
-                incoming_traceparent.set(found := traceparent_in(metadata))
-                bind(tenant=identity.tenant, trace_id=trace_id(found))
+                # Each call has its own context, so neither is ever reset.
+                incoming_traceparent.set(traceparent := traceparent_in(metadata))
+                bind(tenant=identity.tenant, trace_id=trace_id(traceparent))
                 with self._calls.admit(call), call.interruptible():
                     return await self._answer(call, inner, handler.request_deserializer, context)
             except Unauthenticated as error:
@@ -138,19 +138,19 @@ class Interceptor(aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no t
             except PensieveError as error:
                 refusal = error
             except aio.AbortError:
-                raise  # the status is already on its way
+                raise  # the status was already sent
             except aio.InternalError:
-                # A write to a client that is gone ends in grpc's ExecuteBatchError, not in CancelledError.
+                # Writing to a client that has gone raises grpc's ExecuteBatchError, not CancelledError.
                 raise asyncio.CancelledError from None
             except Exception as error:
                 refusal = report_bug(error, method)
-            # Its traceback holds the frames that hold the request; and this frame, which holds it: with that ring a
-            # refused request would stay in memory until the next full collection.
+            # The traceback refers to frames that hold the request, this one included. Without breaking that
+            # cycle, a refused request stays in memory until the next full collection.
             refusal.with_traceback(None).__cause__ = refusal.__context__ = None
             if held_back:
                 await self._logins.hold_back(held_back)
-            # Outside of the ``except``: else what was caught would be the context of the AbortError, which grpc logs
-            # with its text.
+            # Outside the ``except``: otherwise the caught exception becomes the context of the AbortError,
+            # which grpc logs with its text.
             return await context.abort_with_status(rpc_status.to_grpc(refusal))
 
         return guarded
@@ -169,7 +169,7 @@ class Interceptor(aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no t
             for pace, name, expected in waited:
                 pace.settle(name, size, expected)
         if not isinstance(data, bytes):
-            # No message came before the end of the call: it was cancelled, or gRPC has refused it for its size.
+            # The call ended before a message came: it was cancelled, or gRPC refused its size.
             raise InvalidArgument("the call ended without a request", reason="REQUEST_MALFORMED")
         token = _identity.set(call.identity)
         try:
@@ -183,32 +183,28 @@ class Interceptor(aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no t
             _identity.reset(token)
 
     def _paces(self, call: RunningCall) -> list[tuple[BodyRateLimiter, str]]:
-        """The paces that the call's body keeps, each by a name.
-
-        A tenant has one. Many callers without a credential may share an address: each connection has a pace of its own
-        there, and the address a faster one.
-        """
+        """Rate limits for the call's body, each with the name it counts under. A tenant has one limit. Callers
+        without a credential may share an address: each connection has its own limit, and the address a higher one."""
         if call.identity is ANONYMOUS and call.connection:
-            return [(self._pace, call.connection), (self._crowds, call.caller)]
+            return [(self._pace, call.connection), (self._address_pace, call.caller)]
         return [(self._pace, call.caller)]
 
     def _check_size(self, tenant: str, size: int) -> None:
-        most = self._tenants.limits(tenant).max_request_bytes
-        if most is not None and size > most:
-            raise quota_exceeded(tenant, "max_request_bytes", f"{most} bytes a request")
+        limit = self._tenants.limits(tenant).max_request_bytes
+        if limit is not None and size > limit:
+            raise quota_exceeded(tenant, "max_request_bytes", f"{limit} bytes a request")
 
 
-async def _relayed(inner: Callable[[Any, Any], Any], requests: Any, context: Any) -> None:
-    """A handler of streams, whose answers come from a generator."""
+async def _relay(inner: Callable[[Any, Any], Any], requests: Any, context: Any) -> None:
     async for answer in inner(requests, context):
         await context.write(answer)
 
 
-def _wrapped(handler: Any, wrap: Callable[[Handler], Handler]) -> grpc.RpcMethodHandler:
-    """The handler around the wrapped function, which is called when the headers have come.
+def _wrap_handler(handler: Any, wrap: Callable[[Handler], Handler]) -> grpc.RpcMethodHandler:
+    """Return a handler around the wrapped function, which is called when the headers have arrived.
 
-    On the wire one message is a stream of one. Taken as a stream, the request is read when the handler asks for it:
-    after the credential was checked, and as bytes.
+    On the wire one message is a stream of one. Registered as a stream, the request is read when the handler asks for
+    it: after authentication, and as bytes.
     """
     serializer = handler.response_serializer
     if handler.stream_stream is not None:
@@ -226,10 +222,10 @@ def _text(value: str | bytes) -> str:
 
 
 def decode(parse: Callable[[bytes], Decoded], data: bytes) -> Decoded:
-    """``parse(data)``. Raises InvalidArgument (REQUEST_MALFORMED), whose text never quotes the input.
+    """Return ``parse(data)``. Raises InvalidArgument (REQUEST_MALFORMED), whose message never quotes the input.
 
     ``parse`` is ``FromString`` of a message class. Unknown fields are accepted; invalid UTF-8 in a string field and
-    nesting beyond the parser's limit are not. A large message of very many fields is refused before it is decoded: an
+    nesting beyond the parser's limit are not. A large message with very many fields is refused before decoding: an
     element of two bytes on the wire takes thirty times as much in memory.
     """
     if len(data) > LARGE_BYTES:
@@ -248,25 +244,23 @@ def decode(parse: Callable[[bytes], Decoded], data: bytes) -> Decoded:
 
 
 def count_fields(data: bytes, descriptor: Any) -> int:
-    """Fields of a message on the wire, nested ones included; of very many, a number above ``MAX_FIELDS``.
-
-    ``descriptor`` (of the message; None: unknown) says which fields are messages themselves.
-    """
+    """Count the fields of a message on the wire, nested ones included. Stops at a number above ``MAX_FIELDS``.
+    ``descriptor`` (None: unknown) tells which fields are messages."""
     return _Counter(data).count(0, len(data), descriptor, 0)
 
 
 class _Counter:
-    """Counts the fields of a message by walking over the wire format. What is malformed is left to the parser."""
+    """Counts the fields of a message in wire format. Malformed input is left to the parser."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
-        self._found = 0
+        self._fields = 0
 
     def count(self, at: int, end: int, descriptor: Any, depth: int) -> int:
-        """Fields of ``data[at:end]`` and before; it stops soon after ``MAX_FIELDS``."""
+        """Count the fields of ``data[at:end]`` into the total and return it; stops soon after ``MAX_FIELDS``."""
         fields = {} if descriptor is None else descriptor.fields_by_number
-        while at < end and self._found <= MAX_FIELDS:
-            self._found += 1
+        while at < end and self._fields <= MAX_FIELDS:
+            self._fields += 1
             key, at = self._varint(at, end)
             wire = key & 7
             if wire == 0:
@@ -282,8 +276,8 @@ class _Counter:
                 if field is not None and field.message_type is not None and depth < _DEEPEST:
                     self.count(at, inside, field.message_type, depth + 1)
                 at += length
-            # The rest are the ends of groups, which nothing here has: one field each.
-        return self._found
+            # The remaining wire types are group markers, which this API does not use: one field each.
+        return self._fields
 
     def _varint(self, at: int, end: int) -> tuple[int, int]:
         value = shift = 0

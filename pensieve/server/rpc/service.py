@@ -1,6 +1,6 @@
-"""``pensieve.v1.ConversationService``: it turns messages into values and back, and has no rules of its own.
+"""``pensieve.v1.ConversationService``: converts messages to values and back, and has no rules of its own.
 
-Every method validates and converts before it first waits for anything.
+Every method validates and converts before its first await.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ Request = TypeVar("Request", bound=Message)
 
 
 def key_of(name: str) -> Key:
-    """The caller's session of this (validated) name. The tenant comes from the credential only."""
+    """Return the caller's session with this validated name. The tenant comes from the credential only."""
     return Key(current_caller().tenant, ids.session_id(name))
 
 
 class ConversationService(pensieve_pb2_grpc.ConversationServiceServicer):
-    """Served behind ``Interceptor``, which says who calls and turns errors into statuses."""
+    """Handlers of the conversation service. Registered behind ``Interceptor``, which authenticates and maps errors."""
 
     def __init__(self, conversations: Conversations) -> None:
         self._conversations = conversations
@@ -58,10 +58,10 @@ class ConversationService(pensieve_pb2_grpc.ConversationServiceServicer):
         key = key_of(self._valid(request).name)
         message = self._session(row := await self._sessions.get(key))
         if request.view == pb.SESSION_VIEW_FULL:
-            found = await self._conversations.residency(key)
-            if found is not None:
+            resident = await self._conversations.residency(key)
+            if resident is not None:
                 replica = self._conversations.settings.replica
-                message.residency.CopyFrom(convert.residency(found, row, replica, now_ms()))
+                message.residency.CopyFrom(convert.residency(resident, row, replica, now_ms()))
         return pb.GetSessionResponse(session=message)
 
     async def ListSessions(self, request: pb.ListSessionsRequest, _context: Any) -> pb.ListSessionsResponse:
@@ -163,7 +163,7 @@ class ConversationService(pensieve_pb2_grpc.ConversationServiceServicer):
         resume = (request.resume_attempt, offsets)
         del request  # may be large, and the stream may be long
         if not attach_only:
-            await self._has_room(key, spec.request_id)
+            await self._check_quota(key, spec.request_id)
         async with attach as (buffer, joined):
             options = StreamOptions(spec.output, settings.heartbeat_s, *resume, joined)
             async with aclosing(events(buffer, options, self._pace)) as stream:
@@ -181,7 +181,7 @@ class ConversationService(pensieve_pb2_grpc.ConversationServiceServicer):
             deadline_s=context.time_remaining(),
         )
         del request
-        await self._has_room(key, spec.request_id)
+        await self._check_quota(key, spec.request_id)
         async with attach as (buffer, _):
             view = await buffer.outcome()
         return pb.RunTurnResponse(turn=convert.turn(view, tokens=spec.output.token_ids))
@@ -193,20 +193,20 @@ class ConversationService(pensieve_pb2_grpc.ConversationServiceServicer):
     async def FindTurn(self, request: pb.FindTurnRequest, _context: Any) -> pb.FindTurnResponse:
         mark = self._valid(request).mark
         answer = request.answer if request.HasField("answer") else None
-        found = await self._conversations.find_turn(current_caller().tenant, mark, answer, request.request_id)
-        return pb.FindTurnResponse(turn=convert.turn(found.view), candidate=found.candidate)
+        match = await self._conversations.find_turn(current_caller().tenant, mark, answer, request.request_id)
+        return pb.FindTurnResponse(turn=convert.turn(match.view), candidate=match.candidate)
 
     async def ClaimRequestId(
         self, request: pb.ClaimRequestIdRequest, _context: Any
     ) -> pb.ClaimRequestIdResponse:
         tenant, claims = current_caller().tenant, self._conversations.claims
         session_id = ids.session_id(self._valid(request).session)
-        wanted = RequestClaim(session_id, request.fingerprint, request.plan)
+        claim = RequestClaim(session_id, request.fingerprint, request.plan)
         if request.refused:
             await claims.record_refusal(tenant, request.request_id, session_id)
         else:
-            wanted = await claims.claim(tenant, request.request_id, wanted)
-        return pb.ClaimRequestIdResponse(session=ids.session_name(wanted.session_id), plan=wanted.plan)
+            claim = await claims.claim(tenant, request.request_id, claim)
+        return pb.ClaimRequestIdResponse(session=ids.session_name(claim.session_id), plan=claim.plan)
 
     async def CancelTurn(self, request: pb.CancelTurnRequest, _context: Any) -> pb.CancelTurnResponse:
         view = await self._turns.cancel(
@@ -245,7 +245,7 @@ class ConversationService(pensieve_pb2_grpc.ConversationServiceServicer):
         self._valid(request)
         answer = convert.server_info(await self._conversations.facts(), self._conversations.settings)
         if current_caller() is ANONYMOUS:
-            answer.features.append("keyless")  # what stands between callers and this server has to know
+            answer.features.append("keyless")  # a proxy between callers and this server needs to know
         return answer
 
     async def GetUsage(self, request: pb.GetUsageRequest, _context: Any) -> pb.GetUsageResponse:
@@ -261,8 +261,8 @@ class ConversationService(pensieve_pb2_grpc.ConversationServiceServicer):
         validate(request, self._bounds)
         return request
 
-    async def _has_room(self, key: Key, request_id: str) -> None:
-        """Raises ResourceExhausted for a new turn of a tenant that stores too much; to join one is no new turn."""
+    async def _check_quota(self, key: Key, request_id: str) -> None:
+        """Raise ResourceExhausted if the tenant stores too much for a new turn. Joining a running turn is allowed."""
         if not self._turns.has_running_turn(key):
             await self._conversations.quotas.check_turn(key, request_id)
 

@@ -1,7 +1,7 @@
-"""The rules for requests, as a table: message type to fields to checks. Pure; runs before anything is looked up.
+"""Validation of requests, as a table from message type to fields to checks. Pure; runs before any lookup.
 
-All problems of a request are collected (up to ``MAX_PROBLEMS``) and reported in one InvalidArgument, each with the path
-of its field. Texts never repeat what the client sent.
+All problems of a request (up to ``MAX_PROBLEMS``) are reported in one InvalidArgument, each with the path of its
+field. The texts never repeat input.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ from pensieve.v1 import pensieve_pb2 as pb
 
 MAX_PROBLEMS = 20
 MAX_CALLS = 128
-"""Function calls of one item."""
 Problems = list[tuple[str, str]]
-"""(field path, what is wrong) pairs."""
+"""Pairs of field path and problem."""
 
 LABEL_KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9_./-]{0,62}", re.ASCII)
 LONGEST_DURATION_S = 315_576_000_000
@@ -40,12 +39,12 @@ UPDATABLE = {
     "config.prefix_sharing": "prefix_sharing",
     "config.tools_json": "tools",
 }
-"""Path that an update mask may name beside ``labels`` and ``config`` → field of ``SessionConfig``."""
+"""Path that an update mask may name, beside ``labels`` and ``config`` → field of ``SessionConfig``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Checks of one field. ``optional``: only when it is set (not empty, for fields without presence)."""
+    """Checks of one field. An ``optional`` field is checked only if it is set; without presence: not empty."""
 
     field: str
     checks: tuple[Check, ...]
@@ -61,14 +60,14 @@ def _may(field: str, *checks: Check) -> Rule:
 
 
 def validate(message: Message, bounds: Bounds) -> None:
-    """Raises InvalidArgument (FIELD_INVALID) with every problem of ``message``."""
+    """Raise InvalidArgument (FIELD_INVALID) with every problem of ``message``."""
     problems: Problems = []
-    _check(message, bounds, "", problems)
+    _nested(message, bounds, "", problems)
     for path, problem in problems[:1]:
         raise InvalidArgument(f"{path}: {problem}", violations=problems[:MAX_PROBLEMS])
 
 
-def _check(message: Any, bounds: Bounds, path: str, problems: Problems) -> None:
+def _nested(message: Any, bounds: Bounds, path: str, problems: Problems) -> None:
     if len(problems) >= MAX_PROBLEMS:
         return
     given = {field.name for field, _ in message.ListFields()}
@@ -82,10 +81,6 @@ def _check(message: Any, bounds: Bounds, path: str, problems: Problems) -> None:
         cross(message, bounds, path, problems)
 
 
-def _nested(value: Any, bounds: Bounds, path: str, problems: Problems) -> None:
-    _check(value, bounds, path, problems)
-
-
 def _required(message: Any, field: str, path: str, problems: Problems) -> bool:
     if message.HasField(field):
         return True
@@ -94,10 +89,10 @@ def _required(message: Any, field: str, path: str, problems: Problems) -> bool:
 
 
 def _has_turn(message: Any, bounds: Bounds, path: str, problems: Problems) -> None:
-    """The specification. For a mere attach its request id would do; what else it says has to be right all the same."""
+    """Check the turn. An attach needs only its request id, but the other fields must be valid too."""
     if not _required(message, "turn", path, problems):
         return
-    _check(message.turn, bounds, "turn", problems)
+    _nested(message.turn, bounds, "turn", problems)
     if not getattr(message, "attach_only", False):
         _turn_has_input(message.turn, bounds, "turn", problems)
 
@@ -107,12 +102,12 @@ def _entry_has_content(message: Any, _bounds: Bounds, path: str, problems: Probl
         problems.append((path, "needs text or tokens"))
 
 
-def _speaks_as_its_role(message: Any, _bounds: Bounds, path: str, problems: Problems) -> None:
+def _tool_fields_fit_role(message: Any, _bounds: Bounds, path: str, problems: Problems) -> None:
     is_text = message.WhichOneof("content") == "text"
     if message.function_calls and not (is_text and message.role == pb.ROLE_ASSISTANT):
-        problems.append((f"{path}.function_calls", "are of texts of the assistant"))
+        problems.append((f"{path}.function_calls", "are allowed only with text of the role assistant"))
     if message.call_id and not (is_text and message.role == pb.ROLE_TOOL):
-        problems.append((f"{path}.call_id", "is of texts of tools"))
+        problems.append((f"{path}.call_id", "is allowed only with text of the role tool"))
 
 
 def _turn_has_input(message: Any, _bounds: Bounds, path: str, problems: Problems) -> None:
@@ -127,7 +122,7 @@ def _min_below_max(message: Any, _bounds: Bounds, path: str, problems: Problems)
 
 
 def _beams_alone(message: Any, _bounds: Bounds, path: str, problems: Problems) -> None:
-    """Fields of the message itself. Inherited values are checked when the turn's sampling values are resolved."""
+    """Check the message's own fields. Inherited values are checked when the turn's sampling is resolved."""
     if message.beam_width <= 1:
         return
     given = {field.name for field, _ in message.ListFields()}
@@ -136,13 +131,12 @@ def _beams_alone(message: Any, _bounds: Bounds, path: str, problems: Problems) -
             problems.append((f"{path}.{name}", "does not go with beam_width above 1"))
 
 
-def _beams_without_logprobs(message: Any, _bounds: Bounds, path: str, problems: Problems) -> None:
-    if message.sampling.beam_width > 1 and message.output.HasField("top_logprobs"):
+def _beams_alone_in_turn(message: Any, _bounds: Bounds, path: str, problems: Problems) -> None:
+    if message.sampling.beam_width <= 1:
+        return
+    if message.output.HasField("top_logprobs"):
         problems.append((f"{path}.output.top_logprobs", "does not go with beam_width above 1"))
-
-
-def _beams_without_calls(message: Any, _bounds: Bounds, path: str, problems: Problems) -> None:
-    if message.sampling.beam_width > 1 and (message.calls.one or message.calls.HasField("begin_with")):
+    if message.calls.one or message.calls.HasField("begin_with"):
         problems.append((f"{path}.calls", "does not go with beam_width above 1"))
 
 
@@ -150,19 +144,17 @@ def _same_name(message: Any, _bounds: Bounds, path: str, problems: Problems) -> 
     if not _required(message, "session", path, problems):
         return
     if message.session.name and message.session.name != message.name:
-        problems.append(("session.name", "is another session than name"))
+        problems.append(("session.name", "must be the same session as name"))
 
 
-# ---- checks: each looks at one value and notes what is wrong with it
+# ---- checks: each tests one value and appends its problems
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The limits that requests are checked against."""
-
     limits: RequestLimits
     vocab: Callable[[], int]
-    """Number of token ids. Asked only when a request holds some; may raise Unavailable (STARTING)."""
+    """Return the number of token ids. Called only for requests that hold some; may raise Unavailable (STARTING)."""
 
 
 Check = Callable[[Any, Bounds, str, Problems], None]
@@ -186,10 +178,8 @@ request_id = _pattern(ids.REQUEST_ID, "must be a UUID")
 def between(
     low: float, high: float, *, above: bool = False, limit: FromBounds | None = None, unless_zero: float = 0.0
 ) -> Check:
-    """``low`` to ``high`` (or a configured ``limit``); with ``above``, larger than ``low``. Never NaN or infinite.
-
-    ``unless_zero``: the least value beside 0, for a temperature, by which logits are divided.
-    """
+    """Check for ``low`` to ``high`` (or a configured ``limit``), or above ``low`` with ``above``. Rejects NaN.
+    ``unless_zero``: the smallest value allowed besides 0, for temperatures, which divide logits."""
     if unless_zero:
         return _zero_or_between(unless_zero, high)
 
@@ -223,7 +213,7 @@ def prompt(value: str, bounds: Bounds, path: str, problems: Problems) -> None:
 
 
 def enum(kind: Any, *, unspecified: bool = True) -> Check:
-    """A value that this version knows; proto3 enums are open."""
+    """Check for a value that this version knows; proto3 enums are open."""
     known = {number for number in kind.values() if number or unspecified}
 
     def check(value: Any, _bounds: Bounds, path: str, problems: Problems) -> None:
@@ -242,7 +232,7 @@ def at_most(count: FromBounds) -> Check:
 
 
 def entries(count: FromBounds, element: Check) -> Check:
-    """A list of input items: their number, then their size together, then each."""
+    """Check a list of input items: their count, their total size, then each."""
 
     def check(value: Any, bounds: Bounds, path: str, problems: Problems) -> None:
         if len(value) > count(bounds):
@@ -258,7 +248,7 @@ def entries(count: FromBounds, element: Check) -> Check:
 
 
 def each(count: FromBounds, element: Check) -> Check:
-    """A list: its number, then each."""
+    """Check a list: its length, then each element."""
 
     def check(value: Any, bounds: Bounds, path: str, problems: Problems) -> None:
         if len(value) > count(bounds):
@@ -350,12 +340,11 @@ def label_selector(value: str, _bounds: Bounds, path: str, problems: Problems) -
         problems.append((path, "names a key twice"))
 
 
-def item_number(value: int, _bounds: Bounds, path: str, problems: Problems) -> None:
-    between(0, (1 << 63) - 1)(value, _bounds, path, problems)
+item_number = between(0, (1 << 63) - 1)
 
 
 def seconds(value: Any) -> float | None:
-    """A protobuf Duration in seconds; None when it is not a valid one."""
+    """Return a protobuf Duration in seconds, or None if it is invalid."""
     in_range = abs(value.seconds) <= LONGEST_DURATION_S and abs(value.nanos) <= 999_999_999
     if not in_range or (value.seconds and value.nanos and (value.seconds < 0) != (value.nanos < 0)):
         return None
@@ -377,7 +366,7 @@ def duration(low: float, high: FromBounds) -> Check:
 
 
 def ttl(value: Any, bounds: Bounds, path: str, problems: Problems) -> None:
-    """A time to live is 0 (the session never expires) or within the limits."""
+    """Check a time to live: 0 (never expires) or within the limits."""
     length = seconds(value)
     limits = bounds.limits
     if length is None or (length != 0 and not limits.min_ttl_s <= length <= limits.max_ttl_s):
@@ -398,7 +387,6 @@ _SHAPED: dict[str, tuple[Check, ...]] = {
     "logit_bias": (logit_bias,),
     "candidate_choice": (enum(pb.CandidateChoice),),
 }
-"""Sampling parameters that are no numbers."""
 
 
 def _sampling_rules() -> Iterator[Rule]:
@@ -536,8 +524,8 @@ RULES: dict[type[Any], tuple[Rule, ...]] = {
 CROSS: dict[type[Any], tuple[Callable[[Any, Bounds, str, Problems], None], ...]] = {
     pb.StreamTurnRequest: (_has_turn,),
     pb.RunTurnRequest: (_has_turn,),
-    pb.InputItem: (_entry_has_content, _speaks_as_its_role),
-    pb.TurnSpec: (_beams_without_logprobs, _beams_without_calls),
+    pb.InputItem: (_entry_has_content, _tool_fields_fit_role),
+    pb.TurnSpec: (_beams_alone_in_turn,),
     pb.SamplingParams: (_min_below_max, _beams_alone),
     pb.UpdateSessionRequest: (_same_name,),
 }
