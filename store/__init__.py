@@ -1,20 +1,20 @@
 """The history store: durable truth about every conversation. Imports without torch.
 
-One interface (``contract``) over one kind of content (``records``), three implementations (``memory_store``,
-``sqlite_store``, ``redis_store``), one behavioural test suite.
+One interface (``contract``) over one kind of content (``records``); three implementations (``memory_store``,
+``sqlite_store``, ``redis_store``); one behavioural test suite.
 
-**What is durable when.** ``create``, ``commit``, ``apply`` and ``delete`` return only after the change survives what
-``durability`` names. Nothing is durable before. Every mutation is idempotent by construction, because a client
-library may replay it: ``create`` by session, ``begin`` by token, ``commit`` and ``apply`` by request id.
+**Durability.** ``create``, ``commit``, ``apply`` and ``delete`` return only after the change survives what
+``durability`` names. Every mutation is idempotent, because a client library may replay it: ``create`` by session,
+``begin`` by token, ``commit`` and ``apply`` by request id.
 
 **Exclusivity.** An idle session has no owner. ``begin`` gives one turn a lease under a random token; ``commit`` checks
 that token in the same atomic operation that appends (fencing by equality), so a holder that was paused past its lease
-can never append. Time is the store's own; a step of a clock neither ends nor prolongs a lease of a store that one
-process owns.
+can never append. Time is the store's own. In a store that one process owns, a step of a clock neither ends nor
+prolongs a lease.
 
 Methods raise ``pensieve.errors``: NotFound (SESSION_NOT_FOUND, SESSION_DELETED, SESSION_EXPIRED), AlreadyExists,
 RevisionMismatch, TurnInProgress, TurnFenced, FailedPrecondition, DataLoss, Unavailable (STORE_UNAVAILABLE, STORE_FULL,
-STORE_REPLACED). Expired sessions behave as absent. A foreign tenant's session is simply not in this tenant's keys.
+STORE_REPLACED). Expired sessions behave as absent. Another tenant's session is not among this tenant's keys.
 
 May import: core, errors.
 """
@@ -75,12 +75,12 @@ def open_store(
     on_error: Callable[[], None] = lambda: None,
     on_regression: Callable[[], None] = lambda: None,
 ) -> HistoryStore:
-    """The store that ``memory:``, ``sqlite:///PATH`` or ``redis://HOST:PORT/DB`` names; not yet opened.
+    """Return the store that ``memory:``, ``sqlite:///PATH`` or ``redis://HOST:PORT/DB`` names, not yet opened.
 
-    ``redis+sentinel://`` and ``redis+cluster://`` too. ``on_error``: called for each call but ``ping`` that the store
-    could not serve, from any of its threads; with Redis, for each call to Redis. ``on_went_back``: called when Redis is
-    found to have lost changes that this store had acknowledged; a session that it has lost is refused
-    (HISTORY_REGRESSED). Raises ValueError with the accepted forms on anything else.
+    ``redis+sentinel://`` and ``redis+cluster://`` work too. ``on_error`` is called, from any thread, for each
+    call but ``ping`` that the store could not serve (with Redis: for each call to Redis). ``on_regression``
+    is called when Redis turns out to have lost changes that this store had acknowledged; a lost session is
+    refused (HISTORY_REGRESSED). Raises ValueError, which lists the accepted forms, for any other URL.
     """
     scheme = url.split(":", 1)[0].partition("+")[0]
     if scheme == "memory":

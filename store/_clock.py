@@ -1,4 +1,4 @@
-"""The clocks of the stores that have none of their own."""
+"""Clocks for the stores that have none of their own."""
 
 from __future__ import annotations
 
@@ -7,19 +7,16 @@ from typing import NamedTuple
 
 
 class Moment(NamedTuple):
-    """One reading of both clocks."""
-
     wall_ms: int
-    """Since the epoch: for what outlives the process, which is when a session was changed and when it expires."""
+    """Since the epoch, for times that outlive the process: changes and expiry."""
     steady_ms: int
-    """Of this process' monotonic clock: for leases, which a step of the wall clock must neither end nor prolong."""
+    """This process's monotonic clock, for leases: a step of the wall clock must not end or prolong them."""
 
 
 def wall_clock_ms() -> int:
-    """Ms since the epoch."""
     return time.time_ns() // 1_000_000
 
 
 def steady_clock_ms() -> int:
-    """Ms since some moment before this process; never steps, and means nothing to another process."""
+    """Return ms since some moment before this process. Never steps; means nothing to another process."""
     return time.monotonic_ns() // 1_000_000

@@ -1,8 +1,4 @@
-"""What of a stored session is sound, what is not, and what it becomes then: pure functions over what was read.
-
-``fixed`` keeps only what the records prove, and drops nothing of them unasked. ``salvaged`` says of a session whose row
-cannot be read what its log still tells, which is nearly all of it.
-"""
+"""Find what is sound in a stored session and decide how to repair it. Pure functions over what was read."""
 
 from __future__ import annotations
 
@@ -21,14 +17,13 @@ from pensieve.store.records import History, SessionRow, State
 
 @dataclass(frozen=True, slots=True)
 class Examination:
-    """A session and what is known of it after every check."""
+    """A session and the result of every check."""
 
     session: RawSession
     findings: tuple[Finding, ...]
     sound: tuple[LoggedRecord, ...]
-    """The records up to the first that is not proven."""
+    """The records before the first that is not proven."""
     history: History
-    """What they add up to."""
 
     @property
     def is_sound(self) -> bool:
@@ -36,42 +31,42 @@ class Examination:
 
     @property
     def is_broken(self) -> bool:
-        """Whether records are lost or changed, or nothing could be read at all."""
+        """Whether records are lost or changed, or the session cannot be read at all."""
         return any(one.remedy is not Remedy.REBUILD for one in self.findings)
 
     @property
     def is_ahead(self) -> bool:
-        """Whether the log is whole and goes on behind the head that the row names."""
+        """Whether the log is whole and continues past the row's head."""
         row = self.session.meta.row if self.session.meta is not None else None
         if row is None or len(self.sound) != len(self.session.log) or row.state is State.DELETED:
             return False
         return 0 < row.revision < len(self.sound) and self.sound[row.revision - 1].head_hash == row.head_hash
 
     def request_ids(self) -> dict[str, int]:
-        """Request id of each sound record → its revision. The one that made the session is not kept by a store."""
+        """Map the request id of each sound record to its revision. Stores do not keep the creation's id."""
         return {one.record.request_id: one.record.revision for one in self.sound[1:] if one.record.request_id}
 
 
 def examine(session: RawSession) -> Examination:
-    """Checksums, chain, head, item numbers and request ids. Raises FailedPrecondition on a newer program's records."""
+    """Check a session in all respects. Raises FailedPrecondition on a newer program's records."""
     meta = session.meta
     if meta is not None and meta.row.state is State.DELETED:
         found = list(session.findings)
         if session.log or session.requests:
-            detail = f"{len(session.log)} records are left of a deleted session"
+            detail = f"{len(session.log)} records of the deleted session remain"
             found.append(make_finding(session.key, Problem.LOG, detail, Remedy.REBUILD))
         return Examination(session, tuple(found), (), History())
     sound, history, problem = _sound_part(session)
     so_far = Examination(session, session.findings, sound, history)
-    so_far = replace(so_far, findings=(*session.findings, *_of_log(so_far, problem)))
-    found = [*so_far.findings, *_of_requests(so_far)]
+    so_far = replace(so_far, findings=(*session.findings, *_log_findings(so_far, problem)))
+    found = [*so_far.findings, *_request_findings(so_far)]
     if meta is not None and not so_far.is_broken and not so_far.is_ahead:
-        found += _of_row(session, meta, history)
+        found += _row_findings(session, meta, history)
     return replace(so_far, findings=tuple(found))
 
 
 def _sound_part(session: RawSession) -> tuple[tuple[LoggedRecord, ...], History, str | None]:
-    """Records that follow one another from the first on, what they add up to, and what is wrong with the next."""
+    """Return the unbroken chain of records, its fold, and the problem of the next record."""
     sound: list[LoggedRecord] = []
     history = History()
     for entry in session.log:
@@ -84,33 +79,33 @@ def _sound_part(session: RawSession) -> tuple[tuple[LoggedRecord, ...], History,
     return tuple(sound), history, None
 
 
-def _of_log(examined: Examination, problem: str | None) -> Iterator[Finding]:
+def _log_findings(examined: Examination, problem: str | None) -> Iterator[Finding]:
     session, history = examined.session, examined.history
     row = session.meta.row if session.meta is not None else None
     if problem is None and not session.log:
-        problem = "no record is left"
+        problem = "no records are left"
     if problem is None and row is not None:
         if examined.is_ahead:
-            detail = f"its log goes on to record {history.revision}, its row says {row.revision}"
+            detail = f"its log continues to record {history.revision}, its row says {row.revision}"
             yield make_finding(session.key, Problem.LOG, detail, Remedy.REBUILD)
         elif history.revision < row.revision:
             problem = f"record {history.revision + 1} is missing, its row says {row.revision}"
         elif (history.revision, history.head_hash) != (row.revision, row.head_hash):
-            problem = f"record {row.revision} is not the one that its row names as newest"
+            problem = f"record {row.revision} is not its row's newest record"
     beyond = max((known.revision for known in session.requests.values()), default=0)
     if problem is None and row is None and beyond > history.revision:
         problem = f"record {history.revision + 1} is missing, a request id names {beyond}"
     if problem is None and session.claimed is not None:
-        # One of the two may be what fails the row's checksum.
+        # The failed checksum may be due to either value, so one that matches is enough.
         revision, head_hash = session.claimed
         if revision != history.revision and head_hash != history.head_hash:
-            problem = f"record {history.revision} is not the newest that its row names, {revision}"
+            problem = f"record {history.revision} is not the newest record of its row, {revision}"
     if problem is not None:
         yield make_finding(session.key, Problem.LOG, problem, Remedy.MARK)
 
 
-def _of_requests(examined: Examination) -> Iterator[Finding]:
-    """Where no record is lost, an id that no record names was never committed."""
+def _request_findings(examined: Examination) -> Iterator[Finding]:
+    """Find wrong request ids. If no record is lost, an id that no record names was never committed."""
     session = examined.session
     named = examined.request_ids()
     for request_id, revision in named.items():
@@ -129,7 +124,7 @@ def _of_requests(examined: Examination) -> Iterator[Finding]:
             yield make_finding(session.key, Problem.REQUESTS, detail, Remedy.REBUILD)
 
 
-def _of_row(session: RawSession, meta: Meta, history: History) -> Iterator[Finding]:
+def _row_findings(session: RawSession, meta: Meta, history: History) -> Iterator[Finding]:
     row = meta.row
     for name, found, right in (
         ("head_item", row.head_item, history.head_item),
@@ -145,56 +140,55 @@ def _of_row(session: RawSession, meta: Meta, history: History) -> Iterator[Findi
 
 @dataclass(frozen=True, slots=True)
 class Fix:
-    """A session as it shall be."""
+    """A repaired session, not yet written."""
 
     session: RawSession
     actions: tuple[str, ...]
-    """What was done, in words."""
     records_cut: int = 0
-    """Unproven records at its end that it no longer has."""
+    """Unproven records that were cut from the end."""
 
 
 def plan_fix(examined: Examination, *, truncate: bool, now: int) -> Fix | None:
-    """None when nothing can be done, or is to be done.
+    """Return the repaired session, or None if nothing can or need be repaired. Drops no record without ``truncate``.
 
-    A log that is not whole makes the session DAMAGED; with ``truncate`` it ends behind its last sound record instead,
-    if it has one. A request id that comes back is known without its fingerprint: whatever is sent under it is
-    answered by what was committed.
+    A log that is not whole makes the session DAMAGED; with ``truncate`` the session ends after its last sound
+    record instead. A lost request id comes back without its fingerprint: its committed turn answers any later
+    request with that id.
     """
     if examined.is_sound or any(one.remedy is Remedy.NONE for one in examined.findings):
         return None
     session = examined.session
     if session.meta is not None and session.meta.row.state is State.DELETED:
         rest = RawSession(session.key, session.meta)
-        return Fix(rest, ("what was left of the deleted session is erased",))
+        return Fix(rest, ("remains of the deleted session erased",))
     if examined.is_broken and not (truncate and examined.sound):
-        return _marked(examined, now)
+        return _mark_damaged(examined, now)
     requests = {
         request_id: CommittedRequest(_fingerprint(session, request_id, revision), revision)
         for request_id, revision in examined.request_ids().items()
     }
     log = session.log[: len(examined.sound)]
-    fix = RawSession(session.key, _rebuilt(examined, now), log, requests)
+    fix = RawSession(session.key, _rebuild_meta(examined, now), log, requests)
     cut = len(session.log) - len(log)
-    return Fix(fix, tuple(_words(examined, cut)), cut)
+    return Fix(fix, tuple(_actions(examined, cut)), cut)
 
 
-def _marked(examined: Examination, now: int) -> Fix | None:
+def _mark_damaged(examined: Examination, now: int) -> Fix | None:
     session, before = examined.session, examined.session.meta
     if before is not None and before.row.state is State.DAMAGED:
         return None
     if before is None and not examined.sound:
         return None
-    meta = _rebuilt(examined, now) if before is None else without_lease_holder(before)
+    meta = _rebuild_meta(examined, now) if before is None else without_lease_holder(before)
     row = msgspec.structs.replace(meta.row, state=State.DAMAGED)
     marked = RawSession(
         session.key, Meta(row, meta.create_fingerprint, meta.lease), session.log, session.requests
     )
-    return Fix(marked, ("marked as damaged: it can be read up to there and exported, not continued",))
+    return Fix(marked, ("marked as damaged: it can be read up to that point and exported, not continued",))
 
 
-def _rebuilt(examined: Examination, now: int) -> Meta:
-    """The row that the sound records lead to; of a lost one, who it was forked from is gone."""
+def _rebuild_meta(examined: Examination, now: int) -> Meta:
+    """Rebuild the row from the sound records. A lost row loses its fork origin."""
     key, history, before = examined.session.key, examined.history, examined.session.meta
     if before is None:
         ttl = ttl_ms(history.config)
@@ -228,36 +222,33 @@ def _rebuilt(examined: Examination, now: int) -> Meta:
 
 
 def _fingerprint(session: RawSession, request_id: str, revision: int) -> str:
-    """Of an entry that leads to the right record; of another one nothing is believed."""
+    """Return the fingerprint of an entry with the right revision, else ""."""
     known = session.requests.get(request_id)
     return known.fingerprint if known is not None and known.revision == revision else ""
 
 
-def _words(examined: Examination, cut: int) -> list[str]:
+def _actions(examined: Examination, cut: int) -> list[str]:
     problems = {one.problem for one in examined.findings}
     names = {
         Problem.ROW: "row rebuilt from the records",
         Problem.COUNTS: "item numbers corrected",
         Problem.REQUESTS: "request ids rebuilt",
-        Problem.LISTING: "entered in the listing again",
-        Problem.EXPIRY: "expiry set again",
-        Problem.MARKED: "mark taken off",
+        Problem.LISTING: "restored to the listing",
+        Problem.EXPIRY: "expiry corrected",
+        Problem.MARKED: "damage mark removed",
     }
     words = [text for problem, text in names.items() if problem in problems]
     if examined.is_broken:
         words.insert(0, f"ends at revision {examined.history.revision}, {cut} unproven records cut")
     elif examined.is_ahead:
-        words.insert(0, f"row moved on to revision {examined.history.revision}")
+        words.insert(0, f"row advanced to revision {examined.history.revision}")
     elif Problem.LOG in problems:
-        words.insert(0, "entries that are no records removed")
+        words.insert(0, "malformed entries removed")
     return words
 
 
 def salvage_meta(key: Key, stored: Sequence[StoredRecord], *, update_ms: int) -> Meta:
-    """Metadata of a DAMAGED session, from its whole log (oldest first) as far as that can be read.
-
-    It never expires: nobody knows when it would.
-    """
+    """Rebuild a DAMAGED session's metadata from its log. It never expires, because its expiry is lost."""
     history = History()
     create_ms = 0
     for entry in stored:

@@ -1,19 +1,19 @@
-"""The lease of a running turn: who may begin one, who is met at it, and what is left for its holder. Pure functions.
+"""The lease of a running turn: taking, renewing, following and ending it. Pure functions.
 
-A session's lease and what changes it. The holder is the caller that has the token::
+The states of a session's lease. The holder is the caller that has the token::
 
     state        by the holder                    by others
     none                                          begin → held
     held         renew → held                     begin: RunningElsewhere or busy → held
-                 commit, abort → none             ask_to_end: an order is left → held
+                 commit, abort → none             ask_to_end: order stored → held
                  abort, called off → called off   apply, forget: busy → held
-                                                  delete → none; its time passes → lapsed
-    lapsed       renew → held                     begin → held by the new turn; the same request keeps its seed
+                                                  delete → none; time runs out → lapsed
+    lapsed       renew → held                     begin → held by the new turn; a retry keeps its seed
                  commit, abort → none             apply → none
-    called off                                    begin by a follower: CalledOff → called off
+    called off                                    begin that follows: CalledOff → called off
                                                   begin → held; apply → none
 
-A store that one process owns ends every lease when it is opened: held → lapsed (``lapsed``). The Lua scripts of
+A store that one process owns expires every lease when it is opened (``expire_lease``). The Lua scripts of
 ``redis_store`` make the same transitions.
 """
 
@@ -33,7 +33,7 @@ from pensieve.store._rules import (
     Meta,
     check_revision,
     check_same_request,
-    kept_until,
+    extend_expiry,
     require_present,
     view,
 )
@@ -52,7 +52,7 @@ from pensieve.store.records import State
 
 
 class BeginDecision(NamedTuple):
-    """Outcome of ``begin`` and the metadata to store, None when nothing changes."""
+    """The outcome of ``begin`` and the metadata to store, or None if nothing changes."""
 
     outcome: BeginOutcome
     meta: Meta | None
@@ -66,7 +66,7 @@ def begin(
     *,
     hash_there: str = "",
 ) -> BeginDecision:
-    """Take the lease, or say why not. Order of checks: exists → state → request id known → went back → busy → revision.
+    """Take the lease or explain the refusal. Order of checks: see ``HistoryStore.begin``.
 
     ``hash_there``: the log's chain hash at the request's ``known_revision``, "" if it was not looked up.
     """
@@ -79,14 +79,14 @@ def begin(
     check_not_regressed(meta, request, hash_there)
     lease = meta.lease
     if lease is not None:
-        if lease.token == request.token:  # this very call, sent again
+        if lease.token == request.token:  # the same call, repeated
             return BeginDecision(Began(view(meta, now), lease.seed), None)
         if lease.until_ms > now.steady_ms:
-            met = _met_running(meta, lease, request, now)
+            answer = _answer_running_turn(meta, lease, request, now)
             if not request.follows or lease.followed:
-                return BeginDecision(met, None)
-            heard_of = msgspec.structs.replace(lease, followed=True)
-            return BeginDecision(met, msgspec.structs.replace(meta, lease=heard_of))
+                return BeginDecision(answer, None)
+            followed = msgspec.structs.replace(lease, followed=True)
+            return BeginDecision(answer, msgspec.structs.replace(meta, lease=followed))
         if request.follows and lease.called_off and lease.request_id == request.request_id:
             return BeginDecision(CalledOff(view(meta, now)), None)
     check_revision(meta, request.expected_revision)
@@ -106,32 +106,32 @@ def begin(
         start_ms=request.start_ms,
         until_ms=now.steady_ms + request.lease_ms,
     )
-    after = Meta(kept_until(meta.row, now.wall_ms + request.lease_ms), meta.create_fingerprint, taken)
+    after = Meta(extend_expiry(meta.row, now.wall_ms + request.lease_ms), meta.create_fingerprint, taken)
     return BeginDecision(Began(view(after, now), seed), after)
 
 
-def _met_running(meta: Meta, lease: Lease, request: BeginRequest, now: Moment) -> RunningElsewhere:
-    left = lease.until_ms - now.steady_ms
+def _answer_running_turn(meta: Meta, lease: Lease, request: BeginRequest, now: Moment) -> RunningElsewhere:
+    remaining_ms = lease.until_ms - now.steady_ms
     if lease.request_id != request.request_id:
-        raise _refusals.busy(lease.request_id, left)
+        raise _refusals.busy(lease.request_id, remaining_ms)
     if lease.fingerprint != request.fingerprint:
         raise _refusals.request_reused(request.request_id)
-    return RunningElsewhere(view(meta, now), lease.owner, lease.attempt, left)
+    return RunningElsewhere(view(meta, now), lease.owner, lease.attempt, remaining_ms)
 
 
 def renew(meta: Meta | None, token: str, lease_ms: int, now: Moment) -> tuple[Renewed, Meta]:
-    """The news for the holder, and metadata with a longer lease. Raises TurnFenced when the token lost it."""
+    """Return the holder's messages and metadata with a longer lease. Raises TurnFenced."""
     meta = require_present(meta, now)
     lease = meta.lease
     if lease is None or lease.token != token:
         raise _refusals.fenced()
     after = msgspec.structs.replace(lease, until_ms=now.steady_ms + lease_ms, followed=False)
-    news = Renewed(lease.order, lease.followed)
-    return news, Meta(kept_until(meta.row, now.wall_ms + lease_ms), meta.create_fingerprint, after)
+    renewed = Renewed(lease.order, lease.followed)
+    return renewed, Meta(extend_expiry(meta.row, now.wall_ms + lease_ms), meta.create_fingerprint, after)
 
 
 def single_answer(answers: Sequence[RenewalAnswer]) -> Renewed:
-    """The answer of the one lease that was asked for. Raises the error that it may be."""
+    """Return the only answer, or raise it."""
     (answer,) = answers
     if isinstance(answer, PensieveError):
         raise answer
@@ -139,7 +139,7 @@ def single_answer(answers: Sequence[RenewalAnswer]) -> Renewed:
 
 
 def ask_to_end(meta: Meta | None, request_id: str, order: EndOrder, now: Moment) -> Meta | None:
-    """Metadata with the order, or with the one that came before it; None when no such turn runs."""
+    """Return metadata with the order, or with an earlier one; None if no such turn runs."""
     meta = require_present(meta, now)
     lease = meta.lease
     if lease is None or lease.request_id != request_id or lease.until_ms <= now.steady_ms:
@@ -148,7 +148,7 @@ def ask_to_end(meta: Meta | None, request_id: str, order: EndOrder, now: Moment)
 
 
 def abort(meta: Meta | None, token: str, called_off: bool) -> Meta | None:
-    """Metadata without the lease, or with its mark; None when the token does not hold it."""
+    """Return metadata with the lease removed or marked as called off; None if ``token`` does not hold it."""
     lease = None if meta is None else meta.lease
     if meta is None or lease is None or lease.token != token:
         return None
@@ -157,14 +157,14 @@ def abort(meta: Meta | None, token: str, called_off: bool) -> Meta | None:
 
 
 def expire_lease(meta: Meta) -> Meta:
-    """``meta`` at the start of a process: the turn that held the lease is gone, its seed stays for a retry."""
+    """Expire the lease of a turn that died with the previous process. Its seed stays for a retry."""
     if meta.lease is None:
         return meta
     return msgspec.structs.replace(meta, lease=msgspec.structs.replace(meta.lease, until_ms=0))
 
 
 def check_not_regressed(meta: Meta, request: BeginRequest, hash_there: str) -> None:
-    """Raises DataLoss (HISTORY_REGRESSED) when the store no longer has what the caller knows it had."""
+    """Raise DataLoss (HISTORY_REGRESSED) if the store lacks what the caller has seen."""
     row = meta.row
     if request.known_create_ms and request.known_create_ms != row.create_ms:
         return

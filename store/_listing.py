@@ -1,4 +1,4 @@
-"""Pages of a listing: newest update first, ties by session id descending; a cursor names the last row of a page."""
+"""Pages of a listing: newest update first, ties by session id descending. A cursor names a page's last row."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from pensieve.store.records import SessionRow
 
 
 class Position(NamedTuple):
-    """Sort key of a row; rows that come later in the listing compare smaller."""
+    """Sort key of a row. Rows later in the listing compare smaller."""
 
     update_ms: int
     session_id: str
 
 
-BEGINNING = Position(1 << 62, "")
-"""Larger than any row's position."""
+START = Position(1 << 62, "")
 
 
 def position_of(row: SessionRow) -> Position:
@@ -29,9 +28,9 @@ def encode_cursor(place: Position) -> str:
 
 
 def decode_cursor(cursor: str) -> Position:
-    """The position that a cursor names. Raises InvalidArgument on a text that ``encode_cursor`` did not make."""
+    """Return the position that ``cursor`` names. Raises InvalidArgument if ``encode_cursor`` did not make it."""
     if not cursor:
-        return BEGINNING
+        return START
     stamp, dot, session_id = cursor.partition(".")
     if not (stamp.isascii() and stamp.isdecimal() and len(stamp) <= 16 and dot and session_id):
         raise InvalidArgument.field("page_token", "not a page token of this listing")
@@ -39,5 +38,4 @@ def decode_cursor(cursor: str) -> Position:
 
 
 def has_labels(row: SessionRow, labels: Mapping[str, str] | None) -> bool:
-    """Whether the row carries every one of ``labels``."""
     return all(row.labels.get(name) == value for name, value in (labels or {}).items())

@@ -1,6 +1,6 @@
-"""By what a turn is found again: the mark that its client gave it, alone and together with each of its answers.
+"""Index entries by which a turn is found again: its client's mark, alone and with each of its answers.
 
-All of it follows from the turn's record, so an index can be made anew from the log.
+All of them follow from the turn's record, so an index can be rebuilt from the log.
 """
 
 from __future__ import annotations
@@ -17,15 +17,13 @@ from pensieve.store.records import Record
 
 
 class MarkEntry(NamedTuple):
-    """An entry of the index, without the session."""
-
     found_by: str
     time_ms: int
     revision: int
 
 
 def found_by(mark: str, answer: str | None) -> str:
-    """128 bits, hex: what the index holds in place of both, so that it tells nobody what was said."""
+    """Return 128 bits (hex) that stand for the mark and the answer, so that the index holds no content."""
     digest = hashlib.blake2b(digest_size=16)
     for text in (mark,) if answer is None else (mark, answer):
         data = text.encode("utf-8", "surrogatepass")
@@ -35,7 +33,7 @@ def found_by(mark: str, answer: str | None) -> str:
 
 
 def mark_entries(record: Record) -> list[MarkEntry]:
-    """What a record adds to the index: of a turn with a mark one entry, and one for each different answer."""
+    """Return a record's index entries: for a turn with a mark one, and one for each distinct answer."""
     turn = record.turn
     if turn is None or not turn.mark:
         return []
@@ -45,7 +43,6 @@ def mark_entries(record: Record) -> list[MarkEntry]:
 
 
 def mark_entries_of_log(log: Sequence[StoredRecord]) -> Iterator[MarkEntry]:
-    """Those of all records that can be read."""
     for entry in log:
         try:
             yield from mark_entries(decode_record(entry.data))

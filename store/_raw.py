@@ -1,7 +1,7 @@
-"""A session as a store holds it, not believed yet, and the access to all of them that maintenance needs.
+"""A session as it is stored, unverified, and raw access to a whole store for maintenance.
 
-The stores themselves answer callers and refuse what is not sound. Checking, repairing, copying and restoring have to
-see what is really there, keep its bytes (the chain hash is over them), and write a session back as a whole.
+Stores refuse what is not sound. Maintenance must see what is really there, keep its bytes (the chain hash is
+over them), and write back whole sessions.
 """
 
 from __future__ import annotations
@@ -19,39 +19,35 @@ from pensieve.store.contract import Key
 
 
 class Problem(enum.StrEnum):
-    """What can be wrong with stored data."""
-
     ROW = "row"
-    """The session's row is missing or cannot be read."""
+    """The session's row is missing or unreadable."""
     LOG = "log"
     """The records are not the whole, unchanged log that the row names."""
     COUNTS = "counts"
-    """The row's item numbers are not what the records add up to."""
+    """The row's item numbers do not match its records."""
     REQUESTS = "requests"
-    """The map from request ids to revisions is not what the records say."""
+    """The map from request ids to revisions does not match the records."""
     LISTING = "listing"
-    """The session would be missing or out of place in a listing, or found when it should not be."""
+    """The session would be missing or misplaced in a listing, or found although it should not be."""
     EXPIRY = "expiry"
     """The session's keys do not expire when its row says."""
     MARKED = "marked"
-    """The session is marked as damaged, and its log is sound."""
+    """The session is marked as damaged, but its log is sound."""
     FILE = "file"
     """The file or its indexes are damaged."""
 
 
 class Remedy(enum.StrEnum):
-    """What ``repair`` does about it."""
-
     REBUILD = "rebuild"
-    """It is made again from what is proven."""
+    """Rebuild it from what is proven."""
     MARK = "mark"
-    """The session is marked as damaged, or, on demand, cut behind its last sound record."""
+    """Mark the session as damaged, or on demand cut it after its last sound record."""
     NONE = "none"
-    """Nothing: only a backup has what is missing."""
+    """None: only a backup has the missing data."""
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """One thing that is wrong. ``session`` and ``tenant`` are "" where it is about the store."""
+    """One fault. ``session`` and ``tenant`` are "" if it concerns the store."""
 
     tenant: str
     session: str
@@ -61,7 +57,6 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 def make_finding(key: Key | None, problem: Problem, detail: str, remedy: Remedy) -> Finding:
-    """``key``: None where it is about the store."""
     tenant, session = ("", "") if key is None else (key.tenant, key.session_id)
     return Finding(tenant, session, problem, detail, remedy)
 
@@ -72,24 +67,23 @@ class RawSession:
 
     key: Key
     meta: Meta | None
-    """None: it is missing or cannot be read."""
+    """None: missing or unreadable."""
     log: tuple[StoredRecord, ...] = ()
     requests: Mapping[str, CommittedRequest] = field(default_factory=dict)
     findings: tuple[Finding, ...] = ()
-    """What the storage itself saw around it: indexes, expiry, unreadable parts."""
+    """Faults that the storage itself reports: indexes, expiry, unreadable parts."""
     stamp: str = ""
-    """Changes with the session; only the storage that made it knows how."""
+    """Changes whenever the session does; opaque outside the storage that made it."""
     claimed: tuple[int, str] | None = None
-    """Revision and chain hash of the newest record as a row names them that failed its checksum."""
+    """Newest revision and chain hash according to a row that failed its checksum."""
 
     @property
     def size(self) -> int:
-        """Bytes of its records."""
         return sum(len(entry.data) for entry in self.log)
 
 
 Progress = Callable[[str, int, int | None], None]
-"""Called with the name of the step, the number of parts done, and the number of all parts (None: unknown)."""
+"""Called with the step's name, the parts done, and the number of parts (None: unknown)."""
 
 
 def no_progress(_what: str, _done: int, _of: int | None) -> None:
@@ -97,20 +91,20 @@ def no_progress(_what: str, _done: int, _of: int | None) -> None:
 
 
 class Mode(enum.Enum):
-    """What a store is opened for. All but WRITE need one that is there, and change nothing in it."""
+    """How a store is opened. All modes but WRITE need an existing store and do not change it."""
 
     READ = enum.auto()
-    """Each session as of one moment. Never disturbs a server."""
+    """Each session is read at one moment. Never disturbs a server."""
     SNAPSHOT = enum.auto()
-    """All sessions as of one moment, where the storage can do that."""
+    """All sessions are read at one moment, if the storage supports that."""
     EXCLUSIVE = enum.auto()
-    """As READ, and no server may be at work, where the storage can tell."""
+    """As READ, and no server may use the store, if the storage can tell."""
     WRITE = enum.auto()
-    """As ALONE; an empty store is made where there is none."""
+    """As EXCLUSIVE; an empty store is created if there is none."""
 
 
 class RawStore(Protocol):
-    """Everything in one store, for one caller. Raises the store's errors."""
+    """Raw access to a whole store, for one caller. Raises the store's errors."""
 
     @property
     def kind(self) -> str:
@@ -119,59 +113,57 @@ class RawStore(Protocol):
 
     @property
     def store_id(self) -> str:
-        """Known once open; "" if the store has lost it."""
+        """Known once open; "" if lost."""
         ...
 
     @property
     def is_exclusive(self) -> bool:
-        """Whether nobody else can be at work in it while it is open, so that every lease in it is void."""
+        """Whether no other program can use the store while it is open, so that every lease in it is void."""
         ...
 
     async def open(self, mode: Mode) -> None:
-        """Raises FailedPrecondition: STORE_FOREIGN where there is no history, STORE_LOCKED where a server has it."""
+        """Raise FailedPrecondition: STORE_FOREIGN if there is no history, STORE_LOCKED if a server holds it."""
         ...
 
     async def close(self) -> None:
-        """Give the store back; what was written since the last ``flush`` may be undone."""
+        """Close the store. Writes since the last ``flush`` may be undone."""
         ...
 
     async def now(self) -> int:
-        """The store's time, in ms since the epoch."""
+        """Ms since the epoch."""
         ...
 
     async def keys(self) -> list[Key]:
-        """Every session and tombstone, in order of tenant and session id."""
+        """Return all sessions and tombstones, by tenant and session id."""
         ...
 
-    async def session(self, key: Key) -> RawSession | None:
-        """None: there is nothing under this key."""
-        ...
+    async def session(self, key: Key) -> RawSession | None: ...
 
     async def check_storage(self) -> list[Finding]:
-        """What is wrong with the storage apart from single sessions. May take long."""
+        """Find faults of the storage apart from single sessions. May take long."""
         ...
 
     async def repair_storage(self, progress: Progress = no_progress) -> None:
-        """Repair what ``about_store`` finds and calls ``REBUILD``."""
+        """Repair the faults of ``check_storage`` whose remedy is ``REBUILD``."""
         ...
 
     async def put(self, session: RawSession, *, expected_stamp: str | None) -> bool:
-        """Make the session exactly this one; its indexes and expiry follow from it.
+        """Replace the session with exactly this one; indexes and expiry follow from it.
 
-        ``over``: the stamp of what is replaced, None where nothing is. False, and nothing is written, when something
-        else is there or a turn runs in it.
+        ``expected_stamp``: the stamp of the session to replace, None if there is none. Returns False, and
+        writes nothing, if another version is stored or a turn runs in it.
         """
         ...
 
     async def flush(self) -> None:
-        """Make durable what was written, all of it together where the storage can do that."""
+        """Make all writes durable, together if the storage supports that."""
         ...
 
 
 def without_lease_holder(meta: Meta) -> Meta:
-    """``meta`` as it is copied: a pending turn keeps its seed for a retry, and nobody holds its lease any more.
+    """Return ``meta`` for a copy: a pending turn keeps its seed for a retry, but its lease has no holder.
 
-    What was left for the holder goes with it; that the turn was called off stays, for those who follow it.
+    Messages for the holder are dropped. A called-off mark stays, for the turn's followers.
     """
     lease = meta.lease
     row = msgspec.structs.replace(meta.row, running=None)
@@ -181,15 +173,15 @@ def without_lease_holder(meta: Meta) -> Meta:
     return Meta(row, meta.create_fingerprint, rest)
 
 
-def is_over(meta: Meta | None, now: int) -> bool:
-    """Whether the session's, or its tombstone's, time has passed."""
+def has_expired(meta: Meta | None, now: int) -> bool:
+    """Whether the session or tombstone has expired."""
     return meta is not None and 0 < meta.row.expire_ms <= now
 
 
-def is_running(meta: Meta | None, now: int) -> bool:
+def has_running_turn(meta: Meta | None, now: int) -> bool:
     """Whether a turn holds the session's lease."""
     return meta is not None and meta.lease is not None and meta.lease.until_ms > now
 
 
-def in_order(keys: Iterable[Key]) -> list[Key]:
+def sort_keys(keys: Iterable[Key]) -> list[Key]:
     return sorted(keys, key=lambda key: (key.tenant, key.session_id))

@@ -1,4 +1,4 @@
-"""The errors of the store contract, each made in one place, so that every implementation says the same."""
+"""The store's errors, each made in one place so that all implementations give the same one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pensieve.store.contract import Key
 
 
 def not_found() -> NotFound:
-    """The text names no id: a foreign tenant's session must read exactly like none."""
+    """Names no id: another tenant's session must read exactly like a missing one."""
     return NotFound("no such session", reason="SESSION_NOT_FOUND")
 
 
@@ -37,7 +37,8 @@ def session_exists(key: Key) -> AlreadyExists:
 
 def request_reused(request_id: str) -> AlreadyExists:
     return AlreadyExists(
-        f"request id {request_id!r} was used for something else in this session", reason="REQUEST_ID_REUSED"
+        f"request id {request_id!r} was already used for another request in this session",
+        reason="REQUEST_ID_REUSED",
     )
 
 
@@ -58,7 +59,7 @@ def damaged() -> FailedPrecondition:
 
 
 def wrong_revision(current: int, expected: int) -> PensieveError:
-    """RevisionMismatch when the session has moved on, DataLoss when the store is behind what the caller has seen."""
+    """RevisionMismatch if the session has moved on, DataLoss if the store is behind the caller."""
     metadata = {"current_revision": str(current)}
     if expected > current:
         return DataLoss(
@@ -80,7 +81,7 @@ def other_head(current: int) -> RevisionMismatch:
 
 
 def diverged(revision: int) -> DataLoss:
-    """The store's log is sound but is not the one the caller remembers (a fail-over lost acknowledged records)."""
+    """The log is sound but is not the one the caller has seen: a fail-over lost acknowledged records."""
     return DataLoss(
         f"the store's history at revision {revision} is not the one the caller has seen",
         reason="HISTORY_REGRESSED",
@@ -88,7 +89,7 @@ def diverged(revision: int) -> DataLoss:
 
 
 def lost() -> DataLoss:
-    """Of a session that was acknowledged here, neither erased nor expired, and is not there."""
+    """The session was acknowledged here, neither erased nor expired, and is not there."""
     return DataLoss(
         "the store no longer has the session, which was acknowledged: history went back in time",
         reason="HISTORY_REGRESSED",
@@ -129,6 +130,6 @@ def replaced(problem: str) -> Unavailable:
 
 def newer_schema(found: str, known: int) -> FailedPrecondition:
     return FailedPrecondition(
-        f"the history store has schema {found}, this program knows {known}: upgrade Pensieve",
+        f"the history store has schema {found}, this program supports {known}: upgrade Pensieve",
         reason="STORE_VERSION",
     )

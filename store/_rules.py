@@ -1,12 +1,11 @@
-"""What each operation decides, as pure functions over a session's metadata; storage is someone else's.
+"""The decision of each operation, as pure functions over a session's metadata.
 
-``memory_store`` and ``sqlite_store`` run these inside their own transaction, so the order of checks exists once for
-both; the Lua scripts of ``redis_store`` state the same order for Redis, and one test suite holds all three together.
-``now`` is always the store's two clocks: expiry goes by the time of day, leases by the monotonic clock. One process
-owns such a store, and at its start it ends the leases of the process before it (``_leases.lapsed``).
+``memory_store`` and ``sqlite_store`` run these inside a transaction; the Lua scripts of ``redis_store`` state
+the same order of checks, and one test suite covers all three. Expiry uses the wall clock, leases the
+monotonic clock: one process owns such a store and expires its predecessor's leases when it starts.
 
-A lease whose time is over is not removed: until someone else takes it, its holder may still commit (nothing can
-have come in between), and its seed is there for a retry of the same request.
+A lapsed lease is not removed. Until another turn takes it, its holder may still commit, because nothing can
+have been appended in between; and its seed serves a retry of the same request.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ from pensieve.store.contract import (
 from pensieve.store.records import Record, RecordKind, RunningTurn, SessionConfig, SessionRow, State
 
 TOMBSTONE_MS = 30 * 24 * 3600 * 1000
-"""How long a deleted session's id answers SESSION_DELETED and cannot be used again."""
+"""How long a deleted session's id answers SESSION_DELETED and cannot be reused."""
 
 
 class Lease(msgspec.Struct, frozen=True):
-    """The turn that was begun last and is not yet committed or aborted."""
+    """The turn that was begun last and is neither committed nor aborted."""
 
     request_id: str
     fingerprint: str
@@ -40,17 +39,17 @@ class Lease(msgspec.Struct, frozen=True):
     seed: int
     start_ms: int
     until_ms: int
-    """On the monotonic clock of the process that owns the store; 0: it has lapsed."""
+    """Ms on the monotonic clock of the process that owns the store; 0: lapsed."""
     order: EndOrder | None = None
-    """Left for the holder by another server."""
+    """Left by another server for the holder."""
     followed: bool = False
-    """Somebody waits for the turn at another server, which the holder has not heard yet."""
+    """A caller at another server waits for the turn; the holder has not learned of it yet."""
     called_off: bool = False
-    """The turn was discarded because somebody asked for that; the lease has lapsed."""
+    """The turn was discarded on request; the lease has lapsed."""
 
 
 class Meta(msgspec.Struct, frozen=True):
-    """All that is stored of a session beside its log and its request ids."""
+    """All that is stored of a session besides its log and request ids."""
 
     row: SessionRow
     """``running`` is None here; ``view`` derives it from the lease."""
@@ -59,14 +58,14 @@ class Meta(msgspec.Struct, frozen=True):
 
 
 class CommittedRequest(NamedTuple):
-    """A request id that was committed before."""
+    """A request id that was committed."""
 
     fingerprint: str
     revision: int
 
 
 def view(meta: Meta, now: Moment) -> SessionRow:
-    """The row as callers see it: a lapsed lease is not a running turn."""
+    """Return the row as callers see it: a lapsed lease is not a running turn."""
     lease = meta.lease
     if lease is None or lease.until_ms <= now.steady_ms:
         return meta.row
@@ -81,10 +80,7 @@ def view(meta: Meta, now: Moment) -> SessionRow:
 
 
 def is_gone(meta: Meta | None, now: Moment) -> bool:
-    """Whether nothing is left of the session, not even a tombstone that still counts.
-
-    While a turn holds the lease the session is not idle, whatever the time of day has become meanwhile.
-    """
+    """Whether session and tombstone have expired. A session whose lease is held is not idle, so it never has."""
     if meta is None:
         return True
     if meta.lease is not None and meta.lease.until_ms > now.steady_ms:
@@ -93,7 +89,7 @@ def is_gone(meta: Meta | None, now: Moment) -> bool:
 
 
 def require_present(meta: Meta | None, now: Moment) -> Meta:
-    """The metadata of a session that exists. Raises NotFound."""
+    """Raise NotFound unless the session exists."""
     if meta is None:
         raise _refusals.not_found()
     if is_gone(meta, now):
@@ -104,12 +100,12 @@ def require_present(meta: Meta | None, now: Moment) -> Meta:
 
 
 def ttl_ms(config: SessionConfig) -> int:
-    """Idle lifetime of a session; 0 = it never expires."""
+    """0: never expires."""
     return round(config.ttl_s * 1000)
 
 
 def expiry(config: SessionConfig, now: Moment) -> int:
-    """When a session idle since ``now`` expires; ms, 0 = never."""
+    """Ms; 0: never."""
     ttl = ttl_ms(config)
     return now.wall_ms + ttl if ttl else 0
 
@@ -117,12 +113,12 @@ def expiry(config: SessionConfig, now: Moment) -> int:
 def create(
     meta: Meta | None, key: Key, row: SessionRow, record: Record, fingerprint: str, now: Moment
 ) -> Meta | None:
-    """Metadata of the new session without its ``head_hash``; None when it exists and was created by this call."""
+    """Return the new session's metadata without ``head_hash``, or None if the same request created it before."""
     check_first(record)
     if meta is not None and not is_gone(meta, now):
         if meta.row.state is State.DELETED:
             raise _refusals.deleted()
-        if meta.create_fingerprint not in ("", fingerprint):  # "": lost with a row that was damaged
+        if meta.create_fingerprint not in ("", fingerprint):  # "": lost with a damaged row
             raise _refusals.session_exists(key)
         return None
     fresh = msgspec.structs.replace(
@@ -149,7 +145,7 @@ def commit(
     counts: Counts,
     now: Moment,
 ) -> Meta | None:
-    """Metadata after the record, without its ``head_hash``; None when this request id was committed before."""
+    """Return the metadata after ``record`` without ``head_hash``, or None if the request id was committed before."""
     meta = require_present(meta, now)
     if known is not None:
         check_same_request(known, record.request_id, fingerprint)
@@ -163,7 +159,7 @@ def commit(
         or record.revision != meta.row.revision + 1
     ):
         raise _refusals.fenced()
-    return _appended(meta, record, counts, now)
+    return _after_append(meta, record, counts, now)
 
 
 def apply(
@@ -175,7 +171,7 @@ def apply(
     expected_revision: int | None,
     now: Moment,
 ) -> Meta | None:
-    """Like ``commit``, for a change that takes no lease. The order of checks is that of ``begin``."""
+    """Like ``commit``, without a lease. The order of checks is that of ``begin``."""
     meta = require_present(meta, now)
     if meta.row.state is State.DAMAGED:
         raise _refusals.damaged()
@@ -187,11 +183,11 @@ def apply(
     check_revision(meta, expected_revision)
     if record.revision != meta.row.revision + 1:
         raise _refusals.not_next(meta.row.revision, record.revision)
-    return _appended(meta, record, counts, now)
+    return _after_append(meta, record, counts, now)
 
 
-def check_place(rest: StoredRecord, head_hash: str, meta: Meta) -> None:
-    """Raises RevisionMismatch unless ``rest`` is left of the record whose chain hash is stored in its place."""
+def check_replaces(rest: StoredRecord, head_hash: str, meta: Meta) -> None:
+    """Raise RevisionMismatch unless ``rest`` is the erased form of the record stored in its place."""
     if rest.head_hash != head_hash:
         raise _refusals.not_next(meta.row.revision, meta.row.revision)
 
@@ -199,7 +195,7 @@ def check_place(rest: StoredRecord, head_hash: str, meta: Meta) -> None:
 def delete(
     meta: Meta | None, key: Key, expected_revision: int | None, allow_missing: bool, now: Moment
 ) -> Meta | None:
-    """The tombstone; None when there is nothing to do. A running turn does not stop it: that turn loses its session."""
+    """Return the tombstone, or None if there is nothing to do. A running turn loses its session."""
     if meta is not None and not is_gone(meta, now):
         if meta.row.state is State.DELETED:
             return None
@@ -219,7 +215,7 @@ def delete(
 
 
 def check_forget(meta: Meta | None, head_hash: str, now: Moment) -> bool:
-    """Whether there is a session to remove without a trace. Raises what ``HistoryStore.forget`` does."""
+    """Whether there is a session to remove without a trace. Raises as ``HistoryStore.forget``."""
     if meta is None or is_gone(meta, now) or meta.row.state is State.DELETED:
         return False
     if meta.row.state is State.DAMAGED:
@@ -232,34 +228,34 @@ def check_forget(meta: Meta | None, head_hash: str, now: Moment) -> bool:
 
 
 def check_first(record: Record) -> None:
-    """Raises ValueError unless ``record`` can start a session: the caller's mistake, not the client's."""
+    """Raise ValueError unless ``record`` can start a session."""
     if record.revision != 1 or record.kind is not RecordKind.CREATE:
         raise ValueError("a session starts with a CREATE record of revision 1")
 
 
 def check_same_request(known: CommittedRequest, request_id: str, fingerprint: str) -> None:
-    """Raises AlreadyExists (REQUEST_ID_REUSED) when the id was used for something else.
+    """Raise AlreadyExists (REQUEST_ID_REUSED) if the id was used for another request.
 
-    An id that a repair has found again has no fingerprint: what was committed under it is the answer to anything.
+    A repaired id has no fingerprint: its committed turn answers any request.
     """
     if known.fingerprint not in ("", fingerprint):
         raise _refusals.request_reused(request_id)
 
 
 def check_revision(meta: Meta, expected: int | None) -> None:
-    """Raises RevisionMismatch, or DataLoss when the store is behind."""
+    """Raise RevisionMismatch, or DataLoss if the store is behind."""
     if expected is not None and expected != meta.row.revision:
         raise _refusals.wrong_revision(meta.row.revision, expected)
 
 
-def kept_until(row: SessionRow, until_ms: int) -> SessionRow:
-    """A session does not expire under a running turn: it is not idle."""
+def extend_expiry(row: SessionRow, until_ms: int) -> SessionRow:
+    """Extend the row's expiry: a session does not expire while a turn runs."""
     if 0 < row.expire_ms < until_ms:
         return msgspec.structs.replace(row, expire_ms=until_ms)
     return row
 
 
-def _appended(meta: Meta, record: Record, counts: Counts, now: Moment) -> Meta:
+def _after_append(meta: Meta, record: Record, counts: Counts, now: Moment) -> Meta:
     row = meta.row
     config = record.config if record.config is not None else row.config
     after = msgspec.structs.replace(
@@ -276,11 +272,10 @@ def _appended(meta: Meta, record: Record, counts: Counts, now: Moment) -> Meta:
     return Meta(after, meta.create_fingerprint, None)
 
 
-def at_head(meta: Meta, head_hash: str) -> Meta:
-    """``meta`` with the chain hash of its newest record, which only the writer of the log knows."""
+def with_head_hash(meta: Meta, head_hash: str) -> Meta:
+    """Return ``meta`` with the chain hash of its newest record, which only the log's writer knows."""
     return msgspec.structs.replace(meta, row=msgspec.structs.replace(meta.row, head_hash=head_hash))
 
 
-def damage(meta: Meta) -> Meta:
-    """``meta`` of the session once it takes no more writes."""
+def with_damaged_state(meta: Meta) -> Meta:
     return msgspec.structs.replace(meta, row=msgspec.structs.replace(meta.row, state=State.DAMAGED))

@@ -1,4 +1,4 @@
-"""History in this process' memory: for tests, demonstrations and simulations. Gone with the process."""
+"""History in this process's memory, for tests, demonstrations and simulations. Lost with the process."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pensieve.store import _leases, _rules
 from pensieve.store._clock import Moment, steady_clock_ms, wall_clock_ms
 from pensieve.store._codec import (
     StoredRecord,
-    cut,
     make_erased_record,
     make_stored_record,
     marking_damage,
     read_all_slices,
     read_log,
+    take_slice,
 )
 from pensieve.store._listing import decode_cursor, encode_cursor, has_labels, position_of
 from pensieve.store._marks import found_by, mark_entries
@@ -47,11 +47,10 @@ class _Session:
     log: list[StoredRecord] = field(default_factory=list)
     requests: dict[str, CommittedRequest] = field(default_factory=dict)
     marks: set[str] = field(default_factory=set)
-    """What its turns are found by."""
 
 
 class MemoryStore:
-    """``HistoryStore`` over dicts. No method but ``read`` lets others run, so each is atomic on its event loop."""
+    """``HistoryStore`` over dicts. Only ``read`` yields to the event loop, so every other method is atomic."""
 
     def __init__(
         self, *, clock: Callable[[], int] = wall_clock_ms, steady: Callable[[], int] = steady_clock_ms
@@ -60,7 +59,7 @@ class MemoryStore:
         self._wall_clock, self._steady_clock = clock, steady
         self._sessions: dict[Key, _Session] = {}
         self._marks: defaultdict[tuple[str, str], list[MarkedTurn]] = defaultdict(list)
-        """Tenant and what a turn is found by → where it is, oldest first."""
+        """(tenant, digest) → marked turns, oldest first."""
         self._store_id = uuid.uuid4().hex
 
     @property
@@ -72,13 +71,13 @@ class MemoryStore:
         return self._store_id
 
     async def open(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     async def close(self) -> None:
-        """Nothing to do; the content stays until the object goes."""
+        """Do nothing: the content lives as long as the object."""
 
     async def ping(self) -> None:
-        """Always answers."""
+        """Do nothing."""
 
     async def create(self, row: SessionRow, record: Record, fingerprint: str) -> SessionRow:
         key = Key(row.tenant, row.session_id)
@@ -86,7 +85,7 @@ class MemoryStore:
         meta = _rules.create(self._meta(key), key, row, record, fingerprint, now)
         if meta is None:
             return self._view(key, now)
-        self._unmark(key)
+        self._remove_marks(key)
         self._sessions[key] = session = _Session(meta)
         return self._append(session, meta, record, fingerprint=None, now=now)
 
@@ -135,7 +134,7 @@ class MemoryStore:
         row = _rules.require_present(self._meta(key), self._now()).row
         log = self._sessions[key].log
         stored = log[max(0, after_revision - 1) : after_revision] if after_revision else []
-        stored += cut((entry for entry in log[after_revision:]), limit)
+        stored += take_slice((entry for entry in log[after_revision:]), limit)
         async with marking_damage(self, key):
             logged = read_log(
                 key, row, stored, after_revision=after_revision, head_hash=head_hash, limit=limit
@@ -204,12 +203,12 @@ class MemoryStore:
         if meta is None:
             return self._view(key, now)
         session = self._sessions[key]
-        left = [make_erased_record(one) for one in erased_records]
-        for one in left:
-            _rules.check_place(one, session.log[one.revision - 1].head_hash, meta)
-        for one in left:
+        stored = [make_erased_record(one) for one in erased_records]
+        for one in stored:
+            _rules.check_replaces(one, session.log[one.revision - 1].head_hash, meta)
+        for one in stored:
             session.log[one.revision - 1] = one
-        gone = {one.revision for one in left}
+        gone = {one.revision for one in stored}
         for name in session.marks if gone else ():
             found = self._marks[key.tenant, name]
             found[:] = [one for one in found if one.session_id != key.session_id or one.revision not in gone]
@@ -221,29 +220,28 @@ class MemoryStore:
         now = self._now()
         tombstone = _rules.delete(self._meta(key), key, expected_revision, allow_missing, now)
         if tombstone is not None:
-            self._unmark(key)
+            self._remove_marks(key)
             self._sessions[key] = _Session(tombstone)
 
     async def forget(self, key: Key, head_hash: str) -> None:
         if _rules.check_forget(self._meta(key), head_hash, self._now()):
-            self._unmark(key)
+            self._remove_marks(key)
             del self._sessions[key]
 
     async def mark_damaged(self, key: Key) -> None:
         meta = _rules.require_present(self._meta(key), self._now())
-        self._sessions[key].meta = _rules.damage(meta)
+        self._sessions[key].meta = _rules.with_damaged_state(meta)
 
     async def purge_expired(self) -> int:
-        """Forget sessions and tombstones whose time is over; returns how many."""
         now = self._now()
         gone = [key for key, session in self._sessions.items() if _rules.is_gone(session.meta, now)]
         for key in gone:
-            self._unmark(key)
+            self._remove_marks(key)
             del self._sessions[key]
         return len(gone)
 
-    def _unmark(self, key: Key) -> None:
-        """Nothing of the session is found any more."""
+    def _remove_marks(self, key: Key) -> None:
+        """Remove the session's entries from the mark index."""
         for name in self._sessions[key].marks if key in self._sessions else ():
             others = [one for one in self._marks[key.tenant, name] if one.session_id != key.session_id]
             self._marks[key.tenant, name] = others
@@ -280,7 +278,7 @@ class MemoryStore:
     def _append(
         self, session: _Session, meta: Meta, record: Record, *, fingerprint: str | None, now: Moment
     ) -> SessionRow:
-        """Add ``record`` to the log and take over ``meta``; without a fingerprint no request id is remembered."""
+        """Append ``record`` and store ``meta``. Without a fingerprint the request id is not stored."""
         stored = make_stored_record(record, meta.row.head_hash)
         session.log.append(stored)
         if record.request_id and fingerprint is not None:
@@ -289,5 +287,5 @@ class MemoryStore:
         for one in mark_entries(record):
             self._marks[row.tenant, one.found_by].append(MarkedTurn(row.session_id, record.revision))
             session.marks.add(one.found_by)
-        session.meta = _rules.at_head(meta, stored.head_hash)
+        session.meta = _rules.with_head_hash(meta, stored.head_hash)
         return _rules.view(session.meta, now)

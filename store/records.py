@@ -1,8 +1,8 @@
-"""What the history store holds: an append-only log of records per session, and one row of metadata.
+"""Contents of the history store: an append-only log of records per session, and one row of metadata.
 
-A session's history is the fold of its records (``History.apply``): each record may supersede the tail after some item
-and append items. Item numbers start at 1 and are never reused, so a superseded item stays readable in the log.
-``revision`` grows by one per record; the record that creates a session has revision 1.
+A session's history is the fold of its records (``History.apply``): each record may supersede the tail after
+some item and append items. Item numbers start at 1 and are never reused, so a superseded item stays readable
+in the log. ``revision`` grows by one per record; the record that creates a session has revision 1.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ from pensieve.core import FinishReason, HintReceipt, Role, SamplingDefaults, Tok
 
 
 class RecordKind(enum.StrEnum):
-    """The kind of change that a record holds."""
-
     CREATE = "create"
     TURN = "turn"
     REWIND = "rewind"
@@ -27,49 +25,47 @@ class RecordKind(enum.StrEnum):
 
 
 class Overflow(enum.IntEnum):
-    """What a turn does that does not fit; the numbers are those of ``pensieve.v1.OverflowPolicy``."""
+    """Numbers as in ``pensieve.v1.OverflowPolicy``."""
 
     REJECT = 1
     DROP_OLDEST_TURNS = 2
 
 
 class PrefixSharing(enum.IntEnum):
-    """With whom a session shares the KV of a common beginning; numbers as in ``pensieve.v1.PrefixSharing``."""
+    """Numbers as in ``pensieve.v1.PrefixSharing``."""
 
     TENANT = 1
     NONE = 2
 
 
 class ModelBinding(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a session's token ids were made with: SHA-256 (hex) of each; "" where it is not known."""
+    """The files that a session's token ids depend on: SHA-256 (hex) of each, "" if unknown."""
 
     name: str = ""
-    """What the server called the model; for people."""
+    """The model's name on the server, for people."""
     model: str = ""
     tokenizer: str = ""
     template: str = ""
 
 
 class SessionConfig(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a client may set of a session."""
-
     model: str = ""
     system_prompt: str = ""
     sampling: SamplingDefaults = SamplingDefaults()
     ttl_s: float = 0.0
-    """Idle lifetime, extended by each commit; 0 = never expires."""
+    """Idle lifetime in seconds, extended by each commit; 0: never expires."""
     overflow: Overflow = Overflow.REJECT
     prefix_sharing: PrefixSharing = PrefixSharing.TENANT
     tools: str = ""
-    """Definitions of functions that the model may call, JSON; the chat template shows them at the beginning."""
+    """JSON definitions of functions that the model may call; the chat template shows them at the beginning."""
     binding: ModelBinding | None = None
-    """Set by the server, never by a client; None: made before it was kept."""
+    """Set by the server, never by a client; None: the session is older than this field."""
     begun_ms: int = 0
-    """The time that a chat template which writes a date is given. Set by the server; 0: the template writes none."""
+    """The time for a chat template that writes a date. Set by the server; 0: the template writes none."""
 
 
 class Item(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One immutable entry of history. ``tokens`` (packed uint32) includes the template glue that introduces it."""
+    """One immutable entry of history. ``tokens`` (packed uint32) starts with the template glue that introduces it."""
 
     number: int
     role: Role
@@ -79,30 +75,28 @@ class Item(msgspec.Struct, frozen=True, omit_defaults=True):
     finish_reason: FinishReason | None = None
     create_ms: int = 0
     prefix_tokens: int = 0
-    """Leading tokens of ``tokens`` that are glue (an assistant item's output starts after them)."""
+    """Number of leading glue tokens in ``tokens``; an assistant item's output starts after them."""
     verbatim: bool = False
-    """``tokens`` came from the client as they are, so no glue is added around them."""
+    """The client sent ``tokens``, so no glue is added around them."""
     call_id: str = ""
-    """Of a tool's result: the call that it belongs to."""
+    """The call that a tool's result belongs to."""
     erased: bool = False
-    """Text and tokens were erased. The number stays used, and no history has the item, of no revision."""
+    """The number stays used; the item is in no history, of any revision."""
 
 
 class CandidateAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One of the answers that a turn drew from its context; its number is its place among them."""
-
     text: str
     tokens: bytes
-    """Output tokens alone, packed uint32; the generation prompt is in the answer's item."""
+    """Output tokens only, packed uint32; the generation prompt is in the answer's item."""
     finish_reason: FinishReason
     stop_sequence: str = ""
     seed: int = 0
     mean_logprob: float | None = None
-    """Per output token, if the turn asked for the best one and there is a token."""
+    """Mean per output token, if the turn asked for the best candidate and there is a token."""
 
 
 class TurnResult(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a committed turn answers to GetTurn and to late retries, beside its items."""
+    """The answer to GetTurn and to late retries of a committed turn, besides its items."""
 
     base_revision: int
     finish_reason: FinishReason
@@ -110,40 +104,38 @@ class TurnResult(msgspec.Struct, frozen=True, omit_defaults=True):
     seed: int = 0
     usage: Usage = Usage()
     input_items: int = 0
-    """How many of the record's items are input; the last one is the output."""
+    """The record's last item is the output."""
     attempt: str = ""
-    """Generation attempt that was committed: token offsets of another attempt mean nothing here."""
+    """Token offsets of other attempts are not valid here."""
     hints: HintReceipt | None = None
-    """What was made of the turn's hints; None: it gave none."""
+    """The effect of the turn's hints; None: it gave none."""
     candidates: tuple[CandidateAnswer, ...] = ()
-    """All of them, if the turn drew more than one."""
+    """Empty if the turn drew only one."""
     chosen: int = 0
-    """The candidate that the record's last item is."""
+    """The candidate in the record's last item."""
     annotations: dict[str, str] = {}
-    """What the client wants to be told of the turn again."""
     mark: str = ""
-    """By it, together with one of its answers, the turn is found; "": it is not."""
+    """By it the client finds the turn; "": none."""
 
 
 class CandidateChange(msgspec.Struct, frozen=True, omit_defaults=True):
     """Another candidate became a turn's answer: the record's one item."""
 
     turn_revision: int
-    """Revision of the turn's own record."""
     candidate: int
 
 
 class Erasure(msgspec.Struct, frozen=True):
-    """The place in the hash chain of a record that lost content: the chain goes on as it was."""
+    """The place of an erased record in the hash chain, which continues unchanged."""
 
     follows: str
     """Chain hash (hex) before the record."""
     chain: str
-    """Chain hash after the record, over its bytes as they were first stored."""
+    """Chain hash after the record, over its bytes as first stored."""
 
 
 class Record(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One committed change. Immutable, but that an erasing change takes content out of it."""
+    """One committed change. Immutable, except that an erasing change removes its content."""
 
     revision: int
     kind: RecordKind
@@ -154,21 +146,19 @@ class Record(msgspec.Struct, frozen=True, omit_defaults=True):
     items: tuple[Item, ...] = ()
     turn: TurnResult | None = None
     config: SessionConfig | None = None
-    """The configuration from this record on; None: unchanged."""
+    """None: unchanged."""
     labels: dict[str, str] | None = None
     hidden_before: int | None = None
-    """Overflow view: live non-system items with a smaller number are no longer part of the context."""
+    """Overflow view: live non-system items with a smaller number are no longer in the context."""
     candidate: CandidateChange | None = None
-    """Set in an UPDATE that gives the latest turn another of its answers. Programs that do not know this field yet
-    fold such a record like any other."""
+    """Set in an UPDATE that makes another candidate the latest turn's answer. Older programs ignore it."""
     erases: tuple[int, ...] = ()
-    """Set in a REWIND that erases: revisions of the records that lost content by it."""
+    """Set in a REWIND that erases: revisions of the erased records."""
     erased: Erasure | None = None
-    """Set in a record of which content was erased."""
 
 
 class State(enum.StrEnum):
-    """State of a session; DELETED rows are tombstones without content."""
+    """DELETED rows are tombstones without content."""
 
     ACTIVE = "active"
     DAMAGED = "damaged"
@@ -176,8 +166,6 @@ class State(enum.StrEnum):
 
 
 class RunningTurn(msgspec.Struct, frozen=True):
-    """The turn that holds a session's lease."""
-
     request_id: str
     owner: str
     attempt: str
@@ -193,9 +181,9 @@ class SessionRow(msgspec.Struct, frozen=True, kw_only=True):
     state: State = State.ACTIVE
     revision: int = 0
     head_item: int = 0
-    """Largest item number that was ever used."""
+    """Largest item number ever used."""
     head_hash: str = ""
-    """Chain hash (hex) of the newest record."""
+    """Hex, of the newest record."""
     item_count: int = 0
     context_tokens: int = 0
     config: SessionConfig = SessionConfig()
@@ -211,7 +199,7 @@ class SessionRow(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """The live items of a session at one revision: what a model run would be given."""
+    """The live items of a session at one revision."""
 
     revision: int = 0
     head_hash: str = ""
@@ -221,17 +209,14 @@ class History:
     labels: tuple[tuple[str, str], ...] = ()
     hidden_before: int = 0
     was_generated: bool = False
-    """Whether the model has ever answered in it, here or before it was forked; also if the answer is superseded."""
+    """Whether the model has ever answered in this session, or before its fork; superseded answers count."""
 
     def apply(self, record: Record, head_hash: str) -> History:
-        """This history after one more record. Pure. Raises ValueError when the record is not the next one."""
+        """Return this history after one more record. Raises ValueError if the record is not the next one."""
         return self.after([(record, head_hash)])
 
     def after(self, records: Iterable[tuple[Record, str]]) -> History:
-        """This history after more records, each with its chain hash, in time linear in their items.
-
-        Pure. Raises ValueError when a record is not the next one.
-        """
+        """Like ``apply`` for many records, each with its chain hash, in time linear in their items."""
         items = list(self.items)
         revision, head_hash, head_item = self.revision, self.head_hash, self.head_item
         config, labels, hidden = self.config, self.labels, self.hidden_before
@@ -252,16 +237,15 @@ class History:
         return History(revision, head_hash, tuple(items), head_item, config, labels, hidden, was_generated)
 
     def truncated(self, keep: int) -> tuple[Item, ...]:
-        """Live items with a number of at most ``keep``."""
         return tuple(item for item in self.items if item.number <= keep)
 
     def visible(self) -> tuple[Item, ...]:
-        """Live items inside the context: all but what the overflow policy took out of view."""
+        """Return the items in the context: without those that the overflow policy has hidden."""
         return tuple(
             item for item in self.items if item.role is Role.SYSTEM or item.number >= self.hidden_before
         )
 
     def tokens(self) -> TokenArray:
-        """The model's context: token ids of the visible items, concatenated; int32 [n]."""
+        """Return the token ids of the visible items, concatenated; int32 [n]."""
         parts = [unpack_tokens(item.tokens) for item in self.visible()]
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.int32)

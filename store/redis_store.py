@@ -1,8 +1,8 @@
-"""History in Redis, for any number of servers. As durable as the Redis is configured to be.
+"""History in Redis, for any number of servers. As durable as Redis is configured to be.
 
-Each operation is one Lua script over one session's keys (``_redis.scripts``), idempotent, so that the client library
-may send it again when a reply was lost. A commit carries the chain hash it was computed on; the script refuses it
-when the log has another head. Time is the Redis server's.
+Each operation is one Lua script over one session's keys (``_redis.scripts``), idempotent, so that the client
+library may resend it when a reply was lost. A commit carries the chain hash it was computed on; the script
+refuses it if the log has another head. Time is the Redis server's.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ from pensieve.store.records import Record, SessionRow
 log = logging.getLogger(__name__)
 
 RENEW_BATCH: Final = 500
-"""Calls in one round trip: what else a server is asked for meanwhile waits some ms."""
-MOST_BEGUN: Final = 16_384
-"""Turns of which is remembered what they continue; others ask again when they commit."""
+"""Calls per round trip; other requests to that server wait some ms meanwhile."""
+MAX_BEGUN: Final = 16_384
+"""Turns whose base hash is remembered; others fetch it again when they commit."""
 
 
 class RedisStore:
@@ -85,8 +85,8 @@ class RedisStore:
         self._index = RedisIndex(link)
         self._safe = DurableHeads(link)
         self._begun: OrderedDict[tuple[Key, str], str] = OrderedDict()
-        """Chain hash that a turn begun here continues, by its token. Nothing is appended while the token holds the
-        lease, and what appends ends the lease: so a commit need not ask for the head again."""
+        """(session, token) → chain hash that the turn continues, so that a commit need not fetch the head. An
+        append ends the lease, so the hash stays valid while the token holds it."""
 
     @classmethod
     def from_url(
@@ -96,17 +96,19 @@ class RedisStore:
         on_error: Callable[[], None] = lambda: None,
         on_regression: Callable[[], None] = lambda: None,
     ) -> RedisStore:
-        """The forms are those of ``_redis.clients.parse_place``. Raises ValueError on others."""
+        """Parse the forms of ``_redis.clients.parse_address``. Raises ValueError on others."""
         return cls(RedisLink(url, on_error=on_error), on_regression)
 
     def dump(self) -> RedisDump:
-        """Access to all that is stored, for maintenance; in place of ``open``, not beside it."""
+        """Return raw access for maintenance, instead of ``open``."""
         return RedisDump(self._link)
 
     @property
     def durability(self) -> str:
-        """``replicated(n)`` if the URL asks for replicas; else what the weakest server does: ``fsync`` (AOF, always),
-        ``local`` (AOF, every second), ``none`` (no AOF), or ``unknown`` when CONFIG or INFO is forbidden.
+        """``replicated(n)`` if the URL asks for replicas, else the weakest server's durability.
+
+        ``fsync`` (AOF, always), ``local`` (AOF, every second), ``none`` (no AOF), or ``unknown`` if CONFIG or
+        INFO is forbidden.
         """
         return self._link.durability
 
@@ -125,9 +127,9 @@ class RedisStore:
         await self._link.close()
 
     async def ping(self) -> None:
-        """Writes, so that a Redis that only reads is noticed. Notices one that went back, too."""
+        """Write a probe, so that a read-only Redis is noticed; also check for lost changes."""
         await self._link.ping()
-        await self._acknowledged.check_for_regression(counts=False)
+        await self._acknowledged.check_for_regression(count_errors=False)
 
     async def create(self, row: SessionRow, record: Record, fingerprint: str) -> SessionRow:
         check_first(record)
@@ -137,12 +139,12 @@ class RedisStore:
         stored = make_stored_record(record, "")
         args = [fingerprint, stored.data, stored.crc, stored.head_hash, *create_fields(row)]
         reply = await self._acknowledged.change(scripts.CREATE, key, args)
-        return await self._entered(key, reply)
+        return await self._finish_change(key, reply)
 
     async def load(self, key: Key) -> SessionRow:
         outcome, *values = await self._link.call(scripts.LOAD, session_keys(key), [])
         if outcome != b"OK":
-            await self._refuse(key, outcome, values)
+            await self._raise_refusal(key, outcome, values)
         fields = as_fields(values[1])
         async with marking_damage(self, key):
             row = read_row(key, fields, int(values[0]))
@@ -165,7 +167,9 @@ class RedisStore:
         async def fetch(after_revision: int, head_hash: str) -> LogSlice:
             nonlocal requests, known_to
             begins = after_revision == 0
-            piece, asked = await self._slice(key, after_revision, head_hash, SLICE_RECORDS, requests=begins)
+            piece, asked = await self._read_slice(
+                key, after_revision, head_hash, SLICE_RECORDS, requests=begins
+            )
             if begins:
                 requests, known_to = asked, piece.row.revision
             async with marking_damage(self, key):
@@ -179,13 +183,13 @@ class RedisStore:
     async def read_slice(
         self, key: Key, *, after_revision: int = 0, head_hash: str = "", limit: int = SLICE_RECORDS
     ) -> LogSlice:
-        piece, _ = await self._slice(key, after_revision, head_hash, limit, requests=False)
+        piece, _ = await self._read_slice(key, after_revision, head_hash, limit, requests=False)
         return piece
 
     async def find_request(self, key: Key, request_id: str) -> int | None:
         outcome, *values = await self._link.call(scripts.FIND, session_keys(key), [request_id])
         if outcome != b"OK":
-            await self._refuse(key, outcome, values)
+            await self._raise_refusal(key, outcome, values)
         if not values[0]:
             return None
         await self._safe.wait_for_replicas(key, int(values[0]), values[1])
@@ -222,16 +226,19 @@ class RedisStore:
             if outcome in (b"BEHIND", b"DIVERGED"):
                 at = "is behind" if outcome == b"BEHIND" else "has another record at"
                 log.error(
-                    "%s %s revision %d, which was seen there", self._link.address, at, request.known_revision
+                    "%s %s revision %d, which this server has seen there",
+                    self._link.address,
+                    at,
+                    request.known_revision,
                 )
             if outcome == b"BEHIND":
                 outcome, expected_revision = b"REVISION", request.known_revision
-            await self._refuse(key, outcome, values, request.request_id, expected_revision)
+            await self._raise_refusal(key, outcome, values, request.request_id, expected_revision)
         now, fields = int(values[0]), as_fields(values[1])
         row = parse_row(key, fields, now)
         if outcome == b"OK":
             self._begun[key, request.token] = row.head_hash
-            if len(self._begun) > MOST_BEGUN:
+            if len(self._begun) > MAX_BEGUN:
                 self._begun.popitem(last=False)
             return Began(row, int(fields[b"run_seed"]))
         if outcome == b"REPLAY":
@@ -253,7 +260,7 @@ class RedisStore:
         args = [request_id, order_text(order)]
         outcome, *values = await self._link.call(scripts.ASK_TO_END, session_keys(key), args)
         if outcome != b"OK":
-            await self._refuse(key, outcome, values)
+            await self._raise_refusal(key, outcome, values)
         return bool(int(values[0]))
 
     async def commit(
@@ -266,7 +273,7 @@ class RedisStore:
         )
         reply = await self._append(scripts.COMMIT, key, [token, *args])
         self._begun.pop((key, token), None)
-        return await self._entered(key, reply, request_id=record.request_id, offered=record.revision)
+        return await self._finish_change(key, reply, request_id=record.request_id, offered=record.revision)
 
     async def abort(self, key: Key, token: str, *, called_off: bool = False) -> None:
         self._begun.pop((key, token), None)
@@ -284,19 +291,19 @@ class RedisStore:
     ) -> SessionRow:
         args = await self._record_args(key, record, fingerprint, counts)
         args.insert(0, "" if expected_revision is None else expected_revision)
-        left = [make_erased_record(one) for one in erased_records]
+        stored = [make_erased_record(one) for one in erased_records]
         reply = await self._append(
-            scripts.APPLY, key, [*args, len(left), *(word for one in left for word in one)]
+            scripts.APPLY, key, [*args, len(stored), *(word for one in stored for word in one)]
         )
-        row = await self._entered(
+        row = await self._finish_change(
             key, reply, request_id=record.request_id, expected=expected_revision, offered=record.revision
         )
-        if left:
+        if stored:
             try:
-                await self._index.unmark(key, {one.revision for one in left})
+                await self._index.unmark(key, {one.revision for one in stored})
             except (Unavailable, DataLoss) as error:
-                # They are digests, and hints: the turn is not shown to who finds it by them.
-                log.warning("what erased turns were found by stays in the index: %s", error)
+                # The entries are digests and only hints: ``find_marked``'s caller reads the record.
+                log.warning("the marks of erased turns stay in the index: %s", error)
         return row
 
     async def delete(
@@ -307,7 +314,7 @@ class RedisStore:
         if outcome == b"NOT_FOUND" and allow_missing:
             await self._link.check_marker()
         elif outcome not in (b"OK", b"DELETED"):
-            await self._refuse(key, outcome, values, expected=expected_revision)
+            await self._raise_refusal(key, outcome, values, expected=expected_revision)
         else:
             await self._link.confirm(session_keys(key), 0, "")
         self._acknowledged.record_erasure(key, *(values if outcome == b"OK" else ()))
@@ -318,11 +325,11 @@ class RedisStore:
         if outcome == b"DELETED":
             return
         if outcome == b"NOT_FOUND":
-            # A try whose reply was lost may have removed it. The listing is corrected when it is read.
+            # An earlier attempt whose reply was lost may have removed it. Reading the listing corrects it.
             await self._link.check_marker()
             return
         if outcome != b"OK":
-            await self._refuse(key, outcome, values)
+            await self._raise_refusal(key, outcome, values)
         now, number, update_ms = values
         await self._link.confirm(session_keys(key), 0, head_hash)
         self._acknowledged.record_erasure(key, now, number)
@@ -331,20 +338,20 @@ class RedisStore:
     async def mark_damaged(self, key: Key) -> None:
         outcome, *values = await self._link.call(scripts.DAMAGE, session_keys(key), [])
         if outcome != b"OK":
-            await self._refuse(key, outcome, values)
+            await self._raise_refusal(key, outcome, values)
 
     async def purge_expired(self) -> int:
-        """Redis drops expired sessions by itself; this drops what is left of them in the listings."""
+        """Purge the listings; Redis itself expires the sessions."""
         return await self._index.purge()
 
-    async def _slice(
+    async def _read_slice(
         self, key: Key, after_revision: int, head_hash: str, limit: int, *, requests: bool
     ) -> tuple[LogSlice, Fields]:
-        """A slice of the log, and the map of all request ids if it is asked for."""
+        """Read a slice of the log, and on request the map of all request ids."""
         args = [after_revision, limit, SLICE_BYTES, int(requests)]
         outcome, *values = await self._link.call(scripts.READ, session_keys(key), args)
         if outcome != b"OK":
-            await self._refuse(key, outcome, values)
+            await self._raise_refusal(key, outcome, values)
         fields = as_fields(values[1])
         async with marking_damage(self, key):
             row = read_row(key, fields, int(values[0]))
@@ -360,7 +367,7 @@ class RedisStore:
     async def _record_args(
         self, key: Key, record: Record, fingerprint: str, counts: Counts, base: str | None = None
     ) -> list[Any]:
-        """``record`` encoded on the head ``base``, None: on the one that the log has now. The script checks it."""
+        """Encode ``record`` for the head ``base`` (None: the log's present head). The script checks the head."""
         if base is None:
             head = await self._link.command("HGET", session_keys(key)[0], "head_hash")
             base = "" if head is None else head.decode()
@@ -375,7 +382,7 @@ class RedisStore:
             await self.mark_damaged(key)  # the stream holds records that the row does not know
             raise DataLoss("the session's log is ahead of its row", reason="HISTORY_CORRUPT") from error
 
-    async def _entered(
+    async def _finish_change(
         self,
         key: Key,
         reply: list[Any],
@@ -384,24 +391,24 @@ class RedisStore:
         expected: int | None = None,
         offered: int = 0,
     ) -> SessionRow:
-        """The row of an "OK" reply, entered in the listing; else raises what the reply says."""
+        """Return the row of an "OK" reply and enter it in the listing; else raise the reply's error."""
         outcome, *values = reply
         if outcome != b"OK":
-            await self._refuse(key, outcome, values, request_id, expected, offered)
+            await self._raise_refusal(key, outcome, values, request_id, expected, offered)
         fields = as_fields(values[1])
         row = parse_row(key, fields, int(values[0]))
-        await gather_all(self._safe.confirm_change(row), self._list(row, fields))
+        await gather_all(self._safe.confirm_change(row), self._enter_in_listing(row, fields))
         self._acknowledged.record_change(row, *values[::2])
         return row
 
-    async def _list(self, row: SessionRow, fields: Fields) -> None:
+    async def _enter_in_listing(self, row: SessionRow, fields: Fields) -> None:
         try:
             await self._index.enter(row, fields)
         except (Unavailable, DataLoss) as error:
-            # The change is made; the listing is corrected when it is read.
+            # The change is made; reading the listing corrects it.
             log.warning("the listing of sessions was not updated: %s", error)
 
-    async def _refuse(
+    async def _raise_refusal(
         self,
         key: Key,
         outcome: bytes,
@@ -410,7 +417,6 @@ class RedisStore:
         expected: int | None = None,
         offered: int = 0,
     ) -> NoReturn:
-        """Raise the error that a script's outcome stands for."""
         if outcome == b"NOT_FOUND":
             await self._link.check_marker()
             if await self._acknowledged.is_lost(key, values[0]):
@@ -419,9 +425,7 @@ class RedisStore:
 
 
 async def renew_all(link: RedisLink, leases: Sequence[HeldLease], lease_ms: int) -> list[RenewalAnswer]:
-    """``HistoryStore.renew_leases``. The leases of each server go by themselves, so that one that is away holds up
-    none of the others.
-    """
+    """``HistoryStore.renew_leases``, one batch per server: a server that is down does not delay others."""
     keys = [session_keys(lease.key) for lease in leases]
     servers = await link.servers_of([some[0] for some in keys])
     by_server: defaultdict[str, list[int]] = defaultdict(list)
@@ -440,15 +444,15 @@ async def renew_all(link: RedisLink, leases: Sequence[HeldLease], lease_ms: int)
                 answers.update(dict.fromkeys(numbers[first:], error))
                 return
             for number, reply in zip(some, replies, strict=True):
-                answers[number] = _answer(leases[number], reply)
+                answers[number] = _renewal_answer(leases[number], reply)
 
     await gather_all(*map(renew_at_one, by_server.values()))
     if any(isinstance(answer, NotFound) for answer in answers.values()):
-        await link.check_marker()  # Of a store that was emptied nothing is known.
+        await link.check_marker()  # an emptied store proves nothing about its sessions
     return [answers[number] for number in range(len(leases))]
 
 
-def _answer(lease: HeldLease, reply: list[Any] | PensieveError) -> RenewalAnswer:
+def _renewal_answer(lease: HeldLease, reply: list[Any] | PensieveError) -> RenewalAnswer:
     if isinstance(reply, PensieveError):
         return reply
     outcome, *values = reply
@@ -465,7 +469,7 @@ def error_from_outcome(
     expected: int | None = None,
     offered: int = 0,
 ) -> PensieveError:
-    """The error that an outcome of a script stands for. ``offered``: the revision of what was to be appended."""
+    """Return the error for a script's outcome. ``offered``: the revision that was to be appended."""
     match outcome:
         case b"NOT_FOUND":
             return _refusals.not_found()

@@ -1,14 +1,13 @@
 """History in one SQLite file, for one server. Durable against process kill, OS crash and power cut ("fsync").
 
-Changes are made by one thread that owns the one writing connection; rows, logs and listings are each read by a thread
-of their own (``_sqlite.reader``), so no method blocks the event loop and no listing delays a commit. A second
-server on the same file is refused by a lock file whose lock dies with its process. Because of that lock, a lease found
-at start belongs to a dead process and is ended at once, and leases go by this process' monotonic clock.
+One thread makes all changes on the only writing connection; reads have threads of their own
+(``_sqlite.reader``). So no method blocks the event loop, and no listing delays a commit. A lock that dies
+with its process keeps a second server out. Therefore a lease found at start belongs to a dead process and is
+expired at once, and leases use this process's monotonic clock.
 
-After an error of the disk nothing is known of the file: all connections are closed, and it is served again when what
-it says has been made durable (``_sqlite.durable``). Until then every call is refused.
-
-Writes that only move a lease are not flushed to the disk (``synchronous = NORMAL``): losing one loses nothing.
+After a disk error the state of the file is unknown: every call is refused until the file's content has been
+made durable again (``_sqlite.disk``). Writes that only move a lease are not flushed (``synchronous =
+NORMAL``): losing one does no harm.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from typing import Final, TypeVar
 from pensieve.errors import DataLoss, PensieveError
 from pensieve.store import _leases, _rules
 from pensieve.store._clock import Moment, steady_clock_ms, wall_clock_ms
-from pensieve.store._codec import cut, make_erased_record, marking_damage, read_all_slices, read_log
+from pensieve.store._codec import make_erased_record, marking_damage, read_all_slices, read_log, take_slice
 from pensieve.store._listing import decode_cursor, encode_cursor, position_of
 from pensieve.store._marks import found_by
 from pensieve.store._sqlite.database import SqliteDatabase
@@ -52,7 +51,7 @@ T = TypeVar("T")
 
 URL_PREFIX = "sqlite:///"
 PURGE_BATCH: Final = 100
-"""Sessions that one change removes: the changes of turns wait for it."""
+"""Sessions removed per change; turns' changes wait for it."""
 
 
 class SqliteStore:
@@ -66,23 +65,20 @@ class SqliteStore:
         steady: Callable[[], int] = steady_clock_ms,
         on_error: Callable[[], None] = lambda: None,
     ) -> None:
-        """``clock``: ms since the epoch; ``steady``: ms of a clock that never steps, for leases.
-
-        ``on_error`` is called, from any thread, for each call but ``ping`` that could not be served.
-        """
+        """``clock``: ms since the epoch; ``steady``: ms, never steps. ``on_error``: see ``open_store``."""
         self._wall_clock, self._steady_clock = clock, steady
         self._database = SqliteDatabase(path, self._now, on_error)
 
     @classmethod
     def from_url(cls, url: str, *, on_error: Callable[[], None] = lambda: None) -> SqliteStore:
-        """``sqlite:///relative/path`` or ``sqlite:////absolute/path``. Raises ValueError on other forms."""
+        """Parse ``sqlite:///relative/path`` or ``sqlite:////absolute/path``. Raises ValueError on other forms."""
         path = url.removeprefix(URL_PREFIX)
         if path == url or not path or path.endswith("/"):
             raise ValueError(f"bad store {url!r}: use sqlite:///relative/file or sqlite:////absolute/file")
         return cls(Path(path), on_error=on_error)
 
     def dump(self) -> SqliteDump:
-        """Access to all that is stored, for maintenance; in place of ``open``, not beside it."""
+        """Return raw access for maintenance, instead of ``open``."""
         return SqliteDump(self.path)
 
     @property
@@ -98,21 +94,21 @@ class SqliteStore:
         return self._database.file.store_id
 
     async def open(self) -> None:
-        """Take the file. Raises FailedPrecondition when another server holds it or its schema is newer."""
+        """Lock and open the file. Raises FailedPrecondition if another server holds it or its schema is newer."""
         try:
             await self._database.open()
             for key in await self._write(Rows.end_leases):
-                await self._mend(key)
+                await self._rebuild_derived(key)
         except BaseException:
             await self.close()
             raise
 
     async def close(self) -> None:
-        """Wait for the work in hand, then release the file."""
+        """Wait for work in progress, then release the file."""
         await self._database.close()
 
     async def ping(self) -> None:
-        """Raises Unavailable or DataLoss when no change could be made; tries one if none was made just now."""
+        """Raise Unavailable or DataLoss if changes are impossible; writes a probe unless a change was just made."""
         await self._database.prove_writable()
 
     async def create(self, row: SessionRow, record: Record, fingerprint: str) -> SessionRow:
@@ -123,7 +119,7 @@ class SqliteStore:
             meta = _rules.create(before, key, row, record, fingerprint, now)
             if meta is None:
                 return _rules.view(_rules.require_present(before, now), now)
-            rows.erase(key)  # what is left of an expired session of that name
+            rows.erase(key)  # remains of an expired session with the same name
             return _rules.view(rows.append(key, meta, record, None), now)
 
         return await self._write(work)
@@ -147,7 +143,7 @@ class SqliteStore:
             page = found[:limit]
             return Page(tuple(page), encode_cursor(position_of(page[-1])) if len(found) > limit else "")
 
-        return await self._mending(lambda: self._database.list(work, tenant))
+        return await self._with_repair(lambda: self._database.list(work, tenant))
 
     async def usage(self, tenant: str) -> TenantUsage:
         return await self._database.read(lambda rows: rows.usage(tenant, self._now()), tenant)
@@ -163,7 +159,10 @@ class SqliteStore:
     ) -> LogSlice:
         def work(rows: Rows) -> LogSlice:
             row = _rules.require_present(rows.meta(key), self._now()).row
-            stored = [*rows.base(key, after_revision), *cut(rows.log(key, after_revision + 1), limit)]
+            stored = [
+                *rows.base_record(key, after_revision),
+                *take_slice(rows.log(key, after_revision + 1), limit),
+            ]
             logged = read_log(
                 key, row, stored, after_revision=after_revision, head_hash=head_hash, limit=limit
             )
@@ -171,11 +170,11 @@ class SqliteStore:
 
         async with marking_damage(self, key):
             try:
-                return await self._mending(lambda: self._database.read_log(work, key.tenant))
+                return await self._with_repair(lambda: self._database.read_log(work, key.tenant))
             except DataLoss as error:
-                if error.reason != "HISTORY_CORRUPT" or not await self._found_again(key):
+                if error.reason != "HISTORY_CORRUPT" or not await self._repair_file(key):
                     raise
-            return await self._mending(lambda: self._database.read_log(work, key.tenant))
+            return await self._with_repair(lambda: self._database.read_log(work, key.tenant))
 
     async def find_request(self, key: Key, request_id: str) -> int | None:
         def work(rows: Rows) -> int | None:
@@ -212,27 +211,29 @@ class SqliteStore:
     async def renew_leases(self, leases: Sequence[HeldLease], lease_ms: int) -> list[RenewalAnswer]:
         def work(rows: Rows) -> list[RenewalAnswer | DamagedSession]:
             now = self._now()
-            return [_renewed(rows, lease, lease_ms, now) for lease in leases]
+            return [_renew_one(rows, lease, lease_ms, now) for lease in leases]
 
         answers = await self._database.write_urgent(work)
         return [
-            await self._renewed_again(answer.key, leases, lease_ms)
+            await self._renew_after_rebuild(answer.key, leases, lease_ms)
             if isinstance(answer, DamagedSession)
             else answer
             for answer in answers
         ]
 
-    async def _renewed_again(self, key: Key, leases: Sequence[HeldLease], lease_ms: int) -> RenewalAnswer:
-        """After the session's row was made again, which ends its lease."""
-        await self._mend(key)
+    async def _renew_after_rebuild(
+        self, key: Key, leases: Sequence[HeldLease], lease_ms: int
+    ) -> RenewalAnswer:
+        """Rebuild the session's row, which ends its lease, and renew once more."""
+        await self._rebuild_derived(key)
         (lease,) = (one for one in leases if one.key == key)
         try:
             answer = await self._database.write_urgent(
-                lambda rows: _renewed(rows, lease, lease_ms, self._now())
+                lambda rows: _renew_one(rows, lease, lease_ms, self._now())
             )
         except PensieveError as error:
             return error
-        return _contradicts(key) if isinstance(answer, DamagedSession) else answer
+        return _damaged_rows(key) if isinstance(answer, DamagedSession) else answer
 
     async def ask_to_end(self, key: Key, request_id: str, order: EndOrder) -> bool:
         def work(rows: Rows) -> bool:
@@ -277,7 +278,7 @@ class SqliteStore:
         expected_revision: int | None = None,
         erased_records: Sequence[Record] = (),
     ) -> SessionRow:
-        left = [make_erased_record(one) for one in erased_records]
+        stored = [make_erased_record(one) for one in erased_records]
 
         def work(rows: Rows) -> SessionRow:
             now, before = self._now(), rows.meta(key)
@@ -285,13 +286,13 @@ class SqliteStore:
             meta = _rules.apply(before, known, fingerprint, record, counts, expected_revision, now)
             if meta is None:
                 return _rules.view(_rules.require_present(before, now), now)
-            for one in left:
-                _rules.check_place(one, rows.hash_at(key, one.revision), meta)
+            for one in stored:
+                _rules.check_replaces(one, rows.hash_at(key, one.revision), meta)
                 rows.shrink(key, one)
             return _rules.view(rows.append(key, meta, record, fingerprint), now)
 
         row = await self._write(work)
-        if left:
+        if stored:
             await self._database.erase_log()
         return row
 
@@ -299,7 +300,9 @@ class SqliteStore:
         self, key: Key, *, expected_revision: int | None = None, allow_missing: bool = False
     ) -> None:
         def work(rows: Rows) -> bool:
-            tombstone = _rules.delete(rows.salvaged(key), key, expected_revision, allow_missing, self._now())
+            tombstone = _rules.delete(
+                rows.meta_or_salvaged(key), key, expected_revision, allow_missing, self._now()
+            )
             if tombstone is None:
                 return False
             rows.erase(key)
@@ -321,11 +324,14 @@ class SqliteStore:
 
     async def mark_damaged(self, key: Key) -> None:
         await self._write(
-            lambda rows: rows.put(key, _rules.damage(_rules.require_present(rows.salvaged(key), self._now())))
+            lambda rows: rows.put(
+                key,
+                _rules.with_damaged_state(_rules.require_present(rows.meta_or_salvaged(key), self._now())),
+            )
         )
 
     async def purge_expired(self) -> int:
-        """Remove sessions and tombstones whose time is over; returns how many. Commits go on between the parts."""
+        """Remove expired sessions and tombstones in parts, so that commits go on; return how many."""
         removed = 0
         while some := await self._write(lambda rows: rows.purge(self._now(), PURGE_BATCH)):
             removed += some
@@ -334,34 +340,34 @@ class SqliteStore:
         return removed
 
     async def _read(self, work: Callable[[Rows], T], tenant: str) -> T:
-        return await self._mending(lambda: self._database.read(work, tenant))
+        return await self._with_repair(lambda: self._database.read(work, tenant))
 
     async def _write(self, work: Callable[[Rows], T], *, flush: bool = True) -> T:
-        return await self._mending(lambda: self._database.write(work, flush=flush))
+        return await self._with_repair(lambda: self._database.write(work, flush=flush))
 
-    async def _mending(self, call: Callable[[], Awaitable[T]]) -> T:
-        """``call``, and again once what it found to be wrong was made anew from the records."""
-        mended = set[Key]()
+    async def _with_repair(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Run ``call``. If it meets a damaged session, rebuild its derived rows and run it again."""
+        rebuilt = set[Key]()
         while True:
             try:
                 return await call()
             except DamagedSession as found:
-                if found.key in mended:
+                if found.key in rebuilt:
                     await self.mark_damaged(found.key)
-                    raise _contradicts(found.key) from found
-                mended.add(found.key)
-                await self._mend(found.key)
+                    raise _damaged_rows(found.key) from found
+                rebuilt.add(found.key)
+                await self._rebuild_derived(found.key)
 
-    async def _found_again(self, key: Key) -> bool:
-        """Whether records that a session misses may be there, now that the file was looked over. Once for a session."""
+    async def _repair_file(self, key: Key) -> bool:
+        """Whether a repair of the file may have restored missing records. Tried once per session."""
         if (await self.load(key)).state is State.DAMAGED:
             return False
         return await self._database.repair()
 
-    async def _mend(self, key: Key) -> None:
+    async def _rebuild_derived(self, key: Key) -> None:
         log.error(
-            "the history file contradicts the records of session %r of tenant %r: what is derived of them is "
-            "made again",
+            "the history file contradicts the records of session %r of tenant %r: its derived rows "
+            "are rebuilt",
             *(key.session_id, key.tenant),
         )
         await self._database.write(lambda rows: rows.rebuild_derived(key, self._now()))
@@ -370,11 +376,11 @@ class SqliteStore:
         return Moment(self._wall_clock(), self._steady_clock())
 
 
-def _contradicts(key: Key) -> DataLoss:
+def _damaged_rows(key: Key) -> DataLoss:
     return DataLoss(f"session {key.session_id!r}: its rows are damaged", reason="HISTORY_CORRUPT")
 
 
-def _renewed(rows: Rows, lease: HeldLease, lease_ms: int, now: Moment) -> RenewalAnswer | DamagedSession:
+def _renew_one(rows: Rows, lease: HeldLease, lease_ms: int, now: Moment) -> RenewalAnswer | DamagedSession:
     try:
         news, meta = _leases.renew(rows.meta(lease.key), lease.token, lease_ms, now)
     except (PensieveError, DamagedSession) as error:

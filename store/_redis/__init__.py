@@ -1,4 +1,4 @@
-"""What ``redis_store`` is made of: where Redis is and how it is called, Lua scripts, keys and values, the listing.
+"""The parts of ``redis_store``: Redis clients and connection, Lua scripts, keys and values, the listing.
 
 May import: errors, store._codec, store._listing, store._marks, store._raw, store._refusals, store._rules,
 store.contract, store.records.

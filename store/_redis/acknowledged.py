@@ -1,13 +1,11 @@
-"""What this server has acknowledged, and whether Redis still has it: so a lost session is told from an erased one.
+"""Detect acknowledged changes that Redis has lost, to tell a lost session from an erased or expired one.
 
-A Redis that fails over to a copy that lagged, or is started on older files, no longer has the last changes. A session
-that was among them is simply not there, like one that another server has erased or whose time is over. So the changes
-that a server makes are numbered, by the scripts that make them, on a mark of the server's own. Redis keeps changes in
-one order, and a store that goes back loses the last of them. A mark that is behind what was acknowledged proves that it
-did, and says which are lost: those with larger numbers.
-
-Nobody else writes this mark, and a script that finds it behind leaves it so. In a Cluster a session and a mark lie on
-different servers: nothing is numbered there, and a lost session is NOT_FOUND.
+A Redis that fails over to a lagging replica, or restarts on older files, has lost its last changes, and a
+lost session is simply missing. Therefore the scripts number each change that a server makes, on a mark of the
+server's own. Redis loses the last changes first. So a mark that is behind the acknowledged number proves the
+loss, and the lost changes are those with larger numbers. No other server writes this mark, and a script that
+finds it behind does not advance it. In a Cluster a session and a mark lie on different servers: changes are
+not numbered, and a lost session is NOT_FOUND.
 """
 
 from __future__ import annotations
@@ -27,40 +25,39 @@ from pensieve.store.records import SessionRow
 
 log = logging.getLogger(__name__)
 
-HEADS: Final = 16_384
-"""Sessions of which is remembered what Redis has written to its file."""
+MAX_HEADS: Final = 16_384
+"""Sessions whose head is remembered as written to Redis' file."""
 MAX_SESSIONS: Final = 200_000
-"""Some 60 MB. The least recently changed are forgotten first: one of them that is lost is NOT_FOUND."""
+"""Some 60 MB. The least recently changed are forgotten first; a lost one is then NOT_FOUND."""
 
 
 class AcknowledgedChanges:
-    """One per store. Used on one event loop."""
+    """The acknowledged changes of one store, on one event loop."""
 
     def __init__(
         self, link: RedisLink, on_regression: Callable[[], None], max_sessions: int = MAX_SESSIONS
     ) -> None:
-        """``on_went_back`` hears, once each time, that Redis has lost changes that were acknowledged here."""
+        """``on_regression`` is called once for each loss."""
         self._link = link
-        self._on_went_back = on_regression
+        self._on_regression = on_regression
         self._max_sessions = max_sessions
         self._mark = f"pv1:mark:{uuid.uuid4().hex}"
         self._numbers: OrderedDict[Key, tuple[int, int]] = OrderedDict()
-        """Of a session's newest change that was made here: its number, and when the session expires (ms; 0: never)."""
+        """Session → number of its newest change made here, and its expiry (ms; 0: never)."""
         self._lost: OrderedDict[Key, int] = OrderedDict()
-        """When each would have expired."""
+        """Session → expiry."""
         self._kept = 0
-        """The largest number that was acknowledged, and that Redis has not been seen to have lost since."""
+        """Largest acknowledged number that Redis is not known to have lost."""
         self._kept_ms = 0
-        """When that was, by Redis' clock."""
+        """Time of that change, by Redis' clock."""
         self._times_back = 0
 
     async def change(self, script: str, key: Key, args: list[Any]) -> list[Any]:
-        """``RedisLink.call_durably`` for a script that numbers what it does."""
         marks = [self._mark] if self._link.is_one_log else []
         return await self._link.call_durably(script, [*session_keys(key), *marks], [*args, self._kept])
 
     def record_change(self, row: SessionRow, now: bytes, number: bytes) -> None:
-        """``row`` is about to be acknowledged. ``now`` and ``number``: from the script's reply."""
+        """Record a change before it is acknowledged. ``now`` and ``number``: from the script's reply."""
         key = Key(row.tenant, row.session_id)
         self._lost.pop(key, None)
         self._numbers.pop(key, None)
@@ -69,45 +66,45 @@ class AcknowledgedChanges:
         self._numbers[key] = int(number), row.expire_ms
         if len(self._numbers) > self._max_sessions:
             self._numbers.popitem(last=False)
-        self._is_kept(now, number)
+        self._advance(now, number)
 
     def record_erasure(self, key: Key, now: bytes = b"", number: bytes = b"") -> None:
-        """The session's erasure is about to be acknowledged. Without a number it was not made here."""
+        """Record an erasure before it is acknowledged. No number: another server erased the session."""
         self._numbers.pop(key, None)
         self._lost.pop(key, None)
         if number:
-            self._is_kept(now, number)
+            self._advance(now, number)
 
-    def _is_kept(self, now: bytes, number: bytes) -> None:
+    def _advance(self, now: bytes, number: bytes) -> None:
         self._kept = max(self._kept, int(number))
         self._kept_ms = max(self._kept_ms, int(now))
 
     async def is_lost(self, key: Key, now: bytes) -> bool:
-        """Whether a session that is not there at ``now``, by Redis' clock, was lost with what was acknowledged."""
+        """Whether a session that is missing at ``now`` (Redis' clock) was acknowledged and lost."""
         if key in self._numbers:
             await self.check_for_regression()
         expire_ms = self._lost.get(key)
         return expire_ms is not None and not 0 < expire_ms <= int(now)
 
-    async def check_for_regression(self, *, counts: bool = True) -> None:
-        """Find out whether Redis has gone back since the last look. ``counts``: see ``RedisLink.command``."""
+    async def check_for_regression(self, *, count_errors: bool = True) -> None:
+        """Find out whether Redis has lost changes since the last check."""
         kept, times_back = self._kept, self._times_back
         if not kept:
             return
-        found = await self._number(counts)
+        found = await self._number(count_errors)
         if found < kept and await self._link.drop_idle_connections():
-            found = await self._number(counts)
+            found = await self._number(count_errors)
         if found >= kept:
             return
-        has_expired = not found and await self._has_expired(counts)
+        has_expired = not found and await self._has_expired(count_errors)
         if times_back != self._times_back:
-            return  # another look, at the same time, has found the same
+            return  # a concurrent check has found the same loss
         if has_expired:
             self._kept = 0
             self._numbers.clear()
             return
         self._times_back += 1
-        if self._kept == kept:  # else the next look tells of what was acknowledged during this one
+        if self._kept == kept:  # else the next check reports what was acknowledged during this one
             self._kept = found
         gone = [key for key, (number, _) in self._numbers.items() if found < number <= kept]
         for key in gone:
@@ -116,31 +113,31 @@ class AcknowledgedChanges:
             self._lost.popitem(last=False)
         extra = {"acknowledged": kept, "found": found, "sessions": len(gone)}
         log.error(
-            "%s went back in time: %d changes that this server had acknowledged are gone, of %d sessions",
+            "%s went back in time: %d changes of %d sessions that this server had acknowledged are lost",
             *(self._link.address, kept - found, len(gone)),
             extra=extra,
         )
-        self._on_went_back()
+        self._on_regression()
 
-    async def _number(self, counts: bool) -> int:
-        return int(await self._link.command("HGET", self._mark, "number", counts=counts) or 0)
+    async def _number(self, count_errors: bool) -> int:
+        return int(await self._link.command("HGET", self._mark, "number", count_errors=count_errors) or 0)
 
-    async def _has_expired(self, counts: bool) -> bool:
-        """Whether the mark may be gone because nothing was changed for long, or because Redis' clock was set."""
-        now = parse_time(await self._link.command("TIME", counts=counts))
+    async def _has_expired(self, count_errors: bool) -> bool:
+        """Whether the mark may have expired: no change for long, or Redis' clock was set."""
+        now = parse_time(await self._link.command("TIME", count_errors=count_errors))
         return now - self._kept_ms > MARK_MS // 2
 
 
 class DurableHeads:
-    """One per store. Each method returns when it is so, and raises Unavailable when it is not in time."""
+    """Waits until heads are durable. Raises Unavailable if that takes too long."""
 
     def __init__(self, link: RedisLink) -> None:
         self._link = link
         self._known: OrderedDict[Key, tuple[int, str]] = OrderedDict()
-        """Revision and chain hash that are known to be in Redis' file."""
+        """Revision and chain hash known to be in Redis' file."""
 
     async def confirm_change(self, row: SessionRow) -> None:
-        """A change that was made here, and has reached replicas where it has to, may be acknowledged."""
+        """Wait until a change made here may be acknowledged; it has already reached the required replicas."""
         key = Key(row.tenant, row.session_id)
         if self._link.replicas:
             await self._link.call(scripts.SURE, session_keys(key), [row.revision])
@@ -148,25 +145,21 @@ class DurableHeads:
             await self.wait_for_file(key, row.revision, row.head_hash)
 
     async def confirm_read(self, row: SessionRow, fields: Fields) -> None:
-        """What was read may be told: whoever hears of a change takes it as acknowledged, and who made it may still wait
-        for that."""
+        """Wait until a read may be answered: its reader takes the change as acknowledged."""
         key = Key(row.tenant, row.session_id)
         await self.wait_for_replicas(key, row.revision, fields.get(b"sure", b""))
         if not self._link.replicas:
             await self.wait_for_file(key, row.revision, row.head_hash, reading=True)
 
     async def wait_for_replicas(self, key: Key, revision: int, sure: bytes) -> None:
-        """Enough replicas have ``revision``, if any have to. ``sure``: the newest that is known to be there."""
+        """Wait until the required replicas have ``revision``. ``sure``: the newest known to be there."""
         if self._link.replicas and int(sure or b"0") < revision:
             outcome, *values = await self._link.call_durably(scripts.AGAIN, session_keys(key), [])
             if outcome == b"OK":
                 await self._link.call(scripts.SURE, session_keys(key), [int(values[0])])
 
     async def wait_for_file(self, key: Key, revision: int, head_hash: str, *, reading: bool = False) -> None:
-        """That revision has left Redis' memory. What is known of that is not asked again.
-
-        ``reading``: from a disk that takes no writes it is told all the same.
-        """
+        """Wait until the revision has left Redis' memory. ``reading``: not for a disk that takes no writes."""
         head = revision, head_hash
         if self._known.get(key) != head:
             keys = session_keys(key)
@@ -174,5 +167,5 @@ class DurableHeads:
                 return
         self._known[key] = head
         self._known.move_to_end(key)
-        if len(self._known) > HEADS:
+        if len(self._known) > MAX_HEADS:
             self._known.popitem(last=False)

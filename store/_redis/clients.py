@@ -1,4 +1,4 @@
-"""How a store's Redis is called: one face over a server, the primary that Sentinels name, and a Cluster."""
+"""One client interface over a single Redis server, a primary behind Sentinels, and a Cluster."""
 
 from __future__ import annotations
 
@@ -25,34 +25,33 @@ MAX_REPLICAS = 16
 
 @dataclass(frozen=True, slots=True)
 class RedisAddress:
-    """One Redis server, the primary of a service that Sentinels watch, or a Cluster."""
+    """A Redis server, the primary of a service that Sentinels watch, or a Cluster."""
 
     kind: Kind
     nodes: tuple[tuple[str, int], ...]
-    """Host and port: of the server, of Sentinels, or of some of the Cluster's servers."""
+    """Host and port of the server, of Sentinels, or of some of the Cluster's servers."""
     options: dict[str, Any]
-    """redis-py's options of a connection to a server: user, password, database, TLS."""
+    """redis-py's options for a connection to a server: user, password, database, TLS."""
     service: str = ""
-    """The name under which Sentinels know the primary."""
     sentinel_options: dict[str, Any] | None = None
     replicas: int = 0
-    """How many replicas must have a change before it is acknowledged."""
+    """Number of replicas that must have a change before it is acknowledged."""
 
     def __str__(self) -> str:
-        """For messages: without the credentials that the URL may hold."""
+        """Name the servers without the URL's credentials."""
         where = ",".join(f"{host}:{port}" for host, port in self.nodes)
         return f"{where}/{self.service}" if self.service else where
 
 
 def parse_address(url: str) -> RedisAddress:
-    """The place that a URL names. Raises ValueError on a form that is none of::
+    """Parse a URL of one of these forms; raises ValueError on others::
 
         redis://[USER:PASSWORD@]HOST[:PORT][/DB]
         redis+sentinel://[USER:PASSWORD@]HOST[:PORT],HOST[:PORT],…/SERVICE[/DB]
         redis+cluster://[USER:PASSWORD@]HOST[:PORT],HOST[:PORT],…
 
-    ``rediss`` instead of ``redis``: over TLS. Behind ``?``: ``replicas=N``, with Sentinels ``sentinel_username`` and
-    ``sentinel_password``, and what redis-py knows of a connection (``ssl_ca_certs=PATH``, …).
+    ``rediss`` instead of ``redis``: over TLS. After ``?``: ``replicas=N``, with Sentinels ``sentinel_username`` and
+    ``sentinel_password``, and redis-py's options of a connection (``ssl_ca_certs=PATH``, …).
     """
     parts = urlsplit(url)
     protocol, _, word = parts.scheme.partition("+")
@@ -84,7 +83,6 @@ def _replicas(text: str) -> int:
 
 
 def _path(kind: Kind, path: str) -> tuple[str, str]:
-    """Service and database."""
     words = [word for word in path.split("/") if word]
     service = words.pop(0) if kind == "sentinel" and words else ""
     if kind == "sentinel" and not service:
@@ -103,16 +101,15 @@ def _node(text: str, default_port: int) -> tuple[str, int]:
 
 
 async def gather_all(*calls: Coroutine[Any, Any, Any]) -> list[Any]:
-    """Their results, when all have ended. Raises the first error, in their order.
+    """Run all calls to their end, then return their results or raise the first error, in their order.
 
-    ``asyncio.gather`` leaves the others running behind an error, and after the store is closed they would open
-    connections that nobody closes.
+    ``asyncio.gather`` would leave calls running that open connections after the store is closed.
     """
 
     async def outcome(call: Coroutine[Any, Any, Any]) -> Any:
         try:
             return await call
-        except Exception as error:  # raised below, when all have ended
+        except Exception as error:  # raised below, after all calls
             return error
 
     async with asyncio.TaskGroup() as group:
@@ -127,64 +124,61 @@ async def gather_all(*calls: Coroutine[Any, Any, Any]) -> list[Any]:
 
 
 Command = tuple[Any, ...]
-"""One command."""
 
 MAX_CONNECTIONS = 64
-"""To one server; the link lets fewer calls go at once."""
+"""Per server; ``RedisLink`` allows fewer concurrent calls."""
 HEALTH_CHECK_S = 30
 SENTINEL_TIMEOUT_S = 0.5
 BEAT = "pv1:beat"
 BEATS = 4096
-"""Names tried for a key that lies on a given server of a Cluster."""
-_ELSEWHERE = (exceptions.MovedError, exceptions.AskError, exceptions.TryAgainError)
+"""Keys tried to find one on a given server of a Cluster."""
+_REDIRECTS = (exceptions.MovedError, exceptions.AskError, exceptions.TryAgainError)
 
 
 class RedisClient(Protocol):
-    """Calls that go to whoever may write. Raises redis-py's errors."""
+    """Commands to the servers that accept writes. Raises redis-py's errors."""
 
     async def run(self, *words: Any) -> Any:
-        """The reply to one command."""
+        """Send one command."""
         ...
 
     async def batch(self, commands: Iterable[Command]) -> list[Any]:
-        """Several commands in one round trip, in order; others' commands may run between them. Replies, or errors in
-        their places.
-        """
+        """Send several commands in one round trip, in order; others' may run between. Return replies or errors."""
         ...
 
     async def pair(self, key: str, commands: tuple[Command, Command]) -> list[Any]:
-        """Two commands on one connection to the server that holds ``key``; replies, or errors in their places."""
+        """Send two commands on one connection to the server that holds ``key``; return replies or errors."""
         ...
 
     async def servers_of(self, keys: Sequence[str]) -> list[str]:
-        """A name for the server that holds each key."""
+        """Return the name of each key's server."""
         ...
 
     async def batch_on_one_server(self, commands: Sequence[tuple[str, Command]]) -> list[Any]:
-        """Commands, each with its key, all to one server in one round trip; replies, or errors in their places."""
+        """Send commands, each with its key, to one server in one round trip; return replies or errors."""
         ...
 
     async def run_on_all(self, *words: Any) -> list[Any]:
-        """One command to every server that holds keys."""
+        """Send one command to every server that holds keys."""
         ...
 
     async def drop_idle_connections(self) -> None:
-        """Who may write may be another one by now: nothing goes over the connections any more that are idle now."""
+        """Drop connections that are idle now, because the primary may have changed."""
         ...
 
     async def beats(self) -> list[str]:
-        """Keys for a write that changes nothing: one on each server that holds keys, as they are now."""
+        """Return a key for a probe write on each server that holds keys now."""
         ...
 
     def names(self, pattern: str, kind: str) -> AsyncIterator[bytes]:
-        """Keys of one type that match."""
+        """Yield the matching keys of one type."""
         ...
 
     async def close(self) -> None: ...
 
 
 def make_client(place: RedisAddress, *, timeout_s: float, retries: int, on_connect: OnConnect) -> RedisClient:
-    """``on_connect`` makes a connection ready. Not called in a Cluster: a server may not hold what it asks for."""
+    """``on_connect`` prepares each connection; not in a Cluster, where a server may not hold its key."""
     options = {
         **place.options,
         "protocol": 3,
@@ -206,7 +200,7 @@ OnConnect = Callable[[Any], Awaitable[None]]
 
 
 class ServerClient:
-    """One server, or the one that Sentinels name."""
+    """One server, or the primary that Sentinels name."""
 
     def __init__(self, place: RedisAddress, options: dict[str, Any]) -> None:
         self._sentinel: Any = None
@@ -235,12 +229,12 @@ class ServerClient:
         try:
             return await self._client.execute_command(*words)
         except exceptions.ReadOnlyError:
-            # A server that was a primary when we connected; the next connection may find who is one now.
+            # The server was a primary when we connected; the next connection may find the present primary.
             await self._client.connection_pool.disconnect(inuse_connections=False)
             raise
 
     async def batch(self, commands: Iterable[Command]) -> list[Any]:
-        # Never MULTI: a Redis whose memory is full refuses even reads inside of it.
+        # Never MULTI: a Redis whose memory is full refuses even reads inside it.
         async with self._client.pipeline(transaction=False) as pipeline:
             for words in commands:
                 pipeline.execute_command(*words)
@@ -261,13 +255,14 @@ class ServerClient:
 
     async def drop_idle_connections(self) -> None:
         if self._sentinel is not None:
-            # Those in use when redis-py heard of another primary stay with the old one, as long as that takes itself
-            # for a primary: its Sentinels tell it otherwise some ten seconds after they have named another.
+            # Connections in use when redis-py learned of a new primary stay with the old one, as long as that
+            # believes to be a primary: its Sentinels demote it some ten seconds after they have named
+            # another.
             await self._client.connection_pool.disconnect(inuse_connections=False)
 
     async def beats(self) -> list[str]:
         if self._sentinel is not None:
-            # Drops idle connections to a primary that is none any more, also one that still takes writes.
+            # Drops idle connections to a former primary, even if it still accepts writes.
             await self._client.connection_pool.get_master_address()
         return [BEAT]
 
@@ -282,7 +277,7 @@ class ServerClient:
 
 
 class ClusterClient:
-    """Redis Cluster. A command goes where its key lies; one without a key, to any server."""
+    """Redis Cluster. A command goes to the server of its key; a command without a key goes to any server."""
 
     def __init__(self, place: RedisAddress, options: dict[str, Any], retry: Retry) -> None:
         nodes = [ClusterNode(host, port) for host, port in place.nodes]
@@ -306,7 +301,7 @@ class ClusterClient:
             return replies
 
     async def pair(self, key: str, commands: tuple[Command, Command]) -> list[Any]:
-        """A connection of our own, since the Cluster client says of none which one it takes."""
+        """Use a connection of our own: the Cluster client does not say which one it takes."""
         await self._client.initialize()
         node = self._client.get_node_from_key(key)
         replies = await self._piped(node.host, node.port, commands)
@@ -325,7 +320,7 @@ class ClusterClient:
         node = self._client.get_node_from_key(commands[0][0])
         replies = await self._piped(node.host, node.port, [words for _, words in commands])
         return [
-            await self._redirected(words) if isinstance(reply, _ELSEWHERE) else reply
+            await self._run_redirected(words) if isinstance(reply, _REDIRECTS) else reply
             for (_, words), reply in zip(commands, replies, strict=True)
         ]
 
@@ -337,7 +332,7 @@ class ClusterClient:
         )
 
     async def drop_idle_connections(self) -> None:
-        """It learns of changes from its servers' answers."""
+        """Do nothing: the client learns of changes from its servers' answers."""
 
     async def beats(self) -> list[str]:
         await self._client.initialize()
@@ -357,7 +352,7 @@ class ClusterClient:
             await server.aclose(close_connection_pool=True)
 
     def _beat_key(self, node: str) -> str:
-        """A key on that server, "" for one that holds none."""
+        """Return a key on that server, "" if it holds none."""
         known = self._beats.get(node)
         if known is None or self._client.get_node_from_key(known).name != node:
             found = (f"{BEAT}:{number}" for number in range(BEATS))
@@ -365,8 +360,7 @@ class ClusterClient:
             self._beats[node] = known
         return known
 
-    async def _redirected(self, words: Command) -> Any:
-        """The reply of the server that holds the key by now, or the error."""
+    async def _run_redirected(self, words: Command) -> Any:
         try:
             return await self.run(*words)
         except (exceptions.RedisError, exceptions.RedisClusterException) as error:
@@ -387,5 +381,5 @@ class ClusterClient:
                 replies: list[Any] = await pipeline.execute(raise_on_error=False)
                 return replies
         except (exceptions.ConnectionError, exceptions.TimeoutError):
-            await self._client.aclose()  # it learns anew who holds what
+            await self._client.aclose()  # it then learns the slot map anew
             raise

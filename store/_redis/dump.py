@@ -1,8 +1,7 @@
-"""A Redis history as maintenance sees it: everything that is stored, and whole sessions written back.
+"""Raw access to a Redis history for maintenance.
 
-Each session is read by one script, so it is of one moment. It is written beside the present one first, under names
-that nobody reads and that expire by themselves, and takes its place in one script that looks again what it replaces:
-servers may be at work meanwhile.
+One script reads a session, so at one moment. A session is first written under temporary keys that expire by
+themselves; then one script checks that the session to replace is unchanged and swaps them.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ from pensieve.store._raw import (
     Progress,
     RawSession,
     Remedy,
-    in_order,
     make_finding,
     no_progress,
+    sort_keys,
 )
 from pensieve.store._redis.index import RedisIndex
 from pensieve.store._redis.link import MARKER, SCHEMA, RedisLink
@@ -49,12 +48,11 @@ from pensieve.store.contract import Key
 from pensieve.store.records import SessionRow, State
 
 STAGED_S: Final = 3600
-"""Life of what was written beside a session and never took its place."""
+"""Lifetime of a staged session that was never swapped in."""
 BATCH = 256
 BATCH_BYTES = 4 << 20
 EXPIRY_SLACK_MS = 2000
-NOTHING: Final = "||"
-"""Stamp of a session that is not there."""
+NO_STAMP: Final = "||"
 
 _STAMP: Final = """
 local function stamp(m)
@@ -63,7 +61,7 @@ local function stamp(m)
 end
 """
 
-# KEYS: as of every script (m, q, l). A key of a type that is not ours is read as if it were not there.
+# KEYS: as of every script (m, q, l). A key of a foreign type is read as if it were missing.
 DUMP: Final = (
     _STAMP
     + """
@@ -80,7 +78,7 @@ return {'OK', redis.call('TIME'), mark, kinds, {redis.call('PTTL', m), redis.cal
 """
 )
 
-# KEYS: m, q, l, then the same three as they shall be. ARGV: stamp of what is replaced, expire_ms (0: never).
+# KEYS: m, q, l, then their three replacements. ARGV: stamp of the session to replace, expire_ms (0: never).
 PLACE: Final = (
     PRELUDE
     + _STAMP
@@ -104,7 +102,7 @@ return ok()
 
 
 class RedisDump:
-    """``RawStore`` over one database."""
+    """``RawStore`` over one Redis database."""
 
     kind = "redis"
 
@@ -115,7 +113,7 @@ class RedisDump:
 
     @property
     def is_exclusive(self) -> bool:
-        """Never: Redis does not tell who works with it."""
+        """Never: Redis does not tell which programs use it."""
         return False
 
     async def open(self, mode: Mode) -> None:
@@ -144,23 +142,23 @@ class RedisDump:
         for kind in ("hash", "stream"):
             names = await self._link.names("pv1:{*", kind)
             found.update(key for name in names if (key := _key_of(name)) is not None)
-        return in_order(found)
+        return sort_keys(found)
 
     async def session(self, key: Key) -> RawSession | None:
         found = await self._read(key)
         if found is None or any(one.problem is Problem.LISTING for one in found.findings):
-            # Seen apart from the session: it may have been deleted in between.
+            # The listing was read separately: the session may have been deleted in between.
             found = await self._read(key)
         return found
 
     async def check_storage(self) -> list[Finding]:
         if self.store_id:
             return []
-        detail = f"{MARKER} is gone: servers take this for another, empty store"
+        detail = f"{MARKER} is missing: servers take this for another, empty store"
         return [make_finding(None, Problem.FILE, detail, Remedy.REBUILD)]
 
     async def repair_storage(self, progress: Progress = no_progress) -> None:
-        """Make a new marker, if there is none."""
+        """Create the marker if it is missing."""
         await self._link.open()
 
     async def put(self, session: RawSession, *, expected_stamp: str | None) -> bool:
@@ -169,11 +167,11 @@ class RedisDump:
         present = session_keys(session.key)
         own = uuid4().hex  # another program may write the same session
         staged = [f"{name[:-1]}{own}:{name[-1]}" for name in present]
-        if row.state is not State.DELETED:  # before it is there, so that it is never hidden
+        if row.state is not State.DELETED:  # before the session exists, so that it is never hidden
             await self._link.command("ZADD", index_key(row.tenant), "GT", row.update_ms, row.session_id)
         for batch in _batches(_writes(session, staged)):
             await self._link.commands([*batch, *(("EXPIRE", name, STAGED_S) for name in staged)])
-        replaced = (NOTHING if expected_stamp is None else expected_stamp).encode(errors="surrogateescape")
+        replaced = (NO_STAMP if expected_stamp is None else expected_stamp).encode(errors="surrogateescape")
         args = [replaced, row.expire_ms]
         outcome, *values = await self._link.call_durably(PLACE, [*present, *staged], args)
         if outcome != b"OK":
@@ -189,7 +187,7 @@ class RedisDump:
         return True
 
     async def flush(self) -> None:
-        """Nothing to do: each session is as durable as the Redis is set up to be."""
+        """Do nothing: each session is as durable as Redis is configured to be."""
 
     async def _read(self, key: Key) -> RawSession | None:
         names = session_keys(key)
@@ -198,7 +196,7 @@ class RedisDump:
             return None
         fields = as_fields(fields)
         requests, bad = _requests(key, as_fields(asked))
-        found = [*bad, *_of_kinds(key, kinds)]
+        found = [*bad, *_kind_findings(key, kinds)]
         records = tuple(_records(key, log, found))
         try:
             meta = _meta(key, fields)
@@ -208,9 +206,9 @@ class RedisDump:
             return RawSession(
                 key, None, records, requests, tuple(found), stamp.decode(errors="surrogateescape")
             )
-        found += _of_expiry(key, meta, parse_time(clock), kinds, lives)
+        found += _expiry_findings(key, meta, parse_time(clock), kinds, lives)
         if meta.row.state is not State.DELETED:
-            found += _of_seal(key, fields)
+            found += _seal_findings(key, fields)
             place = await self._link.command("ZSCORE", index_key(key.tenant), key.session_id)
             if place is None:
                 found.append(make_finding(key, Problem.LISTING, "it is not in the listing", Remedy.REBUILD))
@@ -221,7 +219,7 @@ class RedisDump:
 
 
 def _key_of(name: bytes) -> Key | None:
-    """The session that a key belongs to; None for what is no part of one."""
+    """Return the session that a key belongs to, or None."""
     text = name.decode("utf-8", errors="replace")
     inside, end, part = text.removeprefix("pv1:{").rpartition("}:")
     tenant, slash, session_id = inside.partition("/")
@@ -231,7 +229,6 @@ def _key_of(name: bytes) -> Key | None:
 
 
 def _meta(key: Key, fields: Fields) -> Meta:
-    """Raises KeyError, ValueError or MsgspecError on what is no row."""
     if fields[b"state"] == b"deleted":
         row = SessionRow(
             tenant=key.tenant,
@@ -263,7 +260,6 @@ def _lease(fields: Fields) -> Lease | None:
 
 
 def _row_fields(meta: Meta, size: int) -> list[Any]:
-    """The inverse of ``_meta``: field, value, field, value, … ``size``: bytes of all records."""
     row, lease = meta.row, meta.lease
     common = ["state", row.state.value, "revision", row.revision, "update_ms", row.update_ms]
     common += ["expire_ms", row.expire_ms]
@@ -291,27 +287,27 @@ def _requests(key: Key, fields: Mapping[bytes, bytes]) -> tuple[dict[str, Commit
 
 
 def _records(key: Key, log: Iterable[Any], found: list[Finding]) -> Iterator[StoredRecord]:
-    """What the stream holds; entries that no store wrote are reported and left out."""
+    """Yield the stream's records; report and skip entries that no store wrote."""
     for entry in log:
         if entry[0].endswith(b"-0"):
             yield from parse_log([entry])
         else:
-            detail = f"its log has an entry {entry[0].decode()} that is no record"
+            detail = f"its log has an entry {entry[0].decode()} that is not a record"
             found.append(make_finding(key, Problem.LOG, detail, Remedy.REBUILD))
 
 
-def _of_kinds(key: Key, kinds: list[bytes]) -> Iterator[Finding]:
+def _kind_findings(key: Key, kinds: list[bytes]) -> Iterator[Finding]:
     for name, kind, right in zip(
         ("row", "request ids", "log"), kinds, ("hash", "hash", "stream"), strict=True
     ):
         if kind.decode() not in ("none", right):
             yield make_finding(
-                key, Problem.ROW, f"its {name} is a {kind.decode()}, no {right}", Remedy.REBUILD
+                key, Problem.ROW, f"its {name} is a {kind.decode()}, not a {right}", Remedy.REBUILD
             )
 
 
-def _of_seal(key: Key, fields: Fields) -> Iterator[Finding]:
-    """A row that something else than a store has changed."""
+def _seal_findings(key: Key, fields: Fields) -> Iterator[Finding]:
+    """Report a row that another program than a store has changed."""
     try:
         read_row(key, fields, now=1 << 62)
     except DataLoss as error:
@@ -319,8 +315,9 @@ def _of_seal(key: Key, fields: Fields) -> Iterator[Finding]:
         yield make_finding(key, Problem.ROW, detail, Remedy.REBUILD)
 
 
-def _of_expiry(key: Key, meta: Meta, now: int, kinds: list[bytes], lives: list[int]) -> Iterator[Finding]:
-    """All keys of a session go at the time that its row names."""
+def _expiry_findings(
+    key: Key, meta: Meta, now: int, kinds: list[bytes], lives: list[int]
+) -> Iterator[Finding]:
     until = meta.row.expire_ms
     for name, kind, life in zip(session_keys(key), kinds, lives, strict=True):
         if kind == b"none":
@@ -344,7 +341,6 @@ def _writes(session: RawSession, staged: list[str]) -> Iterator[tuple[Any, ...]]
 
 
 def _batches(writes: Iterator[tuple[Any, ...]]) -> Iterator[list[tuple[Any, ...]]]:
-    """Of BATCH commands at most, and not much more than BATCH_BYTES."""
     while batch := list(islice(writes, 1)):
         size = _size(batch[0])
         while len(batch) < BATCH and size < BATCH_BYTES and (more := next(writes, None)) is not None:

@@ -1,17 +1,17 @@
-"""The listing of ``redis_store`` and what its sessions take, per tenant.
+"""The listing of ``redis_store`` and its sessions' sizes, per tenant.
 
 KEYS of its scripts, in one hash slot (``t`` = ``{<tenant>}``)::
 
     1  pv1:i:t  ZSET  session id by update time
     2  pv1:u:t  HASH  session id → "<update time>|<bytes of its records>"
-    3  pv1:e:t  ZSET  session id by the time it expires at, of those that do
+    3  pv1:e:t  ZSET  session id by expiry time, without sessions that never expire
     4  pv1:b:t  the sum of all bytes
-    5  pv1:k:t  ZSET  by what marked turns are found; each has two members, "m:…" to be found by and "s:…" to be removed
-                with its session (``_mark_members``), all of score 0
+    5  pv1:k:t  ZSET  the mark index: two members per entry, "m:…" to find turns and "s:…" to remove a session's
+                entries (``_mark_members``), all of score 0
 
-They lie in another slot than the sessions, so they cannot change in the same script. They are written around every
-change and repaired while they are read: an entry of a session that is gone is removed, a wrong one corrected. A session
-is entered before it is created, so that a crash in between leaves a superfluous entry, never a hidden session.
+The keys lie in another slot than the sessions, so one script cannot change both. They are written around every change
+and repaired when they are read: an entry of a missing session is removed, a wrong one corrected. A session is entered
+before it is created, so a crash in between leaves a superfluous entry, never a hidden session.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from pensieve.store.records import SessionRow
 
 BATCH = 64
 GRACE_MS = 60_000
-"""An entry this young may belong to a session that is just being created."""
+"""An entry this young may belong to a session that is being created."""
 
 _PRELUDE: Final = """
 local index, usage, ends, total, marks = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
@@ -53,7 +53,8 @@ local function kept(session)
 end
 """
 
-# ARGV: session id, update ms, bytes, expire ms (0: never). Of two writers that finish out of order, the later stays.
+# ARGV: session id, update ms, bytes, expire ms (0: never). If two writers finish out of order, the later
+# update stays.
 _ENTER: Final = (
     _PRELUDE
     + """
@@ -67,7 +68,7 @@ if expire > 0 then redis.call('ZADD', ends, ARGV[4], session) else redis.call('Z
 """
 )
 
-# ARGV: session id, and until when (ms) it was changed: another session may have been made under its id since then.
+# ARGV: session id, and the time (ms) of its last change: another session may since have the same id.
 _REMOVE_OLD: Final = (
     _PRELUDE
     + """
@@ -81,7 +82,7 @@ redis.call('INCRBY', total, string.format('%.0f', -bytes))
 """
 )
 
-# ARGV: session id, and what its members of `marks` begin with.
+# ARGV: session id, and the prefix of its members in `marks`.
 _REMOVE: Final = (
     _PRELUDE
     + """
@@ -95,7 +96,7 @@ end
 """
 )
 
-# Sessions and bytes; what has expired since the last repair is left out, not removed.
+# Returns sessions and bytes, without sessions that expired since the last repair; those are not removed.
 _USAGE: Final = (
     _PRELUDE
     + """
@@ -113,7 +114,7 @@ return {sessions, sum}
 
 
 class ListedSession(NamedTuple):
-    """A session of the listing and its place in the index, which may be behind the row."""
+    """A session of the listing and its position in the index, which may be behind the row."""
 
     place: Position
     row: SessionRow
@@ -126,13 +127,12 @@ class RedisIndex:
         self._link = link
 
     async def announce(self, key: Key) -> None:
-        """Enter a session that is about to be created."""
         now = parse_time(await self._link.command("TIME"))
         await self._link.command("ZADD", index_key(key.tenant), "GT", now, key.session_id)
 
     async def enter(self, row: SessionRow, fields: Fields) -> None:
-        """Add or update one session. ``fields``: all of its hash."""
-        size = int(fields[b"bytes"]) if is_sealed(fields) else await self._measured(row)
+        """Add or update one session. ``fields``: all fields of its hash."""
+        size = int(fields[b"bytes"]) if is_sealed(fields) else await self._log_size(row)
         await self._link.call(
             _ENTER, tenant_keys(row.tenant), [row.session_id, row.update_ms, size, row.expire_ms]
         )
@@ -142,19 +142,17 @@ class RedisIndex:
         await self._link.call(_REMOVE, tenant_keys(key.tenant), [key.session_id, prefix])
 
     async def remove_old(self, key: Key, until_ms: int) -> None:
-        """The same for a session without marked turns whose id is free again: what was entered later than ``until_ms``
-        is of another one, and stays."""
+        """Remove a session without marked turns; later entries are of a new session with its id."""
         await self._link.call(_REMOVE_OLD, tenant_keys(key.tenant), [key.session_id, until_ms])
 
     async def mark(self, key: Key, entries: Iterable[MarkEntry]) -> None:
-        """Enter what turns of the session are found by, before they are appended."""
+        """Add the mark entries of turns that are about to be appended."""
         members = [member for one in entries for member in _mark_members(key, one)]
         if members:
             name = tenant_keys(key.tenant)[4]
             await self._link.command("ZADD", name, *(word for member in members for word in (0, member)))
 
     async def unmark(self, key: Key, revisions: Collection[int]) -> None:
-        """Forget what these turns of the session are found by."""
         name, session_id = tenant_keys(key.tenant)[4], quote(key.session_id, safe="")
         prefix = f"s:{session_id}:"
         found = await self._link.command("ZRANGE", name, f"[{prefix}", f"({prefix}\xff", "BYLEX")
@@ -165,13 +163,12 @@ class RedisIndex:
             await self._link.command("ZREM", name, *members)
 
     async def has_marks(self, key: Key, entries: Iterable[MarkEntry]) -> bool:
-        """Whether all of these are entered."""
         members = [member for one in entries for member in _mark_members(key, one)]
         name = tenant_keys(key.tenant)[4]
         return not members or None not in await self._link.command("ZMSCORE", name, *members)
 
     async def marked(self, tenant: str, name: str, limit: int) -> list[MarkedTurn]:
-        """Turns that are found by ``name``, newest first."""
+        """Return the turns with digest ``name``, newest first."""
         members = await self._link.command(
             *("ZRANGE", tenant_keys(tenant)[4], f"(m:{name};", f"[m:{name}:", "BYLEX", "REV"),
             *("LIMIT", 0, limit),
@@ -186,14 +183,13 @@ class RedisIndex:
         return TenantUsage(int(sessions), int(size))
 
     async def page(self, tenant: str, *, limit: int, cursor: str, labels: dict[str, str] | None) -> Page:
-        """One page of the listing, as ``HistoryStore.list_sessions`` promises it."""
         place = decode_cursor(cursor)
         found: list[ListedSession] = []
         while len(found) <= limit:
-            batch = await self._after(tenant, place)
+            batch = await self._entries_after(tenant, place)
             if not batch:
                 break
-            entries = await self._live(tenant, batch)
+            entries = await self._live_sessions(tenant, batch)
             found += [entry for entry in entries if has_labels(entry.row, labels)]
             place = batch[-1]
         page = found[:limit]
@@ -201,23 +197,20 @@ class RedisIndex:
         return Page(tuple(rows), encode_cursor(page[-1].place) if len(found) > limit else "")
 
     async def purge(self) -> int:
-        """Drop entries of sessions that are gone, for all tenants; returns how many."""
+        """Remove entries of missing sessions of all tenants; return how many."""
         return sum([await self._purge_one(name) for name in await self._link.names("pv1:i:*", "zset")])
 
     async def _purge_one(self, name: bytes) -> int:
         tenant = indexed_tenant(name)
         before = await self._link.command("ZCARD", name)
         place = decode_cursor("")
-        while batch := await self._after(tenant, place):
-            await self._live(tenant, batch)
+        while batch := await self._entries_after(tenant, place):
+            await self._live_sessions(tenant, batch)
             place = batch[-1]
         return int(before) - int(await self._link.command("ZCARD", name))
 
-    async def _after(self, tenant: str, place: Position) -> list[Position]:
-        """Up to BATCH entries after ``place``; none at the end.
-
-        Redis pages by time alone, so sessions of the very time of ``place`` come again and are skipped here.
-        """
+    async def _entries_after(self, tenant: str, place: Position) -> list[Position]:
+        """Return up to BATCH entries after ``place``. Redis pages by time, so some come again and are skipped."""
         offset = 0
         while True:
             reply = await self._link.command(
@@ -230,8 +223,8 @@ class RedisIndex:
                 return batch
             offset += len(entries)
 
-    async def _live(self, tenant: str, batch: list[Position]) -> list[ListedSession]:
-        """The sessions behind ``batch``; repairs the index where it is wrong."""
+    async def _live_sessions(self, tenant: str, batch: list[Position]) -> list[ListedSession]:
+        """Return the live sessions of ``batch``, and repair wrong index entries."""
         keys = [Key(tenant, entry.session_id) for entry in batch]
         now = parse_time(await self._link.command("TIME"))
         reads = [("HGETALL", session_keys(key)[0]) for key in keys]
@@ -239,7 +232,7 @@ class RedisIndex:
         *hashes, entered = await self._link.commands([*reads, ("HMGET", tenant_keys(tenant)[1], *names)])
         live: list[ListedSession] = []
         if isinstance(entered, Exception):
-            raise _refusals.unavailable(f"the listing's key holds something else: {entered}")
+            raise _refusals.unavailable(f"the listing's key holds another type: {entered}")
         for key, entry, reply, kept in zip(keys, batch, hashes, entered, strict=True):
             if isinstance(reply, Exception):
                 live.append(ListedSession(entry, damaged_row(key, entry.update_ms)))
@@ -251,7 +244,7 @@ class RedisIndex:
                 continue
             try:
                 row = read_row(key, fields, now)
-            except DataLoss:  # one such session must not hide the others; who opens it is told
+            except DataLoss:  # a corrupt session must not hide the others; loading it raises the error
                 live.append(ListedSession(entry, damaged_row(key, entry.update_ms)))
                 continue
             live.append(ListedSession(entry, row))
@@ -259,8 +252,8 @@ class RedisIndex:
                 await self.enter(row, fields)
         return live
 
-    async def _measured(self, row: SessionRow) -> int:
-        """Bytes of all records of a session that was last written by a program that does not keep the sum."""
+    async def _log_size(self, row: SessionRow) -> int:
+        """Sum up a log, for a session last written by a program that did not keep its size."""
         stream = session_keys(Key(row.tenant, row.session_id))[2]
         return log_bytes(await self._link.command("XRANGE", stream, "-", "+"))
 

@@ -1,8 +1,4 @@
-"""The connection under ``redis_store``: how Redis is called, how long it may take, whether it is still our store.
-
-Redis' errors become the store's own here (``translated``), and its settings tell how durable a change is
-(``weakest_of``).
-"""
+"""The connection under ``redis_store``: bounded calls with the store's errors, and checks of the store's identity."""
 
 from __future__ import annotations
 
@@ -25,23 +21,21 @@ log = logging.getLogger(__name__)
 
 SCHEMA = 1
 MARKER = "pv1:store"
-"""HASH store_id, schema: written once, never expires; its absence later means that the data were lost."""
+"""HASH store_id, schema: written once, never expires. If it is missing later, the data were lost."""
 
 SOCKET_TIMEOUT_S = 1.5
 """Without one byte of a reply."""
 CALL_LIMIT_S = 3.0
-"""For any call, with all that is tried again."""
+"""For any call, retries included."""
 SUSPECT_LIMIT_S = 1.0
-"""The same while the last call got no answer: a turn waits for a Redis that hangs once, not at each of its calls."""
+"""As CALL_LIMIT_S while the last call got no answer: a turn waits for a hanging Redis once, not at each call."""
 RETRIES = 3
-"""Commands are sent again after a lost reply, which every script is made for."""
+"""Commands are resent after a lost reply; every script allows that."""
 CALLS_AT_ONCE = 32
 WAIT_MS = 1000
-"""How long replicas may take to have a change."""
 BUFFER_LIMIT_S = 5.0
-"""How long Redis may hold a change back from its append-only file: it means to for 2 s at most."""
-BUFFER_LOOK_S = 0.01
-"""Between two looks at whether it still does."""
+"""How long Redis may keep a change out of its append-only file; it intends at most 2 s."""
+BUFFER_POLL_S = 0.01
 
 _LEVELS = {"always": "fsync", "everysec": "local"}
 _REFUSES_WRITES = ("MISCONF", "OOM")
@@ -62,35 +56,35 @@ _PASSING_TYPES = (
 
 
 class StoreReplacedError(exceptions.ResponseError):
-    """A connection was made to a Redis that does not hold our store."""
+    """The connected Redis does not hold our store."""
 
 
 def is_wrong_type(error: Exception) -> bool:
-    """Whether a key holds something else than is always written to it."""
+    """Whether a key has another type than the store writes to it."""
     return str(error).startswith("WRONGTYPE")
 
 
 @contextmanager
 def translate_errors(place: str) -> Iterator[None]:
-    """Raises the store's errors for those of Redis; what can only be a bug of ours passes as it is."""
+    """Raise the store's errors for Redis' errors; one that can only be our bug passes unchanged."""
     try:
         yield
     except (exceptions.RedisError, exceptions.RedisClusterException) as error:
-        meaning = _meaning(error, place)
+        meaning = _store_error_for(error, place)
         if meaning is None:
             raise
         raise meaning from error
 
 
-def meant(error: Exception, place: str) -> PensieveError:
-    """The store's error for one that stood in the place of a reply. Raises what can only be a bug of ours."""
-    meaning = _meaning(error, place)
+def to_store_error(error: Exception, place: str) -> PensieveError:
+    """Return the store's error for an error in a reply's place. Raises it if it can only be our bug."""
+    meaning = _store_error_for(error, place)
     if meaning is None:
         raise error
     return meaning
 
 
-def _meaning(error: Exception, place: str) -> PensieveError | None:
+def _store_error_for(error: Exception, place: str) -> PensieveError | None:
     text = str(error)
     problem = f"Redis at {place}: {text}"
     if isinstance(error, StoreReplacedError):
@@ -100,7 +94,7 @@ def _meaning(error: Exception, place: str) -> PensieveError | None:
     if isinstance(error, exceptions.NoPermissionError) or any(words in text for words in _FORBIDDEN):
         return FailedPrecondition(f"history store: {problem}", reason="STORE_FORBIDDEN")
     if is_wrong_type(error):
-        return DataLoss(f"a key of a session holds something else: {problem}", reason="HISTORY_CORRUPT")
+        return DataLoss(f"a session's key has another type: {problem}", reason="HISTORY_CORRUPT")
     if isinstance(error, exceptions.MovedError):
         return FailedPrecondition(
             f"the Redis at {place} is part of a Cluster: use redis+cluster://", reason="STORE_UNSAFE"
@@ -110,10 +104,10 @@ def _meaning(error: Exception, place: str) -> PensieveError | None:
     return None
 
 
-def weakest_of(replies: Iterable[Any], place: str) -> str:
-    """What a change survives at least: ``none``, ``local`` or ``fsync``.
+def weakest_durability(replies: Iterable[Any], place: str) -> str:
+    """Return the least that a change survives: ``none``, ``local`` or ``fsync``.
 
-    ``replies``: of every server at ``place`` to CONFIG GET. Raises FailedPrecondition (STORE_UNSAFE) if one may evict.
+    ``replies``: every server's to CONFIG GET. Raises FailedPrecondition (STORE_UNSAFE) if a server may evict.
     """
     found = [{_text(name): _text(value) for name, value in _pairs(reply)} for reply in replies]
     for settings in found:
@@ -129,10 +123,10 @@ def weakest_of(replies: Iterable[Any], place: str) -> str:
 
 
 def _level(settings: dict[str, str], place: str) -> str:
-    """What a write survives on one server; said in the log where that is not the server's end."""
+    """Return the durability of one server's writes; warn if they do not survive its end."""
     if settings.get("appendonly") == "yes":
         return _LEVELS.get(settings.get("appendfsync", ""), "none")
-    kept = "only snapshots: it forgets what came after the last one" if settings.get("save") else "nothing"
+    kept = "only snapshots, which lack the latest changes," if settings.get("save") else "nothing"
     log.warning(
         "Redis at %s has no append-only file and keeps %s when it ends. Conversations WILL be lost: "
         "set appendonly yes",
@@ -146,7 +140,6 @@ def _text(value: Any) -> str:
 
 
 def _pairs(reply: Any) -> Iterable[tuple[Any, Any]]:
-    """A map reply, in the form that this connection's protocol gives it."""
     if isinstance(reply, dict):
         items: Iterable[tuple[Any, Any]] = reply.items()
         return items
@@ -161,7 +154,7 @@ class _Script(NamedTuple):
 
 
 class RedisLink:
-    """One client with its connections. Every call raises the store's own errors."""
+    """One client with its connections. Every call raises the store's errors."""
 
     def __init__(
         self,
@@ -171,27 +164,25 @@ class RedisLink:
         socket_timeout_s: float = SOCKET_TIMEOUT_S,
         on_error: Callable[[], None] = lambda: None,
     ) -> None:
-        """Connects to nothing yet. Raises ValueError on a bad URL. ``on_error``: see ``open_store``."""
+        """Raise ValueError on a bad URL. Connects later. ``on_error``: see ``open_store``."""
         self._on_error = on_error
         self._place = parse_address(url)
         self.address = str(self._place)
         self.replicas = self._place.replicas
-        """How many replicas must have a change before it is acknowledged."""
         self.is_one_log = self._place.kind != "cluster"
-        """Whether all keys lie on one server, which keeps their changes in one order."""
+        """Whether one server holds all keys and keeps their changes in one order."""
         self.store_id = ""
         self.durability = "unknown"
         self._calls = asyncio.Semaphore(CALLS_AT_ONCE)
         self._hangs = False
         self._settings: list[Any] | None = None
-        """What the servers' settings were when they were last found to be safe."""
         self._settings_are_secret = False
         self._scripts: dict[str, _Script] = {}
         self._client = make_client(
             self._place, timeout_s=socket_timeout_s, retries=retries, on_connect=self._on_connect
         )
 
-    def _known(self, script: str) -> _Script:
+    def _prepared(self, script: str) -> _Script:
         found = self._scripts.get(script)
         if found is None:
             whole = f"local replicas = {self.replicas}\n{script}"
@@ -200,95 +191,98 @@ class RedisLink:
         return found
 
     async def call(self, script: str, keys: list[str], args: list[Any]) -> list[Any]:
-        """The script's reply: an outcome name (bytes), then its values."""
-        async with self._bounded():
+        """Return the script's reply: an outcome name (bytes), then its values."""
+        async with self._limited():
             return await self._run(script, keys, args)
 
     async def calls(
         self, script: str, many: Sequence[tuple[list[str], list[Any]]]
     ) -> list[list[Any] | PensieveError]:
-        """``call`` for each of these keys and arguments, all on one server, in one round trip.
+        """``call`` for many keys and arguments on one server in one round trip; return replies or errors.
 
-        Replies, or errors in their places. Raises Unavailable when the server answers none.
+        Raises Unavailable if the server answers none.
         """
-        known = self._known(script)
+        known = self._prepared(script)
         commands = [(keys[0], ("EVALSHA", known.sha, len(keys), *keys, *args)) for keys, args in many]
-        async with self._bounded():
+        async with self._limited():
             replies = await self._client.batch_on_one_server(commands)
             if any(isinstance(reply, exceptions.NoScriptError) for reply in replies):
-                # What ran already runs again, which is what every script is made for.
+                # Scripts that ran already run again, which every script allows.
                 await self._client.run_on_all("SCRIPT LOAD", known.source)
                 replies = await self._client.batch_on_one_server(commands)
-        return [meant(reply, self.address) if isinstance(reply, Exception) else reply for reply in replies]
+        return [
+            to_store_error(reply, self.address) if isinstance(reply, Exception) else reply
+            for reply in replies
+        ]
 
     async def servers_of(self, keys: Sequence[str]) -> list[str]:
-        """A name for the server that holds each key."""
-        async with self._bounded():
+        async with self._limited():
             return await self._client.servers_of(keys)
 
     async def call_durably(self, script: str, keys: list[str], args: list[Any]) -> list[Any]:
-        """As ``call``, for a change that is acknowledged: returns when enough replicas have it.
+        """As ``call``, for a change to acknowledge: return when enough replicas have it, else raise Unavailable.
 
-        Raises Unavailable when they do not in time. The change may be made then; sent again, it is found and waited
-        for. WAIT goes by its connection's last write, so both are one pipeline, and a script that finds its change
-        made already writes something all the same.
+        The change may be made all the same; resending finds it and waits for the replicas. WAIT covers its
+        connection's last write. So both commands are one pipeline, and a script that finds its change made
+        still writes something.
         """
-        async with self._bounded():
+        async with self._limited():
             return await self._run(script, keys, args, durably=True)
 
     async def confirm(self, keys: list[str], revision: int, head_hash: str, *, reading: bool = False) -> bool:
-        """Returns when that revision of a session (0: its deletion), written before, would outlive Redis' process.
+        """Return when that written revision of a session (0: its deletion) would survive Redis' process.
 
-        With a ``head_hash``, 0 is the removal of the session that had that head.
+        With a ``head_hash``, 0 is the removal of the session with that head. ``reading``: the revision was
+        only read, so a disk that takes no writes returns False at once.
 
-        ``reading``: it was read, not made. False then, at once, for a disk that takes no writes: nothing is proven, but
-        reads go on there.
-
-        Raises Unavailable when it may not. STORE_FULL: a write that meets a full disk is answered as if it were kept,
-        and only the next, even of nothing, is refused. STORE_UNAVAILABLE: Redis does not write its file, or was
-        started again without the change. With ``appendfsync everysec`` it answers without writing to the file while
-        an earlier flush runs, for up to 2 s (``flushAppendOnlyFile`` in its aof.c); ended then, it has lost what it
-        answered. Without an append-only file there is nothing to wait for.
+        Raises Unavailable if the revision may be lost. STORE_FULL: Redis acknowledges the write that fills
+        the disk and refuses only the next, even an empty one. STORE_UNAVAILABLE: Redis does not write its
+        file, or restarted without the change. With ``appendfsync everysec`` Redis answers without writing to
+        the file while an earlier flush runs, for up to 2 s (``flushAppendOnlyFile`` in its aof.c); if it is
+        killed then, acknowledged changes are lost.
         """
         args = [revision, head_hash, int(reading)]
-        return await self._written(scripts.BUFFERED, [*keys, f"{keys[0]}:none"], args, reading=reading)
+        return await self._wait_until_written(
+            scripts.BUFFERED, [*keys, f"{keys[0]}:none"], args, reading=reading
+        )
 
-    async def _written(self, script: str, keys: list[str], args: list[Any], *, reading: bool = False) -> bool:
-        """As ``confirm``, for what a script looks for."""
+    async def _wait_until_written(
+        self, script: str, keys: list[str], args: list[Any], *, reading: bool = False
+    ) -> bool:
         limit = asyncio.get_running_loop().time() + BUFFER_LIMIT_S
-        handed_over = False
+        written = False
         while True:
             reply = await self.call(script, keys, args)
             there, size, flushes, failing = map(int, reply)
             if not there:
                 raise _refusals.unavailable(
-                    f"Redis at {self.address} has forgotten a change: its outcome is open"
+                    f"Redis at {self.address} has lost a change: its outcome is unknown"
                 )
             if reading and failing:
                 return False
-            if handed_over or not size:
+            if written or not size:
                 return True
-            # It may be others', of this moment: unless a flush is under way, Redis writes it all before it answers.
-            # Whether that went well, the next look finds out.
-            handed_over = not flushes
-            if not handed_over:
+            # The buffer may hold other clients' new changes: unless a flush is under way, Redis writes all of
+            # it before it answers. The next poll finds out whether that succeeded.
+            written = not flushes
+            if not written:
                 if asyncio.get_running_loop().time() > limit:
                     raise _refusals.unavailable(
-                        f"Redis at {self.address} does not write its append-only file: a change's outcome is open"
+                        f"Redis at {self.address} does not write its append-only file: a change's outcome is unknown"
                     )
-                await asyncio.sleep(BUFFER_LOOK_S)
+                await asyncio.sleep(BUFFER_POLL_S)
 
-    async def command(self, *words: Any, counts: bool = True) -> Any:
-        """The reply to one command. ``counts``: whether a failure does."""
-        async with self._bounded(counts=counts):
+    async def command(self, *words: Any, count_errors: bool = True) -> Any:
+        """``count_errors``: whether a failure calls ``on_error``."""
+        async with self._limited(count_errors=count_errors):
             return await self._client.run(*words)
 
     async def commands(self, batch: Iterable[Command]) -> list[Any]:
-        """Several commands in one round trip, in order; others' commands may run between them.
+        """Send several commands in one round trip, in order; others' commands may run between.
 
-        The reply to one that met a key of another type is that error: it says nothing of the others.
+        The reply to a command on a key of another type is that error.
         """
-        async with self._bounded():
+        async with self._limited():
             replies = await self._client.batch(batch)
             for reply in replies:
                 if isinstance(reply, Exception) and not is_wrong_type(reply):
@@ -296,27 +290,20 @@ class RedisLink:
             return replies
 
     async def names(self, pattern: str, kind: str) -> list[bytes]:
-        """All keys of one type that match. Takes as long as it takes: for housekeeping."""
+        """Return the matching keys of one type. Has no time limit."""
         with translate_errors(self.address):
             return [name async for name in self._client.names(pattern, kind)]
 
     async def drop_idle_connections(self) -> bool:
-        """Who answered may be a primary that was replaced and does not know it yet; whether that is possible here.
-
-        What is asked next goes over new connections.
-        """
+        """Drop idle connections; return whether the last answer may have come from a replaced primary."""
         await self._client.drop_idle_connections()
         return self._place.kind == "sentinel"
 
     async def open(self) -> None:
-        """Check the server's settings and the marker, and write the marker into an empty store.
-
-        Returns when the marker is as safe as a change that is acknowledged: a Redis that forgot it would be one without
-        our store, for as long as this server runs.
-        """
+        """Check the servers' settings and the marker; write the marker into an empty store and make it durable."""
         await self._check_settings()
         found = await self.command("HMGET", MARKER, "store_id", "schema")
-        if None in found:  # two servers may be here at once: the first value written stays
+        if None in found:  # two servers may do this at once: the first value stays
             await self._mark("schema", str(SCHEMA))
             await self._mark("store_id", uuid.uuid4().hex)
             found = await self.command("HMGET", MARKER, "store_id", "schema")
@@ -326,29 +313,29 @@ class RedisLink:
         if self.store_id and store_id != self.store_id:
             raise _refusals.replaced(f"the Redis at {self.address} holds another store than before")
         if not self.replicas:
-            await self._written(scripts.MARKED, [MARKER, f"pv1:{{{MARKER}}}:none"], [store_id])
+            await self._wait_until_written(scripts.MARKED, [MARKER, f"pv1:{{{MARKER}}}:none"], [store_id])
         self.store_id = store_id
 
-    async def check_marker(self, *, counts: bool = True) -> None:
-        """Raises Unavailable (STORE_REPLACED) when this is not the store that was opened.
+    async def check_marker(self, *, count_errors: bool = True) -> None:
+        """Raise Unavailable (STORE_REPLACED) if this is not the store that was opened.
 
-        Asked wherever "there is nothing" would be the answer: a wiped Redis must not look like one without sessions.
+        Called before every answer "there is nothing": a wiped Redis must not look like an empty store.
         """
-        found = await self.command("HGET", MARKER, "store_id", counts=counts)
+        found = await self.command("HGET", MARKER, "store_id", count_errors=count_errors)
         if not self.store_id:
             raise _refusals.unavailable("the store is not open")
         if found is None or found.decode() != self.store_id:
-            if counts:
+            if count_errors:
                 self._on_error()
             raise _refusals.replaced(f"the Redis at {self.address} was emptied or replaced")
 
     async def ping(self) -> None:
-        """Raises unless this is our store, none of its servers may evict, and each takes writes as turns make them."""
-        await self.check_marker(counts=False)
-        async with self._bounded(counts=False):
+        """Raise unless this is our store, no server may evict, and each accepts a turn's writes."""
+        await self.check_marker(count_errors=False)
+        async with self._limited(count_errors=False):
             keys = await self._client.beats()
             await gather_all(*(self._beat(key) for key in keys))
-        await self._check_settings(counts=False)
+        await self._check_settings(count_errors=False)
 
     async def close(self) -> None:
         await self._client.close()
@@ -356,27 +343,26 @@ class RedisLink:
     async def _run(
         self, script: str, keys: list[str], args: list[Any], *, durably: bool = False
     ) -> list[Any]:
-        known, rest = self._known(script), (len(keys), *keys, *args)
+        known, rest = self._prepared(script), (len(keys), *keys, *args)
         try:
-            reply: list[Any] = await self._sent(keys[0], ("EVALSHA", known.sha, *rest), durably=durably)
+            reply: list[Any] = await self._send(keys[0], ("EVALSHA", known.sha, *rest), durably=durably)
         except exceptions.NoScriptError:
-            reply = await self._sent(keys[0], ("EVAL", known.source, *rest), durably=durably)
+            reply = await self._send(keys[0], ("EVAL", known.source, *rest), durably=durably)
         return reply
 
-    async def _sent(self, key: str, words: Command, *, durably: bool) -> Any:
-        """``durably``: as far as replicas have to have it."""
+    async def _send(self, key: str, words: Command, *, durably: bool) -> Any:
         return await (self._replicated(key, words) if durably and self.replicas else self._client.run(*words))
 
     async def _mark(self, field: str, value: str) -> None:
         words = ("HSETNX", MARKER, field, value)
-        async with self._bounded():
-            await self._sent(MARKER, words, durably=True)
+        async with self._limited():
+            await self._send(MARKER, words, durably=True)
 
     async def _beat(self, key: str) -> None:
         await self._run(scripts.TRIAL, [f"pv1:trial:{{{key}}}:{name}" for name in "mql"], [], durably=True)
 
     async def _replicated(self, key: str, words: Command) -> Any:
-        """The reply to a command on ``key`` once enough replicas have what it wrote."""
+        """Return the reply once enough replicas have the command's write."""
         reply, count = await self._client.pair(key, (words, ("WAIT", self.replicas, WAIT_MS)))
         for answer in (reply, count):
             if isinstance(answer, Exception):
@@ -384,13 +370,14 @@ class RedisLink:
         if int(count) < self.replicas:
             await self._client.drop_idle_connections()
             raise _refusals.unavailable(
-                f"Redis at {self.address}: {int(count)} of {self.replicas} replicas have the change: its outcome is open"
+                f"Redis at {self.address}: {int(count)} of {self.replicas} replicas have the change: its outcome "
+                "is unknown"
             )
         return reply
 
     async def _on_connect(self, connection: Any) -> None:
-        """A new connection may be to a Redis that was restarted on nothing, or on something else."""
-        # Not ``on_connect``: it pings before it says who we are, and a ping that fails connects anew, without end.
+        """Check the marker: a restarted Redis may be empty or hold another store."""
+        # Not ``on_connect``: it pings before it authenticates, and a failed ping reconnects, without end.
         await connection.on_connect_check_health(check_health=False)
         if not self.store_id:
             return
@@ -399,12 +386,12 @@ class RedisLink:
         if found is None or found.decode() != self.store_id:
             raise StoreReplacedError(self.address)
 
-    async def _check_settings(self, *, counts: bool = True) -> None:
-        """Refuse a Redis that may evict; learn how durable an acknowledged write is. ``counts``: see ``command``."""
+    async def _check_settings(self, *, count_errors: bool = True) -> None:
+        """Refuse a Redis that may evict; find out the durability of acknowledged writes."""
         if self._settings_are_secret:
             return
         try:
-            async with self._bounded(counts=counts):
+            async with self._limited(count_errors=count_errors):
                 raw = await self._client.run_on_all(
                     "CONFIG GET", "maxmemory-policy", "appendonly", "appendfsync", "save"
                 )
@@ -419,17 +406,16 @@ class RedisLink:
         else:
             if raw == self._settings:
                 return
-            self._settings = None  # what may evict is told of each time
-            weakest = weakest_of(raw, self.address)
+            self._settings = None  # an unsafe setting is reported every time
+            weakest = weakest_durability(raw, self.address)
             self._settings = raw
-            if weakest == "local" and not await self._tells_of_its_buffer():
+            if weakest == "local" and not await self._reports_buffer():
                 weakest = "unknown"
         self.durability = f"replicated({self.replicas})" if self.replicas else weakest
 
-    async def _tells_of_its_buffer(self) -> bool:
-        """Whether ``confirm`` can know that a change has left Redis' memory."""
+    async def _reports_buffer(self) -> bool:
         try:
-            async with self._bounded():
+            async with self._limited():
                 await self._client.run_on_all("INFO", "persistence")
         except FailedPrecondition as error:
             if error.reason != "STORE_FORBIDDEN":
@@ -439,8 +425,8 @@ class RedisLink:
         return True
 
     @asynccontextmanager
-    async def _bounded(self, *, counts: bool = True) -> AsyncIterator[None]:
-        """Bounds what is done inside in time and in number, and translates its errors. ``counts``: see ``command``."""
+    async def _limited(self, *, count_errors: bool = True) -> AsyncIterator[None]:
+        """Limit the time and number of calls, and translate their errors."""
         limit = SUSPECT_LIMIT_S if self._hangs else CALL_LIMIT_S
         try:
             with translate_errors(self.address):
@@ -448,12 +434,12 @@ class RedisLink:
                     yield
         except TimeoutError as error:
             self._hangs = True
-            if counts:
+            if count_errors:
                 self._on_error()
             raise _refusals.unavailable(f"Redis at {self.address}: no answer in {limit:g} s") from error
         except Unavailable as error:
             self._hangs = isinstance(error.__cause__, exceptions.TimeoutError)
-            if counts:
+            if count_errors:
                 self._on_error()
             raise
         self._hangs = False

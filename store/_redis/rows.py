@@ -1,4 +1,4 @@
-"""Keys and values of ``redis_store``: names of keys, the fields of a session's hash, entries of its stream."""
+"""Keys and values of ``redis_store``: key names, the fields of a session's hash, entries of its stream."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pensieve.store.records import Record, RecordKind, RunningTurn, SessionConfi
 Fields = Mapping[bytes, bytes]
 
 NO_LEASE = b"%d" % (1 << 60)
-"""For a turn that was begun by a program that kept no length of its lease."""
+"""For a turn begun by an older program, which did not store the lease's length."""
 
 _json = msgspec.json.Encoder()
 _config_decoder = msgspec.json.Decoder(SessionConfig)
@@ -28,7 +28,7 @@ _labels_decoder = msgspec.json.Decoder(dict[str, str])
 
 
 def session_keys(key: Key) -> list[str]:
-    """KEYS of every script. Quoting keeps ``/`` and braces out of names, so no name can lead to another's keys."""
+    """Return the KEYS of every script. Names are quoted, so none can lead to another session's keys."""
     base = f"pv1:{{{quote(key.tenant, safe='')}/{quote(key.session_id, safe='')}}}"
     return [f"{base}:m", f"{base}:q", f"{base}:l"]
 
@@ -38,19 +38,18 @@ def index_key(tenant: str) -> str:
 
 
 def tenant_keys(tenant: str) -> list[str]:
-    """KEYS of the listing's scripts, in one hash slot. Empty braces would name none; quoting makes no lone ``%``."""
+    """KEYS of the listing's scripts, in one hash slot. Empty braces define no slot, so "" becomes ``%``."""
     tag = quote(tenant, safe="") or "%"
     return [f"pv1:{letter}:{{{tag}}}" for letter in "iuebk"]
 
 
 def indexed_tenant(name: bytes) -> str:
-    """The tenant whose index that key is."""
     tag = name.decode().removeprefix("pv1:i:{").removesuffix("}")
     return unquote(tag) if tag != "%" else ""
 
 
 def create_fields(row: SessionRow) -> list[Any]:
-    """The fields of a new session that the caller decides, as field, value, field, value, …"""
+    """Return the fields of a new session that the caller decides, as field, value, field, value, …"""
     return [
         *("head_item", row.head_item, "item_count", row.item_count, "context_tokens", row.context_tokens),
         *(
@@ -68,7 +67,7 @@ def create_fields(row: SessionRow) -> list[Any]:
 def append_args(
     record: Record, fingerprint: str, base_hash: str, stored: StoredRecord, counts: Counts
 ) -> list[Any]:
-    """The arguments (ARGV) of COMMIT and APPLY, from the request id on."""
+    """Return the arguments (ARGV) of COMMIT and APPLY, from the request id on."""
     return [
         *(record.request_id, fingerprint, record.revision, base_hash),
         *(stored.data, stored.crc, stored.head_hash),
@@ -80,17 +79,15 @@ def append_args(
 
 
 def order_text(order: EndOrder) -> bytes:
-    """What ``run_order`` holds."""
     return _json.encode(order)
 
 
 def parse_order(text: bytes) -> EndOrder | None:
-    """The inverse; None when there is none."""
     return _order_decoder.decode(text) if text else None
 
 
 def parse_row(key: Key, fields: Fields, now: int) -> SessionRow:
-    """The session's row at server time ``now`` (ms); ``fields`` is all of its hash."""
+    """Parse all fields of a session's hash; ``now``: server time in ms."""
     return SessionRow(
         tenant=key.tenant,
         session_id=key.session_id,
@@ -112,7 +109,7 @@ def parse_row(key: Key, fields: Fields, now: int) -> SessionRow:
 
 
 def read_row(key: Key, fields: Fields, now: int) -> SessionRow:
-    """As ``parse_row``, of what may have been altered. Raises DataLoss (HISTORY_CORRUPT)."""
+    """As ``parse_row``, for fields that may have been altered. Raises DataLoss (HISTORY_CORRUPT)."""
     try:
         row = parse_row(key, fields, now)
     except (KeyError, ValueError, msgspec.MsgspecError) as error:
@@ -123,12 +120,11 @@ def read_row(key: Key, fields: Fields, now: int) -> SessionRow:
 
 
 def damaged_row(key: Key, update_ms: int) -> SessionRow:
-    """What a listing shows of a session whose row cannot be read."""
     return SessionRow(tenant=key.tenant, session_id=key.session_id, state=State.DAMAGED, update_ms=update_ms)
 
 
 def is_sealed(fields: Fields) -> bool:
-    """Whether the newest record was written by a program that seals; the docstring of ``scripts`` says what that is."""
+    """Whether the newest record was written by a program that seals (see ``scripts``' docstring)."""
     return fields.get(b"seal", b"").partition(b"|")[0] == fields[b"revision"]
 
 
@@ -141,10 +137,7 @@ def _seal_holds(fields: Fields) -> bool:
 
 
 def check_requests(key: Key, requests: Fields, logged: Iterable[LoggedRecord]) -> None:
-    """Raises DataLoss (HISTORY_CORRUPT) unless ``requests`` has all request ids of a whole log.
-
-    But for that of its creation, which is repeated by the session's id.
-    """
+    """Raise DataLoss unless ``requests`` has all request ids of a whole log, except the creation's."""
     for one in logged:
         name, revision = one.record.request_id, one.record.revision
         if (
@@ -169,25 +162,24 @@ def _running(fields: Fields, now: int) -> RunningTurn | None:
 
 
 def as_fields(reply: Any) -> Fields:
-    """HGETALL's reply: a map from a client's call, a flat list from inside a script."""
+    """Return HGETALL's reply as a map: a script gives a flat list."""
     if isinstance(reply, Mapping):
         return reply
     return dict(zip(reply[::2], reply[1::2], strict=True))
 
 
 def parse_time(reply: Any) -> int:
-    """TIME's reply (seconds, microseconds) in ms."""
+    """Return TIME's reply (seconds, microseconds) in ms."""
     seconds, micros = reply
     return int(seconds) * 1000 + int(micros) // 1000
 
 
 def parse_log(entries: Iterable[Any]) -> list[StoredRecord]:
-    """XRANGE's reply. What is not shaped like a record becomes one that no check accepts."""
+    """Parse XRANGE's reply. A malformed entry becomes a record that no check accepts."""
     return [_parse_entry(entry_id, as_fields(fields)) for entry_id, fields in entries]
 
 
 def log_bytes(entries: Iterable[Any]) -> int:
-    """Bytes of the records in XRANGE's reply."""
     return sum(len(stored.data) for stored in parse_log(entries))
 
 

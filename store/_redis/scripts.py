@@ -5,26 +5,26 @@ KEYS of every script, all in one hash slot (``k`` = ``pv1:{<tenant>/<session id>
     1  k:m  HASH    state, revision, head_item, head_hash, item_count, context_tokens, config, labels (both JSON),
                     ttl_ms, create_ms, update_ms, expire_ms, forked_from, forked_from_item, create_fp, bytes (of all
                     records), seal, sure; while a turn is pending also run_req, run_fp, run_token, run_owner,
-                    run_attempt, run_seed, run_start_ms, run_lease_ms and run_until_ms, and where they apply run_order
-                    (JSON: how to end), run_followed (somebody waits for it elsewhere) and run_off (it was called off)
+                    run_attempt, run_seed, run_start_ms, run_lease_ms and run_until_ms, and if they apply run_order
+                    (JSON: how to end), run_followed (another server waits for it) and run_off (it was called off)
     2  k:q  HASH    request id → "<revision>|<fingerprint>"
     3  k:l  STREAM  id <revision>-0; d = record bytes, c = crc32 (decimal), h = chain hash (hex)
 
-``replicas``, a local that the connection puts before each script, is how many replicas must hold a change before it is
+``RedisLink`` puts a local ``replicas`` before each script: how many replicas must hold a change before it is
 acknowledged.
 
-A tombstone is k:m alone, with state "deleted". ``sure`` is the largest revision that replicas are known to have, if
-they are asked. Replies are lists: an outcome name, then its values; "OK" carries the server's time in ms and all of
+A tombstone is k:m alone, with state "deleted". ``sure`` is the largest revision that the required replicas are known
+to have. Replies are lists: an outcome name, then its values; "OK" carries the server's time in ms and all of
 k:m. CREATE, COMMIT, APPLY, DELETE and FORGET take a fourth key and one more argument, and reply a number: see
 ``numbered``. Times come from the server (``TIME``) only.
 
-The three keys answer for each other. k:l must end with the row's revision and hash; ``seal`` is "<revision>|<number of
+The three keys verify each other. k:l must end with the row's revision and hash. ``seal`` is "<revision>|<number of
 request ids>|<sha1>", where the hash covers that number and every field that only a record changes. A seal of an earlier
-revision says nothing: a program that knows no seals wrote last. Whatever would build on a session looks first, and
-where the keys disagree it writes nothing but the state "damaged". A log without its k:m is damage too: keys of one
+revision proves nothing: a program without seals wrote last. Every operation that builds on a session checks first, and
+if the keys disagree it writes only the state "damaged". A log without its k:m is damage too, because the keys of one
 session expire in the same millisecond.
 
-Redis does not roll back a script that fails half-way. So every script converts its numbers and decides first, and its
+Redis does not roll back a script that fails half-way. So every script first converts its numbers and decides, and its
 first write is the one that can fail on existing data (``XADD`` refuses an id that is not larger than the last).
 """
 
@@ -38,7 +38,7 @@ SEALED: Final = (
 )
 """The fields of a row that only a record changes."""
 MARK_MS: Final = 30 * 24 * 3600 * 1000
-"""How long a server's mark outlives the last change that it numbered."""
+"""How long a server's mark outlives its last numbered change."""
 
 _PRELUDE: Final = """
 local m, q, l = KEYS[1], KEYS[2], KEYS[3]
@@ -213,7 +213,8 @@ _NAMES: Final = ", ".join(f"'{name}'" for name in SEALED)
 PRELUDE: Final = _PRELUDE.replace("@SEALED@", _NAMES).replace("@LIFE@", str(MARK_MS))
 
 
-# ARGV: fingerprint, data, crc, chain hash, then field, value, … of k:m as the caller fills it (ttl_ms included).
+# ARGV: fingerprint, data, crc, chain hash, then the fields of k:m that the caller fills: field, value, …
+# (with ttl_ms).
 CREATE: Final = (
     PRELUDE
     + """
@@ -250,7 +251,7 @@ return absent() or ok()
 """
 )
 
-# The revision that WAIT, behind it, is then true of.
+# Replies the revision that the WAIT after it covers.
 AGAIN: Final = (
     PRELUDE
     + """
@@ -272,7 +273,8 @@ return {'OK'}
 """
 )
 
-# ARGV: request id. The revision that committed it, or ""; the sure one; the newest and its chain hash.
+# ARGV: request id. Replies the revision that committed it or "", the sure revision, the newest revision and
+# its hash.
 FIND: Final = (
     PRELUDE
     + """
@@ -282,9 +284,9 @@ return {'OK', known(ARGV[1]) or '', get('sure'), digits(num('revision')), get('h
 """
 )
 
-# ARGV: revision that is known (0: none), most records to return behind it, most bytes, "1" for all request ids, too.
-# The row and that part of its log at one moment; the known record comes first. The record that exceeds the bytes is
-# the last one.
+# ARGV: known revision (0: none), most records to return after it, most bytes, "1" for all request ids too.
+# Reads the row and that part of its log at one moment; the known record comes first. The record that exceeds
+# the bytes is the last one.
 READ: Final = (
     PRELUDE
     + """
@@ -311,9 +313,9 @@ return {'OK', digits(now), redis.call('HGETALL', m), entries, ARGV[4] == '1' and
 """
 )
 
-# ARGV: request id, fingerprint, expected revision or "", token, owner, attempt, lease ms, seed, start ms; revision that
-# the caller knows (0: none), its chain hash and the session's create_ms ("" and 0: not known); "1" for one that only
-# follows the turn.
+# ARGV: request id, fingerprint, expected revision or "", token, owner, attempt, lease ms, seed, start ms; the
+# revision that the caller knows (0: none), its chain hash and the session's create_ms ("" and 0: not known);
+# "1" to follow the turn.
 BEGIN: Final = (
     PRELUDE
     + """
@@ -372,7 +374,7 @@ return {'OK', get('run_order'), followed}
 """
 )
 
-# ARGV: request id, order (JSON). Replies "1" when the order, or one before it, waits for the holder.
+# ARGV: request id, order (JSON). Replies "1" if the order, or an earlier one, waits for the holder.
 ASK_TO_END: Final = (
     PRELUDE
     + """
@@ -384,8 +386,8 @@ return {'OK', '1'}
 """
 )
 
-# ARGV: token, then request id, fingerprint, revision, base hash, data, crc, chain hash, head item, item count,
-# context tokens, config, labels ("" each: unchanged), ttl ms.
+# ARGV: token, then request id, fingerprint, revision, base hash, data, crc, chain hash, head item, item
+# count, context tokens, config, labels (both "": unchanged), ttl ms.
 COMMIT: Final = (
     PRELUDE
     + """
@@ -409,8 +411,8 @@ return changed()
 """
 )
 
-# ARGV: expected revision or "", then as COMMIT from the request id on; then how many records it erases, and of each
-# revision, data, crc and chain hash of what is left.
+# ARGV: expected revision or "", then as COMMIT from the request id on; then the number of erased records, and
+# for each its revision, data, crc and chain hash.
 APPLY: Final = (
     PRELUDE
     + """
@@ -446,7 +448,7 @@ return changed()
 """
 )
 
-# ARGV: token, "1" when the turn was called off.
+# ARGV: token, "1" if the turn was called off.
 ABORT: Final = (
     PRELUDE
     + """
@@ -461,7 +463,7 @@ return {'OK'}
 """
 )
 
-# ARGV: expected revision or "", life of the tombstone in ms.
+# ARGV: expected revision or "", lifetime of the tombstone in ms.
 DELETE: Final = (
     PRELUDE
     + """
@@ -479,7 +481,7 @@ return {'OK', digits(now), numbered()}
 """
 )
 
-# ARGV: chain hash of the newest record. Replies the update time, too, by which the listing is kept.
+# ARGV: chain hash of the newest record. Also replies the update time, which the listing needs.
 FORGET: Final = (
     PRELUDE
     + """
@@ -514,11 +516,11 @@ local function written(there, none, reading)
 end
 """
 
-# KEYS: a fourth, which never exists. ARGV: a revision and its chain hash, or 0 for the deletion, or 0 and the chain
-# hash of a session that was removed without a trace; "1" to write nothing, so that a full disk refuses nothing. Replies
-# "1" if the session still has it (or was deleted since), how many bytes for the append-only file are in Redis' own
-# memory, how many flushes of the file are under way, and "1" if it could not be written to: all as before this command,
-# "0" without such a file or a right to INFO.
+# KEYS: a fourth, which never exists. ARGV: a revision and its chain hash, or 0 for the deletion, or 0 and the
+# chain hash of a session that was removed without a trace; "1" to write nothing, so that a full disk refuses
+# nothing. Replies "1" if the session still has the revision (or was deleted since), the bytes for the
+# append-only file in Redis' memory, the number of file flushes under way, and "1" if the file could not be
+# written: all before this command, "0" without such a file or without permission for INFO.
 BUFFERED: Final = (
     PRELUDE
     + _WRITTEN
@@ -536,7 +538,7 @@ return written(has_it(), KEYS[4], ARGV[3])
 """
 )
 
-# KEYS: the marker, and one that never exists. ARGV: the store's id. Replies as BUFFERED does.
+# KEYS: the marker, and one that never exists. ARGV: the store's id. Replies as BUFFERED.
 MARKED: Final = (
     _WRITTEN
     + """
@@ -544,7 +546,8 @@ return written(redis.call('HGET', KEYS[1], 'store_id') == ARGV[1], KEYS[2], '')
 """
 )
 
-# KEYS: three that belong to no session. Does to them what a turn does to its session's: what is refused there is here.
+# KEYS: three that belong to no session. Writes as a turn does, so Redis refuses here what it would refuse
+# there.
 TRIAL: Final = (
     PRELUDE
     + """

@@ -1,7 +1,6 @@
-"""A history file as maintenance sees it: everything that is stored, and whole sessions written back.
+"""Raw access to a history file for maintenance.
 
-Reading opens the file read-only beside a server that holds it: in WAL mode neither waits for the other. Writing takes
-the server's lock.
+Reading opens the file read-only beside the server that holds it. Writing takes the server's lock.
 """
 
 from __future__ import annotations
@@ -23,24 +22,30 @@ from pensieve.store._raw import (
     Progress,
     RawSession,
     Remedy,
-    in_order,
     make_finding,
     no_progress,
+    sort_keys,
 )
 from pensieve.store._sqlite.disk import log_of_changes, size_of
-from pensieve.store._sqlite.errors import FAILED, lenient_text, may_be_damage, primary_code, to_store_error
+from pensieve.store._sqlite.errors import (
+    SQLITE_ERRORS,
+    lenient_text,
+    may_be_damage,
+    primary_code,
+    to_store_error,
+)
 from pensieve.store._sqlite.examination import ORPHANS, TENANTS, is_sound, make_sums
 from pensieve.store._sqlite.file import BUSY_TIMEOUT_MS, SqliteFile
 from pensieve.store._sqlite.pages import hidden_damage
-from pensieve.store._sqlite.raw_rows import DERIVES, PROVES, found_number, key_from_name, read_raw
-from pensieve.store._sqlite.recovery import NAMELESS, RecoveredFile
+from pensieve.store._sqlite.raw_rows import CHECKSUM_SCHEMA, SUMS_SCHEMA, find_number, key_from_name, read_raw
+from pensieve.store._sqlite.recovery import LOST_TENANT, RecoveredFile
 from pensieve.store._sqlite.rows import Rows
 from pensieve.store._sqlite.schema import SCHEMA, read_schema
 from pensieve.store.contract import Key
 
 
 class SqliteDump:
-    """``RawStore`` over one file."""
+    """``RawStore`` over one history file."""
 
     kind = "sqlite"
 
@@ -49,16 +54,15 @@ class SqliteDump:
         self._file: SqliteFile | None = None
         self._connection: sqlite3.Connection | None = None
         self._schema = SCHEMA
-        """The file's: one that is only read may be older."""
+        """The file's schema; a file that is only read may have an older one."""
         self._recovered: RecoveredFile | None = None
-        """Where sessions are read from once pages of the file have turned out to be damaged."""
+        """Source of sessions once pages of the file have turned out to be damaged."""
         self._problem = ""
-        """What is wrong with the file as a whole."""
+        """The fault of the file as a whole; "" if none."""
         self.store_id = ""
 
     @property
     def is_exclusive(self) -> bool:
-        """The lock that a server takes, too, is held."""
         return self._file is not None
 
     async def open(self, mode: Mode) -> None:
@@ -67,7 +71,7 @@ class SqliteDump:
         if mode in (Mode.EXCLUSIVE, Mode.WRITE):
             self._file = SqliteFile(self._path)
             self._file.open(look_over=mode is Mode.WRITE)
-            self._take()
+            self._begin_write()
             return
         try:
             with self._translating():
@@ -96,8 +100,8 @@ class SqliteDump:
             self._connection.execute("BEGIN")
             self._connection.execute("SELECT 1 FROM sqlite_schema LIMIT 1").fetchall()  # takes the snapshot
 
-    def _take(self) -> None:
-        """Begin to change the file, which is open."""
+    def _begin_write(self) -> None:
+        """Begin a change of the open file."""
         assert self._file is not None
         self._connection = self._file.connection()
         self.store_id = self._file.store_id
@@ -108,7 +112,7 @@ class SqliteDump:
         return is_sound(self._sql)
 
     def _recover(self) -> RecoveredFile:
-        """What the pages of a damaged file hold, whatever SQLite finds in it. Raises OSError."""
+        """Read the pages of a damaged file without SQLite. Raises OSError."""
         if self._recovered is None:
             self._recovered = RecoveredFile(Path(os.path.realpath(self._path)))
             self.store_id = self.store_id or self._recovered.store_id
@@ -133,17 +137,17 @@ class SqliteDump:
             try:
                 found = self._sql.execute("SELECT tenant, session_id FROM sessions NOT INDEXED").fetchall()
                 keys = {Key(str(tenant), str(session_id)) for tenant, session_id in found}
-                return in_order(keys | set(self._without_row()))
-            except FAILED:
+                return sort_keys(keys | set(self._rowless_sessions()))
+            except SQLITE_ERRORS:
                 self._recover()
         return self._recover().keys()
 
     async def session(self, key: Key) -> RawSession | None:
         if self._recovered is None:
             try:
-                with self._one_moment():
+                with self._snapshot():
                     return self._read(key)
-            except FAILED:
+            except SQLITE_ERRORS:
                 self._recover()
         return self._recover().session(key)
 
@@ -158,16 +162,16 @@ class SqliteDump:
                 if answer != "ok"
             ]
             if not found:
-                return list(self._of_tables())
-        except FAILED as error:
+                return list(self._table_findings())
+        except SQLITE_ERRORS as error:
             found = [make_finding(None, Problem.FILE, str(error), Remedy.REBUILD)]
         if self._file is None:
             self._recover()
         return found
 
-    def _of_tables(self) -> Iterator[Finding]:
-        """Rows that belong to no session, and sums that are none. Raises sqlite3's errors."""
-        for table in ("requests", "labels", "marks") if self._schema >= PROVES else ("requests",):
+    def _table_findings(self) -> Iterator[Finding]:
+        """Report rows without a session and wrong sums. Raises sqlite3's errors."""
+        for table in ("requests", "labels", "marks") if self._schema >= CHECKSUM_SCHEMA else ("requests",):
             ((orphans,),) = self._sql.execute(
                 f"SELECT count(*) FROM {table} WHERE session NOT IN (SELECT id FROM sessions)"
                 " AND session NOT IN (SELECT session FROM records)"
@@ -175,10 +179,10 @@ class SqliteDump:
             if orphans:
                 detail = f"{orphans} rows of {table} belong to no session"
                 yield make_finding(None, Problem.FILE, detail, Remedy.REBUILD)
-        if self._schema >= DERIVES:
+        if self._schema >= SUMS_SCHEMA:
             kept = set(self._sql.execute("SELECT * FROM tenants WHERE sessions <> 0 OR bytes <> 0"))
             if kept != set(self._sql.execute(TENANTS)):
-                detail = "what tenants take is not the sum of their sessions"
+                detail = "tenants' totals are not the sums of their sessions"
                 yield make_finding(None, Problem.FILE, detail, Remedy.REBUILD)
 
     async def repair_storage(self, progress: Progress = no_progress) -> None:
@@ -186,7 +190,7 @@ class SqliteDump:
         with self._translating():
             self._sql.execute("ROLLBACK")
             self._file.repair(progress)
-            self._take()
+            self._begin_write()
             make_sums(self._sql)
 
     async def put(self, session: RawSession, *, expected_stamp: str | None) -> bool:
@@ -211,27 +215,26 @@ class SqliteDump:
         return self._connection
 
     def _read(self, key: Key) -> RawSession | None:
-        number = found_number(self._sql, key, self._schema)
-        if number is None:  # not where an index says: by its row itself, or by what is left of it
+        number = find_number(self._sql, key, self._schema)
+        if number is None:  # not in the index: look for the row itself, or for records without a row
             found = self._sql.execute(
                 "SELECT id FROM sessions NOT INDEXED WHERE tenant = ? AND session_id = ?",
                 (key.tenant, key.session_id),
             ).fetchone()
-            number = self._without_row().get(key) if found is None else int(found[0])
+            number = self._rowless_sessions().get(key) if found is None else int(found[0])
         return None if number is None else read_raw(self._sql, key, number, self._schema)
 
-    def _without_row(self) -> dict[Key, int]:
-        """Sessions that have records and no row, with their numbers; some have lost their names, too."""
-        if self._schema < PROVES:
+    def _rowless_sessions(self) -> dict[Key, int]:
+        """Return the numbers of sessions that have records but no row; some have lost their names, too."""
+        if self._schema < CHECKSUM_SCHEMA:
             return {}
         return {
-            key_from_name(name) or Key(NAMELESS, str(number)): int(number)
+            key_from_name(name) or Key(LOST_TENANT, str(number)): int(number)
             for number, name in self._sql.execute(ORPHANS)
         }
 
     @contextlib.contextmanager
-    def _one_moment(self) -> Iterator[None]:
-        """All reads inside see the same data."""
+    def _snapshot(self) -> Iterator[None]:
         if self._sql.in_transaction:
             yield
             return
@@ -245,13 +248,13 @@ class SqliteDump:
     def _translating(self) -> Iterator[None]:
         try:
             yield
-        except FAILED as error:
+        except SQLITE_ERRORS as error:
             raise to_store_error(error, self._path) from error
 
 
 def _read_only(path: Path) -> sqlite3.Connection:
     real = Path(os.path.realpath(path))
-    # Where nobody can write, nobody needs the lock that readers take in a file of their own, NAME-shm.
+    # A read-only file system needs no lock, which readers would keep in a file of their own, NAME-shm.
     is_frozen = os.statvfs(real).f_flag & os.ST_RDONLY and not size_of(log_of_changes(real))
     options = "mode=ro&immutable=1" if is_frozen else "mode=ro"
     try:
@@ -268,12 +271,12 @@ def _read_only(path: Path) -> sqlite3.Connection:
 def _unreadable(path: Path) -> PensieveError:
     return _refusals.unavailable(
         f"cannot read {path}, or write {path.name}-shm beside it: run this as the user that the server runs as; "
-        f"a read-only snapshot is to be copied, {path.name} and {path.name}-wal, to where you may write"
+        f"copy a read-only snapshot ({path.name} and {path.name}-wal) to a folder where you may write"
     )
 
 
 def _known_store(connection: sqlite3.Connection, path: Path) -> str:
-    """The store id of a file whose schema this program knows."""
+    """Return the store id of a file whose schema this program supports."""
     if read_schema(connection, path) == 0:
         raise FailedPrecondition(f"{path} is not a history file", reason="STORE_FOREIGN")
     return str(connection.execute("SELECT value FROM store WHERE name = 'store_id'").fetchone()[0])

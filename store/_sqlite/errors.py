@@ -1,4 +1,4 @@
-"""What the errors of SQLite and of the operating system mean for a caller of the store."""
+"""Translate errors of SQLite and of the operating system to the store's errors."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ _DAMAGE = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CONSTRA
 _UNHARMED = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 
 
-FAILED: Final = (sqlite3.DatabaseError, UnicodeDecodeError)
-"""What a call of SQLite raises. Python fails to decode a message that quotes a damaged name."""
+SQLITE_ERRORS: Final = (sqlite3.DatabaseError, UnicodeDecodeError)
+"""The errors of an SQLite call. Python fails to decode a message that quotes a damaged name."""
 
 
 def primary_code(error: Exception) -> int:
-    """SQLite's result code without its extension; -1 for errors of the Python module itself."""
+    """Return SQLite's result code without its extension; -1 for errors of the Python module itself."""
     code = getattr(error, "sqlite_errorcode", None)
     return code & 0xFF if isinstance(code, int) else -1
 
 
 def lenient_text(data: bytes) -> str:
-    """Text of the file, which is not UTF-8 where it is damaged; Python's own error for that quotes what it found."""
+    """Decode text that may not be UTF-8 where the file is damaged. Python's own error would quote the content."""
     return data.decode("utf-8", errors="replace")
 
 
@@ -34,12 +34,12 @@ def is_interrupt(error: Exception) -> bool:
 
 
 def is_damage(error: sqlite3.Error) -> bool:
-    """Whether the file is not what was written: its pages, or tables that contradict each other."""
+    """Whether the pages are damaged or the tables contradict each other."""
     return primary_code(error) in _DAMAGE
 
 
 def may_be_damage(error: PensieveError) -> bool:
-    """Whether a file that could not be opened for this may have damaged pages, its first one among them."""
+    """Whether a file that failed to open with ``error`` may have damaged pages."""
     cause = error.__cause__
     if isinstance(cause, sqlite3.DatabaseError):
         return primary_code(cause) in (*_DAMAGE, sqlite3.SQLITE_ERROR)
@@ -47,17 +47,16 @@ def may_be_damage(error: PensieveError) -> bool:
 
 
 def is_full(error: sqlite3.Error) -> bool:
-    """Whether the disk has no room."""
     return primary_code(error) == sqlite3.SQLITE_FULL
 
 
 def leaves_file_known(error: sqlite3.Error) -> bool:
-    """Whether the transaction was rolled back and the file holds just what it held before: full, read-only, busy."""
+    """Whether the transaction was rolled back and the file is unchanged: full, read-only, busy."""
     return primary_code(error) in _UNHARMED
 
 
 def to_store_error(error: Exception, path: Path) -> PensieveError:
-    """The store's error for one of FAILED. The outcome of the failed statement is unknown to the caller."""
+    """Return the store's error for one of SQLITE_ERRORS. The failed statement's outcome is unknown to the caller."""
     if isinstance(error, UnicodeDecodeError):
         return DataLoss(f"history file {path}: its schema cannot be read", reason="HISTORY_CORRUPT")
     code = primary_code(error)
@@ -71,8 +70,8 @@ def to_store_error(error: Exception, path: Path) -> PensieveError:
     return _refusals.unavailable(problem)
 
 
-def translated_os(error: OSError, path: Path) -> PensieveError:
-    """The store's error for one of the operating system while ``path`` is opened or made durable."""
+def os_to_store_error(error: OSError, path: Path) -> PensieveError:
+    """Return the store's error for an operating system error while ``path`` is opened or made durable."""
     problem = f"{path}: {error.strerror}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
         return _refusals.full(problem)

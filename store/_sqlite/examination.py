@@ -1,7 +1,6 @@
-"""Whether a history file is what was written: its b-trees, and what it derives from its records.
+"""Check a history file's b-trees and the rows that are derived from its records.
 
-A damaged page is an error of SQLite when it is met. A row that is missing or out of place is none: it is just not
-found. So the file is looked over when it is opened, and again when a session turns out to have lost something.
+SQLite does not report a row that is missing or out of place: it just does not find the row.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from pensieve.store._clock import Moment
-from pensieve.store._sqlite.errors import FAILED, is_interrupt
+from pensieve.store._sqlite.errors import SQLITE_ERRORS, is_interrupt
 from pensieve.store._sqlite.raw_rows import columns_of, key_from_name, read_row
 from pensieve.store._sqlite.rows import Rows
 from pensieve.store.contract import Key
@@ -22,7 +21,7 @@ from pensieve.store.contract import Key
 log = logging.getLogger(__name__)
 
 PATIENCE_S: Final = 10.0
-"""How long a start may take to look over the file. What is not looked at by then is only found when it is met."""
+"""Longest check at start; the rest is found only when it is met."""
 TENANTS: Final = "SELECT tenant, COUNT(*), SUM(bytes) FROM sessions WHERE deleted = 0 GROUP BY tenant"
 ORPHANS: Final = """
 WITH RECURSIVE has(session) AS (
@@ -33,13 +32,13 @@ WITH RECURSIVE has(session) AS (
 SELECT has.session, (SELECT named FROM records WHERE session = has.session AND revision = 1)
     FROM has WHERE has.session IS NOT NULL AND has.session NOT IN (SELECT id FROM sessions NOT INDEXED)
 """
-"""Numbers of sessions that have records and no row, with the name in their first record."""
+"""Numbers of sessions that have records but no row, with the name in their first record."""
 _DERIVED: Final = ("sessions", "requests", "labels", "marks", "tenants")
 _STEPS: Final = 10_000
 
 
 class OutOfTime(Exception):
-    """The patience is over."""
+    """The time limit was reached."""
 
 
 def is_sound(connection: sqlite3.Connection) -> bool:
@@ -54,22 +53,22 @@ def is_sound(connection: sqlite3.Connection) -> bool:
         for check in (*derived, "integrity_check(1)"):
             if connection.execute(f"PRAGMA {check}").fetchall() != [("ok",)]:
                 return False
-    except FAILED as error:
+    except SQLITE_ERRORS as error:
         if is_interrupt(error):
             raise OutOfTime from error
         return False
     return True
 
 
-def reindexed(connection: sqlite3.Connection) -> bool:
-    """Make all indexes anew; whether the file is sound then. Otherwise nothing was changed."""
+def reindex(connection: sqlite3.Connection) -> bool:
+    """Rebuild all indexes. Returns whether the file is then sound; if not, nothing was changed."""
     connection.execute("BEGIN IMMEDIATE")
     try:
         connection.execute("REINDEX")
         if is_sound(connection):
             connection.execute("COMMIT")
             return True
-    except FAILED:
+    except SQLITE_ERRORS:
         pass
     finally:
         if connection.in_transaction:
@@ -78,9 +77,9 @@ def reindexed(connection: sqlite3.Connection) -> bool:
 
 
 def rebuild_all_derived(connection: sqlite3.Connection, now: Moment) -> int:
-    """Make what contradicts the records anew; for how many sessions. Raises sqlite3's errors, OutOfTime."""
+    """Rebuild rows that contradict the records; return for how many sessions. Raises sqlite3's errors, OutOfTime."""
     try:
-        wrong = list(dict.fromkeys(_wrong(connection)))
+        wrong = list(dict.fromkeys(_inconsistent_sessions(connection)))
         sums = set(connection.execute("SELECT * FROM tenants WHERE sessions <> 0 OR bytes <> 0"))
         sums_hold = sums == set(connection.execute(TENANTS))
     except sqlite3.OperationalError as error:
@@ -101,14 +100,14 @@ def rebuild_all_derived(connection: sqlite3.Connection, now: Moment) -> int:
             connection.execute("ROLLBACK")
     if wrong:
         log.error(
-            "the history file contradicted its records: what is derived of %d sessions is made again",
+            "the history file contradicted its records: derived rows of %d sessions are rebuilt",
             len(wrong),
         )
     return len(wrong)
 
 
 def make_sums(connection: sqlite3.Connection) -> None:
-    """Sum up anew what tenants take, and remove derived rows of no session."""
+    """Recompute tenants' totals, and remove derived rows without a session."""
     for table in ("requests", "labels", "marks"):
         connection.execute(
             f"DELETE FROM {table} WHERE session NOT IN (SELECT id FROM sessions NOT INDEXED)"
@@ -119,8 +118,8 @@ def make_sums(connection: sqlite3.Connection) -> None:
 
 
 @contextlib.contextmanager
-def within(connection: sqlite3.Connection, seconds: float) -> Iterator[None]:
-    """Statements are interrupted when the time is over."""
+def time_limit(connection: sqlite3.Connection, seconds: float) -> Iterator[None]:
+    """Interrupt the body's statements after ``seconds``."""
     until = time.monotonic() + seconds
     connection.set_progress_handler(lambda: int(time.monotonic() > until), _STEPS)
     try:
@@ -129,8 +128,8 @@ def within(connection: sqlite3.Connection, seconds: float) -> Iterator[None]:
         connection.set_progress_handler(None, 0)
 
 
-def _wrong(connection: sqlite3.Connection) -> Iterator[Key]:
-    """Sessions whose rows fail a check that can be made without reading their records."""
+def _inconsistent_sessions(connection: sqlite3.Connection) -> Iterator[Key]:
+    """Yield sessions whose rows fail a check that does not need their records."""
     counted = {
         table: dict(connection.execute(f"SELECT session, {value} FROM {table} GROUP BY session").fetchall())
         for table, value in (("requests", "SUM(crc)"), ("marks", "COUNT(*)"), ("labels", "COUNT(*)"))
@@ -142,7 +141,7 @@ def _wrong(connection: sqlite3.Connection) -> Iterator[Key]:
         key = Key(str(tenant), str(session_id))
         meta = read_row(key, crc, blob).meta
         if meta is None:
-            yield _right_name(connection, number) or key
+            yield _name_in_records(connection, number) or key
         elif (
             columns_of(meta) != tuple(columns)
             or counted["requests"].get(number, 0) != requests_sum
@@ -156,7 +155,7 @@ def _wrong(connection: sqlite3.Connection) -> Iterator[Key]:
             yield lost
 
 
-def _right_name(connection: sqlite3.Connection, number: int) -> Key | None:
+def _name_in_records(connection: sqlite3.Connection, number: int) -> Key | None:
     found = connection.execute(
         "SELECT named FROM records WHERE session = ? AND revision = 1", (number,)
     ).fetchone()

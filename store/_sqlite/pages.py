@@ -1,12 +1,9 @@
-"""Rows of a history file read from its bytes, page by page, without SQLite: what a damaged file still holds.
+"""Read rows from a history file's bytes, page by page, without SQLite, to recover a damaged file.
 
-SQLite finds a row through the pages above it and gives up where one of them is damaged. Here every page is looked at
-by itself. A page whose parts add up is read as it is. On a page where they do not, rows are looked for by their form;
-the reader has to prove them (checksum and chain hash). Freed pages hold nothing: SQLite erases what it frees
-(``secure_delete``).
-
-The log of changes is laid over the file as SQLite would do it. Frames behind a damaged one, which SQLite ignores, are
-read as well.
+Each page is read by itself, without the pages above it. On an inconsistent page, rows are recognised by their
+format; the caller must verify them (checksum and chain hash). Freed pages hold nothing, because SQLite erases
+them (``secure_delete``). The WAL is laid over the file as SQLite would do it; frames after a damaged one,
+which SQLite ignores, are read as well.
 """
 
 from __future__ import annotations
@@ -32,28 +29,27 @@ _MOST_OVERFLOW: Final = 1 << 20
 _RECORD: Final = re.compile(
     rb"(?=([\x06-\x0f])([\x01-\x06\x08\x09])([\x01-\x06\x08\x09])([\x80-\xff]{0,4}[\x00-\x7f])([\x01-\x06\x08\x09])\x5d)"
 )
-"""The beginning of a row of ``records``: sizes of session, revision, data, crc, and of a chain hash of 40 digits."""
+"""The beginning of a row of ``records``: serial types of session, revision, data, crc, and of a 40-digit
+chain hash."""
 
 
 class PageRow(NamedTuple):
-    """One row of a table or an index."""
-
-    of_table: bool
+    is_table_row: bool
     rowid: int
     values: list[Value]
     place: int
     """Larger for a later version of a page."""
     is_whole: bool
-    """It was read from a page whose parts add up."""
+    """Whether it was read from a consistent page."""
 
 
 def hidden_damage(path: Path) -> str:
-    """Why SQLite would open the file and not tell what is wrong with it; "" where it would. Raises OSError."""
+    """Return the damage that SQLite would not report when it opens the file; "" if none. Raises OSError."""
     with path.open("rb") as file:
         head = file.read(20)
     if head.startswith(_MAGIC) and not set(head[18:20]) <= {1, 2}:
-        return "its header asks for another version of SQLite"  # which opens such a file to be read alone
-    return "its log of changes is damaged" if _log_is_cut(path) else ""
+        return "its header asks for another version of SQLite"  # SQLite opens such a file read-only
+    return "its write-ahead log is damaged" if _log_is_cut(path) else ""
 
 
 def _log_is_cut(path: Path) -> bool:
@@ -68,13 +64,13 @@ def _log_is_cut(path: Path) -> bool:
 
 
 class Pages:
-    """The pages of one file, as they lie on the disk when this is made."""
+    """The pages of one file at construction."""
 
     def __init__(self, path: Path) -> None:
-        """Raises OSError."""
         self._data = _bytes_of(path)
         log = log_of_changes(path)
-        # A copy: the log may be emptied meanwhile, and what is mapped beyond the end of a file ends the process.
+        # A copy: the WAL may be emptied meanwhile, and reading a mapping beyond the end of its file kills the
+        # process.
         self._log = log.read_bytes() if log.exists() else b""
         self.size = self._page_size()
         self._frames = _frames(self._log, self.size)
@@ -85,9 +81,8 @@ class Pages:
 
     @property
     def log_is_cut(self) -> bool:
-        """Whether committed changes stand in the log where SQLite does not look.
-
-        That is behind a damaged frame, and beside a file that was cut to nothing.
+        """Whether committed changes are in the WAL where SQLite does not look: after damage, or beside an
+        empty file.
         """
         return bool(self._frames.stray) or (not self._data and bool(self._frames.valid))
 
@@ -99,7 +94,7 @@ class Pages:
             self._data.close()
 
     def rows(self) -> Iterator[PageRow | None]:
-        """Every row that can be read; None after each page. Pages that do not add up come last."""
+        """Yield every readable row, and None after each page. Inconsistent pages come last."""
         doubtful = list[tuple[bytes, int, int]]()
         for page, number, place in self._versions():
             cells = _sound_cells(page, 100 if number == 1 else 0) if len(page) == self.size else None
@@ -114,7 +109,7 @@ class Pages:
                 yield from self._doubtful_rows(page if place else self._in_file(number), number, place)
 
     def _versions(self) -> Iterator[tuple[bytes, int, int]]:
-        """Page, number and place of each page of the file as it is, then of the frames that SQLite ignores."""
+        """Yield page, number and place: first the file's current pages, then the frames that SQLite ignores."""
         for number in range(1, -(-len(self._data) // self.size) + 1):
             if number not in self._over:
                 yield self._in_file(number), number, 0
@@ -123,7 +118,7 @@ class Pages:
             yield self._in_log(frame), frame.page, frame.place
 
     def _page_size(self) -> int:
-        """The one by which most of the first pages can be read; the header may be what is damaged."""
+        """Return the page size that makes most of the first pages readable; the header may be damaged."""
         sizes = [int.from_bytes(self._data[16:18], "big"), int.from_bytes(self._log[8:12], "big"), _USUAL]
         sizes = [65536 if size == 1 else size for size in sizes]
         fit = [size for size in dict.fromkeys(sizes) if 512 <= size <= 65536 and size & (size - 1) == 0]
@@ -146,7 +141,7 @@ class Pages:
         return self._log[frame.at : frame.at + self.size]
 
     def _page(self, number: int, place: int) -> bytes:
-        """The newest version of a page, for a row in a page of that place."""
+        """Return the newest version of a page, as seen from a page of that place."""
         frame = (self._last if place >= self._frames.first_stray else self._over).get(number)
         return self._in_file(number) if frame is None else self._in_log(frame)
 
@@ -162,7 +157,6 @@ class Pages:
     def _row(
         self, page: bytes, at: int, kind: int, place: int, *, is_whole: bool = False
     ) -> Iterator[PageRow]:
-        """The row of a cell, if it is one."""
         try:
             cell = _cell(page, at, kind, self.size)
             if cell is None:
@@ -173,7 +167,7 @@ class Pages:
             return
 
     def _payload(self, page: bytes, start: int, length: int, local: int, place: int) -> bytes:
-        """Raises ValueError where the chain of pages behind the first one is broken."""
+        """Read a payload with its overflow pages. Raises ValueError if their chain is broken."""
         parts, left = [page[start : start + local]], length - local
         if len(parts[0]) != local:
             raise ValueError("a cell beyond the end of its page")
@@ -189,7 +183,7 @@ class Pages:
         return b"".join(parts)
 
     def _carved(self, page: bytes, place: int) -> Iterator[PageRow]:
-        """Rows of ``records``, by the form of their beginning alone."""
+        """Yield rows of ``records`` that are recognised by their beginning alone."""
         for match in _RECORD.finditer(page):
             try:
                 at, header = match.start(), match[1][0]
@@ -205,7 +199,6 @@ class Pages:
 
 class _Cell(NamedTuple):
     start: int
-    """Where the payload begins."""
     length: int
     local: int
     """Bytes of the payload on this page."""
@@ -216,16 +209,15 @@ class _Cell(NamedTuple):
 class _Frame(NamedTuple):
     page: int
     at: int
-    """Where its page begins in the log."""
+    """Offset of its page in the WAL."""
     place: int
     commits: bool
 
 
 class _Frames(NamedTuple):
     valid: list[_Frame]
-    """Up to the last change that was committed whole."""
     stray: list[_Frame]
-    """Behind a damaged frame, and of the same log."""
+    """Frames after a damaged one, of the same WAL."""
     first_stray: int
 
 
@@ -253,7 +245,7 @@ def _frames(log: bytes, size: int) -> _Frames:
     for place, at in enumerate(range(32, len(log) - step + 1, step), 1):
         head = log[at : at + 24]
         if head[8:16] != salt and intact:
-            break  # the rest is of an earlier log
+            break  # the rest is of an earlier WAL
         page, commit = struct.unpack(">II", head[:8])
         stored = struct.unpack(">II", head[16:24])
         right = _wal_sum(log[at + 24 : at + step], _wal_sum(head[:8], running, order), order) == stored
@@ -266,14 +258,13 @@ def _frames(log: bytes, size: int) -> _Frames:
             stray.append(frame)
         running = stored
     if not any(frame.commits for frame in stray):
-        stray = []  # the end of a log that was being written
+        stray = []  # the end of a WAL that was being written
     if stray:
         return _Frames(valid[:committed], [*valid[committed:], *stray], committed + 1)
     return _Frames(valid[:committed], [], 1 << 62)
 
 
 def _wal_sum(data: bytes, start: tuple[int, ...], order: str) -> tuple[int, int]:
-    """SQLite's checksum of the log of changes."""
     one, two = start
     words = struct.unpack(f"{order}{len(data) // 4}I", data)
     for at in range(0, len(words), 2):
@@ -283,7 +274,7 @@ def _wal_sum(data: bytes, start: tuple[int, ...], order: str) -> tuple[int, int]
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """The number and where it ends. Raises IndexError."""
+    """Return the number and its end. Raises IndexError."""
     value = 0
     for place in range(at, at + 8):
         byte = data[place]
@@ -295,7 +286,7 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 
 
 def _local(length: int, size: int, kind: int) -> int:
-    """How many bytes of a payload stand on its own page."""
+    """Return how many bytes of a payload are on its own page."""
     most = size - 35 if kind == _TABLE_LEAF else (size - 12) * 64 // 255 - 23
     if length <= most:
         return length
@@ -305,7 +296,7 @@ def _local(length: int, size: int, kind: int) -> int:
 
 
 def _cell(page: bytes, at: int, kind: int, size: int) -> _Cell | None:
-    """Raises IndexError. None for what cannot be one."""
+    """Parse a cell, or return None if it cannot be one. Raises IndexError."""
     rowid = 0
     if kind == _TABLE_INNER:
         rowid, end = _varint(page, at + 4)
@@ -320,7 +311,7 @@ def _cell(page: bytes, at: int, kind: int, size: int) -> _Cell | None:
 
 
 def _sound_cells(page: bytes, base: int) -> list[int] | None:
-    """Where the cells of a page begin. None unless cells, free blocks and fragments add up to the whole page."""
+    """Return the offsets of a page's cells, or None unless cells, free blocks and fragments fill the whole page."""
     size = len(page)
     kind = page[base]
     if kind not in (_TABLE_LEAF, _INDEX_LEAF, _INDEX_INNER, _TABLE_INNER):
@@ -359,7 +350,7 @@ def _sound_cells(page: bytes, base: int) -> list[int] | None:
 
 
 def _likely_cells(page: bytes, base: int, kind: int) -> Iterator[int]:
-    """Where a damaged page says that cells begin, however many it says there are."""
+    """Yield the cell offsets of a damaged page, without trusting its cell count."""
     at = base + (12 if kind in (_INDEX_INNER, _TABLE_INNER) else 8)
     least = len(page)
     while at + 2 <= least:
@@ -373,7 +364,7 @@ def _likely_cells(page: bytes, base: int, kind: int) -> Iterator[int]:
 
 
 def _types(data: bytes, at: int, header: int) -> tuple[list[int], int]:
-    """The serial types of a row whose header begins there. Raises ValueError, IndexError."""
+    """Return the serial types of the row whose header begins at ``at``. Raises ValueError, IndexError."""
     _, place = _varint(data, at)
     types = []
     while place < at + header:
@@ -383,7 +374,7 @@ def _types(data: bytes, at: int, header: int) -> tuple[list[int], int]:
 
 
 def _width(kind: int) -> int:
-    """Bytes of a value. Raises ValueError."""
+    """Return a value's size in bytes. Raises ValueError."""
     if kind >= 12:
         return (kind - 12) // 2
     if kind in (0, 8, 9):
@@ -391,12 +382,12 @@ def _width(kind: int) -> int:
     if kind == 7:
         return 8
     if kind not in _INTEGERS:
-        raise ValueError("no serial type")
+        raise ValueError("unknown serial type")
     return _INTEGERS[kind]
 
 
 def _values(payload: bytes) -> list[Value]:
-    """The columns of a row. Raises ValueError, IndexError."""
+    """Return a row's columns. Raises ValueError, IndexError."""
     header, _ = _varint(payload, 0)
     if not 0 < header <= len(payload):
         raise ValueError("no row")
@@ -406,7 +397,7 @@ def _values(payload: bytes) -> list[Value]:
         width = _width(kind)
         raw = payload[at : at + width]
         if len(raw) != width:
-            raise ValueError("a row that ends early")
+            raise ValueError("the row ends early")
         at += width
         if kind >= 12:
             values.append(raw if kind % 2 == 0 else raw.decode("utf-8", errors="replace"))

@@ -1,7 +1,6 @@
-"""A session as the history file holds it, with everything about it that contradicts its records.
+"""Read a session from the history file, and report every contradiction between its rows and its records.
 
-SQLite's pages carry no checksum. A changed byte in a row of ``sessions`` or ``requests`` would be read as if it had
-been written, so these rows have checksums of their own: a row that fails one is made again from the records.
+SQLite's pages carry no checksum, so rows of ``sessions`` and ``requests`` have checksums of their own.
 """
 
 from __future__ import annotations
@@ -24,25 +23,24 @@ from pensieve.store.records import State
 
 
 def crc_of_row(key: Key, meta: bytes) -> int:
-    """Checksum of a row of ``sessions``: its name and its metadata, which all other columns follow from."""
+    """Checksum of a row of ``sessions``: its name and its metadata, from which all other columns follow."""
     name = f"{key.tenant}\0{key.session_id}\0"
     return zlib.crc32(meta, zlib.crc32(name.encode("utf-8", "surrogatepass")))
 
 
 def crc_of_request(session: int, request_id: str, fingerprint: str, revision: int) -> int:
-    """Checksum of a row of ``requests``."""
     text = f"{session}\0{request_id}\0{fingerprint}\0{revision}"
     return zlib.crc32(text.encode("utf-8", "surrogatepass"))
 
 
 def name_of(key: Key) -> str:
-    """The session's name as its first record carries it: a checksum, then JSON."""
+    """Encode the session's name for its first record: a checksum, then JSON."""
     text = json.dumps([key.tenant, key.session_id], separators=(",", ":"))
     return f"{zlib.crc32(text.encode()):08x}{text}"
 
 
 def key_from_name(text: object) -> Key | None:
-    """The inverse of ``name_of``; None for anything that it did not make."""
+    """Decode ``name_of``'s text; None for any other text."""
     if not isinstance(text, str) or len(text) < 9:
         return None
     try:
@@ -53,32 +51,31 @@ def key_from_name(text: object) -> Key | None:
         return None
 
 
-PROVES: Final = 4
-"""The first schema with checksums of derived rows."""
-DERIVES: Final = 2
-"""The first schema with sizes, sums and labels."""
+CHECKSUM_SCHEMA: Final = 4
+"""First schema with checksums of derived rows."""
+SUMS_SCHEMA: Final = 2
+"""First schema with sizes, sums and labels."""
 
 _meta_decoder = msgspec.msgpack.Decoder(Meta)
 
 
 class ReadRow(NamedTuple):
-    """What a row of ``sessions`` says. ``meta`` is None where its checksum fails or it cannot be decoded."""
+    """A decoded row of ``sessions``. ``meta`` is None if its checksum fails or it cannot be decoded."""
 
     meta: Meta | None
     problem: str
-    """Why ``meta`` is None."""
     claimed: tuple[int, str] | None
-    """Revision and chain hash of the newest record, as the row names them, proven or not."""
+    """Newest revision and chain hash according to the row, proven or not."""
 
 
 def columns_of(meta: Meta) -> tuple[int, int, int, int]:
-    """update_ms, expire_ms, deleted, leased of the row that has this metadata."""
+    """Return update_ms, expire_ms, deleted and leased of the row with this metadata."""
     row = meta.row
     return row.update_ms, row.expire_ms, int(row.state is State.DELETED), int(meta.lease is not None)
 
 
 def read_row(key: Key, crc: object, blob: Any) -> ReadRow:
-    """``crc``: None in a file that has none. ``blob`` is whatever the file holds in its place."""
+    """Decode and verify a row. ``crc``: None in a file without checksums. ``blob``: any value from the file."""
     try:
         meta = _meta_decoder.decode(blob)
     except (msgspec.MsgspecError, TypeError, ValueError) as error:
@@ -90,26 +87,28 @@ def read_row(key: Key, crc: object, blob: Any) -> ReadRow:
     return ReadRow(meta, "", (meta.row.revision, meta.row.head_hash))
 
 
-def found_number(connection: sqlite3.Connection, key: Key, schema: int = PROVES) -> int | None:
-    """The session's number in the file, by its row or else by its first record. Raises sqlite3's errors."""
+def find_number(connection: sqlite3.Connection, key: Key, schema: int = CHECKSUM_SCHEMA) -> int | None:
+    """Find the session's number by its row or its first record. Raises sqlite3's errors."""
     found = connection.execute(
         "SELECT id FROM sessions WHERE tenant = ? AND session_id = ?", (key.tenant, key.session_id)
     ).fetchone()
-    if found is None and schema >= PROVES:
+    if found is None and schema >= CHECKSUM_SCHEMA:
         found = connection.execute("SELECT session FROM records WHERE named = ?", (name_of(key),)).fetchone()
     return None if found is None else int(found[0])
 
 
-def read_raw(connection: sqlite3.Connection, key: Key, number: int, schema: int = PROVES) -> RawSession:
-    """The session of that number and all that is kept of it. Raises sqlite3's errors."""
-    kept = ", bytes" if schema >= DERIVES else ", 0"
-    kept += ", crc, requests_sum, marks, labels" if schema >= PROVES else ", NULL, 0, 0, 0"
+def read_raw(
+    connection: sqlite3.Connection, key: Key, number: int, schema: int = CHECKSUM_SCHEMA
+) -> RawSession:
+    """Read all that is stored of the session with this number. Raises sqlite3's errors."""
+    kept = ", bytes" if schema >= SUMS_SCHEMA else ", 0"
+    kept += ", crc, requests_sum, marks, labels" if schema >= CHECKSUM_SCHEMA else ", NULL, 0, 0, 0"
     row = connection.execute(
         f"SELECT update_ms, expire_ms, deleted, leased, meta, tenant, session_id{kept} FROM sessions WHERE id = ?",
         (number,),
     ).fetchone()
     log = tuple(
-        shaped(*one)
+        to_stored_record(*one)
         for one in connection.execute(
             "SELECT revision, data, crc, head_hash FROM records WHERE session = ? ORDER BY revision",
             (number,),
@@ -118,7 +117,7 @@ def read_raw(connection: sqlite3.Connection, key: Key, number: int, schema: int 
     requests, total, wrong = _requests(connection, number, schema)
     findings = [make_finding(key, Problem.REQUESTS, detail, Remedy.REBUILD) for detail in wrong]
     if row is None:
-        lost = make_finding(key, Problem.ROW, "its row is gone", Remedy.REBUILD)
+        lost = make_finding(key, Problem.ROW, "its row is missing", Remedy.REBUILD)
         return RawSession(key, None, log, requests, (lost, *findings))
     *columns, blob, tenant, session_id, size, crc, requests_sum, marks, labels = row
     stamp = hashlib.sha1(repr(blob).encode(), usedforsecurity=False).hexdigest()
@@ -129,19 +128,19 @@ def read_raw(connection: sqlite3.Connection, key: Key, number: int, schema: int 
     if read.meta is None:
         lost = make_finding(key, Problem.ROW, read.problem, Remedy.REBUILD)
         return RawSession(key, None, log, requests, (lost, *findings), stamp, read.claimed)
-    findings += _of_columns(key, read.meta, columns)
-    if schema >= PROVES and total != requests_sum:
-        detail = "its request ids are not the ones that were written"
+    findings += _column_findings(key, read.meta, columns)
+    if schema >= CHECKSUM_SCHEMA and total != requests_sum:
+        detail = "its request ids are not those that were written"
         findings.append(make_finding(key, Problem.REQUESTS, detail, Remedy.REBUILD))
-    if schema >= DERIVES:
-        findings += _derived(connection, key, number, read.meta, log, size)
-    if schema >= PROVES:
-        findings += _counted(connection, key, number, read.meta, marks, labels)
+    if schema >= SUMS_SCHEMA:
+        findings += _derived_findings(connection, key, number, read.meta, log, size)
+    if schema >= CHECKSUM_SCHEMA:
+        findings += _count_findings(connection, key, number, read.meta, marks, labels)
     return RawSession(key, read.meta, log, requests, tuple(findings), stamp)
 
 
-def shaped(revision: object, data: object, crc: object, head_hash: object) -> StoredRecord:
-    """A row of ``records``. What is not shaped like one becomes one that no check accepts."""
+def to_stored_record(revision: object, data: object, crc: object, head_hash: object) -> StoredRecord:
+    """Convert a row of ``records``. A malformed row becomes a record that no check accepts."""
     return StoredRecord(
         revision if isinstance(revision, int) else -1,
         data if isinstance(data, bytes) else b"",
@@ -150,10 +149,10 @@ def shaped(revision: object, data: object, crc: object, head_hash: object) -> St
     )
 
 
-def proven_request(
+def verified_request(
     session: int, request_id: object, fingerprint: object, revision: object, crc: object
 ) -> CommittedRequest | None:
-    """None for a row of ``requests`` that fails its checksum."""
+    """Return None if the row of ``requests`` fails its checksum."""
     if not (isinstance(request_id, str) and isinstance(fingerprint, str) and isinstance(revision, int)):
         return None
     right = crc_of_request(session, request_id, fingerprint, revision) == crc
@@ -163,10 +162,10 @@ def proven_request(
 def _requests(
     connection: sqlite3.Connection, number: int, schema: int
 ) -> tuple[dict[str, CommittedRequest], int, list[str]]:
-    """The sound rows, the sum of their checksums, and what is wrong with the others."""
+    """Return the sound rows, the sum of their checksums, and what is wrong with the others."""
     requests: dict[str, CommittedRequest] = {}
     total = bad = 0
-    crc_column = "crc" if schema >= PROVES else "NULL"
+    crc_column = "crc" if schema >= CHECKSUM_SCHEMA else "NULL"
     for name, fingerprint, revision, crc in connection.execute(
         f"SELECT request_id, fingerprint, revision, {crc_column} FROM requests WHERE session = ?", (number,)
     ):
@@ -174,7 +173,7 @@ def _requests(
             requests[str(name)] = CommittedRequest(
                 str(fingerprint), revision if isinstance(revision, int) else -1
             )
-        elif (known := proven_request(number, name, fingerprint, revision, crc)) is None:
+        elif (known := verified_request(number, name, fingerprint, revision, crc)) is None:
             bad += 1
         else:
             requests[name] = known
@@ -182,10 +181,10 @@ def _requests(
     return requests, total, [f"{bad} of its request ids fail their checksum"] if bad else []
 
 
-def _derived(
+def _derived_findings(
     connection: sqlite3.Connection, key: Key, number: int, meta: Meta, log: Sequence[StoredRecord], size: int
 ) -> Iterator[Finding]:
-    """What the file keeps of the session beside its row: its size, its labels and marks."""
+    """Report wrong derived data: size, labels and marks."""
     right_size = sum(len(entry.data) for entry in log)
     if size != right_size:
         detail = f"its records take {right_size} bytes, column bytes is {size}"
@@ -204,16 +203,16 @@ def _derived(
     )
     if set(found_by) != {(*one, row.tenant) for one in mark_entries_of_log(log)}:
         yield make_finding(
-            key, Problem.LISTING, "its turns are found by other marks than theirs", Remedy.REBUILD
+            key, Problem.LISTING, "its turns are indexed under other marks than their own", Remedy.REBUILD
         )
 
 
-def _counted(
+def _count_findings(
     connection: sqlite3.Connection, key: Key, number: int, meta: Meta, marks: int, labels: int
 ) -> Iterator[Finding]:
     ((kept,),) = connection.execute("SELECT COUNT(*) FROM marks WHERE session = ?", (number,))
     if kept != marks or labels != len(meta.row.labels):
-        detail = "its marks and labels are not as many as were written"
+        detail = "it has lost or gained marks or labels"
         yield make_finding(key, Problem.LISTING, detail, Remedy.REBUILD)
     if meta.row.state is not State.DELETED:
         first = connection.execute(
@@ -223,8 +222,8 @@ def _counted(
             yield make_finding(key, Problem.LISTING, "its first record does not name it", Remedy.REBUILD)
 
 
-def _of_columns(key: Key, meta: Meta, columns: list[Any]) -> Iterator[Finding]:
-    """The columns beside ``meta`` are what listing, expiry and leases are found by."""
+def _column_findings(key: Key, meta: Meta, columns: list[Any]) -> Iterator[Finding]:
+    """Report columns that do not match ``meta``; listing, expiry and leases are found by them."""
     names = ("update_ms", "expire_ms", "deleted", "leased")
     for name, found, right in zip(names, columns, columns_of(meta), strict=True):
         if found != right:

@@ -1,11 +1,8 @@
-"""Reading beside the writer: a thread with a read-only connection of its own, which tenants share fairly.
+"""Reading beside the writer: a thread with its own read-only connection, shared fairly by tenants.
 
-The next read is one of the tenant that has waited longest since its last one, so that a tenant with many reads makes
-another wait for one read at most.
-
-A read sees the file as it was when the read began, whatever is committed meanwhile; a commit that was acknowledged
-before is in it. While a read is in hand, the log of changes cannot be emptied, so a reader can be told to pause: the
-read in hand is interrupted when it takes too long, and done again later.
+The next read belongs to the tenant whose last read is longest ago. A read sees the file as it was when it
+began. A read in progress keeps the WAL from being emptied, so a reader can be paused: a read that takes too
+long is interrupted and repeated later.
 """
 
 from __future__ import annotations
@@ -29,15 +26,15 @@ T = TypeVar("T")
 MAX_WAITING: Final = 1000
 """Reads of one tenant that may wait for one reader; further ones are refused at once."""
 PATIENCE_S: Final = 0.1
-"""How long a pause waits for the read in hand before it interrupts it."""
+"""How long a pause waits for the read in progress before it interrupts it."""
 
 
 class InterruptedRead(Exception):
-    """The connection is closed, or the read was interrupted: it may be done again."""
+    """The read may be repeated."""
 
 
 class SqliteReader:
-    """``run`` belongs to the event loop, everything else to the database thread."""
+    """``run`` belongs to the event loop, all other methods to the database thread."""
 
     def __init__(self, path: Path, name: str, busy_timeout_ms: int) -> None:
         self._path = path
@@ -45,16 +42,15 @@ class SqliteReader:
         self._busy_timeout_ms = busy_timeout_ms
         self._thread: ThreadPoolExecutor | None = None
         self._waiting = OrderedDict[str, deque[Callable[[], None]]]()
-        """Tenants that have reads waiting, the next one first; changed under ``_turns``."""
+        """Waiting reads by tenant, the next tenant first; guarded by ``_turns``."""
         self._turns = threading.Lock()
         self._lock = threading.Lock()
-        """Held by whoever uses the connection."""
         self._connection: sqlite3.Connection | None = None
 
     async def run(self, work: Callable[[sqlite3.Connection], T], tenant: str) -> T:
-        """``work`` in one read transaction, when it is the tenant's turn.
+        """Run ``work`` in one read transaction when it is the tenant's turn, unless its caller was cancelled.
 
-        A read that has no caller any more is not begun. Raises InterruptedRead, Unavailable, and what ``work`` raises.
+        Raises InterruptedRead, Unavailable, and what ``work`` raises.
         """
         thread = self._thread
         if thread is None:
@@ -73,16 +69,15 @@ class SqliteReader:
                 raise _refusals.unavailable("too many reads of this tenant are waiting")
             try:
                 thread.submit(self._do_next)
-            except RuntimeError as error:  # the thread was ended just now
+            except RuntimeError as error:  # the thread was just shut down
                 raise InterruptedRead from error
             self._waiting.setdefault(tenant, deque()).append(read)
         return await asyncio.wrap_future(done)
 
     def connect(self) -> None:
-        """Open the connection. Raises sqlite3's errors."""
         if self._thread is None:
             self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=self._name)
-        # Read-only for a second reason: closed as the last one, such a connection leaves the log of changes alone.
+        # Read-only also because such a connection, if closed last, leaves the WAL alone.
         self._connection = sqlite3.connect(
             f"file:{quote(str(self._path))}?mode=ro", uri=True, isolation_level=None, check_same_thread=False
         )
@@ -91,20 +86,19 @@ class SqliteReader:
         self.touch()
 
     def touch(self) -> None:
-        """Read something: from its first read on a connection counts as a user of the file. Raises sqlite3's errors."""
+        """Read something: only then does a connection count as a user of the file. Raises sqlite3's errors."""
         if self._connection is not None:
             self._connection.execute("SELECT COUNT(*) FROM sqlite_schema").fetchone()
 
     def close(self) -> None:
-        """Close the connection; the thread stays for the next one. May be called twice."""
+        """The thread stays for the next connection. May be called twice."""
         with self.paused():
             if self._connection is not None:
                 connection, self._connection = self._connection, None
                 with contextlib.suppress(sqlite3.Error):
                     connection.close()
 
-    def end(self) -> None:
-        """Close the connection and let the thread end."""
+    def shut_down(self) -> None:
         self.close()
         if self._thread is not None:
             self._thread.shutdown(wait=False)
@@ -112,7 +106,7 @@ class SqliteReader:
 
     @contextlib.contextmanager
     def paused(self, *, interrupt: bool = True) -> Iterator[bool]:
-        """No read is in hand meanwhile. Without ``interrupt`` a long one goes on, and False is yielded."""
+        """Keep reads from running. Without ``interrupt``, a read in progress continues and False is yielded."""
         held = self._lock.acquire(timeout=PATIENCE_S if interrupt else 0)
         while interrupt and not held:
             if self._connection is not None:
@@ -125,7 +119,7 @@ class SqliteReader:
                 self._lock.release()
 
     def _do_next(self) -> None:
-        """One read of the tenant whose turn it is. Each read that waits has the thread do this once."""
+        """Run one read of the next tenant. Each waiting read submits this once."""
         with self._turns:
             if not self._waiting:
                 return

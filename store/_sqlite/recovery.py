@@ -1,11 +1,9 @@
-"""All sessions of a damaged history file, put together from whatever rows its pages still hold.
+"""Recover all sessions of a damaged history file from the rows that its pages still hold.
 
-The records prove themselves: each has a checksum, and a chain of hashes joins those of a session. Their rows name
-their session by a number; the names are found in its row, in its first record, or in an index.
-
-``renew`` puts a new file in the place of the damaged one, which is kept beside it. A crash in between leaves either the
-old file or the new one: the new one is whole and on the disk before the old one is touched, and the next start ends
-what was begun.
+Records prove themselves: each has a checksum, and a hash chain joins those of a session. They name their
+session by a number; its name is found in its row, in its first record, or in an index. ``rebuild_file`` keeps
+the damaged file beside the new one. A crash in between leaves the old file or the new one, whole and on the
+disk, and the next start finishes the replacement.
 """
 
 from __future__ import annotations
@@ -31,26 +29,26 @@ from pensieve.store._raw import (
     Progress,
     RawSession,
     Remedy,
-    in_order,
     make_finding,
+    sort_keys,
     without_lease_holder,
 )
 from pensieve.store._rules import CommittedRequest, Meta
 from pensieve.store._sqlite import schema
 from pensieve.store._sqlite.disk import log_of_changes, size_of, sync_folder
 from pensieve.store._sqlite.pages import PageRow, Pages
-from pensieve.store._sqlite.raw_rows import key_from_name, proven_request, read_row
+from pensieve.store._sqlite.raw_rows import key_from_name, read_row, verified_request
 from pensieve.store._sqlite.rows import Rows
 from pensieve.store.contract import Key
 from pensieve.store.records import State
 
 log = logging.getLogger(__name__)
 
-TOLD_S: Final = 10.0
-"""Between two lines of the log while a file is renewed."""
-NAMELESS: Final = "lost+found"
-"""Tenant of sessions of which only records are left."""
-_TOLD_EACH: Final = 256
+LOG_INTERVAL_S: Final = 10.0
+"""Interval of progress lines in the log while a file is rebuilt."""
+LOST_TENANT: Final = "lost+found"
+"""Tenant of sessions that have only records left."""
+_PAGES_PER_REPORT: Final = 256
 
 _STAGE: Final = """
 CREATE TABLE record (session INTEGER, revision INTEGER, data BLOB, crc INTEGER, hash TEXT, place INTEGER);
@@ -67,37 +65,35 @@ CREATE INDEX request_session ON request (session);
 
 
 class RecoveredFile:
-    """What could be read of one file. Holds its rows in a temporary file of its own until ``close``."""
+    """The readable rows of one file, held in a temporary database until ``close``."""
 
     def __init__(self, path: Path, progress: Callable[[int, int], None] = lambda _done, _of: None) -> None:
-        """Reads all pages. ``progress``: pages read, and of how many. Raises OSError."""
+        """Read all pages. ``progress``: called with pages read and their number. Raises OSError."""
         self._stage = sqlite3.connect("", isolation_level=None, check_same_thread=False)
         self._stage.execute("PRAGMA synchronous = OFF")
         self._stage.executescript(_STAGE)
         self._stage.execute("BEGIN")
         self.store_id = ""
-        """ "" where it is lost."""
         pages, done = Pages(path), 0
         for row in pages.rows():
             if row is not None:
                 self._take(row)
                 continue
             done += 1
-            if done % _TOLD_EACH == 0:
+            if done % _PAGES_PER_REPORT == 0:
                 progress(done, len(pages))
         pages.close()
         self._stage.execute("COMMIT")
         self._stage.executescript(_INDEXES)
-        self._numbers = self._named()
+        self._numbers = self._assign_names()
 
     def close(self) -> None:
         self._stage.close()
 
     def keys(self) -> list[Key]:
-        return in_order(self._numbers)
+        return sort_keys(self._numbers)
 
     def numbers(self) -> dict[Key, int]:
-        """The number of each session in the file."""
         return self._numbers
 
     def session(self, key: Key) -> RawSession | None:
@@ -123,32 +119,32 @@ class RecoveredFile:
         return RawSession(key, meta, log, right, (), stamp)
 
     def _take(self, row: PageRow) -> None:
-        """Keep a row of a table that matters; tables are told apart by the forms of their rows."""
+        """Keep a row of a relevant table; the types of its columns tell the table."""
         match row.values:
             case [int(session), int(revision), bytes(data), int(crc), str(chain), *more] if (
-                row.of_table and len(more) <= 1 and session > 0 and revision > 0
+                row.is_table_row and len(more) <= 1 and session > 0 and revision > 0
             ):
                 self._keep("record", session, revision, data, crc, chain, row.place)
                 key = key_from_name(more[0]) if more else None
                 if key is not None:
                     self._keep("name", session, key.tenant, key.session_id, 3)
             case [None, str(tenant), str(session_id), int(), int(), int(), int(), bytes(meta), *more] if (
-                row.of_table
+                row.is_table_row
             ):
                 proof = more[1] if len(more) > 1 and isinstance(more[1], int) else None
                 self._keep("row", row.rowid, tenant, session_id, proof, meta, row.place)
             case [int(session), str(request_id), str(fingerprint), int(revision), int(crc)] if (
-                not row.of_table
+                not row.is_table_row
             ):
-                if proven_request(session, request_id, fingerprint, revision, crc) is not None:
+                if verified_request(session, request_id, fingerprint, revision, crc) is not None:
                     self._keep("request", session, request_id, fingerprint, revision, row.place)
-            case [int(session), str(request_id), str(fingerprint), int(revision)] if not row.of_table:
+            case [int(session), str(request_id), str(fingerprint), int(revision)] if not row.is_table_row:
                 self._keep("request", session, request_id, fingerprint, revision, row.place)
-            case [str(tenant), str(session_id), int(session)] if not row.of_table:
+            case [str(tenant), str(session_id), int(session)] if not row.is_table_row:
                 self._keep("name", session, tenant, session_id, 2 + 2 * row.is_whole)
-            case [str(tenant), int(), int(), str(session_id), int(session)] if not row.of_table:
+            case [str(tenant), int(), int(), str(session_id), int(session)] if not row.is_table_row:
                 self._keep("name", session, tenant, session_id, 2 + 2 * row.is_whole)
-            case [int(session), str(), str(), str(tenant), int(), str(session_id)] if not row.of_table:
+            case [int(session), str(), str(), str(tenant), int(), str(session_id)] if not row.is_table_row:
                 self._keep("name", session, tenant, session_id, 1)
             case ["store_id", str(store_id)]:
                 self.store_id = store_id
@@ -157,12 +153,12 @@ class RecoveredFile:
         try:
             self._stage.execute(f"INSERT INTO {table} VALUES ({', '.join('?' * len(values))})", values)
         except (OverflowError, UnicodeEncodeError):
-            return  # no row that a store wrote
+            return  # not a row that a store wrote
 
-    def _named(self) -> dict[Key, int]:
-        """A number for each session's name, and a name for each number that has records."""
+    def _assign_names(self) -> dict[Key, int]:
+        """Choose a number for each session's name, and a name for each number that has records."""
         named_by: dict[Key, tuple[int, int, int]] = {}
-        """How much speaks for the number: the worth of what names it, and its records."""
+        """The evidence for the number: worth of the row that names it, number of records; then the number."""
         taken = set[int]()
 
         def offer(session: int, tenant: object, session_id: object, worth: int) -> None:
@@ -197,12 +193,12 @@ class RecoveredFile:
             "SELECT DISTINCT session FROM record ORDER BY session"
         ).fetchall():
             if session not in taken and session not in have_names and self._log(session, "", proven=True):
-                named_by[Key(NAMELESS, str(session))] = 0, 0, session
+                named_by[Key(LOST_TENANT, str(session))] = 0, 0, session
         return {key: session for key, (_, _, session) in named_by.items()}
 
     def _row(self, number: int, key: Key) -> tuple[Meta | None, tuple[int, str] | None, str]:
-        """The newest sound row; else what an unsound one claims, and what is wrong."""
-        claimed, problem = None, "its row is gone"
+        """Return the newest sound row; else None, the head that an unsound one claims, and the problem."""
+        claimed, problem = None, "its row is missing"
         for tenant, session_id, crc, blob in self._stage.execute(
             "SELECT tenant, session_id, crc, meta FROM row WHERE session = ? ORDER BY place DESC", (number,)
         ):
@@ -213,9 +209,9 @@ class RecoveredFile:
         return None, claimed, problem
 
     def _log(self, number: int, head_hash: str, *, proven: bool = False) -> tuple[StoredRecord, ...]:
-        """The session's records: a chain of them as long as one can be made, then whatever else is there.
+        """Return the session's records: the longest chain that can be made, then all others.
 
-        ``proven``: none but those that have their checksums.
+        ``proven``: only records with valid checksums.
         """
         found: dict[int, list[StoredRecord]] = {}
         for revision, data, crc, chain in self._stage.execute(
@@ -225,7 +221,7 @@ class RecoveredFile:
             entry = StoredRecord(revision, data, crc, chain)
             if entry not in found.setdefault(revision, []):
                 found[revision].append(entry)
-        for entries in found.values():  # of two versions of a record the one that was erased is the later one
+        for entries in found.values():  # of two versions of a record, the erased one is the later
             entries.sort(key=lambda one: one.data[:1] != bytes((FORMAT_ERASED,)))
         if proven:
             found = {
@@ -235,7 +231,7 @@ class RecoveredFile:
             }
         best: list[StoredRecord] = []
         for first in found.get(1, ()):
-            chain_of = list(_chained(first, found))
+            chain_of = list(_chain_from(first, found))
             if chain_of and chain_of[-1].head_hash == head_hash:
                 best = chain_of
                 break
@@ -248,8 +244,8 @@ class RecoveredFile:
         return (*best, *rest)
 
 
-def _chained(first: StoredRecord, found: dict[int, list[StoredRecord]]) -> Iterator[StoredRecord]:
-    """``first`` and the records that continue its chain; nothing if it is not sound itself."""
+def _chain_from(first: StoredRecord, found: dict[int, list[StoredRecord]]) -> Iterator[StoredRecord]:
+    """Yield ``first`` and the records that continue its chain; nothing if ``first`` is not sound."""
     entry: StoredRecord | None = first if _continues(1, "", first) else None
     while entry is not None:
         yield entry
@@ -266,11 +262,8 @@ def _continues(revision: int, previous: str, entry: StoredRecord) -> bool:
     return True
 
 
-class Renewal(NamedTuple):
-    """What a renewal has made."""
-
+class RebuiltFile(NamedTuple):
     kept: Path
-    """The damaged file, under its new name."""
     sessions: int
     damaged: int
     """Sessions that have lost records."""
@@ -280,13 +273,15 @@ class NothingFound(Exception):
     """No session can be read from the file."""
 
 
-def rebuild_file(path: Path, now: Moment, progress: Progress | None = None, *, store_id: str = "") -> Renewal:
-    """Make a new file of what ``path`` holds, and put it in its place. No connection to it may be open.
+def rebuild_file(
+    path: Path, now: Moment, progress: Progress | None = None, *, store_id: str = ""
+) -> RebuiltFile:
+    """Replace ``path`` with a new file that holds its readable sessions. No connection to it may be open.
 
-    ``store_id``: the store's name, for a file that has lost it; "" where the caller does not know it either.
-    Raises NothingFound, OSError and sqlite3's errors; the old file is as it was then.
+    ``store_id``: for a file that has lost its own. Raises NothingFound, OSError, sqlite3's errors without a
+    change.
     """
-    tell = progress or _logging()
+    tell = progress or _log_progress()
     made = path.with_name(f".{path.name}.new")
     recovered = RecoveredFile(path, lambda done, of: tell("reading pages", done, of))
     try:
@@ -294,7 +289,7 @@ def rebuild_file(path: Path, now: Moment, progress: Progress | None = None, *, s
         if not keys:
             raise NothingFound
         _remove(made)
-        # Made by hand: SQLite would let everybody read it until it is whole.
+        # Created by hand: SQLite would leave it readable by all until it is whole.
         os.close(os.open(made, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         damaged = 0
         with contextlib.closing(sqlite3.connect(made, isolation_level=None)) as connection:
@@ -306,7 +301,7 @@ def rebuild_file(path: Path, now: Moment, progress: Progress | None = None, *, s
             for number, key in enumerate(keys):
                 tell("writing sessions", number, len(keys))
                 raw = recovered.session(key)
-                if raw is None or (session := as_kept(raw, now)).meta is None:
+                if raw is None or (session := proven_session(raw, now)).meta is None:
                     continue
                 assert session.meta is not None
                 Rows(connection).replace(key, session.meta, session.log, session.requests)
@@ -322,31 +317,31 @@ def rebuild_file(path: Path, now: Moment, progress: Progress | None = None, *, s
     whole = path.with_name(f".{path.name}.renewed-{found.st_ino}")
     made.rename(whole)
     sync_folder(path.parent)
-    kept = _swapped(path, whole)
+    kept = _swap_in(path, whole)
     log.error(
-        "%s was damaged: a new file with its %d sessions is in its place, %d of them have lost records; the damaged "
-        "one is kept as %s",
+        "%s was damaged and was replaced by a new file with its %d sessions; %d of them have lost records; the damaged "
+        "file is kept as %s",
         *(path, len(keys), damaged, kept.name),
     )
-    return Renewal(kept, len(keys), damaged)
+    return RebuiltFile(kept, len(keys), damaged)
 
 
 def finish_rebuild(path: Path) -> bool:
-    """End what a renewal has begun before its process was killed; whether there was one. Raises OSError."""
-    ended = False
+    """Finish the replacement of a process that was killed; return whether there was one. Raises OSError."""
+    finished = False
     _remove(path.with_name(f".{path.name}.new"))
     for whole in path.parent.glob(f".{path.name}.renewed-*"):
         if path.exists() and whole.name.endswith(f"-{os.stat(path).st_ino}"):
-            log.error("the renewal of %s is ended, which was begun before", path)
-            _swapped(path, whole)
-            ended = True
-        else:  # the file it was made from is no longer there
+            log.error("finishing the rebuild of %s that was interrupted", path)
+            _swap_in(path, whole)
+            finished = True
+        else:  # the file it was made from is missing
             _remove(whole)
-    return ended
+    return finished
 
 
-def as_kept(raw: RawSession, now: Moment) -> RawSession:
-    """The session as its records prove it; one that has lost records is marked as damaged."""
+def proven_session(raw: RawSession, now: Moment) -> RawSession:
+    """Return the session as its records prove it, marked as damaged if it has lost records."""
     try:
         fix = plan_fix(examine(raw), truncate=False, now=now.wall_ms)
     except FailedPrecondition:  # records of a newer program are kept as they are
@@ -356,8 +351,8 @@ def as_kept(raw: RawSession, now: Moment) -> RawSession:
     return RawSession(session.key, without_lease_holder(meta), session.log, session.requests)
 
 
-def _swapped(path: Path, whole: Path) -> Path:
-    """The new file gets the name; the old one and its log of changes are kept under another."""
+def _swap_in(path: Path, whole: Path) -> Path:
+    """Give the new file the name; keep the old one and its WAL under another."""
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
     kept = path.with_name(f"{path.name}.damaged-{stamp}")
     number = 1
@@ -388,14 +383,13 @@ def _remove(path: Path) -> None:
     path.unlink(missing_ok=True)
 
 
-def _logging() -> Progress:
-    """Progress for a server's log."""
+def _log_progress() -> Progress:
     last = time.monotonic()
 
     def tell(what: str, done: int, of: int | None) -> None:
         nonlocal last
-        if time.monotonic() - last > TOLD_S:
+        if time.monotonic() - last > LOG_INTERVAL_S:
             last = time.monotonic()
-            log.warning("renewing the history file: %s, %d of %s", what, done, of)
+            log.warning("rebuilding the history file: %s, %d of %s", what, done, of)
 
     return tell

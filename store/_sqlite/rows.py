@@ -1,4 +1,4 @@
-"""The SQL of ``sqlite_store``: reading and writing one session's rows inside a transaction that the caller holds."""
+"""The SQL of ``sqlite_store``: reads and writes of one session's rows in the caller's transaction."""
 
 from __future__ import annotations
 
@@ -17,42 +17,40 @@ from pensieve.store._leases import expire_lease
 from pensieve.store._listing import Position
 from pensieve.store._marks import MarkEntry, mark_entries, mark_entries_of_log
 from pensieve.store._raw import RawSession
-from pensieve.store._rules import CommittedRequest, Meta, at_head, is_gone
+from pensieve.store._rules import CommittedRequest, Meta, is_gone, with_head_hash
 from pensieve.store._sqlite.raw_rows import (
     columns_of,
     crc_of_request,
     crc_of_row,
-    found_number,
+    find_number,
     name_of,
-    proven_request,
     read_raw,
     read_row,
-    shaped,
+    to_stored_record,
+    verified_request,
 )
 from pensieve.store.contract import Key, MarkedTurn, TenantUsage
 from pensieve.store.records import Record, State
 
-MOST: Final = 200_000
-"""Request ids that are remembered; a session that has more alone is read each time."""
+MAX_IDS: Final = 200_000
+"""Number of remembered request ids. A session with more ids is read each time."""
 
 
 class RequestIdCache:
-    """Request ids of the sessions that were used last, so that a miss is known without asking the file again.
+    """Request ids of recently used sessions, by number, so that a miss needs no read of the file.
 
-    A request id that is missing in the file is either new or lost. The sum of checksums in the session's row tells
-    which, if all of the session's ids are read. This memory spares that reading from the second turn on.
-
-    One writer owns the file and this. Sessions go by their number in the file.
+    A request id that is missing in the file is either new or lost. The sum of checksums in the session's row
+    tells which, once all of the session's ids are read. Owned by the file's one writer.
     """
 
-    def __init__(self, most: int = MOST) -> None:
+    def __init__(self, most: int = MAX_IDS) -> None:
         self._most = most
         self._sessions: dict[int, tuple[int, set[str]]] = {}
-        """Sum of checksums and ids; the session that was used last is the last one."""
+        """Number → sum of checksums and ids; the most recently used session is last."""
         self._count = 0
 
     def get(self, number: int, requests_sum: int) -> Set[str] | None:
-        """All ids of the session, if they are known to be those whose checksums have this sum."""
+        """Return all ids of the session, or None unless the cached ids have this sum of checksums."""
         found = self._sessions.pop(number, None)
         if found is None:
             return None
@@ -63,7 +61,6 @@ class RequestIdCache:
         return found[1]
 
     def put(self, number: int, requests_sum: int, ids: Iterable[str]) -> None:
-        """Remember all ids of a session."""
         self.forget(number)
         kept = set(ids)
         self._sessions[number] = requests_sum, kept
@@ -72,7 +69,6 @@ class RequestIdCache:
             self.forget(next(iter(self._sessions)))
 
     def add(self, number: int, added: Iterable[tuple[str, int]]) -> None:
-        """Ids and checksums that the session has won."""
         found = self._sessions.get(number)
         if found is not None:
             requests_sum, ids = found
@@ -90,14 +86,14 @@ class RequestIdCache:
 
 
 _ID = "(SELECT id FROM sessions WHERE tenant = ? AND session_id = ?)"
-_COUNTED: Final = 1000
-"""Up to here it is found out how many sessions carry a label, to begin with the rarest."""
+_MAX_CARRIERS: Final = 1000
+"""Count sessions with a label only up to here, to begin with the rarest label."""
 
 _meta_encoder = msgspec.msgpack.Encoder()
 
 
 class DamagedSession(Exception):
-    """The file contradicts itself about a session: its records decide (``Rows.mend``)."""
+    """The file contradicts itself about a session. ``Rows.rebuild_derived`` lets its records decide."""
 
     def __init__(self, key: Key) -> None:
         super().__init__(key)
@@ -105,7 +101,7 @@ class DamagedSession(Exception):
 
 
 class _Head(NamedTuple):
-    """A row of ``sessions`` whose checksum holds."""
+    """A row of ``sessions`` with a valid checksum."""
 
     number: int
     requests_sum: int
@@ -113,49 +109,47 @@ class _Head(NamedTuple):
 
 
 class Rows:
-    """Statements over one connection, in one transaction. Raises ``sqlite3`` errors as they come.
+    """Statements over one connection, in one transaction. Raises ``sqlite3`` errors unchanged.
 
-    What the file derives from its records is believed as far as a checksum, a count or a sum proves it. Anything else
-    raises DamagedSession.
+    Derived rows are trusted only as far as a checksum, a count or a sum proves them; else DamagedSession is
+    raised.
     """
 
     def __init__(self, connection: sqlite3.Connection, ids: RequestIdCache | None = None) -> None:
-        """``ids``: request ids that the one writer of the file remembers."""
         self._connection = connection
         self._ids = ids
         self._heads: dict[Key, _Head] = {}
-        """Rows that this transaction has read or written: none is read, proven and decoded twice."""
+        """Rows that this transaction has read or written, so that none is read and verified twice."""
         self._appended: dict[int, list[tuple[str, int]]] = {}
-        """Request ids that this transaction adds, with their checksums, by number of the session."""
+        """Session number → request ids that this transaction adds, with their checksums."""
 
     def on_commit(self) -> None:
-        """Remember what the transaction has added, now that it is part of the file."""
+        """Cache the transaction's request ids, now that they are in the file."""
         if self._ids is not None:
             for number, added in self._appended.items():
                 self._ids.add(number, added)
 
     def meta(self, key: Key) -> Meta | None:
-        """Raises DamagedSession."""
         head = self._head(key)
         return None if head is None else head.meta
 
-    def salvaged(self, key: Key) -> Meta | None:
-        """The session's metadata, made up from its log where its row cannot be read: a damaged session."""
+    def meta_or_salvaged(self, key: Key) -> Meta | None:
+        """Return the session's metadata; if its row is unreadable, that of a damaged session from its log."""
         try:
             return self.meta(key)
         except DamagedSession:
-            found = self._one(
+            found = self._fetch_one(
                 "SELECT CAST(update_ms AS INTEGER) FROM sessions WHERE tenant = ? AND session_id = ?",
                 *(key.tenant, key.session_id),
             )
             return salvage_meta(key, list(self.log(key, 0)), update_ms=found[0] if found is not None else 0)
 
     def rebuild_derived(self, key: Key, now: Moment) -> Meta | None:
-        """Make what is derived of the session again from its records; the metadata that it has then.
+        """Rebuild the session's derived rows from its records; return its metadata.
 
-        A session whose records are not whole becomes DAMAGED. The lease of a row that is sound stays.
+        A session whose records are not whole becomes DAMAGED. The lease in a sound row stays.
         """
-        number = found_number(self._connection, key)
+        number = find_number(self._connection, key)
         if number is None:
             return None
         raw = read_raw(self._connection, key, number)
@@ -171,7 +165,7 @@ class Rows:
             meta = salvage_meta(key, raw.log, update_ms=now.wall_ms)
         elif raw.meta is not None:
             row = meta.row
-            if raw.meta.row.state is State.DAMAGED:  # a repair takes the mark off, if anything does
+            if raw.meta.row.state is State.DAMAGED:  # only ``pensieve store repair`` removes the mark
                 row = msgspec.structs.replace(row, state=State.DAMAGED)
             meta = Meta(row, meta.create_fingerprint, raw.meta.lease)
         if session.log == raw.log:
@@ -181,10 +175,7 @@ class Rows:
         return meta
 
     def put(self, key: Key, meta: Meta, *, request_crc: int = 0) -> None:
-        """Insert or replace the session's row; its records stay.
-
-        ``request_crc``: the checksum of a request id that the session wins in this transaction.
-        """
+        """Insert or replace the session's row. ``request_crc``: checksum of a request id that is added."""
         blob = _meta_encoder.encode(meta)
         values = (*columns_of(meta), crc_of_row(key, blob), blob, key.tenant, key.session_id)
         changed = self._connection.execute(
@@ -207,8 +198,8 @@ class Rows:
         )
 
     def _free_number(self) -> int:
-        """A number that no row of any table names: a row that was lost may have left its records behind."""
-        found = self._one(
+        """Return a number that no table uses: a lost row may have left its records behind."""
+        found = self._fetch_one(
             "SELECT MAX((SELECT COALESCE(MAX(id), 0) FROM sessions), (SELECT COALESCE(MAX(session), 0) FROM records),"
             " (SELECT COALESCE(MAX(session), 0) FROM requests), (SELECT COALESCE(MAX(session), 0) FROM labels),"
             " (SELECT COALESCE(MAX(session), 0) FROM marks))"
@@ -216,19 +207,15 @@ class Rows:
         return int(found[0]) + 1 if found is not None else 1
 
     def erase(self, key: Key) -> None:
-        """Remove the session with its records and request ids; nothing happens when there is none."""
         self._heads.pop(key, None)
         self._connection.execute(
             "DELETE FROM sessions WHERE tenant = ? AND session_id = ?", (key.tenant, key.session_id)
         )
 
     def append(self, key: Key, meta: Meta, record: Record, fingerprint: str | None) -> Meta:
-        """Add ``record`` after ``meta``'s head and store ``meta``; with a fingerprint its request id is remembered.
-
-        Raises DamagedSession.
-        """
+        """Append ``record``, store ``meta``, and with a fingerprint store its request id. Raises DamagedSession."""
         stored = make_stored_record(record, meta.row.head_hash)
-        after = at_head(meta, stored.head_hash)
+        after = with_head_hash(meta, stored.head_hash)
         asked: tuple[object, ...] | None = None
         crc = 0
         if record.request_id and fingerprint is not None:
@@ -259,22 +246,20 @@ class Rows:
     def replace(
         self, key: Key, meta: Meta, log: Sequence[StoredRecord], requests: Mapping[str, CommittedRequest]
     ) -> None:
-        """Make the session exactly this, whatever there was."""
         self.erase(key)
         self.put(key, meta)
         number = self._number(key)
-        self.fill(number, key, log)
+        self.insert_records(number, key, log)
         self._derive(key, number, meta, RawSession(key, meta, tuple(log), requests))
 
-    def fill(self, number: int, key: Key, log: Iterable[StoredRecord]) -> None:
-        """Add the records of a session that has none."""
+    def insert_records(self, number: int, key: Key, log: Iterable[StoredRecord]) -> None:
         self._connection.executemany(
             "INSERT INTO records (session, revision, data, crc, head_hash, named) VALUES (?, ?, ?, ?, ?, ?)",
             ((number, *entry, name_of(key) if entry.revision == 1 else None) for entry in log),
         )
 
     def _derive(self, key: Key, number: int, meta: Meta, session: RawSession) -> None:
-        """Make the row of that number, and all that is kept beside its records, anew. The records are there."""
+        """Rebuild the session's row and all derived rows. Its records must be in the file."""
         self._heads.pop(key, None)
         blob = _meta_encoder.encode(meta)
         values = (*columns_of(meta), crc_of_row(key, blob), blob, key.tenant, key.session_id)
@@ -308,7 +293,7 @@ class Rows:
         self._mark(number, key.tenant, mark_entries_of_log(session.log))
 
     def shrink(self, key: Key, rest: StoredRecord) -> None:
-        """Put what is left of an erased record in its place, and forget what its turn was found by."""
+        """Replace a record with its erased form, and remove its turn's marks."""
         at = (key.tenant, key.session_id, rest.revision)
         self._connection.execute(
             f"UPDATE records SET data = ?, crc = ? WHERE session = {_ID} AND revision = ?",
@@ -320,20 +305,20 @@ class Rows:
         )
 
     def committed_request(self, key: Key, request_id: str) -> CommittedRequest | None:
-        """What was committed under the request id; None is proven, too. Raises DamagedSession."""
+        """Return the committed request; None is proven as well. Raises DamagedSession."""
         head = self._head(key)
         if head is None:
             return None
         ids = None if self._ids is None else self._ids.get(head.number, head.requests_sum)
         if ids is not None and request_id not in ids:
             return None
-        found = self._one(
+        found = self._fetch_one(
             "SELECT fingerprint, revision, crc FROM requests WHERE session = ? AND request_id = ?",
             *(head.number, request_id),
         )
         if found is not None:
-            known = proven_request(head.number, request_id, *found)
-        elif ids is None and self._all_known(head):
+            known = verified_request(head.number, request_id, *found)
+        elif ids is None and self._load_ids(head):
             return None
         else:
             known = None
@@ -341,13 +326,13 @@ class Rows:
             raise DamagedSession(key)
         return known
 
-    def _all_known(self, head: _Head) -> bool:
-        """Whether the file has each request id of the session that was ever committed."""
+    def _load_ids(self, head: _Head) -> bool:
+        """Whether the file has each committed request id of the session. If so, cache them."""
         total, ids = 0, list[str]()
         for request_id, fingerprint, revision, crc in self._connection.execute(
             "SELECT request_id, fingerprint, revision, crc FROM requests WHERE session = ?", (head.number,)
         ):
-            if proven_request(head.number, request_id, fingerprint, revision, crc) is None:
+            if verified_request(head.number, request_id, fingerprint, revision, crc) is None:
                 return False
             ids.append(request_id)
             total += crc
@@ -358,17 +343,16 @@ class Rows:
         return True
 
     def _head(self, key: Key) -> _Head | None:
-        """Raises DamagedSession."""
         known = self._heads.get(key)
         if known is not None:
             return known
-        found = self._one(
+        found = self._fetch_one(
             "SELECT id, requests_sum, crc, meta, update_ms, expire_ms, deleted, leased FROM sessions"
             " WHERE tenant = ? AND session_id = ?",
             *(key.tenant, key.session_id),
         )
         if found is None:
-            if self._one("SELECT 1 FROM records WHERE named = ?", name_of(key)) is not None:
+            if self._fetch_one("SELECT 1 FROM records WHERE named = ?", name_of(key)) is not None:
                 raise DamagedSession(key)
             return None
         number, requests_sum, crc, blob, *columns = found
@@ -379,10 +363,10 @@ class Rows:
         return head
 
     def _number(self, key: Key) -> int:
-        """Raises DamagedSession where there is no row."""
+        """Raise DamagedSession if there is no row."""
         if key in self._heads:
             return self._heads[key].number
-        found = self._one(
+        found = self._fetch_one(
             "SELECT id FROM sessions WHERE tenant = ? AND session_id = ?", key.tenant, key.session_id
         )
         if found is None:
@@ -390,7 +374,6 @@ class Rows:
         return int(found[0])
 
     def marked(self, tenant: str, name: str, now: Moment, limit: int) -> list[MarkedTurn]:
-        """Turns of the tenant's live sessions that are found by ``name``, newest first."""
         found = self._connection.execute(
             "SELECT s.session_id, m.revision FROM marks AS m CROSS JOIN sessions AS s ON s.id = m.session"
             " WHERE m.tenant = ? AND m.found_by = ? AND s.deleted = 0"
@@ -401,35 +384,29 @@ class Rows:
         return [MarkedTurn(str(session_id), int(revision)) for session_id, revision in found]
 
     def hash_at(self, key: Key, revision: int) -> str:
-        """Chain hash of the record with that revision; "" when there is none."""
-        found = self._one(
+        """Return the chain hash of the record with that revision; "" if there is none."""
+        found = self._fetch_one(
             f"SELECT head_hash FROM records WHERE session = {_ID} AND revision = ?",
             *(key.tenant, key.session_id, revision),
         )
         return "" if found is None else str(found[0])
 
-    def base(self, key: Key, revision: int) -> list[StoredRecord]:
-        """What a slice of the log begins behind: that record without its bytes; nothing when there is none."""
+    def base_record(self, key: Key, revision: int) -> list[StoredRecord]:
+        """Return the record before a slice of the log, without its bytes."""
         chain = self.hash_at(key, revision) if revision else ""
         return [StoredRecord(revision, b"", 0, chain)] if chain else []
 
     def log(self, key: Key, from_revision: int) -> Iterator[StoredRecord]:
-        """Records with a revision of at least ``from_revision``, oldest first, each read when it is asked for.
-
-        What is not shaped like a record becomes one that no check accepts.
-        """
+        """Iterate over records, reading on demand. A malformed row becomes a record that no check accepts."""
         cursor = self._connection.execute(
             f"SELECT revision, data, crc, head_hash FROM records WHERE session = {_ID} AND revision >= ?"
             " ORDER BY revision",
             (key.tenant, key.session_id, from_revision),
         )
-        return (shaped(*row) for row in cursor)
+        return (to_stored_record(*row) for row in cursor)
 
     def newest(self, tenant: str, start: Position, labels: dict[str, str], now: Moment) -> Iterator[Meta]:
-        """The tenant's live sessions after ``start`` that carry ``labels``, newest update first.
-
-        Raises DamagedSession.
-        """
+        """Yield the tenant's live sessions after ``start`` with ``labels``, newest first. Raises DamagedSession."""
         place, source, given = "s", "sessions AS s", list[str]()
         conditions = "s.deleted = 0 AND (s.leased = 1 OR s.expire_ms = 0 OR s.expire_ms > ?)"
         if labels:
@@ -446,7 +423,7 @@ class Rows:
             f" ORDER BY {place}.update_ms DESC, {place}.session_id DESC",
             (tenant, start.update_ms, start.session_id, now.wall_ms, *given),
         )
-        with contextlib.closing(cursor):  # an open one would keep the next read at this moment
+        with contextlib.closing(cursor):  # an open cursor would keep the next read at this snapshot
             for session_id, blob, crc, *columns in cursor:
                 key = Key(tenant, str(session_id))
                 meta = read_row(key, crc, blob).meta
@@ -456,11 +433,10 @@ class Rows:
                     yield meta
 
     def usage(self, tenant: str, now: Moment) -> TenantUsage:
-        """What the tenant's live sessions take."""
-        total = self._one(
+        total = self._fetch_one(
             "SELECT CAST(sessions AS INTEGER), CAST(bytes AS INTEGER) FROM tenants WHERE tenant = ?", tenant
         )
-        expired = self._one(
+        expired = self._fetch_one(
             "SELECT COUNT(*), CAST(TOTAL(bytes) AS INTEGER) FROM sessions INDEXED BY sessions_expiring"
             " WHERE expire_ms > 0 AND expire_ms <= ? AND tenant = ? AND deleted = 0",
             *(now.wall_ms, tenant),
@@ -470,7 +446,7 @@ class Rows:
         return TenantUsage(sessions - gone, size - gone_size)
 
     def end_leases(self) -> list[Key]:
-        """Let every lease lapse; the pending turns' seeds stay. Sessions whose rows are damaged are returned."""
+        """Expire every lease; pending turns keep their seeds. Returns the sessions whose rows are damaged."""
         found = self._connection.execute(
             "SELECT tenant, session_id FROM sessions WHERE leased = 1"
         ).fetchall()
@@ -487,9 +463,9 @@ class Rows:
         return damaged
 
     def purge(self, now: Moment, most: int) -> int:
-        """Remove up to ``most`` sessions and tombstones whose time is over; returns how many.
+        """Remove up to ``most`` expired sessions and tombstones; return how many.
 
-        A session whose row fails its checksum stays: its time is not known.
+        A session whose row fails its checksum stays, because its expiry is unknown.
         """
         over = self._connection.execute(
             "SELECT tenant, session_id FROM sessions WHERE expire_ms > 0 AND expire_ms <= ?"
@@ -507,11 +483,10 @@ class Rows:
         return removed
 
     def beat(self, now: Moment) -> None:
-        """A small change of no meaning: it tells whether changes are possible."""
+        """Make a small change without meaning, to prove that changes are possible."""
         self._connection.execute("INSERT OR REPLACE INTO store VALUES ('heartbeat', ?)", (str(now.wall_ms),))
 
     def _label(self, key: Key, meta: Meta) -> None:
-        """Enter the session's labels in the listing, in place of those it had."""
         number, row = self._number(key), meta.row
         self._connection.execute("DELETE FROM labels WHERE session = ?", (number,))
         self._connection.executemany(
@@ -532,13 +507,13 @@ class Rows:
         self._connection.execute("UPDATE sessions SET marks = marks + ? WHERE id = ?", (len(made), number))
 
     def _carriers(self, tenant: str, name: str, value: str) -> int:
-        """How many of the tenant's sessions carry the label, counted up to a bound."""
-        found = self._one(
+        """Count the tenant's sessions with the label, up to a bound."""
+        found = self._fetch_one(
             "SELECT COUNT(*) FROM (SELECT 1 FROM labels WHERE tenant = ? AND name = ? AND value = ? LIMIT ?)",
-            *(tenant, name, value, _COUNTED),
+            *(tenant, name, value, _MAX_CARRIERS),
         )
         return int(found[0]) if found is not None else 0
 
-    def _one(self, statement: str, *values: object) -> tuple[Any, ...] | None:
+    def _fetch_one(self, statement: str, *values: object) -> tuple[Any, ...] | None:
         found: tuple[Any, ...] | None = self._connection.execute(statement, values).fetchone()
         return found

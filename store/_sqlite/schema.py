@@ -1,8 +1,7 @@
-"""The tables of a history file, and how an older file is brought up to them.
+"""The tables of a history file, and the migration of older files.
 
-``user_version`` of the file is the schema's number. A program refuses a file with a larger one, without writing to it.
-What can be derived is kept by triggers, so that no statement can forget it: the size of a session, what a tenant's
-sessions take, and the place of each label in the listing.
+``user_version`` is the schema's number; a program refuses a file with a larger one. Triggers maintain sizes,
+tenants' totals and the labels' places in the listing, so no statement can forget them.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ UPDATE sessions SET bytes = (SELECT COALESCE(SUM(LENGTH(data)), 0) FROM records 
 INSERT INTO tenants SELECT tenant, COUNT(*), SUM(bytes) FROM sessions WHERE deleted = 0 GROUP BY tenant;
 """
 
-_SECOND_KEPT = """
+_SECOND_TRIGGERS = """
 CREATE INDEX labels_newest ON labels (tenant, name, value, update_ms, session_id);
 CREATE TRIGGER records_in AFTER INSERT ON records BEGIN
     UPDATE sessions SET bytes = bytes + LENGTH(NEW.data) WHERE id = NEW.session;
@@ -129,7 +128,7 @@ CREATE INDEX records_named ON records (named) WHERE named IS NOT NULL;
 
 
 def read_schema(connection: sqlite3.Connection, path: Path) -> int:
-    """The file's schema, 0 for an empty file. Raises FailedPrecondition (STORE_VERSION, STORE_FOREIGN)."""
+    """Return the file's schema, 0 for an empty file. Raises FailedPrecondition (STORE_VERSION, STORE_FOREIGN)."""
     found: int = connection.execute("PRAGMA user_version").fetchone()[0]
     if found > SCHEMA:
         raise _refusals.newer_schema(str(found), SCHEMA)
@@ -139,14 +138,14 @@ def read_schema(connection: sqlite3.Connection, path: Path) -> int:
 
 
 def migrate(connection: sqlite3.Connection, found: int) -> str:
-    """Make the tables or change those of an older schema, in one transaction; the store id.
+    """Create the tables or migrate an older schema, in one transaction; return the store id.
 
-    Raises DataLoss and sqlite3's errors. The caller closes the connection then, which undoes the transaction.
+    Raises DataLoss and sqlite3's errors. The caller then closes the connection, which undoes the transaction.
     """
     if found < SCHEMA:
         if found:
             log.info(
-                "bringing the history file from schema %d to %d: older programs cannot open it then",
+                "migrating the history file from schema %d to %d: older programs can no longer open it",
                 found,
                 SCHEMA,
             )
@@ -156,23 +155,23 @@ def migrate(connection: sqlite3.Connection, found: int) -> str:
             connection.execute("INSERT INTO store VALUES ('store_id', ?)", (uuid.uuid4().hex,))
         if found < 2:
             _run(connection, _SECOND)
-            _enter_labels(connection)
-            _run(connection, _SECOND_KEPT)
+            _add_labels(connection)
+            _run(connection, _SECOND_TRIGGERS)
         if found < 3:
-            _run(connection, _THIRD)  # records of before have no mark
+            _run(connection, _THIRD)  # older records have no mark
         if found < 4:
             _run(connection, _FOURTH)
-            _prove(connection)
+            _add_checksums(connection)
         connection.execute(f"PRAGMA user_version = {SCHEMA}")
         connection.execute("COMMIT")
     named = connection.execute("SELECT value FROM store WHERE name = 'store_id'").fetchone()
     if named is None:
-        raise DataLoss("the history file has lost its own name: it is damaged", reason="HISTORY_CORRUPT")
+        raise DataLoss("the history file has lost its store id: it is damaged", reason="HISTORY_CORRUPT")
     return str(named[0])
 
 
 def _run(connection: sqlite3.Connection, script: str) -> None:
-    """Statement by statement: ``executescript`` would commit first."""
+    """Run statement by statement: ``executescript`` would commit first."""
     statement = ""
     for line in script.splitlines():
         statement += line + "\n"
@@ -181,8 +180,7 @@ def _run(connection: sqlite3.Connection, script: str) -> None:
             statement = ""
 
 
-def _enter_labels(connection: sqlite3.Connection) -> None:
-    """Labels of the sessions there are; a row that cannot be read has none."""
+def _add_labels(connection: sqlite3.Connection) -> None:
     decoder = msgspec.msgpack.Decoder(Meta)
     for number, blob in connection.execute("SELECT id, meta FROM sessions WHERE deleted = 0"):
         try:
@@ -198,8 +196,8 @@ def _enter_labels(connection: sqlite3.Connection) -> None:
         )
 
 
-def _prove(connection: sqlite3.Connection) -> None:
-    """Add the checksums, counts and names that an older file lacks. What is wrong already fails its checksum."""
+def _add_checksums(connection: sqlite3.Connection) -> None:
+    """Add the checksums, counts and names that an older file lacks; wrong rows fail their checksum."""
     connection.create_function("crc_of_request", 4, _crc_of_request, deterministic=True)
     connection.execute("UPDATE requests SET crc = crc_of_request(session, request_id, fingerprint, revision)")
     connection.execute(
@@ -228,7 +226,7 @@ def _prove(connection: sqlite3.Connection) -> None:
 
 
 def _crc_of_request(session: object, request_id: object, fingerprint: object, revision: object) -> int:
-    """-1 for a row that holds other types than a request's."""
+    """Return -1 if the types are not those of a request."""
     if not (isinstance(session, int) and isinstance(revision, int)):
         return -1
     if not (isinstance(request_id, str) and isinstance(fingerprint, str)):

@@ -1,7 +1,6 @@
-"""Maintenance of a history store: check, repair, backup, restore, move, usage. What ``pensieve store`` does.
+"""Maintenance of a history store for ``pensieve store``: check, repair, backup, restore, move, usage.
 
-Works on what is stored (``store._raw``), not on what a store answers. A running server is in the way of none that
-only read.
+Works on the stored bytes (``store._raw``), not on a store's answers. Reading works beside a running server.
 
 May import: store._codec, store._examine, store._raw, store._refusals, store._rules, store.contract,
 store.records, store.redis_store, store.sqlite_store.
@@ -59,10 +58,7 @@ __all__ = [
 
 
 def open_raw(url: str) -> RawStore:
-    """Access to the store that ``url`` names, as ``open_store`` takes it; not yet opened.
-
-    Raises ValueError for ``memory:``, of which nobody else can see anything, and for what is no store.
-    """
+    """Return raw access to a store, not yet opened. Raises ValueError for ``memory:`` and unknown URLs."""
     scheme = url.split(":", 1)[0]
     if scheme == "sqlite":
         from pensieve.store.sqlite_store import SqliteStore
@@ -72,4 +68,4 @@ def open_raw(url: str) -> RawStore:
         from pensieve.store.redis_store import RedisStore
 
         return RedisStore.from_url(url).dump()
-    raise ValueError(f"{url!r} is no store on a disk or in Redis")
+    raise ValueError(f"{url!r} is not a store on a disk or in Redis")

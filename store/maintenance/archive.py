@@ -1,13 +1,13 @@
-"""A backup: JSON, one value per line, whole or not there at all.
+"""A backup file: JSON, one value per line, either whole or absent.
 
-The first line says what it is and where it is from; then each session, followed by its records as they were stored
-(base64: the chain hash is over these very bytes); the last line counts them and carries the SHA-256 of all bytes
-before it. A file without that line is a part of a backup, and is refused. ``.gz`` in the name compresses.
+The first line identifies the file and its source. Then follows each session with its records as they were
+stored (base64: the chain hash is over these very bytes). The last line counts them and carries the SHA-256 of
+all bytes before it; a file without it is refused. ``.gz`` in the name compresses.
 
-A backup is not a SQLite store, although ``move`` could write one. A damaged session goes along as it was found: without
-a row, with its first records gone, with entries that are no records. A store needs a row and proven records for each
-session, so such a session would be left out or changed, and a later program could do no better with it. And any changed
-byte of a backup is refused before anything is written, which SQLite's own check does not promise.
+A backup is not a SQLite store, although ``move`` could write one. A damaged session is saved as it was found:
+without a row, without its first records, or with malformed entries. A store would have to omit or change such
+a session. Also, any changed byte of a backup is refused before anything is written; SQLite's own check does
+not promise that.
 """
 
 from __future__ import annotations
@@ -34,16 +34,14 @@ from pensieve.store.contract import Key
 from pensieve.store.records import State
 
 FORMAT: Final = 1
-"""Fields are added under the same number; it grows when meaning changes."""
+"""New fields keep the number; a change of meaning raises it."""
 
 
 class BadBackup(Exception):
-    """The file is no backup, or not a whole one, or of a newer program."""
+    """The file is not a backup, is incomplete, or was made by a newer program."""
 
 
 class ArchiveHead(msgspec.Struct, frozen=True, tag_field="line", tag="pensieve-backup"):
-    """Where a backup is from."""
-
     format: int
     kind: str
     store_id: str
@@ -60,11 +58,11 @@ class ArchivedSession(msgspec.Struct, frozen=True, tag_field="line", tag="sessio
     """Request id → fingerprint, revision."""
     records: int
     damage: tuple[str, ...] = ()
-    """What was wrong with it when it was read."""
+    """The session's faults when it was read."""
 
 
 class ArchivedRecord(msgspec.Struct, frozen=True, tag_field="line", tag="record"):
-    """One record of the session before it."""
+    """One record of the preceding session."""
 
     revision: int
     crc: int
@@ -74,19 +72,15 @@ class ArchivedRecord(msgspec.Struct, frozen=True, tag_field="line", tag="record"
 
 
 class Totals(msgspec.Struct, frozen=True):
-    """How much there is."""
-
     sessions: int = 0
     tombstones: int = 0
     records: int = 0
     requests: int = 0
     bytes: int = 0
-    """Of records."""
+    """Bytes of records."""
     damaged: int = 0
-    """Sessions that are not sound."""
 
     def plus(self, session: RawSession, *, damaged: bool = False) -> Totals:
-        """With one more session."""
         gone = session.meta is not None and session.meta.row.state is State.DELETED
         return Totals(
             sessions=self.sessions + (not gone),
@@ -99,7 +93,7 @@ class Totals(msgspec.Struct, frozen=True):
 
 
 class ArchiveEnd(msgspec.Struct, frozen=True, tag_field="line", tag="end"):
-    """``sha256`` is over all bytes of the lines before."""
+    """The last line. ``sha256`` is over all bytes of the lines before."""
 
     total: Totals
     sha256: str
@@ -112,10 +106,10 @@ _decoder = msgspec.json.Decoder(Line)
 
 
 class ArchiveWriter:
-    """Writes sessions to a file that nobody sees under its name before ``finish``."""
+    """Writes sessions to a file that gets its name only in ``finish``."""
 
     def __init__(self, path: Path, *, replace: bool = False) -> None:
-        """``replace``: take the place of a file that is there. Otherwise ``finish`` raises FileExistsError."""
+        """``replace``: replace an existing file. Otherwise ``finish`` raises FileExistsError."""
         self._path = path
         self._replace = replace
         self._partial = path.with_name(f".{path.name}.{uuid4().hex[:8]}.part")
@@ -125,11 +119,10 @@ class ArchiveWriter:
         self.total = Totals()
 
     def __enter__(self) -> ArchiveWriter:
-        """Raises OSError; FileExistsError before any work is done."""
         if not self._replace and self._path.exists():
-            raise self._taken()
-        self._file = self._created()
-        self._remove_left()
+            raise self._exists_error()
+        self._file = self._create_partial()
+        self._remove_abandoned()
         self._out = self._file
         if self._path.suffix == ".gz":
             packed = gzip.GzipFile("", "wb", compresslevel=6, fileobj=self._file, mtime=0)
@@ -137,20 +130,20 @@ class ArchiveWriter:
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
-        """Without ``finish`` nothing is left."""
+        """Remove the file unless it was finished."""
         if isinstance(error, OSError) and error.filename is None and error.errno:
             error.filename = str(self._path)
         if self._file is not None:
             with contextlib.suppress(FileNotFoundError):
                 self._partial.unlink()
-            with contextlib.suppress(OSError):  # what no disk has room for is thrown away
+            with contextlib.suppress(OSError):  # the unfinished file is discarded anyway
                 self._file.close()
 
     def begin(self, kind: str, store_id: str, made_ms: int) -> None:
         self._write(ArchiveHead(FORMAT, kind, store_id, made_ms))
 
     def add(self, session: RawSession, damage: tuple[str, ...] = ()) -> None:
-        """``session`` with all its records, sound or not."""
+        """Write ``session`` with all its records, sound or not."""
         requests = {name: (known.fingerprint, known.revision) for name, known in session.requests.items()}
         self._write(
             ArchivedSession(
@@ -168,7 +161,7 @@ class ArchiveWriter:
         self.total = self.total.plus(session, damaged=bool(damage))
 
     def finish(self) -> Totals:
-        """Write the last line, bring it all to the disk, and give it its name."""
+        """Write the last line, flush the file to the disk, and give it its name."""
         assert self._file is not None and self._out is not None
         self._write(ArchiveEnd(self.total, self._sum.hexdigest()))
         if self._out is not self._file:
@@ -181,8 +174,8 @@ class ArchiveWriter:
         else:
             try:
                 os.link(self._partial, self._path)
-            except FileExistsError:  # it has come meanwhile
-                raise self._taken() from None
+            except FileExistsError:  # it was created meanwhile
+                raise self._exists_error() from None
             self._partial.unlink()
         folder = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -191,26 +184,26 @@ class ArchiveWriter:
             os.close(folder)
         return self.total
 
-    def _taken(self) -> FileExistsError:
-        return FileExistsError(f"{self._path} is there already: move it away, or take another name")
+    def _exists_error(self) -> FileExistsError:
+        return FileExistsError(f"{self._path} already exists: move it away, or choose another name")
 
-    def _created(self) -> IO[bytes]:
-        """The partial file, locked: as long as it is, its program runs."""
+    def _create_partial(self) -> IO[bytes]:
+        """Create the partial file and lock it; the lock shows that its program still runs."""
         while True:
             descriptor = os.open(self._partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             with contextlib.suppress(OSError):  # a file system without locks
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
             if os.fstat(descriptor).st_nlink:
                 return os.fdopen(descriptor, "wb")
-            os.close(descriptor)  # another program took it for one that was left, before it was locked
+            os.close(descriptor)  # before the lock was taken, another program removed it as an abandoned file
 
-    def _remove_left(self) -> None:
-        """Partial files of this name whose programs were killed."""
-        for left in self._path.parent.glob(f".{glob.escape(self._path.name)}.????????.part"):
-            with contextlib.suppress(OSError), left.open("rb") as file:
-                if left != self._partial:
+    def _remove_abandoned(self) -> None:
+        """Remove partial files of this name whose programs were killed."""
+        for abandoned in self._path.parent.glob(f".{glob.escape(self._path.name)}.????????.part"):
+            with contextlib.suppress(OSError), abandoned.open("rb") as file:
+                if abandoned != self._partial:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    left.unlink()
+                    abandoned.unlink()
 
     def _write(self, line: Line) -> None:
         assert self._out is not None
@@ -220,7 +213,7 @@ class ArchiveWriter:
 
 
 def read_sessions(path: Path) -> Iterator[RawSession]:
-    """Every session of a backup; after the last one its sum and its counts are checked. Raises BadBackup or OSError."""
+    """Yield every session of a backup, then check its sum and counts. Raises BadBackup or OSError."""
     with _lines(path) as lines:
         _head(path, lines)
         total = Totals()
@@ -229,13 +222,13 @@ def read_sessions(path: Path) -> Iterator[RawSession]:
             if isinstance(line, ArchiveEnd):
                 break
             if not isinstance(line, ArchivedSession):
-                raise BadBackup(f"{path}: line {lines.number} belongs to no session")
+                raise BadBackup(f"{path}: line {lines.number} does not belong to a session")
             session = _session(path, line, lines)
             total = total.plus(session, damaged=bool(line.damage))
             yield session
         if line != ArchiveEnd(total, lines.sum_before):
-            raise BadBackup(f"{path}: its checksum or its counts are wrong, it was changed or damaged")
-        if lines.more():
+            raise BadBackup(f"{path}: its checksum or its counts are wrong: it was changed or damaged")
+        if lines.has_more():
             raise BadBackup(f"{path}: something follows its last line")
 
 
@@ -268,7 +261,7 @@ def _session(path: Path, line: ArchivedSession, lines: _Lines) -> RawSession:
 
 
 class _Lines:
-    """The lines of a backup, summed as they are read."""
+    """The lines of a backup, hashed as they are read."""
 
     def __init__(self, path: Path, file: IO[bytes]) -> None:
         self._path = path
@@ -276,12 +269,12 @@ class _Lines:
         self._sum = hashlib.sha256()
         self.number = 0
         self.sum_before = ""
-        """Of all lines before the last one that was read."""
+        """Hash of all lines before the last one read."""
 
     def next(self) -> Line:
         data = self._read()
         if not data.endswith(b"\n") and self.number > 0:
-            raise BadBackup(f"{self._path} ends in the middle: it is a part of a backup")
+            raise BadBackup(f"{self._path} is incomplete: it ends in the middle")
         self.number += 1
         self.sum_before = self._sum.hexdigest()
         self._sum.update(data)
@@ -292,7 +285,7 @@ class _Lines:
             raise BadBackup(f"{self._path}{what}") from error
         return line
 
-    def more(self) -> bool:
+    def has_more(self) -> bool:
         return bool(self._read())
 
     def _read(self) -> bytes:

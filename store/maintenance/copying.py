@@ -1,4 +1,4 @@
-"""Sessions from one place to another: store to backup, backup to store, store to store. Verified before and after."""
+"""Copy sessions from store to backup, backup to store, or store to store. Verified before and after."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from pensieve.store._raw import (
     Progress,
     RawSession,
     RawStore,
-    is_over,
-    is_running,
+    has_expired,
+    has_running_turn,
     no_progress,
     without_lease_holder,
 )
@@ -28,11 +28,11 @@ from pensieve.store.records import State
 
 
 class CopyRefused(Exception):
-    """Nothing was written, or what was written is not what was to be; the message says what to do."""
+    """Nothing was written, or the copy differs from its source; the message says what to do."""
 
 
 Origin = Callable[[], AsyncIterator[RawSession]]
-"""Every session of a backup or a store; may be called several times."""
+"""Yields every session of a backup or a store; may be called several times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class WholeBackup:
 
     path: Path
     number: int
-    """Sessions and tombstones in it."""
+    """Sessions and tombstones."""
 
     async def sessions(self) -> AsyncIterator[RawSession]:
         for session in read_sessions(self.path):
@@ -49,11 +49,11 @@ class WholeBackup:
 
 
 def open_backup(path: Path) -> WholeBackup:
-    """Raises BadBackup or OSError."""
+    """Verify a whole backup. Raises BadBackup or OSError."""
     return WholeBackup(path, sum(1 for _ in read_sessions(path)))
 
 
-async def _of_store(store: RawStore) -> AsyncIterator[RawSession]:
+async def _sessions_of(store: RawStore) -> AsyncIterator[RawSession]:
     for key in await store.keys():
         session = await store.session(key)
         if session is not None:
@@ -62,23 +62,23 @@ async def _of_store(store: RawStore) -> AsyncIterator[RawSession]:
 
 @dataclass(slots=True)
 class CopyResult:
-    """What became of the sessions of a restore, a merge or a move."""
+    """The result of a restore, a merge or a move."""
 
     written: int = 0
     kept: int = 0
-    """The store had the same, or a newer one."""
+    """Sessions that the store already had in the same or a newer version."""
     expired: int = 0
     damaged: list[str] = field(default_factory=list)
-    """Written, and marked as damaged: they were not sound where they came from."""
+    """Sessions that were written and marked as damaged, because they were not sound at the source."""
     conflicts: list[str] = field(default_factory=list)
 
 
 async def backup(
     source: RawStore, path: Path, *, replace_file: bool = False, progress: Progress = no_progress
 ) -> Totals:
-    """All of an open store to ``path``. Raises OSError, FileExistsError, and the store's errors.
+    """Write all sessions of an open store to ``path``, damaged ones as they are.
 
-    What is not sound goes along as it is, and is counted as damaged.
+    Raises OSError, FileExistsError, and the store's errors.
     """
     with ArchiveWriter(path, replace=replace_file) as writer:
         writer.begin(source.kind, source.store_id, await source.now())
@@ -87,7 +87,7 @@ async def backup(
             progress("backing up", done, len(keys))
             session = await source.session(key)
             if session is None:
-                continue  # gone since the list was made
+                continue  # removed since the keys were listed
             session, damage = as_backed_up(session, await source.now())
             meta = None if session.meta is None else without_lease_holder(session.meta)
             writer.add(replace(session, meta=meta), damage)
@@ -103,8 +103,8 @@ async def restore(
     skip: bool = False,
     progress: Progress = no_progress,
 ) -> CopyResult:
-    """A backup to an open store. Raises CopyRefused, OSError, the store's errors, and BadBackup if the file changes."""
-    return await copy(source.sessions, target, of=source.number, merge=merge, skip=skip, progress=progress)
+    """Copy a backup to an open store. Raises CopyRefused, OSError, BadBackup, and the store's errors."""
+    return await copy(source.sessions, target, total=source.number, merge=merge, skip=skip, progress=progress)
 
 
 async def move(
@@ -115,32 +115,32 @@ async def move(
     skip: bool = False,
     progress: Progress = no_progress,
 ) -> CopyResult:
-    """All of one open store to another; the source stays as it is. Raises as ``restore``."""
+    """Copy an open store to another; the source is unchanged. Raises as ``restore``."""
     now, number = await source.now(), 0
     if source.store_id and source.store_id == target.store_id:
         raise CopyRefused("both are one and the same store")
-    async for session in _of_store(source):
+    async for session in _sessions_of(source):
         number += 1
         progress("looking", number, None)
-        if not source.is_exclusive and is_running(session.meta, now):
+        if not source.is_exclusive and has_running_turn(session.meta, now):
             raise CopyRefused(
                 f"a turn is running in session {_name(session.key)}: stop the servers that use this store"
             )
     return await copy(
-        partial(_of_store, source), target, of=number, merge=merge, skip=skip, progress=progress
+        partial(_sessions_of, source), target, total=number, merge=merge, skip=skip, progress=progress
     )
 
 
 async def copy(
-    origin: Origin, target: RawStore, *, of: int | None, merge: bool, skip: bool, progress: Progress
+    origin: Origin, target: RawStore, *, total: int | None, merge: bool, skip: bool, progress: Progress
 ) -> CopyResult:
-    """Decide about every session before the first is written; read every one back that was.
+    """Decide about every session before writing the first; read back every session that was written.
 
-    ``of``: the number of sessions, None: not known.
+    ``total``: number of sessions, None if unknown.
     """
     copying = _Copying(target, set(await target.keys()), await target.now())
     if copying.here and not merge:
-        raise CopyRefused(f"the store holds {len(copying.here)} sessions: take an empty one, or --merge")
+        raise CopyRefused(f"the store holds {len(copying.here)} sessions: use an empty store, or --merge")
     if copying.here:
         async for session in origin():
             await copying.find_conflict(session)
@@ -148,7 +148,7 @@ async def copy(
             return copying.done
     number = 0
     async for session in origin():
-        progress("writing", number, of)
+        progress("writing", number, total)
         number += 1
         await copying.write(session)
     checked = 0
@@ -167,13 +167,11 @@ async def copy(
 
 @dataclass(slots=True)
 class _Copying:
-    """One copy to one store, under way."""
-
     target: RawStore
     here: set[Key]
-    """What the store had before."""
+    """The target's sessions before the copy."""
     began_ms: int
-    """By the store's time."""
+    """By the target's clock."""
     done: CopyResult = field(default_factory=CopyResult)
     written: set[Key] = field(default_factory=set)
 
@@ -183,7 +181,7 @@ class _Copying:
             self.done.conflicts.append(f"{_name(session.key)}: {why}")
 
     async def write(self, session: RawSession) -> None:
-        """Write the session if it is to be written. Raises CopyRefused."""
+        """Write the session if it was chosen. Raises CopyRefused."""
         choice, _ = await self._choice(session)
         if choice is MergeChoice.KEEP:
             self.done.kept += 1
@@ -194,7 +192,7 @@ class _Copying:
         before = await self.target.session(session.key) if session.key in self.here else None
         fit = as_restored(session, self.began_ms)
         if fit is None:
-            self.done.damaged.append(f"{_name(session.key)}: nothing of it can be read")
+            self.done.damaged.append(f"{_name(session.key)}: no part of it can be read")
             return
         if not await self.target.put(fit, expected_stamp=None if before is None else before.stamp):
             raise CopyRefused(
@@ -206,19 +204,19 @@ class _Copying:
             self.done.damaged.append(_name(session.key))
 
     async def verify(self, session: RawSession) -> None:
-        """Raises CopyRefused unless the target has what the origin has, also if that is read only now."""
+        """Raise CopyRefused unless the target holds what the source holds now."""
         wanted, found = as_restored(session, self.began_ms), await self.target.session(session.key)
-        if found is None and wanted is not None and is_over(wanted.meta, await self.target.now()):
+        if found is None and wanted is not None and has_expired(wanted.meta, await self.target.now()):
             return
         if wanted is None or found is None or content(wanted) != content(found):
             raise CopyRefused(
-                f"session {_name(session.key)} is not the same there and here: it was changed meanwhile, or a store "
-                "does not keep what it is given; stop the servers, and repeat with --merge"
+                f"session {_name(session.key)} differs between source and target: it was changed meanwhile, or a "
+                "store does not keep what is written to it; stop the servers, and repeat with --merge"
             )
 
     async def _choice(self, session: RawSession) -> tuple[MergeChoice, str]:
         ours = await self.target.session(session.key) if session.key in self.here else None
-        return choose(
+        return choose_merge(
             examine(session),
             None if ours is None else examine(ours),
             now=self.began_ms,
@@ -227,7 +225,7 @@ class _Copying:
 
 
 def as_backed_up(session: RawSession, now: int) -> tuple[RawSession, tuple[str, ...]]:
-    """``session`` with what is derived made good, and what it has lost: nothing as long as its records are whole."""
+    """Return ``session`` with its derived data repaired, and its faults; none if its records are whole."""
     examined = examine(session)
     if examined.is_broken or any(one.problem is Problem.MARKED for one in examined.findings):
         return session, tuple(one.detail for one in examined.findings)
@@ -236,7 +234,7 @@ def as_backed_up(session: RawSession, now: int) -> tuple[RawSession, tuple[str, 
 
 
 def as_restored(session: RawSession, now: int) -> RawSession | None:
-    """``session`` as it is written to another store; what is not sound is marked. None: nothing of it can be read."""
+    """Return ``session`` as written to another store, marked if damaged; None if none of it is readable."""
     examined = examine(session)
     if session.meta is None:
         fix = plan_fix(examined, truncate=False, now=now)
@@ -256,7 +254,7 @@ def as_restored(session: RawSession, now: int) -> RawSession | None:
 
 
 def content(session: RawSession) -> tuple[object, ...]:
-    """What two copies of a session have in common."""
+    """Return the parts that are equal in all copies of a session."""
     meta = None if session.meta is None else without_lease_holder(session.meta)
     return (session.key, meta, session.log, dict(session.requests))
 
@@ -266,30 +264,27 @@ def _name(key: Key) -> str:
 
 
 class MergeChoice(enum.Enum):
-    """What becomes of a session that is copied."""
-
     WRITE = enum.auto()
     KEEP = enum.auto()
-    """What is there is the same or newer."""
+    """The target has the same version or a newer one."""
     CONFLICT = enum.auto()
     EXPIRED = enum.auto()
-    """Its time is over."""
 
 
-def choose(
+def choose_merge(
     theirs: Examination, ours: Examination | None, *, now: int, alone: bool
 ) -> tuple[MergeChoice, str]:
-    """Whether ``theirs`` takes the place of ``ours``; with a conflict, why not.
+    """Decide whether ``theirs`` replaces ``ours``; with a conflict, say why.
 
-    The longer of two logs wins if the shorter is its beginning; chain hashes tell. A deletion is a newer state of what
-    it deleted. A damaged session gives way to a sound one that has at least what its row names.
+    The longer of two logs wins if the shorter is its beginning. A deletion is newer than the state that it
+    deleted. A damaged session yields to a sound one that has at least the revision in its row.
     """
     meta = theirs.session.meta
-    if is_over(meta, now):
+    if has_expired(meta, now):
         return MergeChoice.EXPIRED, ""
-    if ours is None or is_over(ours.session.meta, now):
+    if ours is None or has_expired(ours.session.meta, now):
         return MergeChoice.WRITE, ""
-    if not alone and is_running(ours.session.meta, now):
+    if not alone and has_running_turn(ours.session.meta, now):
         return MergeChoice.CONFLICT, "a turn is running"
     if _is_deleted(ours.session):
         return MergeChoice.KEEP, ""
@@ -297,18 +292,25 @@ def choose(
     if _is_deleted(theirs.session):
         behind = meta is not None and here <= meta.row.revision
         return (
-            (MergeChoice.WRITE, "") if behind else (MergeChoice.CONFLICT, "deleted there, and continued here")
+            (MergeChoice.WRITE, "")
+            if behind
+            else (MergeChoice.CONFLICT, "deleted in the source, continued in the target")
         )
     there = len(theirs.sound)
     if ours.is_broken:
-        if _begins(theirs, ours) and not theirs.is_broken and there >= here:
+        if _starts_with(theirs, ours) and not theirs.is_broken and there >= here:
             return MergeChoice.WRITE, ""
-        return MergeChoice.CONFLICT, f"damaged here at revision {here}, and the other one ends at {there}"
-    if _begins(ours, theirs):
+        return MergeChoice.CONFLICT, f"damaged in the target at revision {here}; the source ends at {there}"
+    if _starts_with(ours, theirs):
         return MergeChoice.KEEP, ""
-    if _begins(theirs, ours):
-        return (MergeChoice.CONFLICT, "damaged there") if theirs.is_broken else (MergeChoice.WRITE, "")
-    return MergeChoice.CONFLICT, f"two histories under one name, of {here} and {there} revisions"
+    if _starts_with(theirs, ours):
+        return (
+            (MergeChoice.CONFLICT, "damaged in the source") if theirs.is_broken else (MergeChoice.WRITE, "")
+        )
+    return (
+        MergeChoice.CONFLICT,
+        f"two different histories, {here} revisions in the target and {there} in the source",
+    )
 
 
 def _is_deleted(session: RawSession) -> bool:
@@ -316,12 +318,12 @@ def _is_deleted(session: RawSession) -> bool:
 
 
 def _revision(examined: Examination) -> int:
-    """The one that the row names, which may be more than what is left."""
+    """Return the row's revision, which may be larger than the number of remaining records."""
     meta = examined.session.meta
     return len(examined.sound) if meta is None else meta.row.revision
 
 
-def _begins(longer: Examination, shorter: Examination) -> bool:
+def _starts_with(longer: Examination, shorter: Examination) -> bool:
     """Whether ``longer`` has every sound record of ``shorter``."""
     end = len(shorter.sound)
     if end > len(longer.sound):

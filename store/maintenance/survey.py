@@ -1,4 +1,4 @@
-"""A whole store, session by session: is it sound, how much is in it, and what can be made good again."""
+"""Check, count and repair a whole store, session by session."""
 
 from __future__ import annotations
 
@@ -18,21 +18,17 @@ from pensieve.store.records import Record
 
 
 class Survey(msgspec.Struct):
-    """What a check found."""
-
     total: Totals
     findings: list[Finding]
 
 
 class TenantTotal(msgspec.Struct, frozen=True):
-    """What one tenant has in a store."""
-
     tenant: str
     total: Totals
 
 
-class Mended(msgspec.Struct, frozen=True):
-    """What was done to one session, or would be."""
+class MendedSession(msgspec.Struct, frozen=True):
+    """The repairs of one session, done or proposed."""
 
     tenant: str
     session: str
@@ -42,16 +38,16 @@ class Mended(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class RepairResult:
-    """What a repair did, or would do."""
+    """The result of a repair, done or proposed."""
 
     findings: list[Finding] = field(default_factory=list)
-    mended: list[Mended] = field(default_factory=list)
+    mended: list[MendedSession] = field(default_factory=list)
     busy: list[Key] = field(default_factory=list)
-    """Left alone: a turn ran in them, or they were changed in between."""
+    """Sessions that were skipped, because a turn ran in them or they changed meanwhile."""
 
     @property
     def remaining(self) -> list[Finding]:
-        """What is as wrong as before."""
+        """The faults that remain."""
         done = {(one.tenant, one.session) for one in self.mended}
         done -= {(key.tenant, key.session_id) for key in self.busy}
         return [one for one in self.findings if not self._is_mended(one, done)]
@@ -63,7 +59,7 @@ class RepairResult:
 
 
 async def check(store: RawStore, only: Key | None = None, progress: Progress = no_progress) -> Survey:
-    """Everything in an open store, or one session. Raises NotFound, and the store's errors."""
+    """Check an open store, or one session. Raises NotFound and the store's errors."""
     survey = Survey(Totals(), [])
     if only is None:
         progress("checking the storage", 0, None)
@@ -75,7 +71,7 @@ async def check(store: RawStore, only: Key | None = None, progress: Progress = n
 
 
 async def usage(store: RawStore, progress: Progress = no_progress) -> list[TenantTotal]:
-    """What each tenant has, in order of names. Raises the store's errors."""
+    """Return each tenant's totals, by name. Raises the store's errors."""
     totals: dict[str, Totals] = {}
     async for session in _sessions(store, None, "counting", progress):
         totals[session.key.tenant] = totals.get(session.key.tenant, Totals()).plus(session)
@@ -85,7 +81,7 @@ async def usage(store: RawStore, progress: Progress = no_progress) -> list[Tenan
 async def iter_logs(
     store: RawStore, progress: Progress = no_progress
 ) -> AsyncIterator[tuple[Key, tuple[Record, ...]]]:
-    """Each session's records up to the first that is not proven, oldest first. Raises the store's errors."""
+    """Yield each session's records before the first unproven one, oldest first. Raises the store's errors."""
     async for examined in _examined(store, None, "reading", progress):
         yield examined.session.key, tuple(one.record for one in examined.sound)
 
@@ -98,10 +94,11 @@ async def repair(
     only: Key | None = None,
     progress: Progress = no_progress,
 ) -> RepairResult:
-    """Make good what is proven, in a store that is open to write if ``apply``, else say what would be done.
+    """Repair what the records prove, or without ``apply`` only say what would be done.
 
-    ``cut_to``: damaged sessions end behind their last sound record, and go to this backup as they were before.
-    Raises FileExistsError, OSError, and the store's errors.
+    The store must be open for writing if ``apply``. ``cut_to``: cut damaged sessions after their last sound
+    record, and save them unchanged to this backup first. Raises FileExistsError, OSError, and the store's
+    errors.
     """
     done, now = RepairResult(), await store.now()
     if only is None:
@@ -118,7 +115,7 @@ async def repair(
             if fix is None:
                 continue
             key = fix.session.key
-            done.mended.append(Mended(key.tenant, key.session_id, fix.actions, fix.records_cut))
+            done.mended.append(MendedSession(key.tenant, key.session_id, fix.actions, fix.records_cut))
             stamps[key] = examined.session.stamp
             if apply and cut_to is not None and examined.is_broken:
                 if kept is None:
@@ -137,7 +134,7 @@ async def repair(
 
 
 async def _mend(store: RawStore, key: Key, stamp: str, *, truncate: bool, now: int) -> bool:
-    """False when the session is not what it was when it was looked at, or a turn runs in it."""
+    """Repair one session. False if it changed since it was examined, or a turn runs in it."""
     session = await store.session(key)
     if session is None or session.stamp != stamp:
         return False

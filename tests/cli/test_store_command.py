@@ -114,7 +114,7 @@ def test_a_damaged_store_is_backed_up_all_the_same(path: Path, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (["check", "--store", "memory:"], 2, "is no store on a disk"),
+        (["check", "--store", "memory:"], 2, "is not a store on a disk"),
         (["check", "--store", "mysql://x"], 2, "expected memory:"),
         (["check", "--store", "sqlite:////no/such.db"], 1, "there is no history file"),
         (["check", "--store", "sqlite:///{folder}/h.db", "--session", "nobody"], 2, "expected TENANT/ID"),

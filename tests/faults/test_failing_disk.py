@@ -35,7 +35,7 @@ async def test_no_turn_is_acknowledged_that_a_power_cut_would_undo(
             refused = [turn for turn in turns if turn.done() and turn.exception() is not None]
             assert refused == [turn for turn in turns if turn.done()], "a turn was acknowledged"
             assert await asyncio.to_thread(server.metric, "pensieve_store_errors_total") > 0
-            assert "the history file is closed until it is proven what it holds" in server.log
+            assert "the history file is closed until its content is proven" in server.log
             disk.heal()
             await asyncio.gather(*turns, return_exceptions=True)
             for talk in talks:

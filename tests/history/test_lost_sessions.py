@@ -131,7 +131,7 @@ async def test_a_lost_session_is_told_from_others_that_are_not_there(
         assert await reason(store.load(NEW)) == "SESSION_NOT_FOUND", "it was erased since"
     assert told.times == 1
     (line,) = [one.getMessage() for one in caplog.records if one.levelno == logging.ERROR]
-    assert line.endswith("4 changes that this server had acknowledged are gone, of 4 sessions")
+    assert line.endswith("4 changes of 4 sessions that this server had acknowledged are lost")
 
 
 async def test_a_change_that_another_overtakes_counts_from_when_it_is_made(
@@ -230,9 +230,9 @@ async def test_a_primary_that_was_replaced_is_not_believed(
         await create(store, OLD)
         asked: list[object] = []
 
-        async def command(*words: object, counts: bool = True) -> object:
+        async def command(*words: object, count_errors: bool = True) -> object:
             asked.append(words)
-            return b"0" if len(asked) == 1 else await ask(*words, counts=counts)
+            return b"0" if len(asked) == 1 else await ask(*words, count_errors=count_errors)
 
         async def look_again() -> bool:
             return True

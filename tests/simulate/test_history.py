@@ -212,7 +212,7 @@ def test_without_receipts_no_gap_is_told() -> None:
     [
         ([], "give TRACE or --store"),
         (["sharegpt", "--store", "sqlite:///x.db"], "give TRACE or --store"),
-        (["--store", "memory:"], "no store on a disk or in Redis"),
+        (["--store", "memory:"], "not a store on a disk or in Redis"),
         (["--store", "sqlite:///nowhere/at/all.db"], "nowhere/at/all.db"),
     ],
 )

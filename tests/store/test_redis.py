@@ -51,9 +51,9 @@ async def test_a_commit_asks_for_the_head_only_if_another_server_began_the_turn(
     asked: list[tuple[Any, ...]] = []
     command = store._link.command
 
-    async def heard(*words: Any, counts: bool = True) -> Any:
+    async def heard(*words: Any, count_errors: bool = True) -> Any:
         asked.append(words)
-        return await command(*words, counts=counts)
+        return await command(*words, count_errors=count_errors)
 
     await store.create(row(KEY), first_record(), "fp")
     monkeypatch.setattr(store._link, "command", heard)

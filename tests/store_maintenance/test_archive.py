@@ -226,7 +226,7 @@ async def test_a_backup_of_an_earlier_program_is_restored(tmp_path: Path) -> Non
     url = f"sqlite:///{tmp_path}/new.db"
     done = await restored(PREVIOUS, url)
     assert (done.written, done.expired, done.conflicts) == (7, 0, [])
-    assert done.damaged == ["acme/flipped", "acme/headless: nothing of it can be read", "acme/marked"]
+    assert done.damaged == ["acme/flipped", "acme/headless: no part of it can be read", "acme/marked"]
     assert await revisions(url) == {
         "idle": (5, "active"),
         "waiting": (2, "active"),
@@ -324,7 +324,7 @@ async def test_sessions_that_went_away_meanwhile_are_told(tmp_path: Path) -> Non
     await store.open(Mode.WRITE)
     try:
         with pytest.raises(CopyRefused, match="went away while they were copied"):
-            await copy(Going(path).sessions, store, of=None, merge=False, skip=False, progress=no_progress)
+            await copy(Going(path).sessions, store, total=None, merge=False, skip=False, progress=no_progress)
     finally:
         await store.close()
     assert await revisions(f"sqlite:///{tmp_path}/new.db") == {}, "and nothing of them stays"
@@ -368,7 +368,7 @@ async def test_an_older_copy_does_not_replace_a_damaged_session(tmp_path: Path) 
     there = await filled(tmp_path / "other.db", [Made(key("a"), ("turn", "turn", "turn"))])
     SqliteBench(tmp_path / "other.db").damage(key("a"), 4)
     done = await restored(path, there, merge=True)
-    assert done.conflicts == ["acme/a: damaged here at revision 4, and the other one ends at 3"]
+    assert done.conflicts == ["acme/a: damaged in the target at revision 4; the source ends at 3"]
 
 
 async def test_what_was_damaged_comes_back_marked(tmp_path: Path) -> None:

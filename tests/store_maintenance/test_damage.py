@@ -303,7 +303,7 @@ async def test_damaged_pages_are_found_and_the_rest_is_still_checked(patient: Pa
 async def test_reading_a_file_page_by_page_tells_how_far_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recovery, "_TOLD_EACH", 1)
+    monkeypatch.setattr(recovery, "_PAGES_PER_REPORT", 1)
     path, told = tmp_path / "history.sqlite3", list[tuple[int, int]]()
     store = open_store(f"sqlite:///{path}")
     await store.open()

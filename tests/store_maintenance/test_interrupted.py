@@ -57,7 +57,7 @@ def test_what_killed_backups_left_goes_with_the_next_one(tmp_path: Path) -> None
         write(tmp_path / "b.jsonl", replace=True)
         assert len(os.listdir(tmp_path)) == 4
         with pytest.raises(
-            FileExistsError, match=r"b\.jsonl is there already: move it away, or take another name"
+            FileExistsError, match=r"b\.jsonl already exists: move it away, or choose another name"
         ):
             running.finish()
     assert set(os.listdir(tmp_path)) == {".other.jsonl.0123abcd.part", "b.jsonl.part", "b.jsonl"}

@@ -51,7 +51,7 @@ def test_each_row_is_read_as_sqlite_reads_it(tmp_path: Path, size: int, logged: 
         with contextlib.closing(Pages(path)) as pages:
             found = [row for row in pages.rows() if row is not None and len(row.values) == 3]
     assert all(row.is_whole for row in found)
-    of_table = [(row.rowid, *row.values) for row in found if row.of_table]
-    of_index = [tuple(row.values) for row in found if not row.of_table]
+    of_table = [(row.rowid, *row.values) for row in found if row.is_table_row]
+    of_index = [tuple(row.values) for row in found if not row.is_table_row]
     assert sorted(of_table, key=repr) == sorted(in_table, key=repr)
     assert sorted(of_index, key=repr) == sorted(in_index, key=repr)

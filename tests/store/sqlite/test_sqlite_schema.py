@@ -60,7 +60,7 @@ async def test_an_older_file_is_brought_up_to_date(tmp_path: Path, caplog: pytes
     caplog.set_level(logging.INFO)
     store = SqliteStore(path)
     await store.open()
-    told = f"from schema 1 to {schema.SCHEMA}: older programs cannot open it then"
+    told = f"from schema 1 to {schema.SCHEMA}: older programs can no longer open it"
     assert told in caplog.text, "who goes back to an older program has to know"
     caplog.clear()
     for labels in ({"team": "blue"}, {"team": "blue", "kind": "chat"}):
