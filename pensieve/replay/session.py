@@ -1,4 +1,4 @@
-"""One whole replay: open the targets, shape the workload to all of them, play every run to each, report."""
+"""One whole replay: open the targets, fit the workload to all of them, play every run on each, report."""
 
 from __future__ import annotations
 
@@ -29,23 +29,19 @@ from pensieve.replay.targets.started_target import Counters, StartedTarget, coun
 
 @dataclass(frozen=True, slots=True)
 class ReplayPlan:
-    """What to replay, and how."""
-
     dataset: Dataset
     shape: Shaping
     arrivals: Arrivals
     run: RunOptions
     vocab_size: int = 0
-    """Input ids stay below this; 0: below the smallest of all targets."""
+    """Upper bound of input ids; 0: the smallest vocabulary of all targets."""
     context_limit: int = 0
-    """Contexts stay below this and below the limit of every target; 0: only the latter."""
+    """Upper bound of contexts, in addition to the limits of all targets; 0: none."""
     window: Window = field(default_factory=Window)
 
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """A plan, cut to what all targets hold."""
-
     plan: ReplayPlan
     shaped: Shaped
     scripts: list[Script]
@@ -55,11 +51,11 @@ class _Prepared:
 
 @dataclass(frozen=True, slots=True)
 class _Lost:
-    """A target that could not be reached, or was not there any more."""
+    """A target that could not be reached or was lost during a run."""
 
     failure: TurnFailed
     run: int | None
-    """The first run that it did not end; None: it was lost before all runs."""
+    """The first run that it did not finish; None: lost before all runs."""
 
 
 _NOBODY = ReplayWatcher()
@@ -76,17 +72,18 @@ async def run_all(
     watch: ReplayWatcher = _NOBODY,
     keep: Callable[[dict[str, Any]], None] = lambda report: None,
 ) -> dict[str, Any]:
-    """The report, ready for JSON. All targets get the same token ids at the same times, one target after the other.
+    """Play all plans on all targets and return the report for JSON.
 
-    ``keep`` gets the report after each run, with the runs so far: what is left if the replay is stopped.
+    All targets get the same token ids at the same times. Each target plays all plans before the next target
+    starts. ``keep`` gets the report so far after each run: the result of a replay that is stopped.
 
-    Each target plays all plans before the next one does. No run finds the last one's state in a server: its sessions
-    are deleted, its token ids are others, and a server that can empty its prefix cache is asked to. The plans share
-    ``vocab_size`` and ``context_limit``. Targets that cannot be reached when others can are listed in ``unreached``,
-    and so are started servers that end in the middle of a run; their earlier runs count.
+    No run finds the state of an earlier one in a server: sessions are deleted, token ids differ, and the
+    prefix cache is emptied if the server allows it. The plans share ``vocab_size`` and ``context_limit``. If
+    only some targets cannot be reached they are listed in ``unreached``, and so are started servers that end
+    during a run; their finished runs count.
 
-    Raises TurnFailed when no target can be reached, ValueError when nothing is left to replay, a target cannot be
-    reached from several processes, or takes no hints where some are to be told.
+    Raises TurnFailed when no target can be reached. Raises ValueError when no conversation fits, when a
+    target cannot be used from several processes, or when it takes no hints although the plan has some.
     """
     async with AsyncExitStack() as stack:
         for target in targets:
@@ -120,7 +117,7 @@ def _whole_report(
     targets: Sequence[Target],
     lost: dict[int, _Lost],
 ) -> dict[str, Any]:
-    """``found``: run, target and summary."""
+    """Build the report; ``found`` has (run, target, summary)."""
     summaries = [summary for _, _, summary in sorted(found, key=lambda entry: entry[:2])]
     return _report(prepared, summaries) | {
         "unreached": [
@@ -133,9 +130,9 @@ def _whole_report(
 async def _meet(
     targets: Sequence[Target], plan: ReplayPlan, lost: dict[int, _Lost], watch: ReplayWatcher
 ) -> dict[int, TargetInfo]:
-    """What each target can hold. One that is started for this, and is not the only one, is stopped again.
+    """Query the limits of each target. A started one is stopped again unless it is the only target.
 
-    Where the plan says all that is to be known, targets that would have to be started are left for later.
+    If the plan has both limits, targets that must be started are not queried.
     """
     infos: dict[int, TargetInfo] = {}
     for number, target in enumerate(targets):
@@ -172,7 +169,7 @@ def _prepare(plan: ReplayPlan, infos: Sequence[TargetInfo]) -> _Prepared:
     vocab = min([info.vocab_size for info in infos if info.vocab_size] + [plan.vocab_size or 2**31])
     if 2**31 in (limit, vocab):
         raise ValueError(
-            "no target says its vocabulary size and context limit; give --vocab-size and --context-limit"
+            "no target reports its vocabulary size and context limit; give --vocab-size and --context-limit"
         )
     shaped = shape(plan.dataset.conversations, plan.shape, limit)
     if not shaped.conversations:
@@ -181,7 +178,7 @@ def _prepare(plan: ReplayPlan, infos: Sequence[TargetInfo]) -> _Prepared:
     if plan.arrivals.run_in_s:
         drawn = apply_run_in(drawn, plan.arrivals.run_in_s)
         if all(script.is_over for script in drawn):
-            raise ValueError("--run-in outlasts all conversations: ask for more of them")
+            raise ValueError("no conversation outlasts --run-in: ask for more conversations")
         shaped = replace(shaped, conversations=tuple(script.conversation for script in drawn))
     return _Prepared(plan, shaped, drawn, vocab, limit)
 
@@ -189,7 +186,7 @@ def _prepare(plan: ReplayPlan, infos: Sequence[TargetInfo]) -> _Prepared:
 async def _ready(
     target: Target, info: TargetInfo | None, work: _Prepared, targets: int, watch: ReplayWatcher
 ) -> TargetInfo:
-    """The target is open after this. Raises TurnFailed, also when it cannot hold what it is to replay."""
+    """Open a target for its runs. Raises TurnFailed, also if its limits are below the workload's."""
     if isinstance(target, StartedTarget) and targets > 1:
         info = await _open(target, work.plan.run, watch)
     assert info is not None
@@ -204,7 +201,7 @@ async def _ready(
 async def _play(
     target: Target, info: TargetInfo, index: int, work: _Prepared, watch: ReplayWatcher
 ) -> dict[str, Any]:
-    """The ``targets`` entry of a run. Raises TurnFailed when a started server ends before the run does."""
+    """Play a run and return its ``targets`` entry. Raises TurnFailed when a started server ends during the run."""
     cache = "as found"
     if index:
         try:
@@ -247,7 +244,7 @@ async def _replay(target: Target, info: TargetInfo, work: _Prepared, watch: Repl
     if options.processes == 1:
         return await runner.replay(target, info, work.scripts, options, line.on_turn_end, line.on_send)
     if not isinstance(target, RemoteTarget):
-        raise ValueError(f"{target.name} lives in this process: it cannot be replayed with --processes")
+        raise ValueError(f"{target.name} runs in this process: it cannot be replayed with --processes")
     return await player_pool.replay(target, info, work.scripts, options, line.on_turn_end, line.on_send)
 
 

@@ -1,4 +1,4 @@
-"""The ``full`` engine: ``Engine``, ``Scheduler`` and ``CacheManager`` as they serve, step by step, on virtual time."""
+"""The ``full`` engine: the real ``Engine``, ``Scheduler`` and ``CacheManager``, step by step on virtual time."""
 
 from __future__ import annotations
 
@@ -27,14 +27,12 @@ from pensieve.simulate.scenario.settings import Settings
 from pensieve.simulate.scenario.tally import CompletedTurn, RecomputeCosts, Tally
 
 VOCABULARY = 1 << 30
-"""So many that sessions have nothing in common but what the load says."""
+"""Large enough that sessions share only the prefixes that the load defines."""
 _SCOPE = "all sessions"
 
 
 @dataclass
 class Clock:
-    """Virtual seconds of one replica."""
-
     now: float = 0.0
 
     def __call__(self) -> float:
@@ -43,7 +41,7 @@ class Clock:
 
 @dataclass(frozen=True, slots=True)
 class _Computing:
-    """A launched step; waiting for it moves the clock on to its end."""
+    """A launched step. Waiting for its result advances the clock to its end."""
 
     clock: Clock
     ends: float
@@ -55,7 +53,7 @@ class _Computing:
 
 
 class CostWorker:
-    """Computes nothing: every token is 0, and each step takes what it would take, after the one before it."""
+    """A worker that computes nothing: every token is 0, and steps take their modelled time one after another."""
 
     def __init__(self, machine: Machine, chunk_tokens: int, clock: Clock) -> None:
         self._machine = machine
@@ -70,7 +68,6 @@ class CostWorker:
         return _Computing(self._clock, self._idle_at, StepResult(sampled))
 
     def seconds(self, plan: Plan) -> float:
-        """Seconds that this step takes."""
         copy_in = self._machine.copy_seconds(len(plan.swap_in) * self._chunk)
         if not plan.spans:
             return max(copy_in, self._machine.copy_seconds(len(plan.swap_out) * self._chunk))
@@ -81,7 +78,7 @@ class CostWorker:
         return self._machine.seconds_with_copy(compute, copy_in)
 
     def close(self) -> None:
-        """There is nothing to free."""
+        """Do nothing."""
 
 
 MakeWorker = Callable[[Clock], StepWorker]
@@ -124,11 +121,10 @@ class _Replica:
         )
         self.turns: dict[int, _Turn] = {}
         self.stalled = 0
-        """Steps in a row in which nothing happened."""
 
 
 class FullSimulation:
-    """One policy over one load. ``make_worker``: another worker, which has to move the clock itself."""
+    """One policy over one load. ``make_worker`` makes a worker that advances the clock itself."""
 
     def __init__(
         self,
@@ -151,7 +147,6 @@ class FullSimulation:
         self._lost = False
 
     def run(self, lives: Iterable[SessionScript]) -> Tally:
-        """Simulate until the last answer has ended."""
         source = iter(lives)
         upcoming = next(source, None)
         changes = self._settings.replica_changes(self._lose, self._bring_back)
@@ -223,10 +218,10 @@ class FullSimulation:
                     raise RuntimeError(f"turn {key} failed: {reason}: {message}")
         replica.stalled = 0 if events or now > before else replica.stalled + 1
         if replica.stalled > 1 and replica.scheduler.has_requests:  # one such step only fills the pipeline
-            raise RuntimeError(f"nothing can be done for {len(replica.turns)} turns")
+            raise RuntimeError(f"{len(replica.turns)} turns make no progress")
 
     def _tokens(self, turn: _Turn, tokens: tuple[int, ...], now: float) -> None:
-        """A piece of n tokens has come; it counts as n gaps, each an n-th of the time since the piece before."""
+        """Record new tokens. A piece of n tokens counts as n equal gaps since the piece before."""
         if turn.output:
             self.tally.add_gaps((now - turn.last_token) / len(tokens), len(tokens), now)
         turn.first_token, turn.last_token = turn.first_token or now, now
@@ -266,24 +261,22 @@ class FullSimulation:
             self._expect(turn, now + self._settings.lease_s)
 
     def _bring_back(self, now: float) -> None:
-        """Replica 0 is there again, as a server that has just started."""
+        """Replace replica 0 by a fresh one, as after a server restart."""
         self._replicas[0], self._lost = self._replica(), False
 
 
 @dataclass(frozen=True, slots=True)
 class ExpectedTurn:
-    """What a simulation knows of a turn. Both functions are of the time of its end."""
+    """What the simulation knows about a turn. Both functions take the time at which the turn ends."""
 
     number: int
-    """In its session, from 1."""
+    """Number in the session, from 1."""
     due: Callable[[float], float]
-    """When the turn after it comes."""
     hints: Callable[[float], Hints | None]
-    """What its client says of that."""
 
 
 class StampedCache(CacheManager):
-    """``CacheManager`` whose policy may know more than the time of a release: see ``policies``."""
+    """``CacheManager`` whose policy may know more than the time of a release; see ``policies``."""
 
     def __init__(self, config: CacheConfig, cost: CostModel, policy: str) -> None:
         self.policy, self._stamp = policies.make_policy(policy)
@@ -291,10 +284,9 @@ class StampedCache(CacheManager):
         self._coming: dict[SessionKey, ExpectedTurn] = {}
         self._turns: dict[SessionKey, ExpectedTurn] = {}
         self.restores: dict[SessionKey, Restore] = {}
-        """How the turn of each session was first laid out, until that is taken."""
+        """Result of the first admission of each session's turn, until the simulation takes it."""
 
     def expect_turn(self, key: SessionKey, turn: ExpectedTurn) -> None:
-        """The session's next turn."""
         self._coming[key] = turn
 
     def admit(self, key: SessionKey, *arguments: Any, **others: Any) -> Restore:

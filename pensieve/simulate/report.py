@@ -1,6 +1,6 @@
-"""Simulations as a report of ``pensieve replay``: the same numbers, pages and pictures.
+"""Reports of simulations in the format of ``pensieve replay``: the same numbers, pages and plots.
 
-bench/README.md says what there is beyond a replay's.
+bench/README.md describes the fields that a replay does not have.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def build_report(
     results: Sequence[dict[str, Any]],
     system_tokens: int = 0,
 ) -> dict[str, Any]:
-    """The whole JSON. All simulations have the same settings and engine; each load is a run, each policy a target.
+    """Build the JSON report. Each load is a run and each policy a target; settings and engine are the same
+    for all.
 
     ``over_clairvoyant``: recomputed cost as a multiple of the clairvoyant policy's in the same run.
     """
@@ -88,7 +89,7 @@ def build_report(
 def _gap(
     shaped: Shaped, first: Simulation, targets: Sequence[dict[str, Any]], system_tokens: int
 ) -> dict[str, Any] | None:
-    """See ``history.gap``. None: what is simulated is not what a server has served."""
+    """See ``history.gap``. None if the simulated load differs from the load that the server served."""
     load = first.load
     if load.rate is not None or load.sessions is not None or system_tokens:
         return None
@@ -146,7 +147,7 @@ def _arrivals(load: Load) -> dict[str, Any]:
 def _settings(one: Simulation) -> dict[str, Any]:
     settings = one.settings
     told = dataclasses.asdict(settings.cache)
-    del told["policy"]  # each target has its own
+    del told["policy"]  # each target names its own
     return told | {
         "context_limit": settings.context_limit,
         "max_batch_tokens": settings.max_batch_tokens,
@@ -163,7 +164,7 @@ def _settings(one: Simulation) -> dict[str, Any]:
 
 
 def print_report(report: dict[str, Any], console: Console) -> None:
-    """The policies below each other, load by load; of several loads also how far each policy carries."""
+    """Print a row for each policy and load; for several loads also the ratios of throughput."""
     simulated, work = report["simulation"], report["workload"]
     several = simulated["settings"]["replicas"] > 1
     title = (
@@ -190,7 +191,7 @@ def print_report(report: dict[str, Any], console: Console) -> None:
             )
         if shared := row.get("shared_input_tokens"):
             console.print(
-                f"{row['target']}, {_offered(row)}: others had computed {shared:,} tokens of input."
+                f"{row['target']}, {_offered(row)}: {shared:,} input tokens were already cached by other sessions."
             )
         if several and row["turns"]["completed"]:
             console.print(f"{row['target']}, {_offered(row)}: {_spread(row['by_replica'], simulated)}.")
@@ -199,10 +200,10 @@ def print_report(report: dict[str, Any], console: Console) -> None:
 
 
 def _told_gap(gap: Mapping[str, Any]) -> str:
-    """Where the server had the history, and how much less a policy that knows the future would have recomputed."""
+    """Sentence on where the server found the history, and on how much less a clairvoyant policy recomputes."""
     had = gap["measured"]
     told = (
-        f"Served: {gap['turns']:,} turns came back to {gap['history_tokens']:,} tokens of history, of which "
+        f"Served: {gap['turns']:,} later turns had {gap['history_tokens']:,} tokens of history, of which "
         f"{100 * had['device']:.2f} % were on the device, {100 * had['host']:.2f} % on the host, and "
         f"{100 * had['recomputed']:.2f} % were recomputed"
     )
@@ -213,7 +214,6 @@ def _told_gap(gap: Mapping[str, Any]) -> str:
 
 
 def _spread(rows: Sequence[Mapping[str, Any]], simulated: Mapping[str, Any]) -> str:
-    """How evenly the replicas were used."""
     mean = sum(row["turns"] for row in rows) / simulated["settings"]["replicas"]
     slow = [row["ttft_s"]["warm"]["p99"] for row in rows if row["ttft_s"]["warm"]["p99"] is not None]
     late = f"; warm TTFT p99 from {1000 * min(slow):.1f} to {1000 * max(slow):.1f} ms" if slow else ""

@@ -283,5 +283,5 @@ async def test_a_target_inside_this_process_is_refused() -> None:
         async def close(self) -> None: ...
 
     plan = ReplayPlan(Dataset("d", TALKS, "0"), Shaping(), Arrivals(), RunOptions(processes=2))
-    with pytest.raises(ValueError, match="inside lives in this process"):
+    with pytest.raises(ValueError, match="inside runs in this process"):
         await run(plan, [Inside()])  # type: ignore[list-item]

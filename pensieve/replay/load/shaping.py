@@ -1,4 +1,4 @@
-"""Cuts conversations to what is asked for and to what every target can hold, and counts what was cut."""
+"""Cuts conversations to the requested shape and to the limits of all targets, and counts the cuts."""
 
 from __future__ import annotations
 
@@ -10,28 +10,27 @@ from pensieve.replay.load.workload import Conversation, Piece, TurnLengths, trun
 
 @dataclass(frozen=True, slots=True)
 class Shaping:
-    """What is to be made of a workload; None: as recorded."""
+    """Requested changes of a workload; None: as recorded."""
 
     scale_lengths: float = 1.0
-    """Every length is multiplied by this, and stays at least one token: for models with short contexts."""
+    """Factor of every length, for models with short contexts; no length falls below one token."""
     max_turns: int | None = None
     max_input_tokens: int | None = None
     max_output_tokens: int | None = None
     system_tokens: int = 0
-    """Put so many tokens before the first input of every conversation, the same ones for all."""
+    """Tokens put before the first input of every conversation, the same for all."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shaped:
-    """What is replayed, and how much less than the dataset it is."""
+    """The conversations to replay, and what was cut from the dataset."""
 
     conversations: tuple[Conversation, ...]
     cut_conversations: int
-    """How many end early because the context would not fit."""
+    """Conversations that end early because the context would not fit."""
     dropped_conversations: int
-    """How many are left out because not even their first turn fits."""
+    """Conversations left out because not even their first turn fits."""
     dropped_turns: int
-    """How many turns both kinds lack."""
 
     @property
     def turns(self) -> int:
@@ -39,8 +38,10 @@ class Shaped:
 
 
 def shape(conversations: Iterable[Conversation], wanted: Shaping, context_limit: int) -> Shaped:
-    """Cut ``conversations`` to size. ``context_limit``: the smallest of all targets, so that all do the same work; a
-    context must stay below it."""
+    """Cut ``conversations`` to size.
+
+    Contexts stay below ``context_limit``, the smallest of all targets, so that all targets do the same work.
+    """
     kept: list[Conversation] = []
     cut = dropped = turns_lost = 0
     for talk in conversations:
@@ -59,7 +60,7 @@ def shape(conversations: Iterable[Conversation], wanted: Shaping, context_limit:
 
 
 def _prefix(pieces: tuple[Piece, ...], wanted: Shaping, first_input: int) -> tuple[Piece, ...]:
-    """What is left of the pieces; of the first input, as it is now, they leave a token."""
+    """Scale the shared pieces; they leave at least one token of the first input."""
     scaled = ((name, round(tokens * wanted.scale_lengths)) for name, tokens in pieces)
     kept = truncate_pieces(tuple(piece for piece in scaled if piece[1]), first_input - 1)
     return (("system prompt of all", wanted.system_tokens), *kept) if wanted.system_tokens else kept

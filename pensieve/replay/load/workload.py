@@ -1,4 +1,4 @@
-"""Conversations as lengths, and what their beginnings have in common: what a replay needs to know of a dataset."""
+"""Datasets: conversations as lengths, with the beginnings that they share."""
 
 from __future__ import annotations
 
@@ -12,21 +12,20 @@ from pathlib import Path
 from typing import Any, Final
 
 RECORDED = "pensieve.trace/1"
-"""What the header of a trace written by ``pensieve serve --record`` says."""
+"""Schema in the header of a trace written by ``pensieve serve --record``."""
 
 RECEIPT_FIELDS: Final = ("gpu_cached_tokens", "swapped_in_tokens", "recomputed_tokens")
 
 HASH_BLOCK_TOKENS: Final = 512
-"""Tokens that one of the ``hash_ids`` of a length trace stands for, as in the traces that came with Mooncake."""
+"""Tokens per entry of ``hash_ids`` in a length trace, as in the traces of Mooncake."""
 
 CountTokens = Callable[[str], int]
 
 Piece = tuple[str, int]
-"""So many leading tokens of the text with this name."""
+"""(name of a text, number of its leading tokens)."""
 
 
 _Row = tuple[int, "TurnLengths", dict[str, Any]]
-"""A row of a length trace: number of its turn, lengths, all that it says."""
 
 
 class DatasetError(ValueError):
@@ -40,57 +39,54 @@ class TurnLengths:
     input_tokens: int
     output_tokens: int
     timestamp_s: float | None = None
-    """When the turn was sent in the recording; None: nobody says."""
+    """Time of sending in the recording; None: unknown."""
     receipt: tuple[int, int, int] | None = None
-    """Tokens of its context that a server had on the device, had on the host, and recomputed; None: not recorded."""
+    """Tokens of the context found on the device, found on the host, and recomputed; None: not recorded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """The turns of one conversation, as lengths."""
-
     key: str
-    """What names it in its dataset."""
     turns: tuple[TurnLengths, ...]
     prefix: tuple[Piece, ...] = ()
-    """What its first input begins with, piece after piece. It has at least one more token, which is no other's.
+    """Pieces that the first input begins with. At least one more token follows, which is shared with no
+    other.
 
-    Two conversations begin with the same tokens as far as their pieces are the same."""
+    Two conversations begin with the same tokens as far as their pieces are the same.
+    """
 
     @property
     def tokens(self) -> int:
-        """Length of the context after the last answer."""
+        """Context length after the last answer."""
         return sum(turn.input_tokens + turn.output_tokens for turn in self.turns)
 
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    """Conversations from one source."""
-
     name: str
     conversations: tuple[Conversation, ...]
     sha256: str
 
     @property
     def recorded_arrivals(self) -> bool:
-        """Whether every turn says when it was sent."""
         return all(turn.timestamp_s is not None for talk in self.conversations for turn in talk.turns)
 
 
 def estimate_tokens(text: str) -> int:
-    """Tokens of English text, roughly: a token per four characters, and at least three for four words."""
+    """Estimate the tokens of English text: one per four characters, and at least three per four words."""
     return max(1, round(len(text) / 4), round(len(text.split()) * 0.75))
 
 
 def load(path: Path, count_tokens: CountTokens = estimate_tokens, *, limit: int | None = None) -> Dataset:
-    """ShareGPT JSON or a length trace (JSONL), either maybe gzipped. ``limit``: the first so many conversations.
+    """Load ShareGPT JSON or a length trace (JSONL), either optionally gzipped; only the first ``limit``
+    conversations.
 
-    A trace may be one that ``pensieve serve --record`` wrote: turns that were not kept are left out, and so are
-    answers without a token, whose input is counted to the next turn.
+    In a trace written by ``pensieve serve --record``, turns that were not kept are left out. So are answers
+    without a token; their input is added to the next turn.
 
-    What sessions have in common is said by the first row of each. ``prefix`` names a text, and the first
-    ``prefix_tokens`` of the session are that text's; or ``hash_ids`` has an id for every ``HASH_BLOCK_TOKENS``, and as
-    far as those are the same, so are the tokens.
+    The first row of a session declares its shared beginning. With ``prefix``, the name of a text, the first
+    ``prefix_tokens`` tokens are those of that text. With ``hash_ids``, one id per ``HASH_BLOCK_TOKENS``,
+    sessions share tokens as far as their ids are the same.
 
     Raises DatasetError.
     """
@@ -127,7 +123,7 @@ def _share_gpt(path: Path, text: str, count: CountTokens, limit: int | None) -> 
 
 
 def _messages(path: Path, number: int, messages: list[Any]) -> Iterable[tuple[bool, str]]:
-    """(is it the user's, text) pairs; system messages count as the user's."""
+    """Yield (is it the user's, text) pairs; system messages count as the user's."""
     for message in messages:
         try:
             speaker, text = str(message["from"]), str(message["value"])
@@ -137,7 +133,7 @@ def _messages(path: Path, number: int, messages: list[Any]) -> Iterable[tuple[bo
 
 
 def _answered(messages: Iterable[tuple[bool, str]], count: CountTokens) -> list[TurnLengths]:
-    """Pairs of input and answer; an answer without input and an input without answer are left out."""
+    """Pair inputs with answers; an answer without input and an input without answer are left out."""
     turns: list[TurnLengths] = []
     asked: list[str] = []
     for is_user, text in messages:
@@ -150,7 +146,7 @@ def _answered(messages: Iterable[tuple[bool, str]], count: CountTokens) -> list[
 
 
 def parse_length_trace(path: Path, text: str) -> list[Conversation]:
-    """The conversations of a length trace. ``path`` names it in errors. Raises DatasetError."""
+    """Parse a length trace. ``path`` is for error messages. Raises DatasetError."""
     rows: dict[str, list[_Row]] = {}
     headers = 0
     for number, line in enumerate(text.splitlines(), 1):
@@ -177,10 +173,12 @@ def parse_length_trace(path: Path, text: str) -> list[Conversation]:
             if isinstance(error, DatasetError):
                 raise
             raise DatasetError(
-                f"{path}, line {number}: wants session_id, turn, input_tokens, output_tokens[, timestamp_s]: {error!r}"
+                f"{path}, line {number}: needs session_id, turn, input_tokens, output_tokens[, timestamp_s]: {error!r}"
             ) from error
         if turn.input_tokens < 1 or turn.output_tokens < (0 if "committed" in row else 1):
-            raise DatasetError(f"{path}, line {number}: a turn has at least one token each way")
+            raise DatasetError(
+                f"{path}, line {number}: a turn needs at least one input token and one output token"
+            )
         rows.setdefault(session, []).append(entry)
     ordered = [(key, sorted(turns, key=lambda entry: entry[0])) for key, turns in rows.items()]
     begins = _beginnings(path, [(key, turns[0]) for key, turns in ordered])
@@ -192,7 +190,7 @@ def parse_length_trace(path: Path, text: str) -> list[Conversation]:
 
 
 def _beginnings(path: Path, firsts: Sequence[tuple[str, _Row]]) -> list[tuple[Piece, ...]]:
-    """What each session's first input begins with, from its first row. Raises DatasetError."""
+    """Shared beginning of each session, from its first row. Raises DatasetError."""
     found: list[tuple[Piece, ...]] = []
     hashed: Counter[str] = Counter()
     for key, (_, turn, row) in firsts:
@@ -200,14 +198,14 @@ def _beginnings(path: Path, firsts: Sequence[tuple[str, _Row]]) -> list[tuple[Pi
             found.append(_pieces(row))
         except (ValueError, KeyError, TypeError) as error:
             raise DatasetError(
-                f"{path}, session {key}: `prefix` goes with prefix_tokens, `hash_ids` is a list: {error!r}"
+                f"{path}, session {key}: `prefix` needs prefix_tokens, `hash_ids` must be a list: {error!r}"
             ) from error
         if "prefix" in row and not 0 < found[-1][0][1] < turn.input_tokens:
             raise DatasetError(
-                f"{path}, session {key}: a prefix has a token, and less than the {turn.input_tokens} of the first input"
+                f"{path}, session {key}: prefix_tokens must be at least 1 and below the {turn.input_tokens} of the first input"
             )
         hashed.update(name for name, _ in found[-1])
-    # Blocks that only one session has are its own, and most are: so what is held is little.
+    # Blocks of a single session are most of all blocks and shared with none: dropping them saves memory.
     kept = [_while_common(pieces, hashed) if "prefix" not in row else pieces
             for (_, (_, _, row)), pieces in zip(firsts, found, strict=True)]  # fmt: skip
     return [
@@ -223,13 +221,11 @@ def _pieces(row: Mapping[str, Any]) -> tuple[Piece, ...]:
 
 
 def _while_common(pieces: tuple[Piece, ...], count: Mapping[str, int]) -> tuple[Piece, ...]:
-    """The pieces up to the last one that another session has."""
     last = max((at for at, (name, _) in enumerate(pieces, 1) if count[name] > 1), default=0)
     return pieces[:last]
 
 
 def truncate_pieces(pieces: tuple[Piece, ...], most: int) -> tuple[Piece, ...]:
-    """The first ``most`` tokens of some pieces."""
     kept: list[Piece] = []
     for name, tokens in pieces:
         if most <= 0:
@@ -240,7 +236,7 @@ def truncate_pieces(pieces: tuple[Piece, ...], most: int) -> tuple[Piece, ...]:
 
 
 def _header(path: Path, number: int, row: dict[str, Any], headers: int) -> int:
-    """How many headers there were now. A second one starts the clock anew, so times would overlap."""
+    """Check a header row; return the new number of headers. A second one would restart the clock, so times overlap."""
     if row["schema"] != RECORDED:
         raise DatasetError(f"{path}, line {number}: schema {row['schema']!r} is not {RECORDED}")
     if headers:
@@ -251,7 +247,7 @@ def _header(path: Path, number: int, row: dict[str, Any], headers: int) -> int:
 
 
 def _with_answers(turns: Iterable[TurnLengths]) -> tuple[TurnLengths, ...]:
-    """An input without an answer is put before the next one, so that contexts keep their lengths."""
+    """Prepend each input without an answer to the next input, so that contexts keep their lengths."""
     kept: list[TurnLengths] = []
     waiting = 0
     for turn in turns:

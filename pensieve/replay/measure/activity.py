@@ -1,4 +1,4 @@
-"""How many conversations were open during a replay, and how late first tokens came meanwhile."""
+"""Counts open conversations during a replay, with the times to first token meanwhile."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pensieve.replay.records import TurnRecord
 
 TTFT_LIMIT_S = 2.0
 _BIN_TURNS = 20
-"""A 95th percentile of fewer turns would be their maximum."""
+"""With fewer turns the 95th percentile would be the maximum."""
 _MOST_BINS = 20
 RULE = (
     "A conversation is active from the moment its first turn is sent until its last answer ends, pauses included. "
@@ -27,10 +27,12 @@ def active_sessions(
     outside: Sequence[TurnRecord] = (),
     window: tuple[float, float] | None = None,
 ) -> dict[str, Any]:
-    """``mean`` and ``max`` of active conversations, ``ttft_p95_s``, ``bins``, and what ``RULE`` makes of them.
+    """Return ``mean`` and ``max`` of active conversations, ``ttft_p95_s``, ``bins``, and the result of
+    ``RULE``.
 
-    ``records``: the turns that are judged. ``outside``: the other turns of the run, so that a conversation whose turns
-    lie around the window counts as active in it. ``window``: its start and end; None: from first send to last end.
+    ``records`` are the judged turns. ``outside`` are the other turns of the run: they make a conversation
+    active whose turns lie around the window. ``window``: its start and end; None: from the first send to the
+    last end.
     """
     spans = list(_open_times([*records, *outside]).values())
     start, end = window or (
@@ -49,10 +51,10 @@ def active_sessions(
 
 
 def largest_within_limit(bins: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """``RULE`` over bins, which may come from several runs of one system.
+    """Apply ``RULE`` to bins, which may come from several runs of one system.
 
-    ``largest_within_limit`` is null where there is no bin or the emptiest is already too late; ``limit_reached`` is
-    false where no bin was above the limit: the system may hold more than was offered.
+    ``largest_within_limit`` is None without bins, or if the emptiest bin is too late. ``limit_reached`` is
+    False if no bin was above the limit: the system may hold more than was offered.
     """
     largest: float | None = None
     for entry in sorted(bins, key=lambda entry: float(entry["active"])):
@@ -64,7 +66,7 @@ def largest_within_limit(bins: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _sent(record: TurnRecord) -> float:
-    """When the turn was sent; when it was due, if its conversation could not be opened."""
+    """Time of sending; the due time if the conversation could not be opened."""
     return record.sent_s or record.due_s
 
 
@@ -96,7 +98,7 @@ def _bins(records: Sequence[TurnRecord], spans: Sequence[tuple[float, float]]) -
 
 
 def _mean_open(spans: Sequence[tuple[float, float]], start: float, stop: float) -> float:
-    """Mean number of open conversations from start to stop; at an instant, how many are open then."""
+    """Mean number of open conversations from start to stop; if these are equal, the number at that instant."""
     if stop <= start:
         return float(sum(begin <= start <= end for begin, end in spans))
     return sum(max(0.0, min(end, stop) - max(begin, start)) for begin, end in spans) / (stop - start)
@@ -104,7 +106,8 @@ def _mean_open(spans: Sequence[tuple[float, float]], start: float, stop: float) 
 
 def _most_open(spans: Sequence[tuple[float, float]], start: float, stop: float) -> int:
     inside = [(max(begin, start), min(end, stop)) for begin, end in spans if begin <= stop and end >= start]
-    # At equal times an end comes first: a client that goes on with another conversation has one open, not two.
+    # At equal times an end comes first: a client that continues with another conversation has one open, not
+    # two.
     edges = sorted([(begin, 1) for begin, _ in inside] + [(end, -1) for _, end in inside])
     now = most = 0
     for _, change in edges:
@@ -114,7 +117,7 @@ def _most_open(spans: Sequence[tuple[float, float]], start: float, stop: float) 
 
 
 def _p95(records: Sequence[TurnRecord]) -> float | None:
-    """The 95th percentile of the time to first token, by nearest rank; None where that is a turn without one."""
+    """Nearest-rank 95th percentile of the time to first token; None if that turn has none."""
     late = sorted(math.inf if record.error or record.ttft_s is None else record.ttft_s for record in records)
     value = late[math.ceil(0.95 * len(late)) - 1]
     return None if math.isinf(value) else value

@@ -1,7 +1,4 @@
-"""Condenses a replay to numbers; the JSON is described in bench/README.md.
-
-Receipts are checked here: each turn by itself, and against the turn before.
-"""
+"""Condenses a replay to numbers, and checks receipts; bench/README.md describes the JSON."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ _SHOWN = 20
 
 
 def receipt_violations(records: Iterable[TurnRecord]) -> list[str]:
-    """One sentence per broken rule; turns without a receipt are passed over."""
+    """Check receipts; return one sentence per broken rule. Turns without a receipt are skipped."""
     found: list[str] = []
     last: dict[int, TurnRecord] = {}
     for record in sorted(records, key=lambda record: (record.conversation, record.turn)):
@@ -48,14 +45,19 @@ def _alone(record: TurnRecord) -> list[str]:
             f"swapped {usage.swapped_in_tokens} + recomputed {usage.recomputed_tokens} + new {usage.new_tokens}"
         )
     if usage.output_tokens != record.output_tokens:
-        found.append(f"{where}: {record.output_tokens} tokens came, the receipt says {usage.output_tokens}")
+        found.append(
+            f"{where}: {record.output_tokens} tokens arrived, the receipt says {usage.output_tokens}"
+        )
     if record.turn == 0 and usage.recomputed_tokens:
         found.append(f"{where}: a first turn has {usage.recomputed_tokens} recomputed tokens")
     return found
 
 
 def _against(before: TurnRecord, record: TurnRecord) -> list[str]:
-    """What was found of the input, as in a beginning that another session has too, is not new: hence no equality."""
+    """Check a receipt against the turn before.
+
+    The context may be larger than history and new input: input that another session has cached is not new.
+    """
     assert before.usage is not None and record.usage is not None
     usage, where, found = record.usage, _where(record), []
     history = before.usage.context_tokens + before.usage.output_tokens
@@ -72,7 +74,7 @@ def _where(record: TurnRecord) -> str:
 
 
 def summarise(outcome: Outcome) -> dict[str, Any]:
-    """The ``targets`` entry of one target. Durations in seconds; a statistic of nothing is null."""
+    """The ``targets`` entry of one target. Durations in seconds; statistics without values are null."""
     done = [record for record in outcome.records if not record.error]
     failed = [record for record in outcome.records if record.error]
     broken = receipt_violations(outcome.records)
@@ -114,13 +116,12 @@ def summarise(outcome: Outcome) -> dict[str, Any]:
 
 
 def is_clean(summary: dict[str, Any]) -> bool:
-    """Whether every turn completed and every receipt reconciles."""
     turns = summary["turns"]
     return not (turns["failed"] or turns["skipped"] or summary["receipts"]["violations"])
 
 
 def value_at(summary: Mapping[str, Any], path: str) -> Any:
-    """The value at a dotted path; None where an older report has no such field."""
+    """The value at a dotted path; None if an older report lacks the field."""
     value: Any = summary
     for key in path.split("."):
         if not isinstance(value, Mapping) or key not in value:
@@ -130,7 +131,6 @@ def value_at(summary: Mapping[str, Any], path: str) -> Any:
 
 
 def statistics(values: Iterable[float]) -> dict[str, float | int | None]:
-    """Count, mean and percentiles."""
     array = np.fromiter(values, dtype=np.float64)
     if not len(array):
         return {"count": 0, "mean": None, "p50": None, "p90": None, "p95": None, "p99": None, "max": None}
@@ -147,7 +147,7 @@ def statistics(values: Iterable[float]) -> dict[str, float | int | None]:
 
 
 def quantiles(values: Iterable[float]) -> list[float] | None:
-    """The quantiles at 0, 1, … 100 %: enough to draw the distribution."""
+    """The quantiles at 0, 1, … 100 %, to draw the distribution."""
     array = np.fromiter(values, dtype=np.float64)
     return [float(value) for value in np.percentile(array, np.arange(101))] if len(array) else None
 
@@ -157,13 +157,12 @@ def environment() -> dict[str, Any]:
     names = ("torch", "transformers", "tokenizers", "numpy", "grpcio", "protobuf", "redis")
     versions = {"pensieve": __version__, "python": platform.python_version()}
     versions |= {name: version_of(name) for name in names}
-    release = platform.release().partition("-")[0]  # what a distributor adds says nothing about speed
+    release = platform.release().partition("-")[0]  # the distributor's suffix says nothing about speed
     machine = {"system": f"{platform.system()} {release}", "cpu": _cpu(), "cores": _cores()}
     return {"machine": machine, "versions": versions}
 
 
 def version_of(package: str) -> str:
-    """The installed version; ``absent`` where there is none."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -188,7 +187,7 @@ def _ttft(records: Iterable[TurnRecord]) -> Iterable[float]:
 
 
 def _gaps(record: TurnRecord) -> Iterable[float]:
-    """Time per token between pieces: a piece of n tokens is n gaps of an n-th each."""
+    """Time per token between pieces: a piece of n tokens is n gaps of equal length."""
     for (_, earlier), (count, later) in zip(record.arrivals, record.arrivals[1:], strict=False):
         for _ in range(count):
             yield (later - earlier) / count

@@ -1,4 +1,4 @@
-"""Several client processes play one run: each conversation whole in one of them, all from one instant."""
+"""Plays one run with several client processes: each conversation in one of them, all from the same instant."""
 
 from __future__ import annotations
 
@@ -20,21 +20,20 @@ from pensieve.replay.records import Outcome, PlayResult, RunOptions, TurnRecord,
 from pensieve.replay.targets.base import RemoteTarget, TargetInfo, TurnFailed
 
 _HEAD_START_S = 0.05
-"""Time between ``Go`` and the start that it names, so that it has reached every process by then."""
+"""Time between ``Go`` and the start that it announces, so that it reaches every process before then."""
 _WORDS = 4000
-"""Bytes of a process's stderr that an error quotes."""
 T = TypeVar("T")
 
 
 class ClientFailed(RuntimeError):
-    """A client process ended before its work did: there is no measurement."""
+    """A client process ended before its work did; the measurement is lost."""
 
 
 def deal(scripts: Sequence[Script], options: RunOptions) -> list[tuple[tuple[Script, ...], RunOptions]]:
-    """What each process plays. Conversations are dealt round in order of their starts.
+    """Distribute scripts round-robin over the processes, with the options of each.
 
-    With a limit of conversations at once each process gets its part of the limit, and of the conversations in
-    proportion. The limit is at least as large as the number of processes.
+    With a limit on concurrent conversations each process gets its part of the limit and a proportional part
+    of the conversations. The limit is at least as large as the number of processes.
     """
     processes, limit = options.processes, options.concurrency
     rounds = limit or processes
@@ -58,7 +57,8 @@ async def replay(
 ) -> Outcome:
     """Like ``runner.replay``, against the server at the target's address.
 
-    Raises TurnFailed when a process cannot connect, ClientFailed when one dies. No process outlives this.
+    Raises TurnFailed when a process cannot connect, ClientFailed when one dies. No process outlives this
+    call.
     """
     records: list[TurnRecord] = []
 
@@ -76,14 +76,12 @@ async def replay(
         for member in crew:
             member.channel.send(wire.Go(start))
         played = await _all(member.follow(ended, on_send) for member in crew)
-        # No server may see a session go while others are still measured.
+        # Sessions are deleted only after all processes have finished their measurement.
         leftovers = await _all(member.leave() for member in crew)
     return merge_results(target.name, info, records, played, next(filter(None, leftovers), ""))
 
 
 class _Member:
-    """One client process, as the crew sees it."""
-
     def __init__(self, number: int, process: asyncio.subprocess.Process, channel: wire.PoolChannel) -> None:
         self._number, self._process, self.channel = number, process, channel
         assert process.stderr is not None
@@ -99,7 +97,7 @@ class _Member:
         return cast(PlayResult, finished.played)
 
     async def _next(self, wanted: Any, on_turn: OnTurn, on_send: OnSend) -> Any:
-        """The next message of the ``wanted`` kind; turns that go out and end meanwhile are passed on."""
+        """Return the next message of the ``wanted`` kind; report turns that are sent or end meanwhile."""
         while True:
             match await self._receive(wire.TurnSent | wire.TurnEnded | wanted):
                 case wire.TurnSent():
@@ -115,7 +113,7 @@ class _Member:
         return str(left.leftover)
 
     async def end(self) -> None:
-        """Kill the process: whatever it still does after this is of no use."""
+        """Kill the process: its remaining work is of no use."""
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
         await self._process.wait()
@@ -135,7 +133,7 @@ class _Member:
 @asynccontextmanager
 async def _member(number: int) -> AsyncIterator[_Member]:
     ours, theirs = socket.socketpair()
-    channel = await wire.PoolChannel.over(ours, wire.PlayerMessage)  # closing it would end the process, too
+    channel = await wire.PoolChannel.over(ours, wire.PlayerMessage)  # closing it ends the process, too
     with theirs:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-P", "-m", wire.__name__, str(theirs.fileno())),
@@ -143,7 +141,7 @@ async def _member(number: int) -> AsyncIterator[_Member]:
             stderr=asyncio.subprocess.PIPE,
             pass_fds=(theirs.fileno(),),
             env=child_environment(failpoints=False),
-            start_new_session=True,  # Ctrl-C in the terminal is for the crew, which ends its members
+            start_new_session=True,  # Ctrl-C in the terminal is for the parent, which ends its processes
         )
     member = _Member(number, process, channel)
     try:
@@ -153,7 +151,6 @@ async def _member(number: int) -> AsyncIterator[_Member]:
 
 
 async def _tail(stream: asyncio.StreamReader) -> str:
-    """The end of what comes, read until nothing more can."""
     last = b""
     while data := await stream.read(_WORDS):
         last = (last + data)[-_WORDS:]
@@ -161,7 +158,7 @@ async def _tail(stream: asyncio.StreamReader) -> str:
 
 
 async def _all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results, in order; the first failure ends the rest and is raised as it is."""
+    """Return the results in order; the first failure cancels the rest and is raised unwrapped."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(one) for one in work]

@@ -1,4 +1,4 @@
-"""Reports as one HTML page that needs nothing else: pictures, tables, configuration, and the numbers themselves."""
+"""Reports as one self-contained HTML page: plots, tables, configuration, and the numbers themselves."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ _CAPTIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One cell. ``path`` leads to ``value`` in the reports that the page embeds; a derived number has neither."""
+    """One cell. ``path`` leads to ``value`` in the embedded reports; a derived number has neither."""
 
     text: str
     path: str = ""
@@ -72,14 +72,12 @@ class Table:
     note: str
     heads: tuple[str, ...]
     labels: int
-    """How many columns on the left are names; the others are numbers."""
     rows: tuple[Row, ...]
     folded: bool = False
-    """The reader has to unfold it."""
 
 
 def headline_tables(panels: Sequence[Panel], latency_s: float | None) -> Iterator[Table]:
-    """The tables beside the first picture. ``latency_s``: where ratios are taken; None: chosen for each pair."""
+    """The tables beside the first plot. ``latency_s``: where ratios are taken; None: chosen for each pair."""
     yield _systems(panels)
     ratios = _ratios(panels, latency_s)
     if ratios.rows:
@@ -87,7 +85,6 @@ def headline_tables(panels: Sequence[Panel], latency_s: float | None) -> Iterato
 
 
 def tables(panels: Sequence[Panel]) -> Iterator[Table]:
-    """The tables of all numbers, further down the page."""
     found = [entry for panel in panels for entry in panel.entries]
     yield _grid("speed", "Throughput and latency", "", panels, SPEED)
     told = "Cold: the first turn of a conversation; warm: the later ones."
@@ -96,7 +93,7 @@ def tables(panels: Sequence[Panel]) -> Iterator[Table]:
     note = (
         ""
         if swap
-        else "No target told its swap traffic in bytes; host tokens are those that were swapped in."
+        else "No target reported its swap traffic in bytes; host tokens are those that were swapped in."
     )
     yield _grid("tokens", "Tokens by source, and swap traffic", note, panels, (*TOKENS, *swap))
     yield _grid("sessions", "Active conversations", RULE, panels, SESSIONS)
@@ -117,7 +114,7 @@ def _systems(panels: Sequence[Panel]) -> Table:
         "active conversations with TTFT p95 ≤ 2 s", "turns lost",
     )  # fmt: skip
     rows = [(panel, _system(name, curve)) for panel in panels for name, curve in panel.curves.items()]
-    note = "Means over turns and seeds; how active conversations are counted is said below."
+    note = "Means over turns and seeds. Active conversations: see the rule below."
     return _with_work(Table("systems", "At a glance", note, heads, 1, ()), panels, rows)
 
 
@@ -169,7 +166,7 @@ def _grid(key: str, title: str, note: str, panels: Sequence[Panel], columns: Seq
 
 
 def _with_work(table: Table, panels: Sequence[Panel], rows: Sequence[tuple[Panel, Row]]) -> Table:
-    """``table`` with its rows; where there are several panels, with a first column that tells them apart."""
+    """``table`` with its rows; with several panels also a first column that names the panel."""
     several = len(panels) > 1
     return Table(
         table.key,
@@ -198,7 +195,6 @@ def _cells(entry: CurveEntry, columns: Sequence[Column]) -> Iterator[Cell]:
 
 
 def _swap_columns(found: Sequence[CurveEntry]) -> list[Column]:
-    """Whatever numbers the targets gave under ``swap``."""
     names = dict.fromkeys(
         name
         for entry in found
@@ -227,14 +223,15 @@ def _by_turn(panel: Panel, entry: CurveEntry) -> Table:
 def write_html(
     reports: Sequence[Report], path: Path, names: Sequence[str] = (), latency_s: float | None = None
 ) -> None:
-    """Write one page of all reports. ``names``: one for each report. ``latency_s``: where ratios of throughput are
-    taken; None: chosen for each pair of systems. Raises PlotsMissing, OSError.
+    """Write one page of all reports.
+
+    ``names``: one for each report. ``latency_s``: where ratios of throughput are taken; None: chosen for each
+    pair of systems. Raises PlotsMissing, OSError.
     """
     path.write_text(page(reports, names, latency_s), encoding="utf-8")
 
 
 def page(reports: Sequence[Report], names: Sequence[str] = (), latency_s: float | None = None) -> str:
-    """The text of the page that ``write_html`` writes. Raises PlotsMissing."""
     import jinja2  # of the extra `plots`, like matplotlib
 
     environment = jinja2.Environment(
@@ -268,7 +265,7 @@ def page(reports: Sequence[Report], names: Sequence[str] = (), latency_s: float 
 
 
 def _problems(reports: Sequence[Report], names: Sequence[str], found: Sequence[CurveEntry]) -> Iterator[str]:
-    """What a reader must know before believing a number."""
+    """Problems that affect the validity of the numbers."""
     for name, report in zip(names, reports, strict=True):
         where = f"{name}: " if len(reports) > 1 else ""
         for reason in report.get("invalid_reasons") or []:
@@ -287,7 +284,8 @@ def _problems(reports: Sequence[Report], names: Sequence[str], found: Sequence[C
 
 
 def _line(report: Report) -> str:
-    """One line that says when, where and how much was replayed; of a simulation also what was simulated."""
+    """One line with the amount of work, the machine, the version and the time; for a simulation also the
+    simulated machine."""
     work = f"{_count(report, 'conversations')} conversations, {_count(report, 'turns')} turns"
     where = f"{value_at(report, 'machine.cpu')}, {value_at(report, 'machine.cores')} cores"
     if "simulation" in report:
@@ -304,7 +302,6 @@ def _count(report: Report, what: str) -> str:
 
 
 def _facts(report: Report) -> list[tuple[str, str]]:
-    """Configuration, workload, machine and versions as (name, value) lines."""
     found = [("created", str(report.get("created", NOTHING)))]
     for key in ("dataset", "workload", "machine", "versions", "options"):
         found += _flat(key, report.get(key) or {})

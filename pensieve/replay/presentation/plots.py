@@ -1,6 +1,6 @@
-"""Pictures of reports, drawn with matplotlib, which only the extra ``plots`` installs; it is imported when drawing.
+"""Plots of reports. matplotlib, which only the extra ``plots`` installs, is imported when drawing.
 
-The headline picture is normalised latency against throughput, as figures 10 and 11 of the paper draw it.
+The main plot is normalised latency against throughput, as in figures 10 and 11 of the paper.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 INK, FAINT = "#010203", "#d8dcdf"
-"""Colours of text and of thin lines. Nothing else has them, so that a page can put its own in their place."""
+"""Colours of text and thin lines. Nothing else has them, so that a page can replace them by its own."""
 WIDTH_IN, WIDE_IN = 6.2, 10.0
-"""Widths of pictures that stand two in a row on a page, and of those that take a whole row."""
+"""Widths of plots that are two in a row on a page, and of those that take a whole row."""
 LineStyle = Literal["-", "--", "-.", ":"]
 _LETTERS_PER_IN = 14
-"""How many letters of a legend fit into an inch."""
+"""Letters of a legend per inch."""
 
-# Told apart by the colour-blind, and visible on white and on black.
+# Distinguishable by the colour-blind, and visible on white and on black.
 _COLOURS = ("#3b8bd0", "#e0662a", "#25a17f", "#c967a5", "#d3961c", "#8a7fd6", "#5fb4c4", "#a0813f")
 _MARKERS = "osD^vPX*"
 _ROOM = 5.0
-"""The picture ends at so many times the lowest latency of the slowest system: above it queues only grow."""
+"""Maximum of the latency axis, in multiples of the slowest system's lowest latency: above it queues only grow."""
 _LOG_FROM = 10.0
-"""With systems whose lowest latencies are so many times apart, the axis is logarithmic, and nothing is cut."""
+"""If the lowest latencies of systems differ by this factor, the axis is logarithmic and nothing is cut."""
 BARS_CAPTION = (
     "Every system was measured at one load, so there is no curve: bars are the mean over turns and the 90th "
     "percentile, with the throughput above. Normalised latency: time from sending a turn to its last token, per output "
@@ -50,7 +50,7 @@ BARS_CAPTION = (
 CAPTION = (
     "One line per system: the mean over turns, dashed the 90th percentile; bars are 95 % intervals over seeds. "
     "Normalised latency: time from sending a turn to its last token, per output token. A hollow arrow at the top is a "
-    "point above the picture; a dotted line is the latency that ratios were asked for."
+    "point above the plot; a dotted line is the latency at which ratios were requested."
 )
 _SOURCE_COLOURS = {
     "gpu_cached": "#25a17f",
@@ -64,22 +64,19 @@ _OLD_QUANTILES = (("p50", 50), ("p90", 90), ("p95", 95), ("p99", 99), ("max", 10
 
 @dataclass(frozen=True, slots=True)
 class PlotStyle:
-    """How one system is drawn, in all pictures and panels."""
-
     colour: str
     marker: str
     style: LineStyle
-    """Systems that share a colour have different styles."""
+    """Distinguishes systems that share a colour."""
 
 
 def style_for(number: int) -> PlotStyle:
-    """The look of the system with this number, from 0."""
     style: LineStyle = "-" if number < len(_COLOURS) else "-."
     return PlotStyle(_COLOURS[number % len(_COLOURS)], _MARKERS[number % len(_MARKERS)], style)
 
 
 def plot_styles(panels: Sequence[Panel]) -> dict[str, PlotStyle]:
-    """System → look, in the order in which systems first appear."""
+    """System → style, in order of the first appearance of systems."""
     names = dict.fromkeys(name for panel in panels for name in panel.curves)
     return {name: style_for(number) for number, name in enumerate(names)}
 
@@ -123,14 +120,13 @@ def plain_numbers(axis: Axis) -> None:
 
 
 def sample(colour: str, style: LineStyle | Literal["none"] = "-", marker: str = "") -> Artist:
-    """A piece of line as a legend shows it."""
     from matplotlib.lines import Line2D
 
     return Line2D([], [], color=colour, linestyle=style, marker=marker, linewidth=1.8, markersize=5.5)
 
 
 def legend(figure: Figure, samples: Sequence[tuple[str, Artist]]) -> None:
-    """Put a legend above everything, never over a curve, in as many columns as fit."""
+    """Put a legend above all axes, in as many columns as fit."""
     labels = [plain(label) for label, _ in samples]
     longest = 4 + max(map(len, labels))
     columns = max(1, min(len(labels), int(_LETTERS_PER_IN * figure.get_figwidth() // longest)))
@@ -141,9 +137,9 @@ def legend(figure: Figure, samples: Sequence[tuple[str, Artist]]) -> None:
 
 
 def plain(text: str) -> str:
-    """``text`` so that matplotlib shows it as written.
+    """Escape ``text`` so that matplotlib shows it as written.
 
-    Else a dollar sign would begin a formula, and an underscore in front would hide a label from the legend.
+    A dollar sign would begin a formula, and a leading underscore would hide a label from the legend.
     """
     return (" " + text if text.startswith("_") else text).replace("$", r"\$")
 
@@ -154,9 +150,9 @@ if TYPE_CHECKING:
 
 
 def latency_figure(panels: Sequence[Panel], latency_s: float | None = None) -> Figure | None:
-    """One axes per panel; bars where no system has two points, None where there is but one, which a table tells.
+    """One axes per panel, with ``latency_s`` marked by a line.
 
-    ``latency_s`` is marked by a line.
+    Bars if no system has two points; None if there is only one point in all, which a table shows.
     """
     shown = [panel for panel in panels if any(panel.points.values())]
     if sum(len(points) for panel in shown for points in panel.points.values()) < 2:
@@ -185,7 +181,7 @@ def latency_figure(panels: Sequence[Panel], latency_s: float | None = None) -> F
 
 
 def has_bars(panels: Sequence[Panel]) -> bool:
-    """Whether no system was measured at two loads: points without a line between them."""
+    """Whether no system was measured at two loads, so that there are no lines."""
     return all(len(points) < 2 for panel in panels for points in panel.points.values())
 
 
@@ -217,7 +213,7 @@ def _bar_figure(panels: Sequence[Panel], shown: Sequence[Panel]) -> Figure:
 
 
 def _draw(axes: Axes, points: Sequence[CurvePoint], look: PlotStyle, key: str, top: float | None) -> None:
-    """``key`` names the lines in an SVG."""
+    """Draw a curve; ``key`` names its lines in an SVG."""
     xs, ys = [point.throughput for point in points], [1000 * point.mean_s for point in points]
     axes.plot(
         xs, ys, color=look.colour, linestyle=look.style, marker=look.marker, markersize=5.5,
@@ -241,10 +237,7 @@ def _draw(axes: Axes, points: Sequence[CurvePoint], look: PlotStyle, key: str, t
 
 
 def _top(points: Mapping[str, Sequence[CurvePoint]], latency_s: float | None) -> float | None:
-    """Latency at which the picture ends, in ms; None: it holds everything.
-
-    Whatever latency a ratio is told at is inside.
-    """
+    """Upper end of the latency axis in ms; None: it shows everything. The latencies of ratios are always inside."""
     lowest, highest = _extremes(points)
     if _logarithmic(lowest):
         return None
@@ -254,7 +247,7 @@ def _top(points: Mapping[str, Sequence[CurvePoint]], latency_s: float | None) ->
 
 
 def _extremes(points: Mapping[str, Sequence[CurvePoint]]) -> tuple[list[float], float]:
-    """Lowest mean latency of each system, and the highest of all that is drawn."""
+    """Lowest mean latency of each system, and the highest latency of all that is drawn."""
     lowest = [min(point.mean_s for point in found) for found in points.values() if found]
     return lowest, max(max(point.mean_s, point.p90_s or 0.0) for found in points.values() for point in found)
 
@@ -286,7 +279,7 @@ class PlotsMissing(click.ClickException):
 
 
 def require() -> None:
-    """Raises PlotsMissing; cheap, so that it can be asked before an hour of measuring."""
+    """Raise PlotsMissing if matplotlib is missing; cheap, to be called before an hour of measurement."""
     if importlib.util.find_spec("matplotlib") is None:
         raise PlotsMissing
 
@@ -294,7 +287,7 @@ def require() -> None:
 def write_plots(
     reports: Sequence[Report], folder: Path, names: Sequence[str] = (), latency_s: float | None = None
 ) -> list[Path]:
-    """Every picture as PNG and as SVG in ``folder``, which is made. Raises PlotsMissing, OSError."""
+    """Write every plot as PNG and SVG to ``folder``, which is created. Raises PlotsMissing, OSError."""
     require()
     folder.mkdir(parents=True, exist_ok=True)
     written = []
@@ -306,7 +299,7 @@ def write_plots(
 
 
 def inline_svgs(shown: Sequence[Panel], latency_s: float | None = None) -> dict[str, str]:
-    """Every picture as an SVG element for a page: text in the page's colour, ids of its own. Raises PlotsMissing."""
+    """Every plot as an SVG element for a page: text in the page's colour, unique ids. Raises PlotsMissing."""
     require()
     found = {}
     for key, figure in figures(shown, latency_s).items():
@@ -318,7 +311,6 @@ def inline_svgs(shown: Sequence[Panel], latency_s: float | None = None) -> dict[
 
 
 def figures(shown: Sequence[Panel], latency_s: float | None = None) -> dict[str, Figure]:
-    """Name → picture; those are left out for which no entry has the numbers."""
     drawn = {
         "latency": latency_figure(shown, latency_s),
         "ttft": _ttft(shown),
@@ -353,7 +345,6 @@ def _ttft(shown: Sequence[Panel]) -> Figure | None:
 
 
 def _distributions(curve: Sequence[CurveEntry]) -> list[tuple[LineStyle, list[float], list[float]]]:
-    """Line style, values and shares of cold and of warm turns at the highest load."""
     found = ((style, *_distribution(busiest(curve).summary, kind)) for kind, style in _TTFT_STYLES.items())
     return [drawn for drawn in found if drawn[1]]
 
@@ -389,7 +380,7 @@ def _sources(shown: Sequence[Panel]) -> Figure | None:
 def _sessions(shown: Sequence[Panel]) -> Figure | None:
     told = [panel for panel in shown if any(map(_bins, panel.curves.values()))]
     if sum(len(_bins(curve)) for panel in told for curve in panel.curves.values()) < 2:
-        return None  # a table tells of one dot
+        return None  # a table shows a single dot
     figure, axes_ = grid(len(told), 1, WIDTH_IN, 3.2)
     look = plot_styles(shown)
     drawn = set()
@@ -430,7 +421,7 @@ def _rows(curve: Sequence[CurveEntry]) -> list[Mapping[str, Any]]:
 
 
 def _distribution(summary: Mapping[str, Any], kind: str) -> tuple[list[float], list[float]]:
-    """Values and the percentage of turns up to each; of older reports the few percentiles that they have."""
+    """Values and the percentage of turns up to each; older reports only have a few percentiles."""
     values = value_at(summary, f"ttft_quantiles_s.{kind}")
     if values:
         return [float(value) for value in values], [float(share) for share in range(len(values))]
@@ -444,7 +435,7 @@ def _png(figure: Figure) -> bytes:
 
 
 def _svg_text(figure: Figure, key: str) -> str:
-    """Text stays text; the same figure gives the same bytes."""
+    """Render an SVG with text as text; the same figure gives the same bytes."""
     import matplotlib
 
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": key}):

@@ -1,4 +1,4 @@
-"""The report of a replay as tables for people. A table that is too wide becomes several below each other."""
+"""Prints a replay's report as tables. A table that is too wide is split into several."""
 
 from __future__ import annotations
 
@@ -23,9 +23,8 @@ from pensieve.replay.presentation.compare import comparisons
 from pensieve.replay.presentation.curves import CurveEntry, Panel, Report, busiest, entries, panels, unsteady
 
 _LABEL = 26
-"""A name wider than this is folded."""
 _BETWEEN = 3
-"""What a column takes beside its text: two blanks and a line."""
+"""Width of a column besides its text: two blanks and a line."""
 _EXAMPLES = 5
 _SIDE_BY_SIDE = 4
 _LINE = {
@@ -38,16 +37,15 @@ _LINE = {
     "inter_token_s.p99": "inter-token p99 ms",
     "active_sessions.mean": "active",
 }
-"""What is told of a run in a sweep, and its short name."""
 _COLUMNS = {column.path: column for column in (*SPEED, *FIRST_TOKEN, *SESSIONS)}
 
 
 def print_grid(
     console: Console, title: str, labels: Sequence[str], heads: Sequence[str], rows: Sequence[Sequence[str]]
 ) -> None:
-    """Print ``rows``, whose first cells are names under ``labels`` and the others numbers under ``heads``.
+    """Print ``rows``: their first cells are names under ``labels``, the others numbers under ``heads``.
 
-    Where the console is too narrow, the columns go on in another table, which has the names again.
+    If the console is too narrow, the remaining columns follow in another table that repeats the names.
     """
     count = len(labels)
     cells = [[head.split() or [""], [row[at] for row in rows]] for at, head in enumerate([*labels, *heads])]
@@ -69,7 +67,7 @@ def print_grid(
 
 
 def _parts(widths: Sequence[int], room: int) -> Iterator[list[int]]:
-    """Numbers of the columns that stand together; at least one."""
+    """Split columns into tables: yield the indices of the columns of each, at least one."""
     part: list[int] = []
     left = room
     for index, width in enumerate(widths):
@@ -82,10 +80,10 @@ def _parts(widths: Sequence[int], room: int) -> Iterator[list[int]]:
 
 
 def print_report(report: dict[str, Any], console: Console) -> None:
-    """What was measured, tokens by source per turn number, then what went wrong.
+    """Print what was measured, tokens by source per turn number, and problems.
 
-    A few targets stand side by side; the runs of a sweep are a line each, and only the fullest run of each system tells
-    of its turns.
+    A few targets are columns. The runs of a sweep are rows, and only the run with the highest load of each
+    system shows its turns.
     """
     (panel,) = panels([report])
     found = panel.entries
@@ -107,7 +105,7 @@ def print_report(report: dict[str, Any], console: Console) -> None:
 def print_curves(
     reports: Sequence[Report], names: Sequence[str], console: Console, latency_s: float | None = None
 ) -> None:
-    """All runs of several reports, a line each; how the systems compare; what went wrong.
+    """Print all runs of several reports, one per row, the ratios between systems, and problems.
 
     ``latency_s``: where ratios of throughput are taken; None: chosen for each pair of systems.
     """

@@ -22,7 +22,7 @@ _LEAST = 1e-5
 
 @dataclass(slots=True)
 class DurationHistogram:
-    """Mean and percentiles of durations; a percentile is right to 1 %."""
+    """Histogram of durations with their mean; percentiles are exact to 1 %."""
 
     count: int = 0
     total: float = 0.0
@@ -47,12 +47,10 @@ class DurationHistogram:
         return None
 
     def quantiles(self) -> list[float] | None:
-        """The percentiles 0, 1, … 100; None where nothing was added."""
         found = [self.percentile(share / 100) for share in range(101)]
         return None if found[-1] is None else [value for value in found if value is not None]
 
     def merge(self, other: DurationHistogram) -> None:
-        """Add what another one has."""
         self.count, self.total = self.count + other.count, self.total + other.total
         self.most = max(self.most, other.most)
         for bin_, count in other.bins.items():
@@ -67,11 +65,10 @@ class DurationHistogram:
 
 @dataclass(slots=True)
 class TurnTotals:
-    """What ``told`` tells, over all turns that were added."""
+    """Totals over the turns that were added."""
 
     turns: int = 0
     history: int = 0
-    """Tokens of history, all turns together."""
     device: int = 0
     host: int = 0
     recomputed: int = 0
@@ -80,7 +77,7 @@ class TurnTotals:
     normalised: DurationHistogram = field(default_factory=DurationHistogram)
 
     def add(self, usage: Usage, ttft: float, answering: float, *, warm: bool) -> None:
-        """One completed turn; seconds to its first token, and from there to its last."""
+        """Add a turn; ``ttft`` and ``answering`` (first to last token) in seconds."""
         self.turns += 1
         self.history += usage.context_tokens - usage.new_tokens
         self.device += usage.gpu_cached_tokens
@@ -90,7 +87,7 @@ class TurnTotals:
         self.normalised.add((ttft + answering) / usage.output_tokens)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON. Shares are of the history tokens."""
+        """Values for JSON. ``hit_rate`` is a share of the history tokens."""
         return {
             "turns": self.turns,
             "tokens": {"history": self.history, "gpu_cached": self.device, "swapped_in": self.host,
@@ -106,7 +103,7 @@ TimeWindow = tuple[float, float]
 
 
 class RecomputeCosts:
-    """The cost of recomputing ranges of a context."""
+    """Costs of recomputing ranges of a context."""
 
     def __init__(self, cost: CostModel) -> None:
         self._cost = cost
@@ -114,7 +111,7 @@ class RecomputeCosts:
         self._upto = [0.0]
 
     def cost_up_to(self, tokens: int) -> float:
-        """Seconds to compute the first so many tokens of a context; a part of a chunk costs its share."""
+        """Seconds to compute the first ``tokens`` tokens of a context; part of a chunk costs its share."""
         whole, rest = divmod(tokens, self._size)
         while len(self._upto) < whole + 2:
             costs = self._cost.chunk_costs(2 * len(self._upto) + 64).tolist()
@@ -124,7 +121,6 @@ class RecomputeCosts:
         return low + (self._upto[whole + 1] - low) * rest / self._size if rest else low
 
     def cost_of(self, missing: tuple[tuple[int, int], ...], history: int) -> float:
-        """Seconds to recompute what is missing of a history."""
         return sum(
             self.cost_up_to(min(end, history)) - self.cost_up_to(start)
             for start, end in missing
@@ -132,30 +128,24 @@ class RecomputeCosts:
         )
 
 
-@dataclass(slots=True)  # not frozen: one is made for each turn
+@dataclass(slots=True)  # not frozen: made for each turn
 class CompletedTurn:
-    """A completed turn as an engine counts it. Times in virtual seconds."""
+    """A completed turn as counted by an engine. Times in virtual seconds."""
 
     number: int
-    """In its session, from 0."""
+    """Number in the session, from 0."""
     usage: Usage
     expected_context: int
     cost: float
-    """Seconds of what had to be recomputed."""
     ttft: float
     answering: float
-    """From its first token to its end."""
     end_s: float
-    """When it ended."""
     shared: int = 0
-    """Tokens of its input that were found cached."""
     replica: int = 0
 
 
 @dataclass(slots=True)
 class _Row:
-    """Sums over all turns of one number."""
-
     turns: int = 0
     sources: list[int] = field(default_factory=lambda: [0] * len(SOURCES))
     output: int = 0
@@ -164,44 +154,37 @@ class _Row:
 
 @dataclass(slots=True)
 class Tally:
-    """Sums over what one policy's simulation did: over the turns that ended in a window, or over all."""
+    """Sums over one policy's simulation: over the turns that ended in the window, or over all turns."""
 
     window: TimeWindow | None = None
-    """From its start up to its end, in virtual seconds from ``zero_s`` on."""
+    """(start, end) in virtual seconds after ``zero_s``; the end is excluded."""
     zero_s: float = 0.0
-    """All times here count from this one."""
     row_s: float | None = None
-    """Length of a row of ``timeline``; None: there are none."""
     sessions: int = 0
-    """Begun, in the window or not."""
     turns_outside: int = 0
     recomputed_cost_s: float = 0.0
     violations: int = 0
-    """Receipts that do not add up, in the window or not."""
+    """Receipts that do not add up, inside the window or not."""
     shared: int = 0
-    """Input tokens that others had computed, and that were still cached."""
+    """Input tokens that were cached by other sessions."""
     repeated_turns: int = 0
-    """Begun again elsewhere because their replica was lost."""
     rows: list[_Row] = field(default_factory=list)
-    """Sums by a turn's number in its session; the last row is for all later ones."""
+    """Sums by the turn's number in its session; the last row holds all later turns."""
     latency: DurationHistogram = field(default_factory=DurationHistogram)
     normalised: DurationHistogram = field(default_factory=DurationHistogram)
     gaps: DurationHistogram = field(default_factory=DurationHistogram)
-    """Between a token and the next one of the same answer."""
     answering_s: float = 0.0
-    """From first tokens to the ends of answers."""
+    """Sum of times from first tokens to the ends of answers."""
     open_s: float = 0.0
-    """Seconds that sessions were open, pauses included, all sessions together."""
+    """Sum of the times that sessions were open, pauses included."""
     flight_s: list[float] = field(default_factory=lambda: [0.0] * BINS)
-    """Seconds that turns were under way in each part of the window, all turns together."""
+    """Sum of the times that turns were in flight, for each part of the window."""
     last_end_s: float = 0.0
     replicas: dict[int, TurnTotals] = field(default_factory=dict)
-    """The turns by the replica that ended them."""
     timeline: dict[int, TurnTotals] = field(default_factory=dict)
-    """The turns by when they ended: in which row of ``row_s`` after the window's start."""
+    """Turns by end time: by the row of ``row_s`` seconds after the start of the window."""
 
     def add(self, turn: CompletedTurn) -> None:
-        """Count a completed turn."""
         usage = turn.usage
         values = (
             usage.gpu_cached_tokens,
@@ -242,12 +225,12 @@ class Tally:
             row.sources[place] += tokens
 
     def add_gaps(self, seconds: float, count: int, now: float) -> None:
-        """Count so many tokens that came ``now`` or until now, each so long after the one before it."""
+        """Add ``count`` tokens that arrived until ``now``, each ``seconds`` after the token before it."""
         if count and (self.window is None or self.window[0] <= now - self.zero_s < self.window[1]):
             self.gaps.add(seconds, count)
 
     def add_open_time(self, start: float, end: float) -> None:
-        """Count a session that was open from its first turn's arrival to its last answer's end."""
+        """Add a session that was open from its first turn's arrival to its last answer's end."""
         start, end = start - self.zero_s, end - self.zero_s
         low, high = self.window or (0.0, end)
         self.open_s += max(0.0, min(end, high) - max(start, low))
@@ -263,12 +246,10 @@ class Tally:
 
     @property
     def cold(self) -> DurationHistogram:
-        """Times to the first tokens of first turns."""
         return _merged(self.rows[:1])
 
     @property
     def warm(self) -> DurationHistogram:
-        """Times to the first tokens of later turns."""
         return _merged(self.rows[1:])
 
     @property
@@ -281,7 +262,6 @@ class Tally:
 
     @property
     def sources(self) -> dict[str, int]:
-        """Context tokens by where they came from."""
         return {name: sum(row.sources[place] for row in self.rows) for place, name in enumerate(SOURCES)}
 
     @property
@@ -289,7 +269,7 @@ class Tally:
         return sum(self.sources.values())
 
     def summary(self) -> dict[str, Any]:
-        """The numbers, named as ``pensieve replay`` names them where it has the same."""
+        """The summary, with the field names of ``pensieve replay`` where both have the number."""
         start, end = self.window or (0.0, self.last_end_s)
         seconds, sources = end - start, self.sources
         history = self.context - sources["new"]
@@ -347,7 +327,7 @@ class Tally:
 
 
 def _merged(rows: Sequence[_Row]) -> DurationHistogram:
-    """Times to first tokens, of several rows together."""
+    """Times to first token of several rows together."""
     all_ = DurationHistogram()
     for row in rows:
         all_.merge(row.ttft)

@@ -1,9 +1,11 @@
-"""A twin of ``CacheManager`` without page numbers and token ids, on one byte per chunk: the same rules, policies and
-order of decisions, some twenty times faster. That both decide the same is tested.
+"""A twin of ``CacheManager`` without page numbers and token ids, on one byte per chunk.
 
-For one plan it is called in this order: ``grow``, ``can_admit`` → ``admit``, ``save_ahead``, ``complete``; and
-``release`` when a turn has ended or is suspended. The chunks that generations grow by are counted for all of them
-together, and added to each session when it is released.
+It has the same rules, policies and order of decisions and is about twenty times faster. Tests check that both
+decide the same.
+
+For each plan the calls come in this order: ``grow``, ``can_admit`` → ``admit``, ``save_ahead``, ``complete``;
+and ``release`` when a turn has ended or is suspended. The chunks that generations grow by are counted for all
+of them together, and added to each session when it is released.
 """
 
 from __future__ import annotations
@@ -47,10 +49,10 @@ _SHARE = (SharedRun, SharingSession)
 
 
 class TurnCache:
-    """Two tiers of chunks.
+    """The cached chunks of the two tiers.
 
-    ``slack``: how many chunks are ranked at a time, to be used up within ``FRESH_S``, and eight times as many as are
-    reclaimed or saved at a time; 0: at every need and no more than that, exactly as ``CacheManager``.
+    ``slack``: number of chunks that are ranked at a time and used up within ``FRESH_S``; an eighth of it is
+    reclaimed or saved at a time. 0: rank at every need, and only as many, exactly as ``CacheManager``.
     """
 
     def __init__(self, config: CacheConfig, cost: CostModel, policy: Policy, slack: int = 0) -> None:
@@ -64,19 +66,16 @@ class TurnCache:
         self._rankings: dict[Reclaim, Ranking] = {}
         self._watermark = config.swap_watermark * config.device_chunks
         self._reclaimable = 0
-        """Idle chunks that are in both tiers."""
         self._both: dict[ChunkHolder, None] = {}
-        """Sessions and runs with such chunks, and some that have none left."""
+        """Holders of idle chunks that are in both tiers, and some that no longer have any."""
         self._spares: dict[ChunkHolder, None] = {}
-        """Sessions and runs in use that may have such chunks, whose host copies nothing needs; by admission."""
+        """Running holders that may have needless host copies, in order of admission."""
         self._in_flight: dict[ChunkHolder, None] = {}
         self._size = config.chunk_tokens
         self.loading = 0
-        """Chunks that the plan in hand copies in from the host."""
         self._sessions: dict[int, ChunkHolder] = {}
         self._running: dict[int, ChunkHolder] = {}
         self.unpinned = config.device_chunks
-        """Device pages that no running turn holds."""
         self._admitted: list[tuple[ChunkHolder, Restore]] = []
         self._sharing = Sharing(self.index, self._size, self._both, self._spares, self._in_flight)
 
@@ -84,9 +83,9 @@ class TurnCache:
         return -(-tokens // self._size)
 
     def can_admit(self, key: int, tokens: int, prefix: tuple[Piece, ...] = (), *, reserve: bool) -> bool:
-        """Whether a turn with a context of ``tokens`` may be admitted in this plan: as ``CacheManager`` has it.
+        """Whether the current plan may admit a turn with a context of ``tokens``; as in ``CacheManager``.
 
-        ``prefix``: what its session's first input begins with.
+        ``prefix``: shared beginning of the session's first input.
         """
         if self.is_copying(key, prefix):
             return False
@@ -96,7 +95,7 @@ class TurnCache:
         return left > self.config.decode_reserve * self.config.device_chunks if reserve else left >= 0
 
     def is_copying(self, key: int, prefix: tuple[Piece, ...] = ()) -> bool:
-        """Whether the plan in hand copies chunks of this session, or saves some that it is about to share."""
+        """Whether the current plan copies chunks of this session, or saves some that it is about to share."""
         if not self._in_flight:
             return False
         session = self._sessions.get(key)
@@ -114,7 +113,7 @@ class TurnCache:
     def admit(
         self, key: int, history: int, tokens: int, now: float, prefix: tuple[Piece, ...] = ()
     ) -> Restore:
-        """Pin a context and place every chunk of it on the device. ``prefix``: see ``can_admit``."""
+        """Pin a context and place all of its chunks on the device. ``prefix``: see ``can_admit``."""
         session = self._sessions.get(key) or self._add(key, prefix)
         runs = self._meet(session, prefix) if isinstance(session, SharingSession) else ()
         before = session.places
@@ -125,7 +124,7 @@ class TurnCache:
         absent = before.count(DROPPED) + loading + more
         session.running = True
         session.places_before, session.places = before, before.translate(ADMITTED) + _DEVICE * more
-        before[:] = bytes(len(before))  # nothing that a ranking has of it can be a victim now
+        before[:] = bytes(len(before))  # no entry of a ranking may remain a candidate
         self._reclaimable -= both
         self._both.pop(session, None)
         self.index.on_turn_start(session, tokens - history, now)
@@ -148,12 +147,11 @@ class TurnCache:
         return restore
 
     def grow(self, chunks: int, now: float) -> None:
-        """Pin so many more pages for all running turns together; at most ``unpinned``."""
+        """Pin ``chunks`` more pages for all running turns together; at most ``unpinned``."""
         self.unpinned -= chunks
         self._reclaim(chunks, now)
 
     def complete(self) -> None:
-        """The plan in hand was executed."""
         if not self._in_flight:
             return
         for session in self._in_flight:
@@ -175,10 +173,10 @@ class TurnCache:
         if short <= self._batch:
             return
         need = min(math.ceil(short), limit)
-        # Nothing is dropped for it: what the host has no room for stays where it is.
+        # Nothing is dropped for it: chunks without room on the host stay on the device.
         while need > 0:
             room = self.host_free
-            if room < need or not self.index.one_by_one:  # a group may be larger than what is needed
+            if room < need or not self.index.one_by_one:  # a group may be larger than the need
                 room += sum([session.places.count(BOTH) for session in self._spares])
             chosen = (
                 self._victims(Reclaim.SAVED_PAGE, now, need).move(min(need, room), BOTH_SAVING)
@@ -203,9 +201,10 @@ class TurnCache:
         missing: Sequence[Range] = (),
         hints: Hints | None = None,
     ) -> None:
-        """A turn has ended, or is suspended: ``tokens`` of its context are cached, but for what is still ``missing``.
+        """Release a turn that has ended or is suspended; ``tokens`` of its context are cached, except
+        ``missing``.
 
-        ``stamp`` is the time that its policy will count from, ``hints`` what its client says of the next turn.
+        ``stamp`` is the time from which its policy counts, ``hints`` describe the next turn.
         """
         session = self._running.pop(key)
         self._spares.pop(session, None)
@@ -221,7 +220,7 @@ class TurnCache:
         if missing:
             self._give_up(session, missing)
         if stamp == session.last_active and len(places) >= len(session.places_before):
-            # To a policy it has not been away, and what rankings have of it is true again.
+            # The policy sees no absence, so entries of rankings are valid again.
             session.places_before[:] = places
             session.places = places = session.places_before
         session.running = False
@@ -235,14 +234,13 @@ class TurnCache:
             self._forget(session)
 
     def suspend(self, key: int, now: float) -> None:
-        """The turn that was released in this moment will go on: as ``CacheManager.suspend``."""
+        """Note that the turn released just now will go on; as ``CacheManager.suspend``."""
         if key in self._sessions:
             self.index.on_suspend(self._sessions[key], now)
         else:
             self.index.policy.on_return(key, now)
 
     def clear(self) -> None:
-        """Forget everything, running turns too."""
         for session in self._running.values():
             session.running = False
         for session in list(self._sessions.values()):
@@ -272,15 +270,15 @@ class TurnCache:
         self.index.remove(session)
 
     def _written(self, session: ChunkHolder, missing: Sequence[Range]) -> None:
-        """Host copies of chunks that were written to are stale."""
+        """Free host copies of chunks that were written to: they are stale."""
         for start, _ in missing:
             index = start // self.config.chunk_tokens
-            if session.places[index] == BOTH:  # only a range's first chunk can have held something
+            if session.places[index] == BOTH:  # only a range's first chunk can have held tokens
                 session.places[index] = DEVICE
                 self.host_free += 1
 
     def _give_up(self, session: ChunkHolder, missing: Sequence[Range]) -> None:
-        """Chunks whose recomputation never came leave the device; of the last range, what came before it stays."""
+        """Free the device pages of chunks that were never recomputed; the tokens before the last range stay."""
         size, places = self.config.chunk_tokens, session.places
         session.tokens = missing[-1][0]
         kept = max(self.chunks_for(session.tokens), session.own_start)
@@ -312,20 +310,19 @@ class TurnCache:
     def _others(
         self, session: ChunkHolder | None, prefix: tuple[Piece, ...]
     ) -> tuple[int, list[SharingSession | SharedRun]]:
-        """How many full chunks the session has itself, and who has those behind them."""
+        """Return the number of the session's own full chunks, and the holders of the chunks behind them."""
         full = 0 if session is None else session.tokens // self._size
         addresses = self._addresses(prefix)
         return full, self._sharing.find(addresses, full) if full < len(addresses) else []
 
     def _pinned(self, key: int, prefix: tuple[Piece, ...]) -> int:
-        """Chunks of a session's context that running sessions pin already."""
         session = self._sessions.get(key)
         _, found = self._others(session, prefix)
         shared = session.runs if isinstance(session, SharingSession) else ()
         return sum(run.num_chunks for run in shared if run.running) + sum(holder.running for holder in found)
 
     def _meet(self, session: SharingSession, prefix: tuple[Piece, ...]) -> Sequence[SharedRun]:
-        """Let a session own what others have of its beginning; returns its runs."""
+        """Make a session an owner of the cached chunks of its shared beginning; return its runs."""
         full, found = self._others(session, prefix)
         if found:
             for place in session.places[full:]:  # a partly filled tail
@@ -340,7 +337,7 @@ class TurnCache:
         return session.runs
 
     def _pin(self, run: SharedRun, *, spare: bool) -> None:
-        """An owner of an idle run is admitted. ``spare``: some of its chunks are copied in."""
+        """Pin a run because an owner is admitted. ``spare``: some of its chunks are copied in."""
         before = run.places
         both = before.count(BOTH)
         run.places = before.translate(ADMITTED)
@@ -355,7 +352,7 @@ class TurnCache:
             self._spares[run] = None
 
     def _unpin(self, runs: Sequence[SharedRun]) -> None:
-        """One running owner less; those that have none left are idle."""
+        """Unpin runs because an owner stops running; runs without running owners become idle."""
         for run in runs:
             run.pins -= 1
             if run.pins == 0:
@@ -368,7 +365,8 @@ class TurnCache:
                     self._both[run] = None
 
     def _give_up_shared(self, session: SharingSession, missing: Sequence[Range]) -> None:
-        """As ``_give_up`` did with the session's own chunks; those who have nothing left are forgotten."""
+        """Free the never computed shared chunks, as ``_free_missing`` frees own ones; forget sessions with
+        none left."""
         size = self._size
         lost: list[ChunkHolder] = []
         for run in session.runs:
@@ -389,9 +387,9 @@ class TurnCache:
             self._forget_owners(session, ())
 
     def _forget_owners(self, resident: SharingSession | SharedRun, waiting: Collection[ChunkHolder]) -> None:
-        """Forget the sessions that have nothing left, now that this one has lost its last chunk.
+        """Forget the sessions without cached chunks, now that ``holder`` has lost its last one.
 
-        ``waiting``: those who are about to have lost theirs, but have not yet.
+        Members of ``waiting`` are about to lose theirs but have not yet.
         """
         for session in list(resident.owners) if isinstance(resident, SharedRun) else (resident,):
             if not session.running and not any(
@@ -404,13 +402,13 @@ class TurnCache:
     # -- room in the tiers: as ``engine.cache.tiers`` ---------------------------------------------------------------
 
     def _reclaim(self, pages: int, now: float) -> None:
-        """Take device pages, after making them free."""
+        """Take device pages, evicting chunks if too few are free."""
         if self.device_free < pages:
             self._reserve(pages, now)
         self.device_free -= pages
 
     def _victims(self, reclaim: Reclaim, now: float, count: int) -> VictimOrder:
-        """The chunks that give way next: ranked now, or with ``slack`` not long ago."""
+        """The next victims, ranked now, or recently if there is ``slack``."""
         if not self._can_rank:
             return Round(self.index, reclaim, now, count)
         ranking = self._rankings.get(reclaim)
@@ -419,7 +417,7 @@ class TurnCache:
         return ranking
 
     def _reserve(self, pages: int, now: float) -> None:
-        """Make so many device pages free, with ``slack`` a few more."""
+        """Make ``pages`` device pages free; with ``slack`` a few more."""
         if 0 < self._reclaimable <= pages + self._batch - self.device_free:
             self._reclaim_all()
         while (need := pages + self._batch - self.device_free) > 0 and self._reclaimable:
@@ -429,11 +427,11 @@ class TurnCache:
         while self.device_free < pages:
             need = pages + self._batch - self.device_free
             chosen = self._victims(Reclaim.SAVED_PAGE, now, need).move(need, CHOSEN)
-            assert chosen, f"{pages} device pages asked for, {self.device_free} could be had"
+            assert chosen, f"{pages} device pages are needed, only {self.device_free} can be freed"
             self._evict(chosen, now)
 
     def _reclaim_all(self) -> None:
-        """Make all reclaimable pages free. All are needed, so their order does not matter."""
+        """Free all reclaimable pages. All are needed, so their order does not matter."""
         for session in self._both:
             session.places[:] = session.places.translate(RECLAIMED)
         self.index.touch_all(self._both)
@@ -442,7 +440,7 @@ class TurnCache:
         self._reclaimable = 0
 
     def _evict(self, chosen: Victims, now: float) -> None:
-        """Take chunks off the device: the most valuable are saved, what the host has no room for is dropped."""
+        """Evict chunks from the device: save the most valuable, drop those without room on the host."""
         self.device_free += len(chosen)
         room = self._victims(Reclaim.HOST_COPY, now, len(chosen))
         while chosen and (
@@ -456,10 +454,11 @@ class TurnCache:
         self._dropped(chosen.sessions[::-1])  # rows become free in the manager's order: they break ties
 
     def _make_host_room(self, room: VictimOrder, value: float, most: int, ceiling: float = np.inf) -> int:
-        """Free host pages for chunks, the first worth ``value`` and none less than ``ceiling``; returns for how many.
+        """Free host pages for chunks, the first worth ``value`` and none less than ``ceiling``; return how
+        many.
 
-        Spare copies go first. Then go chunks on the host alone that are worth no more than any of those to come; when
-        there is none, one that is worth no more than the first of them.
+        Needless copies are freed first, then chunks that are on the host alone and worth no more than any
+        arriving chunk. If there are none, one that is worth no more than the first arriving chunk.
         """
         self._discard_spare_copies(most - self.host_free)
         if self.host_free == 0:
@@ -469,7 +468,7 @@ class TurnCache:
         return min(self.host_free, most)
 
     def _discard_spare_copies(self, most: int) -> None:
-        """Free up to so many host pages by forgetting copies of chunks in use."""
+        """Free up to ``most`` host pages by discarding copies of running chunks."""
         if most <= 0:
             return
         for session in list(self._spares):
@@ -480,10 +479,10 @@ class TurnCache:
             most -= freed
             if freed < spare or most == 0:
                 return
-            if session not in self._in_flight:  # else its copies are just coming
+            if session not in self._in_flight:  # else its copies are being made
                 del self._spares[session]
 
     def _saved(self, victims: Victims) -> None:
-        """Each gets a host page, which the plan in hand fills."""
+        """Give each victim a host page, which the current plan fills."""
         self.host_free -= len(victims)
         self._in_flight.update(dict.fromkeys(victims.sessions))

@@ -1,9 +1,10 @@
-"""The ``turns`` engine: the life of millions of turns over replicas that take runs of like steps as one event.
+"""The ``turns`` engine: simulates millions of turns over replicas that take runs of similar steps as one
+event.
 
-A turn arrives, waits, is restored and prefilled in steps of their own, generates and ends, by the rules of the real
-scheduler (``turns.batch``) over a twin of the real cache (``turns.cache``). Three things are simpler than in the real
-engine: copies from the host delay their own step only, copies to the host delay nothing, and a turn that is suspended
-while it recomputes a chunk loses that chunk.
+A turn arrives, waits, is restored and prefilled in its own steps, generates and ends, by the rules of the
+real scheduler (``turns.batch``) over a twin of the real cache (``turns.cache``). Three things are simpler
+than in the real engine: copies from the host delay only their own step, copies to the host delay nothing, and
+a turn that is suspended while it recomputes a chunk loses that chunk.
 """
 
 from __future__ import annotations
@@ -25,10 +26,9 @@ from pensieve.simulate.turns.cache import TurnCache
 
 _NEVER: Final = float("inf")
 _READ_AHEAD: Final = 32
-"""Sessions of each replica that are read before it plays; what it takes in memory against how often it is resumed."""
+"""Sessions per replica that are read before it runs: a trade of memory against the number of resumptions."""
 _begins: Final = attrgetter("begins")
 Due = tuple[float, int, LiveTurn]
-"""(Time, ticket, turn)."""
 
 
 class TurnSimulation:
@@ -52,15 +52,14 @@ class TurnSimulation:
         self._router = Router(settings, lambda replica: self.replicas[replica].active_turns)
         self._apart = settings.replicas > 1 and self._router.apart
         self._due: list[list[Due]] = [[] for _ in range(settings.replicas if self._apart else 1)]
-        """Heaps of turns that are to come: one for each replica where these keep apart, else one for all."""
+        """Heaps of coming turns: one for each replica if these are independent, else one for all."""
         self._tickets = 0
         self._source: Iterator[SessionScript] = iter(())
         self._upcoming: SessionScript | None = None
         self.peak_sessions = 0
-        """Sessions held at once: what memory grows with."""
 
     def run(self, lives: Iterable[SessionScript]) -> Tally:
-        """Simulate until the last answer has ended. ``lives`` is read bit by bit, so a long load is never held."""
+        """Simulate until the last answer has ended. ``scripts`` is read step by step, so a long load is never held."""
         self._source = iter(lives)
         self._upcoming = next(self._source, None)
         play = self._play_apart if self._apart else self._play_together
@@ -71,11 +70,11 @@ class TurnSimulation:
         return self.tally
 
     def _play_together(self, until: float) -> None:
-        """What begins before ``until``, in one order of events.
+        """Simulate all events before ``until`` in one global order.
 
-        Each pass takes what comes first: a session starts, a turn arrives at its replica, or a replica takes its next
-        run of steps. A replica runs no further than another one's next step: a turn that ends there may send its
-        session's next one here.
+        Each pass takes the earliest event: a session starts, a turn arrives at its replica, or a replica runs
+        steps. A replica runs no further than the next step of another one, because a turn that ends there may
+        send its session's next turn here.
         """
         (coming,) = self._due
         while True:
@@ -94,9 +93,10 @@ class TurnSimulation:
                 self._submit(heapq.heappop(coming)[2], at)
 
     def _play_apart(self, until: float) -> None:
-        """The same where sessions keep to a replica: each plays alone for as long as all that starts is known.
+        """Simulate independent replicas, each alone up to the time for which all session starts are known.
 
-        Replica 0 is the last: when it is back, it gets the next turns of sessions that the others are still answering.
+        Replica 0 comes last: after its return it gets the next turns of sessions that other replicas are
+        still answering.
         """
         ahead = 0.0
         while ahead < until:
@@ -127,7 +127,6 @@ class TurnSimulation:
         return Batch(settings, cache, stamp, self.tally.add_gaps)
 
     def _read(self) -> None:
-        """The session that starts next is known from here on."""
         assert self._upcoming is not None
         self._later(LiveTurn(self._upcoming), self._upcoming.start)
         self._upcoming = next(self._source, None)
@@ -137,7 +136,6 @@ class TurnSimulation:
         self._expect(turn, at + self._settings.machine.turn_s)
 
     def _expect(self, turn: LiveTurn, at: float) -> None:
-        """The turn will reach its replica ``at``."""
         self._tickets += 1
         due = self._due[self._route(turn) if self._apart else 0]
         heapq.heappush(due, (at, self._tickets, turn))
@@ -187,7 +185,7 @@ class TurnSimulation:
                 self.tally.add_open_time(turn.script.start, at)
 
     def _lose(self, now: float) -> None:
-        """Replica 0 is gone: its turns begin again on the others when their leases have lapsed."""
+        """Lose replica 0: its turns restart on the others when their leases have lapsed."""
         turns, self.tally.repeated_turns = self.replicas[0].clear()
         self._live = self.replicas[1:]
         self._send_anew()
@@ -195,13 +193,13 @@ class TurnSimulation:
             self._expect(turn, now + self._settings.lease_s)
 
     def _bring_back(self, now: float) -> None:
-        """Replica 0 is there again, as a server that has just started."""
+        """Replace replica 0 by a fresh one, as after a server restart."""
         self.replicas[0] = self._replica()
         self._live = self.replicas
         self._send_anew()
 
     def _send_anew(self) -> None:
-        """Turns that are to come go where the router sends them now."""
+        """Route the coming turns again."""
         coming = [due for heap in self._due for due in heap]
         for heap in self._due:
             heap.clear()
