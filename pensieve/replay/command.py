@@ -166,15 +166,21 @@ def workload_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-def make_plan(given: Mapping[str, Any]) -> ReplayPlan:
+def make_plan(options: Mapping[str, Any]) -> ReplayPlan:
     """Make a plan from the values of ``workload_options``. Raises click exceptions."""
-    dataset, conversations, limit = given["dataset"], given["conversations"], given["limit"]
+    dataset, conversations, limit = options["dataset"], options["conversations"], options["limit"]
     rate, clients, concurrency, processes = (
-        given[key] for key in ("rate", "clients", "concurrency", "processes")
+        options[key] for key in ("rate", "clients", "concurrency", "processes")
     )
-    think_time, think_per_token, think_from = (given[f"think_{key}"] for key in ("time", "per_token", "from"))
-    warm_up, window, steady, seed = given["warm_up"], given["window"], given["steady"], given["seed"]
-    stop_after_window, run_in, time_scale = given["stop_after_window"], given["run_in"], given["time_scale"]
+    think_time, think_per_token, think_from = (
+        options[f"think_{key}"] for key in ("time", "per_token", "from")
+    )
+    warm_up, window, steady, seed = options["warm_up"], options["window"], options["steady"], options["seed"]
+    stop_after_window, run_in, time_scale = (
+        options["stop_after_window"],
+        options["run_in"],
+        options["time_scale"],
+    )
     if clients and (rate is not None or concurrency):
         raise click.UsageError("--clients cannot be combined with --rate or --concurrency")
     if (think_time > 0) + (think_per_token > 0) + (think_from is not None) > 1:
@@ -193,8 +199,8 @@ def make_plan(given: Mapping[str, Any]) -> ReplayPlan:
         if isinstance(dataset, str):
             data = generate(dataset, min(conversations or 100, limit or 2**31), seed)
         else:
-            data = _loaded(dataset, given["tokenizer"], limit)
-        gaps = None if think_from is None else Gaps.from_dataset(_loaded(think_from, None, None))
+            data = _load_cached(dataset, options["tokenizer"], limit)
+        gaps = None if think_from is None else Gaps.from_dataset(_load_cached(think_from, None, None))
     except DatasetError as error:
         raise click.UsageError(str(error)) from error
     recorded = rate is None and clients is None and data.recorded_arrivals
@@ -204,22 +210,22 @@ def make_plan(given: Mapping[str, Any]) -> ReplayPlan:
         raise click.UsageError("pauses need --rate or --clients: this dataset has its own times of turns")
     return ReplayPlan(
         data,
-        Shaping(given["scale_lengths"], given["max_turns"], given["max_input_tokens"], given["max_output_tokens"],
-                given["system_tokens"]),
+        Shaping(options["scale_lengths"], options["max_turns"], options["max_input_tokens"],
+                options["max_output_tokens"], options["system_tokens"]),
         Arrivals(rate or None, think_time, recorded, time_scale, seed, clients, think_per_token,
-                 given["think_minimum"] if think_per_token else 0.0, gaps, run_in),
-        RunOptions(given["force_lengths"], concurrency or clients, seed, max_lag_s=given["max_lag"],
+                 options["think_minimum"] if think_per_token else 0.0, gaps, run_in),
+        RunOptions(options["force_lengths"], concurrency or clients, seed, max_lag_s=options["max_lag"],
                    processes=processes,
                    stop_s=(warm_up or 0.0) + window if stop_after_window and window else None,
-                   hints=given["hints"], warm_ahead_s=given["warm_ahead"]),
+                   hints=options["hints"], warm_ahead_s=options["warm_ahead"]),
         window=Window(warm_up, window, steady),
     )  # fmt: skip
 
 
 @lru_cache(maxsize=4)
-def _loaded(path: Path, tokenizer: Path | None, limit: int | None) -> Dataset:
+def _load_cached(path: Path, tokenizer: Path | None, limit: int | None) -> Dataset:
     """Load a dataset, cached because a sweep makes many plans of it."""
-    return load(path, _counter(tokenizer), limit=limit)
+    return load(path, _token_counter(tokenizer), limit=limit)
 
 
 def run_with_progress(
@@ -231,7 +237,7 @@ def run_with_progress(
     """Like ``session.run_all``, with a line per run on the terminal. Raises ClickException."""
     with LiveProgress(console) as live:
         try:
-            return asyncio.run(_until_terminated(run_all(plans, targets, live, keep)))
+            return asyncio.run(_cancel_on_sigterm(run_all(plans, targets, live, keep)))
         except asyncio.CancelledError:
             sys.exit(128 + signal.SIGTERM)
         except TurnFailed as failure:
@@ -240,7 +246,7 @@ def run_with_progress(
             raise click.ClickException(str(error)) from error
 
 
-async def _until_terminated(work: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
+async def _cancel_on_sigterm(work: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
     """Run ``work``; SIGTERM cancels it as Ctrl-C does, so that started servers are stopped first."""
     task = asyncio.current_task()
     assert task is not None
@@ -298,7 +304,7 @@ def replay(
     replay that is stopped leaves its finished runs.
     """
     outputs.require()
-    plans = _plans(workload, rates, seeds, vocab_size or 0, context_limit or 0)
+    plans = _make_plans(workload, rates, seeds, vocab_size or 0, context_limit or 0)
     command = {"command": ["pensieve", *sys.argv[1:]]}
     kept = 0
 
@@ -316,7 +322,7 @@ def replay(
     if shown:
         print_report(report, wide_console())
     outputs.write(report, draw=shown)
-    _say_what_is_wrong(report)
+    _report_problems(report)
     clean = all(
         is_clean(summary) and not summary["window"]["failed_outside"] for summary in report["targets"]
     )
@@ -324,7 +330,7 @@ def replay(
         click.get_current_context().exit(1)
 
 
-def _plans(
+def _make_plans(
     workload: dict[str, Any],
     rates: tuple[float, ...],
     seeds: tuple[int, ...],
@@ -333,19 +339,19 @@ def _plans(
 ) -> list[ReplayPlan]:
     if rates and (workload["rate"] is not None or workload["clients"]):
         raise click.UsageError("--rates cannot be combined with --rate or --clients")
-    found: list[ReplayPlan] = []
+    plans: list[ReplayPlan] = []
     for rate in rates or (workload["rate"],):
         for seed in seeds or (workload["seed"],):
             plan = make_plan(workload | {"rate": rate, "seed": seed})
-            run = replace(plan.run, ids=len(found))
-            found.append(replace(plan, run=run, vocab_size=vocab_size, context_limit=context_limit))
-    return found
+            run = replace(plan.run, ids=len(plans))
+            plans.append(replace(plan, run=run, vocab_size=vocab_size, context_limit=context_limit))
+    return plans
 
 
-def _say_what_is_wrong(report: dict[str, Any]) -> None:
+def _report_problems(report: dict[str, Any]) -> None:
     for entry in report["unreached"]:
-        trouble = "cannot be reached" if entry["run"] is None else f"was lost in run {entry['run']}"
-        print_error(f"{entry['target']} {trouble}: {entry['error']}")
+        problem = "cannot be reached" if entry["run"] is None else f"was lost in run {entry['run']}"
+        print_error(f"{entry['target']} {problem}: {entry['error']}")
     for summary in report["targets"]:
         if summary["window"]["steady"] is False:
             print_error(f"{summary['target']}, run {summary['run']}: the load was not steady")
@@ -359,7 +365,7 @@ def _say_what_is_wrong(report: dict[str, Any]) -> None:
         )
 
 
-def _counter(folder: Path | None) -> CountTokens:
+def _token_counter(folder: Path | None) -> CountTokens:
     if folder is None:
         return estimate_tokens
     from pensieve.tokenizer.folder import read_folder

@@ -67,7 +67,7 @@ class Outputs:
 
     def require(self) -> None:
         """Raise PlotsMissing if plots are wanted but cannot be drawn. Call it before an hour of measurement."""
-        if self._drawn:
+        if self._draws:
             from pensieve.replay.presentation import plots
 
             plots.require()
@@ -77,7 +77,7 @@ class Outputs:
         if self.json_file is not None:
             with writing(self.json_file):
                 self.json_file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-        if not (draw and self._drawn):
+        if not (draw and self._draws):
             return
         from pensieve.replay.presentation import html, plots  # matplotlib takes a second to import
 
@@ -99,7 +99,7 @@ class Outputs:
         return True
 
     @property
-    def _drawn(self) -> bool:
+    def _draws(self) -> bool:
         return self.html_file is not None or self.plots_folder is not None
 
 

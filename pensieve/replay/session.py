@@ -50,7 +50,7 @@ class _Prepared:
 
 
 @dataclass(frozen=True, slots=True)
-class _Lost:
+class _LostTarget:
     """A target that could not be reached or was lost during a run."""
 
     failure: TurnFailed
@@ -58,10 +58,12 @@ class _Lost:
     """The first run that it did not finish; None: lost before all runs."""
 
 
-_NOBODY = ReplayWatcher()
+_NO_WATCHER = ReplayWatcher()
 
 
-async def run(plan: ReplayPlan, targets: Sequence[Target], watch: ReplayWatcher = _NOBODY) -> dict[str, Any]:
+async def run(
+    plan: ReplayPlan, targets: Sequence[Target], watch: ReplayWatcher = _NO_WATCHER
+) -> dict[str, Any]:
     """Play one plan; see ``run_all``."""
     return await run_all([plan], targets, watch)
 
@@ -69,7 +71,7 @@ async def run(plan: ReplayPlan, targets: Sequence[Target], watch: ReplayWatcher 
 async def run_all(
     plans: Sequence[ReplayPlan],
     targets: Sequence[Target],
-    watch: ReplayWatcher = _NOBODY,
+    watch: ReplayWatcher = _NO_WATCHER,
     keep: Callable[[dict[str, Any]], None] = lambda report: None,
 ) -> dict[str, Any]:
     """Play all plans on all targets and return the report for JSON.
@@ -88,38 +90,38 @@ async def run_all(
     async with AsyncExitStack() as stack:
         for target in targets:
             stack.push_async_callback(target.close)
-        lost: dict[int, _Lost] = {}
-        infos = await _meet(targets, plans[0], lost, watch)
+        lost: dict[int, _LostTarget] = {}
+        infos = await _query_targets(targets, plans[0], lost, watch)
         prepared = [_prepare(plan, list(infos.values())) for plan in plans]
-        found: list[tuple[int, int, dict[str, Any]]] = []
+        results: list[tuple[int, int, dict[str, Any]]] = []
         for number, target in enumerate(targets):
             if number in lost:
                 continue
-            at: int | None = None
+            run_index: int | None = None
             try:
-                info = await _ready(target, infos.get(number), prepared[0], len(targets), watch)
+                info = await _open_for_runs(target, infos.get(number), prepared[0], len(targets), watch)
                 for index, ready in enumerate(prepared):
-                    at = index
-                    found.append((index, number, await _play(target, info, index, ready, watch)))
-                    keep(_whole_report(prepared, found, targets, lost))
+                    run_index = index
+                    results.append((index, number, await _play_run(target, info, index, ready, watch)))
+                    keep(_build_report(prepared, results, targets, lost))
             except TurnFailed as failure:
-                lost[number] = _Lost(failure, at)
+                lost[number] = _LostTarget(failure, run_index)
             if isinstance(target, StartedTarget):
                 await target.close()
     if len(lost) == len(targets) and all(entry.run is None for entry in lost.values()):
         raise lost[max(lost)].failure
-    return _whole_report(prepared, found, targets, lost)
+    return _build_report(prepared, results, targets, lost)
 
 
-def _whole_report(
+def _build_report(
     prepared: list[_Prepared],
-    found: list[tuple[int, int, dict[str, Any]]],
+    results: list[tuple[int, int, dict[str, Any]]],
     targets: Sequence[Target],
-    lost: dict[int, _Lost],
+    lost: dict[int, _LostTarget],
 ) -> dict[str, Any]:
-    """Build the report; ``found`` has (run, target, summary)."""
-    summaries = [summary for _, _, summary in sorted(found, key=lambda entry: entry[:2])]
-    return _report(prepared, summaries) | {
+    """Build the report; ``results`` has (run, target, summary)."""
+    summaries = [summary for _, _, summary in sorted(results, key=lambda entry: entry[:2])]
+    return _runs_report(prepared, summaries) | {
         "unreached": [
             {"target": targets[number].name, "error": str(entry.failure), "run": entry.run}
             for number, entry in sorted(lost.items())
@@ -127,8 +129,8 @@ def _whole_report(
     }
 
 
-async def _meet(
-    targets: Sequence[Target], plan: ReplayPlan, lost: dict[int, _Lost], watch: ReplayWatcher
+async def _query_targets(
+    targets: Sequence[Target], plan: ReplayPlan, lost: dict[int, _LostTarget], watch: ReplayWatcher
 ) -> dict[int, TargetInfo]:
     """Query the limits of each target. A started one is stopped again unless it is the only target.
 
@@ -142,7 +144,7 @@ async def _meet(
         try:
             infos[number] = await _open(target, plan.run, watch)
         except TurnFailed as failure:
-            lost[number] = _Lost(failure, None)
+            lost[number] = _LostTarget(failure, None)
             continue
         if started:
             await target.close()
@@ -174,16 +176,16 @@ def _prepare(plan: ReplayPlan, infos: Sequence[TargetInfo]) -> _Prepared:
     shaped = shape(plan.dataset.conversations, plan.shape, limit)
     if not shaped.conversations:
         raise ValueError(f"no conversation fits into {limit} tokens; see --scale-lengths")
-    drawn = scripts(shaped.conversations, plan.arrivals)
+    planned = scripts(shaped.conversations, plan.arrivals)
     if plan.arrivals.run_in_s:
-        drawn = apply_run_in(drawn, plan.arrivals.run_in_s)
-        if all(script.is_over for script in drawn):
+        planned = apply_run_in(planned, plan.arrivals.run_in_s)
+        if all(script.is_over for script in planned):
             raise ValueError("no conversation outlasts --run-in: ask for more conversations")
-        shaped = replace(shaped, conversations=tuple(script.conversation for script in drawn))
-    return _Prepared(plan, shaped, drawn, vocab, limit)
+        shaped = replace(shaped, conversations=tuple(script.conversation for script in planned))
+    return _Prepared(plan, shaped, planned, vocab, limit)
 
 
-async def _ready(
+async def _open_for_runs(
     target: Target, info: TargetInfo | None, work: _Prepared, targets: int, watch: ReplayWatcher
 ) -> TargetInfo:
     """Open a target for its runs. Raises TurnFailed, also if its limits are below the workload's."""
@@ -198,7 +200,7 @@ async def _ready(
     return info
 
 
-async def _play(
+async def _play_run(
     target: Target, info: TargetInfo, index: int, work: _Prepared, watch: ReplayWatcher
 ) -> dict[str, Any]:
     """Play a run and return its ``targets`` entry. Raises TurnFailed when a started server ends during the run."""
@@ -211,18 +213,18 @@ async def _play(
     plan = work.plan
     before = await _counters(target)
     playing = _replay(target, replace(info, vocab_size=work.vocab_size), work, watch)
-    whole = await (target.while_up(playing) if isinstance(target, StartedTarget) else playing)
+    full_outcome = await (target.while_up(playing) if isinstance(target, StartedTarget) else playing)
     after = await _counters(target)
-    outcome, window = cut_to_window(replace(whole, info=info), plan.window)
-    flight = running_turns(sent_turns(whole), window["start_s"], window["end_s"], 200)
-    client = client_lag(whole, plan.run.max_lag_s)
-    broken = receipt_violations(whole.records)
+    outcome, window = cut_to_window(replace(full_outcome, info=info), plan.window)
+    in_flight = running_turns(sent_turns(full_outcome), window["start_s"], window["end_s"], 200)
+    client = client_lag(full_outcome, plan.run.max_lag_s)
+    broken = receipt_violations(full_outcome.records)
     summary = summarise(outcome)
     summary["receipts"] |= {"violations": len(broken), "examples": broken[:20]}
     if before is not None and after is not None:
         summary |= counter_growth(before, after)
     if plan.run.warm_ahead_s is not None:
-        summary["warm_calls"] = whole.warm_calls
+        summary["warm_calls"] = full_outcome.warm_calls
     if isinstance(target, StartedTarget) and summary["turns"]["failed"]:
         summary["server_log"] = target.last_output
     return summary | {
@@ -231,9 +233,9 @@ async def _play(
         "clients": plan.arrivals.clients,
         "seed": plan.run.seed,
         "cache_before": cache,
-        "leftover": whole.leftover,
+        "leftover": full_outcome.leftover,
         "window": window,
-        "running_turns": {"mean": float(flight.mean()), "max": float(flight.max())},
+        "running_turns": {"mean": float(in_flight.mean()), "max": float(in_flight.max())},
         "client": client,
         "valid": client["valid"],
     }
@@ -252,9 +254,9 @@ async def _counters(target: Target) -> Counters | None:
     return await target.counters() if isinstance(target, StartedTarget) else None
 
 
-def _report(prepared: Sequence[_Prepared], summaries: list[dict[str, Any]]) -> dict[str, Any]:
+def _runs_report(prepared: Sequence[_Prepared], summaries: list[dict[str, Any]]) -> dict[str, Any]:
     plan = prepared[0].plan
-    late = [summary for summary in summaries if not summary["valid"]]
+    invalid = [summary for summary in summaries if not summary["valid"]]
     return {
         "schema": SCHEMA,
         "created": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
@@ -262,37 +264,37 @@ def _report(prepared: Sequence[_Prepared], summaries: list[dict[str, Any]]) -> d
         "dataset": {"name": plan.dataset.name, "sha256": plan.dataset.sha256},
         "options": {
             "shape": asdict(plan.shape),
-            "arrivals": _arrivals(plan.arrivals),
+            "arrivals": _arrivals_json(plan.arrivals),
             "run": asdict(plan.run),
             "window": asdict(plan.window),
         },
-        "workload": _workload(prepared[0]),
+        "workload": _workload_json(prepared[0]),
         "runs": [
             {
                 "rate": work.plan.arrivals.rate,
                 "seed": work.plan.run.seed,
                 "clients": work.plan.arrivals.clients,
                 "dataset_sha256": work.plan.dataset.sha256,
-                "workload": _workload(work),
+                "workload": _workload_json(work),
             }
             for work in prepared
         ],
         "targets": summaries,
         "intervals": intervals(summaries),
-        "valid": not late,
-        "invalid_reasons": [f"{s['target']}, run {s['run']}: {s['client']['reason']}" for s in late],
+        "valid": not invalid,
+        "invalid_reasons": [f"{s['target']}, run {s['run']}: {s['client']['reason']}" for s in invalid],
     }
 
 
-def _arrivals(arrivals: Arrivals) -> dict[str, Any]:
-    told = asdict(replace(arrivals, think_gaps=None))
+def _arrivals_json(arrivals: Arrivals) -> dict[str, Any]:
+    fields = asdict(replace(arrivals, think_gaps=None))
     if arrivals.think_gaps is not None:
         gaps = arrivals.think_gaps
-        told["think_gaps"] = {"name": gaps.name, "sha256": gaps.sha256, "count": len(gaps.seconds)}
-    return told
+        fields["think_gaps"] = {"name": gaps.name, "sha256": gaps.sha256, "count": len(gaps.seconds)}
+    return fields
 
 
-def _workload(work: _Prepared) -> dict[str, int]:
+def _workload_json(work: _Prepared) -> dict[str, int]:
     shaped = work.shaped
     turns = [turn for talk in shaped.conversations for turn in talk.turns]
     return {

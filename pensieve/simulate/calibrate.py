@@ -49,31 +49,31 @@ class Sample:
 
 
 @dataclass(slots=True)
-class _Timed:
+class _TimedWorker:
     worker: StepWorker
     clock: Clock
     works: list[Work] = field(default_factory=list)
-    ended: list[float] = field(default_factory=list)
+    end_times: list[float] = field(default_factory=list)
 
     def launch(self, plan: Plan) -> PendingStep:
         if plan.spans:
             self.works.append(work_of(plan))
-        return _Step(self, self.worker.launch(plan), bool(plan.spans))
+        return _TimedStep(self, self.worker.launch(plan), bool(plan.spans))
 
     def close(self) -> None:
         """Do nothing: the caller owns the worker."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
-    timed: _Timed
+class _TimedStep:
+    timed: _TimedWorker
     step: PendingStep
-    counts: bool
+    is_timed: bool
 
     def result(self) -> StepResult:
         result = self.step.result()
-        if self.counts:
-            self.timed.ended.append(self.timed.clock())
+        if self.is_timed:
+            self.timed.end_times.append(self.timed.clock())
         return result
 
 
@@ -83,7 +83,7 @@ class Calibrator:
     def __init__(self, worker: Worker, clock: Clock = time.perf_counter) -> None:
         self._worker, self._clock = worker, clock
         self._info = info = worker.info
-        self._timed = _Timed(worker, clock)
+        self._timed = _TimedWorker(worker, clock)
         size = info.chunk_tokens
         cost = CostModel(((0, 0.0), (info.context_limit, 1.0)), 1.0, size)
         cache = CacheManager(CacheConfig(info.device_chunks, 0, size, swap_watermark=0.0), cost)
@@ -124,7 +124,7 @@ class Calibrator:
             for same in zip(*passes, strict=True)
         ]
         shapes = itertools.groupby(steps, lambda step: (step.work.tokens, step.work.rows, step.work.pairs))
-        return [_middle(list(group)) for _, group in shapes]
+        return [_median_sample(list(group)) for _, group in shapes]
 
     def swap_bytes_per_s(self, chunk_bytes: int) -> float | None:
         """Rate of host-to-device copies that a step waits for.
@@ -154,8 +154,8 @@ class Calibrator:
         self._engine.handle(Evict(0, ""))
         return [*first.samples, *second.samples]
 
-    def _turn(self, contexts: Sequence[npt.NDArray[np.int32]], new: int) -> _Turn:
-        self._timed.works, self._timed.ended = [], []
+    def _turn(self, contexts: Sequence[npt.NDArray[np.int32]], new: int) -> _TimedTurn:
+        self._timed.works, self._timed.end_times = [], []
         base = self._requests
         self._requests += len(contexts)
         sampling = Sampling(max_output_tokens=ANSWER_TOKENS, ignore_eos=True)
@@ -170,8 +170,8 @@ class Calibrator:
                         answers[key - base - 1].extend(tokens)
                     case Failed(_, reason, message):
                         raise ValueError(f"a timed step failed: {reason}: {message}")
-        times = np.diff([began, *self._timed.ended]).tolist()
-        return _Turn(answers, [Sample(*pair) for pair in zip(self._timed.works, times, strict=True)])
+        times = np.diff([began, *self._timed.end_times]).tolist()
+        return _TimedTurn(answers, [Sample(*pair) for pair in zip(self._timed.works, times, strict=True)])
 
     def _swap(self, chunks: int) -> float:
         """Seconds of a one-token step that waits for a copy of ``chunks`` chunks."""
@@ -184,12 +184,12 @@ class Calibrator:
 
 
 @dataclass(frozen=True, slots=True)
-class _Turn:
+class _TimedTurn:
     answers: list[list[int]]
     samples: list[Sample]
 
 
-def _middle(group: Sequence[Sample]) -> Sample:
+def _median_sample(group: Sequence[Sample]) -> Sample:
     works = [sample.work for sample in group]
     kv_read = statistics.fmean(work.kv_read for work in works)
     work = Work(works[0].tokens, works[0].rows, kv_read, works[0].pairs)
@@ -229,21 +229,21 @@ def _candidates(machine: Machine, samples: Sequence[Sample]) -> Iterator[Machine
     for last in (0.0, *np.unique(tokens)[:-1]):
         floor = tokens <= last
         columns = np.column_stack([floor, np.where(floor, 0.0, tokens), others]) / seconds[:, None]
-        terms = dict(zip(_TERMS, _non_negative(columns), strict=True))
+        terms = dict(zip(_TERMS, _solve_non_negative(columns), strict=True))
         if terms["token_s"] > 0:
             yield msgspec.structs.replace(machine, **terms)
 
 
-def _non_negative(columns: Floats) -> list[float]:
+def _solve_non_negative(columns: Floats) -> list[float]:
     """Solve ``min |columns x - 1|`` for non-negative x, trying every subset of the few terms."""
     count = columns.shape[1]
     best, least = [0.0] * count, np.inf
     for used in itertools.product((False, True), repeat=count):
         found = np.zeros(count)
         found[list(used)] = np.linalg.lstsq(columns[:, list(used)], np.ones(len(columns)), rcond=None)[0]
-        left = float(np.sum((columns @ found - 1) ** 2))
-        if found.min() >= 0 and left < least:
-            best, least = found.tolist(), left
+        residual = float(np.sum((columns @ found - 1) ** 2))
+        if found.min() >= 0 and residual < least:
+            best, least = found.tolist(), residual
     return best
 
 
@@ -258,12 +258,12 @@ def calibrate_machine(
         samples += runs.samples(batch, context)
         progress(f"{batch} x {context} tokens")
     kv_bytes = arch.kv_bytes_per_token(info.dtype) * info.ranks
-    beside = info.device == "cuda"
+    overlapped = info.device == "cuda"
     machine = Machine(
         name=name,
         kv_bytes=kv_bytes,
-        layers=arch.num_layers if beside else 1,
-        overlapped=beside,
+        layers=arch.num_layers if overlapped else 1,
+        overlapped=overlapped,
         swap_bytes_per_s=runs.swap_bytes_per_s(kv_bytes * info.chunk_tokens) or Machine().swap_bytes_per_s,
     )
     return fit(machine, samples)

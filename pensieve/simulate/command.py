@@ -35,9 +35,9 @@ _POSITIVE = click.IntRange(min=1)
 _ABOVE_ZERO = click.FloatRange(min=0, min_open=True)
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _SLACK_SHARE = 0.08
-_MOST_GENERATED = 20_000
+_MAX_GENERATED = 20_000
 """Maximum number of conversations drawn from a built-in workload; more sessions are sampled from these."""
-_HISTORY = 1.5
+_HISTORY_TOKEN_COST = 1.5
 """Guessed cost of one history token in units of ``token_s``: above 1 because of attention."""
 
 
@@ -243,20 +243,22 @@ def simulate(outputs: Outputs, **given: Any) -> None:
     if flags.run_in:
         _check_run_in(flags)
     try:
-        data = _dataset(flags)
+        data = _read_dataset(flags)
         shaped = shape(data.conversations, Shaping(system_tokens=flags.system_tokens), settings.context_limit)
-        loads = _loads(flags, shaped.conversations, settings)
+        loads = _make_loads(flags, shaped.conversations, settings)
     except (DatasetError, ValueError) as error:
         raise click.UsageError(str(error)) from error
     except PensieveError as error:
         raise click.ClickException(error.message) from error
-    spans = [_span(lives, flags.warm_up, flags.window) for lives in loads]
-    work = [
-        Simulation(settings, lives, flags.engine, name, span, flags.row_s)
-        for lives, span in zip(loads, spans, strict=True)
+    spans = [_window(offered, flags.warm_up, flags.window) for offered in loads]
+    simulations = [
+        Simulation(settings, offered, flags.engine, name, span, flags.row_s)
+        for offered, span in zip(loads, spans, strict=True)
         for name in flags.names or policies.NAMES
     ]
-    report = build_report(data, shaped, work, _run(work, flags.jobs), flags.system_tokens)
+    report = build_report(
+        data, shaped, simulations, _run_with_progress(simulations, flags.jobs), flags.system_tokens
+    )
     report["command"] = ["pensieve", *sys.argv[1:]]
     out = Console()
     print_report(report, out if out.is_terminal else Console(width=150))
@@ -272,13 +274,13 @@ def _check_run_in(flags: Flags) -> None:
         )
     if not isinstance(flags.trace, str) and flags.sessions is not None:
         raise click.UsageError("--run-in takes each session of a trace once: remove --sessions")
-    if flags.sessions is not None and flags.sessions > _MOST_GENERATED:
-        raise click.UsageError(f"--run-in takes at most {_MOST_GENERATED:,} --sessions")
+    if flags.sessions is not None and flags.sessions > _MAX_GENERATED:
+        raise click.UsageError(f"--run-in takes at most {_MAX_GENERATED:,} --sessions")
     if flags.lose_replica_at is not None:
         raise click.UsageError("--run-in and --lose-replica-at count from different times: give one of them")
 
 
-def _dataset(flags: Flags) -> Dataset:
+def _read_dataset(flags: Flags) -> Dataset:
     if flags.store is not None and flags.trace is None:
         return history.from_store(flags.store)
     if flags.store is not None or flags.trace is None:
@@ -287,28 +289,31 @@ def _dataset(flags: Flags) -> Dataset:
         return load(flags.trace)
     if flags.sessions is None:
         raise click.UsageError(f"{flags.trace} is drawn at random: say how many --sessions")
-    return generate(flags.trace, min(flags.sessions, _MOST_GENERATED), flags.seed)
+    return generate(flags.trace, min(flags.sessions, _MAX_GENERATED), flags.seed)
 
 
-def _loads(flags: Flags, talks: Sequence[Conversation], settings: Settings) -> list[Load]:
+def _make_loads(flags: Flags, conversations: Sequence[Conversation], settings: Settings) -> list[Load]:
     """One load for each rate and seed. Raises DatasetError and ValueError."""
     gaps = None if flags.think_from is None else Gaps.from_dataset(load(flags.think_from))
     sessions = None if flags.run_in else flags.sessions
     loads = [
-        Load(talks, sessions, rate, flags.think_time, seed, gaps)
+        Load(conversations, sessions, rate, flags.think_time, seed, gaps)
         for rate, seed in itertools.product(flags.rates or (flags.rate,), flags.seeds or (flags.seed,))
     ]
     if flags.run_in:
-        loads = [with_run_in(lives, flags.run_in, _HISTORY * settings.machine.token_s) for lives in loads]
+        loads = [
+            with_run_in(offered, flags.run_in, _HISTORY_TOKEN_COST * settings.machine.token_s)
+            for offered in loads
+        ]
     return loads
 
 
-def _span(lives: Load, warm_up: float | None, window: float | None) -> TimeWindow | None:
+def _window(offered: Load, warm_up: float | None, window: float | None) -> TimeWindow | None:
     """The measured window; None: all. It ends by default with the last session start, after which load falls."""
     if warm_up is None and window is None:
         return None
     start = warm_up or 0.0
-    end = max(life.start for life in lives) - lives.zero_s if window is None else start + window
+    end = max(session.start for session in offered) - offered.zero_s if window is None else start + window
     if end <= start:
         raise click.UsageError(
             f"nothing is left to measure: the last session starts at {end:.0f} s, the warm-up ends at {start:g} s"
@@ -316,14 +321,16 @@ def _span(lives: Load, warm_up: float | None, window: float | None) -> TimeWindo
     return start, end
 
 
-def _run(work: Sequence[Simulation], jobs: int | None) -> list[dict[str, Any]]:
+def _run_with_progress(simulations: Sequence[Simulation], jobs: int | None) -> list[dict[str, Any]]:
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        bar = progress.add_task("sessions", total=sum(one.load.session_count for one in work))
+        bar = progress.add_task(
+            "sessions", total=sum(simulation.load.session_count for simulation in simulations)
+        )
         return run_all(
-            work,
-            min(jobs or os.cpu_count() or 1, len(work)),
+            simulations,
+            min(jobs or os.cpu_count() or 1, len(simulations)),
             lambda done: progress.update(bar, completed=done),
         )
 

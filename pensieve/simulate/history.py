@@ -67,21 +67,21 @@ def trace_rows(key: Key, log: Sequence[Record]) -> Iterator[dict[str, Any]]:
 
     The store records the commit time; the arrival is that minus the time that the receipt accounts for.
     """
-    begun, turn, tokens = 0, 0, -1
+    session_number, turn, tokens = 0, 0, -1
     for record in log:
         if record.kind is not RecordKind.TURN or record.turn is None or record.erased is not None:
             continue
         usage = record.turn.usage
-        *given, answer = record.items
-        new = sum(packed_length(item.tokens) for item in given) + answer.prefix_tokens
+        *inputs, answer = record.items
+        new = sum(packed_length(item.tokens) for item in inputs) + answer.prefix_tokens
         if usage.context_tokens - new != tokens or not new:
-            begun, turn = begun + 1, 0
+            session_number, turn = session_number + 1, 0
         yield {
-            "session_id": f"{key.tenant}/{key.session_id}#{begun}",
+            "session_id": f"{key.tenant}/{key.session_id}#{session_number}",
             "turn": turn,
             "input_tokens": new if turn else usage.context_tokens,
             "output_tokens": usage.output_tokens,
-            "timestamp_s": record.time_ms / 1e3 - _seconds(usage),
+            "timestamp_s": record.time_ms / 1e3 - _duration_s(usage),
             "context_tokens": usage.context_tokens,
             **{name: getattr(usage, name) for name in RECEIPT_FIELDS},
             "committed": True,
@@ -90,7 +90,7 @@ def trace_rows(key: Key, log: Sequence[Record]) -> Iterator[dict[str, Any]]:
         tokens = usage.context_tokens + usage.output_tokens
 
 
-def _seconds(usage: Usage) -> float:
+def _duration_s(usage: Usage) -> float:
     return usage.queue_s + usage.restore_s + usage.prefill_s + usage.decode_s
 
 
@@ -104,22 +104,24 @@ def gap(
     Only turns that arrived in ``window`` count. ``targets`` are the simulated policies, as in a report. None
     if a later turn has no receipt.
     """
-    talks = list(conversations)
-    start = min((talk.turns[0].timestamp_s or 0.0 for talk in talks), default=0.0)
+    listed = list(conversations)
+    start = min((talk.turns[0].timestamp_s or 0.0 for talk in listed), default=0.0)
     low, high = window or (0.0, float("inf"))
-    again = [
-        turn for talk in talks for turn in talk.turns[1:] if low <= (turn.timestamp_s or 0.0) - start < high
+    later = [
+        turn for talk in listed for turn in talk.turns[1:] if low <= (turn.timestamp_s or 0.0) - start < high
     ]
-    receipts = [turn.receipt for turn in again if turn.receipt is not None]
-    if not again or len(receipts) < len(again):
+    receipts = [turn.receipt for turn in later if turn.receipt is not None]
+    if not later or len(receipts) < len(later):
         return None
     measured = _shares([sum(column) for column in zip(*receipts, strict=True)])
-    seer = next((row["tokens"] for row in targets if row["target"] == "clairvoyant"), None)
+    simulated = next((row["tokens"] for row in targets if row["target"] == "clairvoyant"), None)
     best = (
-        None if seer is None else _shares([seer[name] for name in ("gpu_cached", "swapped_in", "recomputed")])
+        None
+        if simulated is None
+        else _shares([simulated[name] for name in ("gpu_cached", "swapped_in", "recomputed")])
     )
     return {
-        "turns": len(again),
+        "turns": len(later),
         "history_tokens": sum(map(sum, receipts)),
         "measured": measured,
         "clairvoyant": best,

@@ -82,11 +82,11 @@ def run_all(work: Sequence[Simulation], jobs: int, progress: Callable[[int], Non
     context = multiprocessing.get_context("spawn")
     counters = context.Array("q", len(work), lock=False)
     others = set(multiprocessing.active_children())
-    with ProcessPoolExecutor(jobs, context, _share, (counters, os.getpid())) as pool:
+    with ProcessPoolExecutor(jobs, context, _init_worker, (counters, os.getpid())) as pool:
         try:
-            with _deaf():
+            with _sigint_blocked():
                 pending: list[Future[dict[str, Any]]] = [
-                    pool.submit(_one, one, index) for index, one in enumerate(work)
+                    pool.submit(_run_one, simulation, index) for index, simulation in enumerate(work)
                 ]
             for future in pending:
                 while not future.done():
@@ -100,7 +100,7 @@ def run_all(work: Sequence[Simulation], jobs: int, progress: Callable[[int], Non
 
 
 @contextmanager
-def _deaf() -> Iterator[None]:
+def _sigint_blocked() -> Iterator[None]:
     """Block SIGINT in processes started in this context: the parent receives Ctrl-C and kills them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -109,14 +109,14 @@ def _deaf() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _share(counters: Any, parent: int) -> None:
+def _init_worker(counters: Any, parent: int) -> None:
     global _counters
     _counters = counters
     if not die_with_parent(parent):
         sys.exit("the parent process of this simulation has ended")
 
 
-def _one(work: Simulation, index: int) -> dict[str, Any]:
+def _run_one(work: Simulation, index: int) -> dict[str, Any]:
     def count(sessions: int) -> None:
         _counters[index] = sessions
 

@@ -219,7 +219,7 @@ async def hired_process(
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-P", "-m", wire.__name__, str(theirs.fileno())), pass_fds=(theirs.fileno(),)
         )
-    channel = await wire.PoolChannel.over(ours, wire.PlayerMessage)
+    channel = await wire.PoolChannel.from_socket(ours, wire.PlayerMessage)
     channel.send(wire.Job(address, INFO, tuple(work), RunOptions()))
     return process, channel
 

@@ -211,8 +211,8 @@ def test_a_load_in_progress_has_the_turns_of_a_replay_with_run_in(monkeypatch: p
     talks = plans[0].dataset.conversations
     found = apply_run_in(scripts(talks, plans[0].arrivals), plans[0].arrivals.run_in_s)
     works: list[Simulation] = []
-    monkeypatch.setattr(command, "_run", lambda work, jobs: works.extend(work) or [])
-    monkeypatch.setattr(command, "_HISTORY", 1e-3 / Machine().token_s)
+    monkeypatch.setattr(command, "_run_with_progress", lambda work, jobs: works.extend(work) or [])
+    monkeypatch.setattr(command, "_HISTORY_TOKEN_COST", 1e-3 / Machine().token_s)
     CliRunner().invoke(simulate, [*options, "--sessions", "200", "--policy", "lru"])
     load = works[0].load
     lives, zero = list(load), load.zero_s
@@ -246,7 +246,7 @@ def test_windows_count_from_the_start_of_a_load_in_progress(
     engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out.json"
-    monkeypatch.setattr(command, "_HISTORY", 2000.0)  # histories take minutes, so that it matters
+    monkeypatch.setattr(command, "_HISTORY_TOKEN_COST", 2000.0)  # histories take minutes, so that it matters
     load = [
         "sharegpt",
         "--sessions",

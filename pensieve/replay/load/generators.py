@@ -125,9 +125,12 @@ class LongContext:
 
     def conversations(self, number: int, generator: np.random.Generator) -> list[Conversation]:
         starts = np.cumsum(generator.exponential(1 / self.starts_per_s, number))
-        return [self._one(index, float(start), generator) for index, start in enumerate(starts - starts[:1])]
+        return [
+            self._conversation(index, float(start), generator)
+            for index, start in enumerate(starts - starts[:1])
+        ]
 
-    def _one(self, index: int, start: float, generator: np.random.Generator) -> Conversation:
+    def _conversation(self, index: int, start: float, generator: np.random.Generator) -> Conversation:
         count = 1
         if generator.random() < self.later_sessions:
             alpha, scale = self.tail

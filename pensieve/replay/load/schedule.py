@@ -41,8 +41,8 @@ def apply_run_in(
     Of conversations that are over only the history remains; those that ended early are dropped. Before time 0
     an answer takes ``token_s`` per token. A history is due when its last answer ended, at or before 0.
     """
-    left = (_rest(script, elapsed_s, token_s) for script in scripts)
-    return sorted((script for script in left if script is not None), key=lambda script: script.start_s)
+    rest = (_rest(script, elapsed_s, token_s) for script in scripts)
+    return sorted((script for script in rest if script is not None), key=lambda script: script.start_s)
 
 
 def _rest(script: Script, elapsed_s: float, token_s: float) -> Script | None:
@@ -56,18 +56,20 @@ def _rest(script: Script, elapsed_s: float, token_s: float) -> Script | None:
             dues = (Due(start, 0.0), *(Due(start, pause.after_answer_s) for pause in script.due[index + 1 :]))
             if not index:
                 return Script(script.number, script.conversation, dues)
-            return _after(history, answered - elapsed_s, script, index, dues)
+            return _with_history(history, answered - elapsed_s, script, index, dues)
         history += turn.input_tokens + turn.output_tokens
         answered = at + turn.output_tokens * token_s
     if answered < (1 - ENDED_SHARE) * elapsed_s:
         return None
-    return _after(history, answered - elapsed_s, script, len(turns), ())
+    return _with_history(history, answered - elapsed_s, script, len(turns), ())
 
 
-def _after(tokens: int, answered_s: float, script: Script, index: int, dues: tuple[Due, ...]) -> Script:
+def _with_history(
+    tokens: int, answered_s: float, script: Script, index: int, dues: tuple[Due, ...]
+) -> Script:
     """``script`` from turn ``index`` on, after ``tokens`` of history whose last answer ended at ``answered_s``."""
-    said = TurnLengths(tokens - 1, 1)
-    talk = replace(script.conversation, turns=(said, *script.conversation.turns[index:]))
+    history = TurnLengths(tokens - 1, 1)
+    talk = replace(script.conversation, turns=(history, *script.conversation.turns[index:]))
     before = Due(min(0.0, answered_s), 0.0)
     return Script(script.number, talk, (before, *dues), first_turn=index - 1, has_history=True)
 
@@ -147,23 +149,23 @@ class Script:
 
         It is the same for every target with this vocabulary. The first input begins with the shared prefix.
         """
-        apart = [run] if run else []
-        generator = np.random.default_rng([seed, self.number, turn, *apart])
+        run_seed = [run] if run else []
+        generator = np.random.default_rng([seed, self.number, turn, *run_seed])
         wanted = self.conversation.turns[turn].input_tokens
         ids = generator.integers(0, vocab_size, wanted, dtype=np.int32)
         if turn == 0 and self.conversation.prefix:
-            common = prefix_ids(self.conversation.prefix, vocab_size, [seed, *apart])
+            common = prefix_ids(self.conversation.prefix, vocab_size, [seed, *run_seed])
             ids[: len(common)] = common
         return ids
 
 
 def prefix_ids(pieces: Sequence[Piece], vocab_size: int, seeds: Sequence[int]) -> TokenArray:
     """Tokens of a shared prefix, int32 [all pieces]; pieces with the same name have the same tokens."""
-    found = []
+    parts = []
     for name, tokens in pieces:
-        text = np.random.default_rng([*seeds, *blake2b(name.encode(), digest_size=16).digest()])
-        found.append(text.integers(0, vocab_size, tokens, dtype=np.int32))
-    return np.concatenate(found)
+        generator = np.random.default_rng([*seeds, *blake2b(name.encode(), digest_size=16).digest()])
+        parts.append(generator.integers(0, vocab_size, tokens, dtype=np.int32))
+    return np.concatenate(parts)
 
 
 def scripts(conversations: Sequence[Conversation], arrivals: Arrivals) -> list[Script]:

@@ -49,13 +49,13 @@ def shape(conversations: Iterable[Conversation], wanted: Shaping, context_limit:
         prefix = _prefix(talk.prefix, wanted, turns[0].input_tokens)
         if wanted.system_tokens:
             turns[0] = replace(turns[0], input_tokens=wanted.system_tokens + turns[0].input_tokens)
-        fitting = _that_fit(turns, context_limit)
-        turns_lost += len(turns) - len(fitting)
-        if not fitting:
+        kept_turns = _fitting(turns, context_limit)
+        turns_lost += len(turns) - len(kept_turns)
+        if not kept_turns:
             dropped += 1
             continue
-        cut += len(fitting) < len(turns)
-        kept.append(Conversation(talk.key, tuple(fitting), prefix))
+        cut += len(kept_turns) < len(turns)
+        kept.append(Conversation(talk.key, tuple(kept_turns), prefix))
     return Shaped(tuple(kept), cut, dropped, turns_lost)
 
 
@@ -78,7 +78,7 @@ def _resized(turn: TurnLengths, wanted: Shaping) -> TurnLengths:
     )
 
 
-def _that_fit(turns: list[TurnLengths], limit: int) -> list[TurnLengths]:
+def _fitting(turns: list[TurnLengths], limit: int) -> list[TurnLengths]:
     total = 0
     for index, turn in enumerate(turns):
         total += turn.input_tokens + turn.output_tokens

@@ -116,7 +116,7 @@ def _share_gpt(path: Path, text: str, count: CountTokens, limit: int | None) -> 
             break
         if not isinstance(entry, dict) or not isinstance(entry.get("conversations"), list):
             raise DatasetError(f"{path}: entry {number} has no list `conversations`")
-        turns = _answered(_messages(path, number, entry["conversations"]), count)
+        turns = _pair_turns(_messages(path, number, entry["conversations"]), count)
         if turns:
             found.append(Conversation(str(entry.get("id", number)), tuple(turns)))
     return found
@@ -132,16 +132,16 @@ def _messages(path: Path, number: int, messages: list[Any]) -> Iterable[tuple[bo
         yield speaker in ("human", "user", "system"), text
 
 
-def _answered(messages: Iterable[tuple[bool, str]], count: CountTokens) -> list[TurnLengths]:
+def _pair_turns(messages: Iterable[tuple[bool, str]], count: CountTokens) -> list[TurnLengths]:
     """Pair inputs with answers; an answer without input and an input without answer are left out."""
     turns: list[TurnLengths] = []
-    asked: list[str] = []
+    inputs: list[str] = []
     for is_user, text in messages:
         if is_user:
-            asked.append(text)
-        elif asked:
-            turns.append(TurnLengths(max(1, count("\n".join(asked))), max(1, count(text))))
-            asked = []
+            inputs.append(text)
+        elif inputs:
+            turns.append(TurnLengths(max(1, count("\n".join(inputs))), max(1, count(text))))
+            inputs = []
     return turns
 
 
@@ -155,7 +155,7 @@ def parse_length_trace(path: Path, text: str) -> list[Conversation]:
         try:
             row = json.loads(line)
             if "schema" in row:
-                headers = _header(path, number, row, headers)
+                headers = _check_header(path, number, row, headers)
                 continue
             if not row.get("committed", True):
                 continue
@@ -181,15 +181,15 @@ def parse_length_trace(path: Path, text: str) -> list[Conversation]:
             )
         rows.setdefault(session, []).append(entry)
     ordered = [(key, sorted(turns, key=lambda entry: entry[0])) for key, turns in rows.items()]
-    begins = _beginnings(path, [(key, turns[0]) for key, turns in ordered])
+    prefixes = _shared_prefixes(path, [(key, turns[0]) for key, turns in ordered])
     found = (
-        Conversation(key, _with_answers(turn for _, turn, _ in turns), prefix)
-        for (key, turns), prefix in zip(ordered, begins, strict=True)
+        Conversation(key, _merge_unanswered(turn for _, turn, _ in turns), prefix)
+        for (key, turns), prefix in zip(ordered, prefixes, strict=True)
     )
     return [talk for talk in found if talk.turns]
 
 
-def _beginnings(path: Path, firsts: Sequence[tuple[str, _Row]]) -> list[tuple[Piece, ...]]:
+def _shared_prefixes(path: Path, firsts: Sequence[tuple[str, _Row]]) -> list[tuple[Piece, ...]]:
     """Shared beginning of each session, from its first row. Raises DatasetError."""
     found: list[tuple[Piece, ...]] = []
     hashed: Counter[str] = Counter()
@@ -202,11 +202,12 @@ def _beginnings(path: Path, firsts: Sequence[tuple[str, _Row]]) -> list[tuple[Pi
             ) from error
         if "prefix" in row and not 0 < found[-1][0][1] < turn.input_tokens:
             raise DatasetError(
-                f"{path}, session {key}: prefix_tokens must be at least 1 and below the {turn.input_tokens} of the first input"
+                f"{path}, session {key}: prefix_tokens must be at least 1 and less than the first input, "
+                f"which has {turn.input_tokens} tokens"
             )
         hashed.update(name for name, _ in found[-1])
     # Blocks of a single session are most of all blocks and shared with none: dropping them saves memory.
-    kept = [_while_common(pieces, hashed) if "prefix" not in row else pieces
+    kept = [_shared_part(pieces, hashed) if "prefix" not in row else pieces
             for (_, (_, _, row)), pieces in zip(firsts, found, strict=True)]  # fmt: skip
     return [
         truncate_pieces(pieces, turn.input_tokens - 1)
@@ -220,7 +221,7 @@ def _pieces(row: Mapping[str, Any]) -> tuple[Piece, ...]:
     return tuple((f"block {number}", HASH_BLOCK_TOKENS) for number in row.get("hash_ids", ()))
 
 
-def _while_common(pieces: tuple[Piece, ...], count: Mapping[str, int]) -> tuple[Piece, ...]:
+def _shared_part(pieces: tuple[Piece, ...], count: Mapping[str, int]) -> tuple[Piece, ...]:
     last = max((at for at, (name, _) in enumerate(pieces, 1) if count[name] > 1), default=0)
     return pieces[:last]
 
@@ -235,7 +236,7 @@ def truncate_pieces(pieces: tuple[Piece, ...], most: int) -> tuple[Piece, ...]:
     return tuple(kept)
 
 
-def _header(path: Path, number: int, row: dict[str, Any], headers: int) -> int:
+def _check_header(path: Path, number: int, row: dict[str, Any], headers: int) -> int:
     """Check a header row; return the new number of headers. A second one would restart the clock, so times overlap."""
     if row["schema"] != RECORDED:
         raise DatasetError(f"{path}, line {number}: schema {row['schema']!r} is not {RECORDED}")
@@ -246,14 +247,14 @@ def _header(path: Path, number: int, row: dict[str, Any], headers: int) -> int:
     return headers + 1
 
 
-def _with_answers(turns: Iterable[TurnLengths]) -> tuple[TurnLengths, ...]:
+def _merge_unanswered(turns: Iterable[TurnLengths]) -> tuple[TurnLengths, ...]:
     """Prepend each input without an answer to the next input, so that contexts keep their lengths."""
     kept: list[TurnLengths] = []
-    waiting = 0
+    unanswered = 0
     for turn in turns:
         if turn.output_tokens:
-            kept.append(replace(turn, input_tokens=turn.input_tokens + waiting))
-            waiting = 0
+            kept.append(replace(turn, input_tokens=turn.input_tokens + unanswered))
+            unanswered = 0
         else:
-            waiting += turn.input_tokens
+            unanswered += turn.input_tokens
     return tuple(kept)

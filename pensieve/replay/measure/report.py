@@ -18,55 +18,57 @@ from pensieve.replay.records import Outcome, TurnRecord
 
 SCHEMA = "pensieve.replay/1"
 SOURCES = ("gpu_cached", "swapped_in", "recomputed", "new")
-_SHOWN = 20
+_MAX_EXAMPLES = 20
 
 
 def receipt_violations(records: Iterable[TurnRecord]) -> list[str]:
     """Check receipts; return one sentence per broken rule. Turns without a receipt are skipped."""
-    found: list[str] = []
+    problems: list[str] = []
     last: dict[int, TurnRecord] = {}
     for record in sorted(records, key=lambda record: (record.conversation, record.turn)):
         if record.usage is None or record.error:
             continue
-        found += _alone(record)
+        problems += _check_receipt(record)
         before = last.get(record.conversation)
         if before is not None and before.turn == record.turn - 1:
-            found += _against(before, record)
+            problems += _check_against_previous(before, record)
         last[record.conversation] = record
-    return found
+    return problems
 
 
-def _alone(record: TurnRecord) -> list[str]:
-    usage, where, found = record.usage, _where(record), []
+def _check_receipt(record: TurnRecord) -> list[str]:
+    usage, where, problems = record.usage, _where(record), []
     assert usage is not None
     if not usage.reconciles:
-        found.append(
+        problems.append(
             f"{where}: context {usage.context_tokens} is not gpu {usage.gpu_cached_tokens} + "
             f"swapped {usage.swapped_in_tokens} + recomputed {usage.recomputed_tokens} + new {usage.new_tokens}"
         )
     if usage.output_tokens != record.output_tokens:
-        found.append(
+        problems.append(
             f"{where}: {record.output_tokens} tokens arrived, the receipt says {usage.output_tokens}"
         )
     if record.turn == 0 and usage.recomputed_tokens:
-        found.append(f"{where}: a first turn has {usage.recomputed_tokens} recomputed tokens")
-    return found
+        problems.append(f"{where}: a first turn has {usage.recomputed_tokens} recomputed tokens")
+    return problems
 
 
-def _against(before: TurnRecord, record: TurnRecord) -> list[str]:
+def _check_against_previous(before: TurnRecord, record: TurnRecord) -> list[str]:
     """Check a receipt against the turn before.
 
     The context may be larger than history and new input: input that another session has cached is not new.
     """
     assert before.usage is not None and record.usage is not None
-    usage, where, found = record.usage, _where(record), []
+    usage, where, problems = record.usage, _where(record), []
     history = before.usage.context_tokens + before.usage.output_tokens
-    told = f"the turn before had {before.usage.context_tokens} + output {before.usage.output_tokens}"
+    previous = f"the turn before had {before.usage.context_tokens} + output {before.usage.output_tokens}"
     if usage.context_tokens < history + usage.new_tokens:
-        found.append(f"{where}: context {usage.context_tokens}, but {told}, and {usage.new_tokens} are new")
+        problems.append(
+            f"{where}: context {usage.context_tokens}, but {previous}, and {usage.new_tokens} are new"
+        )
     if usage.recomputed_tokens > history:
-        found.append(f"{where}: {usage.recomputed_tokens} are recomputed, but {told}")
-    return found
+        problems.append(f"{where}: {usage.recomputed_tokens} are recomputed, but {previous}")
+    return problems
 
 
 def _where(record: TurnRecord) -> str:
@@ -106,11 +108,11 @@ def summarise(outcome: Outcome) -> dict[str, Any]:
         "receipts": {
             "checked": sum(record.usage is not None for record in done),
             "violations": len(broken),
-            "examples": broken[:_SHOWN],
+            "examples": broken[:_MAX_EXAMPLES],
         },
         "active_sessions": active_sessions(outcome.records, outcome.outside, outcome.window_s),
         "errors": dict(Counter(record.error for record in failed)),
-        "error_examples": [record.message for record in failed[:_SHOWN]],
+        "error_examples": [record.message for record in failed[:_MAX_EXAMPLES]],
         "client_lag_s": statistics(record.sent_s - record.due_s for record in done),
     }
 
@@ -209,8 +211,13 @@ def _by_turn(records: Sequence[TurnRecord]) -> list[dict[str, Any]]:
     numbers = sorted({record.turn for record in records})
     rows = []
     for number in numbers:
-        here = [record for record in records if record.turn == number]
+        group = [record for record in records if record.turn == number]
         rows.append(
-            {"turn": number, "turns": len(here), "ttft_s": statistics(_ttft(here)), "tokens": _tokens(here)}
+            {
+                "turn": number,
+                "turns": len(group),
+                "ttft_s": statistics(_ttft(group)),
+                "tokens": _tokens(group),
+            }
         )
     return rows

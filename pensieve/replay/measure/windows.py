@@ -162,7 +162,7 @@ def cut_to_window(outcome: Outcome, wanted: Window) -> tuple[Outcome, dict[str, 
     for record in outcome.records:
         parts[record.done_s > 0 and (whole or start <= record.done_s < end)].append(record)
     inside, outside = tuple(parts[True]), tuple(parts[False])
-    told = {
+    entry = {
         "rule": rule,
         "start_s": start,
         "end_s": end,
@@ -174,10 +174,10 @@ def cut_to_window(outcome: Outcome, wanted: Window) -> tuple[Outcome, dict[str, 
     }
     outside += outcome.cut_short
     if whole:
-        return replace(outcome, records=inside, outside=outside), told
+        return replace(outcome, records=inside, outside=outside), entry
     return replace(
         outcome, records=inside, outside=outside, duration_s=end - start, window_s=(start, end)
-    ), told
+    ), entry
 
 
 def _bounds(outcome: Outcome, wanted: Window) -> tuple[str, float, float, bool | None]:

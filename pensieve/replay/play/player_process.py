@@ -94,7 +94,7 @@ class PoolChannel:
         self._decoder: msgspec.msgpack.Decoder[Any] = decoder_for(messages)
 
     @classmethod
-    async def over(cls, sock: socket.socket, messages: Any) -> PoolChannel:
+    async def from_socket(cls, sock: socket.socket, messages: Any) -> PoolChannel:
         return cls(*await asyncio.open_connection(sock=sock), messages)
 
     def send(self, message: PoolMessage | PlayerMessage) -> None:
@@ -133,13 +133,13 @@ async def run(channel: PoolChannel) -> None:
 
 
 async def _play(channel: PoolChannel, job: Job, player: Player) -> None:
-    go = await _answering(channel, player.prepare(job.scripts), lambda _: PlayerReady(), Go)
+    go = await _do_and_report(channel, player.prepare(job.scripts), lambda _: PlayerReady(), Go)
     gc.freeze()  # existing objects stay: collections need not scan them while turns are timed
-    await _answering(channel, player.play(job.scripts, go.start), PlayerFinished, DeleteSessions)
+    await _do_and_report(channel, player.play(job.scripts, go.start), PlayerFinished, DeleteSessions)
     channel.send(SessionsDeleted(await player.end_sessions()))
 
 
-async def _answering(
+async def _do_and_report(
     channel: PoolChannel, work: Coroutine[Any, Any, W], report: Callable[[W], PlayerMessage], order: type[T]
 ) -> T:
     """Do the work, report its result, and wait for the next order; a closed socket cancels the work."""
@@ -155,7 +155,7 @@ async def _answering(
 
 
 async def main(descriptor: int) -> None:
-    channel = await PoolChannel.over(socket.socket(fileno=descriptor), PoolMessage)
+    channel = await PoolChannel.from_socket(socket.socket(fileno=descriptor), PoolMessage)
     try:
         await run(channel)
     except EOFError:

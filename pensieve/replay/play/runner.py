@@ -24,8 +24,8 @@ from pensieve.replay.targets.base import SupportsWarm, Target, TargetInfo, TurnF
 _STREAM = 1
 """Number of the random stream, different from the stream of input ids."""
 _TICK_S = 0.02
-_ENDING = 32
-_BEFOREHAND = 16
+_MAX_DELETIONS = 32
+_MAX_HISTORIES = 16
 """Histories that a process sends at the same time: few, so that they are computed nearly in order."""
 OnTurn = Callable[[TurnRecord], None]
 OnSend = Callable[[], None]
@@ -66,7 +66,7 @@ class ReplayWatcher:
 
 
 @dataclass(slots=True)
-class _Talk:
+class _LiveConversation:
     script: Script
     place: int = 0
     opening: asyncio.Task[str] | None = None
@@ -89,7 +89,7 @@ class Player:
         self._start = 0.0
         self._openings: list[asyncio.Task[str]] = []
         """One per requested session, including those of conversations that were then cut short."""
-        self._talks: dict[int, _Talk] = {}
+        self._prepared: dict[int, _LiveConversation] = {}
         """Conversations whose histories ``prepare`` has played, by script number."""
         self._cut_short: list[TurnRecord] = []
         self._skipped = 0
@@ -101,24 +101,24 @@ class Player:
 
         These turns end at 0: the times of each count from its own end.
         """
-        gate = asyncio.Semaphore(_BEFOREHAND)
+        gate = asyncio.Semaphore(_MAX_HISTORIES)
         self._start = time.perf_counter()
 
-        async def play(talk: _Talk) -> None:
+        async def play(conversation: _LiveConversation) -> None:
             try:
-                record = talk.record(0.0)
-                await self._turn(talk, record)
+                record = conversation.record(0.0)
+                await self._turn(conversation, record)
             finally:
                 gate.release()
             record.end_at_zero(self._now())
             self._on_turn(record)
 
-        before = [script for script in scripts if script.has_history]
+        with_history = [script for script in scripts if script.has_history]
         async with asyncio.TaskGroup() as group:
-            for script in sorted(before, key=lambda script: script.due[0].at_s):
-                self._talks[script.number] = talk = _Talk(script)
+            for script in sorted(with_history, key=lambda script: script.due[0].at_s):
+                self._prepared[script.number] = conversation = _LiveConversation(script)
                 await gate.acquire()
-                group.create_task(play(talk))
+                group.create_task(play(conversation))
 
     async def play(self, scripts: Sequence[Script], start: float) -> PlayResult:
         """Play ``scripts``, in order of their starts, until all have ended or the replay must stop.
@@ -147,7 +147,7 @@ class Player:
 
     async def end_sessions(self) -> str:
         """Delete the opened sessions; return why one could not be deleted, or an empty string."""
-        gate = asyncio.Semaphore(_ENDING)
+        gate = asyncio.Semaphore(_MAX_DELETIONS)
 
         async def end(opening: asyncio.Task[str]) -> str:
             try:
@@ -169,7 +169,9 @@ class Player:
 
         async def play(script: Script, free_s: float) -> None:
             try:
-                await self._converse(self._talks.get(script.number) or _Talk(script), free_s)
+                await self._play_conversation(
+                    self._prepared.get(script.number) or _LiveConversation(script), free_s
+                )
             finally:
                 gate.release()
 
@@ -179,38 +181,40 @@ class Player:
                 await gate.acquire()
                 group.create_task(play(script, self._now()))
 
-    async def _converse(self, talk: _Talk, free_s: float) -> None:
+    async def _play_conversation(self, conversation: _LiveConversation, free_s: float) -> None:
         """Play the remaining turns of a conversation, up to one that fails. ``free_s``: when its client became free."""
         answered = free_s
-        for due in talk.script.due[talk.place :]:
-            if talk.failed:
+        for due in conversation.script.due[conversation.place :]:
+            if conversation.failed:
                 return
-            record = talk.record(max(due.at_s, answered + due.after_answer_s))
-            await self._turn(talk, record)
+            record = conversation.record(max(due.at_s, answered + due.after_answer_s))
+            await self._turn(conversation, record)
             record.done_s = answered = self._now()
             self._on_turn(record)
 
-    async def _turn(self, talk: _Talk, record: TurnRecord) -> None:
+    async def _turn(self, conversation: _LiveConversation, record: TurnRecord) -> None:
         """Play the next turn of the conversation; if it fails, the later ones are never sent."""
-        turn, due = talk.script.conversation.turns[talk.place], record.due_s
-        ids = talk.script.input_ids(talk.place, self._info.vocab_size, self._options.seed, self._options.ids)
+        turn, due = conversation.script.conversation.turns[conversation.place], record.due_s
+        ids = conversation.script.input_ids(
+            conversation.place, self._info.vocab_size, self._options.seed, self._options.ids
+        )
         forced = self._options.force_lengths and self._info.forces_lengths
         try:
-            if talk.opening is None:
-                talk.opening = asyncio.create_task(self._target.start_session())
-                self._openings.append(talk.opening)
+            if conversation.opening is None:
+                conversation.opening = asyncio.create_task(self._target.start_session())
+                self._openings.append(conversation.opening)
                 # Shielded: if the replay is stopped here, the server may still create the session, to be
                 # deleted later.
-                await asyncio.shield(talk.opening)
+                await asyncio.shield(conversation.opening)
                 # Opening a conversation is not part of its first turn's latency: the turn is due from now on.
                 record.due_s = max(due, self._now())
-            session = talk.opening.result()
+            session = conversation.opening.result()
             ahead_s = self._options.warm_ahead_s
-            if ahead_s is not None and talk.place and due > self._now():
+            if ahead_s is not None and conversation.place and due > self._now():
                 await self._sleep_until(due - ahead_s)
                 self._warm(session)
             await self._sleep_until(due)
-            spec = TurnRequest(ids, turn.output_tokens, forced, self._hints(talk))
+            spec = TurnRequest(ids, turn.output_tokens, forced, self._hints(conversation))
             await self._send(session, spec, record)
         except TurnFailed as failure:
             record.error, record.message = failure.code, str(failure)
@@ -218,18 +222,18 @@ class Player:
             record.done_s = self._options.stop_s or self._now()
             self._cut_short.append(record)
             raise
-        talk.place += 1
+        conversation.place += 1
         if record.error:
-            talk.failed = True
-            self._skipped += len(talk.script.due) - talk.place
+            conversation.failed = True
+            self._skipped += len(conversation.script.due) - conversation.place
 
-    def _hints(self, talk: _Talk) -> Hints | None:
+    def _hints(self, conversation: _LiveConversation) -> Hints | None:
         noise, now = self._options.hints, self._now()
         if noise is None:
             return None
-        if talk.script.has_history and not talk.place:
+        if conversation.script.has_history and not conversation.place:
             now = 0.0  # a history ends at 0, whenever it is sent
-        return hint_of(talk.script, talk.place, now, noise=noise, seed=self._options.seed)
+        return hint_of(conversation.script, conversation.place, now, noise=noise, seed=self._options.seed)
 
     def _warm(self, session: str) -> None:
         async def ask() -> None:
@@ -274,11 +278,11 @@ async def replay(
     """Play all scripts in this process against an open target. A failed turn is recorded and ends its conversation."""
     records: list[TurnRecord] = []
 
-    def ended(record: TurnRecord) -> None:
+    def on_end(record: TurnRecord) -> None:
         records.append(record)
         on_turn(record)
 
-    player = Player(target, info, options, ended, on_send)
+    player = Player(target, info, options, on_end, on_send)
     await player.prepare(scripts)
     played = await player.play(scripts, time.perf_counter())
     return merge_results(target.name, info, records, [played], await player.end_sessions())

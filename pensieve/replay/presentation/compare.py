@@ -93,12 +93,12 @@ def load_at_latency(line: Line, latency_s: float) -> CarriedLoad | None:
     """The envelope at ``latency_s``; None below the lowest latency of the line."""
     if not line or latency_s < min(y for _, y in line):
         return None
-    found = [x for x, y in line if y <= latency_s]
+    loads = [x for x, y in line if y <= latency_s]
     # A curve may cross the level several times, up or, where it folds back, down: every crossing counts.
     for (x0, y0), (x1, y1) in pairwise(line):
         if min(y0, y1) < latency_s < max(y0, y1):
-            found.append(x0 + (x1 - x0) * (latency_s - y0) / (y1 - y0))
-    return CarriedLoad(max(found), latency_s > line[-1][1])
+            loads.append(x0 + (x1 - x0) * (latency_s - y0) / (y1 - y0))
+    return CarriedLoad(max(loads), latency_s > line[-1][1])
 
 
 def common_latency(ours: Line, other: Line) -> float:
@@ -126,7 +126,7 @@ def ratio(ours: Line, other: Line, latency_s: float | None = None) -> Ratio | No
 def comparisons(
     points: Mapping[str, Sequence[CurvePoint]], latency_s: float | None = None
 ) -> list[Comparison]:
-    lines = {name: (_mean_line(found), _p90_line(found)) for name, found in points.items()}
+    lines = {name: (_mean_line(curve), _p90_line(curve)) for name, curve in points.items()}
     return [
         Comparison(
             ours,
@@ -184,24 +184,24 @@ def comparison(
             for name, report in zip(names, reports, strict=True)
         ],
         "at_latency_s": latency_s,
-        "panels": [_panel(panel, names, latency_s) for panel in panels(reports, names)],
+        "panels": [_panel_json(panel, names, latency_s) for panel in panels(reports, names)],
     }
 
 
-def _panel(panel: Panel, names: Sequence[str], latency_s: float | None) -> dict[str, Any]:
+def _panel_json(panel: Panel, names: Sequence[str], latency_s: float | None) -> dict[str, Any]:
     systems = [
         {
             "system": system,
             "reports": sorted({names[entry.report] for entry in panel.curves[system]}),
-            "points": [_point(point) for point in points],
+            "points": [_point_json(point) for point in points],
         }
         for system, points in panel.points.items()
     ]
-    pairs = [_pair(pair) for pair in comparisons(panel.points, latency_s)]
+    pairs = [_pair_json(pair) for pair in comparisons(panel.points, latency_s)]
     return {"workload": panel.title, "systems": systems, "ratios": pairs}
 
 
-def _point(point: CurvePoint) -> dict[str, Any]:
+def _point_json(point: CurvePoint) -> dict[str, Any]:
     low, high = point.interval_s or (None, None)
     return {
         "load": point.load,
@@ -210,11 +210,16 @@ def _point(point: CurvePoint) -> dict[str, Any]:
     }
 
 
-def _pair(pair: Comparison) -> dict[str, Any]:
-    return {"system": pair.ours, "against": pair.other, "mean": _ratio(pair.mean), "p90": _ratio(pair.p90)}
+def _pair_json(pair: Comparison) -> dict[str, Any]:
+    return {
+        "system": pair.ours,
+        "against": pair.other,
+        "mean": _ratio_json(pair.mean),
+        "p90": _ratio_json(pair.p90),
+    }
 
 
-def _ratio(ratio: Ratio | None) -> dict[str, Any] | None:
+def _ratio_json(ratio: Ratio | None) -> dict[str, Any] | None:
     if ratio is None:
         return None
     ours, other = (side and side.turns_per_s for side in (ratio.ours, ratio.other))

@@ -18,7 +18,7 @@ from pensieve.replay.load.generators import NAMES
 from pensieve.replay.measure.report import value_at
 
 _LOAD_KEYS = frozenset({"rate", "seed", "clients"})
-_PLACE = re.compile(r"\bCUDA_VISIBLE_DEVICES=\S+|(?:--port[ =]|\S+:)\d+\b")
+_ADDRESS = re.compile(r"\bCUDA_VISIBLE_DEVICES=\S+|(?:--port[ =]|\S+:)\d+\b")
 """The parts in which equal servers side by side differ: the device and the ports."""
 Report = Mapping[str, Any]
 
@@ -52,8 +52,8 @@ def panels(reports: Sequence[Report], names: Sequence[str] = ()) -> list[Panel]:
     found = entries(reports)
     inside = [[entry for entry in found if entry.report in group] for group in groups]
     return [
-        Panel(title, by_system(_told_apart(reports, its_entries, names)))
-        for title, its_entries in zip(titles, inside, strict=True)
+        Panel(title, by_system(_with_distinct_names(reports, members, names)))
+        for title, members in zip(titles, inside, strict=True)
     ]
 
 
@@ -106,7 +106,7 @@ def _titles(reports: Sequence[Report], groups: Sequence[list[int]], names: Seque
     if len(groups) == 1:
         return [""]
     works = [_work(reports[group[0]]) for group in groups]
-    told: list[str] = []
+    titles: list[str] = []
     for work, group in zip(works, groups, strict=True):
         models = sorted({model for number in group for model in _models(reports[number]) if model})
         differing = [
@@ -114,15 +114,15 @@ def _titles(reports: Sequence[Report], groups: Sequence[list[int]], names: Seque
             for key, value in work.items()
             if key != "dataset" and any(other.get(key) != value for other in works)
         ]
-        told.append(", ".join([str(value_at(reports[group[0]], "dataset.name")), *models, *differing]))
-    repeated = {title for title, count in Counter(told).items() if count > 1}
+        titles.append(", ".join([str(value_at(reports[group[0]], "dataset.name")), *models, *differing]))
+    repeated = {title for title, count in Counter(titles).items() if count > 1}
     return [
         f"{title} ({', '.join(names[number] for number in group)})" if title in repeated else title
-        for title, group in zip(told, groups, strict=True)
+        for title, group in zip(titles, groups, strict=True)
     ]
 
 
-def _told_apart(
+def _with_distinct_names(
     reports: Sequence[Report], found: Sequence[CurveEntry], names: Sequence[str]
 ) -> list[CurveEntry]:
     """The entries, with the report's name added where one system name stands for different systems."""
@@ -131,24 +131,28 @@ def _told_apart(
     for entry in found:
         settings[entry.system].add(_setting(reports[entry.report], entry))
         loads[entry.system][entry.report].add(entry.load)
-    apart = {
+    ambiguous = {
         system
         for system, seen in settings.items()
-        if len(seen) > 1 or _share_a_load(list(loads[system].values()))
+        if len(seen) > 1 or _have_common_load(list(loads[system].values()))
     }
     return [
-        replace(entry, system=f"{entry.system} ({names[entry.report]})") if entry.system in apart else entry
+        replace(entry, system=f"{entry.system} ({names[entry.report]})")
+        if entry.system in ambiguous
+        else entry
         for entry in found
     ]
 
 
-def _share_a_load(loads: Sequence[set[str]]) -> bool:
+def _have_common_load(loads: Sequence[set[str]]) -> bool:
     return sum(map(len, loads)) > len(set().union(*loads))
 
 
 def _setting(report: Report, entry: CurveEntry) -> str:
     """Everything that can change a number except work and load, as comparable text."""
-    details = {key: _PLACE.sub("", str(value)) for key, value in (entry.summary.get("details") or {}).items()}
+    details = {
+        key: _ADDRESS.sub("", str(value)) for key, value in (entry.summary.get("details") or {}).items()
+    }
     return json.dumps([report.get("machine"), report.get("versions"), details], sort_keys=True, default=str)
 
 
@@ -183,7 +187,7 @@ class CurvePoint:
 
 def entries(reports: Sequence[Report]) -> list[CurveEntry]:
     """An entry for every target of every run of every report, in order, named as in its report."""
-    return [entry for number, report in enumerate(reports) for entry in _of_report(number, report)]
+    return [entry for number, report in enumerate(reports) for entry in _report_entries(number, report)]
 
 
 def unsteady(found: Sequence[CurveEntry]) -> Iterator[str]:
@@ -232,7 +236,7 @@ def curve_points(curve: Sequence[CurveEntry]) -> list[CurvePoint]:
     return points
 
 
-def _of_report(number: int, report: Report) -> Iterator[CurveEntry]:
+def _report_entries(number: int, report: Report) -> Iterator[CurveEntry]:
     # A report from before sweeps existed has one load, which only its options contain.
     arrivals = value_at(report, "options.arrivals") or {}
     for index, summary in enumerate(report["targets"]):

@@ -85,11 +85,11 @@ def headline_tables(panels: Sequence[Panel], latency_s: float | None) -> Iterato
 
 
 def tables(panels: Sequence[Panel]) -> Iterator[Table]:
-    found = [entry for panel in panels for entry in panel.entries]
+    all_entries = [entry for panel in panels for entry in panel.entries]
     yield _grid("speed", "Throughput and latency", "", panels, SPEED)
     told = "Cold: the first turn of a conversation; warm: the later ones."
     yield _grid("ttft", "Time to first token", told, panels, FIRST_TOKEN)
-    swap = _swap_columns(found)
+    swap = _swap_columns(all_entries)
     note = (
         ""
         if swap
@@ -98,7 +98,7 @@ def tables(panels: Sequence[Panel]) -> Iterator[Table]:
     yield _grid("tokens", "Tokens by source, and swap traffic", note, panels, (*TOKENS, *swap))
     yield _grid("sessions", "Active conversations", RULE, panels, SESSIONS)
     yield _grid("failures", "Failures and receipts", "", panels, FAILURES)
-    if any(value_at(entry.summary, "client_lag_s") for entry in found):
+    if any(value_at(entry.summary, "client_lag_s") for entry in all_entries):
         told = "How much later than due the client sent its turns."
         yield _grid("lateness", "The client's own lateness", told, panels, LATENESS)
     for panel in panels:
@@ -115,14 +115,14 @@ def _systems(panels: Sequence[Panel]) -> Table:
     )  # fmt: skip
     rows = [(panel, _system(name, curve)) for panel in panels for name, curve in panel.curves.items()]
     note = "Means over turns and seeds. Active conversations: see the rule below."
-    return _with_work(Table("systems", "At a glance", note, heads, 1, ()), panels, rows)
+    return _with_panels(Table("systems", "At a glance", note, heads, 1, ()), panels, rows)
 
 
 def _system(name: str, curve: Sequence[CurveEntry]) -> Row:
     points = curve_points(curve)
     best = max(points, key=lambda point: point.throughput, default=None)
     bins = [row for entry in curve for row in value_at(entry.summary, "active_sessions.bins") or []]
-    lost = sum(
+    failed = sum(
         value_at(entry.summary, f"turns.{key}") or 0 for entry in curve for key in ("failed", "skipped")
     )
     texts = (
@@ -132,7 +132,7 @@ def _system(name: str, curve: Sequence[CurveEntry]) -> Row:
         NOTHING if best is None else format_number(best.mean_s, ",.1f", 1000.0),
         format_number(min((point.mean_s for point in points), default=None), ",.1f", 1000.0),
         limit_text(largest_within_limit(bins) if bins else None),
-        f"{lost:,d}",
+        f"{failed:,d}",
     )
     return tuple(Cell(text) for text in texts)
 
@@ -154,7 +154,7 @@ def _ratios(panels: Sequence[Panel], latency_s: float | None) -> Table:
         "at p90 normalised latency [ms/token]", "times the throughput",
     )  # fmt: skip
     table = Table("ratios", "Throughput at equal normalised latency", RATIO_RULE, heads, 2, ())
-    return _with_work(table, panels, rows)
+    return _with_panels(table, panels, rows)
 
 
 def _grid(key: str, title: str, note: str, panels: Sequence[Panel], columns: Sequence[Column]) -> Table:
@@ -162,10 +162,10 @@ def _grid(key: str, title: str, note: str, panels: Sequence[Panel], columns: Seq
     seeds = any(entry.seed is not None for _, entry in found)
     rows = [(panel, (*_labels(entry, seeds), *_cells(entry, columns))) for panel, entry in found]
     heads = ("system", "offered", *(("seed",) if seeds else ()), *(column.title for column in columns))
-    return _with_work(Table(key, title, note, heads, 3 if seeds else 2, ()), panels, rows)
+    return _with_panels(Table(key, title, note, heads, 3 if seeds else 2, ()), panels, rows)
 
 
-def _with_work(table: Table, panels: Sequence[Panel], rows: Sequence[tuple[Panel, Row]]) -> Table:
+def _with_panels(table: Table, panels: Sequence[Panel], rows: Sequence[tuple[Panel, Row]]) -> Table:
     """``table`` with its rows; with several panels also a first column that names the panel."""
     several = len(panels) > 1
     return Table(
@@ -256,7 +256,7 @@ def page(reports: Sequence[Report], names: Sequence[str] = (), latency_s: float 
         tables=list(tables(shown)),
         problems=list(_problems(reports, names, found)),
         runs=[
-            (name, _line(report), _facts(report), _shell(report))
+            (name, _summary_line(report), _fact_rows(report), _command_line(report))
             for name, report in zip(names, reports, strict=True)
         ],
         several=len(reports) > 1,
@@ -283,7 +283,7 @@ def _problems(reports: Sequence[Report], names: Sequence[str], found: Sequence[C
     yield from unsteady(found)
 
 
-def _line(report: Report) -> str:
+def _summary_line(report: Report) -> str:
     """One line with the amount of work, the machine, the version and the time; for a simulation also the
     simulated machine."""
     work = f"{_count(report, 'conversations')} conversations, {_count(report, 'turns')} turns"
@@ -297,11 +297,11 @@ def _line(report: Report) -> str:
     )
 
 
-def _count(report: Report, what: str) -> str:
-    return format_number(value_at(report, f"workload.{what}"), ",d")
+def _count(report: Report, field: str) -> str:
+    return format_number(value_at(report, f"workload.{field}"), ",d")
 
 
-def _facts(report: Report) -> list[tuple[str, str]]:
+def _fact_rows(report: Report) -> list[tuple[str, str]]:
     found = [("created", str(report.get("created", NOTHING)))]
     for key in ("dataset", "workload", "machine", "versions", "options"):
         found += _flat(key, report.get(key) or {})
@@ -316,6 +316,6 @@ def _flat(name: str, value: Any) -> list[tuple[str, str]]:
     return [(name, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))]
 
 
-def _shell(report: Report) -> str:
+def _command_line(report: Report) -> str:
     line = report.get("command_line")
     return str(line) if line else shlex.join(map(str, report.get("command") or []))

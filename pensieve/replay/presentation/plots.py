@@ -38,9 +38,9 @@ _LETTERS_PER_IN = 14
 # Distinguishable by the colour-blind, and visible on white and on black.
 _COLOURS = ("#3b8bd0", "#e0662a", "#25a17f", "#c967a5", "#d3961c", "#8a7fd6", "#5fb4c4", "#a0813f")
 _MARKERS = "osD^vPX*"
-_ROOM = 5.0
+_AXIS_FACTOR = 5.0
 """Maximum of the latency axis, in multiples of the slowest system's lowest latency: above it queues only grow."""
-_LOG_FROM = 10.0
+_LOG_AXIS_FACTOR = 10.0
 """If the lowest latencies of systems differ by this factor, the axis is logarithmic and nothing is cut."""
 BARS_CAPTION = (
     "Every system was measured at one load, so there is no curve: bars are the mean over turns and the 90th "
@@ -160,13 +160,13 @@ def latency_figure(panels: Sequence[Panel], latency_s: float | None = None) -> F
     if has_bars(panels):
         return _bar_figure(panels, shown)
     figure, grid_axes = grid(len(shown), 2, WIDE_IN, 4.2 if len(shown) == 1 else 3.4)
-    look = plot_styles(panels)
+    styles = plot_styles(panels)
     for number, (axes, panel) in enumerate(zip(grid_axes, shown, strict=True)):
         title(axes, panel.title)
         top = _top(panel.points, latency_s)
         for index, (name, points) in enumerate(panel.points.items()):
             if points:
-                _draw(axes, points, look[name], f"{number}-{index}", top)
+                _draw(axes, points, styles[name], f"{number}-{index}", top)
         if latency_s is not None:
             axes.axhline(1000 * latency_s, color=INK, linewidth=0.8, linestyle=":")
         _scale(axes, panel.points, top)
@@ -174,7 +174,9 @@ def latency_figure(panels: Sequence[Panel], latency_s: float | None = None) -> F
         axes.set_ylabel("normalised latency [ms/token]")
     drawn = {name for panel in shown for name, points in panel.points.items() if points}
     samples = [
-        (name, sample(its.colour, its.style, its.marker)) for name, its in look.items() if name in drawn
+        (name, sample(style.colour, style.style, style.marker))
+        for name, style in styles.items()
+        if name in drawn
     ]
     legend(figure, [*samples, ("mean", sample(INK)), ("90th percentile", sample(INK, "--"))])
     return figure
@@ -187,16 +189,18 @@ def has_bars(panels: Sequence[Panel]) -> bool:
 
 def _bar_figure(panels: Sequence[Panel], shown: Sequence[Panel]) -> Figure:
     figure, grid_axes = grid(len(shown), 2, WIDE_IN, 3.4)
-    look = plot_styles(panels)
+    styles = plot_styles(panels)
     for number, (axes, panel) in enumerate(zip(grid_axes, shown, strict=True)):
         title(axes, panel.title)
         found = [(name, points[0]) for name, points in panel.points.items() if points]
         for place, (name, point) in enumerate(found):
             bars = [(-0.2, point.mean_s, 1.0, "mean"), (0.2, point.p90_s, 0.5, "p90")]
-            for aside, seconds, alpha, what in bars:
+            for offset, seconds, alpha, metric in bars:
                 if seconds is not None:
-                    bar = axes.bar(place + aside, 1000 * seconds, 0.38, color=look[name].colour, alpha=alpha)
-                    bar[0].set_gid(f"{what}-{number}-{place}")
+                    bar = axes.bar(
+                        place + offset, 1000 * seconds, 0.38, color=styles[name].colour, alpha=alpha
+                    )
+                    bar[0].set_gid(f"{metric}-{number}-{place}")
             high = 1000 * max(point.mean_s, point.p90_s or 0.0)
             axes.annotate(f"{point.throughput:,.2f} turns/s", (place, high), (0, 3), textcoords="offset points",
                           ha="center", fontsize=9, color=INK)  # fmt: skip
@@ -212,26 +216,26 @@ def _bar_figure(panels: Sequence[Panel], shown: Sequence[Panel]) -> Figure:
     return figure
 
 
-def _draw(axes: Axes, points: Sequence[CurvePoint], look: PlotStyle, key: str, top: float | None) -> None:
+def _draw(axes: Axes, points: Sequence[CurvePoint], style: PlotStyle, key: str, top: float | None) -> None:
     """Draw a curve; ``key`` names its lines in an SVG."""
     xs, ys = [point.throughput for point in points], [1000 * point.mean_s for point in points]
     axes.plot(
-        xs, ys, color=look.colour, linestyle=look.style, marker=look.marker, markersize=5.5,
+        xs, ys, color=style.colour, linestyle=style.style, marker=style.marker, markersize=5.5,
         linewidth=1.8, gid=f"mean-{key}",
     )  # fmt: skip
     high = [(point.throughput, 1000 * point.p90_s) for point in points if point.p90_s is not None]
     axes.plot(
-        [x for x, _ in high], [y for _, y in high], color=look.colour, linestyle="--", linewidth=1.2,
+        [x for x, _ in high], [y for _, y in high], color=style.colour, linestyle="--", linewidth=1.2,
         alpha=0.75, gid=f"p90-{key}",
     )  # fmt: skip
     for x, point in zip(xs, points, strict=True):
         if point.interval_s is not None:
             low, up = point.interval_s
-            axes.vlines(x, 1000 * low, 1000 * up, color=look.colour, linewidth=1)
+            axes.vlines(x, 1000 * low, 1000 * up, color=style.colour, linewidth=1)
     above = [x for x, y in zip(xs, ys, strict=True) if top is not None and y > top]
     if top is not None and above:
         axes.plot(
-            above, [0.97 * top] * len(above), color=look.colour, linestyle="none", marker="^", markersize=9,
+            above, [0.97 * top] * len(above), color=style.colour, linestyle="none", marker="^", markersize=9,
             markerfacecolor="none", markeredgewidth=1.5, gid=f"above-{key}",
         )  # fmt: skip
 
@@ -242,7 +246,7 @@ def _top(points: Mapping[str, Sequence[CurvePoint]], latency_s: float | None) ->
     if _logarithmic(lowest):
         return None
     levels = [pair.mean.latency_s for pair in comparisons(points) if pair.mean and pair.mean.bound == "equal"]
-    top = max(_ROOM * max(lowest), *(1.2 * level for level in [*levels, latency_s or 0.0]))
+    top = max(_AXIS_FACTOR * max(lowest), *(1.2 * level for level in [*levels, latency_s or 0.0]))
     return 1000 * top if highest > top else None
 
 
@@ -253,7 +257,7 @@ def _extremes(points: Mapping[str, Sequence[CurvePoint]]) -> tuple[list[float], 
 
 
 def _logarithmic(lowest: Sequence[float]) -> bool:
-    return max(lowest) > _LOG_FROM * min(lowest) > 0
+    return max(lowest) > _LOG_AXIS_FACTOR * min(lowest) > 0
 
 
 def _scale(axes: Axes, points: Mapping[str, Sequence[CurvePoint]], top: float | None) -> None:
@@ -321,25 +325,25 @@ def figures(shown: Sequence[Panel], latency_s: float | None = None) -> dict[str,
 
 
 def _ttft(shown: Sequence[Panel]) -> Figure | None:
-    told = [panel for panel in shown if any(_distributions(curve) for curve in panel.curves.values())]
-    if not told:
+    with_data = [panel for panel in shown if any(_distributions(curve) for curve in panel.curves.values())]
+    if not with_data:
         return None
-    figure, axes_ = grid(len(told), 1, WIDTH_IN, 3.8)
-    look = plot_styles(shown)
+    figure, grid_axes = grid(len(with_data), 1, WIDTH_IN, 3.8)
+    styles = plot_styles(shown)
     drawn = set()
-    for axes, panel in zip(axes_, told, strict=True):
+    for axes, panel in zip(grid_axes, with_data, strict=True):
         title(axes, panel.title)
         for name, curve in panel.curves.items():
             for style, values, shares in _distributions(curve):
                 drawn.add(name)
-                axes.plot([1000 * value for value in values], shares, color=look[name].colour, linestyle=style,
+                axes.plot([1000 * value for value in values], shares, color=styles[name].colour, linestyle=style,
                           linewidth=1.8, marker="" if len(values) > 10 else ".")  # fmt: skip
         axes.set_xscale("log")
         plain_numbers(axes.xaxis)
         axes.set_ylim(0, 100)
         axes.set_xlabel("time to first token [ms]")
         axes.set_ylabel("turns [%]")
-    systems = [(name, sample(its.colour)) for name, its in look.items() if name in drawn]
+    systems = [(name, sample(style.colour)) for name, style in styles.items() if name in drawn]
     legend(figure, [*systems, *((kind, sample(INK, style)) for kind, style in _TTFT_STYLES.items())])
     return figure
 
@@ -350,16 +354,16 @@ def _distributions(curve: Sequence[CurveEntry]) -> list[tuple[LineStyle, list[fl
 
 
 def _sources(shown: Sequence[Panel]) -> Figure | None:
-    told = [
+    with_data = [
         (f"{name}, {busiest(curve).load}\n{panel.title}".rstrip(), _rows(curve))
         for panel in shown
         for name, curve in panel.curves.items()
         if any(row["tokens"]["context"] for row in _rows(curve))
     ]
-    if not told:
+    if not with_data:
         return None
-    figure, axes_ = grid(len(told), 2, WIDE_IN, 1.9)
-    for axes, (text, rows) in zip(axes_, told, strict=True):
+    figure, grid_axes = grid(len(with_data), 2, WIDE_IN, 1.9)
+    for axes, (text, rows) in zip(grid_axes, with_data, strict=True):
         numbers, base = [row["turn"] + 1 for row in rows], [0.0] * len(rows)
         for source in SOURCES:
             means = [row["tokens"][source] / row["turns"] for row in rows]
@@ -370,28 +374,28 @@ def _sources(shown: Sequence[Panel]) -> Figure | None:
         axes.set_ylabel("tokens per turn")
         axes.set_xlim(0.5, max(numbers) + 0.5)
         axes.locator_params(axis="x", integer=True)
-    for axes in axes_[-2:]:
+    for axes in grid_axes[-2:]:
         axes.set_xlabel("turn of the conversation")
-    handles, labels = axes_[0].get_legend_handles_labels()
+    handles, labels = grid_axes[0].get_legend_handles_labels()
     legend(figure, list(zip(labels, handles, strict=True)))
     return figure
 
 
 def _sessions(shown: Sequence[Panel]) -> Figure | None:
-    told = [panel for panel in shown if any(map(_bins, panel.curves.values()))]
-    if sum(len(_bins(curve)) for panel in told for curve in panel.curves.values()) < 2:
+    with_data = [panel for panel in shown if any(map(_bins, panel.curves.values()))]
+    if sum(len(_bins(curve)) for panel in with_data for curve in panel.curves.values()) < 2:
         return None  # a table shows a single dot
-    figure, axes_ = grid(len(told), 1, WIDTH_IN, 3.2)
-    look = plot_styles(shown)
+    figure, grid_axes = grid(len(with_data), 1, WIDTH_IN, 3.2)
+    styles = plot_styles(shown)
     drawn = set()
-    for axes, panel in zip(axes_, told, strict=True):
+    for axes, panel in zip(grid_axes, with_data, strict=True):
         title(axes, panel.title)
         for name, curve in panel.curves.items():
             if dots := _bins(curve):
                 drawn.add(name)
                 axes.plot(
-                    [x for x, _ in dots], [1000 * y for _, y in dots], color=look[name].colour,
-                    marker=look[name].marker, linestyle="none", markersize=5.5,
+                    [x for x, _ in dots], [1000 * y for _, y in dots], color=styles[name].colour,
+                    marker=styles[name].marker, linestyle="none", markersize=5.5,
                 )  # fmt: skip
         axes.axhline(1000 * TTFT_LIMIT_S, color=INK, linewidth=0.8, linestyle="--")
         axes.set_yscale("log")
@@ -401,7 +405,11 @@ def _sessions(shown: Sequence[Panel]) -> Figure | None:
         axes.set_ylabel("TTFT p95 of the bin [ms]")
     legend(
         figure,
-        [(name, sample(its.colour, "none", its.marker)) for name, its in look.items() if name in drawn],
+        [
+            (name, sample(style.colour, "none", style.marker))
+            for name, style in styles.items()
+            if name in drawn
+        ],
     )
     return figure
 

@@ -23,7 +23,7 @@ _OPTIONS = (
     ("grpc.max_send_message_length", 64 * 1024 * 1024),
     ("grpc.use_local_subchannel_pool", 1),  # otherwise channels to one address share a connection
 )
-_CALLS = 200
+_MAX_CALLS = 200
 """Concurrent calls per connection. A server takes 256; more would wait, unseen, in the client."""
 
 
@@ -93,16 +93,16 @@ class PensieveTarget:
 
     @contextmanager
     def _stub(self) -> Iterator[Any]:
-        found = next((one for one in self._connections if one.calls < _CALLS), None)
-        if found is None:
+        connection = next((entry for entry in self._connections if entry.calls < _MAX_CALLS), None)
+        if connection is None:
             channel = grpc.aio.insecure_channel(self._address, options=_OPTIONS)
-            found = _Connection(channel, rpc.ConversationServiceStub(channel))
-            self._connections.append(found)
-        found.calls += 1
+            connection = _Connection(channel, rpc.ConversationServiceStub(channel))
+            self._connections.append(connection)
+        connection.calls += 1
         try:
-            yield found.stub
+            yield connection.stub
         finally:
-            found.calls -= 1
+            connection.calls -= 1
 
     async def _call(self, method: str, request: Any, timeout: float = 60.0) -> Any:
         try:

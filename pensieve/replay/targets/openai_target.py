@@ -40,7 +40,7 @@ is sent at that moment would fail."""
 RESPONSES_PATH = "/v1/responses"
 """At the end of a target's address: the server keeps the history."""
 _PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions", "responses": RESPONSES_PATH}
-_LOST = (aiohttp.ClientError, TimeoutError)
+_CONNECTION_ERRORS = (aiohttp.ClientError, TimeoutError)
 
 
 class _Delta(msgspec.Struct):
@@ -108,7 +108,7 @@ class Completion:
             self.pieces.append((1, at))
         if event.response is not None:
             self.response_id = event.response.id
-            self.usage = _as_of_completions(event.response.usage) or self.usage
+            self.usage = _completions_usage(event.response.usage) or self.usage
 
     def settle(self) -> None:
         """Adjust the last pieces so that their tokens add up to the server's count."""
@@ -125,7 +125,7 @@ class Completion:
             self.pieces[-1] = count - excess, at
 
 
-def _as_of_completions(usage: dict[str, Any] | None) -> dict[str, Any]:
+def _completions_usage(usage: dict[str, Any] | None) -> dict[str, Any]:
     """Convert counts of the Responses protocol to the names of the completions protocol."""
     if not usage:
         return {}
@@ -157,7 +157,7 @@ _DIALECTS = (
     Dialect("chat", True),
     Dialect("chat", False),
 )
-_OF_RESPONSES = (Dialect("responses", True), Dialect("responses", False))
+_RESPONSES_DIALECTS = (Dialect("responses", True), Dialect("responses", False))
 
 
 @dataclass(slots=True)
@@ -182,7 +182,7 @@ class OpenAITarget:
         self._base = base.removesuffix(RESPONSES_PATH)
         self._http: aiohttp.ClientSession | None = None
         self._model = ""
-        self._dialects = _OF_RESPONSES if base.endswith(RESPONSES_PATH) else _DIALECTS
+        self._dialects = _RESPONSES_DIALECTS if base.endswith(RESPONSES_PATH) else _DIALECTS
         self._dialect = self._dialects[0]
         self._sessions: dict[str, _Session] = {}
         self._opened = 0
@@ -234,7 +234,7 @@ class OpenAITarget:
         for count, at in answer.pieces:
             on_tokens(count, at)
         produced = sum(count for count, _ in answer.pieces)
-        _keep(state, self._dialect, spec, answer, produced)
+        _append_turn(state, self._dialect, spec, answer, produced)
         return _receipt(state, answer.usage, produced)
 
     async def end_session(self, session: str) -> None:
@@ -247,8 +247,8 @@ class OpenAITarget:
                 async with self._client.post(path) as response:
                     if response.ok:
                         return f"POST {path}"
-            except _LOST as error:
-                raise _lost(error) from error
+            except _CONNECTION_ERRORS as error:
+                raise _unavailable(error) from error
         return "other token ids"
 
     async def close(self) -> None:
@@ -266,8 +266,8 @@ class OpenAITarget:
             async with self._client.get("/v1/models", timeout=aiohttp.ClientTimeout(30.0)) as response:
                 response.raise_for_status()
                 return dict(msgspec.json.decode(await response.read())["data"][0])
-        except _LOST as error:
-            raise _lost(error) from error
+        except _CONNECTION_ERRORS as error:
+            raise _unavailable(error) from error
         except (ValueError, KeyError, IndexError, TypeError) as error:
             raise TurnFailed("BAD_RESPONSE", f"{self._base}/v1/models lists no model: {error!r}") from error
 
@@ -276,8 +276,8 @@ class OpenAITarget:
         try:
             async with self._client.get("/version", timeout=aiohttp.ClientTimeout(30.0)) as response:
                 return str(msgspec.json.decode(await response.read())["version"]) if response.ok else ""
-        except _LOST as error:
-            raise _lost(error) from error
+        except _CONNECTION_ERRORS as error:
+            raise _unavailable(error) from error
         except (ValueError, KeyError, TypeError):
             return ""
 
@@ -307,8 +307,8 @@ class OpenAITarget:
                     raise TurnFailed(f"HTTP_{response.status}", text[:300])
                 async for data in response.content.iter_any():
                     answer.feed(data, time.perf_counter())
-        except _LOST as error:
-            raise _lost(error) from error
+        except _CONNECTION_ERRORS as error:
+            raise _unavailable(error) from error
         except (ValueError, TypeError) as error:
             raise TurnFailed("BAD_RESPONSE", repr(error)) from error
         answer.settle()
@@ -343,7 +343,9 @@ def _body(model: str, dialect: Dialect, state: _Session, spec: TurnRequest) -> d
     return body
 
 
-def _keep(state: _Session, dialect: Dialect, spec: TurnRequest, answer: Completion, produced: int) -> None:
+def _append_turn(
+    state: _Session, dialect: Dialect, spec: TurnRequest, answer: Completion, produced: int
+) -> None:
     if dialect.api == "responses":
         state.previous = answer.response_id
         return
@@ -379,7 +381,7 @@ def text_of(ids: TokenArray) -> str:
     return " ".join(_WORDS[token % len(_WORDS)] for token in ids.tolist())
 
 
-def _lost(error: Exception) -> TurnFailed:
+def _unavailable(error: Exception) -> TurnFailed:
     if isinstance(error, aiohttp.ClientResponseError):
         return TurnFailed(f"HTTP_{error.status}", error.message)
     return TurnFailed("UNAVAILABLE", f"{type(error).__name__}: {error}")

@@ -34,9 +34,9 @@ _PART = "pensieve_step_part_seconds_total."
 _POLL_S = 0.5
 _EXIT_POLL_S = 0.05
 _LOG_LINES = 20
-_LONGEST_LINE = 1 << 20
+_MAX_LINE_BYTES = 1 << 20
 """Bytes. Some servers print their whole configuration in one line."""
-_LAST_WORDS_S = 2.0
+_LAST_OUTPUT_S = 2.0
 """How long to read the last output of an ended server; a process that it left behind may keep the pipe open."""
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 T = TypeVar("T")
@@ -102,7 +102,7 @@ class StartedTarget:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
-                limit=_LONGEST_LINE,
+                limit=_MAX_LINE_BYTES,
                 start_new_session=True,
             )
         except (OSError, ValueError) as error:
@@ -110,7 +110,7 @@ class StartedTarget:
         self._reader = asyncio.create_task(self._read(self._process, address))
         try:
             async with asyncio.timeout(self._timeout_s):
-                info = await self.while_up(self._answers(address), "NOT_STARTED")
+                info = await self.while_up(self._wait_until_up(address), "NOT_STARTED")
         except TimeoutError:
             await self.close()
             raise self._failed("NOT_STARTED", f"not up within {self._timeout_s:.0f} s") from None
@@ -129,18 +129,18 @@ class StartedTarget:
         """Return the result of ``work``. Raises TurnFailed with the server's last output if the server ends first."""
         assert self._process is not None, "not open"
         working = asyncio.create_task(work)
-        ending = asyncio.create_task(_status(self._process))
+        exiting = asyncio.create_task(_status(self._process))
         try:
-            await asyncio.wait({working, ending}, return_when=asyncio.FIRST_COMPLETED)
-            if not ending.done():
+            await asyncio.wait({working, exiting}, return_when=asyncio.FIRST_COMPLETED)
+            if not exiting.done():
                 return working.result()
         finally:
-            for task in (working, ending):
+            for task in (working, exiting):
                 task.cancel()
-            await asyncio.gather(working, ending, return_exceptions=True)
+            await asyncio.gather(working, exiting, return_exceptions=True)
         if self._reader is not None:
-            await asyncio.wait({self._reader}, timeout=_LAST_WORDS_S)
-        raise self._failed(code, f"ended with status {ending.result()}")
+            await asyncio.wait({self._reader}, timeout=_LAST_OUTPUT_S)
+        raise self._failed(code, f"ended with status {exiting.result()}")
 
     async def start_session(self) -> str:
         return await self._running.start_session()
@@ -184,7 +184,7 @@ class StartedTarget:
             os.killpg(process.pid, signal.SIGKILL)
         await _status(process)
         if self._reader is not None:
-            await asyncio.wait({self._reader}, timeout=_LAST_WORDS_S)
+            await asyncio.wait({self._reader}, timeout=_LAST_OUTPUT_S)
             self._reader.cancel()
 
     @property
@@ -192,7 +192,7 @@ class StartedTarget:
         assert self._inner is not None, "not open"
         return self._inner
 
-    async def _answers(self, address: asyncio.Future[str]) -> TargetInfo:
+    async def _wait_until_up(self, address: asyncio.Future[str]) -> TargetInfo:
         if self._url is None:
             self._inner = self._connect(f"pensieve://{await address}")
             return await self._inner.open()

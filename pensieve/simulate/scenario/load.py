@@ -66,22 +66,27 @@ class InProgressLoad:
         cls, conversations: Sequence[Conversation], arrivals: Arrivals, token_s: float
     ) -> InProgressLoad:
         """``token_s``: seconds per token of history. Raises ValueError when all conversations have ended."""
-        found = apply_run_in(scripts(conversations, arrivals), arrivals.run_in_s)
-        if all(script.is_over for script in found):
+        replayed = apply_run_in(scripts(conversations, arrivals), arrivals.run_in_s)
+        if all(script.is_over for script in replayed):
             raise ValueError("no session outlasts the run-in: ask for more sessions")
-        before = sorted(
-            (script for script in found if script.has_history), key=lambda script: script.due[0].at_s
+        with_history = sorted(
+            (script for script in replayed if script.has_history), key=lambda script: script.due[0].at_s
         )
-        starts = np.cumsum([0.0, *(token_s * script.conversation.turns[0].input_tokens for script in before)])
+        starts = np.cumsum(
+            [0.0, *(token_s * script.conversation.turns[0].input_tokens for script in with_history)]
+        )
         zero = float(starts[-1])
-        lives = [_scripted(script, float(start), zero) for script, start in zip(before, starts, strict=False)]
-        lives += [
-            _scripted(script, zero + script.start_s, zero) for script in found if not script.has_history
+        sessions = [
+            _session_of(script, float(start), zero)
+            for script, start in zip(with_history, starts, strict=False)
         ]
-        return cls(tuple(sorted(lives, key=lambda life: life.start)), zero, arrivals.run_in_s)
+        sessions += [
+            _session_of(script, zero + script.start_s, zero) for script in replayed if not script.has_history
+        ]
+        return cls(tuple(sorted(sessions, key=lambda session: session.start)), zero, arrivals.run_in_s)
 
 
-def _scripted(script: Script, start: float, zero: float) -> SessionScript:
+def _session_of(script: Script, start: float, zero: float) -> SessionScript:
     """Session of a replay's script. ``start``: time of its first turn; ``zero``: time 0 of the script."""
     turns = tuple((turn.input_tokens, turn.output_tokens) for turn in script.conversation.turns)
     earliest = tuple(zero + due.at_s - start for due in script.due)
@@ -156,16 +161,18 @@ class Load:
             )
             for number, which, gap in zip(numbers, drawn, gaps, strict=True):
                 now += gap
-                yield self._life(number, now, self.conversations[which], rng)
+                yield self._session(number, now, self.conversations[which], rng)
 
     def _as_recorded(self) -> Iterator[SessionScript]:
         origin = min(talk.turns[0].timestamp_s or 0.0 for talk in self.conversations)
         ordered = sorted(self.conversations, key=lambda talk: talk.turns[0].timestamp_s or 0.0)
         rng = np.random.default_rng([self.seed, 0])
         for number, talk in enumerate(ordered):
-            yield self._life(number, (talk.turns[0].timestamp_s or 0.0) - origin, talk, rng)
+            yield self._session(number, (talk.turns[0].timestamp_s or 0.0) - origin, talk, rng)
 
-    def _life(self, number: int, start: float, talk: Conversation, rng: np.random.Generator) -> SessionScript:
+    def _session(
+        self, number: int, start: float, talk: Conversation, rng: np.random.Generator
+    ) -> SessionScript:
         turns = tuple((turn.input_tokens, turn.output_tokens) for turn in talk.turns)
         if self.think_gaps is not None:
             drawn = rng.choice(np.array(self.think_gaps.seconds), len(turns))
@@ -192,23 +199,23 @@ _STREAM: Final = 1
 """Number of the random stream: no other draws of a simulation use it."""
 
 
-def hints_of(settings: Settings, life: SessionScript, turn: int, now: float) -> Hints | None:
+def hints_of(settings: Settings, script: SessionScript, turn: int, now: float) -> Hints | None:
     """Hints that the client gives when ``turn`` ends at ``now``; None: no hints.
 
     The announced pause is the true one times a lognormal factor with median 1 and sigma ``noise``. Unlike in
     ``pensieve.replay.play.runner`` the pause counts from the end of the answer, which a simulated client
     knows.
     """
-    told = settings.hints
-    if told is None:
+    client = settings.hints
+    if client is None:
         return None
-    due = life.due(turn + 1, now)
+    due = script.due(turn + 1, now)
     if due == NEVER:
-        return Hints(finished=True) if told.ends else None
-    if not told.pauses:
+        return Hints(finished=True) if client.ends else None
+    if not client.pauses:
         return None
     factor = 1.0
-    if told.noise:
-        generator = np.random.default_rng([settings.seed, life.number, turn, 0, _STREAM])
-        factor = math.exp(told.noise * generator.standard_normal())
+    if client.noise:
+        generator = np.random.default_rng([settings.seed, script.number, turn, 0, _STREAM])
+        factor = math.exp(client.noise * generator.standard_normal())
     return Hints(next_turn_s=max(due - now, 0.0) * factor)

@@ -116,37 +116,37 @@ class Arc(MaxClaimPolicy):
         self.share = min(max(self.share + (step if turn == 1 else -step), 0.0), 1.0)
 
 
-def _now(now: float, due: float, turns: int) -> float:
+def _stamp_now(now: float, due: float, turns: int) -> float:
     return now
 
 
-def _due(now: float, due: float, turns: int) -> float:
+def _stamp_due(now: float, due: float, turns: int) -> float:
     return due
 
 
-def _frequent(now: float, due: float, turns: int) -> float:
+def _stamp_frequent(now: float, due: float, turns: int) -> float:
     return now + _FREQUENT if turns > 1 else now
 
 
-EXTRA: Final[dict[str, tuple[Callable[[], Policy], Stamp]]] = {
-    "ttl-lru": (TtlLru, _now),
-    "arc": (Arc, _frequent),
-    "clairvoyant": (Clairvoyant, _due),
+EXTRA_POLICIES: Final[dict[str, tuple[Callable[[], Policy], Stamp]]] = {
+    "ttl-lru": (TtlLru, _stamp_now),
+    "arc": (Arc, _stamp_frequent),
+    "clairvoyant": (Clairvoyant, _stamp_due),
 }
-NAMES: Final = (*POLICIES, *EXTRA)
+NAMES: Final = (*POLICIES, *EXTRA_POLICIES)
 
 
 def make_policy(name: str) -> tuple[Policy, Stamp]:
     """Return a new policy and its stamp function. Raises KeyError."""
-    if name in EXTRA:
-        policy, stamp = EXTRA[name]
+    if name in EXTRA_POLICIES:
+        policy, stamp = EXTRA_POLICIES[name]
         return policy(), stamp
     engine = {str(key): value for key, value in POLICIES.items()}
-    return engine[name](), _now
+    return engine[name](), _stamp_now
 
 
 _PER_DECADE = 200
-_LEAST_EXPONENT = -12
+_MIN_EXPONENT = -12
 
 
 class RecomputeBound:
@@ -181,18 +181,18 @@ class RecomputeBound:
 
     def least_recomputed(self, pages: int, seconds: float) -> float:
         """Least seconds of recomputation with ``pages`` pages, in all tiers together, for ``seconds``."""
-        left, kept = pages * seconds, 0.0
+        remaining, kept = pages * seconds, 0.0
         for saved, taken in zip(self._saved[::-1].tolist(), self._page_seconds[::-1].tolist(), strict=True):
-            if taken > left:
+            if taken > remaining:
                 # The order within a bin is unknown: count what fits as if it had the savings of its upper
                 # edge.
-                kept += min(saved, saved * left / taken * 10 ** (1 / _PER_DECADE))
+                kept += min(saved, saved * remaining / taken * 10 ** (1 / _PER_DECADE))
                 break
             kept += saved
-            left -= taken
+            remaining -= taken
         return max(float(self._saved.sum()) - kept, 0.0)
 
     @staticmethod
     def _bins(density: Floats) -> Ints:
-        exponents = (np.log10(density) - _LEAST_EXPONENT) * _PER_DECADE
+        exponents = (np.log10(density) - _MIN_EXPONENT) * _PER_DECADE
         return np.clip(exponents.astype(np.int64), 0, _PER_DECADE * 24 - 1)

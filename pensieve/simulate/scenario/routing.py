@@ -17,7 +17,7 @@ from typing import Final
 
 from pensieve.simulate.scenario.settings import Settings
 
-_SHARE: Final = 1.25
+_LOAD_FACTOR: Final = 1.25
 """``bounded``: maximum active turns of a replica, as a multiple of the mean."""
 _STEP: Final = 1_000_003
 _POINT_STEP: Final = 0x9E3779B97F4A7C15
@@ -59,21 +59,21 @@ class Router:
 
     def _on_ring(self, session: int, *, lost: bool) -> int:
         first = bisect(self._points, _mix(session * _STEP + self._settings.seed))
-        most = self._most(lost=lost) if self._settings.routing == "bounded" else None
-        passed: set[int] = set()
+        limit = self._turn_limit(lost=lost) if self._settings.routing == "bounded" else None
+        skipped: set[int] = set()
         for place in range(first, first + len(self._owners)):
             owner = self._owners[place % len(self._owners)]
-            if owner in passed or (lost and owner == 0):
+            if owner in skipped or (lost and owner == 0):
                 continue
-            if most is None or self._load(owner) < most:
+            if limit is None or self._load(owner) < limit:
                 return owner
-            passed.add(owner)
+            skipped.add(owner)
         raise AssertionError("one replica has at most the mean load")
 
-    def _most(self, *, lost: bool) -> int:
+    def _turn_limit(self, *, lost: bool) -> int:
         """Maximum active turns of a replica, including the arriving one; rounded twice, as in HAProxy."""
         live = range(int(lost), self._settings.replicas)
-        return math.ceil(math.ceil(_SHARE * (1 + sum(map(self._load, live)))) / len(live))
+        return math.ceil(math.ceil(_LOAD_FACTOR * (1 + sum(map(self._load, live)))) / len(live))
 
 
 def _mix(value: int) -> int:

@@ -56,5 +56,5 @@ class Settings:
 
     def replica_changes(self, lose: Change, bring_back: Change) -> list[tuple[float, Change]]:
         """The events of replica 0 in order, as (time, callback)."""
-        told = ((self.lose_replica_at, lose), (self.replica_returns_at, bring_back))
-        return [(at, change) for at, change in told if at is not None]
+        events = ((self.lose_replica_at, lose), (self.replica_returns_at, bring_back))
+        return [(at, change) for at, change in events if at is not None]

@@ -17,7 +17,7 @@ from pensieve.replay.measure.report import SOURCES
 from pensieve.replay.measure.windows import BINS, has_trend
 
 _STEP = math.log(1.01)
-_LEAST = 1e-5
+_MIN_S = 1e-5
 
 
 @dataclass(slots=True)
@@ -26,24 +26,24 @@ class DurationHistogram:
 
     count: int = 0
     total: float = 0.0
-    most: float = 0.0
+    maximum: float = 0.0
     bins: dict[int, int] = field(default_factory=dict)
 
     def add(self, seconds: float, count: int = 1) -> None:
         self.count += count
         self.total += count * seconds
-        if seconds > self.most:
-            self.most = seconds
-        bin_ = int(log(seconds / _LEAST) / _STEP) if seconds > _LEAST else 0
+        if seconds > self.maximum:
+            self.maximum = seconds
+        bin_ = int(log(seconds / _MIN_S) / _STEP) if seconds > _MIN_S else 0
         bins = self.bins
         bins[bin_] = bins.get(bin_, 0) + count
 
     def percentile(self, share: float) -> float | None:
-        left = share * self.count
+        remaining = share * self.count
         for bin_ in sorted(self.bins):
-            left -= self.bins[bin_]
-            if left <= 0:
-                return min(_LEAST * math.exp((bin_ + 0.5) * _STEP), self.most)
+            remaining -= self.bins[bin_]
+            if remaining <= 0:
+                return min(_MIN_S * math.exp((bin_ + 0.5) * _STEP), self.maximum)
         return None
 
     def quantiles(self) -> list[float] | None:
@@ -52,7 +52,7 @@ class DurationHistogram:
 
     def merge(self, other: DurationHistogram) -> None:
         self.count, self.total = self.count + other.count, self.total + other.total
-        self.most = max(self.most, other.most)
+        self.maximum = max(self.maximum, other.maximum)
         for bin_, count in other.bins.items():
             self.bins[bin_] = self.bins.get(bin_, 0) + count
 
@@ -60,7 +60,7 @@ class DurationHistogram:
         mean = self.total / self.count if self.count else None
         shares = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99}
         percentiles = {name: self.percentile(share) for name, share in shares.items()}
-        return {"count": self.count, "mean": mean, **percentiles, "max": self.most if self.count else None}
+        return {"count": self.count, "mean": mean, **percentiles, "max": self.maximum if self.count else None}
 
 
 @dataclass(slots=True)
@@ -98,7 +98,7 @@ class TurnTotals:
         }  # fmt: skip
 
 
-_TURNS_SHOWN = 20
+_MAX_ROWS = 20
 TimeWindow = tuple[float, float]
 
 
@@ -177,14 +177,14 @@ class Tally:
     """Sum of times from first tokens to the ends of answers."""
     open_s: float = 0.0
     """Sum of the times that sessions were open, pauses included."""
-    flight_s: list[float] = field(default_factory=lambda: [0.0] * BINS)
+    in_flight_s: list[float] = field(default_factory=lambda: [0.0] * BINS)
     """Sum of the times that turns were in flight, for each part of the window."""
     last_end_s: float = 0.0
     replicas: dict[int, TurnTotals] = field(default_factory=dict)
     timeline: dict[int, TurnTotals] = field(default_factory=dict)
     """Turns by end time: by the row of ``row_s`` seconds after the start of the window."""
 
-    def add(self, turn: CompletedTurn) -> None:
+    def add_turn(self, turn: CompletedTurn) -> None:
         usage = turn.usage
         values = (
             usage.gpu_cached_tokens,
@@ -199,7 +199,7 @@ class Tally:
         )
         self.last_end_s = max(self.last_end_s, now)
         if self.window is not None:
-            self._in_flight(now - turn.ttft - turn.answering, now)
+            self._add_in_flight(now - turn.ttft - turn.answering, now)
             if not self.window[0] <= now < self.window[1]:
                 self.turns_outside += 1
                 return
@@ -214,7 +214,7 @@ class Tally:
         self.answering_s += turn.answering
         self.latency.add(turn.ttft + turn.answering)
         self.normalised.add((turn.ttft + turn.answering) / usage.output_tokens)
-        number = min(turn.number, _TURNS_SHOWN - 1)
+        number = min(turn.number, _MAX_ROWS - 1)
         while len(self.rows) <= number:
             self.rows.append(_Row())
         row = self.rows[number]
@@ -235,14 +235,14 @@ class Tally:
         low, high = self.window or (0.0, end)
         self.open_s += max(0.0, min(end, high) - max(start, low))
 
-    def _in_flight(self, start: float, end: float) -> None:
+    def _add_in_flight(self, start: float, end: float) -> None:
         assert self.window is not None
         low, high = self.window
         width = (high - low) / BINS
         first, last = (int((min(max(at, low), high) - low) / width) for at in (start, end))
         for part in range(first, min(last, BINS - 1) + 1):
             begins = low + part * width
-            self.flight_s[part] += max(0.0, min(end, begins + width) - max(start, begins))
+            self.in_flight_s[part] += max(0.0, min(end, begins + width) - max(start, begins))
 
     @property
     def cold(self) -> DurationHistogram:
@@ -298,16 +298,16 @@ class Tally:
             "repeated_turns": self.repeated_turns,
             "receipts": {"checked": self.turns + self.turns_outside, "violations": self.violations, "examples": []},
             "by_replica": [{"replica": at, **self.replicas[at].to_dict()} for at in sorted(self.replicas)],
-            "timeline": self._timeline(),
-            "by_turn": [_by_turn(number, row) for number, row in enumerate(self.rows)],
+            "timeline": self._timeline_json(),
+            "by_turn": [_by_turn_json(number, row) for number, row in enumerate(self.rows)],
             "active_sessions": {
                 "mean": active, "limit_s": TTFT_LIMIT_S, "ttft_p95_s": ttft, **largest_within_limit(bins), "bins": bins,
             },
-            "window": self._window(),
-            **({"running_turns": {"mean": sum(self.flight_s) / seconds}} if self.window else {}),
+            "window": self._window_json(),
+            **({"running_turns": {"mean": sum(self.in_flight_s) / seconds}} if self.window else {}),
         }  # fmt: skip
 
-    def _timeline(self) -> list[dict[str, Any]]:
+    def _timeline_json(self) -> list[dict[str, Any]]:
         start = self.window[0] if self.window else 0.0
         return [
             {"start_s": start + row * self.row_s, **self.timeline.get(row, TurnTotals()).to_dict()}
@@ -315,11 +315,11 @@ class Tally:
             if self.row_s is not None
         ]
 
-    def _window(self) -> dict[str, Any]:
+    def _window_json(self) -> dict[str, Any]:
         start, end = self.window or (0.0, self.last_end_s)
         steady = None
         if self.window is not None:
-            steady = not has_trend(np.array(self.flight_s) * BINS / (end - start))
+            steady = not has_trend(np.array(self.in_flight_s) * BINS / (end - start))
         return {
             "rule": "given" if self.window else "whole", "start_s": start, "end_s": end, "run_s": self.last_end_s,
             "steady": steady, "turns_outside": self.turns_outside, "failed_outside": 0, "cut_short": 0,
@@ -328,13 +328,13 @@ class Tally:
 
 def _merged(rows: Sequence[_Row]) -> DurationHistogram:
     """Times to first token of several rows together."""
-    all_ = DurationHistogram()
+    merged = DurationHistogram()
     for row in rows:
-        all_.merge(row.ttft)
-    return all_
+        merged.merge(row.ttft)
+    return merged
 
 
-def _by_turn(number: int, row: _Row) -> dict[str, Any]:
+def _by_turn_json(number: int, row: _Row) -> dict[str, Any]:
     tokens = dict(zip(SOURCES, row.sources, strict=True))
     return {
         "turn": number, "turns": row.turns, "ttft_s": row.ttft.statistics(),

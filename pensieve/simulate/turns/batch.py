@@ -56,7 +56,7 @@ class LiveTurn:
         self.prompt = self.history + new
 
 
-_ALIKE = 1.01
+_EVEN_FACTOR = 1.01
 """``even_runs`` separates steps whose durations differ by more than this factor."""
 
 
@@ -82,16 +82,16 @@ class StepSeries:
         return min(max(math.ceil(count), 1), most)
 
     def is_even(self, count: int) -> bool:
-        return self.last_s(count) <= _ALIKE * self.first
+        return self.last_s(count) <= _EVEN_FACTOR * self.first
 
-    def parts(self, count: int) -> Iterator[tuple[float, int, float]]:
+    def even_runs(self, count: int) -> Iterator[tuple[float, int, float]]:
         """Split ``count`` steps into runs of nearly equal ones: (mean seconds, steps, time at which the last
         one ends)."""
         last = self.last_s(count)
         if self.is_even(count):
             yield (self.first + last) / 2, count, self.total_s(count)
             return
-        runs = min(count, math.ceil(math.log(last / self.first) / math.log(_ALIKE)))
+        runs = min(count, math.ceil(math.log(last / self.first) / math.log(_EVEN_FACTOR)))
         begin = 0
         for run in range(1, runs + 1):
             end = count * run // runs
@@ -99,7 +99,7 @@ class StepSeries:
             begin = end
 
 
-_MANY: Final = 1 << 60
+_UNLIMITED: Final = 1 << 60
 _NEVER: Final = float("inf")
 TurnEnd = tuple[LiveTurn, float]
 """A turn and the time of its last token. Its chunks are released one step later, when that token is cached too."""
@@ -116,7 +116,7 @@ class Batch:
         self._on_gap = on_gap
         self.now = 0.0
         """End of the latest step, or the arrival of the first turn after it."""
-        self.begins = _NEVER
+        self.next_step_s = _NEVER
         """Start of the next step: ``now``, or infinity without work."""
         self.suspensions = 0
         self._settings = settings
@@ -154,16 +154,16 @@ class Batch:
             turn.visible_step = self._step + self._lag
         else:
             self.now, turn.visible_step = max(self.now, now), self._step
-            self.begins = self.now
+            self.next_step_s = self.now
         turn.ticket = ticket
         heapq.heappush(self._waiting, (ticket, turn))
 
     def run(self, until: float) -> list[TurnEnd]:
         """Run the next step and the similar steps after it, up to the first one that ends after ``until``."""
-        gone: list[TurnEnd] = []
+        ended: list[TurnEnd] = []
         grown = self._growth[self._step % self._size]
         if grown > self.cache.unpinned:
-            gone = self._make_room()
+            ended = self._make_room()
             grown = self._growth[self._step % self._size]
         if grown:
             self.cache.grow(grown, self.now)
@@ -177,20 +177,20 @@ class Batch:
             self._mixed_step(work)
         elif rows:
             series, steps = self._decode_steps(until)
-        left = self._leave() if self._ends and self._ends[0][0] <= self._step else []
+        leaving = self._leave() if self._ends and self._ends[0][0] <= self._step else []
         if rows and series is not None and not series.is_even(steps):
-            self._tell_gaps(begin, rows, series, steps, len(left))
+            self._report_gaps(begin, rows, series, steps, len(leaving))
         elif rows:  # equal to ``_report_gaps``, for the common case of few and nearly equal steps
             seconds = self._latest if series is None else (series.first + self._latest) / 2
-            self._on_gap(seconds, rows * steps - len(left), self.now)
-        gone += left
+            self._on_gap(seconds, rows * steps - len(leaving), self.now)
+        ended += leaving
         if self._running or self._waiting:
-            self.begins = self.now
+            self.next_step_s = self.now
         else:
-            self.begins = _NEVER
+            self.next_step_s = _NEVER
             self.cache.save_ahead(self.now, self.cache.config.device_chunks)
             self.cache.complete()
-        return gone
+        return ended
 
     def clear(self) -> tuple[list[LiveTurn], int]:
         """Lose all state: return the turns to restart, in order of arrival, and how many of them were running."""
@@ -203,7 +203,7 @@ class Batch:
             state.clear()
         self._generating = self._kv = 0
         self._growth = [0] * self._size
-        self.begins = _NEVER
+        self.next_step_s = _NEVER
         self.cache.clear()
         return sorted(turns, key=lambda turn: turn.ticket), running
 
@@ -211,7 +211,7 @@ class Batch:
 
     def _make_room(self) -> list[TurnEnd]:
         """Suspend the youngest turns until the others have enough device pages for their next tokens."""
-        gone: list[TurnEnd] = []
+        ended: list[TurnEnd] = []
         while self._growth[self._step % self._size] > self.cache.unpinned:
             youngest = self._running[max(self._running)]
             cached, made = youngest.computed, youngest.answer_tokens
@@ -223,10 +223,10 @@ class Batch:
                 self._restoring.remove(youngest)
             self._release(youngest, cached)
             if made >= youngest.output:
-                gone.append((youngest, self.now))
+                ended.append((youngest, self.now))
             else:
                 self._suspend(youngest, made)
-        return gone
+        return ended
 
     def _suspend(self, turn: LiveTurn, made: int) -> None:
         self.suspensions += 1
@@ -317,7 +317,7 @@ class Batch:
         rows, machine = self._generating, self._machine
         most = self._steps_to_an_end()
         if self._waiting:
-            most = min(most, self._steps_to_another_try())
+            most = min(most, self._steps_to_admission())
         first = machine.step_seconds(tokens=rows, rows=rows, kv_read=self._kv, pairs=0)
         series = StepSeries(first, machine.kv_s * rows)
         steps = series.steps_until(until - self.now, most)
@@ -335,23 +335,23 @@ class Batch:
         self.now += series.total_s(steps)
         return series, steps
 
-    def _tell_gaps(self, begin: float, rows: int, series: StepSeries, steps: int, left: int) -> None:
+    def _report_gaps(self, begin: float, rows: int, series: StepSeries, steps: int, leaving: int) -> None:
         """Report the gaps before the tokens of these steps: one per generation and step.
 
-        The ``left`` generations that ended had none in the last step, which only cached their last token.
+        The ``leaving`` generations that ended had none in the last step, which only cached their last token.
         """
         done = 0
-        for seconds, count, end in series.parts(steps):
+        for seconds, count, end in series.even_runs(steps):
             done += count
-            self._on_gap(seconds, rows * count - (left if done == steps else 0), begin + end)
+            self._on_gap(seconds, rows * count - (leaving if done == steps else 0), begin + end)
 
-    def _steps_to_another_try(self) -> int:
+    def _steps_to_admission(self) -> int:
         """Number of steps after which the queue's head may be admitted although no turn leaves."""
         head = self._waiting[0][1]
         # A session whose chunks are copied in this step waits for the next one. One without room waits until
         # a turn leaves.
         copying = self.cache.is_copying(head.script.number, head.script.prefix)
-        return 1 if copying else max(head.visible_step - self._step, 0) or _MANY
+        return 1 if copying else max(head.visible_step - self._step, 0) or _UNLIMITED
 
     def _chunks_after_first(self, steps: int) -> int:
         """Chunks that the generations take in the next ``steps`` steps, except in the first of these."""
@@ -362,8 +362,8 @@ class Batch:
         # The remainder is a stretch of ``_growth``, which is a ring: it may wrap around.
         at = (self._step + 1) % self._size
         beyond = at + rest - self._size
-        partly = sum(self._growth[at : at + rest]) + (sum(self._growth[:beyond]) if beyond > 0 else 0)
-        return rounds * self._generating + partly
+        partial = sum(self._growth[at : at + rest]) + (sum(self._growth[:beyond]) if beyond > 0 else 0)
+        return rounds * self._generating + partial
 
     # -- generations -------------------------------------------------------------------------------------------------
 
@@ -392,12 +392,12 @@ class Batch:
 
     def _leave(self) -> list[TurnEnd]:
         """Remove the generations whose last token is now cached."""
-        gone: list[TurnEnd] = []
+        ended: list[TurnEnd] = []
         while self._ends and self._ends[0][0] <= self._step:
             ends, _, turn = heapq.heappop(self._ends)
             if turn.end_step != ends:
                 continue
             self._stop_generating(turn)
             self._release(turn, turn.prompt + turn.output)
-            gone.append((turn, self.now - self._latest))
-        return gone
+            ended.append((turn, self.now - self._latest))
+        return ended

@@ -89,10 +89,12 @@ class TurnCache:
         """
         if self.is_copying(key, prefix):
             return False
-        left = self.unpinned - self.chunks_for(tokens)
+        remaining = self.unpinned - self.chunks_for(tokens)
         if prefix:
-            left += self._pinned(key, prefix)
-        return left > self.config.decode_reserve * self.config.device_chunks if reserve else left >= 0
+            remaining += self._pinned_chunks(key, prefix)
+        return (
+            remaining > self.config.decode_reserve * self.config.device_chunks if reserve else remaining >= 0
+        )
 
     def is_copying(self, key: int, prefix: tuple[Piece, ...] = ()) -> bool:
         """Whether the current plan copies chunks of this session, or saves some that it is about to share."""
@@ -107,7 +109,7 @@ class TurnCache:
             run in self._in_flight and not IN_TRANSIT.isdisjoint(run.places) for run in session.runs
         ):
             return True
-        full, found = self._others(session, prefix)
+        full, found = self._other_holders(session, prefix)
         return any(holder.places[index] in SAVING for index, holder in enumerate(found, full))
 
     def admit(
@@ -115,7 +117,7 @@ class TurnCache:
     ) -> Restore:
         """Pin a context and place all of its chunks on the device. ``prefix``: see ``can_admit``."""
         session = self._sessions.get(key) or self._add(key, prefix)
-        runs = self._meet(session, prefix) if isinstance(session, SharingSession) else ()
+        runs = self._adopt_prefix(session, prefix) if isinstance(session, SharingSession) else ()
         before = session.places
         loading, both = before.count(HOST), before.count(BOTH)
         spare = loading or both
@@ -141,7 +143,7 @@ class TurnCache:
                 self._pin(run, spare=coming > 0)
         if spare:
             self._spares[session] = None
-        self._reclaim(absent, now)
+        self._take_device_pages(absent, now)
         self.loading += loading
         self._admitted.append((session, restore))
         return restore
@@ -149,7 +151,7 @@ class TurnCache:
     def grow(self, chunks: int, now: float) -> None:
         """Pin ``chunks`` more pages for all running turns together; at most ``unpinned``."""
         self.unpinned -= chunks
-        self._reclaim(chunks, now)
+        self._take_device_pages(chunks, now)
 
     def complete(self) -> None:
         if not self._in_flight:
@@ -162,7 +164,7 @@ class TurnCache:
             places[:] = places.translate(SETTLED)
         self.index.touch_all(self._in_flight)
         for session, restore in self._admitted:
-            self._written(session, restore.missing)
+            self._free_stale_copies(session, restore.missing)
         self._in_flight.clear()
         self._admitted.clear()
         self.loading = 0
@@ -190,8 +192,8 @@ class TurnCache:
                 kept, chosen = chosen.part(room), chosen.part(0, room)
                 kept.set_place(DEVICE)
                 self.index.touch_all(kept.sessions)
-            self._discard_spare_copies(len(chosen) - self.host_free)
-            self._saved(chosen)
+            self._free_spare_copies(len(chosen) - self.host_free)
+            self._take_host_pages(chosen)
 
     def release(
         self,
@@ -218,7 +220,7 @@ class TurnCache:
         if isinstance(session, SharingSession):
             self._unpin(session.runs)
         if missing:
-            self._give_up(session, missing)
+            self._free_missing(session, missing)
         if stamp == session.last_active and len(places) >= len(session.places_before):
             # The policy sees no absence, so entries of rankings are valid again.
             session.places_before[:] = places
@@ -229,7 +231,7 @@ class TurnCache:
             self._reclaimable += both
             self._both[session] = None
         if missing and isinstance(session, SharingSession):
-            self._give_up_shared(session, missing)
+            self._free_missing_shared(session, missing)
         elif places.count(DROPPED) == len(places):
             self._forget(session)
 
@@ -269,7 +271,7 @@ class TurnCache:
         self._both.pop(session, None)
         self.index.remove(session)
 
-    def _written(self, session: ChunkHolder, missing: Sequence[Range]) -> None:
+    def _free_stale_copies(self, session: ChunkHolder, missing: Sequence[Range]) -> None:
         """Free host copies of chunks that were written to: they are stale."""
         for start, _ in missing:
             index = start // self.config.chunk_tokens
@@ -277,7 +279,7 @@ class TurnCache:
                 session.places[index] = DEVICE
                 self.host_free += 1
 
-    def _give_up(self, session: ChunkHolder, missing: Sequence[Range]) -> None:
+    def _free_missing(self, session: ChunkHolder, missing: Sequence[Range]) -> None:
         """Free the device pages of chunks that were never recomputed; the tokens before the last range stay."""
         size, places = self.config.chunk_tokens, session.places
         session.tokens = missing[-1][0]
@@ -290,24 +292,24 @@ class TurnCache:
                 self.device_free += 1
                 places[index] = DROPPED
 
-    def _dropped(self, residents: list[ChunkHolder]) -> None:
-        waiting = dict.fromkeys(reversed(residents))
+    def _forget_empty(self, holders: list[ChunkHolder]) -> None:
+        waiting = dict.fromkeys(reversed(holders))
         while waiting:  # in the order of their last chunks
-            resident, _ = waiting.popitem()
-            if resident.places.count(DROPPED) + resident.own_start < len(resident.places):
+            holder, _ = waiting.popitem()
+            if holder.places.count(DROPPED) + holder.own_start < len(holder.places):
                 continue
-            if isinstance(resident, _SHARE):
-                self._forget_owners(resident, waiting)
+            if isinstance(holder, _SHARE):
+                self._forget_empty_owners(holder, waiting)
             else:
-                self._in_flight.pop(resident, None)
-                self._forget(resident)
+                self._in_flight.pop(holder, None)
+                self._forget(holder)
 
     # -- what sessions share -----------------------------------------------------------------------------------------
 
     def _addresses(self, prefix: tuple[Piece, ...]) -> tuple[int, ...]:
         return self._sharing.addresses(prefix) if prefix and self.config.prefix_sharing else ()
 
-    def _others(
+    def _other_holders(
         self, session: ChunkHolder | None, prefix: tuple[Piece, ...]
     ) -> tuple[int, list[SharingSession | SharedRun]]:
         """Return the number of the session's own full chunks, and the holders of the chunks behind them."""
@@ -315,15 +317,15 @@ class TurnCache:
         addresses = self._addresses(prefix)
         return full, self._sharing.find(addresses, full) if full < len(addresses) else []
 
-    def _pinned(self, key: int, prefix: tuple[Piece, ...]) -> int:
+    def _pinned_chunks(self, key: int, prefix: tuple[Piece, ...]) -> int:
         session = self._sessions.get(key)
-        _, found = self._others(session, prefix)
+        _, found = self._other_holders(session, prefix)
         shared = session.runs if isinstance(session, SharingSession) else ()
         return sum(run.num_chunks for run in shared if run.running) + sum(holder.running for holder in found)
 
-    def _meet(self, session: SharingSession, prefix: tuple[Piece, ...]) -> Sequence[SharedRun]:
+    def _adopt_prefix(self, session: SharingSession, prefix: tuple[Piece, ...]) -> Sequence[SharedRun]:
         """Make a session an owner of the cached chunks of its shared beginning; return its runs."""
-        full, found = self._others(session, prefix)
+        full, found = self._other_holders(session, prefix)
         if found:
             for place in session.places[full:]:  # a partly filled tail
                 self.device_free += place in (DEVICE, BOTH)
@@ -364,7 +366,7 @@ class TurnCache:
                     self._reclaimable += both
                     self._both[run] = None
 
-    def _give_up_shared(self, session: SharingSession, missing: Sequence[Range]) -> None:
+    def _free_missing_shared(self, session: SharingSession, missing: Sequence[Range]) -> None:
         """Free the never computed shared chunks, as ``_free_missing`` frees own ones; forget sessions with
         none left."""
         size = self._size
@@ -377,21 +379,23 @@ class TurnCache:
                     run.places[low:high] = bytes(high - low)
                     lost.append(run)
                     self.index.touch(run)
-        self._dropped([*lost, session])
+        self._forget_empty([*lost, session])
         if self._sessions.get(session.key) is session:
             full = session.tokens // size
             if full < session.own_start:
                 self._sharing.disown(session, full)
                 session.tokens = full * size
             self._sharing.unregister(session, full)
-            self._forget_owners(session, ())
+            self._forget_empty_owners(session, ())
 
-    def _forget_owners(self, resident: SharingSession | SharedRun, waiting: Collection[ChunkHolder]) -> None:
+    def _forget_empty_owners(
+        self, holder: SharingSession | SharedRun, waiting: Collection[ChunkHolder]
+    ) -> None:
         """Forget the sessions without cached chunks, now that ``holder`` has lost its last one.
 
         Members of ``waiting`` are about to lose theirs but have not yet.
         """
-        for session in list(resident.owners) if isinstance(resident, SharedRun) else (resident,):
+        for session in list(holder.owners) if isinstance(holder, SharedRun) else (holder,):
             if not session.running and not any(
                 one in waiting or one.places.count(DROPPED) + one.own_start < len(one.places)
                 for one in (session, *session.runs)
@@ -401,7 +405,7 @@ class TurnCache:
 
     # -- room in the tiers: as ``engine.cache.tiers`` ---------------------------------------------------------------
 
-    def _reclaim(self, pages: int, now: float) -> None:
+    def _take_device_pages(self, pages: int, now: float) -> None:
         """Take device pages, evicting chunks if too few are free."""
         if self.device_free < pages:
             self._reserve(pages, now)
@@ -442,32 +446,38 @@ class TurnCache:
     def _evict(self, chosen: Victims, now: float) -> None:
         """Evict chunks from the device: save the most valuable, drop those without room on the host."""
         self.device_free += len(chosen)
-        room = self._victims(Reclaim.HOST_COPY, now, len(chosen))
+        candidates = self._victims(Reclaim.HOST_COPY, now, len(chosen))
         while chosen and (
-            rooms := self._make_host_room(room, chosen.values[-1], len(chosen), ceiling=chosen.values[0])
+            pages := self._make_host_room(
+                candidates, chosen.values[-1], len(chosen), ceiling=chosen.values[0]
+            )
         ):
-            saved = chosen.part(-rooms)
-            chosen = chosen.part(0, -rooms)
+            saved = chosen.part(-pages)
+            chosen = chosen.part(0, -pages)
             saved.set_place(HOST_SAVING)
-            self._saved(saved)
+            self._take_host_pages(saved)
         chosen.set_place(DROPPED)
-        self._dropped(chosen.sessions[::-1])  # rows become free in the manager's order: they break ties
+        self._forget_empty(chosen.sessions[::-1])  # rows become free in the manager's order: they break ties
 
-    def _make_host_room(self, room: VictimOrder, value: float, most: int, ceiling: float = np.inf) -> int:
+    def _make_host_room(
+        self, candidates: VictimOrder, value: float, most: int, ceiling: float = np.inf
+    ) -> int:
         """Free host pages for chunks, the first worth ``value`` and none less than ``ceiling``; return how
         many.
 
         Needless copies are freed first, then chunks that are on the host alone and worth no more than any
         arriving chunk. If there are none, one that is worth no more than the first arriving chunk.
         """
-        self._discard_spare_copies(most - self.host_free)
+        self._free_spare_copies(most - self.host_free)
         if self.host_free == 0:
-            dropped = room.move(most, DROPPED, min(value, ceiling)) or room.move(1, DROPPED, value)
+            dropped = candidates.move(most, DROPPED, min(value, ceiling)) or candidates.move(
+                1, DROPPED, value
+            )
             self.host_free += len(dropped)
-            self._dropped(dropped.sessions)
+            self._forget_empty(dropped.sessions)
         return min(self.host_free, most)
 
-    def _discard_spare_copies(self, most: int) -> None:
+    def _free_spare_copies(self, most: int) -> None:
         """Free up to ``most`` host pages by discarding copies of running chunks."""
         if most <= 0:
             return
@@ -482,7 +492,7 @@ class TurnCache:
             if session not in self._in_flight:  # else its copies are being made
                 del self._spares[session]
 
-    def _saved(self, victims: Victims) -> None:
+    def _take_host_pages(self, victims: Victims) -> None:
         """Give each victim a host page, which the current plan fills."""
         self.host_free -= len(victims)
         self._in_flight.update(dict.fromkeys(victims.sessions))

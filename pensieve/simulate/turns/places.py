@@ -82,23 +82,23 @@ class ChunkHolder:
         ``size``: tokens of a chunk.
         """
         places = self.context()
-        known = min(self.tokens, total - 1)  # at least one token must be computed to sample the next
+        cached = min(self.tokens, total - 1)  # at least one token must be computed to sample the next
         missing: list[Range] = []
-        lost = 0
+        recomputed = 0
         first = places.find(DROPPED)
         while first >= 0:
             last = len(places) - len(places[first:].lstrip(_DROPPED))
-            low, high = first * size, min(last * size, known)
+            low, high = first * size, min(last * size, cached)
             missing.append((low, high))
-            lost += high - low
+            recomputed += high - low
             first = places.find(DROPPED, last)
-        if missing and missing[-1][1] == known:
+        if missing and missing[-1][1] == cached:
             missing[-1] = missing[-1][0], total
         else:
-            missing.append((known, total))
-        beyond = len(places) * size - known if places and places[-1] == HOST else 0
-        host = places.count(HOST) * size - beyond
-        device = known - lost - host
+            missing.append((cached, total))
+        padding = len(places) * size - cached if places and places[-1] == HOST else 0
+        host = places.count(HOST) * size - padding
+        device = cached - recomputed - host
         # Part of a first turn's input, which is no history, may be present: others computed it.
         return Restore(tuple(missing), device, host, max(history - device - host, 0))
 
@@ -136,30 +136,30 @@ class PlacesIndex:
         self.table = ValueTable(policy, cost)
         self.policy = policy
         self.one_by_one = list(policy.group([0, 1, 2, 3])) == [0]
-        self._residents: list[ChunkHolder | None] = []
+        self._holders: list[ChunkHolder | None] = []
         self._dirty: dict[ChunkHolder, None] = {}
 
     def add_row(self) -> int:
         """Add a row for a new holder; call ``attach`` next."""
         row = self.table.add_row()
-        if row == len(self._residents):
-            self._residents.append(None)
+        if row == len(self._holders):
+            self._holders.append(None)
         return row
 
-    def attach(self, resident: ChunkHolder) -> None:
-        self._residents[resident.row] = resident
-        self.touch(resident)
+    def attach(self, holder: ChunkHolder) -> None:
+        self._holders[holder.row] = holder
+        self.touch(holder)
 
-    def remove(self, resident: ChunkHolder) -> None:
-        self._dirty.pop(resident, None)
-        self._residents[resident.row] = None
-        self.table.remove_row(resident.row)
+    def remove(self, holder: ChunkHolder) -> None:
+        self._dirty.pop(holder, None)
+        self._holders[holder.row] = None
+        self.table.remove_row(holder.row)
 
-    def touch(self, resident: ChunkHolder) -> None:
-        self._dirty[resident] = None
+    def touch(self, holder: ChunkHolder) -> None:
+        self._dirty[holder] = None
 
-    def touch_all(self, residents: Iterable[ChunkHolder]) -> None:
-        self._dirty.update(dict.fromkeys(residents))
+    def touch_all(self, holders: Iterable[ChunkHolder]) -> None:
+        self._dirty.update(dict.fromkeys(holders))
 
     def on_turn_end(self, session: ChunkHolder, now: float, hints: Hints | None) -> None:
         session.kind = self.policy.on_turn_end(session.key, session.new_tokens, session.tokens, now)
@@ -187,22 +187,22 @@ class PlacesIndex:
 
     def holder_at(self, row: int) -> ChunkHolder | None:
         """Holder of a row; None if it was forgotten since the round began."""
-        return self._residents[row]
+        return self._holders[row]
 
     def holders(self, rows: Rows) -> list[ChunkHolder]:
-        return [resident for row in rows.tolist() if (resident := self._residents[row]) is not None]
+        return [holder for row in rows.tolist() if (holder := self._holders[row]) is not None]
 
     def counts(self, reclaim: Reclaim, rows: Rows) -> Ints:
         """Number of candidates in each row; the rows must be up to date."""
         counts: Ints = self.table.candidates[reclaim, rows].astype(np.int64)
         return counts
 
-    def value(self, resident: ChunkHolder, chunk_index: int, candidates: int, now: float) -> float:
+    def value(self, holder: ChunkHolder, chunk_index: int, candidates: int, now: float) -> float:
         """Value of a holder's next victim, in a round that began at ``now``."""
-        if isinstance(resident, SharedRun):
-            return self.table.run_value(resident.row, chunk_index, candidates)
-        idle = now - resident.last_active
-        return self.table.session_value(chunk_index, candidates, idle, resident.kind, resident.hint)
+        if isinstance(holder, SharedRun):
+            return self.table.run_value(holder.row, chunk_index, candidates)
+        idle = now - holder.last_active
+        return self.table.session_value(chunk_index, candidates, idle, holder.kind, holder.hint)
 
     def values_of(self, reclaim: Reclaim, rows: Rows, chunks: Rows, repeats: Ints, now: float) -> Floats:
         """Values of many chunks: for each row, which must be up to date, the next ``repeats`` of ``chunks``."""
@@ -225,16 +225,16 @@ class PlacesIndex:
         simulation's time."""
         if not self._dirty:
             return
-        residents, table = list(self._dirty), self.table
+        touched, table = list(self._dirty), self.table
         self._dirty.clear()
-        places = [_NOTHING if resident.running else resident.places for resident in residents]
+        places = [_NOTHING if holder.running else holder.places for holder in touched]
         costs = table.chunk_costs(max(map(len, places)))
-        rows = np.array([resident.row for resident in residents])
-        table.last_active[rows] = [resident.last_active for resident in residents]
-        table.kinds[rows] = [resident.kind for resident in residents]
+        rows = np.array([holder.row for holder in touched])
+        table.last_active[rows] = [holder.last_active for holder in touched]
+        table.kinds[rows] = [holder.kind for holder in touched]
         if table.hinted:
-            table.pauses[rows] = [resident.hint.pause for resident in residents]
-            table.weights[rows] = [resident.hint.weight for resident in residents]
+            table.pauses[rows] = [holder.hint.pause for holder in touched]
+            table.weights[rows] = [holder.hint.weight for holder in touched]
         for reclaim, place in CANDIDATE_PLACES.items():
             # A holder without candidates has its first at -1, where the costs have infinity.
             firsts = list(map(bytearray.find, places, repeat(place)))

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pensieve.replay.load.workload import Piece
 from pensieve.simulate.turns.places import ELSEWHERE, ChunkHolder, PlacesIndex, SharedRun, SharingSession
 
-Stretch = tuple[str, int, int]
+TextRange = tuple[str, int, int]
 """A range of a text's tokens: (name, start, end)."""
 
 
@@ -21,7 +21,7 @@ class ChunkAddresses:
 
     def __init__(self, chunk_tokens: int) -> None:
         self._size = chunk_tokens
-        self._numbers: dict[tuple[int, tuple[Stretch, ...]], int] = {}
+        self._numbers: dict[tuple[int, tuple[TextRange, ...]], int] = {}
         self._known: dict[tuple[Piece, ...], tuple[int, ...]] = {}
 
     def for_prefix(self, prefix: tuple[Piece, ...]) -> tuple[int, ...]:
@@ -33,7 +33,7 @@ class ChunkAddresses:
 
     def _chain(self, prefix: tuple[Piece, ...]) -> list[int]:
         chain: list[int] = []
-        content: list[Stretch] = []
+        content: list[TextRange] = []
         room, last = self._size, 0
         for name, tokens in prefix:
             at = 0
@@ -138,12 +138,12 @@ class Sharing:
         return run
 
     def _split(self, run: SharedRun, end: int) -> SharedRun:
-        upper = self._new_run(run, end, dict(run.owners))
+        leading = self._new_run(run, end, dict(run.owners))
         for owner in run.owners:
-            owner.runs.insert(owner.runs.index(run), upper)
+            owner.runs.insert(owner.runs.index(run), leading)
         run.own_start = end
         self._index.touch(run)
-        return upper
+        return leading
 
     def _new_run(
         self, source: SharingSession | SharedRun, end: int, owners: dict[SharingSession, None]
@@ -186,8 +186,8 @@ class Sharing:
         run.places[first:] = bytes(run.num_chunks)  # a ranking may refer to them
         for address in run.addresses[first:end]:
             self._holders[address] = owner
-        for those in (self._both, self._in_flight):
-            if run in those:
-                del those[run]
-                those[owner] = None
+        for members in (self._both, self._in_flight):
+            if run in members:
+                del members[run]
+                members[owner] = None
         self._index.touch(owner)

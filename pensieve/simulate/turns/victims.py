@@ -26,11 +26,11 @@ from pensieve.simulate.turns.places import CANDIDATE_PLACES, ChunkHolder, Places
 
 FRESH_S: Final = 8.0
 """Virtual seconds after which a ranking is renewed; sessions are idle for minutes."""
-_NONE: Final = float("inf")
-_FEW: Final = 8
-_ENOUGH: Final = 2
-"""A ranking first values one in ``_FEW`` of the sessions that may lose chunks, or fewer if these have
-``_ENOUGH`` times as many chunks as it needs."""
+_NEVER: Final = float("inf")
+_SAMPLE_ONE_IN: Final = 8
+_SAMPLE_MARGIN: Final = 2
+"""A ranking first values one in ``_SAMPLE_ONE_IN`` of the sessions that may lose chunks, or fewer if these have
+``_SAMPLE_MARGIN`` times as many chunks as it needs."""
 
 
 @dataclass(slots=True)
@@ -47,20 +47,20 @@ class Victims:
         return len(self.chunks)
 
     def part(self, start: int, end: int | None = None) -> Victims:
-        some = slice(start, end)
-        return Victims(self.values[some], self.sessions[some], self.places[some], self.chunks[some])
+        bounds = slice(start, end)
+        return Victims(self.values[bounds], self.sessions[bounds], self.places[bounds], self.chunks[bounds])
 
     def set_place(self, place: int) -> None:
         deque(map(setitem, self.places, self.chunks, repeat(place)), maxlen=0)
 
     def select_place(self, place: int, found: bytes) -> Victims:
         """Return the victims that are in ``place``; ``found`` has the place of each."""
-        stand = [at == place for at in found]
+        selected = [at == place for at in found]
         return Victims(
-            list(compress(self.values, stand)),
-            list(compress(self.sessions, stand)),
-            list(compress(self.places, stand)),
-            list(compress(self.chunks, stand)),
+            list(compress(self.values, selected)),
+            list(compress(self.sessions, selected)),
+            list(compress(self.places, selected)),
+            list(compress(self.chunks, selected)),
         )
 
     def extended_by(self, more: Victims) -> Victims:
@@ -114,7 +114,7 @@ class Ranking:
     def is_usable(self, now: float, count: int) -> bool:
         """Whether it still has ``count`` victims, or all that exist, and is not too old."""
         enough = self._all or self._count - self._next >= count
-        return enough and now - self._made <= FRESH_S and self.peek() < _NONE
+        return enough and now - self._made <= FRESH_S and self.peek() < _NEVER
 
     def peek(self) -> float:
         places, chunks, place = self._victims.places, self._victims.chunks, self._place
@@ -124,20 +124,20 @@ class Ranking:
         while position < end and places[position][chunks[position]] != place:
             position += 1
         self._next = position
-        return self._victims.values[position] if position < end else _NONE
+        return self._victims.values[position] if position < end else _NEVER
 
     def move(self, most: int, to: int, ceiling: float = np.inf) -> Victims:
         # Usually all entries are still candidates, and this is one pass of C code over each list.
         last = bisect_right(self._victims.values, ceiling, self._next)
-        moved = self._standing(min(self._next + most, last))
+        moved = self._take_valid(min(self._next + most, last))
         while len(moved.chunks) < most and self._next < last:  # some were skipped
-            more = self._standing(min(self._next + most - len(moved.chunks), last))
+            more = self._take_valid(min(self._next + most - len(moved.chunks), last))
             moved = moved.extended_by(more)
         moved.set_place(to)
         self._index.touch_all(moved.sessions)
         return moved
 
-    def _standing(self, end: int) -> Victims:
+    def _take_valid(self, end: int) -> Victims:
         """Return the next victims up to position ``end``, without entries that are no longer candidates."""
         part = self._victims.part(self._next, end)
         self._next = end
@@ -155,11 +155,11 @@ def _rank(index: PlacesIndex, reclaim: Reclaim, now: float, count: int) -> tuple
     rows, values = index.lowest_rows(reclaim, now, count)
     by_row = rows.argsort()
     rows, values = rows[by_row], values[by_row]
-    lowest = rows[values.argsort(kind="stable")[: count // _FEW + 1]]  # ties: the lower rows
-    enough = int(index.counts(reclaim, lowest).cumsum().searchsorted(_ENOUGH * count)) + 1
-    few = _Chunks(index, reclaim, now, np.sort(lowest[:enough]))
-    rows = rows[values <= few.value_of(count)]
-    chunks = few if rows.size == few.rows else _Chunks(index, reclaim, now, rows)
+    lowest = rows[values.argsort(kind="stable")[: count // _SAMPLE_ONE_IN + 1]]  # ties: the lower rows
+    enough = int(index.counts(reclaim, lowest).cumsum().searchsorted(_SAMPLE_MARGIN * count)) + 1
+    sampled = _Chunks(index, reclaim, now, np.sort(lowest[:enough]))
+    rows = rows[values <= sampled.value_of(count)]
+    chunks = sampled if rows.size == sampled.rows else _Chunks(index, reclaim, now, rows)
     return chunks.ranked(chunks.value_of(count)), chunks.values.size <= count
 
 
@@ -174,7 +174,7 @@ class _Chunks:
         begins = lengths.cumsum() - lengths
         (at,) = (np.frombuffer(b"".join(self._places), np.uint8) == CANDIDATE_PLACES[reclaim]).nonzero()
         counts = index.counts(reclaim, rows)
-        self._of = np.arange(rows.size).repeat(counts)
+        self._row_index = np.arange(rows.size).repeat(counts)
         self._chunk = at - begins.repeat(counts)
         self.values = index.values_of(reclaim, rows, self._chunk, counts, now)
 
@@ -188,11 +188,11 @@ class _Chunks:
         values = self.values[kept]
         order = values.argsort(kind="stable")  # already ordered by row and chunk
         kept = kept[order]
-        of = self._of[kept].tolist()
+        row_indices = self._row_index[kept].tolist()
         return Victims(
             values[order].tolist(),
-            list(map(self._sessions.__getitem__, of)),
-            list(map(self._places.__getitem__, of)),
+            list(map(self._sessions.__getitem__, row_indices)),
+            list(map(self._places.__getitem__, row_indices)),
             self._chunk[kept].tolist(),
         )
 
@@ -209,7 +209,7 @@ class Round:
         heapq.heapify(self._heap)
 
     def peek(self) -> float:
-        return self._heap[0][0] if self._heap else _NONE
+        return self._heap[0][0] if self._heap else _NEVER
 
     def move(self, most: int, to: int, ceiling: float = np.inf) -> Victims:
         moved = Victims()
