@@ -61,7 +61,6 @@ GROUPS: Final[Mapping[str, Sequence[str]]] = {
     ),
     "Reports": ("json", "html", "plots", "help"),
 }  # fmt: skip
-"""Heading → names of options, in the order of the help."""
 _SECONDS = click.FloatRange(min=0)
 
 

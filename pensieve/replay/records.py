@@ -1,5 +1,4 @@
-"""The values of a replay: its options, a record of each turn, and the outcome. ``play`` makes, ``measure``
-reads them."""
+"""The values of a replay: its options, a record of each turn, and the outcome."""
 
 from __future__ import annotations
 
@@ -27,7 +26,6 @@ class TurnRecord:
     done_s: float = 0.0
     usage: Usage | None = None
     error: str = ""
-    """Code of the failure; empty if none."""
     message: str = ""
 
     def end_at_zero(self, zero_s: float) -> None:
@@ -47,7 +45,6 @@ class TurnRecord:
 
     @property
     def ttft_s(self) -> float | None:
-        """Time to first token; None without output."""
         return self.arrivals[0][1] - self.sent_s if self.arrivals else None
 
 
@@ -76,8 +73,6 @@ class RunOptions:
 
 @dataclass(frozen=True, slots=True)
 class PlayResult:
-    """A player's results, apart from the turns that ended."""
-
     duration_s: float
     skipped_turns: int
     cut_short: tuple[TurnRecord, ...]
@@ -90,23 +85,17 @@ class Outcome:
     target: str
     info: TargetInfo
     records: tuple[TurnRecord, ...]
-    """Turns that ended, in order of completion."""
     skipped_turns: int
-    """Turns that were never sent, because an earlier turn failed."""
     duration_s: float
     loop_lag_s: tuple[tuple[float, ...], ...] = ()
     """For each client process, the lateness of its own timer at each tick."""
     outside: tuple[TurnRecord, ...] = ()
     """Turns that ended outside the measured window; ``records`` then has those inside."""
     window_s: tuple[float, float] | None = None
-    """Start and end of the window; None: the whole replay."""
     leftover: str = ""
-    """Why a session could not be deleted after the measurement; empty if all were."""
     cut_short: tuple[TurnRecord, ...] = ()
-    """Turns of open conversations when the replay was stopped, neither completed nor failed.
-
-    Turns in a pause were not sent. ``done_s`` is the time of the stop.
-    """
+    """Turns of open conversations when the replay was stopped; ``done_s`` is the stop. In a pause they were
+    not sent."""
     warm_calls: dict[str, int] = field(default_factory=dict)
 
 

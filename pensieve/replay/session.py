@@ -51,11 +51,8 @@ class _Prepared:
 
 @dataclass(frozen=True, slots=True)
 class _LostTarget:
-    """A target that could not be reached or was lost during a run."""
-
     failure: TurnFailed
     run: int | None
-    """The first run that it did not finish; None: lost before all runs."""
 
 
 _NO_WATCHER = ReplayWatcher()
@@ -64,7 +61,6 @@ _NO_WATCHER = ReplayWatcher()
 async def run(
     plan: ReplayPlan, targets: Sequence[Target], watch: ReplayWatcher = _NO_WATCHER
 ) -> dict[str, Any]:
-    """Play one plan; see ``run_all``."""
     return await run_all([plan], targets, watch)
 
 
@@ -77,15 +73,15 @@ async def run_all(
     """Play all plans on all targets and return the report for JSON.
 
     All targets get the same token ids at the same times. Each target plays all plans before the next target
-    starts. ``keep`` gets the report so far after each run: the result of a replay that is stopped.
+    starts. ``keep`` gets the report so far after each run.
 
     No run finds the state of an earlier one in a server: sessions are deleted, token ids differ, and the
     prefix cache is emptied if the server allows it. The plans share ``vocab_size`` and ``context_limit``. If
     only some targets cannot be reached they are listed in ``unreached``, and so are started servers that end
     during a run; their finished runs count.
 
-    Raises TurnFailed when no target can be reached. Raises ValueError when no conversation fits, when a
-    target cannot be used from several processes, or when it takes no hints although the plan has some.
+    Raises TurnFailed when no target can be reached; ValueError when no conversation fits, or a target does
+    not support several processes or hints that the plan needs.
     """
     async with AsyncExitStack() as stack:
         for target in targets:
@@ -132,9 +128,9 @@ def _build_report(
 async def _query_targets(
     targets: Sequence[Target], plan: ReplayPlan, lost: dict[int, _LostTarget], watch: ReplayWatcher
 ) -> dict[int, TargetInfo]:
-    """Query the limits of each target. A started one is stopped again unless it is the only target.
+    """Query the limits of each target; skip targets that must be started if the plan has both limits.
 
-    If the plan has both limits, targets that must be started are not queried.
+    A started target is stopped again unless it is the only one.
     """
     infos: dict[int, TargetInfo] = {}
     for number, target in enumerate(targets):

@@ -33,7 +33,6 @@ if TYPE_CHECKING:  # the module brings torch with it
     from pensieve.engine.worker.torch_worker import Worker
 
 REPEATS = 3
-"""Timed passes over each design, after one warm-up pass."""
 ANSWER_TOKENS = 8
 NEW_TOKENS = 24
 SWAP_CHUNKS = (128, 256)

@@ -41,8 +41,6 @@ class Clock:
 
 @dataclass(frozen=True, slots=True)
 class _LaunchedStep:
-    """A launched step. Waiting for its result advances the clock to its end."""
-
     clock: Clock
     ends: float
     outcome: StepResult
@@ -261,7 +259,6 @@ class FullSimulation:
             self._push_arrival(turn, now + self._settings.lease_s)
 
     def _return_replica(self, now: float) -> None:
-        """Replace replica 0 by a fresh one, as after a server restart."""
         self._replicas[0], self._lost = self._replica(), False
 
 

@@ -1,9 +1,8 @@
 """Reads a load from a server's store: arrival times, lengths and receipts of the committed turns.
 
-A trace like that of ``serve --record`` can so be made afterwards, by the same rules
-(``pensieve.server.operations.recording.TraceRow``): a turn that does not continue the turn before (after a
-fork, rewind, regeneration, overflow or appended items) begins a new session with its whole context as input.
-Turns that were not committed, and sessions that were deleted or expired, are missing.
+The rules are those of ``serve --record`` (``pensieve.server.operations.recording.TraceRow``): a turn that
+does not continue the turn before (after a fork, rewind, regeneration, overflow or appended items) begins a
+new session with its whole context as input. Uncommitted turns and deleted or expired sessions are missing.
 
 The gap is the share of history that the server recomputed, by its receipts, minus the share that the
 ``clairvoyant`` policy recomputes when the same turns are simulated.

@@ -38,8 +38,7 @@ def build_report(
     results: Sequence[dict[str, Any]],
     system_tokens: int = 0,
 ) -> dict[str, Any]:
-    """Build the JSON report. Each load is a run and each policy a target; settings and engine are the same
-    for all.
+    """Build the JSON report: each load is a run, each policy a target; settings and engine are the same.
 
     ``over_clairvoyant``: recomputed cost as a multiple of the clairvoyant policy's in the same run.
     """
@@ -202,7 +201,6 @@ def print_report(report: dict[str, Any], console: Console) -> None:
 
 
 def _gap_sentence(gap: Mapping[str, Any]) -> str:
-    """Sentence on where the server found the history, and on how much less a clairvoyant policy recomputes."""
     had = gap["measured"]
     sentence = (
         f"Served: {gap['turns']:,} later turns had {gap['history_tokens']:,} tokens of history, of which "

@@ -36,7 +36,6 @@ class Simulation:
     window: TimeWindow | None = None
     """Measured window: turns that end in it, counted from ``load.zero_s``; None: all turns."""
     row_s: float | None = None
-    """Length of a row of ``timeline``; None: no timeline."""
 
     def run(self, progress: Callable[[int], None] | None = None) -> dict[str, Any]:
         """Simulate and return the summary, deterministic except for ``wall_s`` and ``peak_rss_mib``.
@@ -58,9 +57,8 @@ class Simulation:
             turns = TurnSimulation(self.settings, self.policy, progress, tally)
             turns.run(self.load)
             shares = self.load.has_shared_prefixes and self.settings.cache.prefix_sharing
-            if (
-                turns.bound is not None and self.window is None and not shares
-            ):  # the bound holds for nothing else
+            # The bound holds for nothing else.
+            if turns.bound is not None and self.window is None and not shares:
                 cache = self.settings.cache
                 pages = self.settings.replicas * (cache.device_chunks + cache.host_chunks)
                 bound = turns.bound.least_recomputed(pages, tally.last_end_s)

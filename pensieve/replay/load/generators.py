@@ -32,12 +32,10 @@ class ChatShape:
     published: Published
     fewest_turns: int
     more_turns: str
-    """Distribution of the turns beyond the fewest, ``geometric`` or ``poisson``; its mean follows from the
-    published one."""
+    """Distribution of the turns beyond the fewest: ``geometric`` or ``poisson``, with the published mean."""
     input_mean: float
     """Mean before the context limit takes effect; the published mean is met after it."""
     input_sigma: float
-    """Standard deviation of the logarithm of the inputs, which are lognormal."""
     output_mean: float
     output_gamma: float
     """Shape parameter of the outputs, which are gamma distributed."""
@@ -87,8 +85,6 @@ def _turns(inputs: Floats, outputs: Floats) -> list[TurnLengths]:
 
 @dataclass(frozen=True, slots=True)
 class Quantiles:
-    """A distribution given by its quantiles, with the logarithm interpolated linearly between them."""
-
     values: tuple[float, ...]
     at: tuple[float, ...] = (0, 5, 25, 50, 75, 95, 99, 100)
 

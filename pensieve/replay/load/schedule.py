@@ -1,12 +1,10 @@
 """Draws the time of each turn before anything is sent, so that every target gets the same load.
 
-``apply_run_in`` lets a replay begin in the middle. A Poisson process of conversation starts takes as long to
-become steady as conversations last, mostly pauses, and until then histories are too short. So conversations
-that would be in progress begin in the middle: their history up to time 0 is one turn with an answer of one
-token, which is played before time 0. Whole conversations that ended shortly before are played too: a server
-does not know that they are over, and without them its cache would have more room than in the long run. Which
-of these conversations a server still holds is its own decision, based on the order in which they were last
-active. Only the order of idle times is right: all of them begin with the replay.
+``apply_run_in`` lets a replay begin in the middle, because a Poisson process of conversation starts takes as
+long to become steady as conversations last. The history of a conversation in progress is one turn with an
+answer of one token, played before time 0. Conversations that ended shortly before are played too: a server
+does not know that they are over, and without them its cache would have more room than in the long run. Of
+their idle times only the order is right: all of them begin with the replay.
 """
 
 from __future__ import annotations
@@ -35,11 +33,10 @@ In simulation of a load near the limit (28 turns/s, 120 s), those of the last 20
 def apply_run_in(
     scripts: Sequence[Script], elapsed_s: float, token_s: float = NOMINAL_TOKEN_S
 ) -> list[Script]:
-    """Return the rest of ``scripts`` after ``elapsed_s`` seconds, in order of their next turns; that time
-    becomes 0.
+    """Return the rest of ``scripts`` after ``elapsed_s``, in order of their next turns; that time becomes 0.
 
-    Of conversations that are over only the history remains; those that ended early are dropped. Before time 0
-    an answer takes ``token_s`` per token. A history is due when its last answer ended, at or before 0.
+    Conversations that are over are reduced to their history, those that ended early are dropped. Before time
+    0 an answer takes ``token_s`` per token. A history is due when its last answer ended, at or before 0.
     """
     rest = (_rest(script, elapsed_s, token_s) for script in scripts)
     return sorted((script for script in rest if script is not None), key=lambda script: script.start_s)
@@ -76,8 +73,6 @@ def _with_history(
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """How conversations start, and when their next turns follow."""
-
     rate: float | None = None
     """Mean offered turns per second, as a Poisson process of conversation starts; None: no pacing."""
     think_time_s: float = 0.0
@@ -145,10 +140,7 @@ class Script:
         return 0.0 if self.is_over else self.due[self.has_history].at_s
 
     def input_ids(self, turn: int, vocab_size: int, seed: int, run: int = 0) -> TokenArray:
-        """Pseudo-random input of a turn of this script, int32 [input_tokens].
-
-        It is the same for every target with this vocabulary. The first input begins with the shared prefix.
-        """
+        """Pseudo-random input of a turn here, int32 [input_tokens], the same for every target with this vocabulary."""
         run_seed = [run] if run else []
         generator = np.random.default_rng([seed, self.number, turn, *run_seed])
         wanted = self.conversation.turns[turn].input_tokens

@@ -23,8 +23,6 @@ class Shaping:
 
 @dataclass(frozen=True, slots=True)
 class Shaped:
-    """The conversations to replay, and what was cut from the dataset."""
-
     conversations: tuple[Conversation, ...]
     cut_conversations: int
     """Conversations that end early because the context would not fit."""
@@ -38,10 +36,7 @@ class Shaped:
 
 
 def shape(conversations: Iterable[Conversation], wanted: Shaping, context_limit: int) -> Shaped:
-    """Cut ``conversations`` to size.
-
-    Contexts stay below ``context_limit``, the smallest of all targets, so that all targets do the same work.
-    """
+    """Cut ``conversations`` so that contexts stay below ``context_limit``, the smallest of all targets."""
     kept: list[Conversation] = []
     cut = dropped = turns_lost = 0
     for talk in conversations:

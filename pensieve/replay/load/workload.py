@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Final
 
 RECORDED = "pensieve.trace/1"
-"""Schema in the header of a trace written by ``pensieve serve --record``."""
 
 RECEIPT_FIELDS: Final = ("gpu_cached_tokens", "swapped_in_tokens", "recomputed_tokens")
 
@@ -34,12 +33,9 @@ class DatasetError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class TurnLengths:
-    """One user input and the answer to it, in tokens."""
-
     input_tokens: int
     output_tokens: int
     timestamp_s: float | None = None
-    """Time of sending in the recording; None: unknown."""
     receipt: tuple[int, int, int] | None = None
     """Tokens of the context found on the device, found on the host, and recomputed; None: not recorded."""
 
@@ -49,8 +45,7 @@ class Conversation:
     key: str
     turns: tuple[TurnLengths, ...]
     prefix: tuple[Piece, ...] = ()
-    """Pieces that the first input begins with. At least one more token follows, which is shared with no
-    other.
+    """Pieces that the first input begins with; at least one more token follows.
 
     Two conversations begin with the same tokens as far as their pieces are the same.
     """
@@ -78,15 +73,14 @@ def estimate_tokens(text: str) -> int:
 
 
 def load(path: Path, count_tokens: CountTokens = estimate_tokens, *, limit: int | None = None) -> Dataset:
-    """Load ShareGPT JSON or a length trace (JSONL), either optionally gzipped; only the first ``limit``
-    conversations.
+    """Load ShareGPT JSON or a length trace (JSONL), either optionally gzipped.
 
     In a trace written by ``pensieve serve --record``, turns that were not kept are left out. So are answers
     without a token; their input is added to the next turn.
 
-    The first row of a session declares its shared beginning. With ``prefix``, the name of a text, the first
-    ``prefix_tokens`` tokens are those of that text. With ``hash_ids``, one id per ``HASH_BLOCK_TOKENS``,
-    sessions share tokens as far as their ids are the same.
+    The first row of a session declares its shared beginning: with ``prefix``, the first ``prefix_tokens``
+    tokens are those of the text of that name; with ``hash_ids``, one per ``HASH_BLOCK_TOKENS``, equal ids
+    mean equal tokens.
 
     Raises DatasetError.
     """
@@ -237,7 +231,7 @@ def truncate_pieces(pieces: tuple[Piece, ...], most: int) -> tuple[Piece, ...]:
 
 
 def _check_header(path: Path, number: int, row: dict[str, Any], headers: int) -> int:
-    """Check a header row; return the new number of headers. A second one would restart the clock, so times overlap."""
+    """Check a header row; return the number of headers. A second one restarts the clock, so times would overlap."""
     if row["schema"] != RECORDED:
         raise DatasetError(f"{path}, line {number}: schema {row['schema']!r} is not {RECORDED}")
     if headers:

@@ -27,12 +27,10 @@ def active_sessions(
     outside: Sequence[TurnRecord] = (),
     window: tuple[float, float] | None = None,
 ) -> dict[str, Any]:
-    """Return ``mean`` and ``max`` of active conversations, ``ttft_p95_s``, ``bins``, and the result of
-    ``RULE``.
+    """``mean`` and ``max`` of active conversations, ``ttft_p95_s``, ``bins``, and the result of ``RULE``.
 
-    ``records`` are the judged turns. ``outside`` are the other turns of the run: they make a conversation
-    active whose turns lie around the window. ``window``: its start and end; None: from the first send to the
-    last end.
+    ``records`` are judged. The other turns of the run, ``outside``, only make their conversations active.
+    ``window``: its start and end; None: from the first send to the last end.
     """
     spans = list(_open_times([*records, *outside]).values())
     start, end = window or (
@@ -53,8 +51,8 @@ def active_sessions(
 def largest_within_limit(bins: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Apply ``RULE`` to bins, which may come from several runs of one system.
 
-    ``largest_within_limit`` is None without bins, or if the emptiest bin is too late. ``limit_reached`` is
-    False if no bin was above the limit: the system may hold more than was offered.
+    ``largest_within_limit`` is None without bins, or if the emptiest is too late. ``limit_reached`` is False
+    if no bin was above the limit: the system may hold more than was offered.
     """
     largest: float | None = None
     for entry in sorted(bins, key=lambda entry: float(entry["active"])):
@@ -106,8 +104,7 @@ def _mean_open(spans: Sequence[tuple[float, float]], start: float, stop: float) 
 
 def _max_open(spans: Sequence[tuple[float, float]], start: float, stop: float) -> int:
     inside = [(max(begin, start), min(end, stop)) for begin, end in spans if begin <= stop and end >= start]
-    # At equal times an end comes first: a client that continues with another conversation has one open, not
-    # two.
+    # At equal times ends come first: a client that continues with another conversation has one open.
     edges = sorted([(begin, 1) for begin, _ in inside] + [(end, -1) for _, end in inside])
     now = maximum = 0
     for _, change in edges:

@@ -149,7 +149,6 @@ def statistics(values: Iterable[float]) -> dict[str, float | int | None]:
 
 
 def quantiles(values: Iterable[float]) -> list[float] | None:
-    """The quantiles at 0, 1, … 100 %, to draw the distribution."""
     array = np.fromiter(values, dtype=np.float64)
     return [float(value) for value in np.percentile(array, np.arange(101))] if len(array) else None
 

@@ -96,11 +96,9 @@ class Window:
     window_s: float | None = None
     """Measured time after the warm-up; None: until the last conversation starts, after which the load only falls."""
     steady: bool = False
-    """Detect the warm-up; see ``steady_start``."""
 
 
 def sent_turns(outcome: Outcome) -> list[TurnRecord]:
-    """All turns of a replay without a window, including those that it cut short."""
     return [*outcome.records, *outcome.cut_short]
 
 
@@ -134,12 +132,12 @@ def steady_start(records: Sequence[TurnRecord], end: float) -> tuple[float, bool
 
     The rule: the number of turns in flight, averaged over each hundredth of the time to ``end``, is cut where
     the rest has the smallest marginal standard error (MSER: squared deviations from the mean over the square
-    of their number), within the first half. The rest is steady if it has no trend. With one, turns pile up
-    because the system is overloaded, or the replay is too short.
+    of their number), within the first half. The rest is steady if it has no trend; otherwise turns pile up,
+    or the replay is too short.
     """
     levels = running_turns(records, 0.0, end, _PARTS)
-    # The sum of squares grows with every level that is kept, its divisor faster as long as the levels are
-    # alike: the quotient is smallest if the cut drops only the start.
+    # Each kept level adds to the sum of squares, and more to its divisor while levels are alike: the quotient
+    # is smallest if the cut drops only the start.
     errors = [
         float(((rest := levels[cut:]) - rest.mean()) @ (rest - rest.mean())) / len(rest) ** 2
         for cut in range(_PARTS // 2)
@@ -149,12 +147,10 @@ def steady_start(records: Sequence[TurnRecord], end: float) -> tuple[float, bool
 
 
 def cut_to_window(outcome: Outcome, wanted: Window) -> tuple[Outcome, dict[str, Any]]:
-    """Reduce an outcome to the turns that ended inside the window; also return the report's entry on the
-    window.
+    """Reduce an outcome to the turns that ended inside the window; also return the report's ``window``.
 
     If the load ends before the warm-up, the whole replay is measured and counts as not steady. Turns that
-    were cut short do not count, except as in flight, and as active conversations, until the stop. History
-    turns do not count either.
+    were cut short only count as in flight, and their conversations as active. Histories do not count.
     """
     rule, start, end, steady = _bounds(outcome, wanted)
     whole = rule == "whole"

@@ -32,8 +32,8 @@ class ClientFailed(RuntimeError):
 def deal(scripts: Sequence[Script], options: RunOptions) -> list[tuple[tuple[Script, ...], RunOptions]]:
     """Distribute scripts round-robin over the processes, with the options of each.
 
-    With a limit on concurrent conversations each process gets its part of the limit and a proportional part
-    of the conversations. The limit is at least as large as the number of processes.
+    A limit on concurrent conversations, at least the number of processes, is split too, and conversations in
+    proportion.
     """
     processes, limit = options.processes, options.concurrency
     rounds = limit or processes
@@ -55,10 +55,9 @@ async def replay(
     on_turn: OnTurn = lambda record: None,
     on_send: OnSend = lambda: None,
 ) -> Outcome:
-    """Like ``runner.replay``, against the server at the target's address.
+    """Like ``runner.replay``, from several processes to the target's address. No process outlives this call.
 
-    Raises TurnFailed when a process cannot connect, ClientFailed when one dies. No process outlives this
-    call.
+    Raises TurnFailed when a process cannot connect, ClientFailed when one dies.
     """
     records: list[TurnRecord] = []
 
@@ -97,7 +96,6 @@ class _PlayerProcess:
         return cast(PlayResult, finished.played)
 
     async def _next(self, wanted: Any, on_turn: OnTurn, on_send: OnSend) -> Any:
-        """Return the next message of the ``wanted`` kind; report turns that are sent or end meanwhile."""
         while True:
             match await self._receive(wire.TurnSent | wire.TurnEnded | wanted):
                 case wire.TurnSent():

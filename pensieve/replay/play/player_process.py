@@ -80,7 +80,6 @@ class SessionsDeleted(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The sessions are deleted, and the process ends."""
 
     leftover: str
-    """Why a session could not be deleted; empty if all were."""
 
 
 PoolMessage = Job | Go | DeleteSessions
@@ -89,7 +88,6 @@ PlayerMessage = PlayerReady | Refused | TurnSent | TurnEnded | PlayerFinished | 
 
 class PoolChannel:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, messages: Any) -> None:
-        """``messages``: the union of incoming message types."""
         self._reader, self._writer = reader, writer
         self._decoder: msgspec.msgpack.Decoder[Any] = decoder_for(messages)
 

@@ -123,8 +123,8 @@ class Player:
     async def play(self, scripts: Sequence[Script], start: float) -> PlayResult:
         """Play ``scripts``, in order of their starts, until all have ended or the replay must stop.
 
-        Scripts with a history must have been given to ``prepare``. ``start`` is time 0, on the clock of
-        ``time.perf_counter``, which all processes share.
+        ``prepare`` has played their histories. ``start`` is time 0 on the clock of ``time.perf_counter``,
+        which all processes share.
         """
         self._start = start
         lags: list[float] = []
@@ -139,9 +139,8 @@ class Player:
         finally:
             for task in (watch, *self._warming):
                 task.cancel()
-            await asyncio.gather(
-                watch, *self._warming, return_exceptions=True
-            )  # `_watch_loop` records a last time
+            # `_watch_loop` records a last time.
+            await asyncio.gather(watch, *self._warming, return_exceptions=True)
         warmed = dict(self._warm_calls)
         return PlayResult(self._now(), self._skipped, tuple(self._cut_short), tuple(lags), warmed)
 
@@ -193,7 +192,6 @@ class Player:
             self._on_turn(record)
 
     async def _turn(self, conversation: _LiveConversation, record: TurnRecord) -> None:
-        """Play the next turn of the conversation; if it fails, the later ones are never sent."""
         turn, due = conversation.script.conversation.turns[conversation.place], record.due_s
         ids = conversation.script.input_ids(
             conversation.place, self._info.vocab_size, self._options.seed, self._options.ids
@@ -203,8 +201,7 @@ class Player:
             if conversation.opening is None:
                 conversation.opening = asyncio.create_task(self._target.start_session())
                 self._openings.append(conversation.opening)
-                # Shielded: if the replay is stopped here, the server may still create the session, to be
-                # deleted later.
+                # Shielded: a server may still create the session after a stop; it is deleted later.
                 await asyncio.shield(conversation.opening)
                 # Opening a conversation is not part of its first turn's latency: the turn is due from now on.
                 record.due_s = max(due, self._now())
@@ -289,7 +286,7 @@ async def replay(
 
 
 async def _watch_loop(lags: list[float]) -> None:
-    """Record the lateness of a timer: how long an answer may have waited for this process.
+    """Record how late a timer fires: how long an answer may have waited for this process.
 
     A long stall is recorded once for each tick that it delayed, because arrivals in it waited too.
     """

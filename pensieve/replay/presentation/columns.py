@@ -89,7 +89,6 @@ def limit_text(found: Mapping[str, Any] | None) -> str:
 
 
 def ratio_texts(ratio: Ratio | None) -> tuple[str, str]:
-    """The two cells of a ratio: latency in milliseconds, and the ratio of throughputs."""
     return (
         (NOTHING, NOTHING) if ratio is None else (format_number(ratio.latency_s, ",.1f", 1000.0), ratio.text)
     )

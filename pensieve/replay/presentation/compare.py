@@ -1,12 +1,9 @@
-"""Compares reports of several runs: their panels, and ratios of throughput, ready for JSON.
-
-A ratio says how much more load one system carries than another at the same normalised latency.
+"""Compares reports of several runs: their panels, and ratios of throughput at the same normalised latency.
 
 A curve is the straight lines between neighbouring loads. The load that a system carries at a latency L is the
-most turns/s on its curve at a latency of at most L. This envelope never falls as L grows, although a curve
+most turns/s on its curve at a latency of at most L: this envelope never falls as L grows, although a curve
 folds back where more load gives less throughput. Nothing is extrapolated: a system that was faster than L
-even at its highest load carries *at least* that much, and below its lowest latency nothing is known. So a
-curve covers the latencies from its lowest to the one at its highest load.
+even at its highest load carries *at least* that much, and below its lowest latency nothing is known.
 """
 
 from __future__ import annotations
@@ -104,9 +101,8 @@ def load_at_latency(line: Line, latency_s: float) -> CarriedLoad | None:
 def common_latency(ours: Line, other: Line) -> float:
     """Geometric mean of the range of latencies that both lines cover.
 
-    Without a common range, the latency of the slower system at its highest load. This understates a
-    difference that cannot be stated exactly: the slower system at its best against what the faster one was
-    seen to carry.
+    Without a common range, the latency of the slower system at its highest load. This understates the
+    difference: the slower system at its best against what the faster one was seen to carry.
     """
     low = max(min(y for _, y in line) for line in (ours, other))
     high = min(line[-1][1] for line in (ours, other))
@@ -168,7 +164,6 @@ def read_report(path: Path) -> dict[str, Any]:
 
 
 def names_of(files: tuple[Path, ...]) -> list[str]:
-    """Names for reports: file stems, or paths if the stems are not unique."""
     stems = [path.stem for path in files]
     return stems if len(set(stems)) == len(stems) else [str(path) for path in files]
 

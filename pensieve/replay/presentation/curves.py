@@ -42,9 +42,9 @@ class Panel:
 def panels(reports: Sequence[Report], names: Sequence[str] = ()) -> list[Panel]:
     """Panels in the order of the reports; ``names`` has a name for each report.
 
-    A report without a measured target is in no panel. The work is the data set, the lengths, the pauses and
-    the model, but not the load. Within a panel, targets of the same name are one curve if their settings,
-    machine and versions are the same and they share no load; otherwise the name of the report is added.
+    The work is the data set, the lengths, the pauses and the model, but not the load. In a panel, targets of
+    one name are one curve if settings, machine and versions are the same and they share no load; otherwise
+    the report's name is added.
     """
     names = names or report_numbers(reports)
     groups = _groups(reports)
@@ -162,7 +162,6 @@ class CurveEntry:
     load: str
     """Offered load for people: ``4 turns/s``."""
     rate: float | None
-    """Offered turns per second; None without pacing."""
     clients: int | None
     seed: int | None
     report: int
@@ -175,8 +174,6 @@ class CurveEntry:
 
 @dataclass(frozen=True, slots=True)
 class CurvePoint:
-    """A system at one load: means over its seeds."""
-
     load: str
     throughput: float
     mean_s: float
@@ -186,7 +183,6 @@ class CurvePoint:
 
 
 def entries(reports: Sequence[Report]) -> list[CurveEntry]:
-    """An entry for every target of every run of every report, in order, named as in its report."""
     return [entry for number, report in enumerate(reports) for entry in _report_entries(number, report)]
 
 
@@ -216,11 +212,7 @@ def busiest(curve: Sequence[CurveEntry]) -> CurveEntry:
 
 
 def curve_points(curve: Sequence[CurveEntry]) -> list[CurvePoint]:
-    """One point per load, in the order of ``curve``.
-
-    Entries without throughput or latency are left out, and those that are invalid because the client was
-    late.
-    """
+    """One point per load, in the order of ``curve``, without entries that are incomplete or not valid."""
     groups: dict[str, list[CurveEntry]] = {}
     for entry in curve:
         if entry.summary.get("valid") is not False:

@@ -77,7 +77,6 @@ class Table:
 
 
 def headline_tables(panels: Sequence[Panel], latency_s: float | None) -> Iterator[Table]:
-    """The tables beside the first plot. ``latency_s``: where ratios are taken; None: chosen for each pair."""
     yield _systems(panels)
     ratios = _ratios(panels, latency_s)
     if ratios.rows:
@@ -166,7 +165,6 @@ def _grid(key: str, title: str, note: str, panels: Sequence[Panel], columns: Seq
 
 
 def _with_panels(table: Table, panels: Sequence[Panel], rows: Sequence[tuple[Panel, Row]]) -> Table:
-    """``table`` with its rows; with several panels also a first column that names the panel."""
     several = len(panels) > 1
     return Table(
         table.key,
@@ -223,10 +221,9 @@ def _by_turn(panel: Panel, entry: CurveEntry) -> Table:
 def write_html(
     reports: Sequence[Report], path: Path, names: Sequence[str] = (), latency_s: float | None = None
 ) -> None:
-    """Write one page of all reports.
+    """Write one page of all reports. Raises PlotsMissing, OSError.
 
-    ``names``: one for each report. ``latency_s``: where ratios of throughput are taken; None: chosen for each
-    pair of systems. Raises PlotsMissing, OSError.
+    ``latency_s``: where ratios of throughput are taken; None: chosen for each pair of systems.
     """
     path.write_text(page(reports, names, latency_s), encoding="utf-8")
 
@@ -265,7 +262,6 @@ def page(reports: Sequence[Report], names: Sequence[str] = (), latency_s: float 
 
 
 def _problems(reports: Sequence[Report], names: Sequence[str], found: Sequence[CurveEntry]) -> Iterator[str]:
-    """Problems that affect the validity of the numbers."""
     for name, report in zip(names, reports, strict=True):
         where = f"{name}: " if len(reports) > 1 else ""
         for reason in report.get("invalid_reasons") or []:
@@ -284,8 +280,7 @@ def _problems(reports: Sequence[Report], names: Sequence[str], found: Sequence[C
 
 
 def _summary_line(report: Report) -> str:
-    """One line with the amount of work, the machine, the version and the time; for a simulation also the
-    simulated machine."""
+    """One line on the work, the machine, the version and the time."""
     work = f"{_count(report, 'conversations')} conversations, {_count(report, 'turns')} turns"
     where = f"{value_at(report, 'machine.cpu')}, {value_at(report, 'machine.cores')} cores"
     if "simulation" in report:

@@ -33,7 +33,6 @@ WIDTH_IN, WIDE_IN = 6.2, 10.0
 """Widths of plots that are two in a row on a page, and of those that take a whole row."""
 LineStyle = Literal["-", "--", "-.", ":"]
 _LETTERS_PER_IN = 14
-"""Letters of a legend per inch."""
 
 # Distinguishable by the colour-blind, and visible on white and on black.
 _COLOURS = ("#3b8bd0", "#e0662a", "#25a17f", "#c967a5", "#d3961c", "#8a7fd6", "#5fb4c4", "#a0813f")
@@ -67,7 +66,6 @@ class PlotStyle:
     colour: str
     marker: str
     style: LineStyle
-    """Distinguishes systems that share a colour."""
 
 
 def style_for(number: int) -> PlotStyle:
@@ -106,7 +104,6 @@ def grid(count: int, columns: int, width_in: float, height_in: float) -> tuple[F
 
 
 def title(axes: Axes, text: str) -> None:
-    """Set ``text`` above the axes; an empty one leaves no gap."""
     if text:
         axes.set_title(plain(text), fontsize=9, loc="left", color=INK, wrap=True)
 
@@ -126,7 +123,6 @@ def sample(colour: str, style: LineStyle | Literal["none"] = "-", marker: str = 
 
 
 def legend(figure: Figure, samples: Sequence[tuple[str, Artist]]) -> None:
-    """Put a legend above all axes, in as many columns as fit."""
     labels = [plain(label) for label, _ in samples]
     longest = 4 + max(map(len, labels))
     columns = max(1, min(len(labels), int(_LETTERS_PER_IN * figure.get_figwidth() // longest)))
@@ -150,10 +146,7 @@ if TYPE_CHECKING:
 
 
 def latency_figure(panels: Sequence[Panel], latency_s: float | None = None) -> Figure | None:
-    """One axes per panel, with ``latency_s`` marked by a line.
-
-    Bars if no system has two points; None if there is only one point in all, which a table shows.
-    """
+    """One axes per panel; bars if no system has two points. None for a single point, which a table shows."""
     shown = [panel for panel in panels if any(panel.points.values())]
     if sum(len(points) for panel in shown for points in panel.points.values()) < 2:
         return None
@@ -183,7 +176,6 @@ def latency_figure(panels: Sequence[Panel], latency_s: float | None = None) -> F
 
 
 def has_bars(panels: Sequence[Panel]) -> bool:
-    """Whether no system was measured at two loads, so that there are no lines."""
     return all(len(points) < 2 for panel in panels for points in panel.points.values())
 
 
@@ -274,8 +266,6 @@ if TYPE_CHECKING:
 
 
 class PlotsMissing(click.ClickException):
-    """matplotlib is not installed."""
-
     exit_code = 2
 
     def __init__(self) -> None:

@@ -82,8 +82,7 @@ def _split_columns(widths: Sequence[int], room: int) -> Iterator[list[int]]:
 def print_report(report: dict[str, Any], console: Console) -> None:
     """Print what was measured, tokens by source per turn number, and problems.
 
-    A few targets are columns. The runs of a sweep are rows, and only the run with the highest load of each
-    system shows its turns.
+    A few targets are columns. Runs of a sweep are rows, and only each system's highest load shows its turns.
     """
     (panel,) = panels([report])
     shown = panel.entries

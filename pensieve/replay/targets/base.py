@@ -29,7 +29,6 @@ class TargetInfo:
     details: dict[str, str] = field(default_factory=dict)
     forces_lengths: bool = True
     takes_hints: bool = False
-    """Whether it accepts hints and requests to warm a session."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +76,6 @@ class Address:
 
 @runtime_checkable
 class RemoteTarget(Protocol):
-    """A target that other processes can connect to as well."""
-
     @property
     def name(self) -> str: ...
 

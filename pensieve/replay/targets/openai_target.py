@@ -141,9 +141,7 @@ class Dialect:
     api: str
     """``completions`` with token ids as the prompt; ``chat`` with text; ``responses`` with only the new text."""
     forced: bool
-    """The server accepts ``ignore_eos`` and ``min_tokens``."""
     returns_ids: bool = False
-    """The server accepts ``return_token_ids``; answers then include ids."""
 
     @property
     def path(self) -> str:

@@ -41,7 +41,6 @@ _LAST_OUTPUT_S = 2.0
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 T = TypeVar("T")
 Connect = Callable[[str], Target]
-"""Address (``pensieve://…`` or ``http://…``) → target."""
 
 
 def read_counters(admin: str) -> Counters:

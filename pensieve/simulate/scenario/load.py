@@ -21,8 +21,6 @@ _BLOCK = 4096
 
 @dataclass(frozen=True, slots=True)
 class SessionScript:
-    """One session: its start, its turns, and when each turn arrives."""
-
     number: int
     start: float
     turns: tuple[tuple[int, int], ...]
@@ -200,10 +198,9 @@ _STREAM: Final = 1
 
 
 def hints_of(settings: Settings, script: SessionScript, turn: int, now: float) -> Hints | None:
-    """Hints that the client gives when ``turn`` ends at ``now``; None: no hints.
+    """Hints of the client when ``turn`` ends at ``now``: the true pause times a lognormal factor.
 
-    The announced pause is the true one times a lognormal factor with median 1 and sigma ``noise``. Unlike in
-    ``pensieve.replay.play.runner`` the pause counts from the end of the answer, which a simulated client
+    Unlike in ``pensieve.replay.play.runner`` the pause counts from the end of the answer, which this client
     knows.
     """
     client = settings.hints

@@ -21,8 +21,8 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         max(weights_s, q * token_s) + kv_tokens_read * kv_s + pairs * pair_s + b * row_s + fixed_s
 
     A decode row reads its whole context; a span of several tokens makes (query, key) pairs instead. Copies
-    from the host overlap with that layer by layer, so a step with copies takes the longer of the two plus one
-    layer of the shorter.
+    from the host overlap layer by layer: a step with copies takes the longer of the two plus one layer of the
+    shorter.
 
     The defaults are a 13B model with 10 KV heads in bfloat16 on one H200, fitted to
     bench/results/engine_13b_h200.md: ``weights_s`` is the floor of a decode step at batch 1; ``kv_s`` the
@@ -65,7 +65,6 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             raise MachineError(f"impossible machine: {self}")
 
     def step_seconds(self, *, tokens: float, rows: float, kv_read: float, pairs: float) -> float:
-        """Seconds of one step without copies."""
         matrices = max(self.weights_s, tokens * self.token_s)
         return matrices + kv_read * self.kv_s + pairs * self.pair_s + rows * self.row_s + self.fixed_s
 

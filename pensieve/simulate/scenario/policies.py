@@ -66,11 +66,7 @@ class TtlLru(MaxClaimPolicy):
 
 
 class Clairvoyant(Policy):
-    """``idle`` is minus the time until the next turn.
-
-    For a turn that already waits it is the waiting time: the longest waiting turn is at the head of the
-    queue.
-    """
+    """``idle`` is minus the time until the next turn; of a waiting turn, its waiting time: the longest is next."""
 
     def values(self, first_cost: Floats, candidates: Floats, idle: Floats, kinds: Ints) -> Floats:
         return first_cost * np.where(
@@ -79,12 +75,11 @@ class Clairvoyant(Policy):
 
 
 class Arc(MaxClaimPolicy):
-    """T1: sessions with one turn; T2: sessions that returned. ``share`` is T1's share of the evictable
-    chunks.
+    """T1: sessions with one turn; T2: sessions that returned. ``share`` is T1's share of evictable chunks.
 
     A returning session that lost chunks is a hit in a ghost list: of T1 if it had one turn, else of T2.
     ``share`` moves towards that list in proportion to the lost part of its history. The ghosts are the
-    sessions themselves, so the ghost lists last as long as the sessions.
+    sessions themselves.
     """
 
     def __init__(self) -> None:
@@ -153,10 +148,10 @@ class RecomputeBound:
     """A lower bound on recomputation that no policy can beat; only space-time is limited.
 
     Keeping a chunk from one turn to the next saves its recomputation and takes one page of a tier for that
-    time. The supply is pages times the length of the run. So the least recomputation is the remainder of a
-    fractional knapsack, filled in order of seconds saved per page-second. Real policies must also fit at
-    every moment, may hold chunks twice, need pages for running turns and do not know the future, so they stay
-    above it. Where sessions share chunks it is no bound: one page then serves several sessions.
+    time. The supply is pages times the length of the run. The bound is the remainder of a fractional
+    knapsack, filled in order of seconds saved per page-second. Real policies stay above it: they must fit at
+    every moment, may hold chunks twice, need pages for running turns and do not know the future. It is no
+    bound where sessions share chunks.
 
     Idle periods are collected in bins of equal savings per page-second. Partly filled chunks are ignored.
     """
@@ -184,8 +179,7 @@ class RecomputeBound:
         remaining, kept = pages * seconds, 0.0
         for saved, taken in zip(self._saved[::-1].tolist(), self._page_seconds[::-1].tolist(), strict=True):
             if taken > remaining:
-                # The order within a bin is unknown: count what fits as if it had the savings of its upper
-                # edge.
+                # The order within a bin is unknown: count what fits at the savings of its upper edge.
                 kept += min(saved, saved * remaining / taken * 10 ** (1 / _PER_DECADE))
                 break
             kept += saved

@@ -11,7 +11,6 @@ from pensieve.engine.cost.model import CostModel
 from pensieve.simulate.scenario.machine import Machine
 
 Routing = Literal["affine", "hash", "bounded", "random"]
-"""See ``scenario.routing``."""
 
 
 LEASE_S: Final = 10.0
@@ -31,8 +30,6 @@ class ClientHints:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Settings of the replicas, which are all the same, and of the routing between them."""
-
     machine: Machine
     cache: CacheConfig
     cost: CostModel

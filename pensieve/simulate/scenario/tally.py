@@ -103,8 +103,6 @@ TimeWindow = tuple[float, float]
 
 
 class RecomputeCosts:
-    """Costs of recomputing ranges of a context."""
-
     def __init__(self, cost: CostModel) -> None:
         self._cost = cost
         self._size = cost.chunk_tokens
@@ -166,7 +164,6 @@ class Tally:
     violations: int = 0
     """Receipts that do not add up, inside the window or not."""
     shared: int = 0
-    """Input tokens that were cached by other sessions."""
     repeated_turns: int = 0
     rows: list[_Row] = field(default_factory=list)
     """Sums by the turn's number in its session; the last row holds all later turns."""
@@ -174,7 +171,6 @@ class Tally:
     normalised: DurationHistogram = field(default_factory=DurationHistogram)
     gaps: DurationHistogram = field(default_factory=DurationHistogram)
     answering_s: float = 0.0
-    """Sum of times from first tokens to the ends of answers."""
     open_s: float = 0.0
     """Sum of the times that sessions were open, pauses included."""
     in_flight_s: list[float] = field(default_factory=lambda: [0.0] * BINS)
@@ -327,7 +323,6 @@ class Tally:
 
 
 def _merged(rows: Sequence[_Row]) -> DurationHistogram:
-    """Times to first token of several rows together."""
     merged = DurationHistogram()
     for row in rows:
         merged.merge(row.ttft)

@@ -57,7 +57,6 @@ class LiveTurn:
 
 
 _EVEN_FACTOR = 1.01
-"""``even_runs`` separates steps whose durations differ by more than this factor."""
 
 
 @dataclass(slots=True)  # not frozen: made at each event
@@ -85,8 +84,7 @@ class StepSeries:
         return self.last_s(count) <= _EVEN_FACTOR * self.first
 
     def even_runs(self, count: int) -> Iterator[tuple[float, int, float]]:
-        """Split ``count`` steps into runs of nearly equal ones: (mean seconds, steps, time at which the last
-        one ends)."""
+        """Split ``count`` steps into runs of nearly equal ones: (mean seconds, steps, end of the last one)."""
         last = self.last_s(count)
         if self.is_even(count):
             yield (self.first + last) / 2, count, self.total_s(count)
@@ -130,7 +128,6 @@ class Batch:
         self._waiting: list[tuple[int, LiveTurn]] = []
         self._running: dict[int, LiveTurn] = {}
         self._restoring: list[LiveTurn] = []
-        """Running turns with an incomplete context, in order of arrival."""
         self._ends: list[tuple[int, int, LiveTurn]] = []
         """A heap of (completed steps at its end, ticket, turn), one entry per generation.
 
@@ -140,10 +137,7 @@ class Batch:
         self._kv = 0
         """Context tokens that all generations together read in the next step."""
         self._growth = [0] * self._size
-        """Number of generations that take a chunk in a step, by the step number modulo ``chunk_tokens``.
-
-        A generation takes a chunk every ``chunk_tokens`` steps, always at the same remainder.
-        """
+        """Number of generations that take a chunk, by the step number modulo ``chunk_tokens``, which stays the same."""
 
     @property
     def active_turns(self) -> int:
@@ -309,11 +303,7 @@ class Batch:
                 self._generate(turn)
 
     def _decode_steps(self, until: float) -> tuple[StepSeries, int]:
-        """Run steps until a turn leaves or must leave, the queue's head may be admitted, or ``until`` is
-        reached.
-
-        They differ only in positions, so they are one event; see ``StepSeries`` for their times.
-        """
+        """Run steps as one event, until a turn must leave, the queue's head may be admitted, or ``until``."""
         rows, machine = self._generating, self._machine
         most = self._steps_to_an_end()
         if self._waiting:
@@ -348,8 +338,7 @@ class Batch:
     def _steps_to_admission(self) -> int:
         """Number of steps after which the queue's head may be admitted although no turn leaves."""
         head = self._waiting[0][1]
-        # A session whose chunks are copied in this step waits for the next one. One without room waits until
-        # a turn leaves.
+        # A session whose chunks are copied now waits a step; one without room waits until a turn leaves.
         copying = self.cache.is_copying(head.script.number, head.script.prefix)
         return 1 if copying else max(head.visible_step - self._step, 0) or _UNLIMITED
 

@@ -1,11 +1,9 @@
-"""A twin of ``CacheManager`` without page numbers and token ids, on one byte per chunk.
+"""A twin of ``CacheManager`` without page numbers and token ids, on one byte per chunk: 20 times faster.
 
-It has the same rules, policies and order of decisions and is about twenty times faster. Tests check that both
-decide the same.
-
-For each plan the calls come in this order: ``grow``, ``can_admit`` → ``admit``, ``save_ahead``, ``complete``;
-and ``release`` when a turn has ended or is suspended. The chunks that generations grow by are counted for all
-of them together, and added to each session when it is released.
+It has the same rules, policies and order of decisions; tests compare both. For each plan the calls come in
+this order: ``grow``, ``can_admit`` → ``admit``, ``save_ahead``, ``complete``; and ``release`` when a turn has
+ended or is suspended. The chunks that generations grow by are counted for all of them together, and added to
+each session when it is released.
 """
 
 from __future__ import annotations
@@ -203,8 +201,7 @@ class TurnCache:
         missing: Sequence[Range] = (),
         hints: Hints | None = None,
     ) -> None:
-        """Release a turn that has ended or is suspended; ``tokens`` of its context are cached, except
-        ``missing``.
+        """Release a turn that has ended or is suspended; its ``tokens`` are cached, except ``missing``.
 
         ``stamp`` is the time from which its policy counts, ``hints`` describe the next turn.
         """
@@ -354,7 +351,6 @@ class TurnCache:
             self._spares[run] = None
 
     def _unpin(self, runs: Sequence[SharedRun]) -> None:
-        """Unpin runs because an owner stops running; runs without running owners become idle."""
         for run in runs:
             run.pins -= 1
             if run.pins == 0:
@@ -367,8 +363,7 @@ class TurnCache:
                     self._both[run] = None
 
     def _free_missing_shared(self, session: SharingSession, missing: Sequence[Range]) -> None:
-        """Free the never computed shared chunks, as ``_free_missing`` frees own ones; forget sessions with
-        none left."""
+        """Free missing shared chunks, as ``_free_missing`` frees own ones; forget sessions that lost all chunks."""
         size = self._size
         lost: list[ChunkHolder] = []
         for run in session.runs:
@@ -462,8 +457,7 @@ class TurnCache:
     def _make_host_room(
         self, candidates: VictimOrder, value: float, most: int, ceiling: float = np.inf
     ) -> int:
-        """Free host pages for chunks, the first worth ``value`` and none less than ``ceiling``; return how
-        many.
+        """Free host pages for chunks, the first worth ``value``, none less than ``ceiling``; return how many.
 
         Needless copies are freed first, then chunks that are on the host alone and worth no more than any
         arriving chunk. If there are none, one that is worth no more than the first arriving chunk.

@@ -1,5 +1,4 @@
-"""The ``turns`` engine: simulates millions of turns over replicas that take runs of similar steps as one
-event.
+"""The ``turns`` engine: simulates millions of turns by taking runs of similar steps as one event.
 
 A turn arrives, waits, is restored and prefilled in its own steps, generates and ends, by the rules of the
 real scheduler (``turns.batch``) over a twin of the real cache (``turns.cache``). Three things are simpler
@@ -97,8 +96,7 @@ class TurnSimulation:
     def _play_independent(self, until: float) -> None:
         """Simulate independent replicas, each alone up to the time for which all session starts are known.
 
-        Replica 0 comes last: after its return it gets the next turns of sessions that other replicas are
-        still answering.
+        Replica 0 comes last: after its return it gets the next turns of sessions on other replicas.
         """
         ahead = 0.0
         while ahead < until:
@@ -195,13 +193,11 @@ class TurnSimulation:
             self._push_arrival(turn, now + self._settings.lease_s)
 
     def _return_replica(self, now: float) -> None:
-        """Replace replica 0 by a fresh one, as after a server restart."""
         self.replicas[0] = self._replica()
         self._live = self.replicas
         self._reroute()
 
     def _reroute(self) -> None:
-        """Route the coming turns again."""
         coming = [due for heap in self._due for due in heap]
         for heap in self._due:
             heap.clear()

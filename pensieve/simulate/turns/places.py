@@ -51,14 +51,12 @@ class ChunkHolder:
     row: int
     tokens: int = 0
     places: bytearray = field(default_factory=bytearray)
-    """One place per chunk.
+    """One place per chunk. Rankings hold this array, so it is changed in place while the session is idle.
 
-    Rankings hold this array. While the session is idle it is changed in place. On admission the session gets
-    another array, and all places in this one become DROPPED, so that no ranking takes a chunk of a session
-    that has run since.
+    On admission the session gets another array and all places in this one become DROPPED: no ranking may take
+    its chunks.
     """
     places_before: bytearray = field(default_factory=bytearray)
-    """The array that the session had until its admission."""
     last_active: float = 0.0
     running: bool = False
     new_tokens: int = 0
@@ -76,11 +74,8 @@ class ChunkHolder:
         return self.places
 
     def restore(self, history: int, total: int, size: int) -> Restore:
-        """State of the history for the next turn, with a context of ``total`` tokens; as
-        ``CacheManager.admit``.
-
-        ``size``: tokens of a chunk.
-        """
+        """State of the history for a next turn with ``total`` tokens of context, as ``CacheManager.admit``
+        returns it."""
         places = self.context()
         cached = min(self.tokens, total - 1)  # at least one token must be computed to sample the next
         missing: list[Range] = []
@@ -186,14 +181,12 @@ class PlacesIndex:
         return int(self.table.candidates[reclaim].sum())
 
     def holder_at(self, row: int) -> ChunkHolder | None:
-        """Holder of a row; None if it was forgotten since the round began."""
         return self._holders[row]
 
     def holders(self, rows: Rows) -> list[ChunkHolder]:
         return [holder for row in rows.tolist() if (holder := self._holders[row]) is not None]
 
     def counts(self, reclaim: Reclaim, rows: Rows) -> Ints:
-        """Number of candidates in each row; the rows must be up to date."""
         counts: Ints = self.table.candidates[reclaim, rows].astype(np.int64)
         return counts
 
@@ -221,8 +214,7 @@ class PlacesIndex:
         return values
 
     def _refresh(self) -> None:
-        """Update the rows of touched holders, column by column; row by row would take a tenth of a
-        simulation's time."""
+        """Update the rows of touched holders by columns; by rows it would take a tenth of a simulation's time."""
         if not self._dirty:
             return
         touched, table = list(self._dirty), self.table

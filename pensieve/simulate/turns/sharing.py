@@ -1,8 +1,7 @@
 """The chunks that sessions of a ``TurnCache`` own together: ``engine.cache.sharing`` without token ids.
 
-The load declares what a session may share: the pieces that its first input begins with. So a chunk's address
-is a number for its content and everything before it, every chunk within such a beginning has its address from
-the first admission on, and there are no duplicates.
+The load declares the pieces that a session's first input begins with. So a chunk's address is a number for
+its content and everything before it, known from the first admission on, and there are no duplicates.
 """
 
 from __future__ import annotations
@@ -50,10 +49,7 @@ class ChunkAddresses:
 
 
 class Sharing:
-    """The shared runs, and the holder of each address. A part of ``TurnCache``.
-
-    ``both``, ``spares`` and ``in_flight`` are the lists of ``TurnCache``, which this keeps up to date.
-    """
+    """The shared runs, and the holder of each address; updates ``both``, ``spares`` and ``in_flight`` of its cache."""
 
     def __init__(
         self,
@@ -130,7 +126,6 @@ class Sharing:
         return self._split(holder, end) if len(holder.places) > end else holder
 
     def _share(self, owner: SharingSession, end: int) -> SharedRun:
-        """Turn a session's own chunks up to ``end`` into a run."""
         run = self._new_run(owner, end, {owner: None})
         owner.runs.append(run)
         owner.own_start = end
@@ -173,8 +168,7 @@ class Sharing:
         return run
 
     def _dissolve(self, run: SharedRun) -> None:
-        """Return a run to its only remaining owner, which is idle: chunks of a running session stay cached
-        for all owners."""
+        """Return a run to its only owner, which is idle: chunks of a running owner stay cached for all."""
         (owner,) = run.owners
         assert owner.runs[-1] is run and not owner.running
         self._index.table.claims.remove(run.row, owner.row)

@@ -88,17 +88,12 @@ class VictimOrder(Protocol):
 
 
 def can_rank(index: PlacesIndex) -> bool:
-    """Whether chunks may be ranked at once.
-
-    Not chunks that go in groups, and not under ``Arc``, which weighs its two lists again at each call and so
-    must see all sessions.
-    """
+    """Whether chunks may be ranked at once: not in groups, and not under ``Arc``, which must see all sessions."""
     return index.one_by_one and not isinstance(index.policy, Arc)
 
 
 class Ranking:
-    """The next ``count`` victims of a policy that takes single chunks, in the order at the time of the
-    ranking.
+    """The next ``count`` victims of a policy that takes single chunks, in order at the time of ranking.
 
     Entries that are no longer candidates are skipped; new candidates are missing.
     """
@@ -119,8 +114,7 @@ class Ranking:
     def peek(self) -> float:
         places, chunks, place = self._victims.places, self._victims.chunks, self._place
         position, end = self._next, self._count
-        # A session that has run since has another array of places; in the one ranked here nothing is a
-        # candidate.
+        # A session that has run since has another array of places; the ranked one has no candidates.
         while position < end and places[position][chunks[position]] != place:
             position += 1
         self._next = position
