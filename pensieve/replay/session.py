@@ -109,22 +109,6 @@ async def run_all(
     return _build_report(prepared, results, targets, lost)
 
 
-def _build_report(
-    prepared: list[_Prepared],
-    results: list[tuple[int, int, dict[str, Any]]],
-    targets: Sequence[Target],
-    lost: dict[int, _LostTarget],
-) -> dict[str, Any]:
-    """Build the report; ``results`` has (run, target, summary)."""
-    summaries = [summary for _, _, summary in sorted(results, key=lambda entry: entry[:2])]
-    return _runs_report(prepared, summaries) | {
-        "unreached": [
-            {"target": targets[number].name, "error": str(entry.failure), "run": entry.run}
-            for number, entry in sorted(lost.items())
-        ]
-    }
-
-
 async def _query_targets(
     targets: Sequence[Target], plan: ReplayPlan, lost: dict[int, _LostTarget], watch: ReplayWatcher
 ) -> dict[int, TargetInfo]:
@@ -250,8 +234,15 @@ async def _counters(target: Target) -> Counters | None:
     return await target.counters() if isinstance(target, StartedTarget) else None
 
 
-def _runs_report(prepared: Sequence[_Prepared], summaries: list[dict[str, Any]]) -> dict[str, Any]:
+def _build_report(
+    prepared: Sequence[_Prepared],
+    results: list[tuple[int, int, dict[str, Any]]],
+    targets: Sequence[Target],
+    lost: dict[int, _LostTarget],
+) -> dict[str, Any]:
+    """Build the report; ``results`` has (run, target, summary)."""
     plan = prepared[0].plan
+    summaries = [summary for _, _, summary in sorted(results, key=lambda entry: entry[:2])]
     invalid = [summary for summary in summaries if not summary["valid"]]
     return {
         "schema": SCHEMA,
@@ -279,6 +270,10 @@ def _runs_report(prepared: Sequence[_Prepared], summaries: list[dict[str, Any]])
         "intervals": intervals(summaries),
         "valid": not invalid,
         "invalid_reasons": [f"{s['target']}, run {s['run']}: {s['client']['reason']}" for s in invalid],
+        "unreached": [
+            {"target": targets[number].name, "error": str(entry.failure), "run": entry.run}
+            for number, entry in sorted(lost.items())
+        ],
     }
 
 

@@ -84,14 +84,10 @@ def _bins(records: Sequence[TurnRecord], spans: Sequence[tuple[float, float]]) -
     for begin, end in itertools.pairwise(cuts):
         start = _send_time(ordered[begin])
         stop = _send_time(ordered[end]) if end < len(ordered) else max(record.done_s for record in ordered)
-        entry = {
-            "start_s": start,
-            "end_s": stop,
-            "turns": end - begin,
-            "active": _mean_open(spans, start, stop),
-            "ttft_p95_s": _p95(ordered[begin:end]),
-        }
-        found.append(entry)
+        active, ttft = _mean_open(spans, start, stop), _p95(ordered[begin:end])
+        found.append(
+            {"start_s": start, "end_s": stop, "turns": end - begin, "active": active, "ttft_p95_s": ttft}
+        )
     return found
 
 

@@ -122,24 +122,15 @@ def ratio(ours: Line, other: Line, latency_s: float | None = None) -> Ratio | No
 def comparisons(
     points: Mapping[str, Sequence[CurvePoint]], latency_s: float | None = None
 ) -> list[Comparison]:
-    lines = {name: (_mean_line(curve), _p90_line(curve)) for name, curve in points.items()}
+    mean = {name: [(point.throughput, point.mean_s) for point in curve] for name, curve in points.items()}
+    p90 = {
+        name: [(point.throughput, point.p90_s) for point in curve if point.p90_s is not None]
+        for name, curve in points.items()
+    }
     return [
-        Comparison(
-            ours,
-            other,
-            ratio(lines[ours][0], lines[other][0], latency_s),
-            ratio(lines[ours][1], lines[other][1], latency_s),
-        )
-        for ours, other in combinations(points, 2)
+        Comparison(a, b, ratio(mean[a], mean[b], latency_s), ratio(p90[a], p90[b], latency_s))
+        for a, b in combinations(points, 2)
     ]
-
-
-def _mean_line(points: Sequence[CurvePoint]) -> Line:
-    return [(point.throughput, point.mean_s) for point in points]
-
-
-def _p90_line(points: Sequence[CurvePoint]) -> Line:
-    return [(point.throughput, point.p90_s) for point in points if point.p90_s is not None]
 
 
 class NotAReport(click.ClickException):

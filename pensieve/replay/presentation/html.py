@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -86,20 +86,16 @@ def headline_tables(panels: Sequence[Panel], latency_s: float | None) -> Iterato
 def tables(panels: Sequence[Panel]) -> Iterator[Table]:
     all_entries = [entry for panel in panels for entry in panel.entries]
     yield _grid("speed", "Throughput and latency", "", panels, SPEED)
-    told = "Cold: the first turn of a conversation; warm: the later ones."
-    yield _grid("ttft", "Time to first token", told, panels, FIRST_TOKEN)
+    note = "Cold: the first turn of a conversation; warm: the later ones."
+    yield _grid("ttft", "Time to first token", note, panels, FIRST_TOKEN)
     swap = _swap_columns(all_entries)
-    note = (
-        ""
-        if swap
-        else "No target reported its swap traffic in bytes; host tokens are those that were swapped in."
-    )
+    note = "" if swap else "No target reported its swap traffic in bytes; host tokens were swapped in."
     yield _grid("tokens", "Tokens by source, and swap traffic", note, panels, (*TOKENS, *swap))
     yield _grid("sessions", "Active conversations", RULE, panels, SESSIONS)
     yield _grid("failures", "Failures and receipts", "", panels, FAILURES)
     if any(value_at(entry.summary, "client_lag_s") for entry in all_entries):
-        told = "How much later than due the client sent its turns."
-        yield _grid("lateness", "The client's own lateness", told, panels, LATENESS)
+        note = "How much later than due the client sent its turns."
+        yield _grid("lateness", "The client's own lateness", note, panels, LATENESS)
     for panel in panels:
         for entry in panel.entries:
             if value_at(entry.summary, "by_turn"):
@@ -166,13 +162,11 @@ def _grid(key: str, title: str, note: str, panels: Sequence[Panel], columns: Seq
 
 def _with_panels(table: Table, panels: Sequence[Panel], rows: Sequence[tuple[Panel, Row]]) -> Table:
     several = len(panels) > 1
-    return Table(
-        table.key,
-        table.title,
-        table.note,
-        (("workload",) if several else ()) + table.heads,
-        table.labels + several,
-        tuple((Cell(panel.title), *row) if several else row for panel, row in rows),
+    return replace(
+        table,
+        heads=(("workload",) if several else ()) + table.heads,
+        labels=table.labels + several,
+        rows=tuple((Cell(panel.title), *row) if several else row for panel, row in rows),
     )
 
 

@@ -140,11 +140,6 @@ def plain(text: str) -> str:
     return (" " + text if text.startswith("_") else text).replace("$", r"\$")
 
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-
 def latency_figure(panels: Sequence[Panel], latency_s: float | None = None) -> Figure | None:
     """One axes per panel; bars if no system has two points. None for a single point, which a table shows."""
     shown = [panel for panel in panels if any(panel.points.values())]
@@ -259,10 +254,6 @@ def _scale(axes: Axes, points: Mapping[str, Sequence[CurvePoint]], top: float | 
         plain_numbers(axes.yaxis)
     else:
         axes.set_ylim(0, top)
-
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 class PlotsMissing(click.ClickException):

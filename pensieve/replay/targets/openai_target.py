@@ -17,23 +17,8 @@ from pensieve.core import TokenArray, Usage
 from pensieve.replay.targets.base import Address, OnTokens, TargetInfo, TurnFailed, TurnRequest
 
 _WORDS = (
-    "the",
-    "of",
-    "and",
-    "to",
-    "in",
-    "is",
-    "you",
-    "that",
-    "it",
-    "he",
-    "was",
-    "for",
-    "on",
-    "are",
-    "as",
-    "with",
-)
+    "the", "of", "and", "to", "in", "is", "you", "that", "it", "he", "was", "for", "on", "are", "as", "with",
+)  # fmt: skip
 _KEEP_ALIVE_S = 2.0
 """Idle time after which a connection is not reused. Uvicorn servers close theirs after 5 s, and a turn that
 is sent at that moment would fail."""

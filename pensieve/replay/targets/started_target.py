@@ -11,6 +11,7 @@ import signal
 import sys
 from collections import deque
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from pensieve import lifeline
@@ -116,13 +117,7 @@ class StartedTarget:
         except BaseException:
             await self.close()
             raise
-        return TargetInfo(
-            info.vocab_size,
-            info.context_limit,
-            info.details | {"started": self._command},
-            info.forces_lengths,
-            info.takes_hints,
-        )
+        return replace(info, details=info.details | {"started": self._command})
 
     async def while_up(self, work: Coroutine[Any, Any, T], code: str = "DIED") -> T:
         """Return the result of ``work``. Raises TurnFailed with the server's last output if the server ends first."""

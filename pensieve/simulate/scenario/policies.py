@@ -111,22 +111,10 @@ class Arc(MaxClaimPolicy):
         self.share = min(max(self.share + (step if turn == 1 else -step), 0.0), 1.0)
 
 
-def _stamp_now(now: float, due: float, turns: int) -> float:
-    return now
-
-
-def _stamp_due(now: float, due: float, turns: int) -> float:
-    return due
-
-
-def _stamp_frequent(now: float, due: float, turns: int) -> float:
-    return now + _FREQUENT if turns > 1 else now
-
-
 EXTRA_POLICIES: Final[dict[str, tuple[Callable[[], Policy], Stamp]]] = {
-    "ttl-lru": (TtlLru, _stamp_now),
-    "arc": (Arc, _stamp_frequent),
-    "clairvoyant": (Clairvoyant, _stamp_due),
+    "ttl-lru": (TtlLru, lambda now, due, turns: now),
+    "arc": (Arc, lambda now, due, turns: now + _FREQUENT if turns > 1 else now),
+    "clairvoyant": (Clairvoyant, lambda now, due, turns: due),
 }
 NAMES: Final = (*POLICIES, *EXTRA_POLICIES)
 
@@ -137,7 +125,7 @@ def make_policy(name: str) -> tuple[Policy, Stamp]:
         policy, stamp = EXTRA_POLICIES[name]
         return policy(), stamp
     engine = {str(key): value for key, value in POLICIES.items()}
-    return engine[name](), _stamp_now
+    return engine[name](), lambda now, due, turns: now
 
 
 _PER_DECADE = 200
