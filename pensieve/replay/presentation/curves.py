@@ -127,14 +127,14 @@ def _with_distinct_names(
 ) -> list[CurveEntry]:
     """The entries, with the report's name added where one system name stands for different systems."""
     settings: dict[str, set[str]] = defaultdict(set)
-    loads: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
+    loads: dict[str, set[tuple[int, str]]] = defaultdict(set)
     for entry in found:
         settings[entry.system].add(_setting(reports[entry.report], entry))
-        loads[entry.system][entry.report].add(entry.load)
+        loads[entry.system].add((entry.report, entry.load))
     ambiguous = {
         system
         for system, seen in settings.items()
-        if len(seen) > 1 or _have_common_load(list(loads[system].values()))
+        if len(seen) > 1 or len(loads[system]) > len({load for _, load in loads[system]})
     }
     return [
         replace(entry, system=f"{entry.system} ({names[entry.report]})")
@@ -142,10 +142,6 @@ def _with_distinct_names(
         else entry
         for entry in found
     ]
-
-
-def _have_common_load(loads: Sequence[set[str]]) -> bool:
-    return sum(map(len, loads)) > len(set().union(*loads))
 
 
 def _setting(report: Report, entry: CurveEntry) -> str:

@@ -277,7 +277,8 @@ def write_plots(
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for key, figure in figures(panels(reports, names), latency_s).items():
-        for suffix, data in (("png", _png(figure)), ("svg", _svg_text(figure, key).encode())):
+        png = _rendered(figure, format="png", dpi=150, facecolor="white", metadata={"Software": None})
+        for suffix, data in (("png", png), ("svg", _svg_text(figure, key).encode())):
             written.append(folder / f"{key}.{suffix}")
             written[-1].write_bytes(data)
     return written
@@ -417,10 +418,6 @@ def _distribution(summary: Mapping[str, Any], kind: str) -> tuple[list[float], l
     pairs = [(value_at(summary, f"ttft_s.{kind}.{key}"), share) for key, share in _OLD_QUANTILES]
     known = [(float(value), float(share)) for value, share in pairs if value is not None]
     return [value for value, _ in known], [share for _, share in known]
-
-
-def _png(figure: Figure) -> bytes:
-    return _rendered(figure, format="png", dpi=150, facecolor="white", metadata={"Software": None})
 
 
 def _svg_text(figure: Figure, key: str) -> str:
