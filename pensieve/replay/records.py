@@ -26,6 +26,7 @@ class TurnRecord:
     done_s: float = 0.0
     usage: Usage | None = None
     error: str = ""
+    """Code of the failure; empty if none."""
     message: str = ""
 
     def end_at_zero(self, zero_s: float) -> None:
@@ -50,6 +51,8 @@ class TurnRecord:
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
+    """How a load is played."""
+
     force_lengths: bool = True
     concurrency: int | None = None
     """Maximum number of conversations at the same time; None: no limit."""
@@ -73,6 +76,8 @@ class RunOptions:
 
 @dataclass(frozen=True, slots=True)
 class PlayResult:
+    """A player's results, apart from the turns that ended."""
+
     duration_s: float
     skipped_turns: int
     cut_short: tuple[TurnRecord, ...]
@@ -82,10 +87,13 @@ class PlayResult:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
+    """The result of a replay against one target."""
+
     target: str
     info: TargetInfo
     records: tuple[TurnRecord, ...]
     skipped_turns: int
+    """Turns that were never sent, because an earlier turn failed."""
     duration_s: float
     loop_lag_s: tuple[tuple[float, ...], ...] = ()
     """For each client process, the lateness of its own timer at each tick."""
@@ -93,6 +101,7 @@ class Outcome:
     """Turns that ended outside the measured window; ``records`` then has those inside."""
     window_s: tuple[float, float] | None = None
     leftover: str = ""
+    """Why a session could not be deleted after the measurement; empty if all were."""
     cut_short: tuple[TurnRecord, ...] = ()
     """Turns of open conversations when the replay was stopped; ``done_s`` is the stop. In a pause they were
     not sent."""

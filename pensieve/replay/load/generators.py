@@ -36,6 +36,7 @@ class ChatShape:
     input_mean: float
     """Mean before the context limit takes effect; the published mean is met after it."""
     input_sigma: float
+    """Standard deviation of the logarithm of the inputs, which are lognormal."""
     output_mean: float
     output_gamma: float
     """Shape parameter of the outputs, which are gamma distributed."""
@@ -87,6 +88,7 @@ def _turns(inputs: Floats, outputs: Floats) -> list[TurnLengths]:
 class Quantiles:
     values: tuple[float, ...]
     at: tuple[float, ...] = (0, 5, 25, 50, 75, 95, 99, 100)
+    """The quantiles that ``values`` are, in per cent."""
 
     def draw(self, generator: np.random.Generator, count: int) -> Floats:
         logs = np.interp(generator.uniform(0, 100, count), self.at, np.log(self.values))

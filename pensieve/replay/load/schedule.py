@@ -76,6 +76,7 @@ class Arrivals:
     rate: float | None = None
     """Mean offered turns per second, as a Poisson process of conversation starts; None: no pacing."""
     think_time_s: float = 0.0
+    """Mean of the exponential time between an answer and the next turn."""
     recorded: bool = False
     """Turns are due at their timestamps; pacing and think time are not used."""
     time_scale: float = 1.0
@@ -86,6 +87,7 @@ class Arrivals:
     think_per_token_s: float = 0.0
     """Pause per token of the answer, as in the first draft of the paper (0.1 there)."""
     think_minimum_s: float = 0.0
+    """Minimum of such a pause (5 in the draft)."""
     think_gaps: Gaps | None = None
     run_in_s: float = 0.0
     """Begin as if the load had been running this long; see the module's docstring."""

@@ -80,6 +80,7 @@ class SessionsDeleted(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The sessions are deleted, and the process ends."""
 
     leftover: str
+    """Why a session could not be deleted; empty if all were."""
 
 
 PoolMessage = Job | Go | DeleteSessions

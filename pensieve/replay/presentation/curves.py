@@ -172,8 +172,11 @@ class CurveEntry:
 class CurvePoint:
     load: str
     throughput: float
+    """Completed turns per second."""
     mean_s: float
+    """Normalised latency: mean over turns."""
     p90_s: float | None
+    """Normalised latency: 90th percentile over turns."""
     interval_s: tuple[float, float] | None
     """95 % interval of ``mean_s``, if there are several seeds."""
 

@@ -123,10 +123,14 @@ def _completions_usage(usage: dict[str, Any] | None) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
+    """The kind of requests that a server accepts, found by a probe."""
+
     api: str
     """``completions`` with token ids as the prompt; ``chat`` with text; ``responses`` with only the new text."""
     forced: bool
+    """The server accepts ``ignore_eos`` and ``min_tokens``."""
     returns_ids: bool = False
+    """The server accepts ``return_token_ids``; answers then include ids."""
 
     @property
     def path(self) -> str:

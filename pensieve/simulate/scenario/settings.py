@@ -24,6 +24,7 @@ class ClientHints:
     """What clients announce about their next turn; see ``scenario.load.hints_of``."""
 
     noise: float = 0.0
+    """Sigma of the lognormal error of announced pauses."""
     pauses: bool = True
     ends: bool = True
 

@@ -103,6 +103,8 @@ TimeWindow = tuple[float, float]
 
 
 class RecomputeCosts:
+    """Costs of recomputing ranges of a context."""
+
     def __init__(self, cost: CostModel) -> None:
         self._cost = cost
         self._size = cost.chunk_tokens
@@ -119,6 +121,7 @@ class RecomputeCosts:
         return low + (self._upto[whole + 1] - low) * rest / self._size if rest else low
 
     def cost_of(self, missing: tuple[tuple[int, int], ...], history: int) -> float:
+        """Seconds to recompute the ``missing`` ranges of the first ``history`` tokens."""
         return sum(
             self.cost_up_to(min(end, history)) - self.cost_up_to(start)
             for start, end in missing
@@ -135,10 +138,13 @@ class CompletedTurn:
     usage: Usage
     expected_context: int
     cost: float
+    """Seconds of recomputation."""
     ttft: float
     answering: float
+    """Seconds from the first token to the end."""
     end_s: float
     shared: int = 0
+    """Input tokens that were cached by other sessions."""
     replica: int = 0
 
 
@@ -157,8 +163,11 @@ class Tally:
     window: TimeWindow | None = None
     """(start, end) in virtual seconds after ``zero_s``; the end is excluded."""
     zero_s: float = 0.0
+    """Origin of all times here."""
     row_s: float | None = None
+    """Length of a row of ``timeline``; None: no timeline."""
     sessions: int = 0
+    """Begun, inside the window or not."""
     turns_outside: int = 0
     recomputed_cost_s: float = 0.0
     violations: int = 0
@@ -170,6 +179,7 @@ class Tally:
     latency: DurationHistogram = field(default_factory=DurationHistogram)
     normalised: DurationHistogram = field(default_factory=DurationHistogram)
     gaps: DurationHistogram = field(default_factory=DurationHistogram)
+    """Between consecutive tokens of an answer."""
     answering_s: float = 0.0
     open_s: float = 0.0
     """Sum of the times that sessions were open, pauses included."""

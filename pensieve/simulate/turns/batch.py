@@ -31,6 +31,7 @@ class LiveTurn:
     history: int = 0
     arrived: float = 0.0
     prompt: int = field(init=False)
+    """Tokens of history and input."""
     output: int = field(init=False)
     replica: int = 0
     ticket: int = 0
@@ -128,6 +129,7 @@ class Batch:
         self._waiting: list[tuple[int, LiveTurn]] = []
         self._running: dict[int, LiveTurn] = {}
         self._restoring: list[LiveTurn] = []
+        """Running turns with an incomplete context, in order of arrival."""
         self._ends: list[tuple[int, int, LiveTurn]] = []
         """A heap of (completed steps at its end, ticket, turn), one entry per generation.
 

@@ -64,16 +64,19 @@ class TurnCache:
         self._rankings: dict[Reclaim, Ranking] = {}
         self._watermark = config.swap_watermark * config.device_chunks
         self._reclaimable = 0
+        """Idle chunks that are in both tiers."""
         self._both: dict[ChunkHolder, None] = {}
-        """Holders of idle chunks that are in both tiers, and some that no longer have any."""
+        """Holders of such chunks, and some that no longer have any."""
         self._spares: dict[ChunkHolder, None] = {}
         """Running holders that may have needless host copies, in order of admission."""
         self._in_flight: dict[ChunkHolder, None] = {}
         self._size = config.chunk_tokens
         self.loading = 0
+        """Chunks that the current plan copies in from the host."""
         self._sessions: dict[int, ChunkHolder] = {}
         self._running: dict[int, ChunkHolder] = {}
         self.unpinned = config.device_chunks
+        """Device pages that no running turn holds."""
         self._admitted: list[tuple[ChunkHolder, Restore]] = []
         self._sharing = Sharing(self.index, self._size, self._both, self._spares, self._in_flight)
 

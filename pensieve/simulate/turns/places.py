@@ -57,6 +57,7 @@ class ChunkHolder:
     its chunks.
     """
     places_before: bytearray = field(default_factory=bytearray)
+    """The array that the session had until its admission."""
     last_active: float = 0.0
     running: bool = False
     new_tokens: int = 0
@@ -122,6 +123,7 @@ class SharedRun(ChunkHolder):
     """Addresses of its chunks, those before, and some behind."""
     owners: dict[SharingSession, None] = field(default_factory=dict)
     pins: int = 0
+    """Number of running owners."""
 
 
 class PlacesIndex:
