@@ -91,10 +91,10 @@ class Watching(ReplayWatcher, RunWatcher):
         self.runs.append((target, turns))
         return self
 
-    def sent(self) -> None:
+    def on_send(self) -> None:
         self.sends += 1
 
-    def ended(self, record: TurnRecord) -> None:
+    def on_turn_end(self, record: TurnRecord) -> None:
         self.records.append(record)
 
 
