@@ -1,4 +1,4 @@
-"""``pensieve replay``: the command line of a replay, or of a sweep over rates and seeds, and of ``replay compare``."""
+"""``pensieve replay``: the command line of a replay, of a sweep over rates and seeds, and of ``replay compare``."""
 
 from __future__ import annotations
 
@@ -61,15 +61,14 @@ GROUPS: Final[Mapping[str, Sequence[str]]] = {
     ),
     "Reports": ("json", "html", "plots", "help"),
 }  # fmt: skip
-"""Heading → names of options, in the order of the help."""
 _SECONDS = click.FloatRange(min=0)
 
 
 @click.command()
 @click.argument("files", metavar="A.json [B.json ...]", type=FILE, nargs=-1, required=True)
 @click.option("--at-latency", "latency_ms", type=click.FloatRange(0, min_open=True), metavar="MS",
-              help="Ratios of throughput at this normalised latency, in milliseconds per token. Default, for each pair "
-              "of systems: the geometric middle of the latencies that both reached.")  # fmt: skip
+              help="Take ratios of throughput at this normalised latency, in milliseconds per token. Default, for each "
+              "pair of systems: the geometric middle of the latencies that both reached.")  # fmt: skip
 @click.option("--json", "json_file", type=OUTPUT, metavar="FILE", help="Write the curves and the ratios.")
 @click.option("--html", "html_file", type=OUTPUT, metavar="FILE",
               help="Write one page with plots, tables and configurations.")  # fmt: skip
@@ -79,15 +78,15 @@ def compare(
     files: tuple[Path, ...], latency_ms: float | None, json_file: Path | None, html_file: Path | None,
     plots_folder: Path | None,
 ) -> None:  # fmt: skip
-    """Several reports of `pensieve replay --json` together.
+    """Compare several reports of `pensieve replay --json`.
 
-    Reports of the same workload and model are drawn in one panel, others in panels beside it. In a panel, targets of
-    the same name are one curve when the reports differ in nothing but the load and the place where a server listens;
-    else each report has its own.
+    Reports of the same workload and model share a panel; other reports get panels of their own. In a panel,
+    targets of the same name are one curve when the reports differ only in the load and in the address where a
+    server listens; otherwise each report has its own curve.
     """
     reports, names = [read_report(path) for path in files], names_of(files)
     if not any(report["targets"] for report in reports):
-        raise NotAReport("no target was measured in any of these")
+        raise NotAReport("no report has a measured target")
     latency_s = None if latency_ms is None else latency_ms / 1000
     print_curves(reports, names, wide_console(), latency_s)
     if json_file is not None:
@@ -103,11 +102,12 @@ def compare(
 
 
 def workload_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Options for what is replayed and when; programs in bench/ take them, too."""
+    """Add the options for what is replayed and when; programs in bench/ use them, too."""
     for decorate in reversed(
         (
             click.argument("dataset", type=DatasetName()),
-            click.option("--conversations", type=POSITIVE, metavar="N", help="Of a built-in workload; default 100."),
+            click.option("--conversations", type=POSITIVE, metavar="N",
+                         help="Number of conversations of a built-in workload; default 100."),
             click.option("--limit", type=POSITIVE, metavar="N", help="Only the first N conversations."),
             click.option(
                 "--rate",
@@ -120,44 +120,43 @@ def workload_options(command: Callable[..., Any]) -> Callable[..., Any]:
                          help="Closed loop: N clients, each with one conversation after the other."),
             click.option("--think-time", type=_SECONDS, default=0.0, metavar="S", help="Mean of exponential pauses."),
             click.option("--think-per-token", type=_SECONDS, default=0.0, metavar="S",
-                         help="Pauses of S seconds per token of the answer, --think-minimum at least."),
+                         help="Pauses of S seconds per token of the answer, at least --think-minimum."),
             click.option("--think-minimum", type=_SECONDS, default=5.0, metavar="S", show_default=True),
             click.option("--think-from", type=FILE, metavar="TRACE",
-                         help="Pauses drawn from the times between the turns of a trace."),
+                         help="Draw pauses from the times between the turns of a trace."),
             click.option("--run-in", type=_SECONDS, default=0.0, metavar="S",
-                         help="Begin as if the load of --rate had been running for S seconds: what conversations in "
-                         "progress and those that ended not long ago have said is played first, before the clock "
-                         "starts."),
-            click.option("--warm-up", type=_SECONDS, metavar="S", help="Measure only what ends after S seconds."),
+                         help="Begin as if the load of --rate had been running for S seconds: the histories of open "
+                         "and recently ended conversations are played first, before the clock starts."),
+            click.option("--warm-up", type=_SECONDS, metavar="S", help="Measure only turns that end after S seconds."),
             click.option("--window", type=click.FloatRange(0, min_open=True), metavar="S",
                          help="Measure for S seconds; default: until the last conversation starts."),
             click.option("--steady", is_flag=True,
-                         help="Find the warm-up, and say whether the load was steady after it."),
+                         help="Detect the warm-up, and report whether the load was steady after it."),
             click.option("--stop-after-window", is_flag=True,
-                         help="End the replay there: turns in flight are cut short and do not count."),
+                         help="End the replay with the window: turns in flight are cut short and do not count."),
             click.option("--processes", type=POSITIVE, default=1, metavar="N", show_default=True,
-                         help="Of this client, each with its share of the conversations, when one cannot keep up."),
+                         help="Client processes that share the conversations, for loads that one cannot keep up with."),
             click.option("--max-lag", type=click.FloatRange(0, min_open=True), default=MAX_LAG_S,
-                         metavar="S", show_default=True, help="Results are void when this program was itself later."),
+                         metavar="S", show_default=True, help="Results are void if this program was later itself."),
             click.option("--time-scale", type=click.FloatRange(0, min_open=True), default=1.0, metavar="F",
                          help="Multiply recorded times by F."),
             click.option("--seed", type=click.IntRange(min=0), default=0, metavar="N", show_default=True,
-                         help="Of arrivals, pauses and input tokens."),
-            click.option("--max-turns", type=POSITIVE, metavar="N", help="Per conversation."),
-            click.option("--max-input-tokens", type=POSITIVE, metavar="N", help="Per turn."),
-            click.option("--max-output-tokens", type=POSITIVE, metavar="N", help="Per turn."),
+                         help="Seed of arrivals, pauses and input tokens."),
+            click.option("--max-turns", type=POSITIVE, metavar="N", help="Maximum turns of a conversation."),
+            click.option("--max-input-tokens", type=POSITIVE, metavar="N", help="Maximum input of a turn."),
+            click.option("--max-output-tokens", type=POSITIVE, metavar="N", help="Maximum output of a turn."),
             click.option("--scale-lengths", type=click.FloatRange(0, min_open=True), default=1.0, metavar="F",
                          help="Multiply all lengths by F, for models with short contexts."),
             click.option("--hints", type=click.FloatRange(0, 3), metavar="NOISE",
-                         help="Tell the server after how long the next turn comes, and which one is the last. 0: as it "
-                         "is; 0.5: times a lognormal error of that sigma. Pensieve only."),
+                         help="Announce to the server when the next turn comes and which turn is the last. 0: exactly; "
+                         "0.5: times a lognormal error of sigma 0.5. Pensieve only."),
             click.option("--warm-ahead", type=_SECONDS, metavar="S",
-                         help="Have a session warmed S seconds before its next turn is due. Pensieve only."),
+                         help="Ask the server to warm a session S seconds before its next turn is due. Pensieve only."),
             click.option("--system-tokens", type=click.IntRange(min=0), default=0, metavar="N",
                          help="Put N tokens before each conversation's first input, the same ones for all."),
-            click.option("--concurrency", type=POSITIVE, metavar="N", help="At most N conversations at once."),
+            click.option("--concurrency", type=POSITIVE, metavar="N", help="At most N conversations at the same time."),
             click.option("--force-lengths/--no-force-lengths", default=True,
-                         help="Answers of exactly the recorded lengths, or at most so long."),
+                         help="Answers of exactly, or at most, the recorded lengths."),
             click.option("--tokenizer", type=FOLDER, metavar="FOLDER",
                          help="Model folder whose tokenizer counts the text of a ShareGPT file; default: an estimate."),
         )
@@ -166,62 +165,66 @@ def workload_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-def make_plan(given: Mapping[str, Any]) -> ReplayPlan:
-    """A plan from the values of ``workload_options``. Raises click exceptions."""
-    dataset, conversations, limit = given["dataset"], given["conversations"], given["limit"]
+def make_plan(options: Mapping[str, Any]) -> ReplayPlan:
+    """Make a plan from the values of ``workload_options``. Raises click exceptions."""
+    dataset, conversations, limit = options["dataset"], options["conversations"], options["limit"]
     rate, clients, concurrency, processes = (
-        given[key] for key in ("rate", "clients", "concurrency", "processes")
+        options[key] for key in ("rate", "clients", "concurrency", "processes")
     )
-    think_time, think_per_token, think_from = (given[f"think_{key}"] for key in ("time", "per_token", "from"))
-    warm_up, window, steady, seed = given["warm_up"], given["window"], given["steady"], given["seed"]
-    stop_after_window, run_in, time_scale = given["stop_after_window"], given["run_in"], given["time_scale"]
+    think_time, think_per_token, think_from = (
+        options[f"think_{key}"] for key in ("time", "per_token", "from")
+    )
+    warm_up, window, steady, seed = options["warm_up"], options["window"], options["steady"], options["seed"]
+    stop_after_window, run_in, time_scale = (
+        options["stop_after_window"],
+        options["run_in"],
+        options["time_scale"],
+    )
     if clients and (rate is not None or concurrency):
-        raise click.UsageError("--clients goes without --rate and --concurrency")
+        raise click.UsageError("--clients cannot be combined with --rate or --concurrency")
     if (think_time > 0) + (think_per_token > 0) + (think_from is not None) > 1:
         raise click.UsageError("give one of --think-time, --think-per-token, --think-from")
     if steady and (warm_up is not None or window is not None):
-        raise click.UsageError("--steady finds the window itself: give no --warm-up and no --window")
+        raise click.UsageError("--steady detects the window: remove --warm-up and --window")
     if run_in and not rate:
-        raise click.UsageError("--run-in is for a load of --rate or --rates")
+        raise click.UsageError("--run-in needs --rate or --rates")
     if stop_after_window and window is None:
         raise click.UsageError("--stop-after-window needs a --window")
     if processes > (clients or concurrency or processes):
-        raise click.UsageError("--processes share the --clients or --concurrency: there are too few of them")
+        raise click.UsageError("--processes must not exceed --clients or --concurrency, which they share")
     if conversations and isinstance(dataset, Path):
         raise click.UsageError("--conversations is for built-in workloads; --limit cuts a file")
     try:
         if isinstance(dataset, str):
             data = generate(dataset, min(conversations or 100, limit or 2**31), seed)
         else:
-            data = _loaded(dataset, given["tokenizer"], limit)
-        gaps = None if think_from is None else Gaps.from_dataset(_loaded(think_from, None, None))
+            data = _load_cached(dataset, options["tokenizer"], limit)
+        gaps = None if think_from is None else Gaps.from_dataset(_load_cached(think_from, None, None))
     except DatasetError as error:
         raise click.UsageError(str(error)) from error
     recorded = rate is None and clients is None and data.recorded_arrivals
     if time_scale != 1.0 and not recorded:
         raise click.UsageError("--time-scale needs a dataset with timestamps, and no --rate")
     if (think_time or think_per_token or gaps) and recorded:
-        raise click.UsageError(
-            "pauses need --rate or --clients: this dataset says itself when turns are sent"
-        )
+        raise click.UsageError("pauses need --rate or --clients: this dataset has its own times of turns")
     return ReplayPlan(
         data,
-        Shaping(given["scale_lengths"], given["max_turns"], given["max_input_tokens"], given["max_output_tokens"],
-                given["system_tokens"]),
+        Shaping(options["scale_lengths"], options["max_turns"], options["max_input_tokens"],
+                options["max_output_tokens"], options["system_tokens"]),
         Arrivals(rate or None, think_time, recorded, time_scale, seed, clients, think_per_token,
-                 given["think_minimum"] if think_per_token else 0.0, gaps, run_in),
-        RunOptions(given["force_lengths"], concurrency or clients, seed, max_lag_s=given["max_lag"],
+                 options["think_minimum"] if think_per_token else 0.0, gaps, run_in),
+        RunOptions(options["force_lengths"], concurrency or clients, seed, max_lag_s=options["max_lag"],
                    processes=processes,
                    stop_s=(warm_up or 0.0) + window if stop_after_window and window else None,
-                   hints=given["hints"], warm_ahead_s=given["warm_ahead"]),
+                   hints=options["hints"], warm_ahead_s=options["warm_ahead"]),
         window=Window(warm_up, window, steady),
     )  # fmt: skip
 
 
 @lru_cache(maxsize=4)
-def _loaded(path: Path, tokenizer: Path | None, limit: int | None) -> Dataset:
-    """The dataset in a file, which is read once although a sweep makes many plans of it."""
-    return load(path, _counter(tokenizer), limit=limit)
+def _load_cached(path: Path, tokenizer: Path | None, limit: int | None) -> Dataset:
+    """Load a dataset, cached because a sweep makes many plans of it."""
+    return load(path, _token_counter(tokenizer), limit=limit)
 
 
 def run_with_progress(
@@ -233,7 +236,7 @@ def run_with_progress(
     """Like ``session.run_all``, with a line per run on the terminal. Raises ClickException."""
     with LiveProgress(console) as live:
         try:
-            return asyncio.run(_until_terminated(run_all(plans, targets, live, keep)))
+            return asyncio.run(_cancel_on_sigterm(run_all(plans, targets, live, keep)))
         except asyncio.CancelledError:
             sys.exit(128 + signal.SIGTERM)
         except TurnFailed as failure:
@@ -242,8 +245,8 @@ def run_with_progress(
             raise click.ClickException(str(error)) from error
 
 
-async def _until_terminated(work: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
-    """SIGTERM ends a replay as Ctrl-C does: what it has started is stopped first."""
+async def _cancel_on_sigterm(work: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
+    """Run ``work``; SIGTERM cancels it as Ctrl-C does, so that started servers are stopped first."""
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
@@ -251,11 +254,10 @@ async def _until_terminated(work: Coroutine[Any, Any, dict[str, Any]]) -> dict[s
 
 
 class _Replay(GroupedCommand):
-    """``pensieve replay compare …`` is a command of its own; any other first word is a dataset or an option."""
+    """Makes ``pensieve replay compare …`` a command; any other first word is a dataset or an option."""
 
     @property
     def commands(self) -> dict[str, click.Command]:
-        """What there is below it."""
         return {"compare": compare}
 
     def make_context(
@@ -279,8 +281,10 @@ class _Replay(GroupedCommand):
     metavar="N,N,…",
     help="A run for each of these seeds, and 95 % confidence intervals.",
 )
-@click.option("--vocab-size", type=POSITIVE, metavar="N", help="For servers that do not tell theirs.")
-@click.option("--context-limit", type=POSITIVE, metavar="N", help="Contexts stay below.")
+@click.option(
+    "--vocab-size", type=POSITIVE, metavar="N", help="Vocabulary size, for servers that do not report it."
+)
+@click.option("--context-limit", type=POSITIVE, metavar="N", help="Keep contexts below N tokens.")
 @output_options
 def replay(
     targets: list[Target], rates: tuple[float, ...], seeds: tuple[int, ...], vocab_size: int | None,
@@ -288,17 +292,18 @@ def replay(
 ) -> None:  # fmt: skip
     """Replay multi-turn conversations against servers and report.
 
-    DATASET is ShareGPT JSON, a length trace (JSONL: session_id, turn, input_tokens, output_tokens[, timestamp_s]; the
-    first row of a session may say with prefix and prefix_tokens, or with hash_ids, what it begins with), either maybe
-    gzipped, or a built-in workload: sharegpt, ultrachat, lmsys, sharegpt-long, mooncake.
-    A turn is sent only after the answer to the one before. `replay compare` draws the results of several replays.
+    DATASET is ShareGPT JSON, a length trace (JSONL: session_id, turn, input_tokens, output_tokens[,
+    timestamp_s]; the first row of a session may name its shared beginning with prefix and prefix_tokens, or
+    with hash_ids), either optionally gzipped, or a built-in workload: sharegpt, ultrachat, lmsys,
+    sharegpt-long, mooncake. A turn is sent only after the answer to the one before. `replay compare` compares
+    the results of several replays.
 
-    Exit code 1 when a turn fails, a turn's receipt does not add up, a target cannot be reached, or this program was
-    itself too late for its measurement to count. The file of --json is written after each run, so that a replay that is
-    stopped leaves the runs that it has done.
+    Exit code 1 when a turn fails, a turn's receipt does not add up, a target cannot be reached, or this
+    program itself was too late for a valid measurement. The file of --json is written after each run, so a
+    replay that is stopped leaves its finished runs.
     """
     outputs.require()
-    plans = _plans(workload, rates, seeds, vocab_size or 0, context_limit or 0)
+    plans = _make_plans(workload, rates, seeds, vocab_size or 0, context_limit or 0)
     command = {"command": ["pensieve", *sys.argv[1:]]}
     kept = 0
 
@@ -316,7 +321,7 @@ def replay(
     if shown:
         print_report(report, wide_console())
     outputs.write(report, draw=shown)
-    _say_what_is_wrong(report)
+    _report_problems(report)
     clean = all(
         is_clean(summary) and not summary["window"]["failed_outside"] for summary in report["targets"]
     )
@@ -324,42 +329,42 @@ def replay(
         click.get_current_context().exit(1)
 
 
-def _plans(
+def _make_plans(
     workload: dict[str, Any],
     rates: tuple[float, ...],
     seeds: tuple[int, ...],
     vocab_size: int,
     context_limit: int,
 ) -> list[ReplayPlan]:
-    """A plan for each rate and seed, with inputs of its own."""
     if rates and (workload["rate"] is not None or workload["clients"]):
-        raise click.UsageError("--rates goes without --rate and --clients")
-    found: list[ReplayPlan] = []
+        raise click.UsageError("--rates cannot be combined with --rate or --clients")
+    plans: list[ReplayPlan] = []
     for rate in rates or (workload["rate"],):
         for seed in seeds or (workload["seed"],):
             plan = make_plan(workload | {"rate": rate, "seed": seed})
-            run = replace(plan.run, ids=len(found))
-            found.append(replace(plan, run=run, vocab_size=vocab_size, context_limit=context_limit))
-    return found
+            run = replace(plan.run, ids=len(plans))
+            plans.append(replace(plan, run=run, vocab_size=vocab_size, context_limit=context_limit))
+    return plans
 
 
-def _say_what_is_wrong(report: dict[str, Any]) -> None:
+def _report_problems(report: dict[str, Any]) -> None:
     for entry in report["unreached"]:
-        trouble = "cannot be reached" if entry["run"] is None else f"was lost in run {entry['run']}"
-        print_error(f"{entry['target']} {trouble}: {entry['error']}")
+        problem = "cannot be reached" if entry["run"] is None else f"was lost in run {entry['run']}"
+        print_error(f"{entry['target']} {problem}: {entry['error']}")
     for summary in report["targets"]:
         if summary["window"]["steady"] is False:
             print_error(f"{summary['target']}, run {summary['run']}: the load was not steady")
     if not report["valid"]:
-        print_error("no results: the client was too late, so what it saw is not the servers' doing")
+        print_error("no results: the client was too late, so its timings do not describe the servers")
         for reason in report["invalid_reasons"]:
             click.echo(f"  {reason}", err=True)
         click.echo(
-            "Give it a core of its own, or less to do: fewer --conversations, a lower --rate.", err=True
+            "Give the client a core of its own, or a lighter load: fewer --conversations, a lower --rate.",
+            err=True,
         )
 
 
-def _counter(folder: Path | None) -> CountTokens:
+def _token_counter(folder: Path | None) -> CountTokens:
     if folder is None:
         return estimate_tokens
     from pensieve.tokenizer.folder import read_folder

@@ -1,4 +1,4 @@
-"""What the commands of ``replay`` and ``simulate`` share: types of parameters, options for output, the console."""
+"""Shared by the commands of ``replay`` and ``simulate``: parameter types, output options, the console."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OUTPUT_FOLDER = click.Path(file_okay=False, path_type=Path)
 
 
 class DatasetName(click.ParamType):  # type: ignore[type-arg]  # generic only in newer versions
-    """A built-in workload by its name (``./NAME`` is a file), else a file."""
+    """A built-in workload by name, otherwise a file (``./NAME`` is always a file)."""
 
     name = "dataset"
 
@@ -34,7 +34,7 @@ class DatasetName(click.ParamType):  # type: ignore[type-arg]  # generic only in
 def number_list(
     kind: Callable[[str], Any],
 ) -> Callable[[click.Context, click.Parameter, str | None], tuple[Any, ...]]:
-    """A callback for comma-separated numbers, at least 0."""
+    """Return a callback that parses comma-separated numbers, each at least 0."""
 
     def convert(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[Any, ...]:
         if value is None:
@@ -44,7 +44,7 @@ def number_list(
         except ValueError as error:
             raise click.BadParameter(f"{value!r} is not a list of numbers like 1,2,3") from error
         if min(found) < 0 or len(set(found)) < len(found):
-            raise click.BadParameter("numbers are at least 0, and each comes once")
+            raise click.BadParameter("numbers must be at least 0 and distinct")
         return found
 
     return convert
@@ -52,7 +52,7 @@ def number_list(
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """While ``path`` is written. Raises ClickException, which names it, when it cannot be."""
+    """Context in which ``path`` is written; turns OSError into a ClickException that names the file."""
     try:
         yield
     except OSError as error:
@@ -61,25 +61,23 @@ def writing(path: Path) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """The files that a report is written to."""
-
     json_file: Path | None
     html_file: Path | None
     plots_folder: Path | None
 
     def require(self) -> None:
-        """Raises PlotsMissing if the report could not be drawn: to be asked before an hour of measurement."""
-        if self._drawn:
+        """Raise PlotsMissing if plots are wanted but cannot be drawn. Call it before an hour of measurement."""
+        if self._draws:
             from pensieve.replay.presentation import plots
 
             plots.require()
 
     def write(self, report: Mapping[str, Any], *, draw: bool = True) -> None:
-        """Write what was asked for; without ``draw`` only the numbers. Raises ClickException."""
+        """Write the requested files; without ``draw`` only the numbers. Raises ClickException."""
         if self.json_file is not None:
             with writing(self.json_file):
                 self.json_file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-        if not (draw and self._drawn):
+        if not (draw and self._draws):
             return
         from pensieve.replay.presentation import html, plots  # matplotlib takes a second to import
 
@@ -91,20 +89,22 @@ class Outputs:
                 plots.write_plots([report], self.plots_folder)
 
     def write_partial(self, report: Mapping[str, Any]) -> bool:
-        """Write the numbers so far, which are written over later; says whether there is a file for them. A pipe or a
-        terminal gets one report. Raises ClickException."""
+        """Write the numbers so far, to be overwritten later; return whether there is a regular file for them.
+
+        A pipe or a terminal gets only the final report. Raises ClickException.
+        """
         if self.json_file is None or (self.json_file.exists() and not self.json_file.is_file()):
             return False
         self.write(report, draw=False)
         return True
 
     @property
-    def _drawn(self) -> bool:
+    def _draws(self) -> bool:
         return self.html_file is not None or self.plots_folder is not None
 
 
 def output_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """``--json``, ``--html`` and ``--plots``; the command gets them as ``outputs``."""
+    """Add ``--json``, ``--html`` and ``--plots``; the command gets them as ``outputs``."""
 
     @click.option("--json", "json_file", type=OUTPUT, metavar="FILE", help="Write all numbers.")
     @click.option(
@@ -122,6 +122,6 @@ def output_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def wide_console(*, record: bool = False) -> Console:
-    """On stdout; where that is no terminal, wide enough for the tables."""
+    """A console on stdout, wide enough for the tables if stdout is not a terminal."""
     console = Console(record=record)
     return console if console.is_terminal else Console(record=record, width=140)

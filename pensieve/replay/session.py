@@ -1,4 +1,4 @@
-"""One whole replay: open the targets, shape the workload to all of them, play every run to each, report."""
+"""One whole replay: open the targets, fit the workload to all of them, play every run on each, report."""
 
 from __future__ import annotations
 
@@ -29,23 +29,19 @@ from pensieve.replay.targets.started_target import Counters, StartedTarget, coun
 
 @dataclass(frozen=True, slots=True)
 class ReplayPlan:
-    """What to replay, and how."""
-
     dataset: Dataset
     shape: Shaping
     arrivals: Arrivals
     run: RunOptions
     vocab_size: int = 0
-    """Input ids stay below this; 0: below the smallest of all targets."""
+    """Upper bound of input ids; 0: the smallest vocabulary of all targets."""
     context_limit: int = 0
-    """Contexts stay below this and below the limit of every target; 0: only the latter."""
+    """Upper bound of contexts, in addition to the limits of all targets; 0: none."""
     window: Window = field(default_factory=Window)
 
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """A plan, cut to what all targets hold."""
-
     plan: ReplayPlan
     shaped: Shaped
     scripts: list[Script]
@@ -54,88 +50,71 @@ class _Prepared:
 
 
 @dataclass(frozen=True, slots=True)
-class _Lost:
-    """A target that could not be reached, or was not there any more."""
-
+class _LostTarget:
     failure: TurnFailed
     run: int | None
-    """The first run that it did not end; None: it was lost before all runs."""
 
 
-_NOBODY = ReplayWatcher()
+_NO_WATCHER = ReplayWatcher()
 
 
-async def run(plan: ReplayPlan, targets: Sequence[Target], watch: ReplayWatcher = _NOBODY) -> dict[str, Any]:
-    """Play one plan; see ``run_all``."""
+async def run(
+    plan: ReplayPlan, targets: Sequence[Target], watch: ReplayWatcher = _NO_WATCHER
+) -> dict[str, Any]:
     return await run_all([plan], targets, watch)
 
 
 async def run_all(
     plans: Sequence[ReplayPlan],
     targets: Sequence[Target],
-    watch: ReplayWatcher = _NOBODY,
+    watch: ReplayWatcher = _NO_WATCHER,
     keep: Callable[[dict[str, Any]], None] = lambda report: None,
 ) -> dict[str, Any]:
-    """The report, ready for JSON. All targets get the same token ids at the same times, one target after the other.
+    """Play all plans on all targets and return the report for JSON.
 
-    ``keep`` gets the report after each run, with the runs so far: what is left if the replay is stopped.
+    All targets get the same token ids at the same times. Each target plays all plans before the next target
+    starts. ``keep`` gets the report so far after each run.
 
-    Each target plays all plans before the next one does. No run finds the last one's state in a server: its sessions
-    are deleted, its token ids are others, and a server that can empty its prefix cache is asked to. The plans share
-    ``vocab_size`` and ``context_limit``. Targets that cannot be reached when others can are listed in ``unreached``,
-    and so are started servers that end in the middle of a run; their earlier runs count.
+    No run finds the state of an earlier one in a server: sessions are deleted, token ids differ, and the
+    prefix cache is emptied if the server allows it. The plans share ``vocab_size`` and ``context_limit``. If
+    only some targets cannot be reached they are listed in ``unreached``, and so are started servers that end
+    during a run; their finished runs count.
 
-    Raises TurnFailed when no target can be reached, ValueError when nothing is left to replay, a target cannot be
-    reached from several processes, or takes no hints where some are to be told.
+    Raises TurnFailed when no target can be reached; ValueError when no conversation fits, or a target does
+    not support several processes or hints that the plan needs.
     """
     async with AsyncExitStack() as stack:
         for target in targets:
             stack.push_async_callback(target.close)
-        lost: dict[int, _Lost] = {}
-        infos = await _meet(targets, plans[0], lost, watch)
+        lost: dict[int, _LostTarget] = {}
+        infos = await _query_targets(targets, plans[0], lost, watch)
         prepared = [_prepare(plan, list(infos.values())) for plan in plans]
-        found: list[tuple[int, int, dict[str, Any]]] = []
+        results: list[tuple[int, int, dict[str, Any]]] = []
         for number, target in enumerate(targets):
             if number in lost:
                 continue
-            at: int | None = None
+            run_index: int | None = None
             try:
-                info = await _ready(target, infos.get(number), prepared[0], len(targets), watch)
+                info = await _open_for_runs(target, infos.get(number), prepared[0], len(targets), watch)
                 for index, ready in enumerate(prepared):
-                    at = index
-                    found.append((index, number, await _play(target, info, index, ready, watch)))
-                    keep(_whole_report(prepared, found, targets, lost))
+                    run_index = index
+                    results.append((index, number, await _play_run(target, info, index, ready, watch)))
+                    keep(_build_report(prepared, results, targets, lost))
             except TurnFailed as failure:
-                lost[number] = _Lost(failure, at)
+                lost[number] = _LostTarget(failure, run_index)
             if isinstance(target, StartedTarget):
                 await target.close()
     if len(lost) == len(targets) and all(entry.run is None for entry in lost.values()):
         raise lost[max(lost)].failure
-    return _whole_report(prepared, found, targets, lost)
+    return _build_report(prepared, results, targets, lost)
 
 
-def _whole_report(
-    prepared: list[_Prepared],
-    found: list[tuple[int, int, dict[str, Any]]],
-    targets: Sequence[Target],
-    lost: dict[int, _Lost],
-) -> dict[str, Any]:
-    """``found``: run, target and summary."""
-    summaries = [summary for _, _, summary in sorted(found, key=lambda entry: entry[:2])]
-    return _report(prepared, summaries) | {
-        "unreached": [
-            {"target": targets[number].name, "error": str(entry.failure), "run": entry.run}
-            for number, entry in sorted(lost.items())
-        ]
-    }
-
-
-async def _meet(
-    targets: Sequence[Target], plan: ReplayPlan, lost: dict[int, _Lost], watch: ReplayWatcher
+async def _query_targets(
+    targets: Sequence[Target], plan: ReplayPlan, lost: dict[int, _LostTarget], watch: ReplayWatcher
 ) -> dict[int, TargetInfo]:
-    """What each target can hold. One that is started for this, and is not the only one, is stopped again.
+    """Query the limits of each target; skip targets that must be started if the plan has both limits.
 
-    Where the plan says all that is to be known, targets that would have to be started are left for later.
+    A started target is stopped again unless it is the only one.
     """
     infos: dict[int, TargetInfo] = {}
     for number, target in enumerate(targets):
@@ -145,7 +124,7 @@ async def _meet(
         try:
             infos[number] = await _open(target, plan.run, watch)
         except TurnFailed as failure:
-            lost[number] = _Lost(failure, None)
+            lost[number] = _LostTarget(failure, None)
             continue
         if started:
             await target.close()
@@ -172,24 +151,24 @@ def _prepare(plan: ReplayPlan, infos: Sequence[TargetInfo]) -> _Prepared:
     vocab = min([info.vocab_size for info in infos if info.vocab_size] + [plan.vocab_size or 2**31])
     if 2**31 in (limit, vocab):
         raise ValueError(
-            "no target says its vocabulary size and context limit; give --vocab-size and --context-limit"
+            "no target reports its vocabulary size and context limit; give --vocab-size and --context-limit"
         )
     shaped = shape(plan.dataset.conversations, plan.shape, limit)
     if not shaped.conversations:
         raise ValueError(f"no conversation fits into {limit} tokens; see --scale-lengths")
-    drawn = scripts(shaped.conversations, plan.arrivals)
+    planned = scripts(shaped.conversations, plan.arrivals)
     if plan.arrivals.run_in_s:
-        drawn = apply_run_in(drawn, plan.arrivals.run_in_s)
-        if all(script.is_over for script in drawn):
-            raise ValueError("--run-in outlasts all conversations: ask for more of them")
-        shaped = replace(shaped, conversations=tuple(script.conversation for script in drawn))
-    return _Prepared(plan, shaped, drawn, vocab, limit)
+        planned = apply_run_in(planned, plan.arrivals.run_in_s)
+        if all(script.is_over for script in planned):
+            raise ValueError("no conversation outlasts --run-in: ask for more conversations")
+        shaped = replace(shaped, conversations=tuple(script.conversation for script in planned))
+    return _Prepared(plan, shaped, planned, vocab, limit)
 
 
-async def _ready(
+async def _open_for_runs(
     target: Target, info: TargetInfo | None, work: _Prepared, targets: int, watch: ReplayWatcher
 ) -> TargetInfo:
-    """The target is open after this. Raises TurnFailed, also when it cannot hold what it is to replay."""
+    """Open a target for its runs. Raises TurnFailed, also if its limits are below the workload's."""
     if isinstance(target, StartedTarget) and targets > 1:
         info = await _open(target, work.plan.run, watch)
     assert info is not None
@@ -201,10 +180,10 @@ async def _ready(
     return info
 
 
-async def _play(
+async def _play_run(
     target: Target, info: TargetInfo, index: int, work: _Prepared, watch: ReplayWatcher
 ) -> dict[str, Any]:
-    """The ``targets`` entry of a run. Raises TurnFailed when a started server ends before the run does."""
+    """Play a run and return its ``targets`` entry. Raises TurnFailed when a started server ends during the run."""
     cache = "as found"
     if index:
         try:
@@ -214,18 +193,18 @@ async def _play(
     plan = work.plan
     before = await _counters(target)
     playing = _replay(target, replace(info, vocab_size=work.vocab_size), work, watch)
-    whole = await (target.while_up(playing) if isinstance(target, StartedTarget) else playing)
+    full_outcome = await (target.while_up(playing) if isinstance(target, StartedTarget) else playing)
     after = await _counters(target)
-    outcome, window = cut_to_window(replace(whole, info=info), plan.window)
-    flight = running_turns(sent_turns(whole), window["start_s"], window["end_s"], 200)
-    client = client_lag(whole, plan.run.max_lag_s)
-    broken = receipt_violations(whole.records)
+    outcome, window = cut_to_window(replace(full_outcome, info=info), plan.window)
+    in_flight = running_turns(sent_turns(full_outcome), window["start_s"], window["end_s"], 200)
+    client = client_lag(full_outcome, plan.run.max_lag_s)
+    broken = receipt_violations(full_outcome.records)
     summary = summarise(outcome)
     summary["receipts"] |= {"violations": len(broken), "examples": broken[:20]}
     if before is not None and after is not None:
         summary |= counter_growth(before, after)
     if plan.run.warm_ahead_s is not None:
-        summary["warm_calls"] = whole.warm_calls
+        summary["warm_calls"] = full_outcome.warm_calls
     if isinstance(target, StartedTarget) and summary["turns"]["failed"]:
         summary["server_log"] = target.last_output
     return summary | {
@@ -234,9 +213,9 @@ async def _play(
         "clients": plan.arrivals.clients,
         "seed": plan.run.seed,
         "cache_before": cache,
-        "leftover": whole.leftover,
+        "leftover": full_outcome.leftover,
         "window": window,
-        "running_turns": {"mean": float(flight.mean()), "max": float(flight.max())},
+        "running_turns": {"mean": float(in_flight.mean()), "max": float(in_flight.max())},
         "client": client,
         "valid": client["valid"],
     }
@@ -247,7 +226,7 @@ async def _replay(target: Target, info: TargetInfo, work: _Prepared, watch: Repl
     if options.processes == 1:
         return await runner.replay(target, info, work.scripts, options, line.on_turn_end, line.on_send)
     if not isinstance(target, RemoteTarget):
-        raise ValueError(f"{target.name} lives in this process: it cannot be replayed with --processes")
+        raise ValueError(f"{target.name} runs in this process: it cannot be replayed with --processes")
     return await player_pool.replay(target, info, work.scripts, options, line.on_turn_end, line.on_send)
 
 
@@ -255,9 +234,16 @@ async def _counters(target: Target) -> Counters | None:
     return await target.counters() if isinstance(target, StartedTarget) else None
 
 
-def _report(prepared: Sequence[_Prepared], summaries: list[dict[str, Any]]) -> dict[str, Any]:
+def _build_report(
+    prepared: Sequence[_Prepared],
+    results: list[tuple[int, int, dict[str, Any]]],
+    targets: Sequence[Target],
+    lost: dict[int, _LostTarget],
+) -> dict[str, Any]:
+    """Build the report; ``results`` has (run, target, summary)."""
     plan = prepared[0].plan
-    late = [summary for summary in summaries if not summary["valid"]]
+    summaries = [summary for _, _, summary in sorted(results, key=lambda entry: entry[:2])]
+    invalid = [summary for summary in summaries if not summary["valid"]]
     return {
         "schema": SCHEMA,
         "created": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
@@ -265,37 +251,41 @@ def _report(prepared: Sequence[_Prepared], summaries: list[dict[str, Any]]) -> d
         "dataset": {"name": plan.dataset.name, "sha256": plan.dataset.sha256},
         "options": {
             "shape": asdict(plan.shape),
-            "arrivals": _arrivals(plan.arrivals),
+            "arrivals": _arrivals_json(plan.arrivals),
             "run": asdict(plan.run),
             "window": asdict(plan.window),
         },
-        "workload": _workload(prepared[0]),
+        "workload": _workload_json(prepared[0]),
         "runs": [
             {
                 "rate": work.plan.arrivals.rate,
                 "seed": work.plan.run.seed,
                 "clients": work.plan.arrivals.clients,
                 "dataset_sha256": work.plan.dataset.sha256,
-                "workload": _workload(work),
+                "workload": _workload_json(work),
             }
             for work in prepared
         ],
         "targets": summaries,
         "intervals": intervals(summaries),
-        "valid": not late,
-        "invalid_reasons": [f"{s['target']}, run {s['run']}: {s['client']['reason']}" for s in late],
+        "valid": not invalid,
+        "invalid_reasons": [f"{s['target']}, run {s['run']}: {s['client']['reason']}" for s in invalid],
+        "unreached": [
+            {"target": targets[number].name, "error": str(entry.failure), "run": entry.run}
+            for number, entry in sorted(lost.items())
+        ],
     }
 
 
-def _arrivals(arrivals: Arrivals) -> dict[str, Any]:
-    told = asdict(replace(arrivals, think_gaps=None))
+def _arrivals_json(arrivals: Arrivals) -> dict[str, Any]:
+    fields = asdict(replace(arrivals, think_gaps=None))
     if arrivals.think_gaps is not None:
         gaps = arrivals.think_gaps
-        told["think_gaps"] = {"name": gaps.name, "sha256": gaps.sha256, "count": len(gaps.seconds)}
-    return told
+        fields["think_gaps"] = {"name": gaps.name, "sha256": gaps.sha256, "count": len(gaps.seconds)}
+    return fields
 
 
-def _workload(work: _Prepared) -> dict[str, int]:
+def _workload_json(work: _Prepared) -> dict[str, int]:
     shaped = work.shaped
     turns = [turn for talk in shaped.conversations for turn in talk.turns]
     return {

@@ -1,10 +1,10 @@
 """Capacity planning and policy studies without a GPU: scheduler and cache under a virtual clock. No torch.
 
-``full``   the real engine (``Engine``, ``Scheduler``, ``CacheManager``) with a worker that only knows what a step costs
-``turns``  whole turns as events on a twin of ``CacheManager`` that is tested to decide the same
+``full``   the real engine (``Engine``, ``Scheduler``, ``CacheManager``) with a worker that only models step times
+``turns``  whole turns as events, on a twin of ``CacheManager`` that is tested to make the same decisions
 
-Both simulate a ``scenario``; ``run`` starts them, ``report`` writes what a replay would write. ``history`` reads the
-load from the store of a server, and finds the gap between what was served and what the future would have told.
+Both engines simulate a ``scenario``. ``run`` starts them, ``report`` writes the same report as a replay, and
+``history`` reads a load from a server's store.
 
 May import: config, core, engine, errors, lifeline, replay, store.contract, store.maintenance, store.records.
 """

@@ -1,9 +1,9 @@
-"""Fits the formula of a ``Machine`` to steps that are run and timed: ``pensieve profile --machine FILE``.
+"""Fits the step-time formula of a ``Machine`` to timed steps: ``pensieve profile --machine FILE``.
 
-The steps are those of the real engine, scheduler and all, on made-up sessions of two turns each: prefills of several
-lengths, decodes of several batches and contexts, short new turns on long histories, and what is mixed of them on the
-way. The formula is linear but for the floor ``weights_s``: for every number of tokens up to which the floor could hold,
-the non-negative least squares of the relative errors are solved, and the best of all is taken.
+The real engine and scheduler run made-up sessions of two turns each: prefills of several lengths, decodes of
+several batch sizes and contexts, and short second turns on long histories. The formula is linear except for
+the floor ``weights_s``. For every number of tokens at which the floor may end, a non-negative least squares
+fit of the relative errors is solved; the best of these fits is taken.
 """
 
 from __future__ import annotations
@@ -33,62 +33,56 @@ if TYPE_CHECKING:  # the module brings torch with it
     from pensieve.engine.worker.torch_worker import Worker
 
 REPEATS = 3
-"""Timed passes over each design, after one that warms up."""
 ANSWER_TOKENS = 8
 NEW_TOKENS = 24
-"""Input of each second turn."""
 SWAP_CHUNKS = (128, 256)
-"""Two sizes of one copy, both longer than the step beside it; their difference gives the rate."""
+"""Two copy sizes, both slower than the step beside them. Their difference gives the copy rate."""
 Clock = Callable[[], float]
 _TERMS = ("weights_s", "token_s", "kv_s", "pair_s", "row_s", "fixed_s")
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A step, and how long it took."""
-
     work: Work
     seconds: float
 
 
 @dataclass(slots=True)
-class _Timed:
-    """Passes plans on to a worker, and notes when each has ended."""
-
+class _TimedWorker:
     worker: StepWorker
     clock: Clock
     works: list[Work] = field(default_factory=list)
-    ended: list[float] = field(default_factory=list)
+    end_times: list[float] = field(default_factory=list)
 
     def launch(self, plan: Plan) -> PendingStep:
         if plan.spans:
             self.works.append(work_of(plan))
-        return _Step(self, self.worker.launch(plan), bool(plan.spans))
+        return _TimedStep(self, self.worker.launch(plan), bool(plan.spans))
 
     def close(self) -> None:
-        """The worker is another's."""
+        """Do nothing: the caller owns the worker."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
-    timed: _Timed
+class _TimedStep:
+    timed: _TimedWorker
     step: PendingStep
-    counts: bool
+    is_timed: bool
 
     def result(self) -> StepResult:
         result = self.step.result()
-        if self.counts:
-            self.timed.ended.append(self.timed.clock())
+        if self.is_timed:
+            self.timed.end_times.append(self.timed.clock())
         return result
 
 
 class Calibrator:
-    """Runs designs, (batch, context tokens) each, through an engine around a worker."""
+    """Runs designs, pairs of (batch, context tokens), through an engine around a worker."""
 
     def __init__(self, worker: Worker, clock: Clock = time.perf_counter) -> None:
         self._worker, self._clock = worker, clock
         self._info = info = worker.info
-        self._timed = _Timed(worker, clock)
+        self._timed = _TimedWorker(worker, clock)
         size = info.chunk_tokens
         cost = CostModel(((0, 0.0), (info.context_limit, 1.0)), 1.0, size)
         cache = CacheManager(CacheConfig(info.device_chunks, 0, size, swap_watermark=0.0), cost)
@@ -105,7 +99,7 @@ class Calibrator:
         self._requests = 0
 
     def designs(self, longest: int) -> Iterator[tuple[int, int]]:
-        """Batches and contexts of up to ``longest`` tokens that fit, each of at most 16 steps of prefill."""
+        """Yield the designs that fit: contexts up to ``longest`` tokens, prefilled in at most 16 steps."""
         info = self._info
         room = 0.8 * min(info.device_chunks * info.chunk_tokens, 16 * info.max_batch_tokens)
         longest = min(longest, info.context_limit - 4 * NEW_TOKENS)
@@ -119,19 +113,22 @@ class Calibrator:
                     yield batch, context
 
     def samples(self, batch: int, context: int) -> list[Sample]:
-        """The steps of one design, medians over the passes; neighbours of one shape are one sample."""
+        """Return the steps of one design, with median times over the passes.
+
+        Consecutive steps of the same shape are merged into one sample.
+        """
         passes = [self._pass(batch, context) for _ in range(1 + REPEATS)][1:]
         steps = [
             Sample(same[0].work, statistics.median(step.seconds for step in same))
             for same in zip(*passes, strict=True)
         ]
         shapes = itertools.groupby(steps, lambda step: (step.work.tokens, step.work.rows, step.work.pairs))
-        return [_middle(list(group)) for _, group in shapes]
+        return [_median_sample(list(group)) for _, group in shapes]
 
     def swap_bytes_per_s(self, chunk_bytes: int) -> float | None:
-        """Rate of copies from the host that a step waits for.
+        """Rate of host-to-device copies that a step waits for.
 
-        None when there is no host tier to copy from, or when more chunks took no longer than few.
+        None if there is no host tier, or if the larger copy took no longer than the smaller one.
         """
         few, many = (
             min(chunks, self._info.host_chunks, self._info.device_chunks - 1) for chunks in SWAP_CHUNKS
@@ -156,8 +153,8 @@ class Calibrator:
         self._engine.handle(Evict(0, ""))
         return [*first.samples, *second.samples]
 
-    def _turn(self, contexts: Sequence[npt.NDArray[np.int32]], new: int) -> _Turn:
-        self._timed.works, self._timed.ended = [], []
+    def _turn(self, contexts: Sequence[npt.NDArray[np.int32]], new: int) -> _TimedTurn:
+        self._timed.works, self._timed.end_times = [], []
         base = self._requests
         self._requests += len(contexts)
         sampling = Sampling(max_output_tokens=ANSWER_TOKENS, ignore_eos=True)
@@ -171,12 +168,12 @@ class Calibrator:
                     case Output(key, tokens, _):
                         answers[key - base - 1].extend(tokens)
                     case Failed(_, reason, message):
-                        raise ValueError(f"a step to be timed failed: {reason}: {message}")
-        times = np.diff([began, *self._timed.ended]).tolist()
-        return _Turn(answers, [Sample(*pair) for pair in zip(self._timed.works, times, strict=True)])
+                        raise ValueError(f"a timed step failed: {reason}: {message}")
+        times = np.diff([began, *self._timed.end_times]).tolist()
+        return _TimedTurn(answers, [Sample(*pair) for pair in zip(self._timed.works, times, strict=True)])
 
     def _swap(self, chunks: int) -> float:
-        """Seconds of a step of one token that waits for so many chunks."""
+        """Seconds of a one-token step that waits for a copy of ``chunks`` chunks."""
         copies = tuple(Copy(chunk, chunk) for chunk in range(chunks))
         span = Span(RequestKey(1), 0, np.zeros(1, np.int32), 0, SampleSpec(Sampling(), 0))
         table = np.zeros(1, np.int32)
@@ -186,12 +183,12 @@ class Calibrator:
 
 
 @dataclass(frozen=True, slots=True)
-class _Turn:
+class _TimedTurn:
     answers: list[list[int]]
     samples: list[Sample]
 
 
-def _middle(group: Sequence[Sample]) -> Sample:
+def _median_sample(group: Sequence[Sample]) -> Sample:
     works = [sample.work for sample in group]
     kv_read = statistics.fmean(work.kv_read for work in works)
     work = Work(works[0].tokens, works[0].rows, kv_read, works[0].pairs)
@@ -202,22 +199,19 @@ def _middle(group: Sequence[Sample]) -> Sample:
 
 
 def fit(machine: Machine, samples: Sequence[Sample]) -> Machine:
-    """``machine`` with the step times of ``samples``, and how well its formula meets them.
+    """Return ``machine`` with terms fitted to ``samples``, and the errors of the fit.
 
-    Raises ValueError when more tokens took no longer.
+    Raises ValueError when steps of more tokens took no longer.
     """
     candidates = list(_candidates(machine, samples))
     if not candidates:
-        raise ValueError(
-            "steps of more tokens took no longer: time longer contexts, or on a machine that is idle"
-        )
+        raise ValueError("steps of more tokens took no longer: try longer contexts, or an idle machine")
     best = min(candidates, key=lambda found: float(np.mean(relative_errors(found, samples) ** 2)))
     wrong = np.abs(relative_errors(best, samples))
     return msgspec.structs.replace(best, mean_error=float(wrong.mean()), worst_error=float(wrong.max()))
 
 
 def relative_errors(machine: Machine, samples: Sequence[Sample]) -> Floats:
-    """Relative error of the formula for each step."""
     expected = [
         machine.step_seconds(tokens=work.tokens, rows=work.rows, kv_read=work.kv_read, pairs=work.pairs)
         for work in (sample.work for sample in samples)
@@ -226,7 +220,7 @@ def relative_errors(machine: Machine, samples: Sequence[Sample]) -> Floats:
 
 
 def _candidates(machine: Machine, samples: Sequence[Sample]) -> Iterator[Machine]:
-    """The best fit for each number of tokens up to which a step may take its floor."""
+    """Yield the best fit for each number of tokens at which the floor may end."""
     works = [sample.work for sample in samples]
     tokens = np.array([work.tokens for work in works], dtype=np.float64)
     others = np.array([[work.kv_read, work.pairs, work.rows, 1.0] for work in works])
@@ -234,28 +228,28 @@ def _candidates(machine: Machine, samples: Sequence[Sample]) -> Iterator[Machine
     for last in (0.0, *np.unique(tokens)[:-1]):
         floor = tokens <= last
         columns = np.column_stack([floor, np.where(floor, 0.0, tokens), others]) / seconds[:, None]
-        terms = dict(zip(_TERMS, _non_negative(columns), strict=True))
+        terms = dict(zip(_TERMS, _solve_non_negative(columns), strict=True))
         if terms["token_s"] > 0:
             yield msgspec.structs.replace(machine, **terms)
 
 
-def _non_negative(columns: Floats) -> list[float]:
-    """The non-negative x with the least ``|columns x - 1|``: by trying which of its few terms are zero."""
+def _solve_non_negative(columns: Floats) -> list[float]:
+    """Solve ``min |columns x - 1|`` for non-negative x, trying every subset of the few terms."""
     count = columns.shape[1]
     best, least = [0.0] * count, np.inf
     for used in itertools.product((False, True), repeat=count):
         found = np.zeros(count)
         found[list(used)] = np.linalg.lstsq(columns[:, list(used)], np.ones(len(columns)), rcond=None)[0]
-        left = float(np.sum((columns @ found - 1) ** 2))
-        if found.min() >= 0 and left < least:
-            best, least = found.tolist(), left
+        residual = float(np.sum((columns @ found - 1) ** 2))
+        if found.min() >= 0 and residual < least:
+            best, least = found.tolist(), residual
     return best
 
 
 def calibrate_machine(
     worker: Worker, name: str, longest: int, progress: Callable[[str], None], clock: Clock = time.perf_counter
 ) -> Machine:
-    """What this worker makes of the machine it runs on, with contexts of up to ``longest`` tokens."""
+    """Measure the machine that ``worker`` runs on, with contexts of up to ``longest`` tokens."""
     info, arch = worker.info, worker.arch
     runs = Calibrator(worker, clock)
     samples: list[Sample] = []
@@ -263,12 +257,12 @@ def calibrate_machine(
         samples += runs.samples(batch, context)
         progress(f"{batch} x {context} tokens")
     kv_bytes = arch.kv_bytes_per_token(info.dtype) * info.ranks
-    beside = info.device == "cuda"
+    overlapped = info.device == "cuda"
     machine = Machine(
         name=name,
         kv_bytes=kv_bytes,
-        layers=arch.num_layers if beside else 1,
-        overlapped=beside,
+        layers=arch.num_layers if overlapped else 1,
+        overlapped=overlapped,
         swap_bytes_per_s=runs.swap_bytes_per_s(kv_bytes * info.chunk_tokens) or Machine().swap_bytes_per_s,
     )
     return fit(machine, samples)

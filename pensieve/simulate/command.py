@@ -35,16 +35,14 @@ _POSITIVE = click.IntRange(min=1)
 _ABOVE_ZERO = click.FloatRange(min=0, min_open=True)
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _SLACK_SHARE = 0.08
-_MOST_GENERATED = 20_000
-"""Conversations of a built-in workload; more sessions are drawn from these."""
-_HISTORY = 1.5
-"""A guess: a token of history takes so many times the machine's time for a token, since there is attention, too."""
+_MAX_GENERATED = 20_000
+"""Maximum number of conversations drawn from a built-in workload; more sessions are sampled from these."""
+_HISTORY_TOKEN_COST = 1.5
+"""Guessed cost of one history token in units of ``token_s``: above 1 because of attention."""
 
 
 @dataclass(frozen=True, slots=True)
 class Flags:
-    """What the command line says, less the files that the report goes to."""
-
     trace: Path | str | None
     store: str | None
     engine: EngineName
@@ -88,7 +86,7 @@ class Flags:
 @click.option(
     "--store",
     metavar="URL",
-    help="Instead of TRACE: the turns in this history store, at the times when they came. It is only read.",
+    help="Simulate the turns in this history store at their recorded times, instead of TRACE. The store is only read.",
 )
 @click.option(
     "--engine",
@@ -135,7 +133,7 @@ class Flags:
     type=click.FloatRange(min=0),
     default=0.0,
     metavar="S",
-    help="The very turns of `pensieve replay --run-in S` with the same options, each session once.",
+    help="Simulate exactly the turns of `pensieve replay --run-in S` with the same options, each session once.",
 )
 @click.option(
     "--warm-up",
@@ -149,7 +147,7 @@ class Flags:
     "row_s",
     type=_ABOVE_ZERO,
     metavar="S",
-    help="The JSON tells of every S virtual seconds by itself, too (`timeline`).",
+    help="Add statistics of every S virtual seconds to the JSON (`timeline`).",
 )
 @click.option("--device-cache", default="400000tokens", metavar="SIZE", help="Per replica.")
 @click.option("--host-cache", default="1600000tokens", metavar="SIZE", help="Per replica.")
@@ -157,7 +155,7 @@ class Flags:
     "--sharing/--no-sharing",
     "prefix_sharing",
     default=CacheConfig.prefix_sharing,
-    help="Sessions keep what they have in common once, or each by itself.",
+    help="Cache chunks that sessions have in common once, or once per session.",
 )
 @click.option(
     "--system-tokens",
@@ -177,34 +175,34 @@ class Flags:
     "--routing",
     type=click.Choice(["affine", "hash", "bounded", "random"]),
     default="affine",
-    help="A session's turns to one replica: evenly, by a consistent hash, or by that with bounded loads; or each turn "
-    "to any.",
+    help="affine: a session stays on one replica, evenly spread; hash: by a consistent hash; bounded: the same with "
+    "bounded loads; random: each turn goes to any replica.",
 )
 @click.option(
     "--ring-points",
     type=_POSITIVE,
     default=RING_POINTS,
     metavar="N",
-    help="Of each replica, for hash and bounded: 16 times a server's weight in HAProxy.",
+    help="Ring points of each replica, for hash and bounded; HAProxy has 16 per unit of a server's weight.",
 )
 @click.option(
     "--hints",
     type=click.FloatRange(0, 3),
     metavar="NOISE",
-    help="Clients say when their next turn comes and which is the last: 0 as it is, 0.5 times a lognormal error "
-    "of that sigma.",
+    help="Clients announce when their next turn comes and which turn is the last. 0: exactly; 0.5: times a lognormal "
+    "error of sigma 0.5.",
 )
 @click.option(
     "--lose-replica-at",
     type=click.FloatRange(min=0),
     metavar="S",
-    help="Replica 0 is gone after S virtual seconds.",
+    help="Replica 0 fails after S virtual seconds.",
 )
 @click.option(
     "--replica-returns-at",
     type=click.FloatRange(min=0),
     metavar="S",
-    help="Replica 0 is there again after S virtual seconds, with nothing cached; default: never.",
+    help="Replica 0 returns after S virtual seconds with an empty cache; default: never.",
 )
 @click.option(
     "--lease",
@@ -212,7 +210,7 @@ class Flags:
     type=click.FloatRange(min=0),
     default=LEASE_S,
     metavar="S",
-    help="Turns under way at the lost replica begin again elsewhere after S seconds.",
+    help="Turns that ran on the lost replica restart elsewhere after S seconds.",
 )
 @click.option(
     "--machine", "machine_file", type=_FILE, metavar="FILE", help="JSON with the fields of a machine."
@@ -221,18 +219,21 @@ class Flags:
 @click.option(
     "--exact/--no-exact",
     default=False,
-    help="turns: rank sessions at every need instead of a little ahead; slower.",
+    help="turns engine: rank sessions at every eviction instead of slightly ahead; slower.",
 )
-@click.option("--jobs", type=_POSITIVE, metavar="N", help="Policies at a time; default: one per core.")
+@click.option(
+    "--jobs", type=_POSITIVE, metavar="N", help="Policies simulated at the same time; default: one per core."
+)
 @output_options
 def simulate(outputs: Outputs, **given: Any) -> None:
     """Run scheduler and cache under a virtual clock and compare eviction policies.
 
-    TRACE is a length trace (JSONL: session_id, turn, input_tokens, output_tokens[, timestamp_s]; the first row of a
-    session may say with prefix and prefix_tokens, or with hash_ids, what it begins with) or ShareGPT JSON, maybe
-    gzipped, or a built-in workload of `pensieve replay`. What is written is a report like that of a replay, which
-    `pensieve replay compare` reads. Of a trace that `pensieve serve --record` wrote, or of a --store, it also says how
-    much less a policy that knows the future would have recomputed. Exit code 1 when a receipt does not add up.
+    TRACE is a length trace (JSONL: session_id, turn, input_tokens, output_tokens[, timestamp_s]; the first
+    row of a session may name its shared beginning with prefix and prefix_tokens, or with hash_ids), ShareGPT
+    JSON, either optionally gzipped, or a built-in workload of `pensieve replay`. The report has the format of
+    a replay's report, so `pensieve replay compare` reads it. For a trace written by `pensieve serve
+    --record`, or a --store, it also states how much less a clairvoyant policy would have recomputed. Exit
+    code 1 when a receipt does not add up.
     """
     outputs.require()
     flags = Flags(**given)
@@ -242,20 +243,22 @@ def simulate(outputs: Outputs, **given: Any) -> None:
     if flags.run_in:
         _check_run_in(flags)
     try:
-        data = _dataset(flags)
+        data = _read_dataset(flags)
         shaped = shape(data.conversations, Shaping(system_tokens=flags.system_tokens), settings.context_limit)
-        loads = _loads(flags, shaped.conversations, settings)
+        loads = _make_loads(flags, shaped.conversations, settings)
     except (DatasetError, ValueError) as error:
         raise click.UsageError(str(error)) from error
     except PensieveError as error:
         raise click.ClickException(error.message) from error
-    spans = [_span(lives, flags.warm_up, flags.window) for lives in loads]
-    work = [
-        Simulation(settings, lives, flags.engine, name, span, flags.row_s)
-        for lives, span in zip(loads, spans, strict=True)
+    spans = [_window(offered, flags.warm_up, flags.window) for offered in loads]
+    simulations = [
+        Simulation(settings, offered, flags.engine, name, span, flags.row_s)
+        for offered, span in zip(loads, spans, strict=True)
         for name in flags.names or policies.NAMES
     ]
-    report = build_report(data, shaped, work, _run(work, flags.jobs), flags.system_tokens)
+    report = build_report(
+        data, shaped, simulations, _run_with_progress(simulations, flags.jobs), flags.system_tokens
+    )
     report["command"] = ["pensieve", *sys.argv[1:]]
     out = Console()
     print_report(report, out if out.is_terminal else Console(width=150))
@@ -267,18 +270,17 @@ def simulate(outputs: Outputs, **given: Any) -> None:
 def _check_run_in(flags: Flags) -> None:
     if isinstance(flags.trace, str) and flags.seeds:
         raise click.UsageError(
-            "--run-in with a built-in workload takes one --seed: a replay draws it anew for each"
+            "--run-in with a built-in workload takes one --seed: a replay draws new conversations for each seed"
         )
     if not isinstance(flags.trace, str) and flags.sessions is not None:
-        raise click.UsageError("--run-in takes each session of a trace once: give no --sessions")
-    if flags.sessions is not None and flags.sessions > _MOST_GENERATED:
-        raise click.UsageError(f"--run-in takes at most {_MOST_GENERATED:,} --sessions")
+        raise click.UsageError("--run-in takes each session of a trace once: remove --sessions")
+    if flags.sessions is not None and flags.sessions > _MAX_GENERATED:
+        raise click.UsageError(f"--run-in takes at most {_MAX_GENERATED:,} --sessions")
     if flags.lose_replica_at is not None:
         raise click.UsageError("--run-in and --lose-replica-at count from different times: give one of them")
 
 
-def _dataset(flags: Flags) -> Dataset:
-    """Raises DatasetError, ValueError and the errors of a store."""
+def _read_dataset(flags: Flags) -> Dataset:
     if flags.store is not None and flags.trace is None:
         return history.from_store(flags.store)
     if flags.store is not None or flags.trace is None:
@@ -286,53 +288,56 @@ def _dataset(flags: Flags) -> Dataset:
     if isinstance(flags.trace, Path):
         return load(flags.trace)
     if flags.sessions is None:
-        raise click.UsageError(f"{flags.trace} is drawn: say how many --sessions")
-    return generate(flags.trace, min(flags.sessions, _MOST_GENERATED), flags.seed)
+        raise click.UsageError(f"{flags.trace} is drawn at random: say how many --sessions")
+    return generate(flags.trace, min(flags.sessions, _MAX_GENERATED), flags.seed)
 
 
-def _loads(flags: Flags, talks: Sequence[Conversation], settings: Settings) -> list[Load]:
-    """One for each rate and seed. Raises DatasetError and ValueError."""
+def _make_loads(flags: Flags, conversations: Sequence[Conversation], settings: Settings) -> list[Load]:
+    """One load for each rate and seed. Raises DatasetError and ValueError."""
     gaps = None if flags.think_from is None else Gaps.from_dataset(load(flags.think_from))
     sessions = None if flags.run_in else flags.sessions
     loads = [
-        Load(talks, sessions, rate, flags.think_time, seed, gaps)
+        Load(conversations, sessions, rate, flags.think_time, seed, gaps)
         for rate, seed in itertools.product(flags.rates or (flags.rate,), flags.seeds or (flags.seed,))
     ]
     if flags.run_in:
-        loads = [with_run_in(lives, flags.run_in, _HISTORY * settings.machine.token_s) for lives in loads]
+        loads = [
+            with_run_in(offered, flags.run_in, _HISTORY_TOKEN_COST * settings.machine.token_s)
+            for offered in loads
+        ]
     return loads
 
 
-def _span(lives: Load, warm_up: float | None, window: float | None) -> TimeWindow | None:
-    """The time that is measured; None: all. The load only falls after the last session has started."""
+def _window(offered: Load, warm_up: float | None, window: float | None) -> TimeWindow | None:
+    """The measured window; None: all. It ends by default with the last session start, after which load falls."""
     if warm_up is None and window is None:
         return None
     start = warm_up or 0.0
-    end = max(life.start for life in lives) - lives.zero_s if window is None else start + window
+    end = max(session.start for session in offered) - offered.zero_s if window is None else start + window
     if end <= start:
         raise click.UsageError(
-            f"nothing is left of {end:.0f} s, when the last session starts, after {start:g} s"
+            f"nothing is left to measure: the last session starts at {end:.0f} s, the warm-up ends at {start:g} s"
         )
     return start, end
 
 
-def _run(work: Sequence[Simulation], jobs: int | None) -> list[dict[str, Any]]:
-    """With a bar on the terminal."""
+def _run_with_progress(simulations: Sequence[Simulation], jobs: int | None) -> list[dict[str, Any]]:
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        bar = progress.add_task("sessions", total=sum(one.load.session_count for one in work))
+        bar = progress.add_task(
+            "sessions", total=sum(simulation.load.session_count for simulation in simulations)
+        )
         return run_all(
-            work,
-            min(jobs or os.cpu_count() or 1, len(work)),
+            simulations,
+            min(jobs or os.cpu_count() or 1, len(simulations)),
             lambda done: progress.update(bar, completed=done),
         )
 
 
 def make_settings(flags: Flags) -> Settings:
-    """From the command line. Raises click exceptions."""
     if flags.lose_replica_at is not None and flags.replicas < 2:
-        raise click.UsageError("--lose-replica-at needs --replicas 2 or more: somebody has to go on")
+        raise click.UsageError("--lose-replica-at needs --replicas 2 or more")
     if flags.replica_returns_at is not None and not (flags.lose_replica_at or 0.0) < flags.replica_returns_at:
         raise click.UsageError("--replica-returns-at has to be later than --lose-replica-at")
     if flags.replica_returns_at is not None and flags.lose_replica_at is None:

@@ -1,4 +1,4 @@
-"""The ``full`` engine: ``Engine``, ``Scheduler`` and ``CacheManager`` as they serve, step by step, on virtual time."""
+"""The ``full`` engine: the real ``Engine``, ``Scheduler`` and ``CacheManager``, step by step on virtual time."""
 
 from __future__ import annotations
 
@@ -27,14 +27,12 @@ from pensieve.simulate.scenario.settings import Settings
 from pensieve.simulate.scenario.tally import CompletedTurn, RecomputeCosts, Tally
 
 VOCABULARY = 1 << 30
-"""So many that sessions have nothing in common but what the load says."""
+"""Large enough that sessions share only the prefixes that the load defines."""
 _SCOPE = "all sessions"
 
 
 @dataclass
 class Clock:
-    """Virtual seconds of one replica."""
-
     now: float = 0.0
 
     def __call__(self) -> float:
@@ -42,9 +40,7 @@ class Clock:
 
 
 @dataclass(frozen=True, slots=True)
-class _Computing:
-    """A launched step; waiting for it moves the clock on to its end."""
-
+class _LaunchedStep:
     clock: Clock
     ends: float
     outcome: StepResult
@@ -55,7 +51,7 @@ class _Computing:
 
 
 class CostWorker:
-    """Computes nothing: every token is 0, and each step takes what it would take, after the one before it."""
+    """A worker that computes nothing: every token is 0, and steps take their modelled time one after another."""
 
     def __init__(self, machine: Machine, chunk_tokens: int, clock: Clock) -> None:
         self._machine = machine
@@ -67,10 +63,9 @@ class CostWorker:
         """See ``StepWorker.launch``."""
         self._idle_at = max(self._idle_at, self._clock.now) + self.seconds(plan)
         sampled = tuple(Sampled(span.request, 0) for span in plan.spans if span.sample is not None)
-        return _Computing(self._clock, self._idle_at, StepResult(sampled))
+        return _LaunchedStep(self._clock, self._idle_at, StepResult(sampled))
 
     def seconds(self, plan: Plan) -> float:
-        """Seconds that this step takes."""
         copy_in = self._machine.copy_seconds(len(plan.swap_in) * self._chunk)
         if not plan.spans:
             return max(copy_in, self._machine.copy_seconds(len(plan.swap_out) * self._chunk))
@@ -81,15 +76,15 @@ class CostWorker:
         return self._machine.seconds_with_copy(compute, copy_in)
 
     def close(self) -> None:
-        """There is nothing to free."""
+        """Do nothing."""
 
 
 MakeWorker = Callable[[Clock], StepWorker]
 
 
 @dataclass(slots=True, eq=False)
-class _Turn:
-    life: SessionScript
+class _LiveTurn:
+    script: SessionScript
     turn: int = 0
     history: TokenArray = field(default_factory=lambda: np.empty(0, np.int32))
     arrived: float = 0.0
@@ -122,13 +117,12 @@ class _Replica:
         self.engine = Engine(
             self.scheduler, worker, ready, self.clock, overlapped=settings.machine.overlapped
         )
-        self.turns: dict[int, _Turn] = {}
+        self.turns: dict[int, _LiveTurn] = {}
         self.stalled = 0
-        """Steps in a row in which nothing happened."""
 
 
 class FullSimulation:
-    """One policy over one load. ``make_worker``: another worker, which has to move the clock itself."""
+    """One policy over one load. ``make_worker`` makes a worker that advances the clock itself."""
 
     def __init__(
         self,
@@ -146,104 +140,103 @@ class FullSimulation:
         self.tally = tally or Tally()
         self._replicas = [self._replica() for _ in range(settings.replicas)]
         self._router = Router(settings, lambda replica: len(self._replicas[replica].turns))
-        self._arrivals: list[tuple[float, int, _Turn]] = []
-        self._tickets = 0
+        self._arrivals: list[tuple[float, int, _LiveTurn]] = []
+        self._last_ticket = 0
         self._lost = False
 
-    def run(self, lives: Iterable[SessionScript]) -> Tally:
-        """Simulate until the last answer has ended."""
-        source = iter(lives)
+    def run(self, scripts: Iterable[SessionScript]) -> Tally:
+        source = iter(scripts)
         upcoming = next(source, None)
-        changes = self._settings.replica_changes(self._lose, self._bring_back)
+        changes = self._settings.replica_changes(self._lose_replica, self._return_replica)
         while True:
             if upcoming is not None and (not self._arrivals or upcoming.start <= self._arrivals[0][0]):
-                self._later(_Turn(upcoming), upcoming.start)
+                self._schedule(_LiveTurn(upcoming), upcoming.start)
                 upcoming = next(source, None)
                 continue
-            at = self._arrivals[0][0] if self._arrivals else float("inf")
+            next_arrival = self._arrivals[0][0] if self._arrivals else float("inf")
             live = self._replicas[1:] if self._lost else self._replicas
             busy = [replica for replica in live if replica.engine.has_work]
             first = min(busy, key=lambda replica: replica.clock.now, default=None)
-            now = min(at, first.clock.now if first else float("inf"))
+            now = min(next_arrival, first.clock.now if first else float("inf"))
             if changes and changes[0][0] <= now < float("inf"):
-                when, change = changes.pop(0)
-                change(when)
-            elif first is not None and first.clock.now <= at:
+                at, change = changes.pop(0)
+                change(at)
+            elif first is not None and first.clock.now <= next_arrival:
                 self._step(first)
             elif self._arrivals:
-                self._submit(heapq.heappop(self._arrivals)[2], at)
+                self._submit(heapq.heappop(self._arrivals)[2], next_arrival)
             else:
                 return self.tally
 
     def _replica(self) -> _Replica:
         return _Replica(self._settings, self._policy, self._make_worker)
 
-    def _later(self, turn: _Turn, at: float) -> None:
+    def _schedule(self, turn: _LiveTurn, at: float) -> None:
         turn.arrived = at
-        self._expect(turn, at + self._settings.machine.turn_s)
+        self._push_arrival(turn, at + self._settings.machine.turn_s)
 
-    def _expect(self, turn: _Turn, at: float) -> None:
-        self._tickets += 1
-        heapq.heappush(self._arrivals, (at, self._tickets, turn))
+    def _push_arrival(self, turn: _LiveTurn, at: float) -> None:
+        self._last_ticket += 1
+        heapq.heappush(self._arrivals, (at, self._last_ticket, turn))
 
-    def _submit(self, turn: _Turn, now: float) -> None:
-        turn.replica = self._router.route(turn.life.number, turn.turn, lost=self._lost)
+    def _submit(self, turn: _LiveTurn, now: float) -> None:
+        turn.replica = self._router.route(turn.script.number, turn.turn, lost=self._lost)
         replica = self._replicas[turn.replica]
         if not replica.engine.has_work:
             replica.clock.now = max(replica.clock.now, now)
-        new, output = turn.life.turns[turn.turn]
-        ids = turn.life.input_ids(turn.turn, VOCABULARY, self._settings.seed)
+        new, output = turn.script.turns[turn.turn]
+        ids = turn.script.input_ids(turn.turn, VOCABULARY, self._settings.seed)
         turn.context = np.concatenate([turn.history, ids])
         turn.output, turn.first_token = [], 0.0
-        self._tickets += 1
-        key = SessionKey(str(turn.life.number))
-        replica.turns[self._tickets] = turn
-        due = functools.partial(turn.life.due, turn.turn + 1)
-        hints = functools.partial(hints_of, self._settings, turn.life, turn.turn)
+        self._last_ticket += 1
+        key = SessionKey(str(turn.script.number))
+        replica.turns[self._last_ticket] = turn
+        due = functools.partial(turn.script.due, turn.turn + 1)
+        hints = functools.partial(hints_of, self._settings, turn.script, turn.turn)
         replica.cache.expect_turn(key, ExpectedTurn(turn.turn + 1, due, hints))
         sampling = Sampling(max_output_tokens=output, ignore_eos=True)
-        scope = _SCOPE if turn.life.prefix else ""
+        scope = _SCOPE if turn.script.prefix else ""
         tokens = pack_tokens(turn.context)
-        replica.engine.handle(Submit(self._tickets, key, tokens, new, sampling, scope))
+        replica.engine.handle(Submit(self._last_ticket, key, tokens, new, sampling, scope))
 
     def _step(self, replica: _Replica) -> None:
         before = replica.clock.now
         events = replica.engine.step()
         now = replica.clock.now
         for request in replica.scheduler.admitted:
-            self._admitted(replica, replica.turns[request.key], request.session)
+            self._on_admitted(replica, replica.turns[request.key], request.session)
         for event in events:
             match event:
                 case Output(key, tokens, _):
                     turn = replica.turns[key]
-                    self._tokens(turn, tokens, now)
+                    self._on_tokens(turn, tokens, now)
                 case Finished(key, _, usage):
-                    self._ended(replica.turns.pop(key), usage, now)
+                    self._on_finished(replica.turns.pop(key), usage, now)
                 case Failed(key, reason, message):
                     raise RuntimeError(f"turn {key} failed: {reason}: {message}")
         replica.stalled = 0 if events or now > before else replica.stalled + 1
         if replica.stalled > 1 and replica.scheduler.has_requests:  # one such step only fills the pipeline
-            raise RuntimeError(f"nothing can be done for {len(replica.turns)} turns")
+            raise RuntimeError(f"{len(replica.turns)} turns make no progress")
 
-    def _tokens(self, turn: _Turn, tokens: tuple[int, ...], now: float) -> None:
-        """A piece of n tokens has come; it counts as n gaps, each an n-th of the time since the piece before."""
+    def _on_tokens(self, turn: _LiveTurn, tokens: tuple[int, ...], now: float) -> None:
+        """Record new tokens. A piece of n tokens counts as n equal gaps since the piece before."""
         if turn.output:
             self.tally.add_gaps((now - turn.last_token) / len(tokens), len(tokens), now)
         turn.first_token, turn.last_token = turn.first_token or now, now
         turn.output.extend(tokens)
 
-    def _admitted(self, replica: _Replica, turn: _Turn, session: SessionKey) -> None:
+    def _on_admitted(self, replica: _Replica, turn: _LiveTurn, session: SessionKey) -> None:
         history = len(turn.history)
         restore = replica.cache.restores.pop(session)
         turn.cost = self._prices.cost_of(restore.missing, history) if restore.recomputed else 0.0
         if isinstance(replica.cache.policy, policies.Arc):
             replica.cache.policy.on_history_lost(turn.turn, history, restore.recomputed)
 
-    def _ended(self, turn: _Turn, usage: Usage, now: float) -> None:
+    def _on_finished(self, turn: _LiveTurn, usage: Usage, now: float) -> None:
         ttft = turn.first_token - turn.arrived
         answering = now - turn.first_token
         shared = len(turn.context) - len(turn.history) - usage.new_tokens
-        self.tally.add(
+        self.tally.add_turn(
             CompletedTurn(
                 turn.turn, usage, len(turn.context), turn.cost, ttft, answering, now, shared, turn.replica
             )
@@ -252,55 +245,51 @@ class FullSimulation:
             self._progress(self.tally.sessions)
         turn.history = np.concatenate([turn.context, np.array(turn.output, np.int32)])
         turn.turn += 1
-        if turn.turn < len(turn.life.turns):
-            self._later(turn, turn.life.due(turn.turn, now))
+        if turn.turn < len(turn.script.turns):
+            self._schedule(turn, turn.script.due(turn.turn, now))
         else:
-            self.tally.add_open_time(turn.life.start, now)
+            self.tally.add_open_time(turn.script.start, now)
 
-    def _lose(self, now: float) -> None:
+    def _lose_replica(self, now: float) -> None:
         self._lost = True
         replica = self._replicas[0]
         turns, replica.turns = list(replica.turns.values()), {}
         self.tally.repeated_turns = len(replica.scheduler.running)
         for turn in turns:
-            self._expect(turn, now + self._settings.lease_s)
+            self._push_arrival(turn, now + self._settings.lease_s)
 
-    def _bring_back(self, now: float) -> None:
-        """Replica 0 is there again, as a server that has just started."""
+    def _return_replica(self, now: float) -> None:
         self._replicas[0], self._lost = self._replica(), False
 
 
 @dataclass(frozen=True, slots=True)
 class ExpectedTurn:
-    """What a simulation knows of a turn. Both functions are of the time of its end."""
+    """What the simulation knows about a turn. Both functions take the time at which the turn ends."""
 
     number: int
-    """In its session, from 1."""
+    """Number in the session, from 1."""
     due: Callable[[float], float]
-    """When the turn after it comes."""
     hints: Callable[[float], Hints | None]
-    """What its client says of that."""
 
 
 class StampedCache(CacheManager):
-    """``CacheManager`` whose policy may know more than the time of a release: see ``policies``."""
+    """``CacheManager`` whose policy may know more than the time of a release; see ``policies``."""
 
     def __init__(self, config: CacheConfig, cost: CostModel, policy: str) -> None:
         self.policy, self._stamp = policies.make_policy(policy)
         super().__init__(config, cost, self.policy)
-        self._coming: dict[SessionKey, ExpectedTurn] = {}
+        self._expected: dict[SessionKey, ExpectedTurn] = {}
         self._turns: dict[SessionKey, ExpectedTurn] = {}
         self.restores: dict[SessionKey, Restore] = {}
-        """How the turn of each session was first laid out, until that is taken."""
+        """Result of the first admission of each session's turn, until the simulation takes it."""
 
     def expect_turn(self, key: SessionKey, turn: ExpectedTurn) -> None:
-        """The session's next turn."""
-        self._coming[key] = turn
+        self._expected[key] = turn
 
     def admit(self, key: SessionKey, *arguments: Any, **others: Any) -> Restore:
         restore = super().admit(key, *arguments, **others)
-        if key in self._coming:  # else a return from suspension
-            self._turns[key] = self._coming.pop(key)
+        if key in self._expected:  # else a return from suspension
+            self._turns[key] = self._expected.pop(key)
             self.restores[key] = restore
         return restore
 

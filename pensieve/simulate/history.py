@@ -1,12 +1,11 @@
-"""A server's own history as a load: times, lengths and receipts of the turns in its store, and the gap they show.
+"""Reads a load from a server's store: arrival times, lengths and receipts of the committed turns.
 
-The store keeps the receipt and the time of every committed turn. So a trace like that of ``serve --record`` can be
-written afterwards, by the same rules (``pensieve.server.operations.recording.TraceRow``): a turn that does not go on
-from the turn before (after a fork, rewind, regeneration, overflow or appended items) begins a new session with its
-whole context as input. Turns that were not committed, and sessions that were deleted or expired, are not in a store.
+The rules are those of ``serve --record`` (``pensieve.server.operations.recording.TraceRow``): a turn that
+does not continue the turn before (after a fork, rewind, regeneration, overflow or appended items) begins a
+new session with its whole context as input. Uncommitted turns and deleted or expired sessions are missing.
 
-The gap is what a policy that knows the future would have saved: the share of history that the server recomputed, by its
-receipts, less the share that the ``clairvoyant`` policy recomputes when the same turns are simulated.
+The gap is the share of history that the server recomputed, by its receipts, minus the share that the
+``clairvoyant`` policy recomputes when the same turns are simulated.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ _SHARES = ("device", "host", "recomputed")
 
 
 def from_store(url: str) -> Dataset:
-    """The turns of a store, which is only read; servers may be at work in it.
+    """Read the turns of a store, which is not changed; servers may be using it.
 
-    Raises DatasetError where there is no turn, ValueError on a bad URL, and the store's errors.
+    Raises DatasetError if it has no turn, ValueError on a bad URL, and the store's errors.
     """
     store = maintenance.open_raw(url)
     rows = asyncio.run(_rows(store))
@@ -63,25 +62,25 @@ async def _rows(store: RawStore) -> list[dict[str, Any]]:
 
 
 def trace_rows(key: Key, log: Sequence[Record]) -> Iterator[dict[str, Any]]:
-    """The turns of one session as rows of a trace; ``timestamp_s`` is when each arrived, in Unix time.
+    """Yield the turns of one session as rows of a trace. ``timestamp_s`` is the arrival in Unix time.
 
-    The store has the time of the commit; the turn arrived as long before as its receipt accounts for.
+    The store records the commit time; the arrival is that minus the time that the receipt accounts for.
     """
-    begun, turn, tokens = 0, 0, -1
+    session_number, turn, tokens = 0, 0, -1
     for record in log:
         if record.kind is not RecordKind.TURN or record.turn is None or record.erased is not None:
             continue
         usage = record.turn.usage
-        *given, answer = record.items
-        new = sum(packed_length(item.tokens) for item in given) + answer.prefix_tokens
+        *inputs, answer = record.items
+        new = sum(packed_length(item.tokens) for item in inputs) + answer.prefix_tokens
         if usage.context_tokens - new != tokens or not new:
-            begun, turn = begun + 1, 0
+            session_number, turn = session_number + 1, 0
         yield {
-            "session_id": f"{key.tenant}/{key.session_id}#{begun}",
+            "session_id": f"{key.tenant}/{key.session_id}#{session_number}",
             "turn": turn,
             "input_tokens": new if turn else usage.context_tokens,
             "output_tokens": usage.output_tokens,
-            "timestamp_s": record.time_ms / 1e3 - _seconds(usage),
+            "timestamp_s": record.time_ms / 1e3 - _duration_s(usage),
             "context_tokens": usage.context_tokens,
             **{name: getattr(usage, name) for name in RECEIPT_FIELDS},
             "committed": True,
@@ -90,8 +89,7 @@ def trace_rows(key: Key, log: Sequence[Record]) -> Iterator[dict[str, Any]]:
         tokens = usage.context_tokens + usage.output_tokens
 
 
-def _seconds(usage: Usage) -> float:
-    """How long the turn took, as far as its receipt tells."""
+def _duration_s(usage: Usage) -> float:
     return usage.queue_s + usage.restore_s + usage.prefill_s + usage.decode_s
 
 
@@ -100,27 +98,29 @@ def gap(
     window: tuple[float, float] | None,
     targets: Sequence[dict[str, Any]],
 ) -> dict[str, Any] | None:
-    """Where turns that came back had their history in truth, and how much less a clairvoyant would have recomputed.
+    """Where later turns found their history, and how much less a clairvoyant policy would have recomputed.
 
-    ``window``: only turns that arrived in it. ``targets``: the simulated policies, as in a report.
-    None: not every turn that came back has a receipt.
+    Only turns that arrived in ``window`` count. ``targets`` are the simulated policies, as in a report. None
+    if a later turn has no receipt.
     """
-    talks = list(conversations)
-    start = min((talk.turns[0].timestamp_s or 0.0 for talk in talks), default=0.0)
+    listed = list(conversations)
+    start = min((talk.turns[0].timestamp_s or 0.0 for talk in listed), default=0.0)
     low, high = window or (0.0, float("inf"))
-    again = [
-        turn for talk in talks for turn in talk.turns[1:] if low <= (turn.timestamp_s or 0.0) - start < high
+    later = [
+        turn for talk in listed for turn in talk.turns[1:] if low <= (turn.timestamp_s or 0.0) - start < high
     ]
-    receipts = [turn.receipt for turn in again if turn.receipt is not None]
-    if not again or len(receipts) < len(again):
+    receipts = [turn.receipt for turn in later if turn.receipt is not None]
+    if not later or len(receipts) < len(later):
         return None
     measured = _shares([sum(column) for column in zip(*receipts, strict=True)])
-    seer = next((row["tokens"] for row in targets if row["target"] == "clairvoyant"), None)
+    simulated = next((row["tokens"] for row in targets if row["target"] == "clairvoyant"), None)
     best = (
-        None if seer is None else _shares([seer[name] for name in ("gpu_cached", "swapped_in", "recomputed")])
+        None
+        if simulated is None
+        else _shares([simulated[name] for name in ("gpu_cached", "swapped_in", "recomputed")])
     )
     return {
-        "turns": len(again),
+        "turns": len(later),
         "history_tokens": sum(map(sum, receipts)),
         "measured": measured,
         "clairvoyant": best,
@@ -129,6 +129,6 @@ def gap(
 
 
 def _shares(tokens: Sequence[int]) -> dict[str, float]:
-    """Shares of the history; of none, all was on the device."""
+    """Shares of the history tokens. An empty history counts as present on the device."""
     total = sum(tokens)
     return dict(zip(_SHARES, (count / total for count in tokens) if total else (1.0, 0.0, 0.0), strict=True))

@@ -1,6 +1,6 @@
-"""Simulations as a report of ``pensieve replay``: the same numbers, pages and pictures.
+"""Reports of simulations in the format of ``pensieve replay``: the same numbers, pages and plots.
 
-bench/README.md says what there is beyond a replay's.
+bench/README.md describes the fields that a replay does not have.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ def build_report(
     results: Sequence[dict[str, Any]],
     system_tokens: int = 0,
 ) -> dict[str, Any]:
-    """The whole JSON. All simulations have the same settings and engine; each load is a run, each policy a target.
+    """Build the JSON report: each load is a run, each policy a target; settings and engine are the same.
 
     ``over_clairvoyant``: recomputed cost as a multiple of the clairvoyant policy's in the same run.
     """
     loads = list(dict.fromkeys((one.load.rate, one.load.seed) for one in work))
     targets = [
-        _target(one, result, loads.index((one.load.rate, one.load.seed)))
+        _target_json(one, result, loads.index((one.load.rate, one.load.seed)))
         for one, result in zip(work, results, strict=True)
     ]
     targets.sort(key=lambda row: int(row["run"]))
@@ -61,7 +61,7 @@ def build_report(
         "dataset": {"name": data.name, "sha256": data.sha256},
         "options": {
             "shape": {"system_tokens": system_tokens} if system_tokens else {},
-            "arrivals": _arrivals(first.load),
+            "arrivals": _arrivals_json(first.load),
             "run": {"force_lengths": True},
             "window": {
                 "start_s": first.window and first.window[0],
@@ -80,7 +80,7 @@ def build_report(
             "engine": first.engine,
             "resampled": first.load.sessions is not None,
             "machine": msgspec.to_builtins(first.settings.machine),
-            "settings": _settings(first),
+            "settings": _settings_json(first),
         },
     }
 
@@ -88,14 +88,14 @@ def build_report(
 def _gap(
     shaped: Shaped, first: Simulation, targets: Sequence[dict[str, Any]], system_tokens: int
 ) -> dict[str, Any] | None:
-    """See ``history.gap``. None: what is simulated is not what a server has served."""
+    """See ``history.gap``. None if the simulated load differs from the load that the server served."""
     load = first.load
     if load.rate is not None or load.sessions is not None or system_tokens:
         return None
     return history.gap(shaped.conversations, first.window, targets)
 
 
-def _target(one: Simulation, result: Mapping[str, Any], run: int) -> dict[str, Any]:
+def _target_json(one: Simulation, result: Mapping[str, Any], run: int) -> dict[str, Any]:
     settings = one.settings
     size = settings.cache.chunk_tokens
     details = {
@@ -133,21 +133,21 @@ def _run(
     }  # fmt: skip
 
 
-def _arrivals(load: Load) -> dict[str, Any]:
+def _arrivals_json(load: Load) -> dict[str, Any]:
     gaps = load.think_gaps
-    told = {"name": gaps.name, "sha256": gaps.sha256, "count": len(gaps.seconds)} if gaps else None
+    gaps_json = {"name": gaps.name, "sha256": gaps.sha256, "count": len(gaps.seconds)} if gaps else None
     recorded = load.rate is None
     return {
-        "rate": load.rate, "think_time_s": load.think_time_s, "think_gaps": told, "recorded": recorded,
+        "rate": load.rate, "think_time_s": load.think_time_s, "think_gaps": gaps_json, "recorded": recorded,
         "seed": load.seed, "run_in_s": load.in_progress.run_in_s if load.in_progress else 0.0,
     }  # fmt: skip
 
 
-def _settings(one: Simulation) -> dict[str, Any]:
+def _settings_json(one: Simulation) -> dict[str, Any]:
     settings = one.settings
-    told = dataclasses.asdict(settings.cache)
-    del told["policy"]  # each target has its own
-    return told | {
+    cache = dataclasses.asdict(settings.cache)
+    del cache["policy"]  # each target names its own
+    return cache | {
         "context_limit": settings.context_limit,
         "max_batch_tokens": settings.max_batch_tokens,
         "max_running": settings.max_running,
@@ -163,7 +163,7 @@ def _settings(one: Simulation) -> dict[str, Any]:
 
 
 def print_report(report: dict[str, Any], console: Console) -> None:
-    """The policies below each other, load by load; of several loads also how far each policy carries."""
+    """Print a row for each policy and load; for several loads also the ratios of throughput."""
     simulated, work = report["simulation"], report["workload"]
     several = simulated["settings"]["replicas"] > 1
     title = (
@@ -181,7 +181,7 @@ def print_report(report: dict[str, Any], console: Console) -> None:
         for line in unsteady(entries([report])):
             console.print(line, style="red", markup=False, highlight=False)
     if report["gap"] is not None:
-        console.print(_told_gap(report["gap"]))
+        console.print(_gap_sentence(report["gap"]))
     for row in report["targets"]:
         if row["least_recomputed_cost_s"] is not None:
             least, offered = row["least_recomputed_cost_s"], _offered(row)
@@ -190,30 +190,30 @@ def print_report(report: dict[str, Any], console: Console) -> None:
             )
         if shared := row.get("shared_input_tokens"):
             console.print(
-                f"{row['target']}, {_offered(row)}: others had computed {shared:,} tokens of input."
+                f"{row['target']}, {_offered(row)}: {shared:,} input tokens were already cached by other sessions."
             )
         if several and row["turns"]["completed"]:
-            console.print(f"{row['target']}, {_offered(row)}: {_spread(row['by_replica'], simulated)}.")
+            console.print(
+                f"{row['target']}, {_offered(row)}: {_spread_sentence(row['by_replica'], simulated)}."
+            )
         if row["receipts"]["violations"]:
             console.print(f"{row['target']}: {row['receipts']['violations']} receipts do not add up")
 
 
-def _told_gap(gap: Mapping[str, Any]) -> str:
-    """Where the server had the history, and how much less a policy that knows the future would have recomputed."""
+def _gap_sentence(gap: Mapping[str, Any]) -> str:
     had = gap["measured"]
-    told = (
-        f"Served: {gap['turns']:,} turns came back to {gap['history_tokens']:,} tokens of history, of which "
+    sentence = (
+        f"Served: {gap['turns']:,} later turns had {gap['history_tokens']:,} tokens of history, of which "
         f"{100 * had['device']:.2f} % were on the device, {100 * had['host']:.2f} % on the host, and "
         f"{100 * had['recomputed']:.2f} % were recomputed"
     )
     if gap["clairvoyant"] is None:
-        return f"{told}."
+        return f"{sentence}."
     best, vain = gap["clairvoyant"]["recomputed"], gap["recomputed_in_vain"]
-    return f"{told}; a policy that knows the future recomputes {100 * best:.2f} %: the gap is {100 * vain:.2f} %."
+    return f"{sentence}; a clairvoyant policy recomputes {100 * best:.2f} %: the gap is {100 * vain:.2f} %."
 
 
-def _spread(rows: Sequence[Mapping[str, Any]], simulated: Mapping[str, Any]) -> str:
-    """How evenly the replicas were used."""
+def _spread_sentence(rows: Sequence[Mapping[str, Any]], simulated: Mapping[str, Any]) -> str:
     mean = sum(row["turns"] for row in rows) / simulated["settings"]["replicas"]
     slow = [row["ttft_s"]["warm"]["p99"] for row in rows if row["ttft_s"]["warm"]["p99"] is not None]
     late = f"; warm TTFT p99 from {1000 * min(slow):.1f} to {1000 * max(slow):.1f} ms" if slow else ""

@@ -1,4 +1,4 @@
-"""Runs simulations: one, or many side by side in processes."""
+"""Runs one simulation, or many in parallel processes."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ _counters: Any = None
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """One policy over one load; all of it crosses to worker processes."""
+    """One policy over one load. It is pickled to worker processes."""
 
     settings: Settings
     load: Load
     engine: EngineName
     policy: str
     window: TimeWindow | None = None
-    """What is measured: the turns that end in it, from ``load.zero_s`` on; None: all."""
+    """Measured window: turns that end in it, counted from ``load.zero_s``; None: all turns."""
     row_s: float | None = None
-    """Length of a row of ``timeline``; None: there are none."""
 
     def run(self, progress: Callable[[int], None] | None = None) -> dict[str, Any]:
-        """The numbers: always the same ones, but for ``wall_s`` and ``peak_rss_mib``. ``progress``: sessions begun.
+        """Simulate and return the summary, deterministic except for ``wall_s`` and ``peak_rss_mib``.
 
-        Raises ValueError when a session does not fit the context limit: it would wait for ever.
+        ``progress`` is called with the number of sessions begun. Raises ValueError when a session exceeds the
+        context limit: it would wait for ever.
         """
         longest = max(talk.tokens for talk in self.load.conversations)
         if longest > self.settings.context_limit:
@@ -57,7 +57,8 @@ class Simulation:
             turns = TurnSimulation(self.settings, self.policy, progress, tally)
             turns.run(self.load)
             shares = self.load.has_shared_prefixes and self.settings.cache.prefix_sharing
-            if turns.bound is not None and self.window is None and not shares:  # what it is a bound of
+            # The bound holds for nothing else.
+            if turns.bound is not None and self.window is None and not shares:
                 cache = self.settings.cache
                 pages = self.settings.replicas * (cache.device_chunks + cache.host_chunks)
                 bound = turns.bound.least_recomputed(pages, tally.last_end_s)
@@ -72,33 +73,33 @@ class Simulation:
 
 
 def run_all(work: Sequence[Simulation], jobs: int, progress: Callable[[int], None]) -> list[dict[str, Any]]:
-    """All, ``jobs`` at a time, each in a process of its own. ``progress``: sessions begun, of all together.
+    """Run all simulations, ``jobs`` at a time, each in its own process.
 
-    Interrupted, it ends at once.
+    ``progress`` is called with the sessions begun in all of them. An interrupt kills the processes at once.
     """
     context = multiprocessing.get_context("spawn")
     counters = context.Array("q", len(work), lock=False)
     others = set(multiprocessing.active_children())
-    with ProcessPoolExecutor(jobs, context, _share, (counters, os.getpid())) as pool:
+    with ProcessPoolExecutor(jobs, context, _init_worker, (counters, os.getpid())) as pool:
         try:
-            with _deaf():
+            with _sigint_blocked():
                 pending: list[Future[dict[str, Any]]] = [
-                    pool.submit(_one, one, index) for index, one in enumerate(work)
+                    pool.submit(_run_one, simulation, index) for index, simulation in enumerate(work)
                 ]
             for future in pending:
                 while not future.done():
                     time.sleep(0.1)
                     progress(sum(counters))
             return [future.result() for future in pending]
-        except BaseException:  # leaving the pool would wait for all that was given to it, begun or not
+        except BaseException:  # leaving the pool would wait for all submitted work
             for worker in set(multiprocessing.active_children()) - others:
                 worker.kill()
             raise
 
 
 @contextmanager
-def _deaf() -> Iterator[None]:
-    """Processes that are started in the block hear no Ctrl-C: whoever started them does, and ends them."""
+def _sigint_blocked() -> Iterator[None]:
+    """Block SIGINT in processes started in this context: the parent receives Ctrl-C and kills them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -106,14 +107,14 @@ def _deaf() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _share(counters: Any, parent: int) -> None:
+def _init_worker(counters: Any, parent: int) -> None:
     global _counters
     _counters = counters
     if not die_with_parent(parent):
-        sys.exit("the program that wanted this simulation is gone")
+        sys.exit("the parent process of this simulation has ended")
 
 
-def _one(work: Simulation, index: int) -> dict[str, Any]:
+def _run_one(work: Simulation, index: int) -> dict[str, Any]:
     def count(sessions: int) -> None:
         _counters[index] = sessions
 

@@ -219,7 +219,7 @@ async def hired_process(
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-P", "-m", wire.__name__, str(theirs.fileno())), pass_fds=(theirs.fileno(),)
         )
-    channel = await wire.PoolChannel.over(ours, wire.PlayerMessage)
+    channel = await wire.PoolChannel.from_socket(ours, wire.PlayerMessage)
     channel.send(wire.Job(address, INFO, tuple(work), RunOptions()))
     return process, channel
 
@@ -283,5 +283,5 @@ async def test_a_target_inside_this_process_is_refused() -> None:
         async def close(self) -> None: ...
 
     plan = ReplayPlan(Dataset("d", TALKS, "0"), Shaping(), Arrivals(), RunOptions(processes=2))
-    with pytest.raises(ValueError, match="inside lives in this process"):
+    with pytest.raises(ValueError, match="inside runs in this process"):
         await run(plan, [Inside()])  # type: ignore[list-item]

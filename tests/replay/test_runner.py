@@ -91,10 +91,10 @@ class Watching(ReplayWatcher, RunWatcher):
         self.runs.append((target, turns))
         return self
 
-    def sent(self) -> None:
+    def on_send(self) -> None:
         self.sends += 1
 
-    def ended(self, record: TurnRecord) -> None:
+    def on_turn_end(self, record: TurnRecord) -> None:
         self.records.append(record)
 
 
@@ -245,7 +245,7 @@ async def test_of_a_conversation_that_is_over_only_the_history_is_played() -> No
 
 async def test_a_load_that_is_over_is_refused() -> None:
     over = dataclasses.replace(plan(), arrivals=Arrivals(rate=100.0, run_in_s=0.2))
-    with pytest.raises(ValueError, match="ask for more of them"):
+    with pytest.raises(ValueError, match="ask for more conversations"):
         await run(over, [FakeTarget()])
 
 
@@ -312,7 +312,7 @@ def test_each_receipt_rule() -> None:
     assert "is not gpu" in broken(gpu_cached_tokens=6)
     assert "turn before" in broken(context_tokens=7, gpu_cached_tokens=6)
     assert "are recomputed" in broken(context_tokens=10, gpu_cached_tokens=1, recomputed_tokens=8)
-    assert "tokens came" in broken(output_tokens=3)
+    assert "tokens arrived" in broken(output_tokens=3)
     (problem,) = receipt_violations(
         [record(0, Usage(context_tokens=5, new_tokens=3, recomputed_tokens=2, output_tokens=2))]
     )

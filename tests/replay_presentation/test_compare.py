@@ -204,4 +204,4 @@ def test_a_system_that_never_came_up_is_told(tmp_path: Path) -> None:
     assert set(read.figures) == PLOTS and read.title == "Replay: chat<b>.json"
     assert read.problems == ["down: vLLM could not be reached: out of memory"]
     alone = run_compare(files[1])
-    assert alone.exit_code == 1 and "no target was measured" in alone.output
+    assert alone.exit_code == 1 and "no report has a measured target" in alone.output

@@ -36,7 +36,7 @@ class Together(PacedConversations):
 
 async def test_a_server_gets_all_turns_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """However few calls it takes on one connection; and connections that are free again are used again."""
-    monkeypatch.setattr(grpc_target, "_CALLS", ROOM)
+    monkeypatch.setattr(grpc_target, "_MAX_CALLS", ROOM)
     turns = 2 * ROOM + 1
     server = grpc.aio.server(options=[("grpc.max_concurrent_streams", ROOM)])
     rpc.add_ConversationServiceServicer_to_server(Together(turns), server)

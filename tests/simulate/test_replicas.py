@@ -166,7 +166,7 @@ def test_each_alone_is_as_all_together(monkeypatch: pytest.MonkeyPatch) -> None:
         alone = simulation.run(load).summary()
         assert simulation.replicas[0] is not begun, "who starts again has learned nothing"
         with monkeypatch.context() as patch:
-            patch.setattr(Router, "apart", False)
+            patch.setattr(Router, "independent", False)
             together = TurnSimulation(slower, "retention", tally=Tally(row_s=1.0)).run(load).summary()
         assert alone["tokens"] == together["tokens"] and alone["tokens"]["recomputed"] > 0
         assert alone["repeated_turns"] == together["repeated_turns"] > 0

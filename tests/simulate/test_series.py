@@ -26,7 +26,7 @@ def test_parts_are_all_steps_in_order(series: StepSeries, count: int) -> None:
         each[-1]
     )
     done = 0
-    for seconds, number, end in series.parts(count):
+    for seconds, number, end in series.even_runs(count):
         part = each[done : done + number]
         done += number
         assert seconds == pytest.approx(sum(part) / number) and end == pytest.approx(sum(each[:done]))

@@ -117,7 +117,7 @@ def test_the_program_says_what_sharing_is_worth(tmp_path: Path) -> None:
         arguments = [str(trace), "--policy", "lru", "--chunk-tokens", "8", "--jobs", "1", "--json", str(out)]
         result = CliRunner().invoke(simulate, [*arguments, *more])
         assert result.exit_code == 0, result.output
-        assert ("others had computed" in result.output) == ("--no-sharing" not in more)
+        assert ("already cached by other sessions" in result.output) == ("--no-sharing" not in more)
         found: dict[str, Any] = json.loads(out.read_text())
         return found
 

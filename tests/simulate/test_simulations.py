@@ -110,14 +110,14 @@ class Seen:
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[Seen]:
     found: list[Seen] = []
-    add = Tally.add
+    add = Tally.add_turn
 
     def spy(self: Tally, turn: CompletedTurn) -> None:
         arrived = turn.end_s - turn.ttft - turn.answering
         found.append(Seen(turn.number, turn.usage, turn.cost, turn.ttft, arrived, turn.end_s))
         add(self, turn)
 
-    monkeypatch.setattr(Tally, "add", spy)
+    monkeypatch.setattr(Tally, "add_turn", spy)
     return found
 
 
@@ -265,7 +265,7 @@ def test_memory_follows_sessions_alive_not_sessions_seen() -> None:
     def held(sessions: int) -> tuple[int, int]:
         simulation = TurnSimulation(settings(60, 60), "retention")
         simulation.run(Load(talks(1), sessions, 20.0, 1.0, 3))
-        return simulation.peak_sessions, len(simulation.replicas[0].cache.index._residents)
+        return simulation.peak_sessions, len(simulation.replicas[0].cache.index._holders)
 
     small, large = held(300), held(1200)
     assert large[0] < 2 * small[0] < 500 and large[1] < 2 * small[1] < 500

@@ -178,7 +178,7 @@ def test_what_is_being_saved_is_not_adopted_and_what_is_being_loaded_is() -> Non
     caches.complete()
     assert (caches.places(A), caches.places(B)) == ("33333332", "33333222")
     # Copies of what is in use are the first that a full host does without: what is shared before what is not.
-    caches.twin._discard_spare_copies(5)
+    caches.twin._free_spare_copies(5)
     for _ in range(5):
         chunk = next(iter(caches.manager.cache._tiers.spare))
         caches.manager.cache._tiers.evict_from_host(chunk)

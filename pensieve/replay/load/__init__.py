@@ -1,4 +1,4 @@
-"""What is replayed: conversations as lengths, read or drawn, cut to size, and when each turn is due.
+"""The load of a replay: conversations as lengths, read or drawn, cut to size, with the times of their turns.
 
 May import: core.
 """

@@ -1,9 +1,9 @@
-"""Built-in workloads: conversations drawn so that they have the published statistics of real data sets.
+"""Built-in workloads: conversations drawn to match the published statistics of real data sets.
 
-Lengths are in tokens, independent from turn to turn. What the sources give are means; the shapes around the means are
-fits, named at each generator, to length statistics of public data: a sample of 521 ShareGPT conversations (outputs:
-gamma of shape 1.6; inputs: lognormal, mean ∕ median 2.2, that is σ = 1.26; turns: geometric, which meets its quantiles
-3, 9 and 13 at 50, 95 and 99 %) and the 1,388 dialogues of MT-Bench-101.
+Lengths are in tokens, independent from turn to turn. The sources give means; the shapes around the means are
+fits, named at each generator, to length statistics of public data: a sample of 521 ShareGPT conversations
+(outputs: gamma of shape 1.6; inputs: lognormal, mean ∕ median 2.2, that is σ = 1.26; turns: geometric, which
+meets its quantiles 3, 9 and 13 at 50, 95 and 99 %) and the 1,388 dialogues of MT-Bench-101.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ from pensieve.replay.load.workload import Conversation, Dataset, TurnLengths
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """Means that a source states."""
-
     turns: float
     input_tokens: float
     output_tokens: float
@@ -31,21 +29,19 @@ class Published:
 
 @dataclass(frozen=True, slots=True)
 class ChatShape:
-    """A chat data set: each length from one distribution."""
-
     published: Published
     fewest_turns: int
     more_turns: str
-    """Distribution of the turns beyond the fewest: ``geometric`` or ``poisson``, its mean from the published one."""
+    """Distribution of the turns beyond the fewest: ``geometric`` or ``poisson``, with the published mean."""
     input_mean: float
-    """Before the context limit takes effect; the published mean is met after it."""
+    """Mean before the context limit takes effect; the published mean is met after it."""
     input_sigma: float
-    """Inputs are lognormal: the standard deviation of their logarithm."""
+    """Standard deviation of the logarithm of the inputs, which are lognormal."""
     output_mean: float
     output_gamma: float
-    """Outputs are gamma distributed: the shape parameter."""
+    """Shape parameter of the outputs, which are gamma distributed."""
     context_limit: int
-    """A longer conversation is shrunk, all its turns alike, to a length between ¾ of this and this, drawn evenly."""
+    """A longer conversation is shrunk, all turns alike, to a uniformly drawn length from ¾ of this up to this."""
 
 
 _EUROSYS = "Pensieve, EuroSys 2025, table 2"
@@ -53,8 +49,8 @@ _DRAFT = "Pensieve, first draft (arXiv 2312.05516v1), table 2: at least 5 turns,
 
 CHATS = {
     "sharegpt": ChatShape(Published(5.56, 37.77, 204.58, _EUROSYS), 1, "geometric", 37.77, 1.26, 204.58, 1.6, 16384),
-    # Synthetic dialogues are more even than logged ones: 2 + Poisson turns, σ = 0.6 and gamma 1.4 fit MT-Bench-101,
-    # the synthetic set at hand; only the means are UltraChat's own.
+    # Synthetic dialogues are more uniform than logged ones: 2 + Poisson turns, σ = 0.6 and gamma 1.4 fit
+    # MT-Bench-101, the synthetic set at hand; only the means are UltraChat's.
     "ultrachat": ChatShape(Published(3.86, 51.78, 257.81, _EUROSYS), 2, "poisson", 51.78, 0.6, 257.81, 1.4, 16384),
     # Means before shrinking found by fixed-point iteration over 60,000 conversations; 45 % and 4 % are shrunk.
     "sharegpt-long": ChatShape(Published(7.58, 31.26, 180.44, _DRAFT), 5, "geometric", 42.7, 1.26, 243.0, 1.6, 2048),
@@ -74,7 +70,7 @@ def _conversations(shape: ChatShape, number: int, generator: np.random.Generator
         inputs = generator.lognormal(center, shape.input_sigma, count)
         outputs = generator.gamma(shape.output_gamma, shape.output_mean / shape.output_gamma, count)
         total, share = float(inputs.sum() + outputs.sum()), generator.uniform(0.75, 1.0)
-        # Rounding, and one token being the least, may end above the share; the limit leaves room for that.
+        # Rounding, and the minimum of one token, may exceed the share; the limit leaves room for that.
         room = shape.context_limit - 3 * count
         shrink = share * room / total if total > room else 1.0
         found.append(Conversation(str(index), tuple(_turns(inputs * shrink, outputs * shrink))))
@@ -90,11 +86,9 @@ def _turns(inputs: Floats, outputs: Floats) -> list[TurnLengths]:
 
 @dataclass(frozen=True, slots=True)
 class Quantiles:
-    """A distribution by its quantiles: the logarithm is interpolated between them, linearly."""
-
     values: tuple[float, ...]
     at: tuple[float, ...] = (0, 5, 25, 50, 75, 95, 99, 100)
-    """Which quantiles ``values`` are, in per cent."""
+    """The quantiles that ``values`` are, in per cent."""
 
     def draw(self, generator: np.random.Generator, count: int) -> Floats:
         logs = np.interp(generator.uniform(0, 100, count), self.at, np.log(self.values))
@@ -103,15 +97,15 @@ class Quantiles:
 
 @dataclass(frozen=True, slots=True)
 class LongContext:
-    """A production service with long documents, as in the conversation trace that came with Mooncake (FAST 2025).
+    """A production service with long documents, as in the conversation trace of Mooncake (FAST 2025).
 
-    Fitted to the 3,100 sessions that can be recovered from the trace's prefix hashes: the quantiles below are the
-    trace's, of a first turn's input, a later turn's input (half of them a line typed, a quarter long documents),
-    output, and time from one turn's arrival to the next one's, in seconds. 28 % of the sessions have a second turn; of
-    those, the turns after it are Lomax(2.3, 2.07), rounded down, fitted to the shares of 2, 3 and 4 turns (60, 19 and
-    9 %) and the quantiles 7 and 15 at 95 and 99 %, with the trace's maximum of 43 turns.
-    Conversations start as a Poisson process, 3,100 in 1,380 s. A session ends before a context of 128 Ki tokens.
-    Not in the fit: text that sessions share, and dependence between lengths.
+    Fitted to the 3,100 sessions that can be recovered from the trace's prefix hashes. The quantiles below are
+    the trace's: of a first turn's input, a later turn's input (half of them a typed line, a quarter long
+    documents), the output, and the time between arrivals of turns, in seconds. 28 % of the sessions have a
+    second turn; the number of turns after that is Lomax(2.3, 2.07), rounded down, fitted to the shares of 2,
+    3 and 4 turns (60, 19 and 9 %) and the quantiles 7 and 15 at 95 and 99 %, with the trace's maximum of 43
+    turns. Conversations start as a Poisson process, 3,100 in 1,380 s. A session ends before a context of 128
+    Ki tokens. Not in the fit: text that sessions share, and dependence between lengths.
     """
 
     later_sessions: float = 879 / 3100
@@ -129,9 +123,12 @@ class LongContext:
 
     def conversations(self, number: int, generator: np.random.Generator) -> list[Conversation]:
         starts = np.cumsum(generator.exponential(1 / self.starts_per_s, number))
-        return [self._one(index, float(start), generator) for index, start in enumerate(starts - starts[:1])]
+        return [
+            self._conversation(index, float(start), generator)
+            for index, start in enumerate(starts - starts[:1])
+        ]
 
-    def _one(self, index: int, start: float, generator: np.random.Generator) -> Conversation:
+    def _conversation(self, index: int, start: float, generator: np.random.Generator) -> Conversation:
         count = 1
         if generator.random() < self.later_sessions:
             alpha, scale = self.tail
@@ -153,7 +150,7 @@ NAMES = (*CHATS, "mooncake")
 
 
 def generate(name: str, conversations: int, seed: int) -> Dataset:
-    """One of ``NAMES``; the same for the same seed. ``sha256`` is that of the lengths and times as JSON."""
+    """Generate the workload ``name``, one of ``NAMES``. ``sha256`` is that of the lengths and times as JSON."""
     generator = np.random.default_rng([seed, NAMES.index(name)])
     if name == "mooncake":
         found = LongContext().conversations(conversations, generator)

@@ -1,4 +1,4 @@
-"""Conversations as lengths, and what their beginnings have in common: what a replay needs to know of a dataset."""
+"""Datasets: conversations as lengths, with the beginnings that they share."""
 
 from __future__ import annotations
 
@@ -12,21 +12,19 @@ from pathlib import Path
 from typing import Any, Final
 
 RECORDED = "pensieve.trace/1"
-"""What the header of a trace written by ``pensieve serve --record`` says."""
 
 RECEIPT_FIELDS: Final = ("gpu_cached_tokens", "swapped_in_tokens", "recomputed_tokens")
 
 HASH_BLOCK_TOKENS: Final = 512
-"""Tokens that one of the ``hash_ids`` of a length trace stands for, as in the traces that came with Mooncake."""
+"""Tokens per entry of ``hash_ids`` in a length trace, as in the traces of Mooncake."""
 
 CountTokens = Callable[[str], int]
 
 Piece = tuple[str, int]
-"""So many leading tokens of the text with this name."""
+"""(name of a text, number of its leading tokens)."""
 
 
 _Row = tuple[int, "TurnLengths", dict[str, Any]]
-"""A row of a length trace: number of its turn, lengths, all that it says."""
 
 
 class DatasetError(ValueError):
@@ -35,62 +33,54 @@ class DatasetError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class TurnLengths:
-    """One user input and the answer to it, in tokens."""
-
     input_tokens: int
     output_tokens: int
     timestamp_s: float | None = None
-    """When the turn was sent in the recording; None: nobody says."""
     receipt: tuple[int, int, int] | None = None
-    """Tokens of its context that a server had on the device, had on the host, and recomputed; None: not recorded."""
+    """Tokens of the context found on the device, found on the host, and recomputed; None: not recorded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """The turns of one conversation, as lengths."""
-
     key: str
-    """What names it in its dataset."""
     turns: tuple[TurnLengths, ...]
     prefix: tuple[Piece, ...] = ()
-    """What its first input begins with, piece after piece. It has at least one more token, which is no other's.
+    """Pieces that the first input begins with; at least one more token follows.
 
-    Two conversations begin with the same tokens as far as their pieces are the same."""
+    Two conversations begin with the same tokens as far as their pieces are the same.
+    """
 
     @property
     def tokens(self) -> int:
-        """Length of the context after the last answer."""
+        """Context length after the last answer."""
         return sum(turn.input_tokens + turn.output_tokens for turn in self.turns)
 
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    """Conversations from one source."""
-
     name: str
     conversations: tuple[Conversation, ...]
     sha256: str
 
     @property
     def recorded_arrivals(self) -> bool:
-        """Whether every turn says when it was sent."""
         return all(turn.timestamp_s is not None for talk in self.conversations for turn in talk.turns)
 
 
 def estimate_tokens(text: str) -> int:
-    """Tokens of English text, roughly: a token per four characters, and at least three for four words."""
+    """Estimate the tokens of English text: one per four characters, and at least three per four words."""
     return max(1, round(len(text) / 4), round(len(text.split()) * 0.75))
 
 
 def load(path: Path, count_tokens: CountTokens = estimate_tokens, *, limit: int | None = None) -> Dataset:
-    """ShareGPT JSON or a length trace (JSONL), either maybe gzipped. ``limit``: the first so many conversations.
+    """Load ShareGPT JSON or a length trace (JSONL), either optionally gzipped.
 
-    A trace may be one that ``pensieve serve --record`` wrote: turns that were not kept are left out, and so are
-    answers without a token, whose input is counted to the next turn.
+    In a trace written by ``pensieve serve --record``, turns that were not kept are left out. So are answers
+    without a token; their input is added to the next turn.
 
-    What sessions have in common is said by the first row of each. ``prefix`` names a text, and the first
-    ``prefix_tokens`` of the session are that text's; or ``hash_ids`` has an id for every ``HASH_BLOCK_TOKENS``, and as
-    far as those are the same, so are the tokens.
+    The first row of a session declares its shared beginning: with ``prefix``, the first ``prefix_tokens``
+    tokens are those of the text of that name; with ``hash_ids``, one per ``HASH_BLOCK_TOKENS``, equal ids
+    mean equal tokens.
 
     Raises DatasetError.
     """
@@ -120,14 +110,14 @@ def _share_gpt(path: Path, text: str, count: CountTokens, limit: int | None) -> 
             break
         if not isinstance(entry, dict) or not isinstance(entry.get("conversations"), list):
             raise DatasetError(f"{path}: entry {number} has no list `conversations`")
-        turns = _answered(_messages(path, number, entry["conversations"]), count)
+        turns = _pair_turns(_messages(path, number, entry["conversations"]), count)
         if turns:
             found.append(Conversation(str(entry.get("id", number)), tuple(turns)))
     return found
 
 
 def _messages(path: Path, number: int, messages: list[Any]) -> Iterable[tuple[bool, str]]:
-    """(is it the user's, text) pairs; system messages count as the user's."""
+    """Yield (is it the user's, text) pairs; system messages count as the user's."""
     for message in messages:
         try:
             speaker, text = str(message["from"]), str(message["value"])
@@ -136,21 +126,21 @@ def _messages(path: Path, number: int, messages: list[Any]) -> Iterable[tuple[bo
         yield speaker in ("human", "user", "system"), text
 
 
-def _answered(messages: Iterable[tuple[bool, str]], count: CountTokens) -> list[TurnLengths]:
-    """Pairs of input and answer; an answer without input and an input without answer are left out."""
+def _pair_turns(messages: Iterable[tuple[bool, str]], count: CountTokens) -> list[TurnLengths]:
+    """Pair inputs with answers; an answer without input and an input without answer are left out."""
     turns: list[TurnLengths] = []
-    asked: list[str] = []
+    inputs: list[str] = []
     for is_user, text in messages:
         if is_user:
-            asked.append(text)
-        elif asked:
-            turns.append(TurnLengths(max(1, count("\n".join(asked))), max(1, count(text))))
-            asked = []
+            inputs.append(text)
+        elif inputs:
+            turns.append(TurnLengths(max(1, count("\n".join(inputs))), max(1, count(text))))
+            inputs = []
     return turns
 
 
 def parse_length_trace(path: Path, text: str) -> list[Conversation]:
-    """The conversations of a length trace. ``path`` names it in errors. Raises DatasetError."""
+    """Parse a length trace. ``path`` is for error messages. Raises DatasetError."""
     rows: dict[str, list[_Row]] = {}
     headers = 0
     for number, line in enumerate(text.splitlines(), 1):
@@ -159,7 +149,7 @@ def parse_length_trace(path: Path, text: str) -> list[Conversation]:
         try:
             row = json.loads(line)
             if "schema" in row:
-                headers = _header(path, number, row, headers)
+                headers = _check_header(path, number, row, headers)
                 continue
             if not row.get("committed", True):
                 continue
@@ -177,22 +167,24 @@ def parse_length_trace(path: Path, text: str) -> list[Conversation]:
             if isinstance(error, DatasetError):
                 raise
             raise DatasetError(
-                f"{path}, line {number}: wants session_id, turn, input_tokens, output_tokens[, timestamp_s]: {error!r}"
+                f"{path}, line {number}: needs session_id, turn, input_tokens, output_tokens[, timestamp_s]: {error!r}"
             ) from error
         if turn.input_tokens < 1 or turn.output_tokens < (0 if "committed" in row else 1):
-            raise DatasetError(f"{path}, line {number}: a turn has at least one token each way")
+            raise DatasetError(
+                f"{path}, line {number}: a turn needs at least one input token and one output token"
+            )
         rows.setdefault(session, []).append(entry)
     ordered = [(key, sorted(turns, key=lambda entry: entry[0])) for key, turns in rows.items()]
-    begins = _beginnings(path, [(key, turns[0]) for key, turns in ordered])
+    prefixes = _shared_prefixes(path, [(key, turns[0]) for key, turns in ordered])
     found = (
-        Conversation(key, _with_answers(turn for _, turn, _ in turns), prefix)
-        for (key, turns), prefix in zip(ordered, begins, strict=True)
+        Conversation(key, _merge_unanswered(turn for _, turn, _ in turns), prefix)
+        for (key, turns), prefix in zip(ordered, prefixes, strict=True)
     )
     return [talk for talk in found if talk.turns]
 
 
-def _beginnings(path: Path, firsts: Sequence[tuple[str, _Row]]) -> list[tuple[Piece, ...]]:
-    """What each session's first input begins with, from its first row. Raises DatasetError."""
+def _shared_prefixes(path: Path, firsts: Sequence[tuple[str, _Row]]) -> list[tuple[Piece, ...]]:
+    """Shared beginning of each session, from its first row. Raises DatasetError."""
     found: list[tuple[Piece, ...]] = []
     hashed: Counter[str] = Counter()
     for key, (_, turn, row) in firsts:
@@ -200,15 +192,16 @@ def _beginnings(path: Path, firsts: Sequence[tuple[str, _Row]]) -> list[tuple[Pi
             found.append(_pieces(row))
         except (ValueError, KeyError, TypeError) as error:
             raise DatasetError(
-                f"{path}, session {key}: `prefix` goes with prefix_tokens, `hash_ids` is a list: {error!r}"
+                f"{path}, session {key}: `prefix` needs prefix_tokens, `hash_ids` must be a list: {error!r}"
             ) from error
         if "prefix" in row and not 0 < found[-1][0][1] < turn.input_tokens:
             raise DatasetError(
-                f"{path}, session {key}: a prefix has a token, and less than the {turn.input_tokens} of the first input"
+                f"{path}, session {key}: prefix_tokens must be at least 1 and less than the first input, "
+                f"which has {turn.input_tokens} tokens"
             )
         hashed.update(name for name, _ in found[-1])
-    # Blocks that only one session has are its own, and most are: so what is held is little.
-    kept = [_while_common(pieces, hashed) if "prefix" not in row else pieces
+    # Blocks of a single session are most of all blocks and shared with none: dropping them saves memory.
+    kept = [_shared_part(pieces, hashed) if "prefix" not in row else pieces
             for (_, (_, _, row)), pieces in zip(firsts, found, strict=True)]  # fmt: skip
     return [
         truncate_pieces(pieces, turn.input_tokens - 1)
@@ -222,14 +215,12 @@ def _pieces(row: Mapping[str, Any]) -> tuple[Piece, ...]:
     return tuple((f"block {number}", HASH_BLOCK_TOKENS) for number in row.get("hash_ids", ()))
 
 
-def _while_common(pieces: tuple[Piece, ...], count: Mapping[str, int]) -> tuple[Piece, ...]:
-    """The pieces up to the last one that another session has."""
+def _shared_part(pieces: tuple[Piece, ...], count: Mapping[str, int]) -> tuple[Piece, ...]:
     last = max((at for at, (name, _) in enumerate(pieces, 1) if count[name] > 1), default=0)
     return pieces[:last]
 
 
 def truncate_pieces(pieces: tuple[Piece, ...], most: int) -> tuple[Piece, ...]:
-    """The first ``most`` tokens of some pieces."""
     kept: list[Piece] = []
     for name, tokens in pieces:
         if most <= 0:
@@ -239,8 +230,8 @@ def truncate_pieces(pieces: tuple[Piece, ...], most: int) -> tuple[Piece, ...]:
     return tuple(kept)
 
 
-def _header(path: Path, number: int, row: dict[str, Any], headers: int) -> int:
-    """How many headers there were now. A second one starts the clock anew, so times would overlap."""
+def _check_header(path: Path, number: int, row: dict[str, Any], headers: int) -> int:
+    """Check a header row; return the number of headers. A second one restarts the clock, so times would overlap."""
     if row["schema"] != RECORDED:
         raise DatasetError(f"{path}, line {number}: schema {row['schema']!r} is not {RECORDED}")
     if headers:
@@ -250,14 +241,14 @@ def _header(path: Path, number: int, row: dict[str, Any], headers: int) -> int:
     return headers + 1
 
 
-def _with_answers(turns: Iterable[TurnLengths]) -> tuple[TurnLengths, ...]:
-    """An input without an answer is put before the next one, so that contexts keep their lengths."""
+def _merge_unanswered(turns: Iterable[TurnLengths]) -> tuple[TurnLengths, ...]:
+    """Prepend each input without an answer to the next input, so that contexts keep their lengths."""
     kept: list[TurnLengths] = []
-    waiting = 0
+    unanswered = 0
     for turn in turns:
         if turn.output_tokens:
-            kept.append(replace(turn, input_tokens=turn.input_tokens + waiting))
-            waiting = 0
+            kept.append(replace(turn, input_tokens=turn.input_tokens + unanswered))
+            unanswered = 0
         else:
-            waiting += turn.input_tokens
+            unanswered += turn.input_tokens
     return tuple(kept)

@@ -1,4 +1,4 @@
-"""Makes numbers of what was played: windows, receipts, latencies, and whether they may be believed.
+"""Condenses a replay to numbers: windows, receipts, latencies, and whether the measurement is valid.
 
 May import: pensieve, replay.records.
 """

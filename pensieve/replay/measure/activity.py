@@ -1,4 +1,4 @@
-"""How many conversations were open during a replay, and how late first tokens came meanwhile."""
+"""Counts open conversations during a replay, with the times to first token meanwhile."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pensieve.replay.records import TurnRecord
 
 TTFT_LIMIT_S = 2.0
 _BIN_TURNS = 20
-"""A 95th percentile of fewer turns would be their maximum."""
-_MOST_BINS = 20
+"""With fewer turns the 95th percentile would be the maximum."""
+_MAX_BINS = 20
 RULE = (
     "A conversation is active from the moment its first turn is sent until its last answer ends, pauses included. "
-    f"Turns in order of sending are cut into at most {_MOST_BINS} bins of at least {_BIN_TURNS} turns. The number is "
+    f"Turns in order of sending are cut into at most {_MAX_BINS} bins of at least {_BIN_TURNS} turns. The number is "
     "the mean of active conversations in the fullest bin whose p95 time to first token, and that of every less full "
     f"bin, is at most {TTFT_LIMIT_S:g} s; a failed turn counts as infinitely late. A ≥ says that no bin was above the "
     "limit."
@@ -27,10 +27,10 @@ def active_sessions(
     outside: Sequence[TurnRecord] = (),
     window: tuple[float, float] | None = None,
 ) -> dict[str, Any]:
-    """``mean`` and ``max`` of active conversations, ``ttft_p95_s``, ``bins``, and what ``RULE`` makes of them.
+    """``mean`` and ``max`` of active conversations, ``ttft_p95_s``, ``bins``, and the result of ``RULE``.
 
-    ``records``: the turns that are judged. ``outside``: the other turns of the run, so that a conversation whose turns
-    lie around the window counts as active in it. ``window``: its start and end; None: from first send to last end.
+    ``records`` are judged. The other turns of the run, ``outside``, only make their conversations active.
+    ``window``: its start and end; None: from the first send to the last end.
     """
     spans = list(_open_times([*records, *outside]).values())
     start, end = window or (
@@ -40,7 +40,7 @@ def active_sessions(
     bins = _bins(records, spans)
     return {
         "mean": _mean_open(spans, start, end),
-        "max": _most_open(spans, start, end),
+        "max": _max_open(spans, start, end),
         "limit_s": TTFT_LIMIT_S,
         "ttft_p95_s": _p95(records) if records else None,
         **largest_within_limit(bins),
@@ -49,10 +49,10 @@ def active_sessions(
 
 
 def largest_within_limit(bins: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """``RULE`` over bins, which may come from several runs of one system.
+    """Apply ``RULE`` to bins, which may come from several runs of one system.
 
-    ``largest_within_limit`` is null where there is no bin or the emptiest is already too late; ``limit_reached`` is
-    false where no bin was above the limit: the system may hold more than was offered.
+    ``largest_within_limit`` is None without bins, or if the emptiest is too late. ``limit_reached`` is False
+    if no bin was above the limit: the system may hold more than was offered.
     """
     largest: float | None = None
     for entry in sorted(bins, key=lambda entry: float(entry["active"])):
@@ -63,8 +63,8 @@ def largest_within_limit(bins: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     return {"largest_within_limit": largest, "limit_reached": False}
 
 
-def _sent(record: TurnRecord) -> float:
-    """When the turn was sent; when it was due, if its conversation could not be opened."""
+def _send_time(record: TurnRecord) -> float:
+    """Time of sending; the due time if the conversation could not be opened."""
     return record.sent_s or record.due_s
 
 
@@ -72,49 +72,45 @@ def _open_times(records: Sequence[TurnRecord]) -> dict[int, tuple[float, float]]
     found: dict[int, tuple[float, float]] = {}
     for record in records:
         start, end = found.get(record.conversation, (math.inf, -math.inf))
-        found[record.conversation] = min(start, _sent(record)), max(end, record.done_s)
+        found[record.conversation] = min(start, _send_time(record)), max(end, record.done_s)
     return found
 
 
 def _bins(records: Sequence[TurnRecord], spans: Sequence[tuple[float, float]]) -> list[dict[str, Any]]:
-    ordered = sorted(records, key=_sent)
-    count = min(_MOST_BINS, len(ordered) // _BIN_TURNS)
+    ordered = sorted(records, key=_send_time)
+    count = min(_MAX_BINS, len(ordered) // _BIN_TURNS)
     cuts = [len(ordered) * index // count for index in range(count + 1)] if count else []
     found = []
     for begin, end in itertools.pairwise(cuts):
-        start = _sent(ordered[begin])
-        stop = _sent(ordered[end]) if end < len(ordered) else max(record.done_s for record in ordered)
-        entry = {
-            "start_s": start,
-            "end_s": stop,
-            "turns": end - begin,
-            "active": _mean_open(spans, start, stop),
-            "ttft_p95_s": _p95(ordered[begin:end]),
-        }
-        found.append(entry)
+        start = _send_time(ordered[begin])
+        stop = _send_time(ordered[end]) if end < len(ordered) else max(record.done_s for record in ordered)
+        active, ttft = _mean_open(spans, start, stop), _p95(ordered[begin:end])
+        found.append(
+            {"start_s": start, "end_s": stop, "turns": end - begin, "active": active, "ttft_p95_s": ttft}
+        )
     return found
 
 
 def _mean_open(spans: Sequence[tuple[float, float]], start: float, stop: float) -> float:
-    """Mean number of open conversations from start to stop; at an instant, how many are open then."""
+    """Mean number of open conversations from start to stop; if these are equal, the number at that instant."""
     if stop <= start:
         return float(sum(begin <= start <= end for begin, end in spans))
     return sum(max(0.0, min(end, stop) - max(begin, start)) for begin, end in spans) / (stop - start)
 
 
-def _most_open(spans: Sequence[tuple[float, float]], start: float, stop: float) -> int:
+def _max_open(spans: Sequence[tuple[float, float]], start: float, stop: float) -> int:
     inside = [(max(begin, start), min(end, stop)) for begin, end in spans if begin <= stop and end >= start]
-    # At equal times an end comes first: a client that goes on with another conversation has one open, not two.
+    # At equal times ends come first: a client that continues with another conversation has one open.
     edges = sorted([(begin, 1) for begin, _ in inside] + [(end, -1) for _, end in inside])
-    now = most = 0
+    now = maximum = 0
     for _, change in edges:
         now += change
-        most = max(most, now)
-    return most
+        maximum = max(maximum, now)
+    return maximum
 
 
 def _p95(records: Sequence[TurnRecord]) -> float | None:
-    """The 95th percentile of the time to first token, by nearest rank; None where that is a turn without one."""
-    late = sorted(math.inf if record.error or record.ttft_s is None else record.ttft_s for record in records)
-    value = late[math.ceil(0.95 * len(late)) - 1]
+    """Nearest-rank 95th percentile of the time to first token; None if that turn has none."""
+    times = sorted(math.inf if record.error or record.ttft_s is None else record.ttft_s for record in records)
+    value = times[math.ceil(0.95 * len(times)) - 1]
     return None if math.isinf(value) else value

@@ -1,7 +1,4 @@
-"""Condenses a replay to numbers; the JSON is described in bench/README.md.
-
-Receipts are checked here: each turn by itself, and against the turn before.
-"""
+"""Condenses a replay to numbers, and checks receipts; bench/README.md describes the JSON."""
 
 from __future__ import annotations
 
@@ -21,50 +18,57 @@ from pensieve.replay.records import Outcome, TurnRecord
 
 SCHEMA = "pensieve.replay/1"
 SOURCES = ("gpu_cached", "swapped_in", "recomputed", "new")
-_SHOWN = 20
+_MAX_EXAMPLES = 20
 
 
 def receipt_violations(records: Iterable[TurnRecord]) -> list[str]:
-    """One sentence per broken rule; turns without a receipt are passed over."""
-    found: list[str] = []
+    """Check receipts; return one sentence per broken rule. Turns without a receipt are skipped."""
+    problems: list[str] = []
     last: dict[int, TurnRecord] = {}
     for record in sorted(records, key=lambda record: (record.conversation, record.turn)):
         if record.usage is None or record.error:
             continue
-        found += _alone(record)
+        problems += _check_receipt(record)
         before = last.get(record.conversation)
         if before is not None and before.turn == record.turn - 1:
-            found += _against(before, record)
+            problems += _check_against_previous(before, record)
         last[record.conversation] = record
-    return found
+    return problems
 
 
-def _alone(record: TurnRecord) -> list[str]:
-    usage, where, found = record.usage, _where(record), []
+def _check_receipt(record: TurnRecord) -> list[str]:
+    usage, where, problems = record.usage, _where(record), []
     assert usage is not None
     if not usage.reconciles:
-        found.append(
+        problems.append(
             f"{where}: context {usage.context_tokens} is not gpu {usage.gpu_cached_tokens} + "
             f"swapped {usage.swapped_in_tokens} + recomputed {usage.recomputed_tokens} + new {usage.new_tokens}"
         )
     if usage.output_tokens != record.output_tokens:
-        found.append(f"{where}: {record.output_tokens} tokens came, the receipt says {usage.output_tokens}")
+        problems.append(
+            f"{where}: {record.output_tokens} tokens arrived, the receipt says {usage.output_tokens}"
+        )
     if record.turn == 0 and usage.recomputed_tokens:
-        found.append(f"{where}: a first turn has {usage.recomputed_tokens} recomputed tokens")
-    return found
+        problems.append(f"{where}: a first turn has {usage.recomputed_tokens} recomputed tokens")
+    return problems
 
 
-def _against(before: TurnRecord, record: TurnRecord) -> list[str]:
-    """What was found of the input, as in a beginning that another session has too, is not new: hence no equality."""
+def _check_against_previous(before: TurnRecord, record: TurnRecord) -> list[str]:
+    """Check a receipt against the turn before.
+
+    The context may be larger than history and new input: input that another session has cached is not new.
+    """
     assert before.usage is not None and record.usage is not None
-    usage, where, found = record.usage, _where(record), []
+    usage, where, problems = record.usage, _where(record), []
     history = before.usage.context_tokens + before.usage.output_tokens
-    told = f"the turn before had {before.usage.context_tokens} + output {before.usage.output_tokens}"
+    previous = f"the turn before had {before.usage.context_tokens} + output {before.usage.output_tokens}"
     if usage.context_tokens < history + usage.new_tokens:
-        found.append(f"{where}: context {usage.context_tokens}, but {told}, and {usage.new_tokens} are new")
+        problems.append(
+            f"{where}: context {usage.context_tokens}, but {previous}, and {usage.new_tokens} are new"
+        )
     if usage.recomputed_tokens > history:
-        found.append(f"{where}: {usage.recomputed_tokens} are recomputed, but {told}")
-    return found
+        problems.append(f"{where}: {usage.recomputed_tokens} are recomputed, but {previous}")
+    return problems
 
 
 def _where(record: TurnRecord) -> str:
@@ -72,7 +76,7 @@ def _where(record: TurnRecord) -> str:
 
 
 def summarise(outcome: Outcome) -> dict[str, Any]:
-    """The ``targets`` entry of one target. Durations in seconds; a statistic of nothing is null."""
+    """The ``targets`` entry of one target. Durations in seconds; statistics without values are null."""
     done = [record for record in outcome.records if not record.error]
     failed = [record for record in outcome.records if record.error]
     broken = receipt_violations(outcome.records)
@@ -104,23 +108,22 @@ def summarise(outcome: Outcome) -> dict[str, Any]:
         "receipts": {
             "checked": sum(record.usage is not None for record in done),
             "violations": len(broken),
-            "examples": broken[:_SHOWN],
+            "examples": broken[:_MAX_EXAMPLES],
         },
         "active_sessions": active_sessions(outcome.records, outcome.outside, outcome.window_s),
         "errors": dict(Counter(record.error for record in failed)),
-        "error_examples": [record.message for record in failed[:_SHOWN]],
+        "error_examples": [record.message for record in failed[:_MAX_EXAMPLES]],
         "client_lag_s": statistics(record.sent_s - record.due_s for record in done),
     }
 
 
 def is_clean(summary: dict[str, Any]) -> bool:
-    """Whether every turn completed and every receipt reconciles."""
     turns = summary["turns"]
     return not (turns["failed"] or turns["skipped"] or summary["receipts"]["violations"])
 
 
 def value_at(summary: Mapping[str, Any], path: str) -> Any:
-    """The value at a dotted path; None where an older report has no such field."""
+    """The value at a dotted path; None if an older report lacks the field."""
     value: Any = summary
     for key in path.split("."):
         if not isinstance(value, Mapping) or key not in value:
@@ -130,7 +133,6 @@ def value_at(summary: Mapping[str, Any], path: str) -> Any:
 
 
 def statistics(values: Iterable[float]) -> dict[str, float | int | None]:
-    """Count, mean and percentiles."""
     array = np.fromiter(values, dtype=np.float64)
     if not len(array):
         return {"count": 0, "mean": None, "p50": None, "p90": None, "p95": None, "p99": None, "max": None}
@@ -147,7 +149,6 @@ def statistics(values: Iterable[float]) -> dict[str, float | int | None]:
 
 
 def quantiles(values: Iterable[float]) -> list[float] | None:
-    """The quantiles at 0, 1, … 100 %: enough to draw the distribution."""
     array = np.fromiter(values, dtype=np.float64)
     return [float(value) for value in np.percentile(array, np.arange(101))] if len(array) else None
 
@@ -157,13 +158,12 @@ def environment() -> dict[str, Any]:
     names = ("torch", "transformers", "tokenizers", "numpy", "grpcio", "protobuf", "redis")
     versions = {"pensieve": __version__, "python": platform.python_version()}
     versions |= {name: version_of(name) for name in names}
-    release = platform.release().partition("-")[0]  # what a distributor adds says nothing about speed
+    release = platform.release().partition("-")[0]  # the distributor's suffix says nothing about speed
     machine = {"system": f"{platform.system()} {release}", "cpu": _cpu(), "cores": _cores()}
     return {"machine": machine, "versions": versions}
 
 
 def version_of(package: str) -> str:
-    """The installed version; ``absent`` where there is none."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -188,7 +188,7 @@ def _ttft(records: Iterable[TurnRecord]) -> Iterable[float]:
 
 
 def _gaps(record: TurnRecord) -> Iterable[float]:
-    """Time per token between pieces: a piece of n tokens is n gaps of an n-th each."""
+    """Time per token between pieces: a piece of n tokens is n gaps of equal length."""
     for (_, earlier), (count, later) in zip(record.arrivals, record.arrivals[1:], strict=False):
         for _ in range(count):
             yield (later - earlier) / count
@@ -210,8 +210,13 @@ def _by_turn(records: Sequence[TurnRecord]) -> list[dict[str, Any]]:
     numbers = sorted({record.turn for record in records})
     rows = []
     for number in numbers:
-        here = [record for record in records if record.turn == number]
+        group = [record for record in records if record.turn == number]
         rows.append(
-            {"turn": number, "turns": len(here), "ttft_s": statistics(_ttft(here)), "tokens": _tokens(here)}
+            {
+                "turn": number,
+                "turns": len(group),
+                "ttft_s": statistics(_ttft(group)),
+                "tokens": _tokens(group),
+            }
         )
     return rows

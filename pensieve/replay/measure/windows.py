@@ -1,7 +1,4 @@
-"""Which part of a replay is measured, whether the load was steady in it, and whether the numbers may be believed.
-
-They may not where the client itself was late.
-"""
+"""Chooses the measured part of a replay, tests whether the load was steady, and validates the client's timing."""
 
 from __future__ import annotations
 
@@ -22,33 +19,29 @@ METRICS = (
     *(f"ttft_s.{kind}.{point}" for kind in ("cold", "warm") for point in ("p50", "p90", "p99")),
     "inter_token_s.p50", "inter_token_s.p99",
 )  # fmt: skip
-"""What gets confidence intervals, as paths into a summary."""
 
 T_975 = (
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
     2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
 )  # fmt: skip
-"""Student's t, two-sided 5 %, with 1, 2, … degrees of freedom; with more than 30 the last is a little too wide."""
+"""Student's t, two-sided 5 %, with 1, 2, … degrees of freedom; beyond 30 the last value is slightly too wide."""
 BINS = 10
 _PARTS = 100
 _LARGEST_TREND = 0.2
 _T_95 = T_975[BINS - 3]
-"""The point for a line through ``BINS`` levels, which leaves ``BINS`` − 2 degrees of freedom."""
+"""The value for a line through ``BINS`` levels: ``BINS`` − 2 degrees of freedom."""
 
 
 def client_lag(outcome: Outcome, max_lag_s: float) -> dict[str, Any]:
-    """How late the client sent, and how late its event loops looked at answers; valid when both are in time.
+    """Lateness of the client's sends and of its event loops, and whether the measurement is valid.
 
-    The rule: of sends, and of the timer ticks of each process, at most one in a hundred was later than ``max_lag_s``.
+    The rule: at most 1 % of the sends, and of the timer ticks of each process, were later than ``max_lag_s``.
     """
     records = (*outcome.records, *outcome.outside, *outcome.cut_short)
     send = statistics(record.sent_s - record.due_s for record in records if record.sent_s)
     loop = statistics(itertools.chain.from_iterable(outcome.loop_lag_s))
     each = [statistics(lags)["p99"] or 0.0 for lags in outcome.loop_lag_s]
-    checks = [
-        ("turns were sent", send["p99"] or 0.0),
-        *(("its event loop was", late) for late in sorted(each)[-1:]),
-    ]
+    checks = (("turns were sent", send["p99"] or 0.0), ("its event loop was", max(each, default=0.0)))
     reasons = [
         f"{what} {late:.3f} s late at the 99th percentile, more than {max_lag_s:g} s"
         for what, late in checks
@@ -65,7 +58,7 @@ def client_lag(outcome: Outcome, max_lag_s: float) -> dict[str, Any]:
 
 
 def intervals(summaries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Mean over the seeds and 95 % confidence interval of each metric, for each target and load with several seeds."""
+    """Mean and 95 % confidence interval of each metric over seeds, per target and load with several seeds."""
     groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for summary in summaries:
         groups.setdefault((summary["target"], summary["rate"], summary["clients"]), []).append(summary)
@@ -94,25 +87,22 @@ def _interval(values: Sequence[float | None]) -> dict[str, float | int | None]:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The window that is asked for. Without any of it the whole replay is measured."""
+    """The requested window. By default the whole replay is measured."""
 
     warm_up_s: float | None = None
-    """Time at the start that is not measured."""
     window_s: float | None = None
-    """Time after it that is measured; None: until the last conversation starts, after which the load only falls."""
+    """Measured time after the warm-up; None: until the last conversation starts, after which the load only falls."""
     steady: bool = False
-    """Find the warm-up; see ``steady_start``."""
 
 
 def sent_turns(outcome: Outcome) -> list[TurnRecord]:
-    """All turns of a replay that has not been cut to a window, with those that it cut short."""
     return [*outcome.records, *outcome.cut_short]
 
 
 def running_turns(
     records: Sequence[TurnRecord], start: float, end: float, bins: int = BINS
 ) -> NDArray[np.float64]:
-    """Mean number of turns in flight in each of ``bins`` equal parts of the time from ``start`` to ``end``."""
+    """Mean number of turns in flight in each of ``bins`` equal parts of ``start`` to ``end``."""
     edges = np.linspace(start, end, bins + 1)
     sent = np.array([record.sent_s for record in records if record.sent_s])
     done = np.array([record.done_s for record in records if record.sent_s])
@@ -124,7 +114,7 @@ def running_turns(
 
 
 def has_trend(levels: NDArray[np.float64]) -> bool:
-    """Whether a line fitted to ``BINS`` levels rises or falls by more than 20 % of their mean, beyond chance (5 %)."""
+    """Whether a line fitted to ``BINS`` levels changes by more than 20 % of their mean, significantly (5 %)."""
     mean = float(levels.mean())
     if not mean:
         return False
@@ -135,16 +125,16 @@ def has_trend(levels: NDArray[np.float64]) -> bool:
 
 
 def steady_start(records: Sequence[TurnRecord], end: float) -> tuple[float, bool]:
-    """The time at which the steady part before ``end`` starts, and whether it is steady.
+    """Return the start of the steady part before ``end``, and whether that part is steady.
 
-    The rule: the number of turns in flight, averaged over each hundredth of the time to ``end``, is cut where the rest
-    has the smallest marginal standard error (MSER: squared deviations from their mean, over the square of their
-    number), within the first half. The rest is steady when it has no trend; with one, turns pile up because the
-    system is overloaded, or the replay is too short.
+    The rule: the number of turns in flight, averaged over each hundredth of the time to ``end``, is cut where
+    the rest has the smallest marginal standard error (MSER: squared deviations from the mean over the square
+    of their number), within the first half. The rest is steady if it has no trend; otherwise turns pile up,
+    or the replay is too short.
     """
     levels = running_turns(records, 0.0, end, _PARTS)
-    # The sum of squares grows with every level that is kept, its divisor faster as long as the levels are alike: the
-    # quotient is smallest where the cut leaves out the start and nothing else.
+    # Each kept level adds to the sum of squares, and more to its divisor while levels are alike: the quotient
+    # is smallest if the cut drops only the start.
     errors = [
         float(((rest := levels[cut:]) - rest.mean()) @ (rest - rest.mean())) / len(rest) ** 2
         for cut in range(_PARTS // 2)
@@ -154,11 +144,10 @@ def steady_start(records: Sequence[TurnRecord], end: float) -> tuple[float, bool
 
 
 def cut_to_window(outcome: Outcome, wanted: Window) -> tuple[Outcome, dict[str, Any]]:
-    """The outcome of the turns that ended inside the window, and what the report says of the window.
+    """Reduce an outcome to the turns that ended inside the window; also return the report's ``window``.
 
-    When the load ends before the warm-up does, the whole replay is measured, and not steady. Turns that were cut short
-    were in flight until the stop, and their conversations were active; else they do not count. Nor do turns that were
-    played before the start.
+    If the load ends before the warm-up, the whole replay is measured and counts as not steady. Turns that
+    were cut short only count as in flight, and their conversations as active. Histories do not count.
     """
     rule, start, end, steady = _bounds(outcome, wanted)
     whole = rule == "whole"
@@ -166,7 +155,7 @@ def cut_to_window(outcome: Outcome, wanted: Window) -> tuple[Outcome, dict[str, 
     for record in outcome.records:
         parts[record.done_s > 0 and (whole or start <= record.done_s < end)].append(record)
     inside, outside = tuple(parts[True]), tuple(parts[False])
-    told = {
+    entry = {
         "rule": rule,
         "start_s": start,
         "end_s": end,
@@ -178,17 +167,17 @@ def cut_to_window(outcome: Outcome, wanted: Window) -> tuple[Outcome, dict[str, 
     }
     outside += outcome.cut_short
     if whole:
-        return replace(outcome, records=inside, outside=outside), told
+        return replace(outcome, records=inside, outside=outside), entry
     return replace(
         outcome, records=inside, outside=outside, duration_s=end - start, window_s=(start, end)
-    ), told
+    ), entry
 
 
 def _bounds(outcome: Outcome, wanted: Window) -> tuple[str, float, float, bool | None]:
-    """(rule, start, end, steady) of the window; steady is None where nobody asked."""
+    """(rule, start, end, steady) of the window; steady is None if it was not requested."""
     duration = outcome.duration_s
     last_start = max((record.sent_s for record in outcome.records if record.turn == 0), default=0.0)
-    # Conversations that all start at once are a load that only falls: its end is the end.
+    # If all conversations start at once the load only falls: it ends with the replay.
     load_end = last_start if last_start > 0.1 * duration else duration
     if wanted.steady:
         start, steady = steady_start(outcome.records, load_end)

@@ -1,4 +1,4 @@
-"""Several client processes play one run: each conversation whole in one of them, all from one instant."""
+"""Plays one run with several client processes: each conversation in one of them, all from the same instant."""
 
 from __future__ import annotations
 
@@ -20,21 +20,20 @@ from pensieve.replay.records import Outcome, PlayResult, RunOptions, TurnRecord,
 from pensieve.replay.targets.base import RemoteTarget, TargetInfo, TurnFailed
 
 _HEAD_START_S = 0.05
-"""Time between ``Go`` and the start that it names, so that it has reached every process by then."""
-_WORDS = 4000
-"""Bytes of a process's stderr that an error quotes."""
+"""Time between ``Go`` and the start that it announces, so that it reaches every process before then."""
+_TAIL_BYTES = 4000
 T = TypeVar("T")
 
 
 class ClientFailed(RuntimeError):
-    """A client process ended before its work did: there is no measurement."""
+    """A client process ended before its work did; the measurement is lost."""
 
 
 def deal(scripts: Sequence[Script], options: RunOptions) -> list[tuple[tuple[Script, ...], RunOptions]]:
-    """What each process plays. Conversations are dealt round in order of their starts.
+    """Distribute scripts round-robin over the processes, with the options of each.
 
-    With a limit of conversations at once each process gets its part of the limit, and of the conversations in
-    proportion. The limit is at least as large as the number of processes.
+    A limit on concurrent conversations, at least the number of processes, is split too, and conversations in
+    proportion.
     """
     processes, limit = options.processes, options.concurrency
     rounds = limit or processes
@@ -56,38 +55,36 @@ async def replay(
     on_turn: OnTurn = lambda record: None,
     on_send: OnSend = lambda: None,
 ) -> Outcome:
-    """Like ``runner.replay``, against the server at the target's address.
+    """Like ``runner.replay``, from several processes to the target's address. No process outlives this call.
 
-    Raises TurnFailed when a process cannot connect, ClientFailed when one dies. No process outlives this.
+    Raises TurnFailed when a process cannot connect, ClientFailed when one dies.
     """
     records: list[TurnRecord] = []
 
-    def ended(record: TurnRecord) -> None:
+    def on_end(record: TurnRecord) -> None:
         records.append(record)
         on_turn(record)
 
     async with AsyncExitStack() as stack:
-        crew: list[_Member] = []
+        players: list[_PlayerProcess] = []
         for number, (share, limits) in enumerate(deal(scripts, options)):
-            crew.append(await stack.enter_async_context(_member(number)))
-            crew[-1].channel.send(wire.Job(target.address(), info, share, limits))
-        await _all(member.ready(ended, on_send) for member in crew)
+            players.append(await stack.enter_async_context(_start_process(number)))
+            players[-1].channel.send(wire.Job(target.address(), info, share, limits))
+        await _all(player.ready(on_end, on_send) for player in players)
         start = time.perf_counter() + _HEAD_START_S
-        for member in crew:
-            member.channel.send(wire.Go(start))
-        played = await _all(member.follow(ended, on_send) for member in crew)
-        # No server may see a session go while others are still measured.
-        leftovers = await _all(member.leave() for member in crew)
+        for player in players:
+            player.channel.send(wire.Go(start))
+        played = await _all(player.follow(on_end, on_send) for player in players)
+        # Sessions are deleted only after all processes have finished their measurement.
+        leftovers = await _all(player.delete_sessions() for player in players)
     return merge_results(target.name, info, records, played, next(filter(None, leftovers), ""))
 
 
-class _Member:
-    """One client process, as the crew sees it."""
-
+class _PlayerProcess:
     def __init__(self, number: int, process: asyncio.subprocess.Process, channel: wire.PoolChannel) -> None:
         self._number, self._process, self.channel = number, process, channel
         assert process.stderr is not None
-        self._words = asyncio.create_task(_tail(process.stderr))
+        self._stderr_tail = asyncio.create_task(_tail(process.stderr))
 
     async def ready(self, on_turn: OnTurn, on_send: OnSend) -> None:
         message = await self._next(wire.PlayerReady | wire.Refused, on_turn, on_send)
@@ -99,7 +96,6 @@ class _Member:
         return cast(PlayResult, finished.played)
 
     async def _next(self, wanted: Any, on_turn: OnTurn, on_send: OnSend) -> Any:
-        """The next message of the ``wanted`` kind; turns that go out and end meanwhile are passed on."""
         while True:
             match await self._receive(wire.TurnSent | wire.TurnEnded | wanted):
                 case wire.TurnSent():
@@ -109,33 +105,33 @@ class _Member:
                 case message:
                     return message
 
-    async def leave(self) -> str:
+    async def delete_sessions(self) -> str:
         self.channel.send(wire.DeleteSessions())
-        left = await self._receive(wire.SessionsDeleted)
-        return str(left.leftover)
+        message = await self._receive(wire.SessionsDeleted)
+        return str(message.leftover)
 
-    async def end(self) -> None:
-        """Kill the process: whatever it still does after this is of no use."""
+    async def kill(self) -> None:
+        """Kill the process: its remaining work is of no use."""
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
         await self._process.wait()
-        await self._words
+        await self._stderr_tail
         await self.channel.close()
 
     async def _receive(self, kind: Any) -> Any:
         try:
             return await self.channel.receive(kind)
         except EOFError:
-            status, words = await self._process.wait(), await self._words
+            status, tail = await self._process.wait(), await self._stderr_tail
             raise ClientFailed(
-                f"client process {self._number} ended with status {status}; its last words:\n{words}"
+                f"client process {self._number} ended with status {status}; last output:\n{tail}"
             ) from None
 
 
 @asynccontextmanager
-async def _member(number: int) -> AsyncIterator[_Member]:
+async def _start_process(number: int) -> AsyncIterator[_PlayerProcess]:
     ours, theirs = socket.socketpair()
-    channel = await wire.PoolChannel.over(ours, wire.PlayerMessage)  # closing it would end the process, too
+    channel = await wire.PoolChannel.from_socket(ours, wire.PlayerMessage)  # closing it ends the process, too
     with theirs:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-P", "-m", wire.__name__, str(theirs.fileno())),
@@ -143,28 +139,27 @@ async def _member(number: int) -> AsyncIterator[_Member]:
             stderr=asyncio.subprocess.PIPE,
             pass_fds=(theirs.fileno(),),
             env=child_environment(failpoints=False),
-            start_new_session=True,  # Ctrl-C in the terminal is for the crew, which ends its members
+            start_new_session=True,  # Ctrl-C in the terminal is for the parent, which ends its processes
         )
-    member = _Member(number, process, channel)
+    player = _PlayerProcess(number, process, channel)
     try:
-        yield member
+        yield player
     finally:
-        await member.end()
+        await player.kill()
 
 
 async def _tail(stream: asyncio.StreamReader) -> str:
-    """The end of what comes, read until nothing more can."""
     last = b""
-    while data := await stream.read(_WORDS):
-        last = (last + data)[-_WORDS:]
+    while data := await stream.read(_TAIL_BYTES):
+        last = (last + data)[-_TAIL_BYTES:]
     return last.decode("utf-8", "replace").strip()
 
 
 async def _all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results, in order; the first failure ends the rest and is raised as it is."""
+    """Return the results in order; the first failure cancels the rest and is raised unwrapped."""
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one) for one in work]
+            tasks = [group.create_task(coroutine) for coroutine in work]
     except ExceptionGroup as failures:
         raise failures.exceptions[0] from None
     return [task.result() for task in tasks]

@@ -1,14 +1,14 @@
-"""A client process: one ``Player`` with connections of its own, told what to do by the ``crew`` that started it.
+"""A client process: one ``Player`` with its own connections, controlled by the ``player_pool`` that started it.
 
-    crew  → process   Job      what to play, where
-    crew  ← process   Sent, Ended …, what is to be played beforehand; then PlayerReady; or Refused, and it ends
-    crew  → process   Go       when time 0 is
-    crew  ← process   Sent, Ended …, then PlayerFinished
-    crew  → process   Leave    all processes have finished: sessions may be deleted now
-    crew  ← process   Left     sessions are deleted; the last message
+    pool  → process   Job              what to play, where
+    pool  ← process   TurnSent, TurnEnded … of the histories; then PlayerReady; or Refused, and the process ends
+    pool  → process   Go               when time 0 is
+    pool  ← process   TurnSent, TurnEnded …, then PlayerFinished
+    pool  → process   DeleteSessions   all processes have finished
+    pool  ← process   SessionsDeleted  the last message
 
-Frames as between front end and engine (``pensieve.frames``) on a socket; its descriptor is the argument.
-When the socket closes early the crew is gone, and so is the process.
+Messages are frames as between front end and engine (``pensieve.frames``) on a socket whose descriptor is the
+argument. If the socket closes early the pool is gone, and the process ends.
 """
 
 from __future__ import annotations
@@ -34,8 +34,6 @@ W = TypeVar("W")
 
 
 class Job(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """What to play, and against which server."""
-
     address: Address
     info: TargetInfo
     scripts: tuple[Script, ...]
@@ -44,7 +42,7 @@ class Job(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 class Go(msgspec.Struct, frozen=True, tag=True, array_like=True):
     start: float
-    """On the clock of ``time.perf_counter``, which is one for all processes of a machine."""
+    """On the clock of ``time.perf_counter``, which all processes of a machine share."""
 
 
 class DeleteSessions(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -52,7 +50,7 @@ class DeleteSessions(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class PlayerReady(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """What is to be played beforehand has been played."""
+    """The histories have been played."""
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -63,17 +61,17 @@ class Refused(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class TurnSent(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A turn goes out."""
+    """A turn is sent."""
 
 
 class TurnEnded(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A turn has ended, well or not."""
+    """A turn has completed or failed."""
 
     record: TurnRecord
 
 
 class PlayerFinished(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """All turns have ended, or it was time to stop."""
+    """All turns have ended, or the replay was stopped."""
 
     played: PlayResult
 
@@ -82,7 +80,7 @@ class SessionsDeleted(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The sessions are deleted, and the process ends."""
 
     leftover: str
-    """Why that failed for one of them; empty: it did not."""
+    """Why a session could not be deleted; empty if all were."""
 
 
 PoolMessage = Job | Go | DeleteSessions
@@ -90,29 +88,26 @@ PlayerMessage = PlayerReady | Refused | TurnSent | TurnEnded | PlayerFinished | 
 
 
 class PoolChannel:
-    """One end of the socket between a crew and a process of it."""
-
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, messages: Any) -> None:
-        """``messages``: the union of those that come in here."""
         self._reader, self._writer = reader, writer
         self._decoder: msgspec.msgpack.Decoder[Any] = decoder_for(messages)
 
     @classmethod
-    async def over(cls, sock: socket.socket, messages: Any) -> PoolChannel:
+    async def from_socket(cls, sock: socket.socket, messages: Any) -> PoolChannel:
         return cls(*await asyncio.open_connection(sock=sock), messages)
 
     def send(self, message: PoolMessage | PlayerMessage) -> None:
-        """Without waiting: a measurement is not to wait for the other end to read."""
+        """Send without waiting for the other end to read: a measurement must not wait."""
         self._writer.write(encode_frame(message))
 
     async def receive(self, kind: type[T]) -> T:
-        """The next message, which is of this type. Raises EOFError when the other end is gone."""
+        """Return the next message, which must have this type. Raises EOFError when the other end is gone."""
         try:
             length = frame_length(await self._reader.readexactly(HEADER.size))
             message = decode(await self._reader.readexactly(length), self._decoder)
         except ConnectionError as error:
             raise EOFError from error
-        assert isinstance(message, kind), f"{message!r} came out of turn"
+        assert isinstance(message, kind), f"{message!r} was not expected"
         return message
 
     async def close(self) -> None:
@@ -120,11 +115,10 @@ class PoolChannel:
         try:
             await self._writer.wait_closed()
         except ConnectionError:
-            return  # the other end was faster
+            return  # the other end closed first
 
 
 async def run(channel: PoolChannel) -> None:
-    """Do one job, from the order to the last message."""
     job = await channel.receive(Job)
     target = parse_target(job.address.url, job.address.api_key)
     try:
@@ -138,16 +132,16 @@ async def run(channel: PoolChannel) -> None:
 
 
 async def _play(channel: PoolChannel, job: Job, player: Player) -> None:
-    go = await _answering(channel, player.prepare(job.scripts), lambda _: PlayerReady(), Go)
-    gc.freeze()  # what is here by now stays: a collection need not look at it while turns are timed
-    await _answering(channel, player.play(job.scripts, go.start), PlayerFinished, DeleteSessions)
+    go = await _do_and_report(channel, player.prepare(job.scripts), lambda _: PlayerReady(), Go)
+    gc.freeze()  # existing objects stay: collections need not scan them while turns are timed
+    await _do_and_report(channel, player.play(job.scripts, go.start), PlayerFinished, DeleteSessions)
     channel.send(SessionsDeleted(await player.end_sessions()))
 
 
-async def _answering(
+async def _do_and_report(
     channel: PoolChannel, work: Coroutine[Any, Any, W], report: Callable[[W], PlayerMessage], order: type[T]
 ) -> T:
-    """Do the work, report what came of it, and wait for the next order; the crew's end ends the work."""
+    """Do the work, report its result, and wait for the next order; a closed socket cancels the work."""
     ordered, working = asyncio.create_task(channel.receive(order)), asyncio.create_task(work)
     try:
         await asyncio.wait({ordered, working}, return_when=asyncio.FIRST_COMPLETED)
@@ -160,7 +154,7 @@ async def _answering(
 
 
 async def main(descriptor: int) -> None:
-    channel = await PoolChannel.over(socket.socket(fileno=descriptor), PoolMessage)
+    channel = await PoolChannel.from_socket(socket.socket(fileno=descriptor), PoolMessage)
     try:
         await run(channel)
     except EOFError:

@@ -1,4 +1,4 @@
-"""A replay on the terminal while it runs: turns done and running, tokens per second, errors, time left."""
+"""Shows a running replay on the terminal: turns done and running, tokens per second, errors, time left."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from pensieve.replay.play.runner import ReplayWatcher, RunWatcher
 from pensieve.replay.records import TurnRecord
 
 _RECENT_S = 10.0
-"""Tokens per second are those of turns that ended in this time."""
+"""Averaging time of tokens per second, by the ends of turns."""
 
 
 class LiveProgress(ReplayWatcher):
-    """A context manager; each run has a line, and so has a server that starts, until it is up.
+    """A context manager with a line for each run, and for each server while it starts.
 
-    Silent where the console is no terminal.
+    Silent if the console is not a terminal.
     """
 
     def __init__(self, console: Console, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -70,8 +70,6 @@ class LiveProgress(ReplayWatcher):
 
 
 class RunLine(RunWatcher):
-    """One run: turns done and in flight, tokens per second, errors."""
-
     def __init__(self, progress: Progress, name: str, turns: int, clock: Callable[[], float]) -> None:
         self._progress, self._clock = progress, clock
         self._recent: deque[tuple[float, int]] = deque()

@@ -1,7 +1,7 @@
-"""Plays scripts against a target: turns of one conversation one after the other, conversations side by side.
+"""Plays scripts against a target: turns of a conversation in sequence, conversations side by side.
 
-A ``Player`` does it in its own process and event loop. ``replay`` has one play everything; ``crew`` has several
-processes with one each. Both make the same ``Outcome`` of what was ``PlayResult``.
+A ``Player`` runs in its own process and event loop. ``replay`` uses one player; ``player_pool`` uses several
+processes with one each. Both return the same ``Outcome``.
 """
 
 from __future__ import annotations
@@ -22,22 +22,20 @@ from pensieve.replay.records import Outcome, PlayResult, RunOptions, TurnRecord,
 from pensieve.replay.targets.base import SupportsWarm, Target, TargetInfo, TurnFailed, TurnRequest
 
 _STREAM = 1
-"""Numbers the generator's stream, so that it is not the one that input ids are drawn from."""
+"""Number of the random stream, different from the stream of input ids."""
 _TICK_S = 0.02
-_ENDING = 32
-"""Sessions that a process deletes at once."""
-_BEFOREHAND = 16
-"""Histories that a process sends at once: few enough that they are computed nearly in their order."""
+_MAX_DELETIONS = 32
+_MAX_HISTORIES = 16
+"""Histories that a process sends at the same time: few, so that they are computed nearly in order."""
 OnTurn = Callable[[TurnRecord], None]
 OnSend = Callable[[], None]
 
 
 def hint_of(script: Script, place: int, now_s: float, *, noise: float, seed: int) -> Hints:
-    """The hints of the turn at ``place`` in the script, which is sent at ``now_s`` of the replay.
+    """Hints of the turn at ``place`` in the script, which is sent at ``now_s`` of the replay.
 
-    The pause that is to come is multiplied by a lognormal factor with median 1 and ``noise`` as its sigma; 0: it is
-    told as it is. Where turns have recorded times the pause is counted from now, because nobody knows yet how long the
-    answer takes. The last turn says that it is the last.
+    The coming pause is multiplied by a lognormal factor with median 1 and sigma ``noise``; with 0 it is
+    exact. With recorded times the pause counts from now, because the duration of the answer is not known yet.
     """
     if place + 1 == len(script.due):
         return Hints(finished=True)
@@ -51,89 +49,82 @@ class RunWatcher:
     """Watches one run against one target; this one does nothing."""
 
     def on_send(self) -> None:
-        """A turn goes out. Every sent turn ends, fails, or is cut short."""
+        """Called when a turn is sent. Every sent turn completes, fails, or is cut short."""
 
     def on_turn_end(self, record: TurnRecord) -> None:
-        """A turn has ended; one whose conversation could not be opened was never sent."""
+        """Called when a turn has ended. It was never sent if its conversation could not be opened."""
 
 
 class ReplayWatcher:
     """Watches a whole replay; this one does nothing."""
 
     def starting(self, target: str) -> AbstractContextManager[None]:
-        """A context around the start of a server, which may take minutes."""
         return nullcontext()
 
     def run(self, target: str, turns: int) -> RunWatcher:
-        """A run of so many turns begins."""
         return RunWatcher()
 
 
 @dataclass(slots=True)
-class _Talk:
-    """A conversation while it is played."""
-
+class _LiveConversation:
     script: Script
     place: int = 0
-    """Place of the next turn in the script."""
     opening: asyncio.Task[str] | None = None
     failed: bool = False
 
     def record(self, due_s: float) -> TurnRecord:
-        """An empty record of the next turn."""
         script = self.script
         wanted = script.conversation.turns[self.place].input_tokens
         return TurnRecord(script.number, script.first_turn + self.place, wanted, due_s)
 
 
 class Player:
-    """Plays conversations in this process. ``on_turn`` gets each turn that has ended, in order."""
+    """Plays conversations in this process. ``on_turn`` gets each ended turn, in order."""
 
     def __init__(
         self, target: Target, info: TargetInfo, options: RunOptions, on_turn: OnTurn, on_send: OnSend
     ) -> None:
-        """``target`` must be open."""
         self._target, self._info, self._options = target, info, options
         self._on_turn, self._on_send = on_turn, on_send
         self._start = 0.0
         self._openings: list[asyncio.Task[str]] = []
-        """One per session that was asked for, also by a conversation that was then cut short."""
-        self._talks: dict[int, _Talk] = {}
-        """The conversations that ``prepare`` has begun, by the number of their scripts."""
+        """One per requested session, including those of conversations that were then cut short."""
+        self._prepared: dict[int, _LiveConversation] = {}
+        """Conversations whose histories ``prepare`` has played, by script number."""
         self._cut_short: list[TurnRecord] = []
         self._skipped = 0
         self._warming: set[asyncio.Task[None]] = set()
         self._warm_calls: Counter[str] = Counter()
 
     async def prepare(self, scripts: Sequence[Script]) -> None:
-        """Play what is to be played before time 0, a few at a time, in order of when it was said.
+        """Play the histories before time 0, a few at a time, in order of their last activity.
 
-        These turns end at 0: each one's times count from its own end.
+        These turns end at 0: the times of each count from its own end.
         """
-        gate = asyncio.Semaphore(_BEFOREHAND)
+        gate = asyncio.Semaphore(_MAX_HISTORIES)
         self._start = time.perf_counter()
 
-        async def play(talk: _Talk) -> None:
+        async def play(conversation: _LiveConversation) -> None:
             try:
-                record = talk.record(0.0)
-                await self._turn(talk, record)
+                record = conversation.record(0.0)
+                await self._turn(conversation, record)
             finally:
                 gate.release()
             record.end_at_zero(self._now())
             self._on_turn(record)
 
-        before = [script for script in scripts if script.has_history]
+        with_history = [script for script in scripts if script.has_history]
         async with asyncio.TaskGroup() as group:
-            for script in sorted(before, key=lambda script: script.due[0].at_s):
-                self._talks[script.number] = talk = _Talk(script)
+            for script in sorted(with_history, key=lambda script: script.due[0].at_s):
+                self._prepared[script.number] = conversation = _LiveConversation(script)
                 await gate.acquire()
-                group.create_task(play(talk))
+                group.create_task(play(conversation))
 
     async def play(self, scripts: Sequence[Script], start: float) -> PlayResult:
-        """Play ``scripts``, in order of their starts, until all have ended or it is time to stop.
+        """Play ``scripts``, in order of their starts, until all have ended or the replay must stop.
 
-        Those with something to be played beforehand have been given to ``prepare``. ``start``: 0 of all times, on the
-        clock of ``time.perf_counter``, which is one for all processes.
+        ``prepare`` has played their histories. ``start`` is time 0 on the clock of ``time.perf_counter``,
+        which all processes share.
         """
         self._start = start
         lags: list[float] = []
@@ -148,13 +139,14 @@ class Player:
         finally:
             for task in (watch, *self._warming):
                 task.cancel()
-            await asyncio.gather(watch, *self._warming, return_exceptions=True)  # one notes a last time
+            # `_watch_loop` records a last time.
+            await asyncio.gather(watch, *self._warming, return_exceptions=True)
         warmed = dict(self._warm_calls)
         return PlayResult(self._now(), self._skipped, tuple(self._cut_short), tuple(lags), warmed)
 
     async def end_sessions(self) -> str:
-        """Delete what was opened; why that failed for one of them, if it did."""
-        gate = asyncio.Semaphore(_ENDING)
+        """Delete the opened sessions; return why one could not be deleted, or an empty string."""
+        gate = asyncio.Semaphore(_MAX_DELETIONS)
 
         async def end(opening: asyncio.Task[str]) -> str:
             try:
@@ -164,7 +156,7 @@ class Player:
             try:
                 async with gate:
                     await self._target.end_session(session)
-            except TurnFailed as failure:  # what was measured is not lost for want of this
+            except TurnFailed as failure:  # this must not lose the measurement
                 return str(failure)
             return ""
 
@@ -176,7 +168,9 @@ class Player:
 
         async def play(script: Script, free_s: float) -> None:
             try:
-                await self._converse(self._talks.get(script.number) or _Talk(script), free_s)
+                await self._play_conversation(
+                    self._prepared.get(script.number) or _LiveConversation(script), free_s
+                )
             finally:
                 gate.release()
 
@@ -186,37 +180,38 @@ class Player:
                 await gate.acquire()
                 group.create_task(play(script, self._now()))
 
-    async def _converse(self, talk: _Talk, free_s: float) -> None:
-        """All turns that are left of a conversation, up to one that fails. ``free_s``: when a client was free."""
+    async def _play_conversation(self, conversation: _LiveConversation, free_s: float) -> None:
+        """Play the remaining turns of a conversation, up to one that fails. ``free_s``: when its client became free."""
         answered = free_s
-        for due in talk.script.due[talk.place :]:
-            if talk.failed:
+        for due in conversation.script.due[conversation.place :]:
+            if conversation.failed:
                 return
-            record = talk.record(max(due.at_s, answered + due.after_answer_s))
-            await self._turn(talk, record)
+            record = conversation.record(max(due.at_s, answered + due.after_answer_s))
+            await self._turn(conversation, record)
             record.done_s = answered = self._now()
             self._on_turn(record)
 
-    async def _turn(self, talk: _Talk, record: TurnRecord) -> None:
-        """The next turn of the conversation; if it fails, those after it are never sent."""
-        turn, due = talk.script.conversation.turns[talk.place], record.due_s
-        ids = talk.script.input_ids(talk.place, self._info.vocab_size, self._options.seed, self._options.ids)
+    async def _turn(self, conversation: _LiveConversation, record: TurnRecord) -> None:
+        turn, due = conversation.script.conversation.turns[conversation.place], record.due_s
+        ids = conversation.script.input_ids(
+            conversation.place, self._info.vocab_size, self._options.seed, self._options.ids
+        )
         forced = self._options.force_lengths and self._info.forces_lengths
         try:
-            if talk.opening is None:
-                talk.opening = asyncio.create_task(self._target.start_session())
-                self._openings.append(talk.opening)
-                # Shielded: if the replay is stopped here, the server may still make the session, to be deleted later.
-                await asyncio.shield(talk.opening)
-                # Opening a conversation is no part of its first turn's latency: the turn is due from now on.
+            if conversation.opening is None:
+                conversation.opening = asyncio.create_task(self._target.start_session())
+                self._openings.append(conversation.opening)
+                # Shielded: a server may still create the session after a stop; it is deleted later.
+                await asyncio.shield(conversation.opening)
+                # Opening a conversation is not part of its first turn's latency: the turn is due from now on.
                 record.due_s = max(due, self._now())
-            session = talk.opening.result()
+            session = conversation.opening.result()
             ahead_s = self._options.warm_ahead_s
-            if ahead_s is not None and talk.place and due > self._now():
+            if ahead_s is not None and conversation.place and due > self._now():
                 await self._sleep_until(due - ahead_s)
                 self._warm(session)
             await self._sleep_until(due)
-            spec = TurnRequest(ids, turn.output_tokens, forced, self._hints(talk))
+            spec = TurnRequest(ids, turn.output_tokens, forced, self._hints(conversation))
             await self._send(session, spec, record)
         except TurnFailed as failure:
             record.error, record.message = failure.code, str(failure)
@@ -224,22 +219,20 @@ class Player:
             record.done_s = self._options.stop_s or self._now()
             self._cut_short.append(record)
             raise
-        talk.place += 1
+        conversation.place += 1
         if record.error:
-            talk.failed = True
-            self._skipped += len(talk.script.due) - talk.place
+            conversation.failed = True
+            self._skipped += len(conversation.script.due) - conversation.place
 
-    def _hints(self, talk: _Talk) -> Hints | None:
+    def _hints(self, conversation: _LiveConversation) -> Hints | None:
         noise, now = self._options.hints, self._now()
         if noise is None:
             return None
-        if talk.script.has_history and not talk.place:
-            now = 0.0  # what is played beforehand ends at 0, whenever it is sent
-        return hint_of(talk.script, talk.place, now, noise=noise, seed=self._options.seed)
+        if conversation.script.has_history and not conversation.place:
+            now = 0.0  # a history ends at 0, whenever it is sent
+        return hint_of(conversation.script, conversation.place, now, noise=noise, seed=self._options.seed)
 
     def _warm(self, session: str) -> None:
-        """Ask, and go on: no turn waits for the answer."""
-
         async def ask() -> None:
             assert isinstance(self._target, SupportsWarm)
             try:
@@ -260,7 +253,8 @@ class Player:
         )
         if spec.forced and record.output_tokens != spec.output_tokens:
             raise TurnFailed(
-                "WRONG_LENGTH", f"{record.output_tokens} tokens came, {spec.output_tokens} were to be forced"
+                "WRONG_LENGTH",
+                f"{record.output_tokens} tokens arrived instead of the forced {spec.output_tokens}",
             )
 
     def _now(self) -> float:
@@ -278,23 +272,23 @@ async def replay(
     on_turn: OnTurn = lambda record: None,
     on_send: OnSend = lambda: None,
 ) -> Outcome:
-    """Play all scripts in this process; failed turns are recorded, and end their conversation. The target is open."""
+    """Play all scripts in this process against an open target. A failed turn is recorded and ends its conversation."""
     records: list[TurnRecord] = []
 
-    def ended(record: TurnRecord) -> None:
+    def on_end(record: TurnRecord) -> None:
         records.append(record)
         on_turn(record)
 
-    player = Player(target, info, options, ended, on_send)
+    player = Player(target, info, options, on_end, on_send)
     await player.prepare(scripts)
     played = await player.play(scripts, time.perf_counter())
     return merge_results(target.name, info, records, [played], await player.end_sessions())
 
 
 async def _watch_loop(lags: list[float]) -> None:
-    """Note how late a timer fires: how long an answer may have waited for this process to look at it.
+    """Record how late a timer fires: how long an answer may have waited for this process.
 
-    A long stall is noted once for each time that the timer would have fired in it: what arrives then waits too.
+    A long stall is recorded once for each tick that it delayed, because arrivals in it waited too.
     """
     while True:
         due = time.perf_counter() + _TICK_S

@@ -1,4 +1,4 @@
-"""Reports for people: tables, curves, pictures, one HTML page, comparisons.
+"""Reports for people: tables, curves, plots, one HTML page, comparisons.
 
 May import: replay.load, replay.measure.
 """

@@ -1,4 +1,4 @@
-"""The numbers that a report shows of each target, and how each is written."""
+"""The numbers that a report shows for each target, with their formats."""
 
 from __future__ import annotations
 
@@ -16,13 +16,10 @@ SOURCE_NAMES = {
     "recomputed": "recomputed",
     "new": "new",
 }
-"""Field of a receipt → what it is called in pictures and tables."""
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One number of a target's summary."""
-
     title: str
     path: str
     digits: str = ",d"
@@ -33,7 +30,7 @@ class Column:
 
 
 def format_number(value: Any, digits: str, factor: float = 1.0) -> str:
-    """``value × factor`` in a format of Python's; a dash for nothing."""
+    """``value × factor`` in a Python format; a dash for None."""
     return NOTHING if value is None else format(value if factor == 1.0 else value * factor, digits)
 
 
@@ -85,14 +82,13 @@ BY_TURN = (
 
 
 def limit_text(found: Mapping[str, Any] | None) -> str:
-    """The ``largest_within_limit`` of a report's ``active_sessions``, with ≥ where no bin was above the limit."""
+    """The ``largest_within_limit`` of ``active_sessions``, with ≥ if no bin was above the limit."""
     if not found or found.get("largest_within_limit") is None:
         return NOTHING
     return ("" if found["limit_reached"] else "≥ ") + format_number(found["largest_within_limit"], ",.1f")
 
 
 def ratio_texts(ratio: Ratio | None) -> tuple[str, str]:
-    """The two cells of a ratio: latency in milliseconds, and how many times the throughput."""
     return (
         (NOTHING, NOTHING) if ratio is None else (format_number(ratio.latency_s, ",.1f", 1000.0), ratio.text)
     )

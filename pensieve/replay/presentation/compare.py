@@ -1,12 +1,9 @@
-"""Reports of several runs together: their panels and ratios, ready for JSON.
+"""Compares reports of several runs: their panels, and ratios of throughput at the same normalised latency.
 
-The ratios say how much more one system carries than another at the same normalised latency, read off their curves.
-
-A curve is the straight lines between neighbouring loads. What a system carries at a latency L is the most turns/s on
-its curve at a latency of at most L: this envelope never falls as L grows, although a curve folds back where more load
-gives less throughput. Nothing is extrapolated: a system that was faster than L even at its highest load carries *at
-least* that much, and below its lowest latency nothing is known. So a curve covers the latencies from its lowest to the
-one at its highest load.
+A curve is the straight lines between neighbouring loads. The load that a system carries at a latency L is the
+most turns/s on its curve at a latency of at most L: this envelope never falls as L grows, although a curve
+folds back where more load gives less throughput. Nothing is extrapolated: a system that was faster than L
+even at its highest load carries *at least* that much, and below its lowest latency nothing is known.
 """
 
 from __future__ import annotations
@@ -39,11 +36,9 @@ SCHEMA = "pensieve.replay.compare/1"
 
 @dataclass(frozen=True, slots=True)
 class CarriedLoad:
-    """The load that a system carries at a latency."""
-
     turns_per_s: float
     at_least: bool
-    """It was faster even at its highest load: it may carry more."""
+    """The system was faster even at its highest load, so it may carry more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +47,12 @@ class Ratio:
 
     latency_s: float
     ours: CarriedLoad | None
-    """None: at every measured load it was slower than this."""
+    """None: slower than this at every measured load."""
     other: CarriedLoad | None
 
     @property
     def bound(self) -> Bound | None:
-        """How ``times`` is meant; None where the curves do not tell."""
+        """Whether ``times`` is exact or a bound; None if the curves do not show either."""
         if self.ours is None or self.other is None or (self.ours.at_least and self.other.at_least):
             return None
         if self.ours.at_least:
@@ -72,7 +67,7 @@ class Ratio:
 
     @property
     def text(self) -> str:
-        """``2.07``, ``≥ 2.07``, or why there is no number."""
+        """``2.07``, ``≥ 2.07``, or the reason why there is no number."""
         if self.bound is not None:
             return f"{_SIGNS[self.bound]}{self.times:,.2f}"
         if self.ours is None and self.other is None:
@@ -84,33 +79,30 @@ class Ratio:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Two systems, and how they compare."""
-
     ours: str
     other: str
     mean: Ratio | None
-    """The ratio at equal mean normalised latency; None where one system has no measured point."""
+    """Ratio at equal mean normalised latency; None if a system has no measured point."""
     p90: Ratio | None
-    """The ratio at equal 90th percentile of it."""
 
 
 def load_at_latency(line: Line, latency_s: float) -> CarriedLoad | None:
     """The envelope at ``latency_s``; None below the lowest latency of the line."""
     if not line or latency_s < min(y for _, y in line):
         return None
-    found = [x for x, y in line if y <= latency_s]
-    # A curve may cross the level several times, upwards and, where it folds back, downwards: every crossing counts.
+    loads = [x for x, y in line if y <= latency_s]
+    # A curve may cross the level several times, up or, where it folds back, down: every crossing counts.
     for (x0, y0), (x1, y1) in pairwise(line):
         if min(y0, y1) < latency_s < max(y0, y1):
-            found.append(x0 + (x1 - x0) * (latency_s - y0) / (y1 - y0))
-    return CarriedLoad(max(found), latency_s > line[-1][1])
+            loads.append(x0 + (x1 - x0) * (latency_s - y0) / (y1 - y0))
+    return CarriedLoad(max(loads), latency_s > line[-1][1])
 
 
 def common_latency(ours: Line, other: Line) -> float:
-    """Geometric middle of the latencies that both lines cover; else that of the slower one at its highest load.
+    """Geometric mean of the range of latencies that both lines cover.
 
-    The latter makes the least of a difference that cannot be stated exactly: the slower system at its best against what
-    the faster one was seen to carry.
+    Without a common range, the latency of the slower system at its highest load. This understates the
+    difference: the slower system at its best against what the faster one was seen to carry.
     """
     low = max(min(y for _, y in line) for line in (ours, other))
     high = min(line[-1][1] for line in (ours, other))
@@ -120,7 +112,7 @@ def common_latency(ours: Line, other: Line) -> float:
 
 
 def ratio(ours: Line, other: Line, latency_s: float | None = None) -> Ratio | None:
-    """The ratio at ``latency_s``, by default at the ``common_latency``. None where a line has no point."""
+    """The ratio at ``latency_s``, by default at the ``common_latency``. None if a line has no point."""
     if not ours or not other:
         return None
     level = common_latency(ours, other) if latency_s is None else latency_s
@@ -130,50 +122,39 @@ def ratio(ours: Line, other: Line, latency_s: float | None = None) -> Ratio | No
 def comparisons(
     points: Mapping[str, Sequence[CurvePoint]], latency_s: float | None = None
 ) -> list[Comparison]:
-    """Every pair of systems, in their order."""
-    lines = {name: (_mean_line(found), _p90_line(found)) for name, found in points.items()}
+    mean = {name: [(point.throughput, point.mean_s) for point in curve] for name, curve in points.items()}
+    p90 = {
+        name: [(point.throughput, point.p90_s) for point in curve if point.p90_s is not None]
+        for name, curve in points.items()
+    }
     return [
-        Comparison(
-            ours,
-            other,
-            ratio(lines[ours][0], lines[other][0], latency_s),
-            ratio(lines[ours][1], lines[other][1], latency_s),
-        )
-        for ours, other in combinations(points, 2)
+        Comparison(a, b, ratio(mean[a], mean[b], latency_s), ratio(p90[a], p90[b], latency_s))
+        for a, b in combinations(points, 2)
     ]
 
 
-def _mean_line(points: Sequence[CurvePoint]) -> Line:
-    return [(point.throughput, point.mean_s) for point in points]
-
-
-def _p90_line(points: Sequence[CurvePoint]) -> Line:
-    return [(point.throughput, point.p90_s) for point in points if point.p90_s is not None]
-
-
 class NotAReport(click.ClickException):
-    """The file holds something else than a report."""
+    """The file is not a report."""
 
 
 def read_report(path: Path) -> dict[str, Any]:
-    """A report of any version of this program; newer ones only have more fields. Raises NotAReport, OSError."""
+    """Read a report of any version; newer ones only have more fields. Raises NotAReport, OSError."""
     try:
         report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise NotAReport(f"{path}: {error}") from error
     schema = report.get("schema") if isinstance(report, dict) else None
     if not str(schema).startswith("pensieve."):
-        raise NotAReport(f"{path}: no report of `pensieve replay --json`: its schema is {schema!r}")
+        raise NotAReport(f"{path}: not a report of `pensieve replay --json`: its schema is {schema!r}")
     targets = report.get("targets")
     if not isinstance(targets, list) or not all(isinstance(t, dict) and "target" in t for t in targets):
         raise NotAReport(f"{path}: `targets` must be a list of named entries")
     if not targets and not report.get("unreached"):
-        raise NotAReport(f"{path}: it holds no target")
+        raise NotAReport(f"{path}: it has no target")
     return report
 
 
 def names_of(files: tuple[Path, ...]) -> list[str]:
-    """What tells the reports apart: file names, as much of the paths as that takes."""
     stems = [path.stem for path in files]
     return stems if len(set(stems)) == len(stems) else [str(path) for path in files]
 
@@ -181,7 +162,7 @@ def names_of(files: tuple[Path, ...]) -> list[str]:
 def comparison(
     reports: Sequence[Report], names: Sequence[str], latency_s: float | None = None
 ) -> dict[str, Any]:
-    """What the pictures and the table of ratios hold, ready for JSON; bench/README.md describes it."""
+    """The content of the plots and of the table of ratios for JSON; bench/README.md describes it."""
     return {
         "schema": SCHEMA,
         "reports": [
@@ -189,24 +170,24 @@ def comparison(
             for name, report in zip(names, reports, strict=True)
         ],
         "at_latency_s": latency_s,
-        "panels": [_panel(panel, names, latency_s) for panel in panels(reports, names)],
+        "panels": [_panel_json(panel, names, latency_s) for panel in panels(reports, names)],
     }
 
 
-def _panel(panel: Panel, names: Sequence[str], latency_s: float | None) -> dict[str, Any]:
+def _panel_json(panel: Panel, names: Sequence[str], latency_s: float | None) -> dict[str, Any]:
     systems = [
         {
             "system": system,
             "reports": sorted({names[entry.report] for entry in panel.curves[system]}),
-            "points": [_point(point) for point in points],
+            "points": [_point_json(point) for point in points],
         }
         for system, points in panel.points.items()
     ]
-    pairs = [_pair(pair) for pair in comparisons(panel.points, latency_s)]
+    pairs = [_pair_json(pair) for pair in comparisons(panel.points, latency_s)]
     return {"workload": panel.title, "systems": systems, "ratios": pairs}
 
 
-def _point(point: CurvePoint) -> dict[str, Any]:
+def _point_json(point: CurvePoint) -> dict[str, Any]:
     low, high = point.interval_s or (None, None)
     return {
         "load": point.load,
@@ -215,11 +196,16 @@ def _point(point: CurvePoint) -> dict[str, Any]:
     }
 
 
-def _pair(pair: Comparison) -> dict[str, Any]:
-    return {"system": pair.ours, "against": pair.other, "mean": _ratio(pair.mean), "p90": _ratio(pair.p90)}
+def _pair_json(pair: Comparison) -> dict[str, Any]:
+    return {
+        "system": pair.ours,
+        "against": pair.other,
+        "mean": _ratio_json(pair.mean),
+        "p90": _ratio_json(pair.p90),
+    }
 
 
-def _ratio(ratio: Ratio | None) -> dict[str, Any] | None:
+def _ratio_json(ratio: Ratio | None) -> dict[str, Any] | None:
     if ratio is None:
         return None
     ours, other = (side and side.turns_per_s for side in (ratio.ours, ratio.other))

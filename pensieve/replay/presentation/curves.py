@@ -1,7 +1,6 @@
-"""The entries of reports as curves, and which of them may be compared.
+"""The entries of reports as curves, and the panels in which they may be compared.
 
-Entries of one system at different loads are a curve. Reports of one workload on one model are a panel of a picture;
-others are panels beside it.
+Entries of one system at different loads are a curve. Reports of one workload on one model share a panel.
 """
 
 from __future__ import annotations
@@ -19,17 +18,15 @@ from pensieve.replay.load.generators import NAMES
 from pensieve.replay.measure.report import value_at
 
 _LOAD_KEYS = frozenset({"rate", "seed", "clients"})
-_PLACE = re.compile(r"\bCUDA_VISIBLE_DEVICES=\S+|(?:--port[ =]|\S+:)\d+\b")
-"""What differs between equal servers that run side by side: the device, and the ports."""
+_ADDRESS = re.compile(r"\bCUDA_VISIBLE_DEVICES=\S+|(?:--port[ =]|\S+:)\d+\b")
+"""The parts in which equal servers side by side differ: the device and the ports."""
 Report = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """Systems under the same work."""
-
     title: str
-    """What sets it apart from the other panels; empty where it is the only one."""
+    """Its difference from the other panels; empty if it is the only one."""
     curves: Mapping[str, Sequence[CurveEntry]]
     """System → its entries, from the lowest load to the highest."""
 
@@ -39,16 +36,15 @@ class Panel:
 
     @property
     def entries(self) -> list[CurveEntry]:
-        """The entries of all systems, system by system."""
         return [entry for curve in self.curves.values() for entry in curve]
 
 
 def panels(reports: Sequence[Report], names: Sequence[str] = ()) -> list[Panel]:
-    """The panels, in the order of the reports, of which each has a name; without a measured target one is in no panel.
+    """Panels in the order of the reports; ``names`` has a name for each report.
 
-    The work is the data set, the lengths, the pauses and the model; the load is not part of it. Within a panel, targets
-    of the same name are one curve when their settings, machine and versions are the same and they share no load; else
-    the name of the report tells them apart.
+    The work is the data set, the lengths, the pauses and the model, but not the load. In a panel, targets of
+    one name are one curve if settings, machine and versions are the same and they share no load; otherwise
+    the report's name is added.
     """
     names = names or report_numbers(reports)
     groups = _groups(reports)
@@ -56,27 +52,26 @@ def panels(reports: Sequence[Report], names: Sequence[str] = ()) -> list[Panel]:
     found = entries(reports)
     inside = [[entry for entry in found if entry.report in group] for group in groups]
     return [
-        Panel(title, by_system(_told_apart(reports, its_entries, names)))
-        for title, its_entries in zip(titles, inside, strict=True)
+        Panel(title, by_system(_with_distinct_names(reports, members, names)))
+        for title, members in zip(titles, inside, strict=True)
     ]
 
 
 def report_numbers(reports: Sequence[Report]) -> list[str]:
-    """Names for reports that have none."""
     return [str(number + 1) for number in range(len(reports))]
 
 
 def _groups(reports: Sequence[Report]) -> list[list[int]]:
-    """Numbers of the reports that make a panel: the same work, and one model at least in common.
+    """Group report numbers into panels: the same work, and at least one model in common.
 
-    Targets of one report are of one panel even where they name their model differently.
+    Targets of one report share a panel even if they name their models differently.
     """
     groups: list[tuple[str, set[str], list[int]]] = []
     for number, report in enumerate(reports):
         if not report["targets"]:
             continue
         work, models = json.dumps(_work(report), sort_keys=True), _models(report)
-        # One report may have targets of two models and so join two groups that had nothing in common before.
+        # A report with targets of two models may join two groups that had nothing in common before.
         same = [group for group in groups if group[0] == work and group[1] & models]
         merged = (
             work,
@@ -88,7 +83,7 @@ def _groups(reports: Sequence[Report]) -> list[list[int]]:
 
 
 def _work(report: Report) -> dict[str, Any]:
-    """What was to be done, as far as it is not load. Fields that an older report lacks were nothing then."""
+    """The work apart from the load. A field that an older report lacks counts as not set."""
     name, work = value_at(report, "dataset.name"), report.get("workload") or {}
     cut = work.get("cut_conversations") or work.get("dropped_conversations")
     shape, arrivals = (value_at(report, f"options.{key}") or {} for key in ("shape", "arrivals"))
@@ -103,7 +98,7 @@ def _work(report: Report) -> dict[str, Any]:
 
 
 def _models(report: Report) -> set[str]:
-    """Last parts of their names: one server gives a path where another gives a name."""
+    """Last parts of the models' names: one server gives a path where another gives a name."""
     return {PurePath(str(value_at(summary, "details.model") or "")).name for summary in report["targets"]}
 
 
@@ -111,7 +106,7 @@ def _titles(reports: Sequence[Report], groups: Sequence[list[int]], names: Seque
     if len(groups) == 1:
         return [""]
     works = [_work(reports[group[0]]) for group in groups]
-    told: list[str] = []
+    titles: list[str] = []
     for work, group in zip(works, groups, strict=True):
         models = sorted({model for number in group for model in _models(reports[number]) if model})
         differing = [
@@ -119,69 +114,62 @@ def _titles(reports: Sequence[Report], groups: Sequence[list[int]], names: Seque
             for key, value in work.items()
             if key != "dataset" and any(other.get(key) != value for other in works)
         ]
-        told.append(", ".join([str(value_at(reports[group[0]], "dataset.name")), *models, *differing]))
-    repeated = {title for title, count in Counter(told).items() if count > 1}
+        titles.append(", ".join([str(value_at(reports[group[0]], "dataset.name")), *models, *differing]))
+    repeated = {title for title, count in Counter(titles).items() if count > 1}
     return [
         f"{title} ({', '.join(names[number] for number in group)})" if title in repeated else title
-        for title, group in zip(told, groups, strict=True)
+        for title, group in zip(titles, groups, strict=True)
     ]
 
 
-def _told_apart(
+def _with_distinct_names(
     reports: Sequence[Report], found: Sequence[CurveEntry], names: Sequence[str]
 ) -> list[CurveEntry]:
-    """The entries; where one name stands for systems that differ, with the name of the report behind it."""
+    """The entries, with the report's name added where one system name stands for different systems."""
     settings: dict[str, set[str]] = defaultdict(set)
-    loads: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
+    loads: dict[str, set[tuple[int, str]]] = defaultdict(set)
     for entry in found:
         settings[entry.system].add(_setting(reports[entry.report], entry))
-        loads[entry.system][entry.report].add(entry.load)
-    apart = {
+        loads[entry.system].add((entry.report, entry.load))
+    ambiguous = {
         system
         for system, seen in settings.items()
-        if len(seen) > 1 or _share_a_load(list(loads[system].values()))
+        if len(seen) > 1 or len(loads[system]) > len({load for _, load in loads[system]})
     }
     return [
-        replace(entry, system=f"{entry.system} ({names[entry.report]})") if entry.system in apart else entry
+        replace(entry, system=f"{entry.system} ({names[entry.report]})")
+        if entry.system in ambiguous
+        else entry
         for entry in found
     ]
 
 
-def _share_a_load(loads: Sequence[set[str]]) -> bool:
-    return sum(map(len, loads)) > len(set().union(*loads))
-
-
 def _setting(report: Report, entry: CurveEntry) -> str:
-    """All that can change a number and is neither work nor load, as text that compares."""
-    details = {key: _PLACE.sub("", str(value)) for key, value in (entry.summary.get("details") or {}).items()}
+    """Everything that can change a number except work and load, as comparable text."""
+    details = {
+        key: _ADDRESS.sub("", str(value)) for key, value in (entry.summary.get("details") or {}).items()
+    }
     return json.dumps([report.get("machine"), report.get("versions"), details], sort_keys=True, default=str)
 
 
 @dataclass(frozen=True, slots=True)
 class CurveEntry:
-    """One target of a report at one load."""
-
     system: str
-    """Name of the curve."""
     load: str
-    """What was offered, for people: ``4 turns/s``."""
+    """Offered load for people: ``4 turns/s``."""
     rate: float | None
-    """Offered turns per second; None where nothing paced them."""
     clients: int | None
     seed: int | None
     report: int
-    """Number of the report that it stands in."""
     path: str
-    """Where its summary is in the report: ``targets.1``."""
+    """Path of its summary in the report: ``targets.1``."""
     summary: Mapping[str, Any]
     interval_s: tuple[float, float] | None
-    """95 % interval of the mean normalised latency over the seeds of its report, where there are several."""
+    """95 % interval of the mean normalised latency over the seeds of its report, if there are several."""
 
 
 @dataclass(frozen=True, slots=True)
 class CurvePoint:
-    """A system at one load: means over its seeds."""
-
     load: str
     throughput: float
     """Completed turns per second."""
@@ -190,16 +178,15 @@ class CurvePoint:
     p90_s: float | None
     """Normalised latency: 90th percentile over turns."""
     interval_s: tuple[float, float] | None
-    """95 % interval of ``mean_s``, where several seeds were run."""
+    """95 % interval of ``mean_s``, if there are several seeds."""
 
 
 def entries(reports: Sequence[Report]) -> list[CurveEntry]:
-    """An entry for every target of every run of every report, in order, named as in its report."""
-    return [entry for number, report in enumerate(reports) for entry in _of_report(number, report)]
+    return [entry for number, report in enumerate(reports) for entry in _report_entries(number, report)]
 
 
 def unsteady(found: Sequence[CurveEntry]) -> Iterator[str]:
-    """A line for each entry whose load was not steady: its numbers depend on when they were taken."""
+    """A line for each entry whose load was not steady: its numbers depend on the time of measurement."""
     for entry in found:
         if value_at(entry.summary, "window.steady") is False:
             yield (
@@ -209,7 +196,7 @@ def unsteady(found: Sequence[CurveEntry]) -> Iterator[str]:
 
 
 def by_system(found: Sequence[CurveEntry]) -> dict[str, list[CurveEntry]]:
-    """System → curve, in the order in which systems first appear; a curve goes from the lowest load to the highest."""
+    """System → curve in order of load, in order of the first appearance of systems."""
     curves: dict[str, list[CurveEntry]] = {}
     for entry in found:
         curves.setdefault(entry.system, []).append(entry)
@@ -219,15 +206,12 @@ def by_system(found: Sequence[CurveEntry]) -> dict[str, list[CurveEntry]]:
 
 
 def busiest(curve: Sequence[CurveEntry]) -> CurveEntry:
-    """The entry with the highest load, where a cache is under most pressure; of several seeds the first."""
+    """The entry with the highest load, where a cache is under most pressure; the first of several seeds."""
     return next(entry for entry in curve if entry.load == curve[-1].load)
 
 
 def curve_points(curve: Sequence[CurveEntry]) -> list[CurvePoint]:
-    """One per load, in the order of ``curve``.
-
-    Entries are left out that have no throughput or latency, or that are void because the client was late.
-    """
+    """One point per load, in the order of ``curve``, without entries that are incomplete or not valid."""
     groups: dict[str, list[CurveEntry]] = {}
     for entry in curve:
         if entry.summary.get("valid") is not False:
@@ -243,8 +227,8 @@ def curve_points(curve: Sequence[CurveEntry]) -> list[CurvePoint]:
     return points
 
 
-def _of_report(number: int, report: Report) -> Iterator[CurveEntry]:
-    # A report from before there were sweeps has one load, which only its options tell.
+def _report_entries(number: int, report: Report) -> Iterator[CurveEntry]:
+    # A report from before sweeps existed has one load, which only its options contain.
     arrivals = value_at(report, "options.arrivals") or {}
     for index, summary in enumerate(report["targets"]):
         rate, seed = (summary.get(key, arrivals.get(key)) for key in ("rate", "seed"))

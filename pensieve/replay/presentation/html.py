@@ -1,11 +1,11 @@
-"""Reports as one HTML page that needs nothing else: pictures, tables, configuration, and the numbers themselves."""
+"""Reports as one self-contained HTML page: plots, tables, configuration, and the numbers themselves."""
 
 from __future__ import annotations
 
 import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,7 @@ _CAPTIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One cell. ``path`` leads to ``value`` in the reports that the page embeds; a derived number has neither."""
+    """One cell. ``path`` leads to ``value`` in the embedded reports; a derived number has neither."""
 
     text: str
     path: str = ""
@@ -72,14 +72,11 @@ class Table:
     note: str
     heads: tuple[str, ...]
     labels: int
-    """How many columns on the left are names; the others are numbers."""
     rows: tuple[Row, ...]
     folded: bool = False
-    """The reader has to unfold it."""
 
 
 def headline_tables(panels: Sequence[Panel], latency_s: float | None) -> Iterator[Table]:
-    """The tables beside the first picture. ``latency_s``: where ratios are taken; None: chosen for each pair."""
     yield _systems(panels)
     ratios = _ratios(panels, latency_s)
     if ratios.rows:
@@ -87,23 +84,18 @@ def headline_tables(panels: Sequence[Panel], latency_s: float | None) -> Iterato
 
 
 def tables(panels: Sequence[Panel]) -> Iterator[Table]:
-    """The tables of all numbers, further down the page."""
-    found = [entry for panel in panels for entry in panel.entries]
+    all_entries = [entry for panel in panels for entry in panel.entries]
     yield _grid("speed", "Throughput and latency", "", panels, SPEED)
-    told = "Cold: the first turn of a conversation; warm: the later ones."
-    yield _grid("ttft", "Time to first token", told, panels, FIRST_TOKEN)
-    swap = _swap_columns(found)
-    note = (
-        ""
-        if swap
-        else "No target told its swap traffic in bytes; host tokens are those that were swapped in."
-    )
+    note = "Cold: the first turn of a conversation; warm: the later ones."
+    yield _grid("ttft", "Time to first token", note, panels, FIRST_TOKEN)
+    swap = _swap_columns(all_entries)
+    note = "" if swap else "No target reported its swap traffic in bytes; host tokens were swapped in."
     yield _grid("tokens", "Tokens by source, and swap traffic", note, panels, (*TOKENS, *swap))
     yield _grid("sessions", "Active conversations", RULE, panels, SESSIONS)
     yield _grid("failures", "Failures and receipts", "", panels, FAILURES)
-    if any(value_at(entry.summary, "client_lag_s") for entry in found):
-        told = "How much later than due the client sent its turns."
-        yield _grid("lateness", "The client's own lateness", told, panels, LATENESS)
+    if any(value_at(entry.summary, "client_lag_s") for entry in all_entries):
+        note = "How much later than due the client sent its turns."
+        yield _grid("lateness", "The client's own lateness", note, panels, LATENESS)
     for panel in panels:
         for entry in panel.entries:
             if value_at(entry.summary, "by_turn"):
@@ -117,15 +109,15 @@ def _systems(panels: Sequence[Panel]) -> Table:
         "active conversations with TTFT p95 ≤ 2 s", "turns lost",
     )  # fmt: skip
     rows = [(panel, _system(name, curve)) for panel in panels for name, curve in panel.curves.items()]
-    note = "Means over turns and seeds; how active conversations are counted is said below."
-    return _with_work(Table("systems", "At a glance", note, heads, 1, ()), panels, rows)
+    note = "Means over turns and seeds. Active conversations: see the rule below."
+    return _with_panels(Table("systems", "At a glance", note, heads, 1, ()), panels, rows)
 
 
 def _system(name: str, curve: Sequence[CurveEntry]) -> Row:
     points = curve_points(curve)
     best = max(points, key=lambda point: point.throughput, default=None)
     bins = [row for entry in curve for row in value_at(entry.summary, "active_sessions.bins") or []]
-    lost = sum(
+    failed = sum(
         value_at(entry.summary, f"turns.{key}") or 0 for entry in curve for key in ("failed", "skipped")
     )
     texts = (
@@ -135,7 +127,7 @@ def _system(name: str, curve: Sequence[CurveEntry]) -> Row:
         NOTHING if best is None else format_number(best.mean_s, ",.1f", 1000.0),
         format_number(min((point.mean_s for point in points), default=None), ",.1f", 1000.0),
         limit_text(largest_within_limit(bins) if bins else None),
-        f"{lost:,d}",
+        f"{failed:,d}",
     )
     return tuple(Cell(text) for text in texts)
 
@@ -157,7 +149,7 @@ def _ratios(panels: Sequence[Panel], latency_s: float | None) -> Table:
         "at p90 normalised latency [ms/token]", "times the throughput",
     )  # fmt: skip
     table = Table("ratios", "Throughput at equal normalised latency", RATIO_RULE, heads, 2, ())
-    return _with_work(table, panels, rows)
+    return _with_panels(table, panels, rows)
 
 
 def _grid(key: str, title: str, note: str, panels: Sequence[Panel], columns: Sequence[Column]) -> Table:
@@ -165,19 +157,16 @@ def _grid(key: str, title: str, note: str, panels: Sequence[Panel], columns: Seq
     seeds = any(entry.seed is not None for _, entry in found)
     rows = [(panel, (*_labels(entry, seeds), *_cells(entry, columns))) for panel, entry in found]
     heads = ("system", "offered", *(("seed",) if seeds else ()), *(column.title for column in columns))
-    return _with_work(Table(key, title, note, heads, 3 if seeds else 2, ()), panels, rows)
+    return _with_panels(Table(key, title, note, heads, 3 if seeds else 2, ()), panels, rows)
 
 
-def _with_work(table: Table, panels: Sequence[Panel], rows: Sequence[tuple[Panel, Row]]) -> Table:
-    """``table`` with its rows; where there are several panels, with a first column that tells them apart."""
+def _with_panels(table: Table, panels: Sequence[Panel], rows: Sequence[tuple[Panel, Row]]) -> Table:
     several = len(panels) > 1
-    return Table(
-        table.key,
-        table.title,
-        table.note,
-        (("workload",) if several else ()) + table.heads,
-        table.labels + several,
-        tuple((Cell(panel.title), *row) if several else row for panel, row in rows),
+    return replace(
+        table,
+        heads=(("workload",) if several else ()) + table.heads,
+        labels=table.labels + several,
+        rows=tuple((Cell(panel.title), *row) if several else row for panel, row in rows),
     )
 
 
@@ -198,7 +187,6 @@ def _cells(entry: CurveEntry, columns: Sequence[Column]) -> Iterator[Cell]:
 
 
 def _swap_columns(found: Sequence[CurveEntry]) -> list[Column]:
-    """Whatever numbers the targets gave under ``swap``."""
     names = dict.fromkeys(
         name
         for entry in found
@@ -227,14 +215,14 @@ def _by_turn(panel: Panel, entry: CurveEntry) -> Table:
 def write_html(
     reports: Sequence[Report], path: Path, names: Sequence[str] = (), latency_s: float | None = None
 ) -> None:
-    """Write one page of all reports. ``names``: one for each report. ``latency_s``: where ratios of throughput are
-    taken; None: chosen for each pair of systems. Raises PlotsMissing, OSError.
+    """Write one page of all reports. Raises PlotsMissing, OSError.
+
+    ``latency_s``: where ratios of throughput are taken; None: chosen for each pair of systems.
     """
     path.write_text(page(reports, names, latency_s), encoding="utf-8")
 
 
 def page(reports: Sequence[Report], names: Sequence[str] = (), latency_s: float | None = None) -> str:
-    """The text of the page that ``write_html`` writes. Raises PlotsMissing."""
     import jinja2  # of the extra `plots`, like matplotlib
 
     environment = jinja2.Environment(
@@ -259,7 +247,7 @@ def page(reports: Sequence[Report], names: Sequence[str] = (), latency_s: float 
         tables=list(tables(shown)),
         problems=list(_problems(reports, names, found)),
         runs=[
-            (name, _line(report), _facts(report), _shell(report))
+            (name, _summary_line(report), _fact_rows(report), _command_line(report))
             for name, report in zip(names, reports, strict=True)
         ],
         several=len(reports) > 1,
@@ -268,7 +256,6 @@ def page(reports: Sequence[Report], names: Sequence[str] = (), latency_s: float 
 
 
 def _problems(reports: Sequence[Report], names: Sequence[str], found: Sequence[CurveEntry]) -> Iterator[str]:
-    """What a reader must know before believing a number."""
     for name, report in zip(names, reports, strict=True):
         where = f"{name}: " if len(reports) > 1 else ""
         for reason in report.get("invalid_reasons") or []:
@@ -286,8 +273,8 @@ def _problems(reports: Sequence[Report], names: Sequence[str], found: Sequence[C
     yield from unsteady(found)
 
 
-def _line(report: Report) -> str:
-    """One line that says when, where and how much was replayed; of a simulation also what was simulated."""
+def _summary_line(report: Report) -> str:
+    """One line on the work, the machine, the version and the time."""
     work = f"{_count(report, 'conversations')} conversations, {_count(report, 'turns')} turns"
     where = f"{value_at(report, 'machine.cpu')}, {value_at(report, 'machine.cores')} cores"
     if "simulation" in report:
@@ -299,12 +286,11 @@ def _line(report: Report) -> str:
     )
 
 
-def _count(report: Report, what: str) -> str:
-    return format_number(value_at(report, f"workload.{what}"), ",d")
+def _count(report: Report, field: str) -> str:
+    return format_number(value_at(report, f"workload.{field}"), ",d")
 
 
-def _facts(report: Report) -> list[tuple[str, str]]:
-    """Configuration, workload, machine and versions as (name, value) lines."""
+def _fact_rows(report: Report) -> list[tuple[str, str]]:
     found = [("created", str(report.get("created", NOTHING)))]
     for key in ("dataset", "workload", "machine", "versions", "options"):
         found += _flat(key, report.get(key) or {})
@@ -319,6 +305,6 @@ def _flat(name: str, value: Any) -> list[tuple[str, str]]:
     return [(name, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))]
 
 
-def _shell(report: Report) -> str:
+def _command_line(report: Report) -> str:
     line = report.get("command_line")
     return str(line) if line else shlex.join(map(str, report.get("command") or []))

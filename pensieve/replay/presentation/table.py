@@ -1,4 +1,4 @@
-"""The report of a replay as tables for people. A table that is too wide becomes several below each other."""
+"""Prints a replay's report as tables. A table that is too wide is split into several."""
 
 from __future__ import annotations
 
@@ -23,9 +23,8 @@ from pensieve.replay.presentation.compare import comparisons
 from pensieve.replay.presentation.curves import CurveEntry, Panel, Report, busiest, entries, panels, unsteady
 
 _LABEL = 26
-"""A name wider than this is folded."""
 _BETWEEN = 3
-"""What a column takes beside its text: two blanks and a line."""
+"""Width of a column besides its text: two blanks and a line."""
 _EXAMPLES = 5
 _SIDE_BY_SIDE = 4
 _LINE = {
@@ -38,23 +37,22 @@ _LINE = {
     "inter_token_s.p99": "inter-token p99 ms",
     "active_sessions.mean": "active",
 }
-"""What is told of a run in a sweep, and its short name."""
 _COLUMNS = {column.path: column for column in (*SPEED, *FIRST_TOKEN, *SESSIONS)}
 
 
 def print_grid(
     console: Console, title: str, labels: Sequence[str], heads: Sequence[str], rows: Sequence[Sequence[str]]
 ) -> None:
-    """Print ``rows``, whose first cells are names under ``labels`` and the others numbers under ``heads``.
+    """Print ``rows``: their first cells are names under ``labels``, the others numbers under ``heads``.
 
-    Where the console is too narrow, the columns go on in another table, which has the names again.
+    If the console is too narrow, the remaining columns follow in another table that repeats the names.
     """
     count = len(labels)
     cells = [[head.split() or [""], [row[at] for row in rows]] for at, head in enumerate([*labels, *heads])]
     widths = [max(map(len, [*words, *column]), default=0) for words, column in cells]
     widths[:count] = [min(width, _LABEL) for width in widths[:count]]
     room = console.width - 1 - sum(width + _BETWEEN for width in widths[:count])
-    for index, columns in enumerate(_parts(widths[count:], room)):
+    for index, columns in enumerate(_split_columns(widths[count:], room)):
         table = Table(title=None if index else Text(title), title_justify="left")
         for label, width in zip(labels, widths, strict=False):
             table.add_column(Text(label), overflow="fold", width=width)
@@ -68,57 +66,56 @@ def print_grid(
         console.print(table)
 
 
-def _parts(widths: Sequence[int], room: int) -> Iterator[list[int]]:
-    """Numbers of the columns that stand together; at least one."""
+def _split_columns(widths: Sequence[int], room: int) -> Iterator[list[int]]:
+    """Split columns into tables: yield the indices of the columns of each, at least one."""
     part: list[int] = []
-    left = room
+    remaining = room
     for index, width in enumerate(widths):
-        if part and width + _BETWEEN > left:
+        if part and width + _BETWEEN > remaining:
             yield part
-            part, left = [], room
+            part, remaining = [], room
         part.append(index)
-        left -= width + _BETWEEN
+        remaining -= width + _BETWEEN
     yield part
 
 
 def print_report(report: dict[str, Any], console: Console) -> None:
-    """What was measured, tokens by source per turn number, then what went wrong.
+    """Print what was measured, tokens by source per turn number, and problems.
 
-    A few targets stand side by side; the runs of a sweep are a line each, and only the fullest run of each system tells
-    of its turns.
+    A few targets are columns. Runs of a sweep are rows, and only each system's highest load shows its turns.
     """
     (panel,) = panels([report])
-    found = panel.entries
-    if len(found) <= _SIDE_BY_SIDE and len({entry.load for entry in found}) == 1:
-        _overview(report["targets"], _workload_line(report), console)
-        detailed = found
+    shown = panel.entries
+    if len(shown) <= _SIDE_BY_SIDE and len({entry.load for entry in shown}) == 1:
+        _print_overview(report["targets"], _workload_line(report), console)
+        detailed = shown
     else:
-        _curves(found, _workload_line(report), console)
-        _ratios(panel, None, console)
+        _print_curves(shown, _workload_line(report), console)
+        _print_ratios(panel, None, console)
         detailed = [busiest(curve) for curve in panel.curves.values()]
     for entry in detailed:
         if entry.summary["receipts"]["checked"]:
-            _by_turn(entry, console)
+            _print_by_turn(entry, console)
     for summary in report["targets"]:
-        _problems(summary, console)
-    _warnings(report, console)
+        _print_problems(summary, console)
+    _print_warnings(report, console)
 
 
 def print_curves(
     reports: Sequence[Report], names: Sequence[str], console: Console, latency_s: float | None = None
 ) -> None:
-    """All runs of several reports, a line each; how the systems compare; what went wrong.
+    """Print all runs of several reports, one per row, the ratios between systems, and problems.
 
     ``latency_s``: where ratios of throughput are taken; None: chosen for each pair of systems.
     """
     for panel in panels(reports, names):
-        told = names[0] if len(reports) == 1 else f"{len(reports)} reports"
-        _curves(panel.entries, panel.title or told, console)
-        _ratios(panel, latency_s, console)
+        default_title = names[0] if len(reports) == 1 else f"{len(reports)} reports"
+        _print_curves(panel.entries, panel.title or default_title, console)
+        _print_ratios(panel, latency_s, console)
     for report in reports:
         for summary in report["targets"]:
-            _problems(summary, console)
-        _warnings(report, console)
+            _print_problems(summary, console)
+        _print_warnings(report, console)
 
 
 def _workload_line(report: dict[str, Any]) -> str:
@@ -132,7 +129,7 @@ def _workload_line(report: dict[str, Any]) -> str:
     return line
 
 
-def _overview(summaries: Sequence[dict[str, Any]], title: str, console: Console) -> None:
+def _print_overview(summaries: Sequence[dict[str, Any]], title: str, console: Console) -> None:
     rows: list[tuple[str, ...]] = []
 
     def row(name: str, *values: str) -> None:
@@ -174,7 +171,7 @@ def _overview(summaries: Sequence[dict[str, Any]], title: str, console: Console)
     print_grid(console, title, [""], [str(summary["target"]) for summary in summaries], rows)
 
 
-def _curves(found: Sequence[CurveEntry], title: str, console: Console) -> None:
+def _print_curves(shown: Sequence[CurveEntry], title: str, console: Console) -> None:
     rows = [
         (
             entry.system,
@@ -183,12 +180,12 @@ def _curves(found: Sequence[CurveEntry], title: str, console: Console) -> None:
             *(_COLUMNS[path].text(entry.summary) for path in _LINE),
             limit_text(value_at(entry.summary, "active_sessions")),
         )
-        for entry in found
+        for entry in shown
     ]
     print_grid(console, title, ["system", "offered"], ["seed", *_LINE.values(), "TTFT p95 ≤ 2 s"], rows)
 
 
-def _ratios(panel: Panel, latency_s: float | None, console: Console) -> None:
+def _print_ratios(panel: Panel, latency_s: float | None, console: Console) -> None:
     rows = [
         (pair.ours, pair.other, *ratio_texts(pair.mean), *ratio_texts(pair.p90))
         for pair in comparisons(panel.points, latency_s)
@@ -199,7 +196,7 @@ def _ratios(panel: Panel, latency_s: float | None, console: Console) -> None:
         print_grid(console, title, ["system", "against"], heads, rows)
 
 
-def _by_turn(entry: CurveEntry, console: Console) -> None:
+def _print_by_turn(entry: CurveEntry, console: Console) -> None:
     tokens = ("context", *SOURCES, "output")
     rows = [
         (
@@ -215,7 +212,7 @@ def _by_turn(entry: CurveEntry, console: Console) -> None:
     print_grid(console, f"By turn: {entry.system}, {entry.load}", ["turn"], heads, rows)
 
 
-def _problems(summary: Mapping[str, Any], console: Console) -> None:
+def _print_problems(summary: Mapping[str, Any], console: Console) -> None:
     for code, count in (summary.get("errors") or {}).items():
         console.print(f"{summary['target']}: {count} turns failed with {code}", style="red", markup=False)
     failed, wrong = summary.get("error_examples") or [], value_at(summary, "receipts.examples") or []
@@ -223,7 +220,7 @@ def _problems(summary: Mapping[str, Any], console: Console) -> None:
         console.print(f"  {text}", style="red", markup=False)
 
 
-def _warnings(report: Report, console: Console) -> None:
+def _print_warnings(report: Report, console: Console) -> None:
     for line in unsteady(entries([report])):
         console.print(line, style="red", markup=False, highlight=False)
     for reason in report.get("invalid_reasons") or []:

@@ -1,4 +1,4 @@
-"""What is measured: Pensieve, any server with the OpenAI protocol, and servers that the tool starts itself.
+"""Systems under test: Pensieve, servers with the OpenAI protocol, and servers that the replay starts itself.
 
 May import: client, core, lifeline, spawn, v1.
 """

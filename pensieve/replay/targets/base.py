@@ -1,4 +1,4 @@
-"""What is measured: anything that holds conversations and answers turns."""
+"""Interfaces of systems under test: they hold conversations and answer turns."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Protocol, runtime_checkable
 from pensieve.core import Hints, TokenArray, Usage
 
 OnTokens = Callable[[int, float], None]
-"""Called as output arrives: number of new tokens, time of their arrival on ``time.perf_counter``'s clock."""
+"""Called as output arrives, with the number of new tokens and their time on ``time.perf_counter``'s clock."""
 
 
 class TurnFailed(Exception):
@@ -22,30 +22,22 @@ class TurnFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class TargetInfo:
-    """What a target says of itself before the replay."""
-
     vocab_size: int
-    """0: it does not say."""
+    """0: unknown."""
     context_limit: int
-    """0: it does not say."""
+    """0: unknown."""
     details: dict[str, str] = field(default_factory=dict)
-    """What the report tells of the target: model, version, switches."""
     forces_lengths: bool = True
-    """Whether answers of an exact length can be had."""
     takes_hints: bool = False
-    """Whether it can be told what comes after a turn, and be asked to warm a session."""
 
 
 @dataclass(frozen=True, slots=True)
 class TurnRequest:
-    """One turn to be answered, greedily."""
-
     input_ids: TokenArray
     output_tokens: int
     forced: bool
-    """Exactly ``output_tokens`` of output, whatever the model wants; otherwise at most so many."""
+    """Force exactly ``output_tokens`` tokens of output; otherwise they are the maximum."""
     hints: Hints | None = None
-    """What is told of the time after the turn, to targets that take it."""
 
 
 class Target(Protocol):
@@ -55,19 +47,19 @@ class Target(Protocol):
     def name(self) -> str: ...
 
     async def open(self) -> TargetInfo:
-        """Connect. Raises TurnFailed when the target is not there."""
+        """Connect. Raises TurnFailed when the target cannot be reached."""
         ...
 
     async def start_session(self) -> str:
-        """A new, empty conversation; returns what names it."""
+        """Start an empty conversation; return its name."""
         ...
 
     async def turn(self, session: str, spec: TurnRequest, on_tokens: OnTokens) -> Usage | None:
-        """Answer one turn and keep it; returns the receipt, None from targets that give none. Raises TurnFailed."""
+        """Answer one turn and keep it; return the receipt, or None if the target gives none. Raises TurnFailed."""
         ...
 
     async def end_session(self, session: str) -> None:
-        """Forget a conversation; called after the measurement."""
+        """Delete a conversation; called after the measurement."""
         ...
 
     async def close(self) -> None: ...
@@ -75,7 +67,7 @@ class Target(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """The place of a server: all that another process needs to make a target of its own for it."""
+    """The address of a server, from which another process can make its own target."""
 
     url: str
     """``pensieve://HOST:PORT`` or ``http://HOST:PORT``."""
@@ -84,34 +76,30 @@ class Address:
 
 @runtime_checkable
 class RemoteTarget(Protocol):
-    """A target that other processes can connect to as well."""
-
     @property
     def name(self) -> str: ...
 
-    def address(self) -> Address:
-        """The address of this target, which is open."""
-        ...
+    def address(self) -> Address: ...
 
 
 @runtime_checkable
 class SupportsEvict(Protocol):
-    """A target that can be asked to empty its prefix cache."""
+    """A target that can empty its prefix cache."""
 
     async def evict(self) -> str:
-        """Says, for the report, what was done. Raises TurnFailed."""
+        """Empty the cache; return a description for the report. Raises TurnFailed."""
         ...
 
 
 @runtime_checkable
 class SupportsWarm(Protocol):
-    """A target that can be asked to bring a session's state where its next turn needs it."""
+    """A target that can move a session's state to where its next turn needs it."""
 
     async def warm(self, session: str) -> str:
-        """Returns ``accepted``, or why it refused. Raises TurnFailed."""
+        """Return ``accepted``, or why the request was refused. Raises TurnFailed."""
         ...
 
 
 async def empty_cache(target: Target) -> str:
-    """Ask for an empty cache where a target can be asked; elsewhere the end of its sessions has to do."""
+    """Empty the target's prefix cache if it supports that; otherwise deleted sessions must suffice."""
     return await target.evict() if isinstance(target, SupportsEvict) else "sessions deleted"

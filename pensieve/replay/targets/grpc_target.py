@@ -1,4 +1,4 @@
-"""A Pensieve server as a target, on the wire protocol itself so that nothing of ours hides time."""
+"""A Pensieve server as a target. It uses the wire protocol directly, so that no SDK code hides time."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _OPTIONS = (
     ("grpc.max_send_message_length", 64 * 1024 * 1024),
     ("grpc.use_local_subchannel_pool", 1),  # otherwise channels to one address share a connection
 )
-_CALLS = 200
-"""Calls at once on one connection: a server takes 256 of them, and the rest would wait, unseen, in the client."""
+_MAX_CALLS = 200
+"""Concurrent calls per connection. A server takes 256; more would wait, unseen, in the client."""
 
 
 @dataclass(slots=True)
@@ -32,11 +32,10 @@ class _Connection:
     channel: grpc.aio.Channel
     stub: Any
     calls: int = 0
-    """Calls under way."""
 
 
 class PensieveTarget:
-    """``pensieve://HOST:PORT``. Plaintext; ``api_key`` goes out as a bearer token."""
+    """``pensieve://HOST:PORT``. Plaintext; ``api_key`` is sent as a bearer token."""
 
     def __init__(self, address: str, *, name: str | None = None, api_key: str | None = None) -> None:
         self._address = address
@@ -94,17 +93,16 @@ class PensieveTarget:
 
     @contextmanager
     def _stub(self) -> Iterator[Any]:
-        """A stub for one call, on a connection that has room for it."""
-        found = next((one for one in self._connections if one.calls < _CALLS), None)
-        if found is None:
+        connection = next((entry for entry in self._connections if entry.calls < _MAX_CALLS), None)
+        if connection is None:
             channel = grpc.aio.insecure_channel(self._address, options=_OPTIONS)
-            found = _Connection(channel, rpc.ConversationServiceStub(channel))
-            self._connections.append(found)
-        found.calls += 1
+            connection = _Connection(channel, rpc.ConversationServiceStub(channel))
+            self._connections.append(connection)
+        connection.calls += 1
         try:
-            yield found.stub
+            yield connection.stub
         finally:
-            found.calls -= 1
+            connection.calls -= 1
 
     async def _call(self, method: str, request: Any, timeout: float = 60.0) -> Any:
         try:

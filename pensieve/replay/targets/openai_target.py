@@ -1,5 +1,7 @@
-"""Any server that speaks the OpenAI protocol. Every turn sends the whole history, but for responses: they name the
-one before."""
+"""Any server with the OpenAI protocol as a target.
+
+Every turn sends the whole history, except with the Responses protocol, which names the previous response.
+"""
 
 from __future__ import annotations
 
@@ -15,30 +17,15 @@ from pensieve.core import TokenArray, Usage
 from pensieve.replay.targets.base import Address, OnTokens, TargetInfo, TurnFailed, TurnRequest
 
 _WORDS = (
-    "the",
-    "of",
-    "and",
-    "to",
-    "in",
-    "is",
-    "you",
-    "that",
-    "it",
-    "he",
-    "was",
-    "for",
-    "on",
-    "are",
-    "as",
-    "with",
-)
+    "the", "of", "and", "to", "in", "is", "you", "that", "it", "he", "was", "for", "on", "are", "as", "with",
+)  # fmt: skip
 _KEEP_ALIVE_S = 2.0
-"""An idle connection is not used again after this: uvicorn's servers close theirs after 5 s, and a turn that goes out
-at that very moment would fail."""
+"""Idle time after which a connection is not reused. Uvicorn servers close theirs after 5 s, and a turn that
+is sent at that moment would fail."""
 RESPONSES_PATH = "/v1/responses"
-"""Behind the address of a target: the server keeps the history."""
+"""At the end of a target's address: the server keeps the history."""
 _PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions", "responses": RESPONSES_PATH}
-_LOST = (aiohttp.ClientError, TimeoutError)
+_CONNECTION_ERRORS = (aiohttp.ClientError, TimeoutError)
 
 
 class _Delta(msgspec.Struct):
@@ -57,7 +44,7 @@ class _Response(msgspec.Struct):
 
 
 class _Event(msgspec.Struct):
-    """What is read of a streamed event; the rest of it is passed over."""
+    """The fields that are read from a streamed event."""
 
     choices: list[_Choice] = []
     usage: dict[str, Any] | None = None
@@ -73,20 +60,16 @@ _event_decoder = msgspec.json.Decoder(_Event)
 
 @dataclass(slots=True)
 class Completion:
-    """What came of one completion, filled by ``feed``."""
-
     pieces: list[tuple[int, float]] = field(default_factory=list)
-    """(tokens, time); a piece that does not tell its ids is taken for one token until the server says how many."""
+    """(tokens, time) of each piece. One without token ids counts as one token until the server reports a total."""
     ids: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     usage: dict[str, Any] = field(default_factory=dict)
     response_id: str = ""
-    """In the Responses protocol: what the next turn names to go on."""
     _rest: bytes = b""
-    """The end of what has come: an event that is not whole yet."""
 
     def feed(self, data: bytes, at: float) -> None:
-        """Take in what came at a time: any part of a stream of server-sent events."""
+        """Process data that arrived at time ``at``: any part of a stream of server-sent events."""
         *events, self._rest = (self._rest + data).replace(b"\r\n", b"\n").split(b"\n\n")
         for event in events:
             for line in event.split(b"\n"):
@@ -110,12 +93,12 @@ class Completion:
             self.pieces.append((1, at))
         if event.response is not None:
             self.response_id = event.response.id
-            self.usage = _as_of_completions(event.response.usage) or self.usage
+            self.usage = _completions_usage(event.response.usage) or self.usage
 
     def settle(self) -> None:
-        """Make the pieces' tokens add up to what the server counted; the last pieces give or take the difference."""
+        """Adjust the last pieces so that their tokens add up to the server's count."""
         total = self.usage.get("completion_tokens")
-        # Where ids came, every piece's count is exact already; without a total there is nothing to settle with.
+        # With ids every count is exact already; without a total there is nothing to adjust to.
         if self.ids or total is None or not self.pieces:
             return
         excess = sum(count for count, _ in self.pieces) - int(total)
@@ -127,8 +110,8 @@ class Completion:
             self.pieces[-1] = count - excess, at
 
 
-def _as_of_completions(usage: dict[str, Any] | None) -> dict[str, Any]:
-    """Counts of the Responses protocol under the names of the other."""
+def _completions_usage(usage: dict[str, Any] | None) -> dict[str, Any]:
+    """Convert counts of the Responses protocol to the names of the completions protocol."""
     if not usage:
         return {}
     return {
@@ -140,14 +123,14 @@ def _as_of_completions(usage: dict[str, Any] | None) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """What a server takes, found out by asking it once."""
+    """The kind of requests that a server accepts, found by a probe."""
 
     api: str
-    """``completions``, with token ids as the prompt; ``chat``, with text; ``responses``, with the new text alone."""
+    """``completions`` with token ids as the prompt; ``chat`` with text; ``responses`` with only the new text."""
     forced: bool
-    """The server takes ``ignore_eos`` and ``min_tokens``."""
+    """The server accepts ``ignore_eos`` and ``min_tokens``."""
     returns_ids: bool = False
-    """The server takes ``return_token_ids``; answers then come as ids, too."""
+    """The server accepts ``return_token_ids``; answers then include ids."""
 
     @property
     def path(self) -> str:
@@ -161,8 +144,7 @@ _DIALECTS = (
     Dialect("chat", True),
     Dialect("chat", False),
 )
-"""The dialects that are tried, the best first."""
-_OF_RESPONSES = (Dialect("responses", True), Dialect("responses", False))
+_RESPONSES_DIALECTS = (Dialect("responses", True), Dialect("responses", False))
 
 
 @dataclass(slots=True)
@@ -170,17 +152,16 @@ class _Session:
     ids: list[int] = field(default_factory=list)
     messages: list[dict[str, str]] = field(default_factory=list)
     previous: str = ""
-    """Id of the response before."""
     context: int | None = 0
-    """Tokens of prompt and answer of the turn before, as the server counts them; None: it does not."""
+    """Tokens of the previous prompt and answer, as the server counts them; None if it does not."""
 
 
 class OpenAITarget:
-    """``http://HOST:PORT``, or with ``/v1/responses`` behind it. ``api_key`` goes out as a bearer token.
+    """``http://HOST:PORT``, optionally with ``/v1/responses``. ``api_key`` is sent as a bearer token.
 
-    On aiohttp, whose parser is written in C: a streamed piece costs a third of the processor time that it does with
-    httpx2 (30 to 35 µs against 88 to 93, by ``bench/replay_client.py`` of commit d7826e2 with 100 streams), and a
-    measurement must not be one of its client.
+    It uses aiohttp, whose parser is written in C: a streamed piece costs a third of the processor time that
+    it does with httpx2 (30 to 35 µs against 88 to 93, by ``bench/replay_client.py`` of commit d7826e2 with
+    100 streams), and the client must not limit the measurement.
     """
 
     def __init__(self, base: str, *, name: str | None = None, api_key: str | None = None) -> None:
@@ -188,7 +169,7 @@ class OpenAITarget:
         self._base = base.removesuffix(RESPONSES_PATH)
         self._http: aiohttp.ClientSession | None = None
         self._model = ""
-        self._dialects = _OF_RESPONSES if base.endswith(RESPONSES_PATH) else _DIALECTS
+        self._dialects = _RESPONSES_DIALECTS if base.endswith(RESPONSES_PATH) else _DIALECTS
         self._dialect = self._dialects[0]
         self._sessions: dict[str, _Session] = {}
         self._opened = 0
@@ -225,7 +206,9 @@ class OpenAITarget:
             if dialect.returns_ids and not answer.ids:
                 self._dialect = dialect = Dialect(dialect.api, dialect.forced)
             return self._info(listed, dialect)
-        raise TurnFailed("UNSUPPORTED", f"{self._base} answers no kind of request: {'; '.join(refusals)}")
+        raise TurnFailed(
+            "UNSUPPORTED", f"{self._base} accepts no supported kind of request: {'; '.join(refusals)}"
+        )
 
     async def start_session(self) -> str:
         self._opened += 1
@@ -238,21 +221,21 @@ class OpenAITarget:
         for count, at in answer.pieces:
             on_tokens(count, at)
         produced = sum(count for count, _ in answer.pieces)
-        _keep(state, self._dialect, spec, answer, produced)
+        _append_turn(state, self._dialect, spec, answer, produced)
         return _receipt(state, answer.usage, produced)
 
     async def end_session(self, session: str) -> None:
         self._sessions.pop(session, None)
 
     async def evict(self) -> str:
-        """Ask for an empty prefix cache; says which request did it. Most servers have none."""
+        """Empty the prefix cache if the server can; return the request that did it."""
         for path in ("/reset_prefix_cache", "/flush_cache"):
             try:
                 async with self._client.post(path) as response:
                     if response.ok:
                         return f"POST {path}"
-            except _LOST as error:
-                raise _lost(error) from error
+            except _CONNECTION_ERRORS as error:
+                raise _unavailable(error) from error
         return "other token ids"
 
     async def close(self) -> None:
@@ -270,18 +253,18 @@ class OpenAITarget:
             async with self._client.get("/v1/models", timeout=aiohttp.ClientTimeout(30.0)) as response:
                 response.raise_for_status()
                 return dict(msgspec.json.decode(await response.read())["data"][0])
-        except _LOST as error:
-            raise _lost(error) from error
+        except _CONNECTION_ERRORS as error:
+            raise _unavailable(error) from error
         except (ValueError, KeyError, IndexError, TypeError) as error:
             raise TurnFailed("BAD_RESPONSE", f"{self._base}/v1/models lists no model: {error!r}") from error
 
     async def _version(self) -> str:
-        """The server's version, where it tells it as vLLM does; else empty."""
+        """The server's version if it reports one as vLLM does; otherwise empty."""
         try:
             async with self._client.get("/version", timeout=aiohttp.ClientTimeout(30.0)) as response:
                 return str(msgspec.json.decode(await response.read())["version"]) if response.ok else ""
-        except _LOST as error:
-            raise _lost(error) from error
+        except _CONNECTION_ERRORS as error:
+            raise _unavailable(error) from error
         except (ValueError, KeyError, TypeError):
             return ""
 
@@ -311,8 +294,8 @@ class OpenAITarget:
                     raise TurnFailed(f"HTTP_{response.status}", text[:300])
                 async for data in response.content.iter_any():
                     answer.feed(data, time.perf_counter())
-        except _LOST as error:
-            raise _lost(error) from error
+        except _CONNECTION_ERRORS as error:
+            raise _unavailable(error) from error
         except (ValueError, TypeError) as error:
             raise TurnFailed("BAD_RESPONSE", repr(error)) from error
         answer.settle()
@@ -320,7 +303,7 @@ class OpenAITarget:
 
 
 def _json(value: Any) -> str:
-    """Prompts are lists of thousands of numbers, which the standard library takes long to write."""
+    """Encode JSON fast: prompts are lists of thousands of numbers, slow in the standard library."""
     return msgspec.json.encode(value).decode()
 
 
@@ -347,8 +330,9 @@ def _body(model: str, dialect: Dialect, state: _Session, spec: TurnRequest) -> d
     return body
 
 
-def _keep(state: _Session, dialect: Dialect, spec: TurnRequest, answer: Completion, produced: int) -> None:
-    """Add the turn to the history."""
+def _append_turn(
+    state: _Session, dialect: Dialect, spec: TurnRequest, answer: Completion, produced: int
+) -> None:
     if dialect.api == "responses":
         state.previous = answer.response_id
         return
@@ -356,14 +340,14 @@ def _keep(state: _Session, dialect: Dialect, spec: TurnRequest, answer: Completi
         question = {"role": "user", "content": text_of(spec.input_ids)}
         state.messages += [question, {"role": "assistant", "content": "".join(answer.texts)}]
         return
-    # Where the server does not tell the ids of its answer, others stand for them: the lengths are right, but a
-    # prefix cache cannot find the answer again; the report says "drawn".
+    # If the server returns no ids of its answer, other ids stand in: the lengths are right, but a prefix
+    # cache cannot find the answer again; the report says "drawn".
     state.ids += spec.input_ids.tolist()
     state.ids += answer.ids or np.resize(spec.input_ids, produced).tolist()
 
 
 def _receipt(state: _Session, usage: dict[str, Any], produced: int) -> Usage | None:
-    """A receipt from the server's own counts, if it tells how many tokens its prefix cache held; else None."""
+    """A receipt from the server's counts, or None if it does not report how many tokens its prefix cache held."""
     context = usage.get("prompt_tokens")
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
     before, state.context = state.context, None if context is None else int(context) + produced
@@ -384,7 +368,7 @@ def text_of(ids: TokenArray) -> str:
     return " ".join(_WORDS[token % len(_WORDS)] for token in ids.tolist())
 
 
-def _lost(error: Exception) -> TurnFailed:
+def _unavailable(error: Exception) -> TurnFailed:
     if isinstance(error, aiohttp.ClientResponseError):
         return TurnFailed(f"HTTP_{error.status}", error.message)
     return TurnFailed("UNAVAILABLE", f"{type(error).__name__}: {error}")

@@ -1,4 +1,4 @@
-"""Options of ``pensieve replay`` that say what is measured."""
+"""Options of ``pensieve replay`` for targets."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pensieve.replay.targets.started_target import StartedTarget
 
 
 def parse_target(value: str, api_key: str | None = None, *, name: str | None = None) -> Target:
-    """A target from ``pensieve://HOST:PORT`` or ``http://HOST:PORT[/v1/responses]``. Raises BadParameter."""
+    """Make a target from ``pensieve://HOST:PORT`` or ``http://HOST:PORT[/v1/responses]``. Raises BadParameter."""
     scheme, separator, address = value.partition("://")
     if scheme == "http":
         address = address.removesuffix("/v1/responses")
@@ -31,18 +31,18 @@ def parse_target(value: str, api_key: str | None = None, *, name: str | None = N
         from pensieve.replay.targets.openai_target import OpenAITarget
     except ImportError as error:
         raise click.UsageError(
-            f"http:// targets need more: pip install 'pensieve[replay]' ({error})"
+            f"http:// targets need an extra: pip install 'pensieve[replay]' ({error})"
         ) from error
     return OpenAITarget(value, name=name, api_key=api_key)
 
 
 def parse_start(value: str, api_key: str | None, *, name: str | None, timeout_s: float) -> Target:
-    """A target to be started, from ``[URL ][NAME=VALUE …]COMMAND``. Raises BadParameter."""
+    """Make a started target from ``[URL ][NAME=VALUE …]COMMAND``. Raises BadParameter."""
     first, _, rest = value.partition(" ")
     url = first if re.match(r"\w+://", first) else None
     command = rest if url else value
     if url:
-        parse_target(url, api_key)  # say now what is wrong with it
+        parse_target(url, api_key)  # report a bad address now
     if not command.strip():
         raise click.BadParameter(f"{value!r} has no command", param_hint="--start")
     return StartedTarget(
@@ -51,23 +51,23 @@ def parse_start(value: str, api_key: str | None, *, name: str | None, timeout_s:
 
 
 def target_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Options for what is measured; the command gets them as ``targets``, a list of Target."""
+    """Add the options for targets; the command gets them as ``targets``, a list of Target."""
 
     @click.option(
         "--target",
         "targets",
         multiple=True,
         metavar="pensieve://HOST:PORT|http://HOST:PORT[/v1/responses]",
-        help="Pensieve, or a server with the OpenAI protocol, to replay against; with the path its server keeps the "
-        "history. Give it again to compare several, one after the other.",
+        help="Pensieve, or a server with the OpenAI protocol, to replay against; with the path the server keeps the "
+        "history. Repeat it to compare several, one after the other.",
     )
     @click.option(
         "--start",
         "starts",
         multiple=True,
         metavar="[http://HOST:PORT ][NAME=VALUE …]COMMAND",
-        help="Start a target for its measurement and stop it after, with these variables in its environment. It is "
-        "up when it answers at the address; without one, when it prints the ready line of `pensieve serve`.",
+        help="Start a target for its measurement and stop it afterwards, with these variables in its environment. It "
+        "is up when it answers at the address; without an address, when it prints the ready line of `pensieve serve`.",
     )
     @click.option(
         "--start-timeout",
@@ -78,7 +78,7 @@ def target_options(command: Callable[..., Any]) -> Callable[..., Any]:
         help="How long a started target may take to be up.",
     )
     @click.option(
-        "--name", "names", multiple=True, help="In the report: one for each --target, then each --start."
+        "--name", "names", multiple=True, help="Name in the report: one for each --target, then each --start."
     )
     @click.option(
         "--api-key", envvar="PENSIEVE_API_KEY", show_envvar=True, help="Bearer token for the servers."

@@ -1,4 +1,4 @@
-"""A target that the tool starts itself from a command line, and stops after its measurement; and its counters."""
+"""A target that the replay starts from a command line and stops after its measurement; reads its counters."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import signal
 import sys
 from collections import deque
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from pensieve import lifeline
@@ -29,28 +30,26 @@ from pensieve.replay.targets.base import (
 from pensieve.spawn import READY, STOP_GRACE_S, read_metrics
 
 Counters = dict[str, float]
-"""``NAME``, or ``NAME.LABEL`` where labels tell samples of a name apart, to the value."""
+"""Values by ``NAME``, or ``NAME.LABEL`` if labels distinguish the samples of a name."""
 _PART = "pensieve_step_part_seconds_total."
 _POLL_S = 0.5
 _EXIT_POLL_S = 0.05
 _LOG_LINES = 20
-_LONGEST_LINE = 1 << 20
-"""Bytes. Servers print their whole configuration in one line."""
-_LAST_WORDS_S = 2.0
-"""How long to read what a server said at its end: a process that it left behind may keep the pipe open for ever."""
+_MAX_LINE_BYTES = 1 << 20
+"""Bytes. Some servers print their whole configuration in one line."""
+_LAST_OUTPUT_S = 2.0
+"""How long to read the last output of an ended server; a process that it left behind may keep the pipe open."""
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 T = TypeVar("T")
 Connect = Callable[[str], Target]
-"""Address (``pensieve://…`` or ``http://…``) → target."""
 
 
 def read_counters(admin: str) -> Counters:
-    """The counters of the server whose admin port is at HOST:PORT. Raises OSError."""
     return {".".join((sample.name, *sample.labels.values())): sample.value for sample in read_metrics(admin)}
 
 
 def counter_growth(before: Counters, after: Counters) -> dict[str, Any]:
-    """What grew from ``before`` to ``after``, as ``swap`` and ``step_s`` of a report's ``targets`` entry."""
+    """Growth from ``before`` to ``after``, as ``swap`` and ``step_s`` of a report's ``targets`` entry."""
     grown = {name: value - before.get(name, 0.0) for name, value in after.items()}
     steps, busy = grown.get("pensieve_steps_total", 0.0), grown.get("pensieve_step_seconds_total", 0.0)
     parts = {name.removeprefix(_PART): value for name, value in grown.items() if name.startswith(_PART)}
@@ -67,7 +66,7 @@ def counter_growth(before: Counters, after: Counters) -> dict[str, Any]:
 class StartedTarget:
     """Owns one process, from ``open`` to ``close``; can be opened again.
 
-    The command is split as a shell would, and may begin with assignments to the environment (``NAME=VALUE …``).
+    The command is split as by a shell, and may begin with assignments to the environment (``NAME=VALUE …``).
     With ``url`` the server is up when it answers there; without, when it prints Pensieve's ready line.
     """
 
@@ -81,7 +80,6 @@ class StartedTarget:
         self._log: deque[str] = deque(maxlen=_LOG_LINES)
         self._inner: Target | None = None
         self._admin = ""
-        """Where Pensieve's metrics are, as its ready line says."""
 
     @property
     def name(self) -> str:
@@ -93,7 +91,6 @@ class StartedTarget:
 
     @property
     def last_output(self) -> tuple[str, ...]:
-        """The last lines that the server printed, on either stream."""
         return tuple(self._log)
 
     async def open(self) -> TargetInfo:
@@ -105,7 +102,7 @@ class StartedTarget:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
-                limit=_LONGEST_LINE,
+                limit=_MAX_LINE_BYTES,
                 start_new_session=True,
             )
         except (OSError, ValueError) as error:
@@ -113,37 +110,31 @@ class StartedTarget:
         self._reader = asyncio.create_task(self._read(self._process, address))
         try:
             async with asyncio.timeout(self._timeout_s):
-                info = await self.while_up(self._answers(address), "NOT_STARTED")
+                info = await self.while_up(self._wait_until_up(address), "NOT_STARTED")
         except TimeoutError:
             await self.close()
             raise self._failed("NOT_STARTED", f"not up within {self._timeout_s:.0f} s") from None
         except BaseException:
             await self.close()
             raise
-        return TargetInfo(
-            info.vocab_size,
-            info.context_limit,
-            info.details | {"started": self._command},
-            info.forces_lengths,
-            info.takes_hints,
-        )
+        return replace(info, details=info.details | {"started": self._command})
 
     async def while_up(self, work: Coroutine[Any, Any, T], code: str = "DIED") -> T:
-        """What ``work`` gives. Raises TurnFailed with the server's last words when that ends first."""
+        """Return the result of ``work``. Raises TurnFailed with the server's last output if the server ends first."""
         assert self._process is not None, "not open"
         working = asyncio.create_task(work)
-        ending = asyncio.create_task(_status(self._process))
+        exiting = asyncio.create_task(_status(self._process))
         try:
-            await asyncio.wait({working, ending}, return_when=asyncio.FIRST_COMPLETED)
-            if not ending.done():
+            await asyncio.wait({working, exiting}, return_when=asyncio.FIRST_COMPLETED)
+            if not exiting.done():
                 return working.result()
         finally:
-            for task in (working, ending):
+            for task in (working, exiting):
                 task.cancel()
-            await asyncio.gather(working, ending, return_exceptions=True)
+            await asyncio.gather(working, exiting, return_exceptions=True)
         if self._reader is not None:
-            await asyncio.wait({self._reader}, timeout=_LAST_WORDS_S)
-        raise self._failed(code, f"ended with status {ending.result()}")
+            await asyncio.wait({self._reader}, timeout=_LAST_OUTPUT_S)
+        raise self._failed(code, f"ended with status {exiting.result()}")
 
     async def start_session(self) -> str:
         return await self._running.start_session()
@@ -162,16 +153,16 @@ class StartedTarget:
         return await empty_cache(self._running)
 
     async def counters(self) -> Counters | None:
-        """Since the server started; None of a server whose metrics cannot be read."""
+        """Counters since the server started; None if its metrics cannot be read."""
         if not self._admin:
             return None
         try:
             return await asyncio.to_thread(read_counters, self._admin)
-        except OSError:  # a measurement is not lost for want of this; it is then not in the report
+        except OSError:  # this must not lose the measurement; the report then lacks the counters
             return None
 
     async def close(self) -> None:
-        """SIGTERM, and SIGKILL to the whole process group for what is left of it."""
+        """Send SIGTERM, later SIGKILL to the whole process group."""
         if self._inner is not None:
             await self._inner.close()
             self._inner = None
@@ -187,7 +178,7 @@ class StartedTarget:
             os.killpg(process.pid, signal.SIGKILL)
         await _status(process)
         if self._reader is not None:
-            await asyncio.wait({self._reader}, timeout=_LAST_WORDS_S)
+            await asyncio.wait({self._reader}, timeout=_LAST_OUTPUT_S)
             self._reader.cancel()
 
     @property
@@ -195,8 +186,7 @@ class StartedTarget:
         assert self._inner is not None, "not open"
         return self._inner
 
-    async def _answers(self, address: asyncio.Future[str]) -> TargetInfo:
-        """Wait until the server is up; connect."""
+    async def _wait_until_up(self, address: asyncio.Future[str]) -> TargetInfo:
         if self._url is None:
             self._inner = self._connect(f"pensieve://{await address}")
             return await self._inner.open()
@@ -224,22 +214,25 @@ class StartedTarget:
                 address.set_result(match["grpc"])
 
     def _failed(self, code: str, why: str) -> TurnFailed:
-        return TurnFailed(code, "\n".join((f"{self._command}: {why}; its last words:", *self._log)))
+        return TurnFailed(code, "\n".join((f"{self._command}: {why}; last output:", *self._log)))
 
 
 async def _status(process: asyncio.subprocess.Process) -> int:
-    """The exit status, once the process has ended. ``wait`` would also wait for its pipe, in versions of Python without
-    the fix of gh-119710."""
+    """Wait for the process to end; return its exit status.
+
+    ``Process.wait`` would also wait for its pipe, in versions of Python without the fix of gh-119710.
+    """
     while process.returncode is None:
         await asyncio.sleep(_EXIT_POLL_S)
     return process.returncode
 
 
 def _arguments(command: str) -> list[str]:
-    """What to execute. ``env`` makes assignments and then becomes the program, so that signals reach the latter.
+    """The arguments to execute.
 
-    So does ``lifeline``, which has the program end with this process. It runs by its path and apart from all packages:
-    the program may be of another environment, and gets this one's variables as they are.
+    ``env`` makes the assignments and then becomes the program, so that signals reach the latter. So does
+    ``lifeline``, which ends the program with this process. It runs by path and isolated from all packages:
+    the program may belong to another environment, and inherits the variables unchanged.
     """
     words = shlex.split(command)
     if words and _ASSIGNMENT.match(words[0]):

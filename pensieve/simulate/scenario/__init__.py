@@ -1,4 +1,4 @@
-"""What is simulated and counted: load, machine, policies, settings, sums over turns.
+"""The simulated scenario: load, machine, policies, settings, and sums over turns.
 
 May import: config, core, engine.cache, engine.cost, engine.plan, replay.load, replay.measure.
 """

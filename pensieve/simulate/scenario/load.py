@@ -1,4 +1,4 @@
-"""Which sessions come when: a trace as it is, or any number of sessions drawn from it. Streamed, never held."""
+"""The sessions of a load and their times: a trace as recorded, or sessions drawn from it. Streamed, never held."""
 
 from __future__ import annotations
 
@@ -15,34 +15,32 @@ from pensieve.replay.load.workload import Conversation, Piece
 from pensieve.simulate.scenario.settings import Settings
 
 NEVER = 1e15
-"""A time that does not come; finite, so that differences of it stay numbers."""
+"""The time of a turn that never comes; finite, so that differences stay numbers."""
 _BLOCK = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class SessionScript:
-    """One session: when it starts, its turns, and when each turn comes."""
-
     number: int
     start: float
     turns: tuple[tuple[int, int], ...]
     """(input, output) tokens."""
     waits: tuple[float, ...]
-    """Seconds from the answer before, for each turn."""
+    """Seconds between the previous answer and each turn."""
     earliest: tuple[float, ...] = ()
-    """Seconds after ``start`` that a turn does not come before; empty: there are none."""
+    """Earliest arrival of each turn, in seconds after ``start``; empty: no limits."""
     prefix: tuple[Piece, ...] = ()
-    """What its first input begins with: see ``Conversation``."""
+    """Shared beginning of the first input; see ``Conversation``."""
 
     def due(self, turn: int, now: float) -> float:
-        """When ``turn`` comes if the answer before it ended ``now``; ``NEVER`` after the last."""
+        """Arrival of ``turn`` if the previous answer ended at ``now``; ``NEVER`` after the last turn."""
         if turn >= len(self.turns):
             return NEVER
         at = now + self.waits[turn]
         return max(at, self.start + self.earliest[turn]) if self.earliest else at
 
     def input_ids(self, turn: int, vocab_size: int, seed: int) -> TokenArray:
-        """Token ids of a turn's input, int32 [input]. The first begins with what it has in common with others."""
+        """Token ids of a turn's input, int32 [input]. The first input begins with the shared prefix."""
         rng = np.random.default_rng([seed, self.number, turn])
         ids = rng.integers(0, vocab_size, self.turns[turn][0], dtype=np.int32)
         if turn == 0 and self.prefix:
@@ -53,36 +51,41 @@ class SessionScript:
 
 @dataclass(frozen=True, slots=True)
 class InProgressLoad:
-    """A load that begins in the middle: the very turns that ``pensieve replay --run-in`` plays, at the same times."""
+    """A load that begins in the middle: the same turns at the same times as ``pensieve replay --run-in``."""
 
     sessions: tuple[SessionScript, ...]
-    """The sessions. All that one said before the start is one turn, its first."""
+    """The history of a session before time 0 is a single turn, its first."""
     zero_s: float
-    """The replay's time 0. Before it histories are computed, one after the other."""
+    """Time 0 of the replay. Before it, histories are computed one after the other."""
     run_in_s: float
 
     @classmethod
     def from_conversations(
         cls, conversations: Sequence[Conversation], arrivals: Arrivals, token_s: float
     ) -> InProgressLoad:
-        """``token_s``: seconds that a token of history takes. Raises ValueError when all conversations are over."""
-        found = apply_run_in(scripts(conversations, arrivals), arrivals.run_in_s)
-        if all(script.is_over for script in found):
-            raise ValueError("all sessions have ended before the start: ask for more of them")
-        before = sorted(
-            (script for script in found if script.has_history), key=lambda script: script.due[0].at_s
+        """``token_s``: seconds per token of history. Raises ValueError when all conversations have ended."""
+        replayed = apply_run_in(scripts(conversations, arrivals), arrivals.run_in_s)
+        if all(script.is_over for script in replayed):
+            raise ValueError("no session outlasts the run-in: ask for more sessions")
+        with_history = sorted(
+            (script for script in replayed if script.has_history), key=lambda script: script.due[0].at_s
         )
-        starts = np.cumsum([0.0, *(token_s * script.conversation.turns[0].input_tokens for script in before)])
+        starts = np.cumsum(
+            [0.0, *(token_s * script.conversation.turns[0].input_tokens for script in with_history)]
+        )
         zero = float(starts[-1])
-        lives = [_scripted(script, float(start), zero) for script, start in zip(before, starts, strict=False)]
-        lives += [
-            _scripted(script, zero + script.start_s, zero) for script in found if not script.has_history
+        sessions = [
+            _session_of(script, float(start), zero)
+            for script, start in zip(with_history, starts, strict=False)
         ]
-        return cls(tuple(sorted(lives, key=lambda life: life.start)), zero, arrivals.run_in_s)
+        sessions += [
+            _session_of(script, zero + script.start_s, zero) for script in replayed if not script.has_history
+        ]
+        return cls(tuple(sorted(sessions, key=lambda session: session.start)), zero, arrivals.run_in_s)
 
 
-def _scripted(script: Script, start: float, zero: float) -> SessionScript:
-    """A script's session. ``start``: of its first turn here; ``zero``: time 0 of the script."""
+def _session_of(script: Script, start: float, zero: float) -> SessionScript:
+    """Session of a replay's script. ``start``: time of its first turn; ``zero``: time 0 of the script."""
     turns = tuple((turn.input_tokens, turn.output_tokens) for turn in script.conversation.turns)
     earliest = tuple(zero + due.at_s - start for due in script.due)
     waits = tuple(due.after_answer_s for due in script.due)
@@ -91,20 +94,19 @@ def _scripted(script: Script, start: float, zero: float) -> SessionScript:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How sessions come. Iterating gives them in order of their start; the same ``seed`` gives the same ones."""
+    """The arrival of sessions. Iterating yields them in order of start; the same ``seed`` yields the same sessions."""
 
     conversations: Sequence[Conversation]
     sessions: int | None = None
-    """Draw so many with replacement; None: each conversation once."""
+    """Number of sessions drawn with replacement; None: each conversation once."""
     rate: float | None = None
-    """Turns per second offered on average, as a Poisson process of session starts; None: as recorded."""
+    """Mean offered turns per second, as a Poisson process of session starts; None: as recorded."""
     think_time_s: float | None = None
     """Mean of exponential pauses; None: the recorded gaps."""
     seed: int = 0
     think_gaps: Gaps | None = None
-    """Pauses are drawn from these, from the end of an answer on."""
     in_progress: InProgressLoad | None = None
-    """The sessions of a load that has begun before; the other fields then say what they were drawn from."""
+    """Sessions of a load that has begun before time 0; the other fields then say what they were drawn from."""
 
     def __post_init__(self) -> None:
         recorded = all(turn.timestamp_s is not None for talk in self.conversations for turn in talk.turns)
@@ -112,9 +114,9 @@ class Load:
             raise ValueError("no session to simulate")
         pauses = self.think_time_s is not None or self.think_gaps is not None
         if not recorded and (self.rate is None or not pauses):
-            raise ValueError("the trace has no timestamps: a rate and a think time are needed")
+            raise ValueError("the trace has no timestamps: give a rate and a think time")
         if self.think_time_s is not None and self.think_gaps is not None:
-            raise ValueError("a think time and gaps to draw it from are one too many")
+            raise ValueError("give a think time or recorded gaps to draw it from, not both")
 
     @property
     def session_count(self) -> int:
@@ -124,12 +126,11 @@ class Load:
 
     @property
     def has_shared_prefixes(self) -> bool:
-        """Whether sessions have beginnings in common."""
         return any(talk.prefix for talk in self.conversations)
 
     @property
     def zero_s(self) -> float:
-        """When the time begins that windows count from."""
+        """Time from which windows count."""
         return 0.0 if self.in_progress is None else self.in_progress.zero_s
 
     @property
@@ -158,16 +159,18 @@ class Load:
             )
             for number, which, gap in zip(numbers, drawn, gaps, strict=True):
                 now += gap
-                yield self._life(number, now, self.conversations[which], rng)
+                yield self._session(number, now, self.conversations[which], rng)
 
     def _as_recorded(self) -> Iterator[SessionScript]:
         origin = min(talk.turns[0].timestamp_s or 0.0 for talk in self.conversations)
         ordered = sorted(self.conversations, key=lambda talk: talk.turns[0].timestamp_s or 0.0)
         rng = np.random.default_rng([self.seed, 0])
         for number, talk in enumerate(ordered):
-            yield self._life(number, (talk.turns[0].timestamp_s or 0.0) - origin, talk, rng)
+            yield self._session(number, (talk.turns[0].timestamp_s or 0.0) - origin, talk, rng)
 
-    def _life(self, number: int, start: float, talk: Conversation, rng: np.random.Generator) -> SessionScript:
+    def _session(
+        self, number: int, start: float, talk: Conversation, rng: np.random.Generator
+    ) -> SessionScript:
         turns = tuple((turn.input_tokens, turn.output_tokens) for turn in talk.turns)
         if self.think_gaps is not None:
             drawn = rng.choice(np.array(self.think_gaps.seconds), len(turns))
@@ -181,9 +184,9 @@ class Load:
 
 
 def with_run_in(load: Load, run_in_s: float, token_s: float) -> Load:
-    """The same load, as if it had been going on for ``run_in_s``; see ``InProgressLoad``. Raises ValueError."""
+    """Return the load as if it had been running for ``run_in_s``; see ``InProgressLoad``. Raises ValueError."""
     if load.rate is None:
-        raise ValueError("only a load with a rate can have begun before")
+        raise ValueError("a run-in needs a load with a rate")
     arrivals = Arrivals(
         load.rate, load.think_time_s or 0.0, seed=load.seed, think_gaps=load.think_gaps, run_in_s=run_in_s
     )
@@ -191,28 +194,25 @@ def with_run_in(load: Load, run_in_s: float, token_s: float) -> Load:
 
 
 _STREAM: Final = 1
-"""Numbers the generator's stream: no other draws of a simulation are these."""
+"""Number of the random stream: no other draws of a simulation use it."""
 
 
-def hints_of(settings: Settings, life: SessionScript, turn: int, now: float) -> Hints | None:
-    """What the client says of the session when ``turn`` ends ``now``; None: nothing.
+def hints_of(settings: Settings, script: SessionScript, turn: int, now: float) -> Hints | None:
+    """Hints of the client when ``turn`` ends at ``now``: the true pause times a lognormal factor.
 
-    As ``pensieve.replay.play.runner``, but that the pause is counted from the end of the answer: a simulated client
-    knows that as well.
-
-    The true pause times a lognormal factor with median 1 and ``noise`` as its sigma. The last turn says that it is the
-    last.
+    Unlike in ``pensieve.replay.play.runner`` the pause counts from the end of the answer, which this client
+    knows.
     """
-    told = settings.hints
-    if told is None:
+    client = settings.hints
+    if client is None:
         return None
-    due = life.due(turn + 1, now)
+    due = script.due(turn + 1, now)
     if due == NEVER:
-        return Hints(finished=True) if told.ends else None
-    if not told.pauses:
+        return Hints(finished=True) if client.ends else None
+    if not client.pauses:
         return None
     factor = 1.0
-    if told.noise:
-        generator = np.random.default_rng([settings.seed, life.number, turn, 0, _STREAM])
-        factor = math.exp(told.noise * generator.standard_normal())
+    if client.noise:
+        generator = np.random.default_rng([settings.seed, script.number, turn, 0, _STREAM])
+        factor = math.exp(client.noise * generator.standard_normal())
     return Hints(next_turn_s=max(due - now, 0.0) * factor)

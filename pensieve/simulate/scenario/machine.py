@@ -1,4 +1,4 @@
-"""How long a step takes on the machine that is simulated."""
+"""Models how long a step takes on the simulated machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pensieve.engine.plan import Plan
 
 
 class MachineError(ValueError):
-    """A machine description that cannot be used; the message says why."""
+    """An unusable machine description; the message says why."""
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -20,21 +20,22 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
         max(weights_s, q * token_s) + kv_tokens_read * kv_s + pairs * pair_s + b * row_s + fixed_s
 
-    where a decode row reads its whole context, and a span of several tokens makes (query, key) pairs instead. Copies
-    from the host run beside that, layer by layer, so a step with copies takes the longer of the two plus one layer of
-    the shorter.
+    A decode row reads its whole context; a span of several tokens makes (query, key) pairs instead. Copies
+    from the host overlap layer by layer: a step with copies takes the longer of the two plus one layer of the
+    shorter.
 
-    The defaults are a 13B model with 10 KV heads in bfloat16 on one H200, fitted to bench/results/engine_13b_h200.md:
-    ``weights_s`` is the floor of a decode step at batch 1 there; ``kv_s`` the slope over batch x context; ``token_s``
-    and ``pair_s`` the least-squares line through prefills of 512 to 8192 tokens; the rest what remains. The formula
-    meets the decode table (batch 1 to 256, context 1024 and 4096) and the prefill table within 9 %.
+    The defaults are a 13B model with 10 KV heads in bfloat16 on one H200, fitted to
+    bench/results/engine_13b_h200.md: ``weights_s`` is the floor of a decode step at batch 1; ``kv_s`` the
+    slope over batch x context; ``token_s`` and ``pair_s`` the least-squares line through prefills of 512 to
+    8192 tokens; the others are the remainder. The formula fits the decode table (batch 1 to 256, context 1024
+    and 4096) and the prefill table within 9 %.
     """
 
     name: str = "llama-2-13b-gqa10 on H200"
     kv_bytes: int = 204_800
     """Bytes of one KV-token, all layers."""
     layers: int = 40
-    """1: nothing is computed while copies run, as on a CPU."""
+    """1: copies do not overlap with computation, as on a CPU."""
     weights_s: float = 5.31e-3
     token_s: float = 3.557e-5
     kv_s: float = 4.56e-8
@@ -42,14 +43,14 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     row_s: float = 5e-6
     fixed_s: float = 1.5e-3
     swap_bytes_per_s: float = 50e9
-    """Each way; both ways at once do not slow each other (bench/results/ops_swap_h200.md)."""
+    """Per direction; both directions together do not slow each other (bench/results/ops_swap_h200.md)."""
     overlapped: bool = True
-    """A step is planned and launched while the one before it runs: ``serve --overlapped``, on a GPU."""
+    """The next step is planned and launched while one runs: ``serve --overlapped``, on a GPU."""
 
     turn_s: float = 0.0
-    """Seconds that a server adds to each first token outside of its engine: the wire, the store, the tokenizer."""
+    """Seconds that a server adds to each first token outside its engine: wire, store, tokenizer."""
     mean_error: float | None = None
-    """Relative error of the formula, over the steps that ``pensieve profile --machine`` fitted it to."""
+    """Mean relative error over the steps that ``pensieve profile --machine`` fitted the formula to."""
     worst_error: float | None = None
 
     def __post_init__(self) -> None:
@@ -64,27 +65,25 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             raise MachineError(f"impossible machine: {self}")
 
     def step_seconds(self, *, tokens: float, rows: float, kv_read: float, pairs: float) -> float:
-        """Seconds of one step without copies."""
         matrices = max(self.weights_s, tokens * self.token_s)
         return matrices + kv_read * self.kv_s + pairs * self.pair_s + rows * self.row_s + self.fixed_s
 
     def copy_seconds(self, tokens: int) -> float:
-        """Seconds to bring so many KV-tokens from the host."""
         return tokens * self.kv_bytes / self.swap_bytes_per_s
 
     def seconds_with_copy(self, compute: float, copy: float) -> float:
-        """A step whose layers wait for their copies one by one."""
+        """Seconds of a step whose layers wait for their copies one by one."""
         return max(compute, copy) + min(compute, copy) / self.layers
 
     def cost_model(self, chunk_tokens: int, context_limit: int) -> CostModel:
-        """``Cost(l)`` as this machine has it, for retention values and for what recomputation costs, in seconds."""
+        """``Cost(l)`` of this machine in seconds, for retention values and the cost of recomputation."""
         top = max(context_limit, chunk_tokens)
         return CostModel(
             ((0, 0.0), (top, self.pair_s * chunk_tokens * top)), self.token_s * chunk_tokens, chunk_tokens
         )
 
     def with_profile(self, cost: CostModel) -> Machine:
-        """This machine with the compute rates of a cost profile; a profile says nothing about bandwidths."""
+        """Return this machine with the compute rates of a cost profile, which has no bandwidths."""
         top = cost.attention[-1][0]
         per_pair = float(cost.attention_cost(top)) / (cost.chunk_tokens * top)
         return msgspec.structs.replace(
@@ -93,7 +92,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @classmethod
     def from_json(cls, path: Path) -> Machine:
-        """Fields by name; those left out have their defaults. Raises MachineError."""
+        """Read a machine from JSON; missing fields keep their defaults. Raises MachineError."""
         try:
             return msgspec.json.decode(path.read_bytes(), type=cls)
         except (OSError, msgspec.DecodeError, MachineError) as error:
@@ -102,19 +101,15 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The work of one plan, without its copies."""
+    """Amount of work in one plan, copies excluded."""
 
     tokens: float
     rows: float
-    """Requests."""
     kv_read: float
-    """Contexts of the spans of one token, added up."""
     pairs: float
-    """(query, key) pairs of the longer spans."""
 
 
 def work_of(plan: Plan) -> Work:
-    """The work that ``plan`` asks for."""
     kv_read, pairs = 0.0, 0.0
     for span in plan.spans:
         if len(span.tokens) == 1:

@@ -1,13 +1,13 @@
-"""The policies that can be compared: those of the engine, and three that only a simulation needs.
+"""The policies that can be compared: those of the engine, and three that exist only in simulation.
 
 ``ttl-lru``      sessions idle for longer than ``TTL_S`` first, their cheapest chunks first; then plain LRU
 ``arc``          Adaptive Replacement Cache with sessions as its objects, evicted chunk by chunk
-``clairvoyant``  V = Cost(l) / time until the session comes back: Belady's rule adapted to cost. It sees the future, so
-                 nobody can run it; it says how much there is to gain. Greedy, so close to the optimum but not proven
-                 to be one: ``RecomputeBound`` has the proven limit.
+``clairvoyant``  V = Cost(l) / time until the session returns: Belady's rule adapted to cost. It sees the future, so no
+                 server can run it; it shows how much there is to gain. It is greedy: close to the optimum, but not
+                 proven to reach it. ``RecomputeBound`` has the proven limit.
 
-The engine's ``Policy`` is told of past turns and how long ago a session was last active. What these know beyond that
-travels in the time that a session is released with (``stamp``).
+The engine's ``Policy`` knows past turns and how long a session has been idle. These policies know more, and
+receive it through the time with which a session is released (``stamp``).
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from pensieve.engine.cost.model import CostModel
 
 TTL_S: Final = 300.0
 _NO_COST_S: Final = 1e-9
-"""Less than any difference between costs."""
+"""Smaller than any difference between costs."""
 _FREQUENT: Final = 1e9
-"""ARC: added to the stamp of a session that has come back; no simulation lasts so long."""
+"""ARC: added to the stamp of a session that has returned. No simulation lasts that long."""
 
 Stamp = Callable[[float, float, int], float]
-"""(now, time of the next turn, turns so far) → the time to release a session with."""
+"""(now, time of the next turn, turns so far) → the time with which to release a session."""
 
 
 class MaxClaimPolicy(Policy):
-    """Of a chunk's several owners the one that keeps it longest counts: claims do not add up."""
+    """A policy that values a shared chunk by the largest claim of its owners instead of their sum."""
 
     @abc.abstractmethod
     def claims(self, idle: Floats, kinds: Ints) -> Floats:
-        """What each session alone would count for, cost aside."""
+        """Claim of each session by itself, without costs."""
 
     def values_and_claims(
         self, first_cost: Floats, candidates: Floats, idle: Floats, kinds: Ints
@@ -50,7 +50,7 @@ class MaxClaimPolicy(Policy):
 
 
 class TtlLru(MaxClaimPolicy):
-    """Recency within the time to live; what has outlived it goes before, cheapest first, of equals the longest idle."""
+    """LRU within the time to live. Expired sessions go first: cheapest chunk first, then the longest idle."""
 
     def values(self, first_cost: Floats, candidates: Floats, idle: Floats, kinds: Ints) -> Floats:
         recency = 1.0 / np.maximum(idle, SHORTEST_IDLE_S)
@@ -66,8 +66,7 @@ class TtlLru(MaxClaimPolicy):
 
 
 class Clairvoyant(Policy):
-    """``idle`` is minus the time until the next turn; of a turn that waits already, how long it does: the longest waits
-    at the head of the queue."""
+    """``idle`` is minus the time until the next turn; of a waiting turn, its waiting time: the longest is next."""
 
     def values(self, first_cost: Floats, candidates: Floats, idle: Floats, kinds: Ints) -> Floats:
         return first_cost * np.where(
@@ -76,11 +75,11 @@ class Clairvoyant(Policy):
 
 
 class Arc(MaxClaimPolicy):
-    """T1: sessions with one turn, T2: those that came back. ``share`` is how much of what can be evicted T1 may be.
+    """T1: sessions with one turn; T2: sessions that returned. ``share`` is T1's share of evictable chunks.
 
-    A returning session that lost chunks is a hit in a ghost list: of T1 if it had had one turn, else of T2; ``share``
-    moves towards that list by the part of its history that was lost. The ghosts are the sessions themselves, so their
-    lists are as long as sessions live.
+    A returning session that lost chunks is a hit in a ghost list: of T1 if it had one turn, else of T2.
+    ``share`` moves towards that list in proportion to the lost part of its history. The ghosts are the
+    sessions themselves.
     """
 
     def __init__(self) -> None:
@@ -89,7 +88,7 @@ class Arc(MaxClaimPolicy):
 
     def values(self, first_cost: Floats, candidates: Floats, idle: Floats, kinds: Ints) -> Floats:
         frequent = idle < -_FREQUENT / 2
-        if candidates.size > 1:  # a single row is one session ranked anew in the middle of a round
+        if candidates.size > 1:  # a single row is one session that is ranked again during a round
             total = float(candidates.sum())
             recent = float(candidates[~frequent].sum())
             self._prefer_recent = recent > self.share * total
@@ -105,56 +104,44 @@ class Arc(MaxClaimPolicy):
         return claims
 
     def on_history_lost(self, turn: int, history: int, recomputed: int) -> None:
-        """A session's turn number ``turn`` found its history with so many tokens lost."""
+        """Adapt ``share``: turn number ``turn`` of a session had to recompute ``recomputed`` tokens of its history."""
         if turn == 0 or not recomputed:
             return
         step = 0.05 * recomputed / history
         self.share = min(max(self.share + (step if turn == 1 else -step), 0.0), 1.0)
 
 
-def _now(now: float, due: float, turns: int) -> float:
-    return now
-
-
-def _due(now: float, due: float, turns: int) -> float:
-    return due
-
-
-def _frequent(now: float, due: float, turns: int) -> float:
-    return now + _FREQUENT if turns > 1 else now
-
-
-EXTRA: Final[dict[str, tuple[Callable[[], Policy], Stamp]]] = {
-    "ttl-lru": (TtlLru, _now),
-    "arc": (Arc, _frequent),
-    "clairvoyant": (Clairvoyant, _due),
+EXTRA_POLICIES: Final[dict[str, tuple[Callable[[], Policy], Stamp]]] = {
+    "ttl-lru": (TtlLru, lambda now, due, turns: now),
+    "arc": (Arc, lambda now, due, turns: now + _FREQUENT if turns > 1 else now),
+    "clairvoyant": (Clairvoyant, lambda now, due, turns: due),
 }
-NAMES: Final = (*POLICIES, *EXTRA)
+NAMES: Final = (*POLICIES, *EXTRA_POLICIES)
 
 
 def make_policy(name: str) -> tuple[Policy, Stamp]:
-    """A fresh policy, and how to stamp what it releases. Raises KeyError."""
-    if name in EXTRA:
-        policy, stamp = EXTRA[name]
+    """Return a new policy and its stamp function. Raises KeyError."""
+    if name in EXTRA_POLICIES:
+        policy, stamp = EXTRA_POLICIES[name]
         return policy(), stamp
     engine = {str(key): value for key, value in POLICIES.items()}
-    return engine[name](), _now
+    return engine[name](), lambda now, due, turns: now
 
 
 _PER_DECADE = 200
-_LEAST_EXPONENT = -12
+_MIN_EXPONENT = -12
 
 
 class RecomputeBound:
-    """A limit that no policy can beat: how little has to be recomputed when space-time is all that is short.
+    """A lower bound on recomputation that no policy can beat; only space-time is limited.
 
-    Keeping a chunk from one turn to the next saves its recomputation and takes one page of a tier for that time. Pages
-    times the length of the run is all there is, so the least that must be given up is what a fractional knapsack leaves
-    out, filled in order of seconds saved per page-second. Real policies must also fit at every single moment, may hold
-    chunks twice, need pages for running turns and do not know the future: they stay above. Where sessions share chunks
-    it is no bound: one page then serves them all.
+    Keeping a chunk from one turn to the next saves its recomputation and takes one page of a tier for that
+    time. The supply is pages times the length of the run. The bound is the remainder of a fractional
+    knapsack, filled in order of seconds saved per page-second. Real policies stay above it: they must fit at
+    every moment, may hold chunks twice, need pages for running turns and do not know the future. It is no
+    bound where sessions share chunks.
 
-    Idle periods are collected in bins of equal savings per page-second; partly filled chunks count as nothing.
+    Idle periods are collected in bins of equal savings per page-second. Partly filled chunks are ignored.
     """
 
     def __init__(self, cost: CostModel) -> None:
@@ -165,7 +152,7 @@ class RecomputeBound:
         self._page_seconds = np.zeros(bins)
 
     def add_idle_period(self, history: int, seconds: float) -> None:
-        """A session came back to ``history`` tokens after so many seconds."""
+        """Add an idle period: a session returned to ``history`` tokens after ``seconds``."""
         chunks = history // self._cost.chunk_tokens
         if chunks > self._chunk_costs.size:
             self._chunk_costs = self._cost.chunk_costs(2 * chunks)
@@ -176,18 +163,18 @@ class RecomputeBound:
         np.add.at(self._page_seconds, bins, seconds)
 
     def least_recomputed(self, pages: int, seconds: float) -> float:
-        """Seconds of recomputation that remain with so many pages, in all tiers, for so long."""
-        left, kept = pages * seconds, 0.0
+        """Least seconds of recomputation with ``pages`` pages, in all tiers together, for ``seconds``."""
+        remaining, kept = pages * seconds, 0.0
         for saved, taken in zip(self._saved[::-1].tolist(), self._page_seconds[::-1].tolist(), strict=True):
-            if taken > left:
-                # Within the bin the best are not known: as if all of what fits were as good as its upper edge.
-                kept += min(saved, saved * left / taken * 10 ** (1 / _PER_DECADE))
+            if taken > remaining:
+                # The order within a bin is unknown: count what fits at the savings of its upper edge.
+                kept += min(saved, saved * remaining / taken * 10 ** (1 / _PER_DECADE))
                 break
             kept += saved
-            left -= taken
+            remaining -= taken
         return max(float(self._saved.sum()) - kept, 0.0)
 
     @staticmethod
     def _bins(density: Floats) -> Ints:
-        exponents = (np.log10(density) - _LEAST_EXPONENT) * _PER_DECADE
+        exponents = (np.log10(density) - _MIN_EXPONENT) * _PER_DECADE
         return np.clip(exponents.astype(np.int64), 0, _PER_DECADE * 24 - 1)

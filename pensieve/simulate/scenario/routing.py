@@ -1,11 +1,11 @@
-"""Which replica takes a turn: what a router in front of several servers does.
+"""Models a router in front of several servers: chooses the replica of each turn.
 
-``affine``   by session, as evenly as it can be: what a hash would give that is fair to the last session
-``hash``     by a consistent hash of the session: each replica has many points on a ring, a session belongs to the next
-             one after its own (HAProxy ``hash-type consistent``, Envoy ``RING_HASH``)
-``bounded``  the same, but a replica with more than its share of the turns under way is passed over (Mirrokni, Thorup,
+``affine``   by session number, as evenly as possible: an ideally fair hash
+``hash``     by a consistent hash of the session: each replica has many points on a ring, and a session belongs to the
+             next point after its own (HAProxy ``hash-type consistent``, Envoy ``RING_HASH``)
+``bounded``  the same, but replicas with more than their share of active turns are skipped (Mirrokni, Thorup,
              Zadimoghaddam: Consistent Hashing with Bounded Loads, 2016; HAProxy ``hash-balance-factor 125``)
-``random``   each turn to any
+``random``   each turn to a random replica
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from typing import Final
 
 from pensieve.simulate.scenario.settings import Settings
 
-_SHARE: Final = 1.25
-"""``bounded``: a replica may have so many times the mean number of turns under way."""
+_LOAD_FACTOR: Final = 1.25
+"""``bounded``: maximum active turns of a replica, as a multiple of the mean."""
 _STEP: Final = 1_000_003
 _POINT_STEP: Final = 0x9E3779B97F4A7C15
-"""Odd constants: what is hashed differs in more than its last bits."""
+"""Odd constants that spread consecutive numbers over more than the last bits of the hash input."""
 
 
 class Router:
-    """Routes the turns of one simulation. ``load``: turns under way at a replica; only ``bounded`` asks."""
+    """Routes the turns of one simulation. ``load`` returns a replica's active turns; only ``bounded`` calls it."""
 
     def __init__(self, settings: Settings, load: Callable[[int], int]) -> None:
         self._settings = settings
@@ -42,11 +42,11 @@ class Router:
 
     @property
     def apart(self) -> bool:
-        """Whether what one replica does can never change what another one gets."""
+        """Whether the replicas are independent: the state of one never changes the routing to another."""
         return self._settings.routing in ("affine", "hash")
 
     def route(self, session: int, turn: int, *, lost: bool) -> int:
-        """The replica of a turn that comes now. ``lost``: replica 0 takes none."""
+        """Return the replica of a turn that arrives now. ``lost``: replica 0 takes no turns."""
         settings = self._settings
         if self._points:
             return self._on_ring(session, lost=lost)
@@ -59,25 +59,25 @@ class Router:
 
     def _on_ring(self, session: int, *, lost: bool) -> int:
         first = bisect(self._points, _mix(session * _STEP + self._settings.seed))
-        most = self._most(lost=lost) if self._settings.routing == "bounded" else None
-        passed: set[int] = set()
+        limit = self._turn_limit(lost=lost) if self._settings.routing == "bounded" else None
+        skipped: set[int] = set()
         for place in range(first, first + len(self._owners)):
             owner = self._owners[place % len(self._owners)]
-            if owner in passed or (lost and owner == 0):
+            if owner in skipped or (lost and owner == 0):
                 continue
-            if most is None or self._load(owner) < most:
+            if limit is None or self._load(owner) < limit:
                 return owner
-            passed.add(owner)
-        raise AssertionError("somebody has no more than the mean")
+            skipped.add(owner)
+        raise AssertionError("one replica has at most the mean load")
 
-    def _most(self, *, lost: bool) -> int:
-        """How many turns a replica may have, counting the one that comes; both roundings are HAProxy's."""
+    def _turn_limit(self, *, lost: bool) -> int:
+        """Maximum active turns of a replica, including the arriving one; rounded twice, as in HAProxy."""
         live = range(int(lost), self._settings.replicas)
-        return math.ceil(math.ceil(_SHARE * (1 + sum(map(self._load, live)))) / len(live))
+        return math.ceil(math.ceil(_LOAD_FACTOR * (1 + sum(map(self._load, live)))) / len(live))
 
 
 def _mix(value: int) -> int:
-    """A hash of 64 bits: the end of splitmix64."""
+    """64-bit hash: the finalizer of splitmix64."""
     value &= 0xFFFFFFFFFFFFFFFF
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF

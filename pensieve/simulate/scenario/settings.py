@@ -1,4 +1,4 @@
-"""The settings of the simulated servers: one frozen value that crosses to worker processes."""
+"""Settings of the simulated servers: one frozen value that is pickled to worker processes."""
 
 from __future__ import annotations
 
@@ -11,32 +11,26 @@ from pensieve.engine.cost.model import CostModel
 from pensieve.simulate.scenario.machine import Machine
 
 Routing = Literal["affine", "hash", "bounded", "random"]
-"""See ``scenario.routing``."""
 
 
 LEASE_S: Final = 10.0
-"""As of `pensieve serve`."""
+"""The default of `pensieve serve`."""
 RING_POINTS: Final = 1600
 Change = Callable[[float], None]
-"""Told of the virtual time."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClientHints:
-    """What clients say of their next turn: see ``scenario.hints``."""
+    """What clients announce about their next turn; see ``scenario.load.hints_of``."""
 
     noise: float = 0.0
-    """Sigma of the lognormal error of the pauses."""
+    """Sigma of the lognormal error of announced pauses."""
     pauses: bool = True
-    """They say when the next turn comes."""
     ends: bool = True
-    """They say which turn is the last."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Settings of each replica, and how turns are spread over them. All replicas are the same."""
-
     machine: Machine
     cache: CacheConfig
     cost: CostModel
@@ -46,20 +40,19 @@ class Settings:
     replicas: int = 1
     routing: Routing = "affine"
     lose_replica_at: float | None = None
-    """Virtual seconds after which replica 0 is gone, with its cache and its running turns."""
+    """Virtual time at which replica 0 fails and loses its cache and running turns."""
     replica_returns_at: float | None = None
-    """Virtual seconds after which it is there again, with nothing cached and nothing learned; None: never."""
+    """Virtual time at which replica 0 returns, with an empty cache and untrained policy; None: never."""
     lease_s: float = LEASE_S
-    """A turn that was under way at the lost replica begins again elsewhere so long after: when its lease has lapsed."""
+    """Seconds after which turns of the lost replica restart elsewhere: when their leases have lapsed."""
     ring_points: int = RING_POINTS
-    """Points of each replica on the ring of ``hash`` and ``bounded``: 16 times a server's weight in HAProxy."""
+    """Points of each replica on the ring of ``hash`` and ``bounded``; HAProxy has 16 per unit of weight."""
     seed: int = 0
     hints: ClientHints | None = None
-    """None: clients say nothing of their next turn."""
     slack: int = 0
-    """See ``TurnCache``; only the ``turns`` engine has it."""
+    """See ``TurnCache``; only the ``turns`` engine uses it."""
 
     def replica_changes(self, lose: Change, bring_back: Change) -> list[tuple[float, Change]]:
-        """What happens to the replicas, in order: (when, what to call then)."""
-        told = ((self.lose_replica_at, lose), (self.replica_returns_at, bring_back))
-        return [(at, change) for at, change in told if at is not None]
+        """The events of replica 0 in order, as (time, callback)."""
+        events = ((self.lose_replica_at, lose), (self.replica_returns_at, bring_back))
+        return [(at, change) for at, change in events if at is not None]

@@ -17,44 +17,42 @@ from pensieve.replay.measure.report import SOURCES
 from pensieve.replay.measure.windows import BINS, has_trend
 
 _STEP = math.log(1.01)
-_LEAST = 1e-5
+_MIN_S = 1e-5
 
 
 @dataclass(slots=True)
 class DurationHistogram:
-    """Mean and percentiles of durations; a percentile is right to 1 %."""
+    """Histogram of durations with their mean; percentiles are exact to 1 %."""
 
     count: int = 0
     total: float = 0.0
-    most: float = 0.0
+    maximum: float = 0.0
     bins: dict[int, int] = field(default_factory=dict)
 
     def add(self, seconds: float, count: int = 1) -> None:
         self.count += count
         self.total += count * seconds
-        if seconds > self.most:
-            self.most = seconds
-        bin_ = int(log(seconds / _LEAST) / _STEP) if seconds > _LEAST else 0
+        if seconds > self.maximum:
+            self.maximum = seconds
+        bin_ = int(log(seconds / _MIN_S) / _STEP) if seconds > _MIN_S else 0
         bins = self.bins
         bins[bin_] = bins.get(bin_, 0) + count
 
     def percentile(self, share: float) -> float | None:
-        left = share * self.count
+        remaining = share * self.count
         for bin_ in sorted(self.bins):
-            left -= self.bins[bin_]
-            if left <= 0:
-                return min(_LEAST * math.exp((bin_ + 0.5) * _STEP), self.most)
+            remaining -= self.bins[bin_]
+            if remaining <= 0:
+                return min(_MIN_S * math.exp((bin_ + 0.5) * _STEP), self.maximum)
         return None
 
     def quantiles(self) -> list[float] | None:
-        """The percentiles 0, 1, … 100; None where nothing was added."""
         found = [self.percentile(share / 100) for share in range(101)]
         return None if found[-1] is None else [value for value in found if value is not None]
 
     def merge(self, other: DurationHistogram) -> None:
-        """Add what another one has."""
         self.count, self.total = self.count + other.count, self.total + other.total
-        self.most = max(self.most, other.most)
+        self.maximum = max(self.maximum, other.maximum)
         for bin_, count in other.bins.items():
             self.bins[bin_] = self.bins.get(bin_, 0) + count
 
@@ -62,16 +60,15 @@ class DurationHistogram:
         mean = self.total / self.count if self.count else None
         shares = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99}
         percentiles = {name: self.percentile(share) for name, share in shares.items()}
-        return {"count": self.count, "mean": mean, **percentiles, "max": self.most if self.count else None}
+        return {"count": self.count, "mean": mean, **percentiles, "max": self.maximum if self.count else None}
 
 
 @dataclass(slots=True)
 class TurnTotals:
-    """What ``told`` tells, over all turns that were added."""
+    """Totals over the turns that were added."""
 
     turns: int = 0
     history: int = 0
-    """Tokens of history, all turns together."""
     device: int = 0
     host: int = 0
     recomputed: int = 0
@@ -80,7 +77,7 @@ class TurnTotals:
     normalised: DurationHistogram = field(default_factory=DurationHistogram)
 
     def add(self, usage: Usage, ttft: float, answering: float, *, warm: bool) -> None:
-        """One completed turn; seconds to its first token, and from there to its last."""
+        """Add a turn; ``ttft`` and ``answering`` (first to last token) in seconds."""
         self.turns += 1
         self.history += usage.context_tokens - usage.new_tokens
         self.device += usage.gpu_cached_tokens
@@ -90,7 +87,7 @@ class TurnTotals:
         self.normalised.add((ttft + answering) / usage.output_tokens)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON. Shares are of the history tokens."""
+        """Values for JSON. ``hit_rate`` is a share of the history tokens."""
         return {
             "turns": self.turns,
             "tokens": {"history": self.history, "gpu_cached": self.device, "swapped_in": self.host,
@@ -101,12 +98,12 @@ class TurnTotals:
         }  # fmt: skip
 
 
-_TURNS_SHOWN = 20
+_MAX_ROWS = 20
 TimeWindow = tuple[float, float]
 
 
 class RecomputeCosts:
-    """The cost of recomputing ranges of a context."""
+    """Costs of recomputing ranges of a context."""
 
     def __init__(self, cost: CostModel) -> None:
         self._cost = cost
@@ -114,7 +111,7 @@ class RecomputeCosts:
         self._upto = [0.0]
 
     def cost_up_to(self, tokens: int) -> float:
-        """Seconds to compute the first so many tokens of a context; a part of a chunk costs its share."""
+        """Seconds to compute the first ``tokens`` tokens of a context; part of a chunk costs its share."""
         whole, rest = divmod(tokens, self._size)
         while len(self._upto) < whole + 2:
             costs = self._cost.chunk_costs(2 * len(self._upto) + 64).tolist()
@@ -124,7 +121,7 @@ class RecomputeCosts:
         return low + (self._upto[whole + 1] - low) * rest / self._size if rest else low
 
     def cost_of(self, missing: tuple[tuple[int, int], ...], history: int) -> float:
-        """Seconds to recompute what is missing of a history."""
+        """Seconds to recompute the ``missing`` ranges of the first ``history`` tokens."""
         return sum(
             self.cost_up_to(min(end, history)) - self.cost_up_to(start)
             for start, end in missing
@@ -132,30 +129,27 @@ class RecomputeCosts:
         )
 
 
-@dataclass(slots=True)  # not frozen: one is made for each turn
+@dataclass(slots=True)  # not frozen: made for each turn
 class CompletedTurn:
-    """A completed turn as an engine counts it. Times in virtual seconds."""
+    """A completed turn as counted by an engine. Times in virtual seconds."""
 
     number: int
-    """In its session, from 0."""
+    """Number in the session, from 0."""
     usage: Usage
     expected_context: int
     cost: float
-    """Seconds of what had to be recomputed."""
+    """Seconds of recomputation."""
     ttft: float
     answering: float
-    """From its first token to its end."""
+    """Seconds from the first token to the end."""
     end_s: float
-    """When it ended."""
     shared: int = 0
-    """Tokens of its input that were found cached."""
+    """Input tokens that were cached by other sessions."""
     replica: int = 0
 
 
 @dataclass(slots=True)
 class _Row:
-    """Sums over all turns of one number."""
-
     turns: int = 0
     sources: list[int] = field(default_factory=lambda: [0] * len(SOURCES))
     output: int = 0
@@ -164,44 +158,39 @@ class _Row:
 
 @dataclass(slots=True)
 class Tally:
-    """Sums over what one policy's simulation did: over the turns that ended in a window, or over all."""
+    """Sums over one policy's simulation: over the turns that ended in the window, or over all turns."""
 
     window: TimeWindow | None = None
-    """From its start up to its end, in virtual seconds from ``zero_s`` on."""
+    """(start, end) in virtual seconds after ``zero_s``; the end is excluded."""
     zero_s: float = 0.0
-    """All times here count from this one."""
+    """Origin of all times here."""
     row_s: float | None = None
-    """Length of a row of ``timeline``; None: there are none."""
+    """Length of a row of ``timeline``; None: no timeline."""
     sessions: int = 0
-    """Begun, in the window or not."""
+    """Begun, inside the window or not."""
     turns_outside: int = 0
     recomputed_cost_s: float = 0.0
     violations: int = 0
-    """Receipts that do not add up, in the window or not."""
+    """Receipts that do not add up, inside the window or not."""
     shared: int = 0
-    """Input tokens that others had computed, and that were still cached."""
     repeated_turns: int = 0
-    """Begun again elsewhere because their replica was lost."""
     rows: list[_Row] = field(default_factory=list)
-    """Sums by a turn's number in its session; the last row is for all later ones."""
+    """Sums by the turn's number in its session; the last row holds all later turns."""
     latency: DurationHistogram = field(default_factory=DurationHistogram)
     normalised: DurationHistogram = field(default_factory=DurationHistogram)
     gaps: DurationHistogram = field(default_factory=DurationHistogram)
-    """Between a token and the next one of the same answer."""
+    """Between consecutive tokens of an answer."""
     answering_s: float = 0.0
-    """From first tokens to the ends of answers."""
     open_s: float = 0.0
-    """Seconds that sessions were open, pauses included, all sessions together."""
-    flight_s: list[float] = field(default_factory=lambda: [0.0] * BINS)
-    """Seconds that turns were under way in each part of the window, all turns together."""
+    """Sum of the times that sessions were open, pauses included."""
+    in_flight_s: list[float] = field(default_factory=lambda: [0.0] * BINS)
+    """Sum of the times that turns were in flight, for each part of the window."""
     last_end_s: float = 0.0
     replicas: dict[int, TurnTotals] = field(default_factory=dict)
-    """The turns by the replica that ended them."""
     timeline: dict[int, TurnTotals] = field(default_factory=dict)
-    """The turns by when they ended: in which row of ``row_s`` after the window's start."""
+    """Turns by end time: by the row of ``row_s`` seconds after the start of the window."""
 
-    def add(self, turn: CompletedTurn) -> None:
-        """Count a completed turn."""
+    def add_turn(self, turn: CompletedTurn) -> None:
         usage = turn.usage
         values = (
             usage.gpu_cached_tokens,
@@ -216,7 +205,7 @@ class Tally:
         )
         self.last_end_s = max(self.last_end_s, now)
         if self.window is not None:
-            self._in_flight(now - turn.ttft - turn.answering, now)
+            self._add_in_flight(now - turn.ttft - turn.answering, now)
             if not self.window[0] <= now < self.window[1]:
                 self.turns_outside += 1
                 return
@@ -231,7 +220,7 @@ class Tally:
         self.answering_s += turn.answering
         self.latency.add(turn.ttft + turn.answering)
         self.normalised.add((turn.ttft + turn.answering) / usage.output_tokens)
-        number = min(turn.number, _TURNS_SHOWN - 1)
+        number = min(turn.number, _MAX_ROWS - 1)
         while len(self.rows) <= number:
             self.rows.append(_Row())
         row = self.rows[number]
@@ -242,33 +231,31 @@ class Tally:
             row.sources[place] += tokens
 
     def add_gaps(self, seconds: float, count: int, now: float) -> None:
-        """Count so many tokens that came ``now`` or until now, each so long after the one before it."""
+        """Add ``count`` tokens that arrived until ``now``, each ``seconds`` after the token before it."""
         if count and (self.window is None or self.window[0] <= now - self.zero_s < self.window[1]):
             self.gaps.add(seconds, count)
 
     def add_open_time(self, start: float, end: float) -> None:
-        """Count a session that was open from its first turn's arrival to its last answer's end."""
+        """Add a session that was open from its first turn's arrival to its last answer's end."""
         start, end = start - self.zero_s, end - self.zero_s
         low, high = self.window or (0.0, end)
         self.open_s += max(0.0, min(end, high) - max(start, low))
 
-    def _in_flight(self, start: float, end: float) -> None:
+    def _add_in_flight(self, start: float, end: float) -> None:
         assert self.window is not None
         low, high = self.window
         width = (high - low) / BINS
         first, last = (int((min(max(at, low), high) - low) / width) for at in (start, end))
         for part in range(first, min(last, BINS - 1) + 1):
             begins = low + part * width
-            self.flight_s[part] += max(0.0, min(end, begins + width) - max(start, begins))
+            self.in_flight_s[part] += max(0.0, min(end, begins + width) - max(start, begins))
 
     @property
     def cold(self) -> DurationHistogram:
-        """Times to the first tokens of first turns."""
         return _merged(self.rows[:1])
 
     @property
     def warm(self) -> DurationHistogram:
-        """Times to the first tokens of later turns."""
         return _merged(self.rows[1:])
 
     @property
@@ -281,7 +268,6 @@ class Tally:
 
     @property
     def sources(self) -> dict[str, int]:
-        """Context tokens by where they came from."""
         return {name: sum(row.sources[place] for row in self.rows) for place, name in enumerate(SOURCES)}
 
     @property
@@ -289,7 +275,7 @@ class Tally:
         return sum(self.sources.values())
 
     def summary(self) -> dict[str, Any]:
-        """The numbers, named as ``pensieve replay`` names them where it has the same."""
+        """The summary, with the field names of ``pensieve replay`` where both have the number."""
         start, end = self.window or (0.0, self.last_end_s)
         seconds, sources = end - start, self.sources
         history = self.context - sources["new"]
@@ -318,16 +304,16 @@ class Tally:
             "repeated_turns": self.repeated_turns,
             "receipts": {"checked": self.turns + self.turns_outside, "violations": self.violations, "examples": []},
             "by_replica": [{"replica": at, **self.replicas[at].to_dict()} for at in sorted(self.replicas)],
-            "timeline": self._timeline(),
-            "by_turn": [_by_turn(number, row) for number, row in enumerate(self.rows)],
+            "timeline": self._timeline_json(),
+            "by_turn": [_by_turn_json(number, row) for number, row in enumerate(self.rows)],
             "active_sessions": {
                 "mean": active, "limit_s": TTFT_LIMIT_S, "ttft_p95_s": ttft, **largest_within_limit(bins), "bins": bins,
             },
-            "window": self._window(),
-            **({"running_turns": {"mean": sum(self.flight_s) / seconds}} if self.window else {}),
+            "window": self._window_json(),
+            **({"running_turns": {"mean": sum(self.in_flight_s) / seconds}} if self.window else {}),
         }  # fmt: skip
 
-    def _timeline(self) -> list[dict[str, Any]]:
+    def _timeline_json(self) -> list[dict[str, Any]]:
         start = self.window[0] if self.window else 0.0
         return [
             {"start_s": start + row * self.row_s, **self.timeline.get(row, TurnTotals()).to_dict()}
@@ -335,11 +321,11 @@ class Tally:
             if self.row_s is not None
         ]
 
-    def _window(self) -> dict[str, Any]:
+    def _window_json(self) -> dict[str, Any]:
         start, end = self.window or (0.0, self.last_end_s)
         steady = None
         if self.window is not None:
-            steady = not has_trend(np.array(self.flight_s) * BINS / (end - start))
+            steady = not has_trend(np.array(self.in_flight_s) * BINS / (end - start))
         return {
             "rule": "given" if self.window else "whole", "start_s": start, "end_s": end, "run_s": self.last_end_s,
             "steady": steady, "turns_outside": self.turns_outside, "failed_outside": 0, "cut_short": 0,
@@ -347,14 +333,13 @@ class Tally:
 
 
 def _merged(rows: Sequence[_Row]) -> DurationHistogram:
-    """Times to first tokens, of several rows together."""
-    all_ = DurationHistogram()
+    merged = DurationHistogram()
     for row in rows:
-        all_.merge(row.ttft)
-    return all_
+        merged.merge(row.ttft)
+    return merged
 
 
-def _by_turn(number: int, row: _Row) -> dict[str, Any]:
+def _by_turn_json(number: int, row: _Row) -> dict[str, Any]:
     tokens = dict(zip(SOURCES, row.sources, strict=True))
     return {
         "turn": number, "turns": row.turns, "ttft_s": row.ttft.statistics(),

@@ -1,5 +1,4 @@
-"""The ``turns`` engine: runs of like steps as one event, on a cache of one byte per chunk.
+"""The ``turns`` engine: runs of similar steps are one event, on a cache of one byte per chunk.
 
-May import: config, core, engine.cache, engine.cost, engine.scheduling, replay.load,
-simulate.scenario.
+May import: config, core, engine.cache, engine.cost, engine.scheduling, replay.load, simulate.scenario.
 """

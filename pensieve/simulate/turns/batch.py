@@ -1,8 +1,8 @@
 """One replica of the ``turns`` engine: the rules of ``Scheduler`` over whole runs of steps.
 
-Steps that only generate differ in nothing but positions: every context grows by a token, some need another chunk. So
-what lies between two changes of the batch is one event, however many steps it has: their time is an arithmetic series,
-and the chunks they take follow from how many contexts stand at which place in their last chunk.
+Steps that only generate differ only in positions: every context grows by a token, and some need another
+chunk. So the steps between two changes of the batch are one event: their times form an arithmetic series, and
+the chunks that they take follow from the positions of the contexts in their last chunks.
 """
 
 from __future__ import annotations
@@ -24,34 +24,32 @@ from pensieve.simulate.turns.cache import TurnCache
 
 @dataclass(slots=True, eq=False)
 class LiveTurn:
-    """A session with a turn that is due, waits or runs. ``Batch`` writes what is below ``replica``."""
+    """A session with a turn that is due, waiting or running. ``Batch`` writes the fields below ``replica``."""
 
     script: SessionScript
     index: int = 0
     history: int = 0
     arrived: float = 0.0
     prompt: int = field(init=False)
-    """Context without the answer."""
+    """Tokens of history and input."""
     output: int = field(init=False)
-    """Tokens of the answer."""
     replica: int = 0
     ticket: int = 0
     visible_step: int = 0
-    """First step whose plan can know of it."""
+    """First step whose plan can include the turn."""
     restore: Restore | None = None
-    """How its first admission found its context: what a suspension costs later is not part of its receipt."""
+    """Result of the first admission. Costs of a later suspension are not part of the receipt."""
     missing: deque[Range] = field(default_factory=deque)
-    """What is still to be computed of its context."""
     computed: int = 0
-    """Tokens in the cache when its generation last began, or went on after a suspension."""
+    """Cached tokens when generation last began or resumed."""
     begin_step: int = 0
-    """The step in which that was."""
+    """The step in which generation last began or resumed."""
     end_step: int = 0
-    """Steps that are over when it leaves; 0: it does not generate."""
+    """Number of completed steps at which the turn leaves; 0: it is not generating."""
     answer_tokens: int = 0
-    """Tokens of its answer when it was last suspended."""
+    """Answer tokens at the last suspension."""
     last_token: float = 0.0
-    """When the last of those came."""
+    """Time of the last answer token before the last suspension."""
     first_token: float = 0.0
 
     def __post_init__(self) -> None:
@@ -59,11 +57,10 @@ class LiveTurn:
         self.prompt = self.history + new
 
 
-_ALIKE = 1.01
-"""``parts`` tells steps apart when one takes so many times as long as another."""
+_EVEN_FACTOR = 1.01
 
 
-@dataclass(slots=True)  # not frozen: one is made at each event
+@dataclass(slots=True)  # not frozen: made at each event
 class StepSeries:
     """Steps of ``first``, ``first + rise``, ``first + 2 * rise``, … seconds; ``rise`` is less than ``first``."""
 
@@ -71,15 +68,13 @@ class StepSeries:
     rise: float = 0.0
 
     def last_s(self, count: int) -> float:
-        """Seconds that the last of so many steps takes."""
         return self.first + (count - 1) * self.rise
 
     def total_s(self, count: int) -> float:
-        """Seconds that so many steps take together."""
         return count * (self.first + self.rise * (count - 1) / 2)
 
     def steps_until(self, total: float, most: int) -> int:
-        """Steps until their sum reaches ``total``: at least one, at most ``most``."""
+        """Number of steps until their sum reaches ``total``: at least one, at most ``most``."""
         if self.total_s(most) <= total:
             return most
         linear = self.first - self.rise / 2
@@ -87,16 +82,15 @@ class StepSeries:
         return min(max(math.ceil(count), 1), most)
 
     def is_even(self, count: int) -> bool:
-        """Whether so many steps are nearly equal: one run, for ``parts``."""
-        return self.last_s(count) <= _ALIKE * self.first
+        return self.last_s(count) <= _EVEN_FACTOR * self.first
 
-    def parts(self, count: int) -> Iterator[tuple[float, int, float]]:
-        """Split so many steps into runs of nearly equal ones: (seconds each, how many, seconds until the last ends)."""
+    def even_runs(self, count: int) -> Iterator[tuple[float, int, float]]:
+        """Split ``count`` steps into runs of nearly equal ones: (mean seconds, steps, end of the last one)."""
         last = self.last_s(count)
         if self.is_even(count):
             yield (self.first + last) / 2, count, self.total_s(count)
             return
-        runs = min(count, math.ceil(math.log(last / self.first) / math.log(_ALIKE)))
+        runs = min(count, math.ceil(math.log(last / self.first) / math.log(_EVEN_FACTOR)))
         begin = 0
         for run in range(1, runs + 1):
             end = count * run // runs
@@ -104,12 +98,12 @@ class StepSeries:
             begin = end
 
 
-_MANY: Final = 1 << 60
+_UNLIMITED: Final = 1 << 60
 _NEVER: Final = float("inf")
 TurnEnd = tuple[LiveTurn, float]
-"""A turn and when its last token was out. Its chunks are released a step later, when that token is cached too."""
+"""A turn and the time of its last token. Its chunks are released one step later, when that token is cached too."""
 OnGap = Callable[[float, int, float], None]
-"""Told of (seconds, count, now): so many tokens each came so long after the one before it in its answer."""
+"""Called with (seconds, count, now): ``count`` tokens each arrived ``seconds`` after the previous one."""
 
 
 class Batch:
@@ -120,9 +114,9 @@ class Batch:
         self._stamp = stamp
         self._on_gap = on_gap
         self.now = 0.0
-        """End of the latest step, or when the first turn after it came."""
-        self.begins = _NEVER
-        """When the next step begins: ``now``, or infinity without work."""
+        """End of the latest step, or the arrival of the first turn after it."""
+        self.next_step_s = _NEVER
+        """Start of the next step: ``now``, or infinity without work."""
         self.suspensions = 0
         self._settings = settings
         self._machine = settings.machine
@@ -131,47 +125,41 @@ class Batch:
         self._lag = int(settings.machine.overlapped)
         self._size = settings.cache.chunk_tokens
         self._step = 0
-        """Steps that are over."""
         self._latest = 0.0
-        """Seconds that the last of them took."""
         self._waiting: list[tuple[int, LiveTurn]] = []
-        """A heap of (ticket, turn)."""
         self._running: dict[int, LiveTurn] = {}
-        """Turns by ticket."""
         self._restoring: list[LiveTurn] = []
-        """Running turns whose context is not complete, in order of arrival."""
+        """Running turns with an incomplete context, in order of arrival."""
         self._ends: list[tuple[int, int, LiveTurn]] = []
-        """A heap of (steps over by then, ticket, turn), one entry a generation. A suspended turn's entry stays and is
-        passed over when it comes up: its turn has another ``ends`` then."""
+        """A heap of (completed steps at its end, ticket, turn), one entry per generation.
+
+        The entry of a suspended turn stays and is skipped later: its turn then has another ``end_step``.
+        """
         self._generating = 0
         self._kv = 0
-        """Tokens of context that all generations together read in the next step."""
+        """Context tokens that all generations together read in the next step."""
         self._growth = [0] * self._size
-        """How many generations take a chunk in the steps that are so many modulo the size of one.
-
-        A generation takes a chunk every ``chunk_tokens`` steps, always at the same remainder."""
+        """Number of generations that take a chunk, by the step number modulo ``chunk_tokens``, which stays the same."""
 
     @property
     def active_turns(self) -> int:
-        """Turns that wait or run here."""
         return len(self._waiting) + len(self._running)
 
     def submit(self, turn: LiveTurn, ticket: int, now: float) -> None:
-        """Queue a turn that arrives now, during the latest step or after it."""
         if self._waiting or self._running:
             turn.visible_step = self._step + self._lag
         else:
             self.now, turn.visible_step = max(self.now, now), self._step
-            self.begins = self.now
+            self.next_step_s = self.now
         turn.ticket = ticket
         heapq.heappush(self._waiting, (ticket, turn))
 
     def run(self, until: float) -> list[TurnEnd]:
-        """The next step, and those after it that are alike, not beyond the first one that ends after ``until``."""
-        gone: list[TurnEnd] = []
+        """Run the next step and the similar steps after it, up to the first one that ends after ``until``."""
+        ended: list[TurnEnd] = []
         grown = self._growth[self._step % self._size]
         if grown > self.cache.unpinned:
-            gone = self._make_room()
+            ended = self._make_room()
             grown = self._growth[self._step % self._size]
         if grown:
             self.cache.grow(grown, self.now)
@@ -185,23 +173,23 @@ class Batch:
             self._mixed_step(work)
         elif rows:
             series, steps = self._decode_steps(until)
-        left = self._leave() if self._ends and self._ends[0][0] <= self._step else []
+        leaving = self._leave() if self._ends and self._ends[0][0] <= self._step else []
         if rows and series is not None and not series.is_even(steps):
-            self._tell_gaps(begin, rows, series, steps, len(left))
-        elif rows:  # what ``_tell_gaps`` would come to: mostly steps are few and nearly equal
+            self._report_gaps(begin, rows, series, steps, len(leaving))
+        elif rows:  # equal to ``_report_gaps``, for the common case of few and nearly equal steps
             seconds = self._latest if series is None else (series.first + self._latest) / 2
-            self._on_gap(seconds, rows * steps - len(left), self.now)
-        gone += left
+            self._on_gap(seconds, rows * steps - len(leaving), self.now)
+        ended += leaving
         if self._running or self._waiting:
-            self.begins = self.now
+            self.next_step_s = self.now
         else:
-            self.begins = _NEVER
+            self.next_step_s = _NEVER
             self.cache.save_ahead(self.now, self.cache.config.device_chunks)
             self.cache.complete()
-        return gone
+        return ended
 
     def clear(self) -> tuple[list[LiveTurn], int]:
-        """The replica is lost: its turns in order of arrival, to begin anew, and how many of them were running."""
+        """Lose all state: return the turns to restart, in order of arrival, and how many of them were running."""
         running = len(self._running)
         turns = [*self._running.values(), *(turn for _, turn in self._waiting)]
         for turn in turns:
@@ -211,15 +199,15 @@ class Batch:
             state.clear()
         self._generating = self._kv = 0
         self._growth = [0] * self._size
-        self.begins = _NEVER
+        self.next_step_s = _NEVER
         self.cache.clear()
         return sorted(turns, key=lambda turn: turn.ticket), running
 
     # -- the plan ----------------------------------------------------------------------------------------------------
 
     def _make_room(self) -> list[TurnEnd]:
-        """Suspend the youngest while there are too few device pages for what the others generate next."""
-        gone: list[TurnEnd] = []
+        """Suspend the youngest turns until the others have enough device pages for their next tokens."""
+        ended: list[TurnEnd] = []
         while self._growth[self._step % self._size] > self.cache.unpinned:
             youngest = self._running[max(self._running)]
             cached, made = youngest.computed, youngest.answer_tokens
@@ -231,13 +219,12 @@ class Batch:
                 self._restoring.remove(youngest)
             self._release(youngest, cached)
             if made >= youngest.output:
-                gone.append((youngest, self.now))
+                ended.append((youngest, self.now))
             else:
                 self._suspend(youngest, made)
-        return gone
+        return ended
 
     def _suspend(self, turn: LiveTurn, made: int) -> None:
-        """Back to the head of the queue; what it has computed stays in the cache."""
         self.suspensions += 1
         self.cache.suspend(turn.script.number, self.now)
         turn.missing.clear()
@@ -245,7 +232,7 @@ class Batch:
         heapq.heappush(self._waiting, (turn.ticket, turn))
 
     def _release(self, turn: LiveTurn, cached: int) -> None:
-        """Out of the running set; the cache has ``cached`` tokens of it, less what is missing."""
+        """Remove a turn from the running set; ``cached`` tokens of it are cached, except the missing ranges."""
         del self._running[turn.ticket]
         turns = turn.index + 1
         stamp = self._stamp(self.now, turn.script.due(turns, self.now), turns)
@@ -253,7 +240,7 @@ class Batch:
         self.cache.release(turn.script.number, cached, stamp, turn.missing, hints)
 
     def _prefill(self, work: list[tuple[LiveTurn, list[Range]]], budget: int) -> int:
-        """Choose what goes on of restores and prefills; returns what is left of the budget."""
+        """Choose ranges of running restores and prefills for the next step; return the remaining token budget."""
         for turn in self._restoring:
             if budget <= 0:
                 break
@@ -264,7 +251,7 @@ class Batch:
         return budget
 
     def _admit(self, work: list[tuple[LiveTurn, list[Range]]], budget: int) -> None:
-        """First come, first served; nobody overtakes the head of the queue."""
+        """Admit turns in order of arrival; no turn overtakes the head of the queue."""
         cache = self.cache
         while self._waiting and budget > 0 and len(self._running) < self._max_running:
             turn = self._waiting[0][1]
@@ -292,7 +279,7 @@ class Batch:
     # -- steps -------------------------------------------------------------------------------------------------------
 
     def _mixed_step(self, work: list[tuple[LiveTurn, list[Range]]]) -> None:
-        """One step of all generations and of what was chosen of restores and prefills."""
+        """Run one step of all generations and of the chosen restores and prefills."""
         tokens, kv, pairs = self._generating, float(self._kv), 0.0
         for _, ranges in work:
             for start, end in ranges:
@@ -318,18 +305,15 @@ class Batch:
                 self._generate(turn)
 
     def _decode_steps(self, until: float) -> tuple[StepSeries, int]:
-        """The steps until somebody leaves or has to, the queue's head may be admitted, or ``until`` has come.
-
-        Nothing but positions differs between them, so they are one event: see ``StepSeries`` for their times.
-        """
+        """Run steps as one event, until a turn must leave, the queue's head may be admitted, or ``until``."""
         rows, machine = self._generating, self._machine
         most = self._steps_to_an_end()
         if self._waiting:
-            most = min(most, self._steps_to_another_try())
+            most = min(most, self._steps_to_admission())
         first = machine.step_seconds(tokens=rows, rows=rows, kv_read=self._kv, pairs=0)
         series = StepSeries(first, machine.kv_s * rows)
         steps = series.steps_until(until - self.now, most)
-        # Pages for the first step were reserved when it was planned; those for the others must be there, too.
+        # Pages for the first step were reserved when it was planned; the other steps need theirs too.
         while (grown := self._chunks_after_first(steps)) > self.cache.unpinned:
             steps -= 1
         self.cache.save_ahead(self.now, steps * SWAP_OUT_QUANTUM)
@@ -343,40 +327,39 @@ class Batch:
         self.now += series.total_s(steps)
         return series, steps
 
-    def _tell_gaps(self, begin: float, rows: int, series: StepSeries, steps: int, left: int) -> None:
-        """Report the gaps before the tokens of these steps: one of each generation in each step.
+    def _report_gaps(self, begin: float, rows: int, series: StepSeries, steps: int, leaving: int) -> None:
+        """Report the gaps before the tokens of these steps: one per generation and step.
 
-        Those that left had none in the last step, which only cached the token before.
+        The ``leaving`` generations that ended had none in the last step, which only cached their last token.
         """
         done = 0
-        for seconds, count, end in series.parts(steps):
+        for seconds, count, end in series.even_runs(steps):
             done += count
-            self._on_gap(seconds, rows * count - (left if done == steps else 0), begin + end)
+            self._on_gap(seconds, rows * count - (leaving if done == steps else 0), begin + end)
 
-    def _steps_to_another_try(self) -> int:
-        """In how many steps the queue's head may be admitted although nobody leaves."""
+    def _steps_to_admission(self) -> int:
+        """Number of steps after which the queue's head may be admitted although no turn leaves."""
         head = self._waiting[0][1]
-        # A session whose chunks are copied in this step has to wait for the next one; one without room has to wait
-        # until somebody leaves.
+        # A session whose chunks are copied now waits a step; one without room waits until a turn leaves.
         copying = self.cache.is_copying(head.script.number, head.script.prefix)
-        return 1 if copying else max(head.visible_step - self._step, 0) or _MANY
+        return 1 if copying else max(head.visible_step - self._step, 0) or _UNLIMITED
 
     def _chunks_after_first(self, steps: int) -> int:
-        """Chunks that the generations take in the next ``steps`` steps, without the first of these."""
+        """Chunks that the generations take in the next ``steps`` steps, except in the first of these."""
         if steps == 1:
             return 0
-        # In as many steps as a chunk has tokens each generation takes exactly one, wherever it stands in its last one.
+        # In ``chunk_tokens`` steps each generation takes exactly one chunk, whatever its position.
         rounds, rest = divmod(steps - 1, self._size)
-        # What remains is a stretch of ``_growth``, which is a ring: it may go on at the beginning.
+        # The remainder is a stretch of ``_growth``, which is a ring: it may wrap around.
         at = (self._step + 1) % self._size
         beyond = at + rest - self._size
-        partly = sum(self._growth[at : at + rest]) + (sum(self._growth[:beyond]) if beyond > 0 else 0)
-        return rounds * self._generating + partly
+        partial = sum(self._growth[at : at + rest]) + (sum(self._growth[:beyond]) if beyond > 0 else 0)
+        return rounds * self._generating + partial
 
     # -- generations -------------------------------------------------------------------------------------------------
 
     def _generate(self, turn: LiveTurn) -> None:
-        """The step that has just ended completed the turn's context and made a token of its answer."""
+        """Start generating: the step that just ended completed the context and made the first answer token."""
         turn.first_token = turn.first_token or self.now
         if turn.answer_tokens:
             self._on_gap(self.now - turn.last_token, 1, self.now)
@@ -388,24 +371,24 @@ class Batch:
         self._growth[(turn.begin_step - turn.computed) % self._size] += 1
 
     def _stop_generating(self, turn: LiveTurn) -> None:
-        turn.end_step = 0  # what ``_ends`` has of it is void
+        turn.end_step = 0  # invalidates its entry in ``_ends``
         self._generating -= 1
         self._kv -= turn.computed + self._step - turn.begin_step + 1
         self._growth[(turn.begin_step - turn.computed) % self._size] -= 1
 
     def _steps_to_an_end(self) -> int:
-        while self._ends[0][2].end_step != self._ends[0][0]:  # suspended meanwhile
+        while self._ends[0][2].end_step != self._ends[0][0]:  # suspended since
             heapq.heappop(self._ends)
         return self._ends[0][0] - self._step
 
     def _leave(self) -> list[TurnEnd]:
-        """Generations whose last token is cached now."""
-        gone: list[TurnEnd] = []
+        """Remove the generations whose last token is now cached."""
+        ended: list[TurnEnd] = []
         while self._ends and self._ends[0][0] <= self._step:
             ends, _, turn = heapq.heappop(self._ends)
             if turn.end_step != ends:
                 continue
             self._stop_generating(turn)
             self._release(turn, turn.prompt + turn.output)
-            gone.append((turn, self.now - self._latest))
-        return gone
+            ended.append((turn, self.now - self._latest))
+        return ended

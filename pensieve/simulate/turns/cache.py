@@ -1,9 +1,9 @@
-"""A twin of ``CacheManager`` without page numbers and token ids, on one byte per chunk: the same rules, policies and
-order of decisions, some twenty times faster. That both decide the same is tested.
+"""A twin of ``CacheManager`` without page numbers and token ids, on one byte per chunk: 20 times faster.
 
-For one plan it is called in this order: ``grow``, ``can_admit`` → ``admit``, ``save_ahead``, ``complete``; and
-``release`` when a turn has ended or is suspended. The chunks that generations grow by are counted for all of them
-together, and added to each session when it is released.
+It has the same rules, policies and order of decisions; tests compare both. For each plan the calls come in
+this order: ``grow``, ``can_admit`` → ``admit``, ``save_ahead``, ``complete``; and ``release`` when a turn has
+ended or is suspended. The chunks that generations grow by are counted for all of them together, and added to
+each session when it is released.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ _SHARE = (SharedRun, SharingSession)
 
 
 class TurnCache:
-    """Two tiers of chunks.
+    """The cached chunks of the two tiers.
 
-    ``slack``: how many chunks are ranked at a time, to be used up within ``FRESH_S``, and eight times as many as are
-    reclaimed or saved at a time; 0: at every need and no more than that, exactly as ``CacheManager``.
+    ``slack``: number of chunks that are ranked at a time and used up within ``FRESH_S``; an eighth of it is
+    reclaimed or saved at a time. 0: rank at every need, and only as many, exactly as ``CacheManager``.
     """
 
     def __init__(self, config: CacheConfig, cost: CostModel, policy: Policy, slack: int = 0) -> None:
@@ -66,13 +66,13 @@ class TurnCache:
         self._reclaimable = 0
         """Idle chunks that are in both tiers."""
         self._both: dict[ChunkHolder, None] = {}
-        """Sessions and runs with such chunks, and some that have none left."""
+        """Holders of such chunks, and some that no longer have any."""
         self._spares: dict[ChunkHolder, None] = {}
-        """Sessions and runs in use that may have such chunks, whose host copies nothing needs; by admission."""
+        """Running holders that may have needless host copies, in order of admission."""
         self._in_flight: dict[ChunkHolder, None] = {}
         self._size = config.chunk_tokens
         self.loading = 0
-        """Chunks that the plan in hand copies in from the host."""
+        """Chunks that the current plan copies in from the host."""
         self._sessions: dict[int, ChunkHolder] = {}
         self._running: dict[int, ChunkHolder] = {}
         self.unpinned = config.device_chunks
@@ -84,19 +84,21 @@ class TurnCache:
         return -(-tokens // self._size)
 
     def can_admit(self, key: int, tokens: int, prefix: tuple[Piece, ...] = (), *, reserve: bool) -> bool:
-        """Whether a turn with a context of ``tokens`` may be admitted in this plan: as ``CacheManager`` has it.
+        """Whether the current plan may admit a turn with a context of ``tokens``; as in ``CacheManager``.
 
-        ``prefix``: what its session's first input begins with.
+        ``prefix``: shared beginning of the session's first input.
         """
         if self.is_copying(key, prefix):
             return False
-        left = self.unpinned - self.chunks_for(tokens)
+        remaining = self.unpinned - self.chunks_for(tokens)
         if prefix:
-            left += self._pinned(key, prefix)
-        return left > self.config.decode_reserve * self.config.device_chunks if reserve else left >= 0
+            remaining += self._pinned_chunks(key, prefix)
+        return (
+            remaining > self.config.decode_reserve * self.config.device_chunks if reserve else remaining >= 0
+        )
 
     def is_copying(self, key: int, prefix: tuple[Piece, ...] = ()) -> bool:
-        """Whether the plan in hand copies chunks of this session, or saves some that it is about to share."""
+        """Whether the current plan copies chunks of this session, or saves some that it is about to share."""
         if not self._in_flight:
             return False
         session = self._sessions.get(key)
@@ -108,15 +110,15 @@ class TurnCache:
             run in self._in_flight and not IN_TRANSIT.isdisjoint(run.places) for run in session.runs
         ):
             return True
-        full, found = self._others(session, prefix)
+        full, found = self._other_holders(session, prefix)
         return any(holder.places[index] in SAVING for index, holder in enumerate(found, full))
 
     def admit(
         self, key: int, history: int, tokens: int, now: float, prefix: tuple[Piece, ...] = ()
     ) -> Restore:
-        """Pin a context and place every chunk of it on the device. ``prefix``: see ``can_admit``."""
+        """Pin a context and place all of its chunks on the device. ``prefix``: see ``can_admit``."""
         session = self._sessions.get(key) or self._add(key, prefix)
-        runs = self._meet(session, prefix) if isinstance(session, SharingSession) else ()
+        runs = self._adopt_prefix(session, prefix) if isinstance(session, SharingSession) else ()
         before = session.places
         loading, both = before.count(HOST), before.count(BOTH)
         spare = loading or both
@@ -125,7 +127,7 @@ class TurnCache:
         absent = before.count(DROPPED) + loading + more
         session.running = True
         session.places_before, session.places = before, before.translate(ADMITTED) + _DEVICE * more
-        before[:] = bytes(len(before))  # nothing that a ranking has of it can be a victim now
+        before[:] = bytes(len(before))  # no entry of a ranking may remain a candidate
         self._reclaimable -= both
         self._both.pop(session, None)
         self.index.on_turn_start(session, tokens - history, now)
@@ -142,18 +144,17 @@ class TurnCache:
                 self._pin(run, spare=coming > 0)
         if spare:
             self._spares[session] = None
-        self._reclaim(absent, now)
+        self._take_device_pages(absent, now)
         self.loading += loading
         self._admitted.append((session, restore))
         return restore
 
     def grow(self, chunks: int, now: float) -> None:
-        """Pin so many more pages for all running turns together; at most ``unpinned``."""
+        """Pin ``chunks`` more pages for all running turns together; at most ``unpinned``."""
         self.unpinned -= chunks
-        self._reclaim(chunks, now)
+        self._take_device_pages(chunks, now)
 
     def complete(self) -> None:
-        """The plan in hand was executed."""
         if not self._in_flight:
             return
         for session in self._in_flight:
@@ -164,7 +165,7 @@ class TurnCache:
             places[:] = places.translate(SETTLED)
         self.index.touch_all(self._in_flight)
         for session, restore in self._admitted:
-            self._written(session, restore.missing)
+            self._free_stale_copies(session, restore.missing)
         self._in_flight.clear()
         self._admitted.clear()
         self.loading = 0
@@ -175,10 +176,10 @@ class TurnCache:
         if short <= self._batch:
             return
         need = min(math.ceil(short), limit)
-        # Nothing is dropped for it: what the host has no room for stays where it is.
+        # Nothing is dropped for it: chunks without room on the host stay on the device.
         while need > 0:
             room = self.host_free
-            if room < need or not self.index.one_by_one:  # a group may be larger than what is needed
+            if room < need or not self.index.one_by_one:  # a group may be larger than the need
                 room += sum([session.places.count(BOTH) for session in self._spares])
             chosen = (
                 self._victims(Reclaim.SAVED_PAGE, now, need).move(min(need, room), BOTH_SAVING)
@@ -192,8 +193,8 @@ class TurnCache:
                 kept, chosen = chosen.part(room), chosen.part(0, room)
                 kept.set_place(DEVICE)
                 self.index.touch_all(kept.sessions)
-            self._discard_spare_copies(len(chosen) - self.host_free)
-            self._saved(chosen)
+            self._free_spare_copies(len(chosen) - self.host_free)
+            self._take_host_pages(chosen)
 
     def release(
         self,
@@ -203,9 +204,9 @@ class TurnCache:
         missing: Sequence[Range] = (),
         hints: Hints | None = None,
     ) -> None:
-        """A turn has ended, or is suspended: ``tokens`` of its context are cached, but for what is still ``missing``.
+        """Release a turn that has ended or is suspended; its ``tokens`` are cached, except ``missing``.
 
-        ``stamp`` is the time that its policy will count from, ``hints`` what its client says of the next turn.
+        ``stamp`` is the time from which its policy counts, ``hints`` describe the next turn.
         """
         session = self._running.pop(key)
         self._spares.pop(session, None)
@@ -219,9 +220,9 @@ class TurnCache:
         if isinstance(session, SharingSession):
             self._unpin(session.runs)
         if missing:
-            self._give_up(session, missing)
+            self._free_missing(session, missing)
         if stamp == session.last_active and len(places) >= len(session.places_before):
-            # To a policy it has not been away, and what rankings have of it is true again.
+            # The policy sees no absence, so entries of rankings are valid again.
             session.places_before[:] = places
             session.places = places = session.places_before
         session.running = False
@@ -230,19 +231,18 @@ class TurnCache:
             self._reclaimable += both
             self._both[session] = None
         if missing and isinstance(session, SharingSession):
-            self._give_up_shared(session, missing)
+            self._free_missing_shared(session, missing)
         elif places.count(DROPPED) == len(places):
             self._forget(session)
 
     def suspend(self, key: int, now: float) -> None:
-        """The turn that was released in this moment will go on: as ``CacheManager.suspend``."""
+        """Note that the turn released just now will go on; as ``CacheManager.suspend``."""
         if key in self._sessions:
             self.index.on_suspend(self._sessions[key], now)
         else:
             self.index.policy.on_return(key, now)
 
     def clear(self) -> None:
-        """Forget everything, running turns too."""
         for session in self._running.values():
             session.running = False
         for session in list(self._sessions.values()):
@@ -271,16 +271,16 @@ class TurnCache:
         self._both.pop(session, None)
         self.index.remove(session)
 
-    def _written(self, session: ChunkHolder, missing: Sequence[Range]) -> None:
-        """Host copies of chunks that were written to are stale."""
+    def _free_stale_copies(self, session: ChunkHolder, missing: Sequence[Range]) -> None:
+        """Free host copies of chunks that were written to: they are stale."""
         for start, _ in missing:
             index = start // self.config.chunk_tokens
-            if session.places[index] == BOTH:  # only a range's first chunk can have held something
+            if session.places[index] == BOTH:  # only a range's first chunk can have held tokens
                 session.places[index] = DEVICE
                 self.host_free += 1
 
-    def _give_up(self, session: ChunkHolder, missing: Sequence[Range]) -> None:
-        """Chunks whose recomputation never came leave the device; of the last range, what came before it stays."""
+    def _free_missing(self, session: ChunkHolder, missing: Sequence[Range]) -> None:
+        """Free the device pages of chunks that were never recomputed; the tokens before the last range stay."""
         size, places = self.config.chunk_tokens, session.places
         session.tokens = missing[-1][0]
         kept = max(self.chunks_for(session.tokens), session.own_start)
@@ -292,41 +292,40 @@ class TurnCache:
                 self.device_free += 1
                 places[index] = DROPPED
 
-    def _dropped(self, residents: list[ChunkHolder]) -> None:
-        waiting = dict.fromkeys(reversed(residents))
+    def _forget_empty(self, holders: list[ChunkHolder]) -> None:
+        waiting = dict.fromkeys(reversed(holders))
         while waiting:  # in the order of their last chunks
-            resident, _ = waiting.popitem()
-            if resident.places.count(DROPPED) + resident.own_start < len(resident.places):
+            holder, _ = waiting.popitem()
+            if holder.places.count(DROPPED) + holder.own_start < len(holder.places):
                 continue
-            if isinstance(resident, _SHARE):
-                self._forget_owners(resident, waiting)
+            if isinstance(holder, _SHARE):
+                self._forget_empty_owners(holder, waiting)
             else:
-                self._in_flight.pop(resident, None)
-                self._forget(resident)
+                self._in_flight.pop(holder, None)
+                self._forget(holder)
 
     # -- what sessions share -----------------------------------------------------------------------------------------
 
     def _addresses(self, prefix: tuple[Piece, ...]) -> tuple[int, ...]:
         return self._sharing.addresses(prefix) if prefix and self.config.prefix_sharing else ()
 
-    def _others(
+    def _other_holders(
         self, session: ChunkHolder | None, prefix: tuple[Piece, ...]
     ) -> tuple[int, list[SharingSession | SharedRun]]:
-        """How many full chunks the session has itself, and who has those behind them."""
+        """Return the number of the session's own full chunks, and the holders of the chunks behind them."""
         full = 0 if session is None else session.tokens // self._size
         addresses = self._addresses(prefix)
         return full, self._sharing.find(addresses, full) if full < len(addresses) else []
 
-    def _pinned(self, key: int, prefix: tuple[Piece, ...]) -> int:
-        """Chunks of a session's context that running sessions pin already."""
+    def _pinned_chunks(self, key: int, prefix: tuple[Piece, ...]) -> int:
         session = self._sessions.get(key)
-        _, found = self._others(session, prefix)
+        _, found = self._other_holders(session, prefix)
         shared = session.runs if isinstance(session, SharingSession) else ()
         return sum(run.num_chunks for run in shared if run.running) + sum(holder.running for holder in found)
 
-    def _meet(self, session: SharingSession, prefix: tuple[Piece, ...]) -> Sequence[SharedRun]:
-        """Let a session own what others have of its beginning; returns its runs."""
-        full, found = self._others(session, prefix)
+    def _adopt_prefix(self, session: SharingSession, prefix: tuple[Piece, ...]) -> Sequence[SharedRun]:
+        """Make a session an owner of the cached chunks of its shared beginning; return its runs."""
+        full, found = self._other_holders(session, prefix)
         if found:
             for place in session.places[full:]:  # a partly filled tail
                 self.device_free += place in (DEVICE, BOTH)
@@ -340,7 +339,7 @@ class TurnCache:
         return session.runs
 
     def _pin(self, run: SharedRun, *, spare: bool) -> None:
-        """An owner of an idle run is admitted. ``spare``: some of its chunks are copied in."""
+        """Pin a run because an owner is admitted. ``spare``: some of its chunks are copied in."""
         before = run.places
         both = before.count(BOTH)
         run.places = before.translate(ADMITTED)
@@ -355,7 +354,6 @@ class TurnCache:
             self._spares[run] = None
 
     def _unpin(self, runs: Sequence[SharedRun]) -> None:
-        """One running owner less; those that have none left are idle."""
         for run in runs:
             run.pins -= 1
             if run.pins == 0:
@@ -367,8 +365,8 @@ class TurnCache:
                     self._reclaimable += both
                     self._both[run] = None
 
-    def _give_up_shared(self, session: SharingSession, missing: Sequence[Range]) -> None:
-        """As ``_give_up`` did with the session's own chunks; those who have nothing left are forgotten."""
+    def _free_missing_shared(self, session: SharingSession, missing: Sequence[Range]) -> None:
+        """Free missing shared chunks, as ``_free_missing`` frees own ones; forget sessions that lost all chunks."""
         size = self._size
         lost: list[ChunkHolder] = []
         for run in session.runs:
@@ -379,21 +377,23 @@ class TurnCache:
                     run.places[low:high] = bytes(high - low)
                     lost.append(run)
                     self.index.touch(run)
-        self._dropped([*lost, session])
+        self._forget_empty([*lost, session])
         if self._sessions.get(session.key) is session:
             full = session.tokens // size
             if full < session.own_start:
                 self._sharing.disown(session, full)
                 session.tokens = full * size
             self._sharing.unregister(session, full)
-            self._forget_owners(session, ())
+            self._forget_empty_owners(session, ())
 
-    def _forget_owners(self, resident: SharingSession | SharedRun, waiting: Collection[ChunkHolder]) -> None:
-        """Forget the sessions that have nothing left, now that this one has lost its last chunk.
+    def _forget_empty_owners(
+        self, holder: SharingSession | SharedRun, waiting: Collection[ChunkHolder]
+    ) -> None:
+        """Forget the sessions without cached chunks, now that ``holder`` has lost its last one.
 
-        ``waiting``: those who are about to have lost theirs, but have not yet.
+        Members of ``waiting`` are about to lose theirs but have not yet.
         """
-        for session in list(resident.owners) if isinstance(resident, SharedRun) else (resident,):
+        for session in list(holder.owners) if isinstance(holder, SharedRun) else (holder,):
             if not session.running and not any(
                 one in waiting or one.places.count(DROPPED) + one.own_start < len(one.places)
                 for one in (session, *session.runs)
@@ -403,14 +403,14 @@ class TurnCache:
 
     # -- room in the tiers: as ``engine.cache.tiers`` ---------------------------------------------------------------
 
-    def _reclaim(self, pages: int, now: float) -> None:
-        """Take device pages, after making them free."""
+    def _take_device_pages(self, pages: int, now: float) -> None:
+        """Take device pages, evicting chunks if too few are free."""
         if self.device_free < pages:
             self._reserve(pages, now)
         self.device_free -= pages
 
     def _victims(self, reclaim: Reclaim, now: float, count: int) -> VictimOrder:
-        """The chunks that give way next: ranked now, or with ``slack`` not long ago."""
+        """The next victims, ranked now, or recently if there is ``slack``."""
         if not self._can_rank:
             return Round(self.index, reclaim, now, count)
         ranking = self._rankings.get(reclaim)
@@ -419,7 +419,7 @@ class TurnCache:
         return ranking
 
     def _reserve(self, pages: int, now: float) -> None:
-        """Make so many device pages free, with ``slack`` a few more."""
+        """Make ``pages`` device pages free; with ``slack`` a few more."""
         if 0 < self._reclaimable <= pages + self._batch - self.device_free:
             self._reclaim_all()
         while (need := pages + self._batch - self.device_free) > 0 and self._reclaimable:
@@ -429,11 +429,11 @@ class TurnCache:
         while self.device_free < pages:
             need = pages + self._batch - self.device_free
             chosen = self._victims(Reclaim.SAVED_PAGE, now, need).move(need, CHOSEN)
-            assert chosen, f"{pages} device pages asked for, {self.device_free} could be had"
+            assert chosen, f"{pages} device pages are needed, only {self.device_free} can be freed"
             self._evict(chosen, now)
 
     def _reclaim_all(self) -> None:
-        """Make all reclaimable pages free. All are needed, so their order does not matter."""
+        """Free all reclaimable pages. All are needed, so their order does not matter."""
         for session in self._both:
             session.places[:] = session.places.translate(RECLAIMED)
         self.index.touch_all(self._both)
@@ -442,34 +442,40 @@ class TurnCache:
         self._reclaimable = 0
 
     def _evict(self, chosen: Victims, now: float) -> None:
-        """Take chunks off the device: the most valuable are saved, what the host has no room for is dropped."""
+        """Evict chunks from the device: save the most valuable, drop those without room on the host."""
         self.device_free += len(chosen)
-        room = self._victims(Reclaim.HOST_COPY, now, len(chosen))
+        candidates = self._victims(Reclaim.HOST_COPY, now, len(chosen))
         while chosen and (
-            rooms := self._make_host_room(room, chosen.values[-1], len(chosen), ceiling=chosen.values[0])
+            pages := self._make_host_room(
+                candidates, chosen.values[-1], len(chosen), ceiling=chosen.values[0]
+            )
         ):
-            saved = chosen.part(-rooms)
-            chosen = chosen.part(0, -rooms)
+            saved = chosen.part(-pages)
+            chosen = chosen.part(0, -pages)
             saved.set_place(HOST_SAVING)
-            self._saved(saved)
+            self._take_host_pages(saved)
         chosen.set_place(DROPPED)
-        self._dropped(chosen.sessions[::-1])  # rows become free in the manager's order: they break ties
+        self._forget_empty(chosen.sessions[::-1])  # rows become free in the manager's order: they break ties
 
-    def _make_host_room(self, room: VictimOrder, value: float, most: int, ceiling: float = np.inf) -> int:
-        """Free host pages for chunks, the first worth ``value`` and none less than ``ceiling``; returns for how many.
+    def _make_host_room(
+        self, candidates: VictimOrder, value: float, most: int, ceiling: float = np.inf
+    ) -> int:
+        """Free host pages for chunks, the first worth ``value``, none less than ``ceiling``; return how many.
 
-        Spare copies go first. Then go chunks on the host alone that are worth no more than any of those to come; when
-        there is none, one that is worth no more than the first of them.
+        Needless copies are freed first, then chunks that are on the host alone and worth no more than any
+        arriving chunk. If there are none, one that is worth no more than the first arriving chunk.
         """
-        self._discard_spare_copies(most - self.host_free)
+        self._free_spare_copies(most - self.host_free)
         if self.host_free == 0:
-            dropped = room.move(most, DROPPED, min(value, ceiling)) or room.move(1, DROPPED, value)
+            dropped = candidates.move(most, DROPPED, min(value, ceiling)) or candidates.move(
+                1, DROPPED, value
+            )
             self.host_free += len(dropped)
-            self._dropped(dropped.sessions)
+            self._forget_empty(dropped.sessions)
         return min(self.host_free, most)
 
-    def _discard_spare_copies(self, most: int) -> None:
-        """Free up to so many host pages by forgetting copies of chunks in use."""
+    def _free_spare_copies(self, most: int) -> None:
+        """Free up to ``most`` host pages by discarding copies of running chunks."""
         if most <= 0:
             return
         for session in list(self._spares):
@@ -480,10 +486,10 @@ class TurnCache:
             most -= freed
             if freed < spare or most == 0:
                 return
-            if session not in self._in_flight:  # else its copies are just coming
+            if session not in self._in_flight:  # else its copies are being made
                 del self._spares[session]
 
-    def _saved(self, victims: Victims) -> None:
-        """Each gets a host page, which the plan in hand fills."""
+    def _take_host_pages(self, victims: Victims) -> None:
+        """Give each victim a host page, which the current plan fills."""
         self.host_free -= len(victims)
         self._in_flight.update(dict.fromkeys(victims.sessions))

@@ -1,9 +1,9 @@
-"""The ``turns`` engine: the life of millions of turns over replicas that take runs of like steps as one event.
+"""The ``turns`` engine: simulates millions of turns by taking runs of similar steps as one event.
 
-A turn arrives, waits, is restored and prefilled in steps of their own, generates and ends, by the rules of the real
-scheduler (``turns.batch``) over a twin of the real cache (``turns.cache``). Three things are simpler than in the real
-engine: copies from the host delay their own step only, copies to the host delay nothing, and a turn that is suspended
-while it recomputes a chunk loses that chunk.
+A turn arrives, waits, is restored and prefilled in its own steps, generates and ends, by the rules of the
+real scheduler (``turns.batch``) over a twin of the real cache (``turns.cache``). Three things are simpler
+than in the real engine: copies from the host delay only their own step, copies to the host delay nothing, and
+a turn that is suspended while it recomputes a chunk loses that chunk.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ from pensieve.simulate.turns.cache import TurnCache
 
 _NEVER: Final = float("inf")
 _READ_AHEAD: Final = 32
-"""Sessions of each replica that are read before it plays; what it takes in memory against how often it is resumed."""
-_begins: Final = attrgetter("begins")
+"""Sessions per replica that are read before it runs: a trade of memory against the number of resumptions."""
+_next_step: Final = attrgetter("next_step_s")
 Due = tuple[float, int, LiveTurn]
-"""(Time, ticket, turn)."""
 
 
 class TurnSimulation:
@@ -50,60 +49,61 @@ class TurnSimulation:
         self.replicas = [self._replica() for _ in range(settings.replicas)]
         self._live = self.replicas
         self._router = Router(settings, lambda replica: self.replicas[replica].active_turns)
-        self._apart = settings.replicas > 1 and self._router.apart
-        self._due: list[list[Due]] = [[] for _ in range(settings.replicas if self._apart else 1)]
-        """Heaps of turns that are to come: one for each replica where these keep apart, else one for all."""
-        self._tickets = 0
+        self._independent = settings.replicas > 1 and self._router.independent
+        self._due: list[list[Due]] = [[] for _ in range(settings.replicas if self._independent else 1)]
+        """Heaps of coming turns: one for each replica if these are independent, else one for all."""
+        self._last_ticket = 0
         self._source: Iterator[SessionScript] = iter(())
         self._upcoming: SessionScript | None = None
         self.peak_sessions = 0
-        """Sessions held at once: what memory grows with."""
 
-    def run(self, lives: Iterable[SessionScript]) -> Tally:
-        """Simulate until the last answer has ended. ``lives`` is read bit by bit, so a long load is never held."""
-        self._source = iter(lives)
+    def run(self, scripts: Iterable[SessionScript]) -> Tally:
+        """Simulate until the last answer has ended. ``scripts`` is read step by step, so a long load is never held."""
+        self._source = iter(scripts)
         self._upcoming = next(self._source, None)
-        play = self._play_apart if self._apart else self._play_together
-        for at, change in self._settings.replica_changes(self._lose, self._bring_back):
+        play = self._play_independent if self._independent else self._play_together
+        for at, change in self._settings.replica_changes(self._lose_replica, self._return_replica):
             play(at)
             change(at)
         play(_NEVER)
         return self.tally
 
     def _play_together(self, until: float) -> None:
-        """What begins before ``until``, in one order of events.
+        """Simulate all events before ``until`` in one global order.
 
-        Each pass takes what comes first: a session starts, a turn arrives at its replica, or a replica takes its next
-        run of steps. A replica runs no further than another one's next step: a turn that ends there may send its
-        session's next one here.
+        Each pass takes the earliest event: a session starts, a turn arrives at its replica, or a replica runs
+        steps. A replica runs no further than the next step of another one, because a turn that ends there may
+        send its session's next turn here.
         """
         (coming,) = self._due
         while True:
             at = coming[0][0] if coming else _NEVER
             if self._upcoming is not None and self._upcoming.start <= at:
-                self._read()
+                self._read_session()
                 continue
-            first = self._live[0] if len(self._live) == 1 else min(self._live, key=_begins)
-            if until <= min(at, first.begins):
+            first = self._live[0] if len(self._live) == 1 else min(self._live, key=_next_step)
+            if until <= min(at, first.next_step_s):
                 return
-            if first.begins <= at:
-                others = min((other.begins for other in self._live if other is not first), default=_NEVER)
+            if first.next_step_s <= at:
+                others = min(
+                    (other.next_step_s for other in self._live if other is not first), default=_NEVER
+                )
                 if ended := first.run(min(at, until, others)):
-                    self._ended(first, ended)
+                    self._on_completed(first, ended)
             else:
                 self._submit(heapq.heappop(coming)[2], at)
 
-    def _play_apart(self, until: float) -> None:
-        """The same where sessions keep to a replica: each plays alone for as long as all that starts is known.
+    def _play_independent(self, until: float) -> None:
+        """Simulate independent replicas, each alone up to the time for which all session starts are known.
 
-        Replica 0 is the last: when it is back, it gets the next turns of sessions that the others are still answering.
+        Replica 0 comes last: after its return it gets the next turns of sessions on other replicas.
         """
         ahead = 0.0
         while ahead < until:
             for _ in range(_READ_AHEAD * len(self.replicas)):
                 if self._upcoming is None:
                     break
-                self._read()
+                self._read_session()
             coming = self._upcoming
             ahead = until if coming is None else min(until, coming.start + self._settings.machine.turn_s)
             for number in reversed(range(len(self.replicas))):
@@ -112,35 +112,33 @@ class TurnSimulation:
     def _play_alone(self, replica: Batch, coming: list[Due], until: float) -> None:
         while True:
             at = coming[0][0] if coming else _NEVER
-            if until <= min(at, replica.begins):
+            if until <= min(at, replica.next_step_s):
                 return
-            if replica.begins <= at:
+            if replica.next_step_s <= at:
                 if ended := replica.run(min(at, until)):
-                    self._ended(replica, ended)
+                    self._on_completed(replica, ended)
             else:
                 self._submit(heapq.heappop(coming)[2], at)
 
     def _replica(self) -> Batch:
-        rule, stamp = policies.make_policy(self._policy)
+        policy, stamp = policies.make_policy(self._policy)
         settings = self._settings
-        cache = TurnCache(settings.cache, settings.cost, rule, settings.slack)
+        cache = TurnCache(settings.cache, settings.cost, policy, settings.slack)
         return Batch(settings, cache, stamp, self.tally.add_gaps)
 
-    def _read(self) -> None:
-        """The session that starts next is known from here on."""
+    def _read_session(self) -> None:
         assert self._upcoming is not None
-        self._later(LiveTurn(self._upcoming), self._upcoming.start)
+        self._schedule(LiveTurn(self._upcoming), self._upcoming.start)
         self._upcoming = next(self._source, None)
 
-    def _later(self, turn: LiveTurn, at: float) -> None:
+    def _schedule(self, turn: LiveTurn, at: float) -> None:
         turn.arrived = at
-        self._expect(turn, at + self._settings.machine.turn_s)
+        self._push_arrival(turn, at + self._settings.machine.turn_s)
 
-    def _expect(self, turn: LiveTurn, at: float) -> None:
-        """The turn will reach its replica ``at``."""
-        self._tickets += 1
-        due = self._due[self._route(turn) if self._apart else 0]
-        heapq.heappush(due, (at, self._tickets, turn))
+    def _push_arrival(self, turn: LiveTurn, at: float) -> None:
+        self._last_ticket += 1
+        due = self._due[self._route(turn) if self._independent else 0]
+        heapq.heappush(due, (at, self._last_ticket, turn))
         self.peak_sessions = max(self.peak_sessions, sum(map(len, self._due)))
 
     def _route(self, turn: LiveTurn) -> int:
@@ -148,10 +146,10 @@ class TurnSimulation:
 
     def _submit(self, turn: LiveTurn, now: float) -> None:
         turn.replica = self._route(turn)
-        self._tickets += 1
-        self.replicas[turn.replica].submit(turn, self._tickets, now)
+        self._last_ticket += 1
+        self.replicas[turn.replica].submit(turn, self._last_ticket, now)
 
-    def _ended(self, replica: Batch, ended: list[tuple[LiveTurn, float]]) -> None:
+    def _on_completed(self, replica: Batch, ended: list[tuple[LiveTurn, float]]) -> None:
         policy = replica.cache.index.policy
         arc = policy if isinstance(policy, policies.Arc) else None
         for turn, at in ended:
@@ -170,7 +168,7 @@ class TurnSimulation:
             first = turn.first_token
             shared = present - turn.history
             ttft, answering = first - turn.arrived, at - first
-            self.tally.add(
+            self.tally.add_turn(
                 CompletedTurn(turn.index, usage, turn.prompt, cost, ttft, answering, at, shared, turn.replica)
             )
             if arc is not None:
@@ -182,28 +180,26 @@ class TurnSimulation:
                 if self.bound is not None:
                     self.bound.add_idle_period(turn.prompt + turn.output, due - at)
                 following = LiveTurn(turn.script, turn.index + 1, turn.prompt + turn.output)
-                self._later(following, due)
+                self._schedule(following, due)
             else:
                 self.tally.add_open_time(turn.script.start, at)
 
-    def _lose(self, now: float) -> None:
-        """Replica 0 is gone: its turns begin again on the others when their leases have lapsed."""
+    def _lose_replica(self, now: float) -> None:
+        """Lose replica 0: its turns restart on the others when their leases have lapsed."""
         turns, self.tally.repeated_turns = self.replicas[0].clear()
         self._live = self.replicas[1:]
-        self._send_anew()
+        self._reroute()
         for turn in turns:
-            self._expect(turn, now + self._settings.lease_s)
+            self._push_arrival(turn, now + self._settings.lease_s)
 
-    def _bring_back(self, now: float) -> None:
-        """Replica 0 is there again, as a server that has just started."""
+    def _return_replica(self, now: float) -> None:
         self.replicas[0] = self._replica()
         self._live = self.replicas
-        self._send_anew()
+        self._reroute()
 
-    def _send_anew(self) -> None:
-        """Turns that are to come go where the router sends them now."""
+    def _reroute(self) -> None:
         coming = [due for heap in self._due for due in heap]
         for heap in self._due:
             heap.clear()
         for due in coming:
-            heapq.heappush(self._due[self._route(due[2]) if self._apart else 0], due)
+            heapq.heappush(self._due[self._route(due[2]) if self._independent else 0], due)

@@ -1,6 +1,6 @@
-"""The eviction index of ``TurnCache``: the table of values over sessions and runs whose chunks are a byte each.
+"""The eviction index of ``TurnCache``: the table of values over sessions and runs, with one byte per chunk.
 
-A byte says where its chunk is: the places of ``engine.cache.chunk.Place``, and those of a chunk on the way.
+The byte is a place of ``engine.cache.chunk.Place``, or the place of a chunk in transit.
 """
 
 from __future__ import annotations
@@ -25,96 +25,88 @@ HOST: Final = 1
 DEVICE: Final = 2
 BOTH: Final = 3
 CHOSEN: Final = 4
-"""On the device, about to be evicted."""
 HOST_SAVING: Final = 5
-"""Evicted by the plan that is being made: a candidate again when that plan is complete."""
+"""Evicted by the current plan; a candidate again when that plan is complete."""
 BOTH_SAVING: Final = 6
 BOTH_LOADING: Final = 7
 ELSEWHERE: Final = 8
-"""Before the chunks that a session or run has of its own, those of others, so that each is where it is in contexts."""
+"""Filler in front of a holder's own chunks for those of others, so that indices are positions in the context."""
 SAVING: Final = frozenset((HOST_SAVING, BOTH_SAVING))
 IN_TRANSIT: Final = SAVING | {BOTH_LOADING}
 SETTLED: Final = bytes((DROPPED, HOST, DEVICE, BOTH, CHOSEN, HOST, BOTH, BOTH, *range(8, 256)))
 """Place after the plan is complete, for ``bytearray.translate``."""
 RECLAIMED: Final = bytes((DROPPED, HOST, DEVICE, HOST, *range(4, 256)))
-"""Place of an idle session's chunk after its device page was taken, if that costs nothing."""
+"""Place of an idle chunk after its device page was reclaimed at no cost."""
 ADMITTED: Final = bytes((DEVICE, BOTH_LOADING, *range(2, 256)))
-"""Place of a chunk after it was placed on the device, if it was not there."""
+"""Place of a chunk after it was put on the device."""
 _DROPPED: Final = bytes((DROPPED,))
 _NOTHING: Final = bytearray()
 CANDIDATE_PLACES: Final = {Reclaim.PAGE: BOTH, Reclaim.SAVED_PAGE: DEVICE, Reclaim.HOST_COPY: HOST}
-"""Which place makes a chunk of an idle session a candidate."""
+"""Place in which an idle chunk is a candidate for each way to reclaim."""
 
 
 @dataclass(slots=True, eq=False)
 class ChunkHolder:
-    """A session with cached chunks."""
-
     key: int
     row: int
     tokens: int = 0
     places: bytearray = field(default_factory=bytearray)
-    """One of the places above per chunk.
+    """One place per chunk. Rankings hold this array, so it is changed in place while the session is idle.
 
-    Rankings hold this array. So while the session is idle it is changed in place; when the session is admitted it gets
-    another one, and all places in this one become DROPPED: no ranking takes a chunk of a session that has run since."""
+    On admission the session gets another array and all places in this one become DROPPED: no ranking may take
+    its chunks.
+    """
     places_before: bytearray = field(default_factory=bytearray)
-    """The array that the session had until it was admitted."""
+    """The array that the session had until its admission."""
     last_active: float = 0.0
     running: bool = False
     new_tokens: int = 0
-    """New tokens of its latest turn."""
     kind: int = UNKNOWN
-    """See ``Policy.on_turn_end``."""
     hint: Hint = NO_HINT
-    """What was said of its next turn."""
     own_start: int = 0
-    """Leading chunks that are another's."""
+    """Number of leading chunks that other holders own: index of the first own chunk."""
 
     @property
     def num_chunks(self) -> int:
-        """How many it has."""
         return len(self.places) - self.own_start
 
     def context(self) -> bytearray:
-        """The places of all of its chunks, those included that it shares."""
+        """Places of all chunks of the context, including shared ones."""
         return self.places
 
     def restore(self, history: int, total: int, size: int) -> Restore:
-        """Where the history is that its next turn of ``total`` tokens finds: as ``CacheManager.admit`` would say it.
-
-        ``size``: tokens of a chunk.
-        """
+        """State of the history for a next turn with ``total`` tokens of context, as ``CacheManager.admit``
+        returns it."""
         places = self.context()
-        known = min(self.tokens, total - 1)  # something has to be computed to get a token
+        cached = min(self.tokens, total - 1)  # at least one token must be computed to sample the next
         missing: list[Range] = []
-        lost = 0
+        recomputed = 0
         first = places.find(DROPPED)
         while first >= 0:
             last = len(places) - len(places[first:].lstrip(_DROPPED))
-            low, high = first * size, min(last * size, known)
+            low, high = first * size, min(last * size, cached)
             missing.append((low, high))
-            lost += high - low
+            recomputed += high - low
             first = places.find(DROPPED, last)
-        if missing and missing[-1][1] == known:
+        if missing and missing[-1][1] == cached:
             missing[-1] = missing[-1][0], total
         else:
-            missing.append((known, total))
-        beyond = len(places) * size - known if places and places[-1] == HOST else 0
-        host = places.count(HOST) * size - beyond
-        device = known - lost - host
-        # Of a first turn's input, which is no history, some may be present: others have computed it.
+            missing.append((cached, total))
+        padding = len(places) * size - cached if places and places[-1] == HOST else 0
+        host = places.count(HOST) * size - padding
+        device = cached - recomputed - host
+        # Part of a first turn's input, which is no history, may be present: others computed it.
         return Restore(tuple(missing), device, host, max(history - device - host, 0))
 
 
 @dataclass(slots=True, eq=False, repr=False)  # they refer to each other
 class SharingSession(ChunkHolder):
-    """A session that may have a beginning in common with others."""
+    """A session that may share its beginning with others."""
 
     addresses: tuple[int, ...] = ()
-    """Of the leading chunks that it may share."""
+    """Addresses of the leading chunks that it may share."""
     runs: list[SharedRun] = field(default_factory=list)
-    """Those that it shares, in order; its own chunks follow."""
+    """Shared runs in order; the session's own chunks follow."""
 
     def context(self) -> bytearray:
         found = bytearray()
@@ -125,97 +117,90 @@ class SharingSession(ChunkHolder):
 
 @dataclass(slots=True, eq=False, repr=False)
 class SharedRun(ChunkHolder):
-    """Chunks in a row that the same sessions own, two at least. It is ``running`` while an owner is."""
+    """Two or more consecutive chunks with the same owners. ``running`` while an owner runs."""
 
     addresses: tuple[int, ...] = ()
-    """Of its chunks and those before, and some behind."""
+    """Addresses of its chunks, those before, and some behind."""
     owners: dict[SharingSession, None] = field(default_factory=dict)
     pins: int = 0
-    """Owners that run."""
+    """Number of running owners."""
 
 
 class PlacesIndex:
-    """The rows of the sessions and runs of a ``TurnCache``. ``touch`` one after any change to it."""
+    """The table rows of the holders of a ``TurnCache``. Call ``touch`` after any change of a holder."""
 
     def __init__(self, policy: Policy, cost: CostModel) -> None:
         self.table = ValueTable(policy, cost)
         self.policy = policy
         self.one_by_one = list(policy.group([0, 1, 2, 3])) == [0]
-        self._residents: list[ChunkHolder | None] = []
-        """By row."""
+        self._holders: list[ChunkHolder | None] = []
         self._dirty: dict[ChunkHolder, None] = {}
 
     def add_row(self) -> int:
-        """A row for a new session or run; ``attach`` it next."""
+        """Add a row for a new holder; call ``attach`` next."""
         row = self.table.add_row()
-        if row == len(self._residents):
-            self._residents.append(None)
+        if row == len(self._holders):
+            self._holders.append(None)
         return row
 
-    def attach(self, resident: ChunkHolder) -> None:
-        self._residents[resident.row] = resident
-        self.touch(resident)
+    def attach(self, holder: ChunkHolder) -> None:
+        self._holders[holder.row] = holder
+        self.touch(holder)
 
-    def remove(self, resident: ChunkHolder) -> None:
-        self._dirty.pop(resident, None)
-        self._residents[resident.row] = None
-        self.table.remove_row(resident.row)
+    def remove(self, holder: ChunkHolder) -> None:
+        self._dirty.pop(holder, None)
+        self._holders[holder.row] = None
+        self.table.remove_row(holder.row)
 
-    def touch(self, resident: ChunkHolder) -> None:
-        self._dirty[resident] = None
+    def touch(self, holder: ChunkHolder) -> None:
+        self._dirty[holder] = None
 
-    def touch_all(self, residents: Iterable[ChunkHolder]) -> None:
-        self._dirty.update(dict.fromkeys(residents))
+    def touch_all(self, holders: Iterable[ChunkHolder]) -> None:
+        self._dirty.update(dict.fromkeys(holders))
 
     def on_turn_end(self, session: ChunkHolder, now: float, hints: Hints | None) -> None:
-        """As ``EvictionIndex.on_turn_end``."""
         session.kind = self.policy.on_turn_end(session.key, session.new_tokens, session.tokens, now)
         if hints is not None and self.policy.uses_hints:
             session.hint, self.table.hinted = hint_from(hints), True
 
     def on_turn_start(self, session: ChunkHolder, new_tokens: int, now: float) -> None:
-        """As ``EvictionIndex.on_turn_start``."""
         session.new_tokens = new_tokens or session.new_tokens
         session.hint = NO_HINT
         self.policy.on_return(session.key, now)
 
     def on_suspend(self, session: ChunkHolder, now: float) -> None:
-        """As ``EvictionIndex.on_suspend``."""
         session.kind, session.hint = UNKNOWN, NO_HINT
         self.policy.on_return(session.key, now)
 
     def lowest_rows(self, reclaim: Reclaim, now: float, expected: int) -> tuple[Rows, Floats]:
-        """As ``ValueTable.lowest_rows``, with the cache as it is now."""
+        """As ``ValueTable.lowest_rows``, after a refresh."""
         self._refresh()
         return self.table.lowest_rows(reclaim, now, expected)
 
     def total(self, reclaim: Reclaim) -> int:
-        """How many chunks could be reclaimed this way now."""
+        """Number of chunks that can be reclaimed this way now."""
         self._refresh()
         return int(self.table.candidates[reclaim].sum())
 
     def holder_at(self, row: int) -> ChunkHolder | None:
-        """The row's session or run; None when it was forgotten since the round began."""
-        return self._residents[row]
+        return self._holders[row]
 
     def holders(self, rows: Rows) -> list[ChunkHolder]:
-        """The sessions of rows that have one."""
-        return [resident for row in rows.tolist() if (resident := self._residents[row]) is not None]
+        return [holder for row in rows.tolist() if (holder := self._holders[row]) is not None]
 
     def counts(self, reclaim: Reclaim, rows: Rows) -> Ints:
-        """How many candidates each of some rows has that are up to date."""
         counts: Ints = self.table.candidates[reclaim, rows].astype(np.int64)
         return counts
 
-    def value(self, resident: ChunkHolder, chunk_index: int, candidates: int, now: float) -> float:
-        """Value of a session's or run's next victim, in a round that began at ``now``."""
-        if isinstance(resident, SharedRun):
-            return self.table.run_value(resident.row, chunk_index, candidates)
-        idle = now - resident.last_active
-        return self.table.session_value(chunk_index, candidates, idle, resident.kind, resident.hint)
+    def value(self, holder: ChunkHolder, chunk_index: int, candidates: int, now: float) -> float:
+        """Value of a holder's next victim, in a round that began at ``now``."""
+        if isinstance(holder, SharedRun):
+            return self.table.run_value(holder.row, chunk_index, candidates)
+        idle = now - holder.last_active
+        return self.table.session_value(chunk_index, candidates, idle, holder.kind, holder.hint)
 
     def values_of(self, reclaim: Reclaim, rows: Rows, chunks: Rows, repeats: Ints, now: float) -> Floats:
-        """Values of many chunks: of each row, which is up to date, the next ``repeats`` of ``chunks``."""
+        """Values of many chunks: for each row, which must be up to date, the next ``repeats`` of ``chunks``."""
         table = self.table
         costs, candidates = table.chunk_costs(0)[chunks], table.candidates[reclaim, rows].repeat(repeats)
         idle = (now - table.last_active[rows]).repeat(repeats)
@@ -231,21 +216,21 @@ class PlacesIndex:
         return values
 
     def _refresh(self) -> None:
-        """Column by column: row by row would be simpler, and take a tenth of a simulation's time."""
+        """Update the rows of touched holders by columns; by rows it would take a tenth of a simulation's time."""
         if not self._dirty:
             return
-        residents, table = list(self._dirty), self.table
+        touched, table = list(self._dirty), self.table
         self._dirty.clear()
-        places = [_NOTHING if resident.running else resident.places for resident in residents]
+        places = [_NOTHING if holder.running else holder.places for holder in touched]
         costs = table.chunk_costs(max(map(len, places)))
-        rows = np.array([resident.row for resident in residents])
-        table.last_active[rows] = [resident.last_active for resident in residents]
-        table.kinds[rows] = [resident.kind for resident in residents]
+        rows = np.array([holder.row for holder in touched])
+        table.last_active[rows] = [holder.last_active for holder in touched]
+        table.kinds[rows] = [holder.kind for holder in touched]
         if table.hinted:
-            table.pauses[rows] = [resident.hint.pause for resident in residents]
-            table.weights[rows] = [resident.hint.weight for resident in residents]
+            table.pauses[rows] = [holder.hint.pause for holder in touched]
+            table.weights[rows] = [holder.hint.weight for holder in touched]
         for reclaim, place in CANDIDATE_PLACES.items():
-            # A session without candidates has its first at -1, where the costs have infinity.
+            # A holder without candidates has its first at -1, where the costs have infinity.
             firsts = list(map(bytearray.find, places, repeat(place)))
             table.first_cost[reclaim, rows] = costs[firsts]
             table.candidates[reclaim, rows] = list(map(bytearray.count, places, repeat(place)))

@@ -1,8 +1,7 @@
-"""Which sessions of a ``TurnCache`` own which chunks together: ``engine.cache.sharing``, without token ids.
+"""The chunks that sessions of a ``TurnCache`` own together: ``engine.cache.sharing`` without token ids.
 
-What a session may share is said beforehand, by its load: the pieces that its first input begins with. So a chunk's
-address is a number for its content and all before it, every chunk that is in such a beginning has its address from the
-first admission on, and there are no doubles.
+The load declares the pieces that a session's first input begins with. So a chunk's address is a number for
+its content and everything before it, known from the first admission on, and there are no duplicates.
 """
 
 from __future__ import annotations
@@ -12,21 +11,20 @@ from collections.abc import Sequence
 from pensieve.replay.load.workload import Piece
 from pensieve.simulate.turns.places import ELSEWHERE, ChunkHolder, PlacesIndex, SharedRun, SharingSession
 
-Stretch = tuple[str, int, int]
-"""Tokens of a text: its name, from, to."""
+TextRange = tuple[str, int, int]
+"""A range of a text's tokens: (name, start, end)."""
 
 
 class ChunkAddresses:
-    """Numbers the chunks that are wholly within what sessions have in common."""
+    """Numbers the chunks that lie wholly within shared beginnings."""
 
     def __init__(self, chunk_tokens: int) -> None:
         self._size = chunk_tokens
-        self._numbers: dict[tuple[int, tuple[Stretch, ...]], int] = {}
-        """By the chunk before and the content."""
+        self._numbers: dict[tuple[int, tuple[TextRange, ...]], int] = {}
         self._known: dict[tuple[Piece, ...], tuple[int, ...]] = {}
 
     def for_prefix(self, prefix: tuple[Piece, ...]) -> tuple[int, ...]:
-        """The addresses of the leading chunks of a session that begins so."""
+        """Return the addresses of the leading chunks of a session that begins with ``prefix``."""
         found = self._known.get(prefix)
         if found is None:
             found = self._known[prefix] = tuple(self._chain(prefix))
@@ -34,7 +32,7 @@ class ChunkAddresses:
 
     def _chain(self, prefix: tuple[Piece, ...]) -> list[int]:
         chain: list[int] = []
-        content: list[Stretch] = []
+        content: list[TextRange] = []
         room, last = self._size, 0
         for name, tokens in prefix:
             at = 0
@@ -51,10 +49,7 @@ class ChunkAddresses:
 
 
 class Sharing:
-    """The runs, and who has the chunk of which address. A part of ``TurnCache``, whose lists it keeps right:
-
-    ``both``, ``spares`` and ``in_flight`` are those of ``TierRoom``.
-    """
+    """The shared runs, and the holder of each address; updates ``both``, ``spares`` and ``in_flight`` of its cache."""
 
     def __init__(
         self,
@@ -68,14 +63,12 @@ class Sharing:
         self._both, self._spares, self._in_flight = both, spares, in_flight
         self._addresses = ChunkAddresses(chunk_tokens)
         self._holders: dict[int, SharingSession | SharedRun] = {}
-        """By address."""
 
     def addresses(self, prefix: tuple[Piece, ...]) -> tuple[int, ...]:
-        """The addresses of the chunks that a session with this beginning may share."""
         return self._addresses.for_prefix(prefix)
 
     def find(self, addresses: Sequence[int], start: int) -> list[SharingSession | SharedRun]:
-        """Who has the chunks from ``start`` on, up to the first that nobody has."""
+        """Holders of the chunks from ``start`` on, up to the first chunk without one."""
         found: list[SharingSession | SharedRun] = []
         for address in addresses[start:]:
             holder = self._holders.get(address)
@@ -85,18 +78,18 @@ class Sharing:
         return found
 
     def register(self, session: SharingSession) -> None:
-        """From now on the session's own chunks are found, those that it is about to compute included."""
+        """Make the session's own chunks findable, including those that it is about to compute."""
         for address in session.addresses[session.own_start :]:
             assert self._holders.setdefault(address, session) is session, "an address is taken"
 
     def unregister(self, session: SharingSession, start: int) -> None:
-        """The session's own chunks from ``start`` on are found no more."""
+        """Make the session's own chunks from ``start`` on unfindable."""
         for address in session.addresses[max(start, session.own_start) :]:
             if self._holders.get(address) is session:
                 del self._holders[address]
 
     def adopt(self, session: SharingSession, found: Sequence[SharingSession | SharedRun]) -> None:
-        """Let a session own chunks that others own: the next ones behind its own, all of which it shares."""
+        """Add chunks of other holders to a session, behind its own chunks, all of which it shares."""
         start = at = session.own_start
         end = start + len(found)
         while at < end:
@@ -109,7 +102,7 @@ class Sharing:
         session.places += bytes((ELSEWHERE,)) * len(found)
 
     def disown(self, session: SharingSession, keep: int) -> None:
-        """Let a session own no more than the first ``keep`` of its chunks, which are shared, as what it leaves is."""
+        """Reduce a session to its first ``keep`` chunks. All chunks involved are shared."""
         while session.own_start > keep:
             run = session.runs[-1]
             if run.own_start < keep:
@@ -123,18 +116,16 @@ class Sharing:
                 self._dissolve(run)
 
     def clear(self) -> None:
-        """Nobody has anything."""
         self._holders.clear()
 
     def _run_up_to(self, holder: SharingSession | SharedRun, at: int, end: int) -> SharedRun:
-        """The run that begins with chunk ``at`` and ends at ``end`` at the latest; if need be it is made."""
+        """Return the run from chunk ``at`` to ``end`` at most; make it if it does not exist."""
         assert holder.own_start == at, f"chunk {at}: adopted from the middle"
         if isinstance(holder, SharingSession):
             return self._share(holder, end)
         return self._split(holder, end) if len(holder.places) > end else holder
 
     def _share(self, owner: SharingSession, end: int) -> SharedRun:
-        """Make a run of a session's own chunks up to ``end``."""
         run = self._new_run(owner, end, {owner: None})
         owner.runs.append(run)
         owner.own_start = end
@@ -142,21 +133,20 @@ class Sharing:
         return run
 
     def _split(self, run: SharedRun, end: int) -> SharedRun:
-        """Make a run of a run's leading chunks, up to ``end``; the rest stays what it was."""
-        upper = self._new_run(run, end, dict(run.owners))
+        leading = self._new_run(run, end, dict(run.owners))
         for owner in run.owners:
-            owner.runs.insert(owner.runs.index(run), upper)
+            owner.runs.insert(owner.runs.index(run), leading)
         run.own_start = end
         self._index.touch(run)
-        return upper
+        return leading
 
     def _new_run(
         self, source: SharingSession | SharedRun, end: int, owners: dict[SharingSession, None]
     ) -> SharedRun:
-        """A run of what the source has up to ``end``, of which this leaves the source's places elsewhere."""
+        """Move the source's chunks up to ``end`` to a new run."""
         first = source.own_start
         run = SharedRun(-1, self._index.add_row(), addresses=source.addresses, owners=owners, own_start=first)
-        # In place, and with nothing left of them there: a ranking may have the source's chunks.
+        # In place, leaving no candidate: a ranking may refer to the source's chunks.
         run.places = bytearray((ELSEWHERE,)) * first + source.places[first:end]
         source.places[first:end] = bytes((ELSEWHERE,)) * (end - first)
         run.running = source.running
@@ -178,7 +168,7 @@ class Sharing:
         return run
 
     def _dissolve(self, run: SharedRun) -> None:
-        """Its last owner has it alone. That is idle: what a running session has stays cached, for all its owners."""
+        """Return a run to its only owner, which is idle: chunks of a running owner stay cached for all."""
         (owner,) = run.owners
         assert owner.runs[-1] is run and not owner.running
         self._index.table.claims.remove(run.row, owner.row)
@@ -187,11 +177,11 @@ class Sharing:
         first, end = run.own_start, len(run.places)
         owner.own_start = first
         owner.places[first:end] = run.places[first:]
-        run.places[first:] = bytes(run.num_chunks)  # a ranking may have them
+        run.places[first:] = bytes(run.num_chunks)  # a ranking may refer to them
         for address in run.addresses[first:end]:
             self._holders[address] = owner
-        for those in (self._both, self._in_flight):
-            if run in those:
-                del those[run]
-                those[owner] = None
+        for members in (self._both, self._in_flight):
+            if run in members:
+                del members[run]
+                members[owner] = None
         self._index.touch(owner)

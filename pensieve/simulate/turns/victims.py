@@ -1,9 +1,9 @@
-"""Which chunks give way next, many at a time: the order of ``EvictionRound``, ranked in one go and used up slowly.
+"""Chooses victims, many at a time: the order of ``EvictionRound``, ranked at once and used up slowly.
 
-Under most policies neighbours in that order belong to different sessions, so a simulation would spend its time in a
-heap that re-ranks a session after each chunk. Here all chunks of the sessions that can matter are valued at once, and
-victims are lists side by side rather than objects, so that C code goes over them. The real cache does neither: it takes
-a few victims at a time.
+Under most policies neighbours in that order belong to different sessions, so a heap that re-ranks a session
+after each chunk would dominate a simulation's time. Here all chunks of the sessions that can matter are
+valued at once, and victims are parallel lists instead of objects, so that C code can process them. The real
+cache takes only a few victims at a time and needs neither.
 """
 
 from __future__ import annotations
@@ -25,48 +25,45 @@ from pensieve.simulate.scenario.policies import Arc
 from pensieve.simulate.turns.places import CANDIDATE_PLACES, ChunkHolder, PlacesIndex
 
 FRESH_S: Final = 8.0
-"""For so many virtual seconds a ranking is used before it is made anew: sessions are idle for minutes."""
-_NONE: Final = float("inf")
-_FEW: Final = 8
-_ENOUGH: Final = 2
-"""A ranking first looks at one in so many of the sessions that may have to give way, and at fewer of them where these
-have so many times as many chunks as it needs."""
+"""Virtual seconds after which a ranking is renewed; sessions are idle for minutes."""
+_NEVER: Final = float("inf")
+_SAMPLE_ONE_IN: Final = 8
+_SAMPLE_MARGIN: Final = 2
+"""A ranking first values one in ``_SAMPLE_ONE_IN`` of the sessions that may lose chunks, or fewer if these have
+``_SAMPLE_MARGIN`` times as many chunks as it needs."""
 
 
 @dataclass(slots=True)
 class Victims:
-    """Chunks that give way, lowest value first: four lists of the same length, one entry a chunk."""
+    """Victims, lowest value first: four lists of the same length, one entry per chunk."""
 
     values: list[float] = field(default_factory=list)
     sessions: list[ChunkHolder] = field(default_factory=list)
     places: list[bytearray] = field(default_factory=list)
-    """``ChunkHolder.places`` of its session when it was ranked."""
+    """``ChunkHolder.places`` at the time of the ranking."""
     chunks: list[int] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.chunks)
 
     def part(self, start: int, end: int | None = None) -> Victims:
-        """Some of them, as a slice."""
-        some = slice(start, end)
-        return Victims(self.values[some], self.sessions[some], self.places[some], self.chunks[some])
+        bounds = slice(start, end)
+        return Victims(self.values[bounds], self.sessions[bounds], self.places[bounds], self.chunks[bounds])
 
     def set_place(self, place: int) -> None:
-        """Give each the same new place."""
         deque(map(setitem, self.places, self.chunks, repeat(place)), maxlen=0)
 
     def select_place(self, place: int, found: bytes) -> Victims:
-        """Those that are at one place; ``found`` says where each is."""
-        stand = [at == place for at in found]
+        """Return the victims that are in ``place``; ``found`` has the place of each."""
+        selected = [at == place for at in found]
         return Victims(
-            list(compress(self.values, stand)),
-            list(compress(self.sessions, stand)),
-            list(compress(self.places, stand)),
-            list(compress(self.chunks, stand)),
+            list(compress(self.values, selected)),
+            list(compress(self.sessions, selected)),
+            list(compress(self.places, selected)),
+            list(compress(self.chunks, selected)),
         )
 
     def extended_by(self, more: Victims) -> Victims:
-        """These and others of higher values."""
         if not self.chunks:
             return more
         return Victims(
@@ -78,30 +75,27 @@ class Victims:
 
 
 class VictimOrder(Protocol):
-    """Chunks from which the same can be reclaimed, lowest value first."""
+    """Candidates for one way to reclaim, lowest value first."""
 
-    def peek(self) -> float:
-        """Value of the next victim; infinity when there is none (left)."""
-        ...
+    def peek(self) -> float: ...
 
     def move(self, most: int, to: int, ceiling: float = np.inf) -> Victims:
-        """Give up to ``most`` victims of values up to ``ceiling`` another place, and return them in order.
+        """Set the place of up to ``most`` victims with values up to ``ceiling``; return them in order.
 
-        A group that its policy takes together is not cut.
+        A group that its policy takes together is not split.
         """
         ...
 
 
 def can_rank(index: PlacesIndex) -> bool:
-    """Whether chunks may be ranked in one go: not those that go in groups, and not by ``Arc``, which weighs its two
-    lists anew whenever it is asked and so has to be asked about all sessions."""
+    """Whether chunks may be ranked at once: not in groups, and not under ``Arc``, which must see all sessions."""
     return index.one_by_one and not isinstance(index.policy, Arc)
 
 
 class Ranking:
-    """The next ``count`` victims under a policy that takes chunks one by one, in the order of the moment it was made.
+    """The next ``count`` victims of a policy that takes single chunks, in order at the time of ranking.
 
-    What is no candidate any more is passed over; what has become one since is not in it.
+    Entries that are no longer candidates are skipped; new candidates are missing.
     """
 
     def __init__(self, index: PlacesIndex, reclaim: Reclaim, now: float, count: int) -> None:
@@ -113,32 +107,32 @@ class Ranking:
         self._count = len(self._victims)
 
     def is_usable(self, now: float, count: int) -> bool:
-        """Whether it is still good for ``count`` victims, or for as many as there are."""
+        """Whether it still has ``count`` victims, or all that exist, and is not too old."""
         enough = self._all or self._count - self._next >= count
-        return enough and now - self._made <= FRESH_S and self.peek() < _NONE
+        return enough and now - self._made <= FRESH_S and self.peek() < _NEVER
 
     def peek(self) -> float:
         places, chunks, place = self._victims.places, self._victims.chunks, self._place
         position, end = self._next, self._count
-        # A session that has run since has another array of places, and nothing is left in the one ranked here.
+        # A session that has run since has another array of places; the ranked one has no candidates.
         while position < end and places[position][chunks[position]] != place:
             position += 1
         self._next = position
-        return self._victims.values[position] if position < end else _NONE
+        return self._victims.values[position] if position < end else _NEVER
 
     def move(self, most: int, to: int, ceiling: float = np.inf) -> Victims:
-        # Most often all that are looked at are still candidates, and this is one round of C code over each list.
+        # Usually all entries are still candidates, and this is one pass of C code over each list.
         last = bisect_right(self._victims.values, ceiling, self._next)
-        moved = self._standing(min(self._next + most, last))
-        while len(moved.chunks) < most and self._next < last:  # some were passed over
-            more = self._standing(min(self._next + most - len(moved.chunks), last))
+        moved = self._take_valid(min(self._next + most, last))
+        while len(moved.chunks) < most and self._next < last:  # some were skipped
+            more = self._take_valid(min(self._next + most - len(moved.chunks), last))
             moved = moved.extended_by(more)
         moved.set_place(to)
         self._index.touch_all(moved.sessions)
         return moved
 
-    def _standing(self, end: int) -> Victims:
-        """The next ones up to a position, without those that are not candidates any more."""
+    def _take_valid(self, end: int) -> Victims:
+        """Return the next victims up to position ``end``, without entries that are no longer candidates."""
         part = self._victims.part(self._next, end)
         self._next = end
         found = bytes(map(getitem, part.places, part.chunks))
@@ -146,25 +140,25 @@ class Ranking:
 
 
 def _rank(index: PlacesIndex, reclaim: Reclaim, now: float, count: int) -> tuple[Victims, bool]:
-    """The next ``count`` victims, and whether these are all that there are.
+    """Return the next ``count`` victims, and whether these are all that exist.
 
-    Within a session values rise. So the victims are chunks of the ``count`` sessions whose first chunks are lowest,
-    and the ``count``-th lowest chunk of any few sessions is no lower than the last victim: of the sessions only those
-    matter whose first chunk is below that.
+    Values rise within a session. So the victims are among the ``count`` sessions whose first chunks are
+    lowest, and the ``count``-th lowest chunk of any subset is no lower than the last victim: only sessions
+    whose first chunk is below that value matter.
     """
     rows, values = index.lowest_rows(reclaim, now, count)
     by_row = rows.argsort()
     rows, values = rows[by_row], values[by_row]
-    lowest = rows[values.argsort(kind="stable")[: count // _FEW + 1]]  # of equal ones the lower rows
-    enough = int(index.counts(reclaim, lowest).cumsum().searchsorted(_ENOUGH * count)) + 1
-    few = _Chunks(index, reclaim, now, np.sort(lowest[:enough]))
-    rows = rows[values <= few.value_of(count)]
-    chunks = few if rows.size == few.rows else _Chunks(index, reclaim, now, rows)
+    lowest = rows[values.argsort(kind="stable")[: count // _SAMPLE_ONE_IN + 1]]  # ties: the lower rows
+    enough = int(index.counts(reclaim, lowest).cumsum().searchsorted(_SAMPLE_MARGIN * count)) + 1
+    sampled = _Chunks(index, reclaim, now, np.sort(lowest[:enough]))
+    rows = rows[values <= sampled.value_of(count)]
+    chunks = sampled if rows.size == sampled.rows else _Chunks(index, reclaim, now, rows)
     return chunks.ranked(chunks.value_of(count)), chunks.values.size <= count
 
 
 class _Chunks:
-    """All candidate chunks of some sessions, given by row in ascending order, with their values."""
+    """All candidate chunks of the given rows, in ascending order of rows, with their values."""
 
     def __init__(self, index: PlacesIndex, reclaim: Reclaim, now: float, rows: Rows) -> None:
         self.rows = rows.size
@@ -174,31 +168,31 @@ class _Chunks:
         begins = lengths.cumsum() - lengths
         (at,) = (np.frombuffer(b"".join(self._places), np.uint8) == CANDIDATE_PLACES[reclaim]).nonzero()
         counts = index.counts(reclaim, rows)
-        self._of = np.arange(rows.size).repeat(counts)
+        self._row_index = np.arange(rows.size).repeat(counts)
         self._chunk = at - begins.repeat(counts)
         self.values = index.values_of(reclaim, rows, self._chunk, counts, now)
 
     def value_of(self, count: int) -> float:
-        """The value of the ``count``-th lowest; infinity when there are no more than that."""
+        """The ``count``-th lowest value; infinity if there are no more chunks than that."""
         return float(np.partition(self.values, count - 1)[count - 1]) if self.values.size > count else np.inf
 
     def ranked(self, limit: float) -> Victims:
-        """Those of values up to ``limit``, lowest first; of equal ones those of lower rows, then the first."""
+        """Victims with values up to ``limit``, lowest first. Ties: lower rows, then earlier chunks."""
         (kept,) = (self.values <= limit).nonzero()
         values = self.values[kept]
-        order = values.argsort(kind="stable")  # they are by row and chunk already
+        order = values.argsort(kind="stable")  # already ordered by row and chunk
         kept = kept[order]
-        of = self._of[kept].tolist()
+        row_indices = self._row_index[kept].tolist()
         return Victims(
             values[order].tolist(),
-            list(map(self._sessions.__getitem__, of)),
-            list(map(self._places.__getitem__, of)),
+            list(map(self._sessions.__getitem__, row_indices)),
+            list(map(self._places.__getitem__, row_indices)),
             self._chunk[kept].tolist(),
         )
 
 
 class Round:
-    """The next victims, group by group: ``EvictionRound`` on places. Valid until the cache changes in another way."""
+    """The next victims, group by group: ``EvictionRound`` on places. Valid until another change of the cache."""
 
     def __init__(self, index: PlacesIndex, reclaim: Reclaim, now: float, count: int) -> None:
         self._index = index
@@ -209,7 +203,7 @@ class Round:
         heapq.heapify(self._heap)
 
     def peek(self) -> float:
-        return self._heap[0][0] if self._heap else _NONE
+        return self._heap[0][0] if self._heap else _NEVER
 
     def move(self, most: int, to: int, ceiling: float = np.inf) -> Victims:
         moved = Victims()
@@ -237,7 +231,7 @@ class Round:
         return moved
 
     def _group(self, session: ChunkHolder) -> Sequence[int]:
-        """The candidate chunks of a session that go together next, ascending; none if it has no candidates."""
+        """The candidate chunks of a session that go together next, ascending; empty if it has no candidates."""
         first = -1 if session.running else session.places.find(self._place)
         if first < 0 or self._index.one_by_one:
             return (first,) if first >= 0 else ()
