@@ -47,7 +47,7 @@ def test_only_a_request_changes_its_fields() -> None:
         "request.tokens[1:2] = 7",
         "a, request.path = 1, None",
         "for request.length in range(3): pass",
-        "setattr(request, 'settled', 1)",
+        "setattr(request, 'num_known', 1)",
     ],
 )
 def test_a_change_from_outside_is_found(statement: str) -> None:

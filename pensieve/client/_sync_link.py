@@ -388,7 +388,7 @@ class TurnStream(StreamView):
                     raise Cancelled(_FORKED, reason="CLIENT_CLOSED")
                 self._advance()
         except PensieveError:
-            self._discard_on_leave = False  # The server has said no, or cannot be asked.
+            self._discard_on_close = False  # The server has said no, or cannot be asked.
             self.close()
             raise
 
@@ -442,7 +442,7 @@ class TurnStream(StreamView):
         if self._closed:
             # Closed meanwhile, by another thread or a signal: whoever did that knew nothing of this call.
             self._drop()
-            if self._discard_on_leave:
+            if self._discard_on_close:
                 self._discard()
         return call
 

@@ -237,7 +237,7 @@ def test_what_a_turn_counts_for_is_given_back_whatever_becomes_of_it() -> None:
             ticket.on_started(0, 0)  # told again
     rng.shuffle(tickets)
     for ticket in tickets:
-        ticket.ended(rng.randrange(100), 10)
+        ticket.on_ended(rng.randrange(100), 10)
     backlog = service.gate._backlog
     assert (backlog.turns, backlog.tokens, backlog.work, service.gate._accounts) == (0, 0, 0.0, {})
 

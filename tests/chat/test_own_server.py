@@ -69,9 +69,9 @@ def test_it_takes_its_server_along(tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_what_does_not_end_by_itself_is_killed() -> None:
     stubborn = (
-        "import signal, time; from pensieve.lifeline import end_with; "
+        "import signal, time; from pensieve.lifeline import terminate_on_eof; "
         "signal.signal(signal.SIGTERM, lambda *_: print('asked', flush=True)); "
-        "end_with(0, 0.1); print('up', flush=True)\nwhile True: time.sleep(60)"
+        "terminate_on_eof(0, 0.1); print('up', flush=True)\nwhile True: time.sleep(60)"
     )
     command = [sys.executable, "-P", "-c", stubborn]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:

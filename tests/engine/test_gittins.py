@@ -27,11 +27,11 @@ class Spy(Retention):
     def __init__(self) -> None:
         self.told: list[tuple[object, ...]] = []
 
-    def left(self, key: Hashable, new_tokens: int, context_tokens: int, now: float) -> int:
+    def on_turn_end(self, key: Hashable, new_tokens: int, context_tokens: int, now: float) -> int:
         self.told.append(("left", key, new_tokens, context_tokens, now))
         return 7
 
-    def came_back(self, key: Hashable, now: float) -> None:
+    def on_return(self, key: Hashable, now: float) -> None:
         self.told.append(("came back", key, now))
 
 

@@ -188,7 +188,7 @@ def test_a_worker_gives_the_same_answers(
 ) -> None:
     """Sessions that began with one prompt: some join, some leave, one has nothing in common with the others."""
     monkeypatch.setattr(
-        cuda_worker, "PartyRule", lambda geometry, page: Finding(geometry, page, least_saved_us=0.0)
+        cuda_worker, "PrefixGroupRule", lambda geometry, page: Finding(geometry, page, least_saved_us=0.0)
     )
     bench = Bench("llama3", tmp_path, "cuda", dtype=dtype)
     chunk, begin = 8, 128

@@ -72,7 +72,7 @@ def test_bfloat16_answers_are_about_as_good_as_of_one_gpu(family: Family, shape:
 
 def test_sums_of_any_size() -> None:
     ways = program("sums")
-    assert min(ways[kind] for kind in ("FusedRoom", "ExchangeRoom", "NoneType")) > 5, ways
+    assert min(ways[kind] for kind in ("FusedBuffer", "ExchangeBuffer", "NoneType")) > 5, ways
     assert set(program("sums", "--no-symmetric")) == {"NoneType"}
 
 

@@ -18,7 +18,7 @@ from pensieve.client import AsyncClient
 from pensieve.server.operations.housekeeping import watch_lag
 from pensieve.server.operations.metrics import Metrics
 from pensieve.server.rpc.access_control import AccessControl
-from pensieve.server.rpc.calls import observe_calls
+from pensieve.server.rpc.calls import count_calls
 from pensieve.server.tasks import cancel_and_wait
 from pensieve.spawn import read_metric, read_metrics
 from pensieve.v1 import pensieve_pb2 as pb
@@ -111,7 +111,7 @@ async def test_a_call_that_was_cut_is_told_from_one_whose_time_was_over(
 
     context = types.SimpleNamespace(time_remaining=lambda: left)
     with pytest.raises(asyncio.CancelledError):
-        await observe_calls(handler, "/pensieve.v1.ConversationService/StreamTurn", metrics.calls)(
+        await count_calls(handler, "/pensieve.v1.ConversationService/StreamTurn", metrics.calls)(
             None, context
         )
     labels = {"method": "StreamTurn", "code": code}

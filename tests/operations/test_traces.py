@@ -143,9 +143,9 @@ from pensieve.client._transport import ClientSettings
 span = tracing.ClientSpan()
 span.start({"a": "b"}); span.end({})
 assert span.header == "" and ClientSettings("x").metadata("") == []
-tracing.incoming.set("00-0123456789abcdef0123456789abcdef-0123456789abcdef-01")
+tracing.incoming_traceparent.set("00-0123456789abcdef0123456789abcdef-0123456789abcdef-01")
 span.start({})
-assert span.header == tracing.incoming.get()
+assert span.header == tracing.incoming_traceparent.get()
 assert ClientSettings("x").metadata("") == [("traceparent", span.header)]
 assert not [name for name in sys.modules if name.startswith("opentelemetry")]
 """

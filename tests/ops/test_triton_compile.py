@@ -46,13 +46,13 @@ def attend(
     """Compile as for a launch on Hopper. ``mixed``: beside the other launch; ``hopper``: that is the kernel for
     Hopper."""
     tile = getattr(choose_tiles(dim, 2, hopper=hopper), name)
-    which = NARROW if name in ("narrow", "narrow_beside", "short") else WIDE
+    which = NARROW if name in ("narrow", "narrow_concurrent", "short") else WIDE
     order = CONCURRENT if mixed and which == NARROW else PRIMARY
     fixed = constants(tile, which, Geometry(40, 10, dim, 2, 132), 32, order=order)
     return tile, build(_attend, {**fixed, "LSE": lse}, options(tile, order))
 
 
-@pytest.mark.parametrize("name", ["narrow", "narrow_beside", "short", "few", "wide"])
+@pytest.mark.parametrize("name", ["narrow", "narrow_concurrent", "short", "few", "wide"])
 @pytest.mark.parametrize("dim", [64, 80, 128])
 def test_programs_fit(dim: int, name: str) -> None:
     tile, binary = attend(dim, name)
@@ -69,7 +69,7 @@ def test_programs_fit(dim: int, name: str) -> None:
 
 @pytest.mark.parametrize("dim", [64, 128])
 def test_programs_fit_beside_the_kernel_for_hopper(dim: int) -> None:
-    tile, binary = attend(dim, "narrow_beside", mixed=True, hopper=True)
+    tile, binary = attend(dim, "narrow_concurrent", mixed=True, hopper=True)
     assert binary.registers * 32 * tile.warps * tile.resident <= REGISTERS
     assert (binary.shared + 1024) * tile.resident <= SHARED_BYTES
     assert binary.stack <= STACK_OF_LARGE
@@ -78,7 +78,7 @@ def test_programs_fit_beside_the_kernel_for_hopper(dim: int) -> None:
 
 def test_the_two_kinds_share_a_multiprocessor() -> None:
     _, wide = attend(128, "wide", mixed=True)
-    tile, narrow = attend(128, "narrow_beside", mixed=True)
+    tile, narrow = attend(128, "narrow_concurrent", mixed=True)
     assert wide.registers * 32 * 8 + tile.resident * narrow.registers * 32 * tile.warps <= REGISTERS
     assert wide.shared + 1024 + tile.resident * (narrow.shared + 1024) <= SHARED_BYTES
 
