@@ -23,13 +23,14 @@ from support.sources import ROOT, python_files, tree  # noqa: E402
 PAGE = ROOT / "docs" / "faults.md"
 HEAD = """# Faults, promises, and the tests that provoke them
 
-Each row is a fault that a server in use will meet, the promise that holds then, and the tests that provoke the fault and
-check the promise. The page is made from the tests' own markers: `python tests/support/matrix.py --write`.
+Each row is a fault that a server in use will meet, the promise that holds then, and the tests that provoke the
+fault and check the promise. The page is made from the tests' own markers: `python tests/support/matrix.py --write`.
 
-`tests/robustness/run.py` looks for faults that no single test can show. Clients talk while servers, engines, Redis, disks
-and connections fail at random. The program records every request and answer, and a checker decides whether the promises
-allow that history. [bench/results/robustness.md](../bench/results/robustness.md) has the results of a run. The short
-version is `tests/robustness/test_under_faults.py`, which also plants five bugs that the same checker has to find.
+`tests/robustness/run.py` looks for faults that no single test can show. Clients talk while servers, engines, Redis,
+disks and connections fail at random. The program records every request and answer, and a checker decides whether
+the promises allow that history. [bench/results/robustness.md](../bench/results/robustness.md) has the results of a
+run. The short version is `tests/robustness/test_under_faults.py`, which also plants five bugs that the same checker
+has to find.
 """
 
 
