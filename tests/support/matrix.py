@@ -21,16 +21,16 @@ from support.matrix_rows import GROUPS, ROWS, UNTESTED  # noqa: E402
 from support.sources import ROOT, python_files, tree  # noqa: E402
 
 PAGE = ROOT / "docs" / "faults.md"
-HEAD = """# Faults, what is promised, and the test that provokes it
+HEAD = """# Faults, promises, and the tests that provoke them
 
-Each row is a fault that a server in use will meet, what has to hold then, and the tests that bring the fault about and
-look. The page is made of the tests' own markers: `python tests/support/matrix.py --write`.
+Each row is a fault that a server in use will meet, the promise that holds then, and the tests that provoke the
+fault and check the promise. The page is made from the tests' own markers: `python tests/support/matrix.py --write`.
 
-What no single test can show, `tests/robustness/run.py` looks for: clients talk while servers, engines, Redis, disks and
-connections fail at random, everything that they ask and hear is written down, and a checker decides whether that
-history is one that the promises allow. What a run of it came to is in
-[bench/results/robustness.md](../bench/results/robustness.md); its short version is
-`tests/robustness/test_under_faults.py`, which also plants five bugs that the same checker has to find.
+`tests/robustness/run.py` looks for faults that no single test can show. Clients talk while servers, engines, Redis,
+disks and connections fail at random. The program records every request and answer, and a checker decides whether
+the promises allow that history. [bench/results/robustness.md](../bench/results/robustness.md) has the results of a
+run. The short version is `tests/robustness/test_under_faults.py`, which also plants five bugs that the same checker
+has to find.
 """
 
 

@@ -34,24 +34,24 @@ from support.sources import ROOT  # noqa: E402
 PAGE = ROOT / "docs" / "metrics.md"
 HEAD = """# Metrics
 
-A server tells them in Prometheus' text format at `/metrics` on the admin port (`--admin`, 127.0.0.1:25051 unless told
-otherwise); `pensieve gateway`, the HTTP door as a process of its own, tells its own at `/metrics` of its port. Counters
-end in `_total`, histograms have series with `_bucket`, `_sum` and `_count`, times are seconds. No label names a session
-or a request, and a tenant only with `--tenant-metrics`. Counters of the engine and of the door begin again at zero with
-a new process, which Prometheus' `rate` and `increase` know how to read.
+A server exposes its metrics in Prometheus' text format at `/metrics` on the admin port (`--admin`, default
+127.0.0.1:25051). `pensieve gateway`, the HTTP server as a process of its own, exposes its metrics at `/metrics` of its
+port. Counters end in `_total`, histograms have series with `_bucket`, `_sum` and `_count`, times are seconds. No label
+names a session or a request; labels name tenants only with `--tenant-metrics`. Counters of the engine and of the HTTP
+server begin again at zero with a new process; Prometheus' `rate` and `increase` handle that.
 
-[Operations](operations.md) says which of them to watch. The tables are made of what the server registers:
+[Operations](operations.md) says which of them to watch. The tables are made from the registered metrics:
 `python tests/support/metrics_page.py --write`.
 """
 GROUPS = {
     "pensieve_tenant_": ("Tenants, with `--tenant-metrics`", ""),
-    "pensieve_http_": ("The HTTP door, with `--http`", ""),
+    "pensieve_http_": ("The HTTP server, with `--http`", ""),
     "pensieve_rpc_": ("gRPC calls", ""),
     "pensieve_turn": ("Turns", ""),
     "process_": (
         "The front end's process",
-        "Of prometheus_client; `pensieve_engine_process_…` and `pensieve_http_process_…` are the same for the engine "
-        "(of several ranks the first) and for the HTTP door.",
+        "These come from prometheus_client. `pensieve_engine_process_…` and `pensieve_http_process_…` are the same for "
+        "the engine (the first of several ranks) and for the HTTP server.",
     ),
     "pensieve_": ("Engine, cache, store and the rest", ""),
 }
@@ -133,7 +133,7 @@ def render() -> str:
     text = HEAD
     for prefix, (title, above) in GROUPS.items():
         text += f"\n## {title}\n\n" + (f"{above}\n\n" if above else "")
-        text += "| metric | kind | labels | what it tells |\n|---|---|---|---|\n"
+        text += "| metric | kind | labels | meaning |\n|---|---|---|---|\n"
         for family in tables[prefix]:
             labels = ", ".join(f"`{label}`" for label in family.labels)
             text += f"| `{family.name}` | {family.kind} | {labels} | {family.help} |\n"
