@@ -42,10 +42,10 @@ from pensieve.http.common.calls import (
 )
 from pensieve.http.common.contents import (
     Content,
-    HashedTranscript,
+    HashedHistory,
     Message,
-    Transcript,
-    make_transcript,
+    MessageHistory,
+    make_history,
     parse_function_call,
     parse_message,
     text_of,
@@ -95,7 +95,7 @@ class ResponseFormat(msgspec.Struct, frozen=True):
 
 class ValidatedChat(NamedTuple):
     body: ChatRequest
-    transcript: Transcript
+    transcript: MessageHistory
     options: TurnOptions
 
 
@@ -169,9 +169,9 @@ class ChatRequest(CompletionFields, kw_only=True):
             raise unsupported_field("web_search_options", "searching is not supported")
 
     @property
-    def transcript(self) -> Transcript:
+    def transcript(self) -> MessageHistory:
         spoken = [_to_message(one, f"messages[{number}]") for number, one in enumerate(self.messages)]
-        return make_transcript(spoken, "messages")
+        return make_history(spoken, "messages")
 
     @property
     def turn_options(self) -> TurnOptions:
@@ -370,7 +370,7 @@ class NamedTurn:
 
 
 async def begin_named(
-    client: AsyncClient, name: str, transcript: Transcript, call: Call, options: TurnOptions
+    client: AsyncClient, name: str, transcript: MessageHistory, call: Call, options: TurnOptions
 ) -> NamedTurn:
     """Begin a turn in the session that the client names. If it exists, the resent history is ignored.
 
@@ -400,7 +400,7 @@ async def begin_named(
 
 
 async def _continue_session(
-    session: AsyncSession, transcript: Transcript, call: Call, options: TurnOptions
+    session: AsyncSession, transcript: MessageHistory, call: Call, options: TurnOptions
 ) -> tuple[AsyncSession, AsyncTurnStream]:
     early, last = split_new(transcript.new)
     async with adding_items(session, early, call, last):
@@ -408,7 +408,7 @@ async def _continue_session(
 
 
 async def _begin_in_new_session(
-    client: AsyncClient, name: str, transcript: Transcript, call: Call, options: TurnOptions
+    client: AsyncClient, name: str, transcript: MessageHistory, call: Call, options: TurnOptions
 ) -> NamedTurn:
     """Create the session and begin the turn. A call that fails here deletes the session."""
     early, last = split_new(transcript.new)
@@ -450,14 +450,14 @@ async def create(request: Request) -> Response:
         info = await door.server_info(caller)
         use = await door.bodies.offload(request, tool_use, info, body.tools or (), body.tool_choice)
         transcript = transcript.with_form(use.form, use.text)
-        named: HashedTranscript | None = None
+        named: HashedHistory | None = None
         around: AbstractAsyncContextManager[None] = nullcontext()
         if body.session:
             # Its history may differ from the resent one, so it is not recorded for lookup.
             begun = await begin_named(caller.client, body.session, transcript, call, options)
             session, stream, around = begun.session, begun.stream, begun.undo_on_refusal()
         else:
-            named = await door.bodies.offload(request, HashedTranscript, transcript, caller.scope)
+            named = await door.bodies.offload(request, HashedHistory, transcript, caller.scope)
             ttl_s = door.settings.chat_ttl_s
             session, stream = await TurnStarter(caller, door.heads, named, call, options, ttl_s).begin()
         held.callback(stream.close)

@@ -143,9 +143,7 @@ class App:
         defaults = await asyncio.to_thread(_sampling_defaults, folder)
         settings = self._settings(defaults, store.store_id, model_sha256)
         if options.traces is not None:
-            names = {"model": settings.model, "version": __version__, "instance": settings.replica}
-            self._traces = await asyncio.to_thread(open_traces, options.traces, **names)
-            self._stack.push_async_callback(self._traces.close)
+            await self._open_traces(options.traces, settings)
         self._conversations = Conversations(
             store,
             self._link,
@@ -199,6 +197,11 @@ class App:
             self._recorder.start(header(self._link.info, options))
         await self._monitor.refresh()
         await ports.start()
+
+    async def _open_traces(self, url: str, settings: TurnSettings) -> None:
+        names = {"model": settings.model, "version": __version__, "instance": settings.replica}
+        self._traces = await asyncio.to_thread(open_traces, url, **names)
+        self._stack.push_async_callback(self._traces.close)
 
     def _turn_ended(self, end: TurnEnd) -> None:
         self._recent.turn_ended(end)

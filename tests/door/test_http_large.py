@@ -18,7 +18,7 @@ from pensieve.client import FunctionCall, Role
 from pensieve.http import chat
 from pensieve.http.common import bodies
 from pensieve.http.common.bodies import BodyReader
-from pensieve.http.common.contents import HashedTranscript, Message, Transcript
+from pensieve.http.common.contents import HashedHistory, Message, MessageHistory
 from pensieve.http.common.failures import HttpFailure
 from pensieve.http.responses import endpoint as responses
 from pensieve.http.responses import objects
@@ -171,13 +171,13 @@ def test_names_are_those_that_stand_in_histories() -> None:
         Message(Role.TOOL, "3", call_id="call_1"),
         Message(Role.ASSISTANT, "It is 3."),
     )
-    talk = Transcript("Be brief.", history, (Message(Role.USER, "\ud800?"),), '[{"type":"function"}]')
-    named = HashedTranscript(talk, b"scope")
+    talk = MessageHistory("Be brief.", history, (Message(Role.USER, "\ud800?"),), '[{"type":"function"}]')
+    named = HashedHistory(talk, b"scope")
     assert named.mark == "fddb80df2511cd17c2adc340f719d40a"
     assert named.last_answer == ("eebb0b1974cb6b0c81fbd72f54342d97", history[-1])
     assert named.history_key.hex() == "3e2ecfbdf2d6291e65a5c888c60c6614"
     assert named.key_after("x").hex() == named.key_after("x").hex() == "69c4666a16cb670176506eb18b7a528d"
-    first = HashedTranscript(replace(talk, drops_oldest=True, history=(), tools=""), b"scope")
+    first = HashedHistory(replace(talk, drops_oldest=True, history=(), tools=""), b"scope")
     assert (first.mark, first.last_answer) == ("50034f577737ca1ed687c8b3f135be44", None)
 
 

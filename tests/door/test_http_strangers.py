@@ -1,4 +1,4 @@
-"""Callers of the HTTP door that it does not know: they cost neither its loop, nor room, nor files."""
+"""Unknown callers of the HTTP door cost neither its event loop, nor memory, nor open files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from pensieve.http import connections as connections_of
 from pensieve.http import wire
 from pensieve.http.app import make_app
 from pensieve.http.common import admission, bodies
-from pensieve.http.common.bodies import SMALL_BYTES, BodyReader
 from pensieve.http.common.callers import identity_from_header
 from pensieve.http.common.door import HttpDoor
 from pensieve.http.common.settings import DoorSettings
@@ -100,7 +99,7 @@ async def test_a_body_is_not_read_before_the_caller_is_known(
     async def read(*_: Any) -> None:
         raise AssertionError("a stranger's body is read")
 
-    monkeypatch.setattr(BodyReader, "read", read)
+    monkeypatch.setattr(bodies.BodyReader, "read", read)
     async with keyed(tmp_path) as on:
         for route in ROUTES:
             head = HEAD.replace(b"/v1/responses", route.encode()) + key
@@ -591,12 +590,10 @@ async def test_a_whole_answer_has_no_comments() -> None:
         asking = asyncio.create_task(http.post(RESPONSES, json={"input": "hi"}))
         generation = await rig.service.link.next_generation()
         generation.admit()
-        until = time.monotonic() + 0.1
-        while time.monotonic() < until:
-            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
         generation.finish()
         assert (await asking).json()["object"] == "response"
 
 
 def test_large_means_more_than_is_read_at_once() -> None:
-    assert SMALL_BYTES >= wire.WAITING_BYTES + wire.STRANGER_READ_BYTES
+    assert bodies.SMALL_BYTES >= wire.WAITING_BYTES + wire.STRANGER_READ_BYTES

@@ -363,7 +363,7 @@ class StandIn:
         await self._over.wait()
         return -9
 
-    def tell(self, word: str) -> None:
+    def send(self, word: str) -> None:
         assert word == "drain"
 
     def last_words(self, status: int) -> str:

@@ -48,7 +48,7 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True)
-class Transcript:
+class MessageHistory:
     """A conversation as the client sends it."""
 
     system: str
@@ -67,7 +67,7 @@ class Transcript:
         """The text before the messages. Transcripts that differ in it are never the same conversation."""
         return f"{self.system}\0{self.tools}" if self.tools else self.system
 
-    def with_form(self, form: SpeechForm, tools: str) -> Transcript:
+    def with_form(self, form: SpeechForm, tools: str) -> MessageHistory:
         """Return the transcript for a model whose answers have this form, with these tools."""
         history = self.history if form.thinks else tuple(replace(one, thought="") for one in self.history)
         return replace(self, form=form, tools=tools, history=history)
@@ -96,14 +96,14 @@ class Transcript:
         )
 
 
-class HashedTranscript:
+class HashedHistory:
     """A transcript and digests of its beginnings, computed once when this is made.
 
     They are blake2b over lengths and bytes, so different transcripts never collide by concatenation. The
     service stores them, so every release must compute the same ones.
     """
 
-    def __init__(self, transcript: Transcript, scope: bytes) -> None:
+    def __init__(self, transcript: MessageHistory, scope: bytes) -> None:
         """``scope`` identifies the caller; ``history_key`` and ``key_after`` are valid for that caller only."""
         kind = b"drops" if transcript.drops_oldest else b""
         for_all, own = (hashlib.blake2b(start + kind, digest_size=16) for start in (b"", scope))
@@ -167,7 +167,7 @@ def parse_function_call(name: str, arguments: str, call_id: str, param: str) -> 
     return FunctionCall(name, arguments or "{}", call_id)
 
 
-def make_transcript(messages: Sequence[Message], param: str) -> Transcript:
+def make_history(messages: Sequence[Message], param: str) -> MessageHistory:
     """Split messages into system prompt, history and new messages. Raises HttpFailure when there is nothing to
     answer."""
     first = next((n for n, one in enumerate(messages) if one.role is not Role.SYSTEM), len(messages))
@@ -175,11 +175,11 @@ def make_transcript(messages: Sequence[Message], param: str) -> Transcript:
     new = tuple(messages[last + 1 :])
     if not new and messages and first == len(messages):
         # A system prompt alone is answered, as the model's template allows.
-        return Transcript("", (), (Message(Role.SYSTEM, "\n\n".join(one.text for one in messages)),))
+        return MessageHistory("", (), (Message(Role.SYSTEM, "\n\n".join(one.text for one in messages)),))
     if not new:
         raise invalid_field(param, "there is nothing to answer: the last message must not be the assistant's")
     system = "\n\n".join(one.text for one in messages[:first])
-    return Transcript(system, tuple(messages[first : last + 1]), new)
+    return MessageHistory(system, tuple(messages[first : last + 1]), new)
 
 
 def _frame(said: Message) -> bytes:

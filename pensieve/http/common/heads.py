@@ -34,7 +34,7 @@ from pensieve.http.common.calls import (
     new_session_id,
     split_new,
 )
-from pensieve.http.common.contents import HashedTranscript, Message, Transcript
+from pensieve.http.common.contents import HashedHistory, Message, MessageHistory
 from pensieve.http.common.requests import seed_for
 
 _MADE_BY_DOOR: Final = re.compile(r"(?:chat|conv|resp)-[0-9a-f]{32}")
@@ -69,7 +69,7 @@ class HeadCache:
     def remove(self, key: bytes) -> None:
         self._heads.pop(key, None)
 
-    def record_turn(self, transcript: HashedTranscript, session_id: str, turn: Turn) -> None:
+    def record_turn(self, transcript: HashedHistory, session_id: str, turn: Turn) -> None:
         """Record a committed turn: a client that resends its conversation with any of its answers continues
         from there."""
         if turn.output is None:
@@ -80,7 +80,7 @@ class HeadCache:
             if one.candidate != turn.chosen:
                 self._put(transcript, one.text, replace(head, candidate=one.candidate))
 
-    def _put(self, transcript: HashedTranscript, answer: str, head: Head) -> None:
+    def _put(self, transcript: HashedHistory, answer: str, head: Head) -> None:
         self._heads[transcript.key_after(answer)] = head
         while len(self._heads) > self._limit:
             self._heads.popitem(last=False)
@@ -105,7 +105,7 @@ class TurnStarter:
     caller: Caller
     heads: HeadCache | None
     """None: the turn neither looks for a session nor can be found."""
-    hashed: HashedTranscript
+    hashed: HashedHistory
     call: Call
     options: TurnOptions
     ttl_s: float | None
@@ -252,7 +252,9 @@ def raise_unless_gone(error: NotFound | DataLoss) -> None:
         raise error
 
 
-def _with_candidate(found: FoundTurn | None, transcript: Transcript, message: Message) -> FoundTurn | None:
+def _with_candidate(
+    found: FoundTurn | None, transcript: MessageHistory, message: Message
+) -> FoundTurn | None:
     """Return the turn with the candidate whose text the client sent as ``message``; None if it has none."""
     if found is None:
         return None

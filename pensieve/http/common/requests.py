@@ -144,7 +144,7 @@ class CacheOptions(msgspec.Struct, frozen=True):
     ttl: Literal["30m", "12h"] | None = None
 
 
-class StreamOptions(msgspec.Struct, frozen=True):
+class ChatStreamOptions(msgspec.Struct, frozen=True):
     WITHOUT_EFFECT: ClassVar[Mapping[str, str]] = {
         "continuous_usage_stats": "usage comes once",
         "include_obfuscation": "events are never padded",
@@ -200,10 +200,10 @@ class SamplingFields(_SamplingBody, kw_only=True, omit_defaults=True):
 
 
 class CompletionFields(SamplingFields, kw_only=True):
-    NESTED: ClassVar[Nested] = {**SamplingFields.NESTED, "stream_options": StreamOptions}
+    NESTED: ClassVar[Nested] = {**SamplingFields.NESTED, "stream_options": ChatStreamOptions}
     model: str | None = None
     stream: bool | None = False
-    stream_options: StreamOptions | None = None
+    stream_options: ChatStreamOptions | None = None
     n: Positive | None = None
     stop: str | list[str] | None = None
     max_tokens: Positive | None = None

@@ -33,7 +33,7 @@ from pensieve.http.common.calls import (
     new_session_id,
     split_new,
 )
-from pensieve.http.common.contents import HashedTranscript, make_transcript
+from pensieve.http.common.contents import HashedHistory, make_history
 from pensieve.http.common.failures import HttpFailure, invalid_field
 from pensieve.http.common.heads import HeadCache, TurnStarter
 from pensieve.http.common.requests import seed_for
@@ -55,7 +55,7 @@ class StartedResponse:
     stream: AsyncTurnStream
     id: ResponseId
     form: SpeechForm
-    transcript: HashedTranscript | None = None
+    transcript: HashedHistory | None = None
     """The whole conversation, when the client sent all of it."""
 
 
@@ -69,7 +69,7 @@ class ResponseStarter:
     annotations: dict[str, str]
     use: ToolUse
     info: ServerInfo
-    transcript: HashedTranscript | None
+    transcript: HashedHistory | None
 
     async def begin(self, heads: HeadCache, unstored_ttl_s: float) -> StartedResponse:
         """Begin the turn. A refusal leaves no session behind. Raises HttpFailure and PensieveError."""
@@ -81,7 +81,7 @@ class ResponseStarter:
         return await self._first(heads, self.transcript, unstored_ttl_s)
 
     async def _first(
-        self, heads: HeadCache, transcript: HashedTranscript, unstored_ttl_s: float
+        self, heads: HeadCache, transcript: HashedHistory, unstored_ttl_s: float
     ) -> StartedResponse:
         # Clients resend instructions with each response, so a history without them must not lead here.
         is_findable = self.body.instructions is None
@@ -260,17 +260,17 @@ class ResponseStarter:
         )
 
 
-def first_transcript(asked: ValidatedResponse, use: ToolUse, scope: bytes) -> HashedTranscript | None:
+def first_history(asked: ValidatedResponse, use: ToolUse, scope: bytes) -> HashedHistory | None:
     """Return the transcript of a request that begins a conversation; None if it continues one. Raises HttpFailure."""
     body = asked.body
     if body.previous_response_id is not None or body.conversation_id is not None:
         return None
-    transcript = make_transcript(asked.messages, "input")
+    transcript = make_history(asked.messages, "input")
     system = "\n\n".join(part for part in (body.instructions, transcript.system) if part)
     transcript = replace(
         transcript, system=system, tools=use.text, form=use.form, drops_oldest=body.drops_oldest
     )
-    return HashedTranscript(transcript, scope)
+    return HashedHistory(transcript, scope)
 
 
 async def answer_item(session: AsyncSession, turn: Turn) -> int | None:

@@ -23,7 +23,7 @@ from pensieve.http.responses.chain import (
     ResponseStarter,
     StartedResponse,
     answer_item,
-    first_transcript,
+    first_history,
     resolve_references,
 )
 from pensieve.http.responses.ids import ResponseId, conversation_id
@@ -47,7 +47,7 @@ async def create(request: Request) -> HttpResponse:
         if not body.stored:
             call = call.as_unstored()
         annotations = await door.bodies.offload(request, lambda: kept.annotations)
-        transcript = await door.bodies.offload(request, first_transcript, asked, use, caller.scope)
+        transcript = await door.bodies.offload(request, first_history, asked, use, caller.scope)
         starter = ResponseStarter(caller, asked, call, annotations, use, info, transcript)
         begun = await starter.begin(door.heads, door.settings.unstored_ttl_s)
         if not body.stored:

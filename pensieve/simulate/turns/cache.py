@@ -35,7 +35,7 @@ from pensieve.simulate.turns.places import (
     SETTLED,
     ChunkHolder,
     PlacesIndex,
-    SharedRun,
+    SharedHolder,
     SharingSession,
 )
 from pensieve.simulate.turns.sharing import Sharing
@@ -43,7 +43,7 @@ from pensieve.simulate.turns.victims import Ranking, Round, VictimOrder, Victims
 
 _DEVICE = bytes((DEVICE,))
 _BOTH = bytes((BOTH,))
-_SHARE = (SharedRun, SharingSession)
+_SHARE = (SharedHolder, SharingSession)
 
 
 class TurnCache:
@@ -311,7 +311,7 @@ class TurnCache:
 
     def _other_holders(
         self, session: ChunkHolder | None, prefix: tuple[Piece, ...]
-    ) -> tuple[int, list[SharingSession | SharedRun]]:
+    ) -> tuple[int, list[SharingSession | SharedHolder]]:
         """Return the number of the session's own full chunks, and the holders of the chunks behind them."""
         full = 0 if session is None else session.tokens // self._size
         addresses = self._addresses(prefix)
@@ -323,7 +323,7 @@ class TurnCache:
         shared = session.runs if isinstance(session, SharingSession) else ()
         return sum(run.num_chunks for run in shared if run.running) + sum(holder.running for holder in found)
 
-    def _adopt_prefix(self, session: SharingSession, prefix: tuple[Piece, ...]) -> Sequence[SharedRun]:
+    def _adopt_prefix(self, session: SharingSession, prefix: tuple[Piece, ...]) -> Sequence[SharedHolder]:
         """Make a session an owner of the cached chunks of its shared beginning; return its runs."""
         full, found = self._other_holders(session, prefix)
         if found:
@@ -338,7 +338,7 @@ class TurnCache:
             self._sharing.register(session)
         return session.runs
 
-    def _pin(self, run: SharedRun, *, spare: bool) -> None:
+    def _pin(self, run: SharedHolder, *, spare: bool) -> None:
         """Pin a run because an owner is admitted. ``spare``: some of its chunks are copied in."""
         before = run.places
         both = before.count(BOTH)
@@ -353,7 +353,7 @@ class TurnCache:
         if both or spare:
             self._spares[run] = None
 
-    def _unpin(self, runs: Sequence[SharedRun]) -> None:
+    def _unpin(self, runs: Sequence[SharedHolder]) -> None:
         for run in runs:
             run.pins -= 1
             if run.pins == 0:
@@ -387,13 +387,13 @@ class TurnCache:
             self._forget_empty_owners(session, ())
 
     def _forget_empty_owners(
-        self, holder: SharingSession | SharedRun, waiting: Collection[ChunkHolder]
+        self, holder: SharingSession | SharedHolder, waiting: Collection[ChunkHolder]
     ) -> None:
         """Forget the sessions without cached chunks, now that ``holder`` has lost its last one.
 
         Members of ``waiting`` are about to lose theirs but have not yet.
         """
-        for session in list(holder.owners) if isinstance(holder, SharedRun) else (holder,):
+        for session in list(holder.owners) if isinstance(holder, SharedHolder) else (holder,):
             if not session.running and not any(
                 one in waiting or one.places.count(DROPPED) + one.own_start < len(one.places)
                 for one in (session, *session.runs)

@@ -105,7 +105,7 @@ class SharingSession(ChunkHolder):
 
     addresses: tuple[int, ...] = ()
     """Addresses of the leading chunks that it may share."""
-    runs: list[SharedRun] = field(default_factory=list)
+    runs: list[SharedHolder] = field(default_factory=list)
     """Shared runs in order; the session's own chunks follow."""
 
     def context(self) -> bytearray:
@@ -116,7 +116,7 @@ class SharingSession(ChunkHolder):
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class SharedRun(ChunkHolder):
+class SharedHolder(ChunkHolder):
     """Two or more consecutive chunks with the same owners. ``running`` while an owner runs."""
 
     addresses: tuple[int, ...] = ()
@@ -194,7 +194,7 @@ class PlacesIndex:
 
     def value(self, holder: ChunkHolder, chunk_index: int, candidates: int, now: float) -> float:
         """Value of a holder's next victim, in a round that began at ``now``."""
-        if isinstance(holder, SharedRun):
+        if isinstance(holder, SharedHolder):
             return self.table.run_value(holder.row, chunk_index, candidates)
         idle = now - holder.last_active
         return self.table.session_value(chunk_index, candidates, idle, holder.kind, holder.hint)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pensieve.replay.load.workload import Piece
-from pensieve.simulate.turns.places import ELSEWHERE, ChunkHolder, PlacesIndex, SharedRun, SharingSession
+from pensieve.simulate.turns.places import ELSEWHERE, ChunkHolder, PlacesIndex, SharedHolder, SharingSession
 
 TextRange = tuple[str, int, int]
 """A range of a text's tokens: (name, start, end)."""
@@ -62,14 +62,14 @@ class Sharing:
         self._index = index
         self._both, self._spares, self._in_flight = both, spares, in_flight
         self._addresses = ChunkAddresses(chunk_tokens)
-        self._holders: dict[int, SharingSession | SharedRun] = {}
+        self._holders: dict[int, SharingSession | SharedHolder] = {}
 
     def addresses(self, prefix: tuple[Piece, ...]) -> tuple[int, ...]:
         return self._addresses.for_prefix(prefix)
 
-    def find(self, addresses: Sequence[int], start: int) -> list[SharingSession | SharedRun]:
+    def find(self, addresses: Sequence[int], start: int) -> list[SharingSession | SharedHolder]:
         """Holders of the chunks from ``start`` on, up to the first chunk without one."""
-        found: list[SharingSession | SharedRun] = []
+        found: list[SharingSession | SharedHolder] = []
         for address in addresses[start:]:
             holder = self._holders.get(address)
             if holder is None:
@@ -88,7 +88,7 @@ class Sharing:
             if self._holders.get(address) is session:
                 del self._holders[address]
 
-    def adopt(self, session: SharingSession, found: Sequence[SharingSession | SharedRun]) -> None:
+    def adopt(self, session: SharingSession, found: Sequence[SharingSession | SharedHolder]) -> None:
         """Add chunks of other holders to a session, behind its own chunks, all of which it shares."""
         start = at = session.own_start
         end = start + len(found)
@@ -118,21 +118,21 @@ class Sharing:
     def clear(self) -> None:
         self._holders.clear()
 
-    def _run_up_to(self, holder: SharingSession | SharedRun, at: int, end: int) -> SharedRun:
+    def _run_up_to(self, holder: SharingSession | SharedHolder, at: int, end: int) -> SharedHolder:
         """Return the run from chunk ``at`` to ``end`` at most; make it if it does not exist."""
         assert holder.own_start == at, f"chunk {at}: adopted from the middle"
         if isinstance(holder, SharingSession):
             return self._share(holder, end)
         return self._split(holder, end) if len(holder.places) > end else holder
 
-    def _share(self, owner: SharingSession, end: int) -> SharedRun:
+    def _share(self, owner: SharingSession, end: int) -> SharedHolder:
         run = self._new_run(owner, end, {owner: None})
         owner.runs.append(run)
         owner.own_start = end
         self._index.touch(owner)
         return run
 
-    def _split(self, run: SharedRun, end: int) -> SharedRun:
+    def _split(self, run: SharedHolder, end: int) -> SharedHolder:
         leading = self._new_run(run, end, dict(run.owners))
         for owner in run.owners:
             owner.runs.insert(owner.runs.index(run), leading)
@@ -141,16 +141,18 @@ class Sharing:
         return leading
 
     def _new_run(
-        self, source: SharingSession | SharedRun, end: int, owners: dict[SharingSession, None]
-    ) -> SharedRun:
+        self, source: SharingSession | SharedHolder, end: int, owners: dict[SharingSession, None]
+    ) -> SharedHolder:
         """Move the source's chunks up to ``end`` to a new run."""
         first = source.own_start
-        run = SharedRun(-1, self._index.add_row(), addresses=source.addresses, owners=owners, own_start=first)
+        run = SharedHolder(
+            -1, self._index.add_row(), addresses=source.addresses, owners=owners, own_start=first
+        )
         # In place, leaving no candidate: a ranking may refer to the source's chunks.
         run.places = bytearray((ELSEWHERE,)) * first + source.places[first:end]
         source.places[first:end] = bytes((ELSEWHERE,)) * (end - first)
         run.running = source.running
-        run.pins = source.pins if isinstance(source, SharedRun) else int(source.running)
+        run.pins = source.pins if isinstance(source, SharedHolder) else int(source.running)
         for address in run.addresses[first:end]:
             self._holders[address] = run
         self._index.attach(run)
@@ -167,7 +169,7 @@ class Sharing:
             self._spares.update(dict.fromkeys(spares))
         return run
 
-    def _dissolve(self, run: SharedRun) -> None:
+    def _dissolve(self, run: SharedHolder) -> None:
         """Return a run to its only owner, which is idle: chunks of a running owner stay cached for all."""
         (owner,) = run.owners
         assert owner.runs[-1] is run and not owner.running
