@@ -7,7 +7,6 @@ import contextlib
 import hashlib
 import os
 import socket
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
