@@ -29,7 +29,7 @@ from pensieve.engine.plan import Copy, PendingStep, Plan, SampleSpec, Span, Step
 from pensieve.engine.scheduling.scheduler import Scheduler
 from pensieve.simulate.scenario.machine import Machine, Work, work_of
 
-if TYPE_CHECKING:  # the module brings torch with it
+if TYPE_CHECKING:  # importing it loads torch
     from pensieve.engine.worker.torch_worker import Worker
 
 REPEATS = 3

@@ -57,7 +57,7 @@ class Simulation:
             turns = TurnSimulation(self.settings, self.policy, progress, tally)
             turns.run(self.load)
             shares = self.load.has_shared_prefixes and self.settings.cache.prefix_sharing
-            # The bound holds for nothing else.
+            # The bound is only valid for whole runs without shared chunks.
             if turns.bound is not None and self.window is None and not shares:
                 cache = self.settings.cache
                 pages = self.settings.replicas * (cache.device_chunks + cache.host_chunks)

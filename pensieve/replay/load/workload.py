@@ -200,7 +200,7 @@ def _shared_prefixes(path: Path, firsts: Sequence[tuple[str, _Row]]) -> list[tup
                 f"which has {turn.input_tokens} tokens"
             )
         hashed.update(name for name, _ in found[-1])
-    # Blocks of a single session are most of all blocks and shared with none: dropping them saves memory.
+    # Most blocks belong to a single session: dropping them saves memory.
     kept = [_shared_part(pieces, hashed) if "prefix" not in row else pieces
             for (_, (_, _, row)), pieces in zip(firsts, found, strict=True)]  # fmt: skip
     return [

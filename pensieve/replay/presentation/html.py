@@ -223,7 +223,7 @@ def write_html(
 
 
 def page(reports: Sequence[Report], names: Sequence[str] = (), latency_s: float | None = None) -> str:
-    import jinja2  # of the extra `plots`, like matplotlib
+    import jinja2  # from the extra `plots`, like matplotlib
 
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("pensieve.replay.presentation"),

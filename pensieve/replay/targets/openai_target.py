@@ -49,7 +49,7 @@ class _Event(msgspec.Struct):
     choices: list[_Choice] = []
     usage: dict[str, Any] | None = None
     error: Any = None
-    # Of the Responses protocol.
+    # Only in the Responses protocol.
     type: str = ""
     delta: str | None = None
     response: _Response | None = None

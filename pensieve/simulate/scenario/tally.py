@@ -129,7 +129,7 @@ class RecomputeCosts:
         )
 
 
-@dataclass(slots=True)  # not frozen: made for each turn
+@dataclass(slots=True)  # not frozen, which is slow: one is made for each turn
 class CompletedTurn:
     """A completed turn as counted by an engine. Times in virtual seconds."""
 

@@ -60,7 +60,7 @@ class LiveTurn:
 _EVEN_FACTOR = 1.01
 
 
-@dataclass(slots=True)  # not frozen: made at each event
+@dataclass(slots=True)  # not frozen, which is slow: one is made at each event
 class StepSeries:
     """Steps of ``first``, ``first + rise``, ``first + 2 * rise``, … seconds; ``rise`` is less than ``first``."""
 
