@@ -1,4 +1,4 @@
-"""Messages of the contract into the SDK's values. Pure."""
+"""Convert wire messages to the SDK's values. Pure."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def progress(message: pb.TurnProgress) -> Progress:
 
 
 def sampling(message: pb.SamplingParams) -> dict[str, object]:
-    """Only what is set, as keyword arguments."""
+    """Return the fields that are set, as keyword arguments."""
     values: dict[str, object] = {}
     for descriptor, value in message.ListFields():
         if descriptor.name == "logit_bias":
