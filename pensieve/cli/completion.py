@@ -30,4 +30,4 @@ def complete_session_ids(ctx: Context, param: Parameter, incomplete: str) -> lis
             ids = [info.name.rpartition("/")[2] for info in client.sessions(limit=MAX_IDS)]
     except (PensieveError, ValueError):
         return []  # a message would garble the line that is being typed
-    return [CompletionItem(one) for one in ids if one.startswith(incomplete)]
+    return [CompletionItem(session_id) for session_id in ids if session_id.startswith(incomplete)]

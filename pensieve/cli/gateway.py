@@ -13,8 +13,8 @@ from typing import Any, Final
 import click
 
 from pensieve.options.serve import ServeOptions
-from pensieve.options.table import HTTP_LIMITS, Option
-from pensieve.options.values import duration, is_loopback, names, origins, split_address
+from pensieve.options.table import HTTP_LIMITS
+from pensieve.options.values import Parser, duration, is_loopback, names, origins, split_address
 
 _FILE: Final = click.Path(exists=True, dir_okay=False, path_type=Path)
 
@@ -29,17 +29,17 @@ def _http_limits(command: Callable[..., Any]) -> Callable[..., Any]:
             f"--{option.name.removeprefix('http-')}",
             option.field,
             multiple=option.parse in (origins, names),
-            callback=_callback_for(option, default),
+            callback=_callback_for(option.parse, default),
             metavar=option.metavar,
             help=option.help + shown,
         )(command)
     return command
 
 
-def _callback_for(option: Option, default: object) -> Callable[..., object]:
+def _callback_for(parse: Parser, default: object = None) -> Callable[..., object]:
     def parsed(_: click.Context, __: click.Parameter, value: object) -> object:
         try:
-            return default if value in (None, ()) else option.parse(value)
+            return default if value in (None, ()) else parse(value)
         except ValueError as error:
             raise click.BadParameter(str(error)) from None
 
@@ -68,7 +68,7 @@ def _callback_for(option: Option, default: object) -> Callable[..., object]:
     default="10s",
     show_default=True,
     metavar="TIME",
-    callback=lambda _, __, value: _time(value),
+    callback=_callback_for(duration(0.1, 3600)),
     help="Longest silence on a stream before a keep-alive message.",
 )
 @_http_limits
@@ -138,13 +138,6 @@ def gateway(
                 runner.run(door.serve(settings, listener, files))
         except (OSError, ValueError) as error:
             raise click.ClickException(f"cannot serve: {error}") from error
-
-
-def _time(value: str) -> float:
-    try:
-        return float(str(duration(0.1, 3600)(value)))
-    except ValueError as error:
-        raise click.BadParameter(str(error)) from None
 
 
 def _address(option: str, value: str) -> tuple[str, int]:

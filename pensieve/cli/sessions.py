@@ -426,7 +426,10 @@ def delete(server: Server, session_ids: tuple[str, ...], yes: bool) -> None:
         )
     with _client(server) as client:
         # Find all before erasing the first: a mistyped id stops everything.
-        infos = {info.name: info for info in (find_session(client, one, whole=yes) for one in session_ids)}
+        infos = {
+            info.name: info
+            for info in (find_session(client, session_id, whole=yes) for session_id in session_ids)
+        }
         for info in infos.values():
             about = f"{info.id} ({info.item_count} items, {info.context_tokens} tokens)"
             if yes or click.confirm(f"erase {about}?", err=True):

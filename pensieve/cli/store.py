@@ -318,8 +318,8 @@ def show_repaired(done: RepairResult, *, applied: bool) -> None:
         table = Table(box=None, pad_edge=False)
         for column in ("session", "done" if applied else "to do"):
             table.add_column(column, overflow="fold")
-        for one in done.mended[:MAX_ROWS]:
-            table.add_row(Text(f"{one.tenant}/{one.session}"), Text("; ".join(one.actions)))
+        for session in done.mended[:MAX_ROWS]:
+            table.add_row(Text(f"{session.tenant}/{session.session}"), Text("; ".join(session.actions)))
         console.print(table)
         _print_omitted(console, len(done.mended))
     for key in done.busy:
@@ -361,10 +361,10 @@ def show_usage(totals: Iterable[TenantTotal]) -> None:
     table.add_column("tenant", overflow="fold")
     for column in ("sessions", "deleted", "records", "bytes"):
         table.add_column(column, justify="right", no_wrap=True)
-    for one in totals:
-        total = one.total
+    for tenant in totals:
+        total = tenant.total
         cells = (total.sessions, total.tombstones, total.records, total.bytes)
-        table.add_row(Text(one.tenant), *(f"{cell:,}" for cell in cells))
+        table.add_row(Text(tenant.tenant), *(f"{cell:,}" for cell in cells))
     output.stdout().print(table)
 
 
@@ -374,9 +374,9 @@ def _findings(console: Console, findings: list[Finding]) -> None:
     table = Table(box=None, pad_edge=False)
     for column in ("session", "what", "found", "remedy"):
         table.add_column(column, overflow="fold", no_wrap=column == "what")
-    for one in findings[:MAX_ROWS]:
-        name = f"{one.tenant}/{one.session}" if one.session else "the store"
-        table.add_row(Text(name), Text(one.problem.value), Text(one.detail), _REMEDY[one.remedy])
+    for finding in findings[:MAX_ROWS]:
+        name = f"{finding.tenant}/{finding.session}" if finding.session else "the store"
+        table.add_row(Text(name), Text(finding.problem.value), Text(finding.detail), _REMEDY[finding.remedy])
     console.print(table)
     _print_omitted(console, len(findings))
 

@@ -117,7 +117,7 @@ class SessionCore:
     @property
     def revision(self) -> int | None:
         """Newest revision that this handle has seen."""
-        seen = [one.revision for one in (self.info, self.last_turn) if one is not None]
+        seen = [state.revision for state in (self.info, self.last_turn) if state is not None]
         return max(seen, default=None)
 
     def call(self, method: str, request: Message, *, replay: bool = True) -> Flow[Any]:
@@ -218,9 +218,9 @@ class SessionCore:
             )  # Saves reading the pages before the last known turn.
         for start in starts:
             items, revision = yield from self._items(False, start)
-            for one in reversed(items):
-                if one.role == Role.USER:
-                    return one.item, revision
+            for item in reversed(items):
+                if item.role == Role.USER:
+                    return item.item, revision
         raise NotFound("the session has no user item", reason="ITEM_NOT_FOUND")
 
     # -- history
@@ -256,13 +256,13 @@ class SessionCore:
         request = pb.AppendItemsRequest(
             name=self.name,
             request_id=make_id(self.name, request_id),
-            items=[_requests.input_item(one) for one in items],
-            followed_by=[_requests.role_name(one) for one in followed_by],
+            items=[_requests.input_item(item) for item in items],
+            followed_by=[_requests.role_name(role) for role in followed_by],
             expected_revision=expected_revision,
         )
         response = yield from self.call("AppendItems", request)
         self._update_info(response.session)
-        return tuple(decode.item(one) for one in response.items)
+        return tuple(decode.item(message) for message in response.items)
 
     def rewind(
         self, to_item: int, expected_revision: int | None, request_id: str | None, *, erase: bool = False

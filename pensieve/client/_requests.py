@@ -180,7 +180,7 @@ def turn_input(
         return [input_item((Role.USER, text))]
     if tokens is not None:
         return [input_item((Role.USER, tokens))]
-    return [input_item(one) for one in items or ()]
+    return [input_item(item) for item in items or ()]
 
 
 def stream_turn(
@@ -284,6 +284,6 @@ def new_session(
         session_id=session_id or "",
         config=config,
         labels=labels or {},
-        initial_items=[input_item(one) for one in initial_items],
-        followed_by=[role_name(one) for one in followed_by],
+        initial_items=[input_item(item) for item in initial_items],
+        followed_by=[role_name(role) for role in followed_by],
     )

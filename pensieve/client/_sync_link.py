@@ -115,10 +115,10 @@ class Janitor:
         """Return the seconds to wait for a job before ``_check_deadlines``; None: nothing is being watched."""
         times = (
             [watch.deadline for watch in list(self._watches)]
-            + [one.resume_at for one in self._flows]
+            + [flow.resume_at for flow in self._flows]
             + [end_at]
         )
-        nearest = min((one for one in times if one is not None), default=None)
+        nearest = min((at for at in times if at is not None), default=None)
         if nearest is None:
             return self.TICK_S if self._watches else None
         return min(self.TICK_S, max(0.005, nearest - time.monotonic()))
@@ -365,7 +365,7 @@ class TurnStream(StreamView):
         if self._mark_closed():
             self._discard()
         if call is not None:
-            link.janitor.submit(_cancel_job(call))
+            link.janitor.submit(call.cancel)
             link.janitor.unwatch(self._watch)
 
     def _belongs_to_parent(self) -> bool:
@@ -450,10 +450,3 @@ class TurnStream(StreamView):
             call.cancel()
             self._watch.call = None
             self._link.janitor.unwatch(self._watch)
-
-
-def _cancel_job(call: Any) -> Callable[[], None]:
-    def job() -> None:
-        call.cancel()
-
-    return job

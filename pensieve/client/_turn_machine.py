@@ -184,7 +184,7 @@ class TurnMachine:
     def _on_completed(self, message: pb.Turn) -> None:
         turn = decode.turn(message)
         cut_short = turn.finish_reason == FinishReason.CANCELLED
-        answers = [(one.text, one.output_tokens) for one in turn.candidates]
+        answers = [(candidate.text, candidate.output_tokens) for candidate in turn.candidates]
         answers = answers or [(turn.text, turn.usage.output_tokens)]
         contradicted = any(
             not text.startswith(have := self._texts[candidate].value)
@@ -206,8 +206,10 @@ class TurnMachine:
     def _with_logprobs(self, turn: Turn) -> Turn:
         """Add the streamed log-probabilities to each answer for which all were received."""
         candidates = tuple(
-            replace(one, logprobs=self._texts[one.candidate].first_logprobs(one.output_tokens))
-            for one in turn.candidates
+            replace(
+                candidate, logprobs=self._texts[candidate.candidate].first_logprobs(candidate.output_tokens)
+            )
+            for candidate in turn.candidates
         )
         answer = turn.chosen if candidates else 0
         logprobs = self._texts[answer].first_logprobs(turn.usage.output_tokens)

@@ -48,9 +48,9 @@ class WireEnum(enum.StrEnum):
 
     @classmethod
     def _missing_(cls, value: object) -> Self:
-        for one in cls:
-            if one == (value.lower() if isinstance(value, str) else value):
-                return one
+        for member in cls:
+            if member == (value.lower() if isinstance(value, str) else value):
+                return member
         raise ValueError(f"{value!r} is not one of {', '.join(cls)}")
 
 
@@ -96,7 +96,7 @@ W = TypeVar("W", bound=WireEnum)
 
 def enum_from_number(kind: type[W], number: int) -> W | int:
     """Return the member with this number, or the number itself if this SDK does not know it."""
-    return next((one for one in kind if one.number == number), number)
+    return next((member for member in kind if member.number == number), number)
 
 
 class SessionState(StrEnum):

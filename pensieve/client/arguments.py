@@ -123,7 +123,7 @@ def with_options(table: type) -> Callable[[F], F]:
 
     def decorate(method: F) -> F:
         shown = inspect.signature(method)
-        first = [one for one in shown.parameters.values() if one.kind is not one.VAR_KEYWORD]
+        first = [p for p in shown.parameters.values() if p.kind is not p.VAR_KEYWORD]
         texts = {name: text for name, text in option_texts(table).items() if name not in shown.parameters}
         more = [
             inspect.Parameter(
@@ -135,8 +135,7 @@ def with_options(table: type) -> Callable[[F], F]:
             for name, text in texts.items()
         ]
         written = [
-            one.replace(annotation=_Verbatim(one.annotation)) if one.annotation is not one.empty else one
-            for one in first
+            p.replace(annotation=_Verbatim(p.annotation)) if p.annotation is not p.empty else p for p in first
         ]
         result = shown.return_annotation
         method.__signature__ = shown.replace(  # type: ignore[attr-defined]
@@ -237,7 +236,7 @@ class TurnOptions(SamplingOptions, total=False):
     token_ids: bool
     """Whether pieces carry token ids; default True."""
     top_logprobs: int
-    """Return log-probabilities of this many likeliest tokens per position; 0: of the chosen token only."""
+    """Return log-probabilities of this many likeliest tokens per position; 0: the chosen one's; default: none."""
     max_chunk_tokens: int
     """Most tokens in one piece; default: all tokens that are ready when it is sent."""
     max_chunk_delay: float

@@ -65,7 +65,9 @@ class ChatLoop:
         folder: Path | None = None,
     ) -> None:
         self.screen = Screen(interactive=interactive, plain=plain)
-        self.prompt = Prompt(self.screen, folder and folder / "history", self._complete)
+        self.prompt = Prompt(
+            self.screen, folder and folder / "history", lambda typed: self.commands.complete(typed)
+        )
         unsent = UnsentFolder(folder and folder / "unsent")
         self.dialogue = Dialogue(client, session, sampling, self.screen, unsent)
         self.commands = Commands(self.dialogue, self.prompt)
@@ -148,9 +150,6 @@ class ChatLoop:
             raise
         except KeyboardInterrupt:
             self.screen.note("(stopped)")
-
-    def _complete(self, typed: str) -> list[str]:
-        return self.commands.complete(typed)
 
     def _warm(self) -> None:
         """Warm the session while the user types. In a thread, so the prompt never waits."""

@@ -107,9 +107,11 @@ class Commands:
         if not typed.startswith("/"):
             return []
         if not space:
-            return [f"{one} " for one in sorted({*self.table, *self._aliases}) if one.startswith(name)]
+            return [
+                f"{command} " for command in sorted({*self.table, *self._aliases}) if command.startswith(name)
+            ]
         command = self.table.get(name)
-        return [f"{name} {one}" for one in command.complete(argument)] if command is not None else []
+        return [f"{name} {value}" for value in command.complete(argument)] if command is not None else []
 
     # -- sessions
 
@@ -124,7 +126,7 @@ class Commands:
 
     def _sessions(self, _: str) -> None:
         found = self._screen.call_with_status(lambda: sessions.recent(self._dialogue.client))
-        self._listed = [one.info.id for one in found]
+        self._listed = [session.info.id for session in found]
         sessions.show_recent(found, self._screen, self._dialogue.session.name)
         self._screen.note("/switch N continues one" if found else "no conversation with a message yet")
 
@@ -149,7 +151,7 @@ class Commands:
             self._dialogue.resume_unsent()
 
     def _complete_ids(self, typed: str) -> list[str]:
-        return [one for one in self._listed if one.startswith(typed)]
+        return [session_id for session_id in self._listed if session_id.startswith(typed)]
 
     def _fork(self, _: str) -> None:
         origin = self._dialogue.session
@@ -175,7 +177,7 @@ class Commands:
             self._screen.write_line(f"{item.item} {_role_name(item)}: {item.text}")
 
     def _edit(self, argument: str) -> None:
-        asked = [one for one in self._items() if one.role == Role.USER]
+        asked = [item for item in self._items() if item.role == Role.USER]
         if not self._screen.interactive:
             self._screen.note("/edit needs a terminal")
             return
@@ -306,7 +308,7 @@ def _role_name(item: Item) -> str:
 
 
 def _complete_names(typed: str) -> list[str]:
-    return [f"{one} " for one in SETTABLE if one.startswith(typed)]
+    return [f"{name} " for name in SETTABLE if name.startswith(typed)]
 
 
 def _complete_files(typed: str) -> list[str]:

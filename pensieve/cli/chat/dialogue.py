@@ -37,9 +37,9 @@ def show_candidates(turn: Turn, screen: Screen) -> None:
     """Print all answers with their numbers, and mark the one in the conversation."""
     if not turn.candidates:
         screen.write_line(turn.text)  # stopped early: the others were dropped
-    for one in turn.candidates:
-        mark = "*" if one.candidate == turn.chosen else " "
-        screen.write_line(f"{mark} {one.candidate}: {one.text}")
+    for answer in turn.candidates:
+        mark = "*" if answer.candidate == turn.chosen else " "
+        screen.write_line(f"{mark} {answer.candidate}: {answer.text}")
     if turn.candidates and screen.interactive:
         screen.note("/choose K continues from another one")
 

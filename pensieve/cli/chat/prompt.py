@@ -172,7 +172,7 @@ class Prompt:
 
 def is_text(typed: str) -> bool:
     """Whether the whole input was decoded: undecodable bytes appear as lone surrogates."""
-    return not any("\ud800" <= one <= "\udfff" for one in typed)
+    return not any("\ud800" <= char <= "\udfff" for char in typed)
 
 
 def _is_typeable(text: str) -> bool:

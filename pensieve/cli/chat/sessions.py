@@ -43,7 +43,7 @@ def recent(client: Client, limit: int = MAX_LISTED) -> list[RecentSession]:
             items = client.session(info.name).items()
         except NotFound:
             continue  # erased since it was listed
-        asked = [one for one in items if one.role == Role.USER]
+        asked = [item for item in items if item.role == Role.USER]
         if asked:
             found.append(RecentSession(info, title(info, asked), len(asked)))
     return found
@@ -53,7 +53,7 @@ def by_use(client: Client) -> list[SessionInfo]:
     """Return the caller's sessions, the last used first."""
     beginning = datetime.min.replace(tzinfo=UTC)
     return sorted(
-        client.sessions(limit=MAX_SCANNED), key=lambda one: one.update_time or beginning, reverse=True
+        client.sessions(limit=MAX_SCANNED), key=lambda info: info.update_time or beginning, reverse=True
     )
 
 
@@ -74,12 +74,12 @@ def show_recent(listed: Sequence[RecentSession], screen: Screen, current: str = 
     """Print one line per session. Titles are shortened on a narrow terminal."""
     now = datetime.now(UTC)
     width = min(48, max(12, screen.notes.width - 40))
-    for number, one in enumerate(listed, 1):
-        mark = "*" if one.info.name == current else " "
-        turns = f"{one.turns} turn{'s' if one.turns != 1 else ''}"
-        name = set_cell_size(clean(one.title), width)
+    for number, session in enumerate(listed, 1):
+        mark = "*" if session.info.name == current else " "
+        turns = f"{session.turns} turn{'s' if session.turns != 1 else ''}"
+        name = set_cell_size(clean(session.title), width)
         screen.note(
-            f"{mark}{number:2}  {name}  {age(one.info.update_time, now):>10}  {turns:>8}  {one.info.id[:8]}"
+            f"{mark}{number:2}  {name}  {age(session.info.update_time, now):>10}  {turns:>8}  {session.info.id[:8]}"
         )
 
 
@@ -104,13 +104,13 @@ def find_session(client: Client, wanted: str) -> Session:
     if wanted == "last":
         matching = known[:1]
     else:
-        matching = [one for one in known if one.id.startswith(wanted.removeprefix("sessions/"))]
+        matching = [info for info in known if info.id.startswith(wanted.removeprefix("sessions/"))]
     if len(matching) == 1:
         return _open(client, matching[0])
     if invalid_id is not None and not matching:
         raise invalid_id
-    ids = [one.id for one in known]
-    near = [one.id for one in matching] or difflib.get_close_matches(wanted, ids, n=5, cutoff=0.5)
+    ids = [info.id for info in known]
+    near = [info.id for info in matching] or difflib.get_close_matches(wanted, ids, n=5, cutoff=0.5)
     if wanted == "last":
         raise NoSuchSession("there is no session yet")
     what = "several sessions begin with" if matching else "there is no session"
@@ -127,9 +127,9 @@ def _open(client: Client, info: SessionInfo) -> Session:
 def show_tail(session: Session, screen: Screen) -> None:
     """Print the end of the conversation. Raises the server's errors."""
     items = screen.call_with_status(session.items)
-    shown = [one for one in items if one.role in (Role.USER, Role.ASSISTANT)]
+    shown = [item for item in items if item.role in (Role.USER, Role.ASSISTANT)]
     if len(shown) > TAIL_ITEMS:
         screen.note(f"… {len(shown) - TAIL_ITEMS} earlier messages; /history shows all")
-    for one in shown[-TAIL_ITEMS:]:
-        screen.note("you:" if one.role == Role.USER else "answer:")
-        screen.write_line(one.text)
+    for item in shown[-TAIL_ITEMS:]:
+        screen.note("you:" if item.role == Role.USER else "answer:")
+        screen.write_line(item.text)

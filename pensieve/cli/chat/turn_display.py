@@ -64,8 +64,7 @@ class PlainView:
             self._screen.end_line()
             self._in_line = False
 
-    def end(self) -> None:
-        self.pause()
+    end = pause
 
 
 class MarkdownView:
