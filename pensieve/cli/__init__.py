@@ -1,5 +1,5 @@
-"""The ``pensieve`` command: ``main`` names the subcommands, and each is imported when it is asked for.
+"""The ``pensieve`` command. ``main`` lists the subcommands and imports each one when it is needed.
 
-May import: client, config, core, engine.cost, engine.ranks, errors, extras, feed, gguf, lifeline, machine, model,
-options, own_server, pensieve, simulate.calibrate, spawn, store.contract, store.maintenance, tokenizer.
+May import: client, config, core, engine.cost, engine.ranks, errors, extras, feed, gguf, lifeline, machine,
+model, options, own_server, pensieve, simulate.calibrate, spawn, store.contract, store.maintenance, tokenizer.
 """

@@ -1,17 +1,17 @@
-"""What a shell may complete that a server has to be asked for."""
+"""Shell completion of values that only a server knows."""
 
 from __future__ import annotations
 
 from click import Context, Parameter
 from click.shell_completion import CompletionItem
 
-PATIENCE_S = 1.0
-"""Whoever has pressed Tab waits for no more."""
-MOST = 100
+TIMEOUT_S = 1.0
+"""Completion must not keep the user waiting after Tab."""
+MAX_IDS = 100
 
 
 def complete_session_ids(ctx: Context, param: Parameter, incomplete: str) -> list[CompletionItem]:
-    """Ids of sessions at ``--target``, as they are listed; none without a target, or where it does not answer."""
+    """Complete ids of sessions at ``--target``; none without a target or if the server does not answer."""
     from pensieve.client import Client, RetryPolicy
     from pensieve.errors import PensieveError
 
@@ -24,10 +24,10 @@ def complete_session_ids(ctx: Context, param: Parameter, incomplete: str) -> lis
             target,
             api_key=ctx.params.get("api_key"),
             tls=bool(ctx.params.get("tls")),
-            timeout=PATIENCE_S,
+            timeout=TIMEOUT_S,
             retry=once,
         ) as client:
-            ids = [info.name.rpartition("/")[2] for info in client.sessions(limit=MOST)]
+            ids = [info.name.rpartition("/")[2] for info in client.sessions(limit=MAX_IDS)]
     except (PensieveError, ValueError):
-        return []  # a shell that is typing into is no place for a message
-    return [CompletionItem(one) for one in ids if one.startswith(incomplete)]
+        return []  # a message would garble the line that is being typed
+    return [CompletionItem(session_id) for session_id in ids if session_id.startswith(incomplete)]

@@ -1,7 +1,7 @@
-"""``pensieve doctor``: what this machine can do, and what is missing, with the fix.
+"""``pensieve doctor``: what this machine has and lacks for a server, with suggested fixes.
 
-Each check looks at one thing, changes nothing, and returns what it found. It never raises for what it is there to find:
-a broken import or a closed port is its result.
+Each check examines one thing, changes nothing, and returns its finding. A problem that it looks for, such as a
+broken import or a port in use, is a finding and never an exception.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from pensieve.options.values import split_address
 
 State = Literal["ok", "note", "fail"]
 OLDEST_SQLITE = (3, 35, 0)
-"""RETURNING and the WAL behaviour that the SQLite store was tested with."""
+"""First version with RETURNING, and with the WAL behaviour that the SQLite store was tested with."""
 GIB = 1024**3
 
 
 class Check(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One finding. ``fail`` blocks a server with these options, ``note`` costs something, ``fix`` says what to do."""
+    """One finding. ``fail`` blocks a server with these options, ``note`` is a drawback, ``fix`` says what to do."""
 
     area: str
     name: str
@@ -59,7 +59,6 @@ class Check(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def system() -> Iterator[Check]:
-    """Python, operating system, cores, memory."""
     version = platform.python_version()
     yield Check(
         "system", "python", "ok" if sys.version_info >= (3, 11) else "fail", version, "install Python 3.11"
@@ -76,7 +75,6 @@ def system() -> Iterator[Check]:
 
 
 def packages() -> Iterator[Check]:
-    """Every dependency that a server has: installed, importable at all, which version."""
     if not extras.installed("server"):
         yield Check(
             "packages", "server", "fail", "only a client is installed", "pip install 'pensieve[server]'"
@@ -86,17 +84,17 @@ def packages() -> Iterator[Check]:
             yield Check("packages", name, "ok", importlib.metadata.version(name))
         except importlib.metadata.PackageNotFoundError:
             if part != _CLIENT and not extras.installed("server"):
-                continue  # one line says it all
-            needed = name != "triton"  # on other systems than Linux there is none, and the reference runs
+                continue  # the finding above covers them
+            needed = name != "triton"  # exists for Linux only; elsewhere the reference kernels run
             yield Check("packages", name, "fail" if needed else "note", "missing", f"pip install '{part}'")
-    yield _kernels_name()
+    yield _kernels_package()
 
 
 _CLIENT: Final = "pensieve"
 
 
 def _dependencies() -> dict[str, str]:
-    """Name of a dependency of a server → what to install so that it is there."""
+    """Return each dependency of a server → the requirement that installs it."""
     found: dict[str, str] = {}
     for line in importlib.metadata.requires("pensieve") or []:
         extra = re.search(r"extra == ['\"](\w+)", line)
@@ -112,8 +110,8 @@ def _name_of(requirement: str) -> str:
     return requirement[:end]
 
 
-def _kernels_name() -> Check:
-    """Checks which package `kernels` transformers would import: ours must never be a top-level package."""
+def _kernels_package() -> Check:
+    """Check which package transformers would import as `kernels`: ours must never be a top-level package."""
     spec = importlib.util.find_spec("kernels")
     if spec is None:
         return Check("packages", "kernels", "ok", "no top-level package of that name")
@@ -124,7 +122,7 @@ def _kernels_name() -> Check:
             "kernels",
             "note",
             f"a folder without __init__.py in {places} is on sys.path",
-            "start with `pensieve`, not with `python -m` from the checkout",
+            "start with `pensieve`, not with `python -m` in the checkout",
         )
     try:
         return Check(
@@ -137,7 +135,7 @@ def _kernels_name() -> Check:
 
 
 def store(url: str) -> Iterator[Check]:
-    """The history store: library version, folder or connection. Creates nothing."""
+    """Check the history store: library version, folder or connection. Creates nothing."""
     if url == "memory:":
         yield Check(
             "store", "memory", "note", "history is lost when the server ends", "--store sqlite:///PATH"
@@ -148,7 +146,9 @@ def store(url: str) -> Iterator[Check]:
         yield _redis(url)
     else:
         where = urlsplit(url).netloc.rpartition("@")[2]
-        yield Check("store", "redis", "note", f"{where}: several servers, looked at when the server starts")
+        yield Check(
+            "store", "redis", "note", f"{where}: several servers, checked when `pensieve serve` starts"
+        )
 
 
 def _sqlite(path: Path) -> Iterator[Check]:
@@ -160,9 +160,11 @@ def _sqlite(path: Path) -> Iterator[Check]:
     folder = next(parent for parent in path.absolute().parents if parent.exists())
     target = path if path.exists() else folder
     if os.access(target, os.R_OK | os.W_OK) and os.access(folder, os.W_OK | os.X_OK):
-        yield Check("store", "file", "ok", f"{path}{'' if path.exists() else ' (not there yet)'}")
+        yield Check("store", "file", "ok", f"{path}{'' if path.exists() else ' (does not exist yet)'}")
     else:
-        yield Check("store", "file", "fail", f"{target} is not writable", "--store sqlite:///PATH elsewhere")
+        yield Check(
+            "store", "file", "fail", f"{target} is not writable", "choose another --store sqlite:///PATH"
+        )
 
 
 def _redis(url: str) -> Check:
@@ -174,7 +176,7 @@ def _redis(url: str) -> Check:
         return Check("store", "redis", "fail", f"no client: {error}", "pip install 'pensieve[server]'")
     query = urlencode(
         [pair for pair in parse_qsl(parts.query) if pair[0] != "replicas"]
-    )  # ours, not the client's
+    )  # our own parameter, unknown to the client library
     client = redis.Redis.from_url(
         parts._replace(query=query).geturl(), socket_timeout=2.0, socket_connect_timeout=2.0
     )
@@ -194,21 +196,21 @@ def _redis(url: str) -> Check:
 
 
 def model(name: str) -> Iterator[Check]:
-    """The model's folder or file: architecture, weights, tokenizer, chat template. Downloads nothing."""
+    """Check the model's folder or file: architecture, weights, tokenizer, chat template. Downloads nothing."""
     from pensieve.model.arch import ModelError
     from pensieve.model.folder import load_arch
     from pensieve.model.resolve import is_path, resolve_model
 
     if name != "demo" and not is_path(name) and not user_path(name).exists():
         fix = "pass a folder or a GGUF file, or let `pensieve serve` download it"
-        found = "not a folder or file here; other names are looked at when the server starts"
+        found = "not a folder or file here; other names are resolved when the server starts"
         yield Check("model", name, "note", found, fix)
         return
     try:
         folder = resolve_model(name)
         arch = load_arch(folder)
     except ModelError as error:
-        yield Check("model", "architecture", "fail", str(error), "name a model of a supported family")
+        yield Check("model", "architecture", "fail", str(error), "choose a model of a supported family")
         return
     except ImportError as error:
         yield Check("model", "packages", "fail", f"no {error.name}", "pip install 'pensieve[gguf]'")
@@ -231,7 +233,7 @@ def _weights(folder: Path) -> Check:
     try:
         files = weight_files(folder)
     except ModelError as error:
-        fix = "download the whole model (only safetensors are read), or --load-format dummy"
+        fix = "download the whole model (only safetensors files are read), or use --load-format dummy"
         return Check("model", "weights", "fail", str(error), fix)
     size = sum(file.stat().st_size for file in files)
     return Check("model", "weights", "ok", f"{len(files)} file(s), {size / GIB:.2f} GiB")
@@ -249,18 +251,17 @@ def _tokenizer(folder: Path) -> Iterator[Check]:
     yield Check("model", "tokenizer", "ok", f"{tokenizer.vocab_size} tokens")
     has_template = tokenizer.template is not None
     fix = "" if has_template else "--chat-template FILE.jinja"
-    found = "the model's own" if has_template else "none: turns are joined as plain text"
+    found = "the model's own" if has_template else "none: turns are concatenated as plain text"
     yield Check("model", "chat template", "ok" if has_template else "note", found, fix)
 
 
 DRIVER_FILE: Final = Path("/proc/driver/nvidia/version")
 OLDEST_TRITON: Final = (3, 4)
 OLDEST_CAPABILITY: Final = (8, 0)
-"""First NVIDIA architecture with bfloat16 matrix units, and the oldest that Triton's kernels here are made for."""
+"""First NVIDIA architecture with bfloat16 matrix units; the Triton kernels need it."""
 
 
 def accelerator() -> Iterator[Check]:
-    """torch, the GPUs it sees, and what its kernels and copies need."""
     try:
         torch = importlib.import_module("torch")
     except (ImportError, OSError) as error:
@@ -286,7 +287,7 @@ def accelerator() -> Iterator[Check]:
 
 
 def driver_version(file: Path = DRIVER_FILE) -> str | None:
-    """Version of the NVIDIA kernel module; None when it is not loaded."""
+    """Return the version of the NVIDIA kernel module; None if it is not loaded."""
     try:
         text = file.read_text()
     except OSError:
@@ -296,7 +297,7 @@ def driver_version(file: Path = DRIVER_FILE) -> str | None:
 
 
 def _no_gpu(torch: Any) -> Check:
-    """Why there is none, as far as can be told."""
+    """Explain why there is no GPU."""
     driver, nodes = driver_version(), list(Path("/dev").glob("nvidia[0-9]*"))
     if driver is None and not nodes:
         found, fix = "none: no NVIDIA driver", "none needed for the CPU; for a GPU: install NVIDIA's driver"
@@ -322,7 +323,7 @@ def _gpu(torch: Any, index: int) -> Check:
     )
     if capability < OLDEST_CAPABILITY:
         return Check(
-            "accelerator", f"gpu {index}", "fail", found, "needs compute capability 8.0; or --device cpu"
+            "accelerator", f"gpu {index}", "fail", found, "needs compute capability 8.0; use --device cpu"
         )
     if free < total / 2:
         return Check("accelerator", f"gpu {index}", "note", found, "other programs use it: see nvidia-smi")
@@ -340,10 +341,10 @@ def _triton() -> Check:
 
 
 def _compiler() -> Check:
-    """Triton compiles a small launcher in C for each kernel."""
+    """Check for a C compiler: Triton compiles a small launcher for each kernel."""
     found = next((path for name in ("gcc", "clang", "cc") if (path := shutil.which(name))), None)
     if found is None:
-        fix = "install gcc, or name a compiler in CC: Triton's kernels need one"
+        fix = "install gcc, or set CC to a compiler: Triton's kernels need one"
         return Check("accelerator", "C compiler", "note", "no gcc, clang or cc", fix)
     return Check("accelerator", "C compiler", "ok", found)
 
@@ -352,27 +353,27 @@ def _pinned() -> Check:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY:
         return Check("accelerator", "pinned memory", "ok", "no limit (ulimit -l)")
-    found = f"ulimit -l is {soft / 1024:.0f} KiB; CUDA's own pinning is usually not bound by it"
+    found = f"ulimit -l is {soft / 1024:.0f} KiB; CUDA's own pinning usually ignores this limit"
     fix = "if pinning the host tier fails: ulimit -l unlimited, docker run --ulimit memlock=-1"
     return Check("accelerator", "pinned memory", "note", found, fix)
 
 
-TOPOLOGY_PATIENCE_S: Final = 10.0
+TOPOLOGY_TIMEOUT_S: Final = 10.0
 _ESCAPES = re.compile(r"\x1b\[[\d;]*m")
-_KINDS: Final = {
+_LINK_KINDS: Final = {
     "PIX": "one PCIe switch",
     "PXB": "PCIe switches",
     "PHB": "PCIe through the CPU",
     "NODE": "PCIe through the CPU",
     "SYS": "PCIe and the link between CPUs",
 }
-"""What ``nvidia-smi topo -m`` calls paths that are no NVLink."""
+"""Names that ``nvidia-smi topo -m`` gives to paths other than NVLink."""
 
 Pair = tuple[int, int]
 
 
 def gpu_links(torch: Any) -> Iterator[Check]:
-    """How each GPU reaches the others; nothing when there is only one."""
+    """Check how the GPUs are connected; no finding if there is only one."""
     count = torch.cuda.device_count()
     if count < 2:
         return
@@ -381,11 +382,19 @@ def gpu_links(torch: Any) -> Iterator[Check]:
     by_kind: dict[str, list[Pair]] = defaultdict(list)
     for pair in pairs:
         by_kind[kinds.get(pair, "unknown")].append(pair)
-    found = "; ".join(f"{_name(kind)} between {_list(of, pairs)}" for kind, of in by_kind.items())
-    apart = [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]
-    if apart:
-        fix = "--tensor-parallel goes through host memory there, slowly: is the IOMMU on, or this a virtual machine?"
-        yield Check("accelerator", "gpu links", "note", f"{found}; no peer access {_list(apart, pairs)}", fix)
+    found = "; ".join(
+        f"{_link_name(kind)} between {_format_pairs(linked, pairs)}" for kind, linked in by_kind.items()
+    )
+    without_access = [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]
+    if without_access:
+        fix = "--tensor-parallel copies through host memory there, slowly: check for an IOMMU or a virtual machine"
+        yield Check(
+            "accelerator",
+            "gpu links",
+            "note",
+            f"{found}; no peer access {_format_pairs(without_access, pairs)}",
+            fix,
+        )
     elif any(kind.startswith("NV") for kind in by_kind):
         yield Check("accelerator", "gpu links", "ok", found)
     else:
@@ -394,7 +403,7 @@ def gpu_links(torch: Any) -> Iterator[Check]:
 
 
 def topology(matrix: str) -> dict[Pair, str]:
-    """The link of each pair of GPUs in what ``nvidia-smi topo -m`` prints; {} of anything else."""
+    """Return the link of each pair of GPUs from the output of ``nvidia-smi topo -m``; {} for other text."""
     lines = [_ESCAPES.sub("", line) for line in matrix.splitlines()]
     columns = next((re.findall(r"GPU(\d+)", line) for line in lines if line.count("GPU") > 1), [])
     found = {}
@@ -415,29 +424,28 @@ def _matrix() -> str:
         return ""
     try:
         done = subprocess.run(
-            [path, "topo", "-m"], capture_output=True, text=True, timeout=TOPOLOGY_PATIENCE_S, check=False
+            [path, "topo", "-m"], capture_output=True, text=True, timeout=TOPOLOGY_TIMEOUT_S, check=False
         )
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout if done.returncode == 0 else ""
 
 
-def _name(kind: str) -> str:
+def _link_name(kind: str) -> str:
     nvlink = re.fullmatch(r"NV(\d+)", kind)
-    return f"NVLink ({nvlink[1]} links)" if nvlink else _KINDS.get(kind, f"a link of kind {kind}")
+    return f"NVLink ({nvlink[1]} links)" if nvlink else _LINK_KINDS.get(kind, f"link type {kind}")
 
 
-def _list(some: list[Pair], every: list[Pair]) -> str:
+def _format_pairs(some: list[Pair], every: list[Pair]) -> str:
     return "all" if some == every else ", ".join(f"{first}-{second}" for first, second in some)
 
 
-ANSWER_PATIENCE_S: Final = 2.0
+ANSWER_TIMEOUT_S: Final = 2.0
 OWN_METRIC: Final = b"pensieve_build_info"
-"""A metric that every server has."""
 
 
 def port(name: str, address: str) -> Check:
-    """Whether the address can be listened on now. A server of ours that is there already is nothing wrong."""
+    """Check that a server can listen on the address. A Pensieve server that already does is no problem."""
     host, number = split_address(address)
     try:
         family, kind, protocol, _, target = socket.getaddrinfo(
@@ -448,20 +456,20 @@ def port(name: str, address: str) -> Check:
             probe.bind(target)
     except OSError as error:
         if error.errno == errno.EADDRINUSE and (_serves_metrics if name == "admin" else _serves)(address):
-            fix = f"none needed; a second server wants another --{name}"
-            return Check("ports", name, "note", f"{address}: a server of Pensieve is there", fix)
-        fix = f"stop what uses it, or choose another --{name}"
+            fix = f"none needed; a second server needs another --{name}"
+            return Check("ports", name, "note", f"{address}: a Pensieve server is running there", fix)
+        fix = f"stop the program that uses it, or choose another --{name}"
         return Check("ports", name, "fail", f"{address}: {error.strerror or error}", fix)
     return Check("ports", name, "ok", f"{address}{': any free port' if number == 0 else ' is free'}")
 
 
 def _serves(address: str) -> bool:
-    """Whether it answers as Pensieve does, if only to say that it wants a key. One with TLS is not recognised."""
+    """Whether a Pensieve server answers there, if only to ask for a key. One with TLS is not recognised."""
     from pensieve.client import Client
     from pensieve.errors import PensieveError
 
     try:
-        with Client(address, timeout=ANSWER_PATIENCE_S, retry_for=0) as client:
+        with Client(address, timeout=ANSWER_TIMEOUT_S, retry_for=0) as client:
             client.server_info()
     except PensieveError as error:
         return error.reason.startswith("CREDENTIAL_")
@@ -471,7 +479,7 @@ def _serves(address: str) -> bool:
 def _serves_metrics(address: str) -> bool:
     try:
         with build_opener(ProxyHandler({})).open(
-            f"http://{address}/metrics", timeout=ANSWER_PATIENCE_S
+            f"http://{address}/metrics", timeout=ANSWER_TIMEOUT_S
         ) as answer:
             return OWN_METRIC in answer.read(1 << 20)
     except (URLError, OSError, ValueError):
@@ -480,13 +488,11 @@ def _serves_metrics(address: str) -> bool:
 
 _DEFAULTS = options.ServeOptions()
 _NAME: Final = 24
-"""Columns of a name."""
 _NARROW: Final = 60
 _COLOUR = {"ok": "green", "note": "yellow", "fail": "red"}
 
 
 def run_checks(resolved: options.ServeOptions) -> list[Check]:
-    """Every check, with the addresses, store and model of these options."""
     is_server = extras.installed("server")
     return [
         *system(),
@@ -500,9 +506,9 @@ def run_checks(resolved: options.ServeOptions) -> list[Check]:
 
 
 def show(findings: list[Check], console: Console) -> None:
-    """A paragraph per finding, its fix below it, and one last line with the verdict.
+    """Print a paragraph per finding with its fix, and a last line with the verdict.
 
-    It is wrapped below itself where the console is narrow.
+    On a narrow console a finding wraps below itself.
     """
     area = ""
     for check in findings:
@@ -520,7 +526,7 @@ def show(findings: list[Check], console: Console) -> None:
 
 
 def _lines(check: Check, width: int) -> list[str]:
-    """The finding, wrapped to the given columns. Paths and commands are not cut apart: they are there to be copied."""
+    """Return the finding wrapped to ``width`` columns. Paths and commands are never split: users copy them."""
     head = f"{check.state:5} {check.name}: " if width < _NARROW else f"{check.state:5} {check.name:{_NAME}} "
     left = " " * (6 if width < _NARROW else len(f"{'':5} {'':{_NAME}} "))
     fix = f"fix: {check.fix}" if check.fix and check.state != "ok" else ""
@@ -543,35 +549,35 @@ def _lines(check: Check, width: int) -> list[str]:
     "--model",
     envvar="PENSIEVE_SERVE_MODEL",
     metavar="MODEL",
-    help=f"Folder, GGUF file, hub id, `smollm2` or `demo`.  [default: {_DEFAULTS.model}]",
+    help=f"Model to check: folder, GGUF file, hub id, `smollm2` or `demo`.  [default: {_DEFAULTS.model}]",
     shell_complete=models,
 )
 @click.option(
     "--store",
     envvar="PENSIEVE_SERVE_STORE",
     metavar="URL",
-    help="History store to try.  [default: as `pensieve serve`]",
+    help="History store to check.  [default: as `pensieve serve`]",
 )
 @click.option(
     "--listen",
     envvar="PENSIEVE_SERVE_LISTEN",
     metavar="HOST:PORT",
-    help=f"gRPC address to try.  [default: {_DEFAULTS.listen}]",
+    help=f"gRPC address to check.  [default: {_DEFAULTS.listen}]",
 )
 @click.option(
     "--admin",
     envvar="PENSIEVE_SERVE_ADMIN",
     metavar="HOST:PORT",
-    help=f"Admin address to try.  [default: {_DEFAULTS.admin}]",
+    help=f"Admin address to check.  [default: {_DEFAULTS.admin}]",
 )
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def doctor(as_json: bool, **given: str | None) -> None:
-    """Show what this machine can do, and what is missing, with the fix.
+    """Check this machine for running a server, and suggest fixes.
 
-    What the environment sets for `pensieve serve` is looked at as well. Exit code 1 when something would keep
-    `pensieve serve` with these options from working.
+    Uses the environment variables of `pensieve serve`, too. Exit code 1 if a problem would keep `pensieve
+    serve` with these options from working.
     """
-    # Whether an address is wise to listen on is the server's question; here only whether it can be had.
+    # Whether an address is safe to listen on is checked by `serve`; here only whether it is free.
     resolved = options.resolve({**given, "insecure-i-know": True}).options
     findings = run_checks(resolved)
     blocking = any(check.state == "fail" for check in findings)

@@ -1,7 +1,8 @@
 """Options from the environment: ``--max-running`` of ``pensieve serve`` is ``PENSIEVE_SERVE_MAX_RUNNING``.
 
-The rule is the same for every command: PENSIEVE, the command, below it the subcommand, the option; in capitals, with
-underscores. What is empty counts as not set, a switch takes true or false, several values stand apart by spaces.
+The rule for every command: PENSIEVE, the command, the subcommand if any, the option; in capitals, joined by
+underscores. An empty variable counts as unset. A switch takes true or false. Several values are separated by
+spaces.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ from click.core import ParameterSource
 
 PREFIX = "PENSIEVE"
 NO_OPTIONS = frozenset({"PENSIEVE_API_KEY", "PENSIEVE_DEBUG", "PENSIEVE_FAILPOINTS"})
-"""Variables of other kinds: of several commands, and switches for developers."""
+"""Variables that belong to several commands, and switches for developers."""
 
 
 def silence_grpc() -> None:
-    """Keep the gRPC library from writing lines of its own to stderr, such as one for each TLS handshake that fails."""
+    """Keep gRPC from writing to stderr, such as a line for each failed TLS handshake."""
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 
 def assign_variables(command: click.Command, path: str) -> None:
-    """Give each option of a command, and of the commands below it, its variable.
+    """Assign an environment variable to each option of a command and of its subcommands.
 
     ``path``: the command's name as typed, ``serve`` or ``store check``.
     """
@@ -34,71 +35,71 @@ def assign_variables(command: click.Command, path: str) -> None:
             present = _variables(param)
             if wanted not in present:
                 param.envvar = [wanted, *present]
-    for name, inner in _below(command):
+    for name, inner in _subcommands(command):
         assign_variables(inner, f"{path} {name}")
 
 
 def variables_in_use(ctx: click.Context) -> dict[str, str]:
-    """Parameter → variable, of those that the environment has set."""
+    """Return parameter → variable, for each parameter that the environment has set."""
     return {
-        param.name: _used(param)
+        param.name: _set_variable(param)
         for param in ctx.command.params
         if param.name and ctx.get_parameter_source(param.name) is ParameterSource.ENVIRONMENT
     }
 
 
 def variable_of_error(error: click.ClickException) -> str | None:
-    """The variable whose value ``error`` is about; None when it is about something else."""
+    """Return the variable whose value ``error`` is about, or None."""
     if not isinstance(error, click.BadParameter) or error.ctx is None or error.param is None:
         return None
     name = error.param.name
     if name is None or error.ctx.get_parameter_source(name) is not ParameterSource.ENVIRONMENT:
         return None
-    return _used(error.param)
+    return _set_variable(error.param)
 
 
 def misspelt_variables(command: click.Command, path: str) -> Iterator[str]:
-    """A line for each variable that looks as if it should set an option of this command, and sets none."""
+    """Yield a line for each variable that looks like an option of this command but sets none."""
     known = set(_all_variables(command))
-    own = f"{PREFIX}_{_capitals(path)}_"
+    prefix = f"{PREFIX}_{_upper_snake(path)}_"
     for name in sorted(os.environ):
         if name in known or name in NO_OPTIONS or not name.startswith(f"{PREFIX}_"):
             continue
-        whole = own + name.removeprefix(f"{PREFIX}_")  # the command's name was left out
-        if name.startswith(own):
+        full_name = prefix + name.removeprefix(f"{PREFIX}_")  # if the command's name was left out
+        if name.startswith(prefix):
             nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
-            yield f"{name} sets no option" + (f"; did you mean {nearest[0]}?" if nearest else "")
-        elif whole in known:
-            yield f"{name} sets no option; did you mean {whole}?"
+            yield f"ignoring {name}: no such option" + (f"; did you mean {nearest[0]}?" if nearest else "")
+        elif full_name in known:
+            yield f"ignoring {name}: no such option; did you mean {full_name}?"
 
 
 def _all_variables(command: click.Command) -> Iterator[str]:
     for param in command.params:
         yield from _variables(param)
-    for _, inner in _below(command):
+    for _, inner in _subcommands(command):
         yield from _all_variables(inner)
 
 
-def _below(command: click.Command) -> Iterator[tuple[str, click.Command]]:
-    """The subcommands of a group; ``replay`` is none, and has one as well."""
+def _subcommands(command: click.Command) -> Iterator[tuple[str, click.Command]]:
+    """Yield the subcommands of a group. ``replay`` is not a group but has one."""
     yield from getattr(command, "commands", {}).items()
 
 
 def _variable(path: str, param: click.Option) -> str:
     flag = max(param.opts, key=len).lstrip("-")
-    return f"{PREFIX}_{_capitals(path)}_{_capitals(flag)}"
+    return f"{PREFIX}_{_upper_snake(path)}_{_upper_snake(flag)}"
 
 
-def _capitals(text: str) -> str:
+def _upper_snake(text: str) -> str:
     return text.replace("-", "_").replace(" ", "_").upper()
 
 
 def _variables(param: click.Parameter) -> list[str]:
-    """Its variables, the first one winning."""
+    """Return the parameter's variables; the first one that is set wins."""
     if param.envvar is None:
         return []
     return [param.envvar] if isinstance(param.envvar, str) else list(param.envvar)
 
 
-def _used(param: click.Parameter) -> str:
+def _set_variable(param: click.Parameter) -> str:
     return next(name for name in _variables(param) if os.environ.get(name))

@@ -1,4 +1,4 @@
-"""``pensieve gateway``: the HTTP door as a process of its own, in front of a server."""
+"""``pensieve gateway``: the OpenAI HTTP API in a process of its own, in front of a server."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import Any, Final
 import click
 
 from pensieve.options.serve import ServeOptions
-from pensieve.options.table import HTTP_LIMITS, Option
-from pensieve.options.values import duration, is_loopback, names, origins, split_address
+from pensieve.options.table import HTTP_LIMITS
+from pensieve.options.values import Parser, duration, is_loopback, names, origins, split_address
 
 _FILE: Final = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
-def _limits(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator: the flags of ``pensieve serve`` that every door has, without ``http-`` before their names."""
+def _http_limits(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator: add the HTTP options that ``pensieve serve`` has, too, without ``http-``."""
     defaults = ServeOptions()
     for option in reversed(HTTP_LIMITS):
         default = getattr(defaults, option.field)
@@ -29,17 +29,17 @@ def _limits(command: Callable[..., Any]) -> Callable[..., Any]:
             f"--{option.name.removeprefix('http-')}",
             option.field,
             multiple=option.parse in (origins, names),
-            callback=_parsed_by(option, default),
+            callback=_callback_for(option.parse, default),
             metavar=option.metavar,
             help=option.help + shown,
         )(command)
     return command
 
 
-def _parsed_by(option: Option, default: object) -> Callable[..., object]:
+def _callback_for(parse: Parser, default: object = None) -> Callable[..., object]:
     def parsed(_: click.Context, __: click.Parameter, value: object) -> object:
         try:
-            return default if value in (None, ()) else option.parse(value)
+            return default if value in (None, ()) else parse(value)
         except ValueError as error:
             raise click.BadParameter(str(error)) from None
 
@@ -47,31 +47,31 @@ def _parsed_by(option: Option, default: object) -> Callable[..., object]:
 
 
 @click.command(name="gateway", context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--target", required=True, metavar="HOST:PORT", help="The server to stand in front of.")
+@click.option("--target", required=True, metavar="HOST:PORT", help="gRPC address of the server.")
 @click.option(
     "--listen",
     default="127.0.0.1:8080",
     show_default=True,
     metavar="HOST:PORT",
-    help="Where to take HTTP calls.",
+    help="HTTP address to listen on.",
 )
-@click.option("--tls", is_flag=True, help="TLS towards --target, with the system's root certificates.")
-@click.option("--tls-cert", type=_FILE, metavar="FILE", help="PEM certificate chain: take calls over TLS.")
-@click.option("--tls-key", type=_FILE, metavar="FILE", help="PEM private key.")
+@click.option("--tls", is_flag=True, help="Use TLS to --target, with the system's root certificates.")
+@click.option("--tls-cert", type=_FILE, metavar="FILE", help="PEM certificate chain; enables HTTPS.")
+@click.option("--tls-key", type=_FILE, metavar="FILE", help="PEM private key of --tls-cert.")
 @click.option(
     "--insecure-i-know",
     is_flag=True,
-    help="Take calls from a network without TLS, or for a server without keys: other protection is in place.",
+    help="Allow a network address without TLS, or with a server that needs no keys, behind your own protection.",
 )
 @click.option(
     "--heartbeat",
     default="10s",
     show_default=True,
     metavar="TIME",
-    callback=lambda _, __, value: _time(value),
-    help="Longest silence on a stream.",
+    callback=_callback_for(duration(0.1, 3600)),
+    help="Longest silence on a stream before a keep-alive message.",
 )
-@_limits
+@_http_limits
 def gateway(
     target: str,
     listen: str,
@@ -85,9 +85,10 @@ def gateway(
     http_cors_origin: str | None,
     http_host: str | None,
 ) -> None:
-    """Serve OpenAI's HTTP protocols from a Pensieve server.
+    """Serve the OpenAI HTTP API in front of a Pensieve server.
 
-    Holds no state: any number may stand in front of one server. Prints one line, `ready http=HOST:PORT`.
+    A gateway holds no state: any number can serve one server. Prints one line when ready, `ready
+    http=HOST:PORT`.
     """
     door = importlib.import_module("pensieve.http.run")
     _address("target", target)
@@ -97,16 +98,16 @@ def gateway(
     on_loopback = is_loopback(listen)
     if not (on_loopback or insecure_i_know or tls_cert):
         raise click.UsageError(
-            f"--listen: {listen} is not loopback; give --tls-cert and --tls-key, "
+            f"--listen: {listen} is not loopback; pass --tls-cert and --tls-key, "
             "or --insecure-i-know behind your own protection"
         )
     files = door.TlsFiles(tls_cert, tls_key) if tls_cert is not None else None
     try:
         if files is not None:
-            files.context()  # before it says that it is ready
-    except OSError as error:  # ssl's own are among them
+            files.context()  # fail before the ready line
+    except OSError as error:  # includes ssl.SSLError
         raise click.UsageError(
-            f"--tls-cert, --tls-key: {tls_cert} and {tls_key} are not a certificate in PEM and its key ({error})"
+            f"--tls-cert, --tls-key: {tls_cert} and {tls_key} are not a PEM certificate and its key ({error})"
         ) from error
     settings = door.DoorSettings(
         target,
@@ -121,13 +122,13 @@ def gateway(
     )
     if settings.wants_keys and asyncio.run(door.needs_no_key(settings)):
         raise click.UsageError(
-            f"--listen: {listen} is not loopback, and the server at {target} asks for no key; start it with "
-            "--api-keys, or give --insecure-i-know behind your own protection"
+            f"--listen: {listen} is not loopback, and the server at {target} requires no API key; start it with "
+            "--api-keys, or pass --insecure-i-know behind your own protection"
         )
     try:
         listener = socket.create_server((host, port), backlog=2048)
     except OSError as error:
-        # Python adds the address to ``strerror``; errors of names have numbers of their own.
+        # Python adds the address to ``strerror``; resolver errors have negative numbers of their own.
         why = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
         raise click.UsageError(f"--listen: cannot listen on {listen}: {why}") from error
     with listener:
@@ -137,13 +138,6 @@ def gateway(
                 runner.run(door.serve(settings, listener, files))
         except (OSError, ValueError) as error:
             raise click.ClickException(f"cannot serve: {error}") from error
-
-
-def _time(value: str) -> float:
-    try:
-        return float(str(duration(0.1, 3600)(value)))
-    except ValueError as error:
-        raise click.BadParameter(str(error)) from None
 
 
 def _address(option: str, value: str) -> tuple[str, int]:

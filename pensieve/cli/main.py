@@ -1,6 +1,6 @@
-"""The ``pensieve`` command. Each subcommand's module is imported when it is asked for: ``--help`` costs no torch.
+"""The ``pensieve`` command. Subcommands are imported when needed, so ``--help`` costs no torch.
 
-Exit codes: 0 done, 1 failed, 2 a bad option, 130 interrupted. stderr has what is wrong, behind the command's name.
+Exit codes: 0 done, 1 failed, 2 bad option, 130 interrupted. Errors go to stderr, after the command's name.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from pensieve.options.table import BASIC_OPTIONS, GROUPS
 
 
 class ErrorOrigin:
-    """``main`` hands it to all contexts as their ``obj``; those that an error leaves write in it."""
+    """Records which command an error came from. ``main`` passes it to all contexts as their ``obj``."""
 
     def __init__(self) -> None:
         self._error: BaseException | None = None
         self._command = ""
 
     def record(self, error: BaseException, command: str) -> None:
-        """``error`` leaves ``command``: remembered unless it has left another one before."""
+        """Record that ``error`` leaves ``command``, unless it has left another one before."""
         if error is not self._error:
             self._error, self._command = error, command
 
     def command_of(self, error: BaseException) -> str:
-        """The command as it was typed, without its arguments; ``pensieve`` if the error came out of none."""
-        context = getattr(error, "ctx", None)  # click knows it of mistakes in how a command is called
+        """Return the command as typed, without arguments; ``pensieve`` if the error came from no subcommand."""
+        context = getattr(error, "ctx", None)  # click sets it for errors in the arguments
         if isinstance(context, click.Context):
             return context.command_path
         return self._command if error is self._error else "pensieve"
 
 
 class RecordingContext(click.Context):
-    """A context that tells its ``ErrorOrigin`` of errors. Click itself names no command in errors of run time."""
+    """A context that records errors in its ``ErrorOrigin``. Click itself names no command for errors at run time."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -57,61 +57,65 @@ class RecordingContext(click.Context):
 
 
 def record_errors(command: click.Command) -> None:
-    """Have a command, and those below it, run in contexts that tell."""
+    """Make a command and its subcommands run in recording contexts."""
     command.context_class = RecordingContext
     for inner in getattr(command, "commands", {}).values():
         record_errors(inner)
 
 
-_NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
-"""What writing to stdout fails with when that is a file on a full or failing disk."""
+_WRITE_ERRORS: Final = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+"""Errors of a write to stdout when it is a file on a full or failing disk."""
 SUBCOMMANDS: Final[dict[str, tuple[str, str, str]]] = {
     "chat": (
         "pensieve.cli.chat.command",
         "chat",
-        "Chat in the terminal, with a server or with one of its own.",
+        "Chat in the terminal with a server, or with one started for the chat.",
     ),
-    "demo": ("pensieve.demo.run", "demo", "Watch a small model remember: no GPU, no download."),
+    "demo": (
+        "pensieve.demo.run",
+        "demo",
+        "See a small model remember. Needs no GPU and no download.",
+    ),
     "doctor": (
         "pensieve.cli.doctor",
         "doctor",
-        "Show what this machine can do, and what is missing, with the fix.",
+        "Check this machine for running a server, and suggest fixes.",
     ),
-    "gateway": ("pensieve.cli.gateway", "gateway", "Serve OpenAI's HTTP protocols from a server."),
+    "gateway": ("pensieve.cli.gateway", "gateway", "Serve the OpenAI HTTP API in front of a server."),
     "profile": (
         "pensieve.cli.profile",
         "profile",
-        "Measure what recomputing a chunk costs here; write JSON.",
+        "Measure the cost of recomputing chunks on this machine.",
     ),
     "replay": (
         "pensieve.replay.command",
         "replay",
-        "Replay multi-turn conversations against servers and report.",
+        "Replay multi-turn conversations against servers; report results.",
     ),
     "sessions": (
         "pensieve.cli.sessions",
         "sessions",
-        "List the sessions of a server, show one, erase some.",
+        "List, show and erase a server's sessions.",
     ),
     "simulate": (
         "pensieve.simulate.command",
         "simulate",
-        "Compare eviction policies and plan capacity under a virtual clock.",
+        "Compare eviction policies and plan capacity in simulated time.",
     ),
     "store": (
         "pensieve.cli.store",
         "store",
-        "Look after a history store: check, repair, back up, restore, move.",
+        "Maintain a history store: check, repair, back up, restore, move.",
     ),
-    "top": ("pensieve.cli.top.command", "top", "Show what a server is doing, live in the terminal."),
+    "top": ("pensieve.cli.top.command", "top", "Show a server's activity live in the terminal."),
 }
 """Subcommand → module, attribute, line in ``pensieve --help``."""
-_CLIENTS: Final = ("chat", "replay", "sessions")
-"""Their stderr is for whoever has typed them; that of a server is a log."""
+_CLIENT_COMMANDS: Final = ("chat", "replay", "sessions")
+"""Commands whose stderr is for the user who typed them. A server's stderr is a log."""
 
 
 class LazyGroup(click.Group):
-    """A group that imports a subcommand's module only to run it or to show its own help."""
+    """A group that imports a subcommand's module only to run it or to show its help."""
 
     context_class = RecordingContext
 
@@ -126,7 +130,7 @@ class LazyGroup(click.Group):
         return command
 
     def _load(self, ctx: click.Context, cmd_name: str) -> click.Command:
-        if cmd_name in _CLIENTS:
+        if cmd_name in _CLIENT_COMMANDS:
             environment.silence_grpc()  # before grpc is imported
         module, attribute, _ = SUBCOMMANDS[cmd_name]
         try:
@@ -149,18 +153,18 @@ class LazyGroup(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         rows = [
-            (name, SUBCOMMANDS[name][2] if name in SUBCOMMANDS else self._own(name))
+            (name, SUBCOMMANDS[name][2] if name in SUBCOMMANDS else self._short_help(name))
             for name in self.list_commands(ctx)
         ]
         with formatter.section("Commands"):
             formatter.write_dl(rows)
 
-    def _own(self, name: str) -> str:
+    def _short_help(self, name: str) -> str:
         return self.commands[name].get_short_help_str(limit=80)
 
 
 def load_error(what: str, error: ImportError) -> ImportError | click.ClickException:
-    """The error to raise: one that names the extra to install, or one that leads to ``pensieve doctor``."""
+    """Return the error to raise: it names the extra to install, or points to ``pensieve doctor``."""
     if extras.missing_extra(error) is not None:
         return error
     return click.ClickException(f"cannot load {what}: {error}; `pensieve doctor` shows what is missing")
@@ -169,8 +173,8 @@ def load_error(what: str, error: ImportError) -> ImportError | click.ClickExcept
 @click.group(
     cls=LazyGroup,
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="Options may come from the environment: --max-running of `serve` is PENSIEVE_SERVE_MAX_RUNNING, and so on "
-    "with every command. A flag wins.",
+    epilog="Environment variables set options, too: --max-running of `serve` is PENSIEVE_SERVE_MAX_RUNNING, and so on "
+    "for every command. A flag takes precedence.",
 )
 @click.version_option(__version__, prog_name="pensieve")
 def cli() -> None:
@@ -181,27 +185,27 @@ def cli() -> None:
     cls=GroupedCommand,
     groups=GROUPS,
     first=BASIC_OPTIONS,
-    epilog="Each option may be a variable, too: PENSIEVE_SERVE_<OPTION>.",
+    epilog="Environment variables set options, too: PENSIEVE_SERVE_<OPTION>.",
 )
 @options.serve_flags
 @click.option(
     "--config",
     type=click.Path(path_type=Path),
     metavar="FILE.toml",
-    help="Options as TOML, named as the flags without dashes; flags and the environment win.",
+    help="TOML file of options, named as the flags without dashes. Flags and environment variables take precedence.",
 )
 @click.option(
     "--print-config",
     is_flag=True,
     allow_from_autoenv=False,
-    help="Print the resolved options and their reasons as TOML, then exit.",
+    help="Print each option's value, origin and reason as TOML, then exit.",
 )
 @click.option(
     "--until-stdin-ends",
     is_flag=True,
     hidden=True,
     allow_from_autoenv=False,
-    help="End when stdin does: it is held by the program that owns this server.",
+    help="Stop when stdin is closed by the program that owns this server.",
 )
 @click.pass_context
 def serve(
@@ -209,8 +213,8 @@ def serve(
 ) -> None:
     """Run the server.
 
-    Prints one line, `ready grpc=HOST:PORT admin=HOST:PORT`, when it accepts calls, with
-    `http=HOST:PORT` behind it if there is --http. SIGTERM lets running turns finish.
+    When it accepts calls it prints one line: `ready grpc=HOST:PORT admin=HOST:PORT`, followed by
+    `http=HOST:PORT` if --http is set. SIGTERM lets running turns finish.
     """
     variables = options.by_name(environment.variables_in_use(ctx))
     resolved = options.resolve(options.by_name(given), config, variables)
@@ -221,7 +225,7 @@ def serve(
     try:
         Path.cwd()
     except FileNotFoundError:
-        raise click.UsageError("the working folder is gone: change to another one") from None
+        raise click.UsageError("the working folder no longer exists: change to another one") from None
     if until_stdin_ends:
         terminate_on_eof(0)
     try:
@@ -230,52 +234,52 @@ def serve(
         raise load_error("the server", error) from error
     if resolved.sources["store"] == "default":
         folder = options.state_directory()
-        try:  # Histories are private: nobody else on the machine may list or read them.
+        try:  # Histories are private: other users of the machine may not list or read them.
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise click.UsageError(
-                f"--store: cannot make the folder {folder}: {error.strerror}; give a store, or set XDG_STATE_HOME"
+                f"--store: cannot create the folder {folder}: {error.strerror}; pass --store URL, or set XDG_STATE_HOME"
             ) from error
     ctx.exit(app.run(resolved.options))
 
 
 def _open_standard_files() -> None:
-    """Open what is closed of stdin, stdout and stderr: a connection or a database would get the number, and the log."""
+    """Open closed standard files: otherwise a database would get the number, and the log would go into it."""
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Entry point of the console script."""
     _open_standard_files()
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character gets "?"
-    blame = ErrorOrigin()
+        sys.stdout.reconfigure(errors="replace")  # characters that the terminal cannot show become "?"
+    origin = ErrorOrigin()
     try:
-        code = cli.main(args=arguments, prog_name="pensieve", standalone_mode=False, obj=blame)
+        code = cli.main(args=arguments, prog_name="pensieve", standalone_mode=False, obj=origin)
     except click.exceptions.NoArgsIsHelpError as error:
         error.show()
         sys.exit(error.exit_code)
     except click.ClickException as error:
         variable = environment.variable_of_error(error)
         message = f"{variable}: {error.message}" if variable else error.format_message()
-        print_error(message, blame.command_of(error))
+        print_error(message, origin.command_of(error))
         sys.exit(error.exit_code)
-    except ImportError as error:  # some commands find out late what they need
+    except ImportError as error:  # some commands import their dependencies late
         line = extras.missing_extra(error)
         if line is None:
             raise
-        print_error(line, blame.command_of(error))
+        print_error(line, origin.command_of(error))
         sys.exit(2)
     except click.Abort:
         sys.exit(130)
     except OSError as error:
-        if error.errno not in _NO_ROOM or error.filename is not None:
+        if error.errno not in _WRITE_ERRORS or error.filename is not None:
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is still to be written fails no more
-        print_error(f"what was to be said could not be written: {error.strerror}", blame.command_of(error))
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # so that later writes do not fail
+        print_error(f"cannot write the output: {error.strerror}", origin.command_of(error))
         sys.exit(1)
     sys.exit(code if isinstance(code, int) else 0)

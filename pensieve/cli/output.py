@@ -1,4 +1,4 @@
-"""Output for a terminal: stdout as wide as a terminal is, or as wide as it takes; figures and times; foreign words."""
+"""Terminal output: the width of stdout, formatted numbers and times, and text of others made safe to print."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from typing import Final
 from rich.console import Console
 
 UNBOUNDED_WIDTH: Final = 10_000
-"""Columns of what has no width of its own, such as a pipe: more than a row takes, and nothing is cut for it."""
+"""Columns of an output without a width of its own, such as a pipe: wide enough that nothing is cut."""
 
 
 def stdout() -> Console:
-    """On stdout. Into a pipe or a file a row is one line with all its columns, unless COLUMNS says how many there are.
+    """Return a console on stdout. In a pipe or file each row is one line, unless COLUMNS is set.
 
-    Rich would take 80 columns there, or those of a terminal that is stdin.
+    Rich would assume 80 columns there, or those of a terminal on stdin.
     """
     console = Console(highlight=False)
-    if console.file.isatty():  # FORCE_COLOR makes ``is_terminal`` true of a pipe, too
+    if console.file.isatty():  # not ``is_terminal``, which FORCE_COLOR makes true for a pipe
         return console
     return Console(highlight=False, width=shutil.get_terminal_size((UNBOUNDED_WIDTH, 24)).columns)
 
 
-_OBEYED: Final = "\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff"
-_IN_LINES: Final = re.compile(f"[{_OBEYED}]")
-_IN_A_CELL: Final = re.compile(f"[\t\n{_OBEYED}]")
+_CONTROL: Final = "\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff"
+_IN_LINES: Final = re.compile(f"[{_CONTROL}]")
+_IN_A_CELL: Final = re.compile(f"[\t\n{_CONTROL}]")
 
 
 def clean(text: str, *, lines: bool = True) -> str:
-    """``text`` with control characters made visible, so that none reaches a terminal.
+    """Replace control characters by visible ones, so that none reaches a terminal.
 
-    What a model, a server or its callers say could otherwise move the cursor, set the title, write to the clipboard or,
-    with marks of writing direction, show another text than it is. What joins letters and emoji, and spaces of any
+    Text from a model, a server or its callers could otherwise move the cursor, set the title, write to the
+    clipboard, or hide its content with bidirectional marks. Joiners of letters and emoji, and spaces of any
     width, stay. ``lines``: line ends and tabs stay too.
     """
     return (_IN_LINES if lines else _IN_A_CELL).sub(_visible, text.replace("\r\n", "\n"))
@@ -50,7 +50,7 @@ _DAY_S = 86_400.0
 
 
 def count(number: float) -> str:
-    """At most seven characters: ``999``, ``12,345``, ``1.2M``."""
+    """Format a number in at most seven characters: ``999``, ``12,345``, ``1.2M``."""
     if number >= 1e9:
         return f"{number / 1e9:.1f}G"
     if number >= 1e6:
@@ -61,7 +61,7 @@ def count(number: float) -> str:
 
 
 def seconds(duration_s: float) -> str:
-    """A latency: ``8.4 ms``, ``120 ms``, ``2.4 s``."""
+    """Format a latency: ``8.4 ms``, ``120 ms``, ``2.4 s``."""
     if duration_s < 1.0:
         milliseconds = duration_s * 1e3
         return f"{milliseconds:.1f} ms" if milliseconds < 10 else f"{milliseconds:.0f} ms"
@@ -69,7 +69,7 @@ def seconds(duration_s: float) -> str:
 
 
 def age(duration_s: float) -> str:
-    """A long time in its largest unit: ``12s``, ``5m``, ``3h``, ``9d``."""
+    """Format a long time in its largest unit: ``12s``, ``5m``, ``3h``, ``9d``."""
     for length, unit in ((_DAY_S, "d"), (3600.0, "h"), (60.0, "m")):
         if duration_s >= length:
             return f"{duration_s / length:.0f}{unit}"
@@ -77,7 +77,7 @@ def age(duration_s: float) -> str:
 
 
 def share(part: float, whole: float) -> str:
-    """``62 %``; what is little and not nothing is ``<1 %``."""
+    """Format a share: ``62 %``; less than half a percent is ``<1 %``."""
     if whole <= 0:
         return "–"
     percent = 100 * part / whole
@@ -85,13 +85,13 @@ def share(part: float, whole: float) -> str:
 
 
 def byte_size(number: float) -> str:
-    """``1.5 MB``."""
+    """Format a size: ``1.5 MB``."""
     for length, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if number >= length:
             return f"{number / length:.1f} {unit}"
     return f"{number:.0f} B"
 
 
-def labels(some: Mapping[str, str]) -> str:
-    """``k=v k2=v2``."""
-    return clean(" ".join(f"{key}={value}" for key, value in sorted(some.items())), lines=False)
+def labels(values: Mapping[str, str]) -> str:
+    """Format labels: ``k=v k2=v2``."""
+    return clean(" ".join(f"{key}={value}" for key, value in sorted(values.items())), lines=False)

@@ -1,4 +1,4 @@
-"""``pensieve profile``: measures what recomputing a chunk costs on this machine (``pensieve.engine.cost.profiles``)."""
+"""``pensieve profile``: measure the cost of recomputing a chunk on this machine."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from pensieve.engine.cost.profiles import (
 from pensieve.options.commands import models
 from pensieve.simulate.calibrate import SWAP_CHUNKS, calibrate_machine
 
-if TYPE_CHECKING:  # the module brings torch with it
+if TYPE_CHECKING:  # importing it imports torch
     from pensieve.engine.worker.torch_worker import Worker
 
 HOST_CHUNKS: Final = max(SWAP_CHUNKS)
 MACHINE_TOKENS: Final = 32768
-"""Device tier, in tokens, to time steps in: enough for large batches."""
+"""Size of the device tier, in tokens, while timing steps: enough for large batches."""
 
 
 def _measure_with_progress(running: Prober, longest: int, chunk_tokens: int, repeats: int) -> list[CostPoint]:
@@ -50,7 +50,7 @@ def _measure_with_progress(running: Prober, longest: int, chunk_tokens: int, rep
 
 
 def _measure_machine(worker: Worker, name: str, longest: int, path: Path) -> None:
-    """Time steps, fit, write, and say how good the fit is."""
+    """Time steps, fit a formula, write it, and report its error."""
     console = Console(stderr=True)
     with console.status("steps") as status:
         try:
@@ -64,7 +64,7 @@ def _measure_machine(worker: Worker, name: str, longest: int, path: Path) -> Non
     except OSError as error:
         raise click.ClickException(f"cannot write {path}: {error.strerror}") from error
     click.echo(
-        f"wrote {path}: its formula is off by {machine.mean_error:.1%} on average, {machine.worst_error:.1%} at worst",
+        f"wrote {path}: its formula errs by {machine.mean_error:.1%} on average, {machine.worst_error:.1%} at worst",
         err=True,
     )
 
@@ -75,7 +75,7 @@ def _measure_machine(worker: Worker, name: str, longest: int, path: Path) -> Non
     default="demo",
     show_default=True,
     metavar="MODEL",
-    help="Folder, GGUF file, hub id, `smollm2` or `demo`.",
+    help="Model folder, GGUF file, hub id, `smollm2` or `demo`.",
     shell_complete=models,
 )
 @click.option("--device", type=click.Choice(get_args(DeviceName)), default="auto", show_default=True)
@@ -90,7 +90,7 @@ def _measure_machine(worker: Worker, name: str, longest: int, path: Path) -> Non
     type=click.Choice(get_args(LoadFormat)),
     default="auto",
     show_default=True,
-    help="`dummy`: random weights, for a model of which only the config is here.",
+    help="`dummy`: random weights, if only the model's config is present.",
 )
 @click.option(
     "--chunk-tokens",
@@ -111,7 +111,7 @@ def _measure_machine(worker: Worker, name: str, longest: int, path: Path) -> Non
     default=5,
     show_default=True,
     metavar="N",
-    help="Runs per context length.",
+    help="Measurements per context length.",
 )
 @click.option(
     "--threads", type=click.IntRange(0), default=0, metavar="N", help="CPU threads; 0: one per core."
@@ -122,20 +122,20 @@ def _measure_machine(worker: Worker, name: str, longest: int, path: Path) -> Non
     default=1,
     show_default=True,
     metavar="N",
-    help="Divide the model over so many GPUs, as `pensieve serve` does.",
+    help="Divide the model over N GPUs, as `pensieve serve` does.",
 )
 @click.option(
     "--output",
     type=click.Path(dir_okay=False, path_type=Path, allow_dash=True),
     metavar="FILE",
-    help="Where the JSON goes, `-` for stdout.  [default: the user's cache folder, where `pensieve serve` looks]",
+    help="Output file; `-`: stdout.  [default: in the user's cache folder, where `pensieve serve` finds it]",
 )
 @click.option(
     "--machine",
     "machine_file",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Also time whole steps, and write what `pensieve simulate --machine` wants to know of this machine.",
+    help="Also time whole steps, and write this machine's file for `pensieve simulate --machine`.",
 )
 def profile(
     model: str,
@@ -150,10 +150,10 @@ def profile(
     output: Path | None,
     machine_file: Path | None,
 ) -> None:
-    """Measure what recomputing a chunk costs on this machine.
+    """Measure the cost of recomputing a chunk on this machine.
 
-    The result is kept for `pensieve serve`, per model, device, dtype, chunk size and number of GPUs; a file elsewhere
-    goes to `pensieve serve --cost-profile FILE`.
+    `pensieve serve` uses the result, stored per model, device, dtype, chunk size and number of GPUs. Pass a
+    file stored elsewhere with `pensieve serve --cost-profile FILE`.
     """
     from pensieve.engine.ranks.build import build_workers
     from pensieve.model.arch import ModelError
@@ -161,19 +161,19 @@ def profile(
     from pensieve.model.resolve import display_name, resolve_model
 
     if machine_file is not None and not os.access(machine_file.parent, os.W_OK):
-        # Said now, not after minutes of measuring.
+        # Fail now, not after minutes of measuring.
         raise click.ClickException(
-            f"cannot write {machine_file}: its folder is not there, or not yours to write to"
+            f"cannot write {machine_file}: its folder does not exist or is not writable"
         )
     try:
         folder = resolve_model(model)
         limit = load_arch(folder).context_limit
         if longest is not None and longest > limit:
-            raise click.BadParameter(f"the model takes at most {limit} tokens", param_hint="--longest")
+            raise click.BadParameter(f"the model's context limit is {limit} tokens", param_hint="--longest")
         longest = longest or min(limit, MAX_CONTEXT)
         if longest < 2 * chunk_tokens:
             raise click.BadParameter(
-                f"at least two chunks, {2 * chunk_tokens} tokens", param_hint="--longest"
+                f"must be at least two chunks, {2 * chunk_tokens} tokens", param_hint="--longest"
             )
         worker = build_workers(
             EngineOptions(

@@ -1,4 +1,4 @@
-"""What a server refuses, and that none answers, as one line for whoever has typed a command."""
+"""One-line messages for refused calls and unreachable servers, for the user of a command."""
 
 from __future__ import annotations
 
@@ -11,51 +11,50 @@ from pensieve.cli.output import clean
 from pensieve.errors import InvalidArgument, PensieveError
 
 _OPTIONS: Final = {"target": "--target", "api_key": "--api-key"}
-"""Arguments of a client, which looks at them before it calls anybody."""
+"""Client argument → option. The client checks these before it makes a call."""
 _CAUSES: Final = (
     r"failed to connect to all addresses; last error: \w+: (?:\S+: )?(?:Failed to connect to remote host: )?(.+)",
     r"errors resolving .*\[field:hostname lookup error:address lookup failed for \S+: (.+?)\](.*)",
 )
-"""What the gRPC library says around the cause."""
-_ELSEWHERE: Final = "a server's ready line names its address: grpc=…"
+"""Patterns of gRPC messages, to extract the cause."""
+_DEFAULT_ADVICE: Final = "the address is in the server's ready line: grpc=…"
 _ADVICE: Final = {
-    "Socket closed": "a server with TLS wants --tls",
-    "WRONG_VERSION_NUMBER": "it speaks no TLS: leave out --tls",
-    "CERTIFICATE_VERIFY_FAILED": "GRPC_DEFAULT_SSL_ROOTS_FILE_PATH names root certificates in place of the system's",
+    "Socket closed": "if the server uses TLS, add --tls",
+    "WRONG_VERSION_NUMBER": "the server does not use TLS: remove --tls",
+    "CERTIFICATE_VERIFY_FAILED": "set GRPC_DEFAULT_SSL_ROOTS_FILE_PATH to use other root certificates",
 }
-"""What to do about causes that have these words in them."""
 
 
 class BadModel(click.ClickException):
-    """The model cannot be served: bad input, as a bad option is."""
+    """The model cannot be served. Exit code 2, as for a bad option."""
 
     exit_code = 2
 
 
 def describe_error(error: PensieveError, target: str) -> str:
-    """It names the option where a key is wanted, tells a wrong port, and has nothing that a terminal would obey."""
+    """Describe an error in one line that is safe to print."""
     if error.reason == "CREDENTIAL_MISSING":
-        return f"{target} wants --api-key, or PENSIEVE_API_KEY ({error.reason})"
+        return f"{target} requires an API key: pass --api-key, or set PENSIEVE_API_KEY ({error.reason})"
     if error.reason == "TRANSPORT" and error.code in ("UNKNOWN", "UNIMPLEMENTED"):  # such as the admin port
-        return f"what answers at {target} is no gRPC port of pensieve; a server's ready line names its own: grpc=…"
+        return f"{target} is not a gRPC port of pensieve; the address is in the server's ready line: grpc=…"
     if error.reason == "TRANSPORT" and error.code == "UNAVAILABLE":
         return describe_unreachable(error, target)
     return clean(str(error), lines=False)
 
 
 def describe_unreachable(error: PensieveError, target: str) -> str:
-    """That nobody is there, why, and what to do about it."""
+    """Describe that no server answers, why, and what to do."""
     cause = error.message
     for pattern in _CAUSES:
         if found := re.fullmatch(pattern, cause, re.DOTALL):
             cause = "".join(found.groups())
     cause = clean(cause, lines=False)
-    advice = next((what for words, what in _ADVICE.items() if words in cause), _ELSEWHERE)
+    advice = next((what for words, what in _ADVICE.items() if words in cause), _DEFAULT_ADVICE)
     return f"no server answers at {target}: {cause}; {advice}"
 
 
 def usage_error(error: PensieveError) -> click.UsageError | None:
-    """The error if it is one of an option of the command: nobody was called then."""
+    """Return a usage error if ``error`` is about an option of the command; then no server was called."""
     if isinstance(error, InvalidArgument):
         for field, problem in error.violations:
             if field in _OPTIONS:

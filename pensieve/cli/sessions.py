@@ -1,4 +1,4 @@
-"""``pensieve sessions``: the sessions of a server as tables and as JSON, one in detail, and their erasure."""
+"""``pensieve sessions``: list a server's sessions, show one in detail, erase some."""
 
 from __future__ import annotations
 
@@ -21,34 +21,36 @@ from pensieve.client import Client, FinishReason, Item, Residency, RetryPolicy, 
 from pensieve.errors import InvalidArgument, NotFound, PensieveError
 from pensieve.options.serve import ServeOptions
 
-MOST_NAMED = 5
-"""Most sessions that are listed where a beginning fits several."""
+MAX_MATCHES_SHOWN = 5
+"""Most sessions listed for an ambiguous prefix."""
 
 
 def find_session(client: Client, given: str, *, whole: bool = False) -> SessionInfo:
-    """The session of this id, or the only one whose id begins so, with where its context lies.
+    """Return the session with this id, or the only one whose id begins with it, including its residency.
 
-    ``whole``: a beginning does not do. Raises UsageError when there is none, or when there are several.
+    ``whole``: do not accept a prefix. Raises UsageError if no session matches, or several do.
     """
     try:
         return client.session(given).refresh(residency=True)
-    except (NotFound, InvalidArgument) as error:  # too short a beginning is no id
+    except (NotFound, InvalidArgument) as error:  # a short prefix is not a valid id
         if isinstance(error, NotFound) and error.reason != "SESSION_NOT_FOUND":
             raise
-    beginning = given.removeprefix("sessions/")
-    same = [info.id for info in client.sessions() if info.id.startswith(beginning)] if beginning else []
-    if not same:
+    prefix = given.removeprefix("sessions/")
+    matches = [info.id for info in client.sessions() if info.id.startswith(prefix)] if prefix else []
+    if not matches:
         raise click.UsageError(f"no session {given!r}; `pensieve sessions` lists them")
-    if len(same) > 1:
-        more = f" and {len(same) - MOST_NAMED} more" if len(same) > MOST_NAMED else ""
-        raise click.UsageError(f"{given!r} may be {', '.join(sorted(same)[:MOST_NAMED])}{more}")
+    if len(matches) > 1:
+        more = f" and {len(matches) - MAX_MATCHES_SHOWN} more" if len(matches) > MAX_MATCHES_SHOWN else ""
+        raise click.UsageError(
+            f"{given!r} is ambiguous: {', '.join(sorted(matches)[:MAX_MATCHES_SHOWN])}{more}"
+        )
     if whole:
-        raise click.UsageError(f"no session {given!r}; with --yes, write {same[0]} in full")
-    return client.session(same[0]).refresh(residency=True)
+        raise click.UsageError(f"no session {given!r}; with --yes, write the full id {matches[0]}")
+    return client.session(matches[0]).refresh(residency=True)
 
 
 def with_residency(client: Client, infos: list[SessionInfo]) -> list[SessionInfo]:
-    """The same, with where their contexts lie; one that has gone meanwhile is left out."""
+    """Return the sessions with their residency, without those deleted meanwhile."""
     found = []
     for info in infos:
         try:
@@ -59,7 +61,7 @@ def with_residency(client: Client, infos: list[SessionInfo]) -> list[SessionInfo
 
 
 def session_json(info: SessionInfo) -> dict[str, Any]:
-    """A session's facts; its system prompt is text and no part of them."""
+    """Return a session's metadata. The system prompt is text, so it is left out."""
     return {
         "id": info.id,
         "state": str(info.state),
@@ -79,7 +81,6 @@ def session_json(info: SessionInfo) -> dict[str, Any]:
 
 
 def turn_json(turn: Turn) -> dict[str, Any]:
-    """A turn's receipt."""
     usage = turn.usage
     return {
         "request_id": turn.request_id,
@@ -100,7 +101,7 @@ def turn_json(turn: Turn) -> dict[str, Any]:
 
 
 def item_json(item: Item, *, text: bool) -> dict[str, Any]:
-    """An entry of the history, with its text only where that is asked for."""
+    """Return one item of the history, with its text only if ``text``."""
     return {
         "item": item.item,
         "role": name_of(item.role),
@@ -110,14 +111,14 @@ def item_json(item: Item, *, text: bool) -> dict[str, Any]:
 
 
 def name_of(value: FinishReason | Role | int | None) -> str:
-    """In small letters; a number that this version has no name for stays one."""
+    """Return the name in lower case, or the number if this version has no name for it."""
     if value is None:
         return ""
     return value.name.lower() if isinstance(value, FinishReason | Role) else str(value)
 
 
 def tokens_by_tier(residency: Residency | None) -> Mapping[str, int]:
-    """Tokens by where they lie; nothing where that is unknown."""
+    """Return tokens by tier; empty if unknown."""
     if residency is None:
         return {}
     return {
@@ -135,32 +136,30 @@ def _time(when: datetime | None) -> str | None:
     return when.isoformat() if when is not None else None
 
 
-MIDDLE = 80
-"""Columns from which there is room for most."""
-WIDE = 100
-"""Columns from which there is room for labels, too."""
+MIDDLE_WIDTH = 80
+WIDE_WIDTH = 100
 
 
 def session_rows(infos: Sequence[SessionInfo], now: datetime, width: int) -> Iterator[Text]:
-    """One line for each session. What is narrow has less of it, but an id is never cut: it is there to be copied."""
+    """Yield one line per session. A narrow terminal shows fewer columns but never cuts an id, which users copy."""
     columns: dict[str, list[str]] = {"SESSION": [info.id for info in infos]}
-    if width >= MIDDLE:
-        columns["AGE"] = [_ago(info.create_time, now) for info in infos]
-    columns["USED"] = [_ago(info.update_time, now) for info in infos]
-    if width >= MIDDLE:
+    if width >= MIDDLE_WIDTH:
+        columns["AGE"] = [_age(info.create_time, now) for info in infos]
+    columns["USED"] = [_age(info.update_time, now) for info in infos]
+    if width >= MIDDLE_WIDTH:
         columns["ITEMS"] = [output.count(info.item_count) for info in infos]
     columns["TOKENS"] = [output.count(info.context_tokens) for info in infos]
     columns["STATE"] = [state(info) for info in infos]
     columns["CONTEXT"] = [
-        describe_tiers(tokens_by_tier(info.residency), short=width < WIDE) for info in infos
+        describe_tiers(tokens_by_tier(info.residency), short=width < WIDE_WIDTH) for info in infos
     ]
-    if width >= WIDE:
+    if width >= WIDE_WIDTH:
         columns["LABELS"] = [output.labels(info.labels) for info in infos]
     yield from _table(columns, width)
 
 
 def session_facts(info: SessionInfo, now: datetime) -> Iterator[tuple[str, str]]:
-    """What there is to say of one session, by lines."""
+    """Yield the metadata of one session as label and text."""
     yield "session", info.id
     yield "state", state(info)
     if info.model:
@@ -168,10 +167,10 @@ def session_facts(info: SessionInfo, now: datetime) -> Iterator[tuple[str, str]]
     yield "context", f"{info.context_tokens:,} of {info.context_limit:,} tokens, {info.item_count:,} items"
     if info.residency is not None:
         yield (
-            "lies",
+            "cache",
             f"{describe_tiers(tokens_by_tier(info.residency))} at {clean(info.residency.replica, lines=False)}",
         )
-    yield "created", f"{_ago(info.create_time, now)} ago, used {_ago(info.update_time, now)} ago"
+    yield "created", f"{_age(info.create_time, now)} ago, used {_age(info.update_time, now)} ago"
     if info.expire_time is not None:
         yield "expires", f"in {output.age((info.expire_time - now).total_seconds())}"
     if info.labels:
@@ -181,7 +180,7 @@ def session_facts(info: SessionInfo, now: datetime) -> Iterator[tuple[str, str]]
 
 
 def receipt_rows(turns: Sequence[Turn], width: int) -> Iterator[Text]:
-    """Where each turn's context came from and, where there is room, how its first token came and how it ended."""
+    """Yield a table of where each turn's context came from."""
     usages = [turn.usage for turn in turns]
     columns = {
         "REV": [str(turn.revision) for turn in turns],
@@ -192,7 +191,7 @@ def receipt_rows(turns: Sequence[Turn], width: int) -> Iterator[Text]:
         "NEW": [output.count(usage.new_tokens) for usage in usages],
         "ANSWER": [output.count(usage.output_tokens) for usage in usages],
     }
-    if width >= MIDDLE:
+    if width >= MIDDLE_WIDTH:
         columns["FIRST"] = [
             output.seconds(usage.queue_s + usage.restore_s + usage.prefill_s) for usage in usages
         ]
@@ -201,18 +200,17 @@ def receipt_rows(turns: Sequence[Turn], width: int) -> Iterator[Text]:
 
 
 def history_lines(items: Sequence[Item]) -> Iterator[Text]:
-    """The history as text."""
     for item in items:
         yield Text.assemble((f"{item.item} {name_of(item.role)}: ", "bold"), clean(item.text))
 
 
 def state(info: SessionInfo) -> str:
-    """``running`` where a turn runs."""
+    """Return the session's state; ``running`` while a turn runs."""
     return "running" if info.active_request_id else str(info.state)
 
 
 def describe_tiers(tokens: Mapping[str, int], *, short: bool = False) -> str:
-    """Shares of a context by where they lie: ``device 80 %, dropped 20 %``; ``short``: ``d80 x20``, as in strips."""
+    """Return the context's shares by tier: ``device 80 %, dropped 20 %``; ``short``: ``d80 x20``, as in strips."""
     whole = sum(tokens.values())
     if not whole:
         return "–"
@@ -227,7 +225,7 @@ def _table(
     width: int,
     left: Sequence[str] = ("SESSION", "STATE", "CONTEXT", "LABELS"),
 ) -> Iterator[Text]:
-    """Headings and cells below each other, numbers to the right; what is too wide loses its end, and no column else."""
+    """Yield a heading and rows, numbers right-aligned. A line that is too wide is cut at its end."""
     sizes = {name: max(map(cell_len, (name, *cells))) for name, cells in columns.items()}
 
     def line(cells: Sequence[str], style: str = "") -> Text:
@@ -244,26 +242,24 @@ def _table(
         yield line(row)
 
 
-def _ago(when: datetime | None, now: datetime) -> str:
+def _age(when: datetime | None, now: datetime) -> str:
     return output.age((now - when.astimezone(UTC)).total_seconds()) if when is not None else "–"
 
 
 SHOWN_TURNS = 20
-_PATIENCE = RetryPolicy(max_wait_s=3.0)
-"""Retries end soon: a person at a terminal wants to know that the server does not answer."""
+_RETRY = RetryPolicy(max_wait_s=3.0)
+"""Short retries: a user at a terminal wants to know soon that the server does not answer."""
 Function = Callable[..., Any]
 
 
 class Server(NamedTuple):
-    """The server that a command asks, and what it shows there."""
-
     target: str
     api_key: str | None
     tls: bool
 
 
 class ListByDefault(click.Group):
-    """Without a subcommand it lists: ``pensieve sessions --label k=v``."""
+    """A group that runs ``list`` without a subcommand: ``pensieve sessions --label k=v``."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if not ctx.resilient_parsing and (
@@ -274,8 +270,6 @@ class ListByDefault(click.Group):
 
 
 class Label(click.ParamType):  # type: ignore[type-arg]  # generic only in newer versions
-    """``k=v``."""
-
     name = "K=V"
 
     def convert(
@@ -290,7 +284,7 @@ class Label(click.ParamType):  # type: ignore[type-arg]  # generic only in newer
 
 
 def _connection(function: Function) -> Function:
-    """The options of every subcommand."""
+    """Decorator: add the connection options that every subcommand has."""
     options = (
         click.option(
             "--target",
@@ -298,15 +292,15 @@ def _connection(function: Function) -> Function:
             envvar="PENSIEVE_SESSIONS_TARGET",
             default=ServeOptions().listen,
             show_default=True,
-            is_eager=True,  # completion of ids asks there
-            help="Server to ask.",
+            is_eager=True,  # completion of ids needs it
+            help="Address of the server.",
         ),
-        click.option("--api-key", metavar="KEY", envvar="PENSIEVE_API_KEY", help="Credential for it."),
+        click.option("--api-key", metavar="KEY", envvar="PENSIEVE_API_KEY", help="API key for the server."),
         click.option(
             "--tls",
             is_flag=True,
             envvar="PENSIEVE_SESSIONS_TLS",
-            help="TLS towards it, with the system's root certificates.",
+            help="Use TLS, with the system's root certificates.",
         ),
     )
 
@@ -321,16 +315,16 @@ def _connection(function: Function) -> Function:
 
 @click.group(name="sessions", cls=ListByDefault, context_settings={"help_option_names": ["-h", "--help"]})
 def sessions() -> None:
-    """List the sessions of a server, show one, erase some. Without a subcommand: list.
+    """List, show and erase a server's sessions. Without a subcommand: list.
 
-    An ID may be its beginning, if only one session begins so.
+    An ID may be abbreviated to a unique prefix.
     """
 
 
 @sessions.command(name="list")
 @_connection
 @click.option(
-    "--label", "labels", type=Label(), multiple=True, help="Only those with this label; repeatable."
+    "--label", "labels", type=Label(), multiple=True, help="Only sessions with this label; repeatable."
 )
 @click.option(
     "--limit",
@@ -338,12 +332,10 @@ def sessions() -> None:
     default=50,
     show_default=True,
     metavar="N",
-    help="The newest N; 0 is all.",
+    help="List the newest N sessions; 0: all.",
 )
-@click.option("--no-residency", is_flag=True, help="Do not ask for each where its context lies.")
-@click.option(
-    "--json", "as_json", is_flag=True, help="One JSON object for each session, on a line of its own."
-)
+@click.option("--no-residency", is_flag=True, help="Skip the query of where each context is.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per session and line.")
 def list_(
     server: Server,
     labels: tuple[tuple[str, str], ...],
@@ -351,7 +343,10 @@ def list_(
     no_residency: bool,
     as_json: bool,
 ) -> None:
-    """The newest first: age, last use, items, tokens, state, and where the context lies."""
+    """List sessions, newest first.
+
+    Shows age, last use, items, tokens, state, and where the context is.
+    """
     with _client(server) as client:
         infos = client.sessions(labels=dict(labels), limit=limit + 1 if limit else None)
         more = bool(limit) and len(infos) > limit
@@ -369,7 +364,7 @@ def list_(
     else:
         click.echo("no sessions with these labels" if labels else f"no sessions at {server.target}", err=True)
     if more:
-        click.echo(f"the newest {limit}; --limit 0 lists all", err=True)
+        click.echo(f"showing the newest {limit}; --limit 0 lists all", err=True)
 
 
 @sessions.command()
@@ -381,12 +376,12 @@ def list_(
     default=SHOWN_TURNS,
     show_default=True,
     metavar="N",
-    help="Receipts of the latest N turns; 0 is all.",
+    help="Show the latest N turns; 0: all.",
 )
-@click.option("--text", is_flag=True, help="What was said, too.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("--text", is_flag=True, help="Also print the conversation.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def show(server: Server, session_id: str, turns: int, text: bool, as_json: bool) -> None:
-    """One session, and where the context of each turn came from."""
+    """Show one session, and where the context of each turn came from."""
     with _client(server) as client:
         info = find_session(client, session_id)
         session = client.session(info.name)
@@ -396,21 +391,21 @@ def show(server: Server, session_id: str, turns: int, text: bool, as_json: bool)
                 item.request_id for item in items if item.role == Role.ASSISTANT and item.request_id
             )
         )
-        told = list(_turns(client, info, requests[-turns:] if turns else requests))
+        shown = list(_turns(client, info, requests[-turns:] if turns else requests))
     if as_json:
-        document = session_json(info) | {"turns": [turn_json(turn) for turn in told]}
+        document = session_json(info) | {"turns": [turn_json(turn) for turn in shown]}
         document["history"] = [item_json(item, text=text) for item in items]
         click.echo(json.dumps(document | ({"system_prompt": info.system_prompt} if text else {})))
         return
     console = output.stdout()
     for name, value in session_facts(info, datetime.now(UTC)):
         console.print(Text.assemble((f"{name:<9}", "dim"), value))
-    if told:
+    if shown:
         console.print()
-        for line in receipt_rows(told, console.width):
+        for line in receipt_rows(shown, console.width):
             console.print(line)
-        if len(requests) > len(told):
-            click.echo(f"{len(told)} of {len(requests)} turns; --turns 0 shows all", err=True)
+        if len(requests) > len(shown):
+            click.echo(f"showing {len(shown)} of {len(requests)} turns; --turns 0 shows all", err=True)
     if text:
         console.print()
         for line in history_lines(items):
@@ -422,14 +417,19 @@ def show(server: Server, session_id: str, turns: int, text: bool, as_json: bool)
 @click.argument(
     "session_ids", metavar="ID…", nargs=-1, required=True, shell_complete=completion.complete_session_ids
 )
-@click.option("--yes", is_flag=True, help="Do not ask. Ids are written in full then.")
+@click.option("--yes", is_flag=True, help="Erase without confirmation; requires full ids.")
 def delete(server: Server, session_ids: tuple[str, ...], yes: bool) -> None:
-    """Erase sessions with all that was said in them. It cannot be undone."""
+    """Erase sessions and all that was said in them. This cannot be undone."""
     if not yes and not sys.stdin.isatty():
-        raise click.UsageError("there is no terminal to ask at; --yes erases without asking")
+        raise click.UsageError(
+            "stdin is not a terminal, so confirmation is impossible; --yes erases without it"
+        )
     with _client(server) as client:
-        # All are found before the first is erased: a mistyped id stops everything.
-        infos = {info.name: info for info in (find_session(client, one, whole=yes) for one in session_ids)}
+        # Find all before erasing the first: a mistyped id stops everything.
+        infos = {
+            info.name: info
+            for info in (find_session(client, session_id, whole=yes) for session_id in session_ids)
+        }
         for info in infos.values():
             about = f"{info.id} ({info.item_count} items, {info.context_tokens} tokens)"
             if yes or click.confirm(f"erase {about}?", err=True):
@@ -438,7 +438,7 @@ def delete(server: Server, session_ids: tuple[str, ...], yes: bool) -> None:
 
 
 def _turns(client: Client, info: SessionInfo, requests: list[str]) -> Iterator[Turn]:
-    """The turns of these request ids; answers that came with an import are of none."""
+    """Yield the turns with these request ids. Imported answers belong to none and are skipped."""
     session = client.session(info.name)
     for request in requests:
         try:
@@ -449,13 +449,12 @@ def _turns(client: Client, info: SessionInfo, requests: list[str]) -> Iterator[T
 
 @contextmanager
 def _client(server: Server) -> Iterator[Client]:
-    """A connection whose failures are one line."""
     try:
         with Client(
-            server.target, api_key=server.api_key, tls=server.tls, timeout=20.0, retry=_PATIENCE
+            server.target, api_key=server.api_key, tls=server.tls, timeout=20.0, retry=_RETRY
         ) as client:
             yield client
     except PensieveError as error:
-        said = describe_error(error, server.target)
-        failed = click.ClickException(said if server.target in said else f"{server.target}: {said}")
+        message = describe_error(error, server.target)
+        failed = click.ClickException(message if server.target in message else f"{server.target}: {message}")
         raise usage_error(error) or failed from error

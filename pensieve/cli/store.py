@@ -1,4 +1,4 @@
-"""``pensieve store``: look after a history store. Commands, and what they found and did, for people and programs."""
+"""``pensieve store``: maintain a history store. The commands and their reports, for people and for programs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 
 class StoreUrl(click.ParamType):  # type: ignore[type-arg]  # generic only in newer versions
-    """A store that others can see, too: not ``memory:``."""
+    """The URL of a store that other processes can open: not ``memory:``."""
 
     name = "URL"
 
@@ -55,8 +55,6 @@ class StoreUrl(click.ParamType):  # type: ignore[type-arg]  # generic only in ne
 
 
 class SessionName(click.ParamType):  # type: ignore[type-arg]  # generic only in newer versions
-    """A session with its tenant."""
-
     name = "TENANT/ID"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Key:
@@ -67,16 +65,14 @@ class SessionName(click.ParamType):  # type: ignore[type-arg]  # generic only in
 
 
 class BackupFile(click.ParamType):  # type: ignore[type-arg]  # generic only in newer versions
-    """Where a backup goes."""
-
     name = "FILE.jsonl[.gz]"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
         path = Path(value)
         if path.suffix in (".zst", ".xz", ".bz2"):
-            self.fail(f"{path}: a backup is written plainly, or packed as .gz", param, ctx)
+            self.fail(f"{path}: a backup is plain JSON lines or .gz", param, ctx)
         if path.is_dir() or not path.parent.is_dir():
-            self.fail(f"{path}: no file can be there", param, ctx)
+            self.fail(f"{path}: is a folder, or in a folder that does not exist", param, ctx)
         return path
 
 
@@ -85,25 +81,25 @@ _STORE = click.option(
     "store",
     type=StoreUrl(),
     default=default_store,
-    help="The store, as `pensieve serve --store` takes it.  [default: as `pensieve serve`]",
+    help="URL of the store, as for `pensieve serve --store`.  [default: as `pensieve serve`]",
 )
-_SESSION = click.option("--session", "only", type=SessionName(), help="Only this one.")
-_JSON = click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+_SESSION = click.option("--session", "only", type=SessionName(), help="Only this session.")
+_JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 _MERGE = click.option(
     "--merge",
     is_flag=True,
-    help="Into a store that is not empty: of two copies of a session the longer one stays.",
+    help="Allow a target store that is not empty; of two copies of a session the longer one is kept.",
 )
 _SKIP = click.option(
     "--skip-conflicts",
     is_flag=True,
-    help="With --merge: write what fits. Without it, one conflict means that nothing is written.",
+    help="With --merge: skip sessions that conflict. Otherwise nothing is written if one does.",
 )
 
 
 @click.group()
 def store() -> None:
-    """Look after a history store: check, repair, back up, restore, move."""
+    """Maintain a history store: check, repair, back up, restore, move."""
 
 
 @store.command()
@@ -113,12 +109,12 @@ def store() -> None:
 def check(store: RawStore, only: Key | None, as_json: bool) -> None:
     """Read everything and verify it.
 
-    Checksums and chains of records, item numbers, request ids, listing, expiry, and SQLite's own structure. Servers may
-    be at work. Exit code 1 when something is wrong.
+    Verifies checksums and chains of records, item numbers, request ids, listing, expiry, and SQLite's own
+    structure. Servers may be running. Exit code 1 if there are findings.
     """
 
     async def work(progress: Progress) -> Survey:
-        async with _opened(store, Mode.READ):
+        async with _open_store(store, Mode.READ):
             return await maintenance.check(store, only, progress)
 
     found = _run(work)
@@ -132,23 +128,23 @@ def check(store: RawStore, only: Key | None, as_json: bool) -> None:
 @store.command()
 @_STORE
 @_SESSION
-@click.option("--apply", is_flag=True, help="Do it. Otherwise only say what would be done.")
+@click.option("--apply", is_flag=True, help="Repair. Otherwise only report what would be done.")
 @click.option(
     "--truncate-damaged",
     "cut_to",
     type=BackupFile(),
-    help="End damaged sessions behind their last sound record; FILE gets them as they were, as a backup.",
+    help="Truncate damaged sessions after their last sound record; first back them up to FILE.",
 )
 @_JSON
 def repair(store: RawStore, only: Key | None, apply: bool, cut_to: Path | None, as_json: bool) -> None:
-    """Make good what the records prove.
+    """Repair what can be rebuilt from the records.
 
-    What they do not prove is marked as damaged. Changes nothing without --apply. A SQLite file must not be in use by a
-    server; in Redis a session in use is left alone. Exit code 1 when something is left.
+    Sessions that cannot be repaired are marked as damaged. Changes nothing without --apply. No server may be
+    using a SQLite file; in Redis, sessions in use are skipped. Exit code 1 if problems remain.
     """
 
     async def work(progress: Progress) -> RepairResult:
-        async with _opened(store, Mode.EXCLUSIVE if apply else Mode.READ):
+        async with _open_store(store, Mode.EXCLUSIVE if apply else Mode.READ):
             return await maintenance.repair(store, apply=apply, cut_to=cut_to, only=only, progress=progress)
 
     done = _run(work)
@@ -163,17 +159,18 @@ def repair(store: RawStore, only: Key | None, apply: bool, cut_to: Path | None, 
 @store.command()
 @click.argument("to", type=BackupFile(), metavar="TO.jsonl[.gz]")
 @_STORE
-@click.option("--force", is_flag=True, help="Take the place of a file that is there.")
+@click.option("--force", is_flag=True, help="Overwrite an existing file.")
 @_JSON
 def backup(to: Path, store: RawStore, force: bool, as_json: bool) -> None:
     """Write everything to one file.
 
-    The file has its name only when it is whole. Servers may be at work. A SQLite store is written as it was at one
-    moment, in Redis each session is. Exit code 1 when there are damaged sessions: they are in the file as they are.
+    The file gets its name only when it is complete. Servers may be running. A SQLite store is backed up as of
+    one moment, a Redis store session by session. Exit code 1 if there are damaged sessions; they are in the
+    backup as they are.
     """
 
     async def work(progress: Progress) -> Totals:
-        async with _opened(store, Mode.SNAPSHOT):
+        async with _open_store(store, Mode.SNAPSHOT):
             return await maintenance.backup(store, to, replace_file=force, progress=progress)
 
     total = _run(work)
@@ -186,20 +183,20 @@ def backup(to: Path, store: RawStore, force: bool, as_json: bool) -> None:
 
 @store.command()
 @click.argument("source", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FROM")
-@click.option("--to", "target", type=StoreUrl(), required=True, help="The store that gets it all.")
+@click.option("--to", "target", type=StoreUrl(), required=True, help="URL of the store to restore into.")
 @_MERGE
 @_SKIP
 @_JSON
 def restore(source: Path, target: RawStore, merge: bool, skip_conflicts: bool, as_json: bool) -> None:
     """Write a backup to an empty store.
 
-    Verifies the file before, and the store after. Sessions whose time is over are left out. Exit code 1 on conflicts.
+    Verifies the file before, and the store after. Expired sessions are left out. Exit code 1 on conflicts.
     """
 
     async def work(progress: Progress) -> CopyResult:
         progress("verifying the backup", 0, None)
         whole = maintenance.open_backup(source)
-        async with _opened(target, Mode.WRITE):
+        async with _open_store(target, Mode.WRITE):
             return await maintenance.restore(
                 whole, target, merge=merge, skip=skip_conflicts, progress=progress
             )
@@ -216,12 +213,12 @@ def restore(source: Path, target: RawStore, merge: bool, skip_conflicts: bool, a
 def move(source: RawStore, target: RawStore, merge: bool, skip_conflicts: bool, as_json: bool) -> None:
     """Copy one store to another.
 
-    Stop the servers first. Every session is read back and compared with what is in the old place at the end; there it
-    stays, too: remove it when the new place is in use.
+    Stop the servers first. Each session is read back and compared at the end. The old store is not changed:
+    remove it when the new one is in use.
     """
 
     async def work(progress: Progress) -> CopyResult:
-        async with _opened(source, Mode.EXCLUSIVE), _opened(target, Mode.WRITE):
+        async with _open_store(source, Mode.EXCLUSIVE), _open_store(target, Mode.WRITE):
             return await maintenance.move(source, target, merge=merge, skip=skip_conflicts, progress=progress)
 
     _finish_copy(_run(work), as_json)
@@ -231,10 +228,10 @@ def move(source: RawStore, target: RawStore, merge: bool, skip_conflicts: bool, 
 @_STORE
 @_JSON
 def usage(store: RawStore, as_json: bool) -> None:
-    """Sessions, records and their bytes, by tenant."""
+    """Show the sessions, records and bytes of each tenant."""
 
     async def work(progress: Progress) -> list[TenantTotal]:
-        async with _opened(store, Mode.READ):
+        async with _open_store(store, Mode.READ):
             return await maintenance.usage(store, progress)
 
     totals = _run(work)
@@ -253,7 +250,7 @@ def _finish_copy(done: CopyResult, as_json: bool) -> None:
 
 
 @asynccontextmanager
-async def _opened(store: RawStore, mode: Mode) -> AsyncIterator[None]:
+async def _open_store(store: RawStore, mode: Mode) -> AsyncIterator[None]:
     try:
         await store.open(mode)
         yield
@@ -262,7 +259,7 @@ async def _opened(store: RawStore, mode: Mode) -> AsyncIterator[None]:
 
 
 def _run(work: Callable[[Progress], Coroutine[Any, Any, T]]) -> T:
-    """The result of ``work``; what it is refused for is one line and exit code 1."""
+    """Return the result of ``work``. Expected errors become one line and exit code 1."""
     try:
         with progress_bar() as progress:
             return asyncio.run(work(progress))
@@ -274,19 +271,18 @@ def _run(work: Callable[[Progress], Coroutine[Any, Any, T]]) -> T:
         raise click.ClickException(f"{error.filename or 'input/output'}: {error.strerror}") from error
 
 
-SHOWN: Final = 100
-"""Findings in a table; ``--json`` has them all."""
+MAX_ROWS: Final = 100
 REDRAW_S: Final = 0.1
 _REMEDY = {
     Remedy.REBUILD: Text("repair rebuilds it", style="yellow"),
-    Remedy.MARK: Text("repair marks or cuts the session", style="red"),
+    Remedy.MARK: Text("repair marks or truncates the session", style="red"),
     Remedy.NONE: Text("restore a backup", style="red"),
 }
 
 
 @contextmanager
 def progress_bar() -> Iterator[Progress]:
-    """A bar on stderr while it is a terminal."""
+    """Show a progress bar on stderr if it is a terminal."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with bars.Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
@@ -304,43 +300,42 @@ def progress_bar() -> Iterator[Progress]:
 
 
 def show_as_json(value: object) -> None:
-    """One JSON object on stdout."""
     click.echo(msgspec.json.format(msgspec.json.encode(value), indent=2))
 
 
 def show_survey(found: Survey) -> None:
-    """What is wrong, and a last line with the verdict."""
     console = output.stdout()
     _findings(console, found.findings)
     wrong = len(found.findings)
     verdict = "sound" if not wrong else f"{wrong} finding{'s' if wrong > 1 else ''}"
-    console.print(Text(f"{_amount(found.total)}: {verdict}", style="red" if wrong else "green"))
+    console.print(Text(f"{_totals_text(found.total)}: {verdict}", style="red" if wrong else "green"))
 
 
 def show_repaired(done: RepairResult, *, applied: bool) -> None:
-    """What was done to each session, or would be, and what is left."""
+    """Print what was done to each session, or would be, and the remaining findings."""
     console = output.stdout()
     if done.mended:
         table = Table(box=None, pad_edge=False)
         for column in ("session", "done" if applied else "to do"):
             table.add_column(column, overflow="fold")
-        for one in done.mended[:SHOWN]:
-            table.add_row(Text(f"{one.tenant}/{one.session}"), Text("; ".join(one.actions)))
+        for session in done.mended[:MAX_ROWS]:
+            table.add_row(Text(f"{session.tenant}/{session.session}"), Text("; ".join(session.actions)))
         console.print(table)
-        _more(console, len(done.mended))
+        _print_omitted(console, len(done.mended))
     for key in done.busy:
-        console.print(Text(f"{key.tenant}/{key.session_id}: in use, left alone; repeat", style="yellow"))
+        console.print(
+            Text(f"{key.tenant}/{key.session_id}: in use, skipped; run again later", style="yellow")
+        )
     if done.remaining:
-        console.print(Text("left as it is:"))
+        console.print(Text("not repaired:"))
         _findings(console, done.remaining)
-    verb = "repaired" if applied else "could be repaired (--apply does it)"
+    verb = "repaired" if applied else "can be repaired (with --apply)"
     count = len(done.mended) - len(done.busy)
     text = f"{count} sessions {verb}, {len(done.remaining)} findings left"
     console.print(Text(text, style="red" if done.remaining else "green"))
 
 
 def show_copied(done: CopyResult) -> None:
-    """What became of the sessions."""
     console = output.stdout()
     for name in done.damaged:
         console.print(Text(f"damaged: {name}", style="yellow"))
@@ -355,22 +350,21 @@ def show_copied(done: CopyResult) -> None:
 
 def show_backed_up(total: Totals, name: str) -> None:
     console = output.stdout()
-    console.print(Text(f"{name}: {_amount(total)}"))
+    console.print(Text(f"{name}: {_totals_text(total)}"))
     if total.damaged:
-        text = f"{total.damaged} sessions are damaged, and are in the backup as they are: see `pensieve store check`"
+        text = f"{total.damaged} damaged sessions are in the backup as they are: see `pensieve store check`"
         console.print(Text(text, style="red"))
 
 
 def show_usage(totals: Iterable[TenantTotal]) -> None:
-    """A line per tenant."""
     table = Table(box=None, pad_edge=False)
     table.add_column("tenant", overflow="fold")
     for column in ("sessions", "deleted", "records", "bytes"):
         table.add_column(column, justify="right", no_wrap=True)
-    for one in totals:
-        total = one.total
+    for tenant in totals:
+        total = tenant.total
         cells = (total.sessions, total.tombstones, total.records, total.bytes)
-        table.add_row(Text(one.tenant), *(f"{cell:,}" for cell in cells))
+        table.add_row(Text(tenant.tenant), *(f"{cell:,}" for cell in cells))
     output.stdout().print(table)
 
 
@@ -380,19 +374,19 @@ def _findings(console: Console, findings: list[Finding]) -> None:
     table = Table(box=None, pad_edge=False)
     for column in ("session", "what", "found", "remedy"):
         table.add_column(column, overflow="fold", no_wrap=column == "what")
-    for one in findings[:SHOWN]:
-        name = f"{one.tenant}/{one.session}" if one.session else "the store"
-        table.add_row(Text(name), Text(one.problem.value), Text(one.detail), _REMEDY[one.remedy])
+    for finding in findings[:MAX_ROWS]:
+        name = f"{finding.tenant}/{finding.session}" if finding.session else "the store"
+        table.add_row(Text(name), Text(finding.problem.value), Text(finding.detail), _REMEDY[finding.remedy])
     console.print(table)
-    _more(console, len(findings))
+    _print_omitted(console, len(findings))
 
 
-def _more(console: Console, number: int) -> None:
-    if number > SHOWN:
-        console.print(f"and {number - SHOWN} more: --json has them all")
+def _print_omitted(console: Console, number: int) -> None:
+    if number > MAX_ROWS:
+        console.print(f"and {number - MAX_ROWS} more: --json lists all")
 
 
-def _amount(total: Totals) -> str:
+def _totals_text(total: Totals) -> str:
     return (
         f"{total.sessions} sessions, {total.tombstones} deleted, {total.records} records, {total.bytes} bytes"
     )

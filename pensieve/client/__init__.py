@@ -1,9 +1,9 @@
 """The Python SDK: ``Client`` blocks, ``AsyncClient`` is its twin for asyncio. Imports without torch.
 
-The life of a turn: ``_requests`` builds it under a fresh request id, ``_turn_machine`` decides what to send and what
-every message or failure means, a shell (``_sync_link``, ``_aio_link``) performs that on a channel, ``decode`` makes
-values. Unary calls are ``_flows``. What callers may write stands in ``arguments``. Errors are the classes of
-``pensieve.errors``.
+A turn passes through four layers. ``_requests`` builds its message under a fresh request id. ``_turn_machine``
+decides what to send and how to react to each message or failure. ``_sync_link`` or ``_aio_link`` does the I/O
+on a channel. ``decode`` turns responses into values. Unary calls are in ``_flows``, the keyword options in
+``arguments``. Errors are the classes of ``pensieve.errors``.
 
 May import: core, errors, rpc_status, speech, tracing, v1.
 """

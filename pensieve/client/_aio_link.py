@@ -1,4 +1,4 @@
-"""The asyncio shell: performs what the flows and the turn machine ask for, on a ``grpc.aio`` channel."""
+"""The asyncio shell: performs the steps of flows and of the turn machine on a ``grpc.aio`` channel."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CLOSE_TIMEOUT_S = 1.0
 
 
 class AsyncLink:
-    """Channel and stub, made inside the running loop by the first call; belongs to that loop."""
+    """Channel and stub. The first call opens them in the running loop, to which they belong."""
 
     def __init__(self, settings: ClientSettings) -> None:
         self.settings = settings
@@ -47,12 +47,11 @@ class AsyncLink:
             self._loop = loop
         elif self._loop is not loop:
             raise RuntimeError(
-                "this AsyncClient belongs to another event loop: make one in each, and close it there"
+                "this AsyncClient belongs to another event loop: create one per loop, and close it there"
             )
         return self._stub
 
     async def run(self, flow: Flow[T]) -> T:
-        """Drive a flow to its end."""
         try:
             step = next(flow)
             while True:
@@ -76,10 +75,10 @@ class AsyncLink:
         try:
             return await call
         finally:
-            call.cancel()  # No-op when done. A call that is dropped without it is never collected.
+            call.cancel()  # No-op when done. gRPC never collects a call that is dropped without it.
 
     def discard(self, session: str, request_id: str, stream_id: str) -> asyncio.Task[None] | None:
-        """Tell the server, in the background, that nobody will come back; else the session stays busy."""
+        """Tell the server in the background that the client has left the turn. Otherwise the session stays busy."""
         if self.closed:
             return None
         task = asyncio.get_running_loop().create_task(self._discard(session, request_id, stream_id))
@@ -91,7 +90,7 @@ class AsyncLink:
         try:
             await self.run(discard(self.settings, session, request_id, stream_id))
         except PensieveError:
-            return  # A courtesy: the server's own grace time ends the turn as well.
+            return  # Optional: the server's grace time ends the turn as well.
 
     async def close(self) -> None:
         if self.closed:
@@ -107,21 +106,21 @@ class AsyncLink:
 
 
 class AwaitableClose:
-    """A stream that is closed. To await it is to wait, a second at most, until the server knows.
+    """A closed stream. Awaiting it waits, at most a second, until the server knows.
 
-    No coroutine: programs that call ``close`` without awaiting it do as well, and are not warned of it.
+    Not a coroutine, so that ``close`` works without ``await`` and without a warning.
     """
 
-    def __init__(self, told: asyncio.Task[None] | None) -> None:
-        self._told = told
+    def __init__(self, discard_task: asyncio.Task[None] | None) -> None:
+        self._discard_task = discard_task
 
     def __await__(self) -> Generator[Any, None, None]:
-        if self._told is not None:
-            yield from asyncio.wait({self._told}, timeout=CLOSE_TIMEOUT_S).__await__()
+        if self._discard_task is not None:
+            yield from asyncio.wait({self._discard_task}, timeout=CLOSE_TIMEOUT_S).__await__()
 
 
 class AsyncTurnStream(StreamView):
-    """The pieces of one turn. Iterate it, and leave the loop whenever you like; or await ``finish``."""
+    """The pieces of one turn. Iterate over it, leaving the loop at any time, or await ``finish``."""
 
     def __init__(self, link: AsyncLink, core: SessionCore, machine: TurnMachine) -> None:
         super().__init__(core, machine)
@@ -130,7 +129,7 @@ class AsyncTurnStream(StreamView):
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
-        # asyncio closes a generator that is dropped in mid-loop, and so ends the turn.
+        # asyncio closes a generator that is dropped in mid-loop, which ends the turn.
         try:
             while (piece := await self._next()) is not None:
                 yield piece
@@ -144,11 +143,11 @@ class AsyncTurnStream(StreamView):
         return piece
 
     async def accepted(self) -> None:
-        """Wait until the server has accepted the turn. Raises what it refuses the turn with."""
+        """Wait until the server has accepted the turn. Raises the error if it refuses."""
         await self._advance_until(lambda: self._machine.base_revision is not None)
 
     async def finish(self) -> Turn:
-        """Read to the end; the turn."""
+        """Read to the end and return the turn."""
         try:
             while await self._next() is not None:
                 pass
@@ -157,7 +156,7 @@ class AsyncTurnStream(StreamView):
         return self.turn
 
     async def cancel(self, *, keep: Keep = "partial", keep_output_tokens: int | None = None) -> Turn:
-        """Stop the turn and end the stream; what stands in history afterwards is the answer, and ``turn``."""
+        """Stop the turn and close the stream. Return the turn as history has it now, also available as ``turn``."""
         turn = await self._link.run(
             self._core.cancel(self.request_id, keep, keep_output_tokens, self._machine.stream_id)
         )
@@ -166,12 +165,12 @@ class AsyncTurnStream(StreamView):
         return turn
 
     def close(self) -> AwaitableClose:
-        """Walk away: a turn that is not complete is discarded (see ``AsyncSession.stream``). Idempotent.
+        """Leave the stream. A turn that is not complete is discarded (see ``AsyncSession.stream``). Idempotent.
 
-        It is done at once; ``await`` it to know that the server has been told.
+        Takes effect at once; ``await`` the result to wait until the server knows.
         """
         discard = self._mark_closed()
-        self._drop()
+        self._drop_call()
         return AwaitableClose(
             self._link.discard(self._core.name, self.request_id, self._machine.stream_id) if discard else None
         )
@@ -185,7 +184,7 @@ class AsyncTurnStream(StreamView):
         self.close()
 
     def __del__(self) -> None:
-        # May run in another thread, or after the loop: hand the work over without the stream itself.
+        # May run in another thread, or after the loop has ended: the queued work must not hold the stream.
         call, link, loop = self._call, self._link, self._loop
         discard = self._mark_closed()
         if loop is None or loop.is_closed():
@@ -200,7 +199,7 @@ class AsyncTurnStream(StreamView):
             while not reached() and not self._machine.done and not self._closed:
                 await self._advance()
         except PensieveError:
-            self._discard_on_leave = False  # The server has said no, or cannot be asked.
+            self._discard_on_close = False  # The server has refused the turn or is unreachable.
             self.close()
             raise
 
@@ -213,7 +212,6 @@ class AsyncTurnStream(StreamView):
         return None
 
     async def _advance(self) -> None:
-        """Take one message, or get over one failure."""
         try:
             self._machine.on_message(await self._read())
             return
@@ -224,19 +222,19 @@ class AsyncTurnStream(StreamView):
         except PensieveError as error:
             failure = error
         except asyncio.CancelledError:
-            # grpc.aio reports a call that was cancelled by us like a cancelled task.
+            # grpc.aio reports a call that this client cancelled like a cancelled task.
             task = asyncio.current_task()
             if (task is not None and task.cancelling()) or not (self._closed or self._link.closed):
                 raise
             failure = Cancelled("the client is closed", reason="CLIENT_CLOSED")
-        self._drop()
+        self._drop_call()
         if not (self._machine.done or self._closed):
             await asyncio.sleep(self._machine.on_error(failure))
 
     async def _read(self) -> pb.StreamTurnResponse:
         if self._call is None:
             self._open()
-        async with asyncio.timeout(self._machine.silence_s):
+        async with asyncio.timeout(self._machine.silence_limit_s):
             message: pb.StreamTurnResponse = await self._call.read()
         if message is grpc.aio.EOF:
             raise self._machine.early_end_error()
@@ -253,7 +251,7 @@ class AsyncTurnStream(StreamView):
             metadata=self._link.settings.metadata(self._core.name, self._span.header),
         )
 
-    def _drop(self) -> None:
+    def _drop_call(self) -> None:
         call, self._call = self._call, None
         if call is not None:
             call.cancel()

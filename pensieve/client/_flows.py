@@ -1,8 +1,8 @@
-"""What the SDK does, step by step, without doing any I/O.
+"""The SDK's operations as flows, without any I/O.
 
-A *flow* is a generator: it yields ``Invoke`` and ``Sleep`` steps and returns a value. A shell performs each step and
-sends the response back, or throws the call's ``PensieveError`` into it. Both clients drive the same flows, so paging,
-replays and read-modify-write are written once.
+A *flow* is a generator that yields ``Invoke`` and ``Sleep`` steps and returns a value. A shell performs each
+step, then sends the response into the flow or throws the call's ``PensieveError`` into it. Both clients run the
+same flows.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def find_turn(
 ) -> Flow[FoundTurn | None]:
     if request_id is not None and not UUID_PATTERN.fullmatch(request_id):
         raise InvalidArgument.field(
-            "request_id", "must be a UUID here: a name stands for another one in each session"
+            "request_id", "must be a UUID here: a name stands for a different UUID in each session"
         )
     request = pb.FindTurnRequest(mark=mark, answer=answer, request_id=request_id)
     try:
@@ -101,7 +101,7 @@ def release_claim(settings: ClientSettings, request_id: str, session: str) -> Fl
 
 
 class SessionCore:
-    """What a session handle knows, and what it can do, as flows."""
+    """State and operations of a session handle."""
 
     def __init__(self, settings: ClientSettings, name: str, info: SessionInfo | None = None) -> None:
         self.settings = settings
@@ -109,15 +109,15 @@ class SessionCore:
         self.info = info
         self.last_turn: Turn | None = None
         self.running: str | None = None
-        """Request id of the newest turn of this handle that has not ended."""
+        """Request id of the handle's newest turn that has not ended."""
         self.running_stream = ""
-        """By which it is followed."""
+        """Id of the stream that follows it."""
         self.abandoned: list[str] = []
 
     @property
     def revision(self) -> int | None:
-        """Newest revision this handle has seen."""
-        seen = [one.revision for one in (self.info, self.last_turn) if one is not None]
+        """Newest revision that this handle has seen."""
+        seen = [state.revision for state in (self.info, self.last_turn) if state is not None]
         return max(seen, default=None)
 
     def call(self, method: str, request: Message, *, replay: bool = True) -> Flow[Any]:
@@ -132,26 +132,26 @@ class SessionCore:
         items: Sequence[InputLike] | None,
         options: Mapping[str, Any],
     ) -> TurnMachine:
-        """A new turn, not yet sent. ``timeout`` counts from here."""
-        options = {name: value for name, value in options.items() if value is not None}  # None: left out
+        """Build a new turn without sending it. ``timeout`` counts from here."""
+        options = {name: value for name, value in options.items() if value is not None}  # None: not given
         timeout = options.pop("timeout", None)
         wait_if_busy = options.pop("wait_if_busy", False)
         request = _requests.stream_turn(self.name, _requests.turn_input(text, tokens, items), options)
         if self.revision is not None:
-            # Not the expected one: another handle may go on with the session, but a store must not go back.
+            # Not an expected revision: other handles may change the session, but the store must not go back in time.
             request.turn.known_revision = self.revision
         return self._machine(request, timeout, wait_if_busy)
 
     def attach_machine(
         self, request_id: str, timeout: float | None, max_chunk_tokens: int | None
     ) -> TurnMachine:
-        """An existing turn, from its first token."""
+        """Follow an existing turn from its first token."""
         request_id = make_id(self.name, request_id)
         output = pb.OutputOptions(max_chunk_tokens=max_chunk_tokens)
         request = pb.StreamTurnRequest(
             session=self.name, turn=pb.TurnSpec(request_id=request_id, output=output), attach_only=True
         )
-        # Whoever started the turn decides what becomes of it; an onlooker that leaves must not end it.
+        # The caller that started the turn decides when it ends. A second reader that leaves must not end it.
         request.on_disconnect = pb.DISCONNECT_POLICY_FINISH
         return self._machine(request, timeout, False)
 
@@ -167,16 +167,15 @@ class SessionCore:
         )
 
     def on_turn_end(self, machine: TurnMachine) -> None:
-        """Remember how a turn ended."""
         if self.running == machine.request_id:
             self.running = None
         if machine.turn is not None and machine.turn.state is TurnState.COMMITTED:
             self.last_turn = machine.turn
-            # Its server may not know yet: another one may have told us, while this one cannot reach the store.
+            # Another server may have reported the end while the turn's own server cannot reach the store.
             self.abandon(machine.request_id)
 
     def abandon(self, request_id: str) -> None:
-        """This turn is over, or the user walked away from it; a new turn may meet it for a moment."""
+        """Note that this turn is over or left by the caller. A new turn may still meet it for a moment."""
         self.abandoned.append(request_id)
         del self.abandoned[:-ABANDONED_KEPT]
 
@@ -208,17 +207,20 @@ class SessionCore:
         return chosen
 
     def last_user_item(self) -> Flow[tuple[int, int]]:
-        """(number of the newest USER item, revision it was seen at). Raises NotFound (ITEM_NOT_FOUND)."""
+        """Return the number of the newest USER item and the revision at which it was seen.
+
+        Raises NotFound (ITEM_NOT_FOUND).
+        """
         starts = [0]
         if self.last_turn is not None and self.last_turn.input:
             starts.insert(
                 0, self.last_turn.input[0].item - 1
-            )  # Spares the pages before the last turn we know.
+            )  # Saves reading the pages before the last known turn.
         for start in starts:
             items, revision = yield from self._items(False, start)
-            for one in reversed(items):
-                if one.role == Role.USER:
-                    return one.item, revision
+            for item in reversed(items):
+                if item.role == Role.USER:
+                    return item.item, revision
         raise NotFound("the session has no user item", reason="ITEM_NOT_FOUND")
 
     # -- history
@@ -254,13 +256,13 @@ class SessionCore:
         request = pb.AppendItemsRequest(
             name=self.name,
             request_id=make_id(self.name, request_id),
-            items=[_requests.input_item(one) for one in items],
-            followed_by=[_requests.role_name(one) for one in followed_by],
+            items=[_requests.input_item(item) for item in items],
+            followed_by=[_requests.role_name(role) for role in followed_by],
             expected_revision=expected_revision,
         )
         response = yield from self.call("AppendItems", request)
         self._update_info(response.session)
-        return tuple(decode.item(one) for one in response.items)
+        return tuple(decode.item(message) for message in response.items)
 
     def rewind(
         self, to_item: int, expected_revision: int | None, request_id: str | None, *, erase: bool = False
@@ -306,7 +308,7 @@ class SessionCore:
         return decode.warming((yield from self.call("WarmSession", request, replay=False)))
 
     def update(self, changes: Mapping[str, Any], expected_revision: int | None) -> Flow[SessionInfo]:
-        """``changes`` holds the keyword arguments of ``Session.update`` that were given."""
+        """``changes``: the given keyword arguments of ``Session.update``."""
         session = pb.Session(
             name=self.name,
             labels=changes.get("labels") or {},
@@ -319,7 +321,7 @@ class SessionCore:
             rebind=changes.get("rebind", False),
         )
         request.update_mask.paths.extend(filter(None, map(_requests.UPDATE_PATHS.__getitem__, changes)))
-        # With an expected revision a replay of an update that had succeeded would be refused.
+        # With an expected revision, a retry of an update that had succeeded would be refused.
         response = yield from self.call("UpdateSession", request, replay=expected_revision is None)
         return self._update_info(response.session)
 
@@ -338,7 +340,7 @@ class SessionCore:
                 return
             except NotFound as error:
                 if tried and error.reason == gone:
-                    return  # By the try whose answer was lost.
+                    return  # An earlier try, whose response was lost, deleted it.
                 raise
             except PensieveError as error:
                 pause = tries.wait_after(error)

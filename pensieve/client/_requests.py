@@ -1,4 +1,4 @@
-"""Keyword arguments into messages of the contract. Pure; wrong names and types fail here, before any call."""
+"""Build wire messages from keyword arguments. Pure; wrong names and types fail here, before any call."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from pensieve.v1 import pensieve_pb2 as pb
 
 _MAX_ID_CHARS = 256
 Content = str | Sequence[int]
-"""Text goes through the model's chat template, unless it is a ``RawText``; token ids are appended verbatim."""
+"""Text passes through the model's chat template, unless it is a ``RawText``. Token ids are appended verbatim."""
 InputLike = tuple[Role | str, Content] | Item | ToolResult | CallingMessage
-"""``("user", "Hi")``, ``(Role.TOOL, [1, 2, 3])``, an item of another session, or what belongs to calls of functions."""
+"""``("user", "Hi")``, ``(Role.TOOL, [1, 2, 3])``, another session's item, a tool's result or a message with
+calls."""
 
 
 class RawText(str):
-    """Text that goes to the model without the chat template, as its own tokenizer encodes it, control tokens included.
+    """Text that bypasses the chat template. The model's own tokenizer encodes it, control tokens included.
 
     >>> session.stream(items=[("user", RawText("Once upon a time"))])  # doctest: +SKIP
     """
@@ -41,7 +42,7 @@ UPDATE_PATHS = {
     "tools": "config.tools_json",
     "rebind": "",
 }
-"""Keywords of ``SessionChanges``, and the paths that an update mask has for them; "": it is no field of a session."""
+"""Keyword of ``SessionChanges`` → path in an update mask; "": not a field of a session."""
 DISCONNECT = {"cancel": "DISCONNECT_POLICY_CANCEL", "finish": "DISCONNECT_POLICY_FINISH"}
 OVERFLOW = {
     "reject": "OVERFLOW_POLICY_REJECT",
@@ -58,7 +59,7 @@ CANDIDATE_CHOICES = {"first": "CANDIDATE_CHOICE_FIRST", "best_logprob": "CANDIDA
 
 
 def tools_json(tools: Sequence[Mapping[str, Any]]) -> str:
-    """Definitions as the contract has them; empty for none. Raises InvalidArgument for what is no JSON."""
+    """Return function definitions as JSON; "" for none. Raises InvalidArgument if they cannot be encoded."""
     try:
         return json.dumps(list(tools), ensure_ascii=False, allow_nan=False) if tools else ""
     except (TypeError, ValueError, RecursionError) as error:
@@ -66,11 +67,11 @@ def tools_json(tools: Sequence[Mapping[str, Any]]) -> str:
 
 
 def session_name(name_or_id: str) -> str:
-    """``sessions/{id}`` from either form. Raises InvalidArgument on an empty one, and on one that no call can carry."""
+    """Return ``sessions/{id}`` for an id or a name. Raises InvalidArgument if metadata cannot carry it."""
     session_id = name_or_id.removeprefix("sessions/")
     if not session_id:
         raise InvalidArgument.field("session", "must not be empty")
-    # It travels in metadata too, where gRPC refuses others as if the server had failed. Which are ids, the server says.
+    # gRPC refuses other metadata as if the server had failed. The server does the full check of ids.
     if len(session_id) > _MAX_ID_CHARS or not (session_id.isascii() and session_id.isprintable()):
         raise InvalidArgument.field("session", "must be like [a-z0-9][a-z0-9-]{2,62}")
     return f"sessions/{session_id}"
@@ -83,9 +84,9 @@ def duration(seconds: float) -> Duration:
 
 
 def sampling(options: Mapping[str, Any]) -> pb.SamplingParams:
-    """Only the given values become present. ``options`` may hold other keys; None means "not given".
+    """Set only the parameters that are given. ``options`` may hold other keys; None means "not given".
 
-    Raises InvalidArgument for a value that its field cannot hold.
+    Raises InvalidArgument for a value that does not fit its field.
     """
     params = pb.SamplingParams()
     for key in sorted(SAMPLING_KEYS & options.keys()):
@@ -96,13 +97,12 @@ def sampling(options: Mapping[str, Any]) -> pb.SamplingParams:
             value = [value]
         elif key == "candidate_choice":
             value = enum_name("sampling.candidate_choice", value, CANDIDATE_CHOICES)
-        _put(params, key, value, option=f"sampling.{key}")
+        _set_field(params, key, value, option=f"sampling.{key}")
     return params
 
 
-def _put(message: Message, field: str, value: object, *, option: str = "") -> None:
-    """Give a field its value, unless that is None. Raises InvalidArgument, which names the option (by default as the
-    field), for one that it cannot hold."""
+def _set_field(message: Message, field: str, value: object, *, option: str = "") -> None:
+    """Set a field unless ``value`` is None. Raises InvalidArgument, which names ``option``, for a bad value."""
     if value is None:
         return
     try:
@@ -114,7 +114,7 @@ def _put(message: Message, field: str, value: object, *, option: str = "") -> No
 
 
 def enum_name(field: str, value: object, names: Mapping[str, str]) -> str:
-    """Name of the contract's enum value, from its word in any case. Raises InvalidArgument, which names the words."""
+    """Return the contract's enum name for a word in any case. Raises InvalidArgument, which lists the words."""
     word = value.lower() if isinstance(value, str) else ""
     if word not in names:
         raise InvalidArgument.field(field, f"{value!r} is not one of {', '.join(names)}")
@@ -122,7 +122,7 @@ def enum_name(field: str, value: object, names: Mapping[str, str]) -> str:
 
 
 def role_name(value: Role | int | str) -> str:
-    """Name of the contract's enum value, from a role, its number or its word in any case. Raises InvalidArgument."""
+    """Return the contract's enum name for a role, its number or its word in any case. Raises InvalidArgument."""
     try:
         return f"ROLE_{Role(value).name}"
     except ValueError as error:
@@ -130,7 +130,7 @@ def role_name(value: Role | int | str) -> str:
 
 
 def input_item(value: InputLike) -> pb.InputItem:
-    """Raises InvalidArgument for an unknown role, and for a text that holds half of a character."""
+    """Build an input item. Raises InvalidArgument for an unknown role or a text with a lone surrogate."""
     try:
         return _input_item(value)
     except UnicodeEncodeError as error:
@@ -152,38 +152,41 @@ def _input_item(value: InputLike) -> pb.InputItem:
         content: Content = value.token_ids or value.text
         return input_item((Role(value.role), content))
     if isinstance(value, Mapping):
-        raise TypeError('an item is ("user", "Hi"), a role and its content, not a dict')
-    who, content = value
+        raise TypeError('an item must be a role and its content, such as ("user", "Hi"), not a dict')
+    speaker, content = value
     if isinstance(content, RawText):
-        return pb.InputItem(role=role_name(who), raw_text=content)
+        return pb.InputItem(role=role_name(speaker), raw_text=content)
     if isinstance(content, str):
-        return pb.InputItem(role=role_name(who), text=content)
+        return pb.InputItem(role=role_name(speaker), text=content)
     if isinstance(content, bytes | bytearray):
-        raise TypeError("content must be a text or token ids, not bytes: decode them")
+        raise TypeError("content must be text or token ids, not bytes: decode them first")
     try:
         ids = pb.TokenIds(ids=content)
     except TypeError as error:
-        raise TypeError("content must be a text or token ids; several items go into items=") from error
-    return pb.InputItem(role=role_name(who), tokens=ids)
+        raise TypeError("content must be text or token ids; pass several items as items=[...]") from error
+    return pb.InputItem(role=role_name(speaker), tokens=ids)
 
 
 def turn_input(
     text: str | None, tokens: Sequence[int] | None, items: Sequence[InputLike] | None
 ) -> list[pb.InputItem]:
-    """The input of a turn from at most one of the three; none = no input (regenerate). Raises InvalidArgument."""
+    """Build a turn's input from at most one of the three arguments; none of them means no input (regenerate).
+
+    Raises InvalidArgument if more than one is given.
+    """
     if sum(value is not None for value in (text, tokens, items)) > 1:
-        raise InvalidArgument.field("input", "give one of text, tokens and items")
+        raise InvalidArgument.field("input", "pass only one of text, tokens and items")
     if text is not None:
         return [input_item((Role.USER, text))]
     if tokens is not None:
         return [input_item((Role.USER, tokens))]
-    return [input_item(one) for one in items or ()]
+    return [input_item(item) for item in items or ()]
 
 
 def stream_turn(
     session: str, request_input: Sequence[pb.InputItem], options: Mapping[str, Any]
 ) -> pb.StreamTurnRequest:
-    """A whole turn. Raises TypeError on an unknown option, InvalidArgument on a value out of its type's range."""
+    """Build the request of a whole turn. Raises TypeError for an unknown option, InvalidArgument for a bad value."""
     check_names(options, TURN_KEYS)
     spec = pb.TurnSpec(
         request_id=make_id(session, options.get("request_id")),
@@ -196,13 +199,13 @@ def stream_turn(
     tools = options.get("turn_tools")
     if tools is not None:
         spec.tools_json = tools if isinstance(tools, str) else tools_json(tools)
-    _put(spec.output, "token_ids", options.get("token_ids", True))
+    _set_field(spec.output, "token_ids", options.get("token_ids", True))
     for key in ("top_logprobs", "max_chunk_tokens", "pad_chunks", "max_chunk_delay"):
-        _put(spec.output, key, options.get(key))
+        _set_field(spec.output, key, options.get(key))
     for key in (
         "expected_revision", "replace_after_item", "priority", "annotations", "mark", "max_duration",
     ):  # fmt: skip
-        _put(spec, key, options.get(key))
+        _set_field(spec, key, options.get(key))
     return pb.StreamTurnRequest(
         session=session,
         turn=spec,
@@ -213,7 +216,7 @@ def stream_turn(
 def cancel_turn(
     session: str, turn: str, keep: str, keep_output_tokens: int | None, stream_id: str
 ) -> pb.CancelTurnRequest:
-    """``turn``: its request id. ``stream_id``: of the stream by which the caller has it; "" without one."""
+    """``turn``: its request id. ``stream_id``: the stream on which the caller reads it, or ""."""
     return pb.CancelTurnRequest(
         session=session,
         request_id=turn,
@@ -226,33 +229,31 @@ def cancel_turn(
 def choose_candidate(
     session: str, turn: Turn | str, candidate: int, expected_revision: int | None
 ) -> pb.ChooseCandidateRequest:
-    """``turn``: the turn or its request id. Raises InvalidArgument for a number that no candidate can have."""
-    named = turn.request_id if isinstance(turn, Turn) else make_id(session, turn)
+    """``turn``: the turn or its request id. Raises InvalidArgument for an impossible candidate number."""
+    turn_id = turn.request_id if isinstance(turn, Turn) else make_id(session, turn)
     if not 0 <= candidate < 1 << 32:
         raise InvalidArgument.field("candidate", "must be the number of a candidate")
     return pb.ChooseCandidateRequest(
-        session=session, request_id=named, candidate=candidate, expected_revision=expected_revision
+        session=session, request_id=turn_id, candidate=candidate, expected_revision=expected_revision
     )
 
 
 def _call_bounds(options: Mapping[str, Any]) -> pb.CallBounds | None:
-    """None when none is given."""
     bounds = pb.CallBounds()
-    _put(bounds, "begin_with", options.get("must_call"), option="must_call")
-    _put(bounds, "one", options.get("single_call"), option="single_call")
+    _set_field(bounds, "begin_with", options.get("must_call"), option="must_call")
+    _set_field(bounds, "one", options.get("single_call"), option="single_call")
     return bounds if bounds.ListFields() else None
 
 
 def _hints(options: Mapping[str, Any]) -> pb.TurnHints | None:
-    """None when no hint is given."""
     hints = pb.TurnHints()
     for key in ("next_turn_in", "importance", "session_finished"):
-        _put(hints, key, options.get(key))
+        _set_field(hints, key, options.get(key))
     return hints if hints.ListFields() else None
 
 
 def session_config(given: Mapping[str, Any]) -> pb.SessionConfig:
-    """``given``: options of ``SessionChanges``, and ``model``; None is not given."""
+    """``given``: options of ``SessionChanges``, and ``model``; None means "not given"."""
     defaults = given.get("default_sampling") or {}
     check_names(defaults, SAMPLING_KEYS)
     overflow, tools = given.get("overflow"), given.get("tools")
@@ -265,7 +266,7 @@ def session_config(given: Mapping[str, Any]) -> pb.SessionConfig:
     )
     if defaults:
         config.default_sampling.CopyFrom(sampling(defaults))
-    _put(config, "ttl", given.get("ttl"))
+    _set_field(config, "ttl", given.get("ttl"))
     return config
 
 
@@ -283,6 +284,6 @@ def new_session(
         session_id=session_id or "",
         config=config,
         labels=labels or {},
-        initial_items=[input_item(one) for one in initial_items],
-        followed_by=[role_name(one) for one in followed_by],
+        initial_items=[input_item(item) for item in initial_items],
+        followed_by=[role_name(role) for role in followed_by],
     )

@@ -1,14 +1,15 @@
-"""Decides whether a call is sent again, and after how long. Pure: the shells do the waiting.
+"""Decides whether and when a call is retried. Pure: the shells do the waiting.
 
-A replay is safe because every mutation carries a request id that the SDK made once. What a status means:
+A retry is safe because every mutation carries a request id that the SDK makes once. Reaction to each status:
 
 ===============================================  ==========================================================
-UNAVAILABLE with any reason                       send again
-no reason, and UNAVAILABLE, INTERNAL, UNKNOWN     the connection died; each proxy reports that in its own way, the
-or CANCELLED that nobody asked for                outcome is unknown: send again
-TURN_FENCED, STREAM_INCONSISTENT                  send again
-SERVER_OVERLOADED                                 send again after RetryInfo
-ENGINE_FAILED                                     send again, once
+UNAVAILABLE with any reason                       retry
+no reason, and UNAVAILABLE, INTERNAL, UNKNOWN     retry: the connection died and the outcome is unknown; each
+or CANCELLED not caused by the caller             proxy reports that in its own way
+TURN_FENCED, STREAM_INCONSISTENT                  retry
+SERVER_OVERLOADED                                 retry after RetryInfo
+ENGINE_FAILED                                     retry once
+STORE_FULL                                        retry slowly
 everything else                                   raise
 ===============================================  ==========================================================
 """
@@ -25,11 +26,11 @@ from pensieve.errors import InvalidArgument, PensieveError
 from pensieve.rpc_status import BROKEN, TRANSPORT, TRANSPORT_FINAL
 
 STREAM_INCONSISTENT = "STREAM_INCONSISTENT"
-"""Reason of a stream that contradicts what was received before; made by the SDK, never raised before retries end."""
+"""Reason of a stream that contradicts earlier data. The SDK makes it, and raises it only when retries end."""
 
 
 class Verdict(enum.Enum):
-    """What an error calls for."""
+    """How to react to an error."""
 
     RAISE = enum.auto()
     RESEND = enum.auto()
@@ -48,7 +49,7 @@ _BY_REASON = {
 
 
 def verdict(error: PensieveError) -> Verdict:
-    """What ``error`` calls for, as in the table above."""
+    """Return the reaction to ``error``, as in the table above."""
     if error.reason == TRANSPORT:
         return Verdict.RESEND if error.metadata.get("grpc_code", error.code) in BROKEN else Verdict.RAISE
     if error.reason in _BY_REASON:
@@ -58,27 +59,25 @@ def verdict(error: PensieveError) -> Verdict:
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """Budget of one call or turn. The default rides out a server that is killed and started again, for a minute."""
+    """Retry budget of one call or turn. The default survives a restart of the server within a minute."""
 
     max_attempts: int | None = None
-    """Tries in a row without any new output; new output starts the count again. 1 switches retries off; None: as many
-    as there is time for."""
+    """Most tries in a row without new output. 1 disables retries; None: limited by time only."""
     initial_s: float = 0.1
-    """Upper end of the first random wait; doubles with each failure."""
+    """Upper bound of the first random wait in seconds; doubles with each failure."""
     max_s: float = 5.0
-    """Upper end of any random wait, beside what the server asks for."""
+    """Upper bound of any random wait in seconds. A delay that the server asks for is added."""
     max_wait_s: float = 60.0
-    """Seconds in a row without new output, waits and silent servers both; not the time in which a server was heard.
-    The clients' ``retry_for`` is this one by itself."""
+    """Most seconds of waits and silence in a row without new output. The clients' ``retry_for`` sets this."""
 
 
 def retry_policy(policy: RetryPolicy | None, retry_for: float | None) -> RetryPolicy:
-    """What a client's two arguments mean together. Raises InvalidArgument for a ``retry_for`` that is no time."""
+    """Combine a client's two arguments. Raises InvalidArgument for a negative ``retry_for``."""
     policy = policy or RetryPolicy()
     if retry_for is None:
         return policy
     if not retry_for >= 0.0:
-        raise InvalidArgument.field("retry_for", "must be seconds, at least 0")
+        raise InvalidArgument.field("retry_for", "must be a number of seconds, at least 0")
     return replace(policy, max_wait_s=retry_for)
 
 
@@ -96,29 +95,31 @@ class Backoff:
         self._clock = clock
         self._failures = 0
         self._spent = 0.0
-        self._since = clock()
-        """When the peer was heard or asked last."""
+        self._last_activity = clock()
+        """Time of the last request to the peer or message from it."""
 
     def mark_activity(self) -> None:
-        """The peer is asked, or was heard: silence counts from here."""
-        self._since = self._clock()
+        """Restart the clock of silence: a request was sent or a message arrived."""
+        self._last_activity = self._clock()
 
     def reset(self) -> None:
-        """The peer made progress."""
+        """Reset the budget: the peer made progress."""
         self._failures = 0
         self._spent = 0.0
 
-    def wait_after(self, error: PensieveError, what: Verdict, remaining_s: float | None = None) -> float:
-        """Seconds until the next try. Raises ``error`` when there is none: the budget is used up, or the deadline,
-        ``left_s`` from now, comes first. What is raised then says how often and how long it was tried.
+    def wait_after(self, error: PensieveError, decision: Verdict, remaining_s: float | None = None) -> float:
+        """Return the seconds until the next try.
+
+        Raises ``error`` if the budget is used up or the deadline, ``remaining_s`` from now, comes first. Its
+        message then states the number of tries and their duration.
         """
-        wait = self.delay(at_least=error.retry_after_s, slowly=what is Verdict.RESEND_SLOWLY)
+        wait = self.delay(at_least=error.retry_after_s, slowly=decision is Verdict.RESEND_SLOWLY)
         if wait is None or (remaining_s is not None and wait >= remaining_s):
             raise self._final_error(error, 0.0 if wait is None else wait)
         return wait
 
     def _final_error(self, error: PensieveError, unspent_s: float) -> PensieveError:
-        """The last failure, with how often and how long it was tried, where that was more than once."""
+        """Return the last failure, with the number of tries and their duration if there were several."""
         if self._failures > 1:
             seconds = self._spent - unspent_s
             error.metadata |= {"tries": str(self._failures), "tried_for_s": f"{seconds:.1f}"}
@@ -126,27 +127,27 @@ class Backoff:
         return error
 
     def delay(self, *, at_least: float | None = None, slowly: bool = False) -> float | None:
-        """Seconds until the next try; None when the budget is used up. ``clamp_logprob``: what the server asked for."""
+        """Return the seconds until the next try, ``at_least`` those given; None if the budget is used up."""
         self._failures += 1
         if self._policy.max_attempts is not None and self._failures >= self._policy.max_attempts:
             return None
         ceiling = min(self._policy.max_s, self._policy.initial_s * 2.0 ** min(self._failures - 1, 32))
-        # Added, not the larger of both: callers that were told the same delay must not come back together.
+        # The sum, not the maximum: callers that got the same delay must not return at the same time.
         least = (at_least or 0.0) + (1.0 if slowly else 0.0)
         return self._spend(least, self._uniform(0.0, ceiling))
 
     def poll(self, wait: float) -> float | None:
-        """A wait for somebody else to finish: not a failure, but it costs waiting time."""
+        """Return the wait before asking again about another turn: not a failure, but it costs waiting time."""
         return self._spend(0.0, wait)
 
     def _spend(self, least: float, jitter: float) -> float | None:
         now = self._clock()
-        self._spent += max(0.0, now - self._since)
-        self._since = now
+        self._spent += max(0.0, now - self._last_activity)
+        self._last_activity = now
         left = self._policy.max_wait_s - self._spent
         if left <= 0 or least > left:
             return None
-        wait = min(least + jitter, left)  # the last try comes when the time is over, not somewhat before
+        wait = min(least + jitter, left)  # the last try is at the end of the budget, not before
         self._spent += wait
-        self._since += wait
+        self._last_activity += wait
         return wait

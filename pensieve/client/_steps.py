@@ -1,4 +1,4 @@
-"""The steps of a flow, and the one that all others are made of: a unary call, sent again where that is safe."""
+"""The steps that flows consist of, and the basic flow: one unary call, retried if that is safe."""
 
 from __future__ import annotations
 
@@ -29,8 +29,6 @@ class Invoke:
 
 @dataclass(frozen=True, slots=True)
 class Sleep:
-    """Wait this many seconds."""
-
     seconds: float
 
 
@@ -40,7 +38,7 @@ DISCARD_TIMEOUT_S = 5.0
 
 
 class Tries:
-    """The tries of one unary call. All of them together end at the call's deadline, ``settings.timeout`` from now."""
+    """The tries of one unary call, which share its deadline, ``settings.timeout`` seconds from now."""
 
     def __init__(self, settings: ClientSettings) -> None:
         self._backoff = Backoff(settings.retry)
@@ -49,22 +47,22 @@ class Tries:
 
     @property
     def remaining_s(self) -> float:
-        """Seconds for the next try; never so few that a timeout of gRPC would be refused as none."""
+        """Seconds for the next try; at least 1 ms, since gRPC rejects a timeout of zero."""
         return min(MAX_TIMEOUT_S, max(0.001, self._deadline - time.monotonic()))
 
     def wait_after(self, error: PensieveError) -> Sleep:
-        """The pause before the next try. Raises ``error`` when there shall be none."""
-        what = verdict(error)
-        if what is Verdict.RAISE or (what is Verdict.RESEND_ONCE and self._engine_failed):
+        """Return the pause before the next try. Raises ``error`` if there is none."""
+        decision = verdict(error)
+        if decision is Verdict.RAISE or (decision is Verdict.RESEND_ONCE and self._engine_failed):
             raise error
-        self._engine_failed |= what is Verdict.RESEND_ONCE
-        return Sleep(self._backoff.wait_after(error, what, self.remaining_s))
+        self._engine_failed |= decision is Verdict.RESEND_ONCE
+        return Sleep(self._backoff.wait_after(error, decision, self.remaining_s))
 
 
 def call(
     settings: ClientSettings, method: str, request: Message, *, session: str = "", replay: bool = True
 ) -> Flow[Any]:
-    """One unary call, sent again while that is safe and worth it. ``replay=False``: at most once."""
+    """Make one unary call, retried while that is safe and within budget. ``replay=False``: at most once."""
     tries = Tries(settings)
     while True:
         try:
@@ -77,7 +75,7 @@ def call(
 
 
 def discard(settings: ClientSettings, session: str, request_id: str, stream_id: str) -> Flow[None]:
-    """Tell the server that nobody will come back for this turn; else it runs on for the grace time, and may be kept."""
+    """Tell the server to discard this turn; otherwise it runs on for the grace time, and may be kept."""
     keep = pb.CancelTurnRequest.KEEP_NOTHING
     request = pb.CancelTurnRequest(session=session, request_id=request_id, keep=keep, stream_id=stream_id)
     soon = replace(settings, timeout=DISCARD_TIMEOUT_S)

@@ -43,13 +43,15 @@ from pensieve.core import SamplingOptions
 class Client:
     """A connection to a Pensieve server. Use it as a context manager, or call ``close``.
 
-    ``target`` is ``HOST:PORT``. ``api_key`` goes out as a bearer token. ``tls`` uses the system's roots,
-    ``credentials`` is for anything else. ``metadata`` goes out with every call, for what stands before the server;
-    ``options`` are more of gRPC's channel options.
-    ``timeout``, in seconds, bounds every call that is not a turn, with all its tries; a turn has its own ``timeout``.
+    * ``target``: ``HOST:PORT``.
+    * ``api_key``: sent as a bearer token.
+    * ``tls``: TLS with the system's root certificates; ``credentials``: TLS with others.
+    * ``timeout``: seconds for each call that is not a turn, retries included. A turn has its own ``timeout``.
+    * ``metadata``: sent with every call, for proxies before the server; ``options``: more gRPC channel options.
 
-    A server that is away or busy is asked again, for ``retry_for`` seconds in a row (default 60; 0: not at all),
-    after growing random waits and what the server asks for. Nothing happens twice by that. ``retry`` sets more of it.
+    If the server is unavailable or overloaded, the client retries for ``retry_for`` seconds in a row (default
+    60; 0: never), with growing random waits and at least the delay that the server asks for. No change is
+    applied twice. ``retry`` sets further details.
     """
 
     def __init__(
@@ -88,17 +90,21 @@ class Client:
         request_id: str | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> Session:
-        """A new conversation. Sampling keywords become the session's defaults.
+        """Create a session. Sampling keywords become its defaults.
 
-        ``system_prompt``: what the model is told first. ``session_id``: lower-case letters, digits and hyphens, 3 to
-        63; left out: the server makes one. ``labels``: to find it by, with ``sessions``. ``ttl``: seconds without use
-        after which it is erased. ``overflow``: what happens to a turn that does not fit the context. ``tools``:
-        functions that the model may call. ``initial_items`` imports a transcript; ``followed_by``: the roles of what
-        its first turn gives, for chat templates that look at what follows an answer. ``share_prefixes=False``: its
-        cached state is never used by another session, nor that of another by it. ``request_id``: the same one makes no
-        second session.
+        * ``system_prompt``: instructions that come before the conversation.
+        * ``session_id``: 3 to 63 lower-case letters, digits and hyphens; default: the server chooses one.
+        * ``labels``: key-value pairs by which ``sessions`` finds the session.
+        * ``ttl``: seconds without use after which the session is erased.
+        * ``model``: must name the model that the server runs; default: any.
+        * ``overflow``: ``reject`` a turn that does not fit the context, or ``drop_oldest_turns`` from the context.
+        * ``tools``: functions that the model may call.
+        * ``initial_items``: a transcript to import. ``followed_by``: roles of the first turn's input, for chat
+          templates whose output depends on the item after an answer.
+        * ``share_prefixes=False``: share no cached state with other sessions.
+        * ``request_id``: idempotency key; repeating the call with it creates no second session.
 
-        Raises AlreadyExists when ``session_id`` is taken by another session.
+        Raises AlreadyExists if another session has the ``session_id``.
         """
         config = _requests.session_config(
             {
@@ -123,21 +129,21 @@ class Client:
         return Session(self._link, info.name, info)
 
     def session(self, name_or_id: str) -> Session:
-        """A handle on an existing session. Makes no call: a session that is not there is found out later."""
+        """Return a handle on an existing session, without a call. Later calls report a missing session."""
         return Session(self._link, name_or_id)
 
     def sessions(
         self, *, labels: Mapping[str, str] | None = None, limit: int | None = None
     ) -> list[SessionInfo]:
-        """Sessions with all these labels, newest first, eventually consistent."""
+        """List the sessions that have all these labels, newest first. Eventually consistent."""
         return self._link.run(_flows.list_sessions(self._link.settings, labels, limit))
 
     def find_turn(
         self, mark: str, answer: str | None = None, *, request_id: str | None = None
     ) -> FoundTurn | None:
-        """The newest turn, in any session, with this ``mark`` and this answer, or any; None: there is none.
+        """Return the newest turn, in any session, with this ``mark`` and this answer (default: any); or None.
 
-        Of several, the one in whose session ``request_id`` has a turn goes first.
+        If several match, prefer the one whose session has the turn ``request_id``.
         """
         return self._link.run(_flows.find_turn(self._link.settings, mark, answer, request_id))
 
@@ -145,11 +151,11 @@ class Client:
         return self._link.run(_flows.server_info(self._link.settings))
 
     def usage(self) -> TenantTotals:
-        """What the caller's tenant uses of this server, its cache and the history store."""
+        """Return the usage of the caller's tenant: this server, its cache and the history store."""
         return self._link.run(_flows.usage(self._link.settings))
 
     def close(self) -> None:
-        """End all streams and calls. Idempotent."""
+        """Close all streams and calls. Idempotent."""
         self._link.close()
 
     def __enter__(self) -> Self:
@@ -177,11 +183,11 @@ class Session(SessionView):
         items: Sequence[InputLike] | None = None,
         **options: Unpack[TurnOptions],
     ) -> TurnStream:
-        """One turn, piece by piece; sent when the first piece is asked for.
+        """Run one turn and return its stream of pieces. It is sent when the first piece is requested.
 
-        Leaving the loop early cancels the turn: the server is told to discard it, nothing of it stays in history
-        unless all of it was there before.
-        To keep what was said so far call ``stream.cancel()``. To let it run on, pass ``on_disconnect="finish"``.
+        Leaving the loop early cancels the turn: the server discards it, and history keeps nothing of it unless
+        it was already committed. To keep the answer so far, call ``stream.cancel()``. To let the turn
+        continue, pass ``on_disconnect="finish"``.
         """
         machine = self._core.turn_machine(text, tokens, items, options)
         return TurnStream(self._link, self._core, machine)
@@ -195,13 +201,13 @@ class Session(SessionView):
         items: Sequence[InputLike] | None = None,
         **options: Unpack[TurnOptions],
     ) -> Turn:
-        """One whole turn."""
+        """Run one turn and return it when it is complete."""
         return self.stream(text, tokens=tokens, items=items, **options).finish()
 
     @with_options(TurnOptions)
     def regenerate(self, **options: Unpack[TurnOptions]) -> Turn:
-        """Another answer to the newest user item. The old answer stays until the new one is committed."""
-        check_names(options, TURN_KEYS)  # before anything is asked
+        """Generate another answer to the newest user item. The old answer stays until the new one is committed."""
+        check_names(options, TURN_KEYS)  # before any call
         item, revision = self._link.run(self._core.last_user_item())
         options.setdefault("expected_revision", revision)
         options["replace_after_item"] = item
@@ -209,19 +215,19 @@ class Session(SessionView):
 
     @with_options(TurnOptions)
     def edit(self, item: int, text: str, **options: Unpack[TurnOptions]) -> Turn:
-        """Replace item number ``item`` and everything after it by ``text`` and a new answer."""
+        """Replace item number ``item`` and all later ones by ``text`` and a new answer."""
         options["replace_after_item"] = item - 1
         return self.send(text, **options)
 
     def attach(
         self, request_id: str, *, timeout: float | None = None, max_chunk_tokens: int | None = None
     ) -> TurnStream:
-        """Follow a turn that was started elsewhere, from its first token; leaving does not end it."""
+        """Follow a turn that another caller started, from its first token. Leaving does not end it."""
         machine = self._core.attach_machine(request_id, timeout, max_chunk_tokens)
         return TurnStream(self._link, self._core, machine)
 
     def get_turn(self, request_id: str) -> Turn:
-        """State and result of a turn."""
+        """Return a turn's state and result."""
         return self._link.run(self._core.get_turn(request_id))
 
     def cancel(
@@ -231,29 +237,30 @@ class Session(SessionView):
         keep: Keep = "partial",
         keep_output_tokens: int | None = None,
     ) -> Turn:
-        """Stop a turn (default: the one that runs) and say what stands in history afterwards.
+        """Stop a turn (default: the running one) and return it as history has it now.
 
-        ``partial`` commits the input and the answer so far, or its first ``keep_output_tokens``.
+        ``keep="partial"`` commits the input and the answer so far, or its first ``keep_output_tokens`` tokens.
+        ``keep="nothing"`` discards the turn.
         """
         return self._link.run(self._core.cancel(request_id, keep, keep_output_tokens))
 
     def choose(self, turn: Turn | str, candidate: int, *, expected_revision: int | None = None) -> Turn:
-        """Make another candidate of the latest turn (or of its request id) its answer.
+        """Make another candidate of the latest turn its answer. ``turn``: the turn or its request id.
 
-        Choosing the chosen one changes nothing. Raises FailedPrecondition (TURN_NOT_LATEST) once the session has
-        changed, NotFound (CANDIDATE_NOT_FOUND) for a number that the turn did not keep.
+        Choosing the current answer changes nothing. Raises FailedPrecondition (TURN_NOT_LATEST) if the session
+        has changed since, NotFound (CANDIDATE_NOT_FOUND) if the turn has no such candidate.
         """
         return self._link.run(self._core.choose(turn, candidate, expected_revision))
 
     def last_user_item(self) -> int:
-        """Number of the newest user item. Raises NotFound (ITEM_NOT_FOUND) when there is none."""
+        """Return the number of the newest user item. Raises NotFound (ITEM_NOT_FOUND) if there is none."""
         item, _ = self._link.run(self._core.last_user_item())
         return item
 
     def items(
         self, *, include_tokens: bool = False, after_item: int = 0, limit: int | None = None
     ) -> list[Item]:
-        """The live history, oldest first, all from one revision; at most ``limit`` items, 1 or more."""
+        """List the live history at one revision, oldest first. ``limit``: most items, at least 1."""
         return self._link.run(self._core.items(include_tokens, after_item, limit))
 
     def append(
@@ -264,7 +271,7 @@ class Session(SessionView):
         expected_revision: int | None = None,
         request_id: str | None = None,
     ) -> tuple[Item, ...]:
-        """Add items behind the history without a turn, as ``create_session`` imports them; as they are in it."""
+        """Append items to the history without a turn, and return them as stored."""
         return self._link.run(self._core.append(items, followed_by, expected_revision, request_id))
 
     def rewind(
@@ -275,7 +282,7 @@ class Session(SessionView):
         expected_revision: int | None = None,
         request_id: str | None = None,
     ) -> SessionInfo:
-        """Drop everything after item ``to_item``; with ``erase`` nothing of it can be read any more."""
+        """Drop all items after ``to_item``. With ``erase`` they can no longer be read."""
         return self._link.run(self._core.rewind(to_item, expected_revision, request_id, erase=erase))
 
     def fork(
@@ -287,21 +294,22 @@ class Session(SessionView):
         request_id: str | None = None,
         candidate: int | None = None,
     ) -> Session:
-        """A new session with the history up to ``item`` (default: all of it).
+        """Create a session with the history up to ``item`` (default: all of it).
 
-        If that is a turn's answer, ``candidate`` makes another one of the turn the end of the copy.
+        If ``item`` is a turn's answer, ``candidate`` ends the copy with another candidate of that turn.
         """
         info = self._link.run(self._core.fork(item, session_id, expected_revision, request_id, candidate))
         return Session(self._link, info.name, info)
 
     def refresh(self, *, residency: bool = False) -> SessionInfo:
-        """Read the metadata again; ``residency`` adds where the KV-tokens lie."""
+        """Read the metadata again. ``residency`` adds where the KV-tokens are."""
         return self._link.run(self._core.refresh(residency))
 
     def warm(self) -> Warming:
-        """Ask for the session's cached state on the device, as when its user begins to type. Tried once: it is a wish.
+        """Ask the server to bring the session's cached state to the device, as when its user begins to type.
 
-        What is missing is copied or computed if there is room and time; the next turn is right either way.
+        Missing state is copied or computed if there is room and time. Tried once; the next turn is correct
+        either way.
         """
         return self._link.run(self._core.warm())
 
@@ -309,15 +317,15 @@ class Session(SessionView):
     def update(
         self, *, expected_revision: int | None = None, **changes: Unpack[SessionChanges]
     ) -> SessionInfo:
-        """Change what is given, and nothing else. A changed system prompt makes all cached state useless."""
+        """Change the given settings only. A new system prompt invalidates all cached state."""
         check_names(changes, CHANGE_KEYS)
         return self._link.run(self._core.update(changes, expected_revision))
 
     def rebind(self, *, expected_revision: int | None = None) -> SessionInfo:
-        """Move the session to the model that is served, after a turn was refused with MODEL_MISMATCH.
+        """Move the session to the model that the server runs, after a turn was refused with MODEL_MISMATCH.
 
-        Where the tokenizer is another, all items are made anew from their texts and renumbered. Raises
-        FailedPrecondition (MODEL_MISMATCH) when some were given as token ids.
+        If the tokenizer differs, all items are tokenized again from their texts and renumbered. Raises
+        FailedPrecondition (MODEL_MISMATCH) if some were given as token ids.
         """
         return self.update(rebind=True, expected_revision=expected_revision)
 
@@ -328,10 +336,10 @@ class Session(SessionView):
         allow_missing: bool = False,
         unused_only: bool = False,
     ) -> None:
-        """Erase the conversation at once. Its id is not free again for 30 days.
+        """Erase the conversation at once. Its id is reserved for 30 days.
 
-        ``unused_only``: only a session that has never had a turn, whose id is free again then. Raises
-        FailedPrecondition (SESSION_USED) where it has had one, TurnInProgress while one runs.
+        ``unused_only``: erase only a session that has never had a turn, and free its id at once. Raises
+        FailedPrecondition (SESSION_USED) if it has had one, TurnInProgress while one runs.
         """
         self._link.run(self._core.delete(expected_revision, allow_missing, unused_only))
 
@@ -342,5 +350,5 @@ class Session(SessionView):
         tokens: Sequence[int] | None = None,
         items: Sequence[InputLike] | None = None,
     ) -> TokenCount:
-        """What this input would cost, without running the model."""
+        """Return the token counts of this input, without running the model."""
         return self._link.run(self._core.count_tokens(text, tokens, items))

@@ -1,4 +1,4 @@
-"""The blocking shell: performs what the flows and the turn machine ask for, on a ``grpc`` channel."""
+"""The blocking shell: performs the steps of flows and of the turn machine on a ``grpc`` channel."""
 
 from __future__ import annotations
 
@@ -26,39 +26,37 @@ from pensieve.v1 import pensieve_pb2 as pb
 
 Job = Callable[[], None]
 StartCall = Callable[[Invoke], Any]
-"""Makes the call of a step and returns it at once, as a future of gRPC."""
+"""Start the call of a step and return it at once, as a gRPC future."""
 
 
 class ReadWatch:
-    """One blocking read under observation. ``expired`` is set before its call is cancelled."""
+    """A blocking read that may time out. ``expired`` is set before its call is cancelled."""
 
     def __init__(self) -> None:
         self.deadline: float | None = None
-        """Monotonic time; None while the caller does not read: a slow consumer is no silent server."""
+        """Monotonic time; None while the caller does not read, since a slow consumer is not a silent server."""
         self.call: Any = None
         self.expired = False
 
 
 class BackgroundFlow:
-    """The next step of a flow that runs in the background."""
-
     def __init__(self, flow: Flow[None], begin: StartCall) -> None:
         self.flow = flow
         self.start_call = begin
         self.call: Any = None
-        """Kept: gRPC would not end a call that is dropped."""
+        """The call in flight. Kept here because gRPC would not end a call that is dropped."""
         self.resume_at: float | None = None
-        """Monotonic time at which it goes on; None while a call is under way."""
+        """Monotonic time at which to resume it; None while a call is in flight."""
 
 
 class Janitor:
-    """The one helper thread of a blocking client: ends silent streams and cleans up after streams that were dropped.
+    """The helper thread of a blocking client: ends silent streams and cleans up after dropped ones.
 
-    It exists for two reasons. A blocking read has no timeout of its own. And a call object that is dropped without
-    ``cancel`` is never collected and never cancelled by grpc, while a finaliser may run anywhere, even inside grpc
-    under a lock; so finalisers only put a job into a ``SimpleQueue``, whose ``put`` is made for that.
+    Two reasons. A blocking read has no timeout of its own. And gRPC neither collects nor cancels a call object
+    that is dropped without ``cancel``, while a finaliser may run anywhere, even inside gRPC under a lock. So
+    finalisers only put a job into a ``SimpleQueue``, whose ``put`` is reentrant.
 
-    The first stream starts it; ``close`` runs what is queued and waits for the thread.
+    The first stream starts the thread. ``close`` runs the queued jobs and waits for it.
     """
 
     TICK_S = 1.0
@@ -66,7 +64,7 @@ class Janitor:
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._watches: set[ReadWatch] = set()
-        self._errands: set[BackgroundFlow] = set()
+        self._flows: set[BackgroundFlow] = set()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
 
@@ -83,13 +81,12 @@ class Janitor:
         self._jobs.put(lambda: self._watches.discard(watch))
 
     def submit(self, job: Job) -> None:
-        """Run ``job`` soon."""
         self._jobs.put(job)
 
     def run_flow(self, flow: Flow[None], begin: StartCall) -> None:
-        """Go through ``flow``, from now on, as far as it gets before ``close``."""
-        errand = BackgroundFlow(flow, begin)
-        self._jobs.put(lambda: self._go_on(errand))
+        """Run ``flow`` in the background, as far as it gets before ``close``."""
+        background = BackgroundFlow(flow, begin)
+        self._jobs.put(lambda: self._advance_flow(background))
 
     def close(self, timeout: float) -> None:
         self._jobs.put(None)
@@ -97,78 +94,78 @@ class Janitor:
             self._thread.join(timeout)
 
     def _run(self) -> None:
-        until: float | None = None
-        """Once it is closed: when it ends at the latest."""
-        while until is None or (self._errands and time.monotonic() < until):
+        end_at: float | None = None
+        """Monotonic time at which the thread ends at the latest, once closed."""
+        while end_at is None or (self._flows and time.monotonic() < end_at):
             try:
-                job = self._jobs.get(timeout=self._pause(until))
+                job = self._jobs.get(timeout=self._wait_s(end_at))
             except queue.Empty:
-                self._check()
+                self._check_deadlines()
                 continue
             if job is None:
-                until = time.monotonic() + 1.0
+                end_at = time.monotonic() + 1.0
             else:
                 job()
             del job  # It may hold a call.
-        for errand in self._errands:
-            if errand.call is not None:
-                errand.call.cancel()
+        for background in self._flows:
+            if background.call is not None:
+                background.call.cancel()
 
-    def _pause(self, until: float | None) -> float | None:
-        """How long to wait for a job before ``_check``; None, with nothing under observation: until a job comes."""
+    def _wait_s(self, end_at: float | None) -> float | None:
+        """Return the seconds to wait for a job before ``_check_deadlines``; None: nothing is being watched."""
         times = (
             [watch.deadline for watch in list(self._watches)]
-            + [one.resume_at for one in self._errands]
-            + [until]
+            + [flow.resume_at for flow in self._flows]
+            + [end_at]
         )
-        nearest = min((one for one in times if one is not None), default=None)
+        nearest = min((at for at in times if at is not None), default=None)
         if nearest is None:
             return self.TICK_S if self._watches else None
         return min(self.TICK_S, max(0.005, nearest - time.monotonic()))
 
-    def _check(self) -> None:
+    def _check_deadlines(self) -> None:
         now = time.monotonic()
         for watch in list(self._watches):
             deadline, call = watch.deadline, watch.call
             if deadline is not None and deadline <= now and call is not None and not watch.expired:
                 watch.expired = True
                 call.cancel()
-        for errand in list(self._errands):
-            if errand.resume_at is not None and errand.resume_at <= now:
-                self._go_on(errand)
+        for background in list(self._flows):
+            if background.resume_at is not None and background.resume_at <= now:
+                self._advance_flow(background)
 
-    def _go_on(self, errand: BackgroundFlow, error: PensieveError | None = None) -> None:
-        """Take the next step of a flow, all of them in this thread."""
-        errand.call = errand.resume_at = None
-        self._errands.add(errand)
+    def _advance_flow(self, background: BackgroundFlow, error: PensieveError | None = None) -> None:
+        """Run the next step of a flow. Only this thread runs steps."""
+        background.call = background.resume_at = None
+        self._flows.add(background)
         try:
-            step = errand.flow.send(None) if error is None else errand.flow.throw(error)
+            step = background.flow.send(None) if error is None else background.flow.throw(error)
         except (StopIteration, PensieveError):
-            self._errands.discard(errand)
+            self._flows.discard(background)
             return
         if isinstance(step, Sleep):
-            errand.resume_at = time.monotonic() + step.seconds
+            background.resume_at = time.monotonic() + step.seconds
             return
-        errand.call = errand.start_call(step)
-        errand.call.add_done_callback(lambda call: self._jobs.put(lambda: self._ended(errand, call)))
+        background.call = background.start_call(step)
+        background.call.add_done_callback(
+            lambda call: self._jobs.put(lambda: self._on_call_done(background, call))
+        )
 
-    def _ended(self, errand: BackgroundFlow, call: Any) -> None:
-        self._go_on(errand, None if call.code() is grpc.StatusCode.OK else from_rpc_error(call))
+    def _on_call_done(self, background: BackgroundFlow, call: Any) -> None:
+        self._advance_flow(background, None if call.code() is grpc.StatusCode.OK else from_rpc_error(call))
 
 
 T = TypeVar("T")
 
 CLOSE_TIMEOUT_S = 2.0
-_FORKED = (
-    "the stream belongs to the process that this one was forked from: attach to its turn to follow it here"
-)
+_FORKED = "this stream belongs to the parent process: use session.attach(request_id) to follow its turn after a fork"
 
 
 class Link:
-    """Channel, stub and helper thread: what a client and its handles share, closed when the last of them goes.
+    """The channel, stub and helper thread of a client and its handles. Closed when all are dropped.
 
-    Threads and calls do not come along into a process that was forked off: there everything is made anew, when it is
-    first used. What the parent has open is left alone, since ending it would wait for threads that do not exist.
+    A forked process has neither the threads nor the calls, so it opens everything anew on first use. It leaves
+    the parent's channel alone: closing it would wait for threads that do not exist.
     """
 
     def __init__(self, settings: ClientSettings) -> None:
@@ -203,7 +200,7 @@ class Link:
         return self.opened.janitor
 
     def on_fork(self) -> None:
-        """Called in a new process, while it has one thread."""
+        """Reset in a forked process, while it has one thread."""
         self._opening = threading.Lock()
         if self._opened is not None:
             self._opened.close.detach()
@@ -214,7 +211,6 @@ class Link:
             self.closed.set()
 
     def run(self, flow: Flow[T]) -> T:
-        """Drive a flow to its end."""
         try:
             step = next(flow)
             while True:
@@ -238,17 +234,17 @@ class Link:
         return getattr(self.stub, step.method)(step.request, timeout=step.timeout, metadata=metadata)
 
     def check_open(self) -> None:
-        """Raises Cancelled when the client is closed; SystemExit in a daemon thread that the program's end stops."""
+        """Raise Cancelled if the client is closed; SystemExit in a daemon thread while the program exits."""
         if self.closed.is_set():
             if threading.current_thread().daemon and not threading.main_thread().is_alive():
-                # ``_close`` has run because the program ends, or might have: nobody is left to tell, and an error would
-                # be a traceback behind the program's last words. This ends a thread in silence, as _thread.exit does.
+                # ``_close`` has probably run because the program exits. An error would print a traceback after the
+                # program's last output. SystemExit ends the thread silently, as _thread.exit does.
                 raise SystemExit
             raise Cancelled("the client is closed", reason="CLIENT_CLOSED")
 
     def discard(self, session: str, request_id: str, stream_id: str) -> None:
-        """Tell the server, in the background, that nobody will come back; else the session stays busy."""
-        # Not `self` in what waits: it must not keep alive what its caller has dropped.
+        """Tell the server in the background that the client has left the turn. Otherwise the session stays busy."""
+        # The waiting flow must not hold `self`, which would keep a link alive that its caller has dropped.
         if self.closed.is_set():
             return
         stub, metadata = self.stub, self.settings.metadata(session)
@@ -267,19 +263,19 @@ class Link:
 
 
 class OpenChannel(NamedTuple):
-    """What a link has open in this process."""
+    """The open resources of a link in this process."""
 
     channel: Any
     stub: Any
     janitor: Janitor
     close: weakref.finalize[..., Link]
-    """Ends it; to be called once the link is dropped, and at the end of the program."""
+    """Closes them; runs when the link is dropped and when the program exits."""
 
 
 _links: weakref.WeakSet[Link] = weakref.WeakSet()
 _parent_channels: list[OpenChannel] = []
 _parent_calls: list[Any] = []
-"""Both are kept for good: to collect a channel or a call would be to end it."""
+"""Both are kept for good: collecting a channel or a call would end it."""
 
 
 def _after_fork() -> None:
@@ -298,9 +294,9 @@ def _close(channel: Any, janitor: Janitor, closed: threading.Event) -> None:
 
 
 class TurnStream(StreamView):
-    """The pieces of one turn. Iterate it, and leave the loop whenever you like; or call ``finish``.
+    """The pieces of one turn. Iterate over it, leaving the loop at any time, or call ``finish``.
 
-    ``cancel`` and ``close`` may come from another thread than the reading one.
+    ``cancel`` and ``close`` may be called from another thread than the reading one.
     """
 
     def __init__(self, link: Link, core: SessionCore, machine: TurnMachine) -> None:
@@ -325,17 +321,17 @@ class TurnStream(StreamView):
         return piece
 
     def accepted(self) -> None:
-        """Wait until the server has accepted the turn. Raises what it refuses the turn with."""
+        """Wait until the server has accepted the turn. Raises the error if it refuses."""
         self._advance_until(lambda: self._machine.base_revision is not None)
 
     def finish(self) -> Turn:
-        """Read to the end; the turn."""
+        """Read to the end and return the turn."""
         for _ in self:
             pass
         return self.turn
 
     def cancel(self, *, keep: Keep = "partial", keep_output_tokens: int | None = None) -> Turn:
-        """Stop the turn and end the stream; what stands in history afterwards is the answer, and ``turn``."""
+        """Stop the turn and close the stream. Return the turn as history has it now, also available as ``turn``."""
         turn = self._link.run(
             self._core.cancel(self.request_id, keep, keep_output_tokens, self._machine.stream_id)
         )
@@ -344,12 +340,12 @@ class TurnStream(StreamView):
         return turn
 
     def close(self) -> None:
-        """Walk away: a turn that is not complete is discarded (see ``Session.stream``). Idempotent."""
-        if self._of_parent():
+        """Leave the stream. A turn that is not complete is discarded (see ``Session.stream``). Idempotent."""
+        if self._belongs_to_parent():
             return
         discard = self._mark_closed()
         self._wake.set()
-        self._drop()
+        self._drop_call()
         if discard:
             self._discard()
 
@@ -362,18 +358,18 @@ class TurnStream(StreamView):
         self.close()
 
     def __del__(self) -> None:
-        # May run inside grpc, under its locks: only hand the work over.
-        if self._of_parent():
+        # May run inside grpc, under its locks: only queue the work.
+        if self._belongs_to_parent():
             return
         call, link = self._call, self._link
         if self._mark_closed():
             self._discard()
         if call is not None:
-            link.janitor.submit(_cancel_job(call))
+            link.janitor.submit(call.cancel)
             link.janitor.unwatch(self._watch)
 
-    def _of_parent(self) -> bool:
-        """Whether the turn belongs to the process that this one was forked from, which goes on with it."""
+    def _belongs_to_parent(self) -> bool:
+        """Whether the turn belongs to the parent of this forked process, which continues it."""
         if self._process == os.getpid():
             return False
         if self._call is not None:
@@ -384,11 +380,11 @@ class TurnStream(StreamView):
     def _advance_until(self, reached: Callable[[], object]) -> None:
         try:
             while not reached() and not self._machine.done and not self._closed:
-                if self._of_parent():
+                if self._belongs_to_parent():
                     raise Cancelled(_FORKED, reason="CLIENT_CLOSED")
                 self._advance()
         except PensieveError:
-            self._discard_on_close = False  # The server has said no, or cannot be asked.
+            self._discard_on_close = False  # The server has refused the turn or is unreachable.
             self.close()
             raise
 
@@ -401,7 +397,6 @@ class TurnStream(StreamView):
         return None
 
     def _advance(self) -> None:
-        """Take one message, or get over one failure."""
         try:
             self._machine.on_message(self._read())
             return
@@ -409,16 +404,16 @@ class TurnStream(StreamView):
             failure = self._machine.silence_error() if self._watch.expired else from_rpc_error(error)
         except PensieveError as error:
             failure = error
-        self._drop()
+        self._drop_call()
         if self._machine.done or self._closed:
             return  # Ended from another thread.
         self._link.check_open()
         self._wake.wait(self._machine.on_error(failure))
 
     def _read(self) -> pb.StreamTurnResponse:
-        call = self._call or self._open()  # which another thread may drop from here on
+        call = self._call or self._open()  # another thread may drop it from here on
         watch = self._watch
-        watch.deadline = time.monotonic() + self._machine.silence_s
+        watch.deadline = time.monotonic() + self._machine.silence_limit_s
         try:
             message: pb.StreamTurnResponse = next(call)
         except StopIteration:
@@ -440,8 +435,8 @@ class TurnStream(StreamView):
         self._link.janitor.start()
         self._link.janitor.watch(self._watch)
         if self._closed:
-            # Closed meanwhile, by another thread or a signal: whoever did that knew nothing of this call.
-            self._drop()
+            # Closed meanwhile by another thread or a signal handler, which did not know of this call.
+            self._drop_call()
             if self._discard_on_close:
                 self._discard()
         return call
@@ -449,16 +444,9 @@ class TurnStream(StreamView):
     def _discard(self) -> None:
         self._link.discard(self._core.name, self.request_id, self._machine.stream_id)
 
-    def _drop(self) -> None:
+    def _drop_call(self) -> None:
         call, self._call = self._call, None
         if call is not None:
             call.cancel()
             self._watch.call = None
             self._link.janitor.unwatch(self._watch)
-
-
-def _cancel_job(call: Any) -> Callable[[], None]:
-    def job() -> None:
-        call.cancel()
-
-    return job

@@ -1,4 +1,4 @@
-"""How a channel is set up: target, credentials, options, metadata. The same for both clients."""
+"""Channel setup for both clients: target, credentials, options and metadata."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from pensieve.v1 import pensieve_pb2_grpc
 
 ROUTE_KEY = "x-session-route"
 MAX_TIMEOUT_S = 1e9
-"""Seconds. Somewhat beyond, infinity included, gRPC takes a timeout for one that has passed."""
+"""Seconds. gRPC treats a timeout somewhat above this, infinity included, as already expired."""
 
 CHANNEL_OPTIONS: tuple[tuple[str, Any], ...] = (
-    # All tries are made by the SDK, which bounds them and knows what may be sent again. The library's own also hang: of
-    # a call whose server is killed within a millisecond nothing more is heard, and cancelling does not end it.
+    # Only the SDK retries: it bounds the tries and knows what may be sent again. gRPC's own retries can also hang: a
+    # call whose server is killed within a millisecond never ends, and cannot be cancelled.
     ("grpc.enable_retries", 0),
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 20_000),
-    ("grpc.http2.ping_timeout_ms", 20_000),  # The one that bounds detection of a dead peer.
-    # While the library waits to connect again every call fails at once; by default it comes to wait for two minutes.
+    ("grpc.http2.ping_timeout_ms", 20_000),  # This one bounds the time to detect a dead peer.
+    # While gRPC waits to reconnect every call fails at once. Its default wait grows to two minutes.
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 2_000),
     ("grpc.max_receive_message_length", 16 * 1024 * 1024),
@@ -33,33 +33,32 @@ CHANNEL_OPTIONS: tuple[tuple[str, Any], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class ClientSettings:
-    """What a client was made with."""
+    """The arguments of a client."""
 
     target: str
-    """``HOST:PORT`` or any gRPC target; a leading ``pensieve://`` is dropped."""
+    """``HOST:PORT`` or any gRPC target. A leading ``pensieve://`` is removed."""
     api_key: str | None = None
     """Sent as ``authorization: Bearer KEY``."""
     tls: bool = False
     """TLS with the system's root certificates."""
     credentials: grpc.ChannelCredentials | None = None
-    """TLS with other roots or a client certificate; implies ``tls``."""
+    """TLS with custom roots or a client certificate; implies ``tls``."""
     timeout: float = 60.0
-    """Seconds for each call that is not a turn."""
+    """Seconds for each call that is not a turn, retries included."""
     retry: RetryPolicy = field(default_factory=RetryPolicy)
     options: Sequence[tuple[str, Any]] = ()
-    """More channel options; a later one wins over ours."""
+    """Additional channel options; they override ours."""
     more_metadata: Sequence[tuple[str, str | bytes]] = ()
-    """Sent with every call."""
 
     def __post_init__(self) -> None:
-        """Raises InvalidArgument for what gRPC would refuse at each try, as if the server were away."""
+        """Raise InvalidArgument for values that gRPC would reject on each try, as if the server were away."""
         if self.target.startswith(("http://", "https://")):
             tls = ", with tls=True" if self.target.startswith("https") else ""
             raise InvalidArgument.field("target", f"must be HOST:PORT{tls}, got {self.target!r}")
         key = "" if self.api_key is None else self.api_key.strip()
         if not (key.isascii() and key.isprintable()):
             raise InvalidArgument.field(
-                "api_key", "must be of printable ASCII characters, such as ck_ID_SECRET"
+                "api_key", "must consist of printable ASCII characters, such as ck_ID_SECRET"
             )
 
     @property
@@ -68,7 +67,7 @@ class ClientSettings:
 
     @property
     def channel_credentials(self) -> grpc.ChannelCredentials | None:
-        """None: plain text."""
+        """None for plain text."""
         if self.credentials is not None:
             return self.credentials
         return grpc.ssl_channel_credentials() if self.tls else None
@@ -78,20 +77,20 @@ class ClientSettings:
         return list({**dict(CHANNEL_OPTIONS), **dict(self.options)}.items())
 
     def metadata(self, session: str, traceparent: str = "") -> list[tuple[str, str | bytes]]:
-        """Metadata of one call: the routing key for proxies, the trace it belongs to, and the credential."""
+        """Return the metadata of one call: routing key for proxies, trace context, credential."""
         pairs: list[tuple[str, str | bytes]] = [(ROUTE_KEY, session)] if session else []
         pairs += self.more_metadata
         given = any(name == tracing.HEADER for name, _ in self.more_metadata)
         if not given and (header := traceparent or tracing.outgoing_traceparent()):
             pairs.append((tracing.HEADER, header))
         if self.api_key is not None:
-            # A key that was read from a file comes with the end of its line.
+            # A key that was read from a file may end with a newline.
             pairs.append(("authorization", f"Bearer {self.api_key.strip()}"))
         return pairs
 
 
 def open_channel(settings: ClientSettings, library: Any) -> tuple[Any, Any]:
-    """Channel and stub of ``library``, which is ``grpc`` or ``grpc.aio``."""
+    """Open a channel and stub with ``library``, which is ``grpc`` or ``grpc.aio``."""
     make_stub: Any = pensieve_pb2_grpc.ConversationServiceStub  # Generated code has no annotations.
     credentials = settings.channel_credentials
     if credentials is None:

@@ -1,13 +1,14 @@
-"""One turn as seen by the client, without any I/O: what to send, what a message means, what a failure calls for.
+"""One turn as the client sees it, without any I/O: what to send and how to react to messages and failures.
 
-The shells (``_sync_link``, ``_aio_link``) do only this, in a loop: open a call with ``next_request``, hand each message
-to ``received``, each failure to ``failed`` and sleep as told, hand ``pending`` pieces to the caller, end when ``done``.
+The shells (``_sync_link``, ``_aio_link``) run one loop: open a call with ``next_request``, pass each message to
+``on_message`` and each failure to ``on_error``, sleep for the returned time, hand ``pending`` pieces to the
+caller, and stop when ``done``.
 
-**Resuming.** All tries carry the same request id, so the server appends the turn at most once. A try names the attempt
-it has seen and how many output tokens it holds. The same attempt continues there. Another attempt starts at token 0:
-the caller gets a piece with ``restarted`` set and drops its partial text. Text is joined by position and never by
-order of arrival, so a server that repeats tokens does not double them, and one that skips some is asked again. All this
-holds for each candidate by itself.
+**Resuming.** All tries carry the same request id, so the server appends the turn at most once. A try names the
+attempt that the client has seen and the number of output tokens it holds. The same attempt continues there.
+Another attempt starts at token 0: the caller gets a piece with ``restarted`` set and drops its partial text.
+Text is joined by position, never by order of arrival. So tokens that a server repeats are not doubled, and
+tokens that it skips are requested again. All this holds for each candidate separately.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ BUSY_POLL_S = 1.0
 
 
 class TurnMachine:
-    """State of one turn. ``clock`` is monotonic seconds; ``abandoned``: turns the user walked away from."""
+    """State of one turn. ``abandoned``: request ids of turns that the caller has left."""
 
     def __init__(
         self,
@@ -49,7 +50,7 @@ class TurnMachine:
         self.request_id = request.turn.request_id
         self.session = request.session
         self.stream_id = uuid.uuid4().hex
-        """The same in all tries: to leave is to leave those that are still on their way, too."""
+        """The same in all tries, so that leaving also covers requests that are still in flight."""
         self.pending: deque[Piece] = deque()
         self.progress: Progress | None = None
         self.turn: Turn | None = None
@@ -57,13 +58,12 @@ class TurnMachine:
         self.base_revision: int | None = None
         self.attempt = ""
         self.resumes = 0
-        """How often the turn was sent again."""
         self._request = request
         self._clock = clock
         self._deadline = None if timeout is None else clock() + timeout
         self._backoff = backoff or Backoff(policy, clock=clock)
         self.discard_on_close = request.on_disconnect != pb.DISCONNECT_POLICY_FINISH
-        """Whether the turn is discarded when the client walks away from it."""
+        """Whether the turn is discarded if the client closes the stream before its end."""
         self._wait_if_busy = wait_if_busy
         self._abandoned = abandoned
         self._heartbeat_s = DEFAULT_HEARTBEAT_S
@@ -71,7 +71,7 @@ class TurnMachine:
         self._texts: defaultdict[int, _CandidateText] = defaultdict(_CandidateText)
         """By candidate."""
 
-    # -- what the caller sees
+    # -- for the caller
 
     @property
     def done(self) -> bool:
@@ -79,23 +79,23 @@ class TurnMachine:
 
     @property
     def text(self) -> str:
-        """The answer so far, candidate 0 of several; of a complete turn, as it stands in history."""
+        """The answer so far (candidate 0), or the answer in history once the turn is complete."""
         return self.turn.text if self.turn is not None else self._texts[0].value
 
     @property
     def token_count(self) -> int:
-        """Output tokens received so far; of several candidates those of candidate 0."""
+        """Output tokens received so far for candidate 0."""
         return self._texts[0].tokens
 
-    # -- what the shell needs to know
+    # -- for the shell
 
     @property
-    def silence_s(self) -> float:
-        """A stream that says nothing for this long is dead."""
+    def silence_limit_s(self) -> float:
+        """A stream without a message for this long is dead."""
         return SILENT_INTERVALS * self._heartbeat_s
 
     def remaining_s(self) -> float | None:
-        """Seconds until the turn's deadline, None without one. Raises DeadlineExceeded when it has passed."""
+        """Return the seconds until the deadline, None without one. Raises DeadlineExceeded after it."""
         if self._deadline is None:
             return None
         left = self._deadline - self._clock()
@@ -104,7 +104,7 @@ class TurnMachine:
         return min(MAX_TIMEOUT_S, left)
 
     def next_request(self) -> pb.StreamTurnRequest:
-        """A request for the same turn, from where we are."""
+        """Build a request that continues the turn from its current position."""
         self._backoff.mark_activity()
         request = pb.StreamTurnRequest()
         request.CopyFrom(self._request)
@@ -118,14 +118,14 @@ class TurnMachine:
             text.rewind_to_tokens()
         return request
 
-    # -- what happened
+    # -- events
 
     def on_message(self, message: pb.StreamTurnResponse) -> None:
-        """Take one message. Raises Internal (STREAM_INCONSISTENT): hand it to ``failed`` after closing the call."""
+        """Process one message. On Internal (STREAM_INCONSISTENT) close the call, then call ``on_error``."""
         self._backoff.mark_activity()
         match message.WhichOneof("event"):
             case "accepted":
-                self._accepted(message.accepted)
+                self._on_accepted(message.accepted)
             case "progress":
                 self.progress = decode.progress(message.progress)
             case "delta":
@@ -134,12 +134,12 @@ class TurnMachine:
                     self._backoff.reset()
                     self.pending.append(piece)
             case "completed":
-                self._completed(message.completed)
+                self._on_completed(message.completed)
             case _:
-                return  # An event of a newer server.
+                return  # An event that only newer servers know.
 
     def on_error(self, error: PensieveError) -> float:
-        """Seconds to wait before the next try. Raises the error when there shall be none."""
+        """Return the seconds to wait before the next try. Raises the error if there is none."""
         if isinstance(error, Internal) and error.reason == STREAM_INCONSISTENT:
             self._restart()
             self.attempt = ""
@@ -151,19 +151,18 @@ class TurnMachine:
         return wait
 
     def early_end_error(self) -> PensieveError:
-        """The failure of a stream that closed in good order but before the turn was complete."""
+        """Return the error for a stream that ended without an error before the turn was complete."""
         return Unavailable("the stream ended before the turn was complete", reason=TRANSPORT)
 
     def silence_error(self) -> PensieveError:
-        """The failure of a stream that said nothing for ``silence_s``."""
-        return Unavailable(f"no message for {self.silence_s:g} s", reason=TRANSPORT)
+        """Return the error for a stream without a message for ``silence_limit_s`` seconds."""
+        return Unavailable(f"no message for {self.silence_limit_s:g} s", reason=TRANSPORT)
 
     def on_cancelled(self, turn: Turn) -> None:
-        """CancelTurn was answered: this is how the turn ended."""
         self.turn = turn
 
     def result(self) -> Turn:
-        """The finished turn. Raises Cancelled when it was given up before it was complete."""
+        """Return the finished turn. Raises Cancelled if the stream was closed before it was complete."""
         if self.turn is None:
             raise Cancelled("the turn is not complete", metadata={"request_id": self.request_id})
         return self.turn
@@ -173,7 +172,7 @@ class TurnMachine:
             "the turn's timeout has passed", reason="TIMEOUT", metadata={"request_id": self.request_id}
         )
 
-    def _accepted(self, accepted: pb.TurnAccepted) -> None:
+    def _on_accepted(self, accepted: pb.TurnAccepted) -> None:
         self.seed = accepted.seed
         self.base_revision = accepted.base_revision
         if accepted.HasField("heartbeat_interval"):
@@ -182,10 +181,10 @@ class TurnMachine:
             self._restart()
         self.attempt = accepted.attempt or self.attempt
 
-    def _completed(self, message: pb.Turn) -> None:
+    def _on_completed(self, message: pb.Turn) -> None:
         turn = decode.turn(message)
         cut_short = turn.finish_reason == FinishReason.CANCELLED
-        answers = [(one.text, one.output_tokens) for one in turn.candidates]
+        answers = [(candidate.text, candidate.output_tokens) for candidate in turn.candidates]
         answers = answers or [(turn.text, turn.usage.output_tokens)]
         contradicted = any(
             not text.startswith(have := self._texts[candidate].value)
@@ -193,7 +192,7 @@ class TurnMachine:
             for candidate, (text, _) in enumerate(answers)
         )
         if contradicted:
-            # What was streamed is not what was committed (another attempt won): show the truth.
+            # The streamed text was not committed because another attempt won: show the committed one.
             self._restart()
         for candidate, (text, tokens) in enumerate(answers):
             had = self._texts[candidate]
@@ -205,13 +204,15 @@ class TurnMachine:
         self.turn = self._with_logprobs(turn)
 
     def _with_logprobs(self, turn: Turn) -> Turn:
-        """The turn with what was streamed of its log-probabilities, where that is all of an answer."""
+        """Add the streamed log-probabilities to each answer for which all were received."""
         candidates = tuple(
-            replace(one, logprobs=self._texts[one.candidate].scores(one.output_tokens))
-            for one in turn.candidates
+            replace(
+                candidate, logprobs=self._texts[candidate.candidate].first_logprobs(candidate.output_tokens)
+            )
+            for candidate in turn.candidates
         )
         answer = turn.chosen if candidates else 0
-        logprobs = self._texts[answer].scores(turn.usage.output_tokens)
+        logprobs = self._texts[answer].first_logprobs(turn.usage.output_tokens)
         return replace(turn, candidates=candidates, logprobs=logprobs)
 
     def _restart(self) -> None:
@@ -221,18 +222,22 @@ class TurnMachine:
 
     def _wait_after(self, error: PensieveError) -> float:
         if error.reason == "TURN_IN_PROGRESS":
-            return self._wait_for_other(error)
-        what = verdict(error)
+            return self._wait_for_other_turn(error)
+        decision = verdict(error)
         if error.reason == "TURN_NOT_FOUND" and self._request.attach_only and self.resumes:
-            # Its server went away while it ran. It is there again as soon as the one who began it has come back, too.
-            what = Verdict.RESEND
-        if what is Verdict.RAISE or (what is Verdict.RESEND_ONCE and self._engine_failed):
+            # Its server died while it ran. The turn exists again as soon as the client that began it has resent it.
+            decision = Verdict.RESEND
+        if decision is Verdict.RAISE or (decision is Verdict.RESEND_ONCE and self._engine_failed):
             raise error
-        self._engine_failed |= what is Verdict.RESEND_ONCE
-        return self._backoff.wait_after(error, what, self.remaining_s())
+        self._engine_failed |= decision is Verdict.RESEND_ONCE
+        return self._backoff.wait_after(error, decision, self.remaining_s())
 
-    def _wait_for_other(self, error: PensieveError) -> float:
-        """Our own abandoned turn is being cancelled right now; RetryInfo, the rest of its lease, is far too long."""
+    def _wait_for_other_turn(self, error: PensieveError) -> float:
+        """Return the wait while another turn runs in the session.
+
+        If that is our own abandoned turn, it is being cancelled right now: RetryInfo, the rest of its lease,
+        would be far too long.
+        """
         wait = None
         if error.metadata.get("active_request_id") in self._abandoned:
             wait = self._backoff.poll(BUSY_POLL_S / 10)
@@ -245,17 +250,17 @@ class TurnMachine:
 
 
 class _CandidateText:
-    """A candidate's answer so far, and where each token border lies in it."""
+    """One candidate's answer so far, and the text position of each token boundary."""
 
     def __init__(self) -> None:
         self._parts: list[str] = []
         self._length = 0
-        self._borders = {0: 0}
-        """Token count -> text length when that many tokens had been received, the first time."""
+        self._boundaries = {0: 0}
+        """Token count → text length when that count was first reached."""
         self.tokens = 0
         self._logprobs: list[TokenLogprob] = []
         self._token_at = 0
-        """Position of the stream: equal to ``tokens`` except while the server repeats itself."""
+        """Position in the stream; equals ``tokens`` except while the server repeats itself."""
         self._text_at = 0
 
     @property
@@ -268,32 +273,32 @@ class _CandidateText:
             self._parts = ["".join(self._parts)]
         return self._parts[0] if self._parts else ""
 
-    def scores(self, tokens: int) -> tuple[TokenLogprob, ...]:
+    def first_logprobs(self, tokens: int) -> tuple[TokenLogprob, ...]:
         """Log-probabilities of the first ``tokens`` tokens; empty unless all are known."""
         known = len(self._logprobs) == self.tokens >= tokens
         return tuple(self._logprobs[:tokens]) if known else ()
 
     def rewind_to_tokens(self) -> None:
-        """A new stream starts at the last token border. Text held back there (a possible stop string) comes again."""
+        """Go back to the last token boundary: a new stream sends text held back there (a stop string) again."""
         self._token_at = self.tokens
-        self._text_at = self._borders[self.tokens]
+        self._text_at = self._boundaries[self.tokens]
 
     def add(self, piece: Piece) -> Piece | None:
-        """The part of ``piece`` that is new, if any. Raises Internal when it does not continue what we hold."""
+        """Return the new part of ``piece``, or None. Raises Internal if it does not continue the text."""
         if piece.token_offset != self._token_at:
-            if piece.token_offset not in self._borders:
-                raise _inconsistent(f"token {piece.token_offset} after {self.tokens} tokens")
-            # The server repeats itself from a token border that we have seen: compare from there.
-            self._token_at, self._text_at = piece.token_offset, self._borders[piece.token_offset]
+            if piece.token_offset not in self._boundaries:
+                raise _inconsistent_error(f"token {piece.token_offset} after {self.tokens} tokens")
+            # The server repeats itself from a known token boundary: compare from there.
+            self._token_at, self._text_at = piece.token_offset, self._boundaries[piece.token_offset]
         known = self.value[self._text_at :] if self._text_at < self._length else ""
         overlap = min(len(known), len(piece.text))
         if known[:overlap] != piece.text[:overlap]:
-            raise _inconsistent(f"other text at token {piece.token_offset}")
+            raise _inconsistent_error(f"other text at token {piece.token_offset}")
         skip = self.tokens - self._token_at
         self._token_at += piece.token_count
         self._text_at += len(piece.text)
-        # Text and tokens may overlap by different amounts: text that could begin a stop string is held back by the
-        # server, so it can come later than the token that it belongs to.
+        # Text and tokens may overlap by different amounts: the server holds back text that could begin a stop
+        # string, so text can arrive later than its token.
         fresh_text = piece.text[overlap:]
         fresh_tokens = max(0, piece.token_count - skip)
         if not fresh_text and not fresh_tokens:
@@ -303,7 +308,7 @@ class _CandidateText:
         self._logprobs += piece.logprobs[skip:]
         self._length += len(fresh_text)
         self.tokens += fresh_tokens
-        self._borders.setdefault(self.tokens, self._text_at)
+        self._boundaries.setdefault(self.tokens, self._text_at)
         if offset == piece.token_offset and not overlap:
             return piece
         return replace(
@@ -316,5 +321,5 @@ class _CandidateText:
         )
 
 
-def _inconsistent(what: str) -> Internal:
-    return Internal(f"the stream does not continue the answer: {what}", reason=STREAM_INCONSISTENT)
+def _inconsistent_error(decision: str) -> Internal:
+    return Internal(f"the stream does not continue the answer: {decision}", reason=STREAM_INCONSISTENT)

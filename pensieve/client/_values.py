@@ -1,6 +1,6 @@
-"""What the SDK hands out: frozen values, none of them tied to a connection.
+"""The values that the SDK returns: frozen, and independent of a connection.
 
-Enumerations are open, as the contract says: a value that this SDK does not know yet stays a plain ``int``.
+Enumerations are open, as the wire contract demands: a value unknown to this SDK stays a plain ``int``.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from pensieve.speech import CallForm, FunctionCall, SpeechForm
 
 
 class WireEnum(enum.StrEnum):
-    """A word for a number of the contract. Made from either, a word in any case; ValueError lists the words.
+    """An enumeration whose members have a word and the number of the wire contract.
 
-    ``FinishReason.LENGTH == "length"``; it prints and goes into JSON as that. Programs that compare with the contract's
-    numbers go on working: ``FinishReason.LENGTH == 4``. Only as keys of a dict, or in a set, words and numbers are not
-    the same. A number that this SDK has no word for stays an ``int``.
+    ``FinishReason("LENGTH")``, in any case, and ``FinishReason(4)`` are the same member; ValueError lists the
+    words. A member is a string, ``FinishReason.LENGTH == "length"``, and prints and serializes as that. It also
+    equals its number: ``FinishReason.LENGTH == 4``. Only in sets and as dict keys do word and number differ. A
+    number without a word in this SDK stays an ``int``.
     """
 
     if TYPE_CHECKING:  # ``StrEnum`` takes words alone
@@ -47,9 +48,9 @@ class WireEnum(enum.StrEnum):
 
     @classmethod
     def _missing_(cls, value: object) -> Self:
-        for one in cls:
-            if one == (value.lower() if isinstance(value, str) else value):
-                return one
+        for member in cls:
+            if member == (value.lower() if isinstance(value, str) else value):
+                return member
         raise ValueError(f"{value!r} is not one of {', '.join(cls)}")
 
 
@@ -66,7 +67,7 @@ class FinishReason(WireEnum):
 
 
 class Role(WireEnum):
-    """Who an item speaks for."""
+    """The speaker of an item."""
 
     SYSTEM = "system"
     USER = "user"
@@ -75,7 +76,7 @@ class Role(WireEnum):
 
 
 class Phase(WireEnum):
-    """Where a turn is."""
+    """The stage that a turn has reached."""
 
     QUEUED = "queued"
     RESTORING = "restoring"
@@ -94,12 +95,12 @@ W = TypeVar("W", bound=WireEnum)
 
 
 def enum_from_number(kind: type[W], number: int) -> W | int:
-    """The word for this number, or the number itself when a newer server knows more."""
-    return next((one for one in kind if one.number == number), number)
+    """Return the member with this number, or the number itself if this SDK does not know it."""
+    return next((member for member in kind if member.number == number), number)
 
 
 class SessionState(StrEnum):
-    """State of a session. DAMAGED: readable, not writable."""
+    """State of a session. A DAMAGED session can be read but not written."""
 
     UNSPECIFIED = "unspecified"
     ACTIVE = "active"
@@ -108,7 +109,7 @@ class SessionState(StrEnum):
 
 
 class TurnState(StrEnum):
-    """State of a turn. DISCARDED: no trace in history; the same request id may start again."""
+    """State of a turn. A DISCARDED turn left no trace in history; its request id may start again."""
 
     UNSPECIFIED = "unspecified"
     RUNNING = "running"
@@ -118,21 +119,20 @@ class TurnState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of a running answer. Provisional until the turn is complete."""
+    """A part of an answer that is still being generated. Provisional until the turn is complete."""
 
     text: str = ""
-    """Whole code points; may be empty while a character is still incomplete."""
+    """Whole code points. Empty while a character is incomplete."""
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
-    """One entry per token when ``top_logprobs`` was asked for."""
+    """One entry per token, if the turn set ``top_logprobs``."""
     token_offset: int = 0
     """Index of the first token of this piece in the answer."""
     token_count: int = 0
     restarted: bool = False
-    """The attempt that produced the text so far is gone: drop that text, of all candidates; it starts again after this
-    piece."""
+    """Drop the text so far, of all candidates: another attempt starts the answer again after this piece."""
     candidate: int = 0
-    """Whose tokens these are; offsets count within the candidate."""
+    """The candidate that these tokens belong to. Offsets count within it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,40 +140,39 @@ class Item:
     """One immutable entry of a session's history."""
 
     item: int
-    """Position; never reused within a session."""
+    """Position in the session; never reused."""
     role: Role | int
     text: str
     token_ids: tuple[int, ...] = ()
-    """Filled when asked for; all live items' ids, concatenated, are the model's context."""
+    """Filled on request. The ids of all live items, concatenated, are the model's context."""
     request_id: str = ""
     finish_reason: FinishReason | int | None = None
-    """Only assistant items have one."""
+    """Set for assistant items only."""
     create_time: datetime | None = None
     call_id: str = ""
-    """Of a tool's result: the call that it belongs to."""
+    """For a tool's result: the call that it answers."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """What a function gave back: input of the turn after the one that called it."""
+    """The result of a function: input of the turn after the one that called it."""
 
     text: str
     call_id: str = ""
-    """The call's id, as the client names it; some chat templates show it to the model."""
+    """The client's id of the call; some chat templates show it to the model."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallingMessage:
-    """An assistant's message that calls functions, of a transcript that is imported."""
+    """An assistant's message that calls functions, for importing a transcript."""
 
     calls: tuple[FunctionCall, ...]
     text: str = ""
-    """What it says before."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One of the answers that a turn drew."""
+    """One of several answers that a turn generated."""
 
     candidate: int
     text: str
@@ -182,22 +181,20 @@ class Candidate:
     stop_sequence: str
     seed: int
     mean_logprob: float | None = None
-    """Per output token; with ``candidate_choice="best_logprob"``."""
+    """Per output token; set with ``candidate_choice="best_logprob"``."""
     token_ids: tuple[int, ...] = ()
-    """Output tokens, if the server sent them."""
     logprobs: tuple[TokenLogprob, ...] = ()
-    """As ``Turn.logprobs``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One finished turn: the input and the model's answer, in history as a whole."""
+    """A finished turn: the input and the model's answer. It is in history as a whole."""
 
     session: str
     request_id: str
     state: TurnState
     text: str
-    """The answer as it stands in history."""
+    """The answer as history has it."""
     finish_reason: FinishReason | int | None
     usage: Usage
     revision: int
@@ -208,42 +205,42 @@ class Turn:
     input: tuple[Item, ...]
     output: Item | None
     discard_reason: str = ""
-    """ErrorInfo reason of the failure, for a discarded turn."""
+    """For a discarded turn: the ErrorInfo reason of the failure."""
     candidates: tuple[Candidate, ...] = ()
-    """All answers, if the turn drew more than one."""
+    """All answers, if the turn generated more than one."""
     chosen: int = 0
-    """The candidate that ``text`` and ``output`` are."""
+    """The number of the candidate in ``text`` and ``output``."""
     hints: HintReceipt | None = None
-    """What the server made of the turn's hints; None: it gave none."""
+    """How the server used the turn's hints; None if the turn had none."""
     logprobs: tuple[TokenLogprob, ...] = ()
-    """One entry per output token when ``top_logprobs`` was asked for and this stream has seen them all. History keeps
-    none: a turn that is fetched or replayed is without them."""
+    """One entry per output token, if the turn set ``top_logprobs`` and this stream received all of them.
+    History stores none, so a turn that was fetched or replayed has none."""
     annotations: Mapping[str, str] = field(default_factory=dict)
-    """As they were given with the turn; of one that runs at another server, not before it is committed."""
+    """As given with the turn. While the turn runs on another server they are not known yet."""
 
     @property
     def items(self) -> tuple[Item, ...]:
-        """Everything this turn put into history, oldest first."""
+        """All items that this turn added to history, oldest first."""
         return self.input if self.output is None else (*self.input, self.output)
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """Ids of the answer's item, if the server sent them."""
+        """Token ids of the answer's item, if the server sent them."""
         return self.output.token_ids if self.output is not None else ()
 
 
 @dataclass(frozen=True, slots=True)
 class FoundTurn:
-    """Answer of ``find_turn``."""
+    """Result of ``find_turn``."""
 
     turn: Turn
     candidate: int
-    """The turn's candidate that the answer is; ``turn.chosen`` is the one in history."""
+    """The candidate that has the requested answer; ``turn.chosen`` is the one in history."""
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What a turn does before and between its pieces."""
+    """Progress of a turn before and between its pieces."""
 
     phase: Phase | int
     queue_position: int = 0
@@ -253,7 +250,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Residency:
-    """Where a session's KV-tokens lie; best effort."""
+    """Where a session's KV-tokens are. Best effort."""
 
     replica: str
     as_of_revision: int
@@ -264,13 +261,13 @@ class Residency:
 
 @dataclass(frozen=True, slots=True)
 class Warming:
-    """Answer of ``warm``."""
+    """Result of ``warm``."""
 
     accepted: bool
     refused: str
-    """Why not: ``no_room``, ``running``, ``nothing_to_do``, ``busy``, or what a newer server says."""
+    """Reason of a refusal: ``no_room``, ``running``, ``nothing_to_do``, ``busy``, or a newer server's word."""
     residency: Residency
-    """As it is now: what is to be brought may still be on its way."""
+    """The state at the time of the response; copies may still be in progress."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,21 +277,20 @@ class SessionInfo:
     name: str
     state: SessionState
     revision: int
-    """Grows by one with each committed change."""
     item_count: int
     context_tokens: int
-    """What the next turn starts from."""
+    """Length of the context before the next turn's input."""
     context_limit: int
     model: str
     system_prompt: str
     default_sampling: dict[str, object]
-    """Only the parameters the session sets; names as in ``SamplingOptions``."""
+    """Only the parameters that the session sets, named as in ``SamplingOptions``."""
     ttl_s: float
-    """Idle lifetime; 0: never expires."""
+    """Idle lifetime in seconds; 0: never expires."""
     overflow: str
     """``reject`` or ``drop_oldest_turns``."""
     share_prefixes: bool = True
-    """Whether cached state of common beginnings may be shared with other sessions of the tenant."""
+    """Whether cached state of common prefixes may be shared with the tenant's other sessions."""
     labels: dict[str, str] = field(default_factory=dict)
     create_time: datetime | None = None
     update_time: datetime | None = None
@@ -302,9 +298,9 @@ class SessionInfo:
     forked_from: str = ""
     forked_from_item: int = 0
     tools: str = ""
-    """Definitions of the functions that the model may call, as JSON."""
+    """Definitions of the functions that the model may call, as a JSON array."""
     active_request_id: str = ""
-    """Request id of the turn that runs right now, if any."""
+    """Request id of the running turn, or ""."""
     residency: Residency | None = None
 
     @property
@@ -315,7 +311,7 @@ class SessionInfo:
 
 @dataclass(frozen=True, slots=True)
 class TokenCount:
-    """Answer of ``count_tokens``."""
+    """Result of ``count_tokens``."""
 
     input_tokens: int
     context_tokens: int
@@ -324,13 +320,13 @@ class TokenCount:
 
     @property
     def fits(self) -> bool:
-        """Whether a turn with this input is taken: at least one token of an answer has to fit behind it."""
+        """Whether a turn with this input would be accepted: there must be room for at least one output token."""
         return self.context_tokens < self.context_limit
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits that a server announces; 0: it does not."""
+    """Limits that a server announces; 0 if it announces none."""
 
     max_request_bytes: int
     max_input_chars: int
@@ -347,7 +343,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """What a server says of itself."""
+    """Version, model, limits and features of a server."""
 
     version: str
     replica: str
@@ -359,11 +355,11 @@ class ServerInfo:
     limits: Limits
     features: tuple[str, ...]
     model_sha256: str = ""
-    """Of the model's configuration and weights. Sessions are bound to it, to the tokenizer and to the template."""
+    """Hash of configuration and weights. Sessions are bound to it, the tokenizer and the template."""
 
     @property
     def speech(self) -> SpeechForm:
-        """How the model writes calls and thoughts: ``pensieve.speech.read(turn.text, info.speech)`` finds them."""
+        """Format of calls and thoughts: ``pensieve.speech.read(turn.text, info.speech)`` extracts them."""
         found = dict(feature.partition("=")[::2] for feature in self.features)
         form = found.get("calls", "")
         thinks = found.get("thinks", "")
@@ -374,23 +370,23 @@ class ServerInfo:
 
 @dataclass(frozen=True, slots=True)
 class TenantTotals:
-    """What the caller's tenant uses: counts of one server since it was started, what it holds now, what is stored."""
+    """Usage of the caller's tenant: counts of one server since its start, its cache now, and the history store."""
 
     tenant: str
     replica: str
-    """The server that counted; the history store is everybody's."""
+    """The server that counted. All servers share the history store."""
     turns: int
-    """That ended, whatever they came to."""
+    """Turns that ended, however they ended."""
     refused_turns: int
-    """Before they began."""
+    """Turns refused before they began."""
     computed_tokens: int
-    """Of contexts: new, or computed once more."""
+    """Context tokens that were computed, new or again."""
     cached_tokens: int
-    """Of contexts: found on the device or the host."""
+    """Context tokens that were found on the device or the host."""
     output_tokens: int
     device_tokens: int
-    """Room for so many tokens do the tenant's pages take on the device now."""
+    """Capacity in tokens of the device pages that the tenant's chunks occupy now."""
     host_tokens: int
     sessions: int | None
-    """In the history store; None when that does not answer."""
+    """In the history store; None if the store does not answer."""
     stored_bytes: int | None

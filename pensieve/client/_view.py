@@ -1,4 +1,4 @@
-"""What both kinds of turn stream and of session handle show of their state."""
+"""Read-only state shared by the blocking and the asyncio classes of turn streams and session handles."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from pensieve.tracing import ClientSpan
 
 
 class StreamView:
-    """Read-only view of a turn under way."""
-
     def __init__(self, core: SessionCore, machine: TurnMachine) -> None:
         self._core = core
         self._machine = machine
@@ -20,55 +18,55 @@ class StreamView:
         self._started = False
         self._span = ClientSpan()
         self._closed = False
-        """Complete, failed or closed: no call is open and none will be."""
+        """The turn is complete, failed or closed: no call is open and none will be opened."""
 
     @property
     def request_id(self) -> str:
-        """The turn's id; enough to fetch its outcome later with ``get_turn`` or ``attach``."""
+        """The turn's request id, with which ``get_turn`` or ``attach`` can fetch its outcome later."""
         return self._machine.request_id
 
     @property
     def turn(self) -> Turn:
-        """The finished turn. Raises Cancelled while it is not complete."""
+        """The finished turn. Raises Cancelled if it is not complete."""
         return self._machine.result()
 
     @property
     def done(self) -> bool:
-        """Whether the turn is complete, which is to say durable."""
+        """Whether the turn is complete, and therefore durable."""
         return self._machine.done
 
     @property
     def text(self) -> str:
-        """The answer so far; right after a restart, too. Of several candidates the first, until one is committed."""
+        """The answer so far, also after a restart; of several candidates the first, until one is committed."""
         return self._machine.text
 
     @property
     def token_count(self) -> int:
-        """Output tokens received so far; of several candidates those of the first."""
+        """Output tokens received so far; with several candidates: of the first."""
         return self._machine.token_count
 
     @property
     def progress(self) -> Progress | None:
-        """Latest news from the server about what the turn is waiting for."""
+        """The server's latest report on the turn's phase."""
         return self._machine.progress
 
     @property
     def seed(self) -> int | None:
-        """The seed in force, once the server has accepted the turn."""
+        """The turn's random seed; None until the server has accepted the turn."""
         return self._machine.seed
 
     @property
     def base_revision(self) -> int | None:
-        """Revision of the session that the turn builds on, once the server has accepted the turn."""
+        """Session revision that the turn builds on; None until the server has accepted the turn."""
         return self._machine.base_revision
 
     @property
     def resumes(self) -> int:
-        """How often the turn had to be sent again."""
+        """Number of times that the turn was sent again."""
         return self._machine.resumes
 
     def _mark_closed(self) -> bool:
-        """Mark as over. Whether the server should be told to discard the turn."""
+        """Mark the stream as closed. Return whether to tell the server to discard the turn."""
         if self._closed:
             return False
         self._closed = True
@@ -103,12 +101,12 @@ class SessionView:
 
     @property
     def info(self) -> SessionInfo | None:
-        """Metadata as last seen; None before the first ``refresh`` of a session that was opened by name."""
+        """Metadata as last seen. None if the session was opened by name and not refreshed yet."""
         return self._core.info
 
     @property
     def revision(self) -> int | None:
-        """Newest revision this handle has seen."""
+        """Newest revision that this handle has seen."""
         return self._core.revision
 
     @property

@@ -1,9 +1,9 @@
-"""What callers of the SDK write: options with their meanings, names that are nearly right, ids of their own.
+"""Arguments of the SDK: tables of options and their meanings, names in other APIs, and request ids.
 
-With ``core.SamplingOptions``, the tables here are the only place where an option has its unit and meaning: eight
-methods share one table, and eight written copies would soon differ. For type checkers and editors such a method
-has ``**options: Unpack[SomeTable]``: they expand that by themselves. Python does not. So ``with_options`` puts every
-option of the table into the signature that ``help``, a prompt and ``inspect`` show, and its meaning into the docstring.
+These tables and ``core.SamplingOptions`` are the only place that states an option's unit and meaning: eight
+methods share one table. Such a method takes ``**options: Unpack[SomeTable]``, which type checkers and editors
+expand. At run time ``with_options`` adds each option to the signature that ``help`` and ``inspect`` show, and
+its meaning to the docstring.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pensieve.errors import InvalidArgument
 MAX_REQUEST_ID_CHARS = 128
 UUID_PATTERN = re.compile(r"[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}", re.ASCII)
 _NAMES = uuid.UUID("5f0a4f0e-6b5c-5e0f-9d53-3e8b7f0a9c11")
-"""Namespace of the ids that are made of names; another one would make other turns of the same names."""
+"""Namespace of the UUIDs made from names. Changing it would change the turn that a name stands for."""
 
 
 def new_request_id() -> str:
@@ -33,10 +33,11 @@ def new_request_id() -> str:
 
 
 def request_id(scope: str, given: str | uuid.UUID | None) -> str:
-    """The UUID that stands for ``given`` in ``scope``, which is the name of a session, or "" where there is none yet.
+    """Return the UUID for ``given``. ``scope`` is the name of its session, or "" if there is none yet.
 
-    None: a fresh one. A UUID is itself. Any other text of 1 to 128 printable characters is a name: the same name in the
-    same scope is always the same UUID (version 5), so that it may be used as one. Raises InvalidArgument.
+    None gives a fresh UUID, and a UUID is returned as it is. Any other text of 1 to 128 printable characters is
+    a name: the same name in the same scope always gives the same UUID (version 5), so it can serve as an
+    idempotency key. Raises InvalidArgument.
     """
     if given is None:
         return new_request_id()
@@ -56,29 +57,29 @@ SIMILAR_NAMES = {
     "metadata": "annotations",
     "request_timeout": "timeout",
 }
-"""Name elsewhere → name here."""
+"""Name in another API → name here."""
 
 NAME_ADVICE = {
-    "content": "the text comes first, without a name: send('Hi')",
-    "do_sample": "temperature=0 is greedy, anything above samples",
+    "content": "pass the text first, without a keyword: send('Hi')",
+    "do_sample": "temperature=0 is greedy, a higher temperature samples",
     "functions": "functions belong to the session: create_session(tools=...)",
-    "history": "the server keeps it; one from elsewhere: create_session(initial_items=[('user', 'Hi'), ...])",
-    "input": "the text comes first, without a name: send('Hi'); more than one item: items=[...]",
+    "history": "the server keeps it; to import one: create_session(initial_items=[('user', 'Hi'), ...])",
+    "input": "pass the text first, without a keyword: send('Hi'); for several items: items=[...]",
     "instructions": "it belongs to the session: create_session(system_prompt=...)",
-    "message": "the text comes first, without a name: send('Hi')",
-    "messages": "only what is new is sent: send('Hi'), or items=[...]; the server keeps the rest",
+    "message": "pass the text first, without a keyword: send('Hi')",
+    "messages": "send only the new message: send('Hi'), or items=[...]; the server keeps the earlier ones",
     "model": "it belongs to the session: create_session(model=...)",
-    "prompt": "the text comes first, without a name: send('Hi')",
+    "prompt": "pass the text first, without a keyword: send('Hi')",
     "stream": "session.stream(...) streams, session.send(...) waits for the whole turn",
     "system": "it belongs to the session: create_session(system_prompt=...)",
     "system_prompt": "it belongs to the session: create_session(system_prompt=...)",
     "tools": "functions belong to the session: create_session(tools=...)",
 }
-"""Name elsewhere → what is done here instead, where that is no option of the same kind."""
+"""Name in another API → advice, if the SDK has no such option."""
 
 
 def check_names(options: Mapping[str, object], allowed: frozenset[str]) -> None:
-    """Raises TypeError, as a call with a keyword that does not exist, and says what may have been meant."""
+    """Raise TypeError for an unknown option, as Python does for an unknown keyword, and suggest the likely one."""
     for name in sorted(options.keys() - allowed):
         raise TypeError(f"unknown option {name!r}{_advice(name, allowed)}")
 
@@ -98,18 +99,18 @@ WIDTH = 100
 
 
 _TABLE = re.compile(r"^class \w+\(.*total=False\):\n(?:[ \t].*\n|\n)+", re.MULTILINE)
-"""The source of a table of options."""
+"""Matches the source of a table of options."""
 
 
 class OptionText(NamedTuple):
-    """What the source says of one key of a table."""
+    """The type and meaning of one key of a table, as its source states them."""
 
     kind: str
     meaning: str
 
 
 class _Verbatim(str):
-    """Shows as the text that it is, where ``inspect`` would show quotes around it."""
+    """A string whose ``repr`` has no quotes, for ``inspect.signature``."""
 
     __slots__ = ()
 
@@ -118,11 +119,11 @@ class _Verbatim(str):
 
 
 def with_options(table: type) -> Callable[[F], F]:
-    """Decorates a method whose ``**`` is this TypedDict. Changes nothing of how it is called."""
+    """Decorate a method whose ``**`` parameter is this TypedDict: document its keys. Calls are unaffected."""
 
     def decorate(method: F) -> F:
         shown = inspect.signature(method)
-        first = [one for one in shown.parameters.values() if one.kind is not one.VAR_KEYWORD]
+        first = [p for p in shown.parameters.values() if p.kind is not p.VAR_KEYWORD]
         texts = {name: text for name, text in option_texts(table).items() if name not in shown.parameters}
         more = [
             inspect.Parameter(
@@ -134,32 +135,33 @@ def with_options(table: type) -> Callable[[F], F]:
             for name, text in texts.items()
         ]
         written = [
-            one.replace(annotation=_Verbatim(one.annotation)) if one.annotation is not one.empty else one
-            for one in first
+            p.replace(annotation=_Verbatim(p.annotation)) if p.annotation is not p.empty else p for p in first
         ]
         result = shown.return_annotation
         method.__signature__ = shown.replace(  # type: ignore[attr-defined]
             parameters=[*written, *more], return_annotation=_Verbatim(result)
         )
-        method.__doc__ = f"{inspect.cleandoc(method.__doc__ or '')}\n\nOptions:\n{_listed(texts)}"
+        method.__doc__ = f"{inspect.cleandoc(method.__doc__ or '')}\n\nOptions:\n{_format_options(texts)}"
         return method
 
     return decorate
 
 
 def document_keys(table: type) -> type:
-    """Decorates the TypedDict itself: its keys and what they mean are added to its docstring."""
-    table.__doc__ = f"{inspect.cleandoc(table.__doc__ or '')}\n\nKeys:\n{_listed(option_texts(table))}"
+    """Decorate the TypedDict itself: add its keys and their meanings to its docstring."""
+    table.__doc__ = (
+        f"{inspect.cleandoc(table.__doc__ or '')}\n\nKeys:\n{_format_options(option_texts(table))}"
+    )
     return table
 
 
 def option_texts(table: type) -> dict[str, OptionText]:
-    """Every key of a TypedDict, those of its bases first. Without sources: keys without meanings."""
+    """Return every key of a TypedDict, base classes first. Without source files the texts are empty."""
     found = _tables(table.__module__).get(table.__name__, {})
     return {name: found.get(name, OptionText("", "")) for name in table.__annotations__}
 
 
-def _listed(texts: dict[str, OptionText]) -> str:
+def _format_options(texts: dict[str, OptionText]) -> str:
     lines = []
     for name, (kind, meaning) in texts.items():
         lines.append(f"  {name}: {kind}")
@@ -169,32 +171,32 @@ def _listed(texts: dict[str, OptionText]) -> str:
 
 @functools.cache
 def _tables(module: str) -> dict[str, dict[str, OptionText]]:
-    """The tables of a module by name: the annotated names of each, with the docstrings below them."""
+    """Return the tables of a module by name: their annotated keys, with the docstrings below them."""
     try:
         source = inspect.getsource(sys.modules[module])
     except OSError:
         return {}  # A frozen program without sources.
-    # To parse all of a module would take milliseconds of each import.
+    # Parse only the tables: parsing the whole module would add milliseconds to each import.
     tree = ast.parse("".join(_TABLE.findall(source)))
     tables: dict[str, dict[str, OptionText]] = {}
     for node in tree.body:
         if isinstance(node, ast.ClassDef):
-            mine = tables.setdefault(node.name, {})
+            keys = tables.setdefault(node.name, {})
             for base in map(ast.unparse, node.bases):
                 imported = getattr(sys.modules[module], base, None)
                 if base in tables:
-                    mine |= tables[base]
+                    keys |= tables[base]
                 elif hasattr(imported, "__total__"):  # a TypedDict of another module
-                    mine |= _tables(imported.__module__).get(base, {})
+                    keys |= _tables(imported.__module__).get(base, {})
             for at, line in enumerate(node.body):
                 if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
                     below = node.body[at + 1 : at + 2]
-                    mine[line.target.id] = OptionText(_kind(line.annotation), _docstring(below))
+                    keys[line.target.id] = OptionText(_type_text(line.annotation), _docstring(below))
     return tables
 
 
-def _kind(annotation: ast.expr) -> str:
-    """The type, without what ``Annotated`` says beside it."""
+def _type_text(annotation: ast.expr) -> str:
+    """Return the source of a type, unwrapping ``Annotated``."""
     match annotation:
         case ast.Subscript(value=ast.Name(id="Annotated"), slice=ast.Tuple(elts=[kind, *_])):
             return ast.unparse(kind)
@@ -209,10 +211,10 @@ def _docstring(below: list[ast.stmt]) -> str:
 
 
 Tools = str | Sequence[Mapping[str, Any]]
-"""Definitions of functions, ``{"type": "function", "function": {"name", "description", "parameters"}}`` each, or all of
-them as the text of a JSON array."""
+"""Definitions ``{"type": "function", "function": {"name", "description", "parameters"}}``, or their JSON array
+as text."""
 Overflow = Literal["reject", "drop_oldest_turns", "drop_oldest"]
-"""The last two are the same."""
+"""``drop_oldest`` is short for ``drop_oldest_turns``."""
 Keep = Literal["partial", "nothing"]
 OnDisconnect = Literal["cancel", "finish"]
 
@@ -222,76 +224,75 @@ document_keys(SamplingOptions)
 
 @document_keys
 class TurnOptions(SamplingOptions, total=False):
-    """Everything that may go with a turn beside its input."""
+    """All options of a turn beside its input."""
 
     request_id: str
-    """Names the turn within its session: the same id and content never append twice. A UUID, or a name of 1 to 128
-    characters, from which a UUID is made; left out: a fresh one."""
+    """Idempotency key of the turn within its session. A UUID, or a name of 1 to 128 characters from which a
+    UUID is made; default: a fresh UUID."""
     expected_revision: int | None
-    """Raise RevisionMismatch unless the session is at this revision; None: whatever it is at."""
+    """Raise RevisionMismatch unless the session is at this revision; None: any revision."""
     replace_after_item: int
-    """Replace everything after this item, in the same commit as the new turn."""
+    """Replace all items after this one, in the same commit as the new turn."""
     token_ids: bool
     """Whether pieces carry token ids; default True."""
     top_logprobs: int
-    """Log-probabilities of so many of the likeliest tokens at each place; 0: of the chosen one only; default: none."""
+    """Return log-probabilities of this many likeliest tokens per position; 0: the chosen one's; default: none."""
     max_chunk_tokens: int
-    """A piece has at most so many tokens; default: as many as there are when it is sent."""
+    """Most tokens in one piece; default: all tokens that are ready when it is sent."""
     max_chunk_delay: float
-    """Seconds that tokens may wait to be sent together."""
+    """Longest time in seconds that tokens may be held back to be sent together."""
     pad_chunks: bool
-    """Make messages alike in size, so that their sizes tell nobody on the way what is said."""
+    """Pad messages to similar sizes, so that an observer of the network cannot infer the text from them."""
     max_duration: float
-    """Seconds after which the server ends the turn as TIME_LIMIT, committed."""
+    """Seconds after which the server ends the turn with TIME_LIMIT and commits it."""
     priority: int
-    """Among the turns of the same tenant: each level counts as ten seconds of waiting; default 0."""
+    """Priority among the turns of the same tenant: each level counts as ten seconds of waiting; default 0."""
     next_turn_in: float
-    """Hint: seconds from the end of this turn to the next one, as expected. ``Turn.hints`` says what was taken."""
+    """Hint: expected seconds from the end of this turn to the next. ``Turn.hints`` reports its use."""
     importance: float
-    """Hint: worth of the session's cached state after this turn, against 1 for any other session."""
+    """Hint: value of the session's cached state after this turn, relative to 1 for any other session."""
     session_finished: bool
     """Hint: no further turn is expected."""
     annotations: Mapping[str, str]
-    """Kept with the turn and given back with it (``Turn.annotations``); the model never sees them."""
+    """Stored with the turn and returned with it (``Turn.annotations``); the model never sees them."""
     mark: str
-    """By this, also together with its answer, ``find_turn`` finds the turn once it is committed."""
+    """Key by which ``find_turn`` finds the committed turn, alone or together with its answer."""
     must_call: str
-    """Begin the answer as a call of this function of the session's, or of any if empty. The arguments are the model's
-    own."""
+    """Begin the answer with a call of this function, or of any if empty. The model chooses arguments."""
     turn_system_prompt: str
-    """In place of the session's system prompt, for this turn alone; the session keeps its own."""
+    """Replaces the session's system prompt for this turn only."""
     turn_tools: Tools
-    """Functions that the model may call, in place of the session's, for this turn alone."""
+    """Functions that the model may call, replacing the session's for this turn only."""
     single_call: bool
-    """End the answer with its first whole call of a function."""
+    """End the answer after its first complete function call."""
     on_disconnect: OnDisconnect
-    """What becomes of the turn when this client goes away for good; default ``cancel``."""
+    """When this client is gone for good: ``cancel`` (default) discards the turn, ``finish`` completes it."""
     timeout: float
-    """Seconds for the whole turn, resumes included; then DeadlineExceeded, and nothing is committed."""
+    """Seconds for the whole turn, retries included; then DeadlineExceeded, and nothing is committed."""
     wait_if_busy: bool
-    """Wait for another turn of this session to end, instead of raising TurnInProgress."""
+    """Wait for the end of the session's running turn, instead of raising TurnInProgress."""
 
 
 @document_keys
 class SessionChanges(TypedDict, total=False):
-    """What may be changed of a session."""
+    """The settings of a session that can be changed."""
 
     labels: Mapping[str, str]
-    """In place of all labels that it has."""
+    """Replace all labels of the session."""
     system_prompt: str
-    """What the model is told first."""
+    """Instructions that come before the conversation."""
     default_sampling: SamplingOptions
-    """For turns that do not say otherwise, in place of all defaults before."""
+    """Sampling options of turns that do not set their own; replace all earlier defaults."""
     ttl: float
     """Seconds without use after which the session is erased; 0: never."""
     overflow: Overflow
-    """What happens to a turn that does not fit the context: refuse it, or leave the oldest turns out of the context."""
+    """For a turn that does not fit the context: ``reject`` it, or ``drop_oldest_turns`` from the context."""
     share_prefixes: bool
-    """Whether cached state of common beginnings is shared with other sessions of the tenant."""
+    """Whether cached state of common prefixes is shared with the tenant's other sessions."""
     tools: Tools
-    """Functions that the model may call, in place of those before; an empty list or text: none."""
+    """Functions that the model may call, replacing the earlier ones; an empty list or text: none."""
     rebind: bool
-    """Move the session to the model that is served: ``Session.rebind``."""
+    """Move the session to the model that the server runs: ``Session.rebind``."""
 
 
 SAMPLING_KEYS = frozenset(SAMPLING)

@@ -1,4 +1,4 @@
-"""Messages of the contract into the SDK's values. Pure."""
+"""Convert wire messages to the SDK's values. Pure."""
 
 from __future__ import annotations
 
@@ -95,10 +95,10 @@ def turn(message: pb.Turn) -> Turn:
         base_revision=message.base_revision,
         seed=message.seed,
         stop_sequence=message.stop_sequence,
-        input=tuple(item(one) for one in message.input),
+        input=tuple(item(part) for part in message.input),
         output=item(message.output) if message.HasField("output") else None,
         discard_reason=message.discard_reason,
-        candidates=tuple(candidate(one) for one in message.candidates),
+        candidates=tuple(candidate(part) for part in message.candidates),
         chosen=message.chosen_candidate,
         hints=hints(message.hints) if message.HasField("hints") else None,
         annotations=dict(message.annotations),
@@ -157,7 +157,7 @@ def progress(message: pb.TurnProgress) -> Progress:
 
 
 def sampling(message: pb.SamplingParams) -> dict[str, object]:
-    """Only what is set, as keyword arguments."""
+    """Return the fields that are set, as keyword arguments."""
     values: dict[str, object] = {}
     for descriptor, value in message.ListFields():
         if descriptor.name == "logit_bias":

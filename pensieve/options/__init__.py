@@ -1,6 +1,6 @@
-"""Options of ``pensieve serve``: one table, from which come flags, TOML keys, help and ``--print-config``.
+"""Options of ``pensieve serve``: one table defines the flags, TOML keys, help and ``--print-config``.
 
-``commands`` serves every command: how its help is laid out, and how it says what is wrong.
+``commands`` serves every command: the layout of help, and error messages.
 
 May import: config, machine.
 """

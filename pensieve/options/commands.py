@@ -1,4 +1,4 @@
-"""What the commands of ``pensieve`` share: help below headings, complaints on stderr, words that a shell completes."""
+"""Shared by all commands of ``pensieve``: grouped help, error messages on stderr, shell completion."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import click
 from click.shell_completion import CompletionItem
 
 Completer = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
-_EVERYTHING = "pensieve.options.commands.everything"
+_SHOW_ALL = "pensieve.options.commands.everything"
 
 
 class GroupedCommand(click.Command):
-    """A command whose help has its options below headings. One without a heading comes last, under "Other".
+    """A command whose help groups its options under headings. Ungrouped ones come last, under "Other".
 
     ``first``: the options that ``--help`` shows; ``--help all`` shows every one. None: both show every one.
     """
@@ -30,7 +30,7 @@ class GroupedCommand(click.Command):
         self._first = first
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        ctx.meta[_EVERYTHING] = args[-1:] == ["all"] and args[-2:-1] in ([name] for name in ("-h", "--help"))
+        ctx.meta[_SHOW_ALL] = args[-1:] == ["all"] and args[-2:-1] in ([name] for name in ("-h", "--help"))
         return super().parse_args(ctx, args)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -39,7 +39,7 @@ class GroupedCommand(click.Command):
             record = param.get_help_record(ctx)
             if record is not None and isinstance(param, click.Option):
                 rows[max(param.opts, key=len).lstrip("-")] = record
-        shown = set(rows) if self._first is None or ctx.meta.get(_EVERYTHING) else set(self._first)
+        shown = set(rows) if self._first is None or ctx.meta.get(_SHOW_ALL) else set(self._first)
         for title, names in self._groups.items():
             if found := [rows[name] for name in names if name in rows and name in shown]:
                 with formatter.section(title):
@@ -56,9 +56,9 @@ class GroupedCommand(click.Command):
 
 
 def print_error(message: str, command: str | None = None) -> None:
-    """Write to stderr what is wrong, behind the command as it was typed: ``pensieve store check: …``.
+    """Write an error to stderr, after the command as it was typed: ``pensieve store check: …``.
 
-    ``command``: by default the one that runs.
+    ``command`` defaults to the running one.
     """
     if command is None:
         command = click.get_current_context().command_path
@@ -66,7 +66,7 @@ def print_error(message: str, command: str | None = None) -> None:
 
 
 def complete_words(*words: str, paths: str = "") -> Completer:
-    """A shell may complete these words, and paths of a kind: ``file`` or ``dir``. Looks at what was typed alone."""
+    """Return a completer of these words and of paths: ``file`` or ``dir``. It looks only at the typed text."""
 
     def complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         found = [CompletionItem(word) for word in words if word.startswith(incomplete)]
@@ -76,4 +76,4 @@ def complete_words(*words: str, paths: str = "") -> Completer:
 
 
 models = complete_words("demo", "smollm2", paths="file")
-"""For options that name a model. Hub ids are not known here."""
+"""Completer of options that name a model. Does not know hub ids."""

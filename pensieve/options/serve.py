@@ -1,8 +1,7 @@
-"""Options of ``pensieve serve``: one table, from which come the flags, the keys of a TOML file and ``--print-config``.
+"""Options of ``pensieve serve``: flags, the keys of a TOML file and ``--print-config``, all from one table.
 
-A flag wins over the environment, the environment over the file, the file over the default. Names are the same
-everywhere (``device-cache``, ``PENSIEVE_SERVE_DEVICE_CACHE``); an unknown key is an error that names the nearest known
-one.
+Precedence: flag, environment, file, default. Names are the same everywhere (``device-cache``,
+``PENSIEVE_SERVE_DEVICE_CACHE``). An unknown key is an error that suggests the nearest known one.
 """
 
 from __future__ import annotations
@@ -40,17 +39,16 @@ NO_VARIABLES: Final[Mapping[str, str]] = {}
 
 
 def state_directory() -> Path:
-    """Where a user's history lies by default: ``$XDG_STATE_HOME/pensieve`` or ``~/.local/state/pensieve``."""
+    """Return the default folder of a user's history: ``$XDG_STATE_HOME/pensieve`` or ``~/.local/state/pensieve``."""
     return user_directory("XDG_STATE_HOME", ".local/state")
 
 
 def default_store() -> str:
-    """URL of the SQLite file in ``state_directory()``."""
     return f"sqlite:///{state_directory() / 'pensieve.sqlite3'}"
 
 
 class ServeOptions(EngineTuning, frozen=True, kw_only=True):
-    """Every option of the server, typed and checked. Durations in seconds, sizes still as written."""
+    """All options of the server, typed and checked. Durations are in seconds; sizes are still as written."""
 
     model: str = "demo"
     served_model_name: str | None = None
@@ -89,8 +87,11 @@ class ServeOptions(EngineTuning, frozen=True, kw_only=True):
     def engine_options(
         self, model_path: Path | str, *, eos_token_ids: tuple[int, ...] | None = None
     ) -> EngineOptions:
-        """The engine's share. ``model_path``: the local folder that ``model`` was resolved to; ``eos_token_ids``: as
-        ``EngineOptions`` has them."""
+        """Return the engine's options.
+
+        ``model_path``: the local folder that ``model`` was resolved to. ``eos_token_ids``: as in
+        ``EngineOptions``.
+        """
         return EngineOptions(
             model=str(model_path),
             eos_token_ids=eos_token_ids,
@@ -101,7 +102,7 @@ class ServeOptions(EngineTuning, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """The options and where each came from; ``config`` is the file that was read, if any."""
+    """The options and the origin of each. ``config``: the file that was read, if any."""
 
     options: ServeOptions
     sources: Mapping[str, Source]
@@ -110,11 +111,11 @@ class Resolved:
     """Option name → the variable that set it."""
 
     def render(self) -> str:
-        """TOML that ``--config`` takes back; behind each value where it came from and why.
+        """Return TOML that ``--config`` accepts, with each value's origin and reason as a comment.
 
-        Only a password in the store's URL is not shown.
+        A password in the store's URL is masked.
         """
-        lines = ["# Configuration of `pensieve serve`: a flag wins, then the environment, then the file."]
+        lines = ["# Configuration of `pensieve serve`. Precedence: flag, environment, file, default."]
         for option in OPTIONS:
             value = getattr(self.options, option.field)
             source = self.sources[option.name]
@@ -127,7 +128,7 @@ class Resolved:
             if value is None:
                 lines.append(f"# {option.name} is unset  # {origin}")
             else:
-                written = f"{value:g}{option.unit}" if option.unit else _without_password(value)
+                written = f"{value:g}{option.unit}" if option.unit else _mask_password(value)
                 lines.append(f"{option.name} = {_toml(written)}  # {origin}")
         return "\n".join(lines)
 
@@ -135,14 +136,14 @@ class Resolved:
 def resolve(
     flags: Mapping[str, object], config: Path | None = None, variables: Mapping[str, str] = NO_VARIABLES
 ) -> Resolved:
-    """Check every value and merge. ``flags``: option name → value as given; None means not given. ``off`` has names.
+    """Check and merge all values. ``flags``: option name → value as given, or None; ``off`` has names.
 
-    ``variables``: option name → variable, of those in ``flags`` that no flag gave but the environment.
+    ``variables``: option name → variable, for those values in ``flags`` that come from the environment.
 
-    Raises click.UsageError with one line that names the option, the value and what would do.
+    Raises click.UsageError with one line that names the option, the value and what is accepted.
     """
     from_file = _read_file(config) if config is not None else {}
-    flags, variables = _with_off(flags, variables)
+    flags, variables = _expand_off(flags, variables)
     if unknown := set(flags) - {option.name for option in OPTIONS}:
         raise KeyError(f"no such option: {', '.join(sorted(unknown))}")
     values: dict[str, Any] = {}
@@ -159,18 +160,18 @@ def resolve(
         else:
             sources[option.name] = "default"
     options = ServeOptions(**values)
-    _check_together(options)
+    _check_combinations(options)
     return Resolved(options, sources, config, variables)
 
 
 def by_name(parameters: Mapping[str, T]) -> dict[str, T]:
-    """What is known of parameters of a click command with ``serve_flags``, as ``resolve`` takes it."""
+    """Map the parameters of a click command with ``serve_flags`` to option names, as ``resolve`` takes them."""
     fields = {option.name: option.field for option in OPTIONS} | {"off": "off"}
     return {name: parameters[field] for name, field in fields.items() if field in parameters}
 
 
 def serve_flags(command: Command) -> Command:
-    """Decorator: give a click command one flag per option; its parameters are named as the option's field."""
+    """Decorator: add one flag per option to a click command. A parameter has the name of the option's field."""
     defaults = ServeOptions()
     for option in reversed(OPTIONS):
         default = getattr(defaults, option.field)
@@ -201,7 +202,7 @@ def serve_flags(command: Command) -> Command:
         multiple=True,
         type=click.Choice(list(OFF_SWITCHES)),
         metavar="NAME",
-        help=f"Switch an idea off, to measure its worth: {', '.join(OFF_SWITCHES)}; may be given again.",
+        help=f"Disable a feature, to measure its effect: {', '.join(OFF_SWITCHES)}; repeatable.",
     )(command)
 
 
@@ -213,10 +214,10 @@ def _completer(option: Option) -> Completer:
     return complete_words(*option.keywords, paths="file" if option.is_file else "")
 
 
-def _with_off(
+def _expand_off(
     flags: Mapping[str, object], variables: Mapping[str, str]
 ) -> tuple[dict[str, object], dict[str, str]]:
-    """``flags`` and ``variables`` with the options that ``--off`` sets in its place."""
+    """Return ``flags`` and ``variables`` with ``--off`` replaced by the options that it sets."""
     flags, variables = dict(flags), dict(variables)
     names, variable = flags.pop("off", None) or (), variables.pop("off", None)
     assert isinstance(names, tuple | list)
@@ -225,7 +226,7 @@ def _with_off(
         given, by_variable = flags.get(option), option in variables
         if given is not None and given is not value and (variable is None) is not by_variable:
             switch = option if given else f"no-{option}"
-            raise click.UsageError(f"{variable or '--off'}: {name}, while --{switch} says the opposite")
+            raise click.UsageError(f"{variable or '--off'}: {name} contradicts --{switch}")
         if given is None or (by_variable and variable is None):
             flags[option] = value
             variables.pop(option, None)
@@ -235,7 +236,7 @@ def _with_off(
 
 
 def _read_file(path: Path) -> dict[str, object]:
-    """Keys and values of a TOML file, relative paths made absolute against the file's folder."""
+    """Return the keys and values of a TOML file. Relative paths are resolved against the file's folder."""
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
@@ -246,7 +247,7 @@ def _read_file(path: Path) -> dict[str, object]:
     for name in _off_in_file(path, data.pop("off", [])):
         option, value = OFF_SWITCHES[name]
         if data.setdefault(option, value) is not value:
-            raise click.UsageError(f"{path}: off: {name}, while {option} says the opposite")
+            raise click.UsageError(f"{path}: off: {name} contradicts {option}")
     for key, value in data.items():
         if key not in known:
             raise click.UsageError(f"{path}: unknown key {key!r}{_nearest(key, known)}")
@@ -274,32 +275,31 @@ def _parse(option: Option, value: object, where: str) -> object:
         raise click.UsageError(f"{where}: {error}") from None
 
 
-def _check_together(options: ServeOptions) -> None:
-    """What only the combination can show to be wrong. Raises click.UsageError."""
+def _check_combinations(options: ServeOptions) -> None:
+    """Raise click.UsageError for values that are wrong only in combination."""
     if (options.tls_cert is None) != (options.tls_key is None):
         given, missing = ("cert", "key") if options.tls_cert else ("key", "cert")
-        raise click.UsageError(f"--tls-{missing}: needed together with --tls-{given}")
+        raise click.UsageError(f"--tls-{missing}: required with --tls-{given}")
     if options.tls_client_ca is not None and options.tls_cert is None:
-        raise click.UsageError("--tls-client-ca: needed together with --tls-cert and --tls-key")
+        raise click.UsageError("--tls-client-ca: requires --tls-cert and --tls-key")
     if options.insecure_i_know:
         return
     if not is_loopback(options.admin):
         raise click.UsageError(
             f"--admin: {options.admin} is not loopback and the admin port has no TLS; "
-            "use 127.0.0.1, or --insecure-i-know behind your own protection"
+            "use 127.0.0.1, or pass --insecure-i-know behind your own protection"
         )
     for name, address in (("listen", options.listen), ("http", options.http)):
         if address is not None and not is_loopback(address):
             missing_flag = "--tls-cert and --tls-key" if options.tls_cert is None else "--api-keys"
             if options.tls_cert is None or options.api_keys is None:
                 raise click.UsageError(
-                    f"--{name}: {address} is not loopback; give {missing_flag}, "
+                    f"--{name}: {address} is not loopback; pass {missing_flag}, "
                     "or --insecure-i-know behind your own protection"
                 )
 
 
-def _without_password(value: object) -> object:
-    """A store's URL as it may be shown; anything else as it is."""
+def _mask_password(value: object) -> object:
     if not isinstance(value, str):
         return value
     return re.sub(r"(?<=password=)[^&]*", "***", re.sub(r"(?<=://)([^/@]*):[^/]*@", r"\1:***@", value))

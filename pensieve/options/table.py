@@ -1,7 +1,4 @@
-"""The table of ``pensieve serve`` options.
-
-Types and defaults are those of ``pensieve.options.serve.ServeOptions``; a test checks that the two agree.
-"""
+"""The table of ``pensieve serve`` options. Types and defaults are in ``pensieve.options.serve.ServeOptions``."""
 
 from __future__ import annotations
 
@@ -23,28 +20,26 @@ from pensieve.options import values
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One option. ``name`` is the flag without dashes and the TOML key."""
+    """One option. ``name`` is the flag without dashes, and the TOML key."""
 
     name: str
     parse: values.Parser
     help: str
     why: str
-    """Reason of the default, for ``--print-config``."""
+    """Reason for the default, shown by ``--print-config``."""
     metavar: str = ""
     default_text: str = ""
-    """The default in ``--help``, where the value itself would not do."""
+    """The default as ``--help`` shows it, if not the value itself."""
     can_negate: bool = True
-    """A switch has a ``--no-`` twin."""
     unit: str = ""
-    """``s``: the value is in seconds, and so is called ``…_s`` in ``ServeOptions``."""
+    """``s``: the value is in seconds, and the field's name ends in ``_s``."""
     attribute: str = ""
-    """Its name in ``ServeOptions``, where that is longer."""
+    """Name of the field in ``ServeOptions``, if it differs."""
     keywords: tuple[str, ...] = ()
-    """Values that are taken as they are where a file is asked for."""
+    """Values accepted in place of a file."""
 
     @property
     def field(self) -> str:
-        """Attribute of ``ServeOptions``."""
         return self.attribute or self.name.replace("-", "_") + (f"_{self.unit}" if self.unit else "")
 
     @property
@@ -57,7 +52,7 @@ class Option:
 
 
 _NO_FILE = "none needed"
-_OFF_TO_MEASURE = "off only to measure its worth"
+_OFF_TO_MEASURE = "off only to measure its effect"
 _PAPER = "the paper's value (EuroSys §4.3)"
 (_CPU_TOKENS, _CPU_RUNNING), (_GPU_TOKENS, _GPU_RUNNING) = BATCH_LIMITS["cpu"], BATCH_LIMITS["cuda"]
 
@@ -66,66 +61,65 @@ HTTP_LIMITS: Final = (
         "http-max-body",
         values.integer(1, 64),
         "Largest HTTP request, in MiB.",
-        "a gRPC message may be no larger",
+        "the limit of a gRPC message",
         "MIB",
     ),
     Option(
         "http-patience",
         values.duration(0, 3600),
-        "How long an HTTP call waits for what is away or busy, before it is answered 503 or 429.",
-        "a restart is over by then, and clients wait for longer",
+        "How long an HTTP call waits for a server that is unavailable or overloaded before it fails with 503 or 429.",
+        "long enough for a restart, shorter than clients' own timeouts",
         "TIME",
         unit="s",
     ),
     Option(
         "http-cors-origin",
         values.origins,
-        "Let pages of these origins call over HTTP; several apart by spaces.",
-        "no page of another origin calls unasked",
+        "Web origins that may call the HTTP API (CORS), separated by spaces; * allows all.",
+        "no other web page may call by default",
         "ORIGIN",
     ),
     Option(
         "http-host",
         values.names,
-        "More names under which a door on loopback is called without keys; several apart by spaces.",
-        "addresses, localhost and this machine's names are known",
+        "Additional host names accepted on loopback without API keys, separated by spaces.",
+        "addresses, localhost and this machine's names are accepted already",
         "NAME",
     ),
 )
-"""What every door has."""
+"""The HTTP options that `pensieve serve` and `pensieve gateway` share."""
 
 DOOR_OPTIONS: Final = (
     Option(
         "http",
         values.address,
-        "Address of the HTTP door, for OpenAI's clients (extra `http`); port 0 picks a free one.",
-        "not opened unasked",
+        "Address of the OpenAI-compatible HTTP API (extra `http`); port 0 picks a free one.",
+        "off by default",
         "HOST:PORT",
     ),
     *HTTP_LIMITS,
     Option(
         "http-trusted-proxy",
         values.networks,
-        "Proxies whose X-Forwarded-For says who calls over HTTP: addresses or values.networks, apart by spaces.",
-        "a header of anybody else says nothing",
+        "Proxies whose X-Forwarded-For header is trusted: addresses or networks, separated by spaces.",
+        "any caller can forge the header",
         "ADDRESS",
     ),
 )
-"""Those of the server's own door."""
 
 OPTIONS: tuple[Option, ...] = (
     Option(
         "model",
         values.text,
-        "Folder, GGUF file, hub id, `smollm2` (fetched once), or `demo`, which ships with the package.",
+        "Model folder, GGUF file, hub id, `smollm2` (downloaded once), or `demo`, which is part of the package.",
         "works offline",
         "MODEL",
     ),
     Option(
         "served-model-name",
         values.display_name,
-        "What clients call the model, in calls and answers.",
-        "the hub id, or the folder's own name",
+        "Name of the model in requests and responses.",
+        "the hub id, or the folder's name",
         "NAME",
         default_text="the model's own",
     ),
@@ -136,15 +130,15 @@ OPTIONS: tuple[Option, ...] = (
         "admin",
         values.address,
         "HTTP address of metrics and health; port 0 picks a free one.",
-        "this machine only; a scraper finds it, no usual exporter is there, and no outgoing connection takes it",
+        "this machine only; a fixed port for scrapers, used by no common exporter and no outgoing connection",
         "HOST:PORT",
     ),
     *DOOR_OPTIONS,
     Option(
         "store",
         values.store_url,
-        f"Where history is kept: {values.STORE_FORMS}.",
-        "durable without a second program",
+        f"URL of the history store: {values.STORE_FORMS}.",
+        "durable without another program",
         "URL",
         default_text="sqlite in the user's state folder",
     ),
@@ -152,71 +146,71 @@ OPTIONS: tuple[Option, ...] = (
         "device",
         values.choice(*get_args(DeviceName)),
         "Where the model runs: auto, cpu or cuda.",
-        "CUDA when there is a GPU, else the CPU",
+        "CUDA if there is a GPU, otherwise the CPU",
         "NAME",
     ),
     Option(
         "dtype",
         values.choice(*get_args(DtypeName)),
-        "Of weights and KV: auto, float32, bfloat16 or float16.",
+        "Data type of weights and KV: auto, float32, bfloat16 or float16.",
         "the checkpoint's own on a GPU, float32 on the CPU",
         "NAME",
     ),
     Option(
         "load-format",
         values.choice(*get_args(LoadFormat)),
-        "Where weights come from: auto, safetensors, or dummy: random ones, for benchmarks.",
+        "Source of the weights: auto, safetensors, or dummy (random weights, for benchmarks).",
         "the model's own weights",
         "NAME",
     ),
     Option(
         "device-cache",
         values.size(1),
-        "KV pool of the device: auto, 40GiB, 512MiB, 4096tokens.",
-        "auto: what weights and workspace leave free on a GPU; 1 GiB on a CPU",
+        "Size of the KV cache on the device: auto, 40GiB, 512MiB, 4096tokens.",
+        "auto: the memory left by weights and workspace on a GPU; 1 GiB on a CPU",
         "SIZE",
     ),
     Option(
         "host-cache",
         values.size(0),
-        "KV pool in host memory, as above; 0 switches the tier off.",
-        "auto: half of the available memory, at most 4x the device tier, beside a GPU; else 1 GiB",
+        "Size of the KV cache in host memory, as above; 0 disables it.",
+        "auto: with a GPU half of the available memory, at most 4x the device cache; otherwise 1 GiB",
         "SIZE",
     ),
     Option("chunk-tokens", values.power_of_two(256), "Tokens per chunk and KV page.", _PAPER, "N"),
     Option(
         "policy",
         values.choice(*get_args(PolicyName)),
-        "What is evicted first: gittins, retention (the paper's), lru, trailing-half or whole-session.",
-        "what costs least and comes back least often, as learned while serving, goes first",
+        "Eviction policy: gittins, retention (the paper's), lru, trailing-half or whole-session.",
+        "evicts chunks that are cheap to recompute and seldom needed again, as learned while serving",
         "NAME",
     ),
     Option(
         "swap-watermark",
         values.fraction,
-        "Below this share of free device slots, copy out ahead while the host has room; 0: on demand only.",
+        "Copy chunks to the host ahead of time while the share of free device slots is below this; 0: on demand only.",
         _PAPER,
         "SHARE",
     ),
     Option(
         "decode-reserve",
         values.fraction,
-        "Share of device slots kept for running generations.",
+        "Share of device slots reserved for running generations.",
         _PAPER,
         "SHARE",
     ),
     Option(
         "max-batch-tokens",
         values.integer(0),
-        "Tokens computed in one step, at most; 0: auto.",
-        f"auto: {_CPU_TOKENS} on a CPU, where steps must stay short; {_GPU_TOKENS} on a GPU",
+        "Most tokens computed in one step; 0: auto.",
+        f"auto: {_CPU_TOKENS} on a CPU, to keep steps short; {_GPU_TOKENS} on a GPU",
         "N",
         default_text="auto",
     ),
     Option(
         "max-running",
         values.integer(0),
-        "Generations in one batch, at most; 0: auto.",
+        "Most generations in one batch; 0: auto.",
         f"auto: {_CPU_RUNNING} on a CPU, {_GPU_RUNNING} on a GPU",
         "N",
         default_text="auto",
@@ -224,64 +218,67 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "max-queued",
         values.integer(1),
-        "Turns that may wait; more are refused.",
+        "Most turns in the queue; further ones are refused.",
         "bounds memory and waiting",
         "N",
     ),
     Option(
         "max-queued-tokens",
         values.integer(0),
-        "Input tokens that may wait; more are refused; 0: no limit.",
+        "Most input tokens in the queue; further turns are refused; 0: no limit.",
         "bounds memory",
         "N",
     ),
     Option(
         "max-wait",
         values.duration(0, 3600),
-        "A turn that would wait longer in the queue, or has, is refused with the time to come back; 0: none is.",
-        "what readers wait for a first word",
+        "Longest wait in the queue: turns that would or did wait longer are refused with a retry delay; 0: no limit.",
+        "users wait about this long for a first word",
         "TIME",
         unit="s",
     ),
     Option(
         "max-connections",
         values.integer(0),
-        "Connections to the gRPC port at once; more are closed at once; 0: 256 fewer than the files it may open.",
-        "store, engine and admin port need some of those",
+        "Most connections to the gRPC port; further ones are closed; 0: the limit of open files minus 256.",
+        "the store, the engine and the admin port need files, too",
         "N",
     ),
     Option(
-        "tenant-metrics", values.boolean, "Metrics by tenant, named in a label.", "labels tell who they are"
+        "tenant-metrics", values.boolean, "Label metrics with the tenant.", "labels reveal the tenants' names"
     ),
     Option(
         "context-limit",
         values.integer(0),
         "Longest context in tokens; 0: the model's own limit.",
-        "0 is the model's own limit",
+        "0: the model's own limit",
         "N",
         default_text="the model's own",
     ),
     Option(
-        "stateless", values.boolean, "Forget a session's KV when its turn ends.", "the cache is the point"
+        "stateless",
+        values.boolean,
+        "Drop a session's KV when its turn ends.",
+        "reusing KV is the purpose of the server",
     ),
     Option("unified-batch", values.boolean, "Mix restore, prefill and decode in one step.", _OFF_TO_MEASURE),
     Option(
         "swap-in-first",
         values.boolean,
-        "Swap-out ahead of time yields to swap-in.",
+        "Let swap-in go before swap-out ahead of time.",
         _OFF_TO_MEASURE,
     ),
     Option(
         "sharing",
         values.boolean,
-        "Sessions of one tenant share the KV of common beginnings.",
+        "Share the KV of common prefixes between the sessions of a tenant.",
         _OFF_TO_MEASURE,
         attribute="prefix_sharing",
     ),
     Option(
         "pipelined-swap-in",
         values.boolean,
-        "Start a step before the last layer is copied in.",
+        "Start a step before all layers are copied in.",
         _OFF_TO_MEASURE,
     ),
     Option(
@@ -299,41 +296,41 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "shared-prefix-attention",
         values.boolean,
-        "Read the KV that decodes share once for all of them; GPU only.",
+        "Read KV that several decodes share only once; GPU only.",
         _OFF_TO_MEASURE,
     ),
     Option(
         "swap-mechanism",
         values.choice(*get_args(SwapMechanism)),
-        "How chunks cross the bus: auto, batch (copy engine) or kernel; GPU only.",
-        "auto: both are measured at start-up, per direction",
+        "How chunks are copied between host and device: auto, batch (copy engine) or kernel; GPU only.",
+        "auto: both are measured at startup, per direction",
         "NAME",
     ),
     Option(
         "verify-swap",
         values.boolean,
         "Check every restored chunk against a checksum; GPU only.",
-        "costs time, and what it looks for must not happen",
+        "costs time; an error that it could find would be a bug",
     ),
     Option(
         "cost-profile",
         values.word_or_file("auto", "estimate"),
-        "What recomputing costs: auto, estimate, or a JSON file of `pensieve profile`.",
-        "auto: the profile stored for this model and machine; without one a GPU is measured, a CPU estimated",
+        "Costs of recomputing: auto, estimate, or a JSON file from `pensieve profile`.",
+        "auto: the profile stored for this model and machine; otherwise a GPU is measured, a CPU estimated",
         "FILE",
         keywords=("auto", "estimate"),
     ),
     Option(
         "tensor-parallel",
         values.integer(1, 64),
-        "Divide the model over so many GPUs, or processes on a CPU; caches are totals over them.",
+        "Divide the model over N GPUs, or N processes on a CPU; cache sizes are totals.",
         "one device",
         "N",
     ),
     Option(
         "all-reduce",
         values.choice(*get_args(AllReduce)),
-        "Sums over GPUs: auto, or nccl, which leaves symmetric memory out; only with --tensor-parallel.",
+        "All-reduce over GPUs: auto, or nccl (no symmetric memory); only with --tensor-parallel.",
         "auto: by the size of the sum",
         "NAME",
     ),
@@ -341,25 +338,29 @@ OPTIONS: tuple[Option, ...] = (
         "threads",
         values.integer(0, 1024),
         "CPU threads of the model; 0: one per core.",
-        "0 is one per core",
+        "0: one per core",
         "N",
         default_text="one per core",
     ),
     Option(
-        "chat-template", values.existing_file, "Jinja file in place of the model's own.", _NO_FILE, "FILE"
+        "chat-template",
+        values.existing_file,
+        "Jinja file that replaces the model's own template.",
+        _NO_FILE,
+        "FILE",
     ),
     Option(
         "allow-rewriting-template",
         values.boolean,
-        "Take a chat template that rewrites more of earlier turns than thoughts and dates, which need no flag; "
-        "the history keeps what was generated.",
-        "a rewritten history could not be cached",
+        "Accept a chat template that rewrites more of earlier turns than thoughts and dates. The history keeps the "
+        "generated text.",
+        "rewritten history cannot be cached",
         can_negate=False,
     ),
     Option(
         "api-keys",
         values.existing_file,
-        "TOML file of API keys, client certificates and limits per tenant; without: no login.",
+        "TOML file of API keys, client certificates and limits per tenant; default: no authentication.",
         "loopback only",
         "FILE",
     ),
@@ -368,78 +369,79 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "tls-client-ca",
         values.existing_file,
-        "PEM certificates of who signs clients; every client must then show one.",
-        "API keys say who calls",
+        "PEM certificates of the authority that signs client certificates; every client must then present one.",
+        "API keys identify callers",
         "FILE",
     ),
     Option(
         "insecure-i-know",
         values.boolean,
-        "Allow addresses off loopback without TLS and keys.",
-        "exposing a server takes a decision",
+        "Allow network addresses without TLS and API keys, behind your own protection.",
+        "exposing a server must be a decision",
         can_negate=False,
     ),
     Option(
         "disconnect-grace",
         values.duration(0, 3600),
-        "How long a turn outlives its caller's connection, waiting for a re-attach.",
-        "covers a reconnecting client",
+        "How long a turn runs on after its caller disconnected, waiting for a reconnect.",
+        "enough for a client to reconnect",
         "TIME",
         unit="s",
     ),
     Option(
         "drain-grace",
         values.duration(0, 3600),
-        "How long running turns may finish after SIGTERM.",
-        "most answers end within it",
+        "Time for running turns to finish after SIGTERM.",
+        "most answers take less",
         "TIME",
         unit="s",
     ),
     Option(
         "heartbeat",
         values.duration(0.1, 3600),
-        "Longest silence on a stream.",
-        "proxies close streams that stay silent for a minute",
+        "Longest silence on a stream before a keep-alive message.",
+        "proxies close streams after a minute of silence",
         "TIME",
         unit="s",
     ),
     Option(
         "lease",
         values.duration(1, 3600),
-        "How long a session stays locked by a server that died.",
-        "longer than a pause of the store, shorter than a user's patience",
+        "How long a session stays locked if its server dies.",
+        "longer than a pause of the store, shorter than a user waits",
         "TIME",
         unit="s",
     ),
     Option(
         "stall-limit",
         values.duration(1, 3600),
-        "An engine whose step takes this long is replaced, if nothing is known yet of steps of its size.",
-        "longer than a first step, compilation included; others are judged by what steps took lately",
+        "Restart an engine whose step takes this long, until there are measurements of steps of its size.",
+        "longer than a first step with compilation; later steps are compared with recent ones",
         "TIME",
         unit="s",
     ),
     Option(
         "record",
         values.file_to_write,
-        "Append a trace of lengths and times, never text, for replay and simulate; gzip when it ends in .gz.",
-        "nothing is recorded unasked",
+        "Append lengths and times of turns, never text, to a trace for replay and simulate; .gz compresses it.",
+        "off by default",
         "FILE",
     ),
-    Option(
-        "traces", values.http_url, "OTLP address for traces (extra `otel`).", "nothing is sent unasked", "URL"
-    ),
+    Option("traces", values.http_url, "OTLP URL to send traces to (extra `otel`).", "off by default", "URL"),
     Option(
         "log-level",
         values.choice("debug", "info", "warning", "error"),
         "debug, info, warning or error.",
-        "one line per event that matters",
+        "one line per important event",
         "LEVEL",
     ),
     Option(
-        "page-text", values.boolean, "The admin port's page shows what was said.", "text stays in the store"
+        "page-text",
+        values.boolean,
+        "Show conversation texts on the admin port's page.",
+        "texts stay in the store",
     ),
-    Option("log-json", values.boolean, "One JSON object per log line.", "read by people"),
+    Option("log-json", values.boolean, "Log one JSON object per line.", "people read the log"),
 )
 
 GROUPS: Final[Mapping[str, Sequence[str]]] = {
@@ -465,7 +467,7 @@ GROUPS: Final[Mapping[str, Sequence[str]]] = {
         "http-host",
         "http-trusted-proxy",
     ),
-    "Callers and TLS": (
+    "Authentication and TLS": (
         "api-keys",
         "tls-cert",
         "tls-key",
@@ -508,7 +510,7 @@ GROUPS: Final[Mapping[str, Sequence[str]]] = {
         "stall-limit",
         "help",
     ),
-    "Steps and copies, to measure with": (
+    "Measurement": (
         "off",
         "all-reduce",
         "swap-mechanism",
@@ -524,7 +526,7 @@ BASIC_OPTIONS: Final = frozenset(
         "max-wait", "config", "print-config", "log-level", "help",
     )
 )  # fmt: skip
-"""Options on the first screen of the help: what most people set."""
+"""Options on the first screen of the help: those that most users set."""
 
 OFF_SWITCHES: Final[Mapping[str, tuple[str, bool]]] = {
     "state": ("stateless", True),
@@ -536,5 +538,5 @@ OFF_SWITCHES: Final[Mapping[str, tuple[str, bool]]] = {
     "cuda-graphs": ("cuda-graphs", False),
     "shared-prefix-attention": ("shared-prefix-attention", False),
 }
-"""Idea that ``--off`` switches off → the option that does it, and its value then. These options are not in the help."""
+"""Name for ``--off`` → the option that it sets, and the value. The help does not show these options."""
 HIDDEN_OPTIONS: Final = frozenset(name for name, _ in OFF_SWITCHES.values())

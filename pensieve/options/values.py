@@ -1,6 +1,7 @@
-"""Parsers of option values: each takes what a flag (a ``str``) or a TOML file (also numbers, booleans) gives.
+"""Parsers of option values: each takes a flag's ``str`` or a TOML value (also numbers and booleans).
 
-Each returns the typed value, or raises ValueError with words that fit behind "--name: ". No I/O but looking at paths.
+A parser returns the typed value, or raises ValueError with a text that fits after "--name: ". The only I/O is
+looking at paths.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _FIELD = re.compile(r"\s*[\"']?([\w-]+)[\"']?\s*[=.]")
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h)?")
 _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, None: 1.0}
 MAX_INT: Final = 2**31 - 1
-"""Of whole numbers: what a C library that they are handed to can take."""
+"""Largest whole number: what C libraries accept."""
 MAX_NAME_CHARS: Final = 256
 STORE_FORMS = "memory:, sqlite:///PATH or redis://HOST:PORT/DB"
 REDIS_SCHEMES = tuple(
@@ -32,14 +33,13 @@ REDIS_SCHEMES = tuple(
 
 
 def text(value: object) -> str:
-    """Any non-empty string."""
     if not isinstance(value, str) or not value:
         raise ValueError(f"expected a non-empty string, got {value!r}")
     return value
 
 
 def display_name(value: object) -> str:
-    """A name that clients read and send: printable, on one line, without spaces around it."""
+    """Parse a name that clients read and send: printable, on one line, without surrounding spaces."""
     name = text(value)
     if not name.isprintable() or name != name.strip() or len(name) > MAX_NAME_CHARS:
         raise ValueError(
@@ -49,7 +49,7 @@ def display_name(value: object) -> str:
 
 
 def http_url(value: object) -> str:
-    """``http://HOST…`` or ``https://HOST…``."""
+    """Parse ``http://HOST…`` or ``https://HOST…``."""
     url = text(value)
     if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
         raise ValueError(f"expected a URL such as http://127.0.0.1:4318/v1/traces, got {url!r}")
@@ -57,14 +57,13 @@ def http_url(value: object) -> str:
 
 
 def boolean(value: object) -> bool:
-    """``true`` or ``false`` of TOML, or a flag."""
+    """Parse ``true`` or ``false`` of TOML, or a flag."""
     if not isinstance(value, bool):
         raise ValueError(f"expected true or false, got {value!r}")
     return value
 
 
 def integer(low: int, high: int = MAX_INT) -> Parser:
-    """A whole number of at least ``low`` and at most ``high``."""
     wanted = f"a whole number from {low} to {high}"
 
     def parse(value: object) -> int:
@@ -80,7 +79,7 @@ def integer(low: int, high: int = MAX_INT) -> Parser:
 
 
 def power_of_two(high: int) -> Parser:
-    """1, 2, 4, … up to ``high``."""
+    """Return a parser of 1, 2, 4, … up to ``high``."""
     whole = integer(1, high)
 
     def parse(value: object) -> int:
@@ -94,7 +93,7 @@ def power_of_two(high: int) -> Parser:
 
 
 def fraction(value: object) -> float:
-    """A share: 0 ≤ x < 1."""
+    """Parse a share: 0 ≤ x < 1."""
     try:
         number = (
             float(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else None
@@ -107,7 +106,7 @@ def fraction(value: object) -> float:
 
 
 def duration(low_s: float, high_s: float) -> Parser:
-    """Seconds, from ``15s``, ``500ms``, ``2m``, ``1h`` or a plain number of seconds."""
+    """Return a parser of durations in seconds: ``15s``, ``500ms``, ``2m``, ``1h`` or a plain number of seconds."""
 
     def parse(value: object) -> float:
         match = None if isinstance(value, bool) else _DURATION.fullmatch(str(value))
@@ -122,7 +121,7 @@ def duration(low_s: float, high_s: float) -> Parser:
 
 
 def size(low: int) -> Parser:
-    """A cache size as written: ``auto``, ``40GiB``, ``512MiB``, ``4096tokens``; a number at least ``low``."""
+    """Return a parser of cache sizes, kept as written: ``auto``, ``40GiB``, ``4096tokens``; at least ``low``."""
 
     def parse(value: object) -> str:
         if not isinstance(value, str):
@@ -130,7 +129,7 @@ def size(low: int) -> Parser:
         if value == "auto":
             return value
         if parse_cache_size(value, bytes_per_token=1) < low:
-            raise ValueError(f"must not be {value}")
+            raise ValueError(f"must be at least {low}, got {value}")
         return value
 
     return parse
@@ -138,7 +137,7 @@ def size(low: int) -> Parser:
 
 @dataclass(frozen=True, slots=True)
 class OneOf:
-    """A parser that takes one of these words."""
+    """A parser of a fixed set of words."""
 
     words: tuple[str, ...]
 
@@ -149,12 +148,11 @@ class OneOf:
 
 
 def choice(*allowed: str) -> OneOf:
-    """One of ``allowed``."""
     return OneOf(allowed)
 
 
 def split_address(value: str) -> tuple[str, int]:
-    """``HOST:PORT`` or ``[IPV6]:PORT`` → (host without brackets, port). Raises ValueError."""
+    """Split ``HOST:PORT`` or ``[IPV6]:PORT`` into host, without brackets, and port. Raises ValueError."""
     host, colon, port = value.rpartition(":")
     bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     if not colon or not bare or not port.isascii() or not port.isdigit() or int(port) > 65535:
@@ -162,18 +160,17 @@ def split_address(value: str) -> tuple[str, int]:
     if "//" in bare:
         raise ValueError(f"expected HOST:PORT without a scheme, got {value!r}")
     if ":" in bare and bare == host:
-        raise ValueError(f"an IPv6 address goes in brackets, as in [::1]:50051, got {value!r}")
+        raise ValueError(f"expected brackets around an IPv6 address, as in [::1]:50051, got {value!r}")
     return bare, int(port)
 
 
 def address(value: object) -> str:
-    """``HOST:PORT``; port 0 picks a free one."""
     split_address(text(value))
     return str(value)
 
 
 def is_loopback(value: str) -> bool:
-    """Whether ``HOST:PORT`` can only be reached from this machine."""
+    """Whether ``HOST:PORT`` is reachable from this machine only."""
     host, _ = split_address(value)
     if host == "localhost":
         return True
@@ -184,7 +181,7 @@ def is_loopback(value: str) -> bool:
 
 
 def store_url(value: object) -> str:
-    """A history store: see ``STORE_FORMS``."""
+    """Parse the URL of a history store: see ``STORE_FORMS``."""
     url = text(value)
     if url == "memory:":
         return url
@@ -196,7 +193,7 @@ def store_url(value: object) -> str:
             else parts.scheme in REDIS_SCHEMES
             and all(map(_is_node, parts.netloc.rpartition("@")[2].split(",")))
         )
-    except ValueError:  # a port that is no number
+    except ValueError:  # a port that is not a number
         complete = False
     if not complete:
         raise ValueError(f"expected {STORE_FORMS}, got {url!r}")
@@ -204,13 +201,13 @@ def store_url(value: object) -> str:
 
 
 def _is_node(text: str) -> bool:
-    """Whether it is ``HOST[:PORT]``."""
+    """Whether the text is ``HOST[:PORT]``."""
     parts = urlsplit(f"//{text}")
     return bool(parts.hostname) and parts.port != 0
 
 
 def existing_file(value: object) -> Path:
-    """A readable file; returned absolute, so that a later change of directory does not matter."""
+    """Parse the path of a readable file. Absolute, so that a later change of directory does not matter."""
     path = user_path(text(value))
     try:
         with path.open("rb"):
@@ -220,7 +217,7 @@ def existing_file(value: object) -> Path:
 
 
 def file_to_write(value: object) -> Path:
-    """A file that is there or can be made: its folder exists. Returned absolute, as by ``existing_file``."""
+    """Parse the path of a file that exists or can be created, because its folder exists. Absolute."""
     path = user_path(text(value))
     try:
         if path.is_dir():
@@ -233,7 +230,7 @@ def file_to_write(value: object) -> Path:
 
 
 def word_or_file(*words: str) -> Parser:
-    """One of ``words`` as it is, or a readable file as in ``existing_file``."""
+    """Return a parser of these words, or of a readable file as in ``existing_file``."""
 
     def parse(value: object) -> str:
         return str(value) if value in words else str(existing_file(value))
@@ -242,21 +239,21 @@ def word_or_file(*words: str) -> Parser:
 
 
 def origins(value: object) -> str:
-    """Origins of web pages, apart by spaces: scheme and host each, as browsers send them; or one star for all."""
-    return _several(value, _is_origin, "origins such as https://chat.example.com")
+    """Parse origins of web pages, separated by spaces: scheme and host, as browsers send them, or ``*`` for all."""
+    return _parse_words(value, _is_origin, "origins such as https://chat.example.com")
 
 
 def networks(value: object) -> str:
-    """IP addresses and networks, apart by spaces."""
-    return _several(value, _is_network, "addresses or networks such as 10.0.0.7 or 10.0.0.0/8")
+    """Parse IP addresses and networks, separated by spaces."""
+    return _parse_words(value, _is_network, "addresses or networks such as 10.0.0.7 or 10.0.0.0/8")
 
 
 def names(value: object) -> str:
-    """Host names, apart by spaces, in small letters."""
-    return _several(value, _is_name, "names such as chat.lan").lower()
+    """Parse host names, separated by spaces, into lower case."""
+    return _parse_words(value, _is_name, "names such as chat.lan").lower()
 
 
-def _several(value: object, is_one: Parser, wanted: str) -> str:
+def _parse_words(value: object, is_one: Parser, wanted: str) -> str:
     listed = value if isinstance(value, list | tuple) else [value]
     words = [word for entry in listed for word in text(entry).split()]
     for word in words:
@@ -288,11 +285,11 @@ def _is_name(word: object) -> bool:
 
 
 def toml_line_number(text: str, heading: str, number: int = 0, field: str = "") -> int | None:
-    """The line of a TOML file, from 1, of a field below the ``number``-th such heading (0
-    first), or of that heading: the parser tells what is written, not on which line.
+    """Return the line number, from 1, of a field below the ``number``-th such heading, from 0, or of the
+    heading.
 
-    ``heading`` is without brackets (``key``, ``tenants.acme``), "" for what stands before the first one. None when the
-    file does not write it so: as an inline table, say.
+    ``heading`` has no brackets (``key``, ``tenants.acme``); "" stands for the part before the first one. None
+    if the file writes it otherwise, such as in an inline table.
     """
     inside, found = heading == "", 1 if heading == "" else None
     for at, line in enumerate(text.splitlines(), 1):

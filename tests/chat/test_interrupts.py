@@ -8,12 +8,12 @@ from support.terminal import Terminal
 
 PROGRAM = """
 import functools, os, readline, signal
-from pensieve.cli.chat.prompt import heard
+from pensieve.cli.chat.prompt import wake_on_interrupt
 
 # The hook runs behind the drawing. It is no Python code, and killpg does not look for signals: nobody sees this one.
 readline.set_pre_input_hook(functools.partial(os.killpg, 0, signal.SIGINT))
 try:
-    with heard():
+    with wake_on_interrupt():
         input("you> ")
 except KeyboardInterrupt:
     print("heard")

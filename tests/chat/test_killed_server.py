@@ -40,5 +40,5 @@ def test_the_answer_goes_on_by_itself(tmp_path: Path) -> None:
             end = chat.finish()
     assert question.text == "Tell me all of it."
     assert clean(answer.text) in end.replace("\r\n", "\n")
-    assert f"to go on: pensieve chat --target {address} --session {found.id}" in end
+    assert f"to continue: pensieve chat --target {address} --session {found.id}" in end
     assert not list((tmp_path / "pensieve/chat/unsent").iterdir())

@@ -57,7 +57,7 @@ def test_it_takes_its_server_along(tmp_path: Path, capsys: pytest.CaptureFixture
         cli.main(["store", "check", "--store", f"sqlite:///{tmp_path / 'history.sqlite3'}"])
     assert ended.value.code == 0, capsys.readouterr().out
     with chat(tmp_path, "--session", "last") as second:
-        assert "this was not answered last time" in second.prompt()
+        assert "this line was not answered last time" in second.prompt()
         second.enter("")
         second.expect("tokens of context")
         second.prompt()

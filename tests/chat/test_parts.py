@@ -181,15 +181,15 @@ def test_a_pipe_makes_no_session_by_mistake(server: FakeServerThread) -> None:
 
 def test_a_wrong_address_is_told_soon_and_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a pipe too, where nobody would see that it is waited for; an admin port is none, and says so at once."""
-    monkeypatch.setattr(command, "FIRST_ANSWER_S", 0.5)
+    monkeypatch.setattr(command, "CONNECT_TIMEOUT_S", 0.5)
     other = grpc.server(ThreadPoolExecutor(1))  # without our service, as the admin port is
     address = f"127.0.0.1:{other.add_insecure_port('127.0.0.1:0')}"
     other.start()
-    for target, said in ((address, "is no gRPC port of pensieve"), ("127.0.0.1:9", "no server answers")):
+    for target, said in ((address, "is not a gRPC port of pensieve"), ("127.0.0.1:9", "no server answers")):
         result = CliRunner().invoke(command.chat, ["--target", target], input="one\n")
         assert result.exit_code == 1 and said in result.stderr and result.stderr.count("\n") == 1
     result = CliRunner().invoke(listing, ["--target", address])
-    assert result.exit_code == 1 and "is no gRPC port of pensieve" in result.stderr
+    assert result.exit_code == 1 and "is not a gRPC port of pensieve" in result.stderr
     other.stop(None).wait()
 
 

@@ -54,7 +54,7 @@ def test_pieces_come_before_the_answer_is_whole(tmp_path: Path) -> None:
 def test_a_line_beyond_the_bound_is_refused(
     server: FakeServerThread, before: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command, "MOST_CHARS", 100)
+    monkeypatch.setattr(command, "MAX_LINE_CHARS", 100)
     lines = f"{before}{'x' * 100}\ntwo\n"
     result = CliRunner().invoke(command.chat, ["--target", server.target, "--new"], input=lines)
     number = 1 + before.count("\n")
@@ -64,7 +64,7 @@ def test_a_line_beyond_the_bound_is_refused(
 
 
 def test_a_line_at_the_bound_is_sent(server: FakeServerThread, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "MOST_CHARS", 100)
+    monkeypatch.setattr(command, "MAX_LINE_CHARS", 100)
     lines = f"{'x' * 99}\n"
     result = CliRunner().invoke(command.chat, ["--target", server.target, "--new"], input=lines)
     assert result.exit_code == 0, result.stderr

@@ -48,14 +48,14 @@ def test_a_conversation_is_left_picked_and_gone_on_with(server: FakeServerThread
         chat.expect("did you mean /bye?")
         chat.prompt()
         chat.enter("/bye")
-        assert f"to go on: pensieve chat --target {server.target} --session s0" in chat.finish()
+        assert f"to continue: pensieve chat --target {server.target} --session s0" in chat.finish()
     with chat_program(server.target, tmp_path) as chat:
         assert " 1  one" in chat.expect("or Enter for a new conversation: ")
         chat.enter("9")
         assert "there is no session 9" in chat.expect("or Enter for a new conversation: ")
         server.fake.unary_script.append(InvalidArgument("name: must be sessions/{id}"))
         chat.enter("My name is Ada.")
-        assert "a message comes after Enter" in chat.expect("or Enter for a new conversation: ")
+        assert "press Enter before typing a message" in chat.expect("or Enter for a new conversation: ")
         chat.enter("1")
         assert "two\r\nlines" in chat.prompt()
         chat.type(f"{UP}{UP}{UP}{UP}{CTRL_U}{UP}{UP}{UP}")  # /bye, /byee, /history, the two lines
@@ -82,15 +82,15 @@ def test_a_line_that_cannot_be_sent_is_kept_and_sent_once(server: FakeServerThre
         chat.prompt()
         chat.enter("What is my name?")
         chat.expect("reconnecting…")
-        chat.expect("s (Ctrl-C stops, your text is kept)")
+        chat.expect("s (Ctrl-C stops and keeps your text)")
         chat.type(CTRL_C)
-        chat.expect("(stopped; nothing was kept)")
+        chat.expect("(stopped; the turn was discarded)")
         chat.expect("you> What is my name?")
         chat.process.kill()  # the terminal is closed
         chat.finish()
     server.fake.script.clear()
     with chat_program(server.target, tmp_path, "--session", "ad") as chat:
-        chat.expect("this was not answered last time")
+        chat.expect("this line was not answered last time")
         chat.expect("you> What is my name?")
         chat.type("\r")
         chat.expect(answer_to("What is my name?"))
@@ -186,7 +186,7 @@ def test_ctrl_c_at_the_prompt(server: FakeServerThread, tmp_path: Path) -> None:
         chat.expect("Ctrl-C again")
         chat.prompt()
         chat.type(CTRL_C)
-        assert "to go on:" in chat.finish() and chat.process.returncode == 0
+        assert "to continue:" in chat.finish() and chat.process.returncode == 0
     assert not (tmp_path / "pensieve").exists()
 
 
@@ -197,7 +197,7 @@ def test_a_wrong_session_is_an_error_with_the_near_ones(server: FakeServerThread
     with chat_program(server.target, tmp_path, "--session", "ada-3") as chat:
         end = chat.finish()
         assert chat.process.returncode == 1
-    assert "there is no session ada-3 (near ones: ada-" in end and end.count("\n") == 1
+    assert "there is no session ada-3 (similar: ada-" in end and end.count("\n") == 1
     with chat_program(server.target, tmp_path, "--session", "ada") as chat:
         assert "several sessions begin with ada" in chat.finish()
     assert len(server.fake.sessions) == 2
@@ -224,7 +224,7 @@ def test_a_line_that_was_answered_unseen_is_not_doubled(server: FakeServerThread
         chat.expect("you> one")
         chat.type(CTRL_U)
         chat.enter("two")
-        chat.expect("the message before had arrived")
+        chat.expect("the previous message had arrived")
         chat.expect(answer_to("one"))
         chat.expect("you> two")
         assert said(server) == ["one", answer_to("one")]
@@ -251,7 +251,7 @@ def test_ctrl_c_twice_leaves_an_answer_that_cannot_be_stopped(
         chat.type(CTRL_C)
         chat.expect("stopping…")
         chat.type(CTRL_C)
-        assert "to go on:" in chat.finish() and chat.process.returncode == 0
+        assert "to continue:" in chat.finish() and chat.process.returncode == 0
 
 
 def test_characters_that_the_locale_lacks_and_bytes_that_are_none(
@@ -284,7 +284,7 @@ def test_a_session_that_somebody_else_has_erased(tmp_path: Path, server: FakeSer
         with Client(server.target) as client:
             client.session("ada").delete()
         chat.enter("two")
-        chat.expect("/new begins another conversation")
+        chat.expect("/new starts another conversation")
         chat.expect("you> two")
         chat.enter(f"{CTRL_U}/new")
         chat.expect("you> two")

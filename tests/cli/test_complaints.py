@@ -64,7 +64,7 @@ def test_a_wrong_option_is_told_behind_the_name_of_the_command(
     [
         (lambda: click.ClickException("it broke"), 1, "it broke"),
         (lambda: click.UsageError("not so"), 2, "not so"),
-        (lambda: OSError(28, "No room"), 1, "what was to be said could not be written: No room"),
+        (lambda: OSError(28, "No room"), 1, "cannot write the output: No room"),
         (
             lambda: ModuleNotFoundError(name="no_such.of_it"),
             2,
@@ -148,7 +148,7 @@ def files(tmp_path: Path) -> Path:
         (
             "sessions --api-key é",
             2,
-            "pensieve sessions list: --api-key: must be of printable ASCII characters",
+            "pensieve sessions list: --api-key: must consist of printable ASCII characters",
         ),
         ("store check --store sqlite:///FILES/none", 1, "pensieve store check: there is no history file"),
         (
@@ -172,7 +172,7 @@ def files(tmp_path: Path) -> Path:
             2,
             "pensieve gateway: --tls-cert, --tls-key: ",
         ),
-        ("top --admin NOBODY", 1, "pensieve top: nothing to be reached at NOBODY: Connection refused"),
+        ("top --admin NOBODY", 1, "pensieve top: cannot connect to NOBODY: Connection refused"),
     ],
 )
 def test_errors_of_run_time_are_told_behind_the_name_of_the_command(

@@ -96,7 +96,7 @@ def test_stores(tmp_path: Path) -> None:
     assert by_name(list(checks.store("memory:")))["memory"].state == "note"
     fresh = by_name(list(checks.store(f"sqlite:///{tmp_path}/deep/er/history.db")))
     assert (fresh["sqlite"].state, fresh["file"].state) == ("ok", "ok")
-    assert "not there yet" in fresh["file"].found
+    assert "does not exist yet" in fresh["file"].found
     assert not (tmp_path / "deep").exists()
     unreachable = by_name(list(checks.store("redis://user:s3cret@127.0.0.1:1/0")))["redis"]
     assert unreachable.state == "fail"
@@ -168,7 +168,7 @@ def test_a_server_of_ours_in_the_port_is_no_problem() -> None:
     """Who runs doctor beside the server that they have just started is not told that nothing works."""
     with FakeServerThread() as server:
         found = port("listen", server.target)
-        assert (found.state, found.found) == ("note", f"{server.target}: a server of Pensieve is there")
+        assert (found.state, found.found) == ("note", f"{server.target}: a Pensieve server is running there")
         server.fake.unary_script.append(Unauthenticated("who are you?", reason="CREDENTIAL_MISSING"))
         assert port("listen", server.target).state == "note"
     with FeedStub() as admin:

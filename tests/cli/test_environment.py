@@ -142,7 +142,7 @@ def test_a_wrong_value_is_told_by_its_variable(
 def test_a_variable_that_sets_nothing_is_told(run: Run, variable: str, meant: str) -> None:
     result = run("serve", "--print-config", **{variable: "3"})
     assert result.code == 0
-    assert result.stderr == f"pensieve serve: {variable} sets no option{meant}\n"
+    assert result.stderr == f"pensieve serve: ignoring {variable}: no such option{meant}\n"
 
 
 def test_variables_of_others_are_nobodys_business(run: Run) -> None:

@@ -64,6 +64,6 @@ def test_a_state_folder_that_cannot_be_made_is_told_in_one_line(tmp_path: Path) 
     result = serve(tmp_path, XDG_STATE_HOME=str(tmp_path / "file"))
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr == (
-        f"pensieve serve: --store: cannot make the folder {tmp_path}/file/pensieve: Not a directory; give a store, "
-        "or set XDG_STATE_HOME\n"
+        f"pensieve serve: --store: cannot create the folder {tmp_path}/file/pensieve: Not a directory; "
+        "pass --store URL, or set XDG_STATE_HOME\n"
     )

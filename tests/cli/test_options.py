@@ -130,9 +130,7 @@ def test_off_is_the_switch_of_an_idea(tmp_path: Path, idea: str) -> None:
 def test_off_and_the_switch_of_the_idea(tmp_path: Path) -> None:
     """They may say the same, or one of them is nearer to the user: a flag wins, then the environment, then the file."""
     assert not resolve({"off": ("sharing",), "sharing": False}).options.prefix_sharing
-    assert (
-        refusal({"off": ("sharing",), "sharing": True}) == "--off: sharing, while --sharing says the opposite"
-    )
+    assert refusal({"off": ("sharing",), "sharing": True}) == "--off: sharing contradicts --sharing"
     assert "--no-stateless" in refusal({"off": ("state",), "stateless": False})
     by_variable = {"off": "PENSIEVE_SERVE_OFF"}
     assert resolve({"off": ("sharing",), "sharing": True}, None, by_variable).options.prefix_sharing
@@ -142,7 +140,7 @@ def test_off_and_the_switch_of_the_idea(tmp_path: Path) -> None:
     config = write(tmp_path, 'off = ["sharing", "state"]')
     options = resolve({"stateless": False}, config).options
     assert (options.prefix_sharing, options.stateless) == (False, False)
-    assert "says the opposite" in refusal({}, write(tmp_path, 'off = "sharing"\nsharing = true'))
+    assert "contradicts sharing" in refusal({}, write(tmp_path, 'off = "sharing"\nsharing = true'))
     assert "expected names of state, sharing" in refusal({}, write(tmp_path, 'off = ["sharig"]'))
     assert "expected names of" in refusal({}, write(tmp_path, "off = true"))
 
@@ -165,7 +163,7 @@ def test_the_admin_port_is_one_that_nothing_else_takes() -> None:
         ("max-connections", "2147483648", "to 2147483647"),
         ("threads", "100000", "from 0 to 1024"),
         ("device-cache", "4GB", "40GiB"),
-        ("device-cache", "0", "must not be"),
+        ("device-cache", "0", "must be at least 1"),
         ("host-cache", "-1GiB", "40GiB"),
         ("policy", "fifo", "retention, lru"),
         ("device", "tpu", "auto, cpu, cuda"),

@@ -75,7 +75,7 @@ def test_repair_is_dry_until_it_is_told(path: Path, tmp_path: Path) -> None:
     url = f"sqlite:///{path}"
     cut = ("--truncate-damaged", str(tmp_path / "cut.jsonl"))
     result = run("repair", "--store", url, *cut)
-    assert (result.exit_code, "--apply does it" in result.stdout) == (0, True), result.output
+    assert (result.exit_code, "with --apply" in result.stdout) == (0, True), result.output
     assert not (tmp_path / "cut.jsonl").exists()
     assert run("check", "--store", url).exit_code == 1
     result = run("repair", "--store", url, *cut, "--apply")
@@ -122,8 +122,12 @@ def test_a_damaged_store_is_backed_up_all_the_same(path: Path, tmp_path: Path) -
         (["check", "--store", "sqlite:///{folder}/noise"], 1, "is not a history file"),
         (["check", "--store", "sqlite:///{folder}/empty"], 1, "empty is not a history file"),
         (["backup", "{folder}/b", "--store", "sqlite:///{folder}/empty"], 1, "empty is not a history file"),
-        (["backup", "{folder}/b.zst", "--store", "sqlite:///{folder}/h.db"], 2, "packed as .gz"),
-        (["backup", "{folder}/no/b.jsonl", "--store", "sqlite:///{folder}/h.db"], 2, "no file can be there"),
+        (["backup", "{folder}/b.zst", "--store", "sqlite:///{folder}/h.db"], 2, "plain JSON lines or .gz"),
+        (
+            ["backup", "{folder}/no/b.jsonl", "--store", "sqlite:///{folder}/h.db"],
+            2,
+            "in a folder that does not exist",
+        ),
         (["restore", "{folder}/noise", "--to", "sqlite:///{folder}/new.db"], 1, "is not a backup"),
         (["restore", "{folder}/none", "--to", "sqlite:///{folder}/new.db"], 2, "does not exist"),
         (["restore", "{folder}/noise"], 2, "--to"),
@@ -178,7 +182,7 @@ def test_words_that_find_no_room_are_one_line_and_code_1(path: Path, options: li
         )
     assert (done.returncode, done.stderr) == (
         1,
-        "pensieve store backup: what was to be said could not be written: No space left on device\n",
+        "pensieve store backup: cannot write the output: No space left on device\n",
     )
     assert file.exists()
 

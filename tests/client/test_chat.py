@@ -52,7 +52,7 @@ def test_commands(server: FakeServerThread) -> None:
     assert result.exit_code == 0
     assert f"1 user: one\n2 assistant: {answer_to('one')}\n{answer_to('three')}\n" in result.stdout
     assert "recomputed" in result.stdout
-    for note in ("forgot 1 of 2 turns", "a copy of sessions/ada", "no command /nope", "/regenerate"):
+    for note in ("dropped 1 of 2 turns", "a copy of sessions/ada", "no command /nope", "/regenerate"):
         assert note in result.stderr
     assert "never" not in result.stdout
     original, fork = server.fake.sessions.values()
@@ -77,7 +77,7 @@ def test_rewind_counts_turns(server: FakeServerThread) -> None:
     assert [one.text for one in session.items] == ["s", "one", answer_to("one")]
     result = run(server, "--session", "x-1", lines="/rewind 99\n/rewind\n/rewind x\n")
     assert [one.text for one in session.items] == ["s"]
-    assert "nothing to forget" in result.stderr
+    assert "nothing to drop" in result.stderr
 
 
 def test_a_session_is_gone_on_with(server: FakeServerThread) -> None:
@@ -94,7 +94,8 @@ def test_an_error_ends_a_pipe_with_one_line(server: FakeServerThread) -> None:
     assert result.exit_code == 1
     assert result.stdout == ""
     assert (
-        result.stderr == f"Error: {server.target} wants --api-key, or PENSIEVE_API_KEY (CREDENTIAL_MISSING)\n"
+        result.stderr
+        == f"Error: {server.target} requires an API key: pass --api-key, or set PENSIEVE_API_KEY (CREDENTIAL_MISSING)\n"
     )
     server.fake.script.append(Fault(error=ResourceExhausted("no\x1b[2J room\x07", reason="QUOTA_EXCEEDED")))
     said = run(server, lines="one\n").stderr
@@ -108,7 +109,7 @@ def test_a_pipe_is_told_of_a_line_that_is_no_text_and_of_a_wrong_address(
     result = CliRunner().invoke(module.chat, ["--target", server.target], input=lines)
     assert (result.exit_code, result.stdout) == (1, answer_to("one") + "\n")
     assert result.stderr.startswith("Error: line 2 of the input is not UTF-8; it was not sent")
-    monkeypatch.setattr(module, "FIRST_ANSWER_S", 0.2)
+    monkeypatch.setattr(module, "CONNECT_TIMEOUT_S", 0.2)
     result = run(None, "--target", "127.0.0.1:1", lines="one\n")
     assert result.exit_code == 1 and "no server answers at 127.0.0.1:1: " in result.stderr
 
@@ -194,7 +195,7 @@ def test_on_a_terminal(server: FakeServerThread, monkeypatch: pytest.MonkeyPatch
         chat.run()
     assert out.getvalue().count(answer_to("one")) == 1
     assert answer_to("one")[:6] + "\n" in out.getvalue()  # What the lost attempt had said.
-    assert "had to start this answer again" in notes.getvalue()
+    assert "had to restart this answer" in notes.getvalue()
     assert "of context =" in notes.getvalue()
     assert "who are you?" in notes.getvalue()
     assert answer_to("three") in out.getvalue()

@@ -217,7 +217,7 @@ def test_close_from_another_thread_while_the_stream_is_opened(
             monkeypatch.setattr(client._link.stub, "StreamTurn", made)
         else:
             monkeypatch.setattr(
-                type(stream._machine), "silence_s", property(lambda machine: elsewhere() or 30.0)
+                type(stream._machine), "silence_limit_s", property(lambda machine: elsewhere() or 30.0)
             )
         with pytest.raises(Cancelled):
             stream.finish()

@@ -88,7 +88,7 @@ def test_what_blocks_on_one_side_is_awaited_on_the_other(twins: tuple[type, type
         assert awaitable is (name not in HANDLES), name
         told = [
             re.sub(r"await |Async(?=[A-Z])", "", inspect.getdoc(one) or "")
-            .partition("It is done at once")[0]
+            .partition("Takes effect at once")[0]
             .rstrip()
             for one in (blocking, awaited)
         ]

@@ -325,9 +325,9 @@ def test_wait_if_busy_waits_within_the_budget() -> None:
 
 def test_three_heartbeats_of_silence() -> None:
     turn = machine()
-    assert turn.silence_s == 30.0
+    assert turn.silence_limit_s == 30.0
     turn.on_message(accepted(heartbeat_s=2.0))
-    assert turn.silence_s == 6.0
+    assert turn.silence_limit_s == 6.0
 
 
 def test_the_deadline_covers_all_tries() -> None:

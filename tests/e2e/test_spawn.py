@@ -58,7 +58,11 @@ def test_when_one_of_several_servers_fails_all_of_them_end(monkeypatch: pytest.M
     [
         ("pensieve serve: no room", "no room", False),
         ("INFO loading\npensieve serve: no room", "no room", True),
-        ("pensieve serve: X sets no option\nTraceback (most recent call last):\nValueError", "", True),
+        (
+            "pensieve serve: ignoring X: no such option\nTraceback (most recent call last):\nValueError",
+            "",
+            True,
+        ),
         ("INFO loading", "", True),
         ("", "", False),
     ],

@@ -136,7 +136,7 @@ def test_a_certificate_needs_its_key(tmp_path: Path) -> None:
     assert said.exit_code == 2 and "--tls-cert and --tls-key go together" in said.output
     broken = CliRunner().invoke(gateway_command, [*arguments, "--tls-key", str(tmp_path / "cert.pem")])
     assert broken.exit_code == 2 and broken.stdout == "", "it is not ready"
-    assert "are not a certificate in PEM and its key" in broken.stderr
+    assert "are not a PEM certificate and its key" in broken.stderr
 
 
 def test_a_network_is_not_served_unasked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,10 +163,10 @@ def test_a_network_is_not_served_unasked(tmp_path: Path, monkeypatch: pytest.Mon
 
     said = opened()
     assert said.exit_code == 2 and said.stdout == ""
-    assert "--listen: 0.0.0.0:0 is not loopback; give --tls-cert and --tls-key" in said.stderr
+    assert "--listen: 0.0.0.0:0 is not loopback; pass --tls-cert and --tls-key" in said.stderr
     said = opened(*tls)
     assert said.exit_code == 2 and said.stdout == ""
-    assert "the server at 127.0.0.1:1 asks for no key; start it with --api-keys" in said.stderr
+    assert "the server at 127.0.0.1:1 requires no API key; start it with --api-keys" in said.stderr
     assert served == []
     assert (
         opened("--insecure-i-know", "--heartbeat", "3s").exit_code == 0

@@ -49,7 +49,7 @@ def forked(*dropped: str) -> list[str]:
 
 def test_a_client_goes_on_in_a_forked_process_which_ends() -> None:
     of_parent, of_child, outcome = forked()
-    assert of_parent.startswith("the stream belongs to the process that this one was forked from")
+    assert of_parent.startswith("this stream belongs to the parent process")
     assert of_child == answer_to("c")
     assert outcome == f"3 {answer_to('b')} 4", "the stream of the parent went on, and was complete"
 

@@ -43,7 +43,8 @@ def test_a_start_in_a_folder_that_is_gone_is_told_in_one_line(tmp_path: Path) ->
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == 2
     assert (
-        result.stderr.splitlines()[-1] == "pensieve serve: the working folder is gone: change to another one"
+        result.stderr.splitlines()[-1]
+        == "pensieve serve: the working folder no longer exists: change to another one"
     )
 
 

@@ -145,7 +145,7 @@ def test_profile_writes_what_simulate_reads(tmp_path: Path) -> None:
     ]
     result = CliRunner().invoke(profile, [*arguments, "--output", str(cost), "--machine", str(machine)])
     assert result.exit_code == 0, result.output
-    assert f"wrote {machine}: its formula is off by" in result.stderr
+    assert f"wrote {machine}: its formula errs by" in result.stderr
     found = Machine.from_json(machine)
     assert found.swap_bytes_per_s > 0 and found.mean_error is not None and not found.overlapped
     written = json.loads(cost.read_text())

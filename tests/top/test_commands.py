@@ -52,10 +52,10 @@ def test_top_where_there_is_no_feed(
 ) -> None:
     with FeedStub() as stub:
         for status, body, said in (
-            (200, b"ok", "is no admin port of pensieve"),
-            (404, b"not found", "is no admin port of pensieve"),
-            (200, b'{"schema": "pensieve.state/7"}', "speaks 'pensieve.state/7'"),
-            (401, b'{"reason": "CREDENTIAL_MISSING", "message": "no"}', "wants --api-key"),
+            (200, b"ok", "is not an admin port of pensieve"),
+            (404, b"not found", "is not an admin port of pensieve"),
+            (200, b'{"schema": "pensieve.state/7"}', "sends 'pensieve.state/7'"),
+            (401, b'{"reason": "CREDENTIAL_MISSING", "message": "no"}', "requires --api-key"),
             (403, b'{"reason": "SCOPE_MISSING", "message": "needs admin"}', "needs admin (SCOPE_MISSING)"),
         ):
             stub.status, stub.body = status, body
@@ -85,7 +85,7 @@ def test_top_asks_where_servers_usually_are(
     assert default_admin() in (None, ServeOptions().admin)
     monkeypatch.setattr(admin, "default", None)
     code, _, err = pensieve(capsys, "top")
-    assert code == 2 and "--admin is wanted" in err and err.count("\n") == 1
+    assert code == 2 and "--admin is required" in err and err.count("\n") == 1
     with FeedStub() as stub:
         monkeypatch.setattr(admin, "default", stub.address)
         assert pensieve(capsys, "top")[0] == 0
@@ -132,7 +132,7 @@ def test_what_is_refused_and_what_cannot_be_shown(
     for error, said in (
         (
             Unauthenticated("who?"),
-            f"{server.target} wants --api-key, or PENSIEVE_API_KEY (CREDENTIAL_MISSING)",
+            f"{server.target} requires an API key: pass --api-key, or set PENSIEVE_API_KEY (CREDENTIAL_MISSING)",
         ),
         (PermissionDenied("no \x1b[2J\x07"), f"{server.target}: no ␛[2J␇ [PERMISSION_DENIED/"),
     ):
@@ -157,15 +157,18 @@ def test_what_is_refused_and_what_cannot_be_shown(
         (
             "failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:1: Failed to connect to remote "
             "host: Connection refused (given up after 7 tries in 3.0 s)",
-            "Connection refused (given up after 7 tries in 3.0 s); a server's ready line names its address: grpc=…",
+            "Connection refused (given up after 7 tries in 3.0 s); the address is in the server's ready line: grpc=…",
         ),
         (
             "errors resolving here:1: [field:hostname lookup error:address lookup failed for here:1: Domain name not "
             "found] (given up)",
-            "Domain name not found (given up); a server's ready line names its address: grpc=…",
+            "Domain name not found (given up); the address is in the server's ready line: grpc=…",
         ),
-        ("Socket closed", "Socket closed; a server with TLS wants --tls"),
-        ("a: WRONG_VERSION_NUMBER: b", "a: WRONG_VERSION_NUMBER: b; it speaks no TLS: leave out --tls"),
+        ("Socket closed", "Socket closed; if the server uses TLS, add --tls"),
+        (
+            "a: WRONG_VERSION_NUMBER: b",
+            "a: WRONG_VERSION_NUMBER: b; the server does not use TLS: remove --tls",
+        ),
     ],
 )
 def test_why_no_server_answers(told: str, said: str) -> None:
@@ -228,7 +231,7 @@ def test_one_session_is_shown(capsys: pytest.CaptureFixture[str], server: FakeSe
     assert turn["context_tokens"] == sum(turn[one] for one in ("device", "host", "recomputed", "new")) > 0
     assert "secret" not in out
     for wrong, said in (
-        ("ada", "'ada' may be ada-1, ada-2"),
+        ("ada", "'ada' is ambiguous: ada-1, ada-2"),
         ("bob", "no session 'bob'"),
         ("", "no session"),
     ):
@@ -264,7 +267,7 @@ def test_sessions_are_erased_when_that_is_meant(
     code, _, err = pensieve(capsys, "sessions", "delete", "rex", "nobody", "--yes", *target)
     assert code == 2 and left() >= {"rex"}, "one of them is wrong"
     code, _, err = pensieve(capsys, "sessions", "delete", "re", "--yes", *target)
-    assert code == 2 and "write rex in full" in err and left() >= {"rex"}
+    assert code == 2 and "write the full id rex" in err and left() >= {"rex"}
     code, out, _ = pensieve(capsys, "sessions", "delete", "rex", "--yes", *target)
     assert (code, out) == (0, "erased rex\n") and left() == {"ada-1", "ada-2", "pia"}
     with Terminal("sessions", "delete", "pi", "ada-1", *target) as terminal:

@@ -45,7 +45,7 @@ def test_facts_at_every_width(width: int, sessions: int) -> None:
     ):  # fmt: skip
         assert fact in text, fact
     assert sum("chat-" in line for line in lines) == sessions
-    assert ("none has anything cached" in text) == (not sessions)
+    assert ("no session has cached chunks" in text) == (not sessions)
     if sessions:
         (line,) = [line for line in lines if "chat-0001" in line]
         assert "running" in line and "101" in line and ("····▒▒▒▒▒▒▓▓███" in line) == (width >= 60)
@@ -74,8 +74,8 @@ def test_what_is_wrong_is_said() -> None:
     )
     gone = {"sessions": {"total": 0, "running": 0, "age_s": None, "rows": []}}
     assert "no engine" in words(page(document | gone))
-    lines = page(document, 80, 30, gone_s=72.0, trouble="nothing to be reached at there")
-    assert "reconnecting… nothing to be reached at there, for 1m" in words(lines)
+    lines = page(document, 80, 30, gone_s=72.0, trouble="cannot connect to there")
+    assert "reconnecting… cannot connect to there, for 1m" in words(lines)
 
 
 def test_the_http_door_is_told_where_there_is_one() -> None:

@@ -1,4 +1,4 @@
-"""``pensieve chat``: ``command`` opens a session, ``loop`` reads lines, ``talk`` sends them and never loses one.
+"""``pensieve chat``: ``command`` runs the loop, ``dialogue`` sends lines and never loses one.
 
 May import: cli.completion, cli.output, cli.server_errors, client, core, errors, machine, model, options, own_server,
 spawn.

@@ -1,7 +1,7 @@
-"""``pensieve chat``: a conversation in the terminal, with a given server or with one of its own.
+"""``pensieve chat``: a conversation in the terminal, with a given server or one started for the chat.
 
-The answer appears as it is made. When stdin is not a terminal each line is a turn; what a pipe carries is never taken
-back, so an answer that a restart changed is written again behind what was there.
+The answer appears as it is generated. If stdin is not a terminal, each line is a turn. A pipe cannot take back
+its output, so an answer that changes after a restart is written again in full.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ from pensieve.spawn import NOT_STARTED, SpawnError
 
 log = logging.getLogger(__name__)
 
-MOST_CHARS = 1 << 20
-"""The longest line of a pipe, its end included: more than any context takes."""
-GONE = ("SESSION_DELETED", "SESSION_NOT_FOUND")
-"""Reasons of a session that somebody else has erased."""
+MAX_LINE_CHARS = 1 << 20
+"""Longest line from a pipe, with its end: more than any context holds."""
+DELETED_REASONS = ("SESSION_DELETED", "SESSION_NOT_FOUND")
+"""Reasons that mean the session was erased."""
 
 
 class ChatLoop:
-    """Answers and what a command was asked for go to stdout, everything else to stderr.
+    """Reads lines and runs them. Answers and output of commands go to stdout, all else to stderr.
 
-    ``folder`` holds the history of typed lines and those that were not answered; None: nothing is written.
+    ``folder`` stores the history of typed lines and the unanswered ones; None: nothing is written.
     """
 
     def __init__(
@@ -65,18 +65,19 @@ class ChatLoop:
         folder: Path | None = None,
     ) -> None:
         self.screen = Screen(interactive=interactive, plain=plain)
-        self.prompt = Prompt(self.screen, folder and folder / "history", self._complete)
+        self.prompt = Prompt(
+            self.screen, folder and folder / "history", lambda typed: self.commands.complete(typed)
+        )
         unsent = UnsentFolder(folder and folder / "unsent")
         self.dialogue = Dialogue(client, session, sampling, self.screen, unsent)
         self.commands = Commands(self.dialogue, self.prompt)
 
     @property
     def session(self) -> Session:
-        """The one that is talked in now."""
         return self.dialogue.session
 
     def run(self) -> None:
-        """Until /quit or the end of input. Raises PensieveError when not interactive: a pipe must not go on."""
+        """Run until /quit or the end of input. Raises PensieveError if not interactive: a pipe must not continue."""
         for line in self._lines():
             try:
                 self._handle(line.strip())
@@ -84,18 +85,18 @@ class ChatLoop:
                 if not self.screen.interactive:
                     raise
                 self.screen.error(str(error))
-                if error.reason in GONE:
+                if error.reason in DELETED_REASONS:
                     self.screen.note(
-                        "Ctrl-U clears the line; /new begins another conversation, and it goes along"
+                        "Ctrl-U clears the line; /new starts another conversation and keeps the line"
                     )
             if self.commands.leaving:
                 return
 
     def greet(self) -> None:
-        """Where we are, how the conversation ended last time, and what became of a line that was left."""
+        """Show the session and the end of its conversation, and resume a line left unanswered."""
         if not self.screen.interactive:
             return
-        self.screen.note(f"{self.session.name} — /help shows the commands, Ctrl-C stops an answer")
+        self.screen.note(f"{self.session.name} — /help lists the commands, Ctrl-C stops an answer")
         try:
             info = self.session.info
             if info is not None and info.item_count:
@@ -110,7 +111,7 @@ class ChatLoop:
 
     def _lines(self) -> Iterator[str]:
         if not self.screen.interactive:
-            yield from _piped()
+            yield from _piped_lines()
             return
         interrupted = False
         while True:
@@ -124,13 +125,13 @@ class ChatLoop:
                     self.screen.note("dropped")
                 yield line
             except UnicodeDecodeError:
-                self.screen.error(str(_no_text("that")))
+                self.screen.error(str(_decode_error("that")))
             except KeyboardInterrupt:
                 self.screen.notes.print()
                 if interrupted:
                     return
                 interrupted = True
-                self.screen.note("Ctrl-C again, Ctrl-D or /bye leaves")
+                self.screen.note("to leave, press Ctrl-C again, or use Ctrl-D or /bye")
             except EOFError:
                 self.screen.notes.print()
                 return
@@ -139,7 +140,7 @@ class ChatLoop:
         if not line:
             return
         if not is_text(line):
-            raise _no_text("that")
+            raise _decode_error("that")
         try:
             if COMMAND.fullmatch(line):
                 self.commands.run(line)
@@ -150,11 +151,8 @@ class ChatLoop:
         except KeyboardInterrupt:
             self.screen.note("(stopped)")
 
-    def _complete(self, typed: str) -> list[str]:
-        return self.commands.complete(typed)
-
     def _warm(self) -> None:
-        """While the user types, let the server bring what the next turn needs. Beside the prompt, which never waits."""
+        """Warm the session while the user types. In a thread, so the prompt never waits."""
         session = self.session
         info = session.info
         has_history = session.last_turn is not None or (info is not None and info.item_count > 0)
@@ -163,59 +161,63 @@ class ChatLoop:
         self.dialogue.is_warm = False
 
 
-def _piped() -> Iterator[str]:
-    """Lines of stdin. Raises InvalidArgument at one that is no text: what was meant cannot be known."""
+def _piped_lines() -> Iterator[str]:
+    """Yield the lines of stdin. Raises InvalidArgument at one that cannot be decoded: its meaning is unknown."""
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")
-    lines = iter(lambda: sys.stdin.readline(MOST_CHARS + 1), "")
+    lines = iter(lambda: sys.stdin.readline(MAX_LINE_CHARS + 1), "")
     for number, line in enumerate(lines, 1):
-        if len(line) > MOST_CHARS:
+        if len(line) > MAX_LINE_CHARS:
             raise InvalidArgument(
-                f"line {number} of the input is longer than {MOST_CHARS:,} characters; it was not sent"
+                f"line {number} of the input is longer than {MAX_LINE_CHARS:,} characters; it was not sent"
             )
         if not is_text(line):
-            raise _no_text(f"line {number} of the input")
+            raise _decode_error(f"line {number} of the input")
         yield line
 
 
-def _no_text(what: str) -> InvalidArgument:
+def _decode_error(what: str) -> InvalidArgument:
     return InvalidArgument(f"{what} is not {sys.stdin.encoding.upper()}; it was not sent")
 
 
-FIRST_ANSWER_S = 10.0
-"""A server that says nothing for so long when the chat begins is taken for a wrong address."""
-MOST_TOKENS = 2048
-"""The longest answer to a pipe unless an option says otherwise: no one is there to stop a model that repeats itself."""
-ON_A_TERMINAL = RetryPolicy(max_wait_s=math.inf)
-"""Somebody sees the wait, and ends it with Ctrl-C."""
+CONNECT_TIMEOUT_S = 10.0
+"""A server that does not answer within this time when the chat begins counts as a wrong address."""
+DEFAULT_PIPE_TOKENS = 2048
+"""Default length limit of an answer to a pipe, where no user stops a model that repeats itself."""
+INTERACTIVE_RETRY = RetryPolicy(max_wait_s=math.inf)
+"""A user sees the wait, and can end it with Ctrl-C."""
 
 
 @click.command(name="chat", context_settings={"help_option_names": ["-h", "--help"]})
 @click.option(
-    "--target", metavar="HOST:PORT", help="Server to talk to; without it one is started for this chat."
+    "--target", metavar="HOST:PORT", help="Address of the server; default: start one for this chat."
 )
 @click.option(
     "--model",
     metavar="NAME",
-    help="Model folder, GGUF file, hub id, `smollm2` or `demo`, for the server that is started.",
+    help="Model folder, GGUF file, hub id, `smollm2` or `demo`, for a server started by the chat.",
     shell_complete=models,
 )
-@click.option("--store", metavar="URL", help="History store of the server that is started.")
+@click.option("--store", metavar="URL", help="History store, for a server started by the chat.")
 @click.option(
     "--session",
     "session_id",
     metavar="ID",
-    help="Session to go on with: its id, the beginning of it, or `last`.",
+    help="Session to continue: its id, a unique prefix of it, or `last`.",
     shell_complete=completion.complete_session_ids,
 )
-@click.option("--new", is_flag=True, help="A new session without asking; with --session under that id.")
+@click.option(
+    "--new", is_flag=True, help="Start a new session without asking; with --session: under that id."
+)
 @click.option("--system", metavar="TEXT", help="System prompt of a new session.")
-@click.option("--temperature", type=click.FloatRange(min=0), metavar="T", help="0 is greedy.")
+@click.option(
+    "--temperature", type=click.FloatRange(min=0), metavar="T", help="Sampling temperature; 0: greedy."
+)
 @click.option("--max-tokens", type=click.IntRange(min=1), metavar="N", help="Longest answer, in tokens.")
-@click.option("--plain", is_flag=True, help="Answers as they come, not laid out as Markdown.")
-@click.option("--no-history", is_flag=True, help="Keep nothing that is typed in files.")
-@click.option("--api-key", metavar="KEY", envvar="PENSIEVE_API_KEY", help="Credential for --target.")
-@click.option("--tls", is_flag=True, help="TLS towards --target, with the system's root certificates.")
+@click.option("--plain", is_flag=True, help="Print answers as plain text, without Markdown layout.")
+@click.option("--no-history", is_flag=True, help="Do not store typed lines in files.")
+@click.option("--api-key", metavar="KEY", envvar="PENSIEVE_API_KEY", help="API key for --target.")
+@click.option("--tls", is_flag=True, help="Use TLS to --target, with the system's root certificates.")
 def chat(
     target: str | None,
     model: str | None,
@@ -230,21 +232,19 @@ def chat(
     api_key: str | None,
     tls: bool,
 ) -> None:
-    """Chat in the terminal, with a server or with one of its own.
+    """Chat in the terminal with a server, or with one started for the chat.
 
-    Reads plain lines when stdin is not a terminal. /help inside shows the commands.
+    If stdin is not a terminal, each line of it is a turn. /help in the chat lists its commands.
     """
     if target is not None and (model is not None or store is not None):
-        raise click.UsageError(
-            "--model and --store are for a server of its own; they do not go with --target"
-        )
-    if _comes_from_outside("api_key"):
+        raise click.UsageError("--model and --store apply to a server started by the chat, not to --target")
+    if _set_by_variable("api_key"):
         shown_key = None
         api_key = api_key if target is not None else None
     else:
         shown_key = api_key
     if target is None and (api_key is not None or tls):
-        raise click.UsageError("--api-key and --tls go with --target")
+        raise click.UsageError("--api-key and --tls require --target")
     sampling = Sampling()
     if temperature is not None:
         sampling["temperature"] = temperature
@@ -252,18 +252,18 @@ def chat(
         sampling["max_output_tokens"] = max_tokens
     interactive = sys.stdin.isatty()
     if not interactive:
-        sampling.setdefault("max_output_tokens", MOST_TOKENS)
-    again = _resume_line(target, model, store, shown_key, tls)
+        sampling.setdefault("max_output_tokens", DEFAULT_PIPE_TOKENS)
+    resume_command = _resume_command(target, model, store, shown_key, tls)
     try:
         with contextlib.ExitStack() as stack:
             if target is None:
-                _fetch(model)
+                _download(model)
                 own = stack.enter_context(_own_server(model, store))
-                stack.callback(_say_why, own)
+                stack.callback(_report_failed_restart, own)
                 target = own.target
             else:
                 _check_address(target, api_key, tls, interactive=interactive)
-            retry = ON_A_TERMINAL if interactive else None
+            retry = INTERACTIVE_RETRY if interactive else None
             client = stack.enter_context(Client(target, api_key=api_key, tls=tls, retry=retry))
             screen = Screen(interactive=interactive)
             try:
@@ -271,46 +271,46 @@ def chat(
             except sessions.NoSuchSession as error:
                 raise click.ClickException(str(error)) from None
             folder = None if no_history or not interactive else state_directory() / "chat"
-            _talk(
+            _run_chat(
                 ChatLoop(client, session, sampling, interactive=interactive, plain=plain, folder=folder),
-                again,
+                resume_command,
             )
     except SpawnError as error:
-        # An option that the server refuses was one of ours.
+        # An option that the server refuses is one that the chat passed on.
         kind = click.UsageError if error.status == 2 else click.ClickException
         raise kind(clean(explain_failure(error), lines=False)) from error
     except PensieveError as error:
-        if target is None:  # its own: nobody has typed an address
+        if target is None:  # its own server: the user has typed no address
             raise click.ClickException(clean(str(error), lines=False)) from error
         raise usage_error(error) or click.ClickException(describe_error(error, target)) from error
 
 
-def _comes_from_outside(parameter: str) -> bool:
-    """Whether a variable has set it: one that is meant for other commands, too, does no harm here."""
+def _set_by_variable(parameter: str) -> bool:
+    """Whether a variable has set it. It may be meant for other commands, so it is no error here."""
     return click.get_current_context().get_parameter_source(parameter) is ParameterSource.ENVIRONMENT
 
 
-def _talk(loop: ChatLoop, again: list[str]) -> None:
-    """To its end, however it ends: then the line that goes on with it."""
+def _run_chat(loop: ChatLoop, resume_command: list[str]) -> None:
+    """Run the chat. However it ends, print the command that continues it."""
     try:
         loop.greet()
         loop.run()
     except KeyboardInterrupt:
         loop.screen.notes.print()
     finally:
-        if loop.screen.interactive and again:
-            loop.screen.note(f"to go on: {shlex.join([*again, '--session', loop.session.id])}")
+        if loop.screen.interactive and resume_command:
+            loop.screen.note(f"to continue: {shlex.join([*resume_command, '--session', loop.session.id])}")
 
 
-def _say_why(own: OwnServer) -> None:
+def _report_failed_restart(own: OwnServer) -> None:
     if own.failure:
-        print_error(f"the server could not be started again: {own.failure.removeprefix(NOT_STARTED)}")
+        print_error(f"cannot restart the server: {own.failure.removeprefix(NOT_STARTED)}")
 
 
-def _resume_line(
+def _resume_command(
     target: str | None, model: str | None, store: str | None, api_key: str | None, tls: bool
 ) -> list[str]:
-    """The command that finds the same server, or the same history; empty where history ends with the chat."""
+    """Return the command that finds the same server or history; empty if the history ends with the chat."""
     if target is None and (store or "").startswith("memory:"):
         return []
     words = ["pensieve", "chat"]
@@ -319,8 +319,8 @@ def _resume_line(
     return words + (["--api-key", "KEY"] if api_key is not None else []) + (["--tls"] if tls else [])
 
 
-def _fetch(model: str | None) -> None:
-    """Get a model that is fetched once, with a bar: the server that is started for the chat is not heard."""
+def _download(model: str | None) -> None:
+    """Download the model with a progress bar: the output of the server that the chat starts is not shown."""
     if model == SMOLLM2:
         try:
             resolve_model(model)
@@ -337,10 +337,10 @@ def _own_server(model: str | None, store: str | None) -> OwnServer:
 
 
 def _check_address(target: str, api_key: str | None, tls: bool, *, interactive: bool) -> None:
-    """Raises ClickException when no server answers there: a wrong address is not waited for as a lost server is."""
-    policy = RetryPolicy(max_wait_s=FIRST_ANSWER_S)
+    """Raise ClickException if no server answers. Unlike a lost server, a wrong address is not waited for."""
+    policy = RetryPolicy(max_wait_s=CONNECT_TIMEOUT_S)
     try:
-        with Client(target, api_key=api_key, tls=tls, retry=policy, timeout=FIRST_ANSWER_S) as client:
+        with Client(target, api_key=api_key, tls=tls, retry=policy, timeout=CONNECT_TIMEOUT_S) as client:
             Screen(interactive=interactive).call_with_status(client.server_info)
     except PensieveError as error:
         if error.code in ("UNAVAILABLE", "DEADLINE_EXCEEDED"):
@@ -353,21 +353,20 @@ def _check_address(target: str, api_key: str | None, tls: bool, *, interactive: 
 def _open_session(
     client: Client, screen: Screen, wanted: str | None, new: bool, system: str | None
 ) -> Session:
-    """The session that the options name, or the one that is picked. Raises NoSuchSession."""
     if wanted is not None and not new:
         session = sessions.find_session(client, wanted)
         if system is not None:
-            raise click.UsageError(f"--system does not go with {session.name}, which exists already")
+            raise click.UsageError(f"--system is for a new session, but {session.name} exists already")
         return session
     if wanted is None and not new and system is None and screen.interactive:
-        picked = _pick(client, screen)
+        picked = _pick_session(client, screen)
         if picked is not None:
             return picked
     return client.create_session(session_id=wanted, system_prompt=system)
 
 
-def _pick(client: Client, screen: Screen) -> Session | None:
-    """One of the recent conversations; None for a new one."""
+def _pick_session(client: Client, screen: Screen) -> Session | None:
+    """Let the user pick a recent conversation; None for a new one."""
     found = screen.call_with_status(lambda: sessions.recent(client))
     if not found:
         return None
@@ -375,7 +374,7 @@ def _pick(client: Client, screen: Screen) -> Session | None:
     prompt = Prompt(screen, None, lambda _: [])
     while True:
         try:
-            typed = prompt.ask("go on with (a number), or Enter for a new conversation: ")
+            typed = prompt.ask("number to continue, or Enter for a new conversation: ")
         except (EOFError, KeyboardInterrupt):
             screen.notes.print()
             raise click.Abort from None
@@ -387,5 +386,5 @@ def _pick(client: Client, screen: Screen) -> Session | None:
             return sessions.find_session(client, typed)
         except sessions.NoSuchSession as error:
             screen.note(str(error).partition("; with --new")[0])
-        except InvalidArgument:  # a message, typed a question too early
-            screen.note("that is no number of the list and no id; a message comes after Enter")
+        except InvalidArgument:  # a message, typed one prompt too early
+            screen.note("that is neither a number in the list nor an id; press Enter before typing a message")

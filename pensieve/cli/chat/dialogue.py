@@ -1,4 +1,4 @@
-"""Turns of a chat: each line that was typed is kept until its answer is in history."""
+"""Turns of a chat. Each typed line is kept until its answer is in history."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pensieve.errors import NotFound, PensieveError
 
 
 def set_candidates(argument: str, sampling: SamplingOptions, screen: Screen) -> None:
-    """``/candidates [N]``: from the next turn on the model gives N answers; without N, the present number is shown."""
+    """Run ``/candidates [N]``: generate N answers from the next turn on; without N, show the current number."""
     if argument and not (argument.isdecimal() and int(argument) > 0):
-        screen.note("/candidates takes the number of answers to draw")
+        screen.note("/candidates takes the number of answers to generate")
         return
     if argument:
         sampling["candidates"] = int(argument)
@@ -23,10 +23,10 @@ def set_candidates(argument: str, sampling: SamplingOptions, screen: Screen) -> 
 
 
 def choose_candidate(argument: str, session: Session, screen: Screen) -> None:
-    """``/choose K``: the conversation goes on from answer K of the last turn. Raises what the server says to that."""
+    """Run ``/choose K``: continue from answer K of the last turn. Raises the server's errors."""
     turn = session.last_turn
     if turn is None or not turn.candidates:
-        screen.note("the last turn has no other answers; /candidates N draws more of them")
+        screen.note("the last turn has no other answers; /candidates N generates several")
     elif not argument.isdecimal():
         screen.note("/choose takes the number of an answer")
     else:
@@ -34,21 +34,21 @@ def choose_candidate(argument: str, session: Session, screen: Screen) -> None:
 
 
 def show_candidates(turn: Turn, screen: Screen) -> None:
-    """All answers by their numbers, and a mark at the one that is in the conversation."""
+    """Print all answers with their numbers, and mark the one in the conversation."""
     if not turn.candidates:
-        screen.write_line(turn.text)  # cut short: the others were dropped
-    for one in turn.candidates:
-        mark = "*" if one.candidate == turn.chosen else " "
-        screen.write_line(f"{mark} {one.candidate}: {one.text}")
+        screen.write_line(turn.text)  # stopped early: the others were dropped
+    for answer in turn.candidates:
+        mark = "*" if answer.candidate == turn.chosen else " "
+        screen.write_line(f"{mark} {answer.candidate}: {answer.text}")
     if turn.candidates and screen.interactive:
-        screen.note("/choose K goes on from another one")
+        screen.note("/choose K continues from another one")
 
 
-ENDS = (FinishReason.EOS, FinishReason.STOP_SEQUENCE, FinishReason.STOP_TOKEN)
+NORMAL_ENDS = (FinishReason.EOS, FinishReason.STOP_SEQUENCE, FinishReason.STOP_TOKEN)
 
 
 class Dialogue:
-    """A session, how its answers are drawn, and the line that is not answered yet."""
+    """A session, the sampling options of its turns, and the line that is not answered yet."""
 
     def __init__(
         self,
@@ -62,110 +62,108 @@ class Dialogue:
         self.session = session
         self.sampling = sampling
         self.screen = screen
-        self._unsent = unsent
+        self._unsent_folder = unsent
         self.is_warm = False
-        """A turn has just ended: what it left is where the next one wants it."""
+        """A turn has just ended, so the session's KV is on the device."""
 
     @property
     def unsent(self) -> Unsent | None:
-        """What was typed in this session and is not answered."""
-        return self._unsent.get(self.session.id)
+        """The line typed in this session that is not answered yet."""
+        return self._unsent_folder.get(self.session.id)
 
     def move_to(self, session: Session) -> None:
-        """Talk in a new session from here on. What was not answered in the old one goes along."""
+        """Continue in a new session. A line not answered in the old one moves along."""
         kept = self.unsent
         self.drop_unsent()
         self.session = session
         self.is_warm = False
         if kept is not None:
-            self._keep(kept.text, {})
+            self._save_unsent(kept.text, {})
 
     def drop_unsent(self) -> None:
-        """The user does not want it any more."""
-        self._unsent.drop(self.session.id)
+        self._unsent_folder.drop(self.session.id)
 
     def ask(self, text: str, **options: Any) -> None:
-        """One turn. What was kept goes out as it was, under its own request id. Raises what the server says to it."""
+        """Run one turn. An unsent line is sent as before, under its own request id. Raises the server's errors."""
         kept = self.unsent
         if kept is None or kept.text != text or options:
             before = kept
             if before is not None and "replace_after_item" in before.options:
-                # Still the edit that was begun.
+                # Still the same edit.
                 options.setdefault("replace_after_item", before.options["replace_after_item"])
-            kept = self._keep(text, options)
-            if before is not None and not self._settled(before):
-                return  # offered again, now that the answer to the one before is known
+            kept = self._save_unsent(text, options)
+            if before is not None and not self._may_replace(before):
+                return  # the new line is offered again, below the earlier line's answer
         stream = self.session.stream(text, request_id=kept.request_id, **kept.options)
-        if self._fly(stream, kept.options.get("candidates", 1) > 1):
-            self._unsent.drop(self.session.id)
+        if self._follow_turn(stream, kept.options.get("candidates", 1) > 1):
+            self._unsent_folder.drop(self.session.id)
 
     def regenerate(self) -> None:
-        """Another answer to the last question."""
         last = self.screen.call_with_status(self.session.last_user_item)
         stream = self.session.stream(replace_after_item=last, **self.sampling)
-        self._fly(stream, self.sampling.get("candidates", 1) > 1)
+        self._follow_turn(stream, self.sampling.get("candidates", 1) > 1)
 
     def resume_unsent(self) -> None:
-        """What an earlier chat left in this session: its answer, if it is there or on its way, or else the line."""
+        """Resume the line that an earlier chat left in this session: show its answer, or offer the line again."""
         kept = self.unsent
         if kept is None:
             return
-        state = self._state(kept)
+        state = self._turn_state(kept)
         if state is TurnState.RUNNING:
             self.screen.note(f"still being answered: {first_words(kept.text)}")
-            if self._fly(self.session.attach(kept.request_id), False):
-                self._unsent.drop(self.session.id)
+            if self._follow_turn(self.session.attach(kept.request_id), False):
+                self._unsent_folder.drop(self.session.id)
         elif state is TurnState.COMMITTED:
-            self._unsent.drop(self.session.id)
+            self._unsent_folder.drop(self.session.id)
         if self.unsent is not None:
-            self.screen.note("this was not answered last time; Enter sends it, an empty line drops it")
+            self.screen.note("this line was not answered last time; Enter sends it, an empty line drops it")
 
-    def _keep(self, text: str, options: dict[str, Any]) -> Unsent:
+    def _save_unsent(self, text: str, options: dict[str, Any]) -> Unsent:
         kept = Unsent(text, str(uuid.uuid4()), {**self.sampling, **options})
-        self._unsent.put(self.session.id, kept)
+        self._unsent_folder.put(self.session.id, kept)
         return kept
 
-    def _state(self, kept: Unsent) -> TurnState:
+    def _turn_state(self, kept: Unsent) -> TurnState:
         try:
             return self.screen.call_with_status(lambda: self.session.get_turn(kept.request_id)).state
         except NotFound:
             return TurnState.DISCARDED
 
-    def _settled(self, kept: Unsent) -> bool:
-        """Whether what was kept can be given up for another text; not if it was answered without our knowing."""
-        state = self._state(kept)
+    def _may_replace(self, kept: Unsent) -> bool:
+        """Whether the unsent line can be replaced by another. Shows its answer if it turns out to have one."""
+        state = self._turn_state(kept)
         if state is TurnState.COMMITTED:
             turn = self.screen.call_with_status(lambda: self.session.get_turn(kept.request_id))
-            self.screen.note("the message before had arrived; its answer:")
+            self.screen.note("the previous message had arrived; its answer:")
             self.screen.write_line(turn.text)
             return False
         if state is TurnState.RUNNING:
             self.screen.call_with_status(lambda: self.session.cancel(kept.request_id, keep="nothing"))
         return True
 
-    def _fly(self, stream: TurnStream, several: bool) -> bool:
-        """Whether the turn is in history."""
+    def _follow_turn(self, stream: TurnStream, several: bool) -> bool:
+        """Show a turn to its end. Return whether it is in history."""
         screen = self.screen
-        flight = TurnDisplay(stream, screen, show=not several)
-        flight.run()
+        display = TurnDisplay(stream, screen, show=not several)
+        display.run()
         if not stream.done or stream.turn.state is TurnState.DISCARDED:
-            screen.note("(stopped; nothing was kept)")
+            screen.note("(stopped; the turn was discarded)")
             return False
         turn = stream.turn
         self.is_warm = True
         if several or turn.candidates:
             show_candidates(turn, screen)
         elif not screen.interactive:
-            flight.finish_piped(turn.text)
+            display.finish_piped(turn.text)
         if screen.interactive:
-            if turn.finish_reason not in ENDS:
+            if turn.finish_reason not in NORMAL_ENDS:
                 screen.note(f"({reason(turn)})")
             screen.note(summary(turn))
         return True
 
 
 def warm(session: Session) -> str:
-    """Ask for the session's state on the device; what came of it. A wish: without it the next turn takes longer."""
+    """Ask for the session's KV on the device, and return the outcome as text."""
     try:
         return f"warmed: {session.warm()}"
     except PensieveError as error:
@@ -173,13 +171,12 @@ def warm(session: Session) -> str:
 
 
 def reason(turn: Turn) -> str:
-    """Why the answer ended."""
     known = isinstance(turn.finish_reason, FinishReason)
     return turn.finish_reason.name.lower() if known else f"reason {turn.finish_reason}"  # type: ignore[union-attr]
 
 
 def summary(turn: Turn) -> str:
-    """Where the context came from, in one line."""
+    """Describe in one line where the context came from."""
     usage = turn.usage
     return (
         f"{usage.context_tokens} tokens of context = {usage.gpu_cached_tokens} on the device + "
@@ -188,6 +185,5 @@ def summary(turn: Turn) -> str:
 
 
 def first_words(text: str, width: int = 48) -> str:
-    """The beginning of a text, in one line."""
     words = " ".join(text.split())
     return words if len(words) <= width else f"{words[: width - 1]}…"

@@ -1,4 +1,4 @@
-"""Where a chat writes: answers to stdout, all else to stderr, and nothing raw that a terminal would obey."""
+"""Output of a chat: answers to stdout, all else to stderr, without control characters on a terminal."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from pensieve.cli.output import clean
 T = TypeVar("T")
 
 TICK_S = 0.25
-PATIENCE_S = 1.0
-"""A call that takes no longer is not worth a word."""
+STATUS_AFTER_S = 1.0
+"""A call that takes longer shows a status line."""
 
 
 class Screen:
-    """Both streams, and the one line that comes and goes while the chat waits. For the main thread alone."""
+    """Both streams, and a status line while the chat waits. For the main thread only."""
 
     def __init__(self, *, interactive: bool, plain: bool = False) -> None:
         self.out = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
@@ -28,23 +28,19 @@ class Screen:
             stderr=True, highlight=False, soft_wrap=True, style="dim", markup=False, emoji=False
         )
         self.interactive = interactive
-        """Somebody types here: stdin is a terminal."""
         self.plain = plain
         self._status = ""
         self._status_at = 0.0
 
     @property
     def can_redraw(self) -> bool:
-        """Whether lines on the terminal can be drawn again."""
         return self.interactive and _is_terminal(self.notes) and not self.notes.is_dumb_terminal
 
     @property
     def shows_markdown(self) -> bool:
-        """Whether answers are laid out as Markdown."""
         return self.can_redraw and not self.plain and _is_terminal(self.out)
 
     def note(self, text: str, style: str | None = None) -> None:
-        """A line about the conversation."""
         self.clear_status()
         self.notes.print(self._safe(text, self.notes), style=style)
 
@@ -52,21 +48,18 @@ class Screen:
         self.note(text, "red")
 
     def write_line(self, text: str) -> None:
-        """A line that was asked for."""
         self.write(f"{text}\n")
 
     def write(self, text: str) -> None:
-        """A part of an answer, as it is."""
         self.clear_status()
         self.out.out(self._safe(text, self.out), end="", highlight=False)
         self.out.file.flush()
 
     def end_line(self) -> None:
-        """End the line."""
         self.write("\n")
 
     def status(self, text: str) -> None:
-        """What is waited for, in one line that the next word removes. Where lines stay, only now and then."""
+        """Show what the chat waits for. If lines cannot be redrawn, print it only now and then."""
         if self.can_redraw:
             width = max(10, self.notes.width - 1)
             self.notes.file.write(f"\r\x1b[2K{clean(text)[:width]}")
@@ -83,7 +76,7 @@ class Screen:
         self._status = ""
 
     def call_with_status(self, call: Callable[[], T]) -> T:
-        """The answer of a call; says that it is waited for. Ctrl-C leaves the call alone, as KeyboardInterrupt."""
+        """Return a call's result, with a status line if it takes long. Ctrl-C leaves the call running."""
         if not self.interactive:
             return call()
         found: list[T] = []
@@ -102,7 +95,7 @@ class Screen:
             while thread.is_alive():
                 thread.join(TICK_S)
                 waited = time.monotonic() - began
-                if thread.is_alive() and waited > PATIENCE_S:
+                if thread.is_alive() and waited > STATUS_AFTER_S:
                     self.status(f"waiting for the server… {waited:.0f} s (Ctrl-C stops)")
         finally:
             self.clear_status()
@@ -115,10 +108,10 @@ class Screen:
 
 
 def _is_terminal(console: Console) -> bool:
-    """Asked of the stream itself: rich also believes the environment."""
+    """Ask the stream itself: rich also believes the environment."""
     return console.file.isatty()
 
 
 def can_edit() -> bool:
-    """Whether lines can be typed with an editor: it draws on stdout."""
+    """Whether lines can be typed in the line editor, which draws on stdout."""
     return sys.stdin.isatty() and sys.stdout.isatty()

@@ -1,8 +1,8 @@
-"""One turn under way: its pieces onto the terminal, a line while the server is away, Ctrl-C.
+"""Shows one running turn: its pieces, a status line while the server is unreachable, and Ctrl-C.
 
-A thread reads the stream, and the main thread, which alone writes, takes what it read. So a stream that waits for a
-server that is gone never holds up the clock on the terminal or Ctrl-C. An answer appears as it comes, or as Markdown of
-which only the last block is drawn again.
+A thread reads the stream, and the main thread, which alone writes, takes its events. So a stream that waits for
+a lost server blocks neither the clock in the status line nor Ctrl-C. An answer appears as it is generated; with
+Markdown only its last block is redrawn.
 """
 
 from __future__ import annotations
@@ -28,31 +28,28 @@ from pensieve.client import Piece, Progress, TurnStream
 from pensieve.errors import PensieveError
 
 REDRAW_S = 0.08
-_KEPT = {"html_inline": "text", "softbreak": "hardbreak"}
+_TOKEN_TYPES = {"html_inline": "text", "softbreak": "hardbreak"}
 _FENCE = re.compile(r" {0,3}(`{3,}|~{3,})")
 
 
 class AnswerView(Protocol):
-    """One answer on the terminal."""
+    """Draws one answer on the terminal."""
 
     def add(self, text: str) -> None:
-        """More of it."""
+        """Append a part of the answer."""
 
     def pause(self) -> None:
-        """Something else is written now."""
+        """Stop drawing, because something else is written next."""
 
     def end(self) -> None:
-        """Nothing follows; the cursor is at the beginning of a line."""
+        """Finish the answer, with the cursor at the beginning of a line."""
 
 
 def make_view(screen: Screen) -> AnswerView:
-    """The view that suits the terminal."""
     return MarkdownView(screen.out) if screen.shows_markdown else PlainView(screen)
 
 
 class PlainView:
-    """The text as it comes."""
-
     def __init__(self, screen: Screen) -> None:
         self._screen = screen
         self._in_line = False
@@ -67,12 +64,11 @@ class PlainView:
             self._screen.end_line()
             self._in_line = False
 
-    def end(self) -> None:
-        self.pause()
+    end = pause
 
 
 class MarkdownView:
-    """Complete blocks are printed for good: a redraw costs the last block alone, however long the answer is."""
+    """Prints complete blocks for good, so a redraw costs only the last block, however long the answer is."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -100,7 +96,7 @@ class MarkdownView:
         self._rest = ""
 
     def _draw(self) -> None:
-        """The end of the last block, as much of it as the terminal shows: what has scrolled away cannot be redrawn."""
+        """Draw the end of the last block, at most one screen: lines that have scrolled away cannot be redrawn."""
         if not self._rest.strip():
             return
         self._drawn_at = time.monotonic()
@@ -120,10 +116,10 @@ class MarkdownView:
 
 
 def markdown(text: str) -> Markdown:
-    """Laid out for a terminal.
+    """Lay out an answer for the terminal.
 
-    Tags and line ends stay as they were written: rich would leave them out. Links show where they lead. Cleaned
-    behind the parser too, since ``&#x202E;`` is a character only there.
+    HTML tags and line ends, which rich would drop, stay as written. Links show their targets. The parsed text
+    is cleaned, too: ``&#x202E;`` becomes a control character only in the parser.
     """
     shown = Markdown(clean(text), hyperlinks=False)
     for token in shown.parsed:
@@ -131,12 +127,12 @@ def markdown(text: str) -> Markdown:
             token.type, token.tag, token.info = "fence", "code", "html"
         for child in token.children or ():
             child.content = clean(child.content)
-            child.type = _KEPT.get(child.type, child.type)
+            child.type = _TOKEN_TYPES.get(child.type, child.type)
     return shown
 
 
 def split_blocks(text: str) -> tuple[str, str]:
-    """(complete blocks, the rest): up to the last empty line outside a fence that no indented line follows."""
+    """Split at the last empty line outside a fence that no indented line follows."""
     fence, position, border = "", 0, 0
     for line in text.splitlines(keepends=True):
         blank_before = text[:position].endswith("\n\n")
@@ -152,11 +148,11 @@ def split_blocks(text: str) -> tuple[str, str]:
 
 
 QUIET_S = 3.0
-"""A server that says nothing for so long may compute a long context, or be gone without a trace."""
+"""After this long without a message, the server may be computing a long context, or be lost."""
 
 
 class LeaveChat(KeyboardInterrupt):
-    """Ctrl-C was pressed again: not the answer is meant, but the chat."""
+    """Ctrl-C was pressed a second time: leave the chat, not only the answer."""
 
 
 class _Interrupt:
@@ -164,30 +160,30 @@ class _Interrupt:
 
 
 Event = Piece | _Interrupt | PensieveError | None
-"""None: the stream has ended in good order."""
+"""None: the stream ended without an error."""
 
 
 class TurnDisplay:
-    """Follows a stream to its end. ``show`` False: answers that are drawn side by side could not be read."""
+    """Follows a stream to its end. ``show=False``: do not draw pieces, since several candidates would interleave."""
 
     def __init__(self, stream: TurnStream, screen: Screen, *, show: bool) -> None:
         self._stream = stream
         self._screen = screen
         self._shows = show
         self._written = ""
-        """What of the answer is on a pipe, which takes nothing back."""
-        self._again: str | None = None
-        """What a second attempt has said so far, while it repeats the first; None: this is the first."""
+        """The part of the answer that is on the pipe, which cannot be taken back."""
+        self._retry_text: str | None = None
+        """Text of a second attempt while it repeats the first; None during the first."""
         self._view: AnswerView = make_view(screen)
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._heard: tuple[int, Progress | None] = (0, None)
-        """Resends and news at the last sign of life."""
-        self._heard_at = time.monotonic()
+        self._last_seen: tuple[int, Progress | None] = (0, None)
+        """Number of resends, and latest progress, at the last message."""
+        self._last_seen_at = time.monotonic()
         self._away_since: float | None = None
         self._stopping: threading.Thread | None = None
 
     def run(self) -> None:
-        """Raises what the server says to the turn, and LeaveChat at the second Ctrl-C."""
+        """Follow the stream. Raises the turn's error, and LeaveChat at the second Ctrl-C."""
         reader = threading.Thread(target=self._read, name="answer", daemon=True)
         try:
             with self._interrupts():
@@ -217,7 +213,7 @@ class TurnDisplay:
             if isinstance(event, _Interrupt):
                 self._stop()
             elif isinstance(event, Piece):
-                self._is_here()
+                self._mark_alive()
                 if self._shows:
                     self._show(event)
             else:
@@ -233,52 +229,52 @@ class TurnDisplay:
         if piece.candidate:
             return
         if not self._screen.interactive:
-            self._pipe(piece)
+            self._write_piped(piece)
             return
         if piece.restarted:
             self._view.end()
-            self._screen.note("(the server had to start this answer again)")
+            self._screen.note("(the server had to restart this answer)")
         self._view.add(piece.text)
 
-    def _pipe(self, piece: Piece) -> None:
-        """On a pipe: what a second attempt says again is left out; where it differs, the answer begins anew."""
+    def _write_piped(self, piece: Piece) -> None:
+        """Write to a pipe: skip text that a second attempt repeats; if it differs, write the answer again."""
         if piece.restarted:
-            self._again = ""
-        if self._again is None:
+            self._retry_text = ""
+        if self._retry_text is None:
             self._written += piece.text
             self._screen.write(piece.text)
             return
-        self._again += piece.text
-        if self._written.startswith(self._again):
+        self._retry_text += piece.text
+        if self._written.startswith(self._retry_text):
             return
-        if self._again.startswith(self._written):
-            self._screen.write(self._again[len(self._written) :])
+        if self._retry_text.startswith(self._written):
+            self._screen.write(self._retry_text[len(self._written) :])
         else:
-            self._begin_anew()
-            self._screen.write(self._again)
-        self._written, self._again = self._again, None
+            self._restart_output()
+            self._screen.write(self._retry_text)
+        self._written, self._retry_text = self._retry_text, None
 
     def finish_piped(self, text: str) -> None:
-        """On a pipe: end the answer, whose text in history is ``text``."""
+        """Finish the answer on a pipe. ``text``: the answer as history has it."""
         if not text.startswith(self._written):
-            self._begin_anew()
+            self._restart_output()
         self._screen.write_line(text[len(self._written) :])
 
-    def _begin_anew(self) -> None:
+    def _restart_output(self) -> None:
         self._screen.end_line()
-        self._screen.note("(the server had to start this answer again; it follows from its beginning)")
+        self._screen.note("(the server had to restart this answer; it follows from its beginning)")
         self._written = ""
 
-    def _is_here(self) -> None:
-        self._heard = (self._stream.resumes, self._stream.progress)
-        self._heard_at = time.monotonic()
+    def _mark_alive(self) -> None:
+        self._last_seen = (self._stream.resumes, self._stream.progress)
+        self._last_seen_at = time.monotonic()
         self._away_since = None
 
     def _tick(self) -> None:
-        """Nothing came for a while: whether the server is away, and for how long."""
-        resumes, progress = self._heard
+        """Nothing arrived for a while: show whether the server is unreachable, and for how long."""
+        resumes, progress = self._last_seen
         if self._stream.progress is not progress:
-            self._is_here()
+            self._mark_alive()
             self._screen.clear_status()
         elif self._stream.resumes > resumes:
             now = time.monotonic()
@@ -286,21 +282,21 @@ class TurnDisplay:
                 self._away_since = now
                 self._view.pause()
             self._screen.status(
-                f"reconnecting… {now - self._away_since:.0f} s (Ctrl-C stops, your text is kept)"
+                f"reconnecting… {now - self._away_since:.0f} s (Ctrl-C stops and keeps your text)"
             )
         elif self._stopping is not None:
             self._screen.status("stopping…")
-        elif (waited := time.monotonic() - self._heard_at) > QUIET_S:
+        elif (waited := time.monotonic() - self._last_seen_at) > QUIET_S:
             self._view.pause()
-            self._screen.status(f"waiting for the answer… {waited:.0f} s (Ctrl-C stops, your text is kept)")
+            self._screen.status(f"waiting for the answer… {waited:.0f} s (Ctrl-C stops and keeps your text)")
 
     def _stop(self) -> None:
-        """End the turn. A server that is away cannot be asked: then the stream is left, and its turn is discarded."""
+        """End the turn. If the server is unreachable, close the stream, which discards the turn."""
         self._view.pause()
-        if self._away_since is not None or self._stream.resumes > self._heard[0]:
+        if self._away_since is not None or self._stream.resumes > self._last_seen[0]:
             self._stream.close()
         elif self._stopping is None:
-            # Beside this thread: the server could go away while it is asked.
+            # In a thread: the server could become unreachable during the call.
             self._stopping = threading.Thread(target=self._cancel, name="stop-answer", daemon=True)
             self._stopping.start()
 
@@ -309,11 +305,11 @@ class TurnDisplay:
         try:
             self._stream.cancel(keep="partial" if shown else "nothing", keep_output_tokens=shown or None)
         except PensieveError:
-            self._stream.close()  # The server had not begun, or cannot be asked: its grace time ends the turn.
+            self._stream.close()  # The turn had not begun, or the server is unreachable: its grace time ends the turn.
 
     @contextlib.contextmanager
     def _interrupts(self) -> Iterator[None]:
-        """Ctrl-C ends the answer, keeping what was received; the second raises LeaveChat."""
+        """Make Ctrl-C end the answer, keeping the received part; the second one raises LeaveChat."""
         if threading.current_thread() is not threading.main_thread():
             yield  # Python delivers signals to the main thread only.
             return

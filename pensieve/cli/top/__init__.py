@@ -1,6 +1,6 @@
-"""``pensieve top``: what a server is doing, live in a terminal, from the feed of its admin port (``docs/top.md``).
+"""``pensieve top``: a server's activity, live, from the feed of its admin port (``docs/top.md``).
 
-``feed`` asks, ``view`` is what the keys change, ``screen`` and ``strips`` draw, ``terminal`` keeps both going.
+``feed`` makes the requests, ``screen`` draws, ``command`` runs the loop and reads keys.
 
 May import: cli.output, feed, options.
 """

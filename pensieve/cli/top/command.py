@@ -1,6 +1,6 @@
-"""``pensieve top``: the command line, and the live screen: one thread asks the feed, the main one draws and reads keys.
+"""``pensieve top``: one thread polls the feed, the main thread draws and reads keys.
 
-However it ends, the terminal is given back as it was.
+However the program ends, the terminal is restored.
 """
 
 from __future__ import annotations
@@ -29,16 +29,15 @@ from pensieve.options.serve import ServeOptions
 from pensieve.options.values import address
 
 REDRAW_S = 1.0
-"""At least so often, for the clock of a server that is gone."""
+"""Longest time between redraws, for the clock of a server that is lost."""
 
 
 def blocks(console: Console) -> bool:
-    """Whether the terminal shows block characters."""
     return console.encoding.lower().startswith("utf")
 
 
 class FeedThread(threading.Thread):
-    """Asks the feed again and again. ``wake`` becomes readable when there is news."""
+    """Polls the feed. ``wake`` becomes readable when there is news."""
 
     def __init__(self, feed: AdminFeed, first: StateDocument, view: View, interval_s: float) -> None:
         super().__init__(name="feed", daemon=True)
@@ -48,18 +47,17 @@ class FeedThread(threading.Thread):
         self._again = threading.Event()
         self.latest = first
         self.trouble: tuple[float, str] | None = None
-        """Since when there has been no answer, and why."""
-        self.wake, self._told = os.pipe()
+        """Monotonic time since which there has been no answer, and why."""
+        self.wake, self._wake_write_fd = os.pipe()
         os.set_blocking(self.wake, False)
-        os.set_blocking(self._told, False)
+        os.set_blocking(self._wake_write_fd, False)
 
     @property
     def wake_fd(self) -> int:
-        """What a byte is written to in order to wake."""
-        return self._told
+        """File descriptor to write a byte to in order to wake the loop."""
+        return self._wake_write_fd
 
     def ask_now(self) -> None:
-        """Without waiting for the interval to pass."""
         self._again.set()
 
     def run(self) -> None:
@@ -73,11 +71,11 @@ class FeedThread(threading.Thread):
                 since = self.trouble[0] if self.trouble is not None else time.monotonic()
                 self.trouble = since, str(error)
             with contextlib.suppress(BlockingIOError):  # a full pipe wakes as well
-                os.write(self._told, b".")
+                os.write(self._wake_write_fd, b".")
 
 
 def watch(feed: AdminFeed, first: StateDocument, view: View, interval_s: float, console: Console) -> None:
-    """Until a key ends it. Raises KeyboardInterrupt, and SystemExit on SIGTERM and SIGHUP."""
+    """Show the live screen until a key ends it. Raises KeyboardInterrupt, and SystemExit on SIGTERM and SIGHUP."""
     thread = FeedThread(feed, first, view, interval_s)
     with (
         _signals(thread.wake_fd),
@@ -87,20 +85,20 @@ def watch(feed: AdminFeed, first: StateDocument, view: View, interval_s: float, 
         thread.start()
         while not view.done:
             trouble = thread.trouble
-            look = TopFrame(
+            frame = TopFrame(
                 thread.latest,
                 console.width,
                 blocks(console),
                 time.monotonic() - trouble[0] if trouble is not None else None,
                 trouble[1] if trouble is not None else "",
             )
-            lines = render(look, view, console.height)
+            lines = render(frame, view, console.height)
             live.update(Group(*lines), refresh=True)
             _wait(thread, keyboard, view)
 
 
 def _wait(thread: FeedThread, keyboard: int | None, view: View) -> None:
-    """For news, a key, a new size of the window, or time to pass."""
+    """Wait for news, a key, a resize of the window, or the redraw interval."""
     watched = [thread.wake, *([keyboard] if keyboard is not None else [])]
     ready, _, _ = select.select(watched, [], [], REDRAW_S)
     if thread.wake in ready:
@@ -117,7 +115,7 @@ def _wait(thread: FeedThread, keyboard: int | None, view: View) -> None:
 
 @contextlib.contextmanager
 def _single_keys() -> Iterator[int | None]:
-    """Keys come one by one and unseen; None: there is no keyboard."""
+    """Read single keys without echo; None if there is no keyboard."""
     if not sys.stdin.isatty():
         yield None
         return
@@ -132,7 +130,7 @@ def _single_keys() -> Iterator[int | None]:
 
 @contextlib.contextmanager
 def _signals(wake_fd: int) -> Iterator[None]:
-    """What would end the program leaves through ``finally``; a new size of the window wakes the loop."""
+    """Turn signals that end the program into SystemExit, and wake the loop when the window is resized."""
 
     def leave(signum: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + signum)
@@ -141,7 +139,7 @@ def _signals(wake_fd: int) -> Iterator[None]:
         signal.SIGTERM: leave,
         signal.SIGHUP: leave,
         signal.SIGWINCH: lambda signum, frame: None,
-        signal.SIGTSTP: signal.SIG_IGN,  # the shell would get the terminal as it is now
+        signal.SIGTSTP: signal.SIG_IGN,  # otherwise the shell would get the terminal in this mode
     }
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     wake_before = signal.set_wakeup_fd(wake_fd, warn_on_full_buffer=False)
@@ -154,20 +152,17 @@ def _signals(wake_fd: int) -> Iterator[None]:
 
 
 PLAIN_SESSIONS = 20
-"""On a plain page."""
 PLAIN_WIDTH = 120
-"""Of its bars and figures where nothing has a width; names and labels come on top."""
+"""Width of a plain page's bars and figures if the output has no width. Names and labels are added to it."""
 
 
 def default_admin() -> str | None:
-    """Where a server has its admin port if it was not told where."""
+    """Return the default address of a server's admin port; None if that is any free port."""
     usual = ServeOptions().admin
     return None if usual.endswith(":0") else usual
 
 
 class AdminAddress(click.ParamType):  # type: ignore[type-arg]  # generic only in newer versions
-    """HOST:PORT, with ``http://`` before it or without."""
-
     name = "HOST:PORT"
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> str:
@@ -176,7 +171,7 @@ class AdminAddress(click.ParamType):  # type: ignore[type-arg]  # generic only i
         except ValueError as error:
             self.fail(str(error), param, ctx)
         if found.endswith(":0"):
-            self.fail("port 0 is no address to ask at", param, ctx)
+            self.fail("port 0 is not an address to connect to", param, ctx)
         return found
 
 
@@ -186,7 +181,7 @@ class AdminAddress(click.ParamType):  # type: ignore[type-arg]  # generic only i
     type=AdminAddress(),
     default=default_admin(),
     show_default=True,
-    help="Admin port of the server, as its ready line names it.",
+    help="Admin address of the server, from its ready line.",
 )
 @click.option(
     "--interval",
@@ -194,35 +189,35 @@ class AdminAddress(click.ParamType):  # type: ignore[type-arg]  # generic only i
     default=1.0,
     show_default=True,
     metavar="S",
-    help="Seconds from one look to the next.",
+    help="Seconds between updates.",
 )
 @click.option(
     "--sort",
     type=click.Choice(list(ORDERS)),
     default="activity",
     show_default=True,
-    help="Which sessions come first.",
+    help="Order of the sessions.",
 )
-@click.option("--once", is_flag=True, help="One plain page, then end; so it is without a terminal.")
+@click.option("--once", is_flag=True, help="Print one plain page and exit; the default without a terminal.")
 @click.option(
-    "--json", "as_json", is_flag=True, help="The feed's document, as docs/page.md has it, then end."
+    "--json", "as_json", is_flag=True, help="Print the feed's JSON document (docs/page.md) and exit."
 )
 @click.option(
     "--api-key",
     metavar="KEY",
     envvar="PENSIEVE_API_KEY",
-    help="A key with the scope admin, where the server has --api-keys.",
+    help="API key with the scope admin, if the server has --api-keys.",
 )
 def top(
     admin: str | None, interval: float, sort: str, once: bool, as_json: bool, api_key: str | None
 ) -> None:
-    """Show what a server is doing: load, latencies, tiers, and where each session's chunks lie.
+    """Show a server's activity: load, latencies, tiers, and where each session's chunks are.
 
-    Keys: q quits, s sorts, / filters, j and k scroll.
+    Keys: q quits, s changes the order, / filters, j and k scroll.
     """
     if admin is None:
         raise click.UsageError(
-            "--admin is wanted: HOST:PORT of an admin port, as a server's ready line names it"
+            "--admin is required: HOST:PORT of the admin port, from the server's ready line"
         )
     feed = AdminFeed(admin, api_key)
     view = View(order=sort)
@@ -230,7 +225,7 @@ def top(
     try:
         if as_json:
             document = feed.document(MAX_LISTED)
-            decode(document, admin)  # whatever else answers there is refused
+            decode(document, admin)  # refuses documents of other programs
             click.echo(document)
             return
         live = sys.stdout.isatty() and not console.is_dumb_terminal and not once
@@ -242,6 +237,6 @@ def top(
         watch(feed, first, view, interval, console)
         return
     whole = console.width == output.UNBOUNDED_WIDTH
-    look = TopFrame(first, PLAIN_WIDTH if whole else console.width, blocks(console), whole=whole)
-    for line in render(look, view):
+    frame = TopFrame(first, PLAIN_WIDTH if whole else console.width, blocks(console), whole=whole)
+    for line in render(frame, view):
         console.print(line, no_wrap=True, overflow="crop")

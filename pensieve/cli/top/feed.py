@@ -1,4 +1,4 @@
-"""Asks an admin port for its state: ``docs/page.md``."""
+"""Reads a server's state from its admin port: ``docs/page.md``."""
 
 from __future__ import annotations
 
@@ -12,61 +12,60 @@ import msgspec
 
 from pensieve.feed import SCHEMA, StateDocument
 
-PATIENCE_S: Final = 5.0
-"""A server that says nothing for so long is gone."""
-MOST_BYTES: Final = 1 << 26
+TIMEOUT_S: Final = 5.0
+"""A server that does not answer within this time counts as lost."""
+MAX_BYTES: Final = 1 << 26
 
 
 class FeedError(Exception):
-    """No state; the message is one line."""
+    """No state is available. The message is one line."""
 
 
 class AdminFeed:
-    """Asks one admin port. Thread-safe."""
+    """Client of one admin port. Thread-safe."""
 
     def __init__(self, address: str, api_key: str | None = None) -> None:
-        """``address``: HOST:PORT."""
         self.address = address
         host, _, port = address.rpartition(":")
         self._host, self._port = host.strip("[]"), int(port)
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
     def state(self, limit: int) -> StateDocument:
-        """The state with the ``limit`` most active sessions. Raises FeedError."""
+        """Return the state with the ``limit`` most active sessions. Raises FeedError."""
         return decode(self.document(limit), self.address)
 
     def document(self, limit: int) -> bytes:
-        """The same as JSON, as it came. Raises FeedError."""
-        connection = http.client.HTTPConnection(self._host, self._port, timeout=PATIENCE_S)
+        """Return the same as the received JSON. Raises FeedError."""
+        connection = http.client.HTTPConnection(self._host, self._port, timeout=TIMEOUT_S)
         try:
             connection.connect()
-            # The port answers to its address only, and not to any name a browser may have been given for it.
+            # The port answers only requests for its address, not for a name that a browser may have resolved to it.
             connection.request(
                 "GET", f"/state.json?limit={limit}", headers={"Host": _peer(connection.sock), **self._headers}
             )
             answer = connection.getresponse()
-            body = answer.read(MOST_BYTES)
+            body = answer.read(MAX_BYTES)
         except TimeoutError as error:
             raise FeedError(f"{self.address} does not answer") from error
         except OSError as error:
-            raise FeedError(f"nothing to be reached at {self.address}: {error.strerror or error}") from error
+            raise FeedError(f"cannot connect to {self.address}: {error.strerror or error}") from error
         except (http.client.HTTPException, ValueError) as error:
-            raise FeedError(_no_feed(self.address)) from error
+            raise FeedError(_not_admin_port(self.address)) from error
         finally:
             connection.close()
         if answer.status != HTTPStatus.OK:
-            raise FeedError(_refusal(self.address, answer.status, body))
+            raise FeedError(_error_line(self.address, answer.status, body))
         return body
 
 
 def decode(document: bytes, address: str) -> StateDocument:
-    """Raises FeedError when it is no state of this schema."""
+    """Decode a state. Raises FeedError for another document or schema."""
     try:
         state = msgspec.json.decode(document, type=StateDocument)
     except msgspec.DecodeError as error:
-        raise FeedError(_no_feed(address)) from error
+        raise FeedError(_not_admin_port(address)) from error
     if state.schema != SCHEMA:
-        raise FeedError(f"{address} speaks {state.schema!r}; this version of pensieve reads {SCHEMA!r}")
+        raise FeedError(f"{address} sends {state.schema!r}; this version of pensieve reads {SCHEMA!r}")
     return state
 
 
@@ -75,17 +74,16 @@ def _peer(sock: socket.socket) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def _no_feed(address: str) -> str:
-    return f"what answers at {address} is no admin port of pensieve; a server's ready line names its own: admin=…"
+def _not_admin_port(address: str) -> str:
+    return f"{address} is not an admin port of pensieve; the address is in the server's ready line: admin=…"
 
 
-def _refusal(address: str, status: int, body: bytes) -> str:
-    """A line for an answer that is none."""
+def _error_line(address: str, status: int, body: bytes) -> str:
     try:
         said = json.loads(body)
         reason, message = str(said["reason"]), str(said["message"])
     except (ValueError, KeyError, TypeError):
-        return _no_feed(address)
+        return _not_admin_port(address)
     if status == HTTPStatus.UNAUTHORIZED:
-        return f"{address} wants --api-key, a key with the scope admin ({reason})"
+        return f"{address} requires --api-key with a key of the scope admin ({reason})"
     return f"{address}: {message} ({reason})"

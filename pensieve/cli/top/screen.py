@@ -1,7 +1,7 @@
-"""One look at a server as lines of text, for any width. Pure: it is tested without a terminal.
+"""A server's state as lines of text, for any width. Pure, so it is tested without a terminal.
 
-``View`` says which sessions are shown, and what keys change of that. A session's chunks are a row of characters whose
-shapes say what their colours say as well.
+``View`` selects the sessions to show, and keys change it. A session's chunks are a row of characters; shapes
+and colours say the same.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pensieve.cli import output
 from pensieve.cli.output import clean
 from pensieve.feed import MAX_LISTED, Percentiles, SessionLine, StateDocument, TierState
 
-PLACES: Final[dict[str, tuple[str, str, str]]] = {
+CHUNK_STYLES: Final[dict[str, tuple[str, str, str]]] = {
     "d": ("█", "blue", "device"),
     "b": ("▓", "cyan", "both"),
     "h": ("▒", "yellow", "host"),
@@ -32,40 +32,40 @@ PLACES: Final[dict[str, tuple[str, str, str]]] = {
     "n": ("n", "bold bright_blue", "new"),
 }
 """Letter of the feed → character, style, word."""
-PLAIN: Final = {"█": "d", "▓": "b", "▒": "h", "·": "x"}
-"""For terminals without block characters: the feed's own letters."""
+ASCII_LETTERS: Final = {"█": "d", "▓": "b", "▒": "h", "·": "x"}
+"""The feed's own letters, for terminals without block characters."""
 _RUN: Final = re.compile(r"([a-zA-Z])(\d+)")
 
 
 def strip_runs(strip: str) -> Iterator[tuple[str, int]]:
-    """``x7h40B3`` → letters with counts of chunks."""
+    """Parse ``x7h40B3`` into letters and counts of chunks."""
     for found in _RUN.finditer(strip):
         yield found[1], int(found[2])
 
 
 @lru_cache(maxsize=1 << 15)
 def count_chunks(strip: str, places: str) -> int:
-    """How many chunks are at these places, shared ones as well. Kept: most strips are the same at the next look."""
+    """Count the chunks at these places, shared ones included. Cached: most strips repeat at the next update."""
     wanted = places + places.upper()
     return sum(int(number) for letter, number in _RUN.findall(strip) if letter in wanted)
 
 
 def draw_strip(strip: str, width: int, *, blocks: bool = True) -> Text:
-    """At most ``width`` characters. A chunk is one if they fit; else each is of what most of its chunks are."""
+    """Draw one character per chunk if they fit, otherwise one per group of chunks, by majority."""
     text = Text()
     for letter in _cells(strip, width):
-        shape, style, _ = PLACES.get(letter.lower(), ("?", "", ""))
+        shape, style, _ = CHUNK_STYLES.get(letter.lower(), ("?", "", ""))
         text.append(
-            shape if blocks else PLAIN.get(shape, shape), f"{style} underline" if letter.isupper() else style
+            shape if blocks else ASCII_LETTERS.get(shape, shape),
+            f"{style} underline" if letter.isupper() else style,
         )
     return text
 
 
 def legend(*, blocks: bool = True) -> list[Text]:
-    """What the characters mean."""
     words = []
-    for shape, style, word in PLACES.values():
-        words.append(Text.assemble((shape if blocks else PLAIN.get(shape, shape), style), f" {word}"))
+    for shape, style, word in CHUNK_STYLES.values():
+        words.append(Text.assemble((shape if blocks else ASCII_LETTERS.get(shape, shape), style), f" {word}"))
     return [*words, Text.assemble(("shared", "underline"))]
 
 
@@ -100,7 +100,7 @@ ORDERS: Final[dict[str, _Order | None]] = {
     "dropped": lambda row: -count_chunks(row.strip, "xr"),
     "idle": lambda row: -row.idle_s,
 }
-"""Name → smallest first; None: as the server sends them, those that run first."""
+"""Name → sort key, smallest first. None: the server's order, running sessions first."""
 _KEYS: Final = re.compile(r"\x1b(?:\[[0-9;]*[~A-Za-z]|O[A-Za-z])|[\s\S]")
 _MOVES: Final = {
     "\x1b[A": "up", "\x1bOA": "up", "k": "up", "\x1b[B": "down", "\x1bOB": "down", "j": "down",
@@ -111,27 +111,26 @@ _MOVES: Final = {
 
 @dataclass
 class View:
-    """Order, filter and place in the list. One writer: the loop that reads keys."""
+    """Order, filter and scroll position of the list. Only the loop that reads keys writes it."""
 
     order: str = "activity"
     filter: str = ""
     first: int = 0
-    """Sessions above the first that is shown."""
+    """Number of sessions above the first one shown."""
     typing: bool = False
-    """What is typed goes into the filter."""
     page: int = 10
-    """Rows of the list; set by who draws."""
+    """Rows of the list; set when drawing."""
     done: bool = False
 
     @property
     def wanted(self) -> int:
-        """How many sessions to ask for: all where the server's order is not the one to show."""
+        """Number of sessions to request: all if the list is not in the server's order."""
         if self.order == "activity" and not self.filter:
             return min(self.first + 2 * self.page + 10, MAX_LISTED)
         return MAX_LISTED
 
     def select(self, rows: Sequence[SessionLine]) -> list[SessionLine]:
-        """The rows to show, from the first in order; ``first`` is brought back to where there are any."""
+        """Return the rows to show. Moves ``first`` back if it is beyond the end."""
         found = [row for row in rows if self.filter.lower() in _searched(row)] if self.filter else list(rows)
         order = ORDERS[self.order]
         if order is not None:
@@ -140,7 +139,6 @@ class View:
         return found[self.first :]
 
     def on_keys(self, typed: str) -> None:
-        """Take in what came from the keyboard."""
         for key in keys(typed):
             if self.typing:
                 self._type(key)
@@ -177,7 +175,7 @@ class View:
 
 
 def keys(typed: str) -> Iterator[str]:
-    """Single keys; a cursor key is one."""
+    """Split input into keys; a cursor key is one."""
     yield from _KEYS.findall(typed)
 
 
@@ -188,56 +186,52 @@ def _searched(row: SessionLine) -> str:
 
 GAP = "   "
 LABELS_FROM = 110
-"""Columns from which there is room for labels."""
-STRIP_LEAST = 8
-NAME_MOST = 40
+MIN_STRIP_WIDTH = 8
+MAX_NAME_WIDTH = 40
 
 
 @dataclass(frozen=True, slots=True)
 class TopFrame:
-    """What is drawn, and how."""
-
     state: StateDocument
     width: int
     blocks: bool = True
     """Whether the terminal has block characters."""
     gone_s: float | None = None
-    """For how long the server has not answered; None: it does."""
+    """Seconds since the server stopped answering; None while it answers."""
     trouble: str = ""
-    """Why it does not."""
     whole: bool = False
-    """Names and labels are not cut, for what is searched and not looked at; ``width`` is that of the rest."""
+    """Do not cut names and labels, for output that is searched rather than viewed; ``width`` applies to the rest."""
 
 
-def render(look: TopFrame, view: View, height: int | None = None) -> list[Text]:
-    """Lines of at most ``look.width`` columns, unless they are ``whole``.
+def render(frame: TopFrame, view: View, height: int | None = None) -> list[Text]:
+    """Return lines of at most ``frame.width`` columns, unless ``whole``.
 
-    ``height``: exactly so many, with the keys last; None: a plain page with ``view.page`` sessions, which otherwise
-    is set here.
+    ``height``: return exactly this many lines, the keys last, and set ``view.page``. None: a plain page with
+    ``view.page`` sessions.
     """
-    head = [*_header(look), *_figures(look), *_tiers(look), Text()]
-    foot = list(_flow(legend(blocks=look.blocks), look.width, "  "))
-    rows = view.select(look.state.sessions.rows)
+    head = [*_header(frame), *_figures(frame), *_tiers(frame), Text()]
+    foot = list(_flow(legend(blocks=frame.blocks), frame.width, "  "))
+    rows = view.select(frame.state.sessions.rows)
     if height is None:
-        lines = [*head, *_list(look, view, rows[: view.page]), Text(), *foot]
+        lines = [*head, *_list(frame, view, rows[: view.page]), Text(), *foot]
     else:
         if height < len(head) + len(foot) + 9:
-            foot = []  # sessions rather than what their letters mean
+            foot = []  # drop the legend in favour of sessions
         view.page = max(height - len(head) - len(foot) - 3, 1)
-        body = list(_list(look, view, rows[: view.page]))
+        body = list(_list(frame, view, rows[: view.page]))
         lines = [*head, *body][: max(height - len(foot) - 1, 0)]
         lines += [Text()] * (height - len(foot) - 1 - len(lines))
         lines += [*foot, _keys(view)]
     for line in lines:
-        if not look.whole:
-            line.truncate(look.width, overflow="ellipsis")
-        if look.gone_s is not None and height is not None:
+        if not frame.whole:
+            line.truncate(frame.width, overflow="ellipsis")
+        if frame.gone_s is not None and height is not None:
             line.stylize("dim")
     return lines
 
 
-def _header(look: TopFrame) -> Iterator[Text]:
-    server = look.state.server
+def _header(frame: TopFrame) -> Iterator[Text]:
+    server = frame.state.server
     machine = " ".join(part for part in (server.device, server.dtype) if part)
     yield from _flow(
         [
@@ -245,40 +239,40 @@ def _header(look: TopFrame) -> Iterator[Text]:
             Text(clean(server.model, lines=False)),
             Text(clean(machine, lines=False)),
             Text(clean(f"replica {server.replica}", lines=False)),
-            _health(look),
-            _door(look),
-            Text(time.strftime("%H:%M:%S", time.localtime(look.state.time_s)), "dim"),
+            _health(frame),
+            _http_state(frame),
+            Text(time.strftime("%H:%M:%S", time.localtime(frame.state.time_s)), "dim"),
         ],
-        look.width,
+        frame.width,
     )
-    if look.gone_s is not None:
-        yield Text(f"reconnecting…  {look.trouble}, for {output.age(look.gone_s)}", "bold red")
+    if frame.gone_s is not None:
+        yield Text(f"reconnecting…  {frame.trouble}, for {output.age(frame.gone_s)}", "bold red")
 
 
-def _health(look: TopFrame) -> Text:
-    problem = look.state.server.problem
+def _health(frame: TopFrame) -> Text:
+    problem = frame.state.server.problem
     if problem:
         return Text(f"not serving: {clean(problem, lines=False)}", "bold red")
     return Text("serving", "green")
 
 
-def _door(look: TopFrame) -> Text:
-    """The HTTP door, where there is one. A restart in the past stays to be seen, as one of the engine does."""
-    door = look.state.server.door
+def _http_state(frame: TopFrame) -> Text:
+    """The HTTP API's state, if it is on. A past restart stays visible, as for the engine."""
+    door = frame.state.server.door
     if door is None:
         return Text()
     if door.state == "serving":
         line = Text(clean(f"http {door.address}", lines=False), "green")
     else:
-        since = output.age(max(look.state.time_s - door.since_s, 0.0))
+        since = output.age(max(frame.state.time_s - door.since_s, 0.0))
         line = Text(clean(f"http {door.address} {door.state} for {since}", lines=False), "bold red")
     if door.restarts:
         line.append(f" ({door.restarts} restart{'s' if door.restarts > 1 else ''})", "red")
     return line
 
 
-def _figures(look: TopFrame) -> Iterator[Text]:
-    state, lately, queue = look.state, look.state.lately, look.state.queue
+def _figures(frame: TopFrame) -> Iterator[Text]:
+    state, lately, queue = frame.state, frame.state.lately, frame.state.queue
     received = lately.context.new / lately.over_s if lately.over_s else 0.0
     cells = [
         _pair("turns", f"{lately.turns_per_s:.1f}/s"),
@@ -286,7 +280,7 @@ def _figures(look: TopFrame) -> Iterator[Text]:
         _pair("out", f"{output.count(lately.output_tokens_per_s)}/s"),
         _pair("failed", str(lately.failed), "red" if lately.failed else ""),
     ]
-    yield from _titled("last minute", cells, look.width)
+    yield from _titled("last minute", cells, frame.width)
     yield from _titled(
         "latency",
         [
@@ -294,7 +288,7 @@ def _figures(look: TopFrame) -> Iterator[Text]:
             _pair("per token", _latency(lately.token_s)),
             _pair("in queue", _latency(lately.queue_s)),
         ],
-        look.width,
+        frame.width,
     )
     wait = f" ({output.seconds(queue.expected_wait_s)})" if queue.waiting else ""
     cells = [
@@ -308,13 +302,13 @@ def _figures(look: TopFrame) -> Iterator[Text]:
         cells.insert(3, _pair("steps", f"{output.count(state.rates.steps)}/s"))
     if state.sessions.age_s is None:
         cells.insert(0, Text("no engine", "bold red"))
-    yield from _titled("engine", cells, look.width)
+    yield from _titled("engine", cells, frame.width)
 
 
-def _tiers(look: TopFrame) -> Iterator[Text]:
-    state = look.state
-    yield from _tier(look, "device", state.device, "blue")
-    yield from _tier(look, "host", state.host, "yellow")
+def _tiers(frame: TopFrame) -> Iterator[Text]:
+    state = frame.state
+    yield from _tier(frame, "device", state.device, "blue")
+    yield from _tier(frame, "host", state.host, "yellow")
     context = state.lately.context
     whole = context.device + context.host + context.recomputed + context.new
     yield from _titled(
@@ -328,7 +322,7 @@ def _tiers(look: TopFrame) -> Iterator[Text]:
                 (context.new, "bright_blue", "new"),
             )
         ],
-        look.width,
+        frame.width,
     )
     rates = state.rates
     if rates is not None:
@@ -339,22 +333,22 @@ def _tiers(look: TopFrame) -> Iterator[Text]:
                 _pair("out", f"{output.byte_size(rates.swap_out_bytes)}/s"),
                 _pair("dropped", f"{output.count(rates.dropped_tokens)} tokens/s"),
             ],
-            look.width,
+            frame.width,
         )
 
 
-def _tier(look: TopFrame, name: str, tier: TierState, style: str) -> Iterator[Text]:
-    length = max(min(look.width - 60, 60), 6)
+def _tier(frame: TopFrame, name: str, tier: TierState, style: str) -> Iterator[Text]:
+    length = max(min(frame.width - 60, 60), 6)
     full = round(length * tier.used / tier.capacity) if tier.capacity else 0
-    shape, rest = ("█", "░") if look.blocks else ("#", ".")
+    shape, rest = ("█", "░") if frame.blocks else ("#", ".")
     numbers = f"{output.share(tier.used, tier.capacity):>5} of {output.count(tier.capacity)} tokens"
     spare = f"{output.count(tier.reclaimable)} reclaimable" if tier.reclaimable else ""
     bar = Text.assemble((shape * min(full, length), style), (rest * (length - full), "dim"))
-    yield from _titled(name, [Text.assemble(bar, " ", numbers), Text(spare, "dim")], look.width)
+    yield from _titled(name, [Text.assemble(bar, " ", numbers), Text(spare, "dim")], frame.width)
 
 
-def _list(look: TopFrame, view: View, rows: Sequence[SessionLine]) -> Iterator[Text]:
-    sessions = look.state.sessions
+def _list(frame: TopFrame, view: View, rows: Sequence[SessionLine]) -> Iterator[Text]:
+    sessions = frame.state.sessions
     told = f"{sessions.total:,} session{'s' * (sessions.total != 1)}, {sessions.running:,} running, by {view.order}"
     if view.filter:
         told += f", with “{clean(view.filter, lines=False)}”"
@@ -362,15 +356,15 @@ def _list(look: TopFrame, view: View, rows: Sequence[SessionLine]) -> Iterator[T
         told += f", from {view.first + 1:,}"
     yield Text(told, "bold")
     if not rows:
-        yield Text("none has anything cached" if not view.filter else "none of them", "dim")
+        yield Text("no session has cached chunks" if not view.filter else "no session matches", "dim")
         return
     one_tenant = len({row.tenant for row in sessions.rows}) == 1
     names = [_name(row, one_tenant) for row in rows]
-    wide = look.whole or look.width >= LABELS_FROM
+    wide = frame.whole or frame.width >= LABELS_FROM
     name_width = max(cell_len("SESSION"), *map(cell_len, names))
-    if not look.whole:
-        name_width = min(name_width, NAME_MOST, look.width - STRIP_LEAST - 20)
-    beside = look.width - min(name_width, NAME_MOST)
+    if not frame.whole:
+        name_width = min(name_width, MAX_NAME_WIDTH, frame.width - MIN_STRIP_WIDTH - 20)
+    beside = frame.width - min(name_width, MAX_NAME_WIDTH)
     label_width = beside // 4 if wide else 0
     strip_width = beside - 20 - (label_width + 2 if wide else 0)
     heading = (
@@ -382,7 +376,7 @@ def _list(look: TopFrame, view: View, rows: Sequence[SessionLine]) -> Iterator[T
         line = Text(_cut(name, name_width))
         line.append(f"  {told:<7.7}", "" if row.state == "idle" else "green")
         line.append(f"{output.count(row.tokens):>7}  ")
-        strip = draw_strip(row.strip, strip_width, blocks=look.blocks)
+        strip = draw_strip(row.strip, strip_width, blocks=frame.blocks)
         line.append_text(strip)
         if wide and row.labels:
             line.append(" " * (strip_width - strip.cell_len + 2))
@@ -396,13 +390,13 @@ def _name(row: SessionLine, one_tenant: bool) -> str:
 
 
 def _cut(name: str, width: int) -> str:
-    """In exactly so many columns; it says so where something is left out."""
+    """Fit a name into exactly ``width`` columns; an ellipsis marks a cut."""
     return set_cell_size(name, width) if cell_len(name) <= width else f"{set_cell_size(name, width - 1)}…"
 
 
 def _keys(view: View) -> Text:
     if view.typing:
-        return Text(f"filter: {view.filter}▏ Enter keeps it, Esc drops it", "reverse")
+        return Text(f"filter: {view.filter}▏ Enter keeps it, Esc clears it", "reverse")
     return Text.assemble(
         ("q", "bold"), " quit  ", ("s", "bold"), f" sort ({view.order})  ", ("/", "bold"), " filter  ",
         ("j k", "bold"), " scroll", style="dim",
@@ -410,7 +404,7 @@ def _keys(view: View) -> Text:
 
 
 def _latency(told: Percentiles | None) -> str:
-    """The median, and the last percentile that the server tells."""
+    """Format the median and the highest percentile that the server reports."""
     if told is None:
         return "–"
     name, high = ("p99", told.p99) if told.p99 is not None else ("p95", told.p95)
@@ -422,11 +416,11 @@ def _pair(word: str, value: str, style: str = "") -> Text:
 
 
 def _titled(title: str, cells: Iterable[Text], width: int) -> Iterator[Text]:
-    """Cells behind a title, and below each other where they do not fit."""
+    """Lay out cells after a title, wrapped to several lines if needed."""
     indent = 13
     cells = [cell for cell in cells if cell.plain]
     if any(indent + cell.cell_len > width for cell in cells):
-        # A narrow terminal: rather a line more than a figure that is cut and reads as another.
+        # A narrow terminal: use another line rather than cut a figure, which would then read as a smaller one.
         yield Text(title, "dim")
         title, indent = "", 2
     for number, line in enumerate(_flow(cells, width - indent)):
@@ -434,7 +428,6 @@ def _titled(title: str, cells: Iterable[Text], width: int) -> Iterator[Text]:
 
 
 def _flow(cells: Iterable[Text], width: int, gap: str = GAP) -> Iterator[Text]:
-    """Cells beside each other as far as they fit."""
     line = Text()
     for cell in cells:
         if not cell.plain:
