@@ -41,7 +41,7 @@ class Router:
             self._points, self._owners = [point for point, _ in ring], [owner for _, owner in ring]
 
     @property
-    def apart(self) -> bool:
+    def independent(self) -> bool:
         """Whether the replicas are independent: the state of one never changes the routing to another."""
         return self._settings.routing in ("affine", "hash")
 
