@@ -25,6 +25,8 @@ from typing import Any, Final
 
 import msgspec
 
+from pensieve.event_names import EVENT_NAMES
+
 log = logging.getLogger(__name__)
 
 _STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
@@ -68,14 +70,14 @@ class TextFormatter(logging.Formatter):
 
 class JsonFormatter(logging.Formatter):
     """One JSON object per line: time (RFC 3339, UTC), level, logger, event, message, the record's fields, exception.
-    ``event`` is the message template, the same in all lines of one kind."""
+    ``event`` is the message template, or its older name: the same in all lines of one kind."""
 
     def format(self, record: logging.LogRecord) -> str:
         entry: dict[str, Any] = {
             "time": _timestamp(record),
             "level": record.levelname,
             "logger": record.name,
-            "event": record.msg,
+            "event": EVENT_NAMES.get(record.msg, record.msg),
             "message": record.getMessage(),
             **_extras(record),
         }

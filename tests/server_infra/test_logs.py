@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import logging
 import os
@@ -10,8 +11,10 @@ import sys
 import pytest
 
 from pensieve import logs
+from pensieve.event_names import EVENT_NAMES
 from pensieve.logs import JsonFormatter, TextFormatter, ThreadedHandler, ThreadedWriter
 from support.faults.pipes import fill
+from support.sources import python_files, tree
 
 
 def record(**extra: object) -> logging.LogRecord:
@@ -81,3 +84,18 @@ def test_a_stderr_that_is_gone_is_no_error() -> None:
     handler = ThreadedHandler(ThreadedWriter(writing))
     handler.handle(record())
     assert handler._writer.wait_written(20)
+
+
+def test_events_keep_their_names() -> None:
+    """Each reworded template is still logged somewhere, and JSON lines name it as before."""
+    logged = {
+        node.value
+        for path in python_files("pensieve", "store", "kernels")
+        for node in ast.walk(tree(path))
+        if path.name != "event_names.py" and isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    assert set(EVENT_NAMES) <= logged
+    template = "engine exits: %s"
+    made = logging.LogRecord("pensieve.x", logging.INFO, __file__, 1, template, ("why",), None)
+    line = json.loads(JsonFormatter().format(made))
+    assert (line["event"], line["message"]) == ("engine leaves: %s", "engine exits: why")
