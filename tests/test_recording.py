@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import html
 import importlib.util
+import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -41,6 +43,17 @@ def screens() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def recording() -> Iterator[ModuleType]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "docs/recording")
+        spec = importlib.util.spec_from_file_location("recording_main", ROOT / "docs/recording/__main__.py")
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        yield module
 
 
 def test_what_is_left_of_a_live_display(screens: ModuleType) -> None:
@@ -85,3 +98,18 @@ def test_pictures_are_small_and_fetch_nothing(picture: Path) -> None:
     assert len(text) < 150_000
     assert re.findall(r"https?://[^\"'\s]+", text) == ["http://www.w3.org/2000/svg"]
     assert "<script" not in text and "@import" not in text
+
+
+def test_screenshots_show_the_present_text(recording: ModuleType) -> None:
+    made = json.loads((ROOT / "docs/pictures/texts.json").read_text())
+    assert (
+        set(made)
+        == set(recording.SCREENSHOTS)
+        == {path.name for path in (ROOT / "docs/pictures").glob("*.png")}
+    )
+    old = [
+        name
+        for name, source in recording.SCREENSHOTS.items()
+        if recording.digest(ROOT / source) != made[name]
+    ]
+    assert old == [], "their text has changed: python docs/recording page, or site"

@@ -1,18 +1,25 @@
-"""``python docs/recording demo`` and ``top``: run the real thing on a terminal, and draw what it left there.
+"""``python docs/recording demo|top|page|site``: make the pictures of the docs from the real thing.
 
-The pictures are ``docs/pictures/demo-*.svg`` and ``top.svg``; where and when the demo ran goes into ``docs/demo.md``.
+``demo`` and ``top`` run on a terminal and become ``docs/pictures/demo-*.svg`` and ``top.svg``; ``docs/demo.md`` says
+where and when the demo ran. ``page`` and ``site`` are screenshots by Chromium, of the page on a server's admin port and
+of the site that ``make docs`` builds. ``docs/pictures/texts.json`` holds a digest of the text that each of them shows.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import hashlib
 import importlib.metadata
+import json
 import os
 import random
 import re
+import shutil
 import socket
+import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -42,6 +49,10 @@ SMALL = (
     "1536tokens",
 )
 """Tiers far too small for what is said, so that there is something to see."""
+CROWD = 60
+PAGE_TEXT, SITE_TEXT = "pensieve/server/page/page.html", "docs/index.md"
+SCREENSHOTS = {"page-5.png": PAGE_TEXT, f"page-{CROWD}.png": PAGE_TEXT, "site.png": SITE_TEXT}
+"""Screenshot → the file whose text it shows."""
 
 
 def program() -> str:
@@ -117,15 +128,78 @@ async def talk_alone(client: AsyncClient, session_id: str, script: Conversation)
         await asyncio.sleep(pauses.expovariate(1 / 2.0))
 
 
+def digest(source: Path) -> str:
+    """Digest of the words that a page shows: markup, styles and scripts do not count."""
+    text = re.sub(
+        r"<(script|style)\b.*?</\1>|<[^>]*>", " ", source.read_text(encoding="utf-8"), flags=re.DOTALL
+    )
+    return hashlib.sha256(" ".join(text.split()).encode()).hexdigest()
+
+
+def note(folder: Path, *pictures: str) -> None:
+    """Write down which text the pictures show."""
+    file = folder / "texts.json"
+    texts = json.loads(file.read_text()) if file.exists() else {}
+    texts |= {name: digest(DOCS.parent / SCREENSHOTS[name]) for name in pictures}
+    file.write_text(json.dumps({name: texts[name] for name in SCREENSHOTS if name in texts}, indent=2) + "\n")
+
+
+def screenshot(url: str, file: Path, width: int, height: int) -> None:
+    """Raises CalledProcessError when Chromium fails, TimeoutExpired after two minutes."""
+    browser = shutil.which("chromium") or sys.exit("docs: no chromium: apt-get install chromium")
+    with tempfile.TemporaryDirectory() as profile:
+        command = [
+            browser, "--headless", "--disable-gpu", "--no-first-run", "--disable-dev-shm-usage", "--hide-scrollbars",
+            "--no-proxy-server", f"--user-data-dir={profile}", f"--window-size={width},{height}",
+            "--virtual-time-budget=8000", f"--screenshot={file}", url,
+        ]  # fmt: skip
+        if os.geteuid() == 0:
+            command.insert(1, "--no-sandbox")  # its sandbox refuses to run as root
+        subprocess.run(command, check=True, timeout=120, capture_output=True)
+
+
+async def record_page(folder: Path, sessions: int, height: int) -> None:
+    """``sessions`` conversations talk on little memory until the picture is taken."""
+    with ServerProcess(*SMALL, "--max-wait", "0") as server:
+        async with AsyncClient(server.target) as client, asyncio.TaskGroup() as group:
+            names = [f"{PEOPLE[number % len(PEOPLE)]}-{number}" for number in range(sessions)]
+            scripts = conversations(sessions, TURNS, seed=3)
+            talking = [
+                group.create_task(talk_alone(client, name, script))
+                for name, script in zip(names, scripts, strict=True)
+            ]
+            await asyncio.sleep(WARM_UP_S)
+            file = folder / f"page-{sessions}.png"
+            await asyncio.to_thread(screenshot, f"http://{server.admin}/", file, 1200, height)
+            for one in talking:
+                one.cancel()
+
+
+def record_site(folder: Path) -> None:
+    """The front page of the site, built anew."""
+    with tempfile.TemporaryDirectory() as build:
+        site, pages = Path(build) / "site", Path(build) / "pages"
+        command = [sys.executable, str(DOCS / "site"), "--to", str(site), "--pages", str(pages)]
+        subprocess.run(command, check=True, timeout=300)
+        screenshot((site / "index.html").as_uri(), folder / "site.png", 1280, 900)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python docs/recording", description=__doc__)
-    parser.add_argument("what", choices=("demo", "top"))
+    parser.add_argument("what", choices=("demo", "top", "page", "site"))
     parser.add_argument("--to", type=Path, default=DOCS / "pictures", help="folder of the pictures")
     asked = parser.parse_args()
     if asked.what == "demo":
         record_demo(asked.to, DOCS / "demo.md")
-    else:
+    elif asked.what == "top":
         asyncio.run(record_top(asked.to))
+    elif asked.what == "page":
+        asyncio.run(record_page(asked.to, 5, 900))
+        asyncio.run(record_page(asked.to, CROWD, 1100))
+        note(asked.to, "page-5.png", f"page-{CROWD}.png")
+    else:
+        record_site(asked.to)
+        note(asked.to, "site.png")
 
 
 if __name__ == "__main__":
