@@ -8,6 +8,7 @@ a CUDA graph and replayed for every step of its size. Run without a graph it doe
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -69,6 +70,18 @@ class ProgramSize:
     pages: int
     kind: StepKind
     attention: Capacity
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Hold back the garbage collector: freeing the graphs or pinned memory of an older worker ends a capture."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class StepProgram:
@@ -139,7 +152,7 @@ class StepProgram:
         graph = torch.cuda.CUDAGraph()
         # NCCL has a thread that polls events at any time: it must not invalidate the capture.
         mode = "global" if self._shared.model.collective.ranks == 1 else "thread_local"
-        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=mode):
+        with _no_collection(), torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=mode):
             self._compute()
         self._graph = graph
 
