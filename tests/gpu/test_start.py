@@ -75,7 +75,7 @@ def test_auto_takes_most_and_leaves_room_for_the_largest_step(worker: Worker) ->
     info, total = worker.info, torch.cuda.mem_get_info()[1]
     tier = info.device_chunks * info.chunk_tokens * worker.arch.kv_bytes_per_token(info.dtype)
     assert tier + info.weight_bytes > total / 2, "the machine is in use, or auto is far too careful"
-    assert "auto: 92% of what is left" in report(worker.arch, info)
+    assert "auto: 92% of the rest" in report(worker.arch, info)
     specs = [
         SampleSpec(Sampling(temperature=0.8 * (index % 2), top_p=0.99, seed=index), 0)
         for index in range(info.max_running)

@@ -228,7 +228,7 @@ def test_copies_that_read_what_they_write(pools: KvPools) -> None:
 
 
 def test_unknown_mechanism_is_refused(pools: KvPools) -> None:
-    with pytest.raises(ValueError, match="'dma': one of auto, batch, kernel"):
+    with pytest.raises(ValueError, match="'dma': give one of auto, batch, kernel"):
         SwapEngine(pools, torch.cuda.current_stream(), pipelined=True, mechanism="dma")
 
 
