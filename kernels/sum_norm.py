@@ -2,8 +2,8 @@
 
 A small all-reduce spends its time waiting: a separate kernel waits for the other ranks before it reads, and
 again before its memory may be reused, and the norm is one more launch. Here a program processes one row. It
-signals the other ranks that this rank's part is ready, waits for theirs, adds all parts in the order of ranks
-(so the result is the same everywhere, to the last bit) and continues as ``pensieve.kernels.norm.add_norm``
+signals the other ranks that this rank's part is ready and waits for theirs. It adds all parts in the order of
+ranks, so the result is the same everywhere to the last bit, and continues as ``pensieve.kernels.norm.add_norm``
 does. It does not wait at its end: parts alternate between two buffers, and a rank that has reached the next
 sum has finished the previous one.
 """

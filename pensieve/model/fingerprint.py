@@ -1,8 +1,8 @@
 """Identifies a model by its content, so that another model never continues a history unnoticed. No torch.
 
-The hash covers config.json (except fields that only name the program that wrote it) and, of every loaded file
-(``files.weight_files``), its name, size, header (names, types and shapes of all tensors) and ``SAMPLES``
-blocks of 4 KiB spread evenly over its data. That takes well under a second for a model of any size. Changes
+The hash covers config.json, except fields that only name the program that wrote it. Of every loaded file
+(``files.weight_files``) it covers the name, size, header (names, types and shapes of all tensors) and ``SAMPLES``
+blocks of 4 KiB, spread evenly over the data. That takes well under a second for a model of any size. Changes
 of single weights between the samples go unseen; another checkpoint, fine-tune or training step does not,
 since it changes all weights.
 """

@@ -264,7 +264,7 @@ class FullSimulation:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedTurn:
-    """What the simulation knows about a turn. Both functions take the time at which the turn ends."""
+    """A turn as the simulation knows it. Both functions take the time at which the turn ends."""
 
     number: int
     """Number in the session, from 1."""

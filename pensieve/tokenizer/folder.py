@@ -40,7 +40,7 @@ _NAMED = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_
 class TokenizerFolder:
     backend: Tokenizer
     decoder: dict[str, Any] | None
-    """That entry of tokenizer.json."""
+    """The entry ``decoder`` of tokenizer.json."""
     template: str | None
     named_templates: tuple[str, ...]
     """Template names of a folder that has several, none of them ``default``; () otherwise."""

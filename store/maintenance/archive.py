@@ -229,7 +229,7 @@ def read_sessions(path: Path) -> Iterator[RawSession]:
         if line != ArchiveEnd(total, lines.sum_before):
             raise BadBackup(f"{path}: its checksum or its counts are wrong: it was changed or damaged")
         if lines.has_more():
-            raise BadBackup(f"{path}: something follows its last line")
+            raise BadBackup(f"{path}: there is data after its last line")
 
 
 def _head(path: Path, lines: _Lines) -> ArchiveHead:

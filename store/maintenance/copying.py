@@ -196,7 +196,7 @@ class _Copying:
             return
         if not await self.target.put(fit, expected_stamp=None if before is None else before.stamp):
             raise CopyRefused(
-                f"session {_name(session.key)} was changed meanwhile: stop the servers, and repeat with --merge"
+                f"session {_name(session.key)} has changed since: stop the servers, and repeat with --merge"
             )
         self.written.add(session.key)
         self.done.written += 1

@@ -160,7 +160,7 @@ async def test_the_engine_hears_whose_a_turn_is() -> None:
 async def test_refusals_are_told_to_whoever_counts_them() -> None:
     async with serving(max_wait_s=1.0) as rig:
         told: list[tuple[str, str]] = []
-        rig.conversations.turns._on_refused = lambda tenant, reason: told.append((tenant, reason))
+        rig.conversations.turns._on_turn_refused = lambda tenant, reason: told.append((tenant, reason))
         name = await rig.create()
         overload(rig)
         await refusal(rig.call(name, spec("hello")))

@@ -55,7 +55,7 @@ def test_the_matrix_is_read() -> None:
             "NVLink (4 links) between 0-1, 2-3; PCIe and the link between CPUs between 0-2, 0-3, 1-2, 1-3",
         ),
         (TWO.replace("NV18", "PHB"), 2, True, "note", "PCIe through the CPU between all"),
-        ("", 2, True, "note", "a link of kind unknown between all"),
+        ("", 2, True, "note", "link type unknown between all"),
         (TWO, 2, False, "note", "NVLink (18 links) between all; no peer access all"),
     ],
 )

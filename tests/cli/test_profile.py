@@ -125,7 +125,7 @@ def test_nowhere_to_write(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
-        (["--longest", "100000"], 2, "at most 512 tokens"),
+        (["--longest", "100000"], 2, "limit is 512 tokens"),
         (["--longest", "40"], 2, "two chunks, 64 tokens"),
         (["--model", "/no/such/model"], 2, "no such folder"),
     ],

@@ -90,7 +90,7 @@ def test_backup_restore_and_usage(path: Path, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert stat.S_IMODE(target.stat().st_mode) == 0o600
     result = run("backup", str(target), "--store", f"sqlite:///{path}")
-    assert result.exit_code == 1 and "is there already" in result.stderr
+    assert result.exit_code == 1 and "already exists" in result.stderr
     assert run("backup", str(target), "--store", f"sqlite:///{path}", "--force").exit_code == 0
     new = f"sqlite:///{tmp_path}/new.db"
     result = run("restore", str(target), "--to", new, "--json")
@@ -107,7 +107,7 @@ def test_backup_restore_and_usage(path: Path, tmp_path: Path) -> None:
 def test_a_damaged_store_is_backed_up_all_the_same(path: Path, tmp_path: Path) -> None:
     SqliteBench(path).damage(key("a"), 2)
     result = run("backup", str(tmp_path / "b.jsonl"), "--store", f"sqlite:///{path}")
-    assert result.exit_code == 1 and "1 sessions are damaged" in result.stdout
+    assert result.exit_code == 1 and "1 damaged sessions" in result.stdout
     assert run("restore", str(tmp_path / "b.jsonl"), "--to", f"sqlite:///{tmp_path}/new.db").exit_code == 0
 
 

@@ -126,7 +126,7 @@ def test_a_damaged_profile_is_measured_again(
     path.parent.mkdir(parents=True)
     path.write_text(text)
     cost = load_or_measure_cost(options(), worker)
-    assert [record.levelno for record in caplog.records if "replaced" in record.message] == [logging.WARNING]
+    assert [record.levelno for record in caplog.records if "replacing" in record.message] == [logging.WARNING]
     assert worker.steps > 0
     assert load_or_measure_cost(options(), Worker()) == cost
 

@@ -54,12 +54,12 @@ class Gate:
 STAGES: tuple[tuple[Any, str, str, dict[str, Any]], ...] = (
     (bodies, "_decode", CHAT, SAID),
     (chat, "tool_use", CHAT, {**SAID, "tools": TOOLS}),
-    (chat, "HashedTranscript", CHAT, SAID),
+    (chat, "HashedHistory", CHAT, SAID),
     (bodies, "_decode", "/v1/completions", {"prompt": "hi"}),
     (bodies, "_decode", "/v1/conversations", {}),
     (bodies, "_decode", RESPONSES, {"input": "hi"}),
     (responses, "tool_use", RESPONSES, {"input": "hi"}),
-    (responses, "first_transcript", RESPONSES, {"input": "hi"}),
+    (responses, "first_history", RESPONSES, {"input": "hi"}),
     (objects.zlib, "compress", RESPONSES, {"input": "hi", **LONG}),
 )
 

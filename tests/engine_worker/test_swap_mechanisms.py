@@ -70,5 +70,5 @@ def test_what_cannot_be_had_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     runs = runs_of(torch.zeros(2, 3, 2, 1, 4, 8))
     with pytest.raises(ValueError, match="'batch': this driver is too old"):
         make_copy("batch", runs, runs)
-    with pytest.raises(ValueError, match="'dma': one of auto, batch, kernel"):
+    with pytest.raises(ValueError, match="'dma': give one of auto, batch, kernel"):
         make_copy("dma", runs, runs)

@@ -50,4 +50,4 @@ async def test_one_that_went_with_its_server_has_failed_and_says_so() -> None:
             await rig.service.conversations.turns.drain(0.0)
             found = await client.responses.retrieve(begun.id)
             assert found.status == "failed" and found.error is not None
-            assert "ask again" in found.error.message
+            assert "send the request again" in found.error.message

@@ -46,7 +46,7 @@ def test_old_turns_and_too_many_are_forgotten(monkeypatch: pytest.MonkeyPatch) -
     turns.turn_ended(ended(0.0))
     turns.turn_ended(ended(recent.MAX_AGE_S + 1.0))
     assert len(list(turns.since(-10.0))) == 1
-    monkeypatch.setattr(recent, "MOST_KEPT", 5)
+    monkeypatch.setattr(recent, "MAX_TURNS", 5)
     turns = RecentTurns()
     for at in range(9):
         turns.turn_ended(ended(float(at)))

@@ -95,7 +95,7 @@ def test_connections_that_find_no_files_are_logged_now_and_then(tmp_path: Path) 
             resource.prlimit(pid, resource.RLIMIT_NOFILE, (hard, hard))
         for url in (f"http://{server.admin}/readyz", f"http://{server.http}/ready"):
             urllib.request.urlopen(url, timeout=20).close()
-        assert server.stderr.count("no more files") == 2
+        assert server.stderr.count("no file descriptor is free") == 2
         server.terminate()
         assert server.finish() == (0, "")
         assert "Traceback" not in server.stderr

@@ -129,7 +129,7 @@ def test_a_key_is_revoked_and_rotated_without_a_restart(keys: Path, caplog: pyte
     for _ in range(3):
         auth.reload()
     assert auth.check(GET, bearer("next", "new-secret")).tenant == "acme"
-    assert caplog.text.count("keys in force stay") == 1
+    assert caplog.text.count("keys stay in force") == 1
 
 
 def test_a_file_that_looks_unchanged_is_read_when_asked_for(keys: Path) -> None:

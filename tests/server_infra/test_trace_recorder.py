@@ -184,7 +184,7 @@ async def test_the_recording_goes_on_when_there_is_room_again(
         goes_on = Usage(context_tokens=13, new_tokens=5, output_tokens=3)
         recorder.turn_ended(TurnEnd(Key("acme", "s19"), "length", True, 13, 5, goes_on, 1.0, 1.5, 2.0))
     said = [one.getMessage() for one in caplog.records if "recording" in one.getMessage()]
-    assert len(said) == 2 and "pauses" in said[0] and "goes on" in said[1]
+    assert len(said) == 2 and "paused" in said[0] and "resumed" in said[1]
     assert f"{counted['lost']} turns" in said[1]
     found = rows(path)
     assert len(found) == counted["written"]

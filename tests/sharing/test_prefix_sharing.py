@@ -144,7 +144,7 @@ async def test_what_the_recorder_counts_is_the_turns_input() -> None:
     """The length of a turn, not what had to be computed of it: a trace is a load, for any cache."""
     ends = []
     async with serving() as rig:
-        rig.conversations.turns._on_ended = ends.append
+        rig.conversations.turns._on_turn_end = ends.append
         name = await rig.create("Be brief.")
         await rig.run(name, "hi")
         count = await rig.api.CountTokens(pb.CountTokensRequest(input=[user("hi")]))

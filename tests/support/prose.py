@@ -46,6 +46,7 @@ def docstrings(source: str) -> Iterator[tuple[int, str]]:
 def sentences(text: str) -> Iterator[str]:
     """Sentences of running text: code, tables, lists of fields and headings end one, too."""
     text = re.sub(r"```.*?```|::\n\n(?: +.*\n|\n)+", "\n\n", text, flags=re.DOTALL)
+    text = re.sub(r"^.*\S {2,}\S.*$", "", text, flags=re.MULTILINE)  # a row of a table
     for paragraph in re.split(r"\n\s*\n|\n\s*[|*#=-]+ ?", text):
         yield from re.split(r"(?<=[.!?:;])\s+", " ".join(paragraph.split()))
 

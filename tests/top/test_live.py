@@ -34,7 +34,7 @@ def test_keys() -> None:
         top.type("/0123")
         assert "“0123”" in top.until(r"by tokens, with “0123”[\s\S]*filter: 0123")
         top.type("q")  # part of the filter
-        top.until(r"none of them[\s\S]*filter: 0123q")
+        top.until(r"no session matches[\s\S]*filter: 0123q")
         top.type("\x7f\r")
         last = top.until(r"with “0123”[\s\S]*q quit").rpartition("with “0123”")[2]
         assert "chat-0123" in last and "chat-0999" not in last

@@ -21,7 +21,7 @@ Change = Callable[[float], None]
 
 @dataclass(frozen=True, slots=True)
 class ClientHints:
-    """What clients announce about their next turn; see ``scenario.load.hints_of``."""
+    """The announcements of clients about their next turn; see ``scenario.load.hints_of``."""
 
     noise: float = 0.0
     """Sigma of the lognormal error of announced pauses."""

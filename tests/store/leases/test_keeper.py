@@ -151,6 +151,6 @@ async def test_a_slow_answer_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> N
     with contextlib.ExitStack() as stack:
         for name in ("ending", "young"):
             await turns.begin(stack, name)
-        next(one for one in turns.keeper._kept if one.lease.key == key("ending")).renewed -= 4
+        next(one for one in turns.keeper._entries if one.lease.key == key("ending")).renewed -= 4
         await until(lambda: bool(turns.news["young"]))
         assert turns.lost == ["ending"] and store.given_up == 0
