@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from types import UnionType
 from typing import Any, Final
 
 MAGIC: Final = b"GGUF"
@@ -60,34 +61,27 @@ class GgufFile:
 
     def integer(self, key: str, default: int | None = None) -> int:
         """Return the integer under ``key``. Raises GgufError when it is another type, or missing without a default."""
-        value = self.metadata.get(key, default)
-        if value is None:
-            raise GgufError(f"{self.path}: {key} is missing")
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise GgufError(f"{self.path}: {key} is {_shown(value)}, not a whole number")
-        return value
+        found: int = self._typed(key, default, int, "a whole number")
+        return found
 
     def number(self, key: str, default: float | None = None) -> float:
-        value = self.metadata.get(key, default)
-        if value is None:
-            raise GgufError(f"{self.path}: {key} is missing")
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise GgufError(f"{self.path}: {key} is {_shown(value)}, not a number")
-        return float(value)
+        return float(self._typed(key, default, int | float, "a number"))
 
     def text(self, key: str, default: str | None = None) -> str:
-        value = self.metadata.get(key, default)
-        if value is None:
-            raise GgufError(f"{self.path}: {key} is missing")
-        if not isinstance(value, str):
-            raise GgufError(f"{self.path}: {key} is {_shown(value)}, not a string")
-        return value
+        found: str = self._typed(key, default, str, "a string")
+        return found
 
     def flag(self, key: str, default: bool) -> bool:
         """Return the boolean under ``key``. Raises GgufError on another type."""
+        found: bool = self._typed(key, default, bool, "a boolean")
+        return found
+
+    def _typed(self, key: str, default: Any, kind: type | UnionType, what: str) -> Any:
         value = self.metadata.get(key, default)
-        if not isinstance(value, bool):
-            raise GgufError(f"{self.path}: {key} is {_shown(value)}, not a boolean")
+        if value is None:
+            raise GgufError(f"{self.path}: {key} is missing")
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise GgufError(f"{self.path}: {key} is {_shown(value)}, not {what}")
         return value
 
     def items(self, key: str, kind: type) -> list[Any]:

@@ -10,7 +10,7 @@ of one partial row per query row: one layer for each piece of the prefix and for
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -53,7 +53,7 @@ from pensieve.kernels.attention.work_lists import (
 )
 from pensieve.kernels.spans import POSITION, Q_LEN, Q_START, TABLE, Ints, Spans
 
-GROUP_KIND = StepKind.MIXED
+PREFIX_GROUP_KIND = StepKind.MIXED
 """Kind of every step with prefix groups."""
 PIECE_COUNTS = (1, 2, 3, 4, 6, 8, 12)
 """Numbers of pieces to try for the longest prefix."""
@@ -79,21 +79,21 @@ def make_group_lists(
     whole key tiles of both launches, and no query of the group lies before their end; query rows of a group
     are adjacent. ``room`` limits the pieces, unless even the fewest do not fit.
     """
-    narrow, wide = GROUP_KIND.narrow_tile(geometry.tiles), geometry.tiles.wide
+    narrow, wide = PREFIX_GROUP_KIND.narrow_tile(geometry.tiles), geometry.tiles.wide
     group, member = owners_and_indices(prefix_groups[:, 1])
     member += prefix_groups[group, 0]
     others = spans[:, Q_LEN] > 0
     others[member] = False
-    small, big = split_by_width(spans[others], narrow, geometry, GROUP_KIND)
-    plain, suffixes = (
-        make_blocks(small, narrow, geometry),
-        _suffixes(spans[member], prefix_groups[group, 2], geometry),
-    )
+    small, big = split_by_width(spans[others], narrow, geometry, PREFIX_GROUP_KIND)
+    plain = make_blocks(small, narrow, geometry)
+    suffixes = _suffixes(spans[member], prefix_groups[group, 2], geometry)
     pieces = _narrow_pieces(np.concatenate([plain, suffixes]), narrow, geometry)
-    first, first_merges, used = split_items(plain, pieces[: len(plain)], narrow, 0, GROUP_KIND.merged_rows)
+    first, first_merges, used = split_items(
+        plain, pieces[: len(plain)], narrow, 0, PREFIX_GROUP_KIND.merged_rows
+    )
     large = make_blocks(big, wide, geometry)
     large_pieces = wide_pieces(key_tiles(large, wide), is_only_block(large, wide), wide, geometry)
-    second, second_merges, used = split_items(large, large_pieces, wide, used, GROUP_KIND.merged_rows)
+    second, second_merges, used = split_items(large, large_pieces, wide, used, PREFIX_GROUP_KIND.merged_rows)
     covered = int((spans[:, Q_START] + spans[:, Q_LEN]).max())
     padding = padding_items(covered, num_rows - covered, wide, geometry.groups)
 
@@ -109,19 +109,11 @@ def make_group_lists(
     reading = sum(int(key_tiles(items, narrow).sum()) for items in (plain, suffixes))
     prefix_pieces, programs = work.choose_pieces(second, reading)
 
-    layout = _GroupLayout.from_pieces(
-        spans[prefix_groups[:, 0]],
-        prefix_groups[:, 2],
-        rows,
-        prefix_pieces,
-        group,
-        suffixes,
-        suffix_pieces,
-        used,
-    )
+    first_spans, common = spans[prefix_groups[:, 0]], prefix_groups[:, 2]
+    layout = _GroupLayout(first_spans, common, rows, prefix_pieces, group, suffixes, suffix_pieces, used)
     narrow_items = np.concatenate([first, layout.suffix_items(narrow)])
     wide_items = np.concatenate([second, layout.prefix_items(wide)])
-    merges = np.concatenate([first_merges, second_merges, layout.merges(geometry)])
+    merges = np.concatenate([first_merges, second_merges, layout.merges()])
     length = narrow_items[:, END_KEY] - narrow_items[:, FIRST_KEY]
     return WorkLists(
         narrow_items[np.argsort(-length, kind="stable")],
@@ -193,14 +185,12 @@ class _Prefixes:
                 # Narrow items that remain when the wide ones end get the whole device.
                 rest_us = max(0.0, reading_us - wide_us * min(1.0, left / ENOUGH_TO_READ))
                 if wide_us + rest_us + merging_us < TIE_RATIO * best:
-                    best, chosen = (
-                        wide_us + rest_us + merging_us,
-                        (prefix_pieces, min(programs, works * heads)),
-                    )
+                    best = wide_us + rest_us + merging_us
+                    chosen = prefix_pieces, min(programs, works * heads)
         return chosen
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _GroupLayout:
     """Prefix groups with their pieces and their partial rows in the scratch."""
 
@@ -214,45 +204,29 @@ class _GroupLayout:
     """[m, 8]"""
     suffix_pieces: Ints
     """Pieces of each suffix, from 0."""
-    starts: Ints
+    used: int
+    """Partial rows of the rest of the step."""
+    starts: Ints = field(init=False)
     """First partial row of each group."""
-    offsets: Ints
+    offsets: Ints = field(init=False)
     """First row of each member among those of its group."""
-    end: int
-    """Partial rows of the whole step."""
+    end: int = field(init=False)
 
-    @classmethod
-    def from_pieces(
-        cls,
-        first: Spans,
-        common: Ints,
-        rows: Ints,
-        prefix_pieces: Ints,
-        group: Ints,
-        suffixes: Ints,
-        suffix_pieces: Ints,
-        used: int,
-    ) -> _GroupLayout:
-        """``used``: partial rows of the rest of the step."""
-        begins = np.flatnonzero(_run_starts(group))
-        ends = used + np.cumsum((prefix_pieces + np.maximum.reduceat(suffix_pieces, begins)) * rows)
-        before = np.cumsum(suffixes[:, ROWS]) - suffixes[:, ROWS]
-        starts = np.concatenate([[used], ends[:-1]])
-        offsets = before - before[begins][group]
-        return cls(
-            first, common, rows, prefix_pieces, group, suffixes, suffix_pieces, starts, offsets, int(ends[-1])
-        )
+    def __post_init__(self) -> None:
+        begins = np.flatnonzero(_run_starts(self.group))
+        layers = self.prefix_pieces + np.maximum.reduceat(self.suffix_pieces, begins)
+        ends = self.used + np.cumsum(layers * self.rows)
+        before = np.cumsum(self.suffixes[:, ROWS]) - self.suffixes[:, ROWS]
+        self.starts = np.concatenate([[self.used], ends[:-1]])
+        self.offsets = before - before[begins][self.group]
+        self.end = int(ends[-1])
 
     def prefix_items(self, tile: Tile) -> Ints:
         count = -(-self.rows // tile.rows)
         group, index = owners_and_indices(self.prefix_pieces * count)
         piece, block = index // count[group], index % count[group]
         whole = np.zeros((len(self.first), ITEM), np.int64)
-        whole[:, Q_START], whole[:, ROWS], whole[:, TABLE] = (
-            self.first[:, Q_START],
-            self.rows,
-            self.first[:, TABLE],
-        )
+        whole[:, [Q_START, TABLE]], whole[:, ROWS] = self.first[:, [Q_START, TABLE]], self.rows
         whole[:, POSITION], whole[:, END_KEY] = self.common - 1, self.common
         parts, _, _ = make_pieces(whole, self.prefix_pieces, tile)
         begin = np.cumsum(self.prefix_pieces) - self.prefix_pieces
@@ -268,17 +242,17 @@ class _GroupLayout:
         items[:, PARTIAL] = self.starts[group] + layer * self.rows[group] + self.offsets[member]
         return items
 
-    def merges(self, geometry: Geometry) -> Ints:
+    def merges(self) -> Ints:
         """Rows of neighbours with equally many pieces are merged together."""
         begins = np.flatnonzero(_run_starts(self.group) | _run_starts(self.suffix_pieces))
         rows = np.add.reduceat(self.suffixes[:, ROWS], begins)
-        owner, index = owners_and_indices(-(-rows // GROUP_KIND.merged_rows))
+        owner, index = owners_and_indices(-(-rows // PREFIX_GROUP_KIND.merged_rows))
         group = self.group[begins][owner]
         begin = self.offsets[begins][owner]
         merges = np.empty((len(owner), MERGE), np.int64)
-        first = begin + index * GROUP_KIND.merged_rows
+        first = begin + index * PREFIX_GROUP_KIND.merged_rows
         merges[:, Q_START], merges[:, MERGE_FIRST] = self.first[group, Q_START], first
-        merges[:, MERGE_END] = np.minimum(first + GROUP_KIND.merged_rows, begin + rows[owner])
+        merges[:, MERGE_END] = np.minimum(first + PREFIX_GROUP_KIND.merged_rows, begin + rows[owner])
         merges[:, MERGE_PARTIAL] = self.starts[group] + first
         merges[:, MERGE_PIECES] = self.prefix_pieces[group] + self.suffix_pieces[begins][owner]
         merges[:, MERGE_STRIDE] = self.rows[group]

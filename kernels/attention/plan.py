@@ -12,7 +12,7 @@ import torch
 
 from pensieve.kernels.attention.call import Scratch
 from pensieve.kernels.attention.capacity import Capacity
-from pensieve.kernels.attention.group_lists import GROUP_KIND, UNLIMITED, make_group_lists
+from pensieve.kernels.attention.group_lists import PREFIX_GROUP_KIND, UNLIMITED, make_group_lists
 from pensieve.kernels.attention.hopper import launch as hopper
 from pensieve.kernels.attention.kinds import Geometry, StepKind, classify
 from pensieve.kernels.attention.work_lists import (
@@ -28,9 +28,6 @@ from pensieve.kernels.attention.work_lists import (
     make_work_lists,
 )
 from pensieve.kernels.spans import Ints, Spans
-
-PREFIX_GROUP_KIND = GROUP_KIND
-"""Kind of every step with prefix groups."""
 
 
 class DoesNotFit(ValueError):

@@ -13,7 +13,7 @@ import math
 import sys
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, get_args
 
 from pensieve.core import Sampling
 from pensieve.model.arch import DTYPE_BYTES, Arch, ModelError, Rope
@@ -184,10 +184,7 @@ def _llama_like(family: Family) -> Callable[[Config, Config], Arch]:
 
 READERS: dict[str, Callable[[Config, Config], Arch]] = {
     "opt": _opt,
-    "llama": _llama_like("llama"),
-    "mistral": _llama_like("mistral"),
-    "qwen2": _llama_like("qwen2"),
-    "qwen3": _llama_like("qwen3"),
+    **{family: _llama_like(family) for family in get_args(Family)},
 }
 """The reader of each ``model_type`` in config.json."""
 

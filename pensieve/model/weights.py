@@ -109,13 +109,7 @@ _OPT = _Names(
     down="fc2",
     positions="embed_positions",
 )
-_TABLES: dict[str, _Names] = {
-    "opt": _OPT,
-    "llama": _LLAMA,
-    "mistral": _LLAMA,
-    "qwen2": _LLAMA,
-    "qwen3": _LLAMA,
-}
+_TABLES = {"opt": _OPT, "llama": _LLAMA, "mistral": _LLAMA, "qwen2": _LLAMA, "qwen3": _LLAMA}
 
 
 class TensorSource(Protocol):

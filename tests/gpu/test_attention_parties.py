@@ -20,12 +20,8 @@ from pensieve.engine.worker.cuda_worker import CudaWorker
 from pensieve.engine.worker.sizing import WorkerInfo
 from pensieve.kernels.attention.call import Scratch
 from pensieve.kernels.attention.capacity import capacity_for
-from pensieve.kernels.attention.plan import (
-    PREFIX_GROUP_KIND,
-    AttentionPlan,
-    geometry_for,
-    words_of,
-)
+from pensieve.kernels.attention.group_lists import PREFIX_GROUP_KIND
+from pensieve.kernels.attention.plan import AttentionPlan, geometry_for, words_of
 from pensieve.kernels.attention.prefixes import PrefixGroupRule, PrefixGroups
 from pensieve.kernels.ragged_paged_attention import attend
 from pensieve.kernels.reference import ragged_paged_attention as reference

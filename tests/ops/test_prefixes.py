@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pensieve.kernels.attention.capacity import Capacity, capacity_for
-from pensieve.kernels.attention.group_lists import GROUP_KIND, make_group_lists
+from pensieve.kernels.attention.group_lists import PREFIX_GROUP_KIND, make_group_lists
 from pensieve.kernels.attention.kinds import Geometry, StepKind, classify
 from pensieve.kernels.attention.plan import AttentionPlan, DoesNotFit
 from pensieve.kernels.attention.prefixes import PrefixGroupRule, PrefixGroups
@@ -83,7 +83,7 @@ def walked(work: WorkLists, host: Spans, geometry: Geometry, num_rows: int) -> t
     keys = int((host[:, 1] + host[:, 2]).max())
     scratch: dict[int, Ints] = {}
     seen, written = np.zeros((num_rows * groups, keys), np.int64), np.zeros(num_rows * groups, np.int64)
-    for tile, items in ((GROUP_KIND.narrow_tile(tiles), work.narrow), (tiles.wide, work.wide)):
+    for tile, items in ((PREFIX_GROUP_KIND.narrow_tile(tiles), work.narrow), (tiles.wide, work.wide)):
         for start, rows, position, _, first, low, high, partial in items.tolist():
             assert low % tile.keys == 0 and first % tile.rows == 0 and first < rows
             for index, row in enumerate(range(first, min(first + tile.rows, rows))):
@@ -96,7 +96,7 @@ def walked(work: WorkLists, host: Spans, geometry: Geometry, num_rows: int) -> t
                     seen[start * groups + row] += line
                     written[start * groups + row] += 1
     for start, first, end, partial, pieces, apart in work.merges.tolist():
-        assert 0 < end - first <= GROUP_KIND.merged_rows
+        assert 0 < end - first <= PREFIX_GROUP_KIND.merged_rows
         for index in range(end - first):
             row = start * groups + first + index
             seen[row] += sum(scratch.pop(partial + index + piece * apart) for piece in range(pieces))
@@ -133,7 +133,9 @@ def test_every_row_sees_every_key_once(data: st.DataObject) -> None:
         first = given_.pages[host[begin, 3] : host[begin, 3] + common]
         for start in host[begin : begin + count, 3]:
             assert (given_.pages[start : start + common] == first).all()
-    capacity = capacity_for(GROUP_KIND, num_rows, len(host), int((host[:, 1] + host[:, 2]).max()), where)
+    capacity = capacity_for(
+        PREFIX_GROUP_KIND, num_rows, len(host), int((host[:, 1] + host[:, 2]).max()), where
+    )
     for room in (Capacity(*[1 << 40] * 4), capacity):
         work = make_group_lists(host, found.table, num_rows, where, room)
         seen, written = walked(work, host, where, num_rows)
@@ -182,8 +184,8 @@ def test_many_small_parties_fit_into_their_graph() -> None:
         step = tables_of(contexts, [1] * 128)
         found = Willing(where, 1, least_saved_us=0.0).find(step.host, step.pages)
         assert found is not None and len(found.table) == 32
-        capacity = capacity_for(GROUP_KIND, 128, 128, 131, where)
-        plan = AttentionPlan(128, where, torch.device("cpu"), kind=GROUP_KIND, capacity=capacity)
+        capacity = capacity_for(PREFIX_GROUP_KIND, 128, 128, 131, where)
+        plan = AttentionPlan(128, where, torch.device("cpu"), kind=PREFIX_GROUP_KIND, capacity=capacity)
         assert plan.pack(step.in_order(found), found.table)[1] == 32
 
 
@@ -243,8 +245,10 @@ def test_what_is_found_fits_into_the_graph_of_its_bucket(data: st.DataObject) ->
     host = step.in_order(found)
     tokens = len(host) + data.draw(st.sampled_from([0, 3, 31]))
     limit = data.draw(st.sampled_from([int(host[:, 2].max()) + 1, 16384]))
-    capacity = capacity_for(GROUP_KIND, tokens, data.draw(st.sampled_from([len(host), tokens])), limit, where)
-    plan = AttentionPlan(tokens, where, torch.device("cpu"), kind=GROUP_KIND, capacity=capacity)
+    capacity = capacity_for(
+        PREFIX_GROUP_KIND, tokens, data.draw(st.sampled_from([len(host), tokens])), limit, where
+    )
+    plan = AttentionPlan(tokens, where, torch.device("cpu"), kind=PREFIX_GROUP_KIND, capacity=capacity)
     assert plan.pack(host, found.table)[0] >= 0
 
 
@@ -259,12 +263,12 @@ def test_a_plan_without_launches_for_parties_refuses_them() -> None:
     )
     with pytest.raises(DoesNotFit, match="prefix groups"):
         plan.pack(step.in_order(found), found.table)
-    capacity = capacity_for(GROUP_KIND, 64, 64, 4096, HOPPER)
+    capacity = capacity_for(PREFIX_GROUP_KIND, 64, 64, 4096, HOPPER)
     small = AttentionPlan(
         64,
         HOPPER,
         torch.device("cpu"),
-        kind=GROUP_KIND,
+        kind=PREFIX_GROUP_KIND,
         capacity=replace(capacity, partial_rows=2 * 64 * 4 - 1),
     )
     with pytest.raises(DoesNotFit, match="partial_rows"):

@@ -9,7 +9,7 @@ from typing import Final
 import torch
 
 from pensieve.config import EngineOptions
-from pensieve.engine.ranks.collectives import RankCollective, join
+from pensieve.engine.ranks.collectives import join
 from pensieve.engine.ranks.leader import LeadingWorker
 from pensieve.engine.ranks.ring import RingWriter, SharedRing
 from pensieve.engine.ranks.supervisor import RankSupervisor
@@ -44,29 +44,8 @@ def build_workers(options: EngineOptions) -> Worker:
         supervisor.on_failure()
         supervisor.kill()
         raise
-    return LeadingWorker(
-        worker, RingWriter(ring, spin_s=spin_seconds(device)), FollowerProcesses(supervisor, collective)
-    )
-
-
-class FollowerProcesses:
-    """``leader.FollowerRanks`` in processes of their own."""
-
-    def __init__(self, supervisor: RankSupervisor, collective: RankCollective) -> None:
-        self._supervisor, self._collective = supervisor, collective
-
-    def on_failure(self) -> None:
-        self._supervisor.on_failure()
-
-    def kill(self) -> None:
-        self._supervisor.kill()
-
-    def before_stop(self) -> None:
-        self._supervisor.before_stop()
-
-    def wait_stopped(self) -> None:
-        self._collective.close()
-        self._supervisor.wait_stopped()
+    supervisor.leave_group = collective.close
+    return LeadingWorker(worker, RingWriter(ring, spin_s=spin_seconds(device)), supervisor)
 
 
 def check_gpus(names: list[str], ranks: int) -> None:

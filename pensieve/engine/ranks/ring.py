@@ -23,7 +23,10 @@ import os
 import time
 import zlib
 from collections.abc import Callable
-from typing import Final
+from functools import partial
+from typing import Final, TypeVar
+
+T = TypeVar("T")
 
 SLOTS: Final = 16
 SLOT_BYTES: Final = 128 << 10
@@ -116,7 +119,7 @@ class RingWriter:
         view = memoryview(message)
         for start in range(0, max(1, len(view)), SLOT_BYTES):
             number = self._sent + 1
-            wait_until(lambda number=number: self._is_free(number), self._spin_s)  # type: ignore[misc]
+            wait_for(partial(self._is_free, number), self._spin_s)
             piece = view[start : start + SLOT_BYTES]
             self._ring.put(number, piece, last=start + SLOT_BYTES >= len(view))
             self._sent = number
@@ -139,19 +142,12 @@ class RingReader:
         pieces: list[bytes] = []
         while True:
             number = self._taken + 1
-            found: list[tuple[bytes, bool]] = []
-
-            def arrived(number: int = number, found: list[tuple[bytes, bool]] = found) -> bool:
-                piece = self._ring.get(number)
-                if piece is not None:
-                    found.append(piece)
-                return piece is not None
-
-            if not wait_until(arrived, self._spin_s, timeout_s if not pieces else None):
+            found = wait_for(partial(self._ring.get, number), self._spin_s, timeout_s if not pieces else None)
+            if found is None:
                 return None
             self._taken = number
             self._ring.take(self._reader, number)
-            piece, last = found[0]
+            piece, last = found
             pieces.append(piece)
             if last:
                 return pieces[0] if len(pieces) == 1 else b"".join(pieces)
@@ -161,15 +157,15 @@ class RingReader:
         self._ring.set_backlog(self._reader, chunks)
 
 
-def wait_until(ready: Callable[[], bool], spin_s: float, timeout_s: float | None = None) -> bool:
-    """Poll ``ready`` until it is true or time runs out; return whether it is true. Spins for ``spin_s``, then
-    sleeps ever longer between polls."""
+def wait_for(poll: Callable[[], T | None], spin_s: float, timeout_s: float | None = None) -> T | None:
+    """Poll until the result is true and return it; None after ``timeout_s``. Spins for ``spin_s``, then sleeps ever
+    longer between polls."""
     began, pause = time.monotonic(), SHORTEST_PAUSE_S
-    while not ready():
+    while not (found := poll()):
         waited = time.monotonic() - began
         if timeout_s is not None and waited >= timeout_s:
-            return False
+            return None
         if waited >= spin_s:
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_S)
-    return True
+    return found

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Final, NoReturn
 
 import msgspec
@@ -32,10 +33,12 @@ FAILURE_GRACE_S: Final = 2.0
 
 
 class RankSupervisor:
-    """The processes of ranks 1 to N - 1; rank 0 is this process."""
+    """The processes of ranks 1 to N - 1 (``leader.FollowerRanks``); rank 0 is this process."""
 
     def __init__(self, options: EngineOptions, device: str, *, ring: int, meeting: int) -> None:
         """Start the processes. ``device``: ``cpu`` or ``cuda``; ``ring``, ``meeting``: file descriptors."""
+        self.leave_group: Callable[[], None] | None = None
+        """Ends this rank's collective operations, before the other ranks' exit."""
         self._exit_expected, self._stopping = threading.Event(), threading.Event()
         command = [sys.executable, "-P", "-m", "pensieve.engine.ranks.host", "--parent", str(os.getpid())]
         command += ["--device", device, "--ring", str(ring), "--meeting", str(meeting)]
@@ -73,6 +76,8 @@ class RankSupervisor:
 
     def wait_stopped(self) -> None:
         """See ``leader.FollowerRanks``; a rank that does not exit in time is killed."""
+        if self.leave_group is not None:
+            self.leave_group()
         self._stopping.set()
         limit = time.monotonic() + EXIT_TIMEOUT_S
         for process in self._processes.values():

@@ -24,7 +24,6 @@ import torch
 
 from pensieve.config import EngineTuning
 from pensieve.core import RequestKey
-from pensieve.engine.kv.pools import KvPools
 from pensieve.engine.kv.swap import SwapEngine
 from pensieve.engine.plan import PendingStep, Plan, Sampled, StepResult
 from pensieve.engine.sampling.rows import prepare
@@ -51,9 +50,9 @@ class CudaWorker:
         self.arch, self.info = model.arch, info
         self._device = torch.device(info.device)
         self._compute = torch.cuda.Stream(self._device)
-        self._pools = allocate_pools(model.arch, info)
-        self._swap = SwapEngine(
-            self._pools,
+        self.pools = allocate_pools(model.arch, info)
+        self.swap = SwapEngine(
+            self.pools,
             self._compute,
             pipelined=options.pipelined_swap_in,
             mechanism=options.swap_mechanism,
@@ -74,27 +73,18 @@ class CudaWorker:
         # tensors.
         heads = arch.num_heads + 2 * arch.num_kv_heads
         qkv = torch.empty(1, heads, arch.head_dim, dtype=DTYPES[info.dtype], device=self._device)
-        geometry = geometry_of(qkv[:, : arch.num_heads], self._pools.device[0])
+        geometry = geometry_of(qkv[:, : arch.num_heads], self.pools.device[0])
         rows = info.max_running
         return SharedState(
             model=model,
-            pool=self._pools.device,
-            wait=self._swap.wait,
+            pool=self.pools.device,
+            wait=self.swap.wait,
             sampled=torch.zeros(rows, dtype=torch.int64, device=self._device),
             logits=torch.zeros(rows, arch.vocab_size, device=self._device),
             finite=torch.ones(rows, dtype=torch.bool, device=self._device),
             scratch=Scratch(Programs.scratch_rows(info, geometry), geometry, self._device),
             geometry=geometry,
         )
-
-    @property
-    def pools(self) -> KvPools:
-        """The pools, for tests and tools; only ``launch`` writes them."""
-        return self._pools
-
-    @property
-    def swap(self) -> SwapEngine:
-        return self._swap
 
     def warm_up(self) -> None:
         """Compile all kernels and capture the graphs of common steps, with progress on stderr."""
@@ -121,7 +111,7 @@ class CudaWorker:
                 program, words = self._programs.pack(batch, staging.array)
             # Copies first: some of the step's kernels must come after them, and each layer waits for its
             # swap-in.
-            self._swap.before_step(plan)
+            self.swap.before_step(plan)
             begin = torch.cuda.Event(enable_timing=True)
             begin.record()
             fetched: TokenFetch | None = None
@@ -134,7 +124,7 @@ class CudaWorker:
                 fetched = self._sample(batch)
             end = torch.cuda.Event(enable_timing=True)
             end.record()
-            self._swap.after_step(plan)
+            self.swap.after_step(plan)
         before, self._last_end = self._last_end, end
         return _CudaStep(self, batch, fetched, before, begin, end)
 
@@ -161,9 +151,9 @@ class CudaWorker:
 
     def close(self) -> None:
         torch.cuda.synchronize(self._device)
-        self._swap.close()
+        self.swap.close()
         self._programs.close()
-        self._pools.close()
+        self.pools.close()
 
 
 class _Staging:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import bisect
 import logging
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -22,8 +21,9 @@ from pensieve.engine.worker.cuda_batch import CudaBatch
 from pensieve.engine.worker.program import ALIGNMENT, ProgramSize, SharedState, StepProgram
 from pensieve.engine.worker.sizing import WorkerInfo
 from pensieve.kernels.attention.capacity import Capacity, capacity_for
+from pensieve.kernels.attention.group_lists import PREFIX_GROUP_KIND
 from pensieve.kernels.attention.kinds import Geometry, StepKind, classify
-from pensieve.kernels.attention.plan import PREFIX_GROUP_KIND, DoesNotFit, words_of
+from pensieve.kernels.attention.plan import DoesNotFit, words_of
 
 log = logging.getLogger(__name__)
 
@@ -106,17 +106,14 @@ class Programs:
         """Capture all graphs, the largest first so that the smaller ones reuse its memory."""
         if not self._graphs:
             return
-        wanted = sorted(self._wanted(), key=lambda key: -key[1])
+        wanted = [(kind, size) for kind, sizes in self._buckets.items() for size in sizes]
+        wanted.sort(key=lambda key: -key[1])
         console = Console(stderr=True)
         for kind, tokens in track(wanted, "capturing CUDA graphs", console=console, transient=True):
             self._program(kind, tokens)
 
     def close(self) -> None:
         self._made.clear()
-
-    def _wanted(self) -> Iterator[tuple[StepKind, int]]:
-        for kind, sizes in self._buckets.items():
-            yield from ((kind, size) for size in sizes)
 
     def _graph_for(self, batch: CudaBatch) -> StepProgram | None:
         if not self._graphs or batch.max_context > self._info.context_limit:

@@ -56,46 +56,41 @@ class TorchWorker(SynchronousWorker):
         self._pipelined = pipelined_swap_in
         self._sampled: dict[RequestKey, int] = {}
         self._device = torch.device(info.device)
-        self._pools = allocate_pools(model.arch, info)
-
-    @property
-    def pools(self) -> KvPools:
-        """The pools, for tests and tools; only ``run`` writes them."""
-        return self._pools
+        self.pools = allocate_pools(model.arch, info)
 
     @torch.inference_mode()
     def run(self, plan: Plan) -> StepResult:
         """See ``SynchronousWorker.run``."""
         started = time.perf_counter()
-        self._pools.swap_out(plan.swap_out)
+        self.pools.swap_out(plan.swap_out)
         swapped_out = time.perf_counter()
-        self._pools.copy_on_device(plan.copies)
-        swap_in = self._pools.swap_in(plan.swap_in, pipelined=self._pipelined)
+        self.pools.copy_on_device(plan.copies)
+        swap_in = self.pools.swap_in(plan.swap_in, pipelined=self._pipelined)
         timings: dict[str, float] = {}
         sampled = self._compute(plan, swap_in, timings) if plan.spans else ()
         swap_in.finish()
         return StepResult(
             sampled=sampled,
-            swap_in_bytes=len(plan.swap_in) * self._pools.chunk_bytes,
-            swap_out_bytes=len(plan.swap_out) * self._pools.chunk_bytes,
+            swap_in_bytes=len(plan.swap_in) * self.pools.chunk_bytes,
+            swap_out_bytes=len(plan.swap_out) * self.pools.chunk_bytes,
             swap_in_seconds=swap_in.seconds,
             swap_out_seconds=swapped_out - started if plan.swap_out else 0.0,
             timings=timings,
         )
 
     def close(self) -> None:
-        del self._pools, self._model
+        del self.pools, self._model
 
     def _compute(self, plan: Plan, swap_in: LayerTransfers, timings: dict[str, float]) -> tuple[Sampled, ...]:
         started = time.perf_counter()
         batch = make_torch_batch(
             plan,
             page_tokens=self.info.chunk_tokens,
-            padding_page=self._pools.padding_page,
+            padding_page=self.pools.padding_page,
             device=self._device,
             sampled=self._sampled,
         )
-        attention = _StepAttention(self._pools, batch, swap_in, self.arch.attention_scale)
+        attention = _StepAttention(self.pools, batch, swap_in, self.arch.attention_scale)
         prepared = time.perf_counter()
         logits = self._model.forward(batch.tokens, batch.positions, attention, batch.sample_rows)
         computed = time.perf_counter()
@@ -166,14 +161,10 @@ def build_worker(options: EngineOptions, collective: Collective = SINGLE_RANK) -
     # After the weights are loaded: the tiers use the memory that remains.
     info = worker_info(options, arch, weight_bytes=weight_bytes(weights), collective=collective)
     if info.device == "cuda":
-        return _cuda_worker(options, Transformer(arch, weights, triton_ops(), collective), info)
+        from pensieve.engine.worker.cuda_worker import CudaWorker  # needs Triton
+
+        cuda_worker = CudaWorker(Transformer(arch, weights, triton_ops(), collective), info, options)
+        cuda_worker.warm_up()
+        return cuda_worker
     model = Transformer(arch, weights, collective=collective)
     return TorchWorker(model, info, pipelined_swap_in=options.pipelined_swap_in)
-
-
-def _cuda_worker(options: EngineOptions, model: Transformer, info: WorkerInfo) -> Worker:
-    from pensieve.engine.worker.cuda_worker import CudaWorker  # needs Triton
-
-    worker = CudaWorker(model, info, options)
-    worker.warm_up()
-    return worker
