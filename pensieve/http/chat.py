@@ -60,7 +60,7 @@ from pensieve.http.common.requests import (
     Positive,
     check_count,
 )
-from pensieve.http.output import ChatDeltas, chat_deltas, chat_message
+from pensieve.http.output import ChatDeltas, chat_message
 from pensieve.http.tools import OfferedTool, call_options, check_tools, tool_use
 from pensieve.speech import PLAIN, SpeechForm, read
 
@@ -288,7 +288,7 @@ class ChatCompletion:
 
     def _deltas_of(self, deltas_by_candidate: dict[int, ChatDeltas], candidate: int) -> ChatDeltas:
         if candidate not in deltas_by_candidate:
-            deltas_by_candidate[candidate] = chat_deltas(self.form, self.turn_id, candidate)
+            deltas_by_candidate[candidate] = ChatDeltas(self.form, self.turn_id, candidate)
         return deltas_by_candidate[candidate]
 
     def _chunk(
@@ -473,8 +473,8 @@ async def create(request: Request) -> Response:
             note(turn)
             return door.answer(completion.whole(turn), request)
         include_usage = body.stream_options is not None and body.stream_options.include_usage
-        said = completion.chunks(
+        events = completion.chunks(
             stream, include_usage=include_usage, scored=bool(body.logprobs), around=around
         )
-        chunks = note_before_end(said, stream, note)
+        chunks = note_before_end(events, stream, note)
         return EventStream(chunks, held.pop_all(), door.headers(request))

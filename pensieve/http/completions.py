@@ -250,11 +250,8 @@ async def _cancel_all(outcomes: Sequence[StartedPrompt | BaseException]) -> None
 
 
 def _session(plan: CallPlan, number: int) -> str:
-    return (
-        f"text-{uuid.uuid5(uuid.UUID(plan.own.removeprefix('text-')), str(number)).hex}"
-        if number
-        else plan.own
-    )
+    first = uuid.UUID(plan.own.removeprefix("text-"))
+    return f"text-{uuid.uuid5(first, str(number)).hex}" if number else plan.own
 
 
 async def _begin(

@@ -74,13 +74,13 @@ class ResponseStarter:
     async def begin(self, heads: HeadCache, unstored_ttl_s: float) -> StartedResponse:
         """Begin the turn. A refusal leaves no session behind. Raises HttpFailure and PensieveError."""
         if self.body.previous_response_id is not None:
-            return await self._after(self.body.previous_response_id, unstored_ttl_s)
+            return await self._after_response(self.body.previous_response_id, unstored_ttl_s)
         if self.body.conversation_id is not None:
             return await self._in_conversation(self.body.conversation_id)
         assert self.transcript is not None, "it begins here"
-        return await self._first(heads, self.transcript, unstored_ttl_s)
+        return await self._in_new_session(heads, self.transcript, unstored_ttl_s)
 
-    async def _first(
+    async def _in_new_session(
         self, heads: HeadCache, transcript: HashedTranscript, unstored_ttl_s: float
     ) -> StartedResponse:
         # Clients resend instructions with each response, so a history without them must not lead here.
@@ -101,7 +101,7 @@ class ResponseStarter:
         findable = transcript if is_findable else None
         return StartedResponse(session, stream, self._id(session, stream, self.use), self.use.form, findable)
 
-    async def _after(self, previous: str, unstored_ttl_s: float) -> StartedResponse:
+    async def _after_response(self, previous: str, unstored_ttl_s: float) -> StartedResponse:
         head = ResponseId.parse(previous)
         if head is None:
             raise _unknown_response(previous)
@@ -164,7 +164,6 @@ class ResponseStarter:
                 raise HttpFailure(
                     409,
                     "previous_response_id: that response is still being generated",
-                    kind="conflict_error",
                     param="previous_response_id",
                     code="response_in_progress",
                 )
@@ -179,9 +178,7 @@ class ResponseStarter:
 
     async def _in_conversation(self, name: str) -> StartedResponse:
         session_id = session_of_conversation(name)
-        missing = HttpFailure(
-            404, f"no such conversation: {name}", kind="not_found_error", param="conversation"
-        )
+        missing = HttpFailure(404, f"no such conversation: {name}", param="conversation")
         if session_id is None:
             raise missing
         client = self.caller.client
@@ -228,7 +225,6 @@ class ResponseStarter:
         return HttpFailure(
             409,
             "the response of this Idempotency-Key was not stored, and is gone; use another key for a new one",
-            kind="conflict_error",
             param="Idempotency-Key",
             code="response_not_stored",
         )
@@ -329,7 +325,6 @@ class _References:
             raise HttpFailure(
                 404,
                 f"{param}: no such item: {name[:200]}",
-                kind="not_found_error",
                 param=param,
                 code="item_not_found",
             )
