@@ -203,7 +203,7 @@ def make_app(settings: DoorSettings) -> Starlette:
             Middleware(AdmissionMiddleware, door),
         ],
         exception_handlers={
-            HttpFailure: _failed,
+            HttpFailure: _refused,
             PensieveError: _refused,
             HTTPException: _no_route,
             Exception: _bug,
@@ -216,13 +216,8 @@ def make_app(settings: DoorSettings) -> Starlette:
     return app
 
 
-async def _failed(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HttpFailure)
-    return HttpDoor.from_request(request).refusal(error, request)
-
-
 async def _refused(request: Request, error: Exception) -> Response:
-    assert isinstance(error, PensieveError)
+    assert isinstance(error, HttpFailure | PensieveError)
     return HttpDoor.from_request(request).refusal(failure_from_error(error, request.url.path), request)
 
 

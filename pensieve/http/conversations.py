@@ -20,7 +20,8 @@ from pensieve.http.common.calls import Call, CallPlan, new_session_id
 from pensieve.http.common.contents import Message
 from pensieve.http.common.door import HttpDoor
 from pensieve.http.common.failures import HttpFailure, invalid_field
-from pensieve.http.responses.ids import ResponseId, conversation_id, session_of_conversation
+from pensieve.http.responses.chain import find_conversation
+from pensieve.http.responses.ids import ResponseId, conversation_id
 from pensieve.http.responses.objects import KeptResponse, history_items, list_page, page
 from pensieve.http.responses.requests import InputItem, check_metadata, messages_of
 from pensieve.speech import SpeechForm, read
@@ -177,18 +178,9 @@ def _find_item(request: Request, session: AsyncSession, shown: list[_ShownItem])
 async def _conversation(request: Request) -> AsyncIterator[tuple[HttpDoor, Caller, AsyncSession]]:
     """Yield the door, the caller and the session that the path names. Raises HttpFailure (404)."""
     door = HttpDoor.from_request(request)
-    name = request.path_params["conversation"]
-    session_id = session_of_conversation(name)
-    missing = HttpFailure(404, f"no such conversation: {name}", param="conversation_id")
     async with door.callers.for_request(request) as caller:
-        if session_id is None:
-            raise missing
-        session = caller.client.session(session_id)
-        try:
-            await session.refresh()
-        except NotFound:
-            raise missing from None
-        yield door, caller, session
+        name = request.path_params["conversation"]
+        yield door, caller, await find_conversation(caller.client, name, "conversation_id")
 
 
 async def _shown_items(session: AsyncSession, items: Iterable[Item], info: ServerInfo) -> list[_ShownItem]:

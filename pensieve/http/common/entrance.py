@@ -96,7 +96,7 @@ class AdmissionMiddleware:
         try:
             await self._admit(request)
         except (HttpFailure, PensieveError) as error:
-            failure = error if isinstance(error, HttpFailure) else failure_from_error(error)
+            failure = failure_from_error(error)
             failure.closes_connection = has_body(request)
             # The traceback would keep this frame, and the whole request, alive until a garbage collection.
             error.__traceback__ = failure.__traceback__ = None

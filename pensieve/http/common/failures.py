@@ -106,8 +106,10 @@ _NAMES_BY_PATH: Final[Mapping[str, Mapping[str, str]]] = {
 """Path prefix → fields of the door that these endpoints call by another name."""
 
 
-def failure_from_error(error: PensieveError, path: str = "") -> HttpFailure:
-    """Convert the service's error into the response for a request of this path."""
+def failure_from_error(error: HttpFailure | PensieveError, path: str = "") -> HttpFailure:
+    """Convert an error of the service into the response for a request of this path."""
+    if isinstance(error, HttpFailure):
+        return error
     if error.reason == "CLIENT_CLOSED":  # the door closed it while shutting down
         return HttpFailure(503, "the server is shutting down", code="draining", retry_after_s=1.0)
     if error.reason in (TRANSPORT, TRANSPORT_FINAL):

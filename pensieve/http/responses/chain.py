@@ -10,6 +10,7 @@ from typing import Any, Final
 import msgspec
 
 from pensieve.client import (
+    AsyncClient,
     AsyncSession,
     AsyncTurnStream,
     Role,
@@ -177,23 +178,17 @@ class ResponseStarter:
             raise _unknown_response(previous) from None
 
     async def _in_conversation(self, name: str) -> StartedResponse:
-        session_id = session_of_conversation(name)
-        missing = HttpFailure(404, f"no such conversation: {name}", param="conversation")
-        if session_id is None:
-            raise missing
         client = self.caller.client
-        session = client.session(session_id)
-        try:
-            info = await session.refresh()
-        except NotFound:
-            raise missing from None
+        session = await find_conversation(client, name, "conversation")
+        assert session.info is not None
+        tools = bool(session.info.tools)
         # They apply to this response only: the conversation keeps its own.
         frame: TurnOptions = {}
         if self.body.instructions is not None:
             frame["turn_system_prompt"] = self.body.instructions
         if self.use.text:
             frame["turn_tools"] = self.use.text
-        plan = await self.call.claim_plan(client, CallPlan(session=session_id))
+        plan = await self.call.claim_plan(client, CallPlan(session=session.id))
 
         async def make(own: str) -> AsyncSession:
             raise AssertionError("the conversation exists")
@@ -205,7 +200,7 @@ class ResponseStarter:
 
         async with self.call.undo_on_refusal(client, plan):
             _, stream = await execute_plan(client, self.call, plan, make, turn)
-        use = self.use.with_session_tools(self.info, bool(info.tools))
+        use = self.use.with_session_tools(self.info, tools)
         return StartedResponse(session, stream, self._id(session, stream, use), use.form)
 
     async def _turn(self, session: AsyncSession, more: TurnOptions) -> AsyncTurnStream:
@@ -254,6 +249,20 @@ class ResponseStarter:
             bool(self.body.background),
             use.form.calls is not None,
         )
+
+
+async def find_conversation(client: AsyncClient, name: str, param: str) -> AsyncSession:
+    """Return the session of a conversation id, its info read. Raises HttpFailure (404) for ``param``."""
+    missing = HttpFailure(404, f"no such conversation: {name}", param=param)
+    session_id = session_of_conversation(name)
+    if session_id is None:
+        raise missing
+    session = client.session(session_id)
+    try:
+        await session.refresh()
+    except NotFound:
+        raise missing from None
+    return session
 
 
 def first_transcript(asked: ValidatedResponse, use: ToolUse, scope: bytes) -> HashedTranscript | None:
