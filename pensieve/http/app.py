@@ -125,7 +125,7 @@ async def ready(request: Request) -> Response:
     door = HttpDoor.from_request(request)
     problem = await door.readiness.problem()
     if problem:
-        raise HttpFailure(503, problem, kind="server_error", code="not_ready", retry_after_s=1.0)
+        raise HttpFailure(503, problem, code="not_ready", retry_after_s=1.0)
     return door.answer({"status": "ok"}, request)
 
 
@@ -203,7 +203,7 @@ def make_app(settings: DoorSettings) -> Starlette:
             Middleware(AdmissionMiddleware, door),
         ],
         exception_handlers={
-            HttpFailure: _failed,
+            HttpFailure: _refused,
             PensieveError: _refused,
             HTTPException: _no_route,
             Exception: _bug,
@@ -216,13 +216,8 @@ def make_app(settings: DoorSettings) -> Starlette:
     return app
 
 
-async def _failed(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HttpFailure)
-    return HttpDoor.from_request(request).refusal(error, request)
-
-
 async def _refused(request: Request, error: Exception) -> Response:
-    assert isinstance(error, PensieveError)
+    assert isinstance(error, HttpFailure | PensieveError)
     return HttpDoor.from_request(request).refusal(failure_from_error(error, request.url.path), request)
 
 
@@ -230,12 +225,15 @@ async def _no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = {404: f"no such path: {request.scope['path']}", 405: f"{request.method} is not for this path"}
     failure = HttpFailure(
-        error.status_code, message.get(error.status_code, error.detail), code="unknown_route"
+        error.status_code,
+        message.get(error.status_code, error.detail),
+        kind="invalid_request_error",
+        code="unknown_route",
     )
     return HttpDoor.from_request(request).refusal(failure, request)
 
 
 async def _bug(request: Request, error: Exception) -> Response:
     """An internal error. Its text may quote a user, so the caller does not get it."""
-    failure = HttpFailure(500, "the server failed", kind="server_error", code="bug")
+    failure = HttpFailure(500, "the server failed", code="bug")
     return HttpDoor.from_request(request).refusal(failure, request)

@@ -14,7 +14,16 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pensieve.client import AsyncClient, AsyncSession, AsyncTurnStream, Role, TokenLogprob, Turn, TurnOptions
+from pensieve.client import (
+    AsyncClient,
+    AsyncSession,
+    AsyncTurnStream,
+    Candidate,
+    Role,
+    TokenLogprob,
+    Turn,
+    TurnOptions,
+)
 from pensieve.errors import AlreadyExists, DataLoss, NotFound, PensieveError
 from pensieve.http.common.answers import (
     DONE,
@@ -23,6 +32,7 @@ from pensieve.http.common.answers import (
     SentText,
     SentTokens,
     cancel_on_disconnect,
+    candidates_of,
     completion_usage,
     finish_reason,
     sse_event,
@@ -60,7 +70,7 @@ from pensieve.http.common.requests import (
     Positive,
     check_count,
 )
-from pensieve.http.output import ChatDeltas, chat_deltas, chat_message
+from pensieve.http.output import ChatDeltas, chat_message
 from pensieve.http.tools import OfferedTool, call_options, check_tools, tool_use
 from pensieve.speech import PLAIN, SpeechForm, read
 
@@ -231,13 +241,13 @@ class ChatCompletion:
     def whole(self, turn: Turn) -> dict[str, Any]:
         choices = [
             {
-                "index": index,
-                "message": chat_message(answer, self.turn_id, index),
-                "logprobs": _logprobs(scores),
-                "finish_reason": "tool_calls" if answer.calls and reason == "stop" else reason,
+                "index": one.candidate,
+                "message": chat_message(answer, self.turn_id, one.candidate),
+                "logprobs": _logprobs(one.logprobs),
+                "finish_reason": _finish_reason(one, len(answer.calls)),
             }
-            for index, text, reason, scores in _answers(turn)
-            for answer in (read(text, self.form),)
+            for one in candidates_of(turn)
+            for answer in (read(one.text, self.form),)
         ]
         return {**self._frame("chat.completion"), "choices": choices, "usage": completion_usage(turn)}
 
@@ -271,11 +281,11 @@ class ChatCompletion:
         except PensieveError as error:
             yield sse_event(failure_from_error(error).body)
             return
-        for index, _, reason, _ in _answers(stream.turn):
-            deltas = self._deltas_of(deltas_by_candidate, index)
+        for one in candidates_of(stream.turn):
+            deltas = self._deltas_of(deltas_by_candidate, one.candidate)
             for delta in deltas.finish():
-                yield self._chunk(index, delta)
-            yield self._chunk(index, {}, "tool_calls" if deltas.calls and reason == "stop" else reason)
+                yield self._chunk(one.candidate, delta)
+            yield self._chunk(one.candidate, {}, _finish_reason(one, deltas.calls))
         if include_usage:
             yield sse_event(
                 {
@@ -288,7 +298,7 @@ class ChatCompletion:
 
     def _deltas_of(self, deltas_by_candidate: dict[int, ChatDeltas], candidate: int) -> ChatDeltas:
         if candidate not in deltas_by_candidate:
-            deltas_by_candidate[candidate] = chat_deltas(self.form, self.turn_id, candidate)
+            deltas_by_candidate[candidate] = ChatDeltas(self.form, self.turn_id, candidate)
         return deltas_by_candidate[candidate]
 
     def _chunk(
@@ -309,13 +319,9 @@ class ChatCompletion:
         }
 
 
-def _answers(turn: Turn) -> list[tuple[int, str, str, Scores]]:
-    if turn.candidates:
-        return [
-            (one.candidate, one.text, finish_reason(one.finish_reason), one.logprobs)
-            for one in turn.candidates
-        ]
-    return [(0, turn.text, finish_reason(turn.finish_reason), turn.logprobs)]
+def _finish_reason(answer: Candidate, calls: int) -> str:
+    reason = finish_reason(answer.finish_reason)
+    return "tool_calls" if calls and reason == "stop" else reason
 
 
 def _logprobs(scores: Scores) -> dict[str, Any] | None:
@@ -473,8 +479,8 @@ async def create(request: Request) -> Response:
             note(turn)
             return door.answer(completion.whole(turn), request)
         include_usage = body.stream_options is not None and body.stream_options.include_usage
-        said = completion.chunks(
+        events = completion.chunks(
             stream, include_usage=include_usage, scored=bool(body.logprobs), around=around
         )
-        chunks = note_before_end(said, stream, note)
+        chunks = note_before_end(events, stream, note)
         return EventStream(chunks, held.pop_all(), door.headers(request))

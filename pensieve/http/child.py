@@ -93,13 +93,12 @@ async def _serve(
     async with running(app, listener, tls, settings.proxies) as server:
         tune_gc()
         writer.write(b"ready\n")
-        obeying = asyncio.create_task(_obey(reader, writer, server), name="control")
-        obeying.add_done_callback(_on_control_end)
-        living = asyncio.create_task(_send_alive(writer), name="life")
-        looking = asyncio.create_task(_send_availability(writer, app.state.door.readiness), name="service")
-    living.cancel()
-    looking.cancel()
-    obeying.cancel()
+        commands = asyncio.create_task(_obey(reader, writer, server), name="control")
+        commands.add_done_callback(_on_control_end)
+        alive = asyncio.create_task(_send_alive(writer), name="life")
+        service = asyncio.create_task(_send_availability(writer, app.state.door.readiness), name="service")
+    for task in (alive, service, commands):
+        task.cancel()
     writer.close()
 
 

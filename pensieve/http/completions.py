@@ -32,6 +32,7 @@ from pensieve.http.common.answers import (
     SentText,
     SentTokens,
     cancel_on_disconnect,
+    candidates_of,
     clamp_logprob,
     completion_usage,
     finish_reason,
@@ -250,11 +251,8 @@ async def _cancel_all(outcomes: Sequence[StartedPrompt | BaseException]) -> None
 
 
 def _session(plan: CallPlan, number: int) -> str:
-    return (
-        f"text-{uuid.uuid5(uuid.UUID(plan.own.removeprefix('text-')), str(number)).hex}"
-        if number
-        else plan.own
-    )
+    first = uuid.UUID(plan.own.removeprefix("text-"))
+    return f"text-{uuid.uuid5(first, str(number)).hex}" if number else plan.own
 
 
 async def _begin(
@@ -392,22 +390,10 @@ class TextCompletion:
 
 def _best(turn: Turn, *, ranked: bool = True) -> list[Candidate]:
     """Return a turn's answers, the likeliest first if ``ranked`` and they were compared."""
-    if not turn.candidates:
-        return [
-            Candidate(
-                candidate=0,
-                text=turn.text,
-                output_tokens=turn.usage.output_tokens,
-                finish_reason=turn.finish_reason,
-                stop_sequence=turn.stop_sequence,
-                seed=turn.seed,
-                token_ids=turn.token_ids,
-                logprobs=turn.logprobs,
-            )
-        ]
-    if not ranked or any(one.mean_logprob is None for one in turn.candidates):
-        return list(turn.candidates)
-    return sorted(turn.candidates, key=lambda one: -(one.mean_logprob or 0.0))
+    found = candidates_of(turn)
+    if not ranked or any(one.mean_logprob is None for one in found):
+        return found
+    return sorted(found, key=lambda one: -(one.mean_logprob or 0.0))
 
 
 async def merge_streams(sources: Sequence[AsyncIterator[Document]]) -> AsyncIterator[Document]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import uuid
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -19,7 +20,8 @@ from pensieve.http.common.calls import Call, CallPlan, new_session_id
 from pensieve.http.common.contents import Message
 from pensieve.http.common.door import HttpDoor
 from pensieve.http.common.failures import HttpFailure, invalid_field
-from pensieve.http.responses.ids import ResponseId, conversation_id, session_of_conversation
+from pensieve.http.responses.chain import find_conversation
+from pensieve.http.responses.ids import ResponseId, conversation_id
 from pensieve.http.responses.objects import KeptResponse, history_items, list_page, page
 from pensieve.http.responses.requests import InputItem, check_metadata, messages_of
 from pensieve.speech import SpeechForm, read
@@ -86,25 +88,21 @@ async def create(request: Request) -> Response:
 
 
 async def retrieve(request: Request) -> Response:
-    door = HttpDoor.from_request(request)
-    async with door.callers.for_request(request) as caller:
-        info = await (await _session(request, caller)).refresh()
+    async with _conversation(request) as (door, _, session):
+        info = await session.refresh()
     return door.answer(_document(info), request)
 
 
 async def update(request: Request) -> Response:
     door = HttpDoor.from_request(request)
     labels = await door.bodies.read(request, MetadataRequest, MetadataRequest.validated)
-    async with door.callers.for_request(request) as caller:
-        session = await _session(request, caller)
+    async with _conversation(request) as (_, _, session):
         info = await session.update(labels=labels)
     return door.answer(_document(info), request)
 
 
 async def delete(request: Request) -> Response:
-    door = HttpDoor.from_request(request)
-    async with door.callers.for_request(request) as caller:
-        session = await _session(request, caller)
+    async with _conversation(request) as (door, _, session):
         await session.delete()
     gone = {"id": conversation_id(session.id), "object": "conversation.deleted", "deleted": True}
     return door.answer(gone, request)
@@ -112,17 +110,13 @@ async def delete(request: Request) -> Response:
 
 async def items(request: Request) -> Response:
     """Return a page of the items, newest first unless ``order=asc``."""
-    door = HttpDoor.from_request(request)
-    async with door.callers.for_request(request) as caller:
-        session = await _session(request, caller)
+    async with _conversation(request) as (door, caller, session):
         shown = await _shown_items(session, await session.items(), await door.server_info(caller))
     return door.answer(page(_documents(shown), request), request)
 
 
 async def item(request: Request) -> Response:
-    door = HttpDoor.from_request(request)
-    async with door.callers.for_request(request) as caller:
-        session = await _session(request, caller)
+    async with _conversation(request) as (door, caller, session):
         shown = await _shown_items(session, await session.items(), await door.server_info(caller))
         found, index = _find_item(request, session, shown)
     return door.answer(found.documents[index], request)
@@ -132,8 +126,7 @@ async def add(request: Request) -> Response:
     door = HttpDoor.from_request(request)
     body, messages = await door.bodies.read(request, ItemsRequest, ItemsRequest.validated)
     call = Call.from_request(request, body)
-    async with door.callers.for_request(request) as caller:
-        session = await _session(request, caller)
+    async with _conversation(request) as (_, caller, session):
         plan = await call.claim_plan(caller.client, CallPlan(session=session.id))
         async with call.undo_on_refusal(caller.client, plan):
             added = await session.append([one.sdk_input for one in messages], request_id=str(call.id))
@@ -143,9 +136,7 @@ async def add(request: Request) -> Response:
 
 async def remove(request: Request) -> Response:
     """Erase the newest item and return the conversation. Earlier items cannot be removed."""
-    door = HttpDoor.from_request(request)
-    async with door.callers.for_request(request) as caller:
-        session = await _session(request, caller)
+    async with _conversation(request) as (door, caller, session):
         assert session.info is not None
         revision = session.info.revision
         shown = await _shown_items(session, await session.items(), await door.server_info(caller))
@@ -180,23 +171,16 @@ def _find_item(request: Request, session: AsyncSession, shown: list[_ShownItem])
         for index, document in enumerate(one.documents):
             if document["id"] == wanted:
                 return one, index
-    raise HttpFailure(404, f"no such item: {wanted}", kind="not_found_error", param="item_id")
+    raise HttpFailure(404, f"no such item: {wanted}", param="item_id")
 
 
-async def _session(request: Request, caller: Caller) -> AsyncSession:
-    name = request.path_params["conversation"]
-    session_id = session_of_conversation(name)
-    missing = HttpFailure(
-        404, f"no such conversation: {name}", kind="not_found_error", param="conversation_id"
-    )
-    if session_id is None:
-        raise missing
-    session = caller.client.session(session_id)
-    try:
-        await session.refresh()
-    except NotFound:
-        raise missing from None
-    return session
+@asynccontextmanager
+async def _conversation(request: Request) -> AsyncIterator[tuple[HttpDoor, Caller, AsyncSession]]:
+    """Yield the door, the caller and the session that the path names. Raises HttpFailure (404)."""
+    door = HttpDoor.from_request(request)
+    async with door.callers.for_request(request) as caller:
+        name = request.path_params["conversation"]
+        yield door, caller, await find_conversation(caller.client, name, "conversation_id")
 
 
 async def _shown_items(session: AsyncSession, items: Iterable[Item], info: ServerInfo) -> list[_ShownItem]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import hashlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from pensieve.client import TokenLogprob
@@ -237,11 +237,15 @@ class OutputEvents:
 
 
 class ChatDeltas:
-    def __init__(self, form: SpeechForm, call_id_of: Callable[[int, FunctionCall], str]) -> None:
+    """The deltas of one candidate's answer."""
+
+    def __init__(self, form: SpeechForm, turn_id: str, candidate: int) -> None:
         self._reader = SpeechReader(form)
-        self._call_id_of = call_id_of
-        self._calls = 0
-        self._begun = False
+        self._turn_id = turn_id
+        self._candidate = candidate
+        self.calls = 0
+        """Calls sent so far."""
+        self.begun = False
 
     def push(self, text: str) -> Iterator[dict[str, Any]]:
         for part in self._reader.push(text):
@@ -251,40 +255,28 @@ class ChatDeltas:
         """End the answer. An empty answer yields one delta with the role."""
         for part in self._reader.finish():
             yield from self._deltas(part)
-        if not self._begun:
+        if not self.begun:
             yield from self._deltas(Words(""))
 
     def empty_delta(self) -> dict[str, Any]:
         """Return a delta without text, to carry other fields of a chunk."""
         return next(self._deltas(Words("")))
 
-    @property
-    def begun(self) -> bool:
-        return self._begun
-
-    @property
-    def calls(self) -> int:
-        return self._calls
-
     def _deltas(self, part: AnswerPart) -> Iterator[dict[str, Any]]:
-        head: dict[str, Any] = {} if self._begun else {"role": "assistant", "content": None}
-        self._begun = True
+        head: dict[str, Any] = {} if self.begun else {"role": "assistant", "content": None}
+        self.begun = True
         match part:
             case Words():
                 yield {**head, "content": part.text}
             case Thought():
                 yield {**head, "reasoning_content": part.text}
             case FunctionCall():
-                index, self._calls = self._calls, self._calls + 1
+                index, self.calls = self.calls, self.calls + 1
                 call = {
                     "index": index,
-                    "id": self._call_id_of(index, part),
+                    "id": call_id(self._turn_id, index, part, self._candidate),
                     "type": "function",
                     "function": {"name": part.name, "arguments": ""},
                 }
                 yield {**head, "tool_calls": [call]}
                 yield {"tool_calls": [{"index": index, "function": {"arguments": part.arguments}}]}
-
-
-def chat_deltas(form: SpeechForm, turn_id: str, candidate: int) -> ChatDeltas:
-    return ChatDeltas(form, lambda number, call: call_id(turn_id, number, call, candidate))

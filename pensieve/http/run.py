@@ -14,7 +14,6 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any, Final, cast
 
 import uvicorn
@@ -117,7 +116,7 @@ async def serve(settings: DoorSettings, listener: socket.socket, tls: TlsFiles |
     """Serve until SIGTERM or SIGINT, then let running calls end. Raises OSError for invalid TLS files."""
     for number in (signal.SIGTERM, signal.SIGINT):
         # uvicorn handles both, and raises them again when it has shut down. A requested shutdown is not a failure.
-        signal.signal(number, _ignore_signal)
+        signal.signal(number, lambda *_: None)
     asyncio.get_running_loop().set_exception_handler(AcceptErrorFilter())
     _set_nodelay(listener)
     connections = Connections(settings.proxies)
@@ -251,7 +250,3 @@ def _config(
     )
     config.load()  # now, so that invalid files end the start
     return config
-
-
-def _ignore_signal(_: int, __: FrameType | None) -> None:
-    return

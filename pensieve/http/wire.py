@@ -77,7 +77,7 @@ class _Flow(FlowControl):
             self._wake()
 
     def drop_callback(self) -> None:
-        self._wake = _do_nothing
+        self._wake = lambda: None
 
 
 class _Outlet:
@@ -452,7 +452,6 @@ def _overloaded() -> HttpFailure:
     return HttpFailure(
         503,
         "the server has too many connections: try again",
-        kind="server_error",
         code="server_overloaded",
         retry_after_s=1.0,
     )
@@ -473,10 +472,6 @@ def _answer(failure: HttpFailure) -> bytes:
 
 FULL: Final = _answer(_overloaded())
 """The answer to a request whose connection is evicted."""
-
-
-def _do_nothing() -> None:
-    """Stands for a dropped callback."""
 
 
 def _cancel(timer: asyncio.TimerHandle | None) -> None:

@@ -10,15 +10,13 @@ import asyncio
 import random
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Final, TypeAlias, TypeVar
 
 from pensieve.client import AsyncClient, RetryPolicy, ServerInfo
-from pensieve.errors import Cancelled, PensieveError, Unauthenticated
-from pensieve.http.common.callers import CONNECTIONS, CallerIdentity, connection_options
+from pensieve.errors import PensieveError, Unauthenticated
+from pensieve.http.common.callers import CONNECTIONS, CallerIdentity, closed_error, connection_options
 from pensieve.http.common.failures import HttpFailure
 from pensieve.http.common.settings import DoorSettings
 from pensieve.rpc_status import TRANSPORT, TRANSPORT_FINAL
@@ -94,14 +92,14 @@ class Admission:
         checks = self._checks if accepted is None else self._rechecks
         if (check := checks.get(credential)) is None:
             if self._closed:
-                raise _closed()
+                raise closed_error()
             if len(self._checks) >= MAX_CHECKS and accepted is None:
                 oldest = next(iter(self._checks))
                 self._checks.pop(oldest).cancel()
             check = self._start_check(checks, who, credential, known=accepted is not None)
         await asyncio.wait({check})  # shared with other requests: it outlives this one
         if check.cancelled():
-            raise _closed() if self._closed else _overloaded()
+            raise closed_error() if self._closed else _overloaded()
         if (error := check.exception()) is not None:
             raise error.with_traceback(None)
 
@@ -126,7 +124,14 @@ class Admission:
 
     async def _run(self, who: CallerIdentity, credential: bytes, *, known: bool) -> ServerInfo | None:
         try:
-            async with self._client(who, RECHECK_S if known else 60.0) as client:
+            async with AsyncClient(
+                self._settings.target,
+                tls=self._settings.tls,
+                timeout=RECHECK_S if known else 60.0,
+                retry=RetryPolicy(max_attempts=1),
+                options=connection_options(CONNECTIONS),  # its own connection: no caller's requests use it
+                metadata=who.metadata,
+            ) as client:
                 info = await (self._recheck(client) if known else self._check_unknown(client))
         except Unauthenticated as error:
             self._accepted.pop(credential, None)
@@ -164,31 +169,11 @@ class Admission:
                     raise
             await asyncio.sleep(pause)
 
-    @asynccontextmanager
-    async def _client(self, who: CallerIdentity, timeout_s: float) -> AsyncIterator[AsyncClient]:
-        client = AsyncClient(
-            self._settings.target,
-            tls=self._settings.tls,
-            timeout=timeout_s,
-            retry=RetryPolicy(max_attempts=1),
-            options=connection_options(CONNECTIONS),  # its own connection: no caller's requests use it
-            metadata=who.metadata,
-        )
-        try:
-            yield client
-        finally:
-            await client.close()
-
-
-def _closed() -> Cancelled:
-    return Cancelled("the door is closed", reason="CLIENT_CLOSED")
-
 
 def _overloaded() -> HttpFailure:
     return HttpFailure(
         503,
         "too many callers wait to be admitted: try again",
-        kind="server_error",
         code="server_overloaded",
         retry_after_s=1.0,
     )

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from pensieve.client import FinishReason, Piece, TokenLogprob, TokenText, Turn, Usage
+from pensieve.client import Candidate, FinishReason, Piece, TokenLogprob, TokenText, Turn, Usage
 from pensieve.errors import Internal
 from pensieve.http.common.failures import HttpFailure
 
@@ -208,17 +208,27 @@ def cached_tokens(usage: Usage) -> int:
     return usage.gpu_cached_tokens + usage.swapped_in_tokens
 
 
-def output_tokens(turn: Turn) -> int:
-    if turn.candidates:
-        return sum(candidate.output_tokens for candidate in turn.candidates)
-    return turn.usage.output_tokens
+def candidates_of(turn: Turn) -> list[Candidate]:
+    """Return a turn's answers; the only answer of most turns counts as candidate 0."""
+    return list(turn.candidates) or [
+        Candidate(
+            candidate=0,
+            text=turn.text,
+            output_tokens=turn.usage.output_tokens,
+            finish_reason=turn.finish_reason,
+            stop_sequence=turn.stop_sequence,
+            seed=turn.seed,
+            token_ids=turn.token_ids,
+            logprobs=turn.logprobs,
+        )
+    ]
 
 
 def completion_usage(*turns: Turn) -> dict[str, Any]:
     """Return token counts, summed over all turns. ``cached_tokens``: context tokens that were not computed for
     these turns."""
     prompt = sum(turn.usage.context_tokens for turn in turns)
-    answer = sum(map(output_tokens, turns))
+    answer = sum(one.output_tokens for turn in turns for one in candidates_of(turn))
     cached = sum(cached_tokens(turn.usage) for turn in turns)
     return {
         "prompt_tokens": prompt,

@@ -69,7 +69,7 @@ class BodyBudget:
             loop = asyncio.get_running_loop()
             due = min(
                 ((self._due(one, reservation), one) for one in self._rivals(reservation)),
-                key=_due_time,
+                key=lambda found: found[0],
                 default=None,
             )
             if due is None:
@@ -123,20 +123,12 @@ def is_address(holder: str) -> bool:
     return holder.startswith("@")
 
 
-def _due_time(due: tuple[float, Reservation]) -> float:
-    return due[0]
-
-
-def evicted_failure() -> HttpFailure:
-    return _overloaded("the body arrived slowly, and other requests needed its memory")
-
-
 def _exhausted() -> HttpFailure:
     return _overloaded("too many large bodies are being received")
 
 
 def _overloaded(message: str) -> HttpFailure:
-    return HttpFailure(429, message, kind="rate_limit_error", code="server_overloaded", retry_after_s=1.0)
+    return HttpFailure(429, message, code="server_overloaded", retry_after_s=1.0)
 
 
 P = ParamSpec("P")
@@ -219,7 +211,7 @@ class BodyReader:
             ) from None
         except TimeoutError:
             if reservation.is_evicted:
-                raise evicted_failure() from None
+                raise _overloaded("the body arrived slowly, and other requests needed its memory") from None
             raise HttpFailure(
                 408, f"the body did not come within {BODY_TIMEOUT_S:g} s", code="request_timeout"
             ) from None
@@ -249,9 +241,8 @@ def _decode(data: bytes, kind: type[T], convert: Callable[[T], R]) -> R:
     fields = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
     check_fields(fields, kind)
     found = convert(body)
-    check_nested(
-        fields, kind
-    )  # last, because the checks above say more: a tool of another kind has other fields
+    # Last, because the checks above say more: a tool of another kind has other fields.
+    check_nested(fields, kind)
     return found
 
 

@@ -95,7 +95,7 @@ def _normalised(header: str) -> str:
 
 
 def _invalid_key(problem: str) -> HttpFailure:
-    return HttpFailure(401, problem, kind="authentication_error", code="invalid_api_key")
+    return HttpFailure(401, problem, code="invalid_api_key")
 
 
 REQUESTS_PER_CLIENT: Final = 100
@@ -142,7 +142,7 @@ class Callers:
         caller = self._callers.get(key)
         if caller is None:
             if self._closed:
-                raise Cancelled("the door is closed", reason="CLIENT_CLOSED")
+                raise closed_error()
             caller = self._callers[key] = self._connect(who)
         self._callers.move_to_end(key)
         caller.busy += 1
@@ -184,3 +184,7 @@ class Callers:
 def connection_options(connection: int) -> tuple[tuple[str, int], ...]:
     """Return channel options. Clients with the same ``connection`` share one connection."""
     return ((_CONNECTION_OPTION, connection),)
+
+
+def closed_error() -> Cancelled:
+    return Cancelled("the door is closed", reason="CLIENT_CLOSED")

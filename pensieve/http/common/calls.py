@@ -319,14 +319,12 @@ async def adding_items(
         yield
     except PensieveError as error:
         if is_refusal(error) or not call.is_retryable:
+            # Aborted: the session has moved on, and the items stay.
             with contextlib.suppress(PensieveError):
-                await _rewind(session, before[0].item if before else 0, first + len(batches_of(items)))
+                await session.rewind(
+                    to_item=before[0].item if before else 0, expected_revision=first + len(batches_of(items))
+                )
         raise
-
-
-async def _rewind(session: AsyncSession, item: int, revision: int) -> None:
-    with contextlib.suppress(Aborted):  # The session has moved on: the items stay.
-        await session.rewind(to_item=item, expected_revision=revision)
 
 
 def _request_id(call: Call, name: str) -> str:

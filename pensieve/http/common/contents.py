@@ -10,7 +10,7 @@ from typing import Final
 
 import msgspec
 
-from pensieve.client import CallingMessage, FunctionCall, InputLike, Item, Role, ToolResult
+from pensieve.client import CallingMessage, FunctionCall, InputLike, Role, ToolResult
 from pensieve.http.common.failures import invalid_field, unsupported_field
 from pensieve.speech import CLOSE_THOUGHT, OPEN_THOUGHT, PLAIN, SpeechForm, is_json_object, read
 
@@ -78,16 +78,6 @@ class MessageHistory:
             return Message(Role.ASSISTANT, text)
         answer = read(text, self.form)
         return Message(Role.ASSISTANT, answer.words, answer.calls)
-
-    def holds(self, item: Item, message: Message) -> bool:
-        """Whether an item of a session is this message."""
-        if item.role is not message.role:
-            return False
-        return (
-            self.matches_answer(item.text, message)
-            if message.role is Role.ASSISTANT
-            else item.text == message.text
-        )
 
     def matches_answer(self, text: str, message: Message) -> bool:
         """Whether the history's text of an answer is the one that the client sends as ``message``."""

@@ -137,7 +137,6 @@ class HttpDoor:
             raise HttpFailure(
                 404,
                 f"the model {name!r} is not served here; {served!r} is",
-                kind="not_found_error",
                 param="model",
                 code="model_not_found",
             )

@@ -35,7 +35,6 @@ def check_host(request: Request, settings: DoorSettings) -> None:
             403,
             f"{host!r} is not a name of this machine: use localhost, or start the server with keys "
             "(--api-keys) or with this name (--http-host, of pensieve gateway --host)",
-            kind="permission_error",
             code="foreign_host",
         )
 
@@ -57,7 +56,6 @@ def check_site(request: Request, settings: DoorSettings) -> None:
             403,
             "pages of other sites may not call: allow their origin (--http-cors-origin, of pensieve gateway "
             "--cors-origin), or start the server with keys (--api-keys)",
-            kind="permission_error",
             code="foreign_origin",
         )
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -98,7 +96,7 @@ class AdmissionMiddleware:
         try:
             await self._admit(request)
         except (HttpFailure, PensieveError) as error:
-            failure = error if isinstance(error, HttpFailure) else failure_from_error(error)
+            failure = failure_from_error(error)
             failure.closes_connection = has_body(request)
             # The traceback would keep this frame, and the whole request, alive until a garbage collection.
             error.__traceback__ = failure.__traceback__ = None
@@ -118,7 +116,6 @@ class AdmissionMiddleware:
                     403,
                     "the server lets in callers without a key, and this door is open to a network: start the "
                     "server with --api-keys, or the door with --insecure-i-know",
-                    kind="permission_error",
                     code="keys_required",
                 )
             check_host(request, settings)

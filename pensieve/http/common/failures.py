@@ -11,16 +11,28 @@ from pensieve.core import SAMPLING
 from pensieve.errors import InvalidArgument, PensieveError
 from pensieve.rpc_status import BROKEN, TRANSPORT, TRANSPORT_FINAL
 
+_KINDS: Final = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    409: "conflict_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "server_error",
+    504: "server_error",
+}
+"""HTTP status → error type; ``invalid_request_error`` for any other."""
+
 
 class HttpFailure(Exception):
-    """An error response. ``param``: the request's field that is wrong."""
+    """An error response. ``param``: the request's field that is wrong. ``kind``: its type, by default the status's."""
 
     def __init__(
         self,
         status: int,
         message: str,
         *,
-        kind: str = "invalid_request_error",
+        kind: str | None = None,
         param: str | None = None,
         code: str | None = None,
         retry_after_s: float | None = None,
@@ -28,7 +40,7 @@ class HttpFailure(Exception):
         super().__init__(message)
         self.status = status
         self.message = message
-        self.kind = kind
+        self.kind = kind or _KINDS.get(status, "invalid_request_error")
         self.param = param
         self.code = code
         self.retry_after_s = retry_after_s
@@ -47,21 +59,21 @@ class HttpFailure(Exception):
         return found
 
 
-_STATUS: Final[dict[str, tuple[int, str]]] = {
-    "INVALID_ARGUMENT": (400, "invalid_request_error"),
-    "UNAUTHENTICATED": (401, "authentication_error"),
-    "PERMISSION_DENIED": (403, "permission_error"),
-    "NOT_FOUND": (404, "not_found_error"),
-    "ALREADY_EXISTS": (409, "conflict_error"),
-    "FAILED_PRECONDITION": (409, "conflict_error"),
-    "OUT_OF_RANGE": (400, "invalid_request_error"),
-    "ABORTED": (409, "conflict_error"),
-    "RESOURCE_EXHAUSTED": (429, "rate_limit_error"),
-    "UNAVAILABLE": (503, "server_error"),
-    "DEADLINE_EXCEEDED": (504, "server_error"),
-    "CANCELLED": (409, "conflict_error"),
+_STATUS: Final = {
+    "INVALID_ARGUMENT": 400,
+    "UNAUTHENTICATED": 401,
+    "PERMISSION_DENIED": 403,
+    "NOT_FOUND": 404,
+    "ALREADY_EXISTS": 409,
+    "FAILED_PRECONDITION": 409,
+    "OUT_OF_RANGE": 400,
+    "ABORTED": 409,
+    "RESOURCE_EXHAUSTED": 429,
+    "UNAVAILABLE": 503,
+    "DEADLINE_EXCEEDED": 504,
+    "CANCELLED": 409,
 }
-"""The service's status code → HTTP status and error type."""
+"""The service's status code → HTTP status; 500 for any other."""
 _CODES: Final = {"CONTEXT_LIMIT_EXCEEDED": "context_length_exceeded", "CREDENTIAL_INVALID": "invalid_api_key"}
 """The service's reasons that have an OpenAI name; the others are sent in lower case."""
 _PARAMS: Final = {
@@ -94,15 +106,15 @@ _NAMES_BY_PATH: Final[Mapping[str, Mapping[str, str]]] = {
 """Path prefix → fields of the door that these endpoints call by another name."""
 
 
-def failure_from_error(error: PensieveError, path: str = "") -> HttpFailure:
-    """Convert the service's error into the response for a request of this path."""
+def failure_from_error(error: HttpFailure | PensieveError, path: str = "") -> HttpFailure:
+    """Convert an error of the service into the response for a request of this path."""
+    if isinstance(error, HttpFailure):
+        return error
     if error.reason == "CLIENT_CLOSED":  # the door closed it while shutting down
-        return HttpFailure(
-            503, "the server is shutting down", kind="server_error", code="draining", retry_after_s=1.0
-        )
+        return HttpFailure(503, "the server is shutting down", code="draining", retry_after_s=1.0)
     if error.reason in (TRANSPORT, TRANSPORT_FINAL):
         return _unreachable(error)
-    status, kind = _STATUS.get(error.code, (500, "server_error"))
+    status = _STATUS.get(error.code, 500)
     message, param = error.message, "Idempotency-Key" if error.reason == "REQUEST_ID_REUSED" else None
     if isinstance(error, InvalidArgument) and error.violations:
         named = [(_field(where, path), problem) for where, problem in error.violations]
@@ -110,7 +122,6 @@ def failure_from_error(error: PensieveError, path: str = "") -> HttpFailure:
     return HttpFailure(
         status,
         message,
-        kind=kind,
         param=param,
         code=_CODES.get(error.reason, error.reason.lower()),
         retry_after_s=error.retry_after_s if status in (429, 503) else None,
@@ -124,12 +135,11 @@ def _unreachable(error: PensieveError) -> HttpFailure:
         return HttpFailure(
             503,
             "the service cannot be reached: try again",
-            kind="server_error",
             code="service_unreachable",
             retry_after_s=error.retry_after_s if error.retry_after_s is not None else 1.0,
         )
-    status, kind = _STATUS.get(error.code, (500, "server_error"))
-    return HttpFailure(status, f"the call of the service failed ({code})", kind=kind, code=code.lower())
+    status = _STATUS.get(error.code, 500)
+    return HttpFailure(status, f"the call of the service failed ({code})", code=code.lower())
 
 
 def _field(where: str, path: str) -> str:

@@ -144,15 +144,13 @@ class TurnStarter:
     async def _begin_once(self, own: str) -> tuple[AsyncSession, AsyncTurnStream]:
         heads = self.heads
         if heads is not None and self.hashed.transcript.history:
-            head = heads.find(self.hashed.history_key)
-            if head is not None:
+            if (head := heads.find(self.hashed.history_key)) is not None:
                 try:
                     return await self._execute(await self._plan(head, own))
                 except (NotFound, DataLoss) as error:
                     raise_unless_gone(error)
                     heads.remove(self.hashed.history_key)
-            head = await self._look_up()
-            if head is not None:
+            if (head := await self._look_up()) is not None:
                 try:
                     return await self._execute(await self._plan(head, own))
                 except (NotFound, DataLoss) as error:
@@ -168,13 +166,9 @@ class TurnStarter:
             return branch  # Items appended without a turn must not go to a session that others continue.
         if self.call.is_retryable:
             # Once the turn is there, a retry cannot choose the candidate again.
-            free = head.candidate is None and await is_free(session, revision, self.call.id)
-            return (
-                msgspec.structs.replace(branch, session=head.session_id, revision=revision)
-                if free
-                else branch
-            )
-        if head.candidate is not None:
+            if head.candidate is not None or not await is_free(session, revision, self.call.id):
+                return branch
+        elif head.candidate is not None:
             try:
                 revision = (await session.choose(head.turn_id, head.candidate)).revision
             except (Aborted, FailedPrecondition):
@@ -205,18 +199,18 @@ class TurnStarter:
                 )
             return await append_items(session, early, self.call, follow=last)
         past = (*transcript.history, *early)
-        first = batches_of(past)[:1]
+        first = (batches_of(past) or [()])[0]
         session = await client.create_session(
             session_id=own,
             system_prompt=transcript.system or None,
             tools=transcript.tools or None,
-            initial_items=[one.sdk_input for chunk in first for one in chunk],
-            followed_by=following_roles((*past, *last)[sum(map(len, first)) :]),
+            initial_items=[one.sdk_input for one in first],
+            followed_by=following_roles((*past, *last)[len(first) :]),
             ttl=self.ttl_s,
             overflow="drop_oldest_turns" if transcript.drops_oldest else None,
             request_id=str(uuid.uuid5(self.call.id, "session")),
         )
-        return await append_items(session, past[sum(map(len, first)) :], self.call, follow=last)
+        return await append_items(session, past[len(first) :], self.call, follow=last)
 
     async def _look_up(self) -> Head | None:
         """Return the end that the service finds: of several, that of an earlier try of this turn, else the newest."""

@@ -10,6 +10,7 @@ from typing import Any, Final
 import msgspec
 
 from pensieve.client import (
+    AsyncClient,
     AsyncSession,
     AsyncTurnStream,
     Role,
@@ -74,13 +75,13 @@ class ResponseStarter:
     async def begin(self, heads: HeadCache, unstored_ttl_s: float) -> StartedResponse:
         """Begin the turn. A refusal leaves no session behind. Raises HttpFailure and PensieveError."""
         if self.body.previous_response_id is not None:
-            return await self._after(self.body.previous_response_id, unstored_ttl_s)
+            return await self._after_response(self.body.previous_response_id, unstored_ttl_s)
         if self.body.conversation_id is not None:
             return await self._in_conversation(self.body.conversation_id)
         assert self.transcript is not None, "it begins here"
-        return await self._first(heads, self.transcript, unstored_ttl_s)
+        return await self._in_new_session(heads, self.transcript, unstored_ttl_s)
 
-    async def _first(
+    async def _in_new_session(
         self, heads: HeadCache, transcript: HashedHistory, unstored_ttl_s: float
     ) -> StartedResponse:
         # Clients resend instructions with each response, so a history without them must not lead here.
@@ -101,7 +102,7 @@ class ResponseStarter:
         findable = transcript if is_findable else None
         return StartedResponse(session, stream, self._id(session, stream, self.use), self.use.form, findable)
 
-    async def _after(self, previous: str, unstored_ttl_s: float) -> StartedResponse:
+    async def _after_response(self, previous: str, unstored_ttl_s: float) -> StartedResponse:
         head = ResponseId.parse(previous)
         if head is None:
             raise _unknown_response(previous)
@@ -164,7 +165,6 @@ class ResponseStarter:
                 raise HttpFailure(
                     409,
                     "previous_response_id: that response is still being generated",
-                    kind="conflict_error",
                     param="previous_response_id",
                     code="response_in_progress",
                 )
@@ -178,25 +178,17 @@ class ResponseStarter:
             raise _unknown_response(previous) from None
 
     async def _in_conversation(self, name: str) -> StartedResponse:
-        session_id = session_of_conversation(name)
-        missing = HttpFailure(
-            404, f"no such conversation: {name}", kind="not_found_error", param="conversation"
-        )
-        if session_id is None:
-            raise missing
         client = self.caller.client
-        session = client.session(session_id)
-        try:
-            info = await session.refresh()
-        except NotFound:
-            raise missing from None
+        session = await find_conversation(client, name, "conversation")
+        assert session.info is not None
+        tools = bool(session.info.tools)
         # They apply to this response only: the conversation keeps its own.
         frame: TurnOptions = {}
         if self.body.instructions is not None:
             frame["turn_system_prompt"] = self.body.instructions
         if self.use.text:
             frame["turn_tools"] = self.use.text
-        plan = await self.call.claim_plan(client, CallPlan(session=session_id))
+        plan = await self.call.claim_plan(client, CallPlan(session=session.id))
 
         async def make(own: str) -> AsyncSession:
             raise AssertionError("the conversation exists")
@@ -208,7 +200,7 @@ class ResponseStarter:
 
         async with self.call.undo_on_refusal(client, plan):
             _, stream = await execute_plan(client, self.call, plan, make, turn)
-        use = self.use.with_session_tools(self.info, bool(info.tools))
+        use = self.use.with_session_tools(self.info, tools)
         return StartedResponse(session, stream, self._id(session, stream, use), use.form)
 
     async def _turn(self, session: AsyncSession, more: TurnOptions) -> AsyncTurnStream:
@@ -228,7 +220,6 @@ class ResponseStarter:
         return HttpFailure(
             409,
             "the response of this Idempotency-Key was not stored, and is gone; use another key for a new one",
-            kind="conflict_error",
             param="Idempotency-Key",
             code="response_not_stored",
         )
@@ -258,6 +249,20 @@ class ResponseStarter:
             bool(self.body.background),
             use.form.calls is not None,
         )
+
+
+async def find_conversation(client: AsyncClient, name: str, param: str) -> AsyncSession:
+    """Return the session of a conversation id, its info read. Raises HttpFailure (404) for ``param``."""
+    missing = HttpFailure(404, f"no such conversation: {name}", param=param)
+    session_id = session_of_conversation(name)
+    if session_id is None:
+        raise missing
+    session = client.session(session_id)
+    try:
+        await session.refresh()
+    except NotFound:
+        raise missing from None
+    return session
 
 
 def first_history(asked: ValidatedResponse, use: ToolUse, scope: bytes) -> HashedHistory | None:
@@ -329,7 +334,6 @@ class _References:
             raise HttpFailure(
                 404,
                 f"{param}: no such item: {name[:200]}",
-                kind="not_found_error",
                 param=param,
                 code="item_not_found",
             )

@@ -178,7 +178,6 @@ async def _erase(session: AsyncSession, turn: Turn) -> None:
         raise HttpFailure(
             409,
             "later responses build on this one: delete those first",
-            kind="conflict_error",
             code="has_successors",
         )
     before = [one for one in items if one.request_id != turn.request_id]
@@ -200,7 +199,7 @@ async def _later(door: HttpDoor, caller: Caller, found: ResponseId, turn: Turn) 
 
 
 def _missing(text: str) -> HttpFailure:
-    return HttpFailure(404, f"no such response: {text}", kind="not_found_error", param="response_id")
+    return HttpFailure(404, f"no such response: {text}", param="response_id")
 
 
 def _remember(door: HttpDoor, begun: StartedResponse, turn: Turn) -> None:
