@@ -100,26 +100,15 @@ class MemoryStore:
         start = decode_cursor(cursor)
         rows = [
             _rules.view(session.meta, now)
-            for key, session in self._sessions.items()
-            if key.tenant == tenant
-            and not _rules.is_gone(session.meta, now)
-            and session.meta.row.state is not State.DELETED
-            and position_of(session.meta.row) < start
-            and has_labels(session.meta.row, labels)
+            for session in self._live_sessions(tenant, now)
+            if position_of(session.meta.row) < start and has_labels(session.meta.row, labels)
         ]
         rows.sort(key=position_of, reverse=True)
         more = len(rows) > limit
         return Page(tuple(rows[:limit]), encode_cursor(position_of(rows[limit - 1])) if more else "")
 
     async def usage(self, tenant: str) -> TenantUsage:
-        now = self._now()
-        live = [
-            session
-            for key, session in self._sessions.items()
-            if key.tenant == tenant
-            and not _rules.is_gone(session.meta, now)
-            and session.meta.row.state is not State.DELETED
-        ]
+        live = self._live_sessions(tenant, self._now())
         return TenantUsage(len(live), sum(len(stored.data) for session in live for stored in session.log))
 
     async def read(self, key: Key, *, after_revision: int = 0, head_hash: str = "") -> list[LoggedRecord]:
@@ -134,7 +123,7 @@ class MemoryStore:
         row = _rules.require_present(self._meta(key), self._now()).row
         log = self._sessions[key].log
         stored = log[max(0, after_revision - 1) : after_revision] if after_revision else []
-        stored += take_slice((entry for entry in log[after_revision:]), limit)
+        stored += take_slice(log[after_revision:], limit)
         async with marking_damage(self, key):
             logged = read_log(
                 key, row, stored, after_revision=after_revision, head_hash=head_hash, limit=limit
@@ -239,6 +228,15 @@ class MemoryStore:
             self._remove_marks(key)
             del self._sessions[key]
         return len(gone)
+
+    def _live_sessions(self, tenant: str, now: Moment) -> list[_Session]:
+        return [
+            session
+            for key, session in self._sessions.items()
+            if key.tenant == tenant
+            and not _rules.is_gone(session.meta, now)
+            and session.meta.row.state is not State.DELETED
+        ]
 
     def _remove_marks(self, key: Key) -> None:
         """Remove the session's entries from the mark index."""

@@ -142,9 +142,7 @@ class RedisStore:
         return await self._finish_change(key, reply)
 
     async def load(self, key: Key) -> SessionRow:
-        outcome, *values = await self._link.call(scripts.LOAD, session_keys(key), [])
-        if outcome != b"OK":
-            await self._raise_refusal(key, outcome, values)
+        values = await self._call(scripts.LOAD, key, [])
         fields = as_fields(values[1])
         async with marking_damage(self, key):
             row = read_row(key, fields, int(values[0]))
@@ -187,9 +185,7 @@ class RedisStore:
         return piece
 
     async def find_request(self, key: Key, request_id: str) -> int | None:
-        outcome, *values = await self._link.call(scripts.FIND, session_keys(key), [request_id])
-        if outcome != b"OK":
-            await self._raise_refusal(key, outcome, values)
+        values = await self._call(scripts.FIND, key, [request_id])
         if not values[0]:
             return None
         await self._safe.wait_for_replicas(key, int(values[0]), values[1])
@@ -204,19 +200,10 @@ class RedisStore:
     async def begin(self, key: Key, request: BeginRequest) -> BeginOutcome:
         expected_revision = request.expected_revision
         args = [
-            *(
-                request.request_id,
-                request.fingerprint,
-                "" if expected_revision is None else expected_revision,
-            ),
-            *(
-                request.token,
-                request.owner,
-                request.attempt,
-                request.lease_ms,
-                request.seed,
-                request.start_ms,
-            ),
+            *(request.request_id, request.fingerprint),
+            "" if expected_revision is None else expected_revision,
+            *(request.token, request.owner, request.attempt),
+            *(request.lease_ms, request.seed, request.start_ms),
             *(request.known_revision, request.known_head, request.known_create_ms, int(request.follows)),
         ]
         outcome, *values = await self._link.call(scripts.BEGIN, session_keys(key), args)
@@ -257,11 +244,8 @@ class RedisStore:
         return await renew_all(self._link, leases, lease_ms)
 
     async def ask_to_end(self, key: Key, request_id: str, order: EndOrder) -> bool:
-        args = [request_id, order_text(order)]
-        outcome, *values = await self._link.call(scripts.ASK_TO_END, session_keys(key), args)
-        if outcome != b"OK":
-            await self._raise_refusal(key, outcome, values)
-        return bool(int(values[0]))
+        (stored,) = await self._call(scripts.ASK_TO_END, key, [request_id, order_text(order)])
+        return bool(int(stored))
 
     async def commit(
         self, key: Key, token: str, fingerprint: str, record: Record, counts: Counts
@@ -336,22 +320,25 @@ class RedisStore:
         await self._index.remove_old(key, int(update_ms))
 
     async def mark_damaged(self, key: Key) -> None:
-        outcome, *values = await self._link.call(scripts.DAMAGE, session_keys(key), [])
-        if outcome != b"OK":
-            await self._raise_refusal(key, outcome, values)
+        await self._call(scripts.DAMAGE, key, [])
 
     async def purge_expired(self) -> int:
         """Purge the listings; Redis itself expires the sessions."""
         return await self._index.purge()
+
+    async def _call(self, script: str, key: Key, args: list[Any]) -> list[Any]:
+        """Return the values of an "OK" reply; else raise the reply's error."""
+        outcome, *values = await self._link.call(script, session_keys(key), args)
+        if outcome != b"OK":
+            await self._raise_refusal(key, outcome, values)
+        return values
 
     async def _read_slice(
         self, key: Key, after_revision: int, head_hash: str, limit: int, *, requests: bool
     ) -> tuple[LogSlice, Fields]:
         """Read a slice of the log, and on request the map of all request ids."""
         args = [after_revision, limit, SLICE_BYTES, int(requests)]
-        outcome, *values = await self._link.call(scripts.READ, session_keys(key), args)
-        if outcome != b"OK":
-            await self._raise_refusal(key, outcome, values)
+        values = await self._call(scripts.READ, key, args)
         fields = as_fields(values[1])
         async with marking_damage(self, key):
             row = read_row(key, fields, int(values[0]))

@@ -52,14 +52,8 @@ def create_fields(row: SessionRow) -> list[Any]:
     """Return the fields of a new session that the caller decides, as field, value, field, value, …"""
     return [
         *("head_item", row.head_item, "item_count", row.item_count, "context_tokens", row.context_tokens),
-        *(
-            "config",
-            _json.encode(row.config),
-            "ttl_ms",
-            ttl_ms(row.config),
-            "labels",
-            _json.encode(row.labels),
-        ),
+        *("config", _json.encode(row.config), "ttl_ms", ttl_ms(row.config)),
+        *("labels", _json.encode(row.labels)),
         *("forked_from", row.forked_from, "forked_from_item", row.forked_from_item),
     ]
 

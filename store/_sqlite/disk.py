@@ -132,14 +132,14 @@ def make_durable(connection: sqlite3.Connection, path: Path, seen: bytes) -> Non
             raise _refusals.unavailable(f"{log} changed while it was opened")
         if log.exists():
             _write_again(log)
-        sync_folder(path.parent)
+        fsync_path(path.parent)
     finally:
         connection.execute("ROLLBACK")
 
 
-def sync_folder(folder: Path) -> None:
-    """Flush the names in ``folder``. Raises OSError."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def fsync_path(path: Path) -> None:
+    """Flush a file, or the names in a folder. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
     finally:
@@ -238,7 +238,7 @@ def _make_folder(folder: Path) -> None:
     missing = [one for one in (folder, *folder.parents) if not one.exists()]
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     for one in missing:
-        sync_folder(one.parent)
+        fsync_path(one.parent)
 
 
 def _locked_error(path: Path) -> FailedPrecondition:

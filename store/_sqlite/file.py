@@ -304,10 +304,8 @@ class SqliteFile:
         if connection is None:
             return
         log.error("the write-ahead log of %s was deleted while in use: saving its content", self.path)
-        try:
+        with self._translating():
             saved = self._checkpoint(connection, interrupt=True)
-        except SQLITE_ERRORS as error:
-            raise to_store_error(error, self.path) from error
         if not saved:
             raise _refusals.unavailable(f"{self.path}: another program reads the deleted write-ahead log")
         self._connection = None
@@ -320,7 +318,7 @@ class SqliteFile:
             places.close()
 
     def _connect(self) -> sqlite3.Connection:
-        try:
+        with self._translating():
             if identity_of(self.path) != self._home:
                 raise self._moved()
             seen = content_digest(self._log)
@@ -332,10 +330,6 @@ class SqliteFile:
             except BaseException:
                 self._close_connections(connection)
                 raise
-        except OSError as error:
-            raise os_to_store_error(error, self.path) from error
-        except SQLITE_ERRORS as error:
-            raise to_store_error(error, self.path) from error
         return connection
 
     def _moved(self) -> PensieveError:

@@ -35,7 +35,7 @@ from pensieve.store._raw import (
 )
 from pensieve.store._rules import CommittedRequest, Meta
 from pensieve.store._sqlite import schema
-from pensieve.store._sqlite.disk import log_of_changes, size_of, sync_folder
+from pensieve.store._sqlite.disk import fsync_path, log_of_changes, size_of
 from pensieve.store._sqlite.pages import PageRow, Pages
 from pensieve.store._sqlite.raw_rows import key_from_name, read_row, verified_request
 from pensieve.store._sqlite.rows import Rows
@@ -288,7 +288,7 @@ def rebuild_file(
         keys = recovered.keys()
         if not keys:
             raise NothingFound
-        _remove(made)
+        made.unlink(missing_ok=True)
         # Created by hand: SQLite would leave it readable by all until it is whole.
         os.close(os.open(made, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         damaged = 0
@@ -313,10 +313,10 @@ def rebuild_file(
     found = os.stat(path)
     with contextlib.suppress(PermissionError):
         os.chown(made, found.st_uid, found.st_gid)
-    _sync(made)
+    fsync_path(made)
     whole = path.with_name(f".{path.name}.renewed-{found.st_ino}")
     made.rename(whole)
-    sync_folder(path.parent)
+    fsync_path(path.parent)
     kept = _swap_in(path, whole)
     log.error(
         "%s was damaged and was replaced by a new file with its %d sessions; %d of them have lost records; the damaged "
@@ -329,14 +329,14 @@ def rebuild_file(
 def finish_rebuild(path: Path) -> bool:
     """Finish the replacement of a process that was killed; return whether there was one. Raises OSError."""
     finished = False
-    _remove(path.with_name(f".{path.name}.new"))
+    path.with_name(f".{path.name}.new").unlink(missing_ok=True)
     for whole in path.parent.glob(f".{path.name}.renewed-*"):
         if path.exists() and whole.name.endswith(f"-{os.stat(path).st_ino}"):
             log.error("finishing the rebuild of %s that was interrupted", path)
             _swap_in(path, whole)
             finished = True
         else:  # the file it was made from is missing
-            _remove(whole)
+            whole.unlink(missing_ok=True)
     return finished
 
 
@@ -363,24 +363,12 @@ def _swap_in(path: Path, whole: Path) -> Path:
     changes = log_of_changes(path)
     if size_of(changes):
         os.link(changes, log_of_changes(kept))
-    sync_folder(path.parent)
+    fsync_path(path.parent)
     for beside in (changes, path.with_name(path.name + "-shm")):
-        _remove(beside)
+        beside.unlink(missing_ok=True)
     whole.rename(path)
-    sync_folder(path.parent)
+    fsync_path(path.parent)
     return kept
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _remove(path: Path) -> None:
-    path.unlink(missing_ok=True)
 
 
 def _log_progress() -> Progress:

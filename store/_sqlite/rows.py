@@ -225,10 +225,7 @@ class Rows:
             self._appended.setdefault(number, []).append((record.request_id, crc))
         self.put(key, after, request_crc=crc)
         try:
-            self._connection.execute(
-                "INSERT INTO records (session, revision, data, crc, head_hash, named) VALUES (?, ?, ?, ?, ?, ?)",
-                (self._number(key), *stored, name_of(key) if record.revision == 1 else None),
-            )
+            self.insert_records(self._number(key), key, [stored])
             if asked is not None:
                 self._connection.execute(
                     "INSERT INTO requests (session, request_id, fingerprint, revision, crc) VALUES (?, ?, ?, ?, ?)",

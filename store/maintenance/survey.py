@@ -50,12 +50,11 @@ class RepairResult:
         """The faults that remain."""
         done = {(one.tenant, one.session) for one in self.mended}
         done -= {(key.tenant, key.session_id) for key in self.busy}
-        return [one for one in self.findings if not self._is_mended(one, done)]
-
-    @staticmethod
-    def _is_mended(one: Finding, done: set[tuple[str, str]]) -> bool:
-        about_store = one.session == "" and one.remedy is Remedy.REBUILD
-        return about_store or (one.tenant, one.session) in done
+        return [
+            one
+            for one in self.findings
+            if (one.tenant, one.session) not in done and (one.session or one.remedy is not Remedy.REBUILD)
+        ]
 
 
 async def check(store: RawStore, only: Key | None = None, progress: Progress = no_progress) -> Survey:

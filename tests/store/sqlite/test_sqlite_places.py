@@ -154,7 +154,7 @@ async def test_a_start_tells_a_full_disk_from_a_sick_one(
     def failing(_: Path) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(disk, "sync_folder", failing)
+    monkeypatch.setattr(disk, "fsync_path", failing)
     with pytest.raises(Unavailable, match=os.strerror(number)) as caught:
         await SqliteStore(tmp_path / "h.db").open()
     assert caught.value.reason == reason
