@@ -274,7 +274,6 @@ def main(
 async def _until_signalled(
     evaluation: Evaluation, queues: Sequence[Sequence[Job]], where: Sequence[Device], site: Site
 ) -> None:
-    """SIGTERM or SIGINT stops it."""
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, evaluation.stop)

@@ -53,8 +53,6 @@ _COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where the figures come from."""
-
     command: str
     commit: str
     gpu: str
@@ -278,7 +276,6 @@ def _load(options: Mapping[str, Any]) -> str:
 
 
 def _job(label: str, result: JobResult) -> dict[str, Any]:
-    """A line of ``jobs``."""
     seen = result.report or {"targets": []}
     failed = result.error or any(summary["turns"]["failed"] for summary in seen["targets"])
     return {

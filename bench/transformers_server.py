@@ -22,8 +22,6 @@ from transformers import AutoModelForCausalLM
 
 
 class Answers(Protocol):
-    """What a server needs of a model."""
-
     vocab_size: int
     context_limit: int
 
@@ -107,7 +105,6 @@ class Handler(BaseHTTPRequestHandler):
         return {"text": "", "token_ids": [token]}
 
     def body(self) -> dict[str, Any]:
-        """What was posted."""
         return dict(json.loads(self.rfile.read(int(self.headers.get("content-length") or 0)) or b"{}"))
 
     def stream(self, body: dict[str, Any], prompt: list[int]) -> None:
@@ -126,7 +123,6 @@ class Handler(BaseHTTPRequestHandler):
         self._chunk(b"")
 
     def reply(self, status: int, value: Any) -> None:
-        """The whole answer at once."""
         data = json.dumps(value).encode()
         self.send_response(status)
         self.send_header("content-length", str(len(data)))

@@ -151,7 +151,6 @@ def lone_turns(target: str) -> list[float]:
 
 
 def read_trace(path: Path) -> tuple[TraceHeader, list[TraceRow]]:
-    """Header and turns of a recording."""
     first, *lines = gzip.decompress(path.read_bytes()).splitlines()
     header = msgspec.json.decode(first, type=TraceHeader)
     return header, [msgspec.json.decode(line, type=TraceRow) for line in lines]
@@ -241,7 +240,6 @@ def compare(files: Files, *, rescale: bool = False) -> dict[str, Any]:
 
 
 def page(report: dict[str, Any]) -> str:
-    """The table."""
     fitted, where = report["fitted"], report["machine"]
     lines = [
         "# Simulation against server",

@@ -21,8 +21,6 @@ START_LIMIT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class StandIn:
-    """A running server."""
-
     pid: int
     address: str
     admin: str

@@ -100,7 +100,6 @@ class Experiment:
 
 
 def experiments(scale: Scale) -> dict[str, Experiment]:
-    """All experiments, by name."""
     return {experiment.name: experiment for experiment in (*_systems(scale), *_ablations(scale))}
 
 

@@ -59,8 +59,6 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class JobResult:
-    """What came of a job."""
-
     job: Job
     device: str
     command: str
@@ -74,7 +72,6 @@ class JobResult:
     error: str
     """Empty when the server was measured; without the folders of this machine."""
     logs: dict[str, str] = field(default_factory=dict)
-    """Name → text, whole."""
 
 
 def devices(names: Sequence[str]) -> list[Device]:

@@ -16,8 +16,6 @@ TIME_SCALE = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Turns/s, the most telling first."""
-
     both: tuple[float, ...]
     """Rates for systems that keep history on the device and in host memory."""
     device: tuple[float, ...]

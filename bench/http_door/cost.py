@@ -47,12 +47,9 @@ OPEN_STEP_MS, OPEN_TOKENS, OPEN_RAMP_S = 1000.0, 60, 30.0
 
 @dataclass(slots=True)
 class Rig:
-    """A server and its door."""
-
     address: str
     url: str
     server: int
-    """Process id, as the door's."""
     door: int
 
     def load(self, way: Way, streams: int, turns: int, output: int, ramp_s: float = 1.0) -> Load:

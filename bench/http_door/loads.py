@@ -87,7 +87,6 @@ class Words:
         return cls(tokenizer, tuple(whole), tuple(pieces))
 
     def text(self, dice: random.Random, tokens: int) -> str:
-        """Text of so many tokens."""
         return str(self.tokenizer.decode([dice.choice(self.whole) for _ in range(tokens)]))
 
     def count(self, text: str) -> int:

@@ -43,10 +43,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """A server that is up."""
-
     url: str
-    """Where clients come in."""
     start_s: float
     admin: str = ""
     """Pensieve's admin address; empty for others."""

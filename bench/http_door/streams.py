@@ -39,9 +39,7 @@ class Load:
 
     way: Way
     grpc: str
-    """HOST:PORT of the server."""
     http: str
-    """URL of the door."""
     streams: int
     turns: int
     output: int

@@ -74,7 +74,6 @@ class Data:
 
 
 def make_data(spans: Spans, heads: int, kv_heads: int, device: str = "cuda") -> Data:
-    """Random tensors of a step."""
     pages = [-(-context // PAGE) for _, context in spans]
     per_set = sum(pages) * 2 * kv_heads * PAGE * DIM * BYTES
     sets = max(1, min(4, int(30e9 // per_set)))

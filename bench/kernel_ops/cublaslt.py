@@ -30,8 +30,6 @@ class Found(ctypes.Structure):
 
 
 class Lt:
-    """The library, with a workspace."""
-
     def __init__(self) -> None:
         """Raises RuntimeError when torch has not loaded it."""
         path = re.search(r"/\S*libcublasLt\.so\S*", Path("/proc/self/maps").read_text())

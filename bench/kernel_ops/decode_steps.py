@@ -113,8 +113,6 @@ def without_merge() -> AbstractContextManager[object]:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How a step is done."""
-
     setting: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
     """In force while the graph is captured."""
     model: type[Transformer] = Transformer

@@ -38,8 +38,6 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A part of a step."""
-
     launches: float
     ms: float
     """Durations added up. A kernel that begins early and then waits for the one before counts its waiting."""

@@ -100,7 +100,6 @@ def gb_per_s(sides: tuple[Side, ...], num_bytes: int, repeats: int = 7) -> float
 
 
 def submit_us(side: Side) -> float:
-    """CPU time of one call."""
     taken = []
     for _ in range(9):
         torch.cuda.synchronize()

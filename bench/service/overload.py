@@ -98,8 +98,6 @@ def summary(calls: Sequence[Call], seconds: float) -> dict[str, Any]:
 
 
 class Bench:
-    """What all runs have in common."""
-
     def __init__(
         self, seconds: float, step_ms: float, token_us: float, output: int, options: Sequence[str]
     ) -> None:

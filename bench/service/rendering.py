@@ -1,10 +1,10 @@
-"""How long the rendering of histories takes, and how long it makes another tenant wait.
+"""Time to render histories. (``rendering_served.py``: how long another tenant waits meanwhile.)
 
     python bench/service/rendering.py FOLDER...
 
 For each model folder (tokenizer.json and tokenizer_config.json are enough): milliseconds of the import of 250 to 2,000
-messages, as a dialogue and with roles in any order where the template takes that; of the text work of the last of 1,000
-short turns; and of one-word turns of another tenant beside four imports of 2,000 messages at a time, without an engine.
+messages, as a dialogue and with roles in any order where the template takes that; and of the text work of the last of
+1,000 short turns.
 ``bench/results/rendering.md`` has results.
 """
 
@@ -60,46 +60,7 @@ async def turns_ms(renderer: Renderer, turns: int) -> dict[int, float]:
     return {n: statistics.median(taken[max(0, n - 10) : n]) for n in (10, turns // 4, turns // 2, turns)}
 
 
-async def beside(renderer: Renderer, roles: Sequence[Role], chars: int) -> dict[str, float]:
-    """Milliseconds of another tenant's one-word turns while four imports at a time are rendered."""
-    word = [InputEntry(Role.USER, "hi")]
-
-    async def turn() -> float:
-        begin = time.perf_counter()
-        await renderer.for_tenant("other").prepare(History(), word, ItemStamp(1, "r", 0), ROOM)
-        return (time.perf_counter() - begin) * 1e3
-
-    alone = [await turn() for _ in range(20)]
-    over = False
-
-    async def flood() -> int:
-        done = 0
-        while not over:
-            await renderer.for_tenant("flood").items(History(), entries(roles, chars), ItemStamp(1, "r", 0))
-            done += 1
-        return done
-
-    floods = [asyncio.create_task(flood()) for _ in range(4)]
-    await asyncio.sleep(0.2)
-    took: list[float] = []
-    begin = time.perf_counter()
-    while time.perf_counter() - begin < 10:
-        took.append(await turn())
-        await asyncio.sleep(0.02)
-    over = True
-    imports = sum(await asyncio.gather(*floods))
-    ordered = sorted(took)
-    return {
-        "alone_p50": statistics.median(alone),
-        "p50": statistics.median(ordered),
-        "p99": ordered[int(0.99 * len(ordered))],
-        "most": ordered[-1],
-        "imports": imports,
-    }
-
-
 async def measure(folder: Path) -> dict[str, Any]:
-    """All figures of one model folder."""
     tokenizer = ChatTokenizer.from_folder(folder, allow_rewriting=True)
     draw = random.Random(3)
     shapes = {"dialogue": [Role.USER, Role.ASSISTANT] * 1000}
@@ -116,8 +77,6 @@ async def measure(folder: Path) -> dict[str, Any]:
             except TemplateError as error:
                 found[name] = error.message
     found["turns"] = await turns_ms(Renderer(tokenizer), 1000)
-    found["beside"] = await beside(Renderer(tokenizer), shapes["dialogue"], 1)
-    found["beside, 200 characters"] = await beside(Renderer(tokenizer), shapes["dialogue"], 200)
     return found
 
 

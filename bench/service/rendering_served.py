@@ -47,7 +47,6 @@ Work = Callable[[], Awaitable[None]]
 
 
 def bearer(tenant: str) -> str:
-    """The API key of a tenant."""
     return f"ck_{tenant}_{KEYS[tenant]}"
 
 
@@ -100,13 +99,11 @@ async def compared(turn: Work, imported: Work, seconds: float) -> dict[str, floa
 
 
 def told(took: list[float]) -> dict[str, float]:
-    """Percentiles."""
     p99 = statistics.quantiles(took, n=100)[98]
     return {"p50": round(statistics.median(took), 1), "p99": round(p99, 1), "most": round(max(took), 1)}
 
 
 async def over_grpc(target: str, seconds: float) -> dict[str, float]:
-    """Both tenants call the service."""
     history = [(Role.USER if number % 2 == 0 else Role.ASSISTANT, "a") for number in range(MESSAGES)]
     async with (
         AsyncClient(target, api_key=bearer("acme")) as acme,
@@ -126,7 +123,6 @@ async def over_grpc(target: str, seconds: float) -> dict[str, float]:
 
 
 async def over_http(address: str, seconds: float) -> dict[str, float]:
-    """Both tenants call the door."""
     history = [
         {"type": "message", "role": "user" if number % 2 == 0 else "assistant", "content": "a"}
         for number in range(MESSAGES)
@@ -152,7 +148,6 @@ async def over_http(address: str, seconds: float) -> dict[str, float]:
 
 
 def measure(source: Path, seconds: float) -> dict[str, Any]:
-    """Both ways with one tokenizer."""
     with tempfile.TemporaryDirectory(prefix="pensieve-bench-") as place:
         folder = Path(place)
         keys = folder / "keys.toml"

@@ -39,8 +39,6 @@ INPUT_WORDS = ("red", "stone", "river", "seven", "glass", "north", "candle", "pa
 
 @dataclass
 class Sample:
-    """What was seen at one moment."""
-
     seconds: float
     turns: int
     output_tokens: int
@@ -49,7 +47,6 @@ class Sample:
     processor_s: float
     """Processor time of the server's processes: what else runs on the machine does not count in it."""
     context_tokens: int
-    """Of all turns so far."""
     full: bool
     """Whether all conversations that are held at once have begun."""
 
@@ -119,7 +116,6 @@ class Soak:
         return usage.context_tokens + usage.output_tokens
 
     async def sample(self, server: ServerProcess, began: float) -> None:
-        """For ever."""
         while True:
             await asyncio.sleep(SAMPLE_S)
             children = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
@@ -154,7 +150,6 @@ def tenth(samples: list[Sample], last: bool) -> dict[str, float]:
 
 
 async def soaked(server: ServerProcess, soak: Soak, clients: int, minutes: float) -> None:
-    """Until the time is over."""
     began = soak.last_piece = time.monotonic()
     sampling = asyncio.create_task(soak.sample(server, began))
     try:
