@@ -42,7 +42,7 @@ class Rope:
 class Arch:
     """A decoder-only transformer whose layers all have one KV geometry."""
 
-    family: Literal["opt", "llama", "mistral", "qwen2", "qwen3"]
+    family: Literal["opt", "llama", "mistral", "qwen2", "qwen3", "seed_oss"]
     vocab_size: int
     hidden_size: int
     intermediate_size: int

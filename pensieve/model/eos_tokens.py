@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from pensieve.model.arch import ModelError
 
-_DEFAULTS: Final = {"opt": 2, "llama": 2, "mistral": 2}
+_DEFAULTS: Final = {"opt": 2, "llama": 2, "mistral": 2, "seed_oss": 2}
 """Transformers' default per family, where no file names a token."""
 
 

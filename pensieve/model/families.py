@@ -20,7 +20,7 @@ from pensieve.model.arch import DTYPE_BYTES, Arch, ModelError, Rope
 from pensieve.model.eos_tokens import declared_eos_ids, default_eos_ids
 
 Config = dict[str, Any]
-Family = Literal["llama", "mistral", "qwen2", "qwen3"]
+Family = Literal["llama", "mistral", "qwen2", "qwen3", "seed_oss"]
 
 _CLASSES: Final = {
     "opt": "OPTConfig",
@@ -28,6 +28,7 @@ _CLASSES: Final = {
     "mistral": "MistralConfig",
     "qwen2": "Qwen2Config",
     "qwen3": "Qwen3Config",
+    "seed_oss": "SeedOssConfig",
 }
 _HF_TOP_K = 50
 """Default of ``generate`` when sampling is on and generation_config.json names no top_k."""
@@ -152,7 +153,7 @@ def _llama_like(family: Family) -> Callable[[Config, Config], Arch]:
         if head_dim % 2:
             raise ModelError(f"head_dim {head_dim} is odd, and rotary positions rotate pairs")
         # transformers gives the other families no bias, whatever their config says.
-        attention_bias = family in ("llama", "qwen3") and parsed.attention_bias
+        attention_bias = family in ("llama", "qwen3", "seed_oss") and parsed.attention_bias
         return Arch(
             family=family,
             vocab_size=parsed.vocab_size,
@@ -169,8 +170,8 @@ def _llama_like(family: Family) -> Callable[[Config, Config], Arch]:
             gated_mlp=True,
             rope=_rope(parsed.rope_parameters),
             qkv_bias=family == "qwen2" or attention_bias,
-            output_bias=attention_bias,
-            mlp_bias=family == "llama" and parsed.mlp_bias,
+            output_bias=parsed.attention_out_bias if family == "seed_oss" else attention_bias,
+            mlp_bias=family in ("llama", "seed_oss") and parsed.mlp_bias,
             qk_norm=family == "qwen3",
             tied_embeddings=parsed.tie_word_embeddings,
             dtype=_dtype(config),

@@ -12,9 +12,10 @@ from transformers.models.mistral import MistralConfig
 from transformers.models.opt import OPTConfig
 from transformers.models.qwen2 import Qwen2Config
 from transformers.models.qwen3 import Qwen3Config
+from transformers.models.seed_oss import SeedOssConfig
 
-Family = Literal["opt", "llama", "llama3", "mistral", "qwen2", "qwen3"]
-FAMILIES: tuple[Family, ...] = ("opt", "llama", "llama3", "mistral", "qwen2", "qwen3")
+Family = Literal["opt", "llama", "llama3", "mistral", "qwen2", "qwen3", "seed_oss"]
+FAMILIES: tuple[Family, ...] = ("opt", "llama", "llama3", "mistral", "qwen2", "qwen3", "seed_oss")
 
 _COMMON: dict[str, Any] = {
     "vocab_size": 160,
@@ -42,6 +43,7 @@ _CONFIGS: dict[Family, tuple[type, dict[str, Any]]] = {
     "mistral": (MistralConfig, _GATED | {"sliding_window": None}),
     "qwen2": (Qwen2Config, {k: v for k, v in _GATED.items() if k != "head_dim"}),
     "qwen3": (Qwen3Config, _GATED | {"head_dim": 16}),
+    "seed_oss": (SeedOssConfig, _GATED | {"head_dim": 16}),
 }
 _made: dict[tuple[str, str, int, str], Path] = {}
 
