@@ -117,6 +117,7 @@ _TABLES = {
     "qwen3": _LLAMA,
     "seed_oss": _LLAMA,
 }
+"""Tensor names of each ``Arch.family``."""
 
 
 class TensorSource(Protocol):

@@ -1,4 +1,7 @@
-"""Tiny random Hugging Face checkpoints, one per family: the models that tests compare with transformers."""
+"""Tiny random Hugging Face checkpoints: the models that tests compare with transformers.
+
+One per family, and ``llama3``: a Llama with scaled rotary positions and a tied head.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from transformers.models.seed_oss import SeedOssConfig
 
 Family = Literal["opt", "llama", "llama3", "mistral", "qwen2", "qwen3", "seed_oss"]
 FAMILIES: tuple[Family, ...] = ("opt", "llama", "llama3", "mistral", "qwen2", "qwen3", "seed_oss")
+"""Append: the position decides which random schedules a family gets in ``tests/exactness``."""
 
 _COMMON: dict[str, Any] = {
     "vocab_size": 160,
