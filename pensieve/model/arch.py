@@ -42,7 +42,8 @@ class Rope:
 class Arch:
     """A decoder-only transformer whose layers all have one KV geometry."""
 
-    family: Literal["opt", "llama", "mistral", "qwen2", "qwen3"]
+    family: Literal["opt", "llama", "mistral", "qwen2", "qwen3", "seed_oss"]
+    """``model_type`` of config.json. Selects the layout of the weights; the other fields describe the computation."""
     vocab_size: int
     hidden_size: int
     intermediate_size: int

@@ -8,8 +8,8 @@ from typing import Any, Final
 
 from pensieve.model.arch import ModelError
 
-_DEFAULTS: Final = {"opt": 2, "llama": 2, "mistral": 2}
-"""Transformers' default per family, where no file names a token."""
+_DEFAULTS: Final = {"opt": 2, "llama": 2, "mistral": 2, "seed_oss": 2}
+"""Default of ``eos_token_id`` in transformers' config class; the other families have none."""
 
 
 def declared_eos_ids(config: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, ...]:
@@ -23,7 +23,8 @@ def declared_eos_ids(config: Mapping[str, Any], generation: Mapping[str, Any]) -
 
 
 def default_eos_ids(config: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the family's end of text, for a folder whose files name none; empty if the family has none."""
+    """Return the family's end of text, for a folder without ``eos_token_id`` in either file. Empty if
+    the family has none, or if a file has the field, even as null."""
     is_named = "eos_token_id" in config or "eos_token_id" in generation
     default = None if is_named else _DEFAULTS.get(str(config.get("model_type", "")))
     return () if default is None else (default,)

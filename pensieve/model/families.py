@@ -1,4 +1,4 @@
-"""Readers that turn the config.json of a family into an ``Arch``.
+"""Readers that turn the config.json of a family into an ``Arch``. A family is one ``model_type``.
 
 transformers' own config class parses the file first, so defaults, nulls, types and both spellings of rotary
 positions are interpreted as transformers does. The readers map the result and reject unsupported values.
@@ -20,7 +20,8 @@ from pensieve.model.arch import DTYPE_BYTES, Arch, ModelError, Rope
 from pensieve.model.eos_tokens import declared_eos_ids, default_eos_ids
 
 Config = dict[str, Any]
-Family = Literal["llama", "mistral", "qwen2", "qwen3"]
+Family = Literal["llama", "mistral", "qwen2", "qwen3", "seed_oss"]
+"""Families that ``_llama_like`` reads. OPT has a reader of its own, ``_opt``."""
 
 _CLASSES: Final = {
     "opt": "OPTConfig",
@@ -28,7 +29,9 @@ _CLASSES: Final = {
     "mistral": "MistralConfig",
     "qwen2": "Qwen2Config",
     "qwen3": "Qwen3Config",
+    "seed_oss": "SeedOssConfig",
 }
+"""transformers' config class of each family in READERS."""
 _HF_TOP_K = 50
 """Default of ``generate`` when sampling is on and generation_config.json names no top_k."""
 _SIZES: Final = (
@@ -151,8 +154,8 @@ def _llama_like(family: Family) -> Callable[[Config, Config], Arch]:
         _require_positive("head_dim", head_dim)
         if head_dim % 2:
             raise ModelError(f"head_dim {head_dim} is odd, and rotary positions rotate pairs")
-        # transformers gives the other families no bias, whatever their config says.
-        attention_bias = family in ("llama", "qwen3") and parsed.attention_bias
+        # transformers ignores this field of Mistral (never a bias) and Qwen2 (always one on q, k and v).
+        attention_bias = family in ("llama", "qwen3", "seed_oss") and parsed.attention_bias
         return Arch(
             family=family,
             vocab_size=parsed.vocab_size,
@@ -169,8 +172,8 @@ def _llama_like(family: Family) -> Callable[[Config, Config], Arch]:
             gated_mlp=True,
             rope=_rope(parsed.rope_parameters),
             qkv_bias=family == "qwen2" or attention_bias,
-            output_bias=attention_bias,
-            mlp_bias=family == "llama" and parsed.mlp_bias,
+            output_bias=parsed.attention_out_bias if family == "seed_oss" else attention_bias,
+            mlp_bias=family in ("llama", "seed_oss") and parsed.mlp_bias,
             qk_norm=family == "qwen3",
             tied_embeddings=parsed.tie_word_embeddings,
             dtype=_dtype(config),

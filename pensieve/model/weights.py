@@ -109,7 +109,15 @@ _OPT = _Names(
     down="fc2",
     positions="embed_positions",
 )
-_TABLES = {"opt": _OPT, "llama": _LLAMA, "mistral": _LLAMA, "qwen2": _LLAMA, "qwen3": _LLAMA}
+_TABLES = {
+    "opt": _OPT,
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+    "qwen2": _LLAMA,
+    "qwen3": _LLAMA,
+    "seed_oss": _LLAMA,
+}
+"""Tensor names of each ``Arch.family``."""
 
 
 class TensorSource(Protocol):

@@ -1,9 +1,9 @@
 """Rule one: whatever happened to the cache, the answer is what transformers gives on the whole history.
 
-Each family has random schedules of its own on a tiny random checkpoint in float32, 144 in all and hundreds in
-`make test-long`: sessions and turns,
-tiers down to the minimum, chunks of 1, 8 and 32 tokens, all policies and off switches, suspensions, cancels, edits,
-evictions. Most of the code is common to all families, so no schedule is played twice.
+Each family has 24 random schedules of its own on a tiny random checkpoint in float32, and 192 in `make test-
+long`: sessions and turns, tiers down to the minimum, chunks of 1, 8 and 32 tokens, all policies and off
+switches, suspensions, cancels, edits, evictions. Most of the code is common to all families, so no schedule
+is played twice.
 """
 
 from __future__ import annotations

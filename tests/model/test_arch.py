@@ -93,6 +93,13 @@ def test_qwen_biases_and_norms(tmp_path: Path) -> None:
     assert three.qk_norm and not three.qkv_bias and three.tied_embeddings and three.head_dim == 128
 
 
+def test_seed_oss_biases_and_eos(tmp_path: Path) -> None:
+    config = {name: value for name, value in LLAMA.items() if name != "eos_token_id"}
+    arch = read(tmp_path, config | {"model_type": "seed_oss", "num_attention_heads": 80})
+    assert arch.qkv_bias and not (arch.output_bias or arch.mlp_bias or arch.qk_norm)
+    assert arch.head_dim == 128 and arch.eos_token_ids == (2,)
+
+
 @pytest.mark.parametrize(
     ("config", "limit"),
     [

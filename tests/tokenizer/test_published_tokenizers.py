@@ -30,7 +30,7 @@ def settings(folder: Path, **values: Any) -> None:
     path.write_text(json.dumps({name: value for name, value in found.items() if value is not None}))
 
 
-@pytest.mark.parametrize("family", [None, "llama", "mistral", "qwen2", "qwen3", "opt"])
+@pytest.mark.parametrize("family", [None, "llama", "mistral", "qwen2", "qwen3", "seed_oss", "opt"])
 @pytest.mark.parametrize("kind", ["bytes", "metaspace"])
 def test_the_class_of_a_tokenizer_is_that_of_transformers(
     family: str | None, kind: str, tmp_path: Path

@@ -1,4 +1,7 @@
-"""Tiny random Hugging Face checkpoints, one per family: the models that tests compare with transformers."""
+"""Tiny random Hugging Face checkpoints: the models that tests compare with transformers.
+
+One per family, and ``llama3``: a Llama with scaled rotary positions and a tied head.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,11 @@ from transformers.models.mistral import MistralConfig
 from transformers.models.opt import OPTConfig
 from transformers.models.qwen2 import Qwen2Config
 from transformers.models.qwen3 import Qwen3Config
+from transformers.models.seed_oss import SeedOssConfig
 
-Family = Literal["opt", "llama", "llama3", "mistral", "qwen2", "qwen3"]
-FAMILIES: tuple[Family, ...] = ("opt", "llama", "llama3", "mistral", "qwen2", "qwen3")
+Family = Literal["opt", "llama", "llama3", "mistral", "qwen2", "qwen3", "seed_oss"]
+FAMILIES: tuple[Family, ...] = ("opt", "llama", "llama3", "mistral", "qwen2", "qwen3", "seed_oss")
+"""Append: the position decides which random schedules a family gets in ``tests/exactness``."""
 
 _COMMON: dict[str, Any] = {
     "vocab_size": 160,
@@ -42,6 +47,7 @@ _CONFIGS: dict[Family, tuple[type, dict[str, Any]]] = {
     "mistral": (MistralConfig, _GATED | {"sliding_window": None}),
     "qwen2": (Qwen2Config, {k: v for k, v in _GATED.items() if k != "head_dim"}),
     "qwen3": (Qwen3Config, _GATED | {"head_dim": 16}),
+    "seed_oss": (SeedOssConfig, _GATED | {"head_dim": 16}),
 }
 _made: dict[tuple[str, str, int, str], Path] = {}
 
