@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,9 @@ from typing import Any
 import pytest
 
 from pensieve.core import Sampling
+from pensieve.model import families
 from pensieve.model.arch import Arch, ModelError, Rope
+from pensieve.model.eos_tokens import default_eos_ids
 from pensieve.model.folder import load_arch
 
 LLAMA: dict[str, Any] = {
@@ -154,3 +157,10 @@ def test_unreadable_files(tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(ModelError, match=r"config\.json"):
             load_arch(tmp_path)
+
+
+@pytest.mark.parametrize("family", families.READERS)
+def test_default_eos_ids_are_those_of_transformers(family: str) -> None:
+    module = importlib.import_module(f"transformers.models.{family}.configuration_{family}")
+    default = getattr(module, families._CLASSES[family])().eos_token_id
+    assert default_eos_ids({"model_type": family}, {}) == (() if default is None else (default,))
