@@ -114,7 +114,7 @@ def _kernels_package() -> Check:
     """Check which package transformers would import as `kernels`: ours must never be a top-level package."""
     spec = importlib.util.find_spec("kernels")
     if spec is None:
-        return Check("packages", "kernels", "ok", "no top-level package of that name")
+        return Check("packages", "kernels", "ok", "no other package has this name, as it should be")
     if spec.origin is None:
         places = ", ".join(spec.submodule_search_locations or [])
         return Check(
@@ -210,7 +210,8 @@ def model(name: str) -> Iterator[Check]:
         folder = resolve_model(name)
         arch = load_arch(folder)
     except ModelError as error:
-        yield Check("model", "architecture", "fail", str(error), "choose a model of a supported family")
+        fix = "pass a model folder of a supported family, a GGUF file, `smollm2` or `demo`"
+        yield Check("model", "architecture", "fail", str(error), fix)
         return
     except ImportError as error:
         yield Check("model", "packages", "fail", f"no {error.name}", "pip install 'pensieve[gguf]'")

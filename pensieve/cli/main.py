@@ -95,7 +95,7 @@ SUBCOMMANDS: Final[dict[str, tuple[str, str, str]]] = {
     "sessions": (
         "pensieve.cli.sessions",
         "sessions",
-        "List, show and erase a server's sessions.",
+        "List, show and delete a server's sessions.",
     ),
     "simulate": (
         "pensieve.simulate.command",

@@ -17,7 +17,7 @@ _CAUSES: Final = (
     r"errors resolving .*\[field:hostname lookup error:address lookup failed for \S+: (.+?)\](.*)",
 )
 """Patterns of gRPC messages, to extract the cause."""
-_DEFAULT_ADVICE: Final = "the address is in the server's ready line: grpc=…"
+_DEFAULT_ADVICE: Final = "the address is in the server's ready line, printed when it has started: grpc=…"
 _ADVICE: Final = {
     "Socket closed": "if the server uses TLS, add --tls",
     "WRONG_VERSION_NUMBER": "the server does not use TLS: remove --tls",

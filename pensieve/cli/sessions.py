@@ -315,7 +315,7 @@ def _connection(function: Function) -> Function:
 
 @click.group(name="sessions", cls=ListByDefault, context_settings={"help_option_names": ["-h", "--help"]})
 def sessions() -> None:
-    """List, show and erase a server's sessions. Without a subcommand: list.
+    """List, show and delete a server's sessions. Without a subcommand: list.
 
     An ID may be abbreviated to a unique prefix.
     """
@@ -422,7 +422,7 @@ def delete(server: Server, session_ids: tuple[str, ...], yes: bool) -> None:
     """Erase sessions and all that was said in them. This cannot be undone."""
     if not yes and not sys.stdin.isatty():
         raise click.UsageError(
-            "stdin is not a terminal, so confirmation is impossible; --yes erases without it"
+            "stdin is not a terminal, so you cannot confirm; --yes and full ids erase without asking"
         )
     with _client(server) as client:
         # Find all before erasing the first: a mistyped id stops everything.

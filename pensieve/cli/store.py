@@ -183,7 +183,13 @@ def backup(to: Path, store: RawStore, force: bool, as_json: bool) -> None:
 
 @store.command()
 @click.argument("source", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FROM")
-@click.option("--to", "target", type=StoreUrl(), required=True, help="URL of the store to restore into.")
+@click.option(
+    "--to",
+    "target",
+    type=StoreUrl(),
+    required=True,
+    help="URL of the store to restore into, as for `pensieve serve --store`.",
+)
 @_MERGE
 @_SKIP
 @_JSON
@@ -341,7 +347,7 @@ def show_copied(done: CopyResult) -> None:
         console.print(Text(f"damaged: {name}", style="yellow"))
     for line in done.conflicts:
         console.print(Text(f"conflict: {line}", style="red"))
-    parts = [f"{done.written} sessions written and verified"]
+    parts = [f"{done.written} sessions, deleted ones included, written and verified"]
     parts += [f"{done.kept} kept"] if done.kept else []
     parts += [f"{done.expired} expired"] if done.expired else []
     parts += [f"{len(done.conflicts)} conflicts"] if done.conflicts else []

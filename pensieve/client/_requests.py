@@ -73,7 +73,9 @@ def session_name(name_or_id: str) -> str:
         raise InvalidArgument.field("session", "must not be empty")
     # gRPC refuses other metadata as if the server had failed. The server does the full check of ids.
     if len(session_id) > _MAX_ID_CHARS or not (session_id.isascii() and session_id.isprintable()):
-        raise InvalidArgument.field("session", "must be like [a-z0-9][a-z0-9-]{2,62}")
+        raise InvalidArgument.field(
+            "session", "must have 3 to 63 characters of a-z, 0-9 and -, and not begin with -"
+        )
     return f"sessions/{session_id}"
 
 

@@ -119,7 +119,11 @@ def result(act: CrowdRun) -> Table:
 
 def problems(act: CrowdRun) -> list[str]:
     found = wrong_answers(act.run) + wrong_receipts(act.run)
-    for source, what in (("device", "hit"), ("host", "swapped in"), ("recomputed", "recomputed")):
+    for source, what, advice in (
+        ("device", "hit", "enlarge --device-cache"),
+        ("host", "swapped in", "reduce --device-cache, or enlarge --host-cache"),
+        ("recomputed", "recomputed", "reduce --host-cache, or raise --sessions or --turns"),
+    ):
         if act.run.tokens(source) == 0:
-            found.append(f"no token was {what}: the tiers are too large, or too small, to show anything")
+            found.append(f"no token was {what}, so the act shows too little: {advice}")
     return found

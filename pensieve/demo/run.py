@@ -122,7 +122,7 @@ def demo(
     for problem in problems[:SHOWN_PROBLEMS]:
         console.print(Text(problem, "red"))
     if problems:
-        console.print(Text(f"NOT well: {len(problems)} things are wrong, see above", "bold red"))
+        console.print(Text(f"FAILED: {len(problems)} of the checks, see above", "bold red"))
         sys.exit(1)
     well = "Both servers give the same answers" if model == SMOLLM2 else "Every answer is right"
     console.print(f"[bold green]{well} and every receipt adds up.[/] ({time.perf_counter() - started:.0f} s)")

@@ -223,7 +223,10 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 async def _no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    message = {404: f"no such path: {request.scope['path']}", 405: f"{request.method} is not for this path"}
+    message = {
+        404: f"no such path: {request.scope['path']}",
+        405: f"this path does not take {request.method}",
+    }
     failure = HttpFailure(
         error.status_code,
         message.get(error.status_code, error.detail),

@@ -137,7 +137,7 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "store",
         values.store_url,
-        f"URL of the history store: {values.STORE_FORMS}.",
+        f"URL of the history store: {values.STORE_FORMS}. An absolute PATH makes four slashes.",
         "durable without another program",
         "URL",
         default_text="sqlite in the user's state folder",

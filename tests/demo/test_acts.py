@@ -249,7 +249,7 @@ def test_the_command_fails_clearly(
     )
     result = demo(monkeypatch, act)
     assert result.exit_code == 1
-    assert said in " ".join(result.output.split()) and "NOT well" in result.output
+    assert said in " ".join(result.output.split()) and "FAILED" in result.output
     assert "Every answer is right" not in result.output
 
 

@@ -86,7 +86,7 @@ def test_one_act_with_the_fetched_model(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_wrong_receipt_fails_it(monkeypatch: pytest.MonkeyPatch) -> None:
     keeps = spoil(well("Pensieve", "device", 0.1, turns=5), with_usage(recomputed_tokens=1))
     result, _ = demo(monkeypatch, keeps)
-    assert result.exit_code == 1 and "NOT well" in result.output and "same answers" not in result.output
+    assert result.exit_code == 1 and "FAILED" in result.output and "same answers" not in result.output
 
 
 def test_the_conversation_grows_with_the_option() -> None:

@@ -55,7 +55,11 @@ def test_top_where_there_is_no_feed(
             (200, b"ok", "is not an admin port of pensieve"),
             (404, b"not found", "is not an admin port of pensieve"),
             (200, b'{"schema": "pensieve.state/7"}', "sends 'pensieve.state/7'"),
-            (401, b'{"reason": "CREDENTIAL_MISSING", "message": "no"}', "requires --api-key"),
+            (
+                401,
+                b'{"reason": "CREDENTIAL_MISSING", "message": "no"}',
+                "requires an API key with the scope admin",
+            ),
             (403, b'{"reason": "SCOPE_MISSING", "message": "needs admin"}', "needs admin (SCOPE_MISSING)"),
         ):
             stub.status, stub.body = status, body
@@ -157,12 +161,14 @@ def test_what_is_refused_and_what_cannot_be_shown(
         (
             "failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:1: Failed to connect to remote "
             "host: Connection refused (given up after 7 tries in 3.0 s)",
-            "Connection refused (given up after 7 tries in 3.0 s); the address is in the server's ready line: grpc=…",
+            "Connection refused (given up after 7 tries in 3.0 s); the address is in the server's ready line, "
+            "printed when it has started: grpc=…",
         ),
         (
             "errors resolving here:1: [field:hostname lookup error:address lookup failed for here:1: Domain name not "
             "found] (given up)",
-            "Domain name not found (given up); the address is in the server's ready line: grpc=…",
+            "Domain name not found (given up); the address is in the server's ready line, "
+            "printed when it has started: grpc=…",
         ),
         ("Socket closed", "Socket closed; if the server uses TLS, add --tls"),
         (

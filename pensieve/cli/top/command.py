@@ -232,7 +232,9 @@ def top(
         view.page = console.height if live else PLAIN_SESSIONS
         first = feed.state(view.wanted)
     except FeedError as error:
-        raise click.ClickException(str(error)) from error
+        advice = "; the address is in the server's ready line: admin=…"
+        unreachable = isinstance(error.__cause__, OSError)
+        raise click.ClickException(f"{error}{advice if unreachable else ''}") from error
     if live:
         watch(feed, first, view, interval, console)
         return

@@ -85,5 +85,5 @@ def _error_line(address: str, status: int, body: bytes) -> str:
     except (ValueError, KeyError, TypeError):
         return _not_admin_port(address)
     if status == HTTPStatus.UNAUTHORIZED:
-        return f"{address} requires --api-key with a key of the scope admin ({reason})"
+        return f"{address} requires an API key with the scope admin: pass --api-key, or set PENSIEVE_API_KEY ({reason})"
     return f"{address}: {message} ({reason})"

@@ -237,7 +237,8 @@ def _decode(data: bytes, kind: type[T], convert: Callable[[T], R]) -> R:
     except RecursionError as error:
         raise HttpFailure(400, "the body is nested too deep", code="invalid_json") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise HttpFailure(400, f"the body is not valid JSON: {error}", code="invalid_json") from error
+        problem = str(error).removeprefix("JSON is malformed: ")
+        raise HttpFailure(400, f"the body is not valid JSON: {problem}", code="invalid_json") from error
     fields = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
     check_fields(fields, kind)
     found = convert(body)

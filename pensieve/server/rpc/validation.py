@@ -169,8 +169,9 @@ def _pattern(pattern: re.Pattern[str], problem: str) -> Check:
     return check
 
 
-session_name = _pattern(ids.SESSION_NAME, "must be sessions/{id} with an id like [a-z0-9][a-z0-9-]{2,62}")
-session_id = _pattern(ids.SESSION_ID, "must be like [a-z0-9][a-z0-9-]{2,62}")
+_SESSION_ID_RULE = "must have 3 to 63 characters of a-z, 0-9 and -, and not begin with -"
+session_name = _pattern(ids.SESSION_NAME, f"must be sessions/{{id}}; the id {_SESSION_ID_RULE}")
+session_id = _pattern(ids.SESSION_ID, _SESSION_ID_RULE)
 function_name = _pattern(re.compile(r"[A-Za-z0-9_.-]{1,64}"), "must be like [A-Za-z0-9_.-]{1,64}")
 request_id = _pattern(ids.REQUEST_ID, "must be a UUID")
 
@@ -187,7 +188,9 @@ def between(
         top = high if limit is None else limit(bounds)
         inside = low < value <= top if above else low <= value <= top  # false for NaN
         if not inside:
-            problems.append((path, f"must be {'above' if above else 'at least'} {low:g} and at most {top:g}"))
+            problems.append(
+                (path, f"must be {'above' if above else 'at least'} {low:.12g} and at most {top:.12g}")
+            )
 
     return check
 
@@ -195,7 +198,7 @@ def between(
 def _zero_or_between(low: float, high: float) -> Check:
     def check(value: Any, _bounds: Bounds, path: str, problems: Problems) -> None:
         if value != 0 and not 0.99 * low <= value <= high:  # 0.01 as float32 is a little less than 0.01
-            problems.append((path, f"must be 0, or at least {low:g} and at most {high:g}"))
+            problems.append((path, f"must be 0, or at least {low:.12g} and at most {high:.12g}"))
 
     return check
 
