@@ -73,10 +73,18 @@ def client_processes() -> set[int]:
     """Children of this process that are clients."""
     found = set()
     for task in Path("/proc/self/task").iterdir():
-        for child in (task / "children").read_text().split():
-            command = Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
+        for child in contents(task / "children").split():
+            command = contents(Path(f"/proc/{int(child)}/cmdline")).split(b"\0")
             found |= {int(child)} if wire.__name__.encode() in command else set()
     return found
+
+
+def contents(file: Path) -> bytes:
+    """Empty for a thread or a process that has ended meanwhile."""
+    try:
+        return file.read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return b""
 
 
 @given(st.integers(0, 40), st.integers(1, 6), st.none() | st.integers(6, 20))
