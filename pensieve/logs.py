@@ -34,8 +34,8 @@ _encoder = msgspec.json.Encoder(enc_hook=str)
 _NO_FIELDS: Final[Mapping[str, object]] = MappingProxyType({})
 STDERR: Final = 2
 WRITE_TIMEOUT_S: Final = 0.05
-"""How long a log call waits for its line to be written. After one timeout, calls do not wait until the queue is
-empty."""
+"""How long a log call waits for its line to be written. After a timeout, log calls do not wait again until
+the queue has drained."""
 MOST_WAITING: Final = 10_000
 """Queued lines. Further ones are dropped and counted."""
 REPEAT_S: Final = 60.0

@@ -230,7 +230,7 @@ class ConversationServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def FindTurn(self, request, context):
-        """The newest turn of the tenant with this mark, and this answer, in whichever
+        """Finds the tenant's newest turn with this mark, and this answer if given, in any
         session. NOT_FOUND / TURN_NOT_FOUND if there is none.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -238,16 +238,16 @@ class ConversationServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ClaimRequestId(self, request, context):
-        """Which session a request id is used in, for programs that choose sessions for
-        their callers. The first claim stands: later ones of the same call are answered
-        with it, those of another call end with ALREADY_EXISTS / REQUEST_ID_REUSED.
+        """Records in which session a request id is used, for programs that choose sessions
+        for their callers. The first claim stands: the same call gets it again, another
+        call gets ALREADY_EXISTS / REQUEST_ID_REUSED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CancelTurn(self, request, context):
-        """Stops a running turn, whichever server runs it; returns what is in history afterwards.
+        """Stops a running turn on any server. Returns the turn as the history then has it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -263,7 +263,7 @@ class ConversationServiceServicer(object):
 
     def WarmSession(self, request, context):
         """Brings a session's KV to the device ahead of its next turn, if there is
-        room. A wish, never a pin.
+        room. Pins nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -284,7 +284,7 @@ class ConversationServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetUsage(self, request, context):
-        """What the caller's tenant uses of this server and of the history store.
+        """Usage of this server and of the history store by the caller's tenant.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

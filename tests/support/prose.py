@@ -18,19 +18,25 @@ from pathlib import Path
 FIRST_WORDS = ("Of", "Whose", "So many", "That", "Those", "Such", "Whoever", "Nobody", "What")
 WORDS = ("whoever", "nobody", "so many", "what is")
 LONGEST_SENTENCE = 40
-PRODUCT = ("pensieve/", "store/", "kernels/")
+PRODUCT = ("pensieve", "store", "kernels")
 
 
-def tracked(root: Path, *patterns: str) -> list[Path]:
-    """The sources of a checkout that match, links and generated stubs left out."""
-    command = ["git", "ls-files", *patterns]
+def sources(root: Path, folders: tuple[str, ...], suffix: str) -> list[Path]:
+    """The files of a checkout below ``folders`` (all: none given), links and generated stubs left out."""
     if shutil.which("git") is None or not (root / ".git").exists():
-        found = [path for path in root.rglob("*") if any(path.match(pattern) for pattern in patterns)]
+        found = [path.relative_to(root) for path in root.rglob(f"*{suffix}")]
     else:
+        command = ["git", "ls-files", f"*{suffix}"]
         listed = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout
-        found = [root / line for line in listed.split()]
-    left_out = {"v1", "node_modules", ".venv", ".site", "build"}
-    return [path for path in found if path.is_file() and not left_out & set(path.relative_to(root).parts)]
+        found = [Path(line) for line in listed.split()]
+    left_out = {"node_modules", ".venv", ".site", "build"} | ({"v1"} if suffix == ".py" else set())
+    return [
+        root / path
+        for path in sorted(found)
+        if (not folders or path.parts[0] in folders)
+        and not left_out & set(path.parts)
+        and (root / path).is_file()
+    ]
 
 
 def docstrings(source: str) -> Iterator[tuple[int, str]]:
@@ -71,7 +77,7 @@ def count(root: Path) -> tuple[Counter[str], list[str]]:
         counts[name] += times
         places.append(f"{path.relative_to(root)}:{line}: {name}")
 
-    for path in tracked(root, *(f"{folder}*.py" for folder in PRODUCT)):
+    for path in sources(root, PRODUCT, ".py"):
         source = path.read_text()
         for line, text in docstrings(source):
             for word in FIRST_WORDS:
@@ -79,7 +85,9 @@ def count(root: Path) -> tuple[Counter[str], list[str]]:
                     found(f"first word {word}", path, line)
             for sentence in filter(is_long, sentences(text)):
                 found("long sentence", path, line + text[: text.find(sentence[:20])].count("\n"))
-    for path in tracked(root, *(f"{folder}*.py" for folder in PRODUCT), "*.md", "proto/*.proto"):
+    for path in (
+        sources(root, PRODUCT, ".py") + sources(root, (), ".md") + sources(root, ("proto",), ".proto")
+    ):
         name = str(path.relative_to(root))
         if name.startswith(("bench/results", "docs/style.md", "tests/")):
             continue
@@ -97,7 +105,7 @@ def count(root: Path) -> tuple[Counter[str], list[str]]:
 def lengths(root: Path) -> tuple[float, float]:
     """The mean length of a docstring's sentence in words, and lines of docstrings for each line of code."""
     words = number = lines = code = 0
-    for path in tracked(root, *(f"{folder}*.py" for folder in PRODUCT)):
+    for path in sources(root, PRODUCT, ".py"):
         source = path.read_text()
         inside = 0
         for _, text in docstrings(source):

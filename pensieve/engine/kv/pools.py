@@ -33,9 +33,9 @@ from pensieve.kernels import reference
 from pensieve.model.arch import Arch
 
 SEGMENT_BYTES = 1 << 30
-"""Registered per call, so that progress can be shown and the driver's lock is held briefly."""
+"""Bytes registered in one call, so that progress can be shown and the driver's lock is held briefly."""
 TOUCH_BYTES = 64 << 20
-"""Filled by a thread at a time."""
+"""Bytes that one thread fills at a time."""
 SHOW_AFTER_SECONDS = 2.0
 MOST_THREADS = 16
 
@@ -44,7 +44,8 @@ class PinnedMemory:
     """``num_bytes`` of zeros, page-aligned and registered with CUDA until ``close``."""
 
     def __init__(self, num_bytes: int, *, unit: int = 1, threads: int | None = None) -> None:
-        """``unit``: bytes of the largest copy, which must not straddle two registrations. Raises RuntimeError."""
+        """``unit``: bytes of the largest copy, which must not straddle two registrations. Raises RuntimeError
+        when the memory cannot be allocated or registered."""
         self._registered: list[int] = []
         self.tensor = torch.zeros(0, dtype=torch.uint8)
         if num_bytes == 0:
