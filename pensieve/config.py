@@ -31,6 +31,24 @@ MAX_QUEUED_TOKENS = 1_000_000
 
 
 @dataclass(frozen=True)
+class CacheGroup:
+    """A KV group (``model.groups``) as the cache sees it. By default: that of a model whose layers are all full, with
+    pages counted as bytes."""
+
+    kind: Literal["full", "window", "state"] = "full"
+    window: int = 0
+    """Widest window of its layers, in tokens."""
+    layers: int = 1
+    layer_page_bytes: int = 1
+    device_unit: int = 0
+    """Pages of a unit of the device tier; 0: the whole tier is one unit."""
+
+    @property
+    def page_bytes(self) -> int:
+        return self.layers * self.layer_page_bytes
+
+
+@dataclass(frozen=True)
 class CacheConfig:
     """Sizes and rules of the two-tier chunk cache."""
 
@@ -47,6 +65,9 @@ class CacheConfig:
     """A new request joins only while more than this fraction stays free or reclaimable (EuroSys §4.3.5)."""
     prefix_sharing: bool = True
     """Off: no session uses the KV of another."""
+    groups: tuple[CacheGroup, ...] = (CacheGroup(),)
+    """The full group, then that of windows or states if the model has one. A tier's size in bytes is its number of
+    chunks times the bytes of a page of each group."""
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,15 @@ class             state that only it writes                                     
 ``Tiers``         a chunk's pages, fill level and pins; planned copies               the other three
 ``SharedChunks``  a chunk's owners and address; the chunk lists of sessions          ``CacheManager``
 ``Evictor``       nothing: it decides whose pages are taken                          ``CacheManager``
+``Tails``         which slices of a second KV group are pinned, leftover or freed    ``CacheManager``
 ``CacheManager``  the set of sessions, which of them run, their tokens, page tables  the engine
 ================  =================================================================  =============================
 
-Any chunk that is not pinned can be evicted, at worst by dropping it. So whether a request fits depends only on the
-number of pinned chunks, and neither a full tier nor a tenant's share stops a request that fits an empty cache.
+Any chunk that is not pinned can be evicted, at worst by dropping it. So whether a request fits depends only on what
+is pinned or promised, and neither a full tier nor a tenant's share stops a request that fits an empty cache.
+
+Most models have one KV group (``model.groups``). With two, a request needs few slices of the second one; ``tails`` has
+the words and the rules.
 
 Sessions of one scope share the chunks of common beginnings (``sharing``). A request finds a chunk by its
 address, whichever session computed it, and its session becomes another owner. The same holds for two requests
@@ -27,6 +31,7 @@ and the second request reads them in that plan.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
@@ -38,21 +43,26 @@ from pensieve.engine.cache.eviction import EvictionIndex, reclaim_kind
 from pensieve.engine.cache.evictor import Evictor
 from pensieve.engine.cache.index import Reclaim
 from pensieve.engine.cache.policy import POLICIES, UNKNOWN, Policy
+from pensieve.engine.cache.restore import Piece, add_range
 from pensieve.engine.cache.sharing import PrefixPath, SharedChunks
-from pensieve.engine.cache.tiers import Occupancy, PlannedCopies, Tiers
+from pensieve.engine.cache.tails import Tails
+from pensieve.engine.cache.tiers import Occupancy, Pages, PlannedCopies, Tiers
 from pensieve.engine.cost.model import CostModel
-from pensieve.engine.plan import PageTable
+from pensieve.engine.plan import Chain, PageTable
+
+UNBOUNDED: Final = 1 << 40
+"""Stands for the longest context of a model whose memory does not grow with it."""
 
 
 @dataclass(frozen=True, slots=True)
 class RestoreCost:
     """The cost of bringing a context to the device."""
 
-    pages: int
-    """Device pages needed, for chunks on the host and in no tier."""
+    num_bytes: int
+    """Of device pages needed, for slices on the host and in no tier."""
     needs_compute: bool
     room: int
-    """Device pages available without any loss: free, or of other chunks with a clean host copy."""
+    """Bytes of the device available without any loss: free, or of other chunks with a clean host copy."""
 
 
 class CacheManager:
@@ -67,12 +77,16 @@ class CacheManager:
         if config.device_chunks < 1 or config.host_chunks < 0 or config.chunk_tokens < 1:
             raise ValueError(f"impossible cache sizes: {config}")
         self.config = config
-        self.index = EvictionIndex(POLICIES[config.policy]() if policy is None else policy, cost)
+        page_bytes = [group.page_bytes for group in config.groups]
+        self.index = EvictionIndex(POLICIES[config.policy]() if policy is None else policy, cost, page_bytes)
         self._size = config.chunk_tokens
-        self._tiers = Tiers(config.device_chunks, config.host_chunks, self._size, self.index.touch)
+        self._tiers = Tiers(config, self.index.touch)
         self._shared = SharedChunks(self.index, self._tiers, model)
         self._evictor = Evictor(config, self._tiers, self.index)
         self.shares = self._evictor.shares
+        self._tails: Tails | None = None
+        if len(config.groups) > 1:
+            self._tails = Tails(config.groups, self._tiers, self._reserve)
         self._sessions: dict[SessionKey, CachedSession] = {}
         self._running: dict[SessionKey, CachedSession] = {}
 
@@ -81,15 +95,19 @@ class CacheManager:
     @property
     def capacity_tokens(self) -> int:
         """Longest context that fits the device tier, in tokens."""
-        return self.config.device_chunks * self._size
+        device, size = self._tiers.device, self._size
+        if self._tails is None:
+            return self.config.device_chunks * size
+        if not self.config.groups[0].page_bytes:
+            return UNBOUNDED if device.fits_empty(0, self._tails.promise(UNBOUNDED)) else 0
+        most = device.size_bytes // self.config.groups[0].page_bytes
+        while most and not device.fits_empty(most, self._tails.promise(most * size)):
+            most -= 1
+        return most * size
 
     @property
     def sessions(self) -> dict[SessionKey, CachedSession]:
         return self._sessions
-
-    @property
-    def unpinned_pages(self) -> int:
-        return self._tiers.unpinned
 
     @property
     def swaps_in(self) -> bool:
@@ -97,13 +115,13 @@ class CacheManager:
 
     def occupancy(self) -> Occupancy:
         """Return how full both tiers are, in tokens, and how many tokens were dropped."""
-        tiers, size = self._tiers, self._size
+        tiers = self._tiers
         return Occupancy(
-            device_free=tiers.device.free * size,
-            device_reclaimable=self._evictor.reclaimable() * size,
-            device_used=tiers.device.used * size,
-            host_free=tiers.host.free * size,
-            host_used=tiers.host.used * size,
+            device_free=tiers.tokens(tiers.device.free_bytes),
+            device_reclaimable=tiers.tokens(self._evictor.reclaimable()),
+            device_used=tiers.tokens(tiers.device.used_bytes),
+            host_free=tiers.tokens(tiers.host.free_bytes),
+            host_used=tiers.tokens(tiers.host.used_bytes),
             dropped=tiers.dropped_tokens,
         )
 
@@ -139,9 +157,17 @@ class CacheManager:
         if any(chunk.saving for chunk in common):
             return False  # a plan cannot copy a chunk in that it copies out
         # Chunks that are pinned already cost this request no page.
-        pinned = sum(chunk.pins > 0 for chunk in common)
-        remaining = self._tiers.unpinned - self.chunks_for(len(tokens)) - branches + pinned
-        keep = self.config.decode_reserve * self.config.device_chunks + self.shares.pages_withheld_from(
+        pages, others = self.chunks_for(len(tokens)) + branches - sum(chunk.pins > 0 for chunk in common), 0
+        if self._tails is not None:
+            chunks, found = self._found(session, tokens, num_new, path)
+            found = min(found, len(tokens) - 1)
+            parts = self._tails.reads(chunks, found, self._tails.missing(chunks, found))
+            if not self._tails.can_read(parts):
+                return False
+            promised = (1 + branches) * self._tails.promise(len(tokens) + self._size)
+            others = promised + sum(not part.pins for part in parts)
+        remaining = self._tiers.unpinned_bytes((pages, others))
+        keep = self.config.decode_reserve * self._tiers.device.size_bytes + self.shares.bytes_withheld_from(
             tenant
         )
         return remaining > keep if reserve else remaining >= 0
@@ -153,17 +179,10 @@ class CacheManager:
         self, key: SessionKey, tokens: TokenArray, path: PrefixPath | None = None, *, tenant: str = ""
     ) -> RestoreCost:
         """Return what ``admit`` would have to bring to the device for a session that does not run."""
-        size = self._size
-        keep, chunks = 0, list[Chunk]()
+        size, tiers = self._size, self._tiers
         session = self._sessions.get(key)
-        if session is not None and session.scope == _scope(path):
-            keep = self._matching(session, tokens, 0, path)
-            chunks = session.chunks[: self.chunks_for(keep)]
-        found = [] if path is None else self._shared.find(path.digests, keep // size)
-        if found:
-            chunks = chunks[: keep // size] + found
-            keep = len(chunks) * size
-        pages = self.chunks_for(len(tokens)) - len(chunks)
+        chunks, keep = self._found(session, tokens, 0, path)
+        pages, others = self.chunks_for(len(tokens)) - len(chunks), 0
         computing, clean = keep < len(tokens), 0
         for chunk in chunks:
             low = chunk.index * size
@@ -171,12 +190,56 @@ class CacheManager:
             pages += copied or chunk.device == NOWHERE
             computing |= copied or min(chunk.filled, keep - low) < min(size, len(tokens) - low)
             clean += reclaim_kind(chunk) is Reclaim.PAGE
+        clean_bytes = tiers.bytes_of((clean, 0))
+        if self._tails is not None:
+            missing = self._tails.missing(chunks, keep)
+            parts = self._tails.reads(chunks, keep, missing)
+            others = sum(part.device == NOWHERE for part in parts)
+            others += self._tails.promise(len(tokens)) if missing or keep < len(tokens) else 0
+            computing |= bool(missing)
+            clean_bytes += tiers.bytes_of((0, sum(reclaim_kind(part) is Reclaim.PAGE for part in parts)))
         reclaimable = self._evictor.reclaimable(self.shares.number(tenant))
-        return RestoreCost(pages, computing, self._tiers.device.free + max(reclaimable - clean, 0))
+        room = tiers.device.free_bytes + max(reclaimable - clean_bytes, 0)
+        return RestoreCost(tiers.bytes_of((pages, others)), computing, room)
+
+    def _found(
+        self, session: CachedSession | None, tokens: TokenArray, num_new: int, path: PrefixPath | None
+    ) -> tuple[list[Chunk], int]:
+        """Return the chunks that ``admit`` would find for a context, and how many leading tokens they stand for."""
+        keep, chunks = 0, list[Chunk]()
+        if session is not None and session.scope == _scope(path):
+            keep = self._matching(session, tokens, num_new, path)
+            chunks = session.chunks[: self.chunks_for(keep)]
+        found = [] if path is None else self._shared.find(path.digests, keep // self._size)
+        if found:
+            chunks = chunks[: keep // self._size] + found
+            keep = len(chunks) * self._size
+        return chunks, keep
 
     def page_table(self, key: SessionKey, tokens: int) -> PageTable:
         """Return the device pages of the first ``tokens`` positions of a running session; valid until its release."""
-        return self._running[key].table[: self.chunks_for(tokens)]
+        session = self._running[key]
+        if session.table_moves != self._tiers.moves:
+            self._set_table(session)
+        return session.table[: self.chunks_for(tokens)]
+
+    def second_group(
+        self, key: SessionKey, tokens: int, first_span: int
+    ) -> tuple[list[Piece], PageTable | None, list[Chain]]:
+        """Return what the plan being made computes of a running session, in a model with two groups: its pieces, the
+        page table of its windows (None without windows), and its chains. ``first_span``: number of the first piece."""
+        session, tails = self._running[key], self._tails
+        assert tails is not None
+        table = None if tails.has_states else tails.table(session, tokens)
+        return tails.pieces(session), table, list(tails.chains(session, first_span))
+
+    @property
+    def two_groups(self) -> bool:
+        return self._tails is not None
+
+    def reach(self, key: SessionKey, tokens: int) -> int:
+        """Return how many of ``tokens`` missing tokens of a running session the plan being made can compute."""
+        return tokens if self._tails is None else self._tails.reach(self._running[key], tokens)
 
     def residency(self, key: SessionKey) -> TierTokens:
         session = self._sessions.get(key)
@@ -240,7 +303,7 @@ class CacheManager:
                 self._remove(session)
             session = self._add(key, *owner)
         keep = self._find(session, tokens, num_new, path)
-        session.tokens = tokens.copy()
+        session.tokens, session.length = tokens.copy(), len(tokens)
         session.running, session.warming = True, warm
         if not warm:
             self.index.on_turn_start(session, num_new, now)
@@ -248,6 +311,8 @@ class CacheManager:
         self._tiers.pin(session.chunks)  # all before any eviction: a restore must not evict its own chunks
         if keep == len(tokens) and not warm:
             keep -= 1  # the last token must be computed for its logits, even if its KV is cached
+        if not warm and num_new:
+            session.resume_points = (len(tokens) - num_new, len(tokens) - 1)
         restore = self._lay_out(session, keep, len(tokens) - num_new, path)
         self._bring_to_device(session, now)
         return restore
@@ -283,6 +348,8 @@ class CacheManager:
             first = held - 1 if held and not session.chunks[held - 1].digest else held
             for index in range(first, len(path.digests)):
                 self._shared.register(session.chunks[index], path.digests[index])
+        if self._tails is not None:
+            return self._lay_out_tail(self._tails, session, held, keep, history)
         on_device = on_host = 0
         missing: list[Range] = []
         for chunk in session.chunks[:held]:
@@ -292,10 +359,23 @@ class CacheManager:
             else:
                 on_host += filled
             if filled < size:
-                _add(missing, chunk.index * size + filled, min((chunk.index + 1) * size, total))
-        _add(missing, held * size, total)
+                add_range(missing, chunk.index * size + filled, min((chunk.index + 1) * size, total))
+        add_range(missing, held * size, total)
         recomputed = sum(max(min(end, history) - start, 0) for start, end in missing)
         return Restore(tuple(missing), on_device, on_host, recomputed)
+
+    def _lay_out_tail(
+        self, tails: Tails, session: CachedSession, held: int, keep: int, history: int
+    ) -> Restore:
+        """Find what is missing of a context whose first ``held`` chunks stand for ``keep`` tokens, and hold what the
+        request reads."""
+        chunks = session.chunks[:held]
+        keep = min(keep, held * self._size)
+        missing = tails.missing(chunks, keep)
+        parts = tails.reads(chunks, keep, missing)
+        restore = tails.restore(chunks, keep, history, len(session.tokens), missing)
+        tails.begin(session, restore.missing, parts)
+        return restore
 
     def _own_tail(self, session: CachedSession, keep: int, total: int) -> None:
         """Limit a running session's last chunk to the first ``keep`` tokens and make it its own: other tokens
@@ -306,7 +386,13 @@ class CacheManager:
             self._own_copy(session, tail, min(tail.filled, valid), total)
         else:
             self._shared.unregister(tail)
-            self._tiers.truncate(tail, valid)
+            self._truncate(tail, valid)
+
+    def _truncate(self, chunk: Chunk, valid: int) -> None:
+        """Limit all slices of an unpinned chunk to its first ``valid`` tokens."""
+        self._tiers.truncate(chunk, valid)
+        if self._tails is not None:
+            self._tails.truncate(chunk, valid)
 
     def _own_copy(self, session: CachedSession, shared: Chunk, valid: int, total: int) -> None:
         """Copy on write: replace the shared last chunk of a running session that will have ``total`` chunks.
@@ -317,9 +403,9 @@ class CacheManager:
         self._shared.disown(session, shared.index)
         (own,) = self._shared.append(session, 1)
         self._tiers.pin((own,))
-        spare = self._tiers.unpinned >= total - len(session.chunks)
+        spare = self._tiers.unpinned_bytes((total - len(session.chunks), 0)) >= 0
         if valid > 0 and spare and self._tiers.can_copy(shared):
-            self._evictor.reserve(1, session.last_active, session.tenant)
+            self._evictor.reserve((1, 0), session.last_active, session.tenant)
             self._tiers.copy(shared, own, valid)
         # Only now, or the reservation might have evicted the source of the copy.
         self._tiers.unpin((shared,))
@@ -327,16 +413,23 @@ class CacheManager:
     def _bring_to_device(self, session: CachedSession, now: float) -> None:
         """Give every chunk of a session a device page, and load those that the host has."""
         absent = [chunk for chunk in session.chunks if chunk.device == NOWHERE]
-        self._reserve(len(absent), now, session.tenant)
+        others = [] if self._tails is None else self._tails.absent(session)
+        self._reserve((len(absent), len(others)), now, session.tenant)
         for chunk in absent:
             if chunk.host != NOWHERE:
                 self._tiers.load(chunk)
             else:
                 self._tiers.place(chunk)
-        session.table = _page_table(session)
+        for part in others:
+            self._tiers.load(part)
+        self._set_table(session)
         self.index.touch(session)
 
-    def _reserve(self, pages: int, now: float, tenant: int) -> None:
+    def _set_table(self, session: CachedSession) -> None:
+        session.table = np.fromiter((chunk.device for chunk in session.chunks), np.int32, len(session.chunks))
+        session.table_moves = self._tiers.moves
+
+    def _reserve(self, pages: Pages, now: float, tenant: int) -> None:
         """Make device pages free, as the caller knows to be possible, and remove sessions that lose their
         last chunk."""
         self._evictor.reserve(pages, now, tenant)
@@ -354,7 +447,8 @@ class CacheManager:
         """
         origin, session = self._running[source], self._running.get(target)
         if session is None:
-            if not self._tiers.unpinned:
+            others = 0 if self._tails is None else self._tails.promise(len(tokens))
+            if self._tiers.unpinned_bytes((1, others)) < 0:
                 return None
             if target in self._sessions:
                 self._remove(self._sessions[target])
@@ -363,36 +457,49 @@ class CacheManager:
         tiers = self._tiers
         full, filled = divmod(len(tokens) - 1, self._size)
         common = _common_chunks(session, origin, full)
+        if self._tails is not None:
+            self._tails.let_go(session)
         tiers.unpin(session.chunks[common:])
         self._shared.truncate(session, common)
         self._shared.adopt(session, origin.chunks[common:full])
         tiers.pin(session.chunks[common:])
-        session.tokens, session.new_tokens = tokens.copy(), origin.new_tokens
+        session.tokens, session.new_tokens, session.length = tokens.copy(), origin.new_tokens, len(tokens)
+        session.resume_points = origin.resume_points
         (tail,) = self._shared.append(session, 1)
         tiers.pin((tail,))
-        self._reserve(1, now, session.tenant)
         last = origin.chunks[full] if full < len(origin.chunks) else None
-        if last is not None and min(last.filled, filled) and tiers.can_copy(last):
-            tiers.copy(last, tail, min(last.filled, filled))
+        start = full * self._size + self._copy_or_place(last, tail, filled, now)
+        if self._tails is not None:
+            start = self._tails.branch(session, last, tail, start, now)
+        self._set_table(session)
+        return start
+
+    def _copy_or_place(self, source: Chunk | None, tail: Chunk, filled: int, now: float) -> int:
+        """Give a pinned chunk a device page, with a copy of the first ``filled`` tokens of ``source`` as far as the device
+        has them; return how many that are."""
+        self._reserve((1, 0), now, tail.holder.tenant)
+        filled = 0 if source is None or not self._tiers.can_copy(source) else min(source.filled, filled)
+        if source is not None and filled:
+            self._tiers.copy(source, tail, filled)
         else:
-            tiers.place(tail)
-        session.table = _page_table(session)
-        return full * self._size + tail.filled
+            self._tiers.place(tail)
+        return filled
 
     def extend(self, key: SessionKey, tokens: int, now: float) -> bool:
         """Make room on the device for ``tokens`` positions of a running session; False when every page is pinned."""
         session = self._running[key]
         while len(session.chunks) < self.chunks_for(tokens):
-            if not self._tiers.unpinned:
+            if self._tiers.unpinned_bytes((1, 0)) < 0:
                 return False
             (chunk,) = self._shared.append(session, 1)
             self._tiers.pin((chunk,))
-            self._reserve(1, now, session.tenant)
+            self._reserve((1, 0), now, session.tenant)
             self._tiers.place(chunk)
             session.table = np.append(session.table, np.int32(chunk.device))
+        session.length = tokens
         return True
 
-    def computed(self, key: SessionKey, start: int, end: int) -> None:
+    def computed(self, key: SessionKey, start: int, end: int, now: float = 0.0) -> None:
         """Record that the plan being made writes KV of positions ``[start, end)`` of a running session.
 
         Host copies of these chunks are stale once it is launched. A request admitted into the same plan can
@@ -403,7 +510,10 @@ class CacheManager:
         assert session.shared <= first or min(last, session.shared) * self._size <= len(session.tokens), (
             f"{key}: its context ends in a shared chunk that it writes to, of {first} to {last - 1}"
         )
-        self._tiers.fill(session.chunks[first:last], start, end)
+        if self._tails is None:
+            self._tiers.fill(session.chunks[first:last], start, end)
+        else:
+            self._tails.computed(session, start, end, now)
 
     def release(
         self,
@@ -422,6 +532,7 @@ class CacheManager:
         session = self._running.pop(key)
         if tokens is not None:
             session.tokens = tokens
+        session.length = len(session.tokens)
         self._tiers.unpin(session.chunks)
         session.running = False
         session.last_active = now
@@ -432,9 +543,13 @@ class CacheManager:
         else:
             self.index.on_turn_end(session, now, hints)
         self.index.touch(session)
+        if self._tails is not None:
+            self._tails.let_go(session)
         self._trim(session, 0 if free_kv else self.chunks_for(len(session.tokens)))
         if session.scope and self._sessions.get(key) is session:
             self._shared.assign_addresses(session)
+        if self._tails is not None and self._sessions.get(key) is session:
+            self._tails.sort(session)
         if not session.has_cached_chunks:
             self._remove(session)
 
@@ -448,14 +563,14 @@ class CacheManager:
         keep = min(len(session.chunks), most)
         if session.shared < keep:
             tail = session.chunks[keep - 1]
-            self._tiers.truncate(tail, tokens - tail.index * size)
+            self._truncate(tail, tokens - tail.index * size)
         while keep and not self._has_kv(session.chunks[keep - 1]):
             keep -= 1
         if keep < len(session.chunks):
             self._shared.truncate(session, keep)  # at once, so that a run shared with others is split once
         last = session.chunks[-1] if session.chunks else None
         known = 0 if last is None else last.index * size + last.filled
-        session.tokens = session.tokens[:known].copy()
+        session.tokens, session.length = session.tokens[:known].copy(), known
         if last is not None and last.filled < size:
             self._shared.unregister(last)
 
@@ -482,6 +597,8 @@ class CacheManager:
     def complete_copies(self) -> None:
         """Record the launch of the plan with the copies of the last ``take_copies``."""
         self._tiers.complete()
+        if self._tails is not None:
+            self._tails.complete()
         self._remove_emptied()
 
     def replace(self, key: SessionKey, by: SessionKey) -> bool:
@@ -544,10 +661,6 @@ def _scope(path: PrefixPath | None) -> str:
     return "" if path is None else path.scope
 
 
-def _page_table(session: CachedSession) -> PageTable:
-    return np.fromiter((chunk.device for chunk in session.chunks), np.int32, len(session.chunks))
-
-
 def _common_chunks(session: CachedSession, origin: CachedSession, full: int) -> int:
     """Return how many of the first ``full`` chunks of ``origin`` a session has."""
     common = 0
@@ -556,13 +669,3 @@ def _common_chunks(session: CachedSession, origin: CachedSession, full: int) -> 
             break
         common += 1
     return common
-
-
-def _add(ranges: list[Range], start: int, end: int) -> None:
-    """Append a range. Merge ranges that touch: each will be a span of its own."""
-    if start >= end:
-        return
-    if ranges and ranges[-1][1] == start:
-        ranges[-1] = (ranges[-1][0], end)
-    else:
-        ranges.append((start, end))
