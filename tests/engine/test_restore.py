@@ -67,8 +67,10 @@ def read_by(position: int, need: Needs, size: int, filled: Sequence[int]) -> lis
         return list(range(position))
     if need.kind == "window":
         return list(range(max(position - need.window + 1, 0), position))
+    if need.kind == "empty" or position == 0:
+        return []
     has_state = position % size == 0 and holds(filled, size, position - 1)
-    return [] if need.kind == "empty" or position == 0 or has_state else [position - 1]
+    return [] if has_state else [position - 1]
 
 
 def lacking(position: int, size: int, needs: Sequence[Needs], have: Have) -> set[int]:
