@@ -127,8 +127,7 @@ class Plan:
     step: int
     spans: tuple[Span, ...] = ()
     page_tables: tuple[PageTable, ...] = ()
-    """Pages of group 0: one table per request in the batch, indexed by ``Span.page_table``. Tables without pages
-    when group 0 is a state group."""
+    """Pages of group 0: one table per request in the batch, indexed by ``Span.page_table``."""
     swap_out: tuple[Copy, ...] = ()
     copies: tuple[Copy, ...] = ()
     swap_in: tuple[Copy, ...] = ()

@@ -15,6 +15,9 @@ state   the last inputs of the convolution, [C, W-1]  the model's
 
 Both parts of a state begin at multiples of ``ALIGNMENT`` bytes. Layers with windows of several widths share one group,
 which keeps the widest; each layer masks its own. A layer with attention and a state is in two groups.
+
+The cache counts positions by the chunks of the first group, which is always the full one. A model without full layers
+has a full group without layers, whose pages take no memory.
 """
 
 from __future__ import annotations
@@ -50,28 +53,25 @@ class KvGroup:
 
 
 def kv_groups(arch: Arch, chunk_tokens: int, dtype: str) -> tuple[KvGroup, ...]:
-    """Return the one or two KV groups of a model, full before window before state.
+    """Return the KV groups of a model: the full group, then that of its windows or states if it has any.
 
     ``arch``: of the whole model, or of one rank's shard. ``dtype``: a key of ``DTYPE_BYTES``. Raises ModelError for
-    models that need three groups, or whose recurrent layers differ in the shape of their state.
+    models with windows and states, or whose recurrent layers differ in the shape of their state.
     """
     attending = [(index, layer.window) for index, layer in enumerate(arch.layers) if layer.attends]
     full = tuple(index for index, window in attending if window is None)
     windowed = tuple(index for index, window in attending if window is not None)
     recurrent = tuple(index for index, layer in enumerate(arch.layers) if layer.state is not None)
     slots = 2 * arch.num_kv_heads * chunk_tokens * arch.head_dim * DTYPE_BYTES[dtype]
-    groups = list[KvGroup]()
-    if full:
-        groups.append(KvGroup("full", full, slots))
+    groups = [KvGroup("full", full, slots if full else 0)]
     if windowed:
         widest = max(window for _, window in attending if window is not None)
         groups.append(KvGroup("window", windowed, slots, widest))
     if recurrent:
         groups.append(KvGroup("state", recurrent, state_bytes(_state_shape(arch), dtype)))
-    if not groups or len(groups) > MAX_GROUPS:
-        kinds = ", ".join(group.kind for group in groups) or "none"
+    if len(groups) > MAX_GROUPS:
         raise ModelError(
-            f"layer_types: layers that cache in {kinds}: one or {MAX_GROUPS} kinds are supported"
+            "layer_types: a model with both sliding windows and recurrent layers is not supported"
         )
     return tuple(groups)
 
