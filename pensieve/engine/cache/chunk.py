@@ -37,8 +37,8 @@ class Place(enum.Enum):
 
 
 @dataclass(slots=True, eq=False)
-class Slice:
-    """What one KV group keeps of a chunk. A chunk is its first group's slice itself; ``other`` is the second's.
+class SliceFields:
+    """The fields of a ``Slice``, which is what one KV group keeps of a chunk.
 
     Only ``Tiers`` writes these fields. The ``filled`` leading positions hold valid KV once all plans made so far
     have run. The others must be computed before use. A dropped slice, a half recomputed one and a tail with room
@@ -47,7 +47,7 @@ class Slice:
     when the chunk is full, and before that the state that a running request goes on from.
     """
 
-    GROUP: ClassVar[int]
+    group: ClassVar[int]
 
     filled: int = 0
     device: int = NOWHERE
@@ -73,10 +73,10 @@ class Slice:
 
 
 @dataclass(slots=True, eq=False)
-class Chunk(Slice):
+class Chunk(SliceFields):
     """``chunk_tokens`` consecutive positions of a context. Only ``SharedChunks`` writes the fields below."""
 
-    GROUP: ClassVar[int] = 0
+    group: ClassVar[int] = 0
 
     index: int = field(kw_only=True)
     digest: bytes = b""
@@ -97,10 +97,10 @@ class Chunk(Slice):
 
 
 @dataclass(slots=True, eq=False)
-class OtherSlice(Slice):
+class OtherSlice(SliceFields):
     """What the second group keeps of a chunk: keys and values of layers with a window, or states."""
 
-    GROUP: ClassVar[int] = 1
+    group: ClassVar[int] = 1
 
     chunk: Chunk = field(kw_only=True)
     leftover: bool = False
@@ -113,6 +113,10 @@ class OtherSlice(Slice):
     @property
     def holder(self) -> CachedSession | SharedRun:
         return self.chunk.holder
+
+
+Slice = Chunk | OtherSlice
+"""A chunk is the slice of its first group itself; ``other`` is that of the second."""
 
 
 @dataclass(slots=True, eq=False)

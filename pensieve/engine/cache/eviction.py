@@ -319,7 +319,7 @@ class EvictionRound:
             taken = [own[index - first] for index in group]
             del victims.chunks[at : at + len(taken)]
             if victims.tail:
-                victims.kept_cost -= sum(self._index.table.chunk_cost(part.index) for part in taken)
+                victims.kept_cost -= sum([self._index.table.chunk_cost(part.index) for part in taken])
         if remaining is not None:
             self._remaining[holder.tenant] = remaining - needed
         return taken

@@ -92,7 +92,7 @@ class Evictor:
         victims = self._index.round(Reclaim.SAVED_PAGE, now, need, allowance)
         while need > 0 and (group := victims.take()):
             for part in group:
-                if not self._free_host_page(part.GROUP):
+                if not self._free_host_page(part.group):
                     return
                 tiers.save(part)
                 need -= 1
@@ -119,7 +119,7 @@ class Evictor:
             value = victims.peek()
             for part in group:
                 chosen.append((value, part))
-                left[part.GROUP] -= 1
+                left[part.group] -= 1
             victims.put_back()
         room: EvictionRound | None = None
         stale = False
@@ -128,15 +128,15 @@ class Evictor:
                 continue  # it was dropped with the tail of its holder
             if part.host == NOWHERE:
                 owner = part.holder.tenant
-                found = self._free_host_page(part.GROUP) or (
-                    room and self._make_host_room(room, value, owner, part.GROUP)
+                found = self._free_host_page(part.group) or (
+                    room and self._make_host_room(room, value, owner, part.group)
                 )
                 # Rank the host's chunks once for all victims, when no spare copy is left. Rank them again for
                 # a tenant below its share: chunks saved since then add to what tenants hold above theirs.
                 if not found and (room is None or (stale and self.shares.is_below(tiers.host, owner))):
                     allowance = self.shares.allowance(tiers.host, tenant)
                     room = self._index.round(Reclaim.HOST_COPY, now, len(chosen), allowance)
-                    found, stale = self._make_host_room(room, value, owner, part.GROUP), False
+                    found, stale = self._make_host_room(room, value, owner, part.group), False
                 if found:
                     stale = True
                     tiers.save(part)

@@ -31,7 +31,7 @@ and the second request reads them in that plan.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -52,6 +52,17 @@ from pensieve.engine.plan import Chain, PageTable
 
 UNBOUNDED: Final = 1 << 40
 """Stands for the longest context of a model whose memory does not grow with it."""
+
+
+class Branches(NamedTuple):
+    """Requests that will branch off another when it is admitted."""
+
+    requests: int = 0
+    pages: int = 0
+    """Device pages of the first group that they do not share with it."""
+
+
+NO_BRANCHES: Final = Branches()
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +110,18 @@ class CacheManager:
         if self._tails is None:
             return self.config.device_chunks * size
         if not self.config.groups[0].page_bytes:
-            return UNBOUNDED if device.fits_empty(0, self._tails.promise(UNBOUNDED)) else 0
+            return UNBOUNDED if self.can_hold(0, 1, UNBOUNDED) else 0
         most = device.size_bytes // self.config.groups[0].page_bytes
-        while most and not device.fits_empty(most, self._tails.promise(most * size)):
+        while most and not self.can_hold(most, 1, most * size):
             most -= 1
         return most * size
+
+    def can_hold(self, pages: int, requests: int, tokens: int) -> bool:
+        """Whether an empty device tier holds so many pages of the first group, for so many requests of up to ``tokens``
+        tokens that run together."""
+        others = 0 if self._tails is None else requests * self._tails.promise(tokens)
+        device = self._tiers.device
+        return device.bytes_for(pages, others) <= device.size_bytes
 
     @property
     def sessions(self) -> dict[SessionKey, CachedSession]:
@@ -141,10 +159,10 @@ class CacheManager:
         *,
         reserve: bool,
         path: PrefixPath | None = None,
-        branches: int = 0,
+        branches: Branches = NO_BRANCHES,
         tenant: str = "",
     ) -> bool:
-        """Whether ``admit`` may be called now, and then ``branch`` for ``branches`` others.
+        """Whether ``admit`` may be called now, and then ``branch`` for others.
 
         With ``reserve``, more than ``decode_reserve`` of all device pages must stay unpinned besides those
         kept for other tenants: free, reclaimable, or evictable (the plan that needs them copies them out,
@@ -157,14 +175,17 @@ class CacheManager:
         if any(chunk.saving for chunk in common):
             return False  # a plan cannot copy a chunk in that it copies out
         # Chunks that are pinned already cost this request no page.
-        pages, others = self.chunks_for(len(tokens)) + branches - sum(chunk.pins > 0 for chunk in common), 0
+        pages, others = (
+            self.chunks_for(len(tokens)) + branches.pages - sum(chunk.pins > 0 for chunk in common),
+            0,
+        )
         if self._tails is not None:
             chunks, found = self._found(session, tokens, num_new, path)
             found = min(found, len(tokens) - 1)
             parts = self._tails.reads(chunks, found, self._tails.missing(chunks, found))
             if not self._tails.can_read(parts):
                 return False
-            promised = (1 + branches) * self._tails.promise(len(tokens) + self._size)
+            promised = (1 + branches.requests) * self._tails.promise(len(tokens) + self._size)
             others = promised + sum(not part.pins for part in parts)
         remaining = self._tiers.unpinned_bytes((pages, others))
         keep = self.config.decode_reserve * self._tiers.device.size_bytes + self.shares.bytes_withheld_from(
@@ -475,8 +496,8 @@ class CacheManager:
         return start
 
     def _copy_or_place(self, source: Chunk | None, tail: Chunk, filled: int, now: float) -> int:
-        """Give a pinned chunk a device page, with a copy of the first ``filled`` tokens of ``source`` as far as the device
-        has them; return how many that are."""
+        """Give a pinned chunk a device page, with a copy of the first ``filled`` tokens of ``source`` as far as the
+        device has them; return how many that are."""
         self._reserve((1, 0), now, tail.holder.tenant)
         filled = 0 if source is None or not self._tiers.can_copy(source) else min(source.filled, filled)
         if source is not None and filled:
@@ -514,6 +535,11 @@ class CacheManager:
             self._tiers.fill(session.chunks[first:last], start, end)
         else:
             self._tails.computed(session, start, end, now)
+
+    def take_over(self, key: SessionKey, leaver: SessionKey) -> None:
+        """Let a running session compute what another still had to compute of their common beginning."""
+        if self._tails is not None:
+            self._tails.take_over(self._running[key], self._running[leaver])
 
     def release(
         self,

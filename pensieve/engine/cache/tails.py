@@ -174,6 +174,14 @@ class Tails:
             self._tiers.place(part)
         return start
 
+    def take_over(self, session: CachedSession, leaver: CachedSession) -> None:
+        """Let a request compute what another still had to compute before the request's own work."""
+        start = session.runs[0][0] if session.runs else session.length
+        owed = [(low, min(high, start)) for low, high in leaver.runs if low < start]
+        session.runs.extendleft(reversed(owed))
+        self._hold(session, leaver.held)
+        self._promise(session)
+
     def reach(self, session: CachedSession, tokens: int) -> int:
         """Return how many of ``tokens`` tokens a step can compute: more than ``LEAST_SPAN`` only in free pages."""
         if self.has_states:
@@ -225,8 +233,7 @@ class Tails:
         ]
 
     def _pass_state(self, session: CachedSession, start: int, end: int, now: float) -> None:
-        """Let a state pass through ``[start, end)``: from the state at ``start`` to that at ``end``, and store the one at
-        the last chunk boundary between."""
+        """Let a state pass through ``[start, end)``, and store it at the end and at the last chunk boundary between."""
         size, chunks = self._size, session.chunks
         read = None
         if start:
@@ -366,11 +373,10 @@ class Tails:
 
     def _wanted(self, holder: CachedSession | SharedRun) -> tuple[Range, list[Range]]:
         """Return the chunks whose slices a holder needs, and those that its earlier resume points need."""
-        owners = [holder] if isinstance(holder, CachedSession) else list(holder.owners)
-        if isinstance(holder, CachedSession):
-            end = holder.length
+        if isinstance(holder, SharedRun):
+            owners, end = list(holder.owners), (holder.own_chunks[-1].index + 1) * self._size
         else:
-            end = (holder.own_chunks[-1].index + 1) * self._size
+            owners, end = [holder], holder.length
         earlier = [self._wanted_at(point) for owner in owners for point in owner.resume_points]
         return needed(end, self._size, self._needs)[1], earlier
 

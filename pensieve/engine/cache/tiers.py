@@ -53,7 +53,7 @@ from typing import NamedTuple
 
 from pensieve.config import CacheConfig
 from pensieve.engine.cache.chunk import NOWHERE, CachedSession, OtherSlice, SharedRun, Slice
-from pensieve.engine.cache.pages import page_pools
+from pensieve.engine.cache.pages import PagePool, PageSize
 from pensieve.engine.plan import Copy
 
 Pages = tuple[int, int]
@@ -88,7 +88,7 @@ class Tiers:
     """The pages of both tiers and the slices in them. Calls ``changed`` with the holder of each changed slice."""
 
     def __init__(self, config: CacheConfig, changed: Callable[[CachedSession | SharedRun], None]) -> None:
-        self.device, self.host = page_pools(config)
+        self.device, self.host = _pools(config)
         self.chunk_tokens = config.chunk_tokens
         self.pinned = [0, 0]
         """Slices of each group that some running request uses. Each has a device page or is about to get one."""
@@ -141,6 +141,9 @@ class Tiers:
         """Whether the slice's KV is on the device before the plan being made loads and writes."""
         return part.device != NOWHERE and not part.loading and part not in self._fresh
 
+    def page_bytes(self, part: Slice) -> int:
+        return self._page_bytes[part.group]
+
     def bytes_of(self, pages: Pages) -> int:
         return pages[0] * self._page_bytes[0] + pages[1] * self._page_bytes[1]
 
@@ -175,7 +178,7 @@ class Tiers:
 
     def _count_pins(self, parts: list[Slice], change: int) -> None:
         if parts:
-            group = parts[0].GROUP
+            group = parts[0].group
             self.pinned[group] += change * len(parts)
             self.pinned_by[parts[0].holder.tenant] += change * len(parts) * self._page_bytes[group]
             for holder in dict.fromkeys([part.holder for part in parts]):
@@ -215,14 +218,14 @@ class Tiers:
     # -- device pages ------------------------------------------------------------------------------------------------
 
     def place(self, part: Slice) -> None:
-        part.device = self.device.take(part.GROUP, part.holder.tenant)
-        if self._at is not None and self._page_bytes[part.GROUP]:
-            self._at[part.GROUP, part.device] = part
+        part.device = self.device.take(part.group, part.holder.tenant)
+        if self._at is not None and self._page_bytes[part.group]:
+            self._at[part.group, part.device] = part
 
     def load(self, part: Slice) -> None:
         """Give a HOST slice a device page and plan the copy into it."""
         self.place(part)
-        self._swap_in.append(Copy(part.host, part.device, part.GROUP))
+        self._swap_in.append(Copy(part.host, part.device, part.group))
         part.loading = True
         self._in_flight.append(part)
 
@@ -234,14 +237,14 @@ class Tiers:
         target.filled = filled
         target.loading = True
         self._in_flight.append(target)
-        self._copies.append(Copy(self._read_from(source), target.device, target.GROUP))
+        self._copies.append(Copy(self._read_from(source), target.device, target.group))
 
     def move_page(self, source: Slice, target: Slice) -> None:
         """Move a device page to a slice with the same tokens that has none; ``source`` will be freed."""
         target.device, source.device = source.device, NOWHERE
         target.filled = source.filled
-        if self._at is not None and self._page_bytes[target.GROUP]:
-            self._at[target.GROUP, target.device] = target
+        if self._at is not None and self._page_bytes[target.group]:
+            self._at[target.group, target.device] = target
         if source in self._moved:
             self._moved[target] = self._moved.pop(source)
         self._changed(target.holder)
@@ -277,9 +280,9 @@ class Tiers:
 
     def save(self, part: Slice) -> None:
         """Plan the copy of a DEVICE slice to a free host page."""
-        part.host = self.host.take(part.GROUP, part.holder.tenant)
+        part.host = self.host.take(part.group, part.holder.tenant)
         part.saving = True
-        self._swap_out.append(Copy(self._read_from(part), part.host, part.GROUP))
+        self._swap_out.append(Copy(self._read_from(part), part.host, part.group))
         self._in_flight.append(part)
         self._changed(part.holder)
 
@@ -293,7 +296,7 @@ class Tiers:
 
     def evict_from_host(self, part: Slice) -> None:
         """Free a slice's host page; without a device page the slice is dropped."""
-        self.host.put_back(part.host, part.GROUP, part.holder.tenant)
+        self.host.put_back(part.host, part.group, part.holder.tenant)
         part.host = NOWHERE
         self.spare.pop(part, None)
         self._after_eviction(part)
@@ -309,7 +312,7 @@ class Tiers:
         if part.device != NOWHERE:
             self._leave_device(part)
         if part.host != NOWHERE:
-            self.host.put_back(part.host, part.GROUP, part.holder.tenant)
+            self.host.put_back(part.host, part.group, part.holder.tenant)
         part.host = NOWHERE
         part.filled = 0
         self.spare.pop(part, None)
@@ -332,9 +335,9 @@ class Tiers:
         del self.leftovers[part]
 
     def _leave_device(self, part: Slice) -> None:
-        self.device.put_back(part.device, part.GROUP, part.holder.tenant)
+        self.device.put_back(part.device, part.group, part.holder.tenant)
         if self._at is not None:
-            self._at.pop((part.GROUP, part.device), None)
+            self._at.pop((part.group, part.device), None)
             self._forget_move(part)
             if isinstance(part, OtherSlice) and part.leftover:
                 self._forget_leftover(part)
@@ -343,14 +346,14 @@ class Tiers:
     def _forget_move(self, part: Slice) -> None:
         """Cancel the planned move of a slice whose page is given up: its target may be taken again."""
         if self._moved.pop(part, None) is not None:
-            gone = part.GROUP, part.device
+            gone = part.group, part.device
             self._copies = [one for one in self._copies if (one.group, one.dst) != gone]
 
     def _after_eviction(self, part: Slice) -> None:
         holder = part.holder
         self._changed(holder)
         if not part.cached:
-            self.dropped_tokens += part.filled if part.GROUP == 0 else 0
+            self.dropped_tokens += part.filled if part.group == 0 else 0
             part.filled = 0
             self._dropped.pop(holder, None)
             self._dropped[holder] = None
@@ -385,3 +388,18 @@ class Tiers:
         for part in self._copied:
             self.unpin((part,))
         self._copied.clear()
+
+
+def _pools(config: CacheConfig) -> tuple[PagePool, PagePool]:
+    """Return the empty device and host tiers. Host tiers have units of one page: no kernel reads there."""
+    chunk_bytes = sum(group.page_bytes for group in config.groups)
+    units = [group.device_unit or config.device_chunks for group in config.groups]
+    device = [
+        PageSize(group.layers, group.layer_page_bytes, unit)
+        for group, unit in zip(config.groups, units, strict=True)
+    ]
+    host = [PageSize(group.layers, group.layer_page_bytes, 1) for group in config.groups]
+    return (
+        PagePool(config.device_chunks * chunk_bytes, device),
+        PagePool(config.host_chunks * chunk_bytes, host),
+    )

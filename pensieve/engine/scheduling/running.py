@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pensieve.config import SchedulerConfig
 from pensieve.core import RequestKey, SessionKey
 from pensieve.engine.cache.chunk import common_prefix
-from pensieve.engine.cache.manager import CacheManager
+from pensieve.engine.cache.manager import Branches, CacheManager
 from pensieve.engine.scheduling.queue import FairQueue
 from pensieve.engine.scheduling.request import Group, Request
 from pensieve.engine.scheduling.warming import WarmUps
@@ -59,7 +59,7 @@ class RunningSet:
             request.new_when_admitted,
             reserve=bool(self.requests),
             path=request.path,
-            branches=sum(fork.pages_as_fork(size) for fork in forks),
+            branches=Branches(len(forks), sum(fork.pages_as_fork(size) for fork in forks)),
             tenant=request.tenant,
         )
 
@@ -140,7 +140,7 @@ class RunningSet:
         group = request.group
         if request.in_batch:
             if group is not None and not group.guided:
-                _transfer_missing(group, request)
+                self._transfer_missing(group, request)
             self.remove(request, now, free_kv=free_kv)
         elif is_fork:
             self._unregister(request)
@@ -269,11 +269,11 @@ class RunningSet:
                 member.park(group.leader)
                 self._cache.release(member.session, now, member.context, free_kv=True)
 
-
-def _transfer_missing(group: Group, leaver: Request) -> None:
-    """Before a candidate leaves: let the next one compute what the first still had to compute for all."""
-    running = group.in_batch()
-    if len(running) < 2 or leaver is not running[0] or leaver.output_tokens or not leaver.missing:
-        return
-    if running[1].missing:
-        running[1].take_over_missing(leaver)
+    def _transfer_missing(self, group: Group, leaver: Request) -> None:
+        """Before a candidate leaves: let the next one compute what the first still had to compute for all."""
+        running = group.in_batch()
+        if len(running) < 2 or leaver is not running[0] or leaver.output_tokens or not leaver.missing:
+            return
+        if running[1].missing:
+            running[1].take_over_missing(leaver)
+            self._cache.take_over(running[1].session, leaver.session)
