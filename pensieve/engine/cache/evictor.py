@@ -137,6 +137,8 @@ class Evictor:
                     allowance = self.shares.allowance(tiers.host, tenant)
                     room = self._index.round(Reclaim.HOST_COPY, now, len(chosen), allowance)
                     found, stale = self._make_host_room(room, value, owner, part.group), False
+                if part.device == NOWHERE:
+                    continue  # room was made by dropping what its own holder had on the host
                 if found:
                     stale = True
                     tiers.save(part)

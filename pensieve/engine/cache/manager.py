@@ -30,6 +30,7 @@ and the second request reads them in that plan.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -109,12 +110,11 @@ class CacheManager:
         device, size = self._tiers.device, self._size
         if self._tails is None:
             return self.config.device_chunks * size
-        if not self.config.groups[0].page_bytes:
-            return UNBOUNDED if self.can_hold(0, 1, UNBOUNDED) else 0
-        most = device.size_bytes // self.config.groups[0].page_bytes
-        while most and not self.can_hold(most, 1, most * size):
-            most -= 1
-        return most * size
+        page_bytes = self.config.groups[0].page_bytes
+        if not page_bytes and self.can_hold(0, 1, UNBOUNDED):
+            return UNBOUNDED
+        most = device.size_bytes // (page_bytes or self.config.groups[1].page_bytes)
+        return bisect_left(range(1, most + 1), True, key=lambda pages: not self.can_hold(pages, 1, pages * size)) * size
 
     def can_hold(self, pages: int, requests: int, tokens: int) -> bool:
         """Whether an empty device tier holds so many pages of the first group, for so many requests of up to ``tokens``
@@ -181,12 +181,10 @@ class CacheManager:
         )
         if self._tails is not None:
             chunks, found = self._found(session, tokens, num_new, path)
-            found = min(found, len(tokens) - 1)
-            parts = self._tails.reads(chunks, found, self._tails.missing(chunks, found))
+            _, parts = self._tails.find(chunks, min(found, len(tokens) - 1), len(tokens))
             if not self._tails.can_read(parts):
                 return False
-            promised = (1 + branches.requests) * self._tails.promise(len(tokens) + self._size)
-            others = promised + sum(not part.pins for part in parts)
+            others = self._tails.cost(parts, len(tokens)) + branches.requests * self._tails.promise(len(tokens))
         remaining = self._tiers.unpinned_bytes((pages, others))
         keep = self.config.decode_reserve * self._tiers.device.size_bytes + self.shares.bytes_withheld_from(
             tenant
@@ -213,8 +211,7 @@ class CacheManager:
             clean += reclaim_kind(chunk) is Reclaim.PAGE
         clean_bytes = tiers.bytes_of((clean, 0))
         if self._tails is not None:
-            missing = self._tails.missing(chunks, keep)
-            parts = self._tails.reads(chunks, keep, missing)
+            missing, parts = self._tails.find(chunks, keep, len(tokens))
             others = sum(part.device == NOWHERE for part in parts)
             others += self._tails.promise(len(tokens)) if missing or keep < len(tokens) else 0
             computing |= bool(missing)
@@ -392,8 +389,7 @@ class CacheManager:
         request reads."""
         chunks = session.chunks[:held]
         keep = min(keep, held * self._size)
-        missing = tails.missing(chunks, keep)
-        parts = tails.reads(chunks, keep, missing)
+        missing, parts = tails.find(chunks, keep, len(session.tokens))
         restore = tails.restore(chunks, keep, history, len(session.tokens), missing)
         tails.begin(session, restore.missing, parts)
         return restore
@@ -458,13 +454,15 @@ class CacheManager:
 
     # -- a running request -------------------------------------------------------------------------------------------
 
-    def branch(self, source: SessionKey, target: SessionKey, tokens: TokenArray, now: float) -> int | None:
+    def branch(
+        self, source: SessionKey, target: SessionKey, tokens: TokenArray, now: float
+    ) -> tuple[Range, ...] | None:
         """Let another request continue from the context of a running one, ``tokens`` without the last.
 
         Full chunks are shared. The partly filled one is copied as far as the device has it. If the target is
         running, its chunks beyond the common ones are freed. Must be called before the plan being made
-        takes any of the source's work. Returns where the target's missing KV begins, provided that the
-        source's is computed first. Returns None, with nothing changed, when there is no page for the tail.
+        takes any of the source's work. Returns what the target has to compute, provided that the source's work
+        is computed first. Returns None, with nothing changed, when there is no page for the tail.
         """
         origin, session = self._running[source], self._running.get(target)
         if session is None:
@@ -490,10 +488,11 @@ class CacheManager:
         tiers.pin((tail,))
         last = origin.chunks[full] if full < len(origin.chunks) else None
         start = full * self._size + self._copy_or_place(last, tail, filled, now)
+        ranges = [(start, len(tokens))]
         if self._tails is not None:
-            start = self._tails.branch(session, last, tail, start, now)
+            ranges = self._tails.branch(session, origin, tail, start, now)
         self._set_table(session)
-        return start
+        return tuple(ranges)
 
     def _copy_or_place(self, source: Chunk | None, tail: Chunk, filled: int, now: float) -> int:
         """Give a pinned chunk a device page, with a copy of the first ``filled`` tokens of ``source`` as far as the

@@ -67,7 +67,7 @@ class _StateRun:
     end: int
     read: OtherSlice | None
     boundary: OtherSlice | None
-    live: OtherSlice
+    live: OtherSlice | None
 
 
 class Tails:
@@ -91,26 +91,35 @@ class Tails:
 
     # -- questions: change nothing -----------------------------------------------------------------------------------
 
-    def missing(self, chunks: Sequence[Chunk], keep: int) -> list[Range]:
-        """Return the positions below ``keep`` that must be computed again, given the chunks of a context."""
-        return missing_set(keep, self._size, self._needs, self._have(chunks))
+    def find(self, chunks: Sequence[Chunk], keep: int, total: int) -> tuple[list[Range], list[OtherSlice]]:
+        """Return the positions below ``keep`` that a request for ``total`` tokens must compute again, and the slices
+        with contents that it reads before it computes any.
 
-    def reads(self, chunks: Sequence[Chunk], keep: int, missing: Sequence[Range]) -> list[OtherSlice]:
-        """Return the slices with contents that a request needs which computes ``missing`` and goes on at ``keep``."""
+        If it read more slices at once than it is promised pages, it computes all positions instead.
+        """
+        missing = missing_set(keep, self._size, self._needs, self._have(chunks))
         found = []
         for first, last in reads(keep, self._size, self._needs, missing)[1]:
             found += [_other(chunk) for chunk in chunks[first:last]]
-        return [part for part in found if part.filled]
+        parts = [part for part in found if part.filled]
+        most = 2 if self.has_states else self.promise(total)
+        return (missing, parts) if len(parts) <= most else ([(0, keep)], [])
+
+    def cost(self, parts: Sequence[OtherSlice], total: int) -> int:
+        """Return the pages to be pinned or promised for a request that begins with these slices."""
+        return sum(not part.pins for part in parts) + max(self.promise(total) - len(parts), 0)
 
     def can_read(self, parts: Iterable[OtherSlice]) -> bool:
         """Whether no plan that is not launched yet copies these slices out, or writes a state among them."""
         return not any(part.saving or part in self._written for part in parts)
 
-    def promise(self, tokens: int) -> int:
+    def promise(self, tokens: int, *, decoding: bool = False) -> int:
         """Return the pages of this group that a request of so many tokens needs at once, at most."""
         if self.has_states:
-            return 4  # the state that is read, the live one, the boundary that it passes, and the one before
-        most = -(-(self._window + LEAST_SPAN) // self._size) + 2
+            # Decoding: the live state and the last boundary. Before: where two ranges begin, and both of these.
+            return 2 if decoding else 4
+        span = self._size if decoding else LEAST_SPAN
+        most = -(-(self._window + span) // self._size) + 2
         return min(most, -(-tokens // self._size) + 1)
 
     def restore(
@@ -147,32 +156,36 @@ class Tails:
         return [part for part in session.held if part.device == NOWHERE and part.host != NOWHERE]
 
     def branch(
-        self, session: CachedSession, source: Chunk | None, tail: Chunk, start: int, now: float
-    ) -> int:
-        """Hold what a request needs that goes on at ``start`` from another's context, with ``tail`` as its last chunk.
+        self, session: CachedSession, origin: CachedSession, tail: Chunk, start: int, now: float
+    ) -> list[Range]:
+        """Hold what a request needs that goes on at ``start`` from the context of ``origin``, with ``tail`` as its last
+        chunk; return what it has to compute.
 
-        The slices of the chunks before it are pinned whether the source has computed them or not: it does so first.
-        The partly filled slice is copied. Returns where the request's missing KV begins.
+        The source computes what it lacks first, so its slices are pinned whether they have contents or not. The partly
+        filled one is copied.
         """
         assert not self.has_states, "candidates of a model with states branch off after the prompt"
-        part = _other(tail)
-        self.begin(session, [(start, session.length)], [])
-        size, filled = self._size, start - tail.index * self._size
-        if filled and source is not None and self._tiers.can_copy(_other(source)):
-            filled = min(filled, _other(source).filled)
-        else:
-            filled = 0
-        start = tail.index * size + filled
-        reach = max(start - self._window + 1, 0) // size
-        self._hold(session, [*(_other(chunk) for chunk in session.chunks[reach : tail.index]), part])
-        self._promise(session)
-        session.runs = deque([(start, session.length)])
+        size, at, part = self._size, tail.index, _other(tail)
+        source = _other(origin.chunks[at]) if at < len(origin.chunks) else None
+        filled = start - at * size
+        filled = min(filled, source.filled) if source is not None and self._tiers.can_copy(source) else 0
+        have = self._have(session.chunks[:at])
+        for group in have:
+            for low, high in origin.runs:
+                for index in range(low // size, min(high // size, at)):
+                    if low <= index * size + group[index]:
+                        group[index] = size
+        missing = missing_set(at * size, size, self._needs, have)
+        ranges = [*missing, (at * size + filled, session.length)]
+        found = reads(at * size, size, self._needs, missing)[1]
+        parts = [_other(chunk) for first, last in found for chunk in session.chunks[first:last]]
+        self.begin(session, ranges, [*parts, part])
         self._reserve((0, 1), now, session.tenant)
         if filled and source is not None:
-            self._tiers.copy(_other(source), part, filled)
+            self._tiers.copy(source, part, filled)
         else:
             self._tiers.place(part)
-        return start
+        return ranges
 
     def take_over(self, session: CachedSession, leaver: CachedSession) -> None:
         """Let a request compute what another still had to compute before the request's own work."""
@@ -200,8 +213,8 @@ class Tails:
         if self.has_states:
             self._pass_state(session, start, end, now)
             return
-        written = [_other(chunk) for chunk in chunks]
-        self._place(session, [part for part in written if part.filled < self._size], now)
+        # Another request may have computed some of these positions since this one was admitted: they are read.
+        self._place(session, [_other(chunk) for chunk in chunks], now)
         for piece in pieces:
             if piece.stores & 2:
                 parts = [_other(chunk) for chunk in _parts_of(session.chunks, piece, self._size)]
@@ -235,20 +248,26 @@ class Tails:
     def _pass_state(self, session: CachedSession, start: int, end: int, now: float) -> None:
         """Let a state pass through ``[start, end)``, and store it at the end and at the last chunk boundary between."""
         size, chunks = self._size, session.chunks
+        others_follow = bool(session.runs) and (session.runs[0][0] != end or len(session.runs) > 1)
+        goes_on = not session.runs or session.runs[0][0] == end
         read = None
         if start:
             read = _other(chunks[(start - 1) // size])
             assert read.filled == start - read.index * size, f"chunk {read.index}: no state at {start}"
-        live = _other(chunks[(end - 1) // size])
-        boundary = _other(chunks[live.index - 1]) if live.index * size > start else None
+        last = (end - 1) // size
+        live = _other(chunks[last]) if goes_on else None
+        if live is not None and live.filled == size and end == (last + 1) * size:
+            live = None  # it is held already
+        boundary = _other(chunks[last - 1]) if last * size > start and not others_follow else None
         if boundary is not None and boundary.filled == size:
-            boundary = None  # it is held already
+            boundary = None
         written = [part for part in (boundary, live) if part is not None]
         self._place(session, written, now)
         if boundary is not None:
             self._tiers.store_state(boundary, size)
-        if live.filled < end - live.index * size:
-            self._tiers.store_state(live, end - live.index * size)
+        if live is not None:
+            self._tiers.truncate(live, 0)
+            self._tiers.store_state(live, end - last * size)
         self._written.update(written)
         self._runs.setdefault(session, []).append(_StateRun(start, end, read, boundary, live))
 
@@ -264,11 +283,17 @@ class Tails:
         if absent:
             self._reserve((0, len(absent)), now, session.tenant)
             for part in absent:
-                self._tiers.place(part)
+                if part.host != NOWHERE:
+                    self._tiers.load(part)
+                else:
+                    self._tiers.place(part)
 
     def _promise(self, session: CachedSession) -> None:
         """Keep the promise of pages to a running request up to date: those that it holds count as kept."""
-        promised = max(self.promise(max(session.length, 1)) - len(session.held), 0) if session.running else 0
+        promised = 0
+        if session.running:
+            most = self.promise(max(session.length, 1), decoding=not session.runs)
+            promised = max(most - len(session.held), 0)
         self._tiers.promised += promised - session.promised
         session.promised = promised
 
@@ -289,7 +314,7 @@ class Tails:
                 NOWHERE if run.read is None else run.read.device,
                 NOWHERE if run.boundary is None else run.boundary.device,
                 0 if run.boundary is None else (run.boundary.index + 1) * self._size,
-                run.live.device,
+                NOWHERE if run.live is None else run.live.device,
             )
 
     def table(self, session: CachedSession, tokens: int) -> PageTable:
@@ -310,6 +335,7 @@ class Tails:
             if session.running:
                 position = session.runs[0][0] if session.runs else session.length
                 self._let_go(session, [part for part in session.held if self._is_behind(part, position)])
+                self._promise(session)
 
     def _is_behind(self, part: OtherSlice, position: int) -> bool:
         """Whether no position from ``position`` on needs a slice."""

@@ -101,12 +101,12 @@ class RunningSet:
     def _branch(self, target: Request, now: float) -> None:
         assert target.source is not None
         common = common_prefix(target.source.context, target.context)
-        start = self._cache.branch(target.source.session, target.session, target.context[: common + 1], now)
-        complete = start is not None and self._cache.extend(target.session, target.length, now)
-        assert start is not None and complete, (
+        ranges = self._cache.branch(target.source.session, target.session, target.context[: common + 1], now)
+        complete = ranges is not None and self._cache.extend(target.session, target.length, now)
+        assert ranges is not None and complete, (
             f"{target.session}: no page to branch off, although one was reserved"
         )
-        target.on_branched(start)
+        target.on_branched(ranges)
 
     def _forks(self, source: Request) -> list[Request]:
         return [] if source.group is None else source.group.forks(source)

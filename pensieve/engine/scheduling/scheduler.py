@@ -275,7 +275,9 @@ class Scheduler:
         for request in self._running.requests:
             if used >= budget:
                 break
-            if request.missing and not request.decoding and not ((request.warm or once) and request in work):
+            if once and (request in work or request.waits_for_leader):
+                continue
+            if request.missing and not request.decoding and not (request.warm and request in work):
                 most = min(budget - used, remaining.get(request.tenant, budget))
                 if most > 0:
                     taken = self._take(work, request, min(most, WARM_TOKENS) if request.warm else most, now)
@@ -304,7 +306,7 @@ class Scheduler:
             if request.receipt is None:
                 self.admitted.append(request)
             for one in self._running.admit(request, now):
-                if remaining > 0:
+                if remaining > 0 and not (self.cache.two_groups and one.waits_for_leader):
                     remaining -= self._take(work, one, remaining, now)
         return budget - remaining
 
