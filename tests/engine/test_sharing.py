@@ -91,7 +91,7 @@ def test_requests_that_join_one_plan_compute_their_prompt_once() -> None:
 def test_nobody_joins_the_plan_that_copies_what_it_wants_out() -> None:
     cache = make()
     serve(cache, "A", ASK_A, 0.0)
-    cache._evictor.reserve(35, 1.0)
+    cache._evictor.reserve((35, 0), 1.0)
     assert "H" in places(cache, "A") and chunks(cache, "A")[0].saving
     path = cache.prefix_path(B, "a", ASK_B)
     assert not cache.can_admit(B, ASK_B, len(ASK_B), reserve=False, path=path)
@@ -117,7 +117,7 @@ def test_the_wait_for_a_copy_holds_for_what_one_would_adopt_in_place_of_its_own(
     cache.evict(SessionKey("A#1"))
     cache.check()
     assert [bool(chunk.digest) for chunk in chunks(cache, "A")] == [True, True, False, False, False]
-    cache._evictor.reserve(24 - 6, 10.0)
+    cache._evictor.reserve((24 - 6, 0), 10.0)
     assert any(chunk.saving for chunk in chunks(cache, "T")) and not any(
         chunk.saving for chunk in chunks(cache, "A")
     )

@@ -49,11 +49,10 @@ class Evictor:
         for keep_shares in (True, False) if self.shares.has_shares else (False,):
             for reclaim in (Reclaim.PAGE, Reclaim.SAVED_PAGE):
                 while (need := device.shortage(*pages)) > 0:
-                    allowance = (
-                        self.shares.allowance(device, tenant)
-                        if keep_shares
-                        else self.shares.same_allowance(need)
-                    )
+                    if keep_shares:
+                        allowance = self.shares.allowance(device, tenant)
+                    else:  # a tail goes only as a whole, however small the need
+                        allowance = UNLIMITED if len(device.groups) > 1 else self.shares.same_allowance(need)
                     victims = self._index.round(reclaim, now, self._most_victims(need), allowance)
                     if not self._evict_round(victims, pages, now, tenant):
                         break

@@ -420,7 +420,8 @@ class CacheManager:
         self._shared.disown(session, shared.index)
         (own,) = self._shared.append(session, 1)
         self._tiers.pin((own,))
-        spare = self._tiers.unpinned_bytes((total - len(session.chunks), 0)) >= 0
+        others = 0 if self._tails is None else self._tails.promise(total * self._size)
+        spare = self._tiers.unpinned_bytes((total - len(session.chunks), others)) >= 0
         if valid > 0 and spare and self._tiers.can_copy(shared):
             self._evictor.reserve((1, 0), session.last_active, session.tenant)
             self._tiers.copy(shared, own, valid)
@@ -509,7 +510,8 @@ class CacheManager:
         """Make room on the device for ``tokens`` positions of a running session; False when every page is pinned."""
         session = self._running[key]
         while len(session.chunks) < self.chunks_for(tokens):
-            if self._tiers.unpinned_bytes((1, 0)) < 0:
+            others = 0 if self._tails is None else self._tails.growth(session, tokens)
+            if self._tiers.unpinned_bytes((1, others)) < 0:
                 return False
             (chunk,) = self._shared.append(session, 1)
             self._tiers.pin((chunk,))
@@ -517,6 +519,8 @@ class CacheManager:
             self._tiers.place(chunk)
             session.table = np.append(session.table, np.int32(chunk.device))
         session.length = tokens
+        if self._tails is not None:
+            self._tails.keep_promise(session)
         return True
 
     def computed(self, key: SessionKey, start: int, end: int, now: float = 0.0) -> None:

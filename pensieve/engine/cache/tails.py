@@ -49,7 +49,7 @@ from pensieve.engine.cache.chunk import (
     SharedRun,
     take_front,
 )
-from pensieve.engine.cache.restore import Needs, Piece, missing_set, needed, pieces_of, reads, sources
+from pensieve.engine.cache.restore import Needs, Piece, missing_set, needed, pieces_of, reads, sources, window_reach
 from pensieve.engine.cache.tiers import Pages, Tiers
 from pensieve.engine.plan import Chain, PageTable
 
@@ -149,7 +149,7 @@ class Tails:
         session.runs = deque(ranges)
         session.held = {}
         self._hold(session, parts)
-        self._promise(session)
+        self.keep_promise(session)
 
     def absent(self, session: CachedSession) -> list[OtherSlice]:
         """Return the held slices that lie on the host and must be loaded."""
@@ -180,7 +180,10 @@ class Tails:
         found = reads(at * size, size, self._needs, missing)[1]
         parts = [_other(chunk) for first, last in found for chunk in session.chunks[first:last]]
         self.begin(session, ranges, [*parts, part])
-        self._reserve((0, 1), now, session.tenant)
+        absent = self.absent(session)
+        self._reserve((0, len(absent) + 1), now, session.tenant)
+        for one in absent:
+            self._tiers.load(one)
         if filled and source is not None:
             self._tiers.copy(source, part, filled)
         else:
@@ -193,11 +196,21 @@ class Tails:
         owed = [(low, min(high, start)) for low, high in leaver.runs if low < start]
         session.runs.extendleft(reversed(owed))
         self._hold(session, leaver.held)
-        self._promise(session)
+        self.keep_promise(session)
 
     def reach(self, session: CachedSession, tokens: int) -> int:
-        """Return how many of ``tokens`` tokens a step can compute: more than ``LEAST_SPAN`` only in free pages."""
+        """Return how many of ``tokens`` missing tokens a step can compute.
+
+        With windows: more than ``LEAST_SPAN`` only in free pages. With states: a step does not end inside a chunk that
+        others may come to share, so that the state it leaves there is one that all owners can use.
+        """
         if self.has_states:
+            taken = 0
+            for start, end in session.runs:
+                stop = min(end, start + tokens - taken)
+                if stop < end and stop % self._size and session.chunks[stop // self._size].digest:
+                    return taken + max(stop // self._size * self._size - start, 0)
+                taken += stop - start
             return tokens
         free = max(self._tiers.device.free(1) - self._tiers.promised, 0) * self._size
         return min(tokens, LEAST_SPAN + free)
@@ -278,7 +291,7 @@ class Tails:
 
     def _place(self, session: CachedSession, parts: Sequence[OtherSlice], now: float) -> None:
         self._hold(session, parts)
-        self._promise(session)
+        self.keep_promise(session)
         absent = [part for part in parts if part.device == NOWHERE]
         if absent:
             self._reserve((0, len(absent)), now, session.tenant)
@@ -288,14 +301,18 @@ class Tails:
                 else:
                     self._tiers.place(part)
 
-    def _promise(self, session: CachedSession) -> None:
-        """Keep the promise of pages to a running request up to date: those that it holds count as kept."""
-        promised = 0
-        if session.running:
-            most = self.promise(max(session.length, 1), decoding=not session.runs)
-            promised = max(most - len(session.held), 0)
+    def growth(self, session: CachedSession, tokens: int) -> int:
+        """Return how many pages more than now must be promised to a running request that grows to ``tokens`` tokens."""
+        return max(self._due(session, tokens) - session.promised, 0)
+
+    def keep_promise(self, session: CachedSession) -> None:
+        """Keep the promise of pages to a request up to date: those that it holds count as kept."""
+        promised = self._due(session, max(session.length, 1)) if session.running else 0
         self._tiers.promised += promised - session.promised
         session.promised = promised
+
+    def _due(self, session: CachedSession, tokens: int) -> int:
+        return max(self.promise(tokens, decoding=not session.runs) - len(session.held), 0)
 
     # -- the plan being made -----------------------------------------------------------------------------------------
 
@@ -335,7 +352,7 @@ class Tails:
             if session.running:
                 position = session.runs[0][0] if session.runs else session.length
                 self._let_go(session, [part for part in session.held if self._is_behind(part, position)])
-                self._promise(session)
+                self.keep_promise(session)
 
     def _is_behind(self, part: OtherSlice, position: int) -> bool:
         """Whether no position from ``position`` on needs a slice."""
@@ -348,8 +365,10 @@ class Tails:
             for part in parts:
                 del session.held[part]
             self._tiers.unpin(parts)
-            self._promise(session)
-            self._sort(parts)
+            self.keep_promise(session)
+            # With a state, the one before it: it was kept as the boundary before the newest.
+            before = [part.index - 1 for part in parts if part.index] if self.has_states else []
+            self._sort([*parts, *(_other(session.chunks[index]) for index in before)])
 
     # -- after it ----------------------------------------------------------------------------------------------------
 
@@ -362,7 +381,7 @@ class Tails:
         parts = list(session.held)
         session.held.clear()
         self._tiers.unpin(parts)
-        self._promise(session)
+        self.keep_promise(session)
 
     def truncate(self, chunk: Chunk, valid: int) -> None:
         """Limit the slice of an unpinned chunk to its first ``valid`` tokens, because other tokens will follow."""
@@ -381,16 +400,15 @@ class Tails:
         for part in parts:
             if part.pins or not part.cached or part.loading:
                 continue
-            if not part.filled or (self.has_states and part.filled < self._size):
-                self._tiers.free(part)  # a state outlives its request at chunk boundaries only
-                continue
             holder = part.holder
             if holder not in wanted:
                 wanted[holder] = self._wanted(holder)
             tail, earlier = wanted[holder]
-            if tail[0] <= part.index < tail[1]:
+            # A state outlives its request at chunk boundaries only.
+            whole = part.filled == self._size if self.has_states else part.filled > 0
+            if whole and tail[0] <= part.index < tail[1]:
                 self._tiers.set_leftover(part, False)
-            elif any(first <= part.index < last for first, last in earlier):
+            elif whole and any(first <= part.index < last for first, last in earlier):
                 self._tiers.set_leftover(part, True)
             elif part.saving:
                 self._tiers.set_leftover(part, True)  # its pages are in use until the plan is launched
@@ -404,15 +422,17 @@ class Tails:
         else:
             owners, end = [holder], holder.length
         earlier = [self._wanted_at(point) for owner in owners for point in owner.resume_points]
+        if self.has_states:
+            # After a stop string or an edit of its last tokens, a session goes on from the boundary before the newest.
+            earlier.append(self._wanted_at(max(end - self._size, 0)))
         return needed(end, self._size, self._needs)[1], earlier
 
     def _wanted_at(self, position: int) -> Range:
         """Return the chunks whose slices a turn reads that goes on at ``position``."""
-        ranges = reads(position, self._size, self._needs, ())[1] if position else []
         if self.has_states:
             last = position // self._size
             return max(last - 1, 0), last
-        return ranges[0] if ranges else (0, 0)
+        return window_reach(position, self._window, self._size), -(-position // self._size)
 
 
 def _other(chunk: Chunk) -> OtherSlice:

@@ -225,7 +225,7 @@ class Tiers:
     def load(self, part: Slice) -> None:
         """Give a HOST slice a device page and plan the copy into it."""
         self.place(part)
-        self._swap_in.append(Copy(part.host, part.device, part.group))
+        self._plan(self._swap_in, Copy(part.host, part.device, part.group))
         part.loading = True
         self._in_flight.append(part)
 
@@ -237,10 +237,12 @@ class Tiers:
         target.filled = filled
         target.loading = True
         self._in_flight.append(target)
-        self._copies.append(Copy(self._read_from(source), target.device, target.group))
+        self._plan(self._copies, Copy(self._read_from(source), target.device, target.group))
 
     def move_page(self, source: Slice, target: Slice) -> None:
         """Move a device page to a slice with the same tokens that has none; ``source`` will be freed."""
+        if isinstance(source, OtherSlice) and source.leftover:
+            self._forget_leftover(source)
         target.device, source.device = source.device, NOWHERE
         target.filled = source.filled
         if self._at is not None and self._page_bytes[target.group]:
@@ -272,6 +274,10 @@ class Tiers:
             self._copies.append(Copy(origin, target, group))
         return part
 
+    def _plan(self, copies: list[Copy], copy: Copy) -> None:
+        if self._page_bytes[copy.group]:  # pages of a group without layers hold nothing
+            copies.append(copy)
+
     def _read_from(self, part: Slice) -> int:
         """Return the device page that a copy of the plan being made reads: before the plan moves anything."""
         return self._moved.get(part, part.device)
@@ -282,7 +288,7 @@ class Tiers:
         """Plan the copy of a DEVICE slice to a free host page."""
         part.host = self.host.take(part.group, part.holder.tenant)
         part.saving = True
-        self._swap_out.append(Copy(self._read_from(part), part.host, part.group))
+        self._plan(self._swap_out, Copy(self._read_from(part), part.host, part.group))
         self._in_flight.append(part)
         self._changed(part.holder)
 
@@ -316,6 +322,8 @@ class Tiers:
         part.host = NOWHERE
         part.filled = 0
         self.spare.pop(part, None)
+        if part.group:  # its chunk stays
+            self._changed(part.holder)
 
     def set_leftover(self, part: OtherSlice, leftover: bool) -> None:
         """Say whether only an earlier resume point needs an unpinned slice. A leftover has no host copy."""

@@ -156,7 +156,7 @@ class Both:
         for reclaim in Reclaim:
             assert self.twin.index.total(reclaim) == cache.index.total(reclaim)
         assert len(self.twin._sessions) == len(cache.sessions)
-        assert self.twin.unpinned == cache._tiers.unpinned
+        assert self.twin.unpinned == cache._tiers.unpinned_bytes()
 
     def plan_ends(self) -> None:
         tiers = self.manager.cache.occupancy()
