@@ -114,7 +114,10 @@ class CacheManager:
         if not page_bytes and self.can_hold(0, 1, UNBOUNDED):
             return UNBOUNDED
         most = device.size_bytes // (page_bytes or self.config.groups[1].page_bytes)
-        return bisect_left(range(1, most + 1), True, key=lambda pages: not self.can_hold(pages, 1, pages * size)) * size
+        return (
+            bisect_left(range(1, most + 1), True, key=lambda pages: not self.can_hold(pages, 1, pages * size))
+            * size
+        )
 
     def can_hold(self, pages: int, requests: int, tokens: int) -> bool:
         """Whether an empty device tier holds so many pages of the first group, for so many requests of up to ``tokens``
@@ -184,7 +187,9 @@ class CacheManager:
             _, parts = self._tails.find(chunks, min(found, len(tokens) - 1), len(tokens))
             if not self._tails.can_read(parts):
                 return False
-            others = self._tails.cost(parts, len(tokens)) + branches.requests * self._tails.promise(len(tokens))
+            others = self._tails.cost(parts, len(tokens)) + branches.requests * self._tails.promise(
+                len(tokens)
+            )
         remaining = self._tiers.unpinned_bytes((pages, others))
         keep = self.config.decode_reserve * self._tiers.device.size_bytes + self.shares.bytes_withheld_from(
             tenant
@@ -250,6 +255,11 @@ class CacheManager:
         assert tails is not None
         table = None if tails.has_states else tails.table(session, tokens)
         return tails.pieces(session), table, list(tails.chains(session, first_span))
+
+    @property
+    def has_states(self) -> bool:
+        """Whether a request cannot go on from any token that another has computed, but only from some states."""
+        return self._tails is not None and self._tails.has_states
 
     @property
     def two_groups(self) -> bool:

@@ -49,7 +49,17 @@ from pensieve.engine.cache.chunk import (
     SharedRun,
     take_front,
 )
-from pensieve.engine.cache.restore import Needs, Piece, missing_set, needed, pieces_of, reads, sources, window_reach
+from pensieve.engine.cache.restore import (
+    Needs,
+    Piece,
+    add_range,
+    missing_set,
+    needed,
+    pieces_of,
+    reads,
+    sources,
+    window_reach,
+)
 from pensieve.engine.cache.tiers import Pages, Tiers
 from pensieve.engine.plan import Chain, PageTable
 
@@ -164,8 +174,14 @@ class Tails:
         The source computes what it lacks first, so its slices are pinned whether they have contents or not. The partly
         filled one is copied.
         """
-        assert not self.has_states, "candidates of a model with states branch off after the prompt"
         size, at, part = self._size, tail.index, _other(tail)
+        if self.has_states:
+            chunks = session.chunks[:at]
+            ranges, parts = self.find(chunks, at * size, session.length)
+            add_range(ranges, at * size, session.length)
+            self.begin(session, ranges, parts)
+            self._load(session, now, 0)
+            return ranges
         source = _other(origin.chunks[at]) if at < len(origin.chunks) else None
         filled = start - at * size
         filled = min(filled, source.filled) if source is not None and self._tiers.can_copy(source) else 0
@@ -180,15 +196,19 @@ class Tails:
         found = reads(at * size, size, self._needs, missing)[1]
         parts = [_other(chunk) for first, last in found for chunk in session.chunks[first:last]]
         self.begin(session, ranges, [*parts, part])
-        absent = self.absent(session)
-        self._reserve((0, len(absent) + 1), now, session.tenant)
-        for one in absent:
-            self._tiers.load(one)
+        self._load(session, now, 1)
         if filled and source is not None:
             self._tiers.copy(source, part, filled)
         else:
             self._tiers.place(part)
         return ranges
+
+    def _load(self, session: CachedSession, now: float, more: int) -> None:
+        """Bring held slices to the device, and make room for ``more``."""
+        absent = self.absent(session)
+        self._reserve((0, len(absent) + more), now, session.tenant)
+        for part in absent:
+            self._tiers.load(part)
 
     def take_over(self, session: CachedSession, leaver: CachedSession) -> None:
         """Let a request compute what another still had to compute before the request's own work."""

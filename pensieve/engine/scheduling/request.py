@@ -326,6 +326,13 @@ class Request:
         *before, (start, _) = missing
         self.source, self.in_batch, self.missing = None, True, deque([*before, (start, self.length)])
 
+    def leave_source(self) -> None:
+        """Go on alone: the source has gone. The fork waits, as after a suspension."""
+        assert self.source is not None
+        if self.receipt is None:
+            self.admitted, self.receipt = self.source.admitted, self.source.receipt
+        self.source = None
+
     def suspend(self) -> None:
         """Return to the queue. The next admission finds out which KV is missing."""
         self.in_batch, self.path, self.source = False, None, None

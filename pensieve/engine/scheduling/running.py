@@ -48,7 +48,7 @@ class RunningSet:
         Changes nothing. The request's addresses must have been set (``Request.set_prefix_path``).
         """
         forks = self._forks(request)
-        if len(self.requests) + 1 + len(forks) > self._config.max_running:
+        if len(self.requests) + self.waiting_forks + 1 + len(forks) > self._config.max_running:
             return False
         if request.must_wait or any(fork.must_wait for fork in forks):
             return False
@@ -76,6 +76,11 @@ class RunningSet:
         )
         request.admit(restore, now)
         self.insert(request)
+        if self._cache.has_states:
+            for fork in forks:
+                self._register(fork)
+                self._branching.append(fork)
+            return [request]
         # Before any work is taken: only KV that the leader already has in its last chunk can be copied.
         for fork in forks:
             self._branch(fork, now)
@@ -95,8 +100,36 @@ class RunningSet:
         """Carry out the branches asked for, once no more room has to be made; return whether there were any."""
         targets, self._branching = self._branching, []
         for target in targets:
-            self._branch(target, now)
-        return bool(targets)
+            if target.in_batch:
+                self._branch(target, now)
+            elif not self._branch_late(target, now):
+                self._branching.append(target)
+        return len(self._branching) < len(targets)
+
+    @property
+    def waiting_forks(self) -> int:
+        """Forks that wait for their leader's prompt: with states, nothing of it can be shared before it is computed."""
+        return sum(not target.in_batch for target in self._branching)
+
+    def _branch_late(self, fork: Request, now: float) -> bool:
+        """Let a fork branch off a leader that has computed its prompt, or go on alone if the leader has gone. Return
+        whether it need not wait any longer."""
+        leader = fork.source
+        assert leader is not None
+        if (leader.finished is not None and not leader.in_batch) or self.get(leader.key) is not leader:
+            fork.leave_source()
+            self._queue.add(fork)
+            return True
+        if not leader.in_batch or not leader.output_tokens or leader.num_missing > 1:
+            return False
+        if len(self.requests) >= self._config.max_running:
+            return False
+        ranges = self._cache.branch(leader.session, fork.session, fork.context, now)
+        if ranges is None:
+            return False
+        fork.on_branched(ranges)
+        self.insert(fork)
+        return True
 
     def _branch(self, target: Request, now: float) -> None:
         assert target.source is not None

@@ -73,7 +73,8 @@ class Scheduler:
 
     @property
     def has_requests(self) -> bool:
-        return bool(self._running.requests or self.queue or self._warming.has_pending)
+        running = self._running
+        return bool(running.requests or running.waiting_forks or self.queue or self._warming.has_pending)
 
     @property
     def queued(self) -> int:
@@ -113,6 +114,8 @@ class Scheduler:
         at_once = members if pages is None else 1
         if tokens >= limit:
             problem = f"a context of {tokens} tokens leaves no room for an answer; the limit is {limit}"
+        elif pages is not None and self.cache.has_states:
+            problem = "beam search is not supported for a model with recurrent layers"
         elif members > places:
             problem = f"{members} generations at a time exceed the {places} that fit a step"
         elif not self.cache.can_hold(needed, at_once, tokens + 1):
