@@ -14,11 +14,11 @@ import pytest
 from pensieve.core import Floats
 from pensieve.engine.cache import restore
 from pensieve.engine.cache.chunk import Range, tokens_in
-from pensieve.engine.cache.restore import Needs, Piece
+from pensieve.engine.cache.restore import GroupKind, Needs, Piece
 from support.cache.numeric_decoder import VOCABULARY, Decoder, Pages, Run, close, stateless
 from support.lengths import at_length
 
-KINDS = (
+KINDS: tuple[tuple[GroupKind, ...], ...] = (
     ("full",),
     ("window",),
     ("state",),
