@@ -14,11 +14,11 @@ import pytest
 from pensieve.core import Floats
 from pensieve.engine.cache import restore
 from pensieve.engine.cache.chunk import Range, tokens_in
-from pensieve.engine.cache.restore import Needs, Piece
+from pensieve.engine.cache.restore import GroupKind, Needs, SpanPart
 from support.cache.numeric_decoder import VOCABULARY, Decoder, Pages, Run, close, stateless
 from support.lengths import at_length
 
-KINDS = (
+KINDS: tuple[tuple[GroupKind, ...], ...] = (
     ("full",),
     ("window",),
     ("state",),
@@ -451,8 +451,8 @@ MUTANTS: dict[str, tuple[object, str, object]] = {
     "checkpoint one chunk late": (restore, "state_before", lambda start, size: start // size),
     "checkpoint one chunk early": (restore, "state_before", lambda start, size: max(start // size - 2, -1)),
     "live state instead of the zero state": (Run, "keeps_live_state", True),
-    "stores ignored": (restore, "pieces_of", lambda run, size, needs, have: [Piece(*run, 7)]),
-    "nothing stored": (restore, "pieces_of", lambda run, size, needs, have: [Piece(*run, 0)]),
+    "stores ignored": (restore, "pieces_of", lambda run, size, needs, have: [SpanPart(*run, 7)]),
+    "nothing stored": (restore, "pieces_of", lambda run, size, needs, have: [SpanPart(*run, 0)]),
     "state of a chunk that is partly filled": (
         restore,
         "restart",

@@ -47,13 +47,13 @@ class Needs(NamedTuple):
     """Tokens that the group's widest window sees, the token itself included; only for the kind ``window``."""
 
 
-class Piece(NamedTuple):
+class SpanPart(NamedTuple):
     """Positions ``[start, end)``, which each group either stores or holds already."""
 
     start: int
     end: int
     stores: int
-    """Bit g is set when group g stores what is computed here: see ``Span.stores``."""
+    """Bit g is set when group g stores these positions: see ``Span.stores``. The bit of an empty group never is."""
 
 
 class Sources(NamedTuple):
@@ -89,7 +89,7 @@ def missing_set(keep: int, size: int, needs: Sequence[Needs], have: Sequence[Seq
     ]
     states = [filled for (kind, _), filled in zip(needs, have, strict=True) if kind == "state"]
     missing: list[Range] = []
-    low = keep  # everything from here on is decided: all that is needed is the lowest position to be computed
+    low = keep  # the lowest position that is computed; those above it are decided
     while True:
         runs = [_gap_in_window(unheld, window, low) for window, unheld in sliding]
         runs += [(restart(low, size, filled), low) for filled in states]
@@ -160,7 +160,7 @@ def _gap_in_window(unheld: list[Range], window: int, low: int) -> Range:
 # -- computing it ----------------------------------------------------------------------------------------------------
 
 
-def pieces_of(run: Range, size: int, needs: Sequence[Needs], have: Sequence[Sequence[int]]) -> list[Piece]:
+def pieces_of(run: Range, size: int, needs: Sequence[Needs], have: Sequence[Sequence[int]]) -> list[SpanPart]:
     """Cut a range of positions to be computed into pieces in which each group stores all positions or none.
 
     The range may lie in the missing set, after it, or in both. A full or window group stores a position that it does
@@ -169,19 +169,22 @@ def pieces_of(run: Range, size: int, needs: Sequence[Needs], have: Sequence[Sequ
     would depend on its neighbours. A host copy of the page would be stale, too. And it is never necessary: what the
     group holds equals what a stateless run computes, so later layers and positions read the same from it.
 
+    ``have``: as it is when the range is planned, without tokens from ``keep`` on that a cut has made invalid.
+
     A state group always has its bit set, and nothing is cut for it. It keeps no positions: the plan's chains say
-    which page receives the state at which boundary, and a boundary that is held is not one of them.
+    which page receives the state at which boundary, and a boundary that is held is not one of them. A range of the
+    missing set is one chain, from ``state_before`` its start. It may pass a held boundary with its live state.
     """
     start, end = run
     if len(needs) == 1 and needs[0].kind == "full":
-        return [Piece(start, end, 1)]
+        return [SpanPart(start, end, 1)]
     always = sum(1 << group for group, need in enumerate(needs) if need.kind == "state")
     keeping = [
         (1 << group, have[group])
         for group, need in enumerate(needs)
         if need.kind == "full" or need.kind == "window"
     ]
-    pieces: list[Piece] = []
+    pieces: list[SpanPart] = []
     for chunk in range(start // size, -(-end // size)):
         at = chunk * size
         first, last = max(start, at), min(end, at + size)
@@ -190,7 +193,7 @@ def pieces_of(run: Range, size: int, needs: Sequence[Needs], have: Sequence[Sequ
             stores = always + sum(bit for bit, to in held if to <= left)
             if pieces and pieces[-1].stores == stores:
                 left = pieces.pop().start
-            pieces.append(Piece(left, right, stores))
+            pieces.append(SpanPart(left, right, stores))
     return pieces
 
 
@@ -212,7 +215,7 @@ def reads(keep: int, size: int, needs: Sequence[Needs], missing: Sequence[Range]
     Returns for each group ranges of chunk indices: ascending, not adjacent. Those of them that hold anything must be
     on the device and pinned. Slices of positions that are computed first are included.
     """
-    resumed = [(start, min(end, keep)) for start, end in missing if start <= keep]
+    resumed = [(start, min(end, keep)) for start, end in missing]
     if not resumed or resumed[-1][1] < keep:
         resumed.append((keep, keep))
     chunks = -(-keep // size)
@@ -284,8 +287,8 @@ def sources(
 ) -> Sources:
     """Count where the tokens of a context come from.
 
-    ``missing``: as for ``reads``. ``from_host[group]``: the chunks whose slice of this group the host alone holds,
-    ascending. Other chunks may be listed if no request reads their slice.
+    ``missing``: as for ``reads``. ``from_host[group]``: the chunks whose slice of this group only the host holds,
+    ascending. Slices that the request does not read may be listed, too.
 
     A missing position of the history is recomputed. Other positions below ``keep`` are swapped in if a slice that
     *serves* them comes from the host, else cached on the GPU. Input that is found in the cache counts as cached. A

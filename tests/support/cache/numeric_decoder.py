@@ -159,7 +159,7 @@ class Run:
     def _kind(self, layer: int) -> str:
         return self._decoder.needs[self._decoder.layers[layer].group].kind
 
-    def _piece(self, piece: restore.Piece) -> None:
+    def _piece(self, piece: restore.SpanPart) -> None:
         start, end, stores = piece
         hidden = self._decoder.embedding[self._tokens[start:end]]
         for layer, (group, window, weights) in enumerate(self._decoder.layers):
