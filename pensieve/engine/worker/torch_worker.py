@@ -90,7 +90,7 @@ class TorchWorker(SynchronousWorker):
             device=self._device,
             sampled=self._sampled,
         )
-        attention = _StepAttention(self.pools, batch, swap_in, self.arch.attention_scale)
+        attention = _StepAttention(self.pools, batch, swap_in, self.arch)
         prepared = time.perf_counter()
         logits = self._model.forward(batch.tokens, batch.positions, attention, batch.sample_rows)
         computed = time.perf_counter()
@@ -120,21 +120,24 @@ class TorchWorker(SynchronousWorker):
 class _StepAttention:
     """Attention of one step over the paged pool (``pensieve.model.transformer.Attend``)."""
 
-    def __init__(self, pools: KvPools, batch: TorchBatch, swap_in: LayerTransfers, scale: float) -> None:
-        self.pools, self.batch, self.swap_in, self.scale = pools, batch, swap_in, scale
-        self.plan: reference.ReferencePlan | None = None
-        """Made in the first layer, from the shape of its queries."""
+    def __init__(self, pools: KvPools, batch: TorchBatch, swap_in: LayerTransfers, arch: Arch) -> None:
+        self.pools, self.batch, self.swap_in, self.arch = pools, batch, swap_in, arch
+        self.plans: dict[int | None, reference.ReferencePlan] = {}
+        """By window; made in the first layer that has it, from the shape of its queries."""
         self.seconds = 0.0
 
     def __call__(self, layer: int, qkv: torch.Tensor, prep: HeadPrep) -> torch.Tensor:
         # Before the write, not only before the read: a swapped-in page may be the one to append to.
         self.swap_in.wait(layer)
         started = time.perf_counter()
-        pool, batch = self.pools.device[layer], self.batch
+        pool, batch, arch = self.pools.device[layer], self.batch, self.arch
         q = reference.kv_write(pool, qkv, batch.slots, prep)
-        if self.plan is None:
-            self.plan = reference.make_plan(q, pool, batch.spans, batch.page_tables)
-        out = reference.attend(q, pool, self.plan, scale=self.scale)
+        window = arch.layers[layer].window
+        if window not in self.plans:
+            self.plans[window] = reference.make_plan(q, pool, batch.spans, batch.page_tables, window=window)
+        out = reference.attend(
+            q, pool, self.plans[window], scale=arch.attention_scale, softcap=arch.softcap, sinks=prep.sinks
+        )
         self.seconds += time.perf_counter() - started
         return out
 
