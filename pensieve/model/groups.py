@@ -95,6 +95,12 @@ def context_pages(groups: tuple[KvGroup, ...], chunk_tokens: int, tokens: int) -
     return tuple(pages)
 
 
+def context_bytes(groups: tuple[KvGroup, ...], chunk_tokens: int, tokens: int) -> int:
+    """Return the bytes of those pages."""
+    pages = context_pages(groups, chunk_tokens, tokens)
+    return sum(count * group.page_bytes for count, group in zip(pages, groups, strict=True))
+
+
 def conv_bytes(shape: StateShape, dtype: str) -> int:
     """Return the bytes of the convolution's part of a state, which are also the offset of the recurrent part."""
     return _aligned(shape.conv_channels * (shape.conv_width - 1) * DTYPE_BYTES[dtype])

@@ -33,17 +33,11 @@ class HybridPools(KvTiers):
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """Allocate both pools, zeroed, as large as ``tiers`` (device, host) say. Raises RuntimeError when memory runs
-        out, ValueError when a page is not a multiple of 16 bytes.
+        """Allocate both pools, zeroed, as large as ``tiers`` (device, host) say: layer pages are multiples of 16
+        bytes. Raises RuntimeError when memory runs out.
 
         In plain memory, the operating system provides and zeroes each page when a slice first writes to it.
         """
-        for group in groups:
-            if group.layer_page_bytes % ALIGNMENT:
-                raise ValueError(
-                    f"chunk tokens {chunk_tokens}: a page of one {group.kind} layer is {group.layer_page_bytes} bytes; "
-                    f"models with two kinds of layers need a multiple of {ALIGNMENT}"
-                )
         self.kv_groups, self.tiers = groups, tiers
         on_gpu = device.type == "cuda"
         pinned: PinnedMemory | None = None

@@ -172,6 +172,10 @@ class GroupPages:
 class KvTiers:
     """The memory of both tiers, by KV group. Only the cache manager knows which parts of it are valid."""
 
+    device: torch.Tensor
+    """All memory of the tier, in the shape that the subclass gives it."""
+    host: torch.Tensor
+
     def __init__(
         self,
         groups: tuple[GroupPages, ...],
@@ -207,6 +211,11 @@ class KvTiers:
         """Unpin the host pool. No copy may be under way or begin afterwards."""
         if self._pinned is not None:
             self._pinned.close()
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of a chunk that has a slice in every group."""
+        return sum(group.page_bytes for group in self.groups)
 
     def bytes_of(self, copies: Sequence[Copy]) -> int:
         """Return the bytes that these copies move."""
@@ -275,16 +284,16 @@ class KvPools(KvTiers):
             if on_gpu
             else untouched_zeros(device_shape, dtype)
         )
-        self.chunk_bytes = arch.num_layers * self.device[0, 0].nbytes
+        chunk_bytes = arch.num_layers * self.device[0, 0].nbytes
         pinned: PinnedMemory | None = None
         shape = (host_chunks, arch.num_layers, *page)
         if on_gpu:
-            pinned = PinnedMemory(host_chunks * self.chunk_bytes, unit=self.chunk_bytes)
+            pinned = PinnedMemory(host_chunks * chunk_bytes, unit=chunk_bytes)
             self.host = pinned.tensor.view(dtype).view(shape)
         else:
             self.host = untouched_zeros(shape, dtype)
         layers = tuple(range(arch.num_layers))
-        group = GroupPages(layers, self.chunk_bytes, self.device, self.host.transpose(0, 1))
+        group = GroupPages(layers, chunk_bytes, self.device, self.host.transpose(0, 1))
         super().__init__(
             (group,),
             num_layers=arch.num_layers,

@@ -62,6 +62,15 @@ class ContextSizes:
     ranks: int
     on_gpu: bool
 
+    def __post_init__(self) -> None:
+        """Raises ValueError for pages that cannot be copied."""
+        for group in self.groups:
+            if group.layer_page_bytes % ALIGNMENT:
+                raise ValueError(
+                    f"chunk tokens {self.chunk_tokens}: a page of a {group.kind} layer is {group.layer_page_bytes} "
+                    f"bytes, which is no multiple of {ALIGNMENT}: give more"
+                )
+
     def device_bytes(self, tokens: int) -> int:
         """Return the bytes of the smallest device tier that holds a context of that many tokens."""
         pages = self._pages(tokens)
@@ -107,9 +116,7 @@ class ContextSizes:
     def _host_step(self) -> int:
         """A tier is a multiple of this. The second group's grid then begins at byte 0, so host memory can be
         registered in pieces that cut no layer page."""
-        step = self.groups[1].layer_page_bytes
-        assert step % ALIGNMENT == 0
-        return step
+        return self.groups[1].layer_page_bytes
 
     def _pages(self, tokens: int) -> tuple[int, ...]:
         return context_pages(self.groups, self.chunk_tokens, tokens) if tokens else (0, 0)

@@ -21,7 +21,7 @@ from pensieve.engine.worker.hybrid_sizing import NO_TIER, ChunkSizes, ContextSiz
 from pensieve.machine import memory
 from pensieve.model.arch import DTYPE_BYTES, Arch
 from pensieve.model.collective import SINGLE_RANK, Collective
-from pensieve.model.groups import KvGroup, kv_groups
+from pensieve.model.groups import KvGroup, context_bytes, kv_groups
 
 _HALF: Final = ("bfloat16", "float16")
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -307,11 +307,15 @@ def report(arch: Arch, info: WorkerInfo) -> str:
         f"contexts up to {info.context_limit} tokens, steps of up to {info.max_batch_tokens} tokens and "
         f"{info.max_running} generations"
     ]
-    tiers = (("device", info.device_chunks, info.device_source), ("host", info.host_chunks, info.host_source))
-    for name, chunks, source in tiers:
+    tiers = (
+        ("device", info.device_chunks, info.device_tier, info.device_source),
+        ("host", info.host_chunks, info.host_tier, info.host_source),
+    )
+    for name, chunks, tier, source in tiers:
         tokens = chunks * info.chunk_tokens
-        lines.append(
-            f"  {name} tier: {gib(chunks * per_chunk)}, {tokens} tokens, {tokens // SESSION_TOKENS} sessions of "
-            f"{SESSION_TOKENS} ({source or 'as given'})"
-        )
+        size, held = chunks * per_chunk, f"{tokens // SESSION_TOKENS} sessions of {SESSION_TOKENS}"
+        if len(info.groups) > 1:
+            sessions = tier.num_bytes // context_bytes(info.groups, info.chunk_tokens, SESSION_TOKENS)
+            size, held = tier.num_bytes * info.ranks, f"{sessions} sessions of {SESSION_TOKENS}"
+        lines.append(f"  {name} tier: {gib(size)}, {tokens} tokens, {held} ({source or 'as given'})")
     return "\n".join(lines)
