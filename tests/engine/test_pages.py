@@ -357,6 +357,19 @@ def test_one_group_is_the_pool_of_before(capacity: int) -> None:
         assert pool.fits(page) == pool.fits(page, 0) == (page <= old.free)
 
 
+def test_a_group_without_layers_costs_nothing() -> None:
+    pool = PagePool(1_000, (PageSize(0, 0, 1), PageSize(1, 30, 2)))
+    assert [pool.take() for _ in range(5)] == [0] * 5
+    pages = [pool.take(1) for _ in range(32)]
+    assert pages[:3] == [31, 32, 29] and sorted(pages) == list(range(1, 33))
+    assert (pool.used(), pool.used(1), pool.used_bytes, pool.held[0]) == (0, 32, 960, 960)
+    assert pool.fits(1_000, 0) and not pool.fits(0, 1)
+    assert pool.fits_empty(1_000, 32) and not pool.fits_empty(0, 33)
+    pool.put_back(0)
+    assert pool.free() == pool.capacity() > 1 << 30 and pool.is_free(0)
+    assert pool.shrink(0, 0, 1, bool) == pool.shrink(1, 0, 1, bool) == []
+
+
 def test_sizes_that_cannot_work_are_refused() -> None:
     groups = (PageSize(2, 10, 3), PageSize(1, 30, 2))
     with pytest.raises(
@@ -370,7 +383,9 @@ def test_sizes_that_cannot_work_are_refused() -> None:
         PagePool(1_000, (*groups, groups[0]))
     with pytest.raises(ValueError, match="one or two KV groups, not 0"):
         PagePool(1_000, ())
-    for wrong in ((0, 1, 1), (1, 0, 1), (1, 1, 0)):
+    with pytest.raises(ValueError, match="needs a KV group with layers"):
+        PagePool(1_000, (PageSize(0, 0, 1),))
+    for wrong in ((-1, 1, 1), (1, 0, 1), (1, 1, 0)):
         with pytest.raises(ValueError, match="must be positive"):
             PageSize(*wrong)
 
@@ -383,3 +398,4 @@ def test_a_unit_has_2_mib_of_each_layer() -> None:
     assert unit_pages_for(40, page, 40 * page * 640, on_gpu=False) == 10, "1/64 of the tier"
     assert unit_pages_for(40, page, 40 << 30, on_gpu=False) == 13
     assert unit_pages_for(40, page, 40 * page, on_gpu=False) == 1
+    assert unit_pages_for(0, 0, 40 << 30, on_gpu=True) == 1

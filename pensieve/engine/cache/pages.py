@@ -34,20 +34,22 @@ LAYER_BYTES_OF_UNIT: Final = 2 << 20
 cost grows with the number of 2 MiB regions that it reads."""
 FEWEST_UNITS_ON_GPU: Final = 8
 FEWEST_UNITS_ON_CPU: Final = 64
+UNCOUNTED_PAGES: Final = 1 << 40
+"""Free pages of a group without layers."""
 Move = tuple[int, int]
 """(source page, target page) of one group."""
 
 
 @dataclass(frozen=True, slots=True)
 class PageSize:
-    """The size of one KV group's pages and units in a tier."""
+    """The size of one KV group's pages and units in a tier. A group without layers has pages of 0 bytes."""
 
     layers: int
     layer_page_bytes: int
     unit_pages: int
 
     def __post_init__(self) -> None:
-        if min(self.layers, self.layer_page_bytes, self.unit_pages) < 1:
+        if self.layers != 0 and min(self.layers, self.layer_page_bytes, self.unit_pages) < 1:
             raise ValueError(f"{self} must be positive")
 
     @property
@@ -65,22 +67,29 @@ def unit_pages_for(layers: int, layer_page_bytes: int, tier_bytes: int, *, on_gp
     A unit holds 2 MiB of each layer or little more, but takes at most 1/8 of the tier on a GPU, and 1/64 on a
     CPU, where the layout matters less. Host tiers use units of one page: no kernel reads there.
     """
+    if not layers:
+        return 1
     pages = -(-LAYER_BYTES_OF_UNIT // layer_page_bytes)
     fewest = FEWEST_UNITS_ON_GPU if on_gpu else FEWEST_UNITS_ON_CPU
     return max(min(pages, tier_bytes // fewest // (layers * layer_page_bytes)), 1)
 
 
 class PagePool:
-    """The free and taken pages of a tier. Which page is taken depends only on the calls before."""
+    """The free and taken pages of a tier. Which page is taken depends only on the calls before.
+
+    A group without layers has one page, number 0. It can be taken without limit, and is not counted.
+    """
 
     def __init__(self, size_bytes: int, groups: Sequence[PageSize]) -> None:
         """Make an empty tier for one or two groups. A single group's ``unit_pages`` is ignored.
 
-        Raises ValueError if the tier has room for pages but not for a unit of each of two groups. A tier of
-        0 bytes is allowed: it has no pages.
+        Raises ValueError if no group has layers, or if the tier is too small for a unit of each of two groups. A
+        tier of 0 bytes is allowed: it has no pages.
         """
         if not 1 <= len(groups) <= 2:
             raise ValueError(f"a tier has one or two KV groups, not {len(groups)}")
+        if not any(group.layers for group in groups):
+            raise ValueError("a tier needs a KV group with layers")
         if len(groups) == 1:
             groups = (replace(groups[0], unit_pages=max(size_bytes // groups[0].page_bytes, 1)),)
         elif 0 < size_bytes < (least := sum(group.unit_bytes for group in groups)):
@@ -124,17 +133,21 @@ class PagePool:
     def free(self, group: int = 0) -> int:
         """Return the pages that the group can take now: its holes, and all whole units in the middle."""
         end = self._ends[group]
+        if not end.page_bytes:
+            return UNCOUNTED_PAGES
         return end.holes + self.middle_bytes // end.unit_bytes * end.unit_pages
 
     def capacity(self, group: int = 0) -> int:
         """Return the pages that the group would have if it were alone in the tier."""
         end = self._ends[group]
-        return end.most_units * end.unit_pages
+        return end.most_units * end.unit_pages if end.page_bytes else UNCOUNTED_PAGES
 
     def is_free(self, page: int, group: int = 0) -> bool:
         """Whether the page is one that the group could get now: a hole, or in a unit that the middle has room
         for."""
         end = self._ends[group]
+        if not end.page_bytes:
+            return page == 0
         unit, slot = end.locate(page)
         if unit < 0 or slot >= end.unit_pages or end.is_taken(unit, slot):
             return False
@@ -158,6 +171,8 @@ class PagePool:
         to the end of the tier. In a unit the lowest number goes first.
         """
         end = self._ends[group]
+        if not end.page_bytes:
+            return 0
         unit = end.next_unit()
         if unit == end.units and self.middle_bytes < end.unit_bytes:
             raise IndexError(f"no page of group {group} is free")
@@ -167,8 +182,9 @@ class PagePool:
     def put_back(self, page: int, group: int = 0, tenant: int = 0) -> None:
         """Return a page of a tenant. Raises ValueError if it is not taken."""
         end = self._ends[group]
-        end.put_back(page)
-        self.held[tenant] -= end.page_bytes
+        if end.page_bytes:
+            end.put_back(page)
+            self.held[tenant] -= end.page_bytes
 
     def shrink(
         self, group: int, pages0: int, pages1: int, movable: Callable[[int], bool], most: int | None = None
@@ -183,15 +199,15 @@ class PagePool:
         too few holes. Makes at most ``most`` moves; if more are needed, a later call makes the others.
         """
         end = self._ends[group]
-        inner = end.units
-        pages = 0
+        inner, pages = end.units, 0
+        packed = end.units_beyond(end.used + (pages0, pages1)[group])
+        if not self._fits_after(group, min(packed, inner), pages0, pages1):
+            return []
         while not self._fits_after(group, inner, pages0, pages1):
             inner -= 1
-            if inner < 0 or not all(map(movable, end.taken_in(inner))):
+            if not all(map(movable, end.taken_in(inner))):
                 return []
             pages += end.in_use(inner)
-        if pages > end.holes_below(inner):
-            return []
         return end.move_inwards(inner, pages if most is None else min(most, pages))
 
     def _fits_after(self, group: int, units: int, pages0: int, pages1: int) -> bool:
@@ -209,12 +225,12 @@ class _End:
 
     def __init__(self, size: PageSize, tier_bytes: int, *, from_top: bool) -> None:
         self.page_bytes, self.unit_pages, self.unit_bytes = size.page_bytes, size.unit_pages, size.unit_bytes
-        self.most_units = tier_bytes // size.unit_bytes
+        self.most_units = tier_bytes // size.unit_bytes if size.layers else 0
         self.used = 0
         self._stride = size.layers * size.unit_pages
-        """From one unit's first page number to the next one's."""
+        """From the first page number of a unit to that of the unit above it."""
         self._direction = -1 if from_top else 1
-        self._first = tier_bytes // size.layer_page_bytes - self._stride if from_top else 0
+        self._first = tier_bytes // size.layer_page_bytes - self._stride if from_top and size.layers else 0
         """Number of the first page of unit 0."""
         self._taken = bytearray(self.most_units * size.unit_pages)
         self._in_use: list[int] = []
@@ -255,13 +271,9 @@ class _End:
 
     def taken_in(self, unit: int) -> list[int]:
         """Return the pages in use of a unit, ascending."""
-        start, first = unit * self.unit_pages, self._number(unit, 0)
+        start, first = unit * self.unit_pages, self._first + unit * self._stride * self._direction
         taken = self._taken[start : start + self.unit_pages]
         return [first + slot for slot, flag in enumerate(taken) if flag]
-
-    def holes_below(self, units: int) -> int:
-        """Return the free pages of the first ``units`` units."""
-        return units * self.unit_pages - sum(self._in_use[:units])
 
     def next_unit(self) -> int:
         """Return the unit to take the next page from; ``units`` if all units are full."""
@@ -286,8 +298,9 @@ class _End:
         self._taken[unit * self.unit_pages + slot] = 1
         self._in_use[unit] += 1
         self.used += 1
-        self._queue(unit)
-        return self._number(unit, slot)
+        if unit < len(self._in_use) - 1:
+            self._queue(unit)
+        return self._first + unit * self._stride * self._direction + slot
 
     def put_back(self, page: int) -> None:
         unit, slot = self.locate(page)
@@ -301,10 +314,12 @@ class _End:
         else:
             self._fresh[unit] = 0
             self._returned.pop(unit, None)
-        self._queue(unit)
-        while self._in_use and not self._in_use[-1]:
-            self._in_use.pop()
-            self._fresh.pop()
+        if unit < len(self._in_use) - 1:
+            self._queue(unit)
+        else:
+            while self._in_use and not self._in_use[-1]:
+                self._in_use.pop()
+                self._fresh.pop()
 
     def move_inwards(self, inner: int, pages: int) -> list[Move]:
         """Move that many pages of the units from ``inner`` on, the outermost first, into the fullest units below
@@ -320,13 +335,10 @@ class _End:
             self.put_back(source)
         return moves
 
-    def _number(self, unit: int, slot: int) -> int:
-        return self._first + unit * self._stride * self._direction + slot
-
     def _queue(self, unit: int) -> None:
-        """Let ``next_unit`` find a unit if it has holes; it knows the outermost."""
+        """Let ``next_unit`` find a unit other than the outermost if it has holes."""
         free = self.unit_pages - self._in_use[unit]
         entry = free * self.most_units + unit
-        if free and unit < len(self._in_use) - 1 and entry not in self._queued:
+        if free and entry not in self._queued:
             self._queued.add(entry)
             heapq.heappush(self._open, entry)
