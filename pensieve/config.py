@@ -155,6 +155,11 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(B|KiB|MiB|GiB|TiB|tokens?)\s*", re.IG
 _UNITS = {"b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 
 
+def is_tokens(size: str) -> bool:
+    """Whether a cache size that ``parse_cache_size`` takes is given in tokens, not in bytes."""
+    return "token" in size.lower()
+
+
 def parse_cache_size(size: str, bytes_per_token: int) -> int:
     """Return how many tokens fit a cache of ``size`` (``40GiB``, ``512MiB``, ``4096tokens``, ``0``), rounded down.
 

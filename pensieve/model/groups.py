@@ -32,6 +32,11 @@ GroupKind = Literal["full", "window", "state"]
 ALIGNMENT: Final = 16
 """Copies move 16 bytes at a time."""
 MAX_GROUPS: Final = 2
+LEAST_SPAN: Final = 256
+"""A step computes at least so many tokens of a context at once, if there are as many: it needs pages for them beside
+those of the window before them."""
+STATES_OF_A_CONTEXT: Final = 3
+"""State pages of a running request: its live page, the newest chunk boundary, and the next one while it is written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +73,32 @@ def kv_groups(arch: Arch, chunk_tokens: int, dtype: str) -> tuple[KvGroup, ...]:
         widest = max(window for _, window in attending if window is not None)
         groups.append(KvGroup("window", windowed, slots, widest))
     if recurrent:
-        groups.append(KvGroup("state", recurrent, state_bytes(_state_shape(arch), dtype)))
+        groups.append(KvGroup("state", recurrent, state_bytes(state_shape(arch), dtype)))
     if len(groups) > MAX_GROUPS:
         raise ModelError(
             "layer_types: a model with both sliding windows and recurrent layers is not supported"
         )
     return tuple(groups)
+
+
+def context_pages(groups: tuple[KvGroup, ...], chunk_tokens: int, tokens: int) -> tuple[int, ...]:
+    """Return how many pages of each group one context of ``tokens`` tokens needs at most, to be computed and kept."""
+    chunks = -(-tokens // chunk_tokens)
+    pages = []
+    for group in groups:
+        if group.kind == "state":
+            pages.append(STATES_OF_A_CONTEXT)
+        elif group.window is not None:
+            pages.append(min(chunks, -(-(group.window - 1 + LEAST_SPAN) // chunk_tokens) + 1))
+        else:
+            pages.append(chunks)
+    return tuple(pages)
+
+
+def context_bytes(groups: tuple[KvGroup, ...], chunk_tokens: int, tokens: int) -> int:
+    """Return the bytes of those pages."""
+    pages = context_pages(groups, chunk_tokens, tokens)
+    return sum(count * group.page_bytes for count, group in zip(pages, groups, strict=True))
 
 
 def conv_bytes(shape: StateShape, dtype: str) -> int:
@@ -87,7 +112,7 @@ def state_bytes(shape: StateShape, dtype: str) -> int:
     return conv_bytes(shape, dtype) + _aligned(recurrent)
 
 
-def _state_shape(arch: Arch) -> StateShape:
+def state_shape(arch: Arch) -> StateShape:
     """Return the shape that all recurrent layers share. Raises ModelError when they differ."""
     shapes = {layer.state for layer in arch.layers if layer.state is not None}
     if len(shapes) > 1:

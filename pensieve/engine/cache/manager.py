@@ -44,7 +44,7 @@ from pensieve.engine.cache.eviction import EvictionIndex, reclaim_kind
 from pensieve.engine.cache.evictor import Evictor
 from pensieve.engine.cache.index import Reclaim
 from pensieve.engine.cache.policy import POLICIES, UNKNOWN, Policy
-from pensieve.engine.cache.restore import Piece, add_range
+from pensieve.engine.cache.restore import SpanPart, add_range
 from pensieve.engine.cache.sharing import PrefixPath, SharedChunks
 from pensieve.engine.cache.tails import Tails
 from pensieve.engine.cache.tiers import Occupancy, Pages, PlannedCopies, Tiers
@@ -248,7 +248,7 @@ class CacheManager:
 
     def second_group(
         self, key: SessionKey, tokens: int, first_span: int
-    ) -> tuple[list[Piece], PageTable | None, list[Chain]]:
+    ) -> tuple[list[SpanPart], PageTable | None, list[Chain]]:
         """Return what the plan being made computes of a running session, in a model with two groups: its pieces, the
         page table of its windows (None without windows), and its chains. ``first_span``: number of the first piece."""
         session, tails = self._running[key], self._tails

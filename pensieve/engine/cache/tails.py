@@ -51,7 +51,7 @@ from pensieve.engine.cache.chunk import (
 )
 from pensieve.engine.cache.restore import (
     Needs,
-    Piece,
+    SpanPart,
     add_range,
     missing_set,
     needed,
@@ -95,7 +95,7 @@ class Tails:
         """Running sessions that the plan being made computes positions of."""
         self._runs: dict[CachedSession, list[_StateRun]] = {}
         """What the plan being made computes of them, for a group of states."""
-        self._pieces: dict[CachedSession, list[Piece]] = {}
+        self._pieces: dict[CachedSession, list[SpanPart]] = {}
         self._written: set[OtherSlice] = set()
         """States that the plan being made writes: no other request can read them before its launch."""
 
@@ -253,7 +253,7 @@ class Tails:
                 parts = [_other(chunk) for chunk in _parts_of(session.chunks, piece, self._size)]
                 self._tiers.fill(parts, piece.start, piece.end)
 
-    def _fill_first(self, session: CachedSession, pieces: Sequence[Piece], chunks: Sequence[Chunk]) -> None:
+    def _fill_first(self, session: CachedSession, pieces: Sequence[SpanPart], chunks: Sequence[Chunk]) -> None:
         """Record what the slices of the first group will hold."""
         if self._needs[0].kind == "full":
             for piece in pieces:
@@ -268,13 +268,13 @@ class Tails:
             if low < high:
                 self._tiers.fill((chunk,), low, high)
 
-    def _cut(self, session: CachedSession, start: int, end: int) -> list[Piece]:
+    def _cut(self, session: CachedSession, start: int, end: int) -> list[SpanPart]:
         """Return pieces in which each group stores all positions or none."""
         first, last = start // self._size, -(-end // self._size)
         have = self._have(session.chunks[first:last])
         offset = first * self._size
         return [
-            Piece(piece.start + offset, piece.end + offset, piece.stores)
+            SpanPart(piece.start + offset, piece.end + offset, piece.stores)
             for piece in pieces_of((start - offset, end - offset), self._size, self._needs, have)
         ]
 
@@ -336,7 +336,7 @@ class Tails:
 
     # -- the plan being made -----------------------------------------------------------------------------------------
 
-    def pieces(self, session: CachedSession) -> list[Piece]:
+    def pieces(self, session: CachedSession) -> list[SpanPart]:
         """Return what the plan being made computes of a session, cut where a group begins or ceases to store."""
         return self._pieces.get(session, [])
 
@@ -460,7 +460,7 @@ def _other(chunk: Chunk) -> OtherSlice:
     return chunk.other
 
 
-def _parts_of(chunks: Sequence[Chunk], piece: Piece, size: int) -> Sequence[Chunk]:
+def _parts_of(chunks: Sequence[Chunk], piece: SpanPart, size: int) -> Sequence[Chunk]:
     return chunks[piece.start // size : -(-piece.end // size)]
 
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from pensieve.core import Ints, RequestKey
 from pensieve.engine.plan import Plan, SampleSpec
+from pensieve.engine.worker import spans as span_columns
 from pensieve.engine.worker.spans import Ints32, SpanColumns
 from pensieve.kernels.attention.prefixes import PrefixGroupRule
 
-NO_SLOT = -1
-"""Slot of a padding token: its keys and values are not stored."""
+NO_SLOT = span_columns.NO_SLOT
+"""Slot of a token whose keys and values are not stored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,7 @@ class CudaBatch:
     positions: Ints32
     """[T]"""
     slots: Ints32
-    """[T]: slot of each token's keys and values, ``page * N + offset``."""
+    """[T]: slot of each token's keys and values in group 0, ``page * N + offset``, or ``NO_SLOT``."""
     spans: Ints
     """[S, 4]: first row of q, tokens, position, start of its page table in ``pages``."""
     pages: Ints32
@@ -39,23 +40,37 @@ class CudaBatch:
     max_context: int
     prefix_groups: Ints | None = None
     """[n, 3], see ``kernels.attention.prefixes``; None: every span reads all of its context."""
+    window_slots: Ints32 | None = None
+    """[T]: as ``slots``, in the window group; None: there is none."""
+    window_pages: Ints32 | None = None
+    """As ``pages``, with the same starts."""
+    chains: Ints | None = None
+    """See ``SpanColumns.chains``; None: the plan has none."""
 
 
 def make_cuda_batch(
     plan: Plan, page_tokens: int, sampled: Mapping[RequestKey, int], rule: PrefixGroupRule | None = None
 ) -> CudaBatch:
     """Return the batch of a plan with at least one span. ``sampled``: row of each request in the previous
-    step's samples. ``rule``: decides which spans form prefix groups; None: none do. Raises ValueError when a
-    span is empty or reaches past its page table."""
+    step's samples. ``rule``: decides which spans form prefix groups; None: none do. Raises ValueError like
+    ``SpanColumns.from_plan``."""
     columns = SpanColumns.from_plan(plan, page_tokens)
-    place = range(len(plan.spans))
+    place: Sequence[int] = range(len(plan.spans))
     host = _span_array(columns)
-    found = rule.find(host, columns.pages) if rule is not None else None
+    # A chain's spans must stay together.
+    movable = all(chain.first == chain.last for chain in plan.chains)
+    found = rule.find(host, columns.pages) if rule is not None and movable else None
     if found is not None:
-        ordered = replace(plan, spans=tuple(plan.spans[index] for index in found.order.tolist()))
+        place = np.argsort(found.order).tolist()
+        ordered = replace(
+            plan,
+            spans=tuple(plan.spans[index] for index in found.order.tolist()),
+            chains=tuple(
+                replace(chain, first=place[chain.first], last=place[chain.last]) for chain in plan.chains
+            ),
+        )
         columns = SpanColumns.from_plan(ordered, page_tokens)
         host = _span_array(columns)
-        place = np.argsort(found.order).tolist()
     source = np.full(len(columns.tokens), -1, dtype=np.int32)
     pending = set(columns.pending())
     asked = []
@@ -76,6 +91,9 @@ def make_cuda_batch(
         specs=tuple(spec for _, _, spec in asked),
         max_context=int((columns.start + columns.length).max()),
         prefix_groups=found.table if found is not None else None,
+        window_slots=None if columns.window_slots is None else columns.window_slots.astype(np.int32),
+        window_pages=columns.window_pages,
+        chains=columns.chains if plan.chains else None,
     )
 
 

@@ -47,6 +47,9 @@ class CudaWorker:
     def __init__(self, model: Transformer, info: WorkerInfo, options: EngineTuning | None = None) -> None:
         """Allocate both pools, sized by ``info``; ``options`` sets the switches of the GPU path. Raises ValueError."""
         options = options or EngineTuning()
+        if len(info.groups) > 1:
+            kind = info.groups[1].kind
+            raise ValueError(f"device cuda: models with {kind} layers run on a CPU only: give --device cpu")
         self.arch, self.info = model.arch, info
         self._device = torch.device(info.device)
         self._compute = torch.cuda.Stream(self._device)

@@ -12,7 +12,7 @@ import torch
 
 from pensieve.config import EngineOptions
 from pensieve.core import RequestKey
-from pensieve.engine.kv.pools import KvPools, LayerTransfers
+from pensieve.engine.kv.pools import KvTiers, LayerTransfers
 from pensieve.engine.plan import Plan, Sampled, StepResult, StepWorker, SynchronousWorker
 from pensieve.engine.sampling.sampler import sample
 from pensieve.engine.worker.sizing import DTYPES, WorkerInfo, allocate_pools, resolve_device, worker_info
@@ -71,8 +71,8 @@ class TorchWorker(SynchronousWorker):
         swap_in.finish()
         return StepResult(
             sampled=sampled,
-            swap_in_bytes=len(plan.swap_in) * self.pools.chunk_bytes,
-            swap_out_bytes=len(plan.swap_out) * self.pools.chunk_bytes,
+            swap_in_bytes=self.pools.bytes_of(plan.swap_in),
+            swap_out_bytes=self.pools.bytes_of(plan.swap_out),
             swap_in_seconds=swap_in.seconds,
             swap_out_seconds=swapped_out - started if plan.swap_out else 0.0,
             timings=timings,
@@ -120,26 +120,35 @@ class TorchWorker(SynchronousWorker):
 class _StepAttention:
     """Attention of one step over the paged pool (``pensieve.model.transformer.Attend``)."""
 
-    def __init__(self, pools: KvPools, batch: TorchBatch, swap_in: LayerTransfers, arch: Arch) -> None:
+    def __init__(self, pools: KvTiers, batch: TorchBatch, swap_in: LayerTransfers, arch: Arch) -> None:
         self.pools, self.batch, self.swap_in, self.arch = pools, batch, swap_in, arch
         self.plans: dict[int | None, reference.ReferencePlan] = {}
-        """By window; made in the first layer that has it, from the shape of its queries."""
+        """By window, each made in the first layer that has it, from the shape of its queries."""
         self.seconds = 0.0
 
     def __call__(self, layer: int, qkv: torch.Tensor, prep: HeadPrep) -> torch.Tensor:
         # Before the write, not only before the read: a swapped-in page may be the one to append to.
         self.swap_in.wait(layer)
         started = time.perf_counter()
-        pool, batch, arch = self.pools.device[layer], self.batch, self.arch
-        q = reference.kv_write(pool, qkv, batch.slots, prep)
+        pool, arch = self.pools.attention(layer), self.arch
         window = arch.layers[layer].window
+        slots = self.batch.slots if window is None else self.batch.window_slots
+        assert slots is not None
+        q = reference.kv_write(pool, qkv, slots, prep)
         if window not in self.plans:
-            self.plans[window] = reference.make_plan(q, pool, batch.spans, batch.page_tables, window=window)
+            self.plans[window] = self._plan(q, pool, window)
         out = reference.attend(
             q, pool, self.plans[window], scale=arch.attention_scale, softcap=arch.softcap, sinks=prep.sinks
         )
         self.seconds += time.perf_counter() - started
         return out
+
+    def _plan(self, q: torch.Tensor, pool: torch.Tensor, window: int | None) -> reference.ReferencePlan:
+        batch = self.batch
+        if window is None:
+            return reference.make_plan(q, pool, batch.spans, batch.page_tables)
+        assert batch.window_tables is not None
+        return reference.make_plan(q, pool, batch.spans, batch.window_tables, window=window)
 
 
 def build_worker(options: EngineOptions, collective: Collective = SINGLE_RANK) -> Worker:
