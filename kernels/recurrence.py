@@ -58,7 +58,7 @@ class Recurrence:
 
 def make_chains(rows: Sequence[Sequence[int]] | Chains, tokens: int, pages: int) -> Chains:
     """Return chains [n, 6] for steps of ``tokens`` tokens and tiers of ``pages`` state pages. Raises ValueError when a
-    chain leaves the step, two overlap, a page does not exist, or one page is written twice."""
+    chain leaves the step, two overlap, a page does not exist, one is written twice, or a last state is lost."""
     chains = np.asarray(rows, dtype=np.int64).reshape(-1, 6)
     used = chains[chains[:, ROWS] != 0]
     if not len(chains):
@@ -76,8 +76,11 @@ def make_chains(rows: Sequence[Sequence[int]] | Chains, tokens: int, pages: int)
     if len(np.unique(written)) < len(written):
         raise ValueError("two chains write one state page, or a chain writes one twice")
     at = chains[chains[:, BOUNDARY] != NO_PAGE]
-    if ((at[:, BOUNDARY_ROWS] < 0) | (at[:, BOUNDARY_ROWS] > at[:, ROWS])).any():
+    if ((at[:, BOUNDARY_ROWS] < 1) | (at[:, BOUNDARY_ROWS] > at[:, ROWS])).any():
         raise ValueError("a chain's boundary lies outside the chain")
+    ends_at_boundary = (used[:, BOUNDARY] != NO_PAGE) & (used[:, BOUNDARY_ROWS] == used[:, ROWS])
+    if ((used[:, LIVE] == NO_PAGE) & ~ends_at_boundary).any():
+        raise ValueError("a chain's last state goes to no page")
     return chains
 
 

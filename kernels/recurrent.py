@@ -172,24 +172,30 @@ class _Tokens:
 def _run(tokens: _Tokens, pages: torch.Tensor, chains: Chains) -> torch.Tensor:
     """Run all chains; return the outputs [T, H, V]. ``pages`` [P, H, K, V]."""
     out = torch.zeros_like(tokens.v)
-    states = _read(pages, chains[:, READ])  # a copy: pages are written below
     at = np.where(chains[:, BOUNDARY] == NO_PAGE, chains[:, ROWS], chains[:, BOUNDARY_ROWS])
+    order = np.argsort(-at, kind="stable")  # chains that are stepped together lie side by side
+    chains, at = chains[order], at[order]
+    states = _read(pages, chains[:, READ])  # a copy: pages are written below
     for page, first, rows in (
         (BOUNDARY, chains[:, FIRST], at),
         (LIVE, chains[:, FIRST] + at, chains[:, ROWS] - at),
     ):
-        for batch in _batches(rows, states[0].numel() if len(states) else 1):
-            chosen = _index(batch, pages)
+        for batch in _batches(rows, pages[0].numel()):
+            adjacent = batch[-1] - batch[0] == len(batch) - 1 and (np.diff(batch) == 1).all()
+            chosen = slice(batch[0], batch[-1] + 1) if adjacent else _index(batch, pages)
             stepped = states[chosen]
             _steps(tokens, stepped, out, first[batch], rows[batch])
-            states[chosen] = stepped
+            if not adjacent:
+                states[chosen] = stepped
         for index in np.flatnonzero(rows >= STEPPED):
             end = int(first[index] + rows[index])
             for start in range(int(first[index]), end, PIECE):
                 own = slice(start, min(start + PIECE, end))
                 out[own], states[index] = _blocks(tokens.select(own), states[index])
-        written = chains[:, page] != NO_PAGE
-        pages[_index(chains[written, page], pages)] = states[_index(np.flatnonzero(written), pages)]
+        written = np.flatnonzero(chains[:, page] != NO_PAGE)
+        if len(written):
+            last = states if len(written) == len(states) else states.index_select(0, _index(written, pages))
+            pages[_index(chains[written, page], pages)] = last
     return out
 
 
@@ -206,22 +212,23 @@ def _batches(rows: Ints, elements: int) -> Iterator[Ints]:
 def _steps(tokens: _Tokens, states: torch.Tensor, out: torch.Tensor, first: Ints, rows: Ints) -> None:
     """Step states [n, H, K, V] through ``rows`` [n] tokens each, fewer for later ones, from ``first`` [n] on. Write the
     outputs; update the states."""
-    groups = tokens.q.shape[1]
+    groups, shared = tokens.q.shape[1], states.shape[1] // tokens.q.shape[1]
     for step in range(int(rows[0])):
         count = int((rows > step).sum())
         own = _index(first[:count] + step, states)
         now, state = tokens.select(own), states[:count]
+        decay = now.decay.exp()[..., None, None]
         # Both products read the state before this token: o = a qᵀS + (qᵀk) u.
-        both = torch.stack((now.q, now.k), dim=2)[:, :, None]  # [n, G, 1, 2, K]
-        grouped = state.unflatten(1, (groups, -1))
-        read = (both @ grouped).flatten(1, 2) * now.decay.exp()[..., None, None]  # [n, H, 2, V]
+        both = torch.stack((now.q, now.k), dim=2).repeat_interleave(shared, dim=1)  # [n, H, 2, K]
+        read = (both @ state) * decay
         update = now.v
         if now.strength is not None:
             update = (now.v - read[:, :, 1]) * now.strength[..., None]
-        score = (now.q * now.k).sum(-1).repeat_interleave(state.shape[1] // groups, dim=1)
+        score = (now.q * now.k).sum(-1).repeat_interleave(shared, dim=1)
         out[own] = read[:, :, 0] + score[..., None] * update
-        state *= now.decay.exp()[..., None, None]
-        grouped.addcmul_(now.k[:, :, None, :, None], update.unflatten(1, (groups, -1))[..., None, :])
+        state *= decay
+        grouped = state.unflatten(1, (groups, shared))
+        grouped.addcmul_(now.k[:, :, None, :, None], update.unflatten(1, (groups, shared))[..., None, :])
 
 
 def _blocks(run: _Tokens, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -270,9 +277,10 @@ def _rows(first: Ints, count: Ints | int, like: torch.Tensor) -> torch.Tensor:
 
 def _read(pages: torch.Tensor, numbers: Ints) -> torch.Tensor:
     """Return a copy of the pages [n, ...]; zeros for ``NO_PAGE``."""
-    copied = pages.new_zeros((len(numbers), *pages.shape[1:]))
-    given = numbers != NO_PAGE
-    copied[_index(np.flatnonzero(given), pages)] = pages[_index(numbers[given], pages)]
+    copied = pages.index_select(0, _index(np.maximum(numbers, 0), pages))
+    missing = np.flatnonzero(numbers == NO_PAGE)
+    if len(missing):
+        copied[_index(missing, pages)] = 0.0
     return copied
 
 

@@ -165,6 +165,8 @@ def test_strong_decay_overflows_nowhere() -> None:
         ([[0, 5, 3, -1, 0, 0]], "outside 0..2"),
         ([[0, 5, -1, -1, 0, 1], [5, 5, -1, 1, 5, -1]], "write one state page"),
         ([[0, 5, -1, 1, 6, 0]], "boundary"),
+        ([[0, 5, -1, 1, 0, 0]], "boundary"),
+        ([[0, 5, -1, 1, 4, -1]], "goes to no page"),
     ],
 )
 def test_bad_chains_are_refused(rows: list[list[int]], message: str) -> None:

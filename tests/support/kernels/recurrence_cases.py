@@ -121,7 +121,7 @@ def random_rows(rng: random.Random, most: int = 5, longest: int = 200) -> tuple[
             live = read
         after = 0
         if boundary != NO_PAGE:
-            after = rows if live == NO_PAGE else rng.randrange(1, rows + 1)
+            after = rows if live == NO_PAGE else rng.choice((rows, rng.randrange(1, rows + 1)))
         chains.append([at, rows, read, boundary, after, live])
         at += rows
     rng.shuffle(chains)
