@@ -1,4 +1,4 @@
-"""The kernels of recurrent layers in Triton's interpreter, against the reference. tests/ops/test_state_step.py runs it."""
+"""The kernels of recurrent layers in Triton's interpreter, against the reference."""
 
 from __future__ import annotations
 
