@@ -52,7 +52,11 @@ class Checkpoint:
         return name in self._where
 
     def get(
-        self, names: Sequence[str], shape: tuple[int, ...], tensor_slice: TensorSlice = WHOLE_TENSOR
+        self,
+        names: Sequence[str],
+        shape: tuple[int, ...],
+        tensor_slice: TensorSlice = WHOLE_TENSOR,
+        dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
         """See ``TensorSource.get``. The result is allocated but has no values before ``load``."""
         missing = [name for name in names if name not in self._where]
@@ -71,7 +75,7 @@ class Checkpoint:
         # The parts are copied into one tensor: concatenating them later would need the memory twice.
         parts = tensor_slice.select(parts)
         shape = (sum(len(part) for part in parts), *parts[0].shape[1:])
-        fused = torch.empty(shape, dtype=self._dtype, device=self._device)
+        fused = torch.empty(shape, dtype=dtype or self._dtype, device=self._device)
         for name, part, target in zip(names, parts, fused.split([len(part) for part in parts]), strict=True):
             self._fills[name] = TensorFill(part, target)
         return fused
@@ -86,10 +90,11 @@ class Checkpoint:
             for a, b in zip(first.split(rows), second.split(rows), strict=True)
         )
 
-    def require_all_used(self, *, but: Collection[str] = ()) -> None:
-        """Raises ModelError on unrequested tensors, except ``but``: they would silently have no effect."""
+    def require_all_used(self, *, but: Collection[str] = (), ignored: tuple[str, ...] = ()) -> None:
+        """Raises ModelError on unrequested tensors, except ``but`` and those whose name begins with one of
+        ``ignored``: they would silently have no effect."""
         left = {name for name in self._where if not name.endswith(_IGNORED_SUFFIXES)} - set(self._fills)
-        left -= set(but)
+        left = {name for name in left if not name.startswith(ignored)} - set(but)
         if left:
             names = ", ".join(sorted(left)[:3])
             raise ModelError(

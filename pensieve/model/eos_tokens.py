@@ -8,7 +8,20 @@ from typing import Any, Final
 
 from pensieve.model.arch import ModelError
 
-_DEFAULTS: Final = {"opt": 2, "llama": 2, "mistral": 2, "seed_oss": 2}
+_DEFAULTS: Final = {
+    "cohere": 255001,
+    "cohere2": 255001,
+    "gemma": 1,
+    "gemma2": 1,
+    "gemma3_text": 1,
+    "llama": 2,
+    "ministral": 2,
+    "mistral": 2,
+    "olmo2": 50279,
+    "olmo3": 50279,
+    "opt": 2,
+    "seed_oss": 2,
+}
 """Default of ``eos_token_id`` in transformers' config class; the other families have none."""
 
 
