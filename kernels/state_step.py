@@ -64,7 +64,7 @@ def _convolve(  # type: ignore[no-untyped-def]
     valid = channel < channels
     if CONVOLVE:
         start = tl.program_id(2) * share
-        for row in range(start, tl.minimum(rows, start + share)):
+        for row in tl.range(start, tl.minimum(rows, start + share)):
             total = tl.zeros([BLOCK], dtype=tl.float32)
             if BIAS:
                 total += tl.load(bias + channel, mask=valid, other=0.0).to(tl.float32)
@@ -124,7 +124,7 @@ def _step(  # type: ignore[no-untyped-def]
     at = states + head * KEY * VALUE + keys[:, None] * VALUE + values[None, :]
     state = tl.load(at + read * page_stride, mask=inside & (read >= 0) & (rows > 0), other=0.0)
     rate, bias = tl.load(decay + head), tl.load(step_bias + head)
-    for row in range(rows):
+    for row in tl.range(0, rows):
         token = first + row
         own = mixed + token * mixed_stride + head // SHARED * KEY + keys
         query = tl.load(own + QUERY_START, mask=in_key, other=0.0).to(tl.float32)

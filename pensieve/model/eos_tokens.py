@@ -9,12 +9,15 @@ from typing import Any, Final
 from pensieve.model.arch import ModelError
 
 _DEFAULTS: Final = {
+    "bamba": 2,
     "cohere": 255001,
     "cohere2": 255001,
+    "falcon_h1": 2,
     "gemma": 1,
     "gemma2": 1,
     "gemma3_text": 1,
     "llama": 2,
+    "mamba2": 2,
     "ministral": 2,
     "mistral": 2,
     "olmo2": 50279,

@@ -34,6 +34,8 @@ class Shard:
             raise ModelError(
                 f"{whole.family} normalises all queries and keys of a token together: it cannot be divided over ranks"
             )
+        if any(layer.state is not None for layer in whole.layers):
+            raise ModelError(f"{whole.family} has recurrent layers, which are not divided over ranks")
         if heads % ranks:
             raise ModelError(f"{heads} attention heads do not divide over {ranks} ranks{_instead(whole)}")
         if kv_heads % ranks and ranks % kv_heads:

@@ -15,7 +15,7 @@ from pensieve.kernels.state_chunks import recurrent as planned
 from pensieve.kernels.state_step import state_step
 from support.kernels.recurrence_cases import KINDS, Case, Kind, make_case, make_layer, random_rows
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::ImportWarning")]  # fla's
 SIZES = {"ssd": ((8, 128, 64), 1), "gated_delta": ((8, 128, 128), 4)}
 CUDA = torch.device("cuda")
 
@@ -31,13 +31,21 @@ def _cases(
 
 
 def _compare(case: Case, wanted: Case, out: torch.Tensor, tolerance: float) -> None:
+    """Outputs and states differ by at most this share of their size, pages by nothing else."""
     want = recurrent(wanted.inputs, wanted.gates, wanted.parts, wanted.layer, wanted.chains)
-    scale = float(want.float().std())
-    torch.testing.assert_close(out.cpu().float(), want.float(), rtol=tolerance, atol=tolerance * scale)
+    for first, rows, *_ in wanted.chains.tolist():
+        own = slice(first, first + rows)
+        assert _difference(out[own].cpu(), want[own]) < tolerance
+        out[own] = 0
+    assert not out.any()
     assert torch.equal(case.parts[0].cpu().nan_to_num(7.0), wanted.parts[0].nan_to_num(7.0))
-    states, want_states = case.parts[1].cpu(), wanted.parts[1]
-    scale = float(want_states[~want_states.isnan()].std())
-    torch.testing.assert_close(states, want_states, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
+    for got, state in zip(case.parts[1].cpu(), wanted.parts[1], strict=True):
+        assert torch.equal(got.isnan(), state.isnan())
+        assert _difference(got.nan_to_num(), state.nan_to_num()) < tolerance
+
+
+def _difference(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got.float() - want.float()).norm() / want.float().norm().clamp_min(1e-30))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -46,17 +54,17 @@ def test_float32_steps(kind: Kind, seed: int) -> None:
     rows, tokens, pages = random_rows(random.Random(seed), most=6, longest=150)
     case, wanted = _cases(kind, rows, tokens, pages, torch.float32, seed)
     plan = make_recurrent_plan(case.chains, tokens, torch.float32, CUDA)
-    _compare(case, wanted, planned(case.inputs, case.gates, case.parts, case.layer, plan), 2e-4)
+    _compare(case, wanted, planned(case.inputs, case.gates, case.parts, case.layer, plan), 1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 def test_bfloat16_steps(kind: Kind, seed: int) -> None:
     """Long runs go through fla-core; boundaries inside long chains, tails of both lengths."""
-    rows, tokens, pages = random_rows(random.Random(100 + seed), most=6, longest=900)
+    rows, tokens, pages = random_rows(random.Random(100 + seed), most=6, longest=500)
     case, wanted = _cases(kind, rows, tokens, pages, torch.bfloat16, seed)
     plan = make_recurrent_plan(case.chains, tokens, torch.bfloat16, CUDA)
-    _compare(case, wanted, planned(case.inputs, case.gates, case.parts, case.layer, plan), 4e-2)
+    _compare(case, wanted, planned(case.inputs, case.gates, case.parts, case.layer, plan), 1e-2)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -65,7 +73,7 @@ def test_a_long_chain_that_ends_at_its_boundary(kind: Kind) -> None:
     case, wanted = _cases(kind, rows, 756, 6, torch.bfloat16)
     plan = make_recurrent_plan(case.chains, 756, torch.bfloat16, CUDA)
     assert len(plan.phases) == 2
-    _compare(case, wanted, planned(case.inputs, case.gates, case.parts, case.layer, plan), 4e-2)
+    _compare(case, wanted, planned(case.inputs, case.gates, case.parts, case.layer, plan), 1e-2)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -89,4 +97,4 @@ def test_a_graph_replays_with_other_chains(kind: Kind) -> None:
         chains.copy_(torch.from_numpy(padded))
         out.zero_()
         graph.replay()
-        _compare(case, wanted, out, 2e-2)
+        _compare(case, wanted, out, 5e-3)

@@ -16,12 +16,15 @@ from pensieve.model.arch import DTYPE_BYTES, ModelError
 Config = dict[str, Any]
 
 CONFIG_CLASSES: Final = {
+    "bamba": ("bamba", "BambaConfig"),
     "cohere": ("cohere", "CohereConfig"),
     "cohere2": ("cohere2", "Cohere2Config"),
+    "falcon_h1": ("falcon_h1", "FalconH1Config"),
     "gemma": ("gemma", "GemmaConfig"),
     "gemma2": ("gemma2", "Gemma2Config"),
     "gemma3_text": ("gemma3", "Gemma3TextConfig"),
     "llama": ("llama", "LlamaConfig"),
+    "mamba2": ("mamba2", "Mamba2Config"),
     "ministral": ("ministral", "MinistralConfig"),
     "mistral": ("mistral", "MistralConfig"),
     "olmo2": ("olmo2", "Olmo2Config"),
@@ -29,6 +32,8 @@ CONFIG_CLASSES: Final = {
     "opt": ("opt", "OPTConfig"),
     "qwen2": ("qwen2", "Qwen2Config"),
     "qwen3": ("qwen3", "Qwen3Config"),
+    "qwen3_5_text": ("qwen3_5", "Qwen3_5TextConfig"),
+    "qwen3_next": ("qwen3_next", "Qwen3NextConfig"),
     "seed_oss": ("seed_oss", "SeedOssConfig"),
 }
 """transformers' module (below ``transformers.models``) and config class of each family."""
@@ -43,10 +48,10 @@ _SIZES: Final = (
 )
 
 
-def parsed_config(family: str, config: Config, *sizes: str) -> Any:
-    """Parse the config with transformers' class; require ``sizes`` above 0. Raises ModelError with the field."""
-    sizes = (*_SIZES, *sizes)
-    for name in sizes:
+def parsed_config(family: str, config: Config, *more: str, sizes: tuple[str, ...] = _SIZES) -> Any:
+    """Parse the config with transformers' class; require ``sizes`` and ``more`` above 0. Raises ModelError with the
+    field."""
+    for name in (*sizes, *more):
         if name not in config:
             raise ModelError(f"{name} is missing")
         require_positive(name, config[name])
@@ -59,13 +64,22 @@ def parsed_config(family: str, config: Config, *sizes: str) -> Any:
     module = _config_module(folder)
     try:
         # A copy: the class modifies its arguments.
-        parsed = getattr(module, class_name).from_dict(copy.deepcopy(config))
-        if family != "opt":
+        parsed = getattr(module, class_name).from_dict(_with_floats(copy.deepcopy(config)))
+        if family not in ("opt", "mamba2"):
             parsed.standardize_rope_params()  # as the model does, now with all fields present
     except Exception as error:
         # The class parses untrusted input and raises many types: its own errors, KeyError, ValueError.
         raise ModelError(_parse_error(error, config)) from error
     return parsed
+
+
+def _with_floats(value: Any) -> Any:
+    """Return a part of config.json with infinity as a number. transformers writes it as an object."""
+    if isinstance(value, dict) and list(value) == ["__float__"]:
+        return float(value["__float__"])
+    if isinstance(value, dict):
+        return {name: _with_floats(item) for name, item in value.items()}
+    return [_with_floats(item) for item in value] if isinstance(value, list) else value
 
 
 def _config_module(folder: str) -> ModuleType:
