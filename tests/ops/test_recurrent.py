@@ -9,6 +9,7 @@ import torch
 from transformers.models.mamba2.modeling_mamba2 import causal_conv1d_fn, mamba2_chunk_scan
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
+from pensieve.kernels import recurrent as module
 from pensieve.kernels.recurrence import NO_PAGE, make_chains, page_bytes, page_parts
 from pensieve.kernels.recurrent import STEPPED, causal_conv, recurrent
 from support.kernels.recurrence_cases import (
@@ -61,6 +62,19 @@ def test_random_steps(kind: Kind, seed: int) -> None:
     before = case.pages.clone()
     out = recurrent(case.inputs, case.gates, case.parts, layer, case.chains)
     _check(case, out, before)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_batches_and_pieces(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    """States that fill several batches, runs that fill several pieces."""
+    monkeypatch.setattr(module, "BATCH_ELEMENTS", 2 * 4 * 8 * 6)
+    monkeypatch.setattr(module, "PIECE", 2 * module.BLOCK)
+    rows = [[5 * index, 1 + index % 4, index, NO_PAGE, 0, index] for index in range(7)]
+    rows += [[40, 300, NO_PAGE, 7, 150, 8], [340, 20, 9, 10, 3, 9], [360, 5, 11, 12, 2, 13]]
+    layer = make_layer(kind)
+    case = make_case(layer, SHAPE, rows, 365, 14)
+    before = case.pages.clone()
+    _check(case, recurrent(case.inputs, case.gates, case.parts, layer, case.chains), before)
 
 
 @pytest.mark.parametrize("kind", KINDS)
