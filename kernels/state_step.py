@@ -23,14 +23,21 @@ STATE_VALUES = 4096
 
 
 @triton.jit
+def _if_page(mask, page):  # type: ignore[no-untyped-def]
+    """Return the mask if ``page`` is one, else a mask of nothing. Triton's interpreter cannot join a mask and a
+    scalar."""
+    return mask & (tl.where(mask, page, -1) >= 0)
+
+
+@triton.jit
 def _before(
     inputs, history, row, column, first, read, channel, valid, in_stride, page_stride, PAST: tl.constexpr
 ):  # type: ignore[no-untyped-def]
-    """Load one input of each channel: row ``row`` of a chain or, before its first, column ``PAST + row`` of page
-    ``read``; zeros for no page."""
-    inside = row >= 0
-    own = tl.load(inputs + (first + row) * in_stride + channel, mask=valid & inside, other=0.0)
-    earlier = valid & (row < 0) & (read >= 0)
+    """Load one input of each channel: row ``row`` of a chain or, before its first, column ``column`` of page ``read``;
+    zeros for no page."""
+    inside = _if_page(valid, row)
+    own = tl.load(inputs + (first + row) * in_stride + channel, mask=inside, other=0.0)
+    earlier = _if_page(valid, tl.where(row < 0, read, -1))
     kept = tl.load(history + read * page_stride + channel * PAST + column, mask=earlier, other=0.0)
     return tl.where(inside, own, kept)
 
@@ -46,7 +53,7 @@ def _keep(  # type: ignore[no-untyped-def]
             inputs, history, row, row + PAST, first, read, channel, valid, in_stride, page_stride, PAST
         )
         at = history + page * page_stride + channel * PAST + column
-        tl.store(at, value, mask=valid & (page >= 0))
+        tl.store(at, value, mask=_if_page(valid, page))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -122,7 +129,7 @@ def _step(  # type: ignore[no-untyped-def]
     in_key, in_value = keys < KEY, values < VALUE
     inside = in_key[:, None] & in_value[None, :]
     at = states + head * KEY * VALUE + keys[:, None] * VALUE + values[None, :]
-    state = tl.load(at + read * page_stride, mask=inside & (read >= 0) & (rows > 0), other=0.0)
+    state = tl.load(at + read * page_stride, mask=_if_page(inside, tl.where(rows > 0, read, -1)), other=0.0)
     rate, bias = tl.load(decay + head), tl.load(step_bias + head)
     for row in tl.range(0, rows):
         token = first + row
@@ -151,8 +158,12 @@ def _step(  # type: ignore[no-untyped-def]
             result += tl.load(skip + head) * value
         to = out + token * out_stride + head * VALUE + values
         tl.store(to, result.to(out.dtype.element_ty), mask=in_value)
-        tl.store(at + boundary * page_stride, state, mask=inside & (boundary >= 0) & (row + 1 == after))
-    tl.store(at + live * page_stride, state, mask=inside & (live >= 0) & (rows > 0))
+        tl.store(
+            at + boundary * page_stride,
+            state,
+            mask=_if_page(inside, tl.where(row + 1 == after, boundary, -1)),
+        )
+    tl.store(at + live * page_stride, state, mask=_if_page(inside, tl.where(rows > 0, live, -1)))
 
 
 def state_step(

@@ -81,7 +81,7 @@ WHOLE_MODEL = Shard()
 def divisors(whole: Arch, most: int = 8) -> list[int]:
     """Return the numbers of ranks, up to ``most``, over which a model can be divided."""
     kv_heads = whole.num_kv_heads
-    if whole.qk_norm == "projection":
+    if whole.qk_norm == "projection" or any(layer.state is not None for layer in whole.layers):
         return [1]
     return [
         ranks

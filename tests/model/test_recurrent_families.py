@@ -41,11 +41,11 @@ VARIANTS: list[tuple[Family, dict[str, Any]]] = [
     ("mamba2", {"use_bias": True, "use_conv_bias": False, "n_groups": 1, "conv_kernel": 3}),
     ("mamba2", {"tie_word_embeddings": True, "residual_in_fp32": False, "time_step_limit": (0.0, float("inf"))}),
     ("bamba", {"mamba_proj_bias": True, "attention_bias": True, "mlp_bias": True, "time_step_limit": (0.1, 0.5)}),
-    ("bamba", {"attn_layer_indices": None, "mamba_conv_bias": False}),
+    ("bamba", {"attn_layer_indices": [0, 2], "mamba_conv_bias": False}),
     ("falcon_h1", {"mamba_rms_norm": False, "projectors_bias": True, "mamba_proj_bias": True, "attention_bias": True}),
     ("falcon_h1", {"mamba_norm_before_gate": False, "mlp_bias": True, "tie_word_embeddings": True}),
     ("qwen3_next", {"attention_bias": True, "num_experts": 0, "mlp_only_layers": []}),
-    ("qwen3_5_text", {"layer_types": ["linear_attention"] * 4, "linear_num_value_heads": 2}),
+    ("qwen3_5_text", {"layer_types": ["linear_attention", "full_attention"] * 2, "linear_num_value_heads": 2}),
 ]  # fmt: skip
 
 

@@ -6,8 +6,6 @@ import random
 
 import pytest
 import torch
-from transformers.models.mamba2.modeling_mamba2 import causal_conv1d_fn, mamba2_chunk_scan
-from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
 from pensieve.kernels import recurrent as module
 from pensieve.kernels.recurrence import NO_PAGE, make_chains, page_bytes, page_parts
@@ -22,6 +20,7 @@ from support.kernels.recurrence_cases import (
     start_of,
     token_by_token,
 )
+from support.model.torch_only import MODELS
 
 SHAPE = (4, 8, 6)
 """Heads, values of a key, values of a value."""
@@ -132,9 +131,11 @@ def test_ssd_equals_transformers() -> None:
     layer, total = make_layer("ssd", heads=4, key_heads=2, key=8, value=6), 100
     case = make_case(layer, SHAPE, [[0, total, NO_PAGE, NO_PAGE, 0, 0]], total, 1)
     out = recurrent(case.inputs, case.gates, case.parts, layer, case.chains)
-    mixed = causal_conv1d_fn(case.inputs.t()[None], layer.conv_weight, layer.conv_bias, activation="silu")
+    mixed = MODELS["mamba2"].causal_conv1d_fn(
+        case.inputs.t()[None], layer.conv_weight, layer.conv_bias, activation="silu"
+    )
     v, k, q = mixed.transpose(1, 2).split((24, 16, 16), dim=-1)
-    wanted, state = mamba2_chunk_scan(
+    wanted, state = MODELS["mamba2"].mamba2_chunk_scan(
         v.view(1, total, 4, 6), case.gates.view(1, total, 4), layer.decay, k.view(1, total, 2, 8),
         q.view(1, total, 2, 8), 32, D=layer.skip, dt_bias=layer.step_bias, dt_softplus=True,
         dt_limit=layer.step_limit, return_final_states=True,
@@ -150,7 +151,7 @@ def test_gated_delta_equals_transformers() -> None:
     mixed = causal_conv(case.inputs, layer.conv_weight, None, case.parts[0].clone(), case.chains)
     q, k, v = mixed.split((16, 16, 24), dim=-1)
     strength, step = case.gates.unbind(1)
-    wanted, state = torch_chunk_gated_delta_rule(
+    wanted, state = MODELS["qwen3_next"].torch_chunk_gated_delta_rule(
         q.view(1, total, 2, 8), k.view(1, total, 2, 8), v.view(1, total, 4, 6),
         (layer.decay * torch.nn.functional.softplus(step + layer.step_bias))[None], strength.sigmoid()[None],
         output_final_state=True, use_qk_l2norm_in_kernel=True,

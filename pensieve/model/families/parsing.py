@@ -32,6 +32,7 @@ CONFIG_CLASSES: Final = {
     "opt": ("opt", "OPTConfig"),
     "qwen2": ("qwen2", "Qwen2Config"),
     "qwen3": ("qwen3", "Qwen3Config"),
+    "qwen3_5": ("qwen3_5", "Qwen3_5TextConfig"),
     "qwen3_5_text": ("qwen3_5", "Qwen3_5TextConfig"),
     "qwen3_next": ("qwen3_next", "Qwen3NextConfig"),
     "seed_oss": ("seed_oss", "SeedOssConfig"),

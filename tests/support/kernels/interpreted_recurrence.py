@@ -29,10 +29,10 @@ def _check_pages(case: Case, wanted: Case) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_random_steps(kind: Kind, seed: int) -> None:
-    """Chains of up to 12 tokens, padding among them, sizes that are no powers of two, groups of heads."""
-    rows, tokens, pages = random_rows(random.Random(seed), most=3, longest=12)
+    """Chains of a few tokens, padding among them, sizes that are no powers of two, groups of heads."""
+    rows, tokens, pages = random_rows(random.Random(seed), most=2, longest=8)
     shape, key_heads = ((2, 8, 6), (4, 5, 16), (3, 16, 3))[seed % 3], (1, 2, 3)[seed % 3]
     layer = make_layer(
         kind,
@@ -52,19 +52,18 @@ def test_random_steps(kind: Kind, seed: int) -> None:
     _check_pages(case, wanted)
 
 
-@pytest.mark.parametrize("boundary", [False, True])
-def test_in_place(boundary: bool) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_place(kind: Kind) -> None:
     """Fewer tokens than the convolution is wide, in the page that is read: the inputs move up, none is lost."""
-    for kind in KINDS:
-        for rows in (1, 2, 3, 5):
-            layer = make_layer(kind, heads=2, key_heads=1)
-            for pages in ([0, 1, rows, 2], [0, 2, rows, 0] if boundary else [0, -1, 0, 0], [0, 0, rows, 1]):
-                chains = [[0, rows, *pages]]
-                case, wanted = (make_case(layer, (2, 8, 6), chains, rows, 3) for _ in range(2))
-                want = recurrent(wanted.inputs, wanted.gates, wanted.parts, layer, wanted.chains)
-                got = state_step(case.inputs, case.gates, case.parts, layer, _device_chains(case))
-                torch.testing.assert_close(got, want, **CLOSE)
-                _check_pages(case, wanted)
+    layer = make_layer(kind, heads=2, key_heads=1)
+    for rows in (1, 2, 4):
+        for boundary, live in ((NO_PAGE, 0), (2, 0), (0, 1)):
+            chains = [[0, rows, 0, boundary, min(rows, 2), live]]
+            case, wanted = (make_case(layer, (2, 8, 6), chains, rows, 3) for _ in range(2))
+            want = recurrent(wanted.inputs, wanted.gates, wanted.parts, layer, wanted.chains)
+            got = state_step(case.inputs, case.gates, case.parts, layer, _device_chains(case))
+            torch.testing.assert_close(got, want, **CLOSE)
+            _check_pages(case, wanted)
 
 
 def test_convolution_shared_out() -> None:
@@ -82,11 +81,11 @@ def test_convolution_shared_out() -> None:
 
 def test_a_float32_step_needs_no_other_package() -> None:
     """A plan without fla-core: long runs of float32 go token by token."""
-    layer = make_layer("gated_delta", heads=2, key_heads=1)
-    chains = [[0, 70, NO_PAGE, 1, 64, 0], [72, 2, 2, NO_PAGE, 0, 2]]
-    case, wanted = (make_case(layer, (2, 8, 6), chains, 75, 4) for _ in range(2))
+    chains = [[0, 66, NO_PAGE, 1, 64, 0], [68, 2, 2, NO_PAGE, 0, 2]]
+    layer = make_layer("gated_delta", heads=1, key_heads=1)
+    case, wanted = (make_case(layer, (1, 8, 6), chains, 71, 4) for _ in range(2))
     want = recurrent(wanted.inputs, wanted.gates, wanted.parts, layer, wanted.chains)
-    plan = make_recurrent_plan(case.chains, 75, torch.float32, torch.device("cpu"))
+    plan = make_recurrent_plan(case.chains, 71, torch.float32, torch.device("cpu"))
     torch.testing.assert_close(planned(case.inputs, case.gates, case.parts, layer, plan), want, **CLOSE)
     _check_pages(case, wanted)
 

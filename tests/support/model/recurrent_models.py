@@ -9,11 +9,6 @@ from typing import Any, Literal
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
-from transformers.models.bamba import BambaConfig
-from transformers.models.falcon_h1 import FalconH1Config
-from transformers.models.mamba2 import Mamba2Config
-from transformers.models.qwen3_5 import Qwen3_5TextConfig
-from transformers.models.qwen3_next import Qwen3NextConfig
 
 from pensieve.kernels import reference
 from pensieve.kernels.arguments import HeadPrep
@@ -22,6 +17,7 @@ from pensieve.kernels.recurrent import recurrent
 from pensieve.kernels.spans import make_spans
 from pensieve.model.arch import Arch
 from pensieve.model.transformer import Transformer
+from support.model.torch_only import MODELS
 
 Family = Literal["mamba2", "bamba", "falcon_h1", "qwen3_next", "qwen3_5_text"]
 FAMILIES: tuple[Family, ...] = ("mamba2", "bamba", "falcon_h1", "qwen3_next", "qwen3_5_text")
@@ -44,17 +40,17 @@ _MULTIPLIERS: dict[str, Any] = {
 }  # fmt: skip
 _CONFIGS: dict[Family, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "mamba2": (
-        Mamba2Config,
+        MODELS["mamba2"].Mamba2Config,
         _COMMON | {"num_heads": 8, "head_dim": 8, "state_size": 12, "n_groups": 2, "num_hidden_layers": 3,
                    "chunk_size": 16, "time_step_limit": (0.02, float("inf"))},
     ),
-    "bamba": (BambaConfig, _MAMBA | {"num_hidden_layers": 3, "attn_layer_indices": [1]}),
+    "bamba": (MODELS["bamba"].BambaConfig, _MAMBA | {"num_hidden_layers": 3, "attn_layer_indices": [1]}),
     "falcon_h1": (
-        FalconH1Config,
+        MODELS["falcon_h1"].FalconH1Config,
         _MAMBA | _MULTIPLIERS | {"num_hidden_layers": 2, "mamba_d_ssm": 64, "mamba_rms_norm": True},
     ),
-    "qwen3_next": (Qwen3NextConfig, _DELTA | {"mlp_only_layers": [0, 1, 2, 3], "num_experts": 4}),
-    "qwen3_5_text": (Qwen3_5TextConfig, _DELTA),
+    "qwen3_next": (MODELS["qwen3_next"].Qwen3NextConfig, _DELTA | {"mlp_only_layers": [0, 1, 2, 3], "num_experts": 4}),
+    "qwen3_5_text": (MODELS["qwen3_5"].Qwen3_5TextConfig, _DELTA),
 }  # fmt: skip
 
 
