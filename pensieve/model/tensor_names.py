@@ -108,17 +108,35 @@ _QWEN3_5 = replace(
     projections=("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
     ignored=("mtp.", "model.visual."),
 )
+_GLM = replace(_LLAMA, up=("mlp.gate_up_proj",))
 _TABLES = {
-    "opt": _OPT,
+    "arcee": replace(_LLAMA, up=("mlp.up_proj",)),
+    "bamba": _BAMBA,
+    "exaone4": _OLMO2,
+    "falcon_h1": _BAMBA,
     "gemma2": _GEMMA2,
+    "gemma3": replace(
+        _GEMMA2,
+        prefixes=("model.language_model.", "language_model.model."),
+        ignored=(
+            "model.vision_tower.",
+            "model.multi_modal_projector.",
+            "vision_tower.",
+            "multi_modal_projector.",
+        ),
+    ),
     "gemma3_text": _GEMMA2,
+    "glm": _GLM,
+    "glm4": replace(_GLM, post_mixer_norm="post_self_attn_layernorm", post_mlp_norm="post_mlp_layernorm"),
+    "mamba2": _MAMBA2,
     "olmo2": _OLMO2,
     "olmo3": _OLMO2,
-    "mamba2": _MAMBA2,
-    "bamba": _BAMBA,
-    "falcon_h1": _BAMBA,
-    "qwen3_next": _QWEN3_NEXT,
+    "opt": _OPT,
+    "phi3": replace(_LLAMA, qkv=("self_attn.qkv_proj",), up=("mlp.gate_up_proj",)),
+    "qwen3_5": _QWEN3_5,
     "qwen3_5_text": _QWEN3_5,
+    "qwen3_next": _QWEN3_NEXT,
+    "starcoder2": replace(_LLAMA, up=("mlp.c_fc",), down="mlp.c_proj"),
 }
 """Families whose names are not those of Llama."""
 

@@ -22,8 +22,8 @@ from pensieve.model.recurrent import Mixer, Recur
 from pensieve.model.shard import Shard
 from pensieve.model.weights import AttentionWeights, LayerWeights, Linear, MlpWeights, NormWeights, Weights
 
-_Angles = tuple[torch.Tensor, torch.Tensor] | tuple[None, None]
-"""Cosine and sine of every token's angles, each [T, D/2]; None: no rotation."""
+_Turn = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+"""Cosine and sine of every token's angles, each [T, D/2], and the factor of its queries, [T, 1]; None: not applied."""
 
 
 class Attend(Protocol):
@@ -85,11 +85,13 @@ class Transformer:
             x = x + F.embedding(positions + arch.position_offset, weights.positions)
         x = x.float() if arch.float32_residual else x
         angles = [rotation.angles(positions, weights.embedding.dtype) for rotation in self._rotations]
+        growth = self._query_growth(positions, weights.embedding.dtype)
         # Each residual sum is fused with the following norm: the next layer's, or the final one.
         normed = self._norm(x, weights.layers[0].mixer_norm)
         for index, (layer, next_norm) in enumerate(zip(weights.layers, self._next_norms, strict=True)):
             rope = self._rope_of[index]
-            blocks = self._mix(index, normed, (None, None) if rope is None else angles[rope], attend, recur)
+            turn = (*((None, None) if rope is None else angles[rope]), growth)
+            blocks = self._mix(index, normed, turn, attend, recur)
             if index == arch.num_layers - 1:
                 # After the last mixer only sampled tokens matter.
                 x = x.index_select(0, sample_rows)
@@ -107,7 +109,7 @@ class Transformer:
         return self._logits(normed)
 
     def _mix(
-        self, index: int, x: torch.Tensor, angles: _Angles, attend: Attend, recur: Recur | None
+        self, index: int, x: torch.Tensor, turn: _Turn, attend: Attend, recur: Recur | None
     ) -> list[tuple[torch.Tensor, Linear]]:
         """Return the outputs [T, ·] of the layer's mixers, each with the projection that follows."""
         layer, blocks = self.weights.layers[index], []
@@ -117,15 +119,15 @@ class Transformer:
                 raise ValueError(f"layer {index} has a recurrent mixer, and the caller gave no recur")
             blocks.append((mixer(x, recur), mixer.weights.output))
         if layer.attention is not None:
-            out = self._attention(index, layer.attention, x, angles, attend)
+            out = self._attention(index, layer.attention, x, turn, attend)
             blocks.append((out, layer.attention.output))
         return blocks
 
     def _attention(
-        self, index: int, attention: AttentionWeights, x: torch.Tensor, angles: _Angles, attend: Attend
+        self, index: int, attention: AttentionWeights, x: torch.Tensor, turn: _Turn, attend: Attend
     ) -> torch.Tensor:
         """Return the attention output before its projection, [T, Hq * D]."""
-        arch = self.arch
+        arch, (cos, sin, growth) = self.arch, turn
         heads = arch.num_heads + 2 * arch.num_kv_heads
         qkv = _linear(x, attention.qkv)
         query_norm, key_norm = attention.query_norm, attention.key_norm
@@ -135,10 +137,20 @@ class Transformer:
             self._norm_in_place(qkv[:, :queries], query_norm)
             self._norm_in_place(qkv[:, queries : queries + keys], key_norm)
             query_norm = key_norm = None
-        prep = HeadPrep(*angles, query_norm, key_norm, arch.norm_eps, attention.sinks)
+        if growth is not None:
+            qkv[:, : arch.num_heads * arch.head_dim].mul_(growth)
+        prep = HeadPrep(cos, sin, query_norm, key_norm, arch.norm_eps, attention.sinks)
         width, inner = heads * arch.head_dim, arch.num_heads * arch.head_dim
         out = attend(index, qkv[:, :width].unflatten(1, (heads, arch.head_dim)), prep).reshape(len(x), inner)
         return out * qkv[:, width:].sigmoid() if arch.attention_gate else out
+
+    def _query_growth(self, positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+        """Return the factor of every token's queries, [T, 1]; None: 1."""
+        if self.arch.query_growth is None:
+            return None
+        slope, original = self.arch.query_growth
+        growth = 1 + slope * torch.log(1 + torch.floor(positions[:, None] / original))
+        return growth.to(dtype)
 
     def _norm_in_place(self, x: torch.Tensor, weight: torch.Tensor) -> None:
         x.copy_(self.ops.norm(x, weight, None, self.arch.norm_eps))

@@ -146,7 +146,8 @@ def read_qwen3_5(config: Config, generation: Config) -> Arch:
     tied = bool(config.get("tie_word_embeddings") or text.get("tie_word_embeddings"))
     text = {name: config[name] for name in ("dtype", "torch_dtype") if name in config} | text
     text["tie_word_embeddings"] = tied
-    parsed = parsed_config("qwen3_5_text", text, "intermediate_size", *_DELTA_SIZES)
+    nested = "text_config" in config
+    parsed = parsed_config("qwen3_5_text", text, "intermediate_size", *_DELTA_SIZES, complete=not nested)
     return _qwen("qwen3_5_text", parsed, text, generation)
 
 
