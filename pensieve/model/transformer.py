@@ -102,7 +102,9 @@ class Transformer:
                 x, normed = self._add(x, self.collective.all_reduce(block), None, next_norm)
                 continue
             after_mixer = next_norm if layer.mlp is None else layer.mlp_norm
-            x, normed = self._end_block(0, x, blocks, (layer.post_mixer_norm, after_mixer))
+            # Consecutive sums over the ranks use different memory, also without an MLP between them.
+            slot: BufferIndex = 1 if layer.mlp is None and index % 2 else 0
+            x, normed = self._end_block(slot, x, blocks, (layer.post_mixer_norm, after_mixer))
             if layer.mlp is not None:
                 inner = [(self._up(layer.mlp, normed), layer.mlp.down)]
                 x, normed = self._end_block(1, x, inner, (layer.post_mlp_norm, next_norm))

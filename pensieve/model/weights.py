@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -225,7 +225,10 @@ def finish(weights: Weights, arch: Arch) -> None:
     for layer, described in zip(weights.layers, arch.layers, strict=True):
         if layer.recurrent is not None and interleaved:
             assert described.state is not None and arch.recurrent is not None
-            _take_rows(layer.recurrent.project, key_head_order(described.state, arch.recurrent.key_heads))
+            heads, all_heads = len(layer.recurrent.decay), described.state.heads
+            own = replace(described.state, heads=heads)
+            key_heads = arch.recurrent.key_heads * heads // all_heads
+            _take_rows(layer.recurrent.project, key_head_order(own, key_heads))
         if layer.attention is not None and arch.attention_gate:
             queries, rows = layer.attention.output.weight.shape[1], layer.attention.qkv.weight.shape[0]
             _take_rows(layer.attention.qkv, gated_query_order(queries // arch.head_dim, arch.head_dim, rows))
@@ -401,29 +404,38 @@ class _Assembler:
         )  # fmt: skip
 
     def _recurrent(self, at: str, state: StateShape) -> RecurrentWeights:
-        arch, mixer = self.arch, self.arch.recurrent
+        arch, shard, mixer = self.arch, self.shard, self.arch.recurrent
         assert mixer is not None
-        hidden, channels, width = arch.hidden_size, state.conv_channels, state.conv_width
-        inner, gates = state.heads * state.value_dim, 1 if mixer.kind == "ssd" else 2
+        inner, keys = state.heads * state.value_dim, mixer.key_heads * state.key_dim
+        ssd = mixer.kind == "ssd"
+        convolved = (inner, keys, keys) if ssd else (keys, keys, inner)
+        projected = (inner, *convolved, state.heads) if ssd else (*convolved, inner, state.heads, state.heads)
+        if self.names.interleaved:
+            projected = (sum(projected) - 2 * state.heads, 2 * state.heads)
 
-        def plain(name: str, *shape: int) -> torch.Tensor:
-            return self.source.get([f"{self.prefix}{at}{name}"], shape)
+        def part(name: str, lengths: tuple[int, ...], *rest: int) -> torch.Tensor:
+            rows = TensorSlice(tuple(shard.even(length) for length in lengths), lengths=lengths)
+            return self.source.get([f"{self.prefix}{at}{name}"], (sum(lengths), *rest), rows)
 
-        names = [at + name for name in self.names.projections]
-        rows = channels + inner + gates * state.heads
+        heads = (state.heads,)
+        rows = TensorSlice(tuple(shard.even(length) for length in projected), lengths=projected)
+        shape, names = (sum(projected), arch.hidden_size), [at + name for name in self.names.projections]
+        norm = None
+        if mixer.gate != "no norm" and mixer.norm_per_head:
+            norm = self._tensor(at + "norm", (state.value_dim,))
+        elif mixer.gate != "no norm":
+            norm = part("norm.weight", (inner,))
         return RecurrentWeights(
-            self._column_parallel(names, (rows, hidden), WHOLE_TENSOR, mixer.input_bias),
+            self._column_parallel(names, shape, rows, mixer.input_bias),
             Linear(
-                plain("conv1d.weight", channels, 1, width).squeeze(1),
-                plain("conv1d.bias", channels) if mixer.conv_bias else None,
+                part("conv1d.weight", convolved, 1, state.conv_width).squeeze(1),
+                part("conv1d.bias", convolved) if mixer.conv_bias else None,
             ),
-            plain("A_log", state.heads),
-            plain("dt_bias", state.heads),
-            plain("D", state.heads) if mixer.kind == "ssd" else None,
-            None
-            if mixer.gate == "no norm"
-            else plain("norm.weight", state.value_dim if mixer.norm_per_head else inner),
-            self._row_parallel(at + "out_proj", (hidden, inner), mixer.output_bias),
+            part("A_log", heads),
+            part("dt_bias", heads),
+            part("D", heads) if ssd else None,
+            norm,
+            self._row_parallel(at + "out_proj", (arch.hidden_size, inner), mixer.output_bias),
         )
 
     def _mlp(self, at: str) -> MlpWeights:

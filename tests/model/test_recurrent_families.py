@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from pensieve.model.shard import Shard, divisors
 from pensieve.model.transformer import Transformer
 from pensieve.model.weights import load_weights
 from support.model.recurrent_models import FAMILIES, Family, Pages, make_model, run_in_pieces
+from support.ranks.rank_threads import Exchange, ThreadCollective
 
 CLOSE = 5e-5
 """Largest difference of logits, as a share of their spread; rounding alone gives up to 2e-5."""
@@ -144,8 +146,44 @@ def test_parameters_are_counted(tmp_path: Path) -> None:
         assert load_arch(tmp_path / family).num_parameters == wanted
 
 
-def test_ranks_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ranks_together_compute_the_model(family: Family, tmp_path: Path) -> None:
+    """Two ranks: half the key heads, value heads and states each."""
+    make_model(family, tmp_path)
+    whole, (text,) = _load(tmp_path), _texts(30)
+    arch, exchange = whole.arch, Exchange(2)
+    assert divisors(arch) == [1, 2]
+
+    def run(model: Transformer) -> torch.Tensor:
+        return Pages(model.arch, 4, 1).run(model, [(text, 0, [0, 1, 2, 3])], [[0, 30, -1, -1, 0, 0]])
+
+    def of_rank(rank: int) -> torch.Tensor:
+        shard = Shard(rank, 2)
+        weights = load_weights(tmp_path, arch, dtype=torch.float32, shard=shard)
+        return run(Transformer(shard.arch(arch), weights, collective=ThreadCollective(exchange, rank)))
+
+    want = run(whole)
+    with ThreadPoolExecutor(2) as threads:
+        for got in threads.map(of_rank, range(2)):
+            _assert_close(got, want)
+
+
+def test_dummy_weights_are_divided_alike(tmp_path: Path) -> None:
     arch = _changed("qwen3_next", tmp_path)
-    assert divisors(arch) == [1]
-    with pytest.raises(ModelError, match="recurrent layers, which are not divided over ranks"):
-        Shard(0, 2).arch(arch)
+    parts = [
+        load_weights(tmp_path, arch, dtype=torch.float32, load_format="dummy", shard=Shard(rank, 2))
+        for rank in (0, 1)
+    ]
+    whole = load_weights(tmp_path, arch, dtype=torch.float32, load_format="dummy")
+    layers = [weights.layers[0].recurrent for weights in (whole, *parts)]
+    assert layers[0] is not None and layers[1] is not None and layers[2] is not None
+    assert torch.equal(
+        torch.cat([layer.output.weight for layer in layers[1:] if layer], 1), layers[0].output.weight
+    )
+    assert layers[1].project.weight.shape[0] * 2 == layers[0].project.weight.shape[0]
+
+
+def test_ranks_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    arch = _changed("mamba2", tmp_path)
+    with pytest.raises(ModelError, match="2 key heads of recurrent layers do not divide over 4 ranks"):
+        Shard(0, 4).arch(arch)
