@@ -66,8 +66,11 @@ class CacheConfig:
     prefix_sharing: bool = True
     """Off: no session uses the KV of another."""
     groups: tuple[CacheGroup, ...] = (CacheGroup(),)
-    """The full group, then that of windows or states if the model has one. A tier's size in bytes is its number of
-    chunks times the bytes of a page of each group."""
+    """The full group, then that of windows or states if the model has one."""
+    device_bytes: int = 0
+    """With two groups: bytes of the device tier; 0: as many chunks as ``device_chunks``, with all groups kept whole."""
+    host_bytes: int = 0
+    """Likewise for ``host_chunks``."""
 
 
 @dataclass(frozen=True)

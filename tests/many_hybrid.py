@@ -14,7 +14,7 @@ def one(a):
     O=HybridOracle(MODELS[name])
     driver = Driver(engine, clock, rng, O.verify, VOCABULARY, engine._scheduler.context_limit)
     driver.tenants = seed % 3 == 0
-    driver.groups = 0.15
+    driver.groups = G if "G" in globals() else 0.15
     try:
         for _ in range(120):
             driver.act(); driver.step()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from pensieve.config import CacheConfig, EngineOptions, SchedulerConfig
+from pensieve.config import CacheConfig, CacheGroup, EngineOptions, SchedulerConfig
 from pensieve.engine.cache.manager import CacheManager
 from pensieve.engine.cost.model import CostProfileError
 from pensieve.engine.cost.profiles import load_or_measure_cost
@@ -59,6 +59,20 @@ def cache_config(options: EngineOptions, info: WorkerInfo) -> CacheConfig:
         swap_watermark=options.swap_watermark,
         decode_reserve=options.decode_reserve,
         prefix_sharing=options.prefix_sharing and not options.stateless,
+        groups=cache_groups(info),
+        device_bytes=info.device_tier.num_bytes if len(info.groups) > 1 else 0,
+        host_bytes=info.host_tier.num_bytes if len(info.groups) > 1 else 0,
+    )
+
+
+def cache_groups(info: WorkerInfo) -> tuple[CacheGroup, ...]:
+    """The model's KV groups as the cache sees them. With one group, it counts pages."""
+    if len(info.groups) < 2:
+        return (CacheGroup(),)
+    units = [size.unit_pages for size in info.device_tier.sizes]
+    return tuple(
+        CacheGroup(group.kind, group.window or 0, len(group.layers), group.layer_page_bytes, unit)
+        for group, unit in zip(info.groups, units, strict=True)
     )
 
 

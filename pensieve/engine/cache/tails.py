@@ -129,8 +129,8 @@ class Tails:
             # Decoding: the live state and the last boundary. Before: where two ranges begin, and both of these.
             return 2 if decoding else 4
         span = self._size if decoding else LEAST_SPAN
-        most = -(-(self._window + span) // self._size) + 2
-        return min(most, -(-tokens // self._size) + 1)
+        most = -(-(self._window - 1 + span) // self._size) + 1
+        return min(most, -(-tokens // self._size))
 
     def restore(
         self, chunks: Sequence[Chunk], keep: int, history: int, total: int, missing: list[Range]
@@ -253,7 +253,9 @@ class Tails:
                 parts = [_other(chunk) for chunk in _parts_of(session.chunks, piece, self._size)]
                 self._tiers.fill(parts, piece.start, piece.end)
 
-    def _fill_first(self, session: CachedSession, pieces: Sequence[SpanPart], chunks: Sequence[Chunk]) -> None:
+    def _fill_first(
+        self, session: CachedSession, pieces: Sequence[SpanPart], chunks: Sequence[Chunk]
+    ) -> None:
         """Record what the slices of the first group will hold."""
         if self._needs[0].kind == "full":
             for piece in pieces:
@@ -290,7 +292,8 @@ class Tails:
         last = (end - 1) // size
         live = _other(chunks[last]) if goes_on else None
         if live is not None and live.filled == size and end == (last + 1) * size:
-            live = None  # it is held already
+            self._place(session, [live], now)  # another request has stored this state: the next step reads it
+            live = None
         boundary = _other(chunks[last - 1]) if last * size > start and not others_follow else None
         if boundary is not None and boundary.filled == size:
             boundary = None

@@ -408,6 +408,6 @@ def _pools(config: CacheConfig) -> tuple[PagePool, PagePool]:
     ]
     host = [PageSize(group.layers, group.layer_page_bytes, 1) for group in config.groups]
     return (
-        PagePool(config.device_chunks * chunk_bytes, device),
-        PagePool(config.host_chunks * chunk_bytes, host),
+        PagePool(config.device_bytes or config.device_chunks * chunk_bytes, device),
+        PagePool(config.host_bytes or config.host_chunks * chunk_bytes, host),
     )
