@@ -30,10 +30,6 @@ and the second request reads them in that plan.
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from dataclasses import dataclass
-from typing import Final, NamedTuple
-
 import numpy as np
 
 from pensieve.config import CacheConfig
@@ -42,6 +38,7 @@ from pensieve.engine.cache.check import check_cache
 from pensieve.engine.cache.chunk import NOWHERE, CachedSession, Chunk, Range, Restore, TierTokens
 from pensieve.engine.cache.eviction import EvictionIndex, reclaim_kind
 from pensieve.engine.cache.evictor import Evictor
+from pensieve.engine.cache.finding import NO_BRANCHES, Branches, Finder, RestoreCost, scope_of
 from pensieve.engine.cache.index import Reclaim
 from pensieve.engine.cache.policy import POLICIES, UNKNOWN, Policy
 from pensieve.engine.cache.restore import SpanPart, add_range
@@ -50,31 +47,6 @@ from pensieve.engine.cache.tails import Tails
 from pensieve.engine.cache.tiers import Occupancy, Pages, PlannedCopies, Tiers
 from pensieve.engine.cost.model import CostModel
 from pensieve.engine.plan import Chain, PageTable
-
-UNBOUNDED: Final = 1 << 40
-"""Stands for the longest context of a model whose memory does not grow with it."""
-
-
-class Branches(NamedTuple):
-    """Requests that will branch off another when it is admitted."""
-
-    requests: int = 0
-    pages: int = 0
-    """Device pages of the first group that they do not share with it."""
-
-
-NO_BRANCHES: Final = Branches()
-
-
-@dataclass(frozen=True, slots=True)
-class RestoreCost:
-    """The cost of bringing a context to the device."""
-
-    num_bytes: int
-    """Of device pages needed, for slices on the host and in no tier."""
-    needs_compute: bool
-    room: int
-    """Bytes of the device available without any loss: free, or of other chunks with a clean host copy."""
 
 
 class CacheManager:
@@ -94,6 +66,7 @@ class CacheManager:
         self._size = config.chunk_tokens
         self._tiers = Tiers(config, self.index.touch)
         self._shared = SharedChunks(self.index, self._tiers, model)
+        self._finder = Finder(self._shared, self._size)
         self._evictor = Evictor(config, self._tiers, self.index)
         self.shares = self._evictor.shares
         self._tails: Tails | None = None
@@ -107,24 +80,16 @@ class CacheManager:
     @property
     def capacity_tokens(self) -> int:
         """Longest context that fits the device tier, in tokens."""
-        device, size = self._tiers.device, self._size
-        if self._tails is None:
-            return self.config.device_chunks * size
-        page_bytes = self.config.groups[0].page_bytes
-        if not page_bytes and self.can_hold(0, 1, UNBOUNDED):
-            return UNBOUNDED
-        most = device.size_bytes // (page_bytes or self.config.groups[1].page_bytes)
-        return (
-            bisect_left(range(1, most + 1), True, key=lambda pages: not self.can_hold(pages, 1, pages * size))
-            * size
-        )
+        if self._tails is not None:
+            return self._tails.capacity_tokens()
+        return self.config.device_chunks * self._size
 
     def can_hold(self, pages: int, requests: int, tokens: int) -> bool:
         """Whether an empty device tier holds so many pages of the first group, for so many requests of up to ``tokens``
         tokens that run together."""
-        others = 0 if self._tails is None else requests * self._tails.promise(tokens)
-        device = self._tiers.device
-        return device.bytes_for(pages, others) <= device.size_bytes
+        if self._tails is not None:
+            return self._tails.can_hold(pages, requests, tokens)
+        return pages <= self.config.device_chunks
 
     @property
     def sessions(self) -> dict[SessionKey, CachedSession]:
@@ -136,15 +101,7 @@ class CacheManager:
 
     def occupancy(self) -> Occupancy:
         """Return how full both tiers are, in tokens, and how many tokens were dropped."""
-        tiers = self._tiers
-        return Occupancy(
-            device_free=tiers.tokens(tiers.device.free_bytes),
-            device_reclaimable=tiers.tokens(self._evictor.reclaimable()),
-            device_used=tiers.tokens(tiers.device.used_bytes),
-            host_free=tiers.tokens(tiers.host.free_bytes),
-            host_used=tiers.tokens(tiers.host.used_bytes),
-            dropped=tiers.dropped_tokens,
-        )
+        return self._tiers.occupancy(self._evictor.reclaimable())
 
     def chunks_for(self, tokens: int) -> int:
         return -(-tokens // self._size)
@@ -174,7 +131,7 @@ class CacheManager:
         session = self._sessions.get(key)
         if session is not None and (session.running or session.copying):
             return False
-        common = self._in_common(session, tokens, num_new, path)
+        common = self._finder.in_common(session, tokens, num_new, path)
         if any(chunk.saving for chunk in common):
             return False  # a plan cannot copy a chunk in that it copies out
         # Chunks that are pinned already cost this request no page.
@@ -183,7 +140,7 @@ class CacheManager:
             0,
         )
         if self._tails is not None:
-            chunks, found = self._found(session, tokens, num_new, path)
+            chunks, found = self._finder.found(session, tokens, num_new, path)
             _, parts = self._tails.find(chunks, min(found, len(tokens) - 1), len(tokens))
             if not self._tails.can_read(parts):
                 return False
@@ -205,7 +162,7 @@ class CacheManager:
         """Return what ``admit`` would have to bring to the device for a session that does not run."""
         size, tiers = self._size, self._tiers
         session = self._sessions.get(key)
-        chunks, keep = self._found(session, tokens, 0, path)
+        chunks, keep = self._finder.found(session, tokens, 0, path)
         pages, others = self.chunks_for(len(tokens)) - len(chunks), 0
         computing, clean = keep < len(tokens), 0
         for chunk in chunks:
@@ -224,20 +181,6 @@ class CacheManager:
         reclaimable = self._evictor.reclaimable(self.shares.number(tenant))
         room = tiers.device.free_bytes + max(reclaimable - clean_bytes, 0)
         return RestoreCost(tiers.bytes_of((pages, others)), computing, room)
-
-    def _found(
-        self, session: CachedSession | None, tokens: TokenArray, num_new: int, path: PrefixPath | None
-    ) -> tuple[list[Chunk], int]:
-        """Return the chunks that ``admit`` would find for a context, and how many leading tokens they stand for."""
-        keep, chunks = 0, list[Chunk]()
-        if session is not None and session.scope == _scope(path):
-            keep = self._matching(session, tokens, num_new, path)
-            chunks = session.chunks[: self.chunks_for(keep)]
-        found = [] if path is None else self._shared.find(path.digests, keep // self._size)
-        if found:
-            chunks = chunks[: keep // self._size] + found
-            keep = len(chunks) * self._size
-        return chunks, keep
 
     def page_table(self, key: SessionKey, tokens: int) -> PageTable:
         """Return the device pages of the first ``tokens`` positions of a running session; valid until its release."""
@@ -273,27 +216,6 @@ class CacheManager:
         session = self._sessions.get(key)
         return TierTokens(0, 0) if session is None else session.residency()
 
-    def _matching(
-        self, session: CachedSession, tokens: TokenArray, num_new: int, path: PrefixPath | None
-    ) -> int:
-        """Return how many leading ``tokens`` the session itself has; without addresses at most the history."""
-        known = session.matching_tokens(tokens)
-        return known if path is not None else min(known, len(tokens) - num_new)
-
-    def _in_common(
-        self, session: CachedSession | None, tokens: TokenArray, num_new: int, path: PrefixPath | None
-    ) -> list[Chunk]:
-        """Return the chunks that a context would share with other sessions."""
-        mine: list[Chunk] = []
-        full = addressed = 0
-        if session is not None and session.scope == _scope(path):
-            full = self._matching(session, tokens, num_new, path) // self._size
-            addressed = self._shared.count_addressed(session, full)
-            mine = session.chunks[: min(full, session.shared)]
-        others = [] if path is None else self._shared.find(path.digests, addressed)
-        # If others have the same chunks as those of its own without an address, it takes the others'.
-        return mine[: addressed if others else full] + others
-
     # -- admission ---------------------------------------------------------------------------------------------------
 
     def admit(
@@ -325,12 +247,12 @@ class CacheManager:
         ====================================  =====================================  ================================
         """
         session = self._sessions.get(key)
-        owner = _scope(path), self.shares.number(tenant)
+        owner = scope_of(path), self.shares.number(tenant)
         if session is None or (session.scope, session.tenant) != owner:
             if session is not None:
                 self._remove(session)
             session = self._add(key, *owner)
-        keep = self._find(session, tokens, num_new, path)
+        keep = self._finder.take(session, tokens, num_new, path)
         session.tokens, session.length = tokens.copy(), len(tokens)
         session.running, session.warming = True, warm
         if not warm:
@@ -344,26 +266,6 @@ class CacheManager:
         restore = self._lay_out(session, keep, len(tokens) - num_new, path)
         self._bring_to_device(session, now)
         return restore
-
-    def _find(self, session: CachedSession, tokens: TokenArray, num_new: int, path: PrefixPath | None) -> int:
-        """Truncate a session to what matches ``tokens``, adopt others' chunks after it, and return the
-        cached length."""
-        size = self._size
-        keep = self._matching(session, tokens, num_new, path)
-        if path is None:
-            self._shared.truncate(session, self.chunks_for(keep))
-            return keep
-        addressed = self._shared.assign_addresses(session)
-        if addressed < keep // size:  # chunks that could not be merged give way to the others'
-            keep = addressed * size
-        full = keep // size
-        self._shared.truncate(session, self.chunks_for(keep))
-        found = self._shared.find(path.digests, full)
-        if found:
-            self._shared.truncate(session, full)  # a partly filled tail gives way to a full chunk
-            self._shared.adopt(session, found)
-            keep = (full + len(found)) * size
-        return keep
 
     def _lay_out(self, session: CachedSession, keep: int, history: int, path: PrefixPath | None) -> Restore:
         """Make the chunk list, which stands for the first ``keep`` tokens, cover the session's tokens, all pinned."""
@@ -694,10 +596,6 @@ class CacheManager:
     def check(self) -> None:
         """Raise AssertionError unless every page has exactly one owner and all counts agree."""
         check_cache(self._sessions, self._running, self._tiers, self.index, self._shared)
-
-
-def _scope(path: PrefixPath | None) -> str:
-    return "" if path is None else path.scope
 
 
 def _common_chunks(session: CachedSession, origin: CachedSession, full: int) -> int:

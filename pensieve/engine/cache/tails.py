@@ -30,6 +30,7 @@ event           state of a slice after it   called by ``CacheManager`` when
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -63,6 +64,8 @@ from pensieve.engine.cache.restore import (
 from pensieve.engine.cache.tiers import Pages, Tiers
 from pensieve.engine.plan import Chain, PageTable
 
+UNBOUNDED: Final = 1 << 40
+"""Stands for the longest context of a model whose memory does not grow with it."""
 LEAST_SPAN: Final = 256
 """Tokens of one request that a step can always compute, however full the device is."""
 
@@ -122,6 +125,20 @@ class Tails:
     def can_read(self, parts: Iterable[OtherSlice]) -> bool:
         """Whether no plan that is not launched yet copies these slices out, or writes a state among them."""
         return not any(part.saving or part in self._written for part in parts)
+
+    def can_hold(self, pages: int, requests: int, tokens: int) -> bool:
+        """See ``CacheManager.can_hold``."""
+        device = self._tiers.device
+        return device.bytes_for(pages, requests * self.promise(tokens)) <= device.size_bytes
+
+    def capacity_tokens(self) -> int:
+        """Return the longest context that fits an empty device tier, in tokens; ``UNBOUNDED``: none is too long."""
+        device, size = self._tiers.device, self._size
+        one, other = (group.page_bytes for group in device.groups)
+        if not one and self.can_hold(0, 1, UNBOUNDED):
+            return UNBOUNDED
+        lengths = range(1, device.size_bytes // (one or other) + 1)
+        return size * bisect_left(lengths, True, key=lambda pages: not self.can_hold(pages, 1, pages * size))
 
     def promise(self, tokens: int, *, decoding: bool = False) -> int:
         """Return the pages of this group that a request of so many tokens needs at once, at most."""

@@ -141,6 +141,17 @@ class Tiers:
         """Whether the slice's KV is on the device before the plan being made loads and writes."""
         return part.device != NOWHERE and not part.loading and part not in self._fresh
 
+    def occupancy(self, reclaimable: int) -> Occupancy:
+        """Return how full both tiers are. ``reclaimable``: bytes of used device pages that can be taken at once."""
+        return Occupancy(
+            device_free=self.tokens(self.device.free_bytes),
+            device_reclaimable=self.tokens(reclaimable),
+            device_used=self.tokens(self.device.used_bytes),
+            host_free=self.tokens(self.host.free_bytes),
+            host_used=self.tokens(self.host.used_bytes),
+            dropped=self.dropped_tokens,
+        )
+
     def page_bytes(self, part: Slice) -> int:
         return self._page_bytes[part.group]
 

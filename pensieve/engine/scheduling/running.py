@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from pensieve.config import SchedulerConfig
 from pensieve.core import RequestKey, SessionKey
 from pensieve.engine.cache.chunk import common_prefix
-from pensieve.engine.cache.manager import Branches, CacheManager
+from pensieve.engine.cache.finding import Branches
+from pensieve.engine.cache.manager import CacheManager
 from pensieve.engine.scheduling.queue import FairQueue
 from pensieve.engine.scheduling.request import Group, Request
 from pensieve.engine.scheduling.warming import WarmUps
