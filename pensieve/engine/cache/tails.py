@@ -280,10 +280,9 @@ class Tails:
                     self._tiers.fill(_parts_of(session.chunks, piece, self._size), piece.start, piece.end)
             return
         # Without full layers nothing is stored, but the cache counts positions by these slices.
-        start, end = pieces[0].start, pieces[-1].end
         for chunk in chunks:
-            low = max(start, chunk.index * self._size + chunk.filled)
-            high = min(end, (chunk.index + 1) * self._size)
+            low = chunk.index * self._size + chunk.filled
+            high = min(pieces[-1].end, (chunk.index + 1) * self._size)
             if low < high:
                 self._tiers.fill((chunk,), low, high)
 
