@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Final
 
-HEAD: Final = "lm_head.weight"
+_HEAD: Final = "lm_head.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,8 @@ class TensorNames:
     post_mlp_norm: str = ""
     positions: str = ""
     embedding: str = "embed_tokens"
+    heads: tuple[str, ...] = (_HEAD,)
+    """Whole names of the output head, which a checkpoint has at most one of."""
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     """Concatenated: queries, keys, values."""
     query_norm: str = "self_attn.q_norm"
@@ -70,24 +72,29 @@ _OLMO2 = replace(
     mlp_norm="",
     post_mlp_norm="post_feedforward_layernorm",
 )
+
+
+def _with_images(text: TensorNames) -> TensorNames:
+    """Names of a model whose text part has these; older files begin with ``language_model``."""
+    images = ("vision_tower.", "multi_modal_projector.")
+    return replace(
+        text,
+        prefixes=("model.language_model.", "language_model.model."),
+        heads=(_HEAD, f"language_model.{_HEAD}"),
+        ignored=(*images, *(f"model.{name}" for name in images)),
+    )
+
+
 _GLM = replace(_LLAMA, up=("mlp.gate_up_proj",))
 _TABLES = {
     "arcee": replace(_LLAMA, up=("mlp.up_proj",)),
     "exaone4": _OLMO2,
     "gemma2": _GEMMA2,
-    "gemma3": replace(
-        _GEMMA2,
-        prefixes=("model.language_model.", "language_model.model."),
-        ignored=(
-            "model.vision_tower.",
-            "model.multi_modal_projector.",
-            "vision_tower.",
-            "multi_modal_projector.",
-        ),
-    ),
+    "gemma3": _with_images(_GEMMA2),
     "gemma3_text": _GEMMA2,
     "glm": _GLM,
     "glm4": replace(_GLM, post_mixer_norm="post_self_attn_layernorm", post_mlp_norm="post_mlp_layernorm"),
+    "mistral3": _with_images(_LLAMA),
     "olmo2": _OLMO2,
     "olmo3": _OLMO2,
     "opt": _OPT,

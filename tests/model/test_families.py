@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import threading
 from functools import cache
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from pensieve.kernels import reference
@@ -53,6 +55,7 @@ CASES: tuple[tuple[Family, dict[str, Any]], ...] = (
     ("glm4", {"partial_rotary_factor": 1.0, "attention_bias": False}),
     ("ministral", {"layer_types": None}),
     ("ministral3", {"sliding_window": 9}),
+    ("mistral3", {"model_type": "ministral3", "rope_parameters": YARN | {"llama_4_scaling_beta": 0.1}}),
     ("olmo3", {"rope_parameters": {"sliding_attention": DEFAULT, "full_attention": YARN | {"truncate": False}}}),
     ("olmo3", {"layer_types": None, "attention_bias": True, "num_key_value_heads": None}),
     ("phi3", {"sliding_window": None, "partial_rotary_factor": 1.0}),
@@ -172,6 +175,26 @@ def test_norms_of_all_heads_are_not_divided(family: Family, base: Path) -> None:
         Shard(0, 2).arch(arch)
 
 
+@pytest.mark.parametrize("family", ["gemma3", "mistral3"])
+@pytest.mark.parametrize("old", [False, True])
+def test_old_and_new_names_of_a_text_part(family: Family, old: bool, base: Path, tmp_path: Path) -> None:
+    folder = tiny_checkpoint(family, base)
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    text = "language_model.model." if old else "model.language_model."
+
+    def renamed(name: str) -> str:
+        inner = re.sub(r"^(model\.language_model\.|language_model\.model\.)", text, name)
+        if old:
+            return re.sub(
+                "^lm_head", "language_model.lm_head", inner.replace("model.vision_tower", "vision_tower")
+            )
+        return inner.replace("language_model.lm_head", "lm_head")
+
+    tensors = {renamed(name): value for name, value in load_file(folder / "model.safetensors").items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert torch.equal(logits(whole_model(tmp_path)), logits(whole_model(folder)))
+
+
 def test_gemma3_published_with_few_fields(tmp_path: Path) -> None:
     """As gemma-3-4b-it has them: sizes that are defaults are absent, and positions are in the old spelling."""
     text = {
@@ -198,6 +221,7 @@ def test_gemma3_published_with_few_fields(tmp_path: Path) -> None:
         ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0"),
         ("gemma2", {"final_logit_softcapping": -1.0}, "final_logit_softcapping is -1.0"),
         ("gemma3", {"text_config": None}, "text_config is null"),
+        ("mistral3", {"text_config": {"model_type": "llama"}}, 'model_type of text_config is "llama"'),
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention is true"),
         ("gemma3_text", {"attn_logit_softcapping": 5.0}, "attn_logit_softcapping is 5.0"),
         ("cohere", {"use_qk_norm": True}, "use_qk_norm true"),

@@ -33,6 +33,7 @@ CONFIG_CLASSES: Final = {
     "ministral": ("ministral", "MinistralConfig"),
     "ministral3": ("ministral3", "Ministral3Config"),
     "mistral": ("mistral", "MistralConfig"),
+    "mistral3": ("mistral", "MistralConfig"),
     "olmo2": ("olmo2", "Olmo2Config"),
     "olmo3": ("olmo3", "Olmo3Config"),
     "opt": ("opt", "OPTConfig"),
@@ -45,6 +46,8 @@ CONFIG_CLASSES: Final = {
     "starcoder2": ("starcoder2", "Starcoder2Config"),
 }
 """transformers' module (below ``transformers.models``) and config class of each family, or of its text part."""
+_OUTSIDE: Final = ("bos_token_id", "dtype", "eos_token_id", "tie_word_embeddings", "torch_dtype")
+"""Fields that count outside ``text_config``."""
 _HF_TOP_K = 50
 """Default of ``generate`` when sampling is on and generation_config.json names no top_k."""
 _SIZES: Final = (
@@ -81,6 +84,17 @@ def parsed_config(family: str, config: Config, *sizes: str, complete: bool = Tru
         # The class parses untrusted input and raises many types: its own errors, KeyError, ValueError.
         raise ModelError(_parse_error(error, config)) from error
     return parsed
+
+
+def text_part(config: Config) -> Config:
+    """Return ``text_config`` of a family that takes images, too, with the fields that count outside. Raises
+    ModelError."""
+    text = config.get("text_config")
+    if not isinstance(text, dict):
+        raise ModelError(f"text_config is {json.dumps(text)}, not an object")
+    # Of the two flags for a tied head transformers follows the outer one, and it is true by default.
+    outer = {name: config[name] for name in _OUTSIDE if name in config}
+    return text | {"tie_word_embeddings": True} | outer
 
 
 def _config_module(folder: str) -> ModuleType:

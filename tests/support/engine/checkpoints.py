@@ -28,6 +28,7 @@ from transformers.models.llama import LlamaConfig
 from transformers.models.ministral import MinistralConfig
 from transformers.models.ministral3 import Ministral3Config
 from transformers.models.mistral import MistralConfig
+from transformers.models.mistral3 import Mistral3Config
 from transformers.models.olmo2 import Olmo2Config
 from transformers.models.olmo3 import Olmo3Config
 from transformers.models.opt import OPTConfig
@@ -42,13 +43,15 @@ from transformers.models.starcoder2 import Starcoder2Config
 Family = Literal[
     "opt", "llama", "llama3", "mistral", "qwen2", "qwen3", "seed_oss",
     "arcee", "cohere", "cohere2", "cwm", "exaone4", "gemma", "gemma2", "gemma3", "gemma3_text", "glm", "glm4",
-    "granite", "helium", "ministral", "ministral3", "olmo2", "olmo3", "phi3", "smollm3", "stablelm", "starcoder2",
+    "granite", "helium", "ministral", "ministral3", "mistral3", "olmo2", "olmo3", "phi3", "smollm3", "stablelm",
+    "starcoder2",
 ]  # fmt: skip
 FAMILIES: tuple[Family, ...] = ("opt", "llama", "llama3", "mistral", "qwen2", "qwen3", "seed_oss")
 """Append: the position decides which random schedules a family gets in ``tests/exactness``."""
 LAYERED: tuple[Family, ...] = (
     "arcee", "cohere", "cohere2", "cwm", "exaone4", "gemma", "gemma2", "gemma3", "gemma3_text", "glm", "glm4",
-    "granite", "helium", "ministral", "ministral3", "olmo2", "olmo3", "phi3", "smollm3", "stablelm", "starcoder2",
+    "granite", "helium", "ministral", "ministral3", "mistral3", "olmo2", "olmo3", "phi3", "smollm3", "stablelm",
+    "starcoder2",
 )  # fmt: skip
 
 _COMMON: dict[str, Any] = {
@@ -101,6 +104,15 @@ def _gemma3_with_images(**values: Any) -> Gemma3Config:
     return Gemma3Config(text_config=values, vision_config=vision, mm_tokens_per_image=4)
 
 
+def _mistral3(**values: Any) -> Mistral3Config:
+    vision = {
+        "model_type": "pixtral", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8,
+        "num_attention_heads": 2, "image_size": 16, "patch_size": 8,
+    }  # fmt: skip
+    text = {"model_type": "mistral"} | values
+    return Mistral3Config(text_config=text, vision_config=vision, tie_word_embeddings=False)
+
+
 _CONFIGS: dict[Family, tuple[Callable[..., Any], dict[str, Any]]] = {
     "opt": (OPTConfig, _COMMON | {"ffn_dim": 96, "word_embed_proj_dim": 48}),
     "llama": (LlamaConfig, _GATED | {"num_key_value_heads": 6, "attention_bias": True, "mlp_bias": True}),
@@ -137,6 +149,7 @@ _CONFIGS: dict[Family, tuple[Callable[..., Any], dict[str, Any]]] = {
         _GATED
         | {"rope_parameters": _YARN | {"llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 16}},
     ),
+    "mistral3": (_mistral3, _GATED | {"sliding_window": 9, "tie_word_embeddings": False}),
     "olmo2": (Olmo2Config, _PLAIN | {"attention_bias": True}),
     "olmo3": (Olmo3Config, _PLAIN | {"sliding_window": 9, "layer_types": _MIXED}),
     "phi3": (Phi3Config, _PLAIN | {"sliding_window": 9, "partial_rotary_factor": 0.5}),
