@@ -22,7 +22,7 @@ from pensieve.model.ops import DecoderOps
 from pensieve.model.shard import Shard
 from pensieve.model.transformer import Transformer
 from pensieve.model.weights import load_weights
-from support.engine.checkpoints import LAYERED, Family, tiny_checkpoint
+from support.engine.checkpoints import LAYERED, Family, auto_class, tiny_checkpoint
 from support.engine.layered_attention import LayeredAttention
 from support.ranks.rank_threads import Exchange, ThreadCollective
 
@@ -41,6 +41,7 @@ DEFAULT = {"rope_type": "default", "rope_theta": 10000.0}
 MIXED = ["full_attention", "sliding_attention", "sliding_attention"]
 CASES: tuple[tuple[Family, dict[str, Any]], ...] = (
     *((family, {}) for family in LAYERED),
+    ("mistral3", {}),
     ("mistral", {"sliding_window": 9}),
     ("qwen2", {"sliding_window": 9, "use_sliding_window": True, "max_window_layers": 1}),
     ("qwen3", {"sliding_window": 9, "use_sliding_window": True, "layer_types": MIXED}),
@@ -91,8 +92,9 @@ def logits(model: Transformer, cuts: tuple[int, ...] = ()) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def transformers_logits(folder: Path) -> torch.Tensor:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+def transformers_logits(family: Family, folder: Path) -> torch.Tensor:
+    made = auto_class(family)
+    model = made.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     found: torch.Tensor = model.eval()(tokens()[None]).logits[0]
     return found
 
@@ -105,7 +107,7 @@ def close(got: torch.Tensor, want: torch.Tensor) -> None:
 @pytest.mark.parametrize(("family", "config"), CASES, ids=str)
 def test_logits_are_those_of_transformers(family: Family, config: dict[str, Any], base: Path) -> None:
     folder = tiny_checkpoint(family, base, **config)
-    want, model = transformers_logits(folder), whole_model(folder)
+    want, model = transformers_logits(family, folder), whole_model(folder)
     close(logits(model), want)
     close(logits(model, PIECES), want)
 

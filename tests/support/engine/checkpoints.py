@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig
 from transformers.models.arcee import ArceeConfig
 from transformers.models.cohere import CohereConfig
 from transformers.models.cohere2 import Cohere2Config
@@ -50,8 +50,7 @@ FAMILIES: tuple[Family, ...] = ("opt", "llama", "llama3", "mistral", "qwen2", "q
 """Append: the position decides which random schedules a family gets in ``tests/exactness``."""
 LAYERED: tuple[Family, ...] = (
     "arcee", "cohere", "cohere2", "cwm", "exaone4", "gemma", "gemma2", "gemma3", "gemma3_text", "glm", "glm4",
-    "granite", "helium", "ministral", "ministral3", "mistral3", "olmo2", "olmo3", "phi3", "smollm3", "stablelm",
-    "starcoder2",
+    "granite", "helium", "ministral", "ministral3", "olmo2", "olmo3", "phi3", "smollm3", "stablelm", "starcoder2",
 )  # fmt: skip
 
 _COMMON: dict[str, Any] = {
@@ -176,14 +175,17 @@ def tiny_checkpoint(family: Family, tmp_path: Path, *, seed: int = 0, **override
         config_class, values = _CONFIGS[family]
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            model = AutoModelForCausalLM.from_config(
-                config_class(**(values | overrides)), dtype=torch.float32
-            )
+            model = auto_class(family).from_config(config_class(**(values | overrides)), dtype=torch.float32)
             _spread(model)
         model.generation_config = GenerationConfig(bos_token_id=1, eos_token_id=2, pad_token_id=0)
         model.save_pretrained(folder)
         _made[key] = folder
     return _made[key]
+
+
+def auto_class(family: Family) -> Any:
+    """The class of transformers that makes and loads models of a family."""
+    return AutoModelForImageTextToText if family == "mistral3" else AutoModelForCausalLM
 
 
 @torch.no_grad()
