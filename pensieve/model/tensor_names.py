@@ -48,6 +48,19 @@ _LLAMA = TensorNames(
     up=("mlp.gate_proj", "mlp.up_proj"),
     down="mlp.down_proj",
 )
+
+
+def _with_images(text: TensorNames) -> TensorNames:
+    """Names of a model whose text part has these; older files begin with ``language_model``."""
+    images = ("vision_tower.", "multi_modal_projector.")
+    return replace(
+        text,
+        prefixes=("model.language_model.", "language_model.model."),
+        heads=(_HEAD, f"language_model.{_HEAD}"),
+        ignored=(*images, *(f"model.{name}" for name in images)),
+    )
+
+
 _OPT = TensorNames(
     prefixes=("model.decoder.", "decoder.", ""),
     layers="layers",
@@ -72,29 +85,16 @@ _OLMO2 = replace(
     mlp_norm="",
     post_mlp_norm="post_feedforward_layernorm",
 )
-
-
-def _with_images(text: TensorNames) -> TensorNames:
-    """Names of a model whose text part has these; older files begin with ``language_model``."""
-    images = ("vision_tower.", "multi_modal_projector.")
-    return replace(
-        text,
-        prefixes=("model.language_model.", "language_model.model."),
-        heads=(_HEAD, f"language_model.{_HEAD}"),
-        ignored=(*images, *(f"model.{name}" for name in images)),
-    )
-
-
 _GLM = replace(_LLAMA, up=("mlp.gate_up_proj",))
 _TABLES = {
     "arcee": replace(_LLAMA, up=("mlp.up_proj",)),
     "exaone4": _OLMO2,
     "gemma2": _GEMMA2,
     "gemma3": _with_images(_GEMMA2),
+    "mistral3": _with_images(_LLAMA),
     "gemma3_text": _GEMMA2,
     "glm": _GLM,
     "glm4": replace(_GLM, post_mixer_norm="post_self_attn_layernorm", post_mlp_norm="post_mlp_layernorm"),
-    "mistral3": _with_images(_LLAMA),
     "olmo2": _OLMO2,
     "olmo3": _OLMO2,
     "opt": _OPT,

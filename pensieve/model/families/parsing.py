@@ -86,17 +86,6 @@ def parsed_config(family: str, config: Config, *sizes: str, complete: bool = Tru
     return parsed
 
 
-def text_part(config: Config) -> Config:
-    """Return ``text_config`` of a family that takes images, too, with the fields that count outside. Raises
-    ModelError."""
-    text = config.get("text_config")
-    if not isinstance(text, dict):
-        raise ModelError(f"text_config is {json.dumps(text)}, not an object")
-    # Of the two flags for a tied head transformers follows the outer one, and it is true by default.
-    outer = {name: config[name] for name in _OUTSIDE if name in config}
-    return text | {"tie_word_embeddings": True} | outer
-
-
 def _config_module(folder: str) -> ModuleType:
     """Import transformers' module with the config class of a family, from this folder of ``transformers.models``.
 
@@ -128,6 +117,17 @@ def _parse_error(error: Exception, config: Config) -> str:
 def require_positive(name: str, value: Any) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
         raise ModelError(f"{name} is {json.dumps(value)}; it must be a whole number above 0")
+
+
+def text_part(config: Config) -> Config:
+    """Return ``text_config`` of a family that takes images, too, with the fields that count outside. Raises
+    ModelError."""
+    text = config.get("text_config")
+    if not isinstance(text, dict):
+        raise ModelError(f"text_config is {json.dumps(text)}, not an object")
+    # Of the two flags for a tied head transformers follows the outer one, and it is true by default.
+    outer = {name: config[name] for name in _OUTSIDE if name in config}
+    return text | {"tie_word_embeddings": True} | outer
 
 
 def dtype_of(config: Config) -> str:
