@@ -29,6 +29,7 @@ _DEFAULTS: Final = {
     "ministral": (2,),
     "ministral3": (2,),
     "mistral": (2,),
+    "mistral3": (2,),
     "olmo2": (50279,),
     "olmo3": (50279,),
     "opt": (2,),

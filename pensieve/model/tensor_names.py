@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Final
 
-HEAD: Final = "lm_head.weight"
+_HEAD: Final = "lm_head.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,8 @@ class TensorNames:
     post_mlp_norm: str = ""
     positions: str = ""
     embedding: str = "embed_tokens"
+    heads: tuple[str, ...] = (_HEAD,)
+    """Whole names of the output head, which a checkpoint has at most one of."""
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     """Concatenated: queries, keys, values."""
     query_norm: str = "self_attn.q_norm"
@@ -54,6 +56,19 @@ _LLAMA = TensorNames(
     up=("mlp.gate_proj", "mlp.up_proj"),
     down="mlp.down_proj",
 )
+
+
+def _with_images(text: TensorNames) -> TensorNames:
+    """Names of a model whose text part has these; older files begin with ``language_model``."""
+    images = ("vision_tower.", "multi_modal_projector.")
+    return replace(
+        text,
+        prefixes=("model.language_model.", "language_model.model."),
+        heads=(_HEAD, f"language_model.{_HEAD}"),
+        ignored=(*images, *(f"model.{name}" for name in images)),
+    )
+
+
 _OPT = TensorNames(
     prefixes=("model.decoder.", "decoder.", ""),
     layers="layers",
@@ -115,16 +130,8 @@ _TABLES = {
     "exaone4": _OLMO2,
     "falcon_h1": _BAMBA,
     "gemma2": _GEMMA2,
-    "gemma3": replace(
-        _GEMMA2,
-        prefixes=("model.language_model.", "language_model.model."),
-        ignored=(
-            "model.vision_tower.",
-            "model.multi_modal_projector.",
-            "vision_tower.",
-            "multi_modal_projector.",
-        ),
-    ),
+    "gemma3": _with_images(_GEMMA2),
+    "mistral3": _with_images(_LLAMA),
     "gemma3_text": _GEMMA2,
     "glm": _GLM,
     "glm4": replace(_GLM, post_mixer_norm="post_self_attn_layernorm", post_mlp_norm="post_mlp_layernorm"),

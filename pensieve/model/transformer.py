@@ -245,10 +245,9 @@ class _Rotation:
         """Return cosine and sine of every token's angles, each [T, D/2]."""
         # float32 whatever the model's dtype: bfloat16 cannot distinguish large positions.
         angles = positions[:, None].float() * self.frequency
-        cos, sin = angles.cos(), angles.sin()
-        if self.magnitude is not None:
-            cos, sin = cos * self.magnitude, sin * self.magnitude
-        return cos.to(dtype), sin.to(dtype)
+        if self.magnitude is None:
+            return angles.cos().to(dtype), angles.sin().to(dtype)
+        return (angles.cos() * self.magnitude).to(dtype), (angles.sin() * self.magnitude).to(dtype)
 
 
 def inverse_frequency(rope: Rope, head_dim: int, device: torch.device) -> torch.Tensor:

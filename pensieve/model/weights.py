@@ -17,7 +17,7 @@ from pensieve.model.checkpoint import Checkpoint
 from pensieve.model.dummy import DummySource
 from pensieve.model.row_order import gated_query_order, key_head_order
 from pensieve.model.shard import WHOLE_MODEL, Shard
-from pensieve.model.tensor_names import HEAD, tensor_names
+from pensieve.model.tensor_names import tensor_names
 from pensieve.model.tensor_slice import NO_ROWS, WHOLE_TENSOR, TensorSlice
 
 LoadFormat = Literal["auto", "safetensors", "dummy"]
@@ -322,6 +322,8 @@ class _Assembler:
         if not found:
             raise ModelError(f"{source.name}: no tensor {signs[0]}; not a checkpoint of {arch.family}")
         self.prefix = found[0]
+        heads = [name for name in self.names.heads if name in source]
+        self.head = heads[0] if heads else self.names.heads[0]
 
     def weights(self) -> Weights:
         arch = self.arch
@@ -339,8 +341,8 @@ class _Assembler:
     def _embedding(self) -> torch.Tensor:
         """[vocab, hidden]"""
         name = f"{self.prefix}{self.names.embedding}.weight"
-        if self.arch.tied_embeddings and name not in self.source and HEAD in self.source:
-            name = HEAD
+        if self.arch.tied_embeddings and name not in self.source and self.head in self.source:
+            name = self.head
         return self.source.get([name], (self.arch.vocab_size, self.arch.hidden_size))
 
     def _head(self, embedding: torch.Tensor) -> torch.Tensor:
@@ -350,20 +352,20 @@ class _Assembler:
         shape, tokens = (arch.vocab_size, arch.hidden_size), self.shard.vocabulary(arch.vocab_size)
         name = f"{self.prefix}{self.names.embedding}.weight"
         if arch.tied_embeddings:
-            both = HEAD in source and name in source
-            if not both or source.same(HEAD, name):
-                self.duplicates = (HEAD,)
+            both = self.head in source and name in source
+            if not both or source.same(self.head, name):
+                self.duplicates = (self.head,)
                 return embedding if self.shard.ranks == 1 else embedding[tokens]
             log.warning(
                 "config.json says tie_word_embeddings, but %s differs from %s: the head is used as it is",
-                HEAD,
+                self.head,
                 name,
             )
-        elif HEAD not in source:
+        elif self.head not in source:
             raise ModelError(
-                f"{source.name}: no tensor {HEAD}, and config.json: tie_word_embeddings is false"
+                f"{source.name}: no tensor {self.head}, and config.json: tie_word_embeddings is false"
             )
-        return source.get([HEAD], shape, TensorSlice((tokens,)))
+        return source.get([self.head], shape, TensorSlice((tokens,)))
 
     def _layer(self, at: str, layer: Layer) -> LayerWeights:
         arch, names = self.arch, self.names

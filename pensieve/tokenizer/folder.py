@@ -32,7 +32,19 @@ _FILES = (
 )
 _GENERIC = "TokenizersBackend"
 _GENERIC_FAMILIES = frozenset(
-    ("glm", "glm4", "granite", "ministral", "ministral3", "mistral", "olmo2", "olmo3", "phi3", "stablelm")
+    (
+        "glm",
+        "glm4",
+        "granite",
+        "ministral",
+        "ministral3",
+        "mistral",
+        "mistral3",
+        "olmo2",
+        "olmo3",
+        "phi3",
+        "stablelm",
+    )
 )
 """Families whose tokenizers are read by the generic class whatever their files name."""
 _DEFAULT_CLASSES = {

@@ -17,6 +17,7 @@ from pensieve.model.families.parsing import CONFIG_CLASSES, Config, generation_d
 READERS: dict[str, Callable[[Config, Config], Arch]] = {
     "opt": opt.read_opt,
     **{family: llama.reader_of(family) for family in llama.FIELDS},
+    "mistral3": llama.read_mistral3,
     "gemma": gemma.read_gemma,
     "gemma2": gemma.read_gemma2,
     "gemma3": gemma.read_gemma3,

@@ -36,6 +36,7 @@ CONFIG_CLASSES: Final = {
     "ministral": ("ministral", "MinistralConfig"),
     "ministral3": ("ministral3", "Ministral3Config"),
     "mistral": ("mistral", "MistralConfig"),
+    "mistral3": ("mistral", "MistralConfig"),
     "olmo2": ("olmo2", "Olmo2Config"),
     "olmo3": ("olmo3", "Olmo3Config"),
     "opt": ("opt", "OPTConfig"),
@@ -51,6 +52,8 @@ CONFIG_CLASSES: Final = {
     "starcoder2": ("starcoder2", "Starcoder2Config"),
 }
 """transformers' module (below ``transformers.models``) and config class of each family, or of its text part."""
+_OUTSIDE: Final = ("bos_token_id", "dtype", "eos_token_id", "tie_word_embeddings", "torch_dtype")
+"""Fields that count outside ``text_config``."""
 _HF_TOP_K = 50
 """Default of ``generate`` when sampling is on and generation_config.json names no top_k."""
 _SIZES: Final = (
@@ -130,6 +133,17 @@ def _parse_error(error: Exception, config: Config) -> str:
 def require_positive(name: str, value: Any) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
         raise ModelError(f"{name} is {json.dumps(value)}; it must be a whole number above 0")
+
+
+def text_part(config: Config) -> Config:
+    """Return ``text_config`` of a family that takes images, too, with the fields that count outside. Raises
+    ModelError."""
+    text = config.get("text_config")
+    if not isinstance(text, dict):
+        raise ModelError(f"text_config is {json.dumps(text)}, not an object")
+    # Of the two flags for a tied head transformers follows the outer one, and it is true by default.
+    outer = {name: config[name] for name in _OUTSIDE if name in config}
+    return text | {"tie_word_embeddings": True} | outer
 
 
 def dtype_of(config: Config) -> str:
