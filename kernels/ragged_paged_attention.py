@@ -206,7 +206,6 @@ def _launch(plan: AttentionPlan, call: AttentionCall) -> None:
     beside = overlaps and capacity.narrow > 0 and capacity.wide > 0
     first = PRIMARY if overlaps else SERIAL
     window = 0 if plan.window is None else plan.window
-    flags = {"windowed": window > 0, "inner_softcap": call.inner_softcap, "sinks": call.has_sinks}
 
     def run(tile: Tile, which: int, programs: int, order: tl.constexpr) -> None:
         _attend[(programs,)](
@@ -214,8 +213,11 @@ def _launch(plan: AttentionPlan, call: AttentionCall) -> None:
             q.stride(0), q.stride(1), pool.stride(0), pool.stride(1), pool.stride(2),
             pool.stride(3), call.table_stride, out.stride(0), out.stride(1), call.factor,
             call.sinks, window,
-            **constants(tile, which, plan.geometry, pool.shape[3], order=order, **flags), LSE=call.return_lse,
-            **options(tile, order),
+            **constants(
+                tile, which, plan.geometry, pool.shape[3], order=order,
+                windowed=window > 0, inner_softcap=call.inner_softcap, sinks=call.has_sinks,
+            ),
+            LSE=call.return_lse, **options(tile, order),
         )  # fmt: skip
 
     if capacity.wide and plan.wide.hopper:

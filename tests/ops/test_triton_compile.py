@@ -97,7 +97,7 @@ def test_the_two_kinds_share_a_multiprocessor() -> None:
     assert wide.shared + 1024 + tile.resident * (narrow.shared + 1024) <= SHARED_BYTES
 
 
-@pytest.mark.parametrize("name", ["narrow", "wide"])
+@pytest.mark.parametrize("name", ["narrow", "short", "few", "wide"])
 @pytest.mark.parametrize(
     "features", [{}, {"windowed": True, "inner_softcap": 0.00125}], ids=["plain", "gemma2"]
 )

@@ -31,10 +31,10 @@ from pensieve.kernels.attention.hopper.common import (
 )
 from pensieve.kernels.attention.hopper.softmax import (
     LN_2,
-    LOG2_E,
     LOWEST,
     PER_ROW,
     SCORES,
+    add_sinks,
     in_window,
     packed,
     scaled,
@@ -182,12 +182,8 @@ def _attend_item(  # type: ignore[no-untyped-def]
     kept = 1.0
     if SINKS:
         # Once per row: here for a whole item, in the merge for pieces, and not where a row sees nothing.
-        sink = gl.load(sinks + head * GROUPS + row % GROUPS).to(gl.float32) * LOG2_E
-        sink = gl.where((row_total > 0) & (gl.load(item + PARTIAL) < 0), sink, float("-inf"))
-        new_top = gl.maximum(top, sink)
-        kept = gl.exp2(top - new_top)
-        row_total = row_total * kept + gl.exp2(sink - new_top)
-        top = new_top
+        applies = (row_total > 0) & (gl.load(item + PARTIAL) < 0)
+        row_total, top, kept = add_sinks(row_total, top, sinks + head * GROUPS + row % GROUPS, applies)
     divisor = gl.where(row_total > 0, row_total, 1.0)
     log2_sum = gl.where(row_total > 0, top + gl.log2(divisor), float("-inf"))
     return scaled(acc, kept / divisor), log2_sum, at, steps

@@ -46,6 +46,16 @@ def weigh(scores, top, factor):  # type: ignore[no-untyped-def]
 
 
 @jit
+def add_sinks(total, top, sinks, applies):  # type: ignore[no-untyped-def]
+    """Add the logit without a value at ``sinks`` to each row's softmax where ``applies``. Returns the denominators,
+    the maxima, and the factor by which older results shrink."""
+    sink = gl.where(applies, gl.load(sinks).to(gl.float32) * LOG2_E, float("-inf"))
+    new_top = gl.maximum(top, sink)
+    shrink = gl.exp2(top - new_top)
+    return total * shrink + gl.exp2(sink - new_top), new_top, shrink
+
+
+@jit
 def scaled(values, scale):  # type: ignore[no-untyped-def]
     """``values`` [ROWS, n] times ``scale`` [ROWS]."""
     layout: gl.constexpr = gl.SliceLayout(1, values.type.layout)

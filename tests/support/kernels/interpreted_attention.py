@@ -191,7 +191,7 @@ def test_windows(window: int) -> None:
 
 @pytest.mark.parametrize("processors", [1, 60])
 @pytest.mark.parametrize(
-    ("window", "softcap", "sinks"), [(None, 0.7, True), (21, None, True), (37, 2.0, False)]
+    ("window", "softcap", "sinks"), [(None, 0.7, True), (77, None, True), (90, 2.0, False)]
 )
 def test_softcap_and_sinks(window: int | None, softcap: float | None, sinks: bool, processors: int) -> None:
     """A sink counts once, in whole items and in cut ones."""
