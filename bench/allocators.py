@@ -12,7 +12,7 @@ turns of all allocators are drawn from one seed:
   sizes. Each is associated with a session (the paper: with a request, which would waste more).
 * ``jenga, free first``: takes any free small page before it evicts a large page: steps 1, 2, 4, 3, 5.
 * ``two ends``: ``PagePool`` with units of 2 MiB of each layer, and moves. ``running stay``: only idle sessions' pages
-  move. ``by group``: a session loses a page of the group that needs one, if it has any.
+  move. ``host``: units of one page, no moves.
 
 All free at once what a window has left, and keep one state of an idle session. A session *hits* if it has all pages
 that it needs; a running one counts by the share of its context that is computed. *Times whole* divides the sessions
@@ -113,14 +113,11 @@ class Memory:
         self.free(group, session.pages[group].pop(key))
         self.used -= self.shape.page_bytes[group]
 
-    def evict(self, group: int = 0) -> None:
-        """Take a page of the least recently used session: of ``group``, else of chunks, the first one first. After
-        the last chunk, take all that it has left."""
+    def evict(self) -> None:
+        """Take the least recently used session's first chunk or, after the last chunk, all that it has left."""
         session = next(iter(self.idle))
-        if not session.pages[group]:
-            group = 0
-        if session.pages[group]:
-            self.drop(session, group, next(reversed(session.pages[group])))
+        if session.pages[0]:
+            self.drop(session, 0, next(reversed(session.pages[0])))
         else:
             self.close(session)
 
@@ -147,30 +144,31 @@ class Memory:
 
 
 class TwoEnds(Memory):
-    def __init__(self, shape: Shape, size: int, *, stay: bool = False, by_group: bool = False) -> None:
+    def __init__(self, shape: Shape, size: int, *, move: str = "any", host: bool = False) -> None:
         super().__init__(shape, size)
-        self.running_stay, self.by_group = stay, by_group
+        self.move = move
         layers = ((shape.full, shape.full_page), (shape.other, shape.other_page))
-        units = [unit_pages_for(count, page, size, on_gpu=True) for count, page in layers]
+        units = [1 if host else unit_pages_for(*layer, size, on_gpu=True) for layer in layers]
         self.pool = PagePool(size, [PageSize(*one, unit) for one, unit in zip(layers, units, strict=True)])
         self.owners: tuple[dict[int, tuple[Session, int]], ...] = ({}, {})
 
     def place(self, session: Session, group: int, key: int) -> int:
         need, owners, moved = (1 - group, group), self.owners[1 - group], 0
         while not self.pool.fits(*need):
-            moves = self.pool.shrink(
-                1 - group, *need, lambda page: not (self.running_stay and owners[page][0].running)
-            )
+            moves = self.pool.shrink(1 - group, *need, lambda page: self.may_move(owners[page][0]))
             for source, target in moves:
                 owner, name = owners[target] = owners.pop(source)
                 owner.pages[1 - group][name] = target
             moved += len(moves) * self.shape.page_bytes[1 - group]
             if not moves:
-                self.evict(group if self.by_group else 0)
+                self.evict()
         self.moved, self.most_moved = self.moved + moved, max(self.most_moved, moved)
         page = self.pool.take(group)
         self.owners[group][page] = session, key
         return page
+
+    def may_move(self, session: Session) -> bool:
+        return self.move == "any" or (self.move == "idle" and not session.running)
 
     def free(self, group: int, page: int) -> None:
         self.pool.put_back(page, group)
@@ -349,8 +347,9 @@ ALLOCATORS: Final[dict[str, Callable[[Shape, int], Memory]]] = {
     "jenga": Jenga,
     "jenga, free first": partial(Jenga, free_first=True),
     "two ends": TwoEnds,
-    "two ends, running stay": partial(TwoEnds, stay=True),
-    "two ends, running stay, by group": partial(TwoEnds, stay=True, by_group=True),
+    "two ends, running stay": partial(TwoEnds, move="idle"),
+    "two ends, no moves": partial(TwoEnds, move=""),
+    "two ends, host": partial(TwoEnds, move="", host=True),
 }
 
 
