@@ -4,19 +4,20 @@
 
 Sessions return at random, grow by about 1/16 of the mean length a turn, and are replaced at the end. A few run at a
 time and take pages by turns. There are 1.6 times as many sessions as have room; the least recently used lose pages.
-``drifting``: the mean length of new sessions swings between 2/3 and 3/2 of the given one, three times in a run. Each
-allocator serves the same turns:
+``drifting``: the mean length of new sessions swings between 2/3 and 3/2 of the given one, three times in a run. The
+turns of all allocators are drawn from one seed:
 
-* ``whole``: all layers are kept whole, or a state every 512 tokens. Nothing is wasted otherwise.
 * ``bytes``: only counts bytes, so nothing is wasted.
 * ``jenga``: the paper's allocator, sections 4.3 and 5.4. Large pages are the least common multiple of both page
   sizes. Each is associated with a session (the paper: with a request, which would waste more).
 * ``jenga, free first``: takes any free small page before it evicts a large page: steps 1, 2, 4, 3, 5.
 * ``two ends``: ``PagePool`` with units of 2 MiB of each layer, and moves. ``running stay``: only idle sessions' pages
-  move.
+  move. ``host``: units of one page, no moves.
 
-All but ``whole`` free at once what a window has left, and keep one state of an idle session. A session *hits* if it
-has all pages that it needs. The last line of stdout is one JSON document.
+All free at once what a window has left, and keep one state of an idle session. A session *hits* if it has all pages
+that it needs; a running one counts by the share of its context that is computed. *Times whole* divides the sessions
+that hit by those that would exactly fill the tier if all layers were kept whole, or a state every 512 tokens;
+*computed* is the same if sessions that hit filled the tier. The last line of stdout is one JSON document.
 """
 
 from __future__ import annotations
@@ -143,20 +144,18 @@ class Memory:
 
 
 class TwoEnds(Memory):
-    def __init__(self, shape: Shape, size: int, *, moves_running: bool = True) -> None:
+    def __init__(self, shape: Shape, size: int, *, move: str = "any", host: bool = False) -> None:
         super().__init__(shape, size)
+        self.move = move
         layers = ((shape.full, shape.full_page), (shape.other, shape.other_page))
-        units = [unit_pages_for(count, page, size, on_gpu=True) for count, page in layers]
+        units = [1 if host else unit_pages_for(*layer, size, on_gpu=True) for layer in layers]
         self.pool = PagePool(size, [PageSize(*one, unit) for one, unit in zip(layers, units, strict=True)])
         self.owners: tuple[dict[int, tuple[Session, int]], ...] = ({}, {})
-        self.moves_running = moves_running
 
     def place(self, session: Session, group: int, key: int) -> int:
         need, owners, moved = (1 - group, group), self.owners[1 - group], 0
         while not self.pool.fits(*need):
-            moves = self.pool.shrink(
-                1 - group, *need, lambda page: self.moves_running or not owners[page][0].running
-            )
+            moves = self.pool.shrink(1 - group, *need, lambda page: self.may_move(owners[page][0]))
             for source, target in moves:
                 owner, name = owners[target] = owners.pop(source)
                 owner.pages[1 - group][name] = target
@@ -167,6 +166,9 @@ class TwoEnds(Memory):
         page = self.pool.take(group)
         self.owners[group][page] = session, key
         return page
+
+    def may_move(self, session: Session) -> bool:
+        return self.move == "any" or (self.move == "idle" and not session.running)
 
     def free(self, group: int, page: int) -> None:
         self.pool.put_back(page, group)
@@ -289,7 +291,7 @@ def turn(memory: Memory, session: Session, growth: int) -> Iterator[None]:
 
 def hits(shape: Shape, session: Session) -> bool:
     full, other = session.pages
-    return len(full) == session.chunks and all(key in other for key in shape.needed(session.chunks))
+    return 0 < len(full) == session.chunks and all(key in other for key in shape.needed(session.chunks))
 
 
 def new_session(rng: random.Random, tokens: float) -> Session:
@@ -298,11 +300,11 @@ def new_session(rng: random.Random, tokens: float) -> Session:
     return Session(first, int(2 * tokens / CHUNK) - first)
 
 
-def simulate(shape: Shape, memory: Memory, rounds: int, *, drift: bool) -> dict[str, float]:
-    """Return means over the second half of ``rounds`` turns of each session. ``shape`` gives their number."""
-    rng = random.Random(1)
+def simulate(memory: Memory, rounds: int, *, drift: bool) -> dict[str, float]:
+    """Return sums over the second half of ``rounds`` turns of each session."""
+    rng, shape = random.Random(1), memory.shape
     fit = memory.size / shape.session_bytes(shape.tokens // CHUNK)
-    at_once = max(1, min(4, memory.size // shape.whole().session_bytes(2 * shape.tokens // CHUNK)))
+    at_once = max(1, min(4, int(fit / 6)))
     sessions = [new_session(rng, shape.tokens) for _ in range(int(1.6 * fit) + at_once)]
     turns, every = rounds * len(sessions), max(1, len(sessions) // 8)
     running: dict[Session, Iterator[None]] = {}
@@ -320,7 +322,7 @@ def simulate(shape: Shape, memory: Memory, rounds: int, *, drift: bool) -> dict[
                 session = sessions[place] = new_session(rng, shape.tokens * swing)
             elif session.chunks and done > turns / 2:
                 sums["returned"] += 1
-                sums["hit"] += hits(memory.shape, session)
+                sums["hit"] += hits(shape, session)
             running[session] = turn(memory, session, growth if session.chunks else session.first)
         for session, steps in list(running.items()):
             if next(steps, steps) is not steps:
@@ -330,24 +332,24 @@ def simulate(shape: Shape, memory: Memory, rounds: int, *, drift: bool) -> dict[
             session.last = done
             memory.stop(session)
             if done > turns / 2 and done % every == 0:
-                there = [
-                    one for one in sessions if one in running or (one.chunks and hits(memory.shape, one))
-                ]
                 sums["samples"] += 1
                 sums["in use"] += memory.used / memory.size
-                sums["hits"] += len(there)
-                sums["whole"] += sum(shape.whole().session_bytes(one.chunks) for one in there)
-                sums["needed"] += sum(shape.session_bytes(one.chunks) for one in there)
+                for one in sessions:
+                    share = len(one.pages[0]) / max(one.chunks, 1) if one in running else hits(shape, one)
+                    sums["hits"] += share
+                    sums["whole"] += share * shape.whole().session_bytes(one.chunks) / memory.size
+                    sums["needed"] += share * shape.session_bytes(one.chunks) / memory.size
     return {**sums, "turns": turns}
 
 
 ALLOCATORS: Final[dict[str, Callable[[Shape, int], Memory]]] = {
-    "whole": lambda shape, size: Memory(shape.whole(), size),
     "bytes": Memory,
     "jenga": Jenga,
     "jenga, free first": partial(Jenga, free_first=True),
     "two ends": TwoEnds,
-    "two ends, running stay": partial(TwoEnds, moves_running=False),
+    "two ends, running stay": partial(TwoEnds, move="idle"),
+    "two ends, no moves": partial(TwoEnds, move=""),
+    "two ends, host": partial(TwoEnds, move="", host=True),
 }
 
 
@@ -356,11 +358,11 @@ def compare(name: str, drift: bool, size: int, rounds: int) -> list[dict[str, An
     shape, rows = SHAPES[name], []
     for kind, make in ALLOCATORS.items():
         memory = make(shape, size)
-        sums = simulate(shape, memory, rounds, drift=drift)
+        sums = simulate(memory, rounds, drift=drift)
         row: dict[str, Any] = {"model": name, "lengths": "drifting" if drift else "steady", "allocator": kind}
         row["in use %"] = round(100 * sums["in use"] / sums["samples"], 1)
         row["sessions that hit"] = round(sums["hits"] / sums["samples"], 1)
-        row["times whole"] = round(row["sessions that hit"] / (rows or [row])[0]["sessions that hit"], 2)
+        row["times whole"] = round(sums["whole"] / sums["samples"], 2)
         row["computed"] = round(sums["whole"] / sums["needed"], 2)
         row["returns that hit %"] = round(100 * sums["hit"] / sums["returned"], 1)
         row["MiB moved a turn"] = round(memory.moved / sums["turns"] / 2**20, 1)

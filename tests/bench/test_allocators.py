@@ -66,7 +66,7 @@ def test_all_allocators_on_a_small_tier(bench: ModuleType, monkeypatch: pytest.M
         rows = {row["allocator"]: row for row in bench.compare(name, False, size, 8)}
         counted = rows["bytes"]["sessions that hit"]
         assert counted == pytest.approx(sessions, abs=3)
-        for kind in ("two ends", "two ends, running stay"):
+        for kind in (kind for kind in rows if kind.startswith("two ends")):
             assert 0.8 * counted <= rows[kind]["sessions that hit"] <= counted + 1
-        assert rows["bytes"]["times whole"] == pytest.approx(rows["bytes"]["computed"], rel=0.4)
+        assert 0.8 * rows["bytes"]["computed"] < rows["bytes"]["times whole"] < rows["bytes"]["computed"]
         assert rows["jenga"]["MiB moved a turn"] == 0

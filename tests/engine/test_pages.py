@@ -174,12 +174,11 @@ class Walk:
 
     def shrink(self, group: int, movable: Callable[[int], bool], most: int | None = None) -> bool:
         """Shrink one end, mostly for the other, and compare; whether there was any move."""
-        need = [0, 0]
-        need[group] = self.rng.choice((0, 0, 1))
-        need[1 - group] = self.pool.free(1 - group) + self.rng.randrange(
-            self.pool.groups[1 - group].unit_pages + 1
-        )
-        expected = expected_moves(self.model, group, (need[0], need[1]), movable)
+        own = self.rng.choice((0, 0, 1))
+        extra = self.rng.randrange(self.pool.groups[1 - group].unit_pages + 1)
+        other = self.pool.free(1 - group) + extra
+        need = (other, own) if group else (own, other)
+        expected = expected_moves(self.model, group, need, movable)
         moves = self.pool.shrink(group, *need, movable, most)
         assert moves == expected[:most]
         assert not {source for source, _ in moves} & {target for _, target in moves}
