@@ -10,7 +10,7 @@ from support.kernels.compiled_kernels import CUOBJDUMP, build
 from support.kernels.recurrence_cases import Kind, make_layer
 from support.kernels.under_interpreter import passed_under_interpreter
 
-REGISTERS, THREADS = 65536, 768
+REGISTERS, THREADS = 65536, 512
 """Registers of a Hopper multiprocessor, and threads that must be resident to hide memory."""
 
 
