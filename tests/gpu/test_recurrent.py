@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +14,12 @@ from pensieve.kernels.recurrent import recurrent
 from pensieve.kernels.state_chunks import make_recurrent_plan
 from pensieve.kernels.state_chunks import recurrent as planned
 from pensieve.kernels.state_step import state_step
+from pensieve.model.folder import load_arch
+from pensieve.model.ops import triton_ops
+from pensieve.model.transformer import Transformer
+from pensieve.model.weights import load_weights
 from support.kernels.recurrence_cases import KINDS, Case, Kind, make_case, make_layer, random_rows
+from support.model.recurrent_models import FAMILIES, Family, make_model, run_in_pieces
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::ImportWarning")]  # fla's
 SIZES = {"ssd": ((8, 128, 64), 1), "gated_delta": ((8, 128, 128), 4)}
@@ -98,3 +104,18 @@ def test_a_graph_replays_with_other_chains(kind: Kind) -> None:
         out.zero_()
         graph.replay()
         _compare(case, wanted, out, 5e-3)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_models_in_pieces_equal_transformers(family: Family, tmp_path: Path) -> None:
+    """In float32, with fused norms and activations, and states that pass through pages."""
+    theirs = make_model(family, tmp_path)
+    arch = load_arch(tmp_path)
+    weights = load_weights(tmp_path, arch, dtype=torch.float32, device="cuda")
+    ours = Transformer(arch, weights, triton_ops())
+    drawn = torch.Generator().manual_seed(5)
+    texts = [torch.randint(3, 120, (length,), generator=drawn) for length in (60, 37)]
+    for got, text in zip(run_in_pieces(ours, texts, random.Random(7), "cuda"), texts, strict=True):
+        with torch.inference_mode():
+            want = theirs(text[None]).logits[0]
+        assert float((got.cpu() - want).abs().max() / want.std()) < 1e-4

@@ -10,8 +10,9 @@ from support.kernels.compiled_kernels import CUOBJDUMP, build
 from support.kernels.recurrence_cases import Kind, make_layer
 from support.kernels.under_interpreter import passed_under_interpreter
 
-REGISTERS, THREADS = 65536, 768
-"""Registers of a Hopper multiprocessor, and threads that must be resident to hide memory."""
+REGISTERS, THREADS = 65536, 256
+"""Registers of a Hopper multiprocessor, and threads that must be resident to hide memory: two programs, each with the
+whole state that it loads on the way at once."""
 
 
 def test_kernels_equal_the_reference() -> None:

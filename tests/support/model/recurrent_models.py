@@ -93,19 +93,21 @@ class Pages:
     """Keys, values and states of a model's layers, and one step's work: ``attend`` and ``recur``. All pages are NaN
     until they are written."""
 
-    def __init__(self, arch: Arch, kv_pages: int, state_pages: int) -> None:
-        self.arch = arch
+    def __init__(self, arch: Arch, kv_pages: int, state_pages: int, device: str = "cpu") -> None:
+        self.arch, self.device = arch, torch.device(device)
         kv = (kv_pages, 2, arch.num_kv_heads, PAGE, arch.head_dim)
-        self.kv = {index: torch.full(kv, torch.nan) for index in arch.attention_layers}
+        self.kv = {index: torch.full(kv, torch.nan, device=device) for index in arch.attention_layers}
         self.states = {
             index: (
-                torch.full((state_pages, layer.state.conv_channels, layer.state.conv_width - 1), torch.nan),
                 torch.full(
-                    (state_pages, layer.state.heads, layer.state.key_dim, layer.state.value_dim), torch.nan
+                    (state_pages, state.conv_channels, state.conv_width - 1), torch.nan, device=device
+                ),
+                torch.full(
+                    (state_pages, state.heads, state.key_dim, state.value_dim), torch.nan, device=device
                 ),
             )
-            for index, layer in enumerate(arch.layers)
-            if layer.state is not None
+            for index, state in ((index, layer.state) for index, layer in enumerate(arch.layers))
+            if state is not None
         }
         self.state_pages = state_pages
 
@@ -126,6 +128,7 @@ class Pages:
             for piece, start, pages in pieces
         ])  # fmt: skip
         made = make_chains(chains, len(tokens), self.state_pages)
+        tokens, positions, slots = (each.to(self.device) for each in (tokens, positions, slots))
 
         def attend(layer: int, qkv: torch.Tensor, prep: HeadPrep) -> torch.Tensor:
             q = reference.kv_write(self.kv[layer], qkv, slots, prep)
@@ -136,10 +139,16 @@ class Pages:
         def recur(
             layer: int, inputs: torch.Tensor, gates: torch.Tensor, constants: Recurrence
         ) -> torch.Tensor:
-            return recurrent(inputs, gates, self.states[layer], constants, made)
+            if self.device.type == "cpu":
+                return recurrent(inputs, gates, self.states[layer], constants, made)
+            from pensieve.kernels import state_chunks  # needs Triton
+
+            plan = state_chunks.make_recurrent_plan(made, len(inputs), inputs.dtype, self.device)
+            return state_chunks.recurrent(inputs, gates, self.states[layer], constants, plan)
 
         with torch.inference_mode():
-            return model.forward(tokens, positions, attend, torch.arange(len(tokens)), recur)
+            rows = torch.arange(len(tokens), device=self.device)
+            return model.forward(tokens, positions, attend, rows, recur)
 
 
 @dataclass
@@ -162,12 +171,14 @@ class Context:
         return self.at == len(self.tokens)
 
 
-def run_in_pieces(model: Transformer, texts: list[torch.Tensor], rng: random.Random) -> list[torch.Tensor]:
+def run_in_pieces(
+    model: Transformer, texts: list[torch.Tensor], rng: random.Random, device: str = "cpu"
+) -> list[torch.Tensor]:
     """Return the logits after every token of each text, computed in random pieces, several contexts a step. Now and
     then a context falls back to its boundary page and goes on from there."""
     most = -(-max(len(text) for text in texts) // PAGE)
     contexts = [Context(text, list(range(i * most, (i + 1) * most))) for i, text in enumerate(texts)]
-    pages = Pages(model.arch, most * len(texts), 4 * len(texts))
+    pages = Pages(model.arch, most * len(texts), 4 * len(texts), device)
     free = list(range(pages.state_pages))
     while not all(context.complete for context in contexts):
         pieces, chains, row = [], [], 0
