@@ -167,6 +167,8 @@ class GroupPages:
     """[L, C, ...]: likewise."""
     host_step: int = 1
     """From one host page number to the next that can be in use."""
+    host_first: int = 0
+    """Least host page number."""
 
 
 class KvTiers:

@@ -87,7 +87,8 @@ class ContextSizes:
 
     def whole(self, num_bytes: int) -> int:
         """Round bytes down to what a tier can use."""
-        return num_bytes - num_bytes % (self._host_step * self.ranks)
+        whole = num_bytes - num_bytes % (self._host_step * self.ranks)
+        return whole if whole >= self._page_bytes((1, 1)) * self.ranks else 0
 
     def device_layout(self, num_bytes: int) -> TierLayout:
         """Return the layout of a device tier of that many bytes."""
