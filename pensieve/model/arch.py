@@ -135,6 +135,8 @@ class Arch:
     """Each query head has a learned score that takes part in its softmax and has no value."""
     score_scale: float | None = None
     """Factor of attention scores; None: 1 / sqrt(head_dim)."""
+    query_growth: tuple[float, float] | None = None
+    """(b, n): queries at position x are multiplied by 1 + b * log(1 + floor(x / n))."""
     softcap: float | None = None
     """Attention scores s become softcap * tanh(s / softcap), before the mask."""
     embedding_scale: float | None = None

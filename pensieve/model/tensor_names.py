@@ -70,7 +70,30 @@ _OLMO2 = replace(
     mlp_norm="",
     post_mlp_norm="post_feedforward_layernorm",
 )
-_TABLES = {"opt": _OPT, "gemma2": _GEMMA2, "gemma3_text": _GEMMA2, "olmo2": _OLMO2, "olmo3": _OLMO2}
+_GLM = replace(_LLAMA, up=("mlp.gate_up_proj",))
+_TABLES = {
+    "arcee": replace(_LLAMA, up=("mlp.up_proj",)),
+    "exaone4": _OLMO2,
+    "gemma2": _GEMMA2,
+    "gemma3": replace(
+        _GEMMA2,
+        prefixes=("model.language_model.", "language_model.model."),
+        ignored=(
+            "model.vision_tower.",
+            "model.multi_modal_projector.",
+            "vision_tower.",
+            "multi_modal_projector.",
+        ),
+    ),
+    "gemma3_text": _GEMMA2,
+    "glm": _GLM,
+    "glm4": replace(_GLM, post_mixer_norm="post_self_attn_layernorm", post_mlp_norm="post_mlp_layernorm"),
+    "olmo2": _OLMO2,
+    "olmo3": _OLMO2,
+    "opt": _OPT,
+    "phi3": replace(_LLAMA, qkv=("self_attn.qkv_proj",), up=("mlp.gate_up_proj",)),
+    "starcoder2": replace(_LLAMA, up=("mlp.c_fc",), down="mlp.c_proj"),
+}
 """Families whose names are not those of Llama."""
 
 

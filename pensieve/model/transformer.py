@@ -73,11 +73,13 @@ class Transformer:
         if weights.positions is not None:
             x = x + F.embedding(positions + arch.position_offset, weights.positions)
         angles = [rotation.angles(positions, x.dtype) for rotation in self._rotations]
+        growth = self._query_growth(positions, x.dtype)
         # Each residual sum is fused with the following norm: the next layer's, or the final one.
         normed = self._norm(x, weights.layers[0].mixer_norm)
         for index, (layer, next_norm) in enumerate(zip(weights.layers, self._next_norms, strict=True)):
             rope = self._rope_of[index]
-            mixed = self._attention(index, normed, (None, None) if rope is None else angles[rope], attend)
+            rotation = (None, None) if rope is None else angles[rope]
+            mixed = self._attention(index, normed, rotation, growth, attend)
             if index == arch.num_layers - 1:
                 # After the last attention only sampled tokens matter.
                 x, mixed = x.index_select(0, sample_rows), mixed.index_select(0, sample_rows)
@@ -92,8 +94,10 @@ class Transformer:
             x, normed = self._end_block(1, x, up, layer.mlp.down, (post, next_norm))
         return self._logits(normed)
 
-    def _attention(self, index: int, x: torch.Tensor, angles: _Angles, attend: Attend) -> torch.Tensor:
-        """Return the attention output before its projection, [T, Hq * D]."""
+    def _attention(
+        self, index: int, x: torch.Tensor, angles: _Angles, growth: torch.Tensor | None, attend: Attend
+    ) -> torch.Tensor:
+        """Return the attention output before its projection, [T, Hq * D]. ``growth`` [T, 1]: factor of queries."""
         arch, attention = self.arch, self.weights.layers[index].attention
         heads = arch.num_heads + 2 * arch.num_kv_heads
         qkv = _linear(x, attention.qkv)
@@ -104,9 +108,19 @@ class Transformer:
             self._norm_in_place(qkv[:, :queries], query_norm)
             self._norm_in_place(qkv[:, queries : queries + keys], key_norm)
             query_norm = key_norm = None
+        if growth is not None:
+            qkv[:, : arch.num_heads * arch.head_dim].mul_(growth)
         prep = HeadPrep(*angles, query_norm, key_norm, arch.norm_eps, attention.sinks)
         out = attend(index, qkv.view(len(x), heads, arch.head_dim), prep)
         return out.reshape(len(x), arch.num_heads * arch.head_dim)
+
+    def _query_growth(self, positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+        """Return the factor of every token's queries, [T, 1]; None: 1."""
+        if self.arch.query_growth is None:
+            return None
+        slope, original = self.arch.query_growth
+        growth = 1 + slope * torch.log(1 + torch.floor(positions[:, None] / original))
+        return growth.to(dtype)
 
     def _norm_in_place(self, x: torch.Tensor, weight: torch.Tensor) -> None:
         x.copy_(self.ops.norm(x, weight, None, self.arch.norm_eps))

@@ -179,4 +179,5 @@ def test_default_eos_ids_are_those_of_transformers(family: str) -> None:
     folder, name = CONFIG_CLASSES[family]
     module = importlib.import_module(f"transformers.models.{folder}.configuration_{folder}")
     default = getattr(module, name)().eos_token_id
-    assert default_eos_ids({"model_type": family}, {}) == (() if default is None else (default,))
+    expected = () if default is None else tuple(default) if isinstance(default, list) else (default,)
+    assert default_eos_ids({"model_type": family}, {}) == expected

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Any
+from typing import Any, Final
 
 from pensieve.model.arch import Arch, ModelError, Rope
 from pensieve.model.families.common import (
@@ -18,6 +18,9 @@ from pensieve.model.families.common import (
     sliding_layers,
 )
 from pensieve.model.families.parsing import Config, parsed_config
+
+_OUTER: Final = ("bos_token_id", "dtype", "eos_token_id", "tie_word_embeddings", "torch_dtype")
+"""Fields that count outside ``text_config``."""
 
 
 def read_gemma(config: Config, generation: Config) -> Arch:
@@ -36,10 +39,23 @@ def read_gemma2(config: Config, generation: Config) -> Arch:
     return Arch(**fields, **_newer(parsed), layers=sliding_layers(parsed, lambda kind: rope))
 
 
+def read_gemma3(config: Config, generation: Config) -> Arch:
+    """Read the text part of a Gemma 3 that takes images, too. Raises ModelError."""
+    text = config.get("text_config")
+    if not isinstance(text, dict):
+        raise ModelError(f"text_config is {json.dumps(text)}, not an object")
+    outer = {name: config[name] for name in _OUTER if name in config}
+    return _gemma3("gemma3", text | outer | {"model_type": "gemma3_text"}, generation, complete=False)
+
+
 def read_gemma3_text(config: Config, generation: Config) -> Arch:
     """Read Gemma 3 without images. Raises ModelError."""
-    parsed = parsed_config("gemma3_text", config, "intermediate_size")
-    fields = _fields("gemma3_text", parsed, config, generation, "hidden_activation")
+    return _gemma3("gemma3_text", config, generation, complete=True)
+
+
+def _gemma3(family: str, config: Config, generation: Config, *, complete: bool) -> Arch:
+    parsed = parsed_config(family, config, "intermediate_size", complete=complete)
+    fields = _fields(family, parsed, config, generation, "hidden_activation")
     if parsed.attn_logit_softcapping is not None:
         raise ModelError(
             f"attn_logit_softcapping is {parsed.attn_logit_softcapping}, which transformers ignores"

@@ -16,22 +16,35 @@ from pensieve.model.arch import DTYPE_BYTES, ModelError
 Config = dict[str, Any]
 
 CONFIG_CLASSES: Final = {
+    "arcee": ("arcee", "ArceeConfig"),
     "cohere": ("cohere", "CohereConfig"),
     "cohere2": ("cohere2", "Cohere2Config"),
+    "cwm": ("cwm", "CwmConfig"),
+    "exaone4": ("exaone4", "Exaone4Config"),
     "gemma": ("gemma", "GemmaConfig"),
     "gemma2": ("gemma2", "Gemma2Config"),
+    "gemma3": ("gemma3", "Gemma3TextConfig"),
     "gemma3_text": ("gemma3", "Gemma3TextConfig"),
+    "glm": ("glm", "GlmConfig"),
+    "glm4": ("glm4", "Glm4Config"),
+    "granite": ("granite", "GraniteConfig"),
+    "helium": ("helium", "HeliumConfig"),
     "llama": ("llama", "LlamaConfig"),
     "ministral": ("ministral", "MinistralConfig"),
+    "ministral3": ("ministral3", "Ministral3Config"),
     "mistral": ("mistral", "MistralConfig"),
     "olmo2": ("olmo2", "Olmo2Config"),
     "olmo3": ("olmo3", "Olmo3Config"),
     "opt": ("opt", "OPTConfig"),
+    "phi3": ("phi3", "Phi3Config"),
     "qwen2": ("qwen2", "Qwen2Config"),
     "qwen3": ("qwen3", "Qwen3Config"),
     "seed_oss": ("seed_oss", "SeedOssConfig"),
+    "smollm3": ("smollm3", "SmolLM3Config"),
+    "stablelm": ("stablelm", "StableLmConfig"),
+    "starcoder2": ("starcoder2", "Starcoder2Config"),
 }
-"""transformers' module (below ``transformers.models``) and config class of each family."""
+"""transformers' module (below ``transformers.models``) and config class of each family, or of its text part."""
 _HF_TOP_K = 50
 """Default of ``generate`` when sampling is on and generation_config.json names no top_k."""
 _SIZES: Final = (
@@ -43,13 +56,15 @@ _SIZES: Final = (
 )
 
 
-def parsed_config(family: str, config: Config, *sizes: str) -> Any:
-    """Parse the config with transformers' class; require ``sizes`` above 0. Raises ModelError with the field."""
+def parsed_config(family: str, config: Config, *sizes: str, complete: bool = True) -> Any:
+    """Parse the config with transformers' class; require ``sizes`` above 0. Absent ones count as the class's defaults
+    unless the family's files are ``complete``. Raises ModelError with the field."""
     sizes = (*_SIZES, *sizes)
     for name in sizes:
-        if name not in config:
+        if name in config:
+            require_positive(name, config[name])
+        elif complete:
             raise ModelError(f"{name} is missing")
-        require_positive(name, config[name])
     if family in ("opt", "llama") and config["hidden_size"] % config["num_attention_heads"]:
         raise ModelError(
             f"hidden_size {config['hidden_size']} is not a multiple of num_attention_heads "
