@@ -9,6 +9,7 @@ from triton.experimental.gluon import language as gl
 
 from pensieve.kernels.attention.hopper.common import KEYS, ROWS, jit
 
+LOG2_E, LN_2 = gl.constexpr(1.4426950408889634), gl.constexpr(0.6931471805599453)
 LOWEST = gl.constexpr(-1e38)
 """Initial maximum of a row: below every score but finite, so that a tile without visible keys gives weights of 0."""
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
@@ -22,6 +23,13 @@ def visible(scores, first_key, seen):  # type: ignore[no-untyped-def]
     """Mask scores of the keys from ``first_key`` on: -inf for keys from ``seen`` of their row on."""
     columns = gl.arange(0, KEYS, PER_KEY)
     return gl.where(gl.expand_dims(columns, 0) < gl.expand_dims(seen - first_key, 1), scores, float("-inf"))
+
+
+@jit
+def in_window(scores, first_key, low):  # type: ignore[no-untyped-def]
+    """Mask scores of the keys from ``first_key`` on: -inf for keys below ``low`` of their row."""
+    columns = gl.arange(0, KEYS, PER_KEY)
+    return gl.where(gl.expand_dims(columns, 0) >= gl.expand_dims(low - first_key, 1), scores, float("-inf"))
 
 
 @jit

@@ -18,7 +18,7 @@ host copies of samples        ``TokenFetch``         fresh pinned memory for eac
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -63,8 +63,9 @@ class CudaWorker:
         )
         self._programs = Programs(self._shared(model), info, self._compute, graphs=options.cuda_graphs)
         self._rule: PrefixGroupRule | None = None
-        if options.shared_prefix_attention:
-            self._rule = PrefixGroupRule(self._programs.shared.geometry, info.chunk_tokens)
+        shared = self._programs.shared
+        if options.shared_prefix_attention and None in shared.windows:
+            self._rule = PrefixGroupRule(shared.geometry, info.chunk_tokens)
         self._stagings: deque[_Staging] = deque(_Staging(self._programs.words) for _ in range(STAGINGS))
         self._sampled: dict[RequestKey, int] = {}
         self._last_end: torch.cuda.Event | None = None
@@ -77,6 +78,9 @@ class CudaWorker:
         heads = arch.num_heads + 2 * arch.num_kv_heads
         qkv = torch.empty(1, heads, arch.head_dim, dtype=DTYPES[info.dtype], device=self._device)
         geometry = geometry_of(qkv[:, : arch.num_heads], self.pools.device[0])
+        if arch.softcap is not None:
+            geometry = replace(geometry, hopper=False)
+        windows = tuple(dict.fromkeys(layer.window for layer in arch.layers if layer.attends)) or (None,)
         rows = info.max_running
         return SharedState(
             model=model,
@@ -85,8 +89,9 @@ class CudaWorker:
             sampled=torch.zeros(rows, dtype=torch.int64, device=self._device),
             logits=torch.zeros(rows, arch.vocab_size, device=self._device),
             finite=torch.ones(rows, dtype=torch.bool, device=self._device),
-            scratch=Scratch(Programs.scratch_rows(info, geometry), geometry, self._device),
+            scratch=Scratch(Programs.scratch_rows(info, geometry, windows), geometry, self._device),
             geometry=geometry,
+            windows=windows,
         )
 
     def warm_up(self) -> None:

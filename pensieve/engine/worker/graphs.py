@@ -79,9 +79,14 @@ class Programs:
         """Most int32 words of a step's upload."""
 
     @staticmethod
-    def scratch_rows(info: WorkerInfo, geometry: Geometry) -> int:
+    def scratch_rows(info: WorkerInfo, geometry: Geometry, windows: tuple[int | None, ...] = (None,)) -> int:
+        """Return the partial rows that every plan of a worker fits into; ``windows``: see ``SharedState``."""
         tokens = _max_tokens(info)
-        return max(_capacity(kind, tokens, info, geometry).partial_rows for kind in StepKind)
+        return max(
+            capacity.partial_rows
+            for kind in StepKind
+            for capacity in _capacities(kind, tokens, info, geometry, windows)
+        )
 
     def pack(self, batch: CudaBatch, staging: npt.NDArray[np.int32]) -> tuple[StepProgram, int]:
         """Pack a step into ``staging``; return its program and the words written."""
@@ -133,10 +138,10 @@ class Programs:
 
     def _size(self, kind: StepKind, tokens: int) -> ProgramSize:
         info = self._info
-        capacity = _capacity(kind, tokens, info, self.shared.geometry)
+        capacities = _capacities(kind, tokens, info, self.shared.geometry, self.shared.windows)
         samples = min(tokens, info.max_running)
         pages = min(max_pages(info, samples), max(GRAPH_PAGES, info.device_chunks))
-        return ProgramSize(tokens, samples, pages, kind, capacity)
+        return ProgramSize(tokens, samples, pages, kind, capacities)
 
     def _kind(self, batch: CudaBatch) -> StepKind:
         return (
@@ -145,15 +150,22 @@ class Programs:
 
     def _without_graph(self, batch: CudaBatch) -> StepProgram:
         """Return a program of exactly the batch's size, without a graph."""
-        kind, count = self._kind(batch), len(batch.tokens)
-        capacity = capacity_for(kind, count, len(batch.spans), batch.max_context, self.shared.geometry)
-        size = ProgramSize(count, max(1, len(batch.sample_rows)), len(batch.pages), kind, capacity)
+        kind, count, geometry = self._kind(batch), len(batch.tokens), self.shared.geometry
+        capacities = tuple(
+            capacity_for(kind, count, len(batch.spans), batch.max_context, geometry, window)
+            for window in self.shared.windows
+        )
+        size = ProgramSize(count, max(1, len(batch.sample_rows)), len(batch.pages), kind, capacities)
         return StepProgram(self.shared, size)
 
     def _max_words(self) -> int:
-        info, tokens = self._info, _max_tokens(self._info)
-        plan = max(words_of(_capacity(kind, tokens, info, self.shared.geometry)) for kind in StepKind)
-        return 5 * tokens + plan + max_pages(info, info.max_running) + 7 * ALIGNMENT
+        info, tokens, shared = self._info, _max_tokens(self._info), self.shared
+        plans = max(
+            sum(map(words_of, _capacities(kind, tokens, info, shared.geometry, shared.windows)))
+            for kind in StepKind
+        )
+        sections = 6 + len(shared.windows)
+        return 5 * tokens + plans + max_pages(info, info.max_running) + sections * ALIGNMENT
 
 
 def max_pages(info: WorkerInfo, requests: int) -> int:
@@ -167,7 +179,12 @@ def _max_tokens(info: WorkerInfo) -> int:
     return max(info.max_batch_tokens, info.max_running)
 
 
-def _capacity(kind: StepKind, tokens: int, info: WorkerInfo, geometry: Geometry) -> Capacity:
+def _capacities(
+    kind: StepKind, tokens: int, info: WorkerInfo, geometry: Geometry, windows: tuple[int | None, ...]
+) -> tuple[Capacity, ...]:
+    """Return the capacities of a graph's plans, one per window."""
     # Few requests have more than two spans: a dropped range and the new turn.
     spans = min(tokens, 2 * info.max_running)
-    return capacity_for(kind, tokens, spans, info.context_limit, geometry)
+    return tuple(
+        capacity_for(kind, tokens, spans, info.context_limit, geometry, window) for window in windows
+    )

@@ -59,6 +59,8 @@ class SharedState:
     """bool [max samples]: whether the model's own logits had none."""
     scratch: Scratch
     geometry: Geometry
+    windows: tuple[int | None, ...] = (None,)
+    """The different windows of the model's layers; None: a layer that sees everything. Each has its own plan."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,8 @@ class ProgramSize:
     samples: int
     pages: int
     kind: StepKind
-    attention: Capacity
+    attention: tuple[Capacity, ...]
+    """One for each of ``SharedState.windows``."""
 
 
 @contextlib.contextmanager
@@ -92,9 +95,11 @@ class StepProgram:
         self._shared = shared
         self._graph: torch.cuda.CUDAGraph | None = None
         device = shared.pool.device
+        plans = [_words_name(window) for window in shared.windows]
         lengths = {
             "tokens": size.tokens, "source": size.tokens, "positions": size.tokens, "slots": size.tokens,
-            "sample_rows": size.samples, "words": words_of(size.attention), "pages": size.pages,
+            "sample_rows": size.samples, **dict(zip(plans, map(words_of, size.attention), strict=True)),
+            "pages": size.pages,
         }  # fmt: skip
         at = 0
         self._at: dict[str, int] = {}
@@ -107,15 +112,23 @@ class StepProgram:
         view = {name: self._block[start : start + lengths[name]] for name, start in self._at.items()}
         self._view = view
         view["slots"].fill_(NO_SLOT)
-        self._plan = AttentionPlan(
-            size.tokens, shared.geometry, device, kind=size.kind, capacity=size.attention,
-            words=view["words"], scratch=shared.scratch,
-        )  # fmt: skip
+        self._plans = {
+            window: AttentionPlan(
+                size.tokens, shared.geometry, device, kind=size.kind, capacity=capacity,
+                words=view[_words_name(window)], scratch=shared.scratch, window=window,
+            )
+            for window, capacity in zip(shared.windows, size.attention, strict=True)
+        }  # fmt: skip
+        """The attention plan of the layers of each window."""
 
     def pack(self, batch: CudaBatch, staging: npt.NDArray[np.int32]) -> int:
         """Write a step into ``staging`` int32 [words]; return the number of words used. Raises DoesNotFit
         when it is too large; ``staging`` is then invalid."""
-        words = self._plan.pack(batch.spans, batch.prefix_groups)
+        # Only layers that see everything read common prefixes together.
+        packed = {
+            _words_name(window): plan.pack(batch.spans, batch.prefix_groups if window is None else None)
+            for window, plan in self._plans.items()
+        }
         count, samples = len(batch.tokens), len(batch.sample_rows)
         if count > self.size.tokens or samples > self.size.samples or len(batch.pages) > self.size.pages:
             raise DoesNotFit(
@@ -127,7 +140,8 @@ class StepProgram:
             start, length = self._at[name], len(self._view[name])
             staging[start : start + len(values)] = values
             staging[start + len(values) : start + length] = padding
-        staging[self._at["words"] : self._at["words"] + len(words)] = words
+        for name, words in packed.items():
+            staging[self._at[name] : self._at[name] + len(words)] = words
         end = self._at["pages"] + len(batch.pages)
         staging[self._at["pages"] : end] = batch.pages
         return end
@@ -177,11 +191,19 @@ class StepProgram:
         """``pensieve.model.transformer.Attend`` over the paged pool."""
         # Before the write, not only before the read: a swapped-in page may be the one to append to.
         self._shared.wait(layer)
-        pool = self._shared.pool[layer]
+        pool, arch = self._shared.pool[layer], self._shared.model.arch
         q = kv_write(pool, qkv, self._view["slots"], prep)
-        out = attend(q, pool, self._plan, self._view["pages"], scale=self._shared.model.arch.attention_scale)
+        out = attend(
+            q, pool, self._plans[arch.layers[layer].window], self._view["pages"],
+            scale=arch.attention_scale, softcap=arch.softcap, sinks=prep.sinks,
+        )  # fmt: skip
         assert isinstance(out, torch.Tensor)
         return out
+
+
+def _words_name(window: int | None) -> str:
+    """Return the section of a program's block with the words of a plan."""
+    return "words" if window is None else f"words of window {window}"
 
 
 @contextlib.contextmanager
