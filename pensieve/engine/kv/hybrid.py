@@ -97,6 +97,10 @@ class HybridPools(KvTiers):
         """See ``KvTiers.attention``."""
         return self._attention[layer]
 
+    def in_window_group(self, layer: int) -> bool:
+        """See ``KvTiers.in_window_group``."""
+        return self.kv_groups[1].kind == "window" and layer in self.kv_groups[1].layers
+
     def state(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``KvTiers.state``."""
         return self._states[layer]

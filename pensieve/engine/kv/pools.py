@@ -204,6 +204,10 @@ class KvTiers:
         """Return the device pages of a layer of the model that attends, [P, 2, Hkv, N, D]."""
         raise NotImplementedError
 
+    def in_window_group(self, layer: int) -> bool:
+        """Whether the keys and values of a layer lie in the second group, and are found by its page tables."""
+        return False
+
     def state(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the device pages of a recurrent layer of the model: the convolution's last inputs [P, C, W-1], in the
         model's dtype, and the recurrent state [P, H, K, V], float32."""

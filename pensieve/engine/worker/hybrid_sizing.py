@@ -139,7 +139,7 @@ class ContextSizes:
 
 
 def _unit_bytes(pages: tuple[int, ...], sizes: tuple[PageSize, ...]) -> int:
-    """Return the bytes of the units that hold so many pages of each group."""
+    """Return the bytes of the units that hold these numbers of pages."""
     return sum(
         -(-count // size.unit_pages) * size.unit_bytes for count, size in zip(pages, sizes, strict=True)
     )

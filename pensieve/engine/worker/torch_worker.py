@@ -133,7 +133,7 @@ class _StepAttention:
         pool, batch, arch = self.pools.attention(layer), self.batch, self.arch
         window = arch.layers[layer].window
         slots, tables = batch.slots, batch.page_tables
-        if window is not None:
+        if self.pools.in_window_group(layer):
             assert batch.window_slots is not None and batch.window_tables is not None
             slots, tables = batch.window_slots, batch.window_tables
         q = reference.kv_write(pool, qkv, slots, prep)
