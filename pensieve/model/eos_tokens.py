@@ -10,10 +10,12 @@ from pensieve.model.arch import ModelError
 
 _DEFAULTS: Final = {
     "arcee": (128001,),
+    "bamba": (2,),
     "cohere": (255001,),
     "cohere2": (255001,),
     "cwm": (128001, 128008, 128009),
     "exaone4": (2,),
+    "falcon_h1": (2,),
     "gemma": (1,),
     "gemma2": (1,),
     "gemma3": (1,),
@@ -23,6 +25,7 @@ _DEFAULTS: Final = {
     "granite": (2,),
     "helium": (2,),
     "llama": (2,),
+    "mamba2": (2,),
     "ministral": (2,),
     "ministral3": (2,),
     "mistral": (2,),

@@ -32,6 +32,14 @@ class TensorNames:
     key_norm: str = "self_attn.k_norm"
     sinks: str = "self_attn.sinks"
     """Whole name: no ``.weight`` follows."""
+    recurrent: str = ""
+    """Beginning of the names of a recurrent mixer's tensors."""
+    projections: tuple[str, ...] = ("in_proj",)
+    """Concatenated, below ``recurrent``. Mamba: gate, convolution, step size; else: convolution, gate, write strength,
+    step size."""
+    interleaved: bool = False
+    """The rows of ``projections`` come key head by key head: queries, keys, values, gates of each in the first tensor,
+    write strengths and step sizes in the second."""
     ignored: tuple[str, ...] = ()
     """Beginnings of the names of tensors that text does not need."""
 
@@ -70,10 +78,42 @@ _OLMO2 = replace(
     mlp_norm="",
     post_mlp_norm="post_feedforward_layernorm",
 )
+_MAMBA2 = replace(
+    _LLAMA,
+    prefixes=("backbone.", ""),
+    embedding="embeddings",
+    final_norm="norm_f",
+    mixer_norm="norm",
+    recurrent="mixer.",
+)
+_BAMBA = replace(
+    _LLAMA,
+    final_norm="final_layernorm",
+    mlp_norm="pre_ff_layernorm",
+    up=("feed_forward.gate_proj", "feed_forward.up_proj"),
+    down="feed_forward.down_proj",
+    recurrent="mamba.",
+)
+_QWEN3_NEXT = replace(
+    _LLAMA,
+    recurrent="linear_attn.",
+    projections=("in_proj_qkvz", "in_proj_ba"),
+    interleaved=True,
+    ignored=("mtp.",),
+)
+_QWEN3_5 = replace(
+    _LLAMA,
+    prefixes=("model.language_model.", "model.", ""),
+    recurrent="linear_attn.",
+    projections=("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+    ignored=("mtp.", "model.visual."),
+)
 _GLM = replace(_LLAMA, up=("mlp.gate_up_proj",))
 _TABLES = {
     "arcee": replace(_LLAMA, up=("mlp.up_proj",)),
+    "bamba": _BAMBA,
     "exaone4": _OLMO2,
+    "falcon_h1": _BAMBA,
     "gemma2": _GEMMA2,
     "gemma3": replace(
         _GEMMA2,
@@ -88,10 +128,14 @@ _TABLES = {
     "gemma3_text": _GEMMA2,
     "glm": _GLM,
     "glm4": replace(_GLM, post_mixer_norm="post_self_attn_layernorm", post_mlp_norm="post_mlp_layernorm"),
+    "mamba2": _MAMBA2,
     "olmo2": _OLMO2,
     "olmo3": _OLMO2,
     "opt": _OPT,
     "phi3": replace(_LLAMA, qkv=("self_attn.qkv_proj",), up=("mlp.gate_up_proj",)),
+    "qwen3_5": _QWEN3_5,
+    "qwen3_5_text": _QWEN3_5,
+    "qwen3_next": _QWEN3_NEXT,
     "starcoder2": replace(_LLAMA, up=("mlp.c_fc",), down="mlp.c_proj"),
 }
 """Families whose names are not those of Llama."""

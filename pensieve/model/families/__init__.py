@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from pensieve.model.arch import Arch
-from pensieve.model.families import cohere, gemma, layer_norm, llama, opt
+from pensieve.model.families import cohere, gemma, layer_norm, llama, opt, recurrent
 from pensieve.model.families.parsing import CONFIG_CLASSES, Config, generation_defaults
 
 READERS: dict[str, Callable[[Config, Config], Arch]] = {
@@ -23,6 +23,12 @@ READERS: dict[str, Callable[[Config, Config], Arch]] = {
     "gemma3_text": gemma.read_gemma3_text,
     "cohere": cohere.read_cohere,
     "cohere2": cohere.read_cohere2,
+    "mamba2": recurrent.read_mamba2,
+    "bamba": recurrent.read_bamba,
+    "falcon_h1": recurrent.read_falcon_h1,
+    "qwen3_next": recurrent.read_qwen3_next,
+    "qwen3_5": recurrent.read_qwen3_5,
+    "qwen3_5_text": recurrent.read_qwen3_5,
     "stablelm": layer_norm.read_stablelm,
     "starcoder2": layer_norm.read_starcoder2,
 }

@@ -17,10 +17,12 @@ Config = dict[str, Any]
 
 CONFIG_CLASSES: Final = {
     "arcee": ("arcee", "ArceeConfig"),
+    "bamba": ("bamba", "BambaConfig"),
     "cohere": ("cohere", "CohereConfig"),
     "cohere2": ("cohere2", "Cohere2Config"),
     "cwm": ("cwm", "CwmConfig"),
     "exaone4": ("exaone4", "Exaone4Config"),
+    "falcon_h1": ("falcon_h1", "FalconH1Config"),
     "gemma": ("gemma", "GemmaConfig"),
     "gemma2": ("gemma2", "Gemma2Config"),
     "gemma3": ("gemma3", "Gemma3TextConfig"),
@@ -30,6 +32,7 @@ CONFIG_CLASSES: Final = {
     "granite": ("granite", "GraniteConfig"),
     "helium": ("helium", "HeliumConfig"),
     "llama": ("llama", "LlamaConfig"),
+    "mamba2": ("mamba2", "Mamba2Config"),
     "ministral": ("ministral", "MinistralConfig"),
     "ministral3": ("ministral3", "Ministral3Config"),
     "mistral": ("mistral", "MistralConfig"),
@@ -39,6 +42,9 @@ CONFIG_CLASSES: Final = {
     "phi3": ("phi3", "Phi3Config"),
     "qwen2": ("qwen2", "Qwen2Config"),
     "qwen3": ("qwen3", "Qwen3Config"),
+    "qwen3_5": ("qwen3_5", "Qwen3_5TextConfig"),
+    "qwen3_5_text": ("qwen3_5", "Qwen3_5TextConfig"),
+    "qwen3_next": ("qwen3_next", "Qwen3NextConfig"),
     "seed_oss": ("seed_oss", "SeedOssConfig"),
     "smollm3": ("smollm3", "SmolLM3Config"),
     "stablelm": ("stablelm", "StableLmConfig"),
@@ -56,11 +62,12 @@ _SIZES: Final = (
 )
 
 
-def parsed_config(family: str, config: Config, *sizes: str, complete: bool = True) -> Any:
-    """Parse the config with transformers' class; require ``sizes`` above 0. Absent ones count as the class's defaults
-    unless the family's files are ``complete``. Raises ModelError with the field."""
-    sizes = (*_SIZES, *sizes)
-    for name in sizes:
+def parsed_config(
+    family: str, config: Config, *more: str, sizes: tuple[str, ...] = _SIZES, complete: bool = True
+) -> Any:
+    """Parse the config with transformers' class; require ``sizes`` and ``more`` above 0. Absent ones count as the
+    class's defaults unless the family's files are ``complete``. Raises ModelError with the field."""
+    for name in (*sizes, *more):
         if name in config:
             require_positive(name, config[name])
         elif complete:
@@ -74,13 +81,22 @@ def parsed_config(family: str, config: Config, *sizes: str, complete: bool = Tru
     module = _config_module(folder)
     try:
         # A copy: the class modifies its arguments.
-        parsed = getattr(module, class_name).from_dict(copy.deepcopy(config))
-        if family != "opt":
+        parsed = getattr(module, class_name).from_dict(_with_floats(copy.deepcopy(config)))
+        if family not in ("opt", "mamba2"):
             parsed.standardize_rope_params()  # as the model does, now with all fields present
     except Exception as error:
         # The class parses untrusted input and raises many types: its own errors, KeyError, ValueError.
         raise ModelError(_parse_error(error, config)) from error
     return parsed
+
+
+def _with_floats(value: Any) -> Any:
+    """Return a part of config.json with infinity as a number. transformers writes it as an object."""
+    if isinstance(value, dict) and list(value) == ["__float__"]:
+        return float(value["__float__"])
+    if isinstance(value, dict):
+        return {name: _with_floats(item) for name, item in value.items()}
+    return [_with_floats(item) for item in value] if isinstance(value, list) else value
 
 
 def _config_module(folder: str) -> ModuleType:
