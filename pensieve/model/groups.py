@@ -33,8 +33,8 @@ ALIGNMENT: Final = 16
 """Copies move 16 bytes at a time."""
 MAX_GROUPS: Final = 2
 LEAST_SPAN: Final = 256
-"""A step computes at least so many tokens of a context at once, if there are as many: it needs pages for them beside
-those of the window before them."""
+"""A step computes at least this number of tokens of a context at once, if there are as many. It needs pages for them
+beside those of the window before them."""
 STATES_OF_A_CONTEXT: Final = 3
 """State pages of a running request: its live page, the newest chunk boundary, and the next one while it is written."""
 

@@ -58,11 +58,13 @@ def test_each_group_has_its_own_slots(plan: Plan) -> None:
         mine, theirs = ((batch.slots, on_gpu.slots), (batch.window_slots, on_gpu.window_slots))[group]
         assert mine is not None and theirs is not None
         assert mine.tolist() == theirs.tolist() == want
-    assert batch.window_tables is not None and on_gpu.window_pages is not None
-    for row, (table, (*_, first)) in enumerate(zip(plan.window_tables, on_gpu.spans.tolist(), strict=True)):
+    assert batch.window_tables is not None and on_gpu.window_spans is not None
+    assert on_gpu.window_spans[:, :3].tolist() == on_gpu.spans[:, :3].tolist()
+    rows = zip(plan.window_tables, on_gpu.window_spans[:, 3].tolist(), strict=True)
+    for row, (table, first) in enumerate(rows):
         named = np.maximum(table, 0).tolist()
         assert batch.window_tables[row, : len(table)].tolist() == named
-        assert on_gpu.window_pages[first : first + len(table)].tolist() == named
+        assert on_gpu.pages[first : first + len(table)].tolist() == named
 
 
 def test_window_tables_are_as_long_as_page_tables() -> None:

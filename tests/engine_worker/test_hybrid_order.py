@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pensieve.core import Ints
+from pensieve.core import Ints, RequestKey
 from pensieve.engine.kv import queue as swap_queue
-from pensieve.engine.kv.grid import UnitOwners
+from pensieve.engine.kv.grid import TierLayout, UnitOwners
 from pensieve.engine.kv.queue import SwapQueue
 from pensieve.engine.kv.timeline import Lane
-from pensieve.engine.plan import Copy, Plan
+from pensieve.engine.plan import Copy, Plan, Span
 from support.engine.hybrid_lanes import HybridLanes
-from support.engine.hybrid_plans import WORD, Memory, Planner, Shape, Values, work_of
+from support.engine.hybrid_plans import WORD, Memory, Planner, Shape, Values, tiers, work_of
 from support.lengths import at_length
 
 IN, OUT, COMPUTE = Lane.IN, Lane.OUT, Lane.COMPUTE
@@ -40,9 +40,10 @@ class Rig:
         pipelined: bool = True,
         ignored: tuple[Lane, Lane] | None = None,
         layers_wait: bool = True,
+        kind: str | None = None,
     ) -> None:
         self.rng = random.Random(seed)
-        self.shape = Shape.draw(self.rng)
+        self.shape = Shape.draw(self.rng, kind)
         self.planner = Planner(self.rng, self.shape)
         self.oracle = Memory.random(self.shape, seed)
         faults = frozenset() if ignored is None else frozenset([ignored])
@@ -80,13 +81,16 @@ class Rig:
                 self.queue.settle()
                 self.queue.feed()
             self.lanes.pass_time(self.rng.choice([0, 0, 3, 30, 300]))
+        self.finish()
+        return self.right()
+
+    def finish(self) -> None:
         self.queue.flush()
         self.lanes.pass_time()
         self.queue.settle()
-        return self.right()
 
 
-@settings(max_examples=at_length(100, 400))
+@settings(max_examples=at_length(60, 400))
 @given(seed=st.integers(0, 10**9), pipelined=st.booleans())
 def test_plans_take_effect_one_after_the_other(seed: int, pipelined: bool) -> None:
     rig = Rig(seed, pipelined=pipelined)
@@ -170,3 +174,55 @@ def test_pages_that_do_not_exist_are_refused() -> None:
         with pytest.raises(ValueError, match="step 4: copies names a page that does not exist"):
             rig.queue.before_step(Plan(4, copies=(copy,)))
     assert not any(rig.lanes.queues.values())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_step_waits_for_copies_of_the_other_group_in_its_bytes(seed: int) -> None:
+    rig = Rig(seed, kind="window")
+    first, second = rig.shape.device.grids
+    start = second.address(second.first)
+    overlapping = first.units_in(start, start + second.size.unit_bytes)
+    below, above = (first.pages_of(overlapping[:1]), first.pages_of(overlapping[-1:]))
+    apart = next(
+        page
+        for page in range(first.end)
+        if first.is_page(np.array([page])) and not below.start <= page < above.stop
+    )
+    out = [*range(below.start, below.stop), *range(above.start, above.stop)][:3]
+    rig.launch(Plan(0, swap_out=tuple(Copy(page, 2 * slot) for slot, page in enumerate(out))))
+    tables = (np.array([apart], np.int32),), (np.array([second.first], np.int32),)
+    span = Span(RequestKey(0), 0, np.zeros(2, np.int32), 0, None, 2)
+    rig.launch(Plan(1, (span,), tables[0], window_tables=tables[1]))
+    assert rig.lanes.followed == [(COMPUTE, OUT)]
+    rig.finish()
+    assert rig.right()
+
+
+@given(tiers(), st.data())
+def test_clocks_tell_of_all_uses_of_a_pages_bytes(tier: TierLayout, data: st.DataObject) -> None:
+    """Under whatever number of whatever group, and of no others while the unit stays with its group."""
+    grids = tier.grids
+    owners = UnitOwners(grids)
+    clock = np.zeros(owners.places, np.int64)
+    by_byte = np.zeros(tier.num_bytes, np.int64)
+    pages = [
+        (group, page)
+        for group, grid in enumerate(grids)
+        for unit in range(grid.units)
+        for page in range(
+            grid.pages_of(range(unit, unit + 1)).start, grid.pages_of(range(unit, unit + 1)).stop
+        )
+    ]
+    alone = dict.fromkeys(pages, 0)
+    for ticket, (group, page) in enumerate(data.draw(st.lists(st.sampled_from(pages), max_size=40)), 1):
+        grid = grids[group]
+        place = np.array([page + (owners.second if group else 0)])
+        starts = [grid.address(page, layer) for layer in range(grid.size.layers)]
+        parts = [by_byte[start : start + grid.size.layer_page_bytes] for start in starts]
+        owners.claim(place, [clock])
+        assert clock[place[0]] >= max(part.max() for part in parts)
+        others = [seen for (other, _), seen in alone.items() if other != group]
+        assert clock[place[0]] in (alone[group, page], *others), "of this page, or of the other group"
+        clock[place] = alone[group, page] = ticket
+        for part in parts:
+            part[:] = ticket

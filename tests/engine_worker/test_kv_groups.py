@@ -26,6 +26,7 @@ from pensieve.model.groups import (
     kv_groups,
     state_bytes,
 )
+from support.engine.hybrid_plans import tiers
 
 CHUNK = 4
 STATE = StateShape(conv_channels=5, conv_width=4, heads=2, key_dim=3, value_dim=5)
@@ -95,16 +96,6 @@ def test_pages_of_a_context() -> None:
 
 
 # -- where pages lie -------------------------------------------------------------------------------------------------
-
-
-@st.composite
-def tiers(draw: st.DrawFn) -> TierLayout:
-    """A tier of two groups with room for some units of each."""
-    sizes = tuple(
-        PageSize(draw(st.integers(least, 4)), 16 * draw(st.integers(1, 5)), draw(st.integers(1, 4)))
-        for least in (0, 1)
-    )
-    return TierLayout(16 * draw(st.integers(0, 60)) + sum(4 * size.unit_bytes for size in sizes), sizes)
 
 
 @given(tiers(), st.integers(0, 10**6))

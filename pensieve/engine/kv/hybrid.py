@@ -44,8 +44,11 @@ class HybridPools(KvTiers):
         device_bytes, host_bytes = (_aligned(tier.num_bytes) for tier in tiers)
         if on_gpu:
             self.device = torch.zeros(device_bytes, dtype=torch.uint8, device=device)
-            # A copy must not straddle two registrations, and no layer page of either group does.
+            # A copy must not straddle two registrations. So they begin where a layer page of either group does, if
+            # both grids begin at byte 0, and else there is only one.
             unit = math.lcm(*(group.layer_page_bytes for group in groups if group.layers))
+            if tiers[1].grids[1].offset:
+                unit = host_bytes
             pinned = PinnedMemory(host_bytes, unit=unit)
             self.host = pinned.tensor
         else:
@@ -59,6 +62,7 @@ class HybridPools(KvTiers):
                 _runs(self.device, grids[0][number]),
                 _runs(self.host, grids[1][number]),
                 max(1, grids[1][number].stride),
+                grids[1][number].first,
             )
             for number, group in enumerate(groups)
         )
@@ -92,6 +96,10 @@ class HybridPools(KvTiers):
     def attention(self, layer: int) -> torch.Tensor:
         """See ``KvTiers.attention``."""
         return self._attention[layer]
+
+    def in_window_group(self, layer: int) -> bool:
+        """See ``KvTiers.in_window_group``."""
+        return self.kv_groups[1].kind == "window" and layer in self.kv_groups[1].layers
 
     def state(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``KvTiers.state``."""

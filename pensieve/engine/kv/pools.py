@@ -167,6 +167,8 @@ class GroupPages:
     """[L, C, ...]: likewise."""
     host_step: int = 1
     """From one host page number to the next that can be in use."""
+    host_first: int = 0
+    """Least host page number."""
 
 
 class KvTiers:
@@ -201,6 +203,10 @@ class KvTiers:
     def attention(self, layer: int) -> torch.Tensor:
         """Return the device pages of a layer of the model that attends, [P, 2, Hkv, N, D]."""
         raise NotImplementedError
+
+    def in_window_group(self, layer: int) -> bool:
+        """Whether the keys and values of a layer lie in the second group, and are found by its page tables."""
+        return False
 
     def state(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the device pages of a recurrent layer of the model: the convolution's last inputs [P, C, W-1], in the

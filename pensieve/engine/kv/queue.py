@@ -245,8 +245,7 @@ class SwapQueue:
         self._saved[target] = tickets
 
     def _copy_on_device(self, groups: list[_Copies]) -> None:
-        # The bytes of a target may be those of another group's source. So no claim of a target comes before the
-        # source's new ticket.
+        # The bytes of a target may be those of another group's source: these two claim their units in turn.
         sources = np.concatenate([copies.source for copies in groups])
         targets = np.concatenate([copies.target for copies in groups])
         after_in = after_out = 0
@@ -308,8 +307,8 @@ class SwapQueue:
         return latest if latest > self.lines[after].done else 0
 
     def _mark_compute(self, *touched: Ints | npt.NDArray[np.int32]) -> None:
-        """Give the compute work queued so far a ticket, and record that its newest part touched these pages: first
-        those of the first array."""
+        """Give the compute work queued so far a ticket, and record that its newest part touched these pages. Those of
+        one array lie apart; those of two may have bytes in common."""
         line = self.lines[Lane.COMPUTE]
         line.settle()
         line.add(LaneWork(line.last + 1, self._lanes.mark(Lane.COMPUTE)))

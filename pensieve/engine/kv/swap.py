@@ -54,8 +54,9 @@ class _GroupLanes:
     on_device: ChunkCopy
     failed: torch.Tensor
     """int32, pinned: not 0 for each host page that came back changed."""
+    host_first: int
     host_step: int
-    """Host page n is number ``n // host_step`` of ``failed``."""
+    """Host page ``host_first + n * host_step`` is number n of ``failed``."""
     checksum: ChunkChecksum | None
 
     def numbers(self, layers: range) -> range:
@@ -110,7 +111,17 @@ class CudaLanes:
         checksum = None
         if verify:
             checksum = ChunkChecksum(inside, host_pages, failed, page_step=pages.host_step)
-        return _GroupLanes(pages.layers, inside, into, out, on_device, failed, pages.host_step, checksum)
+        return _GroupLanes(
+            layers=pages.layers,
+            runs=inside,
+            into=into,
+            out=out,
+            on_device=on_device,
+            failed=failed,
+            host_first=pages.host_first,
+            host_step=pages.host_step,
+            checksum=checksum,
+        )
 
     def _choose(self, lane: Lane, mechanism: str, dst: torch.Tensor, src: torch.Tensor) -> RunCopy:
         choice = Choice(mechanism, {})
@@ -204,7 +215,7 @@ class CudaLanes:
     def failed_pages(self) -> list[int]:
         """Return the host pages whose slices are known to have come back changed. Does not wait."""
         return [
-            int(number) * lanes.host_step
+            lanes.host_first + int(number) * lanes.host_step
             for lanes in self._groups.values()
             for number in np.flatnonzero(lanes.failed.numpy())
         ]

@@ -33,6 +33,7 @@ class CudaBatch:
     spans: Ints
     """[S, 4]: first row of q, tokens, position, start of its page table in ``pages``."""
     pages: Ints32
+    """All page tables, then all window tables."""
     sample_rows: Ints32
     """Last token of each sampled span, in the plan's order of spans."""
     requests: tuple[RequestKey, ...]
@@ -42,8 +43,8 @@ class CudaBatch:
     """[n, 3], see ``kernels.attention.prefixes``; None: every span reads all of its context."""
     window_slots: Ints32 | None = None
     """[T]: as ``slots``, in the window group; None: there is none."""
-    window_pages: Ints32 | None = None
-    """As ``pages``, with the same starts."""
+    window_spans: Ints | None = None
+    """[S, 4]: ``spans`` with the starts of their window tables in ``pages``."""
     chains: Ints | None = None
     """See ``SpanColumns.chains``; None: the plan has none."""
 
@@ -79,20 +80,24 @@ def make_cuda_batch(
             source[columns.ends[at] - 1] = sampled[span.request]
         if span.sample is not None:
             asked.append((at, span.request, span.sample))
+    pages, window_spans = columns.pages, None
+    if columns.window_pages is not None:
+        window_spans = host + np.array([0, 0, 0, len(pages)])
+        pages = np.concatenate([pages, columns.window_pages])
     return CudaBatch(
         tokens=columns.tokens,
         source=source,
         positions=columns.positions.astype(np.int32),
         slots=columns.slots.astype(np.int32),
         spans=host,
-        pages=columns.pages,
+        pages=pages,
         sample_rows=(columns.ends[[index for index, _, _ in asked]] - 1).astype(np.int32),
         requests=tuple(request for _, request, _ in asked),
         specs=tuple(spec for _, _, spec in asked),
         max_context=int((columns.start + columns.length).max()),
         prefix_groups=found.table if found is not None else None,
         window_slots=None if columns.window_slots is None else columns.window_slots.astype(np.int32),
-        window_pages=columns.window_pages,
+        window_spans=window_spans,
         chains=columns.chains if plan.chains else None,
     )
 

@@ -47,9 +47,8 @@ class CudaWorker:
     def __init__(self, model: Transformer, info: WorkerInfo, options: EngineTuning | None = None) -> None:
         """Allocate both pools, sized by ``info``; ``options`` sets the switches of the GPU path. Raises ValueError."""
         options = options or EngineTuning()
-        if len(info.groups) > 1:
-            kind = info.groups[1].kind
-            raise ValueError(f"device cuda: models with {kind} layers run on a CPU only: give --device cpu")
+        if any(layer.state is not None for layer in model.arch.layers):
+            raise ValueError("device cuda: models with recurrent layers run on a CPU only: give --device cpu")
         self.arch, self.info = model.arch, info
         self._device = torch.device(info.device)
         self._compute = torch.cuda.Stream(self._device)
@@ -77,14 +76,15 @@ class CudaWorker:
         # tensors.
         heads = arch.num_heads + 2 * arch.num_kv_heads
         qkv = torch.empty(1, heads, arch.head_dim, dtype=DTYPES[info.dtype], device=self._device)
-        geometry = geometry_of(qkv[:, : arch.num_heads], self.pools.device[0])
+        pages = {layer: self.pools.attention(layer) for layer in arch.attention_layers}
+        geometry = geometry_of(qkv[:, : arch.num_heads], pages[arch.attention_layers[0]])
         if arch.softcap is not None:
             geometry = replace(geometry, hopper=False)
         windows = tuple(dict.fromkeys(layer.window for layer in arch.layers if layer.attends)) or (None,)
         rows = info.max_running
         return SharedState(
             model=model,
-            pool=self.pools.device,
+            pool=pages,
             wait=self.swap.wait,
             sampled=torch.zeros(rows, dtype=torch.int64, device=self._device),
             logits=torch.zeros(rows, arch.vocab_size, device=self._device),
@@ -92,6 +92,7 @@ class CudaWorker:
             scratch=Scratch(Programs.scratch_rows(info, geometry, windows), geometry, self._device),
             geometry=geometry,
             windows=windows,
+            window_tables=len(info.groups) > 1,
         )
 
     def warm_up(self) -> None:

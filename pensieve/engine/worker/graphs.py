@@ -75,6 +75,7 @@ class Programs:
         self._made: dict[tuple[StepKind, int], StepProgram] = {}
         tokens = _max_tokens(info)
         self._buckets = {kind: buckets(kind, tokens, info.max_running, info.ranks) for kind in StepKind}
+        self._tables = 2 if shared.window_tables else 1
         self.words = self._max_words()
         """Most int32 words of a step's upload."""
 
@@ -140,7 +141,7 @@ class Programs:
         info = self._info
         capacities = _capacities(kind, tokens, info, self.shared.geometry, self.shared.windows)
         samples = min(tokens, info.max_running)
-        pages = min(max_pages(info, samples), max(GRAPH_PAGES, info.device_chunks))
+        pages = min(max_pages(info, samples), max(GRAPH_PAGES, info.device_chunks)) * self._tables
         return ProgramSize(tokens, samples, pages, kind, capacities)
 
     def _kind(self, batch: CudaBatch) -> StepKind:
@@ -164,8 +165,9 @@ class Programs:
             sum(map(words_of, _capacities(kind, tokens, info, shared.geometry, shared.windows)))
             for kind in StepKind
         )
-        sections = 6 + len(shared.windows)
-        return 5 * tokens + plans + max_pages(info, info.max_running) + sections * ALIGNMENT
+        sections = 5 + self._tables + len(shared.windows)
+        pages = self._tables * max_pages(info, info.max_running)
+        return (4 + self._tables) * tokens + plans + pages + sections * ALIGNMENT
 
 
 def max_pages(info: WorkerInfo, requests: int) -> int:

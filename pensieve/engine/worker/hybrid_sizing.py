@@ -87,7 +87,8 @@ class ContextSizes:
 
     def whole(self, num_bytes: int) -> int:
         """Round bytes down to what a tier can use."""
-        return num_bytes - num_bytes % (self._host_step * self.ranks)
+        whole = num_bytes - num_bytes % (self._host_step * self.ranks)
+        return whole if whole >= self._page_bytes((1, 1)) * self.ranks else 0
 
     def device_layout(self, num_bytes: int) -> TierLayout:
         """Return the layout of a device tier of that many bytes."""
@@ -138,7 +139,7 @@ class ContextSizes:
 
 
 def _unit_bytes(pages: tuple[int, ...], sizes: tuple[PageSize, ...]) -> int:
-    """Return the bytes of the units that hold so many pages of each group."""
+    """Return the bytes of the units that hold these numbers of pages."""
     return sum(
         -(-count // size.unit_pages) * size.unit_bytes for count, size in zip(pages, sizes, strict=True)
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -48,8 +48,8 @@ class SharedState:
     """Memory and settings shared by all programs of a worker."""
 
     model: Transformer
-    pool: torch.Tensor
-    """Device pool [L, P, 2, Hkv, N, D]."""
+    pool: torch.Tensor | Mapping[int, torch.Tensor]
+    """Device pages of each layer that attends, [P, 2, Hkv, N, D]."""
     wait: LayerWait
     sampled: torch.Tensor
     """int64 [max samples]: tokens sampled by the latest step."""
@@ -61,6 +61,8 @@ class SharedState:
     geometry: Geometry
     windows: tuple[int | None, ...] = (None,)
     """The different windows of the model's layers; None: a layer that sees everything. Each has its own plan."""
+    window_tables: bool = False
+    """Whether layers with windows have slots and page tables of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +96,11 @@ class StepProgram:
         self.size = size
         self._shared = shared
         self._graph: torch.cuda.CUDAGraph | None = None
-        device = shared.pool.device
+        device = shared.sampled.device
         plans = [_words_name(window) for window in shared.windows]
         lengths = {
             "tokens": size.tokens, "source": size.tokens, "positions": size.tokens, "slots": size.tokens,
+            **({"window_slots": size.tokens} if shared.window_tables else {}),
             "sample_rows": size.samples, **dict(zip(plans, map(words_of, size.attention), strict=True)),
             "pages": size.pages,
         }  # fmt: skip
@@ -111,7 +114,8 @@ class StepProgram:
         self._block = torch.zeros(at, dtype=torch.int32, device=device)
         view = {name: self._block[start : start + lengths[name]] for name, start in self._at.items()}
         self._view = view
-        view["slots"].fill_(NO_SLOT)
+        for name in self._slot_names():
+            view[name].fill_(NO_SLOT)
         self._plans = {
             window: AttentionPlan(
                 size.tokens, shared.geometry, device, kind=size.kind, capacity=capacity,
@@ -125,8 +129,11 @@ class StepProgram:
         """Write a step into ``staging`` int32 [words]; return the number of words used. Raises DoesNotFit
         when it is too large; ``staging`` is then invalid."""
         # Only layers that see everything read common prefixes together.
+        windowed = batch.spans if batch.window_spans is None else batch.window_spans
         packed = {
-            _words_name(window): plan.pack(batch.spans, batch.prefix_groups if window is None else None)
+            _words_name(window): plan.pack(batch.spans, batch.prefix_groups)
+            if window is None
+            else plan.pack(windowed)
             for window, plan in self._plans.items()
         }
         count, samples = len(batch.tokens), len(batch.sample_rows)
@@ -134,8 +141,11 @@ class StepProgram:
             raise DoesNotFit(
                 f"{count} tokens, {samples} samples, {len(batch.pages)} pages: more than {self.size}"
             )
-        parts = (("tokens", batch.tokens, 0), ("source", batch.source, -1), ("positions", batch.positions, 0),
-                 ("slots", batch.slots, NO_SLOT), ("sample_rows", batch.sample_rows, 0))  # fmt: skip
+        parts = [("tokens", batch.tokens, 0), ("source", batch.source, -1), ("positions", batch.positions, 0),
+                 ("slots", batch.slots, NO_SLOT), ("sample_rows", batch.sample_rows, 0)]  # fmt: skip
+        if self._shared.window_tables:
+            assert batch.window_slots is not None
+            parts.append(("window_slots", batch.window_slots, NO_SLOT))
         for name, values, padding in parts:
             start, length = self._at[name], len(self._view[name])
             staging[start : start + len(values)] = values
@@ -145,6 +155,10 @@ class StepProgram:
         end = self._at["pages"] + len(batch.pages)
         staging[self._at["pages"] : end] = batch.pages
         return end
+
+    def _slot_names(self) -> tuple[str, ...]:
+        """Return the sections with the slots of full layers and of windowed ones."""
+        return ("slots", "window_slots") if self._shared.window_tables else ("slots",)
 
     def upload(self, staging: torch.Tensor, words: int) -> None:
         """Queue the copy of the packed step; ``staging`` is pinned and must not change until the copy is done."""
@@ -171,7 +185,7 @@ class StepProgram:
         self._graph = graph
 
     def _compute(self) -> None:
-        with preferred_blas(self.size.tokens, self._shared.pool.device):
+        with preferred_blas(self.size.tokens, self._shared.sampled.device):
             self._forward()
 
     def _forward(self) -> None:
@@ -192,9 +206,11 @@ class StepProgram:
         # Before the write, not only before the read: a swapped-in page may be the one to append to.
         self._shared.wait(layer)
         pool, arch = self._shared.pool[layer], self._shared.model.arch
-        q = kv_write(pool, qkv, self._view["slots"], prep)
+        window = arch.layers[layer].window
+        slots = self._view[self._slot_names()[-1 if window is not None else 0]]
+        q = kv_write(pool, qkv, slots, prep)
         out = attend(
-            q, pool, self._plans[arch.layers[layer].window], self._view["pages"],
+            q, pool, self._plans[window], self._view["pages"],
             scale=arch.attention_scale, softcap=arch.softcap, sinks=prep.sinks,
         )  # fmt: skip
         assert isinstance(out, torch.Tensor)

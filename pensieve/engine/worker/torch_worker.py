@@ -123,32 +123,27 @@ class _StepAttention:
     def __init__(self, pools: KvTiers, batch: TorchBatch, swap_in: LayerTransfers, arch: Arch) -> None:
         self.pools, self.batch, self.swap_in, self.arch = pools, batch, swap_in, arch
         self.plans: dict[int | None, reference.ReferencePlan] = {}
-        """By window, each made in the first layer that has it, from the shape of its queries."""
+        """By window; made in the first layer that has it, from the shape of its queries."""
         self.seconds = 0.0
 
     def __call__(self, layer: int, qkv: torch.Tensor, prep: HeadPrep) -> torch.Tensor:
         # Before the write, not only before the read: a swapped-in page may be the one to append to.
         self.swap_in.wait(layer)
         started = time.perf_counter()
-        pool, arch = self.pools.attention(layer), self.arch
+        pool, batch, arch = self.pools.attention(layer), self.batch, self.arch
         window = arch.layers[layer].window
-        slots = self.batch.slots if window is None else self.batch.window_slots
-        assert slots is not None
+        slots, tables = batch.slots, batch.page_tables
+        if self.pools.in_window_group(layer):
+            assert batch.window_slots is not None and batch.window_tables is not None
+            slots, tables = batch.window_slots, batch.window_tables
         q = reference.kv_write(pool, qkv, slots, prep)
         if window not in self.plans:
-            self.plans[window] = self._plan(q, pool, window)
+            self.plans[window] = reference.make_plan(q, pool, batch.spans, tables, window=window)
         out = reference.attend(
             q, pool, self.plans[window], scale=arch.attention_scale, softcap=arch.softcap, sinks=prep.sinks
         )
         self.seconds += time.perf_counter() - started
         return out
-
-    def _plan(self, q: torch.Tensor, pool: torch.Tensor, window: int | None) -> reference.ReferencePlan:
-        batch = self.batch
-        if window is None:
-            return reference.make_plan(q, pool, batch.spans, batch.page_tables)
-        assert batch.window_tables is not None
-        return reference.make_plan(q, pool, batch.spans, batch.window_tables, window=window)
 
 
 def build_worker(options: EngineOptions, collective: Collective = SINGLE_RANK) -> Worker:

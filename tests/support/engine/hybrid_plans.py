@@ -1,8 +1,9 @@
-"""Random plans over tiny tiers of two KV groups, in which units change their group at once, and what must come of them.
+"""Random plans over tiny tiers of two KV groups, in which units change their group at once, and what must come of
+them.
 
-A tier is one array of whole numbers, one for 16 bytes. Pages are taken from the cache's own ``PagePool``. A step's
-"model" turns each page that it writes into ``3 * old + number`` and each chain's state into two other numbers, then adds
-up all that it reads. So whatever is read or written too early, too late or elsewhere changes all later values.
+A tier is one array of whole numbers. Pages are taken from the cache's own ``PagePool``. A step's "model" turns each
+page that it writes into ``3 * old + number`` and each chain's state into two other numbers, then adds up all that it
+reads. So whatever is read or written too early, too late or elsewhere changes all later values.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
+from hypothesis import strategies as st
 
 from pensieve.core import RequestKey
 from pensieve.engine.cache.pages import PagePool, PageSize
@@ -21,7 +23,8 @@ from pensieve.engine.kv.queue import SecondGroup, Sizes
 from pensieve.engine.plan import NO_PAGE, Chain, Copy, Plan, Span
 
 Values = npt.NDArray[np.int32]
-WORD = 16
+WORD, VALUE_BYTES = 16, 4
+"""Bytes that a copy moves at a time, and of one number."""
 PAGE_TOKENS, WINDOW, NUM_LAYERS = 4, 6, 5
 LAYER_PAGE_BYTES = (2 * WORD, 3 * WORD)
 UNIT_PAGES = (3, 2)
@@ -38,8 +41,8 @@ class Shape:
     host: TierLayout
 
     @staticmethod
-    def draw(rng: random.Random) -> Shape:
-        kind = rng.choice(["window", "state"])
+    def draw(rng: random.Random, kind: str | None = None) -> Shape:
+        kind = kind or rng.choice(["window", "state"])
 
         def sizes(units: Sequence[int]) -> tuple[PageSize, ...]:
             return tuple(
@@ -61,6 +64,16 @@ class Shape:
             (host, other),
         )
         return Sizes(first.end, host.end, PAGE_TOKENS, first.size.layers, first.size.page_bytes, group)
+
+
+@st.composite
+def tiers(draw: st.DrawFn) -> TierLayout:
+    """A tier of two groups with room for some units of each."""
+    sizes = tuple(
+        PageSize(draw(st.integers(least, 4)), 16 * draw(st.integers(1, 5)), draw(st.integers(1, 4)))
+        for least in (0, 1)
+    )
+    return TierLayout(16 * draw(st.integers(0, 60)) + sum(4 * size.unit_bytes for size in sizes), sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +102,8 @@ class Memory:
         numbers = np.random.default_rng(seed)
         tiers = (shape.device.num_bytes, shape.host.num_bytes)
         device, host = (
-            numbers.integers(-(2**31), 2**31, size // WORD, dtype=np.int64).astype(np.int32) for size in tiers
+            numbers.integers(-(2**31), 2**31, size // VALUE_BYTES, dtype=np.int64).astype(np.int32)
+            for size in tiers
         )
         return Memory(shape, device, host)
 
@@ -113,7 +127,7 @@ class Memory:
             for page in work.written[group]:
                 values = self.on_device(group, number, page)
                 values[:] = values * np.int32(3) + np.int32(work.number(layer, page))
-            total = np.zeros(LAYER_PAGE_BYTES[group] // WORD, np.int32)
+            total = np.zeros(LAYER_PAGE_BYTES[group] // VALUE_BYTES, np.int32)
             for page in work.read[group]:
                 total += self.on_device(group, number, page)
             if group == 1:
@@ -154,8 +168,8 @@ class Memory:
 
 
 def _part(buffer: Values, grid: Grid, number: int, page: int) -> Values:
-    start = grid.address(page, number) // WORD
-    return buffer[start : start + grid.size.layer_page_bytes // WORD]
+    start = grid.address(page, number) // VALUE_BYTES
+    return buffer[start : start + grid.size.layer_page_bytes // VALUE_BYTES]
 
 
 def work_of(plan: Plan, shape: Shape) -> Work:
@@ -190,18 +204,21 @@ class Planner:
         rng = self.rng
         # Plans favour one group for a while, so that units change hands.
         favoured = step // 6 % 2
+        flips = step % 6 == 0
         for pages, pool in ((self.saved, self.host), (self.pages, self.device)):
             self._free(pages, pool, 1 - favoured, rng.choice([0, 0, 1, 3]))
             self._free(pages, pool, favoured, rng.choice([0, 0, 0, 1]))
         old = tuple(list(pages) for pages in self.pages)
-        out = tuple(self._swap_out())
-        gone = {(copy.group, copy.src) for copy in out if rng.random() < 0.6}
-        for group, page in gone:
+        out = tuple(self._swap_out(1 - favoured if flips else None))
+        gone = {(copy.group, copy.src) for copy in out if flips or rng.random() < 0.6}
+        if flips:  # without being saved
+            gone |= {(1 - favoured, page) for page in self.pages[1 - favoured] if rng.random() < 0.5}
+        for group, page in sorted(gone):
             self.pages[group].remove(page)
             self.device.put_back(page, group)
         copies = tuple(self._copies(favoured, old, gone))
         come_in = tuple(self._swap_in(favoured, {(copy.group, copy.dst) for copy in out}))
-        for _ in range(rng.randrange(4)):  # pages that the step fills
+        for _ in range(rng.randrange(4) + 8 * flips):  # pages that the step fills
             self._take(rng.choice([favoured, favoured, 1 - favoured]))
         spans, tables, windows, chains = self._spans()
         return Plan(
@@ -227,11 +244,10 @@ class Planner:
         self.pages[group].append(page)
         return page
 
-    def _swap_out(self) -> Iterator[Copy]:
-        for group in (0, 1):
-            for page in self.rng.sample(
-                self.pages[group], min(len(self.pages[group]), self.rng.randrange(3))
-            ):
+    def _swap_out(self, most_of: int | None) -> Iterator[Copy]:
+        for group, pages in enumerate(self.pages):
+            count = len(pages) if group == most_of else min(len(pages), self.rng.randrange(3))
+            for page in self.rng.sample(pages, count):
                 if self.host.free(group):
                     target = self.host.take(group)
                     self.saved[group].append(target)
@@ -279,7 +295,7 @@ class Planner:
             length = rng.randrange(1, min(chunks * PAGE_TOKENS - start, 6) + 1)
             if chunks > len(self.pages[0]):
                 continue
-            table = rng.sample(self.pages[0], chunks)
+            table = self._some(0, chunks)
             stores = rng.choice([3, 3, 1, 2])
             window = [rng.randrange(-1, 9) for _ in range(chunks)]
             written = slice(start // PAGE_TOKENS, -(-(start + length) // PAGE_TOKENS))
@@ -288,7 +304,7 @@ class Planner:
             if self.shape.kind == "window":
                 if len(seen) > len(self.pages[1]):
                     continue
-                window[seen.start : seen.stop] = rng.sample(self.pages[1], len(seen))
+                window[seen.start : seen.stop] = self._some(1, len(seen))
             else:
                 chain = self._chain(row, start, start + length, found)
                 if chain is None:
@@ -308,8 +324,14 @@ class Planner:
                 found.states |= {chain.boundary, chain.live} - {NO_PAGE}
         return found.spans, found.tables, found.windows, found.chains
 
+    def _some(self, group: int, count: int) -> list[int]:
+        """Distinct pages of a group, often the ones that were taken last."""
+        pages = self.pages[group]
+        return self.rng.sample(self.rng.choice([pages, pages[-count - 1 :]]), count)
+
     def _chain(self, row: int, start: int, end: int, found: _Rows) -> Chain | None:
         free = [page for page in self.pages[1] if page not in found.states | found.read]
+        free = self.rng.choice([free, free[-3:]])
         if len(free) < 2:
             return None
         live, boundary = self.rng.sample(free, 2)
