@@ -67,9 +67,9 @@ class CacheConfig:
     """Off: no session uses the KV of another."""
     groups: tuple[CacheGroup, ...] = (CacheGroup(),)
     """The full group, then that of windows or states if the model has one."""
-    device_bytes: int = 0
-    """With two groups: bytes of the device tier; 0: as many chunks as ``device_chunks``, with all groups kept whole."""
-    host_bytes: int = 0
+    device_bytes: int | None = None
+    """With two groups: bytes of the device tier; None: ``device_chunks`` chunks, with all groups kept whole."""
+    host_bytes: int | None = None
     """Likewise for ``host_chunks``."""
 
 

@@ -60,8 +60,8 @@ def cache_config(options: EngineOptions, info: WorkerInfo) -> CacheConfig:
         decode_reserve=options.decode_reserve,
         prefix_sharing=options.prefix_sharing and not options.stateless,
         groups=cache_groups(info),
-        device_bytes=info.device_tier.num_bytes if len(info.groups) > 1 else 0,
-        host_bytes=info.host_tier.num_bytes if len(info.groups) > 1 else 0,
+        device_bytes=info.device_tier.num_bytes if len(info.groups) > 1 else None,
+        host_bytes=info.host_tier.num_bytes if len(info.groups) > 1 else None,
     )
 
 

@@ -60,5 +60,15 @@ def test_answers_equal_a_stateless_run(name: str, seed: int, monkeypatch: pytest
     driver.run_until_idle()
     failed = Counter(turn.failed for turn in driver.finished)
     usages = [turn.usage for turn in driver.finished]
-    print(name, seed, len(usages), [sum(getattr(u, f"{k}_tokens") for u in usages) for k in ("gpu_cached", "swapped_in", "recomputed", "new")], engine._scheduler.context_limit, sum(len(p.copies) for p in engine._worker.plans))
+    print(
+        name,
+        seed,
+        len(usages),
+        [
+            sum(getattr(u, f"{k}_tokens") for u in usages)
+            for k in ("gpu_cached", "swapped_in", "recomputed", "new")
+        ],
+        engine._scheduler.context_limit,
+        sum(len(p.copies) for p in engine._worker.plans),
+    )
     assert len(driver.finished) > 10, failed

@@ -3,40 +3,33 @@ windows and states."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from pathlib import Path
 
 import pytest
 
 from pensieve.engine.cache import tails
 from support.engine.checkpoints import Family
-from support.engine.exactness import SPAN, Bench, run_all
+from support.engine.exactness import SPAN, Bench, paths_of
 from support.lengths import at_length
 
-HYBRIDS: tuple[Family, ...] = (
-    "gemma2", "gemma3_text", "cohere2", "olmo3", "ministral", "exaone4", "smollm3", "phi3", "starcoder2",
-)  # fmt: skip
+KINDS: dict[str, tuple[Family, ...]] = {
+    "windows beside full layers": (
+        "gemma2", "gemma3_text", "cohere2", "olmo3", "ministral", "exaone4", "smollm3",
+    ),
+    "windows alone": ("phi3", "starcoder2"),
+}  # fmt: skip
 """Append: the position decides which random schedules a family gets."""
-SCHEDULES = at_length(10, 200)
+SCHEDULES = at_length(12, 200)
 
 
-@pytest.fixture(scope="module")
-def benches(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Family], Bench]:
-    made: dict[Family, Bench] = {}
-
-    def bench(family: Family) -> Bench:
-        if family not in made:
-            made[family] = Bench(family, tmp_path_factory.mktemp("models"))
-        return made[family]
-
-    return bench
-
-
-@pytest.mark.parametrize("family", HYBRIDS)
-def test_answers_equal_transformers(
-    family: Family, benches: Callable[[Family], Bench], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_answers_equal_transformers(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tails, "LEAST_SPAN", SPAN)
-    bench = benches(family)
-    first = 5_000 + HYBRIDS.index(family) * SCHEDULES
-    run_all(bench, range(first, first + SCHEDULES))
-    assert bench.oracle.near_ties <= bench.oracle.tokens / 1000, "too many near ties to call this exact"
+    paths: Counter[str] = Counter()
+    for number, family in enumerate(KINDS[kind]):
+        bench = Bench(family, tmp_path)
+        first = 5_000 + number * SCHEDULES
+        paths += paths_of(bench, range(first, first + SCHEDULES))
+        assert bench.oracle.near_ties <= bench.oracle.tokens / 1000, f"{family}: too many near ties"
+    assert set(paths) == {"device", "host", "recomputed", "suspended"}, f"a path was never taken: {paths}"

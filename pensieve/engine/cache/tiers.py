@@ -418,7 +418,8 @@ def _pools(config: CacheConfig) -> tuple[PagePool, PagePool]:
         for group, unit in zip(config.groups, units, strict=True)
     ]
     host = [PageSize(group.layers, group.layer_page_bytes, 1) for group in config.groups]
-    return (
-        PagePool(config.device_bytes or config.device_chunks * chunk_bytes, device),
-        PagePool(config.host_bytes or config.host_chunks * chunk_bytes, host),
+    sizes = (config.device_bytes, config.device_chunks), (config.host_bytes, config.host_chunks)
+    device_bytes, host_bytes = (
+        chunks * chunk_bytes if num_bytes is None else num_bytes for num_bytes, chunks in sizes
     )
+    return PagePool(device_bytes, device), PagePool(host_bytes, host)

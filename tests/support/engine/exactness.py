@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -81,8 +82,8 @@ class Bench:
         return CudaWorker(self.model, info, options)
 
 
-def _layout(cache: CacheConfig, num_bytes: int, units: list[int]) -> TierLayout:
-    if len(cache.groups) < 2:
+def _layout(cache: CacheConfig, num_bytes: int | None, units: list[int]) -> TierLayout:
+    if num_bytes is None:
         return NO_TIER
     sizes = [
         PageSize(group.layers, group.layer_page_bytes, unit)
@@ -111,7 +112,7 @@ def with_groups(bench: Bench, cache: CacheConfig, rng: random.Random) -> CacheCo
         if second.kind == "state"
         else -(-(parts[0].window + parts[1].window + SPAN) // cache.chunk_tokens) + 2
     )
-    pages = [least + rng.choice((2, least)), rng.choice((0, least, 3 * least)) if cache.host_chunks else 0]
+    pages = [least + rng.choice((2, least)), rng.choice((1, least, 3 * least)) if cache.host_chunks else 0]
     sizes = [
         chunks * full.page_bytes + count * second.page_bytes + 2 * unit * second.page_bytes * (number == 0)
         for number, (chunks, count) in enumerate(
@@ -168,7 +169,13 @@ def run_schedule(
 
 def run_all(bench: Bench, seeds: Iterable[int]) -> None:
     """Schedules whose receipts reconcile and that together take every path."""
-    paths = {"device": 0, "host": 0, "recomputed": 0, "suspended": 0}
+    paths = paths_of(bench, seeds)
+    assert all(paths.values()), f"a path was never taken: {paths}"
+
+
+def paths_of(bench: Bench, seeds: Iterable[int]) -> Counter[str]:
+    """Schedules whose receipts reconcile; how often they took each path."""
+    paths = Counter({"device": 0, "host": 0, "recomputed": 0, "suspended": 0})
     for seed in seeds:
         driver = run_schedule(bench, seed)
         for turn in driver.finished:
@@ -177,7 +184,7 @@ def run_all(bench: Bench, seeds: Iterable[int]) -> None:
             paths["host"] += turn.usage.swapped_in_tokens
             paths["recomputed"] += turn.usage.recomputed_tokens
         paths["suspended"] += driver.engine.stats().suspensions_total
-    assert all(paths.values()), f"a path was never taken: {paths}"
+    return paths
 
 
 def caught(bench: Bench, wrap: Callable[[StepWorker], StepWorker], schedules: int = 60) -> bool:
