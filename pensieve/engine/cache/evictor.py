@@ -68,13 +68,20 @@ class Evictor:
         return -(-num_bytes // smallest)
 
     def _gather(self, pages: Pages) -> None:
-        """Move pages together until ``pages`` more fit: there is room, but in holes of the other group's end."""
-        device = self._tiers.device
-        for group in (0, 1):
-            for source, target in device.shrink(group, *pages, movable=lambda _page: True):
-                self._tiers.move(group, source, target)
-            if device.fits(*pages):
-                return
+        """Move pages together until ``pages`` more fit: there is room, but in holes of the other group's end.
+
+        Pages of idle sessions first: in simulation that moved a tenth of the bytes (bench/results/allocators.md).
+        """
+        tiers = self._tiers
+        for running in (False, True):
+            for group in (0, 1):
+                moves = tiers.device.shrink(
+                    group, *pages, movable=lambda page, of=group: running or not tiers.is_pinned(of, page)
+                )
+                for source, target in moves:
+                    tiers.move(group, source, target)
+                if tiers.device.fits(*pages):
+                    return
 
     def save_ahead(self, now: float, limit: int) -> None:
         """Plan copies of up to ``limit`` victims while too few device pages are free or reclaimable.

@@ -289,6 +289,9 @@ class Tails:
     def _cut(self, session: CachedSession, start: int, end: int) -> list[SpanPart]:
         """Return pieces in which each group stores all positions or none."""
         first, last = start // self._size, -(-end // self._size)
+        for part in map(_other, session.chunks[first:last]):
+            if part.saving and part.device == NOWHERE:
+                self._tiers.discard(part)
         have = self._have(session.chunks[first:last])
         offset = first * self._size
         return [
@@ -335,7 +338,7 @@ class Tails:
         if absent:
             self._reserve((0, len(absent)), now, session.tenant)
             for part in absent:
-                if part.host != NOWHERE:
+                if part.filled:
                     self._tiers.load(part)
                 else:
                     self._tiers.place(part)

@@ -137,6 +137,11 @@ class Tiers:
     def swaps_in(self) -> bool:
         return bool(self._swap_in)
 
+    def is_pinned(self, group: int, page: int) -> bool:
+        """Whether running requests use a device page, in a model with two groups."""
+        assert self._at is not None
+        return self._at[group, page].pins > 0
+
     def can_copy(self, part: Slice) -> bool:
         """Whether the slice's KV is on the device before the plan being made loads and writes."""
         return part.device != NOWHERE and not part.loading and part not in self._fresh
@@ -219,6 +224,13 @@ class Tiers:
             self._stale.append(part)
         if isinstance(part.holder, SharedRun):
             self._fresh.add(part)
+
+    def discard(self, part: OtherSlice) -> None:
+        """Let the contents of a slice that the plan being made moves to the host be computed again: the same plan cannot
+        load them."""
+        assert part.saving and part.device == NOWHERE
+        part.filled = 0
+        self._stale.append(part)
 
     def truncate(self, part: Slice, filled: int) -> None:
         """Limit a slice to its first ``filled`` tokens, because other tokens will follow them."""
