@@ -158,7 +158,7 @@ class PagePool:
         return self._fits_after(0, self._ends[0].units, pages0, pages1)
 
     def fits_empty(self, pages0: int, pages1: int = 0) -> bool:
-        """Whether so many pages of each group, in all, have room together if the tier holds nothing else."""
+        """Whether these pages of each group, in all, have room together if the tier holds nothing else."""
         wanted = zip(self._ends, (pages0, pages1), strict=False)
         return sum(end.units_beyond(pages) * end.unit_bytes for end, pages in wanted) <= self.size_bytes
 
@@ -268,7 +268,7 @@ class _End:
         return len(self._in_use) * self.unit_pages - self.used
 
     def units_beyond(self, pages: int) -> int:
-        """Return the units that hold so many pages; 0 for none and fewer."""
+        """Return the units that hold that many pages; 0 for none and fewer."""
         return -(-pages // self.unit_pages) if pages > 0 else 0
 
     def locate(self, page: int) -> tuple[int, int]:
