@@ -243,5 +243,16 @@ def test_windows(heads: tuple[int, int], dim: int, page: int, window: int) -> No
     )  # fmt: skip
 
 
+def test_windows_that_begin_and_end_in_one_page() -> None:
+    """Both groups clear both ends of the page: a late one must not bring back what the other has cleared."""
+    spans: Spans = [(row, 33 + row % 20, 1 + row % 7) for row in range(60)]
+    case = on_gpu(
+        make_case(spans, heads=4, kv_heads=2, dim=128, page=32, dtype=torch.bfloat16, window=1, sinks=True)
+    )
+    want, (items, used) = expected(case), items_of(case, 1)
+    for programs in (1, 7, 132) * 20:
+        assert relative_error(attend(case, items, used, programs).out, want.out) <= 1e-2
+
+
 def test_sinks() -> None:
     check(make_case(MIX, heads=16, kv_heads=2, dim=64, page=32, dtype=torch.float16, sinks=True))

@@ -68,7 +68,7 @@ def test_bfloat16_windows_with_the_heads_of_real_models(heads: tuple[int, int, i
     count, kv_count, dim = heads
     shape = {"num_attention_heads": count, "num_key_value_heads": kv_count, "head_dim": dim}
     run_all(
-        Bench("gemma3", tmp_path, "cuda", dtype="bfloat16", near_tie=BF16_TOLERANCE, **shape), range(12, 22)
+        Bench("gemma3", tmp_path, "cuda", dtype="bfloat16", near_tie=BF16_TOLERANCE, **shape), range(12, 18)
     )
 
 

@@ -45,10 +45,10 @@ from pensieve.kernels.attention.hopper.softmax import (
 
 
 @jit
-def _clear(v_pieces, stage, key, DIM: gl.constexpr, PAGE: gl.constexpr, TAIL: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Zero the values of a tile from ``key`` on in its page, or, without TAIL, those before it: they may be
-    NaN, and a weight of 0 does not remove NaN. Both groups write the same bytes, so neither waits for the
-    other."""
+def _clear(v_pieces, stage, key, begin, end, DIM: gl.constexpr, PAGE: gl.constexpr, WINDOWED: gl.constexpr):  # type: ignore[no-untyped-def]
+    """In the page of ``key``, which is ``begin`` or ``end``, zero the values from ``end`` on and, with WINDOWED, before
+    ``begin``: they may be NaN, and a weight of 0 does not remove NaN. Both groups write the same bytes, so neither
+    waits for the other; for that, each write of a page that holds both keys must apply both bounds."""
     PIECE: gl.constexpr = min(PAGE, KEYS)
     PIECES: gl.constexpr = KEYS // PIECE
     SLABS: gl.constexpr = DIM // SLAB
@@ -58,7 +58,11 @@ def _clear(v_pieces, stage, key, DIM: gl.constexpr, PAGE: gl.constexpr, TAIL: gl
         for slab in gl.static_range(SLABS):
             piece = v_pieces.index((stage * SLABS + slab) * PIECES + key % KEYS // PIECE)
             values = piece.load(layout)
-            kept = row < key % PIECE if TAIL else row >= key % PIECE
+            if WINDOWED:
+                at = key - key % PIECE + row
+                kept = (at >= begin) & (at < end)
+            else:
+                kept = row < end % PIECE
             piece.store(gl.where(kept, values, gl.zeros_like(values)))
         fence()
         group_barrier()
@@ -128,7 +132,9 @@ def _attend_item(  # type: ignore[no-untyped-def]
     row = first_row + GROUP * ROWS + gl.arange(0, ROWS, PER_ROW)
     seen = gl.minimum(position + 1 + row // GROUPS, end)
     low = seen
+    begin = 0
     if WINDOWED:
+        begin = first_seen(item, window, GROUPS)
         low = position + 1 + row // GROUPS - window
 
     # The last tile comes first, separately: no earlier weights need multiplying, and it may end inside a
@@ -147,7 +153,7 @@ def _attend_item(  # type: ignore[no-untyped-def]
         scores = in_window(scores, (last - 1) * KEYS, low)
     weights, total, top, _ = weigh(scores, lowest, factor)
     mbarrier.wait(v_full.index(v_stage), at // V_STAGES & 1)
-    _clear(v_pieces, v_stage, end, DIM, PAGE, True)
+    _clear(v_pieces, v_stage, end, begin, end, DIM, PAGE, WINDOWED)
     acc = gl.zeros([ROWS, DIM], gl.float32, acc_layout)
     state = (acc, packed(weights, dtype), top, total, at + 1, steps)
     state = _walk(
@@ -171,10 +177,9 @@ def _attend_item(  # type: ignore[no-untyped-def]
 
     # The loop leaves one tile's weights that are still to be multiplied by its values.
     v_stage = (at - 1) % V_STAGES
-    if WINDOWED:
-        begin = first_seen(item, window, GROUPS)
+    if WINDOWED:  # noqa: SIM102 - the outer one is decided when compiling
         if begin // KEYS == first:
-            _clear(v_pieces, v_stage, begin, DIM, PAGE, False)
+            _clear(v_pieces, v_stage, begin, begin, end, DIM, PAGE, WINDOWED)
     acc = mma(unpacked(pairs, dtype, operand), v_ring.index(v_stage), acc, is_async=True)
     acc = mma_wait(0, deps=(acc,))
     mbarrier.arrive(v_empty.index(v_stage))
