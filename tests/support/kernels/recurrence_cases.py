@@ -47,9 +47,8 @@ class Case:
             },
         )
         shape = self.parts[1].shape[1:]
-        whole = torch.zeros((len(self.pages), self.pages.stride(0)), dtype=torch.uint8, device=device)
-        pages = whole[:, : self.pages.shape[1]]
-        pages.copy_(self.pages)
+        pages = _nan_pages(len(self.pages), self.pages.shape[1]).to(device)
+        pages = pages[1:, : self.pages.shape[1]].copy_(self.pages)
         return Case(
             layer, self.inputs.to(device), self.gates.to(device), pages,
             _parts(pages, layer, shape, self.inputs.dtype), self.chains,
@@ -93,6 +92,12 @@ def make_case(
         for part in parts:
             part[page] = torch.randn(part.shape[1:], generator=rng).to(part.dtype)
     return Case(layer, inputs, gates, data, parts, chains)
+
+
+def _nan_pages(pages: int, size: int) -> torch.Tensor:
+    """One page more, before page 0: a kernel that reads page -1 reads NaN. All bits are set, which is NaN in every
+    dtype."""
+    return torch.full((pages + 1, size + 48), 255, dtype=torch.uint8)
 
 
 def _parts(
