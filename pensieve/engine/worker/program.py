@@ -82,8 +82,8 @@ class ProgramSize:
     attention: tuple[Capacity, ...]
     """One for each of ``SharedState.windows``."""
     chains: int = 0
-    """Of a model with recurrent layers: chains of few tokens, which are computed one token after the other. 0: the
-    program is for one step, whose chains may be of any length."""
+    """Chains of few tokens, which are computed one token after the other. 0: the model has no recurrent layers, or the
+    program is for one step only, whose chains may be of any length."""
 
 
 @contextlib.contextmanager
