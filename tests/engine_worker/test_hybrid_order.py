@@ -118,7 +118,7 @@ def test_clocks_must_change_hands_with_their_unit(tier: str, monkeypatch: pytest
     def run(seed: int) -> bool:
         rig = Rig(seed)
         owners = getattr(rig.queue, tier)
-        monkeypatch.setattr(owners, "claim", lambda places, clocks: None)
+        monkeypatch.setattr(owners, "claim", lambda indices, clocks: None)
         return rig.run()
 
     assert any(not run(seed) for seed in range(100))
@@ -203,7 +203,7 @@ def test_clocks_tell_of_all_uses_of_a_pages_bytes(tier: TierLayout, data: st.Dat
     """Under whatever number of whatever group, and of no others while the unit stays with its group."""
     grids = tier.grids
     owners = UnitOwners(grids)
-    clock = np.zeros(owners.places, np.int64)
+    clock = np.zeros(owners.length, np.int64)
     by_byte = np.zeros(tier.num_bytes, np.int64)
     pages = [
         (group, page)
@@ -216,13 +216,13 @@ def test_clocks_tell_of_all_uses_of_a_pages_bytes(tier: TierLayout, data: st.Dat
     alone = dict.fromkeys(pages, 0)
     for ticket, (group, page) in enumerate(data.draw(st.lists(st.sampled_from(pages), max_size=40)), 1):
         grid = grids[group]
-        place = np.array([page + (owners.second if group else 0)])
+        index = np.array([page + (owners.second if group else 0)])
         starts = [grid.address(page, layer) for layer in range(grid.size.layers)]
         parts = [by_byte[start : start + grid.size.layer_page_bytes] for start in starts]
-        owners.claim(place, [clock])
-        assert clock[place[0]] >= max(part.max() for part in parts)
+        owners.claim(index, [clock])
+        assert clock[index[0]] >= max(part.max() for part in parts)
         others = [seen for (other, _), seen in alone.items() if other != group]
-        assert clock[place[0]] in (alone[group, page], *others), "of this page, or of the other group"
-        clock[place] = alone[group, page] = ticket
+        assert clock[index[0]] in (alone[group, page], *others), "of this page, or of the other group"
+        clock[index] = alone[group, page] = ticket
         for part in parts:
             part[:] = ticket

@@ -54,7 +54,7 @@ def test_clocks_must_change_hands_with_their_unit(monkeypatch: pytest.MonkeyPatc
 
     def run(seed: int) -> bool:
         rig = Rig(seed)
-        monkeypatch.setattr(rig.swap._queue._device_owners, "claim", lambda places, clocks: None)
+        monkeypatch.setattr(rig.swap._queue._device_owners, "claim", lambda indices, clocks: None)
         return rig.run()
 
     assert any(not run(seed) for seed in range(40))

@@ -8,12 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from pensieve.core import Ints
 from pensieve.engine.cache.pages import PageSize
 from pensieve.model.groups import ALIGNMENT
+
+Indices = npt.NDArray[np.integer[Any]]
+"""Page numbers of one group, or indices of pages in a clock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +58,11 @@ class Grid:
         """Return the byte of the tier at which a page begins in a layer, by the layer's number in the group."""
         return self.offset + (page + layer * self.size.unit_pages) * self.size.layer_page_bytes
 
-    def units_of(self, pages: Ints) -> Ints:
+    def units_of(self, pages: Indices) -> Indices:
         """Return the unit of each page, counted from the lowest."""
         return (pages - self.first) // self.stride
 
-    def is_page(self, pages: Ints) -> bool:
+    def is_page(self, pages: Indices) -> bool:
         """Whether all these numbers are numbers of pages."""
         unit, slot = np.divmod(pages - self.first, max(self.stride, 1))
         return bool(((unit >= 0) & (unit < self.units) & (slot < self.size.unit_pages)).all())
@@ -118,21 +123,21 @@ class UnitOwners:
 
     @property
     def second(self) -> int:
-        """Place of the second group's page 0 in a clock."""
+        """Index of the second group's page 0 in a clock."""
         return self._grids[0].end
 
     @property
-    def places(self) -> int:
+    def length(self) -> int:
         """Length of a clock."""
         return self._grids[0].end + self._grids[1].end
 
-    def claim(self, places: Ints, clocks: Sequence[Ints]) -> None:
-        """Let the groups of these pages, given by their places in the clocks, own their units. Call it before the
+    def claim(self, indices: Indices, clocks: Sequence[Ints]) -> None:
+        """Let the groups of these pages, given by their indices in the clocks, own their units. Call it before the
         clocks of the pages are read or written."""
-        if not places.size:
+        if not indices.size:
             return
-        of_second = places >= self.second
-        for group, pages in ((0, places[~of_second]), (1, places[of_second] - self.second)):
+        of_second = indices >= self.second
+        for group, pages in ((0, indices[~of_second]), (1, indices[of_second] - self.second)):
             units = self._grids[group].units_of(pages)
             for unit in np.unique(units[~self._owned[group][units]]).tolist():
                 self._take(group, unit, clocks)

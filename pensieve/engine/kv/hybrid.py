@@ -1,6 +1,6 @@
 """The two pools of a model with two KV groups: one buffer per tier, in which pages of both groups lie.
 
-``grid`` says where. A layer's view of its group's pages begins at the layer's place in the first unit, and its page
+``grid`` says where. A layer's view of its group's pages begins where the layer does in the first unit, and its page
 stride is one layer page, so kernels use page numbers as with one group. All views of a tier overlap: the cache manager
 hands each byte to one page at a time.
 """

@@ -195,10 +195,10 @@ class KvTiers:
         """A page that exists, for unused entries of page tables."""
         self._pinned = pinned
         # For each layer of the model: the groups that it is in, with its number there.
-        self._places: list[list[tuple[int, int]]] = [[] for _ in range(num_layers)]
+        self._members: list[list[tuple[int, int]]] = [[] for _ in range(num_layers)]
         for group, pages in enumerate(groups):
             for number, layer in enumerate(pages.layers):
-                self._places[layer].append((group, number))
+                self._members[layer].append((group, number))
 
     def attention(self, layer: int) -> torch.Tensor:
         """Return the device pages of a layer of the model that attends, [P, 2, Hkv, N, D]."""
@@ -257,7 +257,7 @@ class KvTiers:
 
     def copy_in(self, layer: int, parts: Sequence[GroupCopies]) -> None:
         """Copy one layer of the model from host pages to device pages, in all groups that it is in."""
-        for group, number in self._places[layer]:
+        for group, number in self._members[layer]:
             pages = self.groups[group]
             for moved, src, dst in parts:
                 if moved == group:

@@ -35,10 +35,10 @@ Waits cannot form a cycle: work only waits for work that was queued before it.
 The five numbers are tickets. Each lane numbers its work. When ticket n of a lane is done, so is all its
 earlier work. So a lane that has waited for ticket n need not wait again for any smaller one.
 
-With two KV groups each page of either has the five numbers, at its *place*: first all pages of the first group, then
+With two KV groups each page of either has the five numbers, at its *index*: first all pages of the first group, then
 those of the second. A byte can belong to pages of both, one after the other. ``grid.UnitOwners`` hands the numbers
 over when a unit changes its group. The plan does not say when; it follows from the pages that are used. So all
-places are claimed before their numbers are read or written, and anew after anything else was claimed in between.
+indices are claimed before their numbers are read or written, and anew after anything else was claimed in between.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pensieve.core import Ints
-from pensieve.engine.kv.grid import Grid, UnitOwners
+from pensieve.engine.kv.grid import Grid, Indices, UnitOwners
 from pensieve.engine.kv.timeline import Lane, LaneWork, Mark, Timeline
 from pensieve.engine.plan import NO_PAGE, Copy, PageTable, Plan, Span
 
@@ -132,9 +132,9 @@ class _Copies:
 
     group: int
     pairs: Pairs
-    source: Ints
-    """Places of the source pages in the clocks of their tier."""
-    target: Ints
+    source: Indices
+    """Indices of the source pages in the clocks of their tier."""
+    target: Indices
 
 
 @dataclass(slots=True)
@@ -162,12 +162,12 @@ class SwapQueue:
         self._device_owners = UnitOwners(second.device) if second else None
         self._host_owners = UnitOwners(second.host) if second else None
         self._touched, self._read_out, self._brought_in = _clocks(
-            3, self._device_owners.places if self._device_owners else sizes.device_pages
+            3, self._device_owners.length if self._device_owners else sizes.device_pages
         )
         self._saved, self._loaded = _clocks(
-            2, self._host_owners.places if self._host_owners else sizes.host_pages
+            2, self._host_owners.length if self._host_owners else sizes.host_pages
         )
-        self._pages_of_step: tuple[Plan, Ints | npt.NDArray[np.int32]] | None = None
+        self._pages_of_step: tuple[Plan, Indices] | None = None
         # (lane, after): the latest ticket of ``after`` that ``lane`` already waits for.
         self._followed = {(lane, after): 0 for lane in Lane for after in Lane}
         self._waiting: deque[_CopyOut] = deque()
@@ -249,9 +249,9 @@ class SwapQueue:
         sources = np.concatenate([copies.source for copies in groups])
         targets = np.concatenate([copies.target for copies in groups])
         after_in = after_out = 0
-        for places in (sources, targets):
-            self._claim(places)
-            after_in = max(after_in, int(self._brought_in[places].max()))
+        for indices in (sources, targets):
+            self._claim(indices)
+            after_in = max(after_in, int(self._brought_in[indices].max()))
         after_out = int(self._read_out[targets].max())
         self._after(Lane.COMPUTE, Lane.IN, after_in)
         self._after(Lane.COMPUTE, Lane.OUT, after_out)
@@ -306,24 +306,24 @@ class SwapQueue:
         latest = int(tickets.max(initial=0))
         return latest if latest > self.lines[after].done else 0
 
-    def _mark_compute(self, *touched: Ints | npt.NDArray[np.int32]) -> None:
+    def _mark_compute(self, *touched: Indices) -> None:
         """Give the compute work queued so far a ticket, and record that its newest part touched these pages. Those of
         one array lie apart; those of two may have bytes in common."""
         line = self.lines[Lane.COMPUTE]
         line.settle()
         line.add(LaneWork(line.last + 1, self._lanes.mark(Lane.COMPUTE)))
-        for places in touched:
-            self._claim(places)
-            self._touched[places] = line.last
+        for indices in touched:
+            self._claim(indices)
+            self._touched[indices] = line.last
 
-    def _claim(self, places: Ints | npt.NDArray[np.int32]) -> None:
+    def _claim(self, indices: Indices) -> None:
         """Let the clocks of these device pages tell of all earlier uses of their bytes."""
         if self._device_owners is not None:
-            self._device_owners.claim(places, (self._touched, self._read_out, self._brought_in))
+            self._device_owners.claim(indices, (self._touched, self._read_out, self._brought_in))
 
-    def _claim_host(self, places: Ints | npt.NDArray[np.int32]) -> None:
+    def _claim_host(self, indices: Indices) -> None:
         if self._host_owners is not None:
-            self._host_owners.claim(places, (self._saved, self._loaded))
+            self._host_owners.claim(indices, (self._saved, self._loaded))
 
     def _run_bytes(self, group: int) -> int:
         return self._sizes.page_bytes_of(group) // self._sizes.layers_of(group)
@@ -357,16 +357,16 @@ class SwapQueue:
 
     # -- the pages of a plan -----------------------------------------------------------------------------------------
 
-    def _pages_touched(self, plan: Plan) -> Ints | npt.NDArray[np.int32]:
-        """Return the places of all pages that the step may read or write; computed once per plan."""
+    def _pages_touched(self, plan: Plan) -> Indices:
+        """Return the indices of all pages that the step may read or write; computed once per plan."""
         if self._pages_of_step is None or self._pages_of_step[0] is not plan:
-            parts = list(plan.page_tables) if self._sizes.num_layers else []
+            parts: list[Indices] = [*plan.page_tables] if self._sizes.num_layers else []
             if self._sizes.second is not None:
                 parts += [pages + self._sizes.device_pages for pages in self._second_touched(plan)]
             self._pages_of_step = plan, np.concatenate(parts)
         return self._pages_of_step[1]
 
-    def _second_touched(self, plan: Plan) -> Iterator[Ints | PageTable]:
+    def _second_touched(self, plan: Plan) -> Iterator[Indices]:
         """Yield the second group's pages that the step may read or write."""
         assert self._sizes.second is not None
         window = self._sizes.second.window
@@ -386,14 +386,14 @@ class SwapQueue:
             first = max(0, span.start - window + 1) // size
             yield plan.window_tables[span.page_table][first : -(-span.end // size)]
 
-    def _pages_written(self, plan: Plan) -> Ints | npt.NDArray[np.int32]:
-        """Return the places of the pages to which the step writes."""
+    def _pages_written(self, plan: Plan) -> Indices:
+        """Return the indices of the pages to which the step writes."""
         size, second = self._sizes.page_tokens, self._sizes.second
 
         def pages(span: Span, tables: Sequence[PageTable]) -> PageTable:
             return tables[span.page_table][span.start // size : -(-span.end // size)]
 
-        parts: list[Ints | npt.NDArray[np.int32]] = []
+        parts: list[Indices] = []
         if self._sizes.num_layers:
             parts += [pages(span, plan.page_tables) for span in plan.spans if span.stores & 1]
         if second is not None and second.window is not None:
@@ -421,14 +421,14 @@ class SwapQueue:
             if self._sizes.layers_of(group):  # a page of a group without layers has no bytes
                 source, target = pairs.T
                 if group:
-                    # Places in the clocks, as ``UnitOwners`` counts them.
+                    # Indices into the clocks, as ``UnitOwners`` counts them.
                     source = source + self._base(on_host=name == "swap_in")
                     target = target + self._base(on_host=name == "swap_out")
                 found.append(_Copies(group, pairs, source, target))
         return found
 
     def _base(self, *, on_host: bool) -> int:
-        """Return the place of the second group's page 0 in the clocks of a tier."""
+        """Return the index of the second group's page 0 in the clocks of a tier."""
         return self._sizes.host_pages if on_host else self._sizes.device_pages
 
     def _exist(self, group: int, pairs: Pairs, *, on_host: tuple[bool, bool]) -> bool:

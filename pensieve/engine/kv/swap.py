@@ -189,13 +189,13 @@ class CudaLanes:
                 self._copy_in_group(self._groups[group], pages, numbers[group])
                 return
             # A page of one group may be written where one of the other is read: do all reads first.
+            ends = {group: part.long().unbind(1) for group, part in numbers.items()}
             read = {
-                group: self._groups[group].runs.index_select(1, pages[:, 0].long())
-                for group, pages in numbers.items()
+                group: self._groups[group].runs.index_select(1, source) for group, (source, _) in ends.items()
             }
-            for group, pages in numbers.items():
+            for group, (_, target) in ends.items():
                 for layer, values in zip(self._groups[group].runs, read[group], strict=True):
-                    layer.index_copy_(0, pages[:, 1].long(), values)
+                    layer.index_copy_(0, target, values)
 
     def _copy_in_group(self, lanes: _GroupLanes, pairs: Pairs, numbers: torch.Tensor) -> None:
         if np.isin(pairs[:, 0], pairs[:, 1]).any():

@@ -47,8 +47,6 @@ class CudaWorker:
     def __init__(self, model: Transformer, info: WorkerInfo, options: EngineTuning | None = None) -> None:
         """Allocate both pools, sized by ``info``; ``options`` sets the switches of the GPU path. Raises ValueError."""
         options = options or EngineTuning()
-        if any(layer.state is not None for layer in model.arch.layers):
-            raise ValueError("device cuda: models with recurrent layers run on a CPU only: give --device cpu")
         self.arch, self.info = model.arch, info
         self._device = torch.device(info.device)
         self._compute = torch.cuda.Stream(self._device)
@@ -77,7 +75,9 @@ class CudaWorker:
         heads = arch.num_heads + 2 * arch.num_kv_heads
         qkv = torch.empty(1, heads, arch.head_dim, dtype=DTYPES[info.dtype], device=self._device)
         pages = {layer: self.pools.attention(layer) for layer in arch.attention_layers}
-        geometry = geometry_of(qkv[:, : arch.num_heads], pages[arch.attention_layers[0]])
+        # Attention of a model without any is planned all the same, over a pool of one page.
+        one_page = qkv.new_empty(1, 2, arch.num_kv_heads, info.chunk_tokens, arch.head_dim)
+        geometry = geometry_of(qkv[:, : arch.num_heads], next(iter(pages.values()), one_page))
         if arch.softcap is not None:
             geometry = replace(geometry, hopper=False)
         windows = tuple(dict.fromkeys(layer.window for layer in arch.layers if layer.attends)) or (None,)
@@ -92,7 +92,12 @@ class CudaWorker:
             scratch=Scratch(Programs.scratch_rows(info, geometry, windows), geometry, self._device),
             geometry=geometry,
             windows=windows,
-            window_tables=len(info.groups) > 1,
+            window_tables=len(info.groups) > 1 and info.groups[1].kind == "window",
+            states={
+                layer: self.pools.state(layer)
+                for layer, described in enumerate(arch.layers)
+                if described.state is not None
+            },
         )
 
     def warm_up(self) -> None:

@@ -24,6 +24,8 @@ from pensieve.kernels.attention.capacity import Capacity, capacity_for
 from pensieve.kernels.attention.group_lists import PREFIX_GROUP_KIND
 from pensieve.kernels.attention.kinds import Geometry, StepKind, classify
 from pensieve.kernels.attention.plan import DoesNotFit, words_of
+from pensieve.kernels.recurrence import ROWS
+from pensieve.kernels.state_chunks import LONG
 
 log = logging.getLogger(__name__)
 
@@ -124,6 +126,8 @@ class Programs:
     def _graph_for(self, batch: CudaBatch) -> StepProgram | None:
         if not self._graphs or batch.max_context > self._info.context_limit:
             return None
+        if batch.chains is not None and int(batch.chains[:, ROWS].max()) >= LONG:
+            return None  # long chains are computed by blocks, in launches that depend on them
         kind = self._kind(batch)
         sizes = self._buckets[kind]
         at = bisect.bisect_left(sizes, len(batch.tokens))
@@ -142,7 +146,8 @@ class Programs:
         capacities = _capacities(kind, tokens, info, self.shared.geometry, self.shared.windows)
         samples = min(tokens, info.max_running)
         pages = min(max_pages(info, samples), max(GRAPH_PAGES, info.device_chunks)) * self._tables
-        return ProgramSize(tokens, samples, pages, kind, capacities)
+        chains = _max_spans(tokens, info) if self.shared.states else 0
+        return ProgramSize(tokens, samples, pages, kind, capacities, chains)
 
     def _kind(self, batch: CudaBatch) -> StepKind:
         return (
@@ -165,9 +170,10 @@ class Programs:
             sum(map(words_of, _capacities(kind, tokens, info, shared.geometry, shared.windows)))
             for kind in StepKind
         )
-        sections = 5 + self._tables + len(shared.windows)
+        sections = 6 + self._tables + len(shared.windows)
         pages = self._tables * max_pages(info, info.max_running)
-        return (4 + self._tables) * tokens + plans + pages + sections * ALIGNMENT
+        chains = 6 * _max_spans(tokens, info) if shared.states else 0
+        return (4 + self._tables) * tokens + plans + chains + pages + sections * ALIGNMENT
 
 
 def max_pages(info: WorkerInfo, requests: int) -> int:
@@ -185,8 +191,13 @@ def _capacities(
     kind: StepKind, tokens: int, info: WorkerInfo, geometry: Geometry, windows: tuple[int | None, ...]
 ) -> tuple[Capacity, ...]:
     """Return the capacities of a graph's plans, one per window."""
-    # Few requests have more than two spans: a dropped range and the new turn.
-    spans = min(tokens, 2 * info.max_running)
+    spans = _max_spans(tokens, info)
     return tuple(
         capacity_for(kind, tokens, spans, info.context_limit, geometry, window) for window in windows
     )
+
+
+def _max_spans(tokens: int, info: WorkerInfo) -> int:
+    """Return the most spans of a graph of that many tokens. Few requests have more than two: a dropped range and the
+    new turn."""
+    return min(tokens, 2 * info.max_running)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -26,11 +26,15 @@ from pensieve.kernels.attention.kinds import Geometry, StepKind
 from pensieve.kernels.attention.plan import AttentionPlan, DoesNotFit, words_of
 from pensieve.kernels.kv_write import kv_write
 from pensieve.kernels.ragged_paged_attention import attend
+from pensieve.kernels.recurrence import NO_PAGE, Recurrence
+from pensieve.kernels.state_chunks import RecurrentPlan, make_recurrent_plan, recurrent
 from pensieve.kernels.upload import upload
 from pensieve.model.transformer import Transformer
 
 ALIGNMENT = 32
 """int32 words; sections start at multiples, since kernels are compiled for aligned pointers."""
+NO_CHAIN = (0, 0, NO_PAGE, NO_PAGE, 0, NO_PAGE)
+"""A chain of no tokens: padding."""
 LT_TOKENS = 128
 """Matrix products of up to this many tokens use cuBLASLt, larger ones cuBLAS. On an H200 a step of a 13B with
 10 KV heads takes 0.94 to 0.98 of the time with cuBLASLt at 16 to 128 tokens, and 0.99 to 1.01 at 160 to 256
@@ -63,6 +67,8 @@ class SharedState:
     """The different windows of the model's layers; None: a layer that sees everything. Each has its own plan."""
     window_tables: bool = False
     """Whether layers with windows have slots and page tables of their own."""
+    states: Mapping[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    """State pages of each recurrent layer: inputs of the convolution, and states."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +81,9 @@ class ProgramSize:
     kind: StepKind
     attention: tuple[Capacity, ...]
     """One for each of ``SharedState.windows``."""
+    chains: int = 0
+    """Chains of few tokens, which are computed one token after the other. 0: the model has no recurrent layers, or the
+    program is for one step only, whose chains may be of any length."""
 
 
 @contextlib.contextmanager
@@ -102,7 +111,7 @@ class StepProgram:
             "tokens": size.tokens, "source": size.tokens, "positions": size.tokens, "slots": size.tokens,
             **({"window_slots": size.tokens} if shared.window_tables else {}),
             "sample_rows": size.samples, **dict(zip(plans, map(words_of, size.attention), strict=True)),
-            "pages": size.pages,
+            **({"chains": 6 * size.chains} if size.chains else {}), "pages": size.pages,
         }  # fmt: skip
         at = 0
         self._at: dict[str, int] = {}
@@ -116,6 +125,11 @@ class StepProgram:
         self._view = view
         for name in self._slot_names():
             view[name].fill_(NO_SLOT)
+        self._chains: RecurrentPlan | None = None
+        if size.chains:
+            chains = view["chains"].view(-1, 6)
+            chains.copy_(torch.tensor(NO_CHAIN))
+            self._chains = RecurrentPlan(((None, chains),), covers_all=False)
         self._plans = {
             window: AttentionPlan(
                 size.tokens, shared.geometry, device, kind=size.kind, capacity=capacity,
@@ -152,9 +166,27 @@ class StepProgram:
             staging[start + len(values) : start + length] = padding
         for name, words in packed.items():
             staging[self._at[name] : self._at[name] + len(words)] = words
+        self._pack_chains(batch, staging)
         end = self._at["pages"] + len(batch.pages)
         staging[self._at["pages"] : end] = batch.pages
         return end
+
+    def _pack_chains(self, batch: CudaBatch, staging: npt.NDArray[np.int32]) -> None:
+        """Write the chains into ``staging``, or plan them for this one step."""
+        if not self._shared.states:
+            return
+        assert batch.chains is not None
+        if not self.size.chains:
+            dtype = self._shared.model.weights.embedding.dtype
+            device = self._shared.sampled.device
+            self._chains = make_recurrent_plan(batch.chains, self.size.tokens, dtype, device)
+            return
+        if len(batch.chains) > self.size.chains:
+            raise DoesNotFit(f"{len(batch.chains)} chains: more than {self.size}")
+        start = self._at["chains"]
+        section = staging[start : start + 6 * self.size.chains].reshape(-1, 6)
+        section[: len(batch.chains)] = batch.chains
+        section[len(batch.chains) :] = NO_CHAIN
 
     def _slot_names(self) -> tuple[str, ...]:
         """Return the sections with the slots of full layers and of windowed ones."""
@@ -193,7 +225,9 @@ class StepProgram:
         # A pending token never passes through the host: the previous step left it on the device.
         before = shared.sampled.index_select(0, view["source"].clamp_min(0))
         tokens = torch.where(view["source"] >= 0, before.to(torch.int32), view["tokens"])
-        logits = shared.model.forward(tokens, view["positions"], self._attend, view["sample_rows"])
+        logits = shared.model.forward(
+            tokens, view["positions"], self._attend, view["sample_rows"], self._recur
+        )
         if shared.model.collective.rank != 0:
             return  # rank 0 samples
         logits, finite = sanitize(logits)
@@ -215,6 +249,14 @@ class StepProgram:
         )  # fmt: skip
         assert isinstance(out, torch.Tensor)
         return out
+
+    def _recur(
+        self, layer: int, inputs: torch.Tensor, gates: torch.Tensor, recurrence: Recurrence
+    ) -> torch.Tensor:
+        """See ``pensieve.model.recurrent.Recur``."""
+        self._shared.wait(layer)
+        assert self._chains is not None
+        return recurrent(inputs, gates, self._shared.states[layer], recurrence, self._chains)
 
 
 def _words_name(window: int | None) -> str:

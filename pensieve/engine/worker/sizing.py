@@ -19,7 +19,7 @@ from pensieve.engine.kv.pools import KvPools, KvTiers
 from pensieve.engine.sampling.sampler import workspace_bytes as sampler_bytes
 from pensieve.engine.worker.hybrid_sizing import NO_TIER, ChunkSizes, ContextSizes
 from pensieve.machine import memory
-from pensieve.model.arch import DTYPE_BYTES, Arch
+from pensieve.model.arch import DTYPE_BYTES, Arch, StateShape
 from pensieve.model.collective import SINGLE_RANK, Collective
 from pensieve.model.groups import KvGroup, context_bytes, kv_groups
 
@@ -166,11 +166,19 @@ def workspace_bytes(arch: Arch, placement: Placement, *, cuda_graphs: bool) -> i
     mlp = arch.intermediate_size * (3 if arch.gated_mlp else 2)
     # The residual stream, its normalised copy and one block's output are alive together with the widest of
     # the rest.
-    activations = placement.max_batch_tokens * (4 * arch.hidden_size + max(heads, mlp)) * size
+    widest = max(heads, mlp, *(_recurrent_width(layer.state) for layer in arch.layers if layer.state))
+    activations = placement.max_batch_tokens * (4 * arch.hidden_size + widest) * size
     # The head's output in the model's dtype, in float32, and without NaN; the last is kept from step to step.
     logits = placement.max_running * arch.vocab_size * (size + 4 + 2 * 4)
     logits += sampler_bytes(placement.max_running, arch.vocab_size)
     return activations + logits + ATTENTION_BYTES + (GRAPHS_BYTES if cuda_graphs else 0)
+
+
+def _recurrent_width(state: StateShape) -> int:
+    """Return the values per token of a recurrent layer: inputs, what the convolution makes of them, outputs, gates, and
+    the states between the blocks of a long chain."""
+    inner = state.heads * state.value_dim
+    return 3 * (state.conv_channels + inner) + state.key_dim * inner // 32
 
 
 def tier_sizes(

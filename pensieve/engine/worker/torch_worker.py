@@ -19,6 +19,8 @@ from pensieve.engine.worker.sizing import DTYPES, WorkerInfo, allocate_pools, re
 from pensieve.engine.worker.torch_batch import TorchBatch, make_torch_batch
 from pensieve.kernels import reference
 from pensieve.kernels.arguments import HeadPrep
+from pensieve.kernels.recurrence import Recurrence
+from pensieve.kernels.recurrent import recurrent
 from pensieve.machine import usable_cores
 from pensieve.model.arch import Arch
 from pensieve.model.collective import SINGLE_RANK, Collective
@@ -92,7 +94,9 @@ class TorchWorker(SynchronousWorker):
         )
         attention = _StepAttention(self.pools, batch, swap_in, self.arch)
         prepared = time.perf_counter()
-        logits = self._model.forward(batch.tokens, batch.positions, attention, batch.sample_rows)
+        logits = self._model.forward(
+            batch.tokens, batch.positions, attention, batch.sample_rows, attention.recur
+        )
         computed = time.perf_counter()
         asked = [(span.request, span.sample) for span in plan.spans if span.sample is not None]
         # Rank 0 samples, so that all ranks continue with the same tokens.
@@ -118,7 +122,7 @@ class TorchWorker(SynchronousWorker):
 
 
 class _StepAttention:
-    """Attention of one step over the paged pool (``pensieve.model.transformer.Attend``)."""
+    """Attention of one step over the paged pool (``pensieve.model.transformer.Attend``), and its recurrences."""
 
     def __init__(self, pools: KvTiers, batch: TorchBatch, swap_in: LayerTransfers, arch: Arch) -> None:
         self.pools, self.batch, self.swap_in, self.arch = pools, batch, swap_in, arch
@@ -142,6 +146,16 @@ class _StepAttention:
         out = reference.attend(
             q, pool, self.plans[window], scale=arch.attention_scale, softcap=arch.softcap, sinks=prep.sinks
         )
+        self.seconds += time.perf_counter() - started
+        return out
+
+    def recur(
+        self, layer: int, inputs: torch.Tensor, gates: torch.Tensor, recurrence: Recurrence
+    ) -> torch.Tensor:
+        """See ``pensieve.model.recurrent.Recur``."""
+        self.swap_in.wait(layer)
+        started = time.perf_counter()
+        out = recurrent(inputs, gates, self.pools.state(layer), recurrence, self.batch.chains)
         self.seconds += time.perf_counter() - started
         return out
 
