@@ -28,7 +28,15 @@ def build_engine(options: EngineOptions) -> Engine:
         raise InvalidArgument(str(error)) from error
     info = worker.info
     cache = CacheManager(cache_config(options, info), cost, model=f"{options.model} {info.dtype}")
-    scheduler = Scheduler(scheduler_config(options, worker.arch, info), cache)
+    config = scheduler_config(options, worker.arch, info)
+    least = info.chunk_tokens + config.max_running
+    if cache.has_states and config.max_batch_tokens < least:
+        # A step must be able to take a request from one chunk boundary to the next, where states are kept.
+        raise InvalidArgument(
+            f"max batch tokens {config.max_batch_tokens}: a model with recurrent layers needs {least} at least, a chunk "
+            f"of {info.chunk_tokens} tokens and one for each of {config.max_running} generations"
+        )
+    scheduler = Scheduler(config, cache)
     ready = EngineReady(
         context_limit=scheduler.context_limit,
         model_context_limit=info.context_limit,

@@ -116,8 +116,8 @@ class Chain:
     multiple of the chunk size, after the first token's position and at most the end of the last span. Without
     ``boundary``: any value."""
     live: int
-    """Page that receives the state after the last token; ``NO_PAGE``: none does, only when the chain ends at
-    ``boundary_at``."""
+    """Page that receives the state after the last token; ``NO_PAGE``: none does, because it is held already or
+    nothing goes on from it."""
 
 
 @dataclass(frozen=True, slots=True)

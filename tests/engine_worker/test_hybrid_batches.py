@@ -113,8 +113,6 @@ def test_chains_are_rows_of_the_batch() -> None:
         replace(GOOD[0], boundary_at=11),
         replace(GOOD[0], boundary_at=0),
         replace(GOOD[0], boundary_at=16),
-        replace(GOOD[0], live=NO_PAGE),
-        replace(GOOD[1], boundary=NO_PAGE),
     ],
     ids=["two requests", "no span", "inside a chunk", "before", "after", "state lost", "no page at all"],
 )

@@ -12,12 +12,15 @@ from pensieve.engine.cache import tails
 from support.engine.checkpoints import Family
 from support.engine.exactness import SPAN, Bench, paths_of
 from support.lengths import at_length
+from support.model import recurrent_models
 
-KINDS: dict[str, tuple[Family, ...]] = {
+KINDS: dict[str, tuple[Family | recurrent_models.Family, ...]] = {
     "windows beside full layers": (
         "gemma2", "gemma3_text", "cohere2", "olmo3", "ministral", "exaone4", "smollm3",
     ),
     "windows alone": ("phi3", "starcoder2"),
+    "states beside full layers": ("bamba", "falcon_h1", "qwen3_next", "qwen3_5_text"),
+    "states alone": ("mamba2",),
 }  # fmt: skip
 """Append: the position decides which random schedules a family gets."""
 SCHEDULES = at_length(12, 200)

@@ -109,12 +109,10 @@ def _chain_rows(plan: Plan, page_tokens: int, ends: Ints, length: Ints) -> Ints:
 
 
 def _follows(chain: Chain, plan: Plan, page_tokens: int) -> bool:
-    """Whether a chain's spans are consecutive, its boundary lies in them, and its last state is not lost."""
+    """Whether a chain's spans are consecutive, and its boundary lies in them."""
     spans = plan.spans[chain.first : chain.last + 1]
     start, end, at = spans[0].start, spans[-1].end, chain.boundary_at
     joined = all(
         one.request == next_.request and one.end == next_.start for one, next_ in itertools.pairwise(spans)
     )
-    if chain.boundary == NO_PAGE:
-        return joined and chain.live != NO_PAGE
-    return joined and start < at <= end and at % page_tokens == 0 and (chain.live != NO_PAGE or at == end)
+    return joined and (chain.boundary == NO_PAGE or (start < at <= end and at % page_tokens == 0))

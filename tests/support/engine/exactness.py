@@ -26,6 +26,7 @@ from pensieve.model.weights import load_weights
 from support.engine.checkpoints import Family, tiny_checkpoint
 from support.engine.engine_driver import Clock, Driver, make_engine
 from support.engine.hf_oracle import NEAR_TIE, HfOracle
+from support.model import recurrent_models
 
 POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
 LIMIT = 160
@@ -34,12 +35,20 @@ SPAN = 24
 _MECHANISMS: tuple[Literal["batch", "kernel"], ...] = ("batch", "kernel")
 
 
+def _checkpoint(family: Family | recurrent_models.Family, folder: Path, **overrides: Any) -> Path:
+    if family not in recurrent_models.FAMILIES:
+        return tiny_checkpoint(family, folder, **overrides)
+    made = folder / family
+    recurrent_models.make_model(family, made, **overrides)
+    return made
+
+
 class Bench:
     """One family's model, shared by all schedules, and its oracle."""
 
     def __init__(
         self,
-        family: Family,
+        family: Family | recurrent_models.Family,
         folder: Path,
         device: Literal["cpu", "cuda"] = "cpu",
         *,
@@ -50,7 +59,7 @@ class Bench:
         """``overrides`` replace values of the checkpoint's config."""
         torch.set_num_threads(1)
         self.device, self.dtype = device, dtype
-        checkpoint = tiny_checkpoint(family, folder, **overrides)
+        checkpoint = _checkpoint(family, folder, **overrides)
         self.oracle = HfOracle(checkpoint, weights=DTYPES[dtype], near_tie=near_tie)
         arch = load_arch(checkpoint)
         weights = load_weights(checkpoint, arch, dtype=DTYPES[dtype], device=device)
@@ -153,6 +162,9 @@ def run_schedule(
     rng = random.Random(seed)
     cache, scheduler = random_setup(rng)
     cache = with_groups(bench, cache, rng)
+    if cache.groups[-1].kind == "state":
+        least = cache.chunk_tokens + scheduler.max_running
+        scheduler = replace(scheduler, max_batch_tokens=max(least, scheduler.max_batch_tokens))
     clock = Clock()
     worker = wrap(bench.worker(cache, scheduler))
     engine = make_engine(cache, scheduler, worker, clock, bench.vocabulary, overlapped=seed % 2 == 1)
