@@ -4,71 +4,140 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from pensieve.config import CacheConfig, CacheGroup, SchedulerConfig
 from pensieve.engine.cache import tails
+from pensieve.engine.cache.chunk import CachedSession, Chunk, OtherSlice, Slice
+from pensieve.engine.cache.tails import Tails
+from pensieve.engine.cache.tiers import Tiers
+from pensieve.engine.plan import Chain
 from support.engine.engine_driver import Clock, Driver, make_engine
 from support.engine.hash_worker import VOCABULARY
 from support.engine.hybrid_worker import HybridOracle, HybridWorker
+from support.lengths import at_length
 
 SIZE = 4
 FULL = CacheGroup("full", 0, 2, SIZE, 3)
-NONE = CacheGroup("full", 0, 0, 0, 1)
+NO_LAYERS = CacheGroup("full", 0, 0, 0, 1)
+STATE = CacheGroup("state", 0, 3, 3, 2)
 
 
 def window(width: int, layers: int = 3, unit: int = 2) -> CacheGroup:
     return CacheGroup("window", width, layers, SIZE, unit)
 
 
-STATE = CacheGroup("state", 0, 3, 3, 2)
 MODELS = {
     "window of 6": (FULL, window(6)),
     "window of 13, one layer": (FULL, window(13, 1, 1)),
-    "window alone": (NONE, window(9)),
+    "window alone": (NO_LAYERS, window(9)),
     "state": (FULL, STATE),
-    "state alone": (NONE, STATE),
+    "state alone": (NO_LAYERS, STATE),
 }
+TIERS = ((26, 20), (26, 0), (40, 60), (20, 8))
 
 
-def config(name: str, device: int, host: int) -> CacheConfig:
-    return CacheConfig(device, host, SIZE, groups=MODELS[name])
+@pytest.fixture(autouse=True)
+def short_spans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests are promised room for a window and two chunks: slices come and go within these short contexts."""
+    monkeypatch.setattr(tails, "LEAST_SPAN", 2 * SIZE)
 
 
-@pytest.mark.parametrize("seed", range(24))
-@pytest.mark.parametrize("name", MODELS)
-def test_answers_equal_a_stateless_run(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tails, "LEAST_SPAN", 8)
+def play(name: str, seed: int) -> Driver:
+    """One random schedule, every answer and each step's cache checked."""
     rng = random.Random(seed)
-    device, host = rng.choice(((26, 20), (26, 0), (40, 60), (20, 8)))
-    cache = config(name, device, host)
+    device, host = rng.choice(TIERS)
+    if name == "state alone":
+        device //= 5  # a request takes four pages at most
+    cache = CacheConfig(device, host, SIZE, groups=MODELS[name])
     scheduler = SchedulerConfig(
-        context_limit=48,
-        max_batch_tokens=rng.choice((8, 24, 100)),
-        max_running=rng.choice((2, 4, 8)),
+        48, max_batch_tokens=rng.choice((8, 24, 100)), max_running=rng.choice((2, 4, 8))
     )
-    clock = Clock()
-    engine = make_engine(cache, scheduler, HybridWorker(cache), clock)
-    driver = Driver(
-        engine, clock, rng, HybridOracle(MODELS[name]).verify, VOCABULARY, engine._scheduler.context_limit
-    )
-    driver.groups = 0.0 if MODELS[name][1].kind == "state" else 0.1
+    engine = make_engine(cache, scheduler, HybridWorker(cache), clock := Clock(), overlapped=seed % 2 == 1)
+    verify, limit = HybridOracle(MODELS[name]).verify, engine._scheduler.context_limit
+    driver = Driver(engine, clock, rng, verify, VOCABULARY, limit)
+    driver.tenants = seed % 3 == 0
+    driver.groups = 0.15
     for _ in range(120):
         driver.act()
         driver.step()
     driver.run_until_idle()
-    failed = Counter(turn.failed for turn in driver.finished)
-    usages = [turn.usage for turn in driver.finished]
-    print(
-        name,
-        seed,
-        len(usages),
-        [
-            sum(getattr(u, f"{k}_tokens") for u in usages)
-            for k in ("gpu_cached", "swapped_in", "recomputed", "new")
-        ],
-        engine._scheduler.context_limit,
-        sum(len(p.copies) for p in engine._worker.plans),
-    )
-    assert len(driver.finished) > 10, failed
+    return driver
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_answers_equal_a_stateless_run(name: str) -> None:
+    paths: Counter[str] = Counter()
+    for seed in range(at_length(20, 600)):
+        driver = play(name, seed)
+        for turn in driver.finished:
+            assert turn.usage is not None and turn.usage.reconciles
+            paths["device"] += turn.usage.gpu_cached_tokens
+            paths["host"] += turn.usage.swapped_in_tokens
+            paths["recomputed"] += turn.usage.recomputed_tokens
+        paths["suspended"] += driver.engine.stats().suspensions_total
+        paths["moved"] += sum(len(plan.copies) for plan in driver.engine._worker.plans)
+    needed = {"device", "host", "recomputed"}
+    if "alone" not in name:
+        needed |= {"suspended", "moved"}  # contexts grow, and both groups compete for the room
+    assert needed <= set(+paths), f"a path was never taken: {paths}"
+
+
+def short_window(self: Tails, part: OtherSlice, position: int) -> bool:
+    """A slice falls behind one position too early."""
+    return (part.index + 1) * SIZE + self._window - 3 < position
+
+
+def uncut(self: Tails, chunk: Chunk, valid: int) -> None:
+    """A state stays although other tokens follow."""
+
+
+def from_live(self: Tails, session: CachedSession, first_span: int) -> Iterator[Chain]:
+    """What begins at position 0 goes on from a state that is there already."""
+    for chain in chains(self, session, first_span):
+        yield replace(chain, read=chain.live) if chain.read < 0 else chain
+
+
+def moved_and_saved(self: Tiers, part: Slice) -> int:
+    """A slice that was moved in the plan being made is copied from where it will be."""
+    return part.device
+
+
+def one_chunk_late(self: Tails, chunks: Sequence[Chunk]) -> list[list[int]]:
+    """A state counts as that of the next boundary."""
+    full, states = have(self, chunks)
+    return [full, [0, *states[:-1]]]
+
+
+def kept_pinned(self: Tiers, parts: Iterable[Slice]) -> None:
+    """What a request has let go of stays pinned."""
+    unpin(self, [part for part in parts if isinstance(part, Chunk)])
+
+
+chains: Callable[..., Iterator[Chain]] = Tails.chains
+have: Callable[..., list[list[int]]] = Tails._have
+unpin: Callable[..., None] = Tiers.unpin
+MUTANTS: dict[str, tuple[str, type, str, Callable[..., Any]]] = {
+    "window: one token short": ("window of 6", Tails, "_is_behind", short_window),
+    "state: kept after a cut": ("state", Tails, "truncate", uncut),
+    "state: live instead of zero": ("state", Tails, "chains", from_live),
+    "state: one chunk late": ("state", Tails, "_have", one_chunk_late),
+    "page: saved from where it moves": ("window of 6", Tiers, "_read_from", moved_and_saved),
+    "slice: pinned after the request": ("window of 6", Tiers, "unpin", kept_pinned),
+}
+
+
+@pytest.mark.parametrize("fault", MUTANTS)
+def test_faults_are_caught(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, owner, method, broken = MUTANTS[fault]
+    monkeypatch.setattr(owner, method, broken)
+    for seed in range(60):
+        try:
+            play(name, seed)
+        except (AssertionError, ValueError):
+            return
+    raise AssertionError("no schedule notices the fault")

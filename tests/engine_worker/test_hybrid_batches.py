@@ -114,7 +114,7 @@ def test_chains_are_rows_of_the_batch() -> None:
         replace(GOOD[0], boundary_at=0),
         replace(GOOD[0], boundary_at=16),
     ],
-    ids=["two requests", "no span", "inside a chunk", "before", "after", "state lost", "no page at all"],
+    ids=["two requests", "no span", "inside a chunk", "before", "after"],
 )
 def test_chains_that_do_not_follow_their_spans(chain: Chain) -> None:
     with pytest.raises(ValueError, match=r"step 2: Chain.* does not fit its spans"):

@@ -35,4 +35,7 @@ def test_answers_equal_transformers(kind: str, tmp_path: Path, monkeypatch: pyte
         first = 5_000 + number * SCHEDULES
         paths += paths_of(bench, range(first, first + SCHEDULES))
         assert bench.oracle.near_ties <= bench.oracle.tokens / 1000, f"{family}: too many near ties"
-    assert set(paths) == {"device", "host", "recomputed", "suspended"}, f"a path was never taken: {paths}"
+    needed = {"device", "host", "recomputed"}
+    if kind != "states alone":  # their memory does not grow, so none is suspended
+        needed.add("suspended")
+    assert needed <= set(+paths), f"a path was never taken: {paths}"

@@ -121,12 +121,12 @@ def with_groups(bench: Bench, cache: CacheConfig, rng: random.Random) -> CacheCo
         if second.kind == "state"
         else -(-(parts[0].window + parts[1].window + SPAN) // cache.chunk_tokens) + 2
     )
-    pages = [least + rng.choice((2, least)), rng.choice((1, least, 3 * least)) if cache.host_chunks else 0]
+    more = rng.choice((0, 1, 2) if second.kind == "state" else (2 + 2 * unit, least + 2 * unit))
+    pages = [least + more, rng.choice((1, least, 3 * least)) if cache.host_chunks else 0]
+    chunks = cache.device_chunks, cache.host_chunks
     sizes = [
-        chunks * full.page_bytes + count * second.page_bytes + 2 * unit * second.page_bytes * (number == 0)
-        for number, (chunks, count) in enumerate(
-            zip((cache.device_chunks, cache.host_chunks), pages, strict=True)
-        )
+        count * full.page_bytes + others * second.page_bytes
+        for count, others in zip(chunks, pages, strict=True)
     ]
     step = second.layer_page_bytes
     device, host = (-(-size // step) * step for size in sizes)
