@@ -87,8 +87,14 @@ def test_a_changed_slice_of_either_group_is_noticed() -> None:
 def test_tiers_beyond_two_billion_words() -> None:
     """The view of each layer spans the whole tier: page numbers and offsets at its end are large."""
     shape = Shape.draw(random.Random(5))
-    device = TierLayout((1 << 34) + (3 << 20), shape.device.sizes)
-    pools = make_pools(replace(shape, device=device))
+    device, host = (
+        TierLayout(
+            num_bytes,
+            tuple(replace(size, layer_page_bytes=size.layer_page_bytes << 10) for size in tier.sizes),
+        )
+        for num_bytes, tier in (((1 << 34) + (3 << 20), shape.device), (1 << 24, shape.host))
+    )
+    pools = make_pools(replace(shape, device=device, host=host))
     swap = SwapEngine(pools, torch.cuda.current_stream(), pipelined=True)
     first, second = device.grids
     low, high = second.first, second.end - 1
