@@ -265,7 +265,8 @@ def _blocks(run: _Tokens, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
 def _blocked(x: torch.Tensor, size: int) -> torch.Tensor:
     """Return [t, h, d] as blocks [h, b, size, d]; rows of zeros fill the last one: they change no state."""
     padding = -len(x) % size
-    return F.pad(x, (0, 0, 0, 0, 0, padding)).transpose(0, 1).unflatten(1, (-1, size))
+    blocked: torch.Tensor = F.pad(x, (0, 0, 0, 0, 0, padding)).transpose(0, 1).unflatten(1, (-1, size))
+    return blocked
 
 
 def _rows(first: Ints, count: Ints | int, like: torch.Tensor) -> torch.Tensor:

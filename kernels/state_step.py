@@ -30,10 +30,10 @@ def _if_page(mask, page):  # type: ignore[no-untyped-def]
     return mask & (tl.where(mask, page, -1) >= 0)
 
 
-@triton.jit
-def _before(
+@triton.jit  # type: ignore[untyped-decorator]
+def _before(  # type: ignore[no-untyped-def]
     inputs, history, row, column, first, read, channel, valid, in_stride, page_stride, PAST: tl.constexpr
-):  # type: ignore[no-untyped-def]
+):  # fmt: skip
     """Load one input of each channel: row ``row`` of a chain or, before its first, column ``column`` of page ``read``;
     zeros for no page."""
     inside = _if_page(valid, row)
@@ -43,7 +43,7 @@ def _before(
     return tl.where(inside, own, kept)
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _keep(  # type: ignore[no-untyped-def]
     inputs, history, page, rows, first, read, channel, valid, in_stride, page_stride, PAST: tl.constexpr
 ):  # fmt: skip
@@ -232,7 +232,7 @@ def convolve(
 def value_block(key_dim: int, value_dim: int) -> int:
     """Return the columns of a head's state that one program keeps."""
     most = max(1, STATE_VALUES // triton.next_power_of_2(key_dim))
-    return min(most, triton.next_power_of_2(value_dim))
+    return int(min(most, triton.next_power_of_2(value_dim)))
 
 
 def step_constants(layer: Recurrence, heads: int, key_dim: int, value_dim: int) -> dict[str, int | bool]:

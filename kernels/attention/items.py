@@ -36,7 +36,7 @@ def _rows(base, at, valid, DIM: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.co
     return rows
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _tanh(x):  # type: ignore[no-untyped-def]
     """Accurate to a few units of float32's precision of 1."""
     decay = tl.math.exp2(tl.abs(x) * (-2 * LOG2_E))
@@ -44,7 +44,7 @@ def _tanh(x):  # type: ignore[no-untyped-def]
     return tl.where(x < 0, -size, size)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def add_sinks(acc, top, total, sinks, query_head, applies):  # type: ignore[no-untyped-def]
     """Add the sink of each row's query head to its softmax, as a logit without a value, where ``applies``."""
     sink = tl.load(sinks + query_head).to(tl.float32) * LOG2_E

@@ -411,7 +411,9 @@ class _Assembler:
         inner, keys = state.heads * state.value_dim, mixer.key_heads * state.key_dim
         ssd = mixer.kind == "ssd"
         convolved = (inner, keys, keys) if ssd else (keys, keys, inner)
-        projected = (inner, *convolved, state.heads) if ssd else (*convolved, inner, state.heads, state.heads)
+        projected: tuple[int, ...] = (*convolved, inner, state.heads, state.heads)
+        if ssd:
+            projected = (inner, *convolved, state.heads)
         if self.names.interleaved:
             projected = (sum(projected) - 2 * state.heads, 2 * state.heads)
 

@@ -27,29 +27,12 @@ from pensieve.model.groups import (
     state_bytes,
 )
 from support.engine.hybrid_plans import tiers
+from support.model.tiny_arch import make_arch
 
 CHUNK = 4
 STATE = StateShape(conv_channels=5, conv_width=4, heads=2, key_dim=3, value_dim=5)
 FULL, WINDOW, RECURRENT = Layer(), Layer(window=6), Layer(attends=False, state=STATE)
 BOTH = Layer(state=STATE)
-
-
-def make_arch(*layers: Layer) -> Arch:
-    return Arch(
-        family="llama",
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=16,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        context_limit=256,
-        norm="rms",
-        norm_eps=1e-5,
-        activation="silu",
-        gated_mlp=True,
-        layers=layers,
-    )
 
 
 SLOTS = 2 * 2 * CHUNK * 8 * 4

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 
 from pensieve.engine.cache.pages import PagePool
 from pensieve.engine.kv import queue as swap_queue
+from pensieve.engine.kv.grid import TierLayout
 from pensieve.engine.kv.swap import RestoreMismatch, SwapEngine
 from pensieve.engine.kv.timeline import Lane
 from pensieve.engine.plan import Copy, Plan
@@ -80,3 +82,31 @@ def test_a_changed_slice_of_either_group_is_noticed() -> None:
         with pytest.raises(RestoreMismatch, match=rf"host chunks \[{saved[1]}\]"):
             swap.counters()
         pools.close()
+
+
+def test_tiers_beyond_two_billion_words() -> None:
+    """The view of each layer spans the whole tier: page numbers and offsets at its end are large."""
+    shape = Shape.draw(random.Random(5))
+    device, host = (
+        TierLayout(
+            num_bytes,
+            tuple(replace(size, layer_page_bytes=size.layer_page_bytes << 10) for size in tier.sizes),
+        )
+        for num_bytes, tier in (((1 << 34) + (3 << 20), shape.device), (1 << 24, shape.host))
+    )
+    pools = make_pools(replace(shape, device=device, host=host))
+    swap = SwapEngine(pools, torch.cuda.current_stream(), pipelined=True)
+    first, second = device.grids
+    low, high = second.first, second.end - 1
+    middle = first.pages_of(range(first.units // 2, first.units // 2 + 1)).start
+    pools.groups[0].device[:, middle] = 7
+    pools.groups[1].device[:, high] = 5
+    # Both groups in one list, then one alone. The lowest pages of both groups share bytes.
+    swap.before_step(Plan(0, copies=(Copy(high, low + second.stride, 1), Copy(middle, 0))))
+    swap.before_step(Plan(1, copies=(Copy(low + second.stride, high - second.stride, 1),)))
+    torch.cuda.synchronize()
+    for page in (low + second.stride, high, high - second.stride):
+        assert pools.groups[1].device[:, page].eq(5).all()
+    assert pools.groups[0].device[:, [0, middle]].eq(7).all()
+    swap.close()
+    pools.close()

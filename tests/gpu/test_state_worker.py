@@ -13,7 +13,7 @@ from support.engine.state_cases import CASES, random_tokens
 from support.engine.state_driver import StateContext
 from support.model.recurrent_models import Family, make_model
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::ImportWarning")]  # fla's
 
 
 @pytest.mark.parametrize("cuda_graphs", [True, False], ids=["graphs", "plain"])
@@ -31,13 +31,10 @@ def test_states(
     case(tmp_path, "cuda")
 
 
-@pytest.mark.parametrize("family", ["mamba2", "qwen3_next"])
-def test_long_chains_in_half_precision(
-    family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_chains_in_half_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Long chains are computed by blocks and without a graph, short ones token by token: the same up to rounding."""
     monkeypatch.setitem(state_driver.OPTIONS, "dtype", "bfloat16")
-    make_model(family, tmp_path)
+    make_model("mamba2", tmp_path)
     tokens = random_tokens(220)
     context = StateContext(tmp_path, tokens, "cuda")
     live, boundary = context.state_page(), context.state_page()

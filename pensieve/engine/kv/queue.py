@@ -246,8 +246,8 @@ class SwapQueue:
 
     def _copy_on_device(self, groups: list[_Copies]) -> None:
         # The bytes of a target may be those of another group's source: these two claim their units in turn.
-        sources = np.concatenate([copies.source for copies in groups])
-        targets = np.concatenate([copies.target for copies in groups])
+        sources = _joined([copies.source for copies in groups])
+        targets = _joined([copies.target for copies in groups])
         after_in = after_out = 0
         for indices in (sources, targets):
             self._claim(indices)
@@ -259,8 +259,8 @@ class SwapQueue:
         self._mark_compute(sources, targets)
 
     def _bring_in(self, groups: list[_Copies]) -> None:
-        source = np.concatenate([copies.source for copies in groups])
-        target = np.concatenate([copies.target for copies in groups])
+        source = _joined([copies.source for copies in groups])
+        target = _joined([copies.target for copies in groups])
         self._claim(target)
         self._claim_host(source)
         self._after(Lane.IN, Lane.COMPUTE, int(self._touched[target].max()))
@@ -409,40 +409,40 @@ class SwapQueue:
     def _copies(self, plan: Plan, name: str) -> list[_Copies]:
         """Return one list of the plan's copies by group. Raises ValueError when a page does not exist."""
         copies: tuple[Copy, ...] = getattr(plan, name)
-        if not copies:
-            return []
-        numbers = np.array([(copy.src, copy.dst, copy.group) for copy in copies], dtype=np.int32)
-        two = self._sizes.second is not None or numbers[:, 2].any()
         found = []
-        for group in np.unique(numbers[:, 2]).tolist() if two else (0,):
-            pairs = np.ascontiguousarray(numbers[numbers[:, 2] == group, :2])
-            if not self._exist(group, pairs, on_host=(name == "swap_in", name == "swap_out")):
+        for group in sorted({copy.group for copy in copies}):
+            pairs = np.array([(copy.src, copy.dst) for copy in copies if copy.group == group], dtype=np.int32)
+            on_host = name == "swap_in", name == "swap_out"
+            if not self._exist(group, pairs, on_host=on_host):
                 raise ValueError(f"step {plan.step}: {name} names a page that does not exist")
             if self._sizes.layers_of(group):  # a page of a group without layers has no bytes
-                source, target = pairs.T
+                source, target = pairs[:, 0], pairs[:, 1]
                 if group:
                     # Indices into the clocks, as ``UnitOwners`` counts them.
-                    source = source + self._base(on_host=name == "swap_in")
-                    target = target + self._base(on_host=name == "swap_out")
+                    source, target = source + self._base(on_host[0]), target + self._base(on_host[1])
                 found.append(_Copies(group, pairs, source, target))
         return found
 
-    def _base(self, *, on_host: bool) -> int:
+    def _base(self, on_host: bool) -> int:
         """Return the index of the second group's page 0 in the clocks of a tier."""
         return self._sizes.host_pages if on_host else self._sizes.device_pages
 
     def _exist(self, group: int, pairs: Pairs, *, on_host: tuple[bool, bool]) -> bool:
         """Whether these source and target pages of a group exist. ``on_host``: the tier of each of the two."""
         second = self._sizes.second
-        if group == 0 and (second is None or not self._sizes.num_layers):
-            limits = [self._base(on_host=host) for host in on_host]
-            return not self._sizes.num_layers or bool(
-                (pairs.min() >= 0) and (pairs.max(axis=0) < limits).all()
-            )
+        if group == 0 and second is None:
+            limits = self._base(on_host[0]), self._base(on_host[1])
+            return bool(pairs.min() >= 0 and (pairs.max(axis=0) < limits).all())
         if second is None or group not in (0, 1):
             return False
+        if not self._sizes.layers_of(group):
+            return True
         grids = [(second.host if host else second.device)[group] for host in on_host]
         return all(grid.is_page(pages) for grid, pages in zip(grids, pairs.T, strict=True))
+
+
+def _joined(parts: Sequence[Indices]) -> Indices:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def _clocks(count: int, pages: int) -> Ints:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,7 @@ from pensieve.engine.plan import NO_PAGE, PENDING, Chain, Plan
 Ints32 = npt.NDArray[np.int32]
 NO_SLOT = -1
 """Slot of a token whose keys and values are not stored: it is padding, or its KV group holds them already."""
+NO_CHAINS: Final = np.empty((0, 6), dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +69,13 @@ class SpanColumns:
             # Entries below the window name no page that is read: any number will do, but it must be a page's.
             window_pages = np.maximum(np.concatenate(plan.window_tables), 0)
         places = np.repeat(first_page, length) + positions // page_tokens
-        stores = np.array([span.stores for span in plan.spans])
 
         def slots(pages: Ints32, group: int) -> Ints:
-            found = pages[places].astype(np.int64) * page_tokens + positions % page_tokens
-            stored = (stores >> group & 1).astype(np.bool_)
-            return found if stored.all() else np.where(np.repeat(stored, length), found, NO_SLOT)
+            found: Ints = pages[places].astype(np.int64) * page_tokens + positions % page_tokens
+            if all(span.stores >> group & 1 for span in plan.spans):
+                return found
+            stored = np.array([span.stores >> group & 1 for span in plan.spans], dtype=np.bool_)
+            return np.where(np.repeat(stored, length), found, NO_SLOT)
 
         return cls(
             length=length,
@@ -86,7 +89,7 @@ class SpanColumns:
             slots=slots(pages, 0),
             window_pages=window_pages,
             window_slots=None if window_pages is None else slots(window_pages, 1),
-            chains=_chain_rows(plan, page_tokens, ends, length),
+            chains=_chain_rows(plan, page_tokens, ends, length) if plan.chains else NO_CHAINS,
         )
 
     def pending(self) -> list[int]:
@@ -105,7 +108,7 @@ def _chain_rows(plan: Plan, page_tokens: int, ends: Ints, length: Ints) -> Ints:
         first = int(ends[chain.first] - length[chain.first])
         before = chain.boundary_at - spans[0].start if chain.boundary != NO_PAGE else 0
         rows.append((first, int(ends[chain.last]) - first, chain.read, chain.boundary, before, chain.live))
-    return np.array(rows, dtype=np.int64).reshape(-1, 6)
+    return np.array(rows, dtype=np.int64)
 
 
 def _follows(chain: Chain, plan: Plan, page_tokens: int) -> bool:

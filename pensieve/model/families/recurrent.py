@@ -21,7 +21,7 @@ from pensieve.model.families.parsing import (
 
 CONTEXT_LIMIT = 131_072
 """Context limit of a Mamba-2 whose config.json has no ``max_position_embeddings``: the recurrence itself has none."""
-NO_HEADS = {"num_heads": 1, "num_kv_heads": 1, "head_dim": 64}
+NO_HEADS: dict[str, Any] = {"num_heads": 1, "num_kv_heads": 1, "head_dim": 64}
 """The geometry of attention of a model without any: no layer has it."""
 
 
@@ -144,8 +144,8 @@ def read_qwen3_5(config: Config, generation: Config) -> Arch:
         raise ModelError(f"text_config is {json.dumps(text)}, which is not valid")
     # Without a head of its own in the checkpoint, the model is tied whichever of the two says so.
     tied = bool(config.get("tie_word_embeddings") or text.get("tie_word_embeddings"))
-    text = {name: config[name] for name in ("dtype", "torch_dtype") if name in config} | text
-    text["tie_word_embeddings"] = tied
+    outer: Config = {name: config[name] for name in ("dtype", "torch_dtype") if name in config}
+    text = outer | text | {"tie_word_embeddings": tied}
     nested = "text_config" in config
     parsed = parsed_config("qwen3_5_text", text, "intermediate_size", *_DELTA_SIZES, complete=not nested)
     return _qwen("qwen3_5_text", parsed, text, generation)

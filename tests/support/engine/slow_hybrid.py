@@ -11,7 +11,6 @@ from pensieve.engine.plan import NO_PAGE, Plan
 from pensieve.model.arch import Arch, Layer, StateShape
 from pensieve.model.groups import KvGroup
 from support.engine.hybrid_plans import (
-    LAYER_PAGE_BYTES,
     LAYERS,
     NUM_LAYERS,
     PAGE_TOKENS,
@@ -44,10 +43,10 @@ def make_pools(shape: Shape) -> HybridPools:
         context_limit=64, norm="rms", norm_eps=1e-5, activation="silu", gated_mlp=True, layers=layers,
     )  # fmt: skip
     groups = (
-        KvGroup("full", first, LAYER_PAGE_BYTES[0]),
-        KvGroup("window", second, LAYER_PAGE_BYTES[1], WINDOW)
+        KvGroup("full", first, shape.device.sizes[0].layer_page_bytes),
+        KvGroup("window", second, shape.device.sizes[1].layer_page_bytes, WINDOW)
         if shape.kind == "window"
-        else KvGroup("state", second, LAYER_PAGE_BYTES[1]),
+        else KvGroup("state", second, shape.device.sizes[1].layer_page_bytes),
     )
     return HybridPools(
         arch,

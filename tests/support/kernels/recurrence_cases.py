@@ -59,7 +59,10 @@ def make_layer(kind: Kind, seed: int = 0, *, heads: int = 4, key_heads: int = 2,
                width: int = 4, dtype: torch.dtype = torch.float32) -> Recurrence:  # fmt: skip
     rng = torch.Generator().manual_seed(seed)
     channels = 2 * key_heads * key + heads * value
-    normal = lambda *shape: torch.randn(shape, generator=rng)  # noqa: E731
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=rng)
+
     return Recurrence(
         kind, (normal(channels, width) * 0.5).to(dtype),
         normal(channels).to(dtype) if kind == "ssd" else None, key_heads,
