@@ -33,8 +33,8 @@ def build_engine(options: EngineOptions) -> Engine:
     if cache.has_states and config.max_batch_tokens < least:
         # A step must be able to take a request from one chunk boundary to the next, where states are kept.
         raise InvalidArgument(
-            f"max batch tokens {config.max_batch_tokens}: a model with recurrent layers needs {least} at least, a chunk "
-            f"of {info.chunk_tokens} tokens and one for each of {config.max_running} generations"
+            f"max batch tokens {config.max_batch_tokens}: a model with recurrent layers needs {least} at least, "
+            f"a chunk of {info.chunk_tokens} tokens and one for each of {config.max_running} generations"
         )
     scheduler = Scheduler(config, cache)
     ready = EngineReady(

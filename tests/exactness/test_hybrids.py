@@ -23,7 +23,7 @@ KINDS: dict[str, tuple[Family | recurrent_models.Family, ...]] = {
     "states alone": ("mamba2",),
 }  # fmt: skip
 """Append: the position decides which random schedules a family gets."""
-SCHEDULES = at_length(12, 200)
+SCHEDULES = at_length(6, 200)
 
 
 @pytest.mark.parametrize("kind", KINDS)

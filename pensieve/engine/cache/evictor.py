@@ -12,6 +12,7 @@ When enough is free but scattered, pages move together.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from pensieve.config import CacheConfig
 from pensieve.engine.cache.chunk import NOWHERE, CachedSession, OtherSlice, SharedRun, Slice
@@ -73,12 +74,13 @@ class Evictor:
         Pages of idle sessions first: in simulation that moved a tenth of the bytes (bench/results/allocators.md).
         """
         tiers = self._tiers
-        for running in (False, True):
+
+        def idle(group: int) -> Callable[[int], bool]:
+            return lambda page: not tiers.is_pinned(group, page)
+
+        for movable in (idle, lambda _group: lambda _page: True):
             for group in (0, 1):
-                moves = tiers.device.shrink(
-                    group, *pages, movable=lambda page, of=group: running or not tiers.is_pinned(of, page)
-                )
-                for source, target in moves:
+                for source, target in tiers.device.shrink(group, *pages, movable=movable(group)):
                     tiers.move(group, source, target)
                 if tiers.device.fits(*pages):
                     return

@@ -226,7 +226,7 @@ class Tiers:
             self._fresh.add(part)
 
     def discard(self, part: OtherSlice) -> None:
-        """Let the contents of a slice that the plan being made moves to the host be computed again: the same plan cannot
+        """Let the contents of a slice that the plan being made moves to the host be computed again: that plan cannot
         load them."""
         assert part.saving and part.device == NOWHERE
         part.filled = 0
