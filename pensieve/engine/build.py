@@ -37,6 +37,11 @@ def build_engine(options: EngineOptions) -> Engine:
             f"a chunk of {info.chunk_tokens} tokens and one for each of {config.max_running} generations"
         )
     scheduler = Scheduler(config, cache)
+    if scheduler.context_limit < 2:
+        raise InvalidArgument(
+            f"device cache {options.device_cache}: it holds no context of this model; give more, for example "
+            f"--device-cache {info.context_limit}tokens"
+        )
     ready = EngineReady(
         context_limit=scheduler.context_limit,
         model_context_limit=info.context_limit,

@@ -35,8 +35,9 @@ MAX_GROUPS: Final = 2
 LEAST_SPAN: Final = 256
 """A step computes at least this number of tokens of a context at once, if there are as many. It needs pages for them
 beside those of the window before them."""
-STATES_OF_A_CONTEXT: Final = 3
-"""State pages of a running request: its live page, the newest chunk boundary, and the next one while it is written."""
+STATES_OF_A_CONTEXT: Final = 4
+"""State pages of a running request: those that two ranges of its context go on from, the live one, and the boundary
+that it passes. Decoding, it needs half of them."""
 
 
 @dataclass(frozen=True, slots=True)
