@@ -39,6 +39,39 @@ class Rope:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """An MLP that is a mixture: for each token a router picks ``per_token`` of ``count`` gated MLPs, the experts, and
+    the result is the sum of theirs with the router's weights."""
+
+    count: int
+    per_token: int
+    width: int
+    """Inner width of one expert."""
+    softmax: Literal["all", "picked"]
+    """The weights are a softmax over all experts, in float32, before the pick; or over the picked ones."""
+    renormalised: bool = False
+    """Softmax over all: the picked weights are divided by their sum."""
+    weights_rounded: bool = True
+    """Softmax over all: the weights are rounded to the model's dtype."""
+    bias: bool = False
+    """The router and all experts have biases."""
+    clamped: tuple[float, float] | None = None
+    """gpt-oss's gate with (alpha, limit), its gate and projection in alternating columns; see ``clamped_glu``. None:
+    the model's activation, the gate before the projection."""
+    shared_width: int = 0
+    """Inner width of an expert that takes part in every token, weighted by a sigmoid of its own; 0: there is none."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.per_token <= self.count:
+            raise ModelError(f"num_experts_per_tok is {self.per_token}, not within 1 to {self.count} experts")
+
+    def num_parameters(self, hidden_size: int, *, active: bool) -> int:
+        """Return the weights of one layer's mixture without biases: all, or those that compute one token."""
+        experts = (self.per_token if active else self.count) * self.width + self.shared_width
+        return hidden_size * (3 * experts + self.count + (self.shared_width > 0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Arch:
     """A decoder-only transformer whose layers all have one KV geometry."""
 
