@@ -6,6 +6,8 @@ dtype before the product, as torch does.
 
 from __future__ import annotations
 
+from typing import get_args
+
 import torch
 import triton
 import triton.language as tl
@@ -38,9 +40,14 @@ def _activate(  # type: ignore[no-untyped-def]
         x = x / (1.0 + tl.math.exp(-x))
     elif KIND == "gelu":
         x = 0.5 * x * (1.0 + tl.math.erf(x * 0.7071067811865476))
+    elif KIND == "gelu_tanh":
+        # 0.5 * (1 + tanh(u)) is 1 / (1 + exp(-2u)), here with u = sqrt(2/pi) * (x + 0.044715 * x^3).
+        x = x / (1.0 + tl.math.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
     else:
-        tl.static_assert(KIND == "relu")
+        tl.static_assert(KIND == "relu" or KIND == "relu2")
         x = tl.where(x < 0.0, 0.0, x)  # a comparison, since maximum may drop a NaN
+        if KIND == "relu2":
+            x = x * x
     if GATED:
         x = x.to(raw.dtype).to(tl.float32) * factor
     tl.store(out + row * out_stride + columns, x.to(raw.dtype), mask=inside)
@@ -56,8 +63,8 @@ def activate(up: torch.Tensor, gated: bool, activation: Activation) -> torch.Ten
         raise ValueError(f"up is {up.dtype}: it must be float16, bfloat16 or float32")
     if up.stride(1) != 1 and up.shape[1] > 1:
         raise ValueError("the last dimension of up must be contiguous")
-    if activation not in ("silu", "relu", "gelu"):
-        raise ValueError(f"activation {activation} is none of silu, relu, gelu")
+    if activation not in get_args(Activation):
+        raise ValueError(f"activation {activation} is none of {', '.join(get_args(Activation))}")
     rows, inner = up.shape[0], up.shape[1] // 2 if gated else up.shape[1]
     out = up.new_empty((rows, inner))
     block = MANY_COLUMNS if out.numel() >= LARGE_STEP_VALUES else FEW_COLUMNS

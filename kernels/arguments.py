@@ -7,7 +7,8 @@ from typing import Literal
 
 import torch
 
-Activation = Literal["silu", "relu", "gelu"]
+Activation = Literal["silu", "relu", "relu2", "gelu", "gelu_tanh"]
+"""``relu2``: the square of relu. ``gelu_tanh``: GELU with the tanh approximation."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -18,6 +19,10 @@ class HeadPrep:
     """[T, D/2]: cosine of each token's angles; pair i of a head is its values i and i + D/2. None: no rotation."""
     sin: torch.Tensor | None = None
     query_norm: torch.Tensor | None = None
-    """[D]: weights of an RMS norm over each query head; set together with ``key_norm``."""
+    """[D]: weights of an RMS norm over each query head; set together with ``key_norm``. In the dtype of the heads,
+    or float32."""
     key_norm: torch.Tensor | None = None
     eps: float = 0.0
+    sinks: torch.Tensor | None = None
+    """[Hq]: a score of each query head that takes part in its softmax and has no value. Attention needs it; the
+    preparation itself does not."""

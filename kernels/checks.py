@@ -10,13 +10,16 @@ FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def check_given(
-    expected: Iterable[tuple[str, torch.Tensor | None, tuple[int, ...]]], dtype: torch.dtype
+    expected: Iterable[tuple[str, torch.Tensor | None, tuple[int, ...]]],
+    dtype: torch.dtype,
+    *others: torch.dtype,
 ) -> list[torch.Tensor]:
-    """Return the given tensors among (name, tensor, shape). Raises ValueError on another shape or ``dtype``."""
+    """Return the given tensors among (name, tensor, shape). Raises ValueError on another shape, or on a dtype that
+    is neither ``dtype`` nor one of ``others``."""
     given = []
     for name, tensor, shape in expected:
         if tensor is not None:
-            if tensor.shape != shape or tensor.dtype != dtype:
+            if tensor.shape != shape or tensor.dtype not in (dtype, *others):
                 raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, not {dtype} {shape}")
             given.append(tensor)
     return given

@@ -103,9 +103,9 @@ def kv_write(
 ) -> torch.Tensor:
     """Prepare query and key heads in place and store keys and values. Returns the queries, a view of ``qkv``.
 
-    See the reference for the full contract. D even, at most 256; ``cos``, ``sin`` and norm weights have the
-    dtype of ``qkv``, which is the pool's: float16, bfloat16 or float32. Can be captured in a graph. Raises
-    ValueError when the tensors do not fit each other.
+    See the reference for the full contract. D even, at most 256; ``cos`` and ``sin`` have the dtype of ``qkv``,
+    which is the pool's: float16, bfloat16 or float32. Norm weights have it, too, or are float32. Can be captured
+    in a graph. Raises ValueError when the tensors do not fit each other.
     """
     _check(kv_pool_of_layer, qkv, slots, prep)
     pool, (tokens, all_heads, dim) = kv_pool_of_layer, qkv.shape
@@ -171,10 +171,8 @@ def _check(pool: torch.Tensor, qkv: torch.Tensor, slots: torch.Tensor, prep: Hea
         )
     if (prep.cos is None) != (prep.sin is None) or (prep.query_norm is None) != (prep.key_norm is None):
         raise ValueError("cos and sin, and the norms of queries and keys, are given together or not at all")
-    expected = [
-        ("cos", prep.cos, (tokens, dim // 2)), ("sin", prep.sin, (tokens, dim // 2)),
-        ("query_norm", prep.query_norm, (dim,)), ("key_norm", prep.key_norm, (dim,)),
-    ]  # fmt: skip
-    tensors = [qkv, pool, *check_given(expected, qkv.dtype)]
+    angles = [("cos", prep.cos, (tokens, dim // 2)), ("sin", prep.sin, (tokens, dim // 2))]
+    norms = [("query_norm", prep.query_norm, (dim,)), ("key_norm", prep.key_norm, (dim,))]
+    tensors = [qkv, pool, *check_given(angles, qkv.dtype), *check_given(norms, qkv.dtype, torch.float32)]
     check_layout(tensors)
     check_device([*tensors, slots])

@@ -55,7 +55,8 @@ def _norm_rows(  # type: ignore[no-untyped-def]
 
 def norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
     """RMS norm of the rows of ``x`` [T, W], W ≤ 16384, or LayerNorm when there is a bias; ``weight``, ``bias`` [W].
-    Takes float16, bfloat16 or float32. Can be captured in a graph. Raises ValueError when the tensors do not fit."""
+    Takes float16, bfloat16 or float32; ``weight`` may be float32 beside any. Can be captured in a graph. Raises
+    ValueError when the tensors do not fit."""
     _check(x, None, weight, bias)
     return _launch(x, None, weight, bias, eps)
 
@@ -107,11 +108,8 @@ def _check(
         raise ValueError(f"x is {x.dtype}: it must be float16, bfloat16 or float32")
     if delta is not None and (len(x) > 1 and x.stride(0) < x.shape[1]):
         raise ValueError("the rows of x overlap")
-    expected = [
-        ("delta", delta, tuple(x.shape)),
-        ("weight", weight, (x.shape[1],)),
-        ("bias", bias, (x.shape[1],)),
-    ]
-    tensors = [x, *check_given(expected, x.dtype)]
+    width = (x.shape[1],)
+    given = check_given([("delta", delta, tuple(x.shape)), ("bias", bias, width)], x.dtype)
+    tensors = [x, *given, *check_given([("weight", weight, width)], x.dtype, torch.float32)]
     check_layout(tensors)
     check_device(tensors)

@@ -30,7 +30,9 @@ GROUP_FILL = 0.75
 _ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
     "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
     "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
 }
 
 
@@ -306,8 +308,8 @@ def kv_write(
     k: torch.Tensor
     q, k, v = qkv.split((qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)
     if prep.query_norm is not None and prep.key_norm is not None:
-        q = F.rms_norm(q, q.shape[-1:], prep.query_norm, prep.eps)
-        k = F.rms_norm(k, k.shape[-1:], prep.key_norm, prep.eps)
+        q = norm(q, prep.query_norm, None, prep.eps)
+        k = norm(k, prep.key_norm, None, prep.eps)
     if prep.cos is not None and prep.sin is not None:
         q, k = _rotate(q, prep.cos, prep.sin), _rotate(k, prep.cos, prep.sin)
     both, slots = torch.stack((k, v), dim=1), slots.long()  # [T, 2, Hkv, D]
@@ -327,7 +329,11 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 
 
 def norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
-    """RMS norm of the rows of ``x`` [T, W], or LayerNorm when there is a bias; ``weight`` and ``bias`` [W]."""
+    """RMS norm over the last dimension of ``x`` [..., W], or LayerNorm when there is a bias; ``weight`` and ``bias``
+    [W]. A float32 ``weight`` of a norm without bias may go with an ``x`` of another dtype: the norm is then computed
+    in float32 and rounded once."""
+    if bias is None and weight.dtype != x.dtype:
+        return F.rms_norm(x.float(), x.shape[-1:], weight, eps).to(x.dtype)
     if bias is None:
         return F.rms_norm(x, x.shape[-1:], weight, eps)
     return F.layer_norm(x, x.shape[-1:], weight, bias, eps)

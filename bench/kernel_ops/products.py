@@ -29,8 +29,10 @@ def weights_of(steps: Steps) -> dict[str, list[torch.Tensor]]:
     """The weights of each product over all layers, which take turns, so that none is found in the L2 cache."""
     layers = steps.layers
     return {
-        "qkv": [layer.qkv.weight for layer in layers], "o": [layer.output.weight for layer in layers],
-        "up": [layer.up.weight for layer in layers], "down": [layer.down.weight for layer in layers],
+        "qkv": [layer.attention.qkv.weight for layer in layers],
+        "o": [layer.attention.output.weight for layer in layers],
+        "up": [layer.mlp.up.weight for layer in layers],
+        "down": [layer.mlp.down.weight for layer in layers],
     }  # fmt: skip
 
 

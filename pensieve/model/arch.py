@@ -1,19 +1,21 @@
 """The architecture of a decoder, as a frozen description. No torch.
 
 One ``Arch`` covers all families. It describes the computation (which norm, which positions, gated or not),
-not the tensor names of a checkpoint; those are in ``weights``. ``folder`` reads it from a Hugging Face model
-folder.
+not the tensor names of a checkpoint; those are in ``tensor_names``. ``folder`` reads it from a Hugging Face
+model folder.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from pensieve.core import Sampling
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+Mlp = Literal["dense", "experts", "none"]
 
 
 class ModelError(Exception):
@@ -26,16 +28,71 @@ class Rope:
 
     ``linear`` divides all frequencies by ``factor``. ``llama3`` does so for wavelengths above
     ``original_context / low_freq_factor``, leaves those below ``original_context / high_freq_factor``
-    unchanged and blends between. ``divisors`` come on top: one per pair of a head's values, () for none.
+    unchanged and blends between. ``yarn`` (https://arxiv.org/abs/2309.00071) divides the frequencies of pairs
+    that turn less than ``beta_slow`` times within ``original_context``, leaves those that turn more than
+    ``beta_fast`` times unchanged and blends between. ``divisors`` come on top: one per pair of a head's
+    values, () for none.
     """
 
     theta: float
-    scaling: Literal["default", "linear", "llama3"] = "default"
+    scaling: Literal["default", "linear", "llama3", "yarn"] = "default"
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_context: int = 0
     divisors: tuple[float, ...] = ()
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    """yarn: the blend begins and ends at whole pairs."""
+    magnitude: float = 1.0
+    """Factor of cosine and sine, and so of rotated queries and keys."""
+    rotated: int | None = None
+    """Leading values of a head that are rotated, the first half of them against the second. None: all."""
+    interleaved: bool = False
+    """In the checkpoint, the values of a pair are neighbours. ``head_order`` brings them apart."""
+
+    def head_order(self, head_dim: int) -> tuple[int, ...] | None:
+        """Return the order in which a query or key head's values are computed: position i holds the checkpoint's
+        value ``order[i]``. Pair i is then the values i and i + head_dim / 2, as kernels expect, and the pairs
+        that are not rotated come last. Scores do not depend on the order. None: as in the checkpoint."""
+        rotated = head_dim if self.rotated is None else self.rotated
+        if rotated == head_dim and not self.interleaved:
+            return None
+        pairs, rest = rotated // 2, (head_dim - rotated) // 2
+        first = range(0, rotated, 2) if self.interleaved else range(pairs)
+        second = range(1, rotated, 2) if self.interleaved else range(pairs, rotated)
+        return (*first, *range(rotated, rotated + rest), *second, *range(rotated + rest, head_dim))
+
+
+@dataclass(frozen=True, slots=True)
+class StateShape:
+    """Geometry of a recurrent mixer. Of a context it keeps the last ``conv_width - 1`` inputs of its convolution,
+    [conv_channels, conv_width - 1] in the model's dtype, and a state, float32 [heads, key_dim, value_dim]."""
+
+    conv_channels: int
+    conv_width: int
+    heads: int
+    key_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One decoder layer: its mixers (attention, a recurrent one, or both) and its MLP."""
+
+    attends: bool = True
+    window: int | None = None
+    """A token at position x sees positions x - window + 1 to x. None: it sees 0 to x."""
+    rope: Rope | None = None
+    """None: attention does not know positions, unless the embedding does (``Arch.learned_positions``)."""
+    state: StateShape | None = None
+    """None: no recurrent mixer."""
+    mlp: Mlp = "dense"
+
+    @property
+    def has_experts(self) -> bool:
+        return self.mlp == "experts"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,33 +130,55 @@ class Experts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arch:
-    """A decoder-only transformer whose layers all have one KV geometry."""
+    """A decoder-only transformer. Its layers may differ, but all that attend share one geometry of heads."""
 
-    family: Literal["opt", "llama", "mistral", "qwen2", "qwen3", "seed_oss"]
+    family: str
     """``model_type`` of config.json. Selects the layout of the weights; the other fields describe the computation."""
     vocab_size: int
     hidden_size: int
     intermediate_size: int
-    num_layers: int
+    layers: tuple[Layer, ...]
     num_heads: int
     num_kv_heads: int
     head_dim: int
     context_limit: int
-    """Longest context that is computed exactly (a sliding window shortens it)."""
+    """Longest context that is computed exactly."""
     norm: Literal["rms", "layer"]
     norm_eps: float
-    activation: Literal["silu", "relu", "gelu"]
+    activation: Literal["silu", "relu", "relu2", "gelu", "gelu_tanh"]
     gated_mlp: bool
     """``down(act(gate(x)) * up(x))`` rather than ``down(act(up(x)))``."""
-    rope: Rope | None
-    """None: learned positions."""
+    learned_positions: bool = False
     position_offset: int = 0
     """Learned positions: row of position 0."""
+    norm_bias: bool = True
+    """LayerNorm: the checkpoint has biases."""
+    unit_offset: bool = False
+    """The checkpoint has the weights of RMS norms less 1. They are kept in float32, where adding 1 is exact enough."""
+    norms: Literal["before", "after", "both"] = "before"
+    """Each block (mixer or MLP) normalises its input, its output, or both; a residual sum follows."""
+    parallel_blocks: bool = False
+    """Mixer and MLP read one norm, and their outputs are added together."""
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False
-    """RMS norm over each query and key head, before the rotation."""
+    qk_norm: Literal["head", "projection"] | None = None
+    """RMS norm before the rotation, over each query and key head, or over all queries and all keys of a token."""
+    sinks: bool = False
+    """Each query head has a learned score that takes part in its softmax and has no value."""
+    score_scale: float | None = None
+    """Factor of attention scores; None: 1 / sqrt(head_dim)."""
+    query_growth: tuple[float, float] | None = None
+    """(b, n): queries at position x are multiplied by 1 + b * log(1 + floor(x / n))."""
+    softcap: float | None = None
+    """Attention scores s become softcap * tanh(s / softcap), before the mask."""
+    embedding_scale: float | None = None
+    """Factor of the embedding, rounded to the weights' dtype."""
+    residual_scale: float | None = None
+    """Factor of each block's output before it is added."""
+    logit_scale: float | None = None
+    logit_softcap: float | None = None
+    """Logits x become logit_softcap * tanh(x / logit_softcap), after ``logit_scale``."""
     tied_embeddings: bool = False
     dtype: str = "float32"
     bos_token_id: int | None = None
@@ -114,16 +193,41 @@ class Arch:
             )
 
     @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
     def attention_scale(self) -> float:
-        return 1.0 / math.sqrt(self.head_dim)
+        """Factor of attention scores."""
+        return 1.0 / math.sqrt(self.head_dim) if self.score_scale is None else self.score_scale
+
+    @property
+    def ropes(self) -> tuple[Rope, ...]:
+        """The distinct rotary positions of all layers, in order of appearance."""
+        return tuple(dict.fromkeys(layer.rope for layer in self.layers if layer.rope is not None))
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """Indexes of the layers that attend."""
+        return tuple(index for index, layer in enumerate(self.layers) if layer.attends)
 
     def kv_bytes_per_token(self, dtype: str) -> int:
-        """Return the bytes of one KV-token: keys and values of all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * DTYPE_BYTES[dtype]
+        """Return the bytes of one KV-token: keys and values of all layers that attend."""
+        return 2 * len(self.attention_layers) * self.num_kv_heads * self.head_dim * DTYPE_BYTES[dtype]
 
     @property
     def num_parameters(self) -> int:
         """Weights that take part in computing a token, without biases and norms."""
         attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
         mlp = self.hidden_size * self.intermediate_size * (3 if self.gated_mlp else 2)
-        return self.num_layers * (attention + mlp) + self.vocab_size * self.hidden_size
+        dense = sum(layer.mlp == "dense" for layer in self.layers)
+        blocks = len(self.attention_layers) * attention + dense * mlp
+        return blocks + self.vocab_size * self.hidden_size
+
+
+def with_divisors(layers: tuple[Layer, ...], divisors: tuple[float, ...]) -> tuple[Layer, ...]:
+    """Return the layers with these divisors in their rotary positions."""
+    return tuple(
+        layer if layer.rope is None else replace(layer, rope=replace(layer.rope, divisors=divisors))
+        for layer in layers
+    )

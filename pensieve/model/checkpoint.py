@@ -35,7 +35,7 @@ class Checkpoint:
         self._folder, self._dtype, self._device = folder, dtype, device
         self._where: dict[str, Any] = {}
         self._order: dict[str, int] = {}
-        self._fills: dict[str, TensorFill] = {}
+        self._fills: dict[str, list[TensorFill]] = {}
         read = weight_files(folder)
         self.stale_index = read[0].name == SINGLE and (folder / INDEX).is_file()
         """Whether an index exists beside the single file, and so is not read."""
@@ -52,7 +52,11 @@ class Checkpoint:
         return name in self._where
 
     def get(
-        self, names: Sequence[str], shape: tuple[int, ...], tensor_slice: TensorSlice = WHOLE_TENSOR
+        self,
+        names: Sequence[str],
+        shape: tuple[int, ...],
+        tensor_slice: TensorSlice = WHOLE_TENSOR,
+        dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
         """See ``TensorSource.get``. The result is allocated but has no values before ``load``."""
         missing = [name for name in names if name not in self._where]
@@ -71,9 +75,12 @@ class Checkpoint:
         # The parts are copied into one tensor: concatenating them later would need the memory twice.
         parts = tensor_slice.select(parts)
         shape = (sum(len(part) for part in parts), *parts[0].shape[1:])
-        fused = torch.empty(shape, dtype=self._dtype, device=self._device)
-        for name, part, target in zip(names, parts, fused.split([len(part) for part in parts]), strict=True):
-            self._fills[name] = TensorFill(part, target)
+        fused = torch.empty(shape, dtype=dtype or self._dtype, device=self._device)
+        targets = fused.split([len(part) for part in parts])
+        fills = [TensorFill(part, target) for part, target in zip(parts, targets, strict=True)]
+        # One name may stand for all parts: such a checkpoint has them fused.
+        for name, own in zip(names, [fills] if len(names) == 1 else [[fill] for fill in fills], strict=True):
+            self._fills[name] = own
         return fused
 
     def same(self, one: str, other: str) -> bool:
@@ -86,10 +93,11 @@ class Checkpoint:
             for a, b in zip(first.split(rows), second.split(rows), strict=True)
         )
 
-    def require_all_used(self, *, but: Collection[str] = ()) -> None:
-        """Raises ModelError on unrequested tensors, except ``but``: they would silently have no effect."""
+    def require_all_used(self, *, but: Collection[str] = (), ignored: tuple[str, ...] = ()) -> None:
+        """Raises ModelError on unrequested tensors, except ``but`` and those whose name begins with one of
+        ``ignored``: they would silently have no effect."""
         left = {name for name in self._where if not name.endswith(_IGNORED_SUFFIXES)} - set(self._fills)
-        left -= set(but)
+        left = {name for name in left if not name.startswith(ignored)} - set(but)
         if left:
             names = ", ".join(sorted(left)[:3])
             raise ModelError(
@@ -98,8 +106,9 @@ class Checkpoint:
 
     def load(self) -> None:
         """Fill every tensor that ``get`` returned, in file order."""
-        order = sorted(self._fills, key=lambda name: (self._order[name], self._fills[name].source.data_ptr()))
-        fills = [self._fills[name] for name in order]
+        placed = [(self._order[name], fill) for name, own in self._fills.items() for fill in own]
+        placed.sort(key=lambda found: (found[0], found[1].source.data_ptr()))
+        fills = [fill for _, fill in placed]
         total = sum(fill.source.nbytes for fill in fills)
         with progress_bar(total) as progress:
             task = progress.add_task(f"loading {self._folder.name}", total=total)

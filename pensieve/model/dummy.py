@@ -40,17 +40,21 @@ class DummySource:
         return True
 
     def get(
-        self, names: Sequence[str], shape: tuple[int, ...], tensor_slice: TensorSlice = WHOLE_TENSOR
+        self,
+        names: Sequence[str],
+        shape: tuple[int, ...],
+        tensor_slice: TensorSlice = WHOLE_TENSOR,
+        dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        return tensor_slice.select_joined(self._whole(names, shape))
+        return tensor_slice.select_joined(self._whole(names, shape, dtype or self._dtype))
 
-    def _whole(self, names: Sequence[str], shape: tuple[int, ...]) -> torch.Tensor:
-        if names[0].endswith(".bias"):
-            return torch.zeros(shape, dtype=self._dtype, device=self._device)
+    def _whole(self, names: Sequence[str], shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        if names[0].endswith((".bias", ".sinks")):
+            return torch.zeros(shape, dtype=dtype, device=self._device)
         if len(shape) == 1:
-            return torch.ones(shape, dtype=self._dtype, device=self._device)
+            return torch.ones(shape, dtype=dtype, device=self._device)
         # Seeded by name: values do not depend on the order of requests.
         self._generator.manual_seed(self._seed ^ zlib.crc32(" ".join(names).encode()))
         gain = QKV_GAIN if names[0].endswith("q_proj.weight") else 1.0
-        weight = torch.empty(shape, dtype=self._dtype, device=self._device)
+        weight = torch.empty(shape, dtype=dtype, device=self._device)
         return weight.normal_(0.0, gain / shape[-1] ** 0.5, generator=self._generator)

@@ -8,7 +8,33 @@ from typing import Any, Final
 
 from pensieve.model.arch import ModelError
 
-_DEFAULTS: Final = {"opt": 2, "llama": 2, "mistral": 2, "seed_oss": 2}
+_DEFAULTS: Final = {
+    "arcee": (128001,),
+    "cohere": (255001,),
+    "cohere2": (255001,),
+    "cwm": (128001, 128008, 128009),
+    "exaone4": (2,),
+    "gemma": (1,),
+    "gemma2": (1,),
+    "gemma3": (1,),
+    "gemma3_text": (1,),
+    "glm": (151329, 151336, 151338),
+    "glm4": (151329, 151336, 151338),
+    "granite": (2,),
+    "helium": (2,),
+    "llama": (2,),
+    "ministral": (2,),
+    "ministral3": (2,),
+    "mistral": (2,),
+    "olmo2": (50279,),
+    "olmo3": (50279,),
+    "opt": (2,),
+    "phi3": (32000,),
+    "seed_oss": (2,),
+    "smollm3": (128001,),
+    "stablelm": (0,),
+    "starcoder2": (50256,),
+}
 """Default of ``eos_token_id`` in transformers' config class; the other families have none."""
 
 
@@ -26,8 +52,7 @@ def default_eos_ids(config: Mapping[str, Any], generation: Mapping[str, Any]) ->
     """Return the family's end of text, for a folder without ``eos_token_id`` in either file. Empty if
     the family has none, or if a file has the field, even as null."""
     is_named = "eos_token_id" in config or "eos_token_id" in generation
-    default = None if is_named else _DEFAULTS.get(str(config.get("model_type", "")))
-    return () if default is None else (default,)
+    return () if is_named else _DEFAULTS.get(str(config.get("model_type", "")), ())
 
 
 def _ids(file: str, value: object) -> list[int]:

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from pensieve.core import Sampling
 from pensieve.gguf import GgufError, GgufFile, read_gguf
-from pensieve.model.arch import Arch, ModelError
+from pensieve.model.arch import Arch, ModelError, with_divisors
 from pensieve.model.families import READERS, generation_defaults
 
 ARCHITECTURES: Final = ("llama", "qwen2", "qwen3")
@@ -78,7 +78,9 @@ def _arch(file: GgufFile) -> Arch:
     # A config.json has one flag for several biases; the file shows each.
     return replace(
         arch,
-        rope=replace(arch.rope, divisors=_rope_divisors(file, config["head_dim"])) if arch.rope else None,
+        layers=with_divisors(arch.layers, _rope_divisors(file, config["head_dim"])),
+        # A window holds for layers that the file does not name: inside it all layers see everything.
+        context_limit=min(arch.context_limit, _window(file, family)),
         qkv_bias="blk.0.attn_q.bias" in file.tensors,
         output_bias="blk.0.attn_output.bias" in file.tensors,
         mlp_bias="blk.0.ffn_down.bias" in file.tensors,
@@ -123,15 +125,17 @@ def _config(file: GgufFile, family: str) -> dict[str, Any]:
         "max_position_embeddings": file.integer(f"{family}.context_length"),
         "rms_norm_eps": file.number(f"{family}.attention.layer_norm_rms_epsilon"),
         "rope_parameters": _rope(file, family),
-        # The file names a window only if it is used.
-        "sliding_window": file.metadata.get(f"{family}.attention.sliding_window") or None,
-        "use_sliding_window": True,
-        "max_window_layers": 0,
+        "sliding_window": None,
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "dtype": _dtype(file),
         "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": file.eos_token_ids(),
     }
+
+
+def _window(file: GgufFile, family: str) -> int:
+    """Return the sliding window, which the file names only if it is used; else the context length."""
+    return file.integer(f"{family}.attention.sliding_window", 0) or file.integer(f"{family}.context_length")
 
 
 def _per_layer(file: GgufFile, key: str, default: int | None = None) -> int:

@@ -86,7 +86,11 @@ class GgufCheckpoint:
         return one == other
 
     def get(
-        self, names: Sequence[str], shape: tuple[int, ...], tensor_slice: TensorSlice = WHOLE_TENSOR
+        self,
+        names: Sequence[str],
+        shape: tuple[int, ...],
+        tensor_slice: TensorSlice = WHOLE_TENSOR,
+        dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
         """See ``TensorSource.get``. The result is allocated but has no values before ``load``."""
         ours = [gguf_name(name) for name in names]
@@ -107,7 +111,7 @@ class GgufCheckpoint:
         columns = slice(*(tensor_slice.columns or slice(None)).indices(width)[:2])
         lengths = [kept.stop - kept.start for kept in rows]
         shape = (sum(lengths), columns.stop - columns.start) if len(shape) > 1 else (sum(lengths),)
-        fused = torch.empty(shape, dtype=self._dtype, device=self._device)
+        fused = torch.empty(shape, dtype=dtype or self._dtype, device=self._device)
         for name, place, kept, target in zip(ours, places, rows, fused.split(lengths), strict=True):
             rotated = self._interleaved if ".attn_q." in name or ".attn_k." in name else 0
             self._pieces += _pieces_of(place, kept, columns, rotated, target)

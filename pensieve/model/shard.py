@@ -30,6 +30,10 @@ class Shard:
         if self.ranks == 1:
             return whole
         heads, kv_heads, ranks = whole.num_heads, whole.num_kv_heads, self.ranks
+        if whole.qk_norm == "projection":
+            raise ModelError(
+                f"{whole.family} normalises all queries and keys of a token together: it cannot be divided over ranks"
+            )
         if heads % ranks:
             raise ModelError(f"{heads} attention heads do not divide over {ranks} ranks{_instead(whole)}")
         if kv_heads % ranks and ranks % kv_heads:
@@ -75,6 +79,8 @@ WHOLE_MODEL = Shard()
 def divisors(whole: Arch, most: int = 8) -> list[int]:
     """Return the numbers of ranks, up to ``most``, over which a model can be divided."""
     kv_heads = whole.num_kv_heads
+    if whole.qk_norm == "projection":
+        return [1]
     return [
         ranks
         for ranks in range(1, most + 1)

@@ -22,7 +22,10 @@ class TensorSlice:
     """Rows of each of several concatenated tensors."""
 
     def select(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the parts as views; nothing is read from a mapped file yet."""
+        """Return the parts as views; nothing is read from a mapped file yet. A single tensor may hold all that
+        ``lengths`` names."""
+        if len(tensors) == 1 and len(self.lengths) > 1:
+            tensors = tensors[0].split(self.lengths)
         rows = self.rows or (_EVERY,) * len(tensors)
         return [
             tensor[kept] if self.columns is None else tensor[kept, self.columns]

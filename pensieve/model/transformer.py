@@ -8,6 +8,7 @@ attention output.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -19,6 +20,9 @@ from pensieve.model.collective import SINGLE_RANK, BufferIndex, Collective
 from pensieve.model.ops import TORCH_OPS, DecoderOps
 from pensieve.model.shard import Shard
 from pensieve.model.weights import LayerWeights, Linear, NormWeights, Weights
+
+_Angles = tuple[torch.Tensor, torch.Tensor] | tuple[None, None]
+"""Cosine and sine of every token's angles, each [T, D/2]; None: no rotation."""
 
 
 class Attend(Protocol):
@@ -38,12 +42,23 @@ class Transformer:
         self, arch: Arch, weights: Weights, ops: DecoderOps = TORCH_OPS, collective: Collective = SINGLE_RANK
     ) -> None:
         """``arch`` and ``weights``: of the whole model, or of one rank's shard, combined by ``collective``."""
+        if not all(layer.attends and layer.state is None and layer.mlp == "dense" for layer in arch.layers):
+            raise NotImplementedError(
+                "a layer without attention, with a recurrent mixer or without a dense MLP"
+            )
         self.arch = arch
         self.weights = weights
         self.ops = ops
         self.collective = collective
-        device = weights.embedding.device
-        self._inverse_frequency = inverse_frequency(arch.rope, arch.head_dim, device) if arch.rope else None
+        device, dtype = weights.embedding.device, weights.embedding.dtype
+        ropes = arch.ropes
+        self._rotations = [_Rotation.make(rope, arch.head_dim, device) for rope in ropes]
+        self._rope_of = [None if layer.rope is None else ropes.index(layer.rope) for layer in arch.layers]
+        scale = arch.embedding_scale
+        self._embedding_scale = None if scale is None else torch.tensor(scale).to(dtype).item()
+        norms = [layer.mixer_norm for layer in weights.layers]
+        self._next_norms = (*norms[1:], weights.final_norm)
+        """The norm that follows each layer: the next layer's, or the final one."""
 
     def forward(
         self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend, sample_rows: torch.Tensor
@@ -51,45 +66,89 @@ class Transformer:
         """Return the logits after the tokens at ``sample_rows``, float32 [S, vocab]. ``tokens`` and
         ``positions`` [T]: concatenated spans in any order. ``sample_rows`` [S], S ≥ 0. All int32 or int64.
         Never waits for the device, and does the same work whatever the values: can be captured in a graph."""
-        weights, ops, eps = self.weights, self.ops, self.arch.norm_eps
+        weights, arch = self.weights, self.arch
         x = F.embedding(tokens, weights.embedding)
+        if self._embedding_scale is not None:
+            x = x * self._embedding_scale
         if weights.positions is not None:
-            x = x + F.embedding(positions + self.arch.position_offset, weights.positions)
-        cos, sin = self._angles(positions, x.dtype)
+            x = x + F.embedding(positions + arch.position_offset, weights.positions)
+        angles = [rotation.angles(positions, x.dtype) for rotation in self._rotations]
+        growth = self._query_growth(positions, x.dtype)
         # Each residual sum is fused with the following norm: the next layer's, or the final one.
-        first = weights.layers[0].attention_norm
-        next_norms = [layer.attention_norm for layer in weights.layers[1:]] + [weights.final_norm]
-        normed = ops.norm(x, first.weight, first.bias, eps)
-        for index, (layer, next_norm) in enumerate(zip(weights.layers, next_norms, strict=True)):
-            prep = HeadPrep(cos, sin, layer.query_norm, layer.key_norm, eps)
-            attention = self._attention(index, layer, normed, prep, attend)
-            if index == len(next_norms) - 1:
+        normed = self._norm(x, weights.layers[0].mixer_norm)
+        for index, (layer, next_norm) in enumerate(zip(weights.layers, self._next_norms, strict=True)):
+            rope = self._rope_of[index]
+            rotation = (None, None) if rope is None else angles[rope]
+            mixed = self._attention(index, normed, rotation, growth, attend)
+            if index == arch.num_layers - 1:
                 # After the last attention only sampled tokens matter.
-                x, attention = x.index_select(0, sample_rows), attention.index_select(0, sample_rows)
-            norm = layer.mlp_norm
-            x, normed = self._end_block(0, x, attention, layer.output, norm)
-            up = ops.activate(_linear(normed, layer.up), self.arch.gated_mlp, self.arch.activation)
-            x, normed = self._end_block(1, x, up, layer.down, next_norm)
+                x, mixed = x.index_select(0, sample_rows), mixed.index_select(0, sample_rows)
+                normed = normed.index_select(0, sample_rows) if arch.parallel_blocks else normed
+            if arch.parallel_blocks:
+                block = _linear(mixed, layer.attention.output) + self._mlp(layer, normed)
+                x, normed = self._add(x, self.collective.all_reduce(block), None, next_norm)
+                continue
+            output, post = layer.attention.output, layer.post_mixer_norm
+            x, normed = self._end_block(0, x, mixed, output, (post, layer.mlp_norm))
+            up, post = self._up(layer, normed), layer.post_mlp_norm
+            x, normed = self._end_block(1, x, up, layer.mlp.down, (post, next_norm))
         return self._logits(normed)
 
     def _attention(
-        self, index: int, layer: LayerWeights, x: torch.Tensor, prep: HeadPrep, attend: Attend
+        self, index: int, x: torch.Tensor, angles: _Angles, growth: torch.Tensor | None, attend: Attend
     ) -> torch.Tensor:
-        """Return the attention output before its projection, [T, Hq * D]."""
-        arch = self.arch
+        """Return the attention output before its projection, [T, Hq * D]. ``growth`` [T, 1]: factor of queries."""
+        arch, attention = self.arch, self.weights.layers[index].attention
         heads = arch.num_heads + 2 * arch.num_kv_heads
-        qkv = _linear(x, layer.qkv).view(len(x), heads, arch.head_dim)
-        return attend(index, qkv, prep).reshape(len(x), arch.num_heads * arch.head_dim)
+        qkv = _linear(x, attention.qkv)
+        query_norm, key_norm = attention.query_norm, attention.key_norm
+        if arch.qk_norm == "projection":
+            assert query_norm is not None and key_norm is not None
+            queries, keys = len(query_norm), len(key_norm)
+            self._norm_in_place(qkv[:, :queries], query_norm)
+            self._norm_in_place(qkv[:, queries : queries + keys], key_norm)
+            query_norm = key_norm = None
+        if growth is not None:
+            qkv[:, : arch.num_heads * arch.head_dim].mul_(growth)
+        prep = HeadPrep(*angles, query_norm, key_norm, arch.norm_eps, attention.sinks)
+        out = attend(index, qkv.view(len(x), heads, arch.head_dim), prep)
+        return out.reshape(len(x), arch.num_heads * arch.head_dim)
+
+    def _query_growth(self, positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+        """Return the factor of every token's queries, [T, 1]; None: 1."""
+        if self.arch.query_growth is None:
+            return None
+        slope, original = self.arch.query_growth
+        growth = 1 + slope * torch.log(1 + torch.floor(positions[:, None] / original))
+        return growth.to(dtype)
+
+    def _norm_in_place(self, x: torch.Tensor, weight: torch.Tensor) -> None:
+        x.copy_(self.ops.norm(x, weight, None, self.arch.norm_eps))
+
+    def _mlp(self, layer: LayerWeights, x: torch.Tensor) -> torch.Tensor:
+        """Return the MLP's output [T, W], before it is reduced over the ranks."""
+        return _linear(self._up(layer, x), layer.mlp.down)
+
+    def _up(self, layer: LayerWeights, x: torch.Tensor) -> torch.Tensor:
+        """Return the MLP's inner values before its last product, [T, I]."""
+        return self.ops.activate(_linear(x, layer.mlp.up), self.arch.gated_mlp, self.arch.activation)
 
     def _end_block(
-        self, slot: BufferIndex, x: torch.Tensor, block: torch.Tensor, linear: Linear, norm: NormWeights
+        self,
+        slot: BufferIndex,
+        x: torch.Tensor,
+        block: torch.Tensor,
+        linear: Linear,
+        norms: tuple[NormWeights | None, NormWeights | None],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add the block's last product, reduced over the ranks, to ``x`` [T, W]; return the sum and its norm."""
+        """Add the block's last product, reduced over the ranks, to ``x`` [T, W]; return the sum and its norm.
+        ``norms``: of the product, and of the sum."""
         eps, (rows, width) = self.arch.norm_eps, x.shape
-        room = self.collective.reduce_buffer((rows, width), x.dtype, slot)
-        if room is None:
-            delta = self.collective.all_reduce(_linear(block, linear))
-            return self.ops.add_norm(x, delta, norm.weight, norm.bias, eps)
+        post, norm = norms
+        plain = post is None and norm is not None and self.arch.residual_scale is None
+        room = self.collective.reduce_buffer((rows, width), x.dtype, slot) if plain else None
+        if room is None or norm is None:
+            return self._add(x, self.collective.all_reduce(_linear(block, linear)), post, norm)
         step = -(-rows // room.pieces)
         for start in range(0, rows, step):
             end = min(start + step, rows)
@@ -97,36 +156,80 @@ class Transformer:
             room.rows_ready(start, end)
         return room.add_norm(x, norm.weight, norm.bias, eps, self.ops.add_norm)
 
+    def _add(
+        self, x: torch.Tensor, delta: torch.Tensor, post: NormWeights | None, norm: NormWeights | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add a block's output to ``x`` [T, W]; return the sum and its norm, or the sum twice without one."""
+        if post is not None:
+            delta = self.ops.norm(delta, post.weight, post.bias, self.arch.norm_eps)
+        if self.arch.residual_scale is not None:
+            delta = delta * self.arch.residual_scale
+        if norm is None:
+            x = x + delta
+            return x, x
+        return self.ops.add_norm(x, delta, norm.weight, norm.bias, self.arch.norm_eps)
+
+    def _norm(self, x: torch.Tensor, norm: NormWeights | None) -> torch.Tensor:
+        return x if norm is None else self.ops.norm(x, norm.weight, norm.bias, self.arch.norm_eps)
+
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
         """Return float32 [S, vocab], the same on every rank."""
         part, ranks, size = _linear(x, self.weights.head), self.collective.ranks, self.arch.vocab_size
-        if ranks == 1:
-            return part.float()
-        missing = Shard(self.collective.rank, ranks).vocabulary_width(size) - part.shape[1]
-        parts = self.collective.all_gather(F.pad(part, (0, missing)) if missing else part)
-        return parts.transpose(0, 1).flatten(1)[:, :size].float()
+        if ranks > 1:
+            missing = Shard(self.collective.rank, ranks).vocabulary_width(size) - part.shape[1]
+            parts = self.collective.all_gather(F.pad(part, (0, missing)) if missing else part)
+            part = parts.transpose(0, 1).flatten(1)[:, :size]
+        logits, cap = part.float(), self.arch.logit_softcap
+        if self.arch.logit_scale is not None:
+            logits = logits * self.arch.logit_scale
+        return logits if cap is None else torch.tanh(logits / cap) * cap
 
-    def _angles(
-        self, positions: torch.Tensor, dtype: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
-        """Return cosine and sine of every token's angles, each [T, D/2]; all layers share them."""
-        if self._inverse_frequency is None:
-            return None, None
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Rotation:
+    """One kind of rotary positions, on the device."""
+
+    frequency: torch.Tensor
+    """Radians per position of each pair, float32 [D/2]."""
+    magnitude: torch.Tensor | None
+    """Factor of each pair's cosine and sine, float32 [D/2]; None: 1."""
+
+    @classmethod
+    def make(cls, rope: Rope, head_dim: int, device: torch.device) -> _Rotation:
+        frequency = inverse_frequency(rope, head_dim, device)
+        if rope.magnitude == 1.0:
+            return cls(frequency, None)
+        magnitude = torch.ones_like(frequency)
+        magnitude[: (head_dim if rope.rotated is None else rope.rotated) // 2] = rope.magnitude
+        return cls(frequency, magnitude)
+
+    def angles(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cosine and sine of every token's angles, each [T, D/2]."""
         # float32 whatever the model's dtype: bfloat16 cannot distinguish large positions.
-        angles = positions[:, None].float() * self._inverse_frequency
-        return angles.cos().to(dtype), angles.sin().to(dtype)
+        angles = positions[:, None].float() * self.frequency
+        cos, sin = angles.cos(), angles.sin()
+        if self.magnitude is not None:
+            cos, sin = cos * self.magnitude, sin * self.magnitude
+        return cos.to(dtype), sin.to(dtype)
 
 
 def inverse_frequency(rope: Rope, head_dim: int, device: torch.device) -> torch.Tensor:
-    """Return radians per position of each pair of a head's values, float32 [D/2]."""
-    exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
+    """Return radians per position of each pair of a head's values, float32 [D/2]; 0 for pairs that are not rotated."""
+    rotated = head_dim if rope.rotated is None else rope.rotated
+    exponent = torch.arange(0, rotated, 2, dtype=torch.float32, device=device) / rotated
     frequency = 1.0 / rope.theta**exponent
     if rope.divisors:
         frequency = frequency / torch.tensor(rope.divisors, dtype=torch.float32, device=device)
     if rope.scaling == "linear":
-        return frequency / rope.factor
-    if rope.scaling == "default":
-        return frequency
+        frequency = frequency / rope.factor
+    elif rope.scaling == "llama3":
+        frequency = _llama3(rope, frequency)
+    elif rope.scaling == "yarn":
+        frequency = _yarn(rope, frequency, 1.0 / (rope.factor * rope.theta**exponent))
+    return F.pad(frequency, (0, (head_dim - rotated) // 2)) if rotated < head_dim else frequency
+
+
+def _llama3(rope: Rope, frequency: torch.Tensor) -> torch.Tensor:
     wavelength = 2 * math.pi / frequency
     # 0 where the wavelength is long relative to the original context (scaled), 1 where it is short
     # (unchanged).
@@ -135,6 +238,26 @@ def inverse_frequency(rope: Rope, head_dim: int, device: torch.device) -> torch.
     )
     kept = blend.clamp(0.0, 1.0)
     return frequency * (kept + (1.0 - kept) / rope.factor)
+
+
+def _yarn(rope: Rope, frequency: torch.Tensor, divided: torch.Tensor) -> torch.Tensor:
+    """Blend the frequencies with those divided by the factor. The order of operations is that of transformers: one
+    bit of a frequency is an angle of some size at a large position."""
+    rotated = 2 * len(frequency)
+
+    def pair(turns: float) -> float:
+        """Return the index, a fraction, of the pair that turns this often within the original context."""
+        return (rotated * math.log(rope.original_context / (turns * 2 * math.pi))) / (
+            2 * math.log(rope.theta)
+        )
+
+    low, high = pair(rope.beta_fast), pair(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rotated - 1)
+    index = torch.arange(len(frequency), dtype=torch.float32, device=frequency.device)
+    kept = 1 - ((index - low) / (high - low or 0.001)).clamp(0.0, 1.0)  # the blend must have a width
+    return divided * (1 - kept) + frequency * kept
 
 
 def _product(x: torch.Tensor, linear: Linear, out: torch.Tensor) -> None:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Final, Literal, Protocol
+from typing import Literal, Protocol
 
 import torch
 
@@ -15,10 +15,10 @@ from pensieve.model.arch import Arch, ModelError
 from pensieve.model.checkpoint import Checkpoint
 from pensieve.model.dummy import DummySource
 from pensieve.model.shard import WHOLE_MODEL, Shard
+from pensieve.model.tensor_names import HEAD, tensor_names
 from pensieve.model.tensor_slice import NO_ROWS, WHOLE_TENSOR, TensorSlice
 
 LoadFormat = Literal["auto", "safetensors", "dummy"]
-_HEAD: Final = "lm_head.weight"
 
 log = logging.getLogger(__name__)
 
@@ -38,23 +38,45 @@ class NormWeights:
     """Weights of an RMS norm or, with a bias, of a LayerNorm."""
 
     weight: torch.Tensor
+    """In the model's dtype; float32 with ``Arch.unit_offset``."""
     bias: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionWeights:
+    """The attention of one layer. Values of query and key heads are in ``Rope.head_order``."""
+
+    qkv: Linear
+    """Rows: queries [Hq * D], keys [Hkv * D], values [Hkv * D]."""
+    output: Linear
+    query_norm: torch.Tensor | None = None
+    """[D] or, with ``Arch.qk_norm`` "projection", [Hq * D]."""
+    key_norm: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
+    """[Hq]"""
+
+
+@dataclass(frozen=True, slots=True)
+class MlpWeights:
+    """The dense MLP of one layer."""
+
+    up: Linear
+    """Gated: rows of the gate [I], then of the projection [I]."""
+    down: Linear
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
     """One layer; projections of the same input are fused."""
 
-    attention_norm: NormWeights
-    qkv: Linear
-    """Rows: queries [Hq * D], keys [Hkv * D], values [Hkv * D]."""
-    output: Linear
-    mlp_norm: NormWeights
-    up: Linear
-    """Gated: rows of the gate [I], then of the projection [I]."""
-    down: Linear
-    query_norm: torch.Tensor | None
-    key_norm: torch.Tensor | None
+    mixer_norm: NormWeights | None
+    """Norm of the input of attention and of a recurrent mixer."""
+    attention: AttentionWeights
+    mlp_norm: NormWeights | None
+    mlp: MlpWeights
+    post_mixer_norm: NormWeights | None = None
+    """Norm of the mixer's output, before it is added."""
+    post_mlp_norm: NormWeights | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,55 +91,6 @@ class Weights:
     final_norm: NormWeights
     head: Linear
     """In a shard: the rows of its part of the vocabulary."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Names:
-    """Tensor names of a family's checkpoints, without the prefix in which base and causal models differ."""
-
-    prefixes: tuple[str, ...]
-    layers: str
-    final_norm: str
-    attention_norm: str
-    mlp_norm: str
-    output: str
-    up: tuple[str, ...]
-    down: str
-    positions: str = ""
-    embedding: str = "embed_tokens"
-    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-
-
-_LLAMA = _Names(
-    prefixes=("model.", ""),
-    layers="layers",
-    final_norm="norm",
-    attention_norm="input_layernorm",
-    mlp_norm="post_attention_layernorm",
-    output="self_attn.o_proj",
-    up=("mlp.gate_proj", "mlp.up_proj"),
-    down="mlp.down_proj",
-)
-_OPT = _Names(
-    prefixes=("model.decoder.", "decoder.", ""),
-    layers="layers",
-    final_norm="final_layer_norm",
-    attention_norm="self_attn_layer_norm",
-    mlp_norm="final_layer_norm",
-    output="self_attn.out_proj",
-    up=("fc1",),
-    down="fc2",
-    positions="embed_positions",
-)
-_TABLES = {
-    "opt": _OPT,
-    "llama": _LLAMA,
-    "mistral": _LLAMA,
-    "qwen2": _LLAMA,
-    "qwen3": _LLAMA,
-    "seed_oss": _LLAMA,
-}
-"""Tensor names of each ``Arch.family``."""
 
 
 class TensorSource(Protocol):
@@ -135,10 +108,14 @@ class TensorSource(Protocol):
         ...
 
     def get(
-        self, names: Sequence[str], shape: tuple[int, ...], tensor_slice: TensorSlice = WHOLE_TENSOR
+        self,
+        names: Sequence[str],
+        shape: tuple[int, ...],
+        tensor_slice: TensorSlice = WHOLE_TENSOR,
+        dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
         """Return the ``tensor_slice`` part of the named tensors, concatenated along the first axis; whole,
-        they have ``shape`` together. Raises ModelError."""
+        they have ``shape`` together. ``dtype`` None: the model's. Raises ModelError."""
         ...
 
 
@@ -173,8 +150,9 @@ def load_weights(
             log.warning("%s is not read: the folder has %s", files.INDEX, files.SINGLE)
         assembler = _Assembler(arch, checkpoint, shard)
         weights = assembler.weights()
-        checkpoint.require_all_used(but=assembler.duplicates)
+        checkpoint.require_all_used(but=assembler.duplicates, ignored=assembler.names.ignored)
         checkpoint.load()
+        finish(weights, arch)
     except torch.OutOfMemoryError as error:
         needed = shard.arch(arch).num_parameters * dtype.itemsize
         free, total = torch.cuda.mem_get_info(device)
@@ -193,6 +171,7 @@ def _from_gguf(path: Path, arch: Arch, dtype: torch.dtype, device: torch.device,
     weights = _Assembler(arch, checkpoint, shard).weights()
     checkpoint.require_all_used()
     checkpoint.load()
+    finish(weights, arch)
     return weights
 
 
@@ -214,12 +193,55 @@ def tensors_of(value: object) -> Iterator[torch.Tensor]:
             yield from tensors_of(getattr(value, field.name))
 
 
+@torch.no_grad()
+def finish(weights: Weights, arch: Arch) -> None:
+    """Turn a checkpoint's values into those that are computed with, in place: bring the values of heads in order,
+    and add 1 to norm weights that are stored without it. ``arch``: of the whole model, or of the shard."""
+    for layer, described in zip(weights.layers, arch.layers, strict=True):
+        order = described.rope.head_order(arch.head_dim) if described.rope else None
+        if order is not None:
+            _reorder(layer.attention, torch.tensor(order, device=weights.embedding.device))
+    if arch.unit_offset:
+        norms = [part for layer in weights.layers for part in _norms(layer)]
+        for weight in [*norms, weights.final_norm.weight]:
+            weight.add_(1.0)
+
+
+def _reorder(attention: AttentionWeights, order: torch.Tensor) -> None:
+    """Reorder the values of every query and key head."""
+    head_dim = len(order)
+    rows = _query_and_key_rows(attention)
+    for part in tensors_of(attention.qkv):
+        heads = part[:rows].unflatten(0, (-1, head_dim))
+        heads.copy_(heads[:, order])
+    for norm in (attention.query_norm, attention.key_norm):
+        if norm is not None:
+            heads = norm.unflatten(0, (-1, head_dim))  # one, or all with ``Arch.qk_norm`` "projection"
+            heads.copy_(heads[:, order])
+
+
+def _query_and_key_rows(attention: AttentionWeights) -> int:
+    """Return the rows of ``qkv`` that are queries or keys; in a shard, too."""
+    queries = attention.output.weight.shape[1]
+    return queries + (attention.qkv.weight.shape[0] - queries) // 2
+
+
+def _norms(layer: LayerWeights) -> Iterator[torch.Tensor]:
+    """Yield the weights of a layer's norms."""
+    for norm in (layer.mixer_norm, layer.post_mixer_norm, layer.mlp_norm, layer.post_mlp_norm):
+        if norm is not None:
+            yield norm.weight
+    for weight in (layer.attention.query_norm, layer.attention.key_norm):
+        if weight is not None:
+            yield weight
+
+
 class _Assembler:
     """Assembles a shard's ``Weights`` from a source."""
 
     def __init__(self, arch: Arch, source: TensorSource, shard: Shard) -> None:
         """``arch``: of the whole model. Raises ModelError."""
-        self.arch, self.source, self.names = arch, source, _TABLES[arch.family]
+        self.arch, self.source, self.names = arch, source, tensor_names(arch.family)
         self.shard = shard
         shard.arch(arch)  # raises if the model cannot be divided
         self.duplicates: tuple[str, ...] = ()
@@ -235,7 +257,7 @@ class _Assembler:
         arch = self.arch
         embedding = self._embedding()
         positions = None
-        if arch.rope is None:
+        if arch.learned_positions:
             shape = (arch.position_offset + arch.context_limit, arch.hidden_size)
             positions = self._tensor(self.names.positions, shape)
         layers = tuple(self._layer(f"{self.names.layers}.{index}.") for index in range(arch.num_layers))
@@ -245,8 +267,8 @@ class _Assembler:
     def _embedding(self) -> torch.Tensor:
         """[vocab, hidden]"""
         name = f"{self.prefix}{self.names.embedding}.weight"
-        if self.arch.tied_embeddings and name not in self.source and _HEAD in self.source:
-            name = _HEAD
+        if self.arch.tied_embeddings and name not in self.source and HEAD in self.source:
+            name = HEAD
         return self.source.get([name], (self.arch.vocab_size, self.arch.hidden_size))
 
     def _head(self, embedding: torch.Tensor) -> torch.Tensor:
@@ -256,41 +278,61 @@ class _Assembler:
         shape, tokens = (arch.vocab_size, arch.hidden_size), self.shard.vocabulary(arch.vocab_size)
         name = f"{self.prefix}{self.names.embedding}.weight"
         if arch.tied_embeddings:
-            both = _HEAD in source and name in source
-            if not both or source.same(_HEAD, name):
-                self.duplicates = (_HEAD,)
+            both = HEAD in source and name in source
+            if not both or source.same(HEAD, name):
+                self.duplicates = (HEAD,)
                 return embedding if self.shard.ranks == 1 else embedding[tokens]
             log.warning(
                 "config.json says tie_word_embeddings, but %s differs from %s: the head is used as it is",
-                _HEAD,
+                HEAD,
                 name,
             )
-        elif _HEAD not in source:
+        elif HEAD not in source:
             raise ModelError(
-                f"{source.name}: no tensor {_HEAD}, and config.json: tie_word_embeddings is false"
+                f"{source.name}: no tensor {HEAD}, and config.json: tie_word_embeddings is false"
             )
-        return source.get([_HEAD], shape, TensorSlice((tokens,)))
+        return source.get([HEAD], shape, TensorSlice((tokens,)))
 
     def _layer(self, at: str) -> LayerWeights:
-        arch, names, shard = self.arch, self.names, self.shard
-        hidden, inner = arch.hidden_size, arch.intermediate_size
-        queries, keys = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
-        qkv = [at + name for name in names.qkv]
-        up = [at + name for name in names.up]
-        kv_heads = shard.kv_heads(arch.num_kv_heads)
-        own_keys = slice(kv_heads.start * arch.head_dim, kv_heads.stop * arch.head_dim)
-        qkv_slice = TensorSlice((shard.even(queries), own_keys, own_keys), lengths=(queries, keys, keys))
-        up_slice = TensorSlice((shard.even(inner),) * len(up), lengths=(inner,) * len(up))
-        head_norm = (arch.head_dim,)
+        arch, names = self.arch, self.names
+        before, after = arch.norms != "after", arch.norms != "before"
         return LayerWeights(
-            attention_norm=self._norm(at + names.attention_norm),
-            qkv=self._column_parallel(qkv, (queries + 2 * keys, hidden), qkv_slice, arch.qkv_bias),
-            output=self._row_parallel(at + names.output, (hidden, queries), arch.output_bias),
-            mlp_norm=self._norm(at + names.mlp_norm),
-            up=self._column_parallel(up, (inner * len(up), hidden), up_slice, arch.mlp_bias),
-            down=self._row_parallel(at + names.down, (hidden, inner), arch.mlp_bias),
-            query_norm=self._tensor(at + "self_attn.q_norm", head_norm) if arch.qk_norm else None,
-            key_norm=self._tensor(at + "self_attn.k_norm", head_norm) if arch.qk_norm else None,
+            mixer_norm=self._norm(at + names.mixer_norm) if before else None,
+            attention=self._attention(at),
+            mlp_norm=self._norm(at + names.mlp_norm) if before and not arch.parallel_blocks else None,
+            mlp=self._mlp(at),
+            post_mixer_norm=self._norm(at + names.post_mixer_norm) if after else None,
+            post_mlp_norm=self._norm(at + names.post_mlp_norm) if after else None,
+        )
+
+    def _attention(self, at: str) -> AttentionWeights:
+        arch, names, shard, dim = self.arch, self.names, self.shard, self.arch.head_dim
+        queries, keys = arch.num_heads * dim, arch.num_kv_heads * dim
+        kv_heads = shard.kv_heads(arch.num_kv_heads)
+        own_keys = slice(kv_heads.start * dim, kv_heads.stop * dim)
+        qkv = [at + name for name in names.qkv]
+        qkv_slice = TensorSlice((shard.even(queries), own_keys, own_keys), lengths=(queries, keys, keys))
+        query_norm = key_norm = sinks = None
+        if arch.qk_norm is not None:
+            of_head = arch.qk_norm == "head"
+            query_norm = self._norm_weight(at + names.query_norm, dim if of_head else queries)
+            key_norm = self._norm_weight(at + names.key_norm, dim if of_head else keys)
+        if arch.sinks:
+            heads = TensorSlice((shard.even(arch.num_heads),))
+            sinks = self.source.get([f"{self.prefix}{at}{names.sinks}"], (arch.num_heads,), heads)
+        return AttentionWeights(
+            self._column_parallel(qkv, (queries + 2 * keys, arch.hidden_size), qkv_slice, arch.qkv_bias),
+            self._row_parallel(at + names.output, (arch.hidden_size, queries), arch.output_bias),
+            query_norm, key_norm, sinks,
+        )  # fmt: skip
+
+    def _mlp(self, at: str) -> MlpWeights:
+        arch, names, inner = self.arch, self.names, self.arch.intermediate_size
+        up, parts = [at + name for name in names.up], 1 + arch.gated_mlp
+        up_slice = TensorSlice((self.shard.even(inner),) * parts, lengths=(inner,) * parts)
+        return MlpWeights(
+            self._column_parallel(up, (inner * parts, arch.hidden_size), up_slice, arch.mlp_bias),
+            self._row_parallel(at + names.down, (arch.hidden_size, inner), arch.mlp_bias),
         )
 
     def _column_parallel(
@@ -316,12 +358,17 @@ class _Assembler:
         return Linear(weight, values if leads else None)
 
     def _norm(self, name: str) -> NormWeights:
-        shape = (self.arch.hidden_size,)
-        bias = [f"{self.prefix}{name}.bias"]
-        return NormWeights(
-            self._tensor(name, shape),
-            self.source.get(bias, shape) if self.arch.norm == "layer" else None,
-        )
+        hidden = self.arch.hidden_size
+        weight = self._norm_weight(name, hidden)
+        if self.arch.norm == "rms":
+            return NormWeights(weight, None)
+        if not self.arch.norm_bias:
+            return NormWeights(weight, torch.zeros_like(weight))
+        return NormWeights(weight, self.source.get([f"{self.prefix}{name}.bias"], (hidden,)))
+
+    def _norm_weight(self, name: str, width: int) -> torch.Tensor:
+        dtype = torch.float32 if self.arch.unit_offset else None
+        return self.source.get([f"{self.prefix}{name}.weight"], (width,), dtype=dtype)
 
     def _tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         return self.source.get([f"{self.prefix}{name}.weight"], shape)

@@ -25,14 +25,14 @@ from pensieve.engine.cost.profiles import (
     quick_points,
 )
 from pensieve.engine.plan import Plan, Sampled, StepResult, SynchronousWorker
-from pensieve.model.arch import Arch, Rope
+from pensieve.model.arch import Arch, Layer, Rope
 
 ARCH = Arch(
     family="llama",
     vocab_size=100,
     hidden_size=64,
     intermediate_size=128,
-    num_layers=2,
+    layers=(Layer(rope=Rope(theta=10000.0)),) * 2,
     num_heads=4,
     num_kv_heads=2,
     head_dim=16,
@@ -41,7 +41,6 @@ ARCH = Arch(
     norm_eps=1e-5,
     activation="silu",
     gated_mlp=True,
-    rope=Rope(theta=10000.0),
 )
 
 

@@ -102,8 +102,8 @@ def test_tensors_are_those_of_transformers() -> None:
     for number, layer in enumerate(weights.layers):
         at = f"model.layers.{number}."
         parts = [wanted[f"{at}self_attn.{name}_proj.weight"] for name in "qkv"]
-        assert torch.equal(layer.qkv.weight, torch.cat(parts))
-        assert torch.equal(layer.down.weight, wanted[f"{at}mlp.down_proj.weight"])
+        assert torch.equal(layer.attention.qkv.weight, torch.cat(parts))
+        assert torch.equal(layer.mlp.down.weight, wanted[f"{at}mlp.down_proj.weight"])
 
 
 def test_digits_are_words_of_their_own() -> None:

@@ -22,7 +22,7 @@ from pensieve.engine.worker.sizing import (
     workspace_bytes,
 )
 from pensieve.engine.worker.torch_worker import build_worker
-from pensieve.model.arch import Arch, Rope
+from pensieve.model.arch import Arch, Layer, Rope
 from pensieve.model.shard import Shard
 
 ARCH = Arch(
@@ -30,7 +30,7 @@ ARCH = Arch(
     vocab_size=32000,
     hidden_size=5120,
     intermediate_size=13824,
-    num_layers=40,
+    layers=(Layer(rope=Rope(theta=10000.0)),) * 40,
     num_heads=40,
     num_kv_heads=10,
     head_dim=128,
@@ -39,7 +39,6 @@ ARCH = Arch(
     norm_eps=1e-5,
     activation="silu",
     gated_mlp=True,
-    rope=Rope(theta=10000.0),
     dtype="float16",
 )
 """Llama 2 13B with 10 KV heads: 200 KiB per token in 16 bits, 6.25 MiB per chunk."""

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from pensieve.core import Sampling
-from pensieve.model import families
 from pensieve.model.arch import Arch, ModelError, Rope
 from pensieve.model.eos_tokens import default_eos_ids
+from pensieve.model.families import CONFIG_CLASSES, READERS
 from pensieve.model.folder import load_arch
 
 LLAMA: dict[str, Any] = {
@@ -34,6 +34,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+MIXED = ["full_attention", "sliding_attention"] * 16
 OPT: dict[str, Any] = {
     "model_type": "opt",
     "vocab_size": 50272,
@@ -56,7 +57,7 @@ def read(folder: Path, config: dict[str, Any], generation: dict[str, Any] | None
 def test_llama(tmp_path: Path) -> None:
     arch = read(tmp_path, LLAMA)
     assert (arch.num_kv_heads, arch.head_dim, arch.context_limit) == (8, 128, 4096)
-    assert arch.rope == Rope(10000.0)
+    assert arch.ropes == (Rope(10000.0),) and {layer.window for layer in arch.layers} == {None}
     assert arch.dtype == "bfloat16"
     assert arch.eos_token_ids == (2,)
     assert not (arch.qkv_bias or arch.mlp_bias or arch.qk_norm or arch.tied_embeddings)
@@ -73,18 +74,17 @@ def test_llama(tmp_path: Path) -> None:
     ],
 )
 def test_llama3_scaling_in_old_and_new_files(tmp_path: Path, config: dict[str, Any]) -> None:
-    assert read(tmp_path, LLAMA | config).rope == Rope(5e5, "llama3", 8.0, 1.0, 4.0, 8192)
+    assert read(tmp_path, LLAMA | config).ropes == (Rope(5e5, "llama3", 8.0, 1.0, 4.0, 8192),)
 
 
 def test_linear_scaling(tmp_path: Path) -> None:
-    assert read(tmp_path, LLAMA | {"rope_scaling": {"type": "linear", "factor": 2.0}}).rope == Rope(
-        10000.0, "linear", 2.0
-    )
+    (rope,) = read(tmp_path, LLAMA | {"rope_scaling": {"type": "linear", "factor": 2.0}}).ropes
+    assert rope == Rope(10000.0, "linear", 2.0)
 
 
 def test_opt(tmp_path: Path) -> None:
     arch = read(tmp_path, OPT)
-    assert arch.rope is None and arch.position_offset == 2
+    assert arch.learned_positions and not arch.ropes and arch.position_offset == 2
     assert arch.qkv_bias and arch.output_bias and arch.mlp_bias and arch.tied_embeddings
     assert arch.num_kv_heads == 12 and arch.norm == "layer" and arch.eos_token_ids == (2,)
 
@@ -104,18 +104,32 @@ def test_seed_oss_biases_and_eos(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "limit"),
+    ("config", "windows"),
     [
-        ({"model_type": "mistral", "sliding_window": None}, 4096),
-        ({"model_type": "mistral", "sliding_window": 100}, 100),
-        ({"model_type": "mistral", "sliding_window": 8192}, 4096),
-        ({"model_type": "mistral", "max_position_embeddings": 32768}, 4096),
-        ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 512}, 512),
-        ({"model_type": "qwen3", "sliding_window": 512, "layer_types": ["full_attention"] * 32}, 4096),
+        ({"model_type": "mistral", "sliding_window": None}, [None] * 32),
+        ({"model_type": "mistral", "sliding_window": 100}, [100] * 32),
+        ({"model_type": "mistral", "sliding_window": 8192}, [None] * 32),
+        ({"model_type": "mistral", "max_position_embeddings": 32768}, [4096] * 32),
+        ({"model_type": "ministral", "sliding_window": 9, "layer_types": MIXED}, [None, 9] * 16),
+        ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 512}, [None] * 28 + [512] * 4),
+        ({"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 512}, [None] * 32),
+        (
+            {"model_type": "qwen3", "use_sliding_window": True, "sliding_window": 9, "layer_types": MIXED},
+            [None, 9] * 16,
+        ),
+        ({"model_type": "qwen3", "sliding_window": 512, "layer_types": ["full_attention"] * 32}, [None] * 32),
+        ({"model_type": "llama", "layer_types": ["full_attention"] * 32}, [None] * 32),
     ],
 )
-def test_a_sliding_window_limits_the_context(tmp_path: Path, config: dict[str, Any], limit: int) -> None:
-    assert read(tmp_path, LLAMA | config).context_limit == limit
+def test_sliding_windows(tmp_path: Path, config: dict[str, Any], windows: list[int | None]) -> None:
+    arch = read(tmp_path, LLAMA | config)
+    assert [layer.window for layer in arch.layers] == windows
+    assert arch.context_limit == config.get("max_position_embeddings", 4096)
+
+
+def test_a_window_that_only_the_cache_of_transformers_knows_limits_the_context(tmp_path: Path) -> None:
+    arch = read(tmp_path, LLAMA | {"sliding_window": 512})
+    assert arch.context_limit == 512 and {layer.window for layer in arch.layers} == {None}
 
 
 def test_generation_config(tmp_path: Path) -> None:
@@ -134,7 +148,8 @@ def test_generation_config(tmp_path: Path) -> None:
         (LLAMA | {"model_type": "mamba", "architectures": ["MambaForCausalLM"]}, "MambaForCausalLM"),
         ({}, "none named"),
         (LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
-        (LLAMA | {"rope_parameters": {"rope_type": "yarn"}}, "yarn"),
+        (LLAMA | {"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "longrope|short_factor"),
+        (LLAMA | {"model_type": "mistral", "sliding_window": 9, "layer_types": MIXED}, "layer_types"),
         (LLAMA | {"quantization_config": {"bits": 4}}, "quantised"),
         (LLAMA | {"hidden_act": "gelu"}, "gelu"),
         (LLAMA | {"torch_dtype": "int8"}, "int8"),
@@ -159,8 +174,10 @@ def test_unreadable_files(tmp_path: Path) -> None:
             load_arch(tmp_path)
 
 
-@pytest.mark.parametrize("family", families.READERS)
+@pytest.mark.parametrize("family", READERS)
 def test_default_eos_ids_are_those_of_transformers(family: str) -> None:
-    module = importlib.import_module(f"transformers.models.{family}.configuration_{family}")
-    default = getattr(module, families._CLASSES[family])().eos_token_id
-    assert default_eos_ids({"model_type": family}, {}) == (() if default is None else (default,))
+    folder, name = CONFIG_CLASSES[family]
+    module = importlib.import_module(f"transformers.models.{folder}.configuration_{folder}")
+    default = getattr(module, name)().eos_token_id
+    expected = () if default is None else tuple(default) if isinstance(default, list) else (default,)
+    assert default_eos_ids({"model_type": family}, {}) == expected

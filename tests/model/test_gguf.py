@@ -60,13 +60,14 @@ def test_a_file_is_the_folder_that_it_was_made_of(
     path = write_gguf(tmp_path / "model.gguf", model)
     found, wanted = load_arch(path), load_arch(model)
     assert same(load(path), load(model))
-    assert found.rope is not None and wanted.rope is not None
+    (ours,), (theirs,) = found.ropes, wanted.ropes
     torch.testing.assert_close(
-        *(inverse_frequency(rope, found.head_dim, torch.device("cpu")) for rope in (found.rope, wanted.rope)),
+        *(inverse_frequency(rope, found.head_dim, torch.device("cpu")) for rope in (ours, theirs)),
         rtol=1e-6, atol=0,
     )  # fmt: skip
     assert found.norm_eps == pytest.approx(wanted.norm_eps)
-    assert replace(found, rope=None, norm_eps=0.0) == replace(wanted, rope=None, norm_eps=0.0)
+    assert replace(found, layers=wanted.layers, norm_eps=0.0) == replace(wanted, norm_eps=0.0)
+    assert found.num_layers == wanted.num_layers
 
 
 @pytest.mark.parametrize("quant", ["F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
@@ -82,10 +83,10 @@ def test_quantised_tensors_as_transformers_reads_them(quant: str, folder: Path, 
     assert torch.equal(weights.embedding, wanted["model.embed_tokens.weight"])
     assert torch.equal(weights.head.weight, wanted["lm_head.weight"])
     assert torch.equal(
-        weights.layers[1].qkv.weight,
+        weights.layers[1].attention.qkv.weight,
         torch.cat([wanted[f"{at}self_attn.{name}_proj.weight"] for name in "qkv"]),
     )
-    assert torch.equal(weights.layers[1].down.weight, wanted[f"{at}mlp.down_proj.weight"])
+    assert torch.equal(weights.layers[1].mlp.down.weight, wanted[f"{at}mlp.down_proj.weight"])
     assert load_arch(path).dtype == ("float16" if quant == "F16" else "bfloat16")
 
 
@@ -181,8 +182,9 @@ def test_linear_scaling_and_windows(folder: Path, tmp_path: Path) -> None:
         qwen2__attention__sliding_window=64,
     )  # fmt: skip
     arch = load_arch(path)
-    assert arch.rope is not None
-    assert (arch.rope.scaling, arch.rope.factor, arch.context_limit) == ("linear", 4.0, 64)
+    (rope,) = arch.ropes
+    assert (rope.scaling, rope.factor, arch.context_limit) == ("linear", 4.0, 64)
+    assert all(layer.window is None for layer in arch.layers)
 
 
 def test_a_llama_with_biases_of_queries_alone(folder: Path, tmp_path: Path) -> None:

@@ -51,16 +51,19 @@ def joined(arch: Arch, parts: list[Weights]) -> list[torch.Tensor]:
     found = [parts[0].embedding] + ([] if parts[0].positions is None else [parts[0].positions])
     for layers in zip(*(part.layers for part in parts), strict=True):
         first = layers[0]
-        found += tensors_of(first.attention_norm)
-        found += [qkv(list(both)) for both in zip(*(tensors_of(one.qkv) for one in layers), strict=True)]
-        found.append(torch.cat([one.output.weight for one in layers], 1))
-        found += [] if first.output.bias is None else [first.output.bias]
+        attention, mlp = [one.attention for one in layers], [one.mlp for one in layers]
+        found += tensors_of(first.mixer_norm)
+        found += [qkv(list(both)) for both in zip(*(tensors_of(one.qkv) for one in attention), strict=True)]
+        found.append(torch.cat([one.output.weight for one in attention], 1))
+        found += [] if attention[0].output.bias is None else [attention[0].output.bias]
+        found += [one for one in (attention[0].query_norm, attention[0].key_norm) if one is not None]
         found += tensors_of(first.mlp_norm)
-        found += [up(list(both)) for both in zip(*(tensors_of(one.up) for one in layers), strict=True)]
-        found.append(torch.cat([one.down.weight for one in layers], 1))
-        found += [] if first.down.bias is None else [first.down.bias]
-        found += [one for one in (first.query_norm, first.key_norm) if one is not None]
-        assert all(one.output.bias is None and one.down.bias is None for one in layers[1:])
+        found += [up(list(both)) for both in zip(*(tensors_of(one.up) for one in mlp), strict=True)]
+        found.append(torch.cat([one.down.weight for one in mlp], 1))
+        found += [] if mlp[0].down.bias is None else [mlp[0].down.bias]
+        found += [*tensors_of(first.post_mixer_norm), *tensors_of(first.post_mlp_norm)]
+        assert all(one.output.bias is None for one in attention[1:])
+        assert all(one.down.bias is None for one in mlp[1:])
     found += tensors_of(parts[0].final_norm)
     return [*found, torch.cat([part.head.weight for part in parts])]
 

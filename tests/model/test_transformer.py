@@ -32,7 +32,6 @@ def test_frequencies(parameters: dict[str, Any]) -> None:
     config = LlamaConfig(
         hidden_size=256, num_attention_heads=2, max_position_embeddings=65536, rope_parameters=parameters
     )
-    rope = READERS["llama"](config.to_dict(), {}).rope
-    assert rope is not None
+    (rope,) = READERS["llama"](config.to_dict(), {}).ropes
     want = LlamaRotaryEmbedding(config).inv_freq
     torch.testing.assert_close(inverse_frequency(rope, 128, torch.device("cpu")), want, rtol=1e-6, atol=0)

@@ -37,12 +37,12 @@ def test_projections_are_fused_in_order(qwen: Path) -> None:
     at = "model.layers.1."
     layer = weights.layers[1]
     parts = [tensors[f"{at}self_attn.{name}_proj.weight"] for name in "qkv"]
-    assert torch.equal(layer.qkv.weight, torch.cat(parts))
-    assert layer.qkv.bias is not None
+    assert torch.equal(layer.attention.qkv.weight, torch.cat(parts))
+    assert layer.attention.qkv.bias is not None
     assert torch.equal(
-        layer.qkv.bias, torch.cat([tensors[f"{at}self_attn.{name}_proj.bias"] for name in "qkv"])
+        layer.attention.qkv.bias, torch.cat([tensors[f"{at}self_attn.{name}_proj.bias"] for name in "qkv"])
     )
-    assert torch.equal(layer.up.weight[:64], tensors[f"{at}mlp.gate_proj.weight"])
+    assert torch.equal(layer.mlp.up.weight[:64], tensors[f"{at}mlp.gate_proj.weight"])
 
 
 def test_tied_head_is_the_embedding(tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -59,7 +59,7 @@ def test_shards(qwen: Path, tmp_path: Path) -> None:
     for file in set(index.values()):
         save_file({name: tensors[name] for name in names if index[name] == file}, folder / file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-    assert torch.equal(load(folder).layers[2].qkv.weight, load(qwen).layers[2].qkv.weight)
+    assert torch.equal(load(folder).layers[2].attention.qkv.weight, load(qwen).layers[2].attention.qkv.weight)
     (folder / "part-1.safetensors").unlink()
     with pytest.raises(ModelError, match=r"part-1\.safetensors"):
         load(folder)
@@ -76,12 +76,12 @@ def test_names_of_the_base_model(
         name.removeprefix(prefix): value for name, value in load_file(folder / "model.safetensors").items()
     }
     got = load(copy(folder, tmp_path, tensors))
-    assert torch.equal(got.layers[0].up.weight, load(folder).layers[0].up.weight)
+    assert torch.equal(got.layers[0].mlp.up.weight, load(folder).layers[0].mlp.up.weight)
 
 
 def test_bfloat16(qwen: Path) -> None:
     weights = load_weights(qwen, load_arch(qwen), dtype=torch.bfloat16)
-    assert weights.layers[0].down.weight.dtype == weights.final_norm.weight.dtype == torch.bfloat16
+    assert weights.layers[0].mlp.down.weight.dtype == weights.final_norm.weight.dtype == torch.bfloat16
 
 
 def test_broken_checkpoints(qwen: Path, tmp_path: Path) -> None:

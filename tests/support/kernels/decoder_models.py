@@ -9,8 +9,8 @@ from typing import Literal
 import torch
 
 from pensieve.kernels.arguments import HeadPrep
-from pensieve.model.arch import Arch, Rope
-from pensieve.model.weights import LayerWeights, Linear, NormWeights, Weights
+from pensieve.model.arch import Arch, Layer, Rope
+from pensieve.model.weights import AttentionWeights, LayerWeights, Linear, MlpWeights, NormWeights, Weights
 
 Shape = Literal["opt", "llama", "qwen3"]
 SHAPES: tuple[Shape, ...] = ("opt", "llama", "qwen3")
@@ -20,10 +20,12 @@ def small_arch(shape: Shape) -> Arch:
     """OPT-like (LayerNorm, biases, learned positions), Llama-like, or Qwen3-like (norms of heads)."""
     opt = shape == "opt"
     return Arch(
-        family=shape, vocab_size=97, hidden_size=80, intermediate_size=112, num_layers=3, num_heads=6,
+        family=shape, vocab_size=97, hidden_size=80, intermediate_size=112,
+        layers=(Layer(rope=None if opt else Rope(10000.0)),) * 3, learned_positions=opt, num_heads=6,
         num_kv_heads=6 if opt else 2, head_dim=16, context_limit=64, norm="layer" if opt else "rms", norm_eps=1e-5,
-        activation="relu" if opt else "silu", gated_mlp=not opt, rope=None if opt else Rope(10000.0),
-        position_offset=2 if opt else 0, qkv_bias=opt, output_bias=opt, mlp_bias=opt, qk_norm=shape == "qwen3",
+        activation="relu" if opt else "silu", gated_mlp=not opt,
+        position_offset=2 if opt else 0, qkv_bias=opt, output_bias=opt, mlp_bias=opt,
+        qk_norm="head" if shape == "qwen3" else None,
     )  # fmt: skip
 
 
@@ -49,13 +51,19 @@ def random_weights(arch: Arch, device: str = "cpu") -> Weights:
     all_heads = queries + 2 * arch.num_kv_heads * arch.head_dim
     layers = tuple(
         LayerWeights(
-            norm(), linear(all_heads, hidden, arch.qkv_bias), linear(hidden, queries, arch.output_bias), norm(),
-            linear(inner * (1 + arch.gated_mlp), hidden, arch.mlp_bias), linear(hidden, inner, arch.mlp_bias),
-            head_norm(), head_norm(),
+            norm(),
+            AttentionWeights(
+                linear(all_heads, hidden, arch.qkv_bias), linear(hidden, queries, arch.output_bias),
+                head_norm(), head_norm(),
+            ),
+            norm(),
+            MlpWeights(
+                linear(inner * (1 + arch.gated_mlp), hidden, arch.mlp_bias), linear(hidden, inner, arch.mlp_bias)
+            ),
         )
         for _ in range(arch.num_layers)
     )  # fmt: skip
-    positions = normal(arch.position_offset + arch.context_limit, hidden) if arch.rope is None else None
+    positions = normal(arch.position_offset + arch.context_limit, hidden) if arch.learned_positions else None
     embedding = normal(arch.vocab_size, hidden)
     return Weights(embedding, positions, layers, norm(), linear(arch.vocab_size, hidden, False))
 

@@ -1,0 +1,31 @@
+"""Readers that turn the config.json of a family into an ``Arch``. A family is one ``model_type``.
+
+transformers' own config class parses the file first (``parsing``), so defaults, nulls, types and both spellings of
+rotary positions are interpreted as transformers does. The readers map the result and reject unsupported values.
+
+May import: core, model.arch, model.eos_tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pensieve.model.arch import Arch
+from pensieve.model.families import cohere, gemma, layer_norm, llama, opt
+from pensieve.model.families.parsing import CONFIG_CLASSES, Config, generation_defaults
+
+READERS: dict[str, Callable[[Config, Config], Arch]] = {
+    "opt": opt.read_opt,
+    **{family: llama.reader_of(family) for family in llama.FIELDS},
+    "gemma": gemma.read_gemma,
+    "gemma2": gemma.read_gemma2,
+    "gemma3": gemma.read_gemma3,
+    "gemma3_text": gemma.read_gemma3_text,
+    "cohere": cohere.read_cohere,
+    "cohere2": cohere.read_cohere2,
+    "stablelm": layer_norm.read_stablelm,
+    "starcoder2": layer_norm.read_starcoder2,
+}
+"""The reader of each ``model_type`` in config.json."""
+
+__all__ = ["CONFIG_CLASSES", "READERS", "generation_defaults"]

@@ -1,0 +1,162 @@
+"""Readers of the families that resemble Llama: RMS norm, rotary positions, and differences that fit in a line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Final
+
+from pensieve.model.arch import Arch, ModelError
+from pensieve.model.families.common import (
+    activation_of,
+    cache_limit,
+    common_fields,
+    equal_layers,
+    full_layers,
+    positive,
+    read_rope,
+    sliding_layers,
+)
+from pensieve.model.families.parsing import Config, is_number, parsed_config
+
+Fields = dict[str, Any]
+
+
+def reader_of(family: str) -> Callable[[Config, Config], Arch]:
+    """Return the reader of one of ``FIELDS``."""
+
+    def read(config: Config, generation: Config) -> Arch:
+        parsed = parsed_config(family, config, "intermediate_size")
+        activation = activation_of("hidden_act", parsed.hidden_act, *_ACTIVATIONS.get(family, ("silu",)))
+        fields = common_fields(family, parsed, config, generation)
+        fields |= {
+            "norm": "rms",
+            "norm_eps": parsed.rms_norm_eps,
+            "activation": activation,
+            "gated_mlp": True,
+        }
+        layers = _LAYERS.get(family, _full)(parsed, fields["head_dim"])
+        return Arch(**fields | layers | FIELDS[family](parsed))
+
+    return read
+
+
+_ACTIVATIONS: Final[dict[str, tuple[str, ...]]] = {"arcee": ("relu2", "silu")}
+"""Supported activations where they are not SiLU alone."""
+
+
+def _full(parsed: Any, head_dim: int, *, partial: bool = False, interleaved: bool = False) -> Fields:
+    rope = read_rope(parsed, head_dim, partial=partial, interleaved=interleaved)
+    return {"layers": full_layers(parsed, rope), "context_limit": cache_limit(parsed)}
+
+
+def _equal(parsed: Any, head_dim: int, *, partial: bool = False) -> Fields:
+    return {"layers": equal_layers(parsed, read_rope(parsed, head_dim, partial=partial))}
+
+
+def _sliding(parsed: Any, head_dim: int) -> Fields:
+    rope = read_rope(parsed, head_dim)
+    return {"layers": sliding_layers(parsed, lambda kind: rope)}
+
+
+def _rope_by_kind(parsed: Any, head_dim: int) -> Fields:
+    return {"layers": sliding_layers(parsed, lambda kind: read_rope(parsed, head_dim, kind))}
+
+
+def _exaone4(parsed: Any, head_dim: int) -> Fields:
+    """Beside layers that slide, the others know no positions."""
+    rope, hybrid = read_rope(parsed, head_dim), parsed.sliding_window is not None
+    layers = sliding_layers(parsed, lambda kind: None if hybrid and kind == "full_attention" else rope)
+    return {"layers": layers}
+
+
+def _smollm3(parsed: Any, head_dim: int) -> Fields:
+    """``no_rope_layers`` has 0 for each layer that knows no positions, 1 for the others."""
+    rotates = parsed.no_rope_layers
+    if len(rotates) != parsed.num_hidden_layers or any(flag not in (0, 1) for flag in rotates):
+        raise ModelError(f"no_rope_layers is {json.dumps(rotates)}, not a 0 or 1 for each layer")
+    if "sliding_attention" in parsed.layer_types and not parsed.use_sliding_window:
+        raise ModelError("layer_types has sliding_attention, but use_sliding_window is false")
+    rope = read_rope(parsed, head_dim)
+    layers = sliding_layers(parsed, lambda kind: rope)
+    return {
+        "layers": tuple(
+            layer if flag else replace(layer, rope=None) for layer, flag in zip(layers, rotates, strict=True)
+        )
+    }
+
+
+_LAYERS: Final[dict[str, Callable[[Any, int], Fields]]] = {
+    "cwm": _sliding,
+    "exaone4": _exaone4,
+    "glm": lambda parsed, head_dim: _full(parsed, head_dim, partial=True, interleaved=True),
+    "glm4": lambda parsed, head_dim: _full(parsed, head_dim, partial=True, interleaved=True),
+    "helium": lambda parsed, head_dim: _full(parsed, head_dim, interleaved=True),
+    "ministral": _sliding,
+    "ministral3": _equal,
+    "mistral": _equal,
+    "olmo3": _rope_by_kind,
+    "phi3": lambda parsed, head_dim: _equal(parsed, head_dim, partial=True),
+    "qwen2": _sliding,
+    "qwen3": _sliding,
+    "smollm3": _smollm3,
+}
+"""``layers``, and the context limit where it is not what config.json says. The others: ``_full``."""
+
+
+def _biases(parsed: Any) -> Fields:
+    return {"qkv_bias": parsed.attention_bias, "output_bias": parsed.attention_bias}
+
+
+def _llama(parsed: Any) -> Fields:
+    return _biases(parsed) | {"mlp_bias": parsed.mlp_bias}
+
+
+def _olmo(parsed: Any) -> Fields:
+    return _biases(parsed) | {"norms": "after", "qk_norm": "projection"}
+
+
+def _granite(parsed: Any) -> Fields:
+    return _llama(parsed) | {
+        "embedding_scale": positive("embedding_multiplier", parsed.embedding_multiplier),
+        "residual_scale": positive("residual_multiplier", parsed.residual_multiplier),
+        "score_scale": positive("attention_multiplier", parsed.attention_multiplier),
+        "logit_scale": 1.0 / positive("logits_scaling", parsed.logits_scaling),
+    }
+
+
+def _ministral3(parsed: Any) -> Fields:
+    beta = parsed.rope_parameters.get("llama_4_scaling_beta")
+    if not is_number(beta):
+        raise ModelError(f"llama_4_scaling_beta of the rotary positions is {json.dumps(beta)}, not a number")
+    original = parsed.rope_parameters.get("original_max_position_embeddings")
+    return {"query_growth": (float(beta), positive("original_max_position_embeddings", original))}
+
+
+FIELDS: Final[dict[str, Callable[[Any], Fields]]] = {
+    "llama": _llama,
+    # transformers ignores attention_bias here (never a bias), and in Qwen2 (always one on q, k and v).
+    "mistral": lambda parsed: {},
+    "qwen2": lambda parsed: {"qkv_bias": True},
+    "qwen3": lambda parsed: _biases(parsed) | {"qk_norm": "head"},
+    "seed_oss": lambda parsed: {
+        "qkv_bias": parsed.attention_bias,
+        "output_bias": parsed.attention_out_bias,
+        "mlp_bias": parsed.mlp_bias,
+    },
+    "arcee": lambda parsed: _llama(parsed) | {"gated_mlp": False},
+    "cwm": lambda parsed: {"mlp_bias": parsed.mlp_bias},
+    "exaone4": lambda parsed: {"norms": "after", "qk_norm": "head"},
+    "glm": lambda parsed: {"qkv_bias": parsed.attention_bias},
+    "glm4": lambda parsed: {"qkv_bias": parsed.attention_bias, "norms": "both"},
+    "granite": _granite,
+    "helium": lambda parsed: {"qkv_bias": parsed.attention_bias, "mlp_bias": parsed.mlp_bias},
+    "ministral": lambda parsed: {},
+    "ministral3": _ministral3,
+    "olmo2": _olmo,
+    "olmo3": _olmo,
+    "phi3": lambda parsed: {},
+    "smollm3": _llama,
+}
+"""The fields of each family's ``Arch`` that are not Llama's."""

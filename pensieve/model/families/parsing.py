@@ -1,0 +1,159 @@
+"""Parses a config.json as transformers does, and reads what the families have in common."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import json
+import math
+import sys
+from types import ModuleType
+from typing import Any, Final
+
+from pensieve.core import Sampling
+from pensieve.model.arch import DTYPE_BYTES, ModelError
+
+Config = dict[str, Any]
+
+CONFIG_CLASSES: Final = {
+    "arcee": ("arcee", "ArceeConfig"),
+    "cohere": ("cohere", "CohereConfig"),
+    "cohere2": ("cohere2", "Cohere2Config"),
+    "cwm": ("cwm", "CwmConfig"),
+    "exaone4": ("exaone4", "Exaone4Config"),
+    "gemma": ("gemma", "GemmaConfig"),
+    "gemma2": ("gemma2", "Gemma2Config"),
+    "gemma3": ("gemma3", "Gemma3TextConfig"),
+    "gemma3_text": ("gemma3", "Gemma3TextConfig"),
+    "glm": ("glm", "GlmConfig"),
+    "glm4": ("glm4", "Glm4Config"),
+    "granite": ("granite", "GraniteConfig"),
+    "helium": ("helium", "HeliumConfig"),
+    "llama": ("llama", "LlamaConfig"),
+    "ministral": ("ministral", "MinistralConfig"),
+    "ministral3": ("ministral3", "Ministral3Config"),
+    "mistral": ("mistral", "MistralConfig"),
+    "olmo2": ("olmo2", "Olmo2Config"),
+    "olmo3": ("olmo3", "Olmo3Config"),
+    "opt": ("opt", "OPTConfig"),
+    "phi3": ("phi3", "Phi3Config"),
+    "qwen2": ("qwen2", "Qwen2Config"),
+    "qwen3": ("qwen3", "Qwen3Config"),
+    "seed_oss": ("seed_oss", "SeedOssConfig"),
+    "smollm3": ("smollm3", "SmolLM3Config"),
+    "stablelm": ("stablelm", "StableLmConfig"),
+    "starcoder2": ("starcoder2", "Starcoder2Config"),
+}
+"""transformers' module (below ``transformers.models``) and config class of each family, or of its text part."""
+_HF_TOP_K = 50
+"""Default of ``generate`` when sampling is on and generation_config.json names no top_k."""
+_SIZES: Final = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "max_position_embeddings",
+)
+
+
+def parsed_config(family: str, config: Config, *sizes: str, complete: bool = True) -> Any:
+    """Parse the config with transformers' class; require ``sizes`` above 0. Absent ones count as the class's defaults
+    unless the family's files are ``complete``. Raises ModelError with the field."""
+    sizes = (*_SIZES, *sizes)
+    for name in sizes:
+        if name in config:
+            require_positive(name, config[name])
+        elif complete:
+            raise ModelError(f"{name} is missing")
+    if family in ("opt", "llama") and config["hidden_size"] % config["num_attention_heads"]:
+        raise ModelError(
+            f"hidden_size {config['hidden_size']} is not a multiple of num_attention_heads "
+            f"{config['num_attention_heads']}"
+        )
+    folder, class_name = CONFIG_CLASSES[family]
+    module = _config_module(folder)
+    try:
+        # A copy: the class modifies its arguments.
+        parsed = getattr(module, class_name).from_dict(copy.deepcopy(config))
+        if family != "opt":
+            parsed.standardize_rope_params()  # as the model does, now with all fields present
+    except Exception as error:
+        # The class parses untrusted input and raises many types: its own errors, KeyError, ValueError.
+        raise ModelError(_parse_error(error, config)) from error
+    return parsed
+
+
+def _config_module(folder: str) -> ModuleType:
+    """Import transformers' module with the config class of a family, from this folder of ``transformers.models``.
+
+    transformers takes the names of activations from a module that imports torch's compiler and Triton: 3 s of CPU time
+    at each start of an engine (transformers 5.23, torch 2.13). No config class here looks at these names, so an empty
+    table takes the place of that module during this import.
+    """
+    name, heavy = f"transformers.models.{folder}.configuration_{folder}", "transformers.activations"
+    if name in sys.modules or heavy in sys.modules:
+        return importlib.import_module(name)
+    stand_in = ModuleType(heavy)
+    stand_in.__dict__["ACT2FN"] = {}
+    sys.modules[heavy] = stand_in
+    try:
+        return importlib.import_module(name)
+    finally:
+        del sys.modules[heavy]
+
+
+def _parse_error(error: Exception, config: Config) -> str:
+    """Return transformers' objection to a config, in one line."""
+    lines = " ".join(str(error.args[0] if isinstance(error, KeyError) else error).split())
+    field = lines.partition("Validation error for field '")[2].partition("'")[0]
+    if field in config:
+        return f"{field} is {json.dumps(config[field])}, which is not valid"
+    return lines or type(error).__name__
+
+
+def require_positive(name: str, value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+        raise ModelError(f"{name} is {json.dumps(value)}; it must be a whole number above 0")
+
+
+def dtype_of(config: Config) -> str:
+    name = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
+    if name not in DTYPE_BYTES:
+        raise ModelError(f"dtype {name} is not supported (supported: {', '.join(DTYPE_BYTES)})")
+    return name
+
+
+def generation_defaults(config: Config) -> Sampling:
+    """Return the sampling of transformers' ``generate`` for this generation_config.json. Raises ModelError,
+    which names the field, on an invalid value."""
+
+    def number(name: str, default: float, low: float = -math.inf, high: float = math.inf) -> float:
+        value = config.get(name)
+        if value is None:
+            return default
+        if not is_number(value) or not low <= value <= high:
+            raise ModelError(f"generation_config.json: {name} is {json.dumps(value)}, which is not valid")
+        return float(value)
+
+    do_sample = config.get("do_sample")
+    if do_sample not in (None, True, False) or (
+        isinstance(do_sample, int | float) and not isinstance(do_sample, bool)
+    ):
+        raise ModelError(
+            f"generation_config.json: do_sample is {json.dumps(do_sample)}, neither true nor false"
+        )
+    penalty = number("repetition_penalty", 1.0, low=0.0) or 1.0
+    if not do_sample:
+        return Sampling(repetition_penalty=penalty)
+    top_k = int(number("top_k", 0.0)) if "top_k" in config else _HF_TOP_K
+    return Sampling(
+        temperature=number("temperature", 1.0),
+        top_k=top_k,
+        top_p=number("top_p", 1.0, 0.0, 1.0),
+        min_p=number("min_p", 0.0, 0.0, 1.0),
+        repetition_penalty=penalty,
+    )
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
