@@ -83,5 +83,4 @@ def combine_rows(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     ``x`` [T * K, W]. ``weights`` [T, K]: in float32, or in the dtype of ``x``, to which each product is rounded then.
     The sum is computed in float32.
     """
-    tokens, per_token = weights.shape
-    return (x.view(tokens, per_token, -1) * weights[..., None]).sum(dim=1).to(x.dtype)
+    return (x.view(*weights.shape, x.shape[1]) * weights[..., None]).sum(dim=1).to(x.dtype)

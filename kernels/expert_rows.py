@@ -36,7 +36,7 @@ def _pick_experts(  # type: ignore[no-untyped-def]
         score = tl.where(number < experts, score / tl.sum(score, 0), float("-inf"))
     best = tl.full((SLOTS,), float("-inf"), dtype=tl.float32)
     chosen = tl.zeros((SLOTS,), dtype=tl.int32)
-    for index in range(PICKED):
+    for index in tl.static_range(PICKED):
         top = tl.max(score, 0)
         # Of equal scores the first. NaN equals nothing: any expert will do, as long as it exists.
         expert = tl.minimum(tl.min(tl.where(score == top, number, EXPERTS), 0), experts - 1)
@@ -59,11 +59,11 @@ def _group_rows(picked, ends, tokens, rows, count, PER_TOKEN: tl.constexpr, BLOC
     expert = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
     place = 0
-    for start in range(0, count, BLOCK):
+    for start in tl.range(0, count, BLOCK):
         row = start + lane
         found = tl.load(picked + row, mask=row < count, other=expert)
         place += tl.sum((found < expert).to(tl.int32), 0)
-    for start in range(0, count, BLOCK):
+    for start in tl.range(0, count, BLOCK):
         row = start + lane
         mine = (tl.load(picked + row, mask=row < count, other=-1) == expert).to(tl.int32)
         at = place + tl.cumsum(mine, 0) - 1
@@ -82,7 +82,7 @@ def _combine_rows(  # type: ignore[no-untyped-def]
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
     total = tl.zeros((BLOCK,), dtype=tl.float32)
-    for index in range(PER_TOKEN):
+    for index in tl.static_range(PER_TOKEN):
         row = token * PER_TOKEN + index
         value = tl.load(x + row * stride + column, mask=inside, other=0.0).to(tl.float32)
         value = value * tl.load(weights + row).to(tl.float32)

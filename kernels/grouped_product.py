@@ -83,7 +83,7 @@ def _grouped_product(  # type: ignore[no-untyped-def]
     weight_at = weight + expert.to(tl.int64) * expert_stride
     weight_at += step[:, None].to(tl.int64) * input_stride + column[None, :].to(tl.int64) * column_stride
     total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
-    for done in range(0, inputs, INPUTS):
+    for done in tl.range(0, inputs, INPUTS):
         if WHOLE:
             left = tl.load(x_at, mask=inside[:, None], other=0.0)
             right = tl.load(weight_at, mask=existing[None, :], other=0.0)

@@ -137,6 +137,7 @@ class Arch:
     vocab_size: int
     hidden_size: int
     intermediate_size: int
+    """Inner width of a dense MLP."""
     layers: tuple[Layer, ...]
     num_heads: int
     num_kv_heads: int
@@ -148,6 +149,8 @@ class Arch:
     activation: Literal["silu", "relu", "relu2", "gelu", "gelu_tanh"]
     gated_mlp: bool
     """``down(act(gate(x)) * up(x))`` rather than ``down(act(up(x)))``."""
+    experts: Experts | None = None
+    """The mixture of the layers that have one."""
     learned_positions: bool = False
     position_offset: int = 0
     """Learned positions: row of position 0."""
@@ -191,6 +194,8 @@ class Arch:
             raise ModelError(
                 f"num_attention_heads {self.num_heads} do not divide over num_key_value_heads {self.num_kv_heads}"
             )
+        if self.experts is None and any(layer.has_experts for layer in self.layers):
+            raise ModelError("a layer has experts, and nothing describes them")
 
     @property
     def num_layers(self) -> int:
@@ -217,11 +222,22 @@ class Arch:
 
     @property
     def num_parameters(self) -> int:
-        """Weights that take part in computing a token, without biases and norms."""
+        """All weights, without biases and norms."""
+        return self._parameters(active=False)
+
+    @property
+    def active_parameters(self) -> int:
+        """Weights that take part in computing a token, without biases and norms: of a mixture, its picked experts."""
+        return self._parameters(active=True)
+
+    def _parameters(self, *, active: bool) -> int:
         attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
         mlp = self.hidden_size * self.intermediate_size * (3 if self.gated_mlp else 2)
-        dense = sum(layer.mlp == "dense" for layer in self.layers)
-        blocks = len(self.attention_layers) * attention + dense * mlp
+        kinds = [layer.mlp for layer in self.layers]
+        blocks = len(self.attention_layers) * attention + kinds.count("dense") * mlp
+        if self.experts is not None:
+            mixture = self.experts.num_parameters(self.hidden_size, active=active)
+            blocks += kinds.count("experts") * mixture
         return blocks + self.vocab_size * self.hidden_size
 
 

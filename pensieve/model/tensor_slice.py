@@ -20,12 +20,16 @@ class TensorSlice:
     """For every tensor; None: all."""
     lengths: tuple[int, ...] = ()
     """Rows of each of several concatenated tensors."""
+    view: tuple[int, ...] = ()
+    """Shape in which a single tensor is sliced; (): its own."""
 
     def select(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the parts as views; nothing is read from a mapped file yet. A single tensor may hold all that
         ``lengths`` names."""
         if len(tensors) == 1 and len(self.lengths) > 1:
             tensors = tensors[0].split(self.lengths)
+        if self.view:
+            tensors = [tensor.view(self.view) for tensor in tensors]
         rows = self.rows or (_EVERY,) * len(tensors)
         return [
             tensor[kept] if self.columns is None else tensor[kept, self.columns]

@@ -17,9 +17,10 @@ import torch.nn.functional as F
 from pensieve.kernels.arguments import HeadPrep
 from pensieve.model.arch import Arch, Rope
 from pensieve.model.collective import SINGLE_RANK, BufferIndex, Collective
+from pensieve.model.experts import mixture
 from pensieve.model.ops import TORCH_OPS, DecoderOps
 from pensieve.model.shard import Shard
-from pensieve.model.weights import LayerWeights, Linear, NormWeights, Weights
+from pensieve.model.weights import ExpertWeights, Linear, MlpWeights, NormWeights, Weights
 
 _Angles = tuple[torch.Tensor, torch.Tensor] | tuple[None, None]
 """Cosine and sine of every token's angles, each [T, D/2]; None: no rotation."""
@@ -42,10 +43,8 @@ class Transformer:
         self, arch: Arch, weights: Weights, ops: DecoderOps = TORCH_OPS, collective: Collective = SINGLE_RANK
     ) -> None:
         """``arch`` and ``weights``: of the whole model, or of one rank's shard, combined by ``collective``."""
-        if not all(layer.attends and layer.state is None and layer.mlp == "dense" for layer in arch.layers):
-            raise NotImplementedError(
-                "a layer without attention, with a recurrent mixer or without a dense MLP"
-            )
+        if not all(layer.attends and layer.state is None and layer.mlp != "none" for layer in arch.layers):
+            raise NotImplementedError("a layer without attention, with a recurrent mixer or without an MLP")
         self.arch = arch
         self.weights = weights
         self.ops = ops
@@ -85,13 +84,16 @@ class Transformer:
                 x, mixed = x.index_select(0, sample_rows), mixed.index_select(0, sample_rows)
                 normed = normed.index_select(0, sample_rows) if arch.parallel_blocks else normed
             if arch.parallel_blocks:
-                block = _linear(mixed, layer.attention.output) + self._mlp(layer, normed)
+                block = _linear(mixed, layer.attention.output) + self._mlp(layer.mlp, normed)
                 x, normed = self._add(x, self.collective.all_reduce(block), None, next_norm)
                 continue
             output, post = layer.attention.output, layer.post_mixer_norm
             x, normed = self._end_block(0, x, mixed, output, (post, layer.mlp_norm))
-            up, post = self._up(layer, normed), layer.post_mlp_norm
-            x, normed = self._end_block(1, x, up, layer.mlp.down, (post, next_norm))
+            norms = (layer.post_mlp_norm, next_norm)
+            if isinstance(layer.mlp, ExpertWeights):
+                x, normed = self._end_block(1, x, self._mlp(layer.mlp, normed), None, norms)
+            else:
+                x, normed = self._end_block(1, x, self._up(layer.mlp, normed), layer.mlp.down, norms)
         return self._logits(normed)
 
     def _attention(
@@ -125,30 +127,34 @@ class Transformer:
     def _norm_in_place(self, x: torch.Tensor, weight: torch.Tensor) -> None:
         x.copy_(self.ops.norm(x, weight, None, self.arch.norm_eps))
 
-    def _mlp(self, layer: LayerWeights, x: torch.Tensor) -> torch.Tensor:
+    def _mlp(self, mlp: MlpWeights | ExpertWeights, x: torch.Tensor) -> torch.Tensor:
         """Return the MLP's output [T, W], before it is reduced over the ranks."""
-        return _linear(self._up(layer, x), layer.mlp.down)
+        if isinstance(mlp, MlpWeights):
+            return _linear(self._up(mlp, x), mlp.down)
+        assert self.arch.experts is not None
+        return mixture(x, mlp, self.arch.experts, self.arch.activation, self.ops)
 
-    def _up(self, layer: LayerWeights, x: torch.Tensor) -> torch.Tensor:
+    def _up(self, mlp: MlpWeights, x: torch.Tensor) -> torch.Tensor:
         """Return the MLP's inner values before its last product, [T, I]."""
-        return self.ops.activate(_linear(x, layer.mlp.up), self.arch.gated_mlp, self.arch.activation)
+        return self.ops.activate(_linear(x, mlp.up), self.arch.gated_mlp, self.arch.activation)
 
     def _end_block(
         self,
         slot: BufferIndex,
         x: torch.Tensor,
         block: torch.Tensor,
-        linear: Linear,
+        linear: Linear | None,
         norms: tuple[NormWeights | None, NormWeights | None],
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Add the block's last product, reduced over the ranks, to ``x`` [T, W]; return the sum and its norm.
-        ``norms``: of the product, and of the sum."""
+        ``linear`` None: ``block`` is that product. ``norms``: of the product, and of the sum."""
         eps, (rows, width) = self.arch.norm_eps, x.shape
         post, norm = norms
         plain = post is None and norm is not None and self.arch.residual_scale is None
         room = self.collective.reduce_buffer((rows, width), x.dtype, slot) if plain else None
         if room is None or norm is None:
-            return self._add(x, self.collective.all_reduce(_linear(block, linear)), post, norm)
+            part = block if linear is None else _linear(block, linear)
+            return self._add(x, self.collective.all_reduce(part), post, norm)
         step = -(-rows // room.pieces)
         for start in range(0, rows, step):
             end = min(start + step, rows)
@@ -260,8 +266,10 @@ def _yarn(rope: Rope, frequency: torch.Tensor, divided: torch.Tensor) -> torch.T
     return divided * (1 - kept) + frequency * kept
 
 
-def _product(x: torch.Tensor, linear: Linear, out: torch.Tensor) -> None:
-    if linear.bias is None:
+def _product(x: torch.Tensor, linear: Linear | None, out: torch.Tensor) -> None:
+    if linear is None:
+        out.copy_(x)
+    elif linear.bias is None:
         torch.mm(x, linear.weight.t(), out=out)
     else:
         torch.addmm(linear.bias, x, linear.weight.t(), out=out)

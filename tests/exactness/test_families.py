@@ -9,6 +9,7 @@ is played twice.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -40,6 +41,13 @@ def test_answers_equal_transformers(family: Family, part: int, benches: Callable
     bench = benches(family)
     first = (part * len(FAMILIES) + FAMILIES.index(family)) * SCHEDULES
     run_all(bench, range(first, first + SCHEDULES))
+    assert bench.oracle.near_ties <= bench.oracle.tokens / 1000, "too many near ties to call this exact"
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_answers_of_experts_equal_transformers(family: Family, tmp_path: Path) -> None:
+    bench = Bench(family, tmp_path)
+    run_all(bench, range(at_length(8, 48)))
     assert bench.oracle.near_ties <= bench.oracle.tokens / 1000, "too many near ties to call this exact"
 
 

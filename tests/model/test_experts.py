@@ -72,8 +72,9 @@ def test_more_experts_than_there_are_cannot_be_picked(picked: int) -> None:
 def test_weights_are_counted_all_or_those_of_one_token() -> None:
     experts = description("qwen3_next", 8, 2, 10)
     weights = random_experts(experts, 6)
-    assert weights.shared is not None
-    shared = weights.shared.up.numel() + weights.shared.down.numel() + weights.shared.gate.numel()
-    each = (weights.up.numel() + weights.down.numel()) // 8
-    assert experts.num_parameters(6, active=False) == weights.router.numel() + shared + 8 * each
-    assert experts.num_parameters(6, active=True) == weights.router.numel() + shared + 2 * each
+    assert weights.shared is not None and weights.shared_gate is not None
+    parts = (weights.shared.up, weights.shared.down, weights.shared_gate, weights.router)
+    always = sum(part.weight.numel() for part in parts)
+    each = (weights.up.weight.numel() + weights.down.weight.numel()) // 8
+    assert experts.num_parameters(6, active=False) == always + 8 * each
+    assert experts.num_parameters(6, active=True) == always + 2 * each

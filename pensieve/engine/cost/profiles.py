@@ -289,7 +289,7 @@ def estimate(worker: ProbedWorker) -> CostModel:
         layers=arch.num_layers,
         query_heads=arch.num_heads,
         head_dim=arch.head_dim,
-        parameters=arch.num_parameters,
+        parameters=arch.active_parameters,
         chunk_tokens=worker.info.chunk_tokens,
         context_limit=arch.context_limit,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Literal
 
 import torch
@@ -19,7 +19,7 @@ from pensieve.kernels import expert_reference
 from pensieve.kernels.expert_rows import combine_rows, group_rows, pick_experts
 from pensieve.kernels.grouped_product import clamped_glu, grouped_product
 from pensieve.model.arch import Experts
-from pensieve.model.experts import ExpertWeights, SharedExpert
+from pensieve.model.weights import ExpertWeights, GroupedLinear, Linear, MlpWeights
 
 Kind = Literal["gpt_oss", "qwen3_moe", "qwen3_moe plain", "mixtral", "qwen3_next"]
 KINDS: tuple[Kind, ...] = ("gpt_oss", "qwen3_moe", "qwen3_moe plain", "mixtral", "qwen3_next")
@@ -52,36 +52,28 @@ def random_experts(
     else:
         up = normal(count, inner, hidden, inputs=hidden).transpose(1, 2)
         down = normal(count, hidden, width, inputs=width).transpose(1, 2)
-    given = experts.bias
-    shared = experts.shared_width
+    given, shared = experts.bias, experts.shared_width
     return ExpertWeights(
-        router=normal(count, hidden, inputs=hidden) * 3,
-        router_bias=normal(count, inputs=1) if given else None,
-        up=up,
-        up_bias=normal(count, inner, inputs=4) if given else None,
-        down=down,
-        down_bias=normal(count, hidden, inputs=4) if given else None,
-        shared=SharedExpert(
-            normal(2 * shared, hidden, inputs=hidden),
-            normal(hidden, shared, inputs=shared),
-            normal(1, hidden, inputs=hidden) * 3,
+        Linear(normal(count, hidden, inputs=hidden) * 3, normal(count, inputs=1) if given else None),
+        GroupedLinear(up, normal(count, inner, inputs=4) if given else None),
+        GroupedLinear(down, normal(count, hidden, inputs=4) if given else None),
+        MlpWeights(
+            Linear(normal(2 * shared, hidden, inputs=hidden), None),
+            Linear(normal(hidden, shared, inputs=shared), None),
         )
         if shared
         else None,
+        Linear(normal(1, hidden, inputs=hidden) * 3, None) if shared else None,
     )
 
 
-def cast(weights: ExpertWeights, to: torch.dtype | str) -> ExpertWeights:
+def cast(weights: Any, to: torch.dtype | str) -> Any:
     """Return the weights in another dtype or on another device, with their strides."""
-    shared = weights.shared
-    moved: dict[str, Any] = {
-        name: value.to(to)
-        for name in ("router", "router_bias", "up", "up_bias", "down", "down_bias")
-        if (value := getattr(weights, name)) is not None
-    }
-    if shared is not None:
-        moved["shared"] = SharedExpert(shared.up.to(to), shared.down.to(to), shared.gate.to(to))
-    return replace(weights, **moved)
+    if isinstance(weights, torch.Tensor):
+        return weights.to(to)
+    if not is_dataclass(weights):
+        return weights
+    return type(weights)(*(cast(getattr(weights, field.name), to) for field in fields(weights)))
 
 
 def module_of(kind: Kind, experts: Experts, hidden: int, weights: ExpertWeights) -> torch.nn.Module:
@@ -89,8 +81,9 @@ def module_of(kind: Kind, experts: Experts, hidden: int, weights: ExpertWeights)
     width, count = experts.width, experts.count
     sizes = {"hidden_size": hidden, "num_experts_per_tok": experts.per_token, "num_hidden_layers": 1}
     module: torch.nn.Module
-    state = {"experts.gate_up_proj": weights.up.transpose(1, 2), "gate.weight": weights.router}
-    state["experts.down_proj"] = weights.down.transpose(1, 2)
+    router, up, down = weights.router, weights.up, weights.down
+    state = {"experts.gate_up_proj": up.weight.transpose(1, 2), "gate.weight": router.weight}
+    state["experts.down_proj"] = down.weight.transpose(1, 2)
     if kind == "gpt_oss":
         assert experts.clamped is not None
         alpha, limit = experts.clamped
@@ -98,9 +91,9 @@ def module_of(kind: Kind, experts: Experts, hidden: int, weights: ExpertWeights)
             **sizes, num_local_experts=count, intermediate_size=width, swiglu_alpha=alpha, swiglu_limit=limit
         )
         module = GptOssMLP(config)
-        given = {"router.weight": weights.router, "router.bias": weights.router_bias}
-        given |= {"experts.gate_up_proj": weights.up, "experts.gate_up_proj_bias": weights.up_bias}
-        given |= {"experts.down_proj": weights.down, "experts.down_proj_bias": weights.down_bias}
+        given = {"router.weight": router.weight, "router.bias": router.bias}
+        given |= {"experts.gate_up_proj": up.weight, "experts.gate_up_proj_bias": up.bias}
+        given |= {"experts.down_proj": down.weight, "experts.down_proj_bias": down.bias}
         state = {name: value for name, value in given.items() if value is not None}
     elif kind == "mixtral":
         config = MixtralConfig(**sizes, num_local_experts=count, intermediate_size=width)
@@ -109,17 +102,17 @@ def module_of(kind: Kind, experts: Experts, hidden: int, weights: ExpertWeights)
         sizes |= {"num_experts": count, "moe_intermediate_size": width}
         config = Qwen3NextConfig(**sizes, shared_expert_intermediate_size=experts.shared_width)
         module = Qwen3NextSparseMoeBlock(config)
-        assert weights.shared is not None
-        gate, value = weights.shared.up.chunk(2)
+        assert weights.shared is not None and weights.shared_gate is not None
+        gate, value = weights.shared.up.weight.chunk(2)
         state |= {"shared_expert.gate_proj.weight": gate, "shared_expert.up_proj.weight": value}
-        state |= {"shared_expert.down_proj.weight": weights.shared.down}
-        state |= {"shared_expert_gate.weight": weights.shared.gate}
+        state |= {"shared_expert.down_proj.weight": weights.shared.down.weight}
+        state |= {"shared_expert_gate.weight": weights.shared_gate.weight}
     else:
         sizes |= {"num_experts": count, "moe_intermediate_size": width}
         config = Qwen3MoeConfig(**sizes, norm_topk_prob=experts.renormalised)
         module = Qwen3MoeSparseMoeBlock(config)
     config._experts_implementation = "eager"
-    module.to(weights.router.dtype).eval().load_state_dict(state)
+    module.to(router.weight.dtype).eval().load_state_dict(state)
     return module
 
 
@@ -205,8 +198,9 @@ def check_picks(
 ) -> None:
     """The same experts with the same weights as the reference's; no two logits of a token are equal."""
     generator = torch.Generator(device).manual_seed(experts)
-    order = torch.rand(tokens, experts + 4, generator=generator, device=device).argsort(dim=-1)
-    logits = ((order - experts / 2) / 32).to(dtype)[:, :experts]
+    order = torch.rand(tokens, experts, generator=generator, device=device).argsort(dim=-1)
+    # Up to 512 values that bfloat16 tells apart, in rows inside a wider tensor.
+    logits = torch.nn.functional.pad((order - experts // 2) / 32, (0, 4), value=99.0).to(dtype)[:, :experts]
     for first, renormalised, rounded in ((False, False, True), (True, False, True), (True, True, False)):
         how = {"softmax_first": first, "renormalised": renormalised, "rounded": rounded}
         weights, picked = pick_experts(logits, per_token, **how)
