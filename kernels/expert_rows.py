@@ -53,7 +53,7 @@ def _pick_experts(  # type: ignore[no-untyped-def]
     tl.store(picked + token * PICKED + slot, chosen, mask=used)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]
 def _group_rows(picked, ends, tokens, rows, count, PER_TOKEN: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Find the rows of one expert, and their place behind those of the experts before it."""
     expert = tl.program_id(0)
@@ -134,7 +134,8 @@ def group_rows(picked: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.
         raise ValueError(f"picked is {picked.dtype} {tuple(picked.shape)}, not contiguous int32 [T, K]")
     count, per_token = picked.numel(), picked.shape[1]
     ends = torch.empty(experts, dtype=torch.int32, device=picked.device)
-    tokens, rows = torch.empty((2, count), dtype=torch.int32, device=picked.device)
+    # Not parts of one tensor: an address of another alignment would need a kernel of its own.
+    tokens, rows = (torch.empty(count, dtype=torch.int32, device=picked.device) for _ in range(2))
     block = min(ROWS_AT_ONCE, triton.next_power_of_2(max(32, count)))
     _group_rows[(experts,)](picked, ends, tokens, rows, count, PER_TOKEN=per_token, BLOCK=block)
     return ends, tokens, rows

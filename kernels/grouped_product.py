@@ -164,19 +164,33 @@ def grouped_product(
         x.stride(0),
         *weight.stride(),
         0 if bias is None else bias.stride(0),
-        EXPERTS=triton.next_power_of_2(experts),
-        ROWS=tiling.rows,
-        COLUMNS=tiling.columns,
-        INPUTS=tiling.inputs,
-        TOGETHER=TILES_TOGETHER,
-        WHOLE=inputs % tiling.inputs == 0,
-        HAS_BIAS=bias is not None,
-        HAS_READ=read is not None,
-        HAS_WRITE=write is not None,
-        num_warps=tiling.warps,
-        num_stages=tiling.stages,
+        **constants(
+            inputs, experts, tiling, bias=bias is not None, read=read is not None, write=write is not None
+        ),
+        **options(tiling),
     )
     return out
+
+
+def constants(
+    inputs: int, experts: int, tiling: Tiling, *, bias: bool, read: bool, write: bool
+) -> dict[str, int | bool]:
+    """Compile-time arguments of ``_grouped_product``."""
+    return {
+        "EXPERTS": triton.next_power_of_2(experts),
+        "ROWS": tiling.rows,
+        "COLUMNS": tiling.columns,
+        "INPUTS": tiling.inputs,
+        "TOGETHER": TILES_TOGETHER,
+        "WHOLE": inputs % tiling.inputs == 0,
+        "HAS_BIAS": bias,
+        "HAS_READ": read,
+        "HAS_WRITE": write,
+    }
+
+
+def options(tiling: Tiling) -> dict[str, int]:
+    return {"num_warps": tiling.warps, "num_stages": tiling.stages}
 
 
 def tiling_of(rows: int, experts: int, dtype: torch.dtype) -> Tiling:
