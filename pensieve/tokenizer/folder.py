@@ -31,6 +31,28 @@ _FILES = (
     "tokenizer.model",
 )
 _GENERIC = "TokenizersBackend"
+_GENERIC_FAMILIES = frozenset(
+    (
+        "glm", "glm4", "granite", "granitemoe", "ministral", "ministral3", "mistral", "mixtral", "olmo2", "olmo3",
+        "phi3", "stablelm",
+    )
+)  # fmt: skip
+"""Families whose tokenizers are read by the generic class whatever their files name."""
+_DEFAULT_CLASSES = {
+    "cohere": "CohereTokenizer",
+    "cohere2": "CohereTokenizer",
+    "gemma": "GemmaTokenizer",
+    "gemma2": "GemmaTokenizer",
+    "gemma3": "GemmaTokenizer",
+    "gemma3_text": "GemmaTokenizer",
+    "olmoe": "GPTNeoXTokenizer",
+    "opt": "GPT2Tokenizer",
+    "qwen2_moe": "Qwen2Tokenizer",
+    "qwen3": "Qwen2Tokenizer",
+    "qwen3_moe": "Qwen2Tokenizer",
+    "starcoder2": "GPT2Tokenizer",
+}
+"""Class of a tokenizer whose files name none."""
 
 log = logging.getLogger(__name__)
 _NAMED = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
@@ -147,15 +169,15 @@ def _load(folder: Path, config: dict[str, Any], settings: dict[str, Any]) -> Any
 def _class_name(config: dict[str, Any], settings: dict[str, Any], spec: dict[str, Any]) -> str:
     """AutoTokenizer's choice for the supported families; a test compares the two. ``tokenizer_class`` may be
     wrong."""
-    family = config.get("model_type")
+    family = str(config.get("model_type"))
     named = settings.get("tokenizer_class") or config.get("tokenizer_class")
     named = named.removesuffix("Fast") if isinstance(named, str) else None
     if family == "qwen2":
         return "Qwen2Tokenizer"
-    if family == "mistral":
+    if family in _GENERIC_FAMILIES:
         return _GENERIC
     if named is None:
-        return {"opt": "GPT2Tokenizer", "qwen3": "Qwen2Tokenizer"}.get(str(family), _GENERIC)
+        return _DEFAULT_CLASSES.get(family, _GENERIC)
     if named == "LlamaTokenizer" and _is_byte_level(spec):
         return _GENERIC
     return named

@@ -200,7 +200,12 @@ def test_fingerprint_is_of_the_computation() -> None:
         ARCH, eos_token_ids=(1, 2), generation=Sampling(temperature=0.7), dtype="float16"
     )
     assert fingerprint(same) == fingerprint(ARCH)
-    for change in ({"num_kv_heads": 4}, {"context_limit": 8192}, {"rope": None}, {"vocab_size": 101}):
+    for change in (
+        {"num_kv_heads": 4},
+        {"context_limit": 8192},
+        {"layers": (Layer(),) * 2},
+        {"vocab_size": 101},
+    ):
         assert fingerprint(dataclasses.replace(ARCH, **change)) != fingerprint(ARCH)  # type: ignore[arg-type]
 
 

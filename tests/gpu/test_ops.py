@@ -36,6 +36,17 @@ def test_head_sizes(dim: int, dtype: torch.dtype) -> None:
             )  # fmt: skip
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_norm_weights_in_float32(dtype: torch.dtype) -> None:
+    for tokens in TOKENS:
+        for dim in (128, 256):
+            check_heads(
+                head_case(tokens, dim=dim, dtype=dtype, norm=True, norm_type=torch.float32, device="cuda")
+            )
+        for add in (False, True):
+            check_norm(tokens, 3840, dtype=dtype, add=add, weight_type=torch.float32, device="cuda")
+
+
 @pytest.mark.parametrize("heads", [(40, 40), (40, 10), (32, 8), (14, 2), (28, 4), (64, 8), (40, 1), (7, 7)])
 def test_heads_of_models(heads: tuple[int, int]) -> None:
     for tokens in (1, 33, 8192):
@@ -77,7 +88,7 @@ def test_layer_norm_far_from_zero() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("kind", ["silu", "relu", "gelu"])
+@pytest.mark.parametrize("kind", ["silu", "relu", "relu2", "gelu", "gelu_tanh"])
 def test_activations(kind: Activation, gated: bool, dtype: torch.dtype) -> None:
     for tokens, inner in ((1, 13824), (64, 11008), (7, 4864), (1025, 13824), (3, 35), (5, 1001)):
         check_activation(tokens, inner, gated, kind, dtype=dtype, device="cuda")

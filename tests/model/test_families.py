@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from pensieve.kernels import reference
 from pensieve.model.arch import ModelError
 from pensieve.model.folder import load_arch
+from pensieve.model.ops import TORCH_OPS
 from pensieve.model.shard import Shard
 from pensieve.model.transformer import Transformer
 from pensieve.model.weights import load_weights
@@ -48,7 +51,6 @@ CASES: tuple[tuple[Family, dict[str, Any]], ...] = (
     ("gemma3_text", {"rope_parameters": None, "layer_types": None, "sliding_window_pattern": 2}),
     ("glm4", {"partial_rotary_factor": 1.0, "attention_bias": False}),
     ("ministral", {"layer_types": None}),
-    ("ministral", {"layer_types": None, "sliding_window": None}),
     ("ministral3", {"sliding_window": 9}),
     ("olmo3", {"rope_parameters": {"sliding_attention": DEFAULT, "full_attention": YARN | {"truncate": False}}}),
     ("olmo3", {"layer_types": None, "attention_bias": True, "num_key_value_heads": None}),
@@ -108,6 +110,43 @@ def test_logits_are_those_of_transformers(family: Family, config: dict[str, Any]
     want, model = transformers_logits(folder), whole_model(folder)
     close(logits(model), want)
     close(logits(model, PIECES), want)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "granite"])
+def test_embeddings_in_bfloat16_are_those_of_transformers(family: Family, base: Path) -> None:
+    """Their scale is rounded before it multiplies."""
+    folder = tiny_checkpoint(family, base)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    want = theirs.get_input_embeddings()(tokens()) * getattr(theirs.config, "embedding_multiplier", 1.0)
+    seen: list[torch.Tensor] = []
+
+    def norm(x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        seen.append(x)
+        return reference.norm(x, *rest)
+
+    arch, ops = load_arch(folder), replace(TORCH_OPS, norm=norm)
+    model = Transformer(arch, load_weights(folder, arch, dtype=torch.bfloat16), ops)
+    attend = LayeredAttention(arch, TOKENS, torch.bfloat16)
+    attend.positions = torch.arange(TOKENS)
+    with torch.inference_mode():
+        model.forward(tokens(), attend.positions, attend, attend.positions)
+    assert torch.equal(seen[0], want)
+
+
+def test_norms_around_one_keep_their_bits_in_bfloat16(base: Path) -> None:
+    """``1 + w`` of a small ``w`` would round to 1 in bfloat16."""
+    folder = tiny_checkpoint("gemma2", base)
+    arch = load_arch(folder)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).model.norm
+    ours = load_weights(folder, arch, dtype=torch.bfloat16).final_norm
+    x = torch.randn(64, 48, generator=torch.Generator().manual_seed(3)).bfloat16()
+    with torch.inference_mode():
+        theirs.weight.fill_(2**-10)
+        ours.weight.fill_(1 + 2**-10)
+        want, got = theirs(x * 9), reference.norm(x * 9, ours.weight, ours.bias, arch.norm_eps)
+    assert got.dtype == torch.bfloat16 and ours.weight.dtype == torch.float32
+    assert float((got == want).float().mean()) > 0.98
+    torch.testing.assert_close(got, want, rtol=2**-7, atol=0)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from pensieve.model.filling import TensorFill
 from pensieve.model.folder import load_arch
 from pensieve.model.shard import Shard
 from pensieve.model.weights import LoadFormat, Weights, load_weights, tensors_of, weight_bytes
-from support.engine.checkpoints import FAMILIES, Family, tiny_checkpoint
+from support.engine.checkpoints import FAMILIES, LAYERED, Family, tiny_checkpoint
 
 WIDE = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 163}
 """More ranks than KV heads, and a vocabulary that no number of ranks divides."""
@@ -80,6 +80,17 @@ def test_the_ranks_together_have_the_whole_model(
     whole = load_weights(model, arch, dtype=torch.float32, load_format=load_format)
     together = joined(arch, shards(model, ranks, load_format))
     want = list(tensors_of(whole))
+    assert len(together) == len(want)
+    assert all(torch.equal(one, other) for one, other in zip(together, want, strict=True))
+
+
+@pytest.mark.parametrize("family", [family for family in LAYERED if not family.startswith("olmo")])
+def test_the_ranks_together_have_the_whole_of_other_layers(family: Family, folder: Path) -> None:
+    shape = {"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 64, "vocab_size": 163}
+    model = tiny_checkpoint(family, folder, **shape)
+    arch = load_arch(model)
+    whole = load_weights(model, arch, dtype=torch.float32)
+    together, want = joined(arch, shards(model, 4)), list(tensors_of(whole))
     assert len(together) == len(want)
     assert all(torch.equal(one, other) for one, other in zip(together, want, strict=True))
 

@@ -38,6 +38,7 @@ assert PREP.cos is not None
         (replace(CASE, prep=replace(PREP, key_norm=None)), "given together"),
         (replace(CASE, prep=replace(PREP, cos=PREP.cos.repeat(1, 2))), r"cos is torch\.float32 \(5, 16\)"),
         (replace(CASE, prep=replace(PREP, cos=PREP.cos.half())), r"cos is torch\.float16"),
+        (replace(CASE, prep=replace(PREP, key_norm=torch.ones(16).half())), r"key_norm is torch\.float16"),
         (replace(CASE, prep=replace(PREP, cos=PREP.cos.T.contiguous().T)), "contiguous"),
         (replace(CASE, qkv=CASE.qkv.mT.contiguous().mT), "contiguous"),
         (replace(CASE, slots=CASE.slots.to("meta")), "one device"),
@@ -62,6 +63,8 @@ def test_rows_that_do_not_fit_are_refused() -> None:
         norm(x.double(), weight.double(), None, 0.1)
     with pytest.raises(ValueError, match="weight is"):
         norm(x, weight[:7], None, 0.1)
+    with pytest.raises(ValueError, match="weight is"):
+        norm(x, weight.half(), None, 0.1)
     with pytest.raises(ValueError, match="bias is"):
         norm(x, weight, weight.half(), 0.1)
     with pytest.raises(ValueError, match="delta is"):

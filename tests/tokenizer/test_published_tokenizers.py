@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 
 from pensieve.core import Role
 from pensieve.errors import InvalidArgument
+from pensieve.model.families import READERS
 from pensieve.tokenizer import PLAIN_TEMPLATE, ChatTokenizer, RawMessage, TextMessage
 from pensieve.tokenizer.folder import read_folder
 from support import tokenizers_ as tiny
@@ -30,7 +31,7 @@ def settings(folder: Path, **values: Any) -> None:
     path.write_text(json.dumps({name: value for name, value in found.items() if value is not None}))
 
 
-@pytest.mark.parametrize("family", [None, "llama", "mistral", "qwen2", "qwen3", "seed_oss", "opt"])
+@pytest.mark.parametrize("family", [None, *READERS])
 @pytest.mark.parametrize("kind", ["bytes", "metaspace"])
 def test_the_class_of_a_tokenizer_is_that_of_transformers(
     family: str | None, kind: str, tmp_path: Path

@@ -15,12 +15,12 @@ class LayeredAttention:
     """``pensieve.model.transformer.Attend`` for one context of at most ``limit`` tokens, computed span by span in any
     order. What no query may see is NaN."""
 
-    def __init__(self, arch: Arch, limit: int) -> None:
+    def __init__(self, arch: Arch, limit: int, dtype: torch.dtype = torch.float32) -> None:
         pages = -(-limit // PAGE)
         self.arch = arch
         self.table = torch.randperm(pages, generator=torch.Generator().manual_seed(1))
         shape = (arch.num_layers, pages, 2, arch.num_kv_heads, PAGE, arch.head_dim)
-        self.pools = torch.full(shape, torch.nan)
+        self.pools = torch.full(shape, torch.nan, dtype=dtype)
         self.positions = torch.empty(0, dtype=torch.int64)
         """Positions of the span that is computed now."""
 

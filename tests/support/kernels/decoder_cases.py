@@ -54,11 +54,13 @@ def head_case(
     norm: bool = False,
     turn: bool = True,
     padding: float = 0.2,
+    norm_type: torch.dtype | None = None,
     slot_type: torch.dtype = torch.int64,
     device: str = "cpu",
     seed: int = 0,
 ) -> HeadCase:
-    """Random heads, about a share ``padding`` of the tokens without a slot, the others in random places."""
+    """Random heads, about a share ``padding`` of the tokens without a slot, the others in random places.
+    ``norm_type``: dtype of norm weights; None: that of the heads."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -71,8 +73,8 @@ def head_case(
     prep = HeadPrep(
         angles.cos().to(dtype) if turn else None,
         angles.sin().to(dtype) if turn else None,
-        1 + 0.3 * normal(dim) if norm else None,
-        1 + 0.3 * normal(dim) if norm else None,
+        (1 + 0.3 * normal(dim)).to(norm_type or dtype) if norm else None,
+        (1 + 0.3 * normal(dim)).to(norm_type or dtype) if norm else None,
         1e-6,
     )
     pool = torch.full((pages, 2, kv_heads, page, dim), torch.nan, dtype=dtype, device=device)
@@ -106,9 +108,11 @@ def check_norm(
     layer: bool = False,
     add: bool = True,
     offset: float = 0.0,
+    weight_type: torch.dtype | None = None,
     device: str = "cpu",
 ) -> None:
-    """The sum to the bit, its norm against float64; on rows inside a wider tensor, whose rest stays as it is."""
+    """The sum to the bit, its norm against float64; on rows inside a wider tensor, whose rest stays as it is.
+    ``weight_type``: dtype of the weight; None: that of the rows."""
     generator = torch.Generator(device).manual_seed(width)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -116,7 +120,8 @@ def check_norm(
 
     around = normal(tokens, width + 32) + offset
     x, before = around[:, 16 : 16 + width], around.clone()
-    delta, weight = normal(tokens, width + 16)[:, :width], normal(width)
+    delta = normal(tokens, width + 16)[:, :width]
+    weight = torch.randn(width, generator=generator, device=device).to(weight_type or dtype)
     bias = normal(width) if layer else None
     total = x + delta if add else x.clone()
     if add:

@@ -28,7 +28,7 @@ from support.kernels.decoder_cases import check_activation, check_heads, check_n
 from support.kernels.decoder_models import SHAPES, Shape, heads_only, random_weights, small_arch
 
 DTYPES = [torch.float32, torch.float16]
-ACTIVATIONS: list[Activation] = ["silu", "relu", "gelu"]
+ACTIVATIONS: list[Activation] = ["silu", "relu", "relu2", "gelu", "gelu_tanh"]
 dtypes = st.sampled_from(DTYPES)
 # exp of a large number is inf, as meant: silu of a very negative one is 0.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
@@ -39,6 +39,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:Runt
 def test_head_sizes(dim: int, dtype: torch.dtype) -> None:
     for norm_, turn in ((False, True), (True, True), (True, False), (False, False)):
         check_heads(head_case(3, dim=dim, dtype=dtype, norm=norm_, turn=turn))
+
+
+def test_norm_weights_in_float32() -> None:
+    check_heads(head_case(3, dtype=torch.float16, norm=True, norm_type=torch.float32))
+    for add in (False, True):
+        check_norm(3, 100, dtype=torch.float16, add=add, weight_type=torch.float32)
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (40, 10), (14, 2), (7, 1), (12, 12), (40, 1)])
