@@ -15,7 +15,7 @@ import pytest
 
 from pensieve.engine.kv.pools import LayerTransfers
 from support.engine.checkpoints import FAMILIES, Family
-from support.engine.exactness import Bench, caught, run_all
+from support.engine.exactness import Bench, caught, run_all, run_schedule
 from support.engine.mutants import PLAN_MUTANTS, MutantWorker, SwapOutLastWorker
 from support.lengths import at_length
 
@@ -46,8 +46,11 @@ def test_answers_equal_transformers(family: Family, part: int, benches: Callable
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 def test_answers_of_experts_equal_transformers(family: Family, tmp_path: Path) -> None:
+    """A few schedules: only the MLP differs from that of the families above."""
     bench = Bench(family, tmp_path)
-    run_all(bench, range(at_length(8, 48)))
+    for seed in range(at_length(8, 48)):
+        run_schedule(bench, seed)
+    assert bench.oracle.tokens > 100
     assert bench.oracle.near_ties <= bench.oracle.tokens / 1000, "too many near ties to call this exact"
 
 

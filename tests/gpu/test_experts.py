@@ -89,6 +89,18 @@ def test_mixtures_in_a_graph(kind: Kind) -> None:
             torch.testing.assert_close(got.cpu(), want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_mixtures_in_half_precision(kind: Kind, dtype: torch.dtype) -> None:
+    """The loop on the CPU rounds alike. Every expert takes part: rounding may pick others, with other results."""
+    experts = description(kind, 8, 8, 96)
+    weights = cast(random_experts(experts, 256), dtype)
+    x = torch.randn(300, 256, generator=torch.Generator().manual_seed(3)).to(dtype)
+    got = mixture(x.cuda(), cast(weights, "cuda"), experts, "silu", triton_ops()).cpu().double()
+    want = mixture(x, weights, experts, "silu", TORCH_OPS).double()
+    assert float((got - want).norm() / want.norm()) <= {torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
+
+
 @pytest.mark.parametrize("tokens", [0, 1, 7, 1000])
 @pytest.mark.parametrize("kind", KINDS)
 def test_mixtures_never_wait_for_the_device(kind: Kind, tokens: int) -> None:
