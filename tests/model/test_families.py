@@ -117,7 +117,8 @@ def test_embeddings_in_bfloat16_are_those_of_transformers(family: Family, base: 
     """Their scale is rounded before it multiplies."""
     folder = tiny_checkpoint(family, base)
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    want = theirs.get_input_embeddings()(tokens()) * getattr(theirs.config, "embedding_multiplier", 1.0)
+    with torch.inference_mode():
+        want = theirs.get_input_embeddings()(tokens()) * getattr(theirs.config, "embedding_multiplier", 1.0)
     seen: list[torch.Tensor] = []
 
     def norm(x: torch.Tensor, *rest: Any) -> torch.Tensor:
