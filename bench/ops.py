@@ -16,9 +16,9 @@ import click
 import torch
 from common.gpu_timing import measure_ceilings
 from common.provenance import commit, portable
-from kernel_ops import attention, flash_attention, kv_write
+from kernel_ops import attention, flash_attention, kv_write, windows
 
-SECTIONS = ("attention", "kv-write", "swap")
+SECTIONS = ("attention", "windows", "kv-write", "swap")
 
 
 @click.command()
@@ -29,7 +29,7 @@ SECTIONS = ("attention", "kv-write", "swap")
     "--out", type=click.Path(path_type=Path), default=Path("bench/results"), help="Folder of the reports."
 )
 @click.option("--name", default="", help="Added to the names of the reports' files, ops_SECTION.")
-@click.option("--only", default="", help="Only attention shapes whose name contains this.")
+@click.option("--only", default="", help="Only attention steps whose name contains this.")
 @click.option(
     "--fa3",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
@@ -44,6 +44,7 @@ def main(section: str, out: Path, name: str, only: str, fa3: Path | None) -> Non
     ceilings = measure_ceilings()
     makers: dict[str, Callable[[], tuple[list[dict[str, Any]], str]]] = {
         "attention": lambda: attention.section(ceilings, flash_attention.find(fa3), only),
+        "windows": lambda: windows.section(only),
         "kv-write": lambda: kv_write.section(ceilings),
         "swap": _swap,
     }

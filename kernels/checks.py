@@ -35,3 +35,21 @@ def check_device(tensors: Sequence[torch.Tensor]) -> None:
     """Raises ValueError unless all tensors are on one device."""
     if any(tensor.device != tensors[0].device for tensor in tensors):
         raise ValueError("all tensors must be on one device")
+
+
+def check_window(window: int | None) -> None:
+    """Raises ValueError unless the attention window is positive or None."""
+    if window is not None and window < 1:
+        raise ValueError(f"an attention window of {window} tokens: at least 1")
+
+
+def check_logits(q: torch.Tensor, softcap: float | None, sinks: torch.Tensor | None) -> None:
+    """Raises ValueError unless softcap and sinks fit queries [T, Hq, D]."""
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap must be positive, not {softcap}")
+    if sinks is not None:
+        if sinks.shape != q.shape[1:2] or sinks.dtype not in FLOAT_DTYPES or not sinks.is_contiguous():
+            raise ValueError(
+                f"sinks are {sinks.dtype} {tuple(sinks.shape)}: one float per query head, [{q.shape[1]}]"
+            )
+        check_device([q, sinks])

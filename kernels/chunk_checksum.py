@@ -17,7 +17,7 @@ TILE_WORDS = 2048
 @triton.jit(do_not_specialize=["first", "layers", "first_layer"])  # type: ignore[untyped-decorator]
 def _checksum(  # type: ignore[no-untyped-def]
     pool, pairs, sums, failed, first, layers, first_layer, pool_layer, pool_page, sums_row,
-    COMPARE: tl.constexpr, WORDS: tl.constexpr, TILE: tl.constexpr,
+    COMPARE: tl.constexpr, WORDS: tl.constexpr, TILE: tl.constexpr, PAGE_STEP: tl.constexpr,
 ):  # fmt: skip
     """Sum one run. ``pairs`` are (device, host) pages; with COMPARE they are (host, device)."""
     run = first + tl.program_id(0)
@@ -34,6 +34,7 @@ def _checksum(  # type: ignore[no-untyped-def]
         word = tl.load(base + at, mask=at < WORDS, other=MIX)
         total += (word ^ MIX) * (2 * at + 1).to(tl.int64)  # odd weights detect swapped words
     value = tl.sum(total, 0) | 1
+    host = host // PAGE_STEP
     kept = sums + host.to(tl.int64) * sums_row + layer
     if COMPARE:
         before = tl.load(kept)
@@ -46,10 +47,14 @@ def _checksum(  # type: ignore[no-untyped-def]
 class ChunkChecksum:
     """Checksums of one device pool's pages, kept per host page and layer."""
 
-    def __init__(self, runs: torch.Tensor, host_pages: int, failed: torch.Tensor) -> None:
-        """``runs`` [L, P, words] of the device pool; ``failed`` int32 [host pages], on the device or pinned, zeros."""
+    def __init__(
+        self, runs: torch.Tensor, host_pages: int, failed: torch.Tensor, *, page_step: int = 1
+    ) -> None:
+        """``runs`` [L, P, words] of the device pool; ``failed`` int32 [host pages], on the device or pinned, zeros.
+        Host page n is number ``n // page_step`` of them."""
         self.sums = torch.zeros((host_pages, len(runs)), dtype=torch.int64, device=runs.device)
         self.failed = failed
+        self._page_step = page_step
         self._runs = runs
 
     def keep(self, pairs: torch.Tensor, first: int, count: int) -> None:
@@ -57,7 +62,8 @@ class ChunkChecksum:
         self._launch(pairs, first, count, range(len(self._runs)), compare=False)
 
     def compare(self, pairs: torch.Tensor, layers: range) -> None:
-        """Set ``failed[host page]`` for every (host page, device page) pair that differs from its checksum, if any."""
+        """Set ``failed`` for the host page of every (host page, device page) pair that differs from its checksum, if
+        there is one."""
         self._launch(pairs, 0, len(pairs) * len(layers), layers, compare=True)
 
     def _launch(self, pairs: torch.Tensor, first: int, count: int, layers: range, *, compare: bool) -> None:
@@ -65,6 +71,6 @@ class ChunkChecksum:
         _checksum[(count,)](
             self._runs, pairs, self.sums, self.failed, first, len(layers), layers.start,
             self._runs.stride(0), self._runs.stride(1), self.sums.stride(0),
-            COMPARE=compare, WORDS=words, TILE=min(TILE_WORDS, triton.next_power_of_2(words)), num_warps=4,
-            enable_fp_fusion=True,
+            COMPARE=compare, WORDS=words, TILE=min(TILE_WORDS, triton.next_power_of_2(words)),
+            PAGE_STEP=self._page_step, num_warps=4, enable_fp_fusion=True,
         )  # fmt: skip

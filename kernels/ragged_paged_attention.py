@@ -7,6 +7,7 @@ recomputation: ``attention.work_lists`` has the work of its programs, ``attentio
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import torch
 import triton
@@ -16,7 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from pensieve.kernels.attention import work_lists
 from pensieve.kernels.attention.call import AttentionCall, check_attention
 from pensieve.kernels.attention.hopper import launch as hopper
-from pensieve.kernels.attention.items import LOWEST, Q_START, attend_item
+from pensieve.kernels.attention.items import LN_2, LOWEST, Q_START, add_sinks, attend_item
 from pensieve.kernels.attention.kinds import Geometry
 from pensieve.kernels.attention.plan import AttentionPlan, geometry_of
 from pensieve.kernels.attention.tiles import Tile, width_of
@@ -38,13 +39,14 @@ MERGED_AT_ONCE = 64
 """Rows of pieces that a merge reads at once; more take another round trip to memory."""
 
 
-@triton.jit(do_not_specialize=["partial_rows", "table_stride"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["partial_rows", "table_stride", "window"])  # type: ignore[untyped-decorator]
 def _attend(  # type: ignore[no-untyped-def]
     q, pool, tables, out, lse, words, partial, partial_lse, partial_rows,
     q_token, q_head, page_stride, value_stride, head_stride, slot_stride, table_stride, out_token, out_head, factor,
+    sinks, window,
     LIST: tl.constexpr, KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
     PAGE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, SPLIT_MASK: tl.constexpr,
-    LSE: tl.constexpr, ORDER: tl.constexpr,
+    LSE: tl.constexpr, ORDER: tl.constexpr, WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Attend the items of one launch; works fall in length, so programs take them in alternating order."""
     programs = tl.num_programs(0)
@@ -61,7 +63,8 @@ def _attend(  # type: ignore[no-untyped-def]
             attend_item(
                 items + work // KV_HEADS * ITEM, work % KV_HEADS, q, pool, tables, out, lse, partial, partial_lse,
                 partial_rows, q_token, q_head, page_stride, value_stride, head_stride, slot_stride, table_stride,
-                out_token, out_head, factor, KV_HEADS, GROUPS, DIM, WIDTH, PAGE, ROWS, KEYS, STAGES, SPLIT_MASK, LSE,
+                out_token, out_head, factor, sinks, window, KV_HEADS, GROUPS, DIM, WIDTH, PAGE, ROWS, KEYS, STAGES,
+                SPLIT_MASK, LSE, WINDOWED, SOFTCAP, SINKS,
             )  # fmt: skip
     # No launch may end before the one it overtook: later launches rely on both.
     if ORDER == CONCURRENT:  # noqa: SIM102 - the outer one is decided when compiling
@@ -71,9 +74,9 @@ def _attend(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["partial_rows"])  # type: ignore[untyped-decorator]
 def _merge(  # type: ignore[no-untyped-def]
-    out, lse, words, partial, partial_lse, partial_rows, out_token, out_head,
+    out, lse, words, partial, partial_lse, partial_rows, out_token, out_head, sinks,
     LIST: tl.constexpr, KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
-    ROWS: tl.constexpr, PIECES: tl.constexpr, LSE: tl.constexpr, ORDER: tl.constexpr,
+    ROWS: tl.constexpr, PIECES: tl.constexpr, LSE: tl.constexpr, ORDER: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Combine an item's pieces by their softmax denominators, ROWS rows of one KV head at a time."""
     dims = tl.arange(0, WIDTH)
@@ -107,12 +110,14 @@ def _merge(  # type: ignore[no-untyped-def]
             acc = acc * shrink[:, None] + tl.sum(values * weights[:, :, None], 1)
             total = total * shrink + tl.sum(weights, 1)
             top = new_top
+        if SINKS:
+            acc, top, total = add_sinks(acc, top, total, sinks, query_head, total > 0)
         divisor = tl.where(total > 0, total, 1.0)
         result = (acc / divisor[:, None]).to(out.dtype.element_ty)
         pointers = out + (token * out_token + query_head * out_head)[:, None] + dims[None, :]
         tl.store(pointers, result, mask=valid[:, None] & (dims < DIM)[None, :])
         if LSE:
-            value = (top + tl.math.log2(divisor)) * 0.6931471805599453
+            value = (top + tl.math.log2(divisor)) * LN_2
             tl.store(lse + token * (KV_HEADS * GROUPS) + query_head, value, mask=valid)
     if ORDER == SECONDARY:
         gdc_wait()
@@ -125,6 +130,8 @@ def attend(
     tables: torch.Tensor,
     *,
     scale: float,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
     return_lse: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -132,14 +139,17 @@ def attend(
     contract.
 
     ``q`` [T, Hq, D], one layer's ``pool`` [P, 2, Hkv, N, D] in float16, bfloat16 or (slow, for tests)
-    float32, D ≤ 256. ``plan`` holds the spans and serves every layer of a step. ``tables`` int32 [R, pages];
-    or page tables of unequal length laid end to end [n], where a span's ``TABLE`` is the start of its table.
-    Entries beyond the page of the last token that a span's queries see are not read. Returns ``out`` and, if
-    asked for, the log of the softmax denominator, float32 [T, Hq]. Can be captured in a graph: see
-    ``AttentionPlan``. Raises ValueError when the tensors fit neither each other nor the plan.
+    float32, D ≤ 256. ``plan`` holds the spans and serves every layer of a step with its window. ``tables``
+    int32 [R, pages]; or page tables of unequal length laid end to end [n], where a span's ``TABLE`` is the
+    start of its table. Entries of pages that no query of a span sees are not read. ``softcap`` and ``sinks``
+    [Hq]: see the reference. Returns ``out`` and, if asked for, the log of the softmax denominator, float32
+    [T, Hq]. Can be captured in a graph: see ``AttentionPlan``. Raises ValueError when the tensors fit neither
+    each other nor the plan, and with a softcap when the plan is for the kernel for Hopper.
     """
-    call = AttentionCall.from_tensors(q, pool, tables, scale, return_lse, out)
+    call = AttentionCall.from_tensors(q, pool, tables, scale, return_lse, out, softcap=softcap, sinks=sinks)
     plan.check(q, pool)
+    if softcap is not None and plan.geometry.hopper:
+        raise ValueError("the kernel for Hopper has no softcap: make the plan for a geometry without it")
     _launch(plan, call)
     return (call.out, call.lse) if return_lse else call.out
 
@@ -151,23 +161,34 @@ def ragged_paged_attention(
     page_tables: torch.Tensor,
     *,
     scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
     return_lse: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """``attend`` with a plan for this call only: for one layer, or where planning repeatedly does not matter."""
     check_attention(q, kv_pool_of_layer, page_tables, out, scale)
-    plan = AttentionPlan.from_spans(spans, len(q), geometry_of(q, kv_pool_of_layer), q.device)
-    return attend(q, kv_pool_of_layer, plan, page_tables, scale=scale, return_lse=return_lse, out=out)
+    geometry = geometry_of(q, kv_pool_of_layer)
+    if softcap is not None:
+        geometry = replace(geometry, hopper=False)
+    plan = AttentionPlan.from_spans(spans, len(q), geometry, q.device, window=window)
+    return attend(
+        q, kv_pool_of_layer, plan, page_tables,
+        scale=scale, softcap=softcap, sinks=sinks, return_lse=return_lse, out=out,
+    )  # fmt: skip
 
 
 def constants(
-    tile: Tile, which: int, geometry: Geometry, page_tokens: int, *, order: tl.constexpr = SERIAL
-) -> dict[str, int | bool]:
-    """Compile-time arguments of ``_attend``, except ``LSE``."""
+    tile: Tile, which: int, geometry: Geometry, page_tokens: int, *, order: tl.constexpr = SERIAL,
+    windowed: bool = False, inner_softcap: float = 0.0, sinks: bool = False,
+) -> dict[str, int | float | bool]:  # fmt: skip
+    """Compile-time arguments of ``_attend``, except ``LSE``. ``inner_softcap``: see ``AttentionCall``."""
     return {
         "LIST": which, "KV_HEADS": geometry.kv_heads, "GROUPS": geometry.groups, "DIM": geometry.head_dim,
         "WIDTH": width_of(geometry.head_dim), "PAGE": page_tokens, "ROWS": tile.rows, "KEYS": tile.keys,
         "STAGES": tile.stages, "SPLIT_MASK": tile.split_mask, "ORDER": order.value,
+        "WINDOWED": windowed, "SOFTCAP": inner_softcap, "SINKS": sinks,
     }  # fmt: skip
 
 
@@ -184,18 +205,23 @@ def _launch(plan: AttentionPlan, call: AttentionCall) -> None:
     overlaps = q.is_cuda and _may_overlap(q.device)
     beside = overlaps and capacity.narrow > 0 and capacity.wide > 0
     first = PRIMARY if overlaps else SERIAL
+    window = 0 if plan.window is None else plan.window
 
     def run(tile: Tile, which: int, programs: int, order: tl.constexpr) -> None:
         _attend[(programs,)](
             q, pool, call.tables, out, call.lse, plan.words, scratch.partial, scratch.partial_lse, scratch.rows,
             q.stride(0), q.stride(1), pool.stride(0), pool.stride(1), pool.stride(2),
             pool.stride(3), call.table_stride, out.stride(0), out.stride(1), call.factor,
-            **constants(tile, which, plan.geometry, pool.shape[3], order=order), LSE=call.return_lse,
-            **options(tile, order),
+            call.sinks, window,
+            **constants(
+                tile, which, plan.geometry, pool.shape[3], order=order,
+                windowed=window > 0, inner_softcap=call.inner_softcap, sinks=call.has_sinks,
+            ),
+            LSE=call.return_lse, **options(tile, order),
         )  # fmt: skip
 
     if capacity.wide and plan.wide.hopper:
-        hopper.attend_wide(call, plan.words, scratch, programs=processors, beside=beside)
+        hopper.attend_wide(call, plan.words, scratch, programs=processors, beside=beside, window=window)
     elif capacity.wide:
         # Beside narrow items, one program per multiprocessor: more would leave no room.
         run(plan.wide, work_lists.WIDE, processors if beside else capacity.wide * kv_heads, first)
@@ -207,10 +233,11 @@ def _launch(plan: AttentionPlan, call: AttentionCall) -> None:
     if capacity.merges:
         rows, order = plan.kind.merged_rows, SECONDARY if overlaps else SERIAL
         _merge[(min(capacity.merges * kv_heads, MERGE_PROGRAMS * processors),)](
-            out, call.lse, plan.words, scratch.partial, scratch.partial_lse, scratch.rows, out.stride(0), out.stride(1),
+            out, call.lse, plan.words, scratch.partial, scratch.partial_lse, scratch.rows,
+            out.stride(0), out.stride(1), call.sinks,
             LIST=work_lists.MERGES, KV_HEADS=kv_heads, GROUPS=plan.geometry.groups, DIM=q.shape[2],
             WIDTH=width_of(q.shape[2]), ROWS=rows, PIECES=MERGED_AT_ONCE // rows, LSE=call.return_lse,
-            ORDER=order.value, enable_fp_fusion=True, launch_pdl=overlaps,
+            ORDER=order.value, SINKS=call.has_sinks, enable_fp_fusion=True, launch_pdl=overlaps,
         )  # fmt: skip
 
 

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from pensieve.kernels.arguments import Activation, HeadPrep
+from pensieve.kernels.checks import check_logits, check_window
 from pensieve.kernels.spans import POSITION, Q_LEN, Q_START, TABLE, Ints, Spans, num_tokens
 
 QUERY_BLOCK = 256
@@ -41,10 +42,12 @@ class QueryBlock:
     """Queries of one attention call: ``rows`` of q in order of (span, token), and the keys that they see."""
 
     rows: torch.Tensor | slice
-    seen: int
-    """Leading keys that some query sees."""
+    first: int
+    """First gathered key that some query sees."""
+    end: int
+    """The one after the last."""
     mask: torch.Tensor | None
-    """Added to the scores: 0 or -inf, broadcastable to [B, Hkv, G*q, seen]; None: every query sees all keys."""
+    """Added to the scores: 0 or -inf, broadcastable to [B, Hkv, G*q, end - first]; None: every query sees all keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,33 +73,41 @@ class ReferencePlan:
     """Whether every row of q belongs to a span."""
 
 
-def make_plan(q: torch.Tensor, pool: torch.Tensor, spans: Spans, page_tables: torch.Tensor) -> ReferencePlan:
+def make_plan(
+    q: torch.Tensor, pool: torch.Tensor, spans: Spans, page_tables: torch.Tensor, *, window: int | None = None
+) -> ReferencePlan:
     """Make the plan for queries of q's shape and dtype over a pool of ``pool``'s shape; reads the page tables
     once.
 
-    Single-token spans are attended in padded batches of similar context length. A longer span is a group of
-    its own, split into blocks of queries: a block reads only the keys that its last query sees, and its mask
-    stays small. Raises ValueError when the query heads do not divide over the KV heads.
+    ``window``: the query at position ``p`` sees only positions ``[p - window + 1, p]``; None: it sees ``[0, p]``.
+    Single-token spans are attended in padded batches of similar length. A longer span is a group of its own,
+    split into blocks of queries: a block reads only the keys that its queries see, and its mask stays small.
+    Pages below every window of a span are not gathered. Raises ValueError when the query heads do not divide
+    over the KV heads or the window is not positive.
     """
     if q.shape[1] % pool.shape[2]:
         raise ValueError(f"{q.shape[1]} query heads do not divide over {pool.shape[2]} KV heads")
-    builder = _Builder(q, pool, page_tables)
+    check_window(window)
+    builder = _Builder(q, pool, page_tables, window)
     lengths = spans[:, Q_LEN]
-    groups = [builder.batched(batch) for batch in _batches(spans[lengths == 1], pool)]
+    groups = [builder.batched(batch) for batch in _batches(spans[lengths == 1], pool, window)]
     groups += [builder.alone(span) for span in spans[lengths > 1]]
     rows = max((len(group.page_rows) for group in groups), default=0)
     return ReferencePlan(tuple(groups), rows, num_tokens(spans) == len(q))
 
 
-def _batches(spans: Spans, pool: torch.Tensor) -> list[Spans]:
-    """Single-token spans [n, 4] in batches of similar context length, longest first."""
+def _batches(spans: Spans, pool: torch.Tensor, window: int | None) -> list[Spans]:
+    """Single-token spans [n, 4] in batches of similar numbers of visible keys, most keys first."""
     order = spans[np.argsort(-spans[:, POSITION], kind="stable")]
+    seen = order[:, POSITION] + 1
+    if window is not None:
+        seen = np.minimum(seen, window)
     per_token = 2 * pool.shape[2] * pool.shape[4]
     batches, first = [], 0
     for index in range(1, len(order) + 1):
-        longest = int(order[first, POSITION]) + 1
+        longest = int(seen[first])
         full = (index + 1 - first) * longest * per_token > GROUP_ELEMENTS
-        if index == len(order) or full or order[index, POSITION] + 1 < GROUP_FILL * longest - pool.shape[3]:
+        if index == len(order) or full or seen[index] < GROUP_FILL * longest - pool.shape[3]:
             batches.append(order[first:index])
             first = index
     return batches
@@ -105,50 +116,71 @@ def _batches(spans: Spans, pool: torch.Tensor) -> list[Spans]:
 class _Builder:
     """Makes groups for one set of tensors."""
 
-    def __init__(self, q: torch.Tensor, pool: torch.Tensor, page_tables: torch.Tensor) -> None:
+    def __init__(
+        self, q: torch.Tensor, pool: torch.Tensor, page_tables: torch.Tensor, window: int | None
+    ) -> None:
         self.q, self.kv_heads, self.page_tokens = q, pool.shape[2], pool.shape[3]
         self.tables = page_tables.cpu().numpy()
+        self.window = window
 
     def batched(self, spans: Spans) -> SpanGroup:
         """One group of single-token spans [n, 4]."""
-        seen = spans[:, POSITION] + 1
-        longest = int(seen.max())
-        page_rows, padded = self._page_rows(spans[:, TABLE], seen)
+        first, end = self._first_seen(spans[:, POSITION]), spans[:, POSITION] + 1
+        page_rows, padded, begin = self._page_rows(spans[:, TABLE], first, end)
+        first, end = first - begin, end - begin
+        longest = int(end.max())
         position = np.arange(padded)
-        which, where = np.nonzero(position[None, :] >= seen[:, None])
+        visible = (position[None, :] >= first[:, None]) & (position[None, :] < end[:, None])
+        which, where = np.nonzero(~visible)
         mask = None
-        if int(seen.min()) < longest:
-            mask = self._bias(position[None, :longest] < seen[:, None])[:, None, None, :]
+        if not visible[:, :longest].all():
+            mask = self._bias(visible[:, :longest])[:, None, None, :]
         unseen = (self._index(which), self._index(where)) if mask is not None else None
-        return SpanGroup(
-            len(spans), page_rows, unseen, (QueryBlock(self._index(spans[:, Q_START]), longest, mask),)
-        )
+        block = QueryBlock(self._index(spans[:, Q_START]), 0, longest, mask)
+        return SpanGroup(len(spans), page_rows, unseen, (block,))
 
     def alone(self, span: Ints) -> SpanGroup:
         """One group for a span [4] of several tokens."""
         start, length, position, table = (int(value) for value in span)
-        page_rows, _ = self._page_rows(np.array([table]), np.array([position + length]))
+        queries = position + np.arange(length)
+        page_rows, _, begins = self._page_rows(
+            np.array([table]), self._first_seen(queries[:1]), np.array([position + length])
+        )
+        begin = int(begins[0])
         blocks = []
-        for first in range(0, length, QUERY_BLOCK):
-            count = min(QUERY_BLOCK, length - first)
-            seen = position + first + count
-            visible = np.arange(seen)[None, :] <= (position + first + np.arange(count))[:, None]
+        for offset in range(0, length, QUERY_BLOCK):
+            count = min(QUERY_BLOCK, length - offset)
+            own = queries[offset : offset + count, None]
+            first, end = int(self._first_seen(own[0])[0]), int(own[-1, 0]) + 1
+            keys = np.arange(first, end)[None, :]
+            visible = (keys <= own) & (keys >= self._first_seen(own))
             heads = self.q.shape[1] // self.kv_heads
             mask = self._bias(np.tile(visible, (heads, 1)))
-            blocks.append(QueryBlock(slice(start + first, start + first + count), seen, mask))
+            rows = slice(start + offset, start + offset + count)
+            blocks.append(QueryBlock(rows, first - begin, end - begin, mask))
         return SpanGroup(1, page_rows, None, tuple(blocks))
 
-    def _page_rows(self, rows: Ints, seen: Ints) -> tuple[torch.Tensor, int]:
-        """Return the pool rows of keys, then values, of all pages that the spans see, and the padded tokens."""
-        needed = -(-seen // self.page_tokens)
+    def _first_seen(self, positions: Ints) -> Ints:
+        """Return the first position that the query at each position sees."""
+        if self.window is None:
+            return np.zeros_like(positions)
+        return np.maximum(positions - self.window + 1, 0)
+
+    def _page_rows(self, rows: Ints, first: Ints, end: Ints) -> tuple[torch.Tensor, int, Ints]:
+        """Return the pool rows of keys, then values, of all pages with positions ``[first, end)`` of the spans;
+        the padded tokens; and the position of each span's first gathered key."""
+        begin = first // self.page_tokens
+        needed = -(-end // self.page_tokens) - begin
         count = int(needed.max())
-        pages = self.tables[rows, :count].astype(np.int64)
         # Entries past a row's last visible page may be anything: read its first page instead.
-        pages = np.where(np.arange(count)[None, :] < needed[:, None], pages, pages[:, :1])
+        gathered = np.arange(count)[None, :]
+        pages = self.tables[
+            rows[:, None], begin[:, None] + np.where(gathered < needed[:, None], gathered, 0)
+        ].astype(np.int64)
         heads = np.arange(self.kv_heads)
         keys = (pages[:, None, :] * 2) * self.kv_heads + heads[None, :, None]  # [B, Hkv, pages]
         both = np.stack([keys, keys + self.kv_heads])
-        return self._index(both.reshape(-1)), count * self.page_tokens
+        return self._index(both.reshape(-1)), count * self.page_tokens, begin * self.page_tokens
 
     def _bias(self, visible: npt.NDArray[np.bool_]) -> torch.Tensor:
         bias = torch.zeros(visible.shape, dtype=self.q.dtype)
@@ -165,6 +197,8 @@ def attend(
     plan: ReferencePlan,
     *,
     scale: float,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
     return_lse: Literal[False] = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor: ...
@@ -177,6 +211,8 @@ def attend(
     plan: ReferencePlan,
     *,
     scale: float,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
     return_lse: Literal[True],
     out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
@@ -188,18 +224,24 @@ def attend(
     plan: ReferencePlan,
     *,
     scale: float,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
     return_lse: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Causal attention of ragged query spans over paged keys and values.
 
     ``q`` [T, Hq, D]; ``pool`` [P, 2, Hkv, N, D] of one layer, already holding the keys and values of the
-    queries themselves; ``plan`` from ``make_plan``, shared by every layer of a step. The query at position
-    ``p`` sees positions ``0..p`` of its context. Returns ``out`` [T, Hq, D] and, if asked for, the natural
-    log of the softmax denominator, float32 [T, Hq]. Slots (places of tokens in pages) that no query sees may
-    hold anything, NaN included. Page-table entries past a table's last visible page may name any page of the
-    pool. Rows of ``q`` outside every span are 0 (lse: -inf).
+    queries themselves; ``plan`` from ``make_plan``, shared by every layer of a step with its window. The query
+    at position ``p`` sees positions ``0..p`` of its context, or the part of them in its window. ``softcap``:
+    scores become ``softcap * tanh(score / softcap)``. ``sinks`` float [Hq]: one more logit per head in the
+    softmax's denominator, which has no value and is neither scaled nor capped. Returns ``out`` [T, Hq, D] and,
+    if asked for, the natural log of the softmax denominator, float32 [T, Hq]. Slots (places of tokens in pages)
+    that no query sees may hold anything, NaN included. Page-table entries of pages that no query sees may name
+    any page of the pool. Rows of ``q`` outside every span are 0 (lse: -inf). Raises ValueError when softcap or
+    sinks do not fit.
     """
+    check_logits(q, softcap, sinks)
     num_heads, head_dim, kv_heads = q.shape[1], q.shape[2], pool.shape[2]
     groups = num_heads // kv_heads
     out = torch.empty_like(q) if out is None else out
@@ -211,20 +253,27 @@ def attend(
     for group in plan.groups:
         keys, values = _gather(pages, group, scratch, pool.shape)
         for block in group.blocks:
-            rows, seen = block.rows, block.seen
+            rows, seen = block.rows, slice(block.first, block.end)
             # Query heads of one KV head become its query rows, so keys are never repeated: [B, Hkv, G*q, D].
             queries = q[rows].view(group.batch, -1, kv_heads, groups, head_dim)
             length = queries.shape[1]
             folded = queries.permute(0, 2, 3, 1, 4).reshape(group.batch, -1, groups * length, head_dim)
-            part = F.scaled_dot_product_attention(
-                folded, keys[:, :, :seen], values[:, :, :seen], attn_mask=block.mask, scale=scale
-            )
+            logs = None
+            if lse is not None or softcap is not None or sinks is not None:
+                scores = _scores(folded, keys[:, :, seen], block.mask, scale, softcap)
+                logs = torch.logsumexp(scores, -1, keepdim=True)
+            if logs is None or (softcap is None and sinks is None):
+                part = F.scaled_dot_product_attention(
+                    folded, keys[:, :, seen], values[:, :, seen], attn_mask=block.mask, scale=scale
+                )
+            else:
+                if sinks is not None:
+                    of_rows = sinks.float().view(kv_heads, groups, 1).expand(-1, -1, length)
+                    logs = torch.logaddexp(logs, of_rows.reshape(kv_heads, -1, 1))
+                part = ((scores - logs).exp_() @ values[:, :, seen].float()).to(q.dtype)
             out[rows] = _unfold(part, groups, length)
-            if lse is not None:
-                scores = (folded.float() @ keys[:, :, :seen].float().transpose(-1, -2)) * scale
-                if block.mask is not None:
-                    scores += block.mask.float()
-                lse[rows] = _unfold(torch.logsumexp(scores, -1, keepdim=True), groups, length).squeeze(-1)
+            if lse is not None and logs is not None:
+                lse[rows] = _unfold(logs, groups, length).squeeze(-1)
     return out if lse is None else (out, lse)
 
 
@@ -236,6 +285,9 @@ def ragged_paged_attention(
     page_tables: torch.Tensor,
     *,
     scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
     return_lse: Literal[False] = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor: ...
@@ -249,6 +301,9 @@ def ragged_paged_attention(
     page_tables: torch.Tensor,
     *,
     scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
     return_lse: Literal[True],
     out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
@@ -261,14 +316,35 @@ def ragged_paged_attention(
     page_tables: torch.Tensor,
     *,
     scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
     return_lse: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """``attend`` with a plan for this call only; ``page_tables`` int32 [R, pages]."""
-    plan = make_plan(q, kv_pool_of_layer, spans, page_tables)
+    plan = make_plan(q, kv_pool_of_layer, spans, page_tables, window=window)
     if return_lse:
-        return attend(q, kv_pool_of_layer, plan, scale=scale, return_lse=True, out=out)
-    return attend(q, kv_pool_of_layer, plan, scale=scale, out=out)
+        return attend(
+            q, kv_pool_of_layer, plan, scale=scale, softcap=softcap, sinks=sinks, return_lse=True, out=out
+        )
+    return attend(q, kv_pool_of_layer, plan, scale=scale, softcap=softcap, sinks=sinks, out=out)
+
+
+def _scores(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    softcap: float | None,
+) -> torch.Tensor:
+    """Return the logits of the softmax, float32 [B, Hkv, rows, keys]."""
+    scores = (queries.float() @ keys.float().transpose(-1, -2)) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is not None:
+        scores += mask.float()
+    return scores
 
 
 def _gather(

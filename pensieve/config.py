@@ -31,6 +31,24 @@ MAX_QUEUED_TOKENS = 1_000_000
 
 
 @dataclass(frozen=True)
+class CacheGroup:
+    """A KV group (``model.groups``) as the cache sees it. By default: that of a model whose layers are all full, with
+    pages counted as bytes."""
+
+    kind: Literal["full", "window", "state"] = "full"
+    window: int = 0
+    """Widest window of its layers, in tokens."""
+    layers: int = 1
+    layer_page_bytes: int = 1
+    device_unit: int = 0
+    """Pages of a unit of the device tier; 0: the whole tier is one unit."""
+
+    @property
+    def page_bytes(self) -> int:
+        return self.layers * self.layer_page_bytes
+
+
+@dataclass(frozen=True)
 class CacheConfig:
     """Sizes and rules of the two-tier chunk cache."""
 
@@ -47,6 +65,12 @@ class CacheConfig:
     """A new request joins only while more than this fraction stays free or reclaimable (EuroSys §4.3.5)."""
     prefix_sharing: bool = True
     """Off: no session uses the KV of another."""
+    groups: tuple[CacheGroup, ...] = (CacheGroup(),)
+    """The full group, then that of windows or states if the model has one."""
+    device_bytes: int | None = None
+    """With two groups: bytes of the device tier; None: ``device_chunks`` chunks, with all groups kept whole."""
+    host_bytes: int | None = None
+    """Likewise for ``host_chunks``."""
 
 
 @dataclass(frozen=True)
@@ -132,6 +156,11 @@ def batch_limits(options: EngineTuning, device: str) -> tuple[int, int]:
 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(B|KiB|MiB|GiB|TiB|tokens?)\s*", re.IGNORECASE)
 _UNITS = {"b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
+
+
+def is_tokens(size: str) -> bool:
+    """Whether a cache size that ``parse_cache_size`` takes is given in tokens, not in bytes."""
+    return "token" in size.lower()
 
 
 def parse_cache_size(size: str, bytes_per_token: int) -> int:

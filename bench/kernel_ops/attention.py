@@ -73,32 +73,35 @@ class Data:
     least_bytes: float
 
 
-def make_data(spans: Spans, heads: int, kv_heads: int, device: str = "cuda") -> Data:
+def make_data(spans: Spans, heads: int, kv_heads: int, device: str = "cuda", dim: int = DIM) -> Data:
     pages = [-(-context // PAGE) for _, context in spans]
-    per_set = sum(pages) * 2 * kv_heads * PAGE * DIM * BYTES
+    per_set = sum(pages) * 2 * kv_heads * PAGE * dim * BYTES
     sets = max(1, min(4, int(30e9 // per_set)))
-    shape = (sum(pages), 2, kv_heads, PAGE, DIM)
+    shape = (sum(pages), 2, kv_heads, PAGE, dim)
     pools = [torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(sets)]
     tables = torch.zeros(len(spans), max(pages), dtype=torch.int32, device=device)
     for row, part in enumerate(torch.randperm(sum(pages), device=device).int().split(pages)):
         tables[row, : len(part)] = part
     table = make_spans([n for n, _ in spans], [c - n for n, c in spans], range(len(spans)))
-    q = torch.randn(num_tokens(table), heads, DIM, device=device, dtype=torch.bfloat16)
+    q = torch.randn(num_tokens(table), heads, dim, device=device, dtype=torch.bfloat16)
     pairs = sum(new * context - new * (new - 1) / 2 for new, context in spans)
-    kv = 2 * kv_heads * DIM * BYTES * sum(context for _, context in spans)
-    return Data(q, pools, tables, table, 4 * heads * DIM * pairs, kv + 2 * q.nbytes)
+    kv = 2 * kv_heads * dim * BYTES * sum(context for _, context in spans)
+    return Data(q, pools, tables, table, 4 * heads * dim * pairs, kv + 2 * q.nbytes)
 
 
-def ours(data: Data, out: torch.Tensor) -> Contender:
+def ours(
+    data: Data, out: torch.Tensor, window: int | None = None, sinks: torch.Tensor | None = None
+) -> Contender:
     """Our kernel with a plan as for a graph."""
     geometry, spans = geometry_for(data.q.shape[1], data.pools[0]), data.spans
     kind, longest = classify(spans, geometry), int((spans[:, POSITION] + spans[:, Q_LEN]).max())
-    capacity = capacity_for(kind, len(data.q), len(spans), longest, geometry)
-    plan = AttentionPlan(len(data.q), geometry, data.q.device, kind=kind, capacity=capacity)
+    capacity = capacity_for(kind, len(data.q), len(spans), longest, geometry, window)
+    plan = AttentionPlan(len(data.q), geometry, data.q.device, kind=kind, capacity=capacity, window=window)
     plan.refill(spans)
+    scale = data.q.shape[2] ** -0.5
 
     def call(index: int) -> object:
-        return attend(data.q, data.pools[index], plan, data.tables, scale=DIM**-0.5, out=out)
+        return attend(data.q, data.pools[index], plan, data.tables, scale=scale, sinks=sinks, out=out)
 
     return call
 

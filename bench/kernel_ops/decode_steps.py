@@ -209,7 +209,7 @@ class Steps:
         )  # fmt: skip
         samples = min(tokens, len(sampled))
         program = StepProgram(
-            shared, ProgramSize(tokens, samples, len(batch.pages), kind, self._capacity(tokens, kind))
+            shared, ProgramSize(tokens, samples, len(batch.pages), kind, (self._capacity(tokens, kind),))
         )
         staging = torch.zeros(program.words, dtype=torch.int32, pin_memory=self.on_gpu)
         words = program.pack(batch, staging.numpy())

@@ -2,14 +2,13 @@
 
     python bench/service/priced_engine.py --model demo [options of `pensieve serve`]
 
-The prices are taken from ``STEP_MS`` and ``TOKEN_US``. A step with the token id ``POISON`` ends the process (SIGSEGV).
+The prices are taken from ``STEP_MS`` and ``TOKEN_US``.
 What is measured on it is the service's own doing: how it queues, shares and refuses, not how fast a model is.
 """
 
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import time
 
@@ -26,7 +25,7 @@ from pensieve.options.serve import by_name, resolve, serve_flags
 from pensieve.server.app import run
 
 BUILDER, ENGINE = "priced_engine:build", "service/priced_engine.py"
-STEP_VARIABLE, TOKEN_VARIABLE, POISON_VARIABLE = "STEP_MS", "TOKEN_US", "POISON"
+STEP_VARIABLE, TOKEN_VARIABLE = "STEP_MS", "TOKEN_US"
 CONTEXT_LIMIT = 8192
 DEVICE_TOKENS, HOST_TOKENS = 1 << 17, 1 << 18
 VOCABULARY = 1536
@@ -36,15 +35,12 @@ VOCABULARY = 1536
 class PricedWorker(SynchronousWorker):
     """Computes nothing and takes as long as a model would."""
 
-    def __init__(self, step_s: float, token_s: float, poison: int = -1) -> None:
-        self._poison = poison
+    def __init__(self, step_s: float, token_s: float) -> None:
         self._step_s = step_s
         self._token_s = token_s
         self._free_at = 0.0
 
     def run(self, plan: Plan) -> StepResult:
-        if self._poison >= 0 and any(self._poison in span.tokens for span in plan.spans):
-            os.kill(os.getpid(), signal.SIGSEGV)
         now = time.monotonic()
         self._free_at = max(self._free_at, now) + self._step_s + self._token_s * plan.num_tokens
         time.sleep(self._free_at - now)
@@ -68,8 +64,7 @@ def build(options: EngineOptions) -> Engine:
     scheduler = Scheduler(limits, CacheManager(cache, CostModel(((0, 0.0), (1024, 1.0)), 0.2, size)))
     ready = EngineReady(CONTEXT_LIMIT, VOCABULARY, "none", "none", DEVICE_TOKENS, HOST_TOKENS, size)
     prices = float(os.environ[STEP_VARIABLE]) / 1e3, float(os.environ[TOKEN_VARIABLE]) / 1e6
-    worker = PricedWorker(*prices, int(os.environ.get(POISON_VARIABLE, "-1")))
-    return Engine(scheduler, worker, ready)
+    return Engine(scheduler, PricedWorker(*prices), ready)
 
 
 @click.command()

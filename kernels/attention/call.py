@@ -9,7 +9,7 @@ import torch
 
 from pensieve.kernels.attention.kinds import Geometry
 from pensieve.kernels.attention.tiles import width_of
-from pensieve.kernels.checks import FLOAT_DTYPES, check_device, check_layout
+from pensieve.kernels.checks import FLOAT_DTYPES, check_device, check_layout, check_logits
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,13 +25,22 @@ class AttentionCall:
     out: torch.Tensor
     lse: torch.Tensor
     """float32 [T, Hq]; [1, 1] and unused without ``return_lse``."""
+    sinks: torch.Tensor
+    """float [Hq]: logits without values; unused without ``has_sinks``."""
+    has_sinks: bool
     scale: float
+    softcap: float | None
     return_lse: bool
 
     @property
     def factor(self) -> float:
-        """Scale for scores that are exponents of 2, as the kernels use them."""
-        return self.scale * math.log2(math.e)
+        """Scale for scores that are exponents of 2, as the kernels use them; with a softcap, for its tanh."""
+        return (self.scale if self.softcap is None else self.softcap) * math.log2(math.e)
+
+    @property
+    def inner_softcap(self) -> float:
+        """Scale for products before the tanh; 0: no softcap."""
+        return 0.0 if self.softcap is None else self.scale / self.softcap
 
     @property
     def table_stride(self) -> int:
@@ -47,11 +56,18 @@ class AttentionCall:
         scale: float,
         return_lse: bool,
         out: torch.Tensor | None,
+        *,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> AttentionCall:
         """Check the tensors and allocate the results. Raises ValueError unless the tensors fit each other."""
         check_attention(q, pool, tables, out, scale)
+        check_logits(q, softcap, sinks)
         lse = q.new_empty(q.shape[:2] if return_lse else (1, 1), dtype=torch.float32)
-        return cls(q, pool, tables, torch.empty_like(q) if out is None else out, lse, scale, return_lse)
+        return cls(
+            q, pool, tables, torch.empty_like(q) if out is None else out, lse,
+            lse if sinks is None else sinks, sinks is not None, scale, softcap, return_lse,
+        )  # fmt: skip
 
 
 class Scratch:

@@ -34,9 +34,11 @@ def capacity_for(
     max_spans: int,
     max_context: int,
     geometry: Geometry,
+    window: int | None = None,
 ) -> Capacity:
     """Return a capacity that holds every step of this kind. ``max_tokens``: rows of q, padding included.
-    ``max_spans``: spans that are not empty. ``max_context``: most tokens that any query sees."""
+    ``max_spans``: spans that are not empty. ``max_context``: most tokens of a query's context. ``window``: of
+    the plan."""
     tiles = geometry.tiles
     groups, rows = geometry.groups, max_tokens * geometry.groups
     narrow_tile, wide_tile, at_once = kind.narrow_tile(tiles), tiles.wide, kind.merged_rows
@@ -48,24 +50,35 @@ def capacity_for(
             narrow_blocks = _max_blocks(spans + 1, rows, narrow_tile)
         elif not kind.has_wide:  # padding, for few spans or many
             narrow_blocks = max(n - (n - max_tokens) * groups // narrow_tile.rows for n in (0, spans))
-        narrow = max_narrow_pieces(narrow_blocks, max_context, narrow_tile, geometry)
+        keys = _max_keys(max_context, window, narrow_tile, groups)
+        narrow = max_narrow_pieces(narrow_blocks, keys, narrow_tile, geometry)
     if kind.has_wide:
         shortest = narrow_tile.rows // groups + 1
         spans = min(max_spans, max_tokens // shortest)
         if kind.is_mixed:
             spans = max(spans, min(max_spans, max_tokens) // LEAST_SPANS)
         wide_blocks = _max_blocks(spans + 1, rows, wide_tile)  # padding counts as a span
-        wide = max_wide_pieces(wide_blocks, max_context, wide_tile, geometry)
+        keys = _max_keys(max_context, window, wide_tile, groups)
+        wide = max_wide_pieces(wide_blocks, keys, wide_tile, geometry)
     merges = narrow.split_items * -(-narrow_tile.rows // at_once) + wide.split_items * -(
         -wide_tile.rows // at_once
     )
     held = narrow.pieces * narrow_tile.rows + wide.pieces * wide_tile.rows
-    if kind.is_mixed:  # prefix groups, see ``prefixes``
+    if kind.is_mixed and window is None:  # prefix groups, see ``prefixes``
         merges += max_spans * -(-narrow_tile.rows // at_once)
         held += GROUP_LAYERS * min(max_spans, max_tokens) * groups
     programs, most = math.floor(programs_per_head(narrow_tile, geometry)), narrow_blocks + narrow.extra_items
     launched = programs if narrow_blocks < FEW_BLOCKS_SHARE * programs else narrow_blocks + programs
     return Capacity(most, wide_blocks + wide.extra_items, min(rows, merges), held, min(most, launched))
+
+
+def _max_keys(max_context: int, window: int | None, tile: Tile, groups: int) -> int:
+    """Most keys of an item. Its first query sees ``window`` keys, and each later token of the block adds one."""
+    if window is None:
+        return max_context
+    tokens = 1 + -(-(tile.rows - 1) // groups)
+    alignment = tile.keys - 1 if tile.hopper else 0
+    return min(max_context, window + tokens - 1 + alignment)
 
 
 def _max_blocks(spans: int, rows: int, tile: Tile) -> int:

@@ -17,6 +17,7 @@ SPAN_ROWS, FIRST_ROW = tl.constexpr(work_lists.ROWS), tl.constexpr(work_lists.FI
 FIRST_KEY, END_KEY = tl.constexpr(work_lists.FIRST_KEY), tl.constexpr(work_lists.END_KEY)
 PARTIAL = tl.constexpr(work_lists.PARTIAL)
 """Columns of an item."""
+LOG2_E, LN_2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-1e38)
 """Initial maximum of a row: below every score but finite, so that a tile without visible keys gives weights of 0."""
 
@@ -36,12 +37,31 @@ def _rows(base, at, valid, DIM: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.co
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _tanh(x):  # type: ignore[no-untyped-def]
+    """Accurate to a few units of float32's precision of 1."""
+    decay = tl.math.exp2(tl.abs(x) * (-2 * LOG2_E))
+    size = (1.0 - decay) / (1.0 + decay)
+    return tl.where(x < 0, -size, size)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def add_sinks(acc, top, total, sinks, query_head, applies):  # type: ignore[no-untyped-def]
+    """Add the sink of each row's query head to its softmax, as a logit without a value, where ``applies``."""
+    sink = tl.load(sinks + query_head).to(tl.float32) * LOG2_E
+    sink = tl.where(applies, sink, float("-inf"))
+    new_top = tl.maximum(top, sink)
+    shrink = tl.math.exp2(top - new_top)
+    return acc * shrink[:, None], new_top, total * shrink + tl.math.exp2(sink - new_top)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _walk(  # type: ignore[no-untyped-def]
-    q, seen, acc, top, total, pages, table, k_base, v_base, first, last, end, page_stride, slot_stride, factor,
+    q, seen, acc, top, total, pages, table, k_base, v_base, first, last, end, page_stride, slot_stride, factor, window,
     DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
-    MASKED: tl.constexpr,
+    MASKED: tl.constexpr, WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over keys ``[first, last)``, in units of log2. Row i sees the keys below ``seen[i]``.
+    """Online softmax over keys ``[first, last)``, in units of log2. Row i sees the keys below ``seen[i]``, with
+    WINDOWED the last ``window`` of them. Some row sees the first key of an item, so none lies below every window.
     ``pages`` holds the page of every key of the next tile. A page id is loaded one tile before its keys,
     because the pipeline spends a stage on every link of a chain of loads."""
     columns = tl.arange(0, KEYS)
@@ -52,8 +72,12 @@ def _walk(  # type: ignore[no-untyped-def]
         pages = tl.load(table + coming // PAGE, mask=coming < end, other=0)
         k = _rows(k_base, at, keys < end, DIM, WIDTH, False)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if SOFTCAP > 0:
+            scores = _tanh(scores * SOFTCAP)
         if MASKED:
             scores = tl.where(keys[None, :] < seen[:, None], scores, float("-inf"))
+            if WINDOWED:
+                scores = tl.where(keys[None, :] >= seen[:, None] - window, scores, float("-inf"))
         # Weights are relative to the largest score so far. When it grows, the sums shrink with it.
         new_top = tl.maximum(top, tl.max(scores, 1) * factor)
         weights = tl.math.exp2(scores * factor - new_top[:, None])
@@ -70,8 +94,9 @@ def _walk(  # type: ignore[no-untyped-def]
 def attend_item(  # type: ignore[no-untyped-def]
     item, head, q, pool, tables, out, lse, partial, partial_lse, partial_rows,
     q_token, q_head, page_stride, value_stride, head_stride, slot_stride, table_stride, out_token, out_head, factor,
-    KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, SPLIT_MASK: tl.constexpr, LSE: tl.constexpr,
+    sinks, window, KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    PAGE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, SPLIT_MASK: tl.constexpr,
+    LSE: tl.constexpr, WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Attend one item of one KV head. A whole item is stored to ``out``, a piece to the scratch."""
     rows = tl.load(item + SPAN_ROWS)
@@ -96,20 +121,37 @@ def attend_item(  # type: ignore[no-untyped-def]
     v_base = k_base + value_stride
     middle = start
     if SPLIT_MASK:
-        plain = tl.minimum(position + first_row // GROUPS + 1, end) // KEYS * KEYS  # visible to all rows
-        middle = tl.maximum(plain, start)
+        plain = tl.minimum(position + first_row // GROUPS + 1, end)  # visible to all rows
+        if WINDOWED:
+            # Keys begin anywhere. Rows of later tokens do not see all of the first tiles.
+            hidden = tl.maximum(position + (first_row + ROWS - 1) // GROUPS + 1 - window - start, 0)
+            alike = start + (hidden + KEYS - 1) // KEYS * KEYS  # from here on, all windows have begun
+            acc, top, total, pages = _walk(
+                block, position + 1 + row // GROUPS, acc, top, total, pages, table, k_base, v_base, start,
+                tl.minimum(alike, end), end, page_stride, slot_stride, factor, window,
+                DIM, WIDTH, PAGE, KEYS, STAGES, True, True, SOFTCAP,
+            )  # fmt: skip
+            middle = tl.maximum(start + tl.maximum(plain - start, 0) // KEYS * KEYS, alike)
+            start = alike
+        else:
+            middle = tl.maximum(plain // KEYS * KEYS, start)
         acc, top, total, pages = _walk(
             block, row, acc, top, total, pages, table, k_base, v_base, start, middle, end,
-            page_stride, slot_stride, factor, DIM, WIDTH, PAGE, KEYS, STAGES, False,
+            page_stride, slot_stride, factor, window, DIM, WIDTH, PAGE, KEYS, STAGES, False, False, SOFTCAP,
         )  # fmt: skip
     # Load again: volatile, so that the compiler holds no registers for these during the first loop.
     seen = tl.load(item + POSITION, volatile=True) + 1
     seen += (tl.load(item + FIRST_ROW, volatile=True) + tl.arange(0, ROWS)) // GROUPS
     acc, top, total, pages = _walk(
         block, seen, acc, top, total, pages, table, k_base, v_base, middle, end, end,
-        page_stride, slot_stride, factor, DIM, WIDTH, PAGE, KEYS, STAGES, True,
+        page_stride, slot_stride, factor, window, DIM, WIDTH, PAGE, KEYS, STAGES, True, WINDOWED, SOFTCAP,
     )  # fmt: skip
 
+    if SINKS:
+        # Once per row: here for a whole item, in the merge for pieces, and not where a row sees nothing.
+        query_head = head * GROUPS + (tl.load(item + FIRST_ROW, volatile=True) + tl.arange(0, ROWS)) % GROUPS
+        applies = (total > 0) & (tl.load(item + PARTIAL) < 0)
+        acc, top, total = add_sinks(acc, top, total, sinks, query_head, applies)
     divisor = tl.where(total > 0, total, 1.0)
     result = acc / divisor[:, None]
     log2_sum = tl.where(total > 0, top + tl.math.log2(divisor), float("-inf"))
@@ -124,9 +166,7 @@ def attend_item(  # type: ignore[no-untyped-def]
         pointers = out + (token * out_token + query_head * out_head)[:, None] + dims[None, :]
         tl.store(pointers, result.to(out.dtype.element_ty), mask=valid[:, None] & (dims < DIM)[None, :])
         if LSE:
-            tl.store(
-                lse + token * (KV_HEADS * GROUPS) + query_head, log2_sum * 0.6931471805599453, mask=valid
-            )
+            tl.store(lse + token * (KV_HEADS * GROUPS) + query_head, log2_sum * LN_2, mask=valid)
     else:
         at = head.to(tl.int64) * partial_rows + scratch + tl.arange(0, ROWS)
         tl.store(partial + at[:, None] * WIDTH + dims[None, :], result, mask=valid[:, None])

@@ -27,6 +27,7 @@ from pensieve.kernels.attention.work_lists import (
     WorkLists,
     make_work_lists,
 )
+from pensieve.kernels.checks import check_window
 from pensieve.kernels.spans import Ints, Spans
 
 
@@ -52,10 +53,14 @@ class AttentionPlan:
         capacity: Capacity,
         words: torch.Tensor | None = None,
         scratch: Scratch | None = None,
+        window: int | None = None,
     ) -> None:
         """``num_rows``: rows of q. ``words``: int32 [at least ``words_of(capacity)``] on ``device``, zeroed
-        by the caller, to hold the plan; by default the plan allocates its own. Raises ValueError when words
-        or scratch are too small."""
+        by the caller, to hold the plan; by default the plan allocates its own. ``window``: the query at
+        position ``p`` sees only positions ``[p - window + 1, p]``; None: it sees ``[0, p]``. Raises ValueError
+        when words or scratch are too small or the window is not positive."""
+        check_window(window)
+        self.window = window
         self.num_rows, self.geometry, self.kind, self.capacity = num_rows, geometry, kind, capacity
         self.narrow, self.wide = kind.narrow_tile(geometry.tiles), geometry.tiles.wide
         if words is None:
@@ -81,20 +86,25 @@ class AttentionPlan:
         *,
         capacity: Capacity | None = None,
         prefix_groups: Ints | None = None,
+        window: int | None = None,
     ) -> AttentionPlan:
         """Return the plan of one step, exactly as large as needed without ``capacity``. ``prefix_groups``:
         see ``pack``."""
+        check_window(window)
         kind = classify(spans, geometry) if prefix_groups is None else PREFIX_GROUP_KIND
-        work = _work(spans, prefix_groups, num_rows, geometry, kind, capacity)
-        plan = cls(num_rows, geometry, device, kind=kind, capacity=capacity or _need(work))
+        work = _work(spans, prefix_groups, num_rows, geometry, kind, capacity, window)
+        plan = cls(num_rows, geometry, device, kind=kind, capacity=capacity or _need(work), window=window)
         plan._upload(plan._packed(work))
         return plan
 
     def pack(self, spans: Spans, prefix_groups: Ints | None = None) -> npt.NDArray[np.int32]:
         """Return the words of a step, to be copied to the beginning of ``words``; only as many as its work needs.
-        ``prefix_groups``: the table of ``prefixes.PrefixGroups``, for plans of the kind ``PREFIX_GROUP_KIND``. Raises
-        DoesNotFit when the step exceeds the capacity; without groups it may still fit."""
-        work = _work(spans, prefix_groups, self.num_rows, self.geometry, self.kind, self.capacity)
+        ``prefix_groups``: the table of ``prefixes.PrefixGroups``, for plans of the kind ``PREFIX_GROUP_KIND`` without
+        a window. Raises DoesNotFit when the step exceeds the capacity; without groups it may still fit. Raises
+        ValueError for prefix groups in a windowed plan."""
+        work = _work(
+            spans, prefix_groups, self.num_rows, self.geometry, self.kind, self.capacity, self.window
+        )
         return self._packed(work)
 
     def refill(self, spans: Spans, prefix_groups: Ints | None = None) -> None:
@@ -150,9 +160,12 @@ def _work(
     geometry: Geometry,
     kind: StepKind,
     capacity: Capacity | None,
+    window: int | None,
 ) -> WorkLists:
     if prefix_groups is None:
-        return make_work_lists(spans, num_rows, geometry, kind)
+        return make_work_lists(spans, num_rows, geometry, kind, window=window)
+    if window is not None:
+        raise ValueError("a windowed plan forms no prefix groups: its queries do not see their beginnings")
     if kind is not PREFIX_GROUP_KIND:
         raise DoesNotFit(f"a plan for {kind.value} steps has no launches for prefix groups")
     return make_group_lists(spans, prefix_groups, num_rows, geometry, capacity or UNLIMITED)

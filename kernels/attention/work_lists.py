@@ -57,9 +57,12 @@ class WorkLists:
     """Programs that share the wide items."""
 
 
-def make_work_lists(spans: Spans, num_rows: int, geometry: Geometry, kind: StepKind) -> WorkLists:
+def make_work_lists(
+    spans: Spans, num_rows: int, geometry: Geometry, kind: StepKind, *, window: int | None = None
+) -> WorkLists:
     """Return the lists of a step with these spans, for q of ``num_rows`` rows. ``kind`` selects tiles; it
-    does not restrict the items. A step whose spans do not suit the kind still gets items for all of them."""
+    does not restrict the items. A step whose spans do not suit the kind still gets items for all of them.
+    ``window``: keys that a query sees, its own included; None: all."""
     tiles = geometry.tiles
     narrow, wide = kind.narrow_tile(tiles), tiles.wide
     covered = 0
@@ -69,10 +72,10 @@ def make_work_lists(spans: Spans, num_rows: int, geometry: Geometry, kind: StepK
         if not lengths.all():
             spans = spans[lengths > 0]
     small, big = split_by_width(spans, narrow, geometry, kind)
-    items = make_blocks(small, narrow, geometry)
+    items = make_blocks(small, narrow, geometry, window)
     pieces = narrow_pieces(key_tiles(items, narrow), narrow, geometry)
     first, first_merges, used = split_items(items, pieces, narrow, 0, kind.merged_rows)
-    items = make_blocks(big, wide, geometry)
+    items = make_blocks(big, wide, geometry, window)
     pieces = wide_pieces(key_tiles(items, wide), is_only_block(items, wide), wide, geometry)
     second, second_merges, used = split_items(items, pieces, wide, used, kind.merged_rows)
     programs = geometry.multiprocessors
@@ -134,8 +137,10 @@ def padding_items(start: int, tokens: int, tile: Tile, groups: int) -> Ints:
     return items
 
 
-def make_blocks(spans: Spans, tile: Tile, geometry: Geometry) -> Ints:
-    """Return the unsplit items of spans [n, 4]: longest contexts first, blocks of a span adjacent for the L2 cache."""
+def make_blocks(spans: Spans, tile: Tile, geometry: Geometry, window: int | None = None) -> Ints:
+    """Return the unsplit items of spans [n, 4]: longest contexts first, blocks of a span adjacent for the L2 cache.
+    With a window, the keys of an item begin with the first that its first query sees. The kernel for Hopper
+    needs whole tiles and hides the keys before."""
     end = spans[:, Q_LEN] + spans[:, POSITION]
     order = np.argsort(-end, kind="stable")
     spans, end = spans[order], end[order]
@@ -149,6 +154,10 @@ def make_blocks(spans: Spans, tile: Tile, geometry: Geometry) -> Ints:
         first = (count[span] - 1 - block) * tile.rows  # blocks that see the most keys come first
         last_token = (np.minimum(first + tile.rows, rows[span]) - 1) // geometry.groups
         items[:, FIRST_ROW], items[:, END_KEY] = first, items[:, POSITION] + last_token + 1
+    if window is not None:
+        seen = items[:, POSITION] + items[:, FIRST_ROW] // geometry.groups + 1
+        first_key = np.maximum(seen - window, 0)
+        items[:, FIRST_KEY] = first_key // tile.keys * tile.keys if tile.hopper else first_key
     return items
 
 

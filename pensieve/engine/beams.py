@@ -307,7 +307,8 @@ class BeamDriver:
         tokens, sampling = packed_length(submit.tokens), submit.sampling
         longest = self._scheduler.context_limit
         # Limit the output so that the search fits the device tier.
-        while self._pages(tokens, sampling.beam_width, longest - tokens) > self._cache.config.device_chunks:
+        width = sampling.beam_width
+        while not self._cache.can_hold(self._pages(tokens, width, longest - tokens), width, longest):
             longest -= 1
         search = BeamSearch.from_sampling(sampling, tokens, longest, self._scheduler.config.eos_token_ids)
         wanted = msgspec.structs.replace(sampling, top_logprobs=search.candidates)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from pensieve.config import CacheConfig, EngineOptions, SchedulerConfig
+from pensieve.config import CacheConfig, CacheGroup, EngineOptions, SchedulerConfig
 from pensieve.engine.cache.manager import CacheManager
 from pensieve.engine.cost.model import CostProfileError
 from pensieve.engine.cost.profiles import load_or_measure_cost
@@ -28,7 +28,15 @@ def build_engine(options: EngineOptions) -> Engine:
         raise InvalidArgument(str(error)) from error
     info = worker.info
     cache = CacheManager(cache_config(options, info), cost, model=f"{options.model} {info.dtype}")
-    scheduler = Scheduler(scheduler_config(options, worker.arch, info), cache)
+    config = scheduler_config(options, worker.arch, info)
+    least = info.chunk_tokens + config.max_running
+    if cache.has_states and config.max_batch_tokens < least:
+        # A step must be able to take a request from one chunk boundary to the next, where states are kept.
+        raise InvalidArgument(
+            f"max batch tokens {config.max_batch_tokens}: a model with recurrent layers needs {least} at least, a chunk "
+            f"of {info.chunk_tokens} tokens and one for each of {config.max_running} generations"
+        )
+    scheduler = Scheduler(config, cache)
     ready = EngineReady(
         context_limit=scheduler.context_limit,
         model_context_limit=info.context_limit,
@@ -59,6 +67,20 @@ def cache_config(options: EngineOptions, info: WorkerInfo) -> CacheConfig:
         swap_watermark=options.swap_watermark,
         decode_reserve=options.decode_reserve,
         prefix_sharing=options.prefix_sharing and not options.stateless,
+        groups=cache_groups(info),
+        device_bytes=info.device_tier.num_bytes if len(info.groups) > 1 else None,
+        host_bytes=info.host_tier.num_bytes if len(info.groups) > 1 else None,
+    )
+
+
+def cache_groups(info: WorkerInfo) -> tuple[CacheGroup, ...]:
+    """The model's KV groups as the cache sees them. With one group, it counts pages."""
+    if len(info.groups) < 2:
+        return (CacheGroup(),)
+    units = [size.unit_pages for size in info.device_tier.sizes]
+    return tuple(
+        CacheGroup(group.kind, group.window or 0, len(group.layers), group.layer_page_bytes, unit)
+        for group, unit in zip(info.groups, units, strict=True)
     )
 
 

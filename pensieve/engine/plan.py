@@ -3,13 +3,21 @@
 Every worker keeps this order inside a step, which makes reuse of a page within one plan safe:
 
 1. ``swap_out``: device pages are read into host pages;
-2. ``copies``: device pages are read into other device pages (copy on write);
-3. ``swap_in``: host pages are read into device pages, layer by layer, each layer before its attention;
-4. the model runs over the concatenated spans; in each layer all KV of the step is written before attention reads;
+2. ``copies``: device pages are read into other device pages (copy on write, or a page that moves); all sources
+   are read before any target is written, in both groups;
+3. ``swap_in``: host pages are read into device pages, layer by layer, each layer before its attention or state;
+4. the model runs over the concatenated spans; in each layer all KV of the step is written before attention
+   reads, and each chain reads its state before it writes one;
 5. the last token of each span with a ``sample`` is sampled.
 
-A device page freed by 1 may be the target of 2, 3 or 4 of the same plan. A host page is never both written by
-1 and read by 3 of one plan.
+A device page freed by 1 may be the target of 2, 3 or 4 of the same plan. A page that moves is the source of a
+copy in 2; its bytes may be the target of 2, 3 or 4. So bytes freed by 1 or 2 may belong to a page of the other KV
+group (``pensieve.model.groups``) from 3 on, and a target of 2 may lie in bytes that a copy of the other group
+reads. A host page is never both written by 1 and read by 3 of one plan, and the bytes of a host page that 1
+writes are not read by 3 as a page of the other group.
+
+Page tables and copies use the page numbers that the plan ends with: a page that moves stands under its new
+number in the tables, the chains and ``swap_in`` of its plan, and under its old one in ``swap_out``.
 
 Plans take effect in the order of their launches, as if each had ended before the next began. So the scheduler
 may make the next plan while this one runs, and reuse a page as soon as the plan that still needs it is
@@ -29,6 +37,9 @@ from pensieve.core import RequestKey, Sampling, TokenArray, TokenLogprob
 
 PageTable = npt.NDArray[np.int32]
 """Device page of each chunk of a context, int32 [chunks]."""
+
+NO_PAGE = -1
+"""Stands for a page that does not exist: see ``Chain``."""
 
 PENDING = -1
 """Stands for the token that this request samples in the plan launched just before; only the last of a span."""
@@ -62,6 +73,9 @@ class Span:
     """Index into ``Plan.page_tables``; page ``i`` holds positions ``[i * page_tokens, (i + 1) * page_tokens)``."""
     sample: SampleSpec | None = None
     """How to choose the token after this span; None: sample none."""
+    stores: int = 3
+    """Bit g is set when the span's keys and values are written in group g. A group whose bit is not set holds them
+    already, and keeps them untouched; its pages must be in the group's table nevertheless."""
 
     @property
     def end(self) -> int:
@@ -71,10 +85,39 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """One chunk, all layers, from page ``src`` to page ``dst``. The list that it is in names the tiers."""
+    """One slice: all layers of a KV group, from page ``src`` to page ``dst``. The list that it is in names the
+    tiers."""
 
     src: int
     dst: int
+    group: int = 0
+    """Index of the KV group that both pages belong to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """Spans through which one recurrent state passes, in the state group of a model that has one.
+
+    Every span of the plan is in exactly one chain. A chain reads page ``read`` before it writes, so ``live`` or
+    ``boundary`` may be that page. Apart from that, no page that a chain writes is read or written by another chain
+    of the plan: chains run side by side. Several chains may read one page.
+    """
+
+    first: int
+    """Index of the first span in ``Plan.spans``; with ``last`` (included) spans of one request, in the order of the
+    plan and with consecutive positions."""
+    last: int
+    read: int
+    """Page of the state before the first token; ``NO_PAGE``: the zero state, at position 0."""
+    boundary: int
+    """Page that receives the state before position ``boundary_at``; ``NO_PAGE``: none does."""
+    boundary_at: int
+    """Position of a chunk boundary: tokens ``[0, boundary_at)`` are in the state that ``boundary`` receives. A
+    multiple of the chunk size, after the first token's position and at most the end of the last span. Without
+    ``boundary``: any value."""
+    live: int
+    """Page that receives the state after the last token; ``NO_PAGE``: none does, because it is held already or
+    nothing goes on from it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +127,15 @@ class Plan:
     step: int
     spans: tuple[Span, ...] = ()
     page_tables: tuple[PageTable, ...] = ()
-    """One per request in the batch, indexed by ``Span.page_table``."""
+    """Pages of group 0: one table per request in the batch, indexed by ``Span.page_table``."""
     swap_out: tuple[Copy, ...] = ()
     copies: tuple[Copy, ...] = ()
     swap_in: tuple[Copy, ...] = ()
+    window_tables: tuple[PageTable, ...] = ()
+    """Pages of group 1 when it is a window group: as many as ``page_tables``, each as long as its counterpart.
+    Entries of chunks that no span of the request sees through the window may be any page."""
+    chains: tuple[Chain, ...] = ()
+    """The ways of the states through the spans, when the model has a state group."""
 
     @property
     def num_tokens(self) -> int:

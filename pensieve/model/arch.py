@@ -78,6 +78,40 @@ class StateShape:
 
 
 @dataclass(frozen=True, slots=True)
+class RecurrentMixer:
+    """The recurrent mixers of a model, which differ from layer to layer in their ``StateShape`` at most."""
+
+    kind: Literal["ssd", "gated_delta"]
+    """Mamba-2's recurrence, or the gated delta rule. Both follow a convolution with SiLU."""
+    key_heads: int
+    """Heads of queries and keys; each serves as many value heads (``StateShape.heads``)."""
+    gate: Literal["before norm", "after norm", "no norm"]
+    """Whether the output is gated before or after its RMS norm."""
+    norm_per_head: bool = False
+    """The norm is over each value head, with one weight for all, rather than over the value heads of a key head."""
+    conv_bias: bool = False
+    input_bias: bool = False
+    output_bias: bool = False
+    step_limit: tuple[float, float] = (0.0, math.inf)
+    """``ssd``: bounds of the step size."""
+
+
+@dataclass(frozen=True, slots=True)
+class Multipliers:
+    """Factors of projections (https://arxiv.org/abs/2507.22448). Loading multiplies them into the weights."""
+
+    attention_input: float = 1.0
+    key: float = 1.0
+    attention_output: float = 1.0
+    recurrent_input: float = 1.0
+    recurrent_parts: tuple[float, float, float, float, float] = (1.0,) * 5
+    """Of the projection's rows: gate, values, keys, queries, step size."""
+    recurrent_output: float = 1.0
+    mlp_gate: float = 1.0
+    mlp_output: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class Layer:
     """One decoder layer: its mixers (attention, a recurrent one, or both) and its MLP."""
 
@@ -169,6 +203,13 @@ class Arch:
     """RMS norm before the rotation, over each query and key head, or over all queries and all keys of a token."""
     sinks: bool = False
     """Each query head has a learned score that takes part in its softmax and has no value."""
+    attention_gate: bool = False
+    """The query projection also gives a gate of the attention's output, behind each head's query."""
+    recurrent: RecurrentMixer | None = None
+    """None: no layer has a state."""
+    multipliers: Multipliers | None = None
+    float32_residual: bool = False
+    """The residual sum is float32 whatever the model's dtype."""
     score_scale: float | None = None
     """Factor of attention scores; None: 1 / sqrt(head_dim)."""
     query_growth: tuple[float, float] | None = None
@@ -231,14 +272,22 @@ class Arch:
         return self._parameters(active=True)
 
     def _parameters(self, *, active: bool) -> int:
-        attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
+        query_heads = self.num_heads * (3 if self.attention_gate else 2)
+        attention = self.hidden_size * self.head_dim * (query_heads + 2 * self.num_kv_heads)
+        recurrent = sum(self._recurrent_parameters(layer.state) for layer in self.layers if layer.state)
         mlp = self.hidden_size * self.intermediate_size * (3 if self.gated_mlp else 2)
         kinds = [layer.mlp for layer in self.layers]
-        blocks = len(self.attention_layers) * attention + kinds.count("dense") * mlp
+        blocks = len(self.attention_layers) * attention + recurrent + kinds.count("dense") * mlp
         if self.experts is not None:
             mixture = self.experts.num_parameters(self.hidden_size, active=active)
             blocks += kinds.count("experts") * mixture
         return blocks + self.vocab_size * self.hidden_size
+
+    def _recurrent_parameters(self, state: StateShape) -> int:
+        """Return the weights of one recurrent mixer's projections."""
+        gates = 1 if self.recurrent is not None and self.recurrent.kind == "ssd" else 2
+        inner = state.heads * state.value_dim
+        return self.hidden_size * (state.conv_channels + 2 * inner + gates * state.heads)
 
 
 def with_divisors(layers: tuple[Layer, ...], divisors: tuple[float, ...]) -> tuple[Layer, ...]:

@@ -73,14 +73,13 @@ class Checkpoint:
                 f"{self._folder}: {' + '.join(names)} has shape {written}, config.json says {list(shape)}"
             )
         # The parts are copied into one tensor: concatenating them later would need the memory twice.
-        parts = tensor_slice.select(parts)
+        stretches = tensor_slice.stretches(parts)
+        parts = [part for own in stretches for part in own]
         shape = (sum(len(part) for part in parts), *parts[0].shape[1:])
         fused = torch.empty(shape, dtype=dtype or self._dtype, device=self._device)
-        targets = fused.split([len(part) for part in parts])
-        fills = [TensorFill(part, target) for part, target in zip(parts, targets, strict=True)]
-        # One name may stand for all parts: such a checkpoint has them fused.
-        for name, own in zip(names, [fills] if len(names) == 1 else [[fill] for fill in fills], strict=True):
-            self._fills[name] = own
+        targets = iter(fused.split([len(part) for part in parts]))
+        for name, own in zip(names, stretches, strict=True):
+            self._fills[name] = [TensorFill(part, next(targets)) for part in own]
         return fused
 
     def same(self, one: str, other: str) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Final
 
-HEAD: Final = "lm_head.weight"
+_HEAD: Final = "lm_head.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +51,8 @@ class TensorNames:
     post_mlp_norm: str = ""
     positions: str = ""
     embedding: str = "embed_tokens"
+    heads: tuple[str, ...] = (_HEAD,)
+    """Whole names of the output head, which a checkpoint has at most one of."""
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     """Concatenated: queries, keys, values."""
     query_norm: str = "self_attn.q_norm"
@@ -59,6 +61,14 @@ class TensorNames:
     """Whole name: no ``.weight`` follows."""
     experts: tuple[ExpertNames, ...] = ()
     """Ways in which checkpoints of the family name mixtures of experts."""
+    recurrent: str = ""
+    """Beginning of the names of a recurrent mixer's tensors."""
+    projections: tuple[str, ...] = ("in_proj",)
+    """Concatenated, below ``recurrent``. Mamba: gate, convolution, step size; else: convolution, gate, write strength,
+    step size."""
+    interleaved: bool = False
+    """The rows of ``projections`` come key head by key head: queries, keys, values, gates of each in the first tensor,
+    write strengths and step sizes in the second."""
     ignored: tuple[str, ...] = ()
     """Beginnings of the names of tensors that text does not need."""
 
@@ -73,6 +83,19 @@ _LLAMA = TensorNames(
     up=("mlp.gate_proj", "mlp.up_proj"),
     down="mlp.down_proj",
 )
+
+
+def _with_images(text: TensorNames) -> TensorNames:
+    """Names of a model whose text part has these; older files begin with ``language_model``."""
+    images = ("vision_tower.", "multi_modal_projector.")
+    return replace(
+        text,
+        prefixes=("model.language_model.", "language_model.model."),
+        heads=(_HEAD, f"language_model.{_HEAD}"),
+        ignored=(*images, *(f"model.{name}" for name in images)),
+    )
+
+
 _OPT = TensorNames(
     prefixes=("model.decoder.", "decoder.", ""),
     layers="layers",
@@ -126,24 +149,50 @@ _GRANITE = (
 _GPT_OSS = ExpertNames(
     "mlp.router", joined=("mlp.experts.gate_up_proj", "mlp.experts.down_proj"), inputs_first=True
 )
+_MAMBA2 = replace(
+    _LLAMA,
+    prefixes=("backbone.", ""),
+    embedding="embeddings",
+    final_norm="norm_f",
+    mixer_norm="norm",
+    recurrent="mixer.",
+)
+_BAMBA = replace(
+    _LLAMA,
+    final_norm="final_layernorm",
+    mlp_norm="pre_ff_layernorm",
+    up=("feed_forward.gate_proj", "feed_forward.up_proj"),
+    down="feed_forward.down_proj",
+    recurrent="mamba.",
+)
+_QWEN3_NEXT = replace(
+    _LLAMA,
+    recurrent="linear_attn.",
+    projections=("in_proj_qkvz", "in_proj_ba"),
+    interleaved=True,
+    experts=_EXPERTS,
+    ignored=("mtp.",),
+)
+_QWEN3_5 = replace(
+    _LLAMA,
+    prefixes=("model.language_model.", "model.", ""),
+    recurrent="linear_attn.",
+    projections=("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+    ignored=("mtp.", "model.visual."),
+)
 _GLM = replace(_LLAMA, up=("mlp.gate_up_proj",))
 _TABLES = {
     "arcee": replace(_LLAMA, up=("mlp.up_proj",)),
+    "bamba": _BAMBA,
     "exaone4": _OLMO2,
+    "falcon_h1": _BAMBA,
     "gemma2": _GEMMA2,
-    "gemma3": replace(
-        _GEMMA2,
-        prefixes=("model.language_model.", "language_model.model."),
-        ignored=(
-            "model.vision_tower.",
-            "model.multi_modal_projector.",
-            "vision_tower.",
-            "multi_modal_projector.",
-        ),
-    ),
+    "gemma3": _with_images(_GEMMA2),
+    "mistral3": _with_images(_LLAMA),
     "gemma3_text": _GEMMA2,
     "glm": _GLM,
     "glm4": replace(_GLM, post_mixer_norm="post_self_attn_layernorm", post_mlp_norm="post_mlp_layernorm"),
+    "mamba2": _MAMBA2,
     "olmo2": _OLMO2,
     "olmo3": _OLMO2,
     "gpt_oss": replace(_LLAMA, experts=(_GPT_OSS,)),
@@ -153,8 +202,10 @@ _TABLES = {
     "opt": _OPT,
     "phi3": replace(_LLAMA, qkv=("self_attn.qkv_proj",), up=("mlp.gate_up_proj",)),
     "qwen2_moe": replace(_LLAMA, experts=_EXPERTS),
+    "qwen3_5": _QWEN3_5,
+    "qwen3_5_text": _QWEN3_5,
     "qwen3_moe": replace(_LLAMA, experts=_EXPERTS),
-    "qwen3_next": replace(_LLAMA, experts=_EXPERTS),
+    "qwen3_next": _QWEN3_NEXT,
     "starcoder2": replace(_LLAMA, up=("mlp.c_fc",), down="mlp.c_proj"),
 }
 """Families whose names are not those of Llama."""

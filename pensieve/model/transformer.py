@@ -2,7 +2,7 @@
 
 The model knows no pages or sessions. It projects T concatenated tokens to queries, keys and values and passes
 them to ``attend``, with the preparation they need. ``attend`` stores keys and values and returns the
-attention output.
+attention output. ``recur`` does the same for the states of recurrent mixers (``recurrent``).
 """
 
 from __future__ import annotations
@@ -19,11 +19,21 @@ from pensieve.model.arch import Arch, Rope
 from pensieve.model.collective import SINGLE_RANK, BufferIndex, Collective
 from pensieve.model.experts import mixture
 from pensieve.model.ops import TORCH_OPS, DecoderOps
+from pensieve.model.recurrent import Mixer, Recur
 from pensieve.model.shard import Shard
-from pensieve.model.weights import ExpertWeights, Linear, MlpWeights, NormWeights, Weights
+from pensieve.model.weights import (
+    AttentionWeights,
+    ExpertWeights,
+    Linear,
+    MlpWeights,
+    NormWeights,
+    Weights,
+)
 
-_Angles = tuple[torch.Tensor, torch.Tensor] | tuple[None, None]
-"""Cosine and sine of every token's angles, each [T, D/2]; None: no rotation."""
+_Turn = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+"""Cosine and sine of every token's angles, each [T, D/2], and the factor of its queries, [T, 1]; None: not applied."""
+_Part = tuple[torch.Tensor, Linear | None]
+"""A part of a block [T, ·], with the projection that follows; None: the values are complete."""
 
 
 class Attend(Protocol):
@@ -43,8 +53,6 @@ class Transformer:
         self, arch: Arch, weights: Weights, ops: DecoderOps = TORCH_OPS, collective: Collective = SINGLE_RANK
     ) -> None:
         """``arch`` and ``weights``: of the whole model, or of one rank's shard, combined by ``collective``."""
-        if not all(layer.attends and layer.state is None and layer.mlp != "none" for layer in arch.layers):
-            raise NotImplementedError("a layer without attention, with a recurrent mixer or without an MLP")
         self.arch = arch
         self.weights = weights
         self.ops = ops
@@ -58,49 +66,79 @@ class Transformer:
         norms = [layer.mixer_norm for layer in weights.layers]
         self._next_norms = (*norms[1:], weights.final_norm)
         """The norm that follows each layer: the next layer's, or the final one."""
+        self._mixers = [
+            None
+            if arch.recurrent is None or layer.recurrent is None or described.state is None
+            else Mixer.make(index, arch.recurrent, described.state, layer.recurrent, arch.norm_eps)
+            for index, (layer, described) in enumerate(zip(weights.layers, arch.layers, strict=True))
+        ]
 
     def forward(
-        self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend, sample_rows: torch.Tensor
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        sample_rows: torch.Tensor,
+        recur: Recur | None = None,
     ) -> torch.Tensor:
         """Return the logits after the tokens at ``sample_rows``, float32 [S, vocab]. ``tokens`` and
         ``positions`` [T]: concatenated spans in any order. ``sample_rows`` [S], S ≥ 0. All int32 or int64.
-        Never waits for the device, and does the same work whatever the values: can be captured in a graph."""
+        ``recur``: needed if a layer has a recurrent mixer. Never waits for the device, and does the same work
+        whatever the values: can be captured in a graph."""
         weights, arch = self.weights, self.arch
         x = F.embedding(tokens, weights.embedding)
         if self._embedding_scale is not None:
             x = x * self._embedding_scale
         if weights.positions is not None:
             x = x + F.embedding(positions + arch.position_offset, weights.positions)
-        angles = [rotation.angles(positions, x.dtype) for rotation in self._rotations]
-        growth = self._query_growth(positions, x.dtype)
+        x = x.float() if arch.float32_residual else x
+        angles = [rotation.angles(positions, weights.embedding.dtype) for rotation in self._rotations]
+        growth = self._query_growth(positions, weights.embedding.dtype)
         # Each residual sum is fused with the following norm: the next layer's, or the final one.
         normed = self._norm(x, weights.layers[0].mixer_norm)
         for index, (layer, next_norm) in enumerate(zip(weights.layers, self._next_norms, strict=True)):
             rope = self._rope_of[index]
-            rotation = (None, None) if rope is None else angles[rope]
-            mixed = self._attention(index, normed, rotation, growth, attend)
+            turn = (*((None, None) if rope is None else angles[rope]), growth)
+            blocks = self._mix(index, normed, turn, attend, recur)
             if index == arch.num_layers - 1:
-                # After the last attention only sampled tokens matter.
-                x, mixed = x.index_select(0, sample_rows), mixed.index_select(0, sample_rows)
+                # After the last mixer only sampled tokens matter.
+                x = x.index_select(0, sample_rows)
+                blocks = [(mixed.index_select(0, sample_rows), linear) for mixed, linear in blocks]
                 normed = normed.index_select(0, sample_rows) if arch.parallel_blocks else normed
             if arch.parallel_blocks:
-                block = _linear(mixed, layer.attention.output) + self._mlp(layer.mlp, normed)
+                assert layer.mlp is not None
+                block = _sum([*blocks, self._mlp(layer.mlp, normed)])
                 x, normed = self._add(x, self.collective.all_reduce(block), None, next_norm)
                 continue
-            output, post = layer.attention.output, layer.post_mixer_norm
-            x, normed = self._end_block(0, x, mixed, output, (post, layer.mlp_norm))
-            norms = (layer.post_mlp_norm, next_norm)
-            if isinstance(layer.mlp, ExpertWeights):
-                x, normed = self._end_block(1, x, self._mlp(layer.mlp, normed), None, norms)
-            else:
-                x, normed = self._end_block(1, x, self._up(layer.mlp, normed), layer.mlp.down, norms)
+            after_mixer = next_norm if layer.mlp is None else layer.mlp_norm
+            # Consecutive sums over the ranks use different memory, also without an MLP between them.
+            slot: BufferIndex = 1 if layer.mlp is None and index % 2 else 0
+            x, normed = self._end_block(slot, x, blocks, (layer.post_mixer_norm, after_mixer))
+            if layer.mlp is not None:
+                norms = (layer.post_mlp_norm, next_norm)
+                x, normed = self._end_block(1, x, [self._mlp(layer.mlp, normed)], norms)
         return self._logits(normed)
 
+    def _mix(
+        self, index: int, x: torch.Tensor, turn: _Turn, attend: Attend, recur: Recur | None
+    ) -> list[_Part]:
+        """Return the outputs [T, ·] of the layer's mixers."""
+        layer, blocks = self.weights.layers[index], list[_Part]()
+        mixer = self._mixers[index]
+        if mixer is not None:
+            if recur is None:
+                raise ValueError(f"layer {index} has a recurrent mixer, and the caller gave no recur")
+            blocks.append((mixer(x, recur), mixer.weights.output))
+        if layer.attention is not None:
+            out = self._attention(index, layer.attention, x, turn, attend)
+            blocks.append((out, layer.attention.output))
+        return blocks
+
     def _attention(
-        self, index: int, x: torch.Tensor, angles: _Angles, growth: torch.Tensor | None, attend: Attend
+        self, index: int, attention: AttentionWeights, x: torch.Tensor, turn: _Turn, attend: Attend
     ) -> torch.Tensor:
-        """Return the attention output before its projection, [T, Hq * D]. ``growth`` [T, 1]: factor of queries."""
-        arch, attention = self.arch, self.weights.layers[index].attention
+        """Return the attention output before its projection, [T, Hq * D]."""
+        arch, (cos, sin, growth) = self.arch, turn
         heads = arch.num_heads + 2 * arch.num_kv_heads
         qkv = _linear(x, attention.qkv)
         query_norm, key_norm = attention.query_norm, attention.key_norm
@@ -112,9 +150,10 @@ class Transformer:
             query_norm = key_norm = None
         if growth is not None:
             qkv[:, : arch.num_heads * arch.head_dim].mul_(growth)
-        prep = HeadPrep(*angles, query_norm, key_norm, arch.norm_eps, attention.sinks)
-        out = attend(index, qkv.view(len(x), heads, arch.head_dim), prep)
-        return out.reshape(len(x), arch.num_heads * arch.head_dim)
+        prep = HeadPrep(cos, sin, query_norm, key_norm, arch.norm_eps, attention.sinks)
+        width, inner = heads * arch.head_dim, arch.num_heads * arch.head_dim
+        out = attend(index, qkv[:, :width].unflatten(1, (heads, arch.head_dim)), prep).reshape(len(x), inner)
+        return out * qkv[:, width:].sigmoid() if arch.attention_gate else out
 
     def _query_growth(self, positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
         """Return the factor of every token's queries, [T, 1]; None: 1."""
@@ -127,34 +166,31 @@ class Transformer:
     def _norm_in_place(self, x: torch.Tensor, weight: torch.Tensor) -> None:
         x.copy_(self.ops.norm(x, weight, None, self.arch.norm_eps))
 
-    def _mlp(self, mlp: MlpWeights | ExpertWeights, x: torch.Tensor) -> torch.Tensor:
-        """Return the MLP's output [T, W], before it is reduced over the ranks."""
+    def _mlp(self, mlp: MlpWeights | ExpertWeights, x: torch.Tensor) -> _Part:
+        """Return the MLP's output [T, ·], before it is reduced over the ranks."""
         if isinstance(mlp, MlpWeights):
-            return _linear(self._up(mlp, x), mlp.down)
+            up = _linear(x, mlp.up)
+            return self.ops.activate(up, self.arch.gated_mlp, self.arch.activation), mlp.down
         assert self.arch.experts is not None
-        return mixture(x, mlp, self.arch.experts, self.arch.activation, self.ops)
-
-    def _up(self, mlp: MlpWeights, x: torch.Tensor) -> torch.Tensor:
-        """Return the MLP's inner values before its last product, [T, I]."""
-        return self.ops.activate(_linear(x, mlp.up), self.arch.gated_mlp, self.arch.activation)
+        return mixture(x, mlp, self.arch.experts, self.arch.activation, self.ops), None
 
     def _end_block(
         self,
         slot: BufferIndex,
         x: torch.Tensor,
-        block: torch.Tensor,
-        linear: Linear | None,
+        blocks: list[_Part],
         norms: tuple[NormWeights | None, NormWeights | None],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add the block's last product, reduced over the ranks, to ``x`` [T, W]; return the sum and its norm.
-        ``linear`` None: ``block`` is that product. ``norms``: of the product, and of the sum."""
+        """Add the products of a block's parts, reduced over the ranks, to ``x`` [T, W]; return the sum and its norm.
+        ``norms``: of the products, and of the sum."""
         eps, (rows, width) = self.arch.norm_eps, x.shape
         post, norm = norms
         plain = post is None and norm is not None and self.arch.residual_scale is None
+        plain = plain and len(blocks) == 1 and not self.arch.float32_residual
         room = self.collective.reduce_buffer((rows, width), x.dtype, slot) if plain else None
         if room is None or norm is None:
-            part = block if linear is None else _linear(block, linear)
-            return self._add(x, self.collective.all_reduce(part), post, norm)
+            return self._add(x, self.collective.all_reduce(_sum(blocks)), post, norm)
+        (block, linear), *_ = blocks
         step = -(-rows // room.pieces)
         for start in range(0, rows, step):
             end = min(start + step, rows)
@@ -170,12 +206,16 @@ class Transformer:
             delta = self.ops.norm(delta, post.weight, post.bias, self.arch.norm_eps)
         if self.arch.residual_scale is not None:
             delta = delta * self.arch.residual_scale
+        if self.arch.float32_residual:
+            x = x + delta
+            return x, self._norm(x, norm)
         if norm is None:
             x = x + delta
             return x, x
         return self.ops.add_norm(x, delta, norm.weight, norm.bias, self.arch.norm_eps)
 
     def _norm(self, x: torch.Tensor, norm: NormWeights | None) -> torch.Tensor:
+        x = x.to(self.weights.embedding.dtype)
         return x if norm is None else self.ops.norm(x, norm.weight, norm.bias, self.arch.norm_eps)
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
@@ -213,10 +253,9 @@ class _Rotation:
         """Return cosine and sine of every token's angles, each [T, D/2]."""
         # float32 whatever the model's dtype: bfloat16 cannot distinguish large positions.
         angles = positions[:, None].float() * self.frequency
-        cos, sin = angles.cos(), angles.sin()
-        if self.magnitude is not None:
-            cos, sin = cos * self.magnitude, sin * self.magnitude
-        return cos.to(dtype), sin.to(dtype)
+        if self.magnitude is None:
+            return angles.cos().to(dtype), angles.sin().to(dtype)
+        return (angles.cos() * self.magnitude).to(dtype), (angles.sin() * self.magnitude).to(dtype)
 
 
 def inverse_frequency(rope: Rope, head_dim: int, device: torch.device) -> torch.Tensor:
@@ -273,6 +312,14 @@ def _product(x: torch.Tensor, linear: Linear | None, out: torch.Tensor) -> None:
         torch.mm(x, linear.weight.t(), out=out)
     else:
         torch.addmm(linear.bias, x, linear.weight.t(), out=out)
+
+
+def _sum(blocks: list[_Part]) -> torch.Tensor:
+    """Return the sum of the products of a block's parts."""
+    first, *others = (block if linear is None else _linear(block, linear) for block, linear in blocks)
+    for other in others:
+        first = first + other
+    return first
 
 
 def _linear(x: torch.Tensor, linear: Linear) -> torch.Tensor:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Literal, Protocol
 
 import torch
 
+from pensieve.core import Ints
 from pensieve.model import files
-from pensieve.model.arch import Arch, Experts, Layer, ModelError
+from pensieve.model.arch import Arch, Experts, Layer, ModelError, Multipliers, StateShape
 from pensieve.model.checkpoint import Checkpoint
 from pensieve.model.dummy import DummySource
+from pensieve.model.row_order import gated_query_order, key_head_order
 from pensieve.model.shard import WHOLE_MODEL, Shard
-from pensieve.model.tensor_names import HEAD, ExpertNames, tensor_names
+from pensieve.model.tensor_names import ExpertNames, tensor_names
 from pensieve.model.tensor_slice import NO_ROWS, WHOLE_TENSOR, TensorSlice
 
 LoadFormat = Literal["auto", "safetensors", "dummy"]
@@ -54,6 +56,26 @@ class AttentionWeights:
     key_norm: torch.Tensor | None = None
     sinks: torch.Tensor | None = None
     """[Hq]"""
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentWeights:
+    """The recurrent mixer of one layer; H value heads of V values each."""
+
+    project: Linear
+    """Rows of ``ssd``: gate [H * V], convolution [C], step size [H]. Of ``gated_delta``: convolution [C], gate [H * V],
+    write strength [H], step size [H]."""
+    conv: Linear
+    """Weight [C, W], the oldest input's first; bias [C]."""
+    decay: torch.Tensor
+    """[H]: logarithm of the decay's rate (the checkpoint's ``A_log``)."""
+    step_bias: torch.Tensor
+    """[H]"""
+    skip: torch.Tensor | None
+    """[H], ``ssd`` only."""
+    norm: torch.Tensor | None
+    """[V] or [H * V], as ``RecurrentMixer`` says."""
+    output: Linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +118,13 @@ class LayerWeights:
 
     mixer_norm: NormWeights | None
     """Norm of the input of attention and of a recurrent mixer."""
-    attention: AttentionWeights
+    attention: AttentionWeights | None
     mlp_norm: NormWeights | None
-    mlp: MlpWeights | ExpertWeights
+    mlp: MlpWeights | ExpertWeights | None
     post_mixer_norm: NormWeights | None = None
     """Norm of the mixer's output, before it is added."""
     post_mlp_norm: NormWeights | None = None
+    recurrent: RecurrentWeights | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,22 +243,68 @@ def tensors_of(value: object) -> Iterator[torch.Tensor]:
 
 @torch.no_grad()
 def finish(weights: Weights, arch: Arch) -> None:
-    """Turn a checkpoint's values into those that are computed with, in place: bring the values of heads in order,
-    and add 1 to norm weights that are stored without it. ``arch``: of the whole model, or of the shard."""
+    """Turn a checkpoint's values into those that are computed with, in place: bring rows and the values of heads in
+    order, multiply factors in, and add 1 to norm weights that are stored without it. ``arch``: of the whole model, or
+    of the shard."""
+    interleaved = tensor_names(arch.family).interleaved
     for layer, described in zip(weights.layers, arch.layers, strict=True):
+        if layer.recurrent is not None and interleaved:
+            assert described.state is not None and arch.recurrent is not None
+            heads, all_heads = len(layer.recurrent.decay), described.state.heads
+            own = replace(described.state, heads=heads)
+            key_heads = arch.recurrent.key_heads * heads // all_heads
+            _take_rows(layer.recurrent.project, key_head_order(own, key_heads))
+        if layer.attention is not None and arch.attention_gate:
+            queries, rows = layer.attention.output.weight.shape[1], layer.attention.qkv.weight.shape[0]
+            _take_rows(layer.attention.qkv, gated_query_order(queries // arch.head_dim, arch.head_dim, rows))
         order = described.rope.head_order(arch.head_dim) if described.rope else None
-        if order is not None:
-            _reorder(layer.attention, torch.tensor(order, device=weights.embedding.device))
+        if layer.attention is not None and order is not None:
+            _reorder(
+                layer.attention, torch.tensor(order, device=weights.embedding.device), arch.attention_gate
+            )
+        if arch.multipliers is not None:
+            _multiply(layer, arch, arch.multipliers)
     if arch.unit_offset:
         norms = [part for layer in weights.layers for part in _norms(layer)]
         for weight in [*norms, weights.final_norm.weight]:
             weight.add_(1.0)
 
 
-def _reorder(attention: AttentionWeights, order: torch.Tensor) -> None:
+def _take_rows(linear: Linear, order: Ints) -> None:
+    for part in tensors_of(linear):
+        part.copy_(part[torch.from_numpy(order).to(part.device)])
+
+
+def _multiply(layer: LayerWeights, arch: Arch, by: Multipliers) -> None:
+    """Multiply the factors of projections into their rows; inputs' factors leave biases as they are."""
+    if layer.attention is not None:
+        queries, keys = _query_and_key_rows(layer.attention, arch.attention_gate)
+        layer.attention.qkv.weight.mul_(by.attention_input)
+        for part in tensors_of(layer.attention.qkv):
+            part[queries : queries + keys].mul_(by.key)
+        for part in tensors_of(layer.attention.output):
+            part.mul_(by.attention_output)
+    if layer.recurrent is not None:
+        project, keys = layer.recurrent.project, layer.recurrent.conv.weight.shape[0]
+        inner = layer.recurrent.output.weight.shape[1]
+        sizes = (inner, inner, (keys - inner) // 2, (keys - inner) // 2, len(layer.recurrent.decay))
+        project.weight.mul_(by.recurrent_input)
+        for part in tensors_of(project):
+            for rows, factor in zip(part.split(sizes), by.recurrent_parts, strict=True):
+                rows.mul_(factor)
+        for part in tensors_of(layer.recurrent.output):
+            part.mul_(by.recurrent_output)
+    if isinstance(layer.mlp, MlpWeights):
+        for part in tensors_of(layer.mlp.up):
+            part[: len(part) // 2].mul_(by.mlp_gate)
+        for part in tensors_of(layer.mlp.down):
+            part.mul_(by.mlp_output)
+
+
+def _reorder(attention: AttentionWeights, order: torch.Tensor, gated: bool) -> None:
     """Reorder the values of every query and key head."""
     head_dim = len(order)
-    rows = _query_and_key_rows(attention)
+    rows = sum(_query_and_key_rows(attention, gated))
     for part in tensors_of(attention.qkv):
         heads = part[:rows].unflatten(0, (-1, head_dim))
         heads.copy_(heads[:, order])
@@ -245,10 +314,10 @@ def _reorder(attention: AttentionWeights, order: torch.Tensor) -> None:
             heads.copy_(heads[:, order])
 
 
-def _query_and_key_rows(attention: AttentionWeights) -> int:
-    """Return the rows of ``qkv`` that are queries or keys; in a shard, too."""
+def _query_and_key_rows(attention: AttentionWeights, gated: bool) -> tuple[int, int]:
+    """Return the rows of ``qkv`` that are queries, and those that are keys; in a shard, too."""
     queries = attention.output.weight.shape[1]
-    return queries + (attention.qkv.weight.shape[0] - queries) // 2
+    return queries, (attention.qkv.weight.shape[0] - queries * (1 + gated)) // 2
 
 
 def _norms(layer: LayerWeights) -> Iterator[torch.Tensor]:
@@ -256,9 +325,10 @@ def _norms(layer: LayerWeights) -> Iterator[torch.Tensor]:
     for norm in (layer.mixer_norm, layer.post_mixer_norm, layer.mlp_norm, layer.post_mlp_norm):
         if norm is not None:
             yield norm.weight
-    for weight in (layer.attention.query_norm, layer.attention.key_norm):
-        if weight is not None:
-            yield weight
+    if layer.attention is not None:
+        for weight in (layer.attention.query_norm, layer.attention.key_norm):
+            if weight is not None:
+                yield weight
 
 
 def _grouped(stored: torch.Tensor) -> GroupedLinear:
@@ -282,6 +352,8 @@ class _Assembler:
         if not found:
             raise ModelError(f"{source.name}: no tensor {signs[0]}; not a checkpoint of {arch.family}")
         self.prefix = found[0]
+        heads = [name for name in self.names.heads if name in source]
+        self.head = heads[0] if heads else self.names.heads[0]
 
     def weights(self) -> Weights:
         arch = self.arch
@@ -299,8 +371,8 @@ class _Assembler:
     def _embedding(self) -> torch.Tensor:
         """[vocab, hidden]"""
         name = f"{self.prefix}{self.names.embedding}.weight"
-        if self.arch.tied_embeddings and name not in self.source and HEAD in self.source:
-            name = HEAD
+        if self.arch.tied_embeddings and name not in self.source and self.head in self.source:
+            name = self.head
         return self.source.get([name], (self.arch.vocab_size, self.arch.hidden_size))
 
     def _head(self, embedding: torch.Tensor) -> torch.Tensor:
@@ -310,31 +382,35 @@ class _Assembler:
         shape, tokens = (arch.vocab_size, arch.hidden_size), self.shard.vocabulary(arch.vocab_size)
         name = f"{self.prefix}{self.names.embedding}.weight"
         if arch.tied_embeddings:
-            both = HEAD in source and name in source
-            if not both or source.same(HEAD, name):
-                self.duplicates = (HEAD,)
+            both = self.head in source and name in source
+            if not both or source.same(self.head, name):
+                self.duplicates = (self.head,)
                 return embedding if self.shard.ranks == 1 else embedding[tokens]
             log.warning(
                 "config.json says tie_word_embeddings, but %s differs from %s: the head is used as it is",
-                HEAD,
+                self.head,
                 name,
             )
-        elif HEAD not in source:
+        elif self.head not in source:
             raise ModelError(
-                f"{source.name}: no tensor {HEAD}, and config.json: tie_word_embeddings is false"
+                f"{source.name}: no tensor {self.head}, and config.json: tie_word_embeddings is false"
             )
-        return source.get([HEAD], shape, TensorSlice((tokens,)))
+        return source.get([self.head], shape, TensorSlice((tokens,)))
 
     def _layer(self, at: str, layer: Layer) -> LayerWeights:
         arch, names = self.arch, self.names
         before, after = arch.norms != "after", arch.norms != "before"
+        has_mlp = layer.mlp != "none"
         return LayerWeights(
             mixer_norm=self._norm(at + names.mixer_norm) if before else None,
-            attention=self._attention(at),
-            mlp_norm=self._norm(at + names.mlp_norm) if before and not arch.parallel_blocks else None,
-            mlp=self._experts(at) if layer.has_experts else self._dense_mlp(at),
+            attention=self._attention(at) if layer.attends else None,
+            mlp_norm=self._norm(at + names.mlp_norm)
+            if before and has_mlp and not arch.parallel_blocks
+            else None,
+            mlp=self._any_mlp(at, layer),
             post_mixer_norm=self._norm(at + names.post_mixer_norm) if after else None,
-            post_mlp_norm=self._norm(at + names.post_mlp_norm) if after else None,
+            post_mlp_norm=self._norm(at + names.post_mlp_norm) if after and has_mlp else None,
+            recurrent=None if layer.state is None else self._recurrent(at + names.recurrent, layer.state),
         )
 
     def _attention(self, at: str) -> AttentionWeights:
@@ -343,7 +419,8 @@ class _Assembler:
         kv_heads = shard.kv_heads(arch.num_kv_heads)
         own_keys = slice(kv_heads.start * dim, kv_heads.stop * dim)
         qkv = [at + name for name in names.qkv]
-        qkv_slice = TensorSlice((shard.even(queries), own_keys, own_keys), lengths=(queries, keys, keys))
+        asked = queries * (1 + arch.attention_gate)
+        qkv_slice = TensorSlice((shard.even(asked), own_keys, own_keys), lengths=(asked, keys, keys))
         query_norm = key_norm = sinks = None
         if arch.qk_norm is not None:
             of_head = arch.qk_norm == "head"
@@ -353,12 +430,49 @@ class _Assembler:
             heads = TensorSlice((shard.even(arch.num_heads),))
             sinks = self.source.get([f"{self.prefix}{at}{names.sinks}"], (arch.num_heads,), heads)
         return AttentionWeights(
-            self._column_parallel(qkv, (queries + 2 * keys, arch.hidden_size), qkv_slice, arch.qkv_bias),
+            self._column_parallel(qkv, (asked + 2 * keys, arch.hidden_size), qkv_slice, arch.qkv_bias),
             self._row_parallel(at + names.output, (arch.hidden_size, queries), arch.output_bias),
             query_norm, key_norm, sinks,
         )  # fmt: skip
 
-    def _dense_mlp(self, at: str) -> MlpWeights:
+    def _recurrent(self, at: str, state: StateShape) -> RecurrentWeights:
+        arch, shard, mixer = self.arch, self.shard, self.arch.recurrent
+        assert mixer is not None
+        inner, keys = state.heads * state.value_dim, mixer.key_heads * state.key_dim
+        ssd = mixer.kind == "ssd"
+        convolved = (inner, keys, keys) if ssd else (keys, keys, inner)
+        projected = (inner, *convolved, state.heads) if ssd else (*convolved, inner, state.heads, state.heads)
+        if self.names.interleaved:
+            projected = (sum(projected) - 2 * state.heads, 2 * state.heads)
+
+        def part(name: str, lengths: tuple[int, ...], *rest: int) -> torch.Tensor:
+            rows = TensorSlice(tuple(shard.even(length) for length in lengths), lengths=lengths)
+            return self.source.get([f"{self.prefix}{at}{name}"], (sum(lengths), *rest), rows)
+
+        heads = (state.heads,)
+        rows = TensorSlice(tuple(shard.even(length) for length in projected), lengths=projected)
+        shape, names = (sum(projected), arch.hidden_size), [at + name for name in self.names.projections]
+        norm = None
+        if mixer.gate != "no norm" and mixer.norm_per_head:
+            norm = self._tensor(at + "norm", (state.value_dim,))
+        elif mixer.gate != "no norm":
+            norm = part("norm.weight", (inner,))
+        return RecurrentWeights(
+            self._column_parallel(names, shape, rows, mixer.input_bias),
+            Linear(
+                part("conv1d.weight", convolved, 1, state.conv_width).squeeze(1),
+                part("conv1d.bias", convolved) if mixer.conv_bias else None,
+            ),
+            part("A_log", heads),
+            part("dt_bias", heads),
+            part("D", heads) if ssd else None,
+            norm,
+            self._row_parallel(at + "out_proj", (arch.hidden_size, inner), mixer.output_bias),
+        )
+
+    def _any_mlp(self, at: str, layer: Layer) -> MlpWeights | ExpertWeights | None:
+        if layer.mlp != "dense":
+            return self._experts(at) if layer.has_experts else None
         up = [at + name for name in self.names.up]
         return self._mlp(up, at + self.names.down, self.arch.intermediate_size, self.arch.mlp_bias)
 
@@ -390,12 +504,8 @@ class _Assembler:
         self, at: str, names: ExpertNames, experts: Experts
     ) -> tuple[GroupedLinear, GroupedLinear]:
         """Return the products of experts that the checkpoint has one by one."""
-        count, width, hidden, own = (
-            experts.count,
-            experts.width,
-            self.arch.hidden_size,
-            self.shard.even(experts.width),
-        )
+        count, width, hidden = experts.count, experts.width, self.arch.hidden_size
+        own = self.shard.even(width)
         every = [
             [f"{self.prefix}{at}{name.format(number)}.weight" for name in names.each]
             for number in range(count)
@@ -417,12 +527,8 @@ class _Assembler:
     ) -> tuple[GroupedLinear, GroupedLinear]:
         """Return the products of experts that the checkpoint has together."""
         assert names.joined is not None
-        count, width, hidden, own = (
-            experts.count,
-            experts.width,
-            self.arch.hidden_size,
-            self.shard.even(experts.width),
-        )
+        count, width, hidden = experts.count, experts.width, self.arch.hidden_size
+        own = self.shard.even(width)
         up_name, down_name = (f"{self.prefix}{at}{name}" for name in names.joined)
         if not names.inputs_first:
             gates = TensorSlice(columns=own, view=(2 * count, width, hidden))

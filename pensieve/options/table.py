@@ -166,7 +166,7 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "device-cache",
         values.size(1),
-        "Size of the KV cache on the device: auto, 40GiB, 512MiB, 4096tokens.",
+        "Size of the KV cache on the device: auto, 40GiB, 512MiB, 4096tokens (room for one context of that length).",
         "auto: the memory left by weights and workspace on a GPU; 1 GiB on a CPU",
         "SIZE",
     ),

@@ -33,8 +33,8 @@ _FILES = (
 _GENERIC = "TokenizersBackend"
 _GENERIC_FAMILIES = frozenset(
     (
-        "glm", "glm4", "granite", "granitemoe", "ministral", "ministral3", "mistral", "mixtral", "olmo2", "olmo3",
-        "phi3", "stablelm",
+        "glm", "glm4", "granite", "granitemoe", "ministral", "ministral3", "mistral", "mistral3", "mixtral", "olmo2",
+        "olmo3", "phi3", "stablelm",
     )
 )  # fmt: skip
 """Families whose tokenizers are read by the generic class whatever their files name."""

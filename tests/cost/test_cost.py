@@ -51,3 +51,14 @@ def test_a_bad_profile_says_so(tmp_path: Path, text: str) -> None:
     path.write_text(text)
     with pytest.raises(CostProfileError):
         CostModel.from_json(path)
+
+
+def test_layers_with_windows_cost_no_more_beyond_them() -> None:
+    shape = {"query_heads": 8, "head_dim": 64, "parameters": 10_000_000, "chunk_tokens": 32}
+    one, two = (
+        CostModel.estimate(layers=layers, windows=windows, context_limit=2048, **shape)
+        for layers, windows in ((1, ()), (1, (64, 64, 128)))
+    )
+    lengths = np.array([32, 64, 128, 1024])
+    extra = two.attention_cost(lengths) - one.attention_cost(lengths)
+    assert np.allclose(extra / one.attention_cost(1), [96, 192, 256, 256])

@@ -7,7 +7,7 @@ import dataclasses
 
 import pytest
 
-from pensieve.engine.cache.chunk import Chunk
+from pensieve.engine.cache.chunk import Chunk, OtherSlice
 from support.chunk_writers import OWNERS, foreign_writes
 from support.sources import module_name, python_files, tree
 
@@ -24,7 +24,8 @@ def test_only_its_owner_writes_a_field_of_a_chunk() -> None:
 
 
 def test_every_field_but_the_position_has_an_owner() -> None:
-    assert OWNERS.keys() == {field.name for field in dataclasses.fields(Chunk)} - {"index"}
+    fields = {field.name for kind in (Chunk, OtherSlice) for field in dataclasses.fields(kind)}
+    assert OWNERS.keys() == fields - {"index", "chunk"}
 
 
 @pytest.mark.parametrize(
@@ -38,7 +39,7 @@ def test_every_field_but_the_position_has_an_owner() -> None:
         "del chunk.holder",
         "setattr(chunk, 'saving', True)",
         "object.__setattr__(chunk, 'loading', True)",
-        "Chunk(3, holder=session)",
+        "Chunk(index=3, holder=session)",
     ],
 )
 def test_a_write_elsewhere_is_found(line: str) -> None:

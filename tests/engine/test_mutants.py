@@ -61,7 +61,7 @@ def test_copy_order_swap_out_after_the_writes_is_caught() -> None:
 def test_stale_host_copies_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tail that grew after its copy must not be restored from that copy."""
 
-    def computed(self: CacheManager, key: SessionKey, start: int, end: int) -> None:
+    def computed(self: CacheManager, key: SessionKey, start: int, end: int, now: float = 0.0) -> None:
         size = self.config.chunk_tokens
         for index in range(start // size, self.chunks_for(end)):
             self._running[key].chunks[index].filled = min(end - index * size, size)  # and no ``fill``

@@ -146,7 +146,7 @@ def test_a_context_finds_what_it_must_and_no_more(seed: int) -> None:
             answer = text(rng.randrange(1, 4), seed=78)
             session = cache._running[SessionKey(name)]
             before = session.tokens
-            if cache._tiers.unpinned > 4 and rng.random() < 0.5:
+            if cache._tiers.unpinned_bytes() > 4 and rng.random() < 0.5:
                 end(cache, name, float(now), answer)
                 model.learn(scope, tuple(joined(before, answer).tolist()))
             else:

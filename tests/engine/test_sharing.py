@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pensieve.core import SessionKey
-from pensieve.engine.cache.chunk import SharedRun
+from pensieve.engine.cache.chunk import Range, SharedRun
 from pensieve.engine.cache.manager import CacheManager
 from pensieve.engine.plan import PENDING
 from support.cache.cache_rig import (
@@ -91,7 +91,7 @@ def test_requests_that_join_one_plan_compute_their_prompt_once() -> None:
 def test_nobody_joins_the_plan_that_copies_what_it_wants_out() -> None:
     cache = make()
     serve(cache, "A", ASK_A, 0.0)
-    cache._evictor.reserve(35, 1.0)
+    cache._evictor.reserve((35, 0), 1.0)
     assert "H" in places(cache, "A") and chunks(cache, "A")[0].saving
     path = cache.prefix_path(B, "a", ASK_B)
     assert not cache.can_admit(B, ASK_B, len(ASK_B), reserve=False, path=path)
@@ -117,7 +117,7 @@ def test_the_wait_for_a_copy_holds_for_what_one_would_adopt_in_place_of_its_own(
     cache.evict(SessionKey("A#1"))
     cache.check()
     assert [bool(chunk.digest) for chunk in chunks(cache, "A")] == [True, True, False, False, False]
-    cache._evictor.reserve(24 - 6, 10.0)
+    cache._evictor.reserve((24 - 6, 0), 10.0)
     assert any(chunk.saving for chunk in chunks(cache, "T")) and not any(
         chunk.saving for chunk in chunks(cache, "A")
     )
@@ -268,7 +268,7 @@ def test_tokens_whose_ids_never_came_get_no_address() -> None:
 # -- branches --------------------------------------------------------------------------------------------------------
 
 
-def branched(cache: CacheManager, filled: int = 42) -> int | None:
+def branched(cache: CacheManager, filled: int = 42) -> tuple[Range, ...] | None:
     """A runs with ``filled`` tokens; B goes on from all but the last of one more."""
     compute(cache, "A", begin(cache, "A", joined(PROMPT, text(filled - 40, seed=3)), 0.0))
     commit(cache)
@@ -277,7 +277,7 @@ def branched(cache: CacheManager, filled: int = 42) -> int | None:
 
 def test_a_branch_shares_full_chunks_and_copies_the_tail() -> None:
     cache = make()
-    assert branched(cache) == 42
+    assert branched(cache) == ((42, 43),)
     assert owner_names(cache, "B") == ["AB"] * 10 + ["B"]
     assert commit(cache) == (0, 1, 0)
     cache.computed(B, 42, 43)
@@ -297,7 +297,7 @@ def test_a_branch_within_a_plan_computes_its_tail_anew() -> None:
     context = joined(PROMPT, text(3, seed=1))
     restore = begin(cache, "A", context, 1.0, new=3)
     assert restore.missing == ((40, 43),)
-    assert cache.branch(A, B, context, 1.0) == 40
+    assert cache.branch(A, B, context, 1.0) == ((40, 43),)
     assert commit(cache) == (0, 0, 0)
 
 
@@ -310,7 +310,7 @@ def test_a_branch_that_has_no_page_changes_nothing() -> None:
 
 def test_the_branch_that_is_chosen_takes_the_sessions_place() -> None:
     cache = make()
-    assert branched(cache) == 42
+    assert branched(cache) == ((42, 43),)
     commit(cache)
     assert not cache.replace(A, B), "both run"
     end(cache, "A", 1.0)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from pensieve.config import CacheConfig
 from pensieve.core import SessionKey
 from pensieve.engine.cache.chunk import CachedSession, Chunk, Place, SharedRun
 from pensieve.engine.cache.tiers import Tiers
@@ -19,7 +20,7 @@ class Bench:
 
     def __init__(self, place: Place = Place.DROPPED) -> None:
         self.changed: list[CachedSession | SharedRun] = []
-        self.tiers = Tiers(4, 4, SIZE, self.changed.append)
+        self.tiers = Tiers(CacheConfig(4, 4, SIZE), self.changed.append)
         self.session = CachedSession(SessionKey("s"), row=0)
         self.chunk = self.new()
         if place is not Place.DROPPED:
@@ -34,10 +35,10 @@ class Bench:
         self.changed.clear()
 
     def new(self) -> Chunk:
-        return Chunk(0, holder=self.session)
+        return Chunk(index=0, holder=self.session)
 
     def pages(self) -> tuple[int, int]:
-        return self.tiers.device.used, self.tiers.host.used
+        return self.tiers.device.used(), self.tiers.host.used()
 
 
 def launched(event: Event) -> Event:
@@ -86,7 +87,7 @@ def test_what_is_freed_does_not_count_as_dropped(event: str) -> None:
 
 def test_holders_are_told_in_the_order_of_their_last_drop() -> None:
     bench = Bench(Place.DEVICE)
-    other = Chunk(0, holder=CachedSession(SessionKey("other"), row=1))
+    other = Chunk(index=0, holder=CachedSession(SessionKey("other"), row=1))
     again = bench.new()
     for chunk in (other, again):
         bench.tiers.place(chunk)
@@ -114,7 +115,7 @@ def test_a_copy_pins_its_source_until_the_plan_is_launched() -> None:
         (bench.chunk.device, target.device)
     ]
     bench.tiers.complete()
-    assert (target.loading, bench.chunk.pins, bench.tiers.pinned) == (False, 0, 0)
+    assert (target.loading, bench.chunk.pins, bench.tiers.pinned[0]) == (False, 0, 0)
 
 
 def test_a_moved_page_changes_hands_and_none_is_taken() -> None:
@@ -131,9 +132,9 @@ def test_pins_count_each_chunk_once_and_mark_copies_that_nothing_needs() -> None
     tiers, chunk = bench.tiers, bench.chunk
     tiers.pin((chunk,))
     tiers.pin((chunk,))
-    assert (chunk.pins, tiers.pinned, tiers.pinned_by[0], list(tiers.spare)) == (2, 1, 1, [chunk])
+    assert (chunk.pins, tiers.pinned[0], tiers.pinned_by[0], list(tiers.spare)) == (2, 1, 1, [chunk])
     tiers.unpin((chunk,))
-    assert (tiers.pinned, list(tiers.spare)) == (1, [chunk])
+    assert (tiers.pinned[0], list(tiers.spare)) == (1, [chunk])
     tiers.unpin((chunk,))
-    assert (tiers.pinned, tiers.pinned_by[0], list(tiers.spare)) == (0, 0, [])
+    assert (tiers.pinned[0], tiers.pinned_by[0], list(tiers.spare)) == (0, 0, [])
     assert bench.changed == [bench.session] * 2, "a row is stale when the first pin comes and the last goes"

@@ -233,9 +233,9 @@ def test_it_counts_as_recent_and_teaches_the_policy_nothing() -> None:
     assert not told and session.kind == kind != UNKNOWN
     assert session.last_active == pytest.approx(rig.clock.now, abs=100) and session.hint.pause > 0
     rig.clock.now += EXPECTED_S
-    value = cache.index.value(session, 0, 1, rig.clock.now)
+    value = cache.index.value(session, 1.0, 1, rig.clock.now)
     session.last_active -= 3600
-    assert value > cache.index.value(session, 0, 1, rig.clock.now)
+    assert value > cache.index.value(session, 1.0, 1, rig.clock.now)
 
 
 def test_evicting_a_session_takes_back_the_wish_to_warm_it() -> None:

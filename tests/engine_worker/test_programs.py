@@ -20,19 +20,20 @@ from pensieve.kernels.attention.capacity import Capacity
 from pensieve.kernels.attention.kinds import Geometry, StepKind
 from pensieve.kernels.attention.plan import Scratch
 from pensieve.kernels.attention.prefixes import PrefixGroupRule
+from pensieve.kernels.attention.work_lists import END_KEY, FIRST_KEY, ITEM, LISTS_AT, NARROW, WIDE
 
 GEOMETRY = Geometry(8, 2, 16, 2, 132)
 INFO = WorkerInfo("cuda", "bfloat16", 700, 0, 32, 16_384, 512, 64)
 RULE = PrefixGroupRule(GEOMETRY, 32, least_saved_us=0.0)
 
 
-def programs(info: WorkerInfo, scratch_rows: int | None = None) -> Programs:
-    rows = Programs.scratch_rows(info, GEOMETRY) if scratch_rows is None else scratch_rows
+def programs(info: WorkerInfo, windows: tuple[int | None, ...] = (None,)) -> Programs:
+    rows = Programs.scratch_rows(info, GEOMETRY, windows)
     cpu = torch.device("cpu")
     shared = SharedState(
         model=cast(Any, None), pool=torch.empty(1, 4, 2, 2, 32, 16), wait=cast(Any, None),
         sampled=torch.zeros(64), logits=torch.zeros(1), finite=torch.ones(1),
-        scratch=Scratch(rows, GEOMETRY, cpu), geometry=GEOMETRY,
+        scratch=Scratch(rows, GEOMETRY, cpu), geometry=GEOMETRY, windows=windows,
     )  # fmt: skip
     return Programs(shared, info, cast(Any, None), graphs=False)
 
@@ -57,6 +58,36 @@ def test_spans_that_read_together_get_a_program_for_that() -> None:
     assert program.size.kind is StepKind.MIXED and 0 < words <= made.words
     alone, _ = made.pack(replace(step, prefix_groups=None), staging)
     assert alone.size.kind is StepKind.NARROW
+
+
+def test_each_window_has_a_plan_in_the_block() -> None:
+    """Layers that see everything read the common prefix together. Windowed layers read their windows."""
+    step = batch(40)
+    made = programs(INFO, (100, None, 30))
+    staging = np.zeros(made.words, np.int32)
+    program, words = made.pack(step, staging)
+    assert words <= program.words <= made.words and len(program.size.attention) == 3
+    assert staging[words - len(step.pages) : words].tolist() == step.pages.tolist()
+    program._block[:words].copy_(torch.from_numpy(staging[:words]))
+    for window, plan in program._plans.items():
+        assert plan.window == window
+        assert plan.words[
+            : len(packed := plan.pack(step.spans, None if window else step.prefix_groups))
+        ].equal(torch.from_numpy(packed))
+        assert (int(plan.words[WIDE]) > 0) == (window is None)
+        at, count = int(plan.words[LISTS_AT + NARROW]), int(plan.words[NARROW])
+        items = plan.words[at : at + ITEM * count].view(-1, ITEM)
+        if window is not None:
+            assert int((items[:, END_KEY] - items[:, FIRST_KEY]).sum()) == 40 * window
+
+
+def test_plans_of_one_window_have_the_block_of_a_dense_model() -> None:
+    step = replace(batch(40), prefix_groups=None)
+    staging, windowed = (np.zeros(programs(INFO).words, np.int32) for _ in range(2))
+    program, words = programs(INFO).pack(step, staging)
+    other, other_words = programs(INFO, (10**6,)).pack(step, windowed)
+    assert (words, program.words) == (other_words, other.words)
+    assert (staging == windowed).all()
 
 
 def test_what_does_not_fit_together_is_done_apart(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,13 +21,18 @@ CUDA = torch.device("cuda")
 
 
 def on_gpu(case: Case) -> Case:
-    return replace(case, q=case.q.to(CUDA), pool=case.pool.to(CUDA), page_tables=case.page_tables.to(CUDA))
+    moved = replace(case, q=case.q.to(CUDA), pool=case.pool.to(CUDA), page_tables=case.page_tables.to(CUDA))
+    return moved if case.sinks is None else replace(moved, sinks=case.sinks.to(CUDA))
 
 
 def plan_of(case: Case, processors: int, capacity: Capacity | None = None) -> AttentionPlan:
     """A plan as for a device of another size: the more multiprocessors, the finer the cuts."""
     geometry = replace(geometry_of(case.q, case.pool), multiprocessors=processors)
-    return AttentionPlan.from_spans(case.spans, len(case.q), geometry, CUDA, capacity=capacity)
+    if case.softcap is not None:
+        geometry = replace(geometry, hopper=False)
+    return AttentionPlan.from_spans(
+        case.spans, len(case.q), geometry, CUDA, capacity=capacity, window=case.window
+    )
 
 
 def check(case: Case, processors: tuple[int, ...] = (1, 132, 4000)) -> None:
@@ -41,8 +46,9 @@ def check(case: Case, processors: tuple[int, ...] = (1, 132, 4000)) -> None:
         for _ in range(2):
             out = torch.full_like(case.q, torch.nan)
             out, lse = attend(
-                case.q, case.pool, plan, case.page_tables, scale=case.scale, return_lse=True, out=out
-            )
+                case.q, case.pool, plan, case.page_tables, scale=case.scale, softcap=case.softcap,
+                sinks=case.sinks, return_lse=True, out=out,
+            )  # fmt: skip
             results.append((out.cpu(), lse.cpu()))
         assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
         assert relative_error(results[0][0], want) <= TOLERANCE[case.q.dtype]
@@ -60,6 +66,49 @@ def test_head_sizes(dim: int, dtype: torch.dtype) -> None:
 )
 def test_grouped_heads(heads: tuple[int, int]) -> None:
     check(make_case(MIX, heads=heads[0], kv_heads=heads[1], dim=128, page=32, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("window", [1, 100, 500])
+@pytest.mark.parametrize("shape", [(16, 2, 64), (8, 4, 128), (10, 2, 80), (4, 2, 256)])
+def test_windows(shape: tuple[int, int, int], window: int) -> None:
+    """Windows that end anywhere in a page and in a tile; slots and pages below them are NaN."""
+    heads, kv_heads, dim = shape
+    check(
+        make_case(MIX, heads=heads, kv_heads=kv_heads, dim=dim, page=32, dtype=torch.bfloat16, window=window)
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("window", "softcap", "sinks"),
+    [(None, None, True), (70, 2.0, True), (128, None, True)],
+)
+@pytest.mark.parametrize("dim", [128, 256])
+def test_softcap_and_sinks(
+    dim: int, window: int | None, softcap: float | None, sinks: bool, dtype: torch.dtype
+) -> None:
+    check(
+        make_case(
+            MIX,
+            heads=8,
+            kv_heads=2,
+            dim=dim,
+            page=16,
+            dtype=dtype,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
+        )
+    )
+
+
+def test_softcap_is_refused_by_a_plan_for_hopper() -> None:
+    case = on_gpu(make_case(MIX, dim=128, page=32, dtype=torch.bfloat16))
+    plan = plan_of(case, 132)
+    if not plan.geometry.hopper:
+        pytest.skip("needs a Hopper device")
+    with pytest.raises(ValueError, match="no softcap"):
+        attend(case.q, case.pool, plan, case.page_tables, scale=case.scale, softcap=1.0)
 
 
 @pytest.mark.parametrize("page", [1, 8, 16, 32, 64, 256])

@@ -48,10 +48,11 @@ class Bench:
     pools: list[torch.Tensor]
     flat: torch.Tensor
     plan: AttentionPlan
+    sinks: torch.Tensor | None
 
     def call(self, index: int) -> torch.Tensor:
         out = torch.full_like(self.q[index], torch.nan)
-        attend(self.q[index], self.pools[index], self.plan, self.flat, scale=SCALE, out=out)
+        attend(self.q[index], self.pools[index], self.plan, self.flat, scale=SCALE, sinks=self.sinks, out=out)
         return out
 
     def want(self, index: int, host: Spans) -> torch.Tensor:
@@ -59,25 +60,39 @@ class Bench:
         rows = self.flat.view(-1, pages)
         spans = make_spans(host[:, 1], host[:, 2], host[:, 3] // pages)
         used = self.q[index][: num_tokens(spans)].float()
-        found = reference(used, self.pools[index].float(), spans, rows, scale=SCALE)
+        found = reference(
+            used, self.pools[index].float(), spans, rows,
+            scale=SCALE, window=self.plan.window, sinks=self.sinks,
+        )  # fmt: skip
         assert isinstance(found, torch.Tensor)
         return found
 
 
-def make_bench(kind: StepKind, heads: int, kv_heads: int, copies: int) -> Bench:
+def make_bench(
+    kind: StepKind,
+    heads: int,
+    kv_heads: int,
+    copies: int,
+    *,
+    window: int | None = None,
+    sinks: bool = False,
+    dim: int = DIM,
+) -> Bench:
     torch.manual_seed(0)
     pages = -(-CONTEXT // PAGE)
-    shape = (SPANS * pages // 4, 2, kv_heads, PAGE, DIM)
+    shape = (SPANS * pages // 4, 2, kv_heads, PAGE, dim)
     pools = [torch.randn(shape, device=CUDA).to(torch.bfloat16) for _ in range(copies)]
-    q = [torch.randn(TOKENS, heads, DIM, device=CUDA).to(torch.bfloat16) for _ in range(copies)]
+    q = [torch.randn(TOKENS, heads, dim, device=CUDA).to(torch.bfloat16) for _ in range(copies)]
     flat = torch.randint(len(pools[0]), (SPANS * pages,), device=CUDA, dtype=torch.int32)
     geometry = geometry_for(heads, pools[0])
-    capacity = capacity_for(kind, TOKENS, SPANS, CONTEXT, geometry)
+    capacity = capacity_for(kind, TOKENS, SPANS, CONTEXT, geometry, window)
     words = torch.zeros(words_of(capacity) + 64, dtype=torch.int32, device=CUDA)[64:]
     scratch = Scratch(capacity.partial_rows + 7, geometry, CUDA)
     scratch.partial.fill_(torch.nan)
-    plan = AttentionPlan(TOKENS, geometry, CUDA, kind=kind, capacity=capacity, words=words, scratch=scratch)
-    return Bench(q, pools, flat, plan)
+    plan = AttentionPlan(
+        TOKENS, geometry, CUDA, kind=kind, capacity=capacity, words=words, scratch=scratch, window=window
+    )
+    return Bench(q, pools, flat, plan, torch.randn(heads, device=CUDA) * 2 if sinks else None)
 
 
 def step(kind: StepKind, groups: int, seed: int) -> Spans:
@@ -103,7 +118,23 @@ def captured(function: Callable[[], object]) -> torch.cuda.CUDAGraph:
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("kind", list(StepKind))
 def test_a_graph_made_without_a_step_serves_all_of_its_kind(kind: StepKind, heads: tuple[int, int]) -> None:
-    bench = make_bench(kind, *heads, copies=1)
+    serves_all(make_bench(kind, *heads, copies=1), kind)
+
+
+@pytest.mark.parametrize("window", [100, 1024])
+@pytest.mark.parametrize("shape", [(64, 8, 64), (12, 2, 128), (16, 8, 256)])
+@pytest.mark.parametrize("kind", list(StepKind))
+def test_a_windowed_graph_serves_all_of_its_kind(
+    kind: StepKind, shape: tuple[int, int, int], window: int
+) -> None:
+    """The capacity bounds every step, whatever its contexts; sinks count once in cut items and in others."""
+    heads, kv_heads, dim = shape
+    serves_all(make_bench(kind, heads, kv_heads, 1, window=window, sinks=True, dim=dim), kind)
+
+
+def serves_all(bench: Bench, kind: StepKind) -> None:
+    """One captured graph gives the right results for random steps of its kind, the same in every replay."""
+    groups = bench.plan.geometry.groups
     outs: list[torch.Tensor] = []
 
     def run() -> None:
@@ -112,7 +143,7 @@ def test_a_graph_made_without_a_step_serves_all_of_its_kind(kind: StepKind, head
     graph = captured(run)
     pinned = torch.zeros(len(bench.plan.words), dtype=torch.int32, pin_memory=True)
     for seed in range(5):
-        host = step(kind, heads[0] // heads[1], seed)
+        host = step(kind, groups, seed)
         if kind in (StepKind.NARROW, StepKind.MIXED):
             assert classify(host, bench.plan.geometry) is kind
         packed = bench.plan.pack(host)

@@ -39,10 +39,13 @@ def items_of(case: Case, pieces: int, seed: int | None = None) -> tuple[np.ndarr
     for start, length, position, row in case.spans.tolist():
         for first in range(0, length * groups, 128):
             end = position + (min(first + 128, length * groups) - 1) // groups + 1
-            steps = -(-end // 128)
+            hidden = 0 if case.window is None else max(0, position + first // groups + 1 - case.window)
+            begin = hidden // 128 * 128
+            steps = -(-(end - begin) // 128)
             parts = min(pieces, steps)
             for part in range(parts):
-                low, high = part * steps // parts * 128, min((part + 1) * steps // parts * 128, end)
+                low, high = (begin + index * steps // parts * 128 for index in (part, part + 1))
+                high = min(high, end)
                 scratch = used if parts > 1 else -1
                 items.append([start, length * groups, position, row, first, low, high, scratch])
                 used += 128 if parts > 1 else 0
@@ -63,12 +66,17 @@ def attend(case: Case, items: np.ndarray, used: int, programs: int = 132, share:
     """The kernel's results; those of cut items are merged here, in float64."""
     heads, kv_heads, dim = case.q.shape[1], case.pool.shape[2], case.q.shape[2]
     out = torch.full_like(case.q, torch.nan)
-    call = AttentionCall.from_tensors(case.q, case.pool, case.page_tables, case.scale, True, out)
+    call = AttentionCall.from_tensors(
+        case.q, case.pool, case.page_tables, case.scale, True, out, sinks=case.sinks
+    )
     lse = call.lse.fill_(torch.nan)
     scratch = Scratch(used, Geometry(heads, kv_heads, dim, 2, 132), CUDA)
     partial, logs = scratch.partial.fill_(torch.nan), scratch.partial_lse.fill_(torch.nan)
-    attend_wide(call, words_of(items, share), scratch, programs=programs, beside=share > 0)
+    attend_wide(
+        call, words_of(items, share), scratch, programs=programs, beside=share > 0, window=case.window or 0
+    )
     torch.cuda.synchronize()
+    groups = heads // kv_heads
     blocks: dict[tuple[int, int, int], list[int]] = {}
     for start, rows, _, _, first, _, _, scratch in items.tolist():
         if scratch >= 0:
@@ -78,9 +86,10 @@ def attend(case: Case, items: np.ndarray, used: int, programs: int = 132, share:
         index = torch.tensor(at, device=CUDA)[:, None] + row
         part_logs = logs.view(kv_heads, -1)[:, index].double() * math.log(2)  # [kv heads, pieces, rows]
         total = torch.logsumexp(part_logs, 1)
+        if case.sinks is not None:
+            total = torch.logaddexp(total, case.sinks.double().view(kv_heads, -1)[:, (first + row) % groups])
         values = partial.view(kv_heads, -1, dim)[:, index].double()
         merged = (values * (part_logs - total[:, None]).exp()[..., None]).sum(1)
-        groups = heads // kv_heads
         token, group = start + (first + row) // groups, (first + row) % groups
         for head in range(kv_heads):
             out[token, head * groups + group] = merged[head].to(out.dtype)
@@ -89,12 +98,15 @@ def attend(case: Case, items: np.ndarray, used: int, programs: int = 132, share:
 
 
 def on_gpu(case: Case) -> Case:
-    return replace(case, q=case.q.to(CUDA), pool=case.pool.to(CUDA), page_tables=case.page_tables.to(CUDA))
+    moved = replace(case, q=case.q.to(CUDA), pool=case.pool.to(CUDA), page_tables=case.page_tables.to(CUDA))
+    return moved if case.sinks is None else replace(moved, sinks=case.sinks.to(CUDA))
 
 
 def expected(case: Case) -> Result:
     arguments = case.q.float(), case.pool.float(), case.spans, case.page_tables
-    return Result(*reference(*arguments, scale=case.scale, return_lse=True))
+    return Result(
+        *reference(*arguments, scale=case.scale, window=case.window, sinks=case.sinks, return_lse=True)
+    )
 
 
 def check(case: Case) -> None:
@@ -217,3 +229,30 @@ def test_one_graph_serves_other_steps() -> None:
             == sum(min(128, rows - first) for _, rows, _, _, first, *_ in part.tolist()) * 2
         )
         assert relative_error(out[written], want[written]) <= 1e-2 if len(part) else not written.any()
+
+
+@pytest.mark.parametrize("window", [1, 64, 127, 129, 300])
+@pytest.mark.parametrize(("heads", "dim", "page"), [((4, 2), 128, 32), ((16, 2), 64, 16), ((2, 2), 128, 256)])
+def test_windows(heads: tuple[int, int], dim: int, page: int, window: int) -> None:
+    """Windows that end anywhere in a page and in a tile; slots and pages below them are NaN."""
+    check(
+        make_case(
+            MIX, heads=heads[0], kv_heads=heads[1], dim=dim, page=page, dtype=torch.bfloat16,
+            window=window, sinks=window % 2 == 1,
+        )
+    )  # fmt: skip
+
+
+def test_windows_that_begin_and_end_in_one_page() -> None:
+    """Both groups clear both ends of the page: a late one must not bring back what the other has cleared."""
+    spans: Spans = [(row, 33 + row % 20, 1 + row % 7) for row in range(60)]
+    case = on_gpu(
+        make_case(spans, heads=4, kv_heads=2, dim=128, page=32, dtype=torch.bfloat16, window=1, sinks=True)
+    )
+    want, (items, used) = expected(case), items_of(case, 1)
+    for programs in (1, 7, 132) * 20:
+        assert relative_error(attend(case, items, used, programs).out, want.out) <= 1e-2
+
+
+def test_sinks() -> None:
+    check(make_case(MIX, heads=16, kv_heads=2, dim=64, page=32, dtype=torch.float16, sinks=True))

@@ -57,6 +57,21 @@ def test_bfloat16_answers_with_the_heads_of_real_models(heads: tuple[int, int, i
     run_all(Bench("qwen3", tmp_path, "cuda", dtype="bfloat16", near_tie=BF16_TOLERANCE, **shape), range(15))
 
 
+@pytest.mark.parametrize("family", ["gemma2", "gemma3", "phi3"])
+def test_layers_with_windows_equal_transformers(family: Family, tmp_path: Path) -> None:
+    """Layers with windows beside others, with a softcap, and alone."""
+    run_all(Bench(family, tmp_path, "cuda"), range(12, 24))
+
+
+@pytest.mark.parametrize("heads", [(4, 2, 64), (8, 2, 128), (4, 2, 256)], ids=str)
+def test_bfloat16_windows_with_the_heads_of_real_models(heads: tuple[int, int, int], tmp_path: Path) -> None:
+    count, kv_count, dim = heads
+    shape = {"num_attention_heads": count, "num_key_value_heads": kv_count, "head_dim": dim}
+    run_all(
+        Bench("gemma3", tmp_path, "cuda", dtype="bfloat16", near_tie=BF16_TOLERANCE, **shape), range(12, 18)
+    )
+
+
 @pytest.mark.parametrize("name", PLAN_MUTANTS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_broken_plans_are_caught(name: str, dtype: str, tmp_path: Path) -> None:

@@ -55,6 +55,7 @@ def test_no_step_of_a_kind_exceeds_its_capacity(data: st.DataObject) -> None:
     used = int((host[:, 1] > 0).sum())
     tokens = int(host[:, 1].sum()) + data.draw(st.sampled_from([0, 0, 1, 7, 200]))
     kind = classify(host, where)
+    window = data.draw(st.one_of(st.none(), st.sampled_from([1, 100, 128, 1024, 9000])))
     most = int((host[:, 1] + host[:, 2]).max(initial=1))
     capacity = capacity_for(
         kind,
@@ -62,11 +63,22 @@ def test_no_step_of_a_kind_exceeds_its_capacity(data: st.DataObject) -> None:
         used + data.draw(st.sampled_from([0, 3])),
         data.draw(st.sampled_from([most, limit])),
         where,
+        window,
     )
-    work = make_work_lists(host, tokens, where, kind)
+    work = make_work_lists(host, tokens, where, kind, window=window)
     need = Capacity(len(work.narrow), len(work.wide), len(work.merges), work.partial_rows)
     for name in FIELDS:
         assert getattr(need, name) <= getattr(capacity, name), (name, kind, need, capacity)
+
+
+def test_a_window_bounds_the_pieces_of_any_context() -> None:
+    for kind in StepKind:
+        short, long, full = (
+            capacity_for(kind, 64, 64, context, LLAMA, window)
+            for context, window in ((4096, 1024), (131_072, 1024), (131_072, None))
+        )
+        assert short == long
+        assert all(getattr(long, name) <= getattr(full, name) for name in FIELDS)
 
 
 def test_capacities_are_tight_where_graphs_live() -> None:

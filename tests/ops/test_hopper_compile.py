@@ -30,7 +30,7 @@ STACK = 64
 """At most so many bytes a thread spill, outside the loops, over the versions of Triton from 3.6 on."""
 TYPES = {
     "tables": "*i32", "out": "*bf16", "lse": "*fp32", "words": "*i32", "partial": "*fp32", "partial_lse": "*fp32",
-    "factor": "fp32",
+    "sinks": "*bf16", "factor": "fp32",
 }  # fmt: skip
 VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 compiled = pytest.mark.skipif(
@@ -38,7 +38,10 @@ compiled = pytest.mark.skipif(
 )
 
 
-def build(dim: int, groups: int, page: int, *, lse: bool = False, beside: bool = False) -> Binary:
+def build(
+    dim: int, groups: int, page: int, *,
+    lse: bool = False, beside: bool = False, windowed: bool = False, sinks: bool = False,
+) -> Binary:  # fmt: skip
     from triton.experimental.gluon._runtime import GluonASTSource
     from triton.experimental.gluon.language import NVMMASharedLayout
 
@@ -46,6 +49,7 @@ def build(dim: int, groups: int, page: int, *, lse: bool = False, beside: bool =
 
     fixed: dict[str, Any] = {
         "KV_HEADS": 10, "GROUPS": groups, "DIM": dim, "PAGE": page, "BESIDE": beside, "LSE": lse,
+        "WINDOWED": windowed, "SINKS": sinks,
     }  # fmt: skip
     types = TYPES | {
         "q_desc": f"tensordesc<bf16[{GROUP_ROWS // groups}, {groups}, {SLAB}],{NVMMASharedLayout(128, 16, 3)!r}>",
@@ -96,6 +100,18 @@ def test_fits_a_multiprocessor_and_overlaps(
         assert code[end].endswith("0x0") and code[begin:end].count("MUFU.EX2") >= 2 * KEYS // 4
     copies = dim // SLAB * (2 + 2 * KEYS // min(page, KEYS))
     assert code.count("UTMALDG") == copies
+
+
+@compiled
+@pytest.mark.parametrize(("dim", "groups", "page"), [(64, 8, 32), (128, 4, 16)])
+def test_fits_with_windows_and_sinks(dim: int, groups: int, page: int) -> None:
+    """As the layers of gpt-oss need it: a third loop over the first tiles, and the schedule of the others."""
+    binary = build(dim, groups, page, windowed=True, sinks=True)
+    code = re.findall(r"\s(HGMMA|WARPGROUP\.DEPBAR\.LE gsb0, 0x\d)", dump(binary.cubin, "-sass"))
+    assert binary.registers * THREADS <= REGISTERS and binary.stack <= STACK
+    assert binary.shared <= SHARED_BYTES
+    assert code.count("HGMMA") == 2 * (4 * dim // 16 + 4 * KEYS // 16)
+    assert len(code) - code.count("HGMMA") == 2 * 8, "products stay in flight"
 
 
 def test_what_it_is_written_for_is_what_is_planned() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,13 +23,22 @@ def check(case: Case) -> None:
     """Output and lse agree with the oracle, and the pool is untouched."""
     before = case.pool.clone()
     out, lse = ragged_paged_attention(
-        case.q, case.pool, case.spans, case.page_tables, scale=case.scale, return_lse=True
-    )
+        case.q, case.pool, case.spans, case.page_tables, scale=case.scale, window=case.window,
+        softcap=case.softcap, sinks=case.sinks, return_lse=True,
+    )  # fmt: skip
     want, want_lse = oracle(case)
+    assert torch.equal(out, _without_lse(case))
     assert out.dtype == case.q.dtype and lse.dtype == torch.float32
     assert relative_error(out, want) <= TOLERANCE[case.q.dtype]
     assert relative_error(lse, want_lse) <= TOLERANCE[case.q.dtype]
     assert torch.equal(before.nan_to_num(7.0), case.pool.nan_to_num(7.0))
+
+
+def _without_lse(case: Case) -> torch.Tensor:
+    return ragged_paged_attention(
+        case.q, case.pool, case.spans, case.page_tables, scale=case.scale, window=case.window,
+        softcap=case.softcap, sinks=case.sinks,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("context", [1, 7, 8, 9, 31, 32, 33, 63, 64, 65, 127, 128, 129])
@@ -165,3 +176,122 @@ def test_heads_that_do_not_divide_are_refused() -> None:
 def test_negative_spans_are_refused() -> None:
     with pytest.raises(ValueError, match="negative"):
         make_spans([1], [-1], [0])
+
+
+SHAPES = [(1, 1, 1), (4, 2, 8), (6, 6, 5), (14, 2, 16), (5, 1, 32)]
+"""(query heads, KV heads, page)"""
+
+
+@settings(max_examples=60)
+@given(
+    spans=st.lists(
+        st.tuples(st.integers(0, 5), st.integers(0, 90), st.one_of(st.just(1), st.integers(1, 40))),
+        min_size=1,
+        max_size=12,
+    ),
+    shape=st.sampled_from(SHAPES),
+    window=st.one_of(st.none(), st.sampled_from([1, 2, 7, 8, 9, 16, 31, 64, 500])),
+    softcap=st.sampled_from([None, 0.5, 30.0]),
+    sinks=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_any_window_softcap_and_sinks(
+    spans: Spans,
+    shape: tuple[int, int, int],
+    window: int | None,
+    softcap: float | None,
+    sinks: bool,
+    seed: int,
+) -> None:
+    heads, kv_heads, page = shape
+    check(
+        make_case(
+            spans, heads=heads, kv_heads=kv_heads, page=page, dim=8, seed=seed,
+            window=window, softcap=softcap, sinks=sinks,
+        )
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("window", [1, 100, 255, 256, 257, 590])
+def test_windows_across_blocks_of_queries(window: int) -> None:
+    check(make_case([(0, 70, 600), (1, 0, 300)], heads=2, kv_heads=1, dim=8, window=window))
+
+
+def test_only_pages_inside_the_window_are_gathered() -> None:
+    long, short = (
+        make_case([(0, 799, 1), (1, 700, 3)], window=20),
+        make_case([(0, 27, 1), (1, 28, 3)], window=20),
+    )
+    check(long)
+    sizes = [
+        [
+            len(group.page_rows)
+            for group in make_plan(case.q, case.pool, case.spans, case.page_tables, window=20).groups
+        ]
+        for case in (long, short)
+    ]
+    assert sizes[0] == sizes[1]
+    assert max(sizes[0]) <= 2 * 2 * (2 + 20 // 8), "keys and values of two heads"
+
+
+def test_a_large_window_makes_the_plan_of_no_window() -> None:
+    case = make_case([(0, 40, 1), (1, 39, 1), (2, 3, 300)], dim=8)
+    plain, wide = (make_plan(case.q, case.pool, case.spans, case.page_tables, window=w) for w in (None, 303))
+    assert torch.equal(
+        attend(case.q, case.pool, plain, scale=1.0), attend(case.q, case.pool, wide, scale=1.0)
+    )
+    assert (plain.scratch_rows, len(plain.groups)) == (wide.scratch_rows, len(wide.groups))
+
+
+@pytest.mark.parametrize("window", [None, 13])
+def test_sinks_are_those_of_gpt_oss(window: int | None) -> None:
+    from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
+
+    check_transformers(eager_attention_forward, window, sinks=True)
+
+
+@pytest.mark.parametrize("window", [None, 13])
+def test_softcap_is_that_of_gemma2(window: int | None) -> None:
+    from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
+
+    check_transformers(eager_attention_forward, window, softcap=2.0)
+
+
+def check_transformers(
+    forward: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+    window: int | None,
+    *,
+    sinks: bool = False,
+    softcap: float | None = None,
+) -> None:
+    """A whole prefill of 40 tokens agrees with an attention function of transformers, in float32."""
+    tokens = 40
+    case = make_case([(0, 0, tokens)], heads=6, kv_heads=2, window=window, sinks=sinks, softcap=softcap)
+    keys, values = (
+        case.pool[case.page_tables[0, : tokens // 8].long(), part]
+        .transpose(0, 1)
+        .reshape(2, tokens, 16)[None]
+        for part in (0, 1)
+    )
+    at = torch.arange(tokens)
+    visible = at[None, :] <= at[:, None]
+    if window is not None:
+        visible &= at[None, :] > at[:, None] - window
+    mask = torch.zeros(1, 1, tokens, tokens).masked_fill(~visible, torch.finfo(torch.float32).min)
+    module = SimpleNamespace(num_key_value_groups=3, sinks=case.sinks, training=False)
+    want, _ = forward(
+        module, case.q.transpose(0, 1)[None], keys, values, mask, scaling=case.scale, dropout=0.0,
+        **({} if softcap is None else {"softcap": softcap}),
+    )  # fmt: skip
+    assert relative_error(_without_lse(case), want[0]) <= 1e-6
+
+
+def test_softcap_and_sinks_that_do_not_fit_are_refused() -> None:
+    case = make_case([(0, 3, 1)], heads=4, kv_heads=2)
+    rest = (case.q, case.pool, case.spans, case.page_tables)
+    with pytest.raises(ValueError, match="window of 0"):
+        ragged_paged_attention(*rest, scale=1.0, window=0)
+    with pytest.raises(ValueError, match="softcap must be positive"):
+        ragged_paged_attention(*rest, scale=1.0, softcap=0.0)
+    with pytest.raises(ValueError, match="one float per query head"):
+        ragged_paged_attention(*rest, scale=1.0, sinks=torch.zeros(3))

@@ -24,7 +24,7 @@ SHAPES = [(40, 40), (40, 10), (32, 8), (14, 2), (1, 1), (40, 1)]
 
 
 def test_results_under_the_interpreter() -> None:
-    assert passed_under_interpreter("interpreted_attention") >= 36
+    assert passed_under_interpreter("interpreted_attention") >= 51
 
 
 @settings(max_examples=60)
@@ -35,17 +35,24 @@ def test_results_under_the_interpreter() -> None:
     shape=st.sampled_from(SHAPES),
     padding=st.integers(0, 20),
     processors=st.sampled_from([1, 4, 132, 5000]),
+    window=st.one_of(st.none(), st.sampled_from([1, 31, 128, 1000, 4096])),
+    hopper=st.booleans(),
 )
 def test_work_covers_every_row_and_key_once(
-    spans: list[tuple[int, int]], shape: tuple[int, int], padding: int, processors: int
+    spans: list[tuple[int, int]],
+    shape: tuple[int, int],
+    padding: int,
+    processors: int,
+    window: int | None,
+    hopper: bool,
 ) -> None:
-    geometry = Geometry(*shape, head_dim=128, element_bytes=2, multiprocessors=processors)
-    tiles = choose_tiles(128, 2)
+    geometry = Geometry(*shape, head_dim=128, element_bytes=2, multiprocessors=processors, hopper=hopper)
+    tiles = geometry.tiles
     table = make_spans([n for n, _ in spans], [p for _, p in spans], range(len(spans)))
     kind = classify(table, geometry)
     tokens = num_tokens(table)
     num_rows = tokens + padding
-    work = make_work_lists(table, num_rows, geometry, kind)
+    work = make_work_lists(table, num_rows, geometry, kind, window=window)
     row_of = np.repeat(np.arange(len(table)), table[:, 1])
     position = np.arange(tokens) - table[row_of, 0] + table[row_of, 2]
     covered = np.zeros((num_rows, geometry.groups), np.int64)
@@ -53,18 +60,27 @@ def test_work_covers_every_row_and_key_once(
     direct = np.zeros((num_rows, geometry.groups), np.int64)
     for tile, items in ((kind.narrow_tile(tiles), work.narrow), (tiles.wide, work.wide)):
         for start, rows, at, _, first, low, high, scratch in items.tolist():
-            assert low % tile.keys == 0 and first % tile.rows == 0 and first < rows
+            assert first % tile.rows == 0 and first < rows
+            hidden = 0 if window is None else max(0, at + first // geometry.groups + 1 - window)
+            if start >= tokens:
+                assert low == high, "padding has no keys"
+            elif tile.hopper or window is None:
+                assert low % tile.keys == 0 and low >= hidden // tile.keys * tile.keys
+            else:
+                assert low >= hidden and (low - hidden) % tile.keys == 0, "the first key is visible"
             row = np.arange(first, min(first + tile.rows, rows))
             token = start + row // geometry.groups
             # The keys of this piece that each row sees; a piece beyond a row's own position adds none.
             seen = at + row // geometry.groups + 1 if start < tokens else np.zeros(len(row), int)
-            np.add.at(covered, (token, row % geometry.groups), np.clip(np.minimum(seen, high) - low, 0, None))
+            from_key = low if window is None else np.maximum(seen - window, low)
+            counts = np.clip(np.minimum(seen, high) - from_key, 0, None)
+            np.add.at(covered, (token, row % geometry.groups), counts)
             np.add.at(direct, (token, row % geometry.groups), 1 if scratch < 0 else 0)
             if scratch >= 0:
                 assert high > low
                 partial.append(range(scratch, scratch + tile.rows))
     expected = np.zeros_like(covered)
-    expected[:tokens] = (position + 1)[:, None]
+    expected[:tokens] = (position + 1 if window is None else np.minimum(position + 1, window))[:, None]
     assert (covered == expected).all()
     merged = np.zeros_like(direct)
     for start, first, end, _, _, _ in work.merges.tolist():

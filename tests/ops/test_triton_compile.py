@@ -3,6 +3,8 @@ its speed rests on. The budgets are what the tiles of ``attention.tiles`` promis
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import triton
 
@@ -28,27 +30,29 @@ STACK, STACK_OF_LARGE = 16, 320
 """At most so many bytes a thread spill, over the versions of Triton from 3.6 on."""
 TYPES = {
     "q": "*bf16", "pool": "*bf16", "tables": "*i32", "out": "*bf16", "lse": "*fp32", "words": "*i32",
-    "partial": "*fp32", "partial_lse": "*fp32", "factor": "fp32",
+    "partial": "*fp32", "partial_lse": "*fp32", "sinks": "*bf16", "factor": "fp32",
 }  # fmt: skip
-ANY_VALUE = ("table_stride", "partial_rows")
+ANY_VALUE = ("table_stride", "partial_rows", "window")
 
 pytestmark = pytest.mark.skipif(not CUOBJDUMP.exists(), reason="this build of Triton brings no CUDA tools")
 
 
-def build(kernel: triton.JITFunction, fixed: dict[str, int | bool], build_options: dict[str, int]) -> Binary:
+def build(
+    kernel: triton.JITFunction, fixed: dict[str, int | float | bool], build_options: dict[str, int]
+) -> Binary:
     """Compile as a launch with aligned tensors would."""
     return compiled_kernels.build(kernel, TYPES, fixed, build_options, any_value=ANY_VALUE)
 
 
 def attend(
-    dim: int, name: str, *, lse: bool = False, mixed: bool = False, hopper: bool = False
+    dim: int, name: str, *, lse: bool = False, mixed: bool = False, hopper: bool = False, **features: Any
 ) -> tuple[Tile, Binary]:
     """Compile as for a launch on Hopper. ``mixed``: beside the other launch; ``hopper``: that is the kernel for
-    Hopper."""
+    Hopper; ``features``: of ``constants``."""
     tile = getattr(choose_tiles(dim, 2, hopper=hopper), name)
     which = NARROW if name in ("narrow", "narrow_concurrent", "short") else WIDE
     order = CONCURRENT if mixed and which == NARROW else PRIMARY
-    fixed = constants(tile, which, Geometry(40, 10, dim, 2, 132), 32, order=order)
+    fixed = constants(tile, which, Geometry(40, 10, dim, 2, 132), 32, order=order, **features)
     return tile, build(_attend, {**fixed, "LSE": lse}, options(tile, order))
 
 
@@ -67,6 +71,16 @@ def test_programs_fit(dim: int, name: str) -> None:
     assert binary.ptx.count("cp.async.cg") >= copies * (tile.stages - 1)
 
 
+@pytest.mark.parametrize("name", ["narrow", "narrow_concurrent", "short", "few", "wide"])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_programs_with_windows_and_sinks_fit(dim: int, name: str) -> None:
+    """As the layers of gpt-oss need them."""
+    tile, binary = attend(dim, name, windowed=True, sinks=True)
+    assert binary.registers * 32 * tile.warps * tile.resident <= REGISTERS
+    assert (binary.shared + 1024) * tile.resident <= SHARED_BYTES
+    assert binary.stack <= (STACK_OF_LARGE if name == "wide" else STACK)
+
+
 @pytest.mark.parametrize("dim", [64, 128])
 def test_programs_fit_beside_the_kernel_for_hopper(dim: int) -> None:
     tile, binary = attend(dim, "narrow_concurrent", mixed=True, hopper=True)
@@ -83,16 +97,22 @@ def test_the_two_kinds_share_a_multiprocessor() -> None:
     assert wide.shared + 1024 + tile.resident * (narrow.shared + 1024) <= SHARED_BYTES
 
 
-@pytest.mark.parametrize("name", ["narrow", "wide"])
-def test_largest_heads_build(name: str) -> None:
-    _, binary = attend(256, name, lse=True)
-    assert binary.shared + 1024 <= SHARED_BYTES and binary.stack <= STACK_OF_LARGE
+@pytest.mark.parametrize("name", ["narrow", "short", "few", "wide"])
+@pytest.mark.parametrize(
+    "features", [{}, {"windowed": True, "inner_softcap": 0.00125}], ids=["plain", "gemma2"]
+)
+def test_largest_heads_build(name: str, features: dict[str, Any]) -> None:
+    tile, binary = attend(256, name, lse=True, **features)
+    assert binary.registers * 32 * tile.warps * tile.resident <= REGISTERS
+    assert (binary.shared + 1024) * tile.resident <= SHARED_BYTES and binary.stack <= STACK_OF_LARGE
 
 
+@pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("rows", [1, 4])
-def test_merge_builds_without_spills(rows: int) -> None:
+def test_merge_builds_without_spills(rows: int, sinks: bool) -> None:
     fixed = {
         "LIST": MERGES, "KV_HEADS": 10, "GROUPS": 4, "DIM": 128, "WIDTH": 128, "LSE": True,
         "ROWS": rows, "PIECES": MERGED_AT_ONCE // rows, "ORDER": SECONDARY.value,
+        "SINKS": sinks,
     }  # fmt: skip
     assert build(_merge, fixed, {"num_warps": 4, "enable_fp_fusion": True}).stack == 0

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from pensieve.core import RequestKey, Sampling
-from pensieve.engine.plan import PENDING, Copy, Plan, SampleSpec, Span
+from pensieve.engine.plan import NO_PAGE, PENDING, Chain, Copy, Plan, SampleSpec, Span
 from pensieve.engine.ranks import ring as rings
 from pensieve.engine.ranks.codec import SAMPLED_ON_RANK_0, decode, encode
 from pensieve.engine.ranks.ring import SLOT_BYTES, SLOTS, RingReader, RingWriter, SharedRing
@@ -33,6 +33,27 @@ PLANS = {
         (np.array([9, 8], np.int32), np.array([0, 3, 1], np.int32)),
         copies=(Copy(3, 4),),
     ),
+    "windows": Plan(
+        4,
+        (
+            Span(RequestKey(9), 0, np.arange(3, dtype=np.int32), 1, None, 2),
+            Span(RequestKey(2), 30, np.array([1], np.int32), 0, SPEC),
+        ),
+        (np.array([9, 8], np.int32), np.array([0, 3, 1], np.int32)),
+        swap_out=(Copy(1, 2, 1), Copy(3, 0)),
+        swap_in=(Copy(70000, 6), Copy(5, 6, 1)),
+        window_tables=(np.array([-1, 8], np.int32), np.array([7, 7, 1], np.int32)),
+    ),
+    "states": Plan(
+        5,
+        (
+            Span(RequestKey(9), 0, np.arange(3, dtype=np.int32), 0),
+            Span(RequestKey(9), 3, np.arange(5, dtype=np.int32), 0, SPEC),
+            Span(RequestKey(2), 30, np.array([1], np.int32), 1, SPEC),
+        ),
+        (np.array([9, 8], np.int32), np.array([0, 3, 1], np.int32)),
+        chains=(Chain(0, 1, NO_PAGE, 7, 4, 2**30), Chain(2, 2, 3, NO_PAGE, 0, 3)),
+    ),
 }
 
 
@@ -48,8 +69,17 @@ def test_a_plan_arrives_as_it_was_but_for_how_tokens_are_chosen(name: str) -> No
         plan.swap_in,
     )
     assert [table.tolist() for table in found.page_tables] == [table.tolist() for table in plan.page_tables]
+    assert [table.tolist() for table in found.window_tables] == [
+        table.tolist() for table in plan.window_tables
+    ]
+    assert found.chains == plan.chains
     for span, was in zip(found.spans, plan.spans, strict=True):
-        assert (span.request, span.start, span.page_table) == (was.request, was.start, was.page_table)
+        assert (span.request, span.start, span.page_table, span.stores) == (
+            was.request,
+            was.start,
+            was.page_table,
+            was.stores,
+        )
         assert span.tokens.tolist() == was.tokens.tolist() and span.tokens.dtype == np.int32
         assert span.sample == (SAMPLED_ON_RANK_0 if was.sample is not None else None)
 

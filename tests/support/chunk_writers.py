@@ -17,6 +17,8 @@ OWNERS: Final[Mapping[str, str]] = {
     "loading": TIERS,
     "holder": SHARING,
     "digest": SHARING,
+    "other": SHARING,
+    "leftover": TIERS,
 }
 """Field of a ``Chunk`` → the one module that assigns it after the chunk was made."""
 MAKER: Final = SHARING
@@ -41,5 +43,5 @@ def foreign_writes(module: str, source: ast.Module, owners: Mapping[str, str] = 
                 owners.get(str(name), module) != module for name in names
             ):
                 yield f"{node.lineno}: {ast.unparse(node)}"
-            elif called == "Chunk" and module != MAKER:
+            elif called in ("Chunk", "OtherSlice") and module != MAKER:
                 yield f"{node.lineno}: a chunk is made"

@@ -62,6 +62,12 @@ def next_work(turn, programs):  # type: ignore[no-untyped-def]
 
 
 @jit
+def first_seen(item, window, GROUPS: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the first key that the first query of an item sees in its window."""
+    return gl.maximum(gl.load(item + POSITION) + gl.load(item + FIRST_ROW) // GROUPS + 1 - window, 0)
+
+
+@jit
 def tile_range(item):  # type: ignore[no-untyped-def]
     """Return an item's first key tile, the one after its last, and the end of its keys. An item without keys
     gets one tile in which no row sees anything."""

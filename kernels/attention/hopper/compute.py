@@ -22,6 +22,7 @@ from pensieve.kernels.attention.hopper.common import (
     SLAB,
     SPAN_ROWS,
     V_STAGES,
+    first_seen,
     group_barrier,
     jit,
     next_work,
@@ -29,9 +30,12 @@ from pensieve.kernels.attention.hopper.common import (
     tile_range,
 )
 from pensieve.kernels.attention.hopper.softmax import (
+    LN_2,
     LOWEST,
     PER_ROW,
     SCORES,
+    add_sinks,
+    in_window,
     packed,
     scaled,
     unpacked,
@@ -41,29 +45,36 @@ from pensieve.kernels.attention.hopper.softmax import (
 
 
 @jit
-def _clear_tail(v_pieces, stage, end, DIM: gl.constexpr, PAGE: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Zero the values of a tile beyond key ``end`` in its page: they may be NaN, and a weight of 0 does not
-    remove NaN. Both groups write the same bytes, so neither waits for the other."""
+def _clear(v_pieces, stage, key, begin, end, DIM: gl.constexpr, PAGE: gl.constexpr, WINDOWED: gl.constexpr):  # type: ignore[no-untyped-def]
+    """In the page of ``key``, which is ``begin`` or ``end``, zero the values from ``end`` on and, with WINDOWED, before
+    ``begin``: they may be NaN, and a weight of 0 does not remove NaN. Both groups write the same bytes, so neither
+    waits for the other; for that, each write of a page that holds both keys must apply both bounds."""
     PIECE: gl.constexpr = min(PAGE, KEYS)
     PIECES: gl.constexpr = KEYS // PIECE
     SLABS: gl.constexpr = DIM // SLAB
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    if end % PIECE != 0:
+    if key % PIECE != 0:
         row = gl.expand_dims(gl.arange(0, PIECE, gl.SliceLayout(1, layout)), 1)
         for slab in gl.static_range(SLABS):
-            piece = v_pieces.index((stage * SLABS + slab) * PIECES + end % KEYS // PIECE)
+            piece = v_pieces.index((stage * SLABS + slab) * PIECES + key % KEYS // PIECE)
             values = piece.load(layout)
-            piece.store(gl.where(row < end % PIECE, values, gl.zeros_like(values)))
+            if WINDOWED:
+                at = key - key % PIECE + row
+                kept = (at >= begin) & (at < end)
+            else:
+                kept = row < end % PIECE
+            piece.store(gl.where(kept, values, gl.zeros_like(values)))
         fence()
         group_barrier()
 
 
 @jit
 def _walk(  # type: ignore[no-untyped-def]
-    q, rings, signals, state, tile, count, seen, factor,
-    GROUP: gl.constexpr, MASKED: gl.constexpr, dtype: gl.constexpr,
+    q, rings, signals, state, tile, count, seen, low, factor,
+    GROUP: gl.constexpr, MASKED: gl.constexpr, WINDOWED: gl.constexpr, dtype: gl.constexpr,
 ):  # fmt: skip
-    """Process ``count`` tiles downwards from ``tile``. ``state``: the sum so far; the weights of the previous tile,
+    """Process ``count`` tiles downwards from ``tile``. Row i sees the keys below ``seen[i]``, with WINDOWED only those
+    from ``low[i]`` on. ``state``: the sum so far; the weights of the previous tile,
     which the sum still lacks; maxima and denominators; tiles begun and turns taken since the start of the program."""
     acc, pairs, top, total, at, steps = state
     k_ring, v_ring, _ = rings
@@ -85,6 +96,8 @@ def _walk(  # type: ignore[no-untyped-def]
         mbarrier.arrive(k_empty.index(k_stage))
         if MASKED:
             scores = visible(scores, (tile - back) * KEYS, seen)
+            if WINDOWED:
+                scores = in_window(scores, (tile - back) * KEYS, low)
         weights, sums, top, shrink = weigh(scores, top, factor)
         # Wait for the next turn's values here: only a branch keeps the assembler from moving the wait below
         # in front of the softmax. The pairs are in use until then and must not be written before.
@@ -101,8 +114,9 @@ def _walk(  # type: ignore[no-untyped-def]
 
 @jit
 def _attend_item(  # type: ignore[no-untyped-def]
-    item, q, q_ready, q_phase, rings, signals, at, steps, factor,
-    GROUP: gl.constexpr, GROUPS: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr, dtype: gl.constexpr,
+    item, head, q, q_ready, q_phase, rings, signals, at, steps, factor, sinks, window,
+    GROUP: gl.constexpr, GROUPS: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr,
+    WINDOWED: gl.constexpr, SINKS: gl.constexpr, dtype: gl.constexpr,
 ):  # fmt: skip
     """Return an item's weighted values [ROWS, DIM] and the log2 of its denominators, -inf without keys."""
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
@@ -117,6 +131,11 @@ def _attend_item(  # type: ignore[no-untyped-def]
     masked = gl.minimum(last - plain, last - first)
     row = first_row + GROUP * ROWS + gl.arange(0, ROWS, PER_ROW)
     seen = gl.minimum(position + 1 + row // GROUPS, end)
+    low = seen
+    begin = 0
+    if WINDOWED:
+        begin = first_seen(item, window, GROUPS)
+        low = position + 1 + row // GROUPS - window
 
     # The last tile comes first, separately: no earlier weights need multiplying, and it may end inside a
     # page.
@@ -129,26 +148,50 @@ def _attend_item(  # type: ignore[no-untyped-def]
     scores = mma_wait(0, deps=(scores,))
     mbarrier.arrive(k_empty.index(k_stage))
     lowest = gl.full([ROWS], LOWEST, gl.float32, PER_ROW)
-    weights, total, top, _ = weigh(visible(scores, (last - 1) * KEYS, seen), lowest, factor)
+    scores = visible(scores, (last - 1) * KEYS, seen)
+    if WINDOWED:
+        scores = in_window(scores, (last - 1) * KEYS, low)
+    weights, total, top, _ = weigh(scores, lowest, factor)
     mbarrier.wait(v_full.index(v_stage), at // V_STAGES & 1)
-    _clear_tail(v_pieces, v_stage, end, DIM, PAGE)
+    _clear(v_pieces, v_stage, end, begin, end, DIM, PAGE, WINDOWED)
     acc = gl.zeros([ROWS, DIM], gl.float32, acc_layout)
     state = (acc, packed(weights, dtype), top, total, at + 1, steps)
-    state = _walk(q, rings, signals, state, last - 2, masked - 1, seen, factor, GROUP, True, dtype)
-    more = last - first - gl.maximum(masked, 1)
-    acc, pairs, top, total, at, steps = _walk(
-        q, rings, signals, state, 0, more, seen, factor, GROUP, False, dtype
+    state = _walk(
+        q, rings, signals, state, last - 2, masked - 1, seen, low, factor, GROUP, True, WINDOWED, dtype
     )
+    more = last - first - gl.maximum(masked, 1)
+    if WINDOWED:
+        # The last query sees nothing of the keys before this one, and the first queries see some of them.
+        lowest_key = position + 1 + (first_row + 2 * ROWS - 1) // GROUPS - window
+        bottom = gl.minimum(gl.maximum((lowest_key + KEYS - 1) // KEYS - first, 0), more)
+        state = _walk(
+            q, rings, signals, state, 0, more - bottom, seen, low, factor, GROUP, False, False, dtype
+        )
+        acc, pairs, top, total, at, steps = _walk(
+            q, rings, signals, state, first + bottom - 1, bottom, seen, low, factor, GROUP, True, True, dtype
+        )
+    else:
+        acc, pairs, top, total, at, steps = _walk(
+            q, rings, signals, state, 0, more, seen, low, factor, GROUP, False, False, dtype
+        )
 
     # The loop leaves one tile's weights that are still to be multiplied by its values.
     v_stage = (at - 1) % V_STAGES
+    if WINDOWED:  # noqa: SIM102 - the outer one is decided when compiling
+        if begin // KEYS == first:
+            _clear(v_pieces, v_stage, begin, begin, end, DIM, PAGE, WINDOWED)
     acc = mma(unpacked(pairs, dtype, operand), v_ring.index(v_stage), acc, is_async=True)
     acc = mma_wait(0, deps=(acc,))
     mbarrier.arrive(v_empty.index(v_stage))
     row_total = gl.convert_layout(gl.sum(total, 1), PER_ROW)
+    kept = 1.0
+    if SINKS:
+        # Once per row: here for a whole item, in the merge for pieces, and not where a row sees nothing.
+        applies = (row_total > 0) & (gl.load(item + PARTIAL) < 0)
+        row_total, top, kept = add_sinks(row_total, top, sinks + head * GROUPS + row % GROUPS, applies)
     divisor = gl.where(row_total > 0, row_total, 1.0)
     log2_sum = gl.where(row_total > 0, top + gl.log2(divisor), float("-inf"))
-    return scaled(acc, 1.0 / divisor), log2_sum, at, steps
+    return scaled(acc, kept / divisor), log2_sum, at, steps
 
 
 @jit
@@ -169,10 +212,10 @@ def _store_rows(  # type: ignore[no-untyped-def]
 def compute(  # type: ignore[no-untyped-def]
     q_ring, rings, signals, inputs, GROUP: gl.constexpr,
     KV_HEADS: gl.constexpr, GROUPS: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr,
-    BESIDE: gl.constexpr, LSE: gl.constexpr,
+    BESIDE: gl.constexpr, LSE: gl.constexpr, WINDOWED: gl.constexpr, SINKS: gl.constexpr,
 ):  # fmt: skip
     """Role of one of the two warp groups: attend 64 of the 128 rows of each item."""
-    words, out, lse, partial, partial_lse, partial_rows, out_token, out_head, factor = inputs
+    words, out, lse, partial, partial_lse, partial_rows, out_token, out_head, factor, sinks, window = inputs
     dtype: gl.constexpr = out.dtype.element_ty
     works, programs, work = program_works(words, KV_HEADS, BESIDE)
     at = 0
@@ -184,8 +227,8 @@ def compute(  # type: ignore[no-untyped-def]
         slot = turn % Q_SLOTS
         q = q_ring.index(slot * 2 + GROUP)
         result, log2_sum, at, steps = _attend_item(
-            item, q, signals[0].index(slot), turn // Q_SLOTS & 1, rings, signals, at, steps, factor,
-            GROUP, GROUPS, DIM, PAGE, dtype,
+            item, head, q, signals[0].index(slot), turn // Q_SLOTS & 1, rings, signals, at, steps, factor, sinks,
+            window, GROUP, GROUPS, DIM, PAGE, WINDOWED, SINKS, dtype,
         )  # fmt: skip
         first_row = gl.load(item + FIRST_ROW) + GROUP * ROWS
         rows = gl.load(item + SPAN_ROWS)
@@ -198,7 +241,7 @@ def compute(  # type: ignore[no-untyped-def]
             if LSE:
                 token = (q_start + row // GROUPS).to(gl.int64)
                 at_lse = token * (KV_HEADS * GROUPS) + head * GROUPS + row % GROUPS
-                gl.store(lse + at_lse, log2_sum * 0.6931471805599453, mask=row < rows)
+                gl.store(lse + at_lse, log2_sum * LN_2, mask=row < rows)
         else:
             layout: gl.constexpr = gl.SliceLayout(1, result.type.layout)
             at_row = head.to(gl.int64) * partial_rows + scratch + GROUP * ROWS + gl.arange(0, ROWS, PER_ROW)

@@ -6,7 +6,8 @@ same order. As in FlashAttention-3 (Shah et al. 2024), a group starts the produc
 and of the last tile's values, and computes its softmax while they run. The groups alternate, so that the
 softmax of one overlaps the products of the other (ping-pong). Plain Triton cannot express this, hence Gluon.
 
-Keys are processed from the last to the first, so that only the first few tiles need a mask.
+Keys are processed from the last to the first, so that only the first few tiles need a mask; with a window the
+last few do too.
 """
 
 from __future__ import annotations
@@ -42,12 +43,12 @@ def _signals(number: gl.constexpr, arrivals: gl.constexpr):  # type: ignore[no-u
     return bars
 
 
-@gluon.jit(do_not_specialize=["partial_rows", "table_stride"])  # type: ignore[untyped-decorator]
+@gluon.jit(do_not_specialize=["partial_rows", "table_stride", "window"])  # type: ignore[untyped-decorator]
 def attend_hopper(  # type: ignore[no-untyped-def]
     q_desc, pool_desc, tables, out, lse, words, partial, partial_lse, partial_rows, table_stride,
-    out_token, out_head, page_rows, value_rows, head_rows, factor,
+    out_token, out_head, page_rows, value_rows, head_rows, factor, sinks, window,
     KV_HEADS: gl.constexpr, GROUPS: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr,
-    BESIDE: gl.constexpr, LSE: gl.constexpr,
+    BESIDE: gl.constexpr, LSE: gl.constexpr, WINDOWED: gl.constexpr, SINKS: gl.constexpr,
 ):  # fmt: skip
     """Attend the wide items of a plan (``attention.work_lists``). BESIDE: let the next launch begin at once,
     and leave it the multiprocessors that the plan does not reserve for wide items."""
@@ -73,19 +74,23 @@ def attend_hopper(  # type: ignore[no-untyped-def]
     )  # fmt: skip
     fence()
     rings = (k_ring, v_ring, v_pieces)
-    outputs = (words, out, lse, partial, partial_lse, partial_rows, out_token, out_head, factor)
-    inputs = (words, tables, table_stride, page_rows, value_rows, head_rows)
+    outputs = (
+        words, out, lse, partial, partial_lse, partial_rows, out_token, out_head, factor, sinks, window,
+    )  # fmt: skip
+    inputs = (words, tables, table_stride, page_rows, value_rows, head_rows, window)
     gl.warp_specialize(
         [
             (compute, (
                 q_ring, rings, signals, outputs, gl.constexpr(0), KV_HEADS, GROUPS, DIM, PAGE, BESIDE, LSE,
+                WINDOWED, SINKS,
             )),
             (compute, (
                 q_ring, rings, signals, outputs, gl.constexpr(1), KV_HEADS, GROUPS, DIM, PAGE, BESIDE, LSE,
+                WINDOWED, SINKS,
             )),
             (load, (
                 (q_desc, pool_desc), (q_pieces, k_pieces, v_pieces), signals, inputs, KV_HEADS, GROUPS, DIM,
-                PAGE, BESIDE,
+                PAGE, BESIDE, WINDOWED,
             )),
         ],
         [4, 1],

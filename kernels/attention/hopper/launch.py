@@ -43,14 +43,15 @@ def addressable(q: torch.Tensor, pool: torch.Tensor) -> bool:
 
 
 def attend_wide(
-    call: AttentionCall, words: torch.Tensor, scratch: Scratch, *, programs: int, beside: bool = False
-) -> None:
+    call: AttentionCall, words: torch.Tensor, scratch: Scratch, *,
+    programs: int, beside: bool = False, window: int = 0,
+) -> None:  # fmt: skip
     """Attend the wide items of a plan's ``words`` (``attention.work_lists``) for every KV head.
 
     Blocks have 128 rows, and pieces begin at multiples of 128 keys. The longest item should come first, or
     programs end at different times. ``programs``: best one per multiprocessor, since one fills it.
     ``beside``: the next launch may begin at once, on multiprocessors that the plan does not reserve for wide
-    items. Only for calls that ``supports`` and ``addressable`` accept.
+    items. ``window``: of the plan, 0 for none. Only for calls that ``supports`` and ``addressable`` accept.
     """
     pool, out, kv_heads, page, dim = (
         call.pool,
@@ -66,8 +67,9 @@ def attend_wide(
     attend_hopper[(programs,)](
         q_desc, pool_desc, call.tables, out, call.lse, words, scratch.partial, scratch.partial_lse, scratch.rows,
         call.table_stride, out.stride(0), out.stride(1), pool.stride(0) // dim, pool.stride(1) // dim,
-        pool.stride(2) // dim, call.factor, KV_HEADS=kv_heads, GROUPS=groups, DIM=dim, PAGE=page, BESIDE=beside,
-        LSE=call.return_lse, num_warps=4, enable_fp_fusion=True,
+        pool.stride(2) // dim, call.factor, call.sinks, window, KV_HEADS=kv_heads, GROUPS=groups, DIM=dim, PAGE=page,
+        BESIDE=beside, LSE=call.return_lse, WINDOWED=window > 0, SINKS=call.has_sinks, num_warps=4,
+        enable_fp_fusion=True,
     )  # fmt: skip
 
 

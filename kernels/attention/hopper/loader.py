@@ -18,6 +18,7 @@ from pensieve.kernels.attention.hopper.common import (
     TABLE,
     V_STAGES,
     bulk_load,
+    first_seen,
     jit,
     next_work,
     program_works,
@@ -32,13 +33,13 @@ NOWHERE = gl.constexpr(-256)
 def load(  # type: ignore[no-untyped-def]
     descriptors, pieces, signals, inputs,
     KV_HEADS: gl.constexpr, GROUPS: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr,
-    BESIDE: gl.constexpr,
+    BESIDE: gl.constexpr, WINDOWED: gl.constexpr,
 ):  # fmt: skip
     """Role of the loader: load queries one item ahead, and key and value tiles as soon as their slots are free."""
     q_desc, pool_desc = descriptors
     q_pieces, k_pieces, v_pieces = pieces
     q_full, q_empty, k_full, k_empty, v_full, v_empty, _ = signals
-    words, tables, table_stride, page_rows, value_rows, head_rows = inputs
+    words, tables, table_stride, page_rows, value_rows, head_rows, window = inputs
     PIECE: gl.constexpr = min(PAGE, KEYS)
     PIECES: gl.constexpr = KEYS // PIECE
     SLABS: gl.constexpr = DIM // SLAB
@@ -51,6 +52,9 @@ def load(  # type: ignore[no-untyped-def]
         token = gl.load(item + Q_START) + gl.load(item + FIRST_ROW) // GROUPS
         table = tables + gl.load(item + TABLE).to(gl.int64) * table_stride
         first, last, end = tile_range(item)
+        begin = 0
+        if WINDOWED:
+            begin = first_seen(item, window, GROUPS)
 
         slot = turn % Q_SLOTS
         mbarrier.wait(q_empty.index(slot), turn // Q_SLOTS & 1 ^ 1)
@@ -67,9 +71,12 @@ def load(  # type: ignore[no-untyped-def]
             rows = ()
             for piece in gl.static_range(PIECES):
                 key = tile * KEYS + piece * PIECE
-                page = gl.load(table + key // PAGE, mask=key < end, other=0)
+                there = key < end
+                if WINDOWED:
+                    there = there & (key + PIECE > begin)
+                page = gl.load(table + key // PAGE, mask=there, other=0)
                 row = page * page_rows + head * head_rows + key % PAGE
-                row = gl.where(key < end, row, NOWHERE)
+                row = gl.where(there, row, NOWHERE)
                 rows = rows + (row,)  # type: ignore[assignment]  # noqa: RUF005 - tuples on the device know no stars
             stage = at % K_STAGES
             mbarrier.wait(k_empty.index(stage), at // K_STAGES & 1 ^ 1)

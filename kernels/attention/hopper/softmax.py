@@ -9,6 +9,7 @@ from triton.experimental.gluon import language as gl
 
 from pensieve.kernels.attention.hopper.common import KEYS, ROWS, jit
 
+LOG2_E, LN_2 = gl.constexpr(1.4426950408889634), gl.constexpr(0.6931471805599453)
 LOWEST = gl.constexpr(-1e38)
 """Initial maximum of a row: below every score but finite, so that a tile without visible keys gives weights of 0."""
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
@@ -25,6 +26,13 @@ def visible(scores, first_key, seen):  # type: ignore[no-untyped-def]
 
 
 @jit
+def in_window(scores, first_key, low):  # type: ignore[no-untyped-def]
+    """Mask scores of the keys from ``first_key`` on: -inf for keys below ``low`` of their row."""
+    columns = gl.arange(0, KEYS, PER_KEY)
+    return gl.where(gl.expand_dims(columns, 0) >= gl.expand_dims(low - first_key, 1), scores, float("-inf"))
+
+
+@jit
 def weigh(scores, top, factor):  # type: ignore[no-untyped-def]
     """Return the weights of a tile relative to the rows' new maxima, in units of log2. Returns weights [ROWS,
     KEYS]; their sums per row and lane, [ROWS, 4], to be added over the lanes once at the end; the maxima; the
@@ -35,6 +43,16 @@ def weigh(scores, top, factor):  # type: ignore[no-untyped-def]
     weights = gl.exp2(scores * factor - gl.expand_dims(new_top, 1))
     sums = gl.sum(gl.sum(gl.reshape(weights, [ROWS, KEYS // 8, 4, 2]), 1), 2)
     return weights, sums, new_top, gl.exp2(top - new_top)
+
+
+@jit
+def add_sinks(total, top, sinks, applies):  # type: ignore[no-untyped-def]
+    """Add the logit without a value at ``sinks`` to each row's softmax where ``applies``. Returns the denominators,
+    the maxima, and the factor by which older results shrink."""
+    sink = gl.where(applies, gl.load(sinks).to(gl.float32) * LOG2_E, float("-inf"))
+    new_top = gl.maximum(top, sink)
+    shrink = gl.exp2(top - new_top)
+    return total * shrink + gl.exp2(sink - new_top), new_top, shrink
 
 
 @jit

@@ -6,10 +6,11 @@ from collections import Counter
 from collections.abc import Mapping
 
 from pensieve.core import SessionKey
-from pensieve.engine.cache.chunk import NOWHERE, CachedSession, Chunk, SharedRun
+from pensieve.engine.cache.chunk import NOWHERE, CachedSession, Chunk, OtherSlice, SharedRun, Slice
 from pensieve.engine.cache.eviction import EvictionIndex
+from pensieve.engine.cache.pages import PagePool
 from pensieve.engine.cache.sharing import SharedChunks
-from pensieve.engine.cache.tiers import PagePool, Tiers
+from pensieve.engine.cache.tiers import Tiers
 
 
 def check_cache(
@@ -22,46 +23,85 @@ def check_cache(
     """Raise AssertionError on the first invariant that does not hold."""
     size = tiers.chunk_tokens
     chunks = list({id(chunk): chunk for session in sessions.values() for chunk in session.chunks}.values())
-    _check_pool("device", tiers.device, [(c.device, c.holder.tenant) for c in chunks if c.device != NOWHERE])
-    _check_pool("host", tiers.host, [(c.host, c.holder.tenant) for c in chunks if c.host != NOWHERE])
-    assert tiers.pinned == sum(c.pins > 0 for c in chunks), (
-        f"{tiers.pinned} pinned, which the chunks contradict"
-    )
-    pinned = Counter(chunk.holder.tenant for chunk in chunks if chunk.pins)
-    assert +Counter(tiers.pinned_by) == pinned, "pins by tenant contradict the chunks"
-    for chunk in chunks:
-        _check_chunk(chunk, size)
-    spare = {chunk for chunk in chunks if chunk.pins and chunk.host != NOWHERE}
+    parts: list[Slice] = [*chunks, *(chunk.other for chunk in chunks if chunk.other is not None)]
+    _check_pool("device", tiers.device, [(c, c.device) for c in parts if c.device != NOWHERE])
+    _check_pool("host", tiers.host, [(c, c.host) for c in parts if c.host != NOWHERE])
+    pinned = [sum(part.pins > 0 for part in parts if group == part.group) for group in (0, 1)]
+    assert tiers.pinned == pinned, f"{tiers.pinned} pinned, but the slices say {pinned}"
+    by_tenant: Counter[int] = Counter()
+    for part in parts:
+        if part.pins:
+            by_tenant[part.holder.tenant] += tiers.page_bytes(part)
+    assert +Counter(tiers.pinned_by) == +by_tenant, "pins by tenant contradict the slices"
+    for part in parts:
+        _check_slice(part, size)
+    spare = {part for part in parts if part.pins and part.host != NOWHERE}
     assert set(tiers.spare) == spare, "the list of spare host copies is wrong"
+    _check_second_group(sessions, chunks, tiers)
     for session in sessions.values():
-        _check_session(session, size)
+        _check_session(session, size, tiers.moves)
         assert session.running == (session.key in running), f"{session.key}: running flag is wrong"
     _check_owners(sessions, chunks)
     shared.check(chunks)
     index.check()
 
 
-def _check_pool(name: str, pool: PagePool, owned: list[tuple[int, int]]) -> None:
-    """``owned``: (page, number of the tenant that holds it)."""
-    held = [page for page, _ in owned]
-    by_tenant = Counter(tenant for _, tenant in owned)
-    assert +Counter(pool.held) == by_tenant, f"{name}: pages by tenant are {by_tenant}, not {dict(pool.held)}"
-    twice = [page for page, count in Counter(held).items() if count > 1]
-    assert not twice, f"{name} pages {twice} have two owners"
-    assert len(held) + pool.free == pool.capacity, (
-        f"{name}: {len(held)} held + {pool.free} free != {pool.capacity}: a page leaked"
+def _check_pool(name: str, pool: PagePool, owned: list[tuple[Slice, int]]) -> None:
+    """``owned``: slices and the page that each has in the tier."""
+    by_tenant: Counter[int] = Counter()
+    for group, kind in enumerate(pool.groups):
+        held = [page for part, page in owned if part.group == group]
+        for part, _ in owned:
+            if part.group == group:
+                by_tenant[part.holder.tenant] += kind.page_bytes
+        if not kind.page_bytes:
+            continue
+        twice = [page for page, count in Counter(held).items() if count > 1]
+        assert not twice, f"{name} pages {twice} of group {group} have two owners"
+        assert len(held) == pool.used(group), (
+            f"{name}: {len(held)} pages of group {group} held, not {pool.used(group)}"
+        )
+        both = [page for page in held if pool.is_free(page, group)]
+        assert not both, f"{name} pages {both} of group {group} are held and free"
+    assert +Counter(pool.held) == +by_tenant, (
+        f"{name}: bytes by tenant are {by_tenant}, not {dict(pool.held)}"
     )
-    both = [page for page in held if pool.is_free(page)]
-    assert not both, f"{name} pages {both} are held and free"
+    assert pool.used_bytes + pool.free_bytes == pool.size_bytes, f"{name}: bytes do not add up"
 
 
-def _check_chunk(chunk: Chunk, size: int) -> None:
-    name = f"chunk {chunk.index}"
-    owners = list(chunk.holder.owners) if isinstance(chunk.holder, SharedRun) else [chunk.holder]
-    assert 0 <= chunk.filled <= size, f"{name}: filled {chunk.filled} of {size}"
-    assert chunk.filled == 0 or chunk.cached, f"{name}: dropped but filled"
-    assert chunk.pins == sum(owner.running for owner in owners), f"{name}: {chunk.pins} pins"
-    assert not chunk.pins or chunk.device != NOWHERE, f"{name}: pinned without a device page"
+def _check_slice(part: Slice, size: int) -> None:
+    name = f"chunk {part.index}, group {part.group}"
+    holder = part.holder
+    owners = list(holder.owners) if isinstance(holder, SharedRun) else [holder]
+    assert 0 <= part.filled <= size, f"{name}: filled {part.filled} of {size}"
+    assert part.filled == 0 or part.cached, f"{name}: dropped but filled"
+    if isinstance(part, OtherSlice):
+        assert part.pins == sum(part in owner.held for owner in owners), f"{name}: {part.pins} pins"
+        assert not (part.pins and part.filled) or part.device != NOWHERE, f"{name}: pinned without its page"
+    else:
+        assert part.pins == sum(owner.running for owner in owners), f"{name}: {part.pins} pins"
+        assert not part.pins or part.device != NOWHERE, f"{name}: pinned without a device page"
+
+
+def _check_second_group(
+    sessions: Mapping[SessionKey, CachedSession], chunks: list[Chunk], tiers: Tiers
+) -> None:
+    """Leftovers are on the device alone, nothing is held by an idle session, and the promises add up."""
+    others = [chunk.other for chunk in chunks if chunk.other is not None]
+    assert set(tiers.leftovers) == {part for part in others if part.leftover}, (
+        "the list of leftovers is wrong"
+    )
+    for part in tiers.leftovers:
+        assert not part.pins and part.device != NOWHERE, (
+            f"chunk {part.index}: a leftover is pinned or not on the device"
+        )
+        assert part.host == NOWHERE or part.saving, f"chunk {part.index}: a leftover has a host copy"
+    for session in sessions.values():
+        assert session.running or not (session.held or session.promised), (
+            f"{session.key}: idle, but holds slices"
+        )
+    promised = sum(session.promised for session in sessions.values())
+    assert tiers.promised == promised, f"{tiers.promised} pages promised, not {promised}"
 
 
 def _check_owners(sessions: Mapping[SessionKey, CachedSession], chunks: list[Chunk]) -> None:
@@ -81,7 +121,7 @@ def _check_owners(sessions: Mapping[SessionKey, CachedSession], chunks: list[Chu
         )
 
 
-def _check_session(session: CachedSession, size: int) -> None:
+def _check_session(session: CachedSession, size: int, moves: int) -> None:
     key = session.key
     for index, chunk in enumerate(session.chunks):
         assert chunk.index == index, f"{key}: chunk {chunk.index} at {index}"
@@ -95,6 +135,6 @@ def _check_session(session: CachedSession, size: int) -> None:
     assert len(session.tokens) <= len(session.chunks) * size or session.running, (
         f"{key}: tokens without chunks"
     )
-    if session.running:
+    if session.running and session.table_moves == moves:
         pages = [chunk.device for chunk in session.chunks]
         assert list(session.table) == pages, f"{key}: page table {list(session.table)} is not {pages}"

@@ -11,6 +11,7 @@ import enum
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -36,29 +37,27 @@ class Place(enum.Enum):
 
 
 @dataclass(slots=True, eq=False)
-class Chunk:
-    """``chunk_tokens`` consecutive positions of a context.
+class SliceFields:
+    """The fields of a ``Slice``, which is what one KV group keeps of a chunk.
 
-    Only ``Tiers`` writes its pages, ``filled`` and pins; only ``SharedChunks`` writes its holder and digest.
-
-    The ``filled`` leading positions hold valid KV once all plans made so far have run. The others must be
-    computed before use. A dropped chunk, a half recomputed one and a tail with room differ only in this
-    number. Valid KV is never overwritten while more than one session owns the chunk.
+    Only ``Tiers`` writes these fields. The ``filled`` leading positions hold valid KV once all plans made so far
+    have run. The others must be computed before use. A dropped slice, a half recomputed one and a tail with room
+    differ only in this number. Valid KV is never overwritten while more than one session owns the chunk. In a
+    group of states, the page holds the state after the first ``filled`` tokens of the chunk: it is a checkpoint
+    when the chunk is full, and before that the state that a running request goes on from.
     """
 
-    index: int
+    group: ClassVar[int]
+
     filled: int = 0
     device: int = NOWHERE
     host: int = NOWHERE
     pins: int = 0
-    """Running requests that use it. A pinned chunk keeps its device page."""
+    """Running requests that use it. A pinned slice with KV keeps its device page."""
     saving: bool = False
     """A copy to ``host`` is planned and its plan not yet launched."""
     loading: bool = False
     """A copy into ``device`` is planned and its plan not yet launched: the source of the copy must stay."""
-    digest: bytes = b""
-    """Address within the tenant, derived from its tokens and all tokens before them; b"": none yet."""
-    holder: CachedSession | SharedRun = field(kw_only=True)
 
     @property
     def place(self) -> Place:
@@ -72,9 +71,52 @@ class Chunk:
     def cached(self) -> bool:
         return self.device != NOWHERE or self.host != NOWHERE
 
+
+@dataclass(slots=True, eq=False)
+class Chunk(SliceFields):
+    """``chunk_tokens`` consecutive positions of a context. Only ``SharedChunks`` writes the fields below."""
+
+    group: ClassVar[int] = 0
+
+    index: int = field(kw_only=True)
+    digest: bytes = b""
+    """Address within the tenant, derived from its tokens and all tokens before them; b"": none yet."""
+    holder: CachedSession | SharedRun = field(kw_only=True)
+    other: OtherSlice | None = None
+    """The second group's slice; None in a model with one group."""
+
     @property
     def shared(self) -> bool:
         return isinstance(self.holder, SharedRun)
+
+    @property
+    def copying(self) -> bool:
+        """Whether the plan being made copies any of its slices in or out."""
+        other = self.other
+        return self.saving or self.loading or (other is not None and (other.saving or other.loading))
+
+
+@dataclass(slots=True, eq=False)
+class OtherSlice(SliceFields):
+    """What the second group keeps of a chunk: keys and values of layers with a window, or states."""
+
+    group: ClassVar[int] = 1
+
+    chunk: Chunk = field(kw_only=True)
+    leftover: bool = False
+    """Only a turn that begins before the end of its holder would read it: see ``cache.tails``."""
+
+    @property
+    def index(self) -> int:
+        return self.chunk.index
+
+    @property
+    def holder(self) -> CachedSession | SharedRun:
+        return self.chunk.holder
+
+
+Slice = Chunk | OtherSlice
+"""A chunk is the slice of its first group itself; ``other`` is that of the second."""
 
 
 @dataclass(slots=True, eq=False)
@@ -115,6 +157,8 @@ class CachedSession:
     chunks: list[Chunk] = field(default_factory=list)
     shared: int = 0
     """Number of leading chunks that are shared."""
+    length: int = 0
+    """Number of its tokens, generated ones included, which ``tokens`` gets at the end of the request."""
     last_active: float = 0.0
     running: bool = False
     warming: bool = False
@@ -127,6 +171,17 @@ class CachedSession:
     """Cached text of its own chunks for ``engine.strips``; None after any change."""
     table: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, dtype=np.int32))
     """Device page of each chunk while running, int32 [chunks]. Grows by replacement, so earlier slices stay valid."""
+    table_moves: int = 0
+    """``Tiers.moves`` when ``table`` was made."""
+    runs: deque[Range] = field(default_factory=deque)
+    """While running, in a model with two groups: what is yet to be computed of its context, ascending. Only ``Tails``
+    writes this and the two below."""
+    held: dict[OtherSlice, None] = field(default_factory=dict)
+    """While running: the slices of the second group that it pins."""
+    promised: int = 0
+    """Pages of the second group that are kept for it, besides those of ``held``."""
+    resume_points: tuple[int, ...] = ()
+    """Positions at which a turn may go on again: where the latest turn began, and the last token of its prompt."""
 
     @property
     def own_chunks(self) -> list[Chunk]:
@@ -139,12 +194,21 @@ class CachedSession:
 
     @property
     def copying(self) -> bool:
+        if self.two_groups:
+            return any(chunk.copying for chunk in self.chunks)
         return any(chunk.saving or chunk.loading for chunk in self.chunks)
 
     @property
     def has_cached_chunks(self) -> bool:
         """Whether any chunk is in a tier, or pinned by a running session that shares it."""
-        return any(chunk.cached or chunk.pins for chunk in reversed(self.chunks))
+        return any(
+            chunk.cached or chunk.pins or (chunk.other is not None and chunk.other.cached)
+            for chunk in reversed(self.chunks)
+        )
+
+    @property
+    def two_groups(self) -> bool:
+        return bool(self.chunks) and self.chunks[0].other is not None
 
     def shared_runs(self) -> Iterator[SharedRun]:
         at = 0

@@ -2,17 +2,23 @@
 
 Shared chunks belong to no single session: each shared run has a row of its own. Only sessions of one tenant
 share, so all chunks of a row belong to one tenant.
+
+In a model with two KV groups a holder has a *tail*: the slices of the second group that the next turn needs. A turn
+that lacks any of them recomputes all positions before it. So a holder's next victim is the cheaper of two, per byte:
+its first chunk, or all that it has left (``Victims``). Without a tail it is always the chunk.
 """
 
 from __future__ import annotations
 
 import heapq
 from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from pensieve.core import Hints
-from pensieve.engine.cache.chunk import NOWHERE, CachedSession, Chunk, SharedRun
+from pensieve.engine.cache.chunk import NOWHERE, CachedSession, OtherSlice, SharedRun, Slice
 from pensieve.engine.cache.claims import Bools
 from pensieve.engine.cache.index import Reclaim, ValueTable
 from pensieve.engine.cache.policy import UNKNOWN, Policy
@@ -23,20 +29,39 @@ from pensieve.engine.cost.model import CostModel
 Holder = CachedSession | SharedRun
 
 
-def reclaim_kind(chunk: Chunk) -> Reclaim | None:
-    """Return how a chunk can be reclaimed; None: not at all (pinned, being copied, or in no tier)."""
-    if chunk.pins or chunk.saving or chunk.loading:
+def reclaim_kind(part: Slice) -> Reclaim | None:
+    """Return how a slice can be reclaimed; None: not at all (pinned, being copied, or in no tier)."""
+    if part.pins or part.saving or part.loading:
         return None
-    if chunk.device == NOWHERE:
-        return None if chunk.host == NOWHERE else Reclaim.HOST_COPY
-    return Reclaim.SAVED_PAGE if chunk.host == NOWHERE else Reclaim.PAGE
+    if part.device == NOWHERE:
+        return None if part.host == NOWHERE else Reclaim.HOST_COPY
+    return Reclaim.SAVED_PAGE if part.host == NOWHERE else Reclaim.PAGE
+
+
+@dataclass(slots=True)
+class Victims:
+    """What a holder can lose in one way of reclaiming."""
+
+    chunks: list[int]
+    """Indices of its candidate chunks, ascending."""
+    tail: list[OtherSlice] = field(default_factory=list)
+    """Candidate slices of the second group."""
+    kept_cost: float = 0.0
+    """Cost of recomputing all chunks that it has in any tier: lost with the tail."""
+
+    @property
+    def count(self) -> int:
+        return len(self.chunks) + (1 if self.tail else 0)
 
 
 class EvictionIndex:
     """The rows of all holders. Call ``touch`` after each change to a holder's chunks or activity."""
 
-    def __init__(self, policy: Policy, cost: CostModel) -> None:
+    def __init__(self, policy: Policy, cost: CostModel, page_bytes: Sequence[int] = (1,)) -> None:
+        """``page_bytes``: bytes of a page of each KV group."""
         self.table = ValueTable(policy, cost)
+        self.page_bytes = (page_bytes[0], page_bytes[1] if len(page_bytes) > 1 else 0)
+        self._two_groups = len(page_bytes) > 1
         self._holders: list[Holder | None] = []
         self._dirty: dict[Holder, None] = {}
         self._tenants = 1
@@ -109,17 +134,22 @@ class EvictionIndex:
         self._refresh()
         return EvictionRound(self, reclaim, now, expected, allowance)
 
-    def total(self, reclaim: Reclaim) -> int:
+    def total_bytes(self, reclaim: Reclaim) -> int:
         self._refresh()
-        return int(self.table.candidates[reclaim].sum())
+        table, (one, other) = self.table, self.page_bytes
+        found = int(table.candidates[reclaim].sum()) * one
+        return found + int(table.tails[reclaim].sum()) * other if self._two_groups else found
 
-    def allowed(self, reclaim: Reclaim, allowance: Allowance) -> int:
-        """Return how many chunks can be reclaimed this way now, within the allowance of each tenant."""
+    def allowed_bytes(self, reclaim: Reclaim, allowance: Allowance) -> int:
+        """Return how many bytes can be reclaimed this way now, within the allowance of each tenant."""
         if not allowance:
-            return self.total(reclaim)
+            return self.total_bytes(reclaim)
         self._refresh()
-        used = self.table.rows
-        found = np.bincount(self.table.tenants[:used], self.table.candidates[reclaim, :used], self._tenants)
+        table, used = self.table, self.table.rows
+        weights = table.candidates[reclaim, :used] * self.page_bytes[0]
+        if self._two_groups:
+            weights = weights + table.tails[reclaim, :used] * self.page_bytes[1]
+        found = np.bincount(table.tenants[:used], weights, self._tenants)
         for tenant, most in allowance.items():
             if tenant < self._tenants:
                 found[tenant] = min(found[tenant], most)
@@ -140,12 +170,39 @@ class EvictionIndex:
         """Return the row's holder; None when it was removed during the round."""
         return self._holders[row]
 
-    def value(self, holder: Holder, chunk_index: int, candidates: int, now: float) -> float:
-        """Value of a holder's next victim, in a round that began at ``now``."""
+    def value(self, holder: Holder, cost: float, candidates: int, now: float) -> float:
+        """Value of a holder's next victim, of this cost, in a round that began at ``now``."""
         if isinstance(holder, SharedRun):
-            return self.table.run_value(holder.row, chunk_index, candidates)
+            return self.table.run_value(holder.row, cost, candidates)
         idle = now - holder.last_active
-        return self.table.session_value(chunk_index, candidates, idle, holder.kind, holder.hint)
+        return self.table.session_value(cost, candidates, idle, holder.kind, holder.hint)
+
+    def victims(self, holder: Holder, reclaim: Reclaim) -> Victims:
+        chunks = [chunk.index for chunk in holder.own_chunks if reclaim_kind(chunk) is reclaim]
+        if not self._two_groups:
+            return Victims(chunks)
+        if not self.page_bytes[0]:
+            chunks = []  # the first group has no layers: its pages are worth nothing
+        others = [chunk.other for chunk in holder.own_chunks if chunk.other is not None]
+        tail = [part for part in others if not part.leftover and reclaim_kind(part) is reclaim]
+        cost = self.table.chunk_cost
+        kept = sum(cost(chunk.index) for chunk in holder.own_chunks if chunk.cached) if tail else 0.0
+        return Victims(chunks, tail, kept)
+
+    def next_cost(self, victims: Victims) -> float:
+        """Return the cost of the next victim, for each page of the first group; infinity when there is none."""
+        first = self.table.chunk_cost(victims.chunks[0] if victims.chunks else -1)
+        return min(first, self._whole_cost(victims)) if victims.tail else first
+
+    def loses_all(self, victims: Victims) -> bool:
+        """Whether the next victim is all that the holder has left."""
+        if not victims.tail:
+            return False
+        return self._whole_cost(victims) <= self.table.chunk_cost(victims.chunks[0] if victims.chunks else -1)
+
+    def _whole_cost(self, victims: Victims) -> float:
+        one, other = self.page_bytes
+        return victims.kept_cost * (one or other) / (len(victims.chunks) * one + len(victims.tail) * other)
 
     def _refresh(self) -> None:
         table = self.table
@@ -156,6 +213,13 @@ class EvictionIndex:
                 table.kinds[row] = holder.kind
                 if table.hinted:
                     table.pauses[row], table.weights[row] = holder.hint
+            if self._two_groups:
+                for reclaim in Reclaim:
+                    victims = self.victims(holder, reclaim)
+                    table.candidates[reclaim, row] = len(victims.chunks)
+                    table.tails[reclaim, row] = len(victims.tail)
+                    table.first_cost[reclaim, row] = self.next_cost(victims)
+                continue
             ways = [reclaim_kind(chunk) for chunk in holder.own_chunks]
             for reclaim in Reclaim:
                 count = ways.count(reclaim)
@@ -181,8 +245,12 @@ class EvictionIndex:
                 assert {owner.tenant for owner in holder.owners} == {holder.tenant}, f"row {row}: tenants mix"
             assert table.tenants[row] == holder.tenant, f"row {row}: tenant is stale"
             for reclaim in Reclaim:
-                count = sum(reclaim_kind(chunk) is reclaim for chunk in holder.own_chunks)
-                assert table.candidates[reclaim, row] == count, f"row {row}: {reclaim.name} count is stale"
+                victims = self.victims(holder, reclaim)
+                found = table.candidates[reclaim, row], table.tails[reclaim, row]
+                assert found == (len(victims.chunks), len(victims.tail)), (
+                    f"row {row}: {reclaim.name} count is stale"
+                )
+                assert table.first_cost[reclaim, row] == self.next_cost(victims), f"row {row}: cost is stale"
         assert set(table.claims.pairs()) == pairs, "the claims differ from the owners of runs"
 
 
@@ -202,9 +270,9 @@ class EvictionRound:
         self._reclaim = reclaim
         self._now = now
         self._remaining = dict(allowance)
-        """Chunks that may still be taken from each tenant with a share."""
-        self._seen: dict[Holder, list[int]] = {}
-        """Candidate chunk indices of each holder seen so far, ascending."""
+        """Bytes that may still be taken from each tenant with a share."""
+        self._seen: dict[Holder, Victims] = {}
+        """Candidates of each holder seen so far that are not taken yet."""
         barred = index.barred(allowance) if allowance else None
         rows, values = index.table.lowest_rows(reclaim, now, expected, barred)
         self._heap = list(zip(values.tolist(), rows.tolist(), strict=True))
@@ -218,34 +286,51 @@ class EvictionRound:
         """Return the tenant of the next victim. The heap must not be empty."""
         return int(self._index.table.tenants[self._heap[0][1]])
 
-    def take(self) -> list[Chunk]:
-        """Return the next group in ascending position; [] when there is none. Evict it, then call ``put_back``."""
+    def take(self) -> list[Slice]:
+        """Return the next group, chunks in ascending position and then a tail; [] when there is none. Evict it, then
+        call ``put_back``."""
         while self._heap:
             holder = self._index.holder_at(self._heap[0][1])
-            if (
-                holder is None
-                or (remaining := self._remaining.get(holder.tenant)) == 0
-                or not (indices := self._candidates(holder))
-            ):
+            if holder is None or not (group := self._take_from(holder)):
                 heapq.heappop(self._heap)
                 continue
-            group = self._index.policy.group(indices)
-            if remaining is not None:
-                group = group[:remaining]
-                self._remaining[holder.tenant] = remaining - len(group)
-            own, first = holder.own_chunks, holder.first_index
-            chunks = [own[index - first] for index in group]
-            at = bisect_left(indices, group[0])
-            del indices[at : at + len(group)]
-            return chunks
+            return group
         return []
+
+    def _take_from(self, holder: Holder) -> list[Slice]:
+        victims = self._candidates(holder)
+        remaining = self._remaining.get(holder.tenant)
+        own, first = holder.own_chunks, holder.first_index
+        one, other = self._index.page_bytes
+        if self._index.loses_all(victims):
+            needed = len(victims.chunks) * one + len(victims.tail) * other
+            if remaining is not None and needed > remaining:
+                return []
+            taken: list[Slice] = [*(own[index - first] for index in victims.chunks), *victims.tail]
+            victims.chunks, victims.tail = [], []
+        else:
+            if not victims.chunks or (remaining is not None and remaining < one):
+                return []
+            group = self._index.policy.group(victims.chunks)
+            if remaining is not None:
+                group = group[: remaining // one]
+            needed = len(group) * one
+            at = bisect_left(victims.chunks, group[0])
+            taken = [own[index - first] for index in group]
+            del victims.chunks[at : at + len(taken)]
+            if victims.tail:
+                victims.kept_cost -= sum([self._index.table.chunk_cost(part.index) for part in taken])
+        if remaining is not None:
+            self._remaining[holder.tenant] = remaining - needed
+        return taken
 
     def put_back(self) -> None:
         """Rank the holder of the group just taken again, by its remaining candidates."""
         row = self._heap[0][1]
         holder = self._index.holder_at(row)
-        if holder is not None and (indices := self._candidates(holder)):
-            value = self._index.value(holder, indices[0], len(indices), self._now)
+        if holder is not None and (victims := self._candidates(holder)).count:
+            cost = self._index.next_cost(victims)
+            value = self._index.value(holder, cost, len(victims.chunks), self._now)
             heapq.heapreplace(self._heap, (value, row))
         else:
             heapq.heappop(self._heap)
@@ -253,9 +338,8 @@ class EvictionRound:
         while self._remaining and self._heap and self._remaining.get(self.peek_tenant()) == 0:
             heapq.heappop(self._heap)
 
-    def _candidates(self, holder: Holder) -> list[int]:
-        indices = self._seen.get(holder)
-        if indices is None:
-            indices = [chunk.index for chunk in holder.own_chunks if reclaim_kind(chunk) is self._reclaim]
-            self._seen[holder] = indices
-        return indices
+    def _candidates(self, holder: Holder) -> Victims:
+        victims = self._seen.get(holder)
+        if victims is None:
+            victims = self._seen[holder] = self._index.victims(holder, self._reclaim)
+        return victims

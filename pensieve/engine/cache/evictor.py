@@ -3,6 +3,10 @@
 Pages of chunks with a clean host copy go first, then pages whose chunks must be copied out or dropped. The
 host makes room for chunks that are worth more than those it holds. ``EvictionIndex`` ranks chunks by value,
 ``TenantShares`` limits what may be taken from each tenant, ``Tiers`` carries it out.
+
+With two KV groups, a page of one group can need the room of pages of the other. Leftovers go before everything else.
+A tail is worth something only as a whole: when a slice of it is dropped, all that its holder has is dropped with it.
+When enough is free but scattered, pages move together.
 """
 
 from __future__ import annotations
@@ -10,11 +14,11 @@ from __future__ import annotations
 import math
 
 from pensieve.config import CacheConfig
-from pensieve.engine.cache.chunk import NOWHERE, Chunk
-from pensieve.engine.cache.eviction import EvictionIndex, EvictionRound
+from pensieve.engine.cache.chunk import NOWHERE, CachedSession, OtherSlice, SharedRun, Slice
+from pensieve.engine.cache.eviction import EvictionIndex, EvictionRound, reclaim_kind
 from pensieve.engine.cache.index import Reclaim
 from pensieve.engine.cache.tenants import NO_TENANT, UNLIMITED, TenantShares
-from pensieve.engine.cache.tiers import Tiers
+from pensieve.engine.cache.tiers import Pages, Tiers
 
 
 class Evictor:
@@ -22,34 +26,62 @@ class Evictor:
         self.shares = TenantShares(tiers)
         self._tiers = tiers
         self._index = index
-        self._watermark = config.swap_watermark * config.device_chunks
+        self._watermark = config.swap_watermark * tiers.device.size_bytes
 
     def reclaimable(self, tenant: int | None = None) -> int:
-        """Return the device pages that can be taken at once, by a turn of ``tenant`` if it is given."""
+        """Return the bytes of the device tier that can be taken at once, by a turn of ``tenant`` if it is given."""
         allowance = UNLIMITED if tenant is None else self.shares.allowance(self._tiers.device, tenant)
-        return self._index.allowed(Reclaim.PAGE, allowance)
+        leftovers = self._tiers.bytes_of((0, len(self._tiers.leftovers)))
+        return self._index.allowed_bytes(Reclaim.PAGE, allowance) + leftovers
 
-    def reserve(self, pages: int, now: float, tenant: int = 0) -> None:
-        """Make at least ``pages`` device pages free for a tenant. The caller has checked that enough are ``unpinned``.
+    def reserve(self, pages: Pages, now: float, tenant: int = 0) -> None:
+        """Make at least ``pages`` device pages free for a tenant. The caller has checked that enough can be.
 
-        The order: pages of chunks with a clean host copy, then of chunks that must be copied or dropped, and
-        only then the shares of other tenants.
+        The order: leftovers, pages of chunks with a clean host copy, then of chunks that must be copied or dropped,
+        and only then the shares of other tenants.
         """
         device = self._tiers.device
+        for part in list(self._tiers.leftovers) if self._tiers.leftovers else ():
+            if not device.shortage(*pages):
+                break
+            if not part.saving:
+                self._tiers.free(part)
         for keep_shares in (True, False) if self.shares.has_shares else (False,):
             for reclaim in (Reclaim.PAGE, Reclaim.SAVED_PAGE):
-                while (need := pages - device.free) > 0:
-                    allowance = (
-                        self.shares.allowance(device, tenant)
-                        if keep_shares
-                        else self.shares.same_allowance(need)
-                    )
-                    victims = self._index.round(reclaim, now, need, allowance)
+                while (need := device.shortage(*pages)) > 0:
+                    if keep_shares:
+                        allowance = self.shares.allowance(device, tenant)
+                    else:  # a tail goes only as a whole, however small the need
+                        allowance = UNLIMITED if len(device.groups) > 1 else self.shares.same_allowance(need)
+                    victims = self._index.round(reclaim, now, self._most_victims(need), allowance)
                     if not self._evict_round(victims, pages, now, tenant):
                         break
-        assert device.free >= pages, (
-            f"{pages} device pages needed, but only {device.free} of {device.capacity} can be free"
+        if not device.fits(*pages):
+            self._gather(pages)
+        assert device.fits(*pages), (
+            f"{pages} device pages needed, but only {device.free_bytes} of {device.size_bytes} bytes can be free"
         )
+
+    def _most_victims(self, num_bytes: int) -> int:
+        """Return how many victims so many bytes take at most."""
+        smallest = min(size for size in self._index.page_bytes if size)
+        return -(-num_bytes // smallest)
+
+    def _gather(self, pages: Pages) -> None:
+        """Move pages together until ``pages`` more fit: there is room, but in holes of the other group's end.
+
+        Pages of idle sessions first: in simulation that moved a tenth of the bytes (bench/results/allocators.md).
+        """
+        tiers = self._tiers
+        for running in (False, True):
+            for group in (0, 1):
+                moves = tiers.device.shrink(
+                    group, *pages, movable=lambda page, of=group: running or not tiers.is_pinned(of, page)
+                )
+                for source, target in moves:
+                    tiers.move(group, source, target)
+                if tiers.device.fits(*pages):
+                    return
 
     def save_ahead(self, now: float, limit: int) -> None:
         """Plan copies of up to ``limit`` victims while too few device pages are free or reclaimable.
@@ -60,60 +92,82 @@ class Evictor:
         """
         tiers = self._tiers
         need = min(limit, self._shortfall())
-        if need <= 0 or not (tiers.host.free or tiers.spare):
+        if need <= 0 or not (tiers.host.free_bytes or tiers.spare):
             return
         allowance = self.shares.allowance(tiers.device, NO_TENANT)
         victims = self._index.round(Reclaim.SAVED_PAGE, now, need, allowance)
         while need > 0 and (group := victims.take()):
-            for chunk in group:
-                if not self._free_host_page():
+            for part in group:
+                if not self._free_host_page(part.group):
                     return
-                tiers.save(chunk)
+                tiers.save(part)
                 need -= 1
             victims.put_back()
 
     def _shortfall(self) -> int:
         """Return how many more pages should be free or reclaimable according to the watermark, rounded up."""
-        low = self._watermark - self._tiers.device.free
-        return 0 if low <= 0 else int(-(-(low - self.reclaimable(NO_TENANT)) // 1))
+        low = self._watermark - self._tiers.device.free_bytes
+        if low <= 0:
+            return 0
+        one, other = self._index.page_bytes
+        return int(-(-(low - self.reclaimable(NO_TENANT)) // (one or other)))
 
-    def _evict_round(self, victims: EvictionRound, pages: int, now: float, tenant: int) -> bool:
-        """Evict victims of a round until ``pages`` device pages are free; return whether there was any victim.
+    def _evict_round(self, victims: EvictionRound, pages: Pages, now: float, tenant: int) -> bool:
+        """Evict victims of a round until ``pages`` more pages fit the device; return whether there was any victim.
 
         All victims are chosen before the first one is moved. Where the host cannot take them all, the most
         valuable are saved and the least valuable dropped.
         """
         tiers = self._tiers
-        chosen: list[tuple[float, Chunk]] = []
-        while tiers.device.free + len(chosen) < pages and (group := victims.take()):
+        chosen: list[tuple[float, Slice]] = []
+        left = list(pages)
+        while tiers.device.shortage(left[0], left[1]) and (group := victims.take()):
             value = victims.peek()
-            chosen.extend((value, chunk) for chunk in group)
+            for part in group:
+                chosen.append((value, part))
+                left[part.group] -= 1
             victims.put_back()
         room: EvictionRound | None = None
         stale = False
-        for value, chunk in reversed(chosen):  # most valuable first: they get the room on the host
-            if chunk.host == NOWHERE:
-                owner = chunk.holder.tenant
-                found = self._free_host_page() or (room and self._make_host_room(room, value, owner))
+        for value, part in reversed(chosen):  # most valuable first: they get the room on the host
+            if part.device == NOWHERE:
+                continue  # it was dropped with the tail of its holder
+            if part.host == NOWHERE:
+                owner = part.holder.tenant
+                found = self._free_host_page(part.group) or (
+                    room and self._make_host_room(room, value, owner, part.group)
+                )
                 # Rank the host's chunks once for all victims, when no spare copy is left. Rank them again for
                 # a tenant below its share: chunks saved since then add to what tenants hold above theirs.
                 if not found and (room is None or (stale and self.shares.is_below(tiers.host, owner))):
                     allowance = self.shares.allowance(tiers.host, tenant)
                     room = self._index.round(Reclaim.HOST_COPY, now, len(chosen), allowance)
-                    found, stale = self._make_host_room(room, value, owner), False
+                    found, stale = self._make_host_room(room, value, owner, part.group), False
+                if part.device == NOWHERE:
+                    continue  # room was made by dropping what its own holder had on the host
                 if found:
                     stale = True
-                    tiers.save(chunk)
-            tiers.evict_from_device(chunk)
+                    tiers.save(part)
+                elif isinstance(part, OtherSlice):
+                    self._drop_all(part.holder)
+                    continue
+            tiers.evict_from_device(part)
         return bool(chosen)
 
-    def _make_host_room(self, room: EvictionRound, value: float, tenant: int) -> bool:
-        """Free a host page: of a spare copy, else by dropping chunks worth at most ``value``, or any chunks
-        of other tenants if ``tenant`` is below its share. Return whether a page is free.
+    def _drop_all(self, holder: CachedSession | SharedRun) -> None:
+        """Drop all slices of a holder that are not in use: it has lost its tail, and the rest saves no work."""
+        for chunk in holder.own_chunks:
+            for part in (chunk, chunk.other):
+                if part is not None and part.cached and reclaim_kind(part) is not None:
+                    self._tiers.drop(part)
+
+    def _make_host_room(self, room: EvictionRound, value: float, tenant: int, group: int) -> bool:
+        """Free a host page of a group: of a spare copy, else by dropping chunks worth at most ``value``, or any
+        chunks of other tenants if ``tenant`` is below its share. Return whether a page is free.
 
         Spare copies go first because they can be made again. Dropped chunks must be recomputed.
         """
-        while not self._free_host_page():
+        while not self._free_host_page(group):
             worth = room.peek()
             due = (
                 math.isfinite(worth)
@@ -122,21 +176,25 @@ class Evictor:
             )
             if worth > value and not due:
                 return False
-            group = room.take()
-            if not group:
+            parts = room.take()
+            if not parts:
                 return False
-            for chunk in group:
-                self._tiers.evict_from_host(chunk)
+            for part in parts:
+                if part.host != NOWHERE:
+                    self._tiers.evict_from_host(part)
+            if isinstance(parts[-1], OtherSlice):
+                self._drop_all(parts[-1].holder)
             room.put_back()
         return True
 
-    def _free_host_page(self) -> bool:
-        """Return whether a host page is free, after evicting the spare copy of a running chunk if need be."""
-        if self._tiers.host.free:
-            return True
-        for chunk in self._tiers.spare:
+    def _free_host_page(self, group: int) -> bool:
+        """Return whether a host page of a group is free, after evicting the spare copies of running chunks if need
+        be."""
+        host, spare = self._tiers.host, self._tiers.spare
+        while not host.free(group):
             # The host copy is the only one while the chunk is not on the device or is being loaded.
-            if chunk.device != NOWHERE and not chunk.loading:
-                self._tiers.evict_from_host(chunk)
-                return True
-        return False
+            part = next((one for one in spare if one.device != NOWHERE and not one.loading), None)
+            if part is None:
+                return False
+            self._tiers.evict_from_host(part)
+        return True

@@ -66,9 +66,12 @@ class ValueTable:
         self.rows = 0
         """Number of rows ever added; the columns are longer."""
         self.first_cost = np.full((len(Reclaim), _FIRST_ROWS), np.inf)
-        """Cost of the first candidate chunk, [reclaim, row]; infinity without candidates."""
+        """Cost of the first candidate chunk, [reclaim, row]; infinity without candidates. Where a holder loses all
+        that it has left instead (``eviction.Victims``), the cost of that for each page of the first group."""
         self.candidates = np.zeros((len(Reclaim), _FIRST_ROWS))
         """Number of candidate chunks, [reclaim, row]."""
+        self.tails = np.zeros((len(Reclaim), _FIRST_ROWS))
+        """Number of candidate slices of the second group, [reclaim, row]; all 0 in a model with one group."""
         self.last_active = np.zeros(_FIRST_ROWS)
         self.kinds: Ints = np.full(_FIRST_ROWS, UNKNOWN, np.int64)
         self.tenants: Ints = np.zeros(_FIRST_ROWS, np.int64)
@@ -101,6 +104,7 @@ class ValueTable:
             grow = ((0, 0), (0, row))
             self.first_cost = np.pad(self.first_cost, grow, constant_values=np.inf)
             self.candidates = np.pad(self.candidates, grow)
+            self.tails = np.pad(self.tails, grow)
             self.last_active = np.pad(self.last_active, grow[1])
             self.kinds = np.pad(self.kinds, grow[1])
             self.tenants = np.pad(self.tenants, grow[1])
@@ -110,7 +114,7 @@ class ValueTable:
 
     def remove_row(self, row: int) -> None:
         self.first_cost[:, row] = np.inf
-        self.candidates[:, row] = 0
+        self.candidates[:, row] = self.tails[:, row] = 0
         self._free_rows.append(row)
 
     # -- costs -------------------------------------------------------------------------------------------------------
@@ -170,13 +174,13 @@ class ValueTable:
         """Apply the hints to ``values``, which are multiples of ``costs``; apply them to ``claims`` in place."""
         return apply_hints(values, costs, idle, self.pauses[: self.rows], self.weights[: self.rows], claims)
 
-    def session_value(self, chunk_index: int, candidates: int, idle: float, kind: int, hint: Hint) -> float:
+    def session_value(self, first_cost: float, candidates: int, idle: float, kind: int, hint: Hint) -> float:
         cost, count, seconds, kinds = self._one
-        cost[0], count[0], seconds[0], kinds[0] = self.chunk_cost(chunk_index), candidates, idle, kind
+        cost[0], count[0], seconds[0], kinds[0] = first_cost, candidates, idle, kind
         value = float(self.policy.values(cost, count, seconds, kinds)[0])
         return value if hint is NO_HINT else apply_hint(value, float(cost[0]), idle, hint)
 
-    def run_value(self, row: int, chunk_index: int, candidates: int) -> float:
+    def run_value(self, row: int, first_cost: float, candidates: int) -> float:
         """Return the value of a run's next victim, with the claims of the latest round."""
-        cost, count = np.array([self.chunk_cost(chunk_index)]), np.array([float(candidates)])
+        cost, count = np.array([first_cost]), np.array([float(candidates)])
         return float(self.policy.shared_values(cost, count, self.sums[row : row + 1])[0])

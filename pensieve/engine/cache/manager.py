@@ -12,11 +12,15 @@ class             state that only it writes                                     
 ``Tiers``         a chunk's pages, fill level and pins; planned copies               the other three
 ``SharedChunks``  a chunk's owners and address; the chunk lists of sessions          ``CacheManager``
 ``Evictor``       nothing: it decides whose pages are taken                          ``CacheManager``
+``Tails``         which slices of a second KV group are pinned, leftover or freed    ``CacheManager``
 ``CacheManager``  the set of sessions, which of them run, their tokens, page tables  the engine
 ================  =================================================================  =============================
 
-Any chunk that is not pinned can be evicted, at worst by dropping it. So whether a request fits depends only on the
-number of pinned chunks, and neither a full tier nor a tenant's share stops a request that fits an empty cache.
+Any chunk that is not pinned can be evicted, at worst by dropping it. So whether a request fits depends only on what
+is pinned or promised, and neither a full tier nor a tenant's share stops a request that fits an empty cache.
+
+Most models have one KV group (``model.groups``). With two, a request needs few slices of the second one; ``tails`` has
+the words and the rules.
 
 Sessions of one scope share the chunks of common beginnings (``sharing``). A request finds a chunk by its
 address, whichever session computed it, and its session becomes another owner. The same holds for two requests
@@ -26,8 +30,6 @@ and the second request reads them in that plan.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from pensieve.config import CacheConfig
@@ -36,23 +38,15 @@ from pensieve.engine.cache.check import check_cache
 from pensieve.engine.cache.chunk import NOWHERE, CachedSession, Chunk, Range, Restore, TierTokens
 from pensieve.engine.cache.eviction import EvictionIndex, reclaim_kind
 from pensieve.engine.cache.evictor import Evictor
+from pensieve.engine.cache.finding import NO_BRANCHES, Branches, Finder, RestoreCost, scope_of
 from pensieve.engine.cache.index import Reclaim
 from pensieve.engine.cache.policy import POLICIES, UNKNOWN, Policy
+from pensieve.engine.cache.restore import SpanPart, add_range
 from pensieve.engine.cache.sharing import PrefixPath, SharedChunks
-from pensieve.engine.cache.tiers import Occupancy, PlannedCopies, Tiers
+from pensieve.engine.cache.tails import Tails
+from pensieve.engine.cache.tiers import Occupancy, Pages, PlannedCopies, Tiers
 from pensieve.engine.cost.model import CostModel
-from pensieve.engine.plan import PageTable
-
-
-@dataclass(frozen=True, slots=True)
-class RestoreCost:
-    """The cost of bringing a context to the device."""
-
-    pages: int
-    """Device pages needed, for chunks on the host and in no tier."""
-    needs_compute: bool
-    room: int
-    """Device pages available without any loss: free, or of other chunks with a clean host copy."""
+from pensieve.engine.plan import Chain, PageTable
 
 
 class CacheManager:
@@ -67,12 +61,17 @@ class CacheManager:
         if config.device_chunks < 1 or config.host_chunks < 0 or config.chunk_tokens < 1:
             raise ValueError(f"impossible cache sizes: {config}")
         self.config = config
-        self.index = EvictionIndex(POLICIES[config.policy]() if policy is None else policy, cost)
+        page_bytes = [group.page_bytes for group in config.groups]
+        self.index = EvictionIndex(POLICIES[config.policy]() if policy is None else policy, cost, page_bytes)
         self._size = config.chunk_tokens
-        self._tiers = Tiers(config.device_chunks, config.host_chunks, self._size, self.index.touch)
+        self._tiers = Tiers(config, self.index.touch)
         self._shared = SharedChunks(self.index, self._tiers, model)
+        self._finder = Finder(self._shared, self._size)
         self._evictor = Evictor(config, self._tiers, self.index)
         self.shares = self._evictor.shares
+        self._tails: Tails | None = None
+        if len(config.groups) > 1:
+            self._tails = Tails(config.groups, self._tiers, self._reserve)
         self._sessions: dict[SessionKey, CachedSession] = {}
         self._running: dict[SessionKey, CachedSession] = {}
 
@@ -81,15 +80,20 @@ class CacheManager:
     @property
     def capacity_tokens(self) -> int:
         """Longest context that fits the device tier, in tokens."""
+        if self._tails is not None:
+            return self._tails.capacity_tokens()
         return self.config.device_chunks * self._size
+
+    def can_hold(self, pages: int, requests: int, tokens: int) -> bool:
+        """Whether an empty device tier holds so many pages of the first group, for so many requests of up to ``tokens``
+        tokens that run together."""
+        if self._tails is not None:
+            return self._tails.can_hold(pages, requests, tokens)
+        return pages <= self.config.device_chunks
 
     @property
     def sessions(self) -> dict[SessionKey, CachedSession]:
         return self._sessions
-
-    @property
-    def unpinned_pages(self) -> int:
-        return self._tiers.unpinned
 
     @property
     def swaps_in(self) -> bool:
@@ -97,15 +101,7 @@ class CacheManager:
 
     def occupancy(self) -> Occupancy:
         """Return how full both tiers are, in tokens, and how many tokens were dropped."""
-        tiers, size = self._tiers, self._size
-        return Occupancy(
-            device_free=tiers.device.free * size,
-            device_reclaimable=self._evictor.reclaimable() * size,
-            device_used=tiers.device.used * size,
-            host_free=tiers.host.free * size,
-            host_used=tiers.host.used * size,
-            dropped=tiers.dropped_tokens,
-        )
+        return self._tiers.occupancy(self._evictor.reclaimable())
 
     def chunks_for(self, tokens: int) -> int:
         return -(-tokens // self._size)
@@ -123,10 +119,10 @@ class CacheManager:
         *,
         reserve: bool,
         path: PrefixPath | None = None,
-        branches: int = 0,
+        branches: Branches = NO_BRANCHES,
         tenant: str = "",
     ) -> bool:
-        """Whether ``admit`` may be called now, and then ``branch`` for ``branches`` others.
+        """Whether ``admit`` may be called now, and then ``branch`` for others.
 
         With ``reserve``, more than ``decode_reserve`` of all device pages must stay unpinned besides those
         kept for other tenants: free, reclaimable, or evictable (the plan that needs them copies them out,
@@ -135,13 +131,24 @@ class CacheManager:
         session = self._sessions.get(key)
         if session is not None and (session.running or session.copying):
             return False
-        common = self._in_common(session, tokens, num_new, path)
+        common = self._finder.in_common(session, tokens, num_new, path)
         if any(chunk.saving for chunk in common):
             return False  # a plan cannot copy a chunk in that it copies out
         # Chunks that are pinned already cost this request no page.
-        pinned = sum(chunk.pins > 0 for chunk in common)
-        remaining = self._tiers.unpinned - self.chunks_for(len(tokens)) - branches + pinned
-        keep = self.config.decode_reserve * self.config.device_chunks + self.shares.pages_withheld_from(
+        pages, others = (
+            self.chunks_for(len(tokens)) + branches.pages - sum(chunk.pins > 0 for chunk in common),
+            0,
+        )
+        if self._tails is not None:
+            chunks, found = self._finder.found(session, tokens, num_new, path)
+            _, parts = self._tails.find(chunks, min(found, len(tokens) - 1), len(tokens))
+            if not self._tails.can_read(parts):
+                return False
+            others = self._tails.cost(parts, len(tokens)) + branches.requests * self._tails.promise(
+                len(tokens)
+            )
+        remaining = self._tiers.unpinned_bytes((pages, others))
+        keep = self.config.decode_reserve * self._tiers.device.size_bytes + self.shares.bytes_withheld_from(
             tenant
         )
         return remaining > keep if reserve else remaining >= 0
@@ -153,17 +160,10 @@ class CacheManager:
         self, key: SessionKey, tokens: TokenArray, path: PrefixPath | None = None, *, tenant: str = ""
     ) -> RestoreCost:
         """Return what ``admit`` would have to bring to the device for a session that does not run."""
-        size = self._size
-        keep, chunks = 0, list[Chunk]()
+        size, tiers = self._size, self._tiers
         session = self._sessions.get(key)
-        if session is not None and session.scope == _scope(path):
-            keep = self._matching(session, tokens, 0, path)
-            chunks = session.chunks[: self.chunks_for(keep)]
-        found = [] if path is None else self._shared.find(path.digests, keep // size)
-        if found:
-            chunks = chunks[: keep // size] + found
-            keep = len(chunks) * size
-        pages = self.chunks_for(len(tokens)) - len(chunks)
+        chunks, keep = self._finder.found(session, tokens, 0, path)
+        pages, others = self.chunks_for(len(tokens)) - len(chunks), 0
         computing, clean = keep < len(tokens), 0
         for chunk in chunks:
             low = chunk.index * size
@@ -171,37 +171,50 @@ class CacheManager:
             pages += copied or chunk.device == NOWHERE
             computing |= copied or min(chunk.filled, keep - low) < min(size, len(tokens) - low)
             clean += reclaim_kind(chunk) is Reclaim.PAGE
+        clean_bytes = tiers.bytes_of((clean, 0))
+        if self._tails is not None:
+            missing, parts = self._tails.find(chunks, keep, len(tokens))
+            others = sum(part.device == NOWHERE for part in parts)
+            others += self._tails.promise(len(tokens)) if missing or keep < len(tokens) else 0
+            computing |= bool(missing)
+            clean_bytes += tiers.bytes_of((0, sum(reclaim_kind(part) is Reclaim.PAGE for part in parts)))
         reclaimable = self._evictor.reclaimable(self.shares.number(tenant))
-        return RestoreCost(pages, computing, self._tiers.device.free + max(reclaimable - clean, 0))
+        room = tiers.device.free_bytes + max(reclaimable - clean_bytes, 0)
+        return RestoreCost(tiers.bytes_of((pages, others)), computing, room)
 
     def page_table(self, key: SessionKey, tokens: int) -> PageTable:
         """Return the device pages of the first ``tokens`` positions of a running session; valid until its release."""
-        return self._running[key].table[: self.chunks_for(tokens)]
+        session = self._running[key]
+        if session.table_moves != self._tiers.moves:
+            self._set_table(session)
+        return session.table[: self.chunks_for(tokens)]
+
+    def second_group(
+        self, key: SessionKey, tokens: int, first_span: int
+    ) -> tuple[list[SpanPart], PageTable | None, list[Chain]]:
+        """Return what the plan being made computes of a running session, in a model with two groups: its pieces, the
+        page table of its windows (None without windows), and its chains. ``first_span``: number of the first piece."""
+        session, tails = self._running[key], self._tails
+        assert tails is not None
+        table = None if tails.has_states else tails.table(session, tokens)
+        return tails.pieces(session), table, list(tails.chains(session, first_span))
+
+    @property
+    def has_states(self) -> bool:
+        """Whether a request cannot go on from any token that another has computed, but only from some states."""
+        return self._tails is not None and self._tails.has_states
+
+    @property
+    def two_groups(self) -> bool:
+        return self._tails is not None
+
+    def reach(self, key: SessionKey, tokens: int) -> int:
+        """Return how many of ``tokens`` missing tokens of a running session the plan being made can compute."""
+        return tokens if self._tails is None else self._tails.reach(self._running[key], tokens)
 
     def residency(self, key: SessionKey) -> TierTokens:
         session = self._sessions.get(key)
         return TierTokens(0, 0) if session is None else session.residency()
-
-    def _matching(
-        self, session: CachedSession, tokens: TokenArray, num_new: int, path: PrefixPath | None
-    ) -> int:
-        """Return how many leading ``tokens`` the session itself has; without addresses at most the history."""
-        known = session.matching_tokens(tokens)
-        return known if path is not None else min(known, len(tokens) - num_new)
-
-    def _in_common(
-        self, session: CachedSession | None, tokens: TokenArray, num_new: int, path: PrefixPath | None
-    ) -> list[Chunk]:
-        """Return the chunks that a context would share with other sessions."""
-        mine: list[Chunk] = []
-        full = addressed = 0
-        if session is not None and session.scope == _scope(path):
-            full = self._matching(session, tokens, num_new, path) // self._size
-            addressed = self._shared.count_addressed(session, full)
-            mine = session.chunks[: min(full, session.shared)]
-        others = [] if path is None else self._shared.find(path.digests, addressed)
-        # If others have the same chunks as those of its own without an address, it takes the others'.
-        return mine[: addressed if others else full] + others
 
     # -- admission ---------------------------------------------------------------------------------------------------
 
@@ -234,13 +247,13 @@ class CacheManager:
         ====================================  =====================================  ================================
         """
         session = self._sessions.get(key)
-        owner = _scope(path), self.shares.number(tenant)
+        owner = scope_of(path), self.shares.number(tenant)
         if session is None or (session.scope, session.tenant) != owner:
             if session is not None:
                 self._remove(session)
             session = self._add(key, *owner)
-        keep = self._find(session, tokens, num_new, path)
-        session.tokens = tokens.copy()
+        keep = self._finder.take(session, tokens, num_new, path)
+        session.tokens, session.length = tokens.copy(), len(tokens)
         session.running, session.warming = True, warm
         if not warm:
             self.index.on_turn_start(session, num_new, now)
@@ -248,29 +261,11 @@ class CacheManager:
         self._tiers.pin(session.chunks)  # all before any eviction: a restore must not evict its own chunks
         if keep == len(tokens) and not warm:
             keep -= 1  # the last token must be computed for its logits, even if its KV is cached
+        if not warm and num_new:
+            session.resume_points = (len(tokens) - num_new, len(tokens) - 1)
         restore = self._lay_out(session, keep, len(tokens) - num_new, path)
         self._bring_to_device(session, now)
         return restore
-
-    def _find(self, session: CachedSession, tokens: TokenArray, num_new: int, path: PrefixPath | None) -> int:
-        """Truncate a session to what matches ``tokens``, adopt others' chunks after it, and return the
-        cached length."""
-        size = self._size
-        keep = self._matching(session, tokens, num_new, path)
-        if path is None:
-            self._shared.truncate(session, self.chunks_for(keep))
-            return keep
-        addressed = self._shared.assign_addresses(session)
-        if addressed < keep // size:  # chunks that could not be merged give way to the others'
-            keep = addressed * size
-        full = keep // size
-        self._shared.truncate(session, self.chunks_for(keep))
-        found = self._shared.find(path.digests, full)
-        if found:
-            self._shared.truncate(session, full)  # a partly filled tail gives way to a full chunk
-            self._shared.adopt(session, found)
-            keep = (full + len(found)) * size
-        return keep
 
     def _lay_out(self, session: CachedSession, keep: int, history: int, path: PrefixPath | None) -> Restore:
         """Make the chunk list, which stands for the first ``keep`` tokens, cover the session's tokens, all pinned."""
@@ -283,6 +278,8 @@ class CacheManager:
             first = held - 1 if held and not session.chunks[held - 1].digest else held
             for index in range(first, len(path.digests)):
                 self._shared.register(session.chunks[index], path.digests[index])
+        if self._tails is not None:
+            return self._lay_out_tail(self._tails, session, held, keep, history)
         on_device = on_host = 0
         missing: list[Range] = []
         for chunk in session.chunks[:held]:
@@ -292,10 +289,22 @@ class CacheManager:
             else:
                 on_host += filled
             if filled < size:
-                _add(missing, chunk.index * size + filled, min((chunk.index + 1) * size, total))
-        _add(missing, held * size, total)
+                add_range(missing, chunk.index * size + filled, min((chunk.index + 1) * size, total))
+        add_range(missing, held * size, total)
         recomputed = sum(max(min(end, history) - start, 0) for start, end in missing)
         return Restore(tuple(missing), on_device, on_host, recomputed)
+
+    def _lay_out_tail(
+        self, tails: Tails, session: CachedSession, held: int, keep: int, history: int
+    ) -> Restore:
+        """Find what is missing of a context whose first ``held`` chunks stand for ``keep`` tokens, and hold what the
+        request reads."""
+        chunks = session.chunks[:held]
+        keep = min(keep, held * self._size)
+        missing, parts = tails.find(chunks, keep, len(session.tokens))
+        restore = tails.restore(chunks, keep, history, len(session.tokens), missing)
+        tails.begin(session, restore.missing, parts)
+        return restore
 
     def _own_tail(self, session: CachedSession, keep: int, total: int) -> None:
         """Limit a running session's last chunk to the first ``keep`` tokens and make it its own: other tokens
@@ -306,7 +315,13 @@ class CacheManager:
             self._own_copy(session, tail, min(tail.filled, valid), total)
         else:
             self._shared.unregister(tail)
-            self._tiers.truncate(tail, valid)
+            self._truncate(tail, valid)
+
+    def _truncate(self, chunk: Chunk, valid: int) -> None:
+        """Limit all slices of an unpinned chunk to its first ``valid`` tokens."""
+        self._tiers.truncate(chunk, valid)
+        if self._tails is not None:
+            self._tails.truncate(chunk, valid)
 
     def _own_copy(self, session: CachedSession, shared: Chunk, valid: int, total: int) -> None:
         """Copy on write: replace the shared last chunk of a running session that will have ``total`` chunks.
@@ -317,9 +332,10 @@ class CacheManager:
         self._shared.disown(session, shared.index)
         (own,) = self._shared.append(session, 1)
         self._tiers.pin((own,))
-        spare = self._tiers.unpinned >= total - len(session.chunks)
+        others = 0 if self._tails is None else self._tails.promise(total * self._size)
+        spare = self._tiers.unpinned_bytes((total - len(session.chunks), others)) >= 0
         if valid > 0 and spare and self._tiers.can_copy(shared):
-            self._evictor.reserve(1, session.last_active, session.tenant)
+            self._evictor.reserve((1, 0), session.last_active, session.tenant)
             self._tiers.copy(shared, own, valid)
         # Only now, or the reservation might have evicted the source of the copy.
         self._tiers.unpin((shared,))
@@ -327,16 +343,23 @@ class CacheManager:
     def _bring_to_device(self, session: CachedSession, now: float) -> None:
         """Give every chunk of a session a device page, and load those that the host has."""
         absent = [chunk for chunk in session.chunks if chunk.device == NOWHERE]
-        self._reserve(len(absent), now, session.tenant)
+        others = [] if self._tails is None else self._tails.absent(session)
+        self._reserve((len(absent), len(others)), now, session.tenant)
         for chunk in absent:
             if chunk.host != NOWHERE:
                 self._tiers.load(chunk)
             else:
                 self._tiers.place(chunk)
-        session.table = _page_table(session)
+        for part in others:
+            self._tiers.load(part)
+        self._set_table(session)
         self.index.touch(session)
 
-    def _reserve(self, pages: int, now: float, tenant: int) -> None:
+    def _set_table(self, session: CachedSession) -> None:
+        session.table = np.fromiter((chunk.device for chunk in session.chunks), np.int32, len(session.chunks))
+        session.table_moves = self._tiers.moves
+
+    def _reserve(self, pages: Pages, now: float, tenant: int) -> None:
         """Make device pages free, as the caller knows to be possible, and remove sessions that lose their
         last chunk."""
         self._evictor.reserve(pages, now, tenant)
@@ -344,17 +367,20 @@ class CacheManager:
 
     # -- a running request -------------------------------------------------------------------------------------------
 
-    def branch(self, source: SessionKey, target: SessionKey, tokens: TokenArray, now: float) -> int | None:
+    def branch(
+        self, source: SessionKey, target: SessionKey, tokens: TokenArray, now: float
+    ) -> tuple[Range, ...] | None:
         """Let another request continue from the context of a running one, ``tokens`` without the last.
 
         Full chunks are shared. The partly filled one is copied as far as the device has it. If the target is
         running, its chunks beyond the common ones are freed. Must be called before the plan being made
-        takes any of the source's work. Returns where the target's missing KV begins, provided that the
-        source's is computed first. Returns None, with nothing changed, when there is no page for the tail.
+        takes any of the source's work. Returns what the target has to compute, provided that the source's work
+        is computed first. Returns None, with nothing changed, when there is no page for the tail.
         """
         origin, session = self._running[source], self._running.get(target)
         if session is None:
-            if not self._tiers.unpinned:
+            others = 0 if self._tails is None else self._tails.promise(len(tokens))
+            if self._tiers.unpinned_bytes((1, others)) < 0:
                 return None
             if target in self._sessions:
                 self._remove(self._sessions[target])
@@ -363,36 +389,53 @@ class CacheManager:
         tiers = self._tiers
         full, filled = divmod(len(tokens) - 1, self._size)
         common = _common_chunks(session, origin, full)
+        if self._tails is not None:
+            self._tails.let_go(session)
         tiers.unpin(session.chunks[common:])
         self._shared.truncate(session, common)
         self._shared.adopt(session, origin.chunks[common:full])
         tiers.pin(session.chunks[common:])
-        session.tokens, session.new_tokens = tokens.copy(), origin.new_tokens
+        session.tokens, session.new_tokens, session.length = tokens.copy(), origin.new_tokens, len(tokens)
+        session.resume_points = origin.resume_points
         (tail,) = self._shared.append(session, 1)
         tiers.pin((tail,))
-        self._reserve(1, now, session.tenant)
         last = origin.chunks[full] if full < len(origin.chunks) else None
-        if last is not None and min(last.filled, filled) and tiers.can_copy(last):
-            tiers.copy(last, tail, min(last.filled, filled))
+        start = full * self._size + self._copy_or_place(last, tail, filled, now)
+        ranges = [(start, len(tokens))]
+        if self._tails is not None:
+            ranges = self._tails.branch(session, origin, tail, start, now)
+        self._set_table(session)
+        return tuple(ranges)
+
+    def _copy_or_place(self, source: Chunk | None, tail: Chunk, filled: int, now: float) -> int:
+        """Give a pinned chunk a device page, with a copy of the first ``filled`` tokens of ``source`` as far as the
+        device has them; return how many that are."""
+        self._reserve((1, 0), now, tail.holder.tenant)
+        filled = 0 if source is None or not self._tiers.can_copy(source) else min(source.filled, filled)
+        if source is not None and filled:
+            self._tiers.copy(source, tail, filled)
         else:
-            tiers.place(tail)
-        session.table = _page_table(session)
-        return full * self._size + tail.filled
+            self._tiers.place(tail)
+        return filled
 
     def extend(self, key: SessionKey, tokens: int, now: float) -> bool:
         """Make room on the device for ``tokens`` positions of a running session; False when every page is pinned."""
         session = self._running[key]
         while len(session.chunks) < self.chunks_for(tokens):
-            if not self._tiers.unpinned:
+            others = 0 if self._tails is None else self._tails.growth(session, tokens)
+            if self._tiers.unpinned_bytes((1, others)) < 0:
                 return False
             (chunk,) = self._shared.append(session, 1)
             self._tiers.pin((chunk,))
-            self._reserve(1, now, session.tenant)
+            self._reserve((1, 0), now, session.tenant)
             self._tiers.place(chunk)
             session.table = np.append(session.table, np.int32(chunk.device))
+        session.length = tokens
+        if self._tails is not None:
+            self._tails.keep_promise(session)
         return True
 
-    def computed(self, key: SessionKey, start: int, end: int) -> None:
+    def computed(self, key: SessionKey, start: int, end: int, now: float = 0.0) -> None:
         """Record that the plan being made writes KV of positions ``[start, end)`` of a running session.
 
         Host copies of these chunks are stale once it is launched. A request admitted into the same plan can
@@ -403,7 +446,15 @@ class CacheManager:
         assert session.shared <= first or min(last, session.shared) * self._size <= len(session.tokens), (
             f"{key}: its context ends in a shared chunk that it writes to, of {first} to {last - 1}"
         )
-        self._tiers.fill(session.chunks[first:last], start, end)
+        if self._tails is None:
+            self._tiers.fill(session.chunks[first:last], start, end)
+        else:
+            self._tails.computed(session, start, end, now)
+
+    def take_over(self, key: SessionKey, leaver: SessionKey) -> None:
+        """Let a running session compute what another still had to compute of their common beginning."""
+        if self._tails is not None:
+            self._tails.take_over(self._running[key], self._running[leaver])
 
     def release(
         self,
@@ -422,6 +473,7 @@ class CacheManager:
         session = self._running.pop(key)
         if tokens is not None:
             session.tokens = tokens
+        session.length = len(session.tokens)
         self._tiers.unpin(session.chunks)
         session.running = False
         session.last_active = now
@@ -432,9 +484,13 @@ class CacheManager:
         else:
             self.index.on_turn_end(session, now, hints)
         self.index.touch(session)
+        if self._tails is not None:
+            self._tails.let_go(session)
         self._trim(session, 0 if free_kv else self.chunks_for(len(session.tokens)))
         if session.scope and self._sessions.get(key) is session:
             self._shared.assign_addresses(session)
+        if self._tails is not None and self._sessions.get(key) is session:
+            self._tails.sort(session)
         if not session.has_cached_chunks:
             self._remove(session)
 
@@ -448,14 +504,14 @@ class CacheManager:
         keep = min(len(session.chunks), most)
         if session.shared < keep:
             tail = session.chunks[keep - 1]
-            self._tiers.truncate(tail, tokens - tail.index * size)
+            self._truncate(tail, tokens - tail.index * size)
         while keep and not self._has_kv(session.chunks[keep - 1]):
             keep -= 1
         if keep < len(session.chunks):
             self._shared.truncate(session, keep)  # at once, so that a run shared with others is split once
         last = session.chunks[-1] if session.chunks else None
         known = 0 if last is None else last.index * size + last.filled
-        session.tokens = session.tokens[:known].copy()
+        session.tokens, session.length = session.tokens[:known].copy(), known
         if last is not None and last.filled < size:
             self._shared.unregister(last)
 
@@ -482,6 +538,8 @@ class CacheManager:
     def complete_copies(self) -> None:
         """Record the launch of the plan with the copies of the last ``take_copies``."""
         self._tiers.complete()
+        if self._tails is not None:
+            self._tails.complete()
         self._remove_emptied()
 
     def replace(self, key: SessionKey, by: SessionKey) -> bool:
@@ -540,14 +598,6 @@ class CacheManager:
         check_cache(self._sessions, self._running, self._tiers, self.index, self._shared)
 
 
-def _scope(path: PrefixPath | None) -> str:
-    return "" if path is None else path.scope
-
-
-def _page_table(session: CachedSession) -> PageTable:
-    return np.fromiter((chunk.device for chunk in session.chunks), np.int32, len(session.chunks))
-
-
 def _common_chunks(session: CachedSession, origin: CachedSession, full: int) -> int:
     """Return how many of the first ``full`` chunks of ``origin`` a session has."""
     common = 0
@@ -556,13 +606,3 @@ def _common_chunks(session: CachedSession, origin: CachedSession, full: int) -> 
             break
         common += 1
     return common
-
-
-def _add(ranges: list[Range], start: int, end: int) -> None:
-    """Append a range. Merge ranges that touch: each will be a span of its own."""
-    if start >= end:
-        return
-    if ranges and ranges[-1][1] == start:
-        ranges[-1] = (ranges[-1][0], end)
-    else:
-        ranges.append((start, end))

@@ -1,6 +1,6 @@
 """Ownership of chunks by several sessions: the only writer of chunk lists, holders and addresses.
 
-It creates chunks, and frees those that no session owns any more. It owns ``holder`` and ``digest`` of a
+It creates chunks, and frees those that no session owns any more. It owns ``holder``, ``digest`` and ``other`` of a
 ``Chunk``, all of a ``SharedRun``, and ``chunks`` and ``shared`` of a ``CachedSession``.
 
 A chunk with an address is in the index as soon as a request wants it, whether its KV is present, missing or being
@@ -24,7 +24,7 @@ from typing import Final
 import numpy as np
 
 from pensieve.core import TokenArray
-from pensieve.engine.cache.chunk import NOWHERE, CachedSession, Chunk, SharedRun
+from pensieve.engine.cache.chunk import NOWHERE, CachedSession, Chunk, OtherSlice, SharedRun, Slice
 from pensieve.engine.cache.eviction import EvictionIndex
 from pensieve.engine.cache.tiers import Tiers
 from pensieve.engine.plan import PENDING
@@ -77,6 +77,7 @@ class SharedChunks:
         self._tiers = tiers
         self._digests = Digests(model, tiers.chunk_tokens)
         self._size = tiers.chunk_tokens
+        self._two_groups = len(tiers.device.groups) > 1
         self._by_digest: dict[bytes, Chunk] = {}
 
     # -- addresses ---------------------------------------------------------------------------------------------------
@@ -136,7 +137,7 @@ class SharedChunks:
         digests = self._digests.extended(session.scope, known, session.tokens, full)
         doubles = self.find(digests, at)
         if doubles:
-            if session.shared > at or any(chunk.saving or chunk.loading for chunk in doubles):
+            if session.shared > at or any(chunk.copying for chunk in doubles):
                 return at
             self._fold(session, at, doubles)
         for index in range(at + len(doubles), full):
@@ -154,23 +155,31 @@ class SharedChunks:
         end = at + len(doubles)
         mine, rest = session.chunks[at:end], session.chunks[end:]
         for own, double in zip(mine, doubles, strict=True):
-            # Keep the device page if only this chunk has one. Not next to a partial host copy, which would
-            # then pass for a complete one.
-            whole = double.host == NOWHERE or double.filled == self._size
-            if double.device == NOWHERE and own.device != NOWHERE and whole and own.filled == self._size:
-                self._tiers.move_page(own, double)
-            self._tiers.free(own)
+            self._merge(own, double)
+            if own.other is not None and double.other is not None:
+                self._merge(own.other, double.other)
         del session.chunks[at:]
         self.adopt(session, doubles)
         session.chunks.extend(rest)
         self._index.touch(session)
+
+    def _merge(self, own: Slice, double: Slice) -> None:
+        """Free a slice, but leave its device page to its double if only this slice has one."""
+        # Not next to a partial host copy, which would then pass for a complete one.
+        whole = double.host == NOWHERE or double.filled == self._size
+        if double.device == NOWHERE and own.device != NOWHERE and whole and own.filled == self._size:
+            self._tiers.move_page(own, double)
+        self._tiers.free(own)
 
     # -- owners ------------------------------------------------------------------------------------------------------
 
     def append(self, session: CachedSession, count: int) -> list[Chunk]:
         """Append ``count`` new chunks of its own, without pages, to a session's list."""
         first = len(session.chunks)
-        chunks = [Chunk(index, holder=session) for index in range(first, first + count)]
+        chunks = [Chunk(index=index, holder=session) for index in range(first, first + count)]
+        if self._two_groups:
+            for chunk in chunks:
+                chunk.other = OtherSlice(chunk=chunk)
         session.chunks.extend(chunks)
         self._index.touch(session)
         return chunks
@@ -207,6 +216,8 @@ class SharedChunks:
             chunk = session.chunks.pop()
             self.unregister(chunk)
             self._tiers.free(chunk)
+            if chunk.other is not None:
+                self._tiers.free(chunk.other)
         self.disown(session, keep)
         self._index.touch(session)
 

@@ -1,4 +1,4 @@
-"""Pages by tenant, and the share of each tier that each tenant keeps whatever others do.
+"""Bytes by tenant, and the share of each tier that each tenant keeps whatever others do.
 
 A share is a fraction of each tier. While a tenant holds no more pages of a tier than its share, turns of
 other tenants take none of them: its chunks are not evicted from the device and not dropped from the host.
@@ -17,10 +17,11 @@ import math
 from collections.abc import Mapping
 from typing import Final
 
-from pensieve.engine.cache.tiers import PagePool, Tiers
+from pensieve.engine.cache.pages import PagePool
+from pensieve.engine.cache.tiers import Tiers
 
 Allowance = Mapping[int, int]
-"""Pages that may be taken from each tenant with a share, by tenant number. No limit for all others."""
+"""Bytes that may be taken from each tenant with a share, by tenant number. No limit for all others."""
 UNLIMITED: Allowance = {}
 TenantTokens = dict[str, tuple[int, int]]
 """By name of each tenant with pages: tokens that they have room for, on the device and on the host."""
@@ -58,9 +59,9 @@ class TenantShares:
 
     def tokens_by_tenant(self) -> TenantTokens:
         """Return what each tenant holds of both tiers. Chunks that its sessions share count once."""
-        device, host, size = self._tiers.device.held, self._tiers.host.held, self._tiers.chunk_tokens
-        pages = ((name, device.get(number, 0), host.get(number, 0)) for name, number in self._numbers.items())
-        return {name: (one * size, other * size) for name, one, other in pages if one or other}
+        device, host, tokens = self._tiers.device.held, self._tiers.host.held, self._tiers.tokens
+        held = ((name, device.get(number, 0), host.get(number, 0)) for name, number in self._numbers.items())
+        return {name: (tokens(one), tokens(other)) for name, one, other in held if one or other}
 
     def tokens_if_due(self, now: float) -> TenantTokens | None:
         """Return ``tokens_by_tenant`` once per interval, else None: with many tenants it is a large part of a
@@ -71,22 +72,22 @@ class TenantShares:
         return self.tokens_by_tenant()
 
     def is_below(self, pool: PagePool, tenant: int) -> bool:
-        """Whether a tenant has fewer pages of a tier than its share."""
-        return tenant in self._shares and pool.held[tenant] < self._pages(pool, tenant)
+        """Whether a tenant has less of a tier than its share."""
+        return tenant in self._shares and pool.held[tenant] < self._bytes(pool, tenant)
 
     def allowance(self, pool: PagePool, tenant: int) -> Allowance:
         """Return what an eviction for a turn of ``tenant`` may take of a tier."""
         if not self._shares:
             return UNLIMITED
-        return {one: max(pool.held[one] - self._pages(pool, one), 0) for one in self._shares if one != tenant}
+        return {one: max(pool.held[one] - self._bytes(pool, one), 0) for one in self._shares if one != tenant}
 
-    def same_allowance(self, pages: int) -> Allowance:
-        """Allow ``pages`` from each tenant whatever its share, for a turn that finds no other page. The limit
+    def same_allowance(self, num_bytes: int) -> Allowance:
+        """Allow so much from each tenant whatever its share, for a turn that finds no other page. The limit
         matters where a policy evicts chunks in groups."""
-        return dict.fromkeys(self._shares, pages)
+        return dict.fromkeys(self._shares, num_bytes)
 
-    def pages_withheld_from(self, tenant: str) -> int:
-        """Return the number of unpinned device pages that a turn of this tenant may not take."""
+    def bytes_withheld_from(self, tenant: str) -> int:
+        """Return the unpinned bytes of the device that a turn of this tenant may not take."""
         kept = 0
         device = self._tiers.device
         for one, most in self.allowance(device, self.number(tenant)).items():
@@ -94,6 +95,6 @@ class TenantShares:
             kept += max(idle - most, 0)
         return kept
 
-    def _pages(self, pool: PagePool, tenant: int) -> int:
-        """Return a share in pages, rounded down."""
-        return int(self._shares[tenant] * pool.capacity + 1e-9)
+    def _bytes(self, pool: PagePool, tenant: int) -> int:
+        """Return a share in bytes, rounded down."""
+        return int(self._shares[tenant] * pool.size_bytes + 1e-9)

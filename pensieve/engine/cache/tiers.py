@@ -1,8 +1,9 @@
 """The two tiers: the only writer of each chunk's pages, fill level and pins.
 
-It owns these fields of a ``Chunk``: ``device``, ``host``, ``filled``, ``pins``, ``saving`` and ``loading``,
-and the pages that they name. It decides nothing: the calls below are events, and the last column names the
-class that decides each.
+It owns the fields of a ``Slice``: ``device``, ``host``, ``filled``, ``pins``, ``saving`` and ``loading``, and the
+pages that they name. A chunk is the slice of the model's first KV group; with two groups it has another one, and
+everything below holds for each slice alone. It decides nothing: the calls below are events, and the last column
+names the class that decides each.
 
 ::
 
@@ -30,6 +31,9 @@ event                  before → after                    why                  
                        without it
 ``free``               all → DROPPED, its last event     no session owns the chunk any more               SharedChunks
 ``fill``               writes to DEVICE and BOTH         a plan computes KV; ``filled`` grows             CacheManager
+``store_state``        writes to DEVICE and BOTH         a plan computes a state                          Tails
+``move``               all with a device page            pages of the other group need the room           Evictor
+``set_leftover``       unpinned, with a device page      only an earlier resume point needs the slice     Tails
 ``truncate``           all; HOST → DROPPED at 0 tokens   other tokens will follow; ``filled`` shrinks     CacheManager
 ``pin``, ``unpin``     all                               a request that uses it begins or ends            CacheManager
 ``complete``           BOTH → DEVICE if it was filled    the plan was launched; its copies are made       CacheManager
@@ -42,14 +46,18 @@ its device page, because a plan copies out before it writes. ``filled`` of a DRO
 
 from __future__ import annotations
 
-import heapq
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pensieve.engine.cache.chunk import NOWHERE, CachedSession, Chunk, SharedRun
+from pensieve.config import CacheConfig
+from pensieve.engine.cache.chunk import NOWHERE, CachedSession, OtherSlice, SharedRun, Slice
+from pensieve.engine.cache.pages import PagePool, PageSize
 from pensieve.engine.plan import Copy
+
+Pages = tuple[int, int]
+"""Numbers of pages of the first and the second group."""
 
 
 class PlannedCopies(NamedTuple):
@@ -76,229 +84,313 @@ class Occupancy:
     dropped: int
 
 
-class PagePool:
-    """Free list over pages ``0 … capacity-1``. The lowest goes first: runs of adjacent pages form, and tests
-    are exact."""
-
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        self._heap = list(range(capacity))
-        self._free = set(self._heap)
-        self.held: defaultdict[int, int] = defaultdict(int)
-        """Pages in use, by tenant number."""
-
-    @property
-    def free(self) -> int:
-        return len(self._free)
-
-    @property
-    def used(self) -> int:
-        return self.capacity - len(self._free)
-
-    def take(self, tenant: int = 0) -> int:
-        """Take a free page for a tenant. Raises IndexError when there is none: check ``free`` first."""
-        page = heapq.heappop(self._heap)
-        self._free.remove(page)
-        self.held[tenant] += 1
-        return page
-
-    def put_back(self, page: int, tenant: int = 0) -> None:
-        """Return a page of a tenant. Raises ValueError if it is free already."""
-        if page in self._free or not 0 <= page < self.capacity:
-            raise ValueError(f"page {page} of {self.capacity} is not taken")
-        self._free.add(page)
-        self.held[tenant] -= 1
-        heapq.heappush(self._heap, page)
-
-    def is_free(self, page: int) -> bool:
-        return page in self._free
-
-
 class Tiers:
-    """The pages of both tiers and the chunks in them. Calls ``changed`` with the holder of each changed chunk."""
+    """The pages of both tiers and the slices in them. Calls ``changed`` with the holder of each changed slice."""
 
-    def __init__(
-        self,
-        device_chunks: int,
-        host_chunks: int,
-        chunk_tokens: int,
-        changed: Callable[[CachedSession | SharedRun], None],
-    ) -> None:
-        self.device = PagePool(device_chunks)
-        self.host = PagePool(host_chunks)
-        self.chunk_tokens = chunk_tokens
-        self.pinned = 0
-        """Chunks that some running request uses. Each has a device page or is about to get one."""
+    def __init__(self, config: CacheConfig, changed: Callable[[CachedSession | SharedRun], None]) -> None:
+        self.device, self.host = _pools(config)
+        self.chunk_tokens = config.chunk_tokens
+        self.pinned = [0, 0]
+        """Slices of each group that some running request uses. Each has a device page or is about to get one."""
+        self.promised = 0
+        """Pages of the second group that are kept for running requests, besides pinned ones; ``Tails`` counts them."""
         self.pinned_by: defaultdict[int, int] = defaultdict(int)
-        self.spare: dict[Chunk, None] = {}
-        """Pinned chunks with a host copy, which running requests do not need; oldest first."""
+        """Bytes of pinned pages, by tenant number."""
+        self.spare: dict[Slice, None] = {}
+        """Pinned slices with a host copy, which running requests do not need; oldest first."""
+        self.leftovers: dict[OtherSlice, None] = {}
+        """Slices that only a turn needs which begins before the end of their holder; oldest first. They are on the
+        device, unpinned, evicted first and never saved."""
         self.dropped_tokens = 0
+        self.moves = 0
+        """Slices moved since start: a page table made before the latest move may be stale."""
+        self._page_bytes = [group.page_bytes for group in self.device.groups] + [0]
+        self._at: dict[tuple[int, int], Slice] | None = {} if len(self.device.groups) > 1 else None
+        """The slice in each device page, by group and page: for moves, which a model with one group never needs."""
         self._changed = changed
         self._dropped: dict[CachedSession | SharedRun, None] = {}
-        """Holders of chunks dropped since ``take_dropped``, by their latest drop."""
+        """Holders of slices dropped since ``take_dropped``, by their latest drop."""
         self._swap_out: list[Copy] = []
         self._copies: list[Copy] = []
         self._swap_in: list[Copy] = []
-        self._in_flight: list[Chunk] = []
-        """Chunks that the plan being made saves or loads."""
-        self._stale: list[Chunk] = []
-        """Chunks that the plan being made writes to. Their host copies are stale afterwards."""
-        self._fresh: set[Chunk] = set()
-        """Shared chunks that the plan being made writes to."""
-        self._copied: list[Chunk] = []
+        self._in_flight: list[Slice] = []
+        """Slices that the plan being made saves or loads."""
+        self._stale: list[Slice] = []
+        """Slices that the plan being made writes to. Their host copies are stale afterwards."""
+        self._fresh: set[Slice] = set()
+        """Shared slices that the plan being made writes to."""
+        self._copied: list[Slice] = []
         """Sources of copies on the device in the plan being made, pinned so that their pages are not
         overwritten."""
+        self._moved: dict[Slice, int] = {}
+        """Slices that the plan being made moves, and the page that each had before: copies still read that page."""
 
     # -- questions: change nothing -----------------------------------------------------------------------------------
 
-    @property
-    def unpinned(self) -> int:
-        """Device pages that no running request holds: free, or available by eviction."""
-        return self.device.capacity - self.pinned
+    def unpinned_bytes(self, more: Pages = (0, 0)) -> int:
+        """Return the bytes of the device tier that no running request holds, free or available by eviction, if ``more``
+        pages were pinned; negative when so many cannot be."""
+        other = self.pinned[1] + self.promised + more[1]
+        return self.device.size_bytes - self.device.bytes_for(self.pinned[0] + more[0], other)
 
     @property
     def swaps_in(self) -> bool:
         return bool(self._swap_in)
 
-    def can_copy(self, chunk: Chunk) -> bool:
-        """Whether the chunk's KV is on the device before the plan being made loads and writes."""
-        return chunk.device != NOWHERE and not chunk.loading and chunk not in self._fresh
+    def is_pinned(self, group: int, page: int) -> bool:
+        """Whether running requests use a device page, in a model with two groups."""
+        assert self._at is not None
+        return self._at[group, page].pins > 0
+
+    def can_copy(self, part: Slice) -> bool:
+        """Whether the slice's KV is on the device before the plan being made loads and writes."""
+        return part.device != NOWHERE and not part.loading and part not in self._fresh
+
+    def occupancy(self, reclaimable: int) -> Occupancy:
+        """Return how full both tiers are. ``reclaimable``: bytes of used device pages that can be taken at once."""
+        return Occupancy(
+            device_free=self.tokens(self.device.free_bytes),
+            device_reclaimable=self.tokens(reclaimable),
+            device_used=self.tokens(self.device.used_bytes),
+            host_free=self.tokens(self.host.free_bytes),
+            host_used=self.tokens(self.host.used_bytes),
+            dropped=self.dropped_tokens,
+        )
+
+    def page_bytes(self, part: Slice) -> int:
+        return self._page_bytes[part.group]
+
+    def bytes_of(self, pages: Pages) -> int:
+        return pages[0] * self._page_bytes[0] + pages[1] * self._page_bytes[1]
+
+    def tokens(self, num_bytes: int) -> int:
+        """Return how many tokens so many bytes hold, with all groups kept whole."""
+        return num_bytes * self.chunk_tokens // self.bytes_of((1, 1))
 
     # -- pins --------------------------------------------------------------------------------------------------------
 
-    def pin(self, chunks: Iterable[Chunk]) -> None:
-        """Pin chunks of one tenant for one more running request."""
+    def pin(self, parts: Iterable[Slice]) -> None:
+        """Pin slices of one tenant for one more running request."""
         first = []
-        for chunk in chunks:
-            chunk.pins += 1
-            if chunk.pins == 1:
-                first.append(chunk)
-                if chunk.host != NOWHERE:
-                    self.spare[chunk] = None
-        self._count_pins(first, len(first))
+        for part in parts:
+            part.pins += 1
+            if part.pins == 1:
+                first.append(part)
+                if part.host != NOWHERE:
+                    self.spare[part] = None
+                if isinstance(part, OtherSlice) and part.leftover:
+                    self._forget_leftover(part)
+        self._count_pins(first, 1)
 
-    def unpin(self, chunks: Iterable[Chunk]) -> None:
+    def unpin(self, parts: Iterable[Slice]) -> None:
         """Undo ``pin`` for one running request."""
         last = []
-        for chunk in chunks:
-            chunk.pins -= 1
-            if chunk.pins == 0:
-                last.append(chunk)
-                self.spare.pop(chunk, None)
-        self._count_pins(last, -len(last))
+        for part in parts:
+            part.pins -= 1
+            if part.pins == 0:
+                last.append(part)
+                self.spare.pop(part, None)
+        self._count_pins(last, -1)
 
-    def _count_pins(self, chunks: list[Chunk], change: int) -> None:
-        if chunks:
-            self.pinned += change
-            self.pinned_by[chunks[0].holder.tenant] += change
-            for holder in dict.fromkeys([chunk.holder for chunk in chunks]):
+    def _count_pins(self, parts: list[Slice], change: int) -> None:
+        if parts:
+            group = parts[0].group
+            self.pinned[group] += change * len(parts)
+            self.pinned_by[parts[0].holder.tenant] += change * len(parts) * self._page_bytes[group]
+            for holder in dict.fromkeys([part.holder for part in parts]):
                 self._changed(holder)
 
     # -- what pages hold ---------------------------------------------------------------------------------------------
 
-    def fill(self, chunks: Iterable[Chunk], start: int, end: int) -> None:
-        """Record that the plan being made computes KV of positions ``[start, end)``, which these chunks hold."""
+    def fill(self, parts: Iterable[Slice], start: int, end: int) -> None:
+        """Record that the plan being made computes KV of positions ``[start, end)``, which these slices hold."""
         size = self.chunk_tokens
-        for chunk in chunks:
-            first = chunk.index * size
+        for part in parts:
+            first = part.index * size
             low, high = max(start - first, 0), min(end - first, size)
-            assert chunk.filled == low, (
-                f"chunk {chunk.index}: filled {chunk.filled}, but {low} was computed next"
+            assert part.filled == low, (
+                f"chunk {part.index}: filled {part.filled}, but {low} was computed next"
             )
-            chunk.filled = high
-            if chunk.host != NOWHERE:
-                self._stale.append(chunk)
-            if chunk.shared:
-                self._fresh.add(chunk)
+            self._write(part, high)
 
-    def truncate(self, chunk: Chunk, filled: int) -> None:
-        """Limit a chunk to its first ``filled`` tokens, because other tokens will follow them."""
-        chunk.filled = min(chunk.filled, filled)
-        if chunk.filled == 0 and chunk.host != NOWHERE:
-            self.evict_from_host(chunk)  # an empty chunk must not be copied in
+    def store_state(self, part: OtherSlice, filled: int) -> None:
+        """Record that the plan being made stores the state after the chunk's first ``filled`` tokens."""
+        assert part.filled < filled <= self.chunk_tokens, f"chunk {part.index}: a state at {filled} again"
+        self._write(part, filled)
+
+    def _write(self, part: Slice, filled: int) -> None:
+        part.filled = filled
+        if part.host != NOWHERE:
+            self._stale.append(part)
+        if isinstance(part.holder, SharedRun):
+            self._fresh.add(part)
+
+    def discard(self, part: OtherSlice) -> None:
+        """Let the contents of a slice that the plan being made moves to the host be computed again: the same plan cannot
+        load them."""
+        assert part.saving and part.device == NOWHERE
+        part.filled = 0
+        self._stale.append(part)
+
+    def truncate(self, part: Slice, filled: int) -> None:
+        """Limit a slice to its first ``filled`` tokens, because other tokens will follow them."""
+        part.filled = min(part.filled, filled)
+        if part.filled == 0 and part.host != NOWHERE:
+            self.evict_from_host(part)  # an empty slice must not be copied in
 
     # -- device pages ------------------------------------------------------------------------------------------------
 
-    def place(self, chunk: Chunk) -> None:
-        chunk.device = self.device.take(chunk.holder.tenant)
+    def place(self, part: Slice) -> None:
+        part.device = self.device.take(part.group, part.holder.tenant)
+        if self._at is not None and self._page_bytes[part.group]:
+            self._at[part.group, part.device] = part
 
-    def load(self, chunk: Chunk) -> None:
-        """Give a HOST chunk a device page and plan the copy into it."""
-        self.place(chunk)
-        self._swap_in.append(Copy(chunk.host, chunk.device))
-        chunk.loading = True
-        self._in_flight.append(chunk)
+    def load(self, part: Slice) -> None:
+        """Give a HOST slice a device page and plan the copy into it."""
+        self.place(part)
+        self._plan(self._swap_in, Copy(part.host, part.device, part.group))
+        part.loading = True
+        self._in_flight.append(part)
 
-    def copy(self, source: Chunk, target: Chunk, filled: int) -> None:
-        """Give a new chunk a device page and plan the copy of the first ``filled`` tokens of ``source``."""
+    def copy(self, source: Slice, target: Slice, filled: int) -> None:
+        """Give a new slice a device page and plan the copy of the first ``filled`` tokens of ``source``."""
         self.pin((source,))
         self._copied.append(source)
         self.place(target)
         target.filled = filled
         target.loading = True
         self._in_flight.append(target)
-        self._copies.append(Copy(source.device, target.device))
+        self._plan(self._copies, Copy(self._read_from(source), target.device, target.group))
 
-    def move_page(self, source: Chunk, target: Chunk) -> None:
-        """Move a device page to a chunk with the same tokens that has none; ``source`` will be freed."""
+    def move_page(self, source: Slice, target: Slice) -> None:
+        """Move a device page to a slice with the same tokens that has none; ``source`` will be freed."""
+        if isinstance(source, OtherSlice) and source.leftover:
+            self._forget_leftover(source)
         target.device, source.device = source.device, NOWHERE
         target.filled = source.filled
+        if self._at is not None and self._page_bytes[target.group]:
+            self._at[target.group, target.device] = target
+        if source in self._moved:
+            self._moved[target] = self._moved.pop(source)
         self._changed(target.holder)
         self._changed(source.holder)
 
+    def move(self, group: int, source: int, target: int) -> Slice:
+        """Move the slice in page ``source`` to the page ``target``, which the pool has taken for it; return it.
+
+        A slice that the plan being made loads goes to the new page at once. Any other is copied before the plan
+        loads and writes. The page tables of running requests that use it must be made again.
+        """
+        assert self._at is not None
+        part = self._at.pop((group, source))
+        self._at[group, target] = part
+        part.device = target
+        self.moves += 1
+        for planned in (self._swap_in, self._copies):
+            for at, copy in enumerate(planned):
+                if part.loading and copy.dst == source and copy.group == group:
+                    planned[at] = Copy(copy.src, target, group)
+                    return part
+        if part.filled:
+            origin = self._moved.setdefault(part, source)
+            self._copies = [one for one in self._copies if (one.group, one.dst) != (group, source)]
+            self._copies.append(Copy(origin, target, group))
+        return part
+
+    def _plan(self, copies: list[Copy], copy: Copy) -> None:
+        if self._page_bytes[copy.group]:  # pages of a group without layers hold nothing
+            copies.append(copy)
+
+    def _read_from(self, part: Slice) -> int:
+        """Return the device page that a copy of the plan being made reads: before the plan moves anything."""
+        return self._moved.get(part, part.device)
+
     # -- host pages, evictions ---------------------------------------------------------------------------------------
 
-    def save(self, chunk: Chunk) -> None:
-        """Plan the copy of a DEVICE chunk to a free host page."""
-        chunk.host = self.host.take(chunk.holder.tenant)
-        chunk.saving = True
-        self._swap_out.append(Copy(chunk.device, chunk.host))
-        self._in_flight.append(chunk)
-        self._changed(chunk.holder)
+    def save(self, part: Slice) -> None:
+        """Plan the copy of a DEVICE slice to a free host page."""
+        part.host = self.host.take(part.group, part.holder.tenant)
+        part.saving = True
+        self._plan(self._swap_out, Copy(self._read_from(part), part.host, part.group))
+        self._in_flight.append(part)
+        self._changed(part.holder)
 
-    def evict_from_device(self, chunk: Chunk) -> None:
-        """Free a chunk's device page; without a host copy the chunk is dropped.
+    def evict_from_device(self, part: Slice) -> None:
+        """Free a slice's device page; without a host copy the slice is dropped.
 
         The page is free at once even if it has yet to be read: a plan copies out before it writes.
         """
-        self.device.put_back(chunk.device, chunk.holder.tenant)
-        chunk.device = NOWHERE
-        self._after_eviction(chunk)
+        self._leave_device(part)
+        self._after_eviction(part)
 
-    def evict_from_host(self, chunk: Chunk) -> None:
-        """Free a chunk's host page; without a device page the chunk is dropped."""
-        self.host.put_back(chunk.host, chunk.holder.tenant)
-        chunk.host = NOWHERE
-        self.spare.pop(chunk, None)
-        self._after_eviction(chunk)
+    def evict_from_host(self, part: Slice) -> None:
+        """Free a slice's host page; without a device page the slice is dropped."""
+        self.host.put_back(part.host, part.group, part.holder.tenant)
+        part.host = NOWHERE
+        self.spare.pop(part, None)
+        self._after_eviction(part)
 
-    def drop(self, chunk: Chunk) -> None:
-        if chunk.device != NOWHERE:
-            self.evict_from_device(chunk)
-        if chunk.host != NOWHERE:
-            self.evict_from_host(chunk)
+    def drop(self, part: Slice) -> None:
+        if part.device != NOWHERE:
+            self.evict_from_device(part)
+        if part.host != NOWHERE:
+            self.evict_from_host(part)
 
-    def free(self, chunk: Chunk) -> None:
-        """Free all pages of a chunk that no session owns any more. It does not count as dropped."""
-        if chunk.device != NOWHERE:
-            self.device.put_back(chunk.device, chunk.holder.tenant)
-        if chunk.host != NOWHERE:
-            self.host.put_back(chunk.host, chunk.holder.tenant)
-        chunk.device = chunk.host = NOWHERE
-        chunk.filled = 0
-        self.spare.pop(chunk, None)
+    def free(self, part: Slice) -> None:
+        """Free all pages of a slice that no session needs any more. It does not count as dropped."""
+        if part.device != NOWHERE:
+            self._leave_device(part)
+        if part.host != NOWHERE:
+            self.host.put_back(part.host, part.group, part.holder.tenant)
+        part.host = NOWHERE
+        part.filled = 0
+        self.spare.pop(part, None)
+        if part.group:  # its chunk stays
+            self._changed(part.holder)
 
-    def _after_eviction(self, chunk: Chunk) -> None:
-        holder = chunk.holder
+    def set_leftover(self, part: OtherSlice, leftover: bool) -> None:
+        """Say whether only an earlier resume point needs an unpinned slice. A leftover has no host copy."""
+        if leftover and part.host != NOWHERE and not part.saving:
+            self.free(part) if part.device == NOWHERE else self.evict_from_host(part)
+        leftover = leftover and part.device != NOWHERE
+        if leftover != part.leftover:
+            if leftover:
+                part.leftover = True
+                self.leftovers[part] = None
+            else:
+                self._forget_leftover(part)
+            self._changed(part.holder)
+
+    def _forget_leftover(self, part: OtherSlice) -> None:
+        part.leftover = False
+        del self.leftovers[part]
+
+    def _leave_device(self, part: Slice) -> None:
+        self.device.put_back(part.device, part.group, part.holder.tenant)
+        if self._at is not None:
+            self._at.pop((part.group, part.device), None)
+            self._forget_move(part)
+            if isinstance(part, OtherSlice) and part.leftover:
+                self._forget_leftover(part)
+        part.device = NOWHERE
+
+    def _forget_move(self, part: Slice) -> None:
+        """Cancel the planned move of a slice whose page is given up: its target may be taken again."""
+        if self._moved.pop(part, None) is not None:
+            gone = part.group, part.device
+            self._copies = [one for one in self._copies if (one.group, one.dst) != gone]
+
+    def _after_eviction(self, part: Slice) -> None:
+        holder = part.holder
         self._changed(holder)
-        if not chunk.cached:
-            self.dropped_tokens += chunk.filled
-            chunk.filled = 0
+        if not part.cached:
+            self.dropped_tokens += part.filled if part.group == 0 else 0
+            part.filled = 0
             self._dropped.pop(holder, None)
             self._dropped[holder] = None
 
     def take_dropped(self) -> list[CachedSession | SharedRun]:
-        """Return the holders of chunks dropped since the last call, ordered by the latest drop of each. The
+        """Return the holders of slices dropped since the last call, ordered by the latest drop of each. The
         order matters: where values are equal, the rows that they free decide what is evicted next."""
         dropped = list(self._dropped)
         self._dropped.clear()
@@ -314,15 +406,32 @@ class Tiers:
 
     def complete(self) -> None:
         """Record the launch of the plan with all planned copies: later plans find the copies made."""
-        for chunk in self._in_flight:
-            chunk.saving = chunk.loading = False
-            self._changed(chunk.holder)
+        for part in self._in_flight:
+            part.saving = part.loading = False
+            self._changed(part.holder)
         self._in_flight.clear()
-        for chunk in self._stale:
-            if chunk.host != NOWHERE:
-                self.evict_from_host(chunk)
+        for part in self._stale:
+            if part.host != NOWHERE:
+                self.evict_from_host(part)
         self._stale.clear()
         self._fresh.clear()
-        for chunk in self._copied:
-            self.unpin((chunk,))
+        self._moved.clear()
+        for part in self._copied:
+            self.unpin((part,))
         self._copied.clear()
+
+
+def _pools(config: CacheConfig) -> tuple[PagePool, PagePool]:
+    """Return the empty device and host tiers. Host tiers have units of one page: no kernel reads there."""
+    chunk_bytes = sum(group.page_bytes for group in config.groups)
+    units = [group.device_unit or config.device_chunks for group in config.groups]
+    device = [
+        PageSize(group.layers, group.layer_page_bytes, unit)
+        for group, unit in zip(config.groups, units, strict=True)
+    ]
+    host = [PageSize(group.layers, group.layer_page_bytes, 1) for group in config.groups]
+    sizes = (config.device_bytes, config.device_chunks), (config.host_bytes, config.host_chunks)
+    device_bytes, host_bytes = (
+        chunks * chunk_bytes if num_bytes is None else num_bytes for num_bytes, chunks in sizes
+    )
+    return PagePool(device_bytes, device), PagePool(host_bytes, host)

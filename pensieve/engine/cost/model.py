@@ -8,6 +8,7 @@ values compare costs only with each other, so an estimate needs the right *shape
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -87,12 +88,15 @@ class CostModel:
         parameters: int,
         chunk_tokens: int,
         context_limit: int,
+        windows: Sequence[int] = (),
     ) -> CostModel:
-        """Estimate costs from the architecture alone: floating point operations over nominal rates."""
-        per_token = 4.0 * layers * query_heads * head_dim * chunk_tokens / ATTENTION_FLOPS
+        """Estimate costs from the architecture alone: floating point operations over nominal rates. ``layers``:
+        those whose attention sees the whole context. ``windows``: of the others that attend, in tokens."""
+        per_token = 4.0 * query_heads * head_dim * chunk_tokens / ATTENTION_FLOPS
         points: list[tuple[int, float]] = [(0, 0.0)]
         length = chunk_tokens
         while length < 2 * max(context_limit, chunk_tokens):
-            points.append((length, per_token * length))
+            seen = layers * length + sum(min(length, window) for window in windows)
+            points.append((length, per_token * seen))
             length *= 2
         return cls(tuple(points), 2.0 * parameters * chunk_tokens / PRODUCT_FLOPS, chunk_tokens)

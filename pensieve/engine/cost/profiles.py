@@ -29,10 +29,13 @@ import numpy as np
 
 from pensieve.config import EngineOptions
 from pensieve.core import RequestKey, Sampling, TokenArray
+from pensieve.engine.cache.pages import PagePool
 from pensieve.engine.cost.model import FORMAT, CostModel, CostProfileError
-from pensieve.engine.plan import Plan, SampleSpec, Span, StepWorker
+from pensieve.engine.kv.grid import TierLayout
+from pensieve.engine.plan import NO_PAGE, Chain, Plan, SampleSpec, Span, StepWorker
 from pensieve.machine import usable_cores, user_directory
 from pensieve.model.arch import Arch
+from pensieve.model.groups import LEAST_SPAN, KvGroup, context_pages, kv_groups
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +68,8 @@ class Info(Protocol):
     def max_batch_tokens(self) -> int: ...
     @property
     def ranks(self) -> int: ...
+    @property
+    def device_tier(self) -> TierLayout: ...
 
 
 class ProbedWorker(StepWorker, Protocol):
@@ -82,6 +87,36 @@ class CostPoint:
     seconds: float
 
 
+class HybridPages:
+    """The pages of one growing context of a model with two KV groups."""
+
+    def __init__(self, groups: tuple[KvGroup, ...], tier: TierLayout, chunk_tokens: int) -> None:
+        self._pool = PagePool(tier.num_bytes, tier.sizes)
+        self._group = groups[1]
+        self._chunk_tokens = chunk_tokens
+        # As many as a context of any length needs.
+        self._most = context_pages(groups, chunk_tokens, 1 << 40)[1]
+        self._first: list[int] = []
+        self._second: list[int] = []
+
+    def plan(self, step: int, span: Span) -> Plan:
+        """Return the plan of a step that computes ``span``, of at most ``LEAST_SPAN`` tokens. Raises IndexError when
+        the tier is too small."""
+        chunks = -(-span.end // self._chunk_tokens)
+        while len(self._first) < chunks:
+            self._first.append(self._pool.take(0))
+        while len(self._second) < min(chunks, self._most):
+            self._second.append(self._pool.take(1))
+        table = np.array(self._first[:chunks], dtype=np.int32)
+        if self._group.window is None:
+            state = self._second[0]
+            chain = Chain(0, 0, state if span.start else NO_PAGE, NO_PAGE, 0, state)
+            return Plan(step, (span,), (table,), chains=(chain,))
+        # Pages that the window has left behind are used again.
+        window = np.resize(np.array(self._second, dtype=np.int32), chunks)
+        return Plan(step, (span,), (table,), window_tables=(window,))
+
+
 class Prober:
     """Runs one growing context through a worker. Overwrites the first pages of its pool."""
 
@@ -93,12 +128,15 @@ class Prober:
         vocab_size: int,
         fill_tokens: int = FILL_TOKENS,
         clock: Callable[[], float] = time.perf_counter,
+        pages: HybridPages | None = None,
     ) -> None:
+        """``pages``: for a model with two KV groups."""
         self._worker = worker
         self._chunk_tokens = chunk_tokens
         self._vocab_size = vocab_size
         self._fill_tokens = fill_tokens
         self._clock = clock
+        self._pages = pages
         self._step = 0
 
     def measure(self, longest: int, repeats: int, growth: int = 2) -> Iterator[CostPoint]:
@@ -126,11 +164,15 @@ class Prober:
         tokens: TokenArray = (np.arange(start, end, dtype=np.int64) * 7919 % self._vocab_size).astype(
             np.int32
         )
-        pages = np.arange(-(-end // self._chunk_tokens), dtype=np.int32)
         sample = SampleSpec(Sampling(), output_index=0)
         self._step += 1
         span = Span(REQUEST, start, tokens, 0, sample)
-        self._worker.launch(Plan(step=self._step, spans=(span,), page_tables=(pages,))).result()
+        if self._pages is not None:
+            plan = self._pages.plan(self._step, span)
+        else:
+            pages = np.arange(-(-end // self._chunk_tokens), dtype=np.int32)
+            plan = Plan(step=self._step, spans=(span,), page_tables=(pages,))
+        self._worker.launch(plan).result()
 
 
 def prober(worker: ProbedWorker, clock: Callable[[], float] = time.perf_counter) -> Prober:
@@ -140,12 +182,18 @@ def prober(worker: ProbedWorker, clock: Callable[[], float] = time.perf_counter)
         raise ValueError(
             f"a step of at most {info.max_batch_tokens} tokens cannot compute a chunk of {info.chunk_tokens} at once"
         )
+    fill, pages = min(FILL_TOKENS, info.max_batch_tokens), None
+    groups = kv_groups(worker.arch, info.chunk_tokens, info.dtype)
+    if len(groups) > 1:
+        fill = min(fill, LEAST_SPAN)
+        pages = HybridPages(groups, info.device_tier, info.chunk_tokens)
     return Prober(
         worker,
         chunk_tokens=info.chunk_tokens,
         vocab_size=worker.arch.vocab_size,
-        fill_tokens=min(FILL_TOKENS, info.max_batch_tokens),
+        fill_tokens=fill,
         clock=clock,
+        pages=pages,
     )
 
 
@@ -285,13 +333,15 @@ def load_or_measure_cost(options: EngineOptions, worker: ProbedWorker) -> CostMo
 
 def estimate(worker: ProbedWorker) -> CostModel:
     arch = worker.arch
+    windows = [arch.layers[layer].window for layer in arch.attention_layers]
     return CostModel.estimate(
-        layers=arch.num_layers,
+        layers=windows.count(None),
         query_heads=arch.num_heads,
         head_dim=arch.head_dim,
         parameters=arch.active_parameters,
         chunk_tokens=worker.info.chunk_tokens,
         context_limit=arch.context_limit,
+        windows=[window for window in windows if window is not None],
     )
 
 

@@ -1,10 +1,13 @@
 """A worker's two KV pools, the pinned memory of the host pool, and the copies between pools in plain memory.
 
-Device pool ``[L, P, 2, Hkv, N, D]``: layer first, so that attention of one layer reads one slab and a step
-can wait for a single layer. Host pool ``[C, L, 2, Hkv, N, D]``: chunk first, so that an evicted chunk is one
-contiguous object. In both, keys and values of one page of one layer are one contiguous run, the unit that is
-copied. With a GPU the host pool is pinned, and ``pensieve.engine.kv.swap`` does the copies. The copies in
-this module are for plain memory: they are done when the call returns.
+``KvPools`` has the pools of a model with one KV group, ``hybrid.HybridPools`` those of two, and ``KvTiers`` what they
+have in common.
+
+With one group, the device pool is ``[L, P, 2, Hkv, N, D]``: layer first, so that attention of one layer reads one slab
+and a step can wait for a single layer. The host pool is ``[C, L, 2, Hkv, N, D]``: chunk first, so that an evicted
+chunk is one contiguous object. In both, keys and values of one page of one layer are one contiguous run, the unit that
+is copied. With a GPU the host pool is pinned, and ``pensieve.engine.kv.swap`` does the copies. The copies in this
+module are for plain memory: they are done when the call returns.
 
 torch rounds its own pinned tensors up to the next power of two, which turns 40 GiB into 64. So
 ``PinnedMemory`` allocates plain memory and registers it with CUDA once at start-up. That takes a while, so it
@@ -21,6 +24,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -38,6 +42,9 @@ TOUCH_BYTES = 64 << 20
 """Bytes that one thread fills at a time."""
 SHOW_AFTER_SECONDS = 2.0
 MOST_THREADS = 16
+
+GroupCopies = tuple[int, torch.Tensor, torch.Tensor]
+"""A KV group, and source and target pages of copies in it, int64 [n] each."""
 
 
 class PinnedMemory:
@@ -93,8 +100,8 @@ def _map(num_bytes: int) -> mmap.mmap:
         raise RuntimeError(f"no host memory for {num_bytes} bytes: {error}") from error
 
 
-def _untouched(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros in plain memory that take no memory until they are written.
+def untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return zeros in plain memory that take no memory until they are written.
 
     ``torch.zeros`` writes them all, which took 2.6 s of an engine's start for tiers of 2 GiB.
     """
@@ -146,8 +153,119 @@ def _progress(total: int) -> Iterator[_Advance]:
         yield _Advance(progress, total)
 
 
-class KvPools:
-    """The memory of both tiers. Only the cache manager knows which parts of it are valid."""
+@dataclass(frozen=True, slots=True)
+class GroupPages:
+    """The pages of one KV group in both tiers, as copies see them."""
+
+    layers: tuple[int, ...]
+    """Layers of the model, ascending: layer ``layers[i]`` is number i below."""
+    page_bytes: int
+    """Bytes of a page in all of the group's layers."""
+    device: torch.Tensor
+    """[L, P, ...]: a page of one layer is contiguous."""
+    host: torch.Tensor
+    """[L, C, ...]: likewise."""
+    host_step: int = 1
+    """From one host page number to the next that can be in use."""
+    host_first: int = 0
+    """Least host page number."""
+
+
+class KvTiers:
+    """The memory of both tiers, by KV group. Only the cache manager knows which parts of it are valid."""
+
+    device: torch.Tensor
+    """All memory of the tier, in the shape that the subclass gives it."""
+    host: torch.Tensor
+
+    def __init__(
+        self,
+        groups: tuple[GroupPages, ...],
+        *,
+        num_layers: int,
+        chunk_tokens: int,
+        padding_page: int,
+        pinned: PinnedMemory | None,
+    ) -> None:
+        self.groups = groups
+        self.chunk_tokens = chunk_tokens
+        self.num_layers = num_layers
+        """Layers of the model."""
+        self.padding_page = padding_page
+        """A page that exists, for unused entries of page tables."""
+        self._pinned = pinned
+        # For each layer of the model: the groups that it is in, with its number there.
+        self._members: list[list[tuple[int, int]]] = [[] for _ in range(num_layers)]
+        for group, pages in enumerate(groups):
+            for number, layer in enumerate(pages.layers):
+                self._members[layer].append((group, number))
+
+    def attention(self, layer: int) -> torch.Tensor:
+        """Return the device pages of a layer of the model that attends, [P, 2, Hkv, N, D]."""
+        raise NotImplementedError
+
+    def in_window_group(self, layer: int) -> bool:
+        """Whether the keys and values of a layer lie in the second group, and are found by its page tables."""
+        return False
+
+    def state(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the device pages of a recurrent layer of the model: the convolution's last inputs [P, C, W-1], in the
+        model's dtype, and the recurrent state [P, H, K, V], float32."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Unpin the host pool. No copy may be under way or begin afterwards."""
+        if self._pinned is not None:
+            self._pinned.close()
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of a chunk that has a slice in every group."""
+        return sum(group.page_bytes for group in self.groups)
+
+    def bytes_of(self, copies: Sequence[Copy]) -> int:
+        """Return the bytes that these copies move."""
+        return sum(self.groups[copy.group].page_bytes for copy in copies)
+
+    def swap_out(self, copies: Sequence[Copy]) -> None:
+        """Copy device pages to host pages, all layers of their groups."""
+        for group, src, dst in _by_group(copies):
+            pages = self.groups[group]
+            for number in range(len(pages.layers)):
+                reference.chunk_copy(pages.host[number], pages.device[number], dst, src)
+
+    def copy_on_device(self, copies: Sequence[Copy]) -> None:
+        """Copy device pages to device pages, all layers of their groups; every page is read before any is written."""
+        parts = [part for part in _by_group(copies) if self.groups[part[0]].layers]
+        if len(parts) == 1:
+            ((group, src, dst),) = parts
+            for layer in self.groups[group].device:
+                reference.chunk_copy(layer, layer, dst, src)
+            return
+        # A page of one group may be written where one of the other is read.
+        picked = [self.groups[group].device.index_select(1, src) for group, src, _ in parts]
+        for (group, _, dst), values in zip(parts, picked, strict=True):
+            for number, layer in enumerate(self.groups[group].device):
+                layer.index_copy_(0, dst, values[number])
+
+    def swap_in(self, copies: Sequence[Copy], *, pipelined: bool = True) -> LayerTransfers:
+        """Begin to copy host pages to device pages; ``wait`` for each layer before using it."""
+        transfers = LayerTransfers(self, copies)
+        if not pipelined:
+            transfers.finish()
+        return transfers
+
+    def copy_in(self, layer: int, parts: Sequence[GroupCopies]) -> None:
+        """Copy one layer of the model from host pages to device pages, in all groups that it is in."""
+        for group, number in self._members[layer]:
+            pages = self.groups[group]
+            for moved, src, dst in parts:
+                if moved == group:
+                    reference.chunk_copy(pages.device[number], pages.host[number], dst, src)
+
+
+class KvPools(KvTiers):
+    """The memory of both tiers of a model with one KV group."""
 
     def __init__(
         self,
@@ -164,75 +282,53 @@ class KvPools:
         In plain memory, the operating system provides and zeroes each page when a chunk first writes to it.
         """
         page = (2, arch.num_kv_heads, chunk_tokens, arch.head_dim)
-        self.padding_page = device_chunks
-        """The page after those of chunks: unused entries of page tables point to it."""
+        # One more page than chunks: unused entries of page tables point to it.
         device_shape = (arch.num_layers, device_chunks + 1, *page)
         on_gpu = device.type == "cuda"
         self.device = (
             torch.zeros(device_shape, dtype=dtype, device=device)
             if on_gpu
-            else _untouched(device_shape, dtype)
+            else untouched_zeros(device_shape, dtype)
         )
-        self.chunk_bytes = arch.num_layers * self.device[0, 0].nbytes
-        self._pinned: PinnedMemory | None = None
+        chunk_bytes = arch.num_layers * self.device[0, 0].nbytes
+        pinned: PinnedMemory | None = None
         shape = (host_chunks, arch.num_layers, *page)
         if on_gpu:
-            self._pinned = PinnedMemory(host_chunks * self.chunk_bytes, unit=self.chunk_bytes)
-            self.host = self._pinned.tensor.view(dtype).view(shape)
+            pinned = PinnedMemory(host_chunks * chunk_bytes, unit=chunk_bytes)
+            self.host = pinned.tensor.view(dtype).view(shape)
         else:
-            self.host = _untouched(shape, dtype)
+            self.host = untouched_zeros(shape, dtype)
+        layers = tuple(range(arch.num_layers))
+        group = GroupPages(layers, chunk_bytes, self.device, self.host.transpose(0, 1))
+        super().__init__(
+            (group,),
+            num_layers=arch.num_layers,
+            chunk_tokens=chunk_tokens,
+            padding_page=device_chunks,
+            pinned=pinned,
+        )
 
-    def close(self) -> None:
-        """Unpin the host pool. No copy may be under way or begin afterwards."""
-        if self._pinned is not None:
-            self._pinned.close()
-
-    @property
-    def num_layers(self) -> int:
-        return self.device.shape[0]
-
-    def swap_out(self, copies: Sequence[Copy]) -> None:
-        """Copy device pages to host pages, all layers."""
-        if copies:
-            src, dst = _numbers(copies)
-            for layer in range(self.num_layers):
-                reference.chunk_copy(self.host[:, layer], self.device[layer], dst, src)
-
-    def copy_on_device(self, copies: Sequence[Copy]) -> None:
-        """Copy device pages to device pages, all layers; every page is read before any is written."""
-        if copies:
-            src, dst = _numbers(copies)
-            for layer in range(self.num_layers):
-                reference.chunk_copy(self.device[layer], self.device[layer], dst, src)
-
-    def swap_in(self, copies: Sequence[Copy], *, pipelined: bool = True) -> LayerTransfers:
-        """Begin to copy host pages to device pages; ``wait`` for each layer before using it."""
-        transfers = LayerTransfers(self, copies)
-        if not pipelined:
-            transfers.finish()
-        return transfers
-
-    def copy_in(self, layer: int, dst: torch.Tensor, src: torch.Tensor) -> None:
-        """Copy one layer of host pages ``src`` to device pages ``dst``."""
-        reference.chunk_copy(self.device[layer], self.host[:, layer], dst, src)
+    def attention(self, layer: int) -> torch.Tensor:
+        """See ``KvTiers.attention``."""
+        return self.device[layer]
 
 
 class LayerTransfers:
     """One step's swap-in. In plain memory the wait does the copy: each layer is copied when first needed, in order."""
 
-    def __init__(self, pools: KvPools, copies: Sequence[Copy]) -> None:
+    def __init__(self, pools: KvTiers, copies: Sequence[Copy]) -> None:
         self.seconds = 0.0
         self._pools = pools
         self._arrived = 0 if copies else pools.num_layers
-        self._src, self._dst = _numbers(copies)
+        self._parts = _by_group(copies)
 
     def wait(self, layer: int) -> None:
-        """Return when ``layer`` and all before it have arrived. Call before the step writes KV to that layer."""
+        """Return when ``layer`` and all before it have arrived. Call before the step writes to that layer."""
         if layer < self._arrived:
             return
         started = time.perf_counter()
         for index in range(self._arrived, layer + 1):
-            self._pools.copy_in(index, self._dst, self._src)
+            self._pools.copy_in(index, self._parts)
         self._arrived = layer + 1
         self.seconds += time.perf_counter() - started
 
@@ -241,7 +337,11 @@ class LayerTransfers:
         self.wait(self._pools.num_layers - 1)
 
 
-def _numbers(copies: Sequence[Copy]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return source and target pages, int64 [n] each."""
-    pairs = torch.tensor([(copy.src, copy.dst) for copy in copies], dtype=torch.int64).view(-1, 2)
-    return pairs[:, 0].contiguous(), pairs[:, 1].contiguous()
+def _by_group(copies: Sequence[Copy]) -> list[GroupCopies]:
+    """Sort copies by their KV group."""
+    found = []
+    for group in sorted({copy.group for copy in copies}):
+        pairs = [(copy.src, copy.dst) for copy in copies if copy.group == group]
+        src, dst = torch.tensor(pairs, dtype=torch.int64).unbind(1)
+        found.append((group, src.contiguous(), dst.contiguous()))
+    return found

@@ -34,12 +34,17 @@ Waits cannot form a cycle: work only waits for work that was queued before it.
 
 The five numbers are tickets. Each lane numbers its work. When ticket n of a lane is done, so is all its
 earlier work. So a lane that has waited for ticket n need not wait again for any smaller one.
+
+With two KV groups each page of either has the five numbers, at its *index*: first all pages of the first group, then
+those of the second. A byte can belong to pages of both, one after the other. ``grid.UnitOwners`` hands the numbers
+over when a unit changes its group. The plan does not say when; it follows from the pages that are used. So all
+indices are claimed before their numbers are read or written, and anew after anything else was claimed in between.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -47,11 +52,12 @@ import numpy as np
 import numpy.typing as npt
 
 from pensieve.core import Ints
+from pensieve.engine.kv.grid import Grid, Indices, UnitOwners
 from pensieve.engine.kv.timeline import Lane, LaneWork, Mark, Timeline
-from pensieve.engine.plan import Copy, Plan
+from pensieve.engine.plan import NO_PAGE, Copy, PageTable, Plan, Span
 
 Pairs = npt.NDArray[np.int32]
-"""(source page, target page) per chunk, [n, 2]."""
+"""(source page, target page) per slice, [n, 2]."""
 
 QUANTUM_BYTES = 4 << 20
 """While a copy in is under way, copies out are submitted in pieces of this size, one at a time."""
@@ -60,14 +66,34 @@ AHEAD_QUANTA = 16
 
 
 @dataclass(frozen=True, slots=True)
+class SecondGroup:
+    """The second KV group of a model, and where both groups' pages lie."""
+
+    num_layers: int
+    page_bytes: int
+    window: int | None
+    """Tokens of the window of a window group; None for a state group."""
+    device: tuple[Grid, Grid]
+    host: tuple[Grid, Grid]
+
+
+@dataclass(frozen=True, slots=True)
 class Sizes:
-    """Sizes of the pools. ``chunk_bytes`` counts all layers of a chunk."""
+    """Sizes of the pools: of the first or only group. ``chunk_bytes`` counts all its layers of a page. Page numbers
+    are less than ``device_pages`` and ``host_pages``."""
 
     device_pages: int
     host_pages: int
     page_tokens: int
     num_layers: int
     chunk_bytes: int
+    second: SecondGroup | None = None
+
+    def layers_of(self, group: int) -> int:
+        return self.second.num_layers if group and self.second else self.num_layers
+
+    def page_bytes_of(self, group: int) -> int:
+        return self.second.page_bytes if group and self.second else self.chunk_bytes
 
 
 class Lanes(Protocol):
@@ -85,23 +111,37 @@ class Lanes(Protocol):
         """Convert page pairs to the form that copies take. The caller keeps the result until the copies are done."""
         ...
 
-    def copy_out(self, prepared: object, first: int, count: int) -> None:
-        """Queue ``count`` runs from ``first`` on, device to host; run r is layer ``r % L`` of pair ``r // L``."""
+    def copy_out(self, group: int, prepared: object, first: int, count: int) -> None:
+        """Queue ``count`` runs from ``first`` on, device to host; run r is layer ``r % L`` of pair ``r // L``, for
+        the L layers of the KV group."""
         ...
 
-    def copy_in(self, prepared: object) -> None:
-        """Queue the copies of all layers, host to device, in order, so that a step can wait for each layer."""
+    def copy_in(self, prepared: dict[int, object]) -> None:
+        """Queue the copies of all layers, host to device, in the order of the model's layers, so that a step can wait
+        for each layer. ``prepared``: pairs by KV group."""
         ...
 
-    def copy_on_device(self, pairs: Pairs) -> None:
-        """Queue copies of all layers on the compute lane; every page is read before any is written."""
+    def copy_on_device(self, pairs: dict[int, Pairs]) -> None:
+        """Queue copies of all layers on the compute lane, by KV group; every page is read before any is written."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Copies:
+    """Copies of one list of a plan, all of one group."""
+
+    group: int
+    pairs: Pairs
+    source: Indices
+    """Indices of the source pages in the clocks of their tier."""
+    target: Indices
 
 
 @dataclass(slots=True)
 class _CopyOut:
     """One plan's copies out that are not all queued yet; each pair has a ticket, from ``first_ticket`` on."""
 
+    group: int
     pairs: Pairs
     first_ticket: int
     after_compute: int
@@ -118,9 +158,16 @@ class SwapQueue:
     def __init__(self, lanes: Lanes, sizes: Sizes, *, pipelined: bool) -> None:
         self.lines = {lane: Timeline() for lane in Lane}
         self._lanes, self._sizes, self._pipelined = lanes, sizes, pipelined
-        self._touched, self._read_out, self._brought_in = _clocks(3, sizes.device_pages)
-        self._saved, self._loaded = _clocks(2, sizes.host_pages)
-        self._pages_of_step: tuple[Plan, npt.NDArray[np.int32]] | None = None
+        second = sizes.second
+        self._device_owners = UnitOwners(second.device) if second else None
+        self._host_owners = UnitOwners(second.host) if second else None
+        self._touched, self._read_out, self._brought_in = _clocks(
+            3, self._device_owners.length if self._device_owners else sizes.device_pages
+        )
+        self._saved, self._loaded = _clocks(
+            2, self._host_owners.length if self._host_owners else sizes.host_pages
+        )
+        self._pages_of_step: tuple[Plan, Indices] | None = None
         # (lane, after): the latest ticket of ``after`` that ``lane`` already waits for.
         self._followed = {(lane, after): 0 for lane in Lane for after in Lane}
         self._waiting: deque[_CopyOut] = deque()
@@ -136,20 +183,18 @@ class SwapQueue:
 
         Raises ValueError when a copy names a page that does not exist.
         """
-        out = self._pairs(plan, "swap_out", plan.swap_out, self._sizes.device_pages, self._sizes.host_pages)
-        on_device = self._pairs(
-            plan, "copies", plan.copies, self._sizes.device_pages, self._sizes.device_pages
-        )
-        come_in = self._pairs(plan, "swap_in", plan.swap_in, self._sizes.host_pages, self._sizes.device_pages)
+        out = self._copies(plan, "swap_out")
+        on_device = self._copies(plan, "copies")
+        come_in = self._copies(plan, "swap_in")
         # In the order in which a plan takes effect (``engine.plan``). The step is protected before this plan's
         # copies in are queued: it waits for those layer by layer, and as a whole only for those of earlier plans.
-        if len(out):
-            self._take_out(out)
-        if len(on_device):
+        for copies in out:
+            self._take_out(copies)
+        if on_device:
             self._copy_on_device(on_device)
         if plan.spans:
             self._protect_step(plan)
-        if len(come_in):
+        if come_in:
             self._bring_in(come_in)
         self.feed()
 
@@ -171,8 +216,8 @@ class SwapQueue:
         line.settle()
         self.lines[Lane.IN].settle()
         limit = QUANTUM_BYTES if self.lines[Lane.IN].busy else QUANTUM_BYTES * AHEAD_QUANTA
-        run_bytes = self._sizes.chunk_bytes // self._sizes.num_layers
         while self._waiting and line.queued_bytes < limit:
+            run_bytes = self._run_bytes(self._waiting[0].group)
             self._submit(max(1, (limit - line.queued_bytes) // run_bytes))
 
     def flush(self) -> None:
@@ -184,33 +229,49 @@ class SwapQueue:
 
     # -- a plan's copies ---------------------------------------------------------------------------------------------
 
-    def _take_out(self, pairs: Pairs) -> None:
-        source, target = pairs[:, 0], pairs[:, 1]
+    def _take_out(self, copies: _Copies) -> None:
+        source, target, count = copies.source, copies.target, len(copies.pairs)
+        self._claim(source)
+        self._claim_host(target)
         # The waits are fixed now, by the tickets at launch; the copy begins later.
         after_compute = int(self._touched[source].max())
         after_in = int(max(self._brought_in[source].max(), self._loaded[target].max()))
-        tickets = self._ticket_out + 1 + np.arange(len(pairs))
-        self._waiting.append(_CopyOut(pairs, self._ticket_out + 1, after_compute, after_in))
-        self._ticket_out += len(pairs)
+        tickets = self._ticket_out + 1 + np.arange(count)
+        self._waiting.append(
+            _CopyOut(copies.group, copies.pairs, self._ticket_out + 1, after_compute, after_in)
+        )
+        self._ticket_out += count
         self._read_out[source] = tickets
         self._saved[target] = tickets
 
-    def _copy_on_device(self, pairs: Pairs) -> None:
-        self._after(Lane.COMPUTE, Lane.IN, int(self._brought_in[pairs].max()))
-        self._after(Lane.COMPUTE, Lane.OUT, int(self._read_out[pairs[:, 1]].max()))
-        self._lanes.copy_on_device(pairs)
-        self._mark_compute(pairs)
+    def _copy_on_device(self, groups: list[_Copies]) -> None:
+        # The bytes of a target may be those of another group's source: these two claim their units in turn.
+        sources = np.concatenate([copies.source for copies in groups])
+        targets = np.concatenate([copies.target for copies in groups])
+        after_in = after_out = 0
+        for indices in (sources, targets):
+            self._claim(indices)
+            after_in = max(after_in, int(self._brought_in[indices].max()))
+        after_out = int(self._read_out[targets].max())
+        self._after(Lane.COMPUTE, Lane.IN, after_in)
+        self._after(Lane.COMPUTE, Lane.OUT, after_out)
+        self._lanes.copy_on_device({copies.group: copies.pairs for copies in groups})
+        self._mark_compute(sources, targets)
 
-    def _bring_in(self, pairs: Pairs) -> None:
-        source, target = pairs[:, 0], pairs[:, 1]
+    def _bring_in(self, groups: list[_Copies]) -> None:
+        source = np.concatenate([copies.source for copies in groups])
+        target = np.concatenate([copies.target for copies in groups])
+        self._claim(target)
+        self._claim_host(source)
         self._after(Lane.IN, Lane.COMPUTE, int(self._touched[target].max()))
         self._after(Lane.IN, Lane.OUT, int(max(self._read_out[target].max(), self._saved[source].max())))
-        prepared = self._lanes.prepare(pairs)
+        prepared = {copies.group: self._lanes.prepare(copies.pairs) for copies in groups}
         begin = self._lanes.mark(Lane.IN)
         self._lanes.copy_in(prepared)
         line = self.lines[Lane.IN]
         end = self._lanes.mark(Lane.IN)
-        line.add(LaneWork(line.last + 1, end, begin, len(pairs) * self._sizes.chunk_bytes, prepared))
+        num_bytes = sum(len(copies.pairs) * self._sizes.page_bytes_of(copies.group) for copies in groups)
+        line.add(LaneWork(line.last + 1, end, begin, num_bytes, prepared))
         self._brought_in[target] = line.last
         self._loaded[source] = line.last
         if not self._pipelined:
@@ -219,11 +280,12 @@ class SwapQueue:
     def _protect_step(self, plan: Plan) -> None:
         """Make the step wait for earlier plans' copies. For this plan's own copies in, each layer waits by itself."""
         touched = self._pages_touched(plan)
+        self._claim(touched)
         self._after(Lane.COMPUTE, Lane.IN, self._pending(Lane.IN, self._brought_in[touched]))
         if self._pending(Lane.OUT, self._read_out[touched]):
             # A step may read a page during a copy out of it, but not write it. Finding the pages that it
             # writes takes time, so it is done only when a copy out of any of its pages is pending.
-            written = _pages_written(plan, self._sizes.page_tokens)
+            written = self._pages_written(plan)
             self._after(Lane.COMPUTE, Lane.OUT, int(self._read_out[written].max(initial=0)))
 
     # -- common parts: waits, marks, submissions ---------------------------------------------------------------------
@@ -244,61 +306,145 @@ class SwapQueue:
         latest = int(tickets.max(initial=0))
         return latest if latest > self.lines[after].done else 0
 
-    def _mark_compute(self, touched: npt.NDArray[np.int32]) -> None:
-        """Give the compute work queued so far a ticket, and record that its newest part touched these pages."""
+    def _mark_compute(self, *touched: Indices) -> None:
+        """Give the compute work queued so far a ticket, and record that its newest part touched these pages. Those of
+        one array lie apart; those of two may have bytes in common."""
         line = self.lines[Lane.COMPUTE]
         line.settle()
         line.add(LaneWork(line.last + 1, self._lanes.mark(Lane.COMPUTE)))
-        self._touched[touched] = line.last
+        for indices in touched:
+            self._claim(indices)
+            self._touched[indices] = line.last
+
+    def _claim(self, indices: Indices) -> None:
+        """Let the clocks of these device pages tell of all earlier uses of their bytes."""
+        if self._device_owners is not None:
+            self._device_owners.claim(indices, (self._touched, self._read_out, self._brought_in))
+
+    def _claim_host(self, indices: Indices) -> None:
+        if self._host_owners is not None:
+            self._host_owners.claim(indices, (self._saved, self._loaded))
+
+    def _run_bytes(self, group: int) -> int:
+        return self._sizes.page_bytes_of(group) // self._sizes.layers_of(group)
 
     def _begin_out(self, ticket: int) -> None:
         """Begin all copies out up to ``ticket``, however much is queued already."""
         while self.lines[Lane.OUT].last < ticket:
             head = self._waiting[0]
-            chunks = min(ticket - head.first_ticket + 1, len(head.pairs))
-            self._submit(chunks * self._sizes.num_layers - head.next_run)
+            slices = min(ticket - head.first_ticket + 1, len(head.pairs))
+            self._submit(slices * self._sizes.layers_of(head.group) - head.next_run)
 
     def _submit(self, most_runs: int) -> None:
         """Queue up to ``most_runs`` of the oldest waiting copies out."""
-        head, layers = self._waiting[0], self._sizes.num_layers
+        head = self._waiting[0]
+        layers = self._sizes.layers_of(head.group)
         self._after(Lane.OUT, Lane.COMPUTE, head.after_compute)
         self._after(Lane.OUT, Lane.IN, head.after_in)
         if head.prepared is None:
             head.prepared = self._lanes.prepare(head.pairs)
-        # A submission may end in the middle of a chunk. Its ticket is then that of the last complete chunk.
+        # A submission may end in the middle of a slice. Its ticket is then that of the last complete slice.
         runs = min(most_runs, len(head.pairs) * layers - head.next_run)
         begin = self._lanes.mark(Lane.OUT)
-        self._lanes.copy_out(head.prepared, head.next_run, runs)
+        self._lanes.copy_out(head.group, head.prepared, head.next_run, runs)
         head.next_run += runs
         ticket = head.first_ticket - 1 + head.next_run // layers
-        num_bytes = runs * (self._sizes.chunk_bytes // layers)
+        num_bytes = runs * self._run_bytes(head.group)
         end = self._lanes.mark(Lane.OUT)
         self.lines[Lane.OUT].add(LaneWork(ticket, end, begin, num_bytes, head.prepared))
         if head.next_run == len(head.pairs) * layers:
             self._waiting.popleft()
 
-    def _pages_touched(self, plan: Plan) -> npt.NDArray[np.int32]:
-        """Return all pages that the step may read or write; computed once per plan."""
+    # -- the pages of a plan -----------------------------------------------------------------------------------------
+
+    def _pages_touched(self, plan: Plan) -> Indices:
+        """Return the indices of all pages that the step may read or write; computed once per plan."""
         if self._pages_of_step is None or self._pages_of_step[0] is not plan:
-            self._pages_of_step = plan, np.concatenate(plan.page_tables)
+            parts: list[Indices] = [*plan.page_tables] if self._sizes.num_layers else []
+            if self._sizes.second is not None:
+                parts += [pages + self._sizes.device_pages for pages in self._second_touched(plan)]
+            self._pages_of_step = plan, np.concatenate(parts)
         return self._pages_of_step[1]
 
-    def _pairs(self, plan: Plan, name: str, copies: Sequence[Copy], sources: int, targets: int) -> Pairs:
-        pairs = np.array([(copy.src, copy.dst) for copy in copies], dtype=np.int32).reshape(-1, 2)
-        if len(pairs) and (pairs.min() < 0 or (pairs.max(axis=0) >= (sources, targets)).any()):
-            raise ValueError(f"step {plan.step}: {name} names a page that does not exist")
-        return pairs
+    def _second_touched(self, plan: Plan) -> Iterator[Indices]:
+        """Yield the second group's pages that the step may read or write."""
+        assert self._sizes.second is not None
+        window = self._sizes.second.window
+        if window is None:
+            yield np.array(
+                [
+                    page
+                    for chain in plan.chains
+                    for page in (chain.read, chain.boundary, chain.live)
+                    if page != NO_PAGE
+                ],
+                dtype=np.int64,
+            )
+            return
+        size = self._sizes.page_tokens
+        for span in plan.spans:
+            first = max(0, span.start - window + 1) // size
+            yield plan.window_tables[span.page_table][first : -(-span.end // size)]
+
+    def _pages_written(self, plan: Plan) -> Indices:
+        """Return the indices of the pages to which the step writes."""
+        size, second = self._sizes.page_tokens, self._sizes.second
+
+        def pages(span: Span, tables: Sequence[PageTable]) -> PageTable:
+            return tables[span.page_table][span.start // size : -(-span.end // size)]
+
+        parts: list[Indices] = []
+        if self._sizes.num_layers:
+            parts += [pages(span, plan.page_tables) for span in plan.spans if span.stores & 1]
+        if second is not None and second.window is not None:
+            base = self._sizes.device_pages
+            parts += [pages(span, plan.window_tables) + base for span in plan.spans if span.stores & 2]
+        elif second is not None:
+            written = [
+                page for chain in plan.chains for page in (chain.boundary, chain.live) if page != NO_PAGE
+            ]
+            parts.append(np.array(written, dtype=np.int64) + self._sizes.device_pages)
+        return np.concatenate(parts) if parts else np.empty(0, dtype=np.int32)
+
+    def _copies(self, plan: Plan, name: str) -> list[_Copies]:
+        """Return one list of the plan's copies by group. Raises ValueError when a page does not exist."""
+        copies: tuple[Copy, ...] = getattr(plan, name)
+        if not copies:
+            return []
+        numbers = np.array([(copy.src, copy.dst, copy.group) for copy in copies], dtype=np.int32)
+        two = self._sizes.second is not None or numbers[:, 2].any()
+        found = []
+        for group in np.unique(numbers[:, 2]).tolist() if two else (0,):
+            pairs = np.ascontiguousarray(numbers[numbers[:, 2] == group, :2])
+            if not self._exist(group, pairs, on_host=(name == "swap_in", name == "swap_out")):
+                raise ValueError(f"step {plan.step}: {name} names a page that does not exist")
+            if self._sizes.layers_of(group):  # a page of a group without layers has no bytes
+                source, target = pairs.T
+                if group:
+                    # Indices into the clocks, as ``UnitOwners`` counts them.
+                    source = source + self._base(on_host=name == "swap_in")
+                    target = target + self._base(on_host=name == "swap_out")
+                found.append(_Copies(group, pairs, source, target))
+        return found
+
+    def _base(self, *, on_host: bool) -> int:
+        """Return the index of the second group's page 0 in the clocks of a tier."""
+        return self._sizes.host_pages if on_host else self._sizes.device_pages
+
+    def _exist(self, group: int, pairs: Pairs, *, on_host: tuple[bool, bool]) -> bool:
+        """Whether these source and target pages of a group exist. ``on_host``: the tier of each of the two."""
+        second = self._sizes.second
+        if group == 0 and (second is None or not self._sizes.num_layers):
+            limits = [self._base(on_host=host) for host in on_host]
+            return not self._sizes.num_layers or bool(
+                (pairs.min() >= 0) and (pairs.max(axis=0) < limits).all()
+            )
+        if second is None or group not in (0, 1):
+            return False
+        grids = [(second.host if host else second.device)[group] for host in on_host]
+        return all(grid.is_page(pages) for grid, pages in zip(grids, pairs.T, strict=True))
 
 
 def _clocks(count: int, pages: int) -> Ints:
     """Return the tickets of the last use of each page, one row for each of ``count`` uses; 0: never used."""
     return np.zeros((count, pages), dtype=np.int64)
-
-
-def _pages_written(plan: Plan, page_tokens: int) -> npt.NDArray[np.int32]:
-    """Return the pages to which the step writes KV."""
-    parts = [
-        plan.page_tables[span.page_table][span.start // page_tokens : -(-span.end // page_tokens)]
-        for span in plan.spans
-    ]
-    return np.concatenate(parts)

@@ -12,6 +12,7 @@ Only ``drain`` and ``close`` wait for the device.
 
 from __future__ import annotations
 
+import bisect
 import logging
 from dataclasses import dataclass
 from typing import ClassVar
@@ -19,6 +20,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 
+from pensieve.engine.kv.hybrid import HybridPools
 from pensieve.engine.kv.mechanisms import (
     Choice,
     RunCopy,
@@ -28,8 +30,8 @@ from pensieve.engine.kv.mechanisms import (
     layer_groups,
     make_copy,
 )
-from pensieve.engine.kv.pools import KvPools
-from pensieve.engine.kv.queue import Pairs, Sizes, SwapQueue
+from pensieve.engine.kv.pools import GroupPages, KvTiers
+from pensieve.engine.kv.queue import Pairs, SecondGroup, Sizes, SwapQueue
 from pensieve.engine.kv.timeline import Lane, Mark
 from pensieve.engine.plan import Plan
 from pensieve.kernels.attention.plan import multiprocessors_of
@@ -39,45 +41,92 @@ from pensieve.kernels.chunk_copy import ChunkCopy, runs_of
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class _GroupLanes:
+    """The copies of one KV group's pages."""
+
+    layers: tuple[int, ...]
+    """Layers of the model, ascending."""
+    runs: torch.Tensor
+    """Device pages, [L, P, words]."""
+    into: RunCopy
+    out: RunCopy
+    on_device: ChunkCopy
+    failed: torch.Tensor
+    """int32, pinned: not 0 for each host page that came back changed."""
+    host_first: int
+    host_step: int
+    """Host page ``host_first + n * host_step`` is number n of ``failed``."""
+    checksum: ChunkChecksum | None
+
+    def numbers(self, layers: range) -> range:
+        """Return which of the group's layers are among these layers of the model."""
+        return range(
+            bisect.bisect_left(self.layers, layers.start), bisect.bisect_left(self.layers, layers.stop)
+        )
+
+    @property
+    def page_bytes(self) -> int:
+        return len(self.layers) * self.runs.shape[2] * self.runs.itemsize
+
+
 class CudaLanes:
     """``queue.Lanes`` on one GPU. The host pool must be pinned."""
 
-    def __init__(self, pools: KvPools, compute: torch.cuda.Stream, *, mechanism: str, verify: bool) -> None:
+    def __init__(self, pools: KvTiers, compute: torch.cuda.Stream, *, mechanism: str, verify: bool) -> None:
         """Raises ValueError for an unknown or unavailable mechanism."""
-        self._pools = pools
-        self._inside, outside = runs_of(pools.device), runs_of(pools.host, chunk_first=True)
-        device = pools.device.device
+        # Groups without layers have no bytes to copy.
+        with_layers = {number: pages for number, pages in enumerate(pools.groups) if pages.layers}
+        self._device = next(iter(with_layers.values())).device.device
         # A step waits for its copies in, so they get priority where programs compete for multiprocessors.
         self.streams = {
             Lane.COMPUTE: compute,
-            Lane.IN: torch.cuda.Stream(device, priority=-1),
-            Lane.OUT: torch.cuda.Stream(device),
+            Lane.IN: torch.cuda.Stream(self._device, priority=-1),
+            Lane.OUT: torch.cuda.Stream(self._device),
         }
-        self._run_bytes = self._inside.shape[2] * self._inside.itemsize
         self.choices: dict[Lane, Choice] = {}
-        self._in = self._choose(Lane.IN, mechanism, self._inside, outside)
-        self._out = self._choose(Lane.OUT, mechanism, outside, self._inside)
-        self._on_device = ChunkCopy(
-            self._inside,
-            self._inside,
-            programs=multiprocessors_of(device),  # no link limits these
-        )
-        nothing = self.prepare(np.zeros((1, 2), np.int32))
-        for copy in (self._in, self._out, self._on_device):
-            copy.warm_up(nothing)
+        """With two KV groups: those of the second."""
+        self._num_layers = pools.num_layers
+        self._groups = {
+            number: self._group(pages, mechanism, verify=verify) for number, pages in with_layers.items()
+        }
         self.groups = layer_groups(pools.num_layers)
         self._arrived = {group.start: torch.cuda.Event(external=True) for group in self.groups}
         for event in self._arrived.values():
             # torch creates an event when it is first recorded, and graph capture drops a wait for an event
             # that does not exist yet.
             event.record(self.streams[Lane.IN])
-        self._failed = torch.zeros(len(pools.host), dtype=torch.int32, pin_memory=True)
-        self._checksum = ChunkChecksum(self._inside, len(pools.host), self._failed) if verify else None
+
+    def _group(self, pages: GroupPages, mechanism: str, *, verify: bool) -> _GroupLanes:
+        inside, outside = runs_of(pages.device), runs_of(pages.host.transpose(0, 1), chunk_first=True)
+        into = self._choose(Lane.IN, mechanism, inside, outside)
+        out = self._choose(Lane.OUT, mechanism, outside, inside)
+        # No link limits copies on the device.
+        on_device = ChunkCopy(inside, inside, programs=multiprocessors_of(self._device))
+        nothing = self.prepare(np.zeros((1, 2), np.int32))
+        for copy in (into, out, on_device):
+            copy.warm_up(nothing)
+        host_pages = -(-pages.host.shape[1] // pages.host_step)
+        failed = torch.zeros(host_pages, dtype=torch.int32, pin_memory=True)
+        checksum = None
+        if verify:
+            checksum = ChunkChecksum(inside, host_pages, failed, page_step=pages.host_step)
+        return _GroupLanes(
+            layers=pages.layers,
+            runs=inside,
+            into=into,
+            out=out,
+            on_device=on_device,
+            failed=failed,
+            host_first=pages.host_first,
+            host_step=pages.host_step,
+            checksum=checksum,
+        )
 
     def _choose(self, lane: Lane, mechanism: str, dst: torch.Tensor, src: torch.Tensor) -> RunCopy:
         choice = Choice(mechanism, {})
         if mechanism == "auto":
-            choice = choose(calibrate(dst.shape[2], self._inside.device, inwards=lane is Lane.IN))
+            choice = choose(calibrate(dst.shape[2], self._device, inwards=lane is Lane.IN))
         self.choices[lane] = choice
         measured = ", ".join(
             f"{name} {trial.gb_per_s:.1f} GB/s {trial.submit_us_per_run:.2f} µs CPU per run"
@@ -101,36 +150,61 @@ class CudaLanes:
         prepared.numpy()[:] = pairs
         return prepared
 
-    def copy_out(self, prepared: object, first: int, count: int) -> None:
+    def copy_out(self, group: int, prepared: object, first: int, count: int) -> None:
         assert isinstance(prepared, torch.Tensor)
+        lanes = self._groups[group]
         with torch.cuda.stream(self.streams[Lane.OUT]):
-            self._out(prepared, first=first, count=count, layers=range(self._pools.num_layers))
-            if self._checksum is not None:
-                self._checksum.keep(prepared, first, count)
+            lanes.out(prepared, first=first, count=count, layers=range(len(lanes.layers)))
+            if lanes.checksum is not None:
+                lanes.checksum.keep(prepared, first, count)
 
-    def copy_in(self, prepared: object) -> None:
-        assert isinstance(prepared, torch.Tensor)
+    def copy_in(self, prepared: dict[int, object]) -> None:
+        parts = []
+        for group, pairs in prepared.items():
+            assert isinstance(pairs, torch.Tensor)
+            parts.append((self._groups[group], pairs))
+        num_bytes = sum(len(pairs) * lanes.page_bytes for lanes, pairs in parts)
         with torch.cuda.stream(self.streams[Lane.IN]):
             # One event per group of layers: the model waits at a group's first layer for the whole group.
-            for layers, groups in calls_for(self.groups, len(prepared) * self._run_bytes):
-                self._in(prepared, first=0, count=len(prepared) * len(layers), layers=layers)
-                if self._checksum is not None:
-                    self._checksum.compare(prepared, layers)
-                for group in groups:
-                    self._arrived[group.start].record()
+            for layers, together in calls_for(self.groups, num_bytes // self._num_layers):
+                for lanes, pairs in parts:
+                    numbers = lanes.numbers(layers)
+                    if numbers:
+                        lanes.into(pairs, first=0, count=len(pairs) * len(numbers), layers=numbers)
+                        if lanes.checksum is not None:
+                            lanes.checksum.compare(pairs, numbers)
+                for layer_group in together:
+                    self._arrived[layer_group.start].record()
 
-    def copy_on_device(self, pairs: Pairs) -> None:
+    def copy_on_device(self, pairs: dict[int, Pairs]) -> None:
         with torch.cuda.stream(self.streams[Lane.COMPUTE]):
             # torch keeps pinned memory alive only for its own copies: the numbers go to the device before
             # they are used.
-            numbers = self.prepare(pairs).to(self._inside.device, non_blocking=True)
-            if np.isin(pairs[:, 0], pairs[:, 1]).any():
-                # Some page is both read and written: do all reads of a layer first.
-                source, target = numbers.long().unbind(1)
-                for layer in self._inside:
-                    layer.index_copy_(0, target, layer.index_select(0, source))
-            else:
-                self._on_device(numbers)
+            numbers = {
+                group: self.prepare(pages).to(self._device, non_blocking=True)
+                for group, pages in pairs.items()
+            }
+            if len(pairs) == 1:
+                ((group, pages),) = pairs.items()
+                self._copy_in_group(self._groups[group], pages, numbers[group])
+                return
+            # A page of one group may be written where one of the other is read: do all reads first.
+            ends = {group: part.long().unbind(1) for group, part in numbers.items()}
+            read = {
+                group: self._groups[group].runs.index_select(1, source) for group, (source, _) in ends.items()
+            }
+            for group, (_, target) in ends.items():
+                for layer, values in zip(self._groups[group].runs, read[group], strict=True):
+                    layer.index_copy_(0, target, values)
+
+    def _copy_in_group(self, lanes: _GroupLanes, pairs: Pairs, numbers: torch.Tensor) -> None:
+        if np.isin(pairs[:, 0], pairs[:, 1]).any():
+            # Some page is both read and written: do all reads of a layer first.
+            source, target = numbers.long().unbind(1)
+            for layer in lanes.runs:
+                layer.index_copy_(0, target, layer.index_select(0, source))
+        else:
+            lanes.on_device(numbers)
 
     def wait(self, layer: int) -> None:
         """See ``SwapEngine.wait``."""
@@ -139,8 +213,12 @@ class CudaLanes:
             event.wait()
 
     def failed_pages(self) -> list[int]:
-        """Return the host pages whose chunks are known to have come back changed. Does not wait."""
-        return [int(page) for page in np.flatnonzero(self._failed.numpy())]
+        """Return the host pages whose slices are known to have come back changed. Does not wait."""
+        return [
+            lanes.host_first + int(number) * lanes.host_step
+            for lanes in self._groups.values()
+            for number in np.flatnonzero(lanes.failed.numpy())
+        ]
 
     def synchronize(self) -> None:
         self.streams[Lane.IN].synchronize()
@@ -163,6 +241,19 @@ class SwapCounters:
     """Chunks of launched plans not yet copied out."""
 
 
+def sizes_of(pools: KvTiers) -> Sizes:
+    """Return the sizes of a worker's pools."""
+    first = pools.groups[0]
+    if len(pools.groups) == 1:
+        device_pages, host_pages, second = pools.padding_page, first.host.shape[1], None
+    else:
+        assert isinstance(pools, HybridPools)
+        device, host = (tier.grids for tier in pools.tiers)
+        device_pages, host_pages, group = device[0].end, host[0].end, pools.kv_groups[1]
+        second = SecondGroup(len(group.layers), group.page_bytes, group.window, device, host)
+    return Sizes(device_pages, host_pages, pools.chunk_tokens, len(first.layers), first.page_bytes, second)
+
+
 class SwapEngine:
     """All copies between the pools of one worker, in the right order with its steps."""
 
@@ -170,7 +261,7 @@ class SwapEngine:
 
     def __init__(
         self,
-        pools: KvPools,
+        pools: KvTiers,
         compute: torch.cuda.Stream,
         *,
         pipelined: bool,
@@ -181,14 +272,7 @@ class SwapEngine:
         ``mechanisms.MECHANISMS``. ``verify``: check chunks when they return. Raises ValueError for an unknown
         or unavailable mechanism."""
         self._lanes = self.lanes_type(pools, compute, mechanism=mechanism, verify=verify)
-        sizes = Sizes(
-            device_pages=pools.padding_page,
-            host_pages=len(pools.host),
-            page_tokens=pools.device.shape[4],
-            num_layers=pools.num_layers,
-            chunk_bytes=pools.chunk_bytes,
-        )
-        self._queue = SwapQueue(self._lanes, sizes, pipelined=pipelined)
+        self._queue = SwapQueue(self._lanes, sizes_of(pools), pipelined=pipelined)
         self._before = SwapCounters(0, 0, 0.0, 0.0, 0)
 
     @property

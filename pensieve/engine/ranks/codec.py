@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from pensieve.core import RequestKey, Sampling
-from pensieve.engine.plan import Copy, Plan, SampleSpec, Span
+from pensieve.engine.plan import Chain, Copy, PageTable, Plan, SampleSpec, Span
 
 SAMPLED_ON_RANK_0 = SampleSpec(Sampling(), 0)
 """Sample spec of decoded spans whose token is sampled on rank 0."""
@@ -24,7 +24,7 @@ class PlanFrame(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
 
     step: int
     spans: bytes
-    """int64 [S, 5]: request, start, tokens, page table, whether a token is sampled."""
+    """int64 [S, 6]: request, start, tokens, page table, whether a token is sampled, stores."""
     tokens: bytes
     """int32: tokens of all spans, concatenated."""
     lengths: bytes
@@ -32,9 +32,13 @@ class PlanFrame(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
     pages: bytes
     """int32: all page tables, concatenated."""
     swap_out: bytes
-    """int32 [n, 2], as the two below."""
+    """int32 [n, 3], as the two below: source, target, group."""
     copies: bytes
     swap_in: bytes
+    window_pages: bytes
+    """int32: all window tables, concatenated: none, or as many and as long as the page tables."""
+    chains: bytes
+    """int64 [C, 6]: the fields of each chain."""
 
 
 class StopFrame(msgspec.Struct, frozen=True, array_like=True, tag="leave"):
@@ -50,21 +54,26 @@ def encode(plan: Plan | None) -> bytes:
     if plan is None:
         return _encoder.encode(StopFrame())
     spans = [
-        (span.request, span.start, len(span.tokens), span.page_table, span.sample is not None)
+        (span.request, span.start, len(span.tokens), span.page_table, span.sample is not None, span.stores)
         for span in plan.spans
     ]
     tokens = np.concatenate([span.tokens for span in plan.spans]) if spans else np.empty(0)
-    pages = np.concatenate(plan.page_tables) if plan.page_tables else np.empty(0)
+    chains = [
+        (chain.first, chain.last, chain.read, chain.boundary, chain.boundary_at, chain.live)
+        for chain in plan.chains
+    ]
     return _encoder.encode(
         PlanFrame(
             step=plan.step,
             spans=np.array(spans, "<i8").tobytes(),
             tokens=tokens.astype("<i4").tobytes(),
             lengths=np.array([len(table) for table in plan.page_tables], "<i8").tobytes(),
-            pages=pages.astype("<i4").tobytes(),
+            pages=_pack_tables(plan.page_tables),
             swap_out=_pack(plan.swap_out),
             copies=_pack(plan.copies),
             swap_in=_pack(plan.swap_in),
+            window_pages=_pack_tables(plan.window_tables),
+            chains=np.array(chains, "<i8").tobytes(),
         )
     )
 
@@ -74,7 +83,7 @@ def decode(message: bytes) -> Plan | None:
     frame = _decoder.decode(message)
     if isinstance(frame, StopFrame):
         return None
-    columns = np.frombuffer(frame.spans, "<i8").reshape(-1, 5)
+    columns = np.frombuffer(frame.spans, "<i8").reshape(-1, 6)
     tokens = np.frombuffer(frame.tokens, "<i4")
     ends = np.cumsum(columns[:, 2]).tolist()
     spans = tuple(
@@ -84,24 +93,36 @@ def decode(message: bytes) -> Plan | None:
             tokens[end - count : end],
             table,
             SAMPLED_ON_RANK_0 if chosen else None,
+            stores,
         )
-        for (request, start, count, table, chosen), end in zip(columns.tolist(), ends, strict=True)
+        for (request, start, count, table, chosen, stores), end in zip(columns.tolist(), ends, strict=True)
     )
     bounds = [0, *np.cumsum(np.frombuffer(frame.lengths, "<i8")).tolist()]
-    pages = np.frombuffer(frame.pages, "<i4")
+
+    def tables(data: bytes) -> tuple[PageTable, ...]:
+        pages = np.frombuffer(data, "<i4")
+        return tuple(pages[start:end] for start, end in itertools.pairwise(bounds))
+
     return Plan(
         step=frame.step,
         spans=spans,
-        page_tables=tuple(pages[start:end] for start, end in itertools.pairwise(bounds)),
+        page_tables=tables(frame.pages),
         swap_out=_unpack(frame.swap_out),
         copies=_unpack(frame.copies),
         swap_in=_unpack(frame.swap_in),
+        window_tables=tables(frame.window_pages) if frame.window_pages else (),
+        chains=tuple(Chain(*fields) for fields in np.frombuffer(frame.chains, "<i8").reshape(-1, 6).tolist()),
     )
 
 
+def _pack_tables(tables: Sequence[PageTable]) -> bytes:
+    pages = np.concatenate(tables) if tables else np.empty(0)
+    return pages.astype("<i4").tobytes()
+
+
 def _pack(copies: Sequence[Copy]) -> bytes:
-    return np.array([(copy.src, copy.dst) for copy in copies], "<i4").tobytes()
+    return np.array([(copy.src, copy.dst, copy.group) for copy in copies], "<i4").tobytes()
 
 
 def _unpack(data: bytes) -> tuple[Copy, ...]:
-    return tuple(Copy(src, dst) for src, dst in np.frombuffer(data, "<i4").reshape(-1, 2).tolist())
+    return tuple(Copy(*fields) for fields in np.frombuffer(data, "<i4").reshape(-1, 3).tolist())

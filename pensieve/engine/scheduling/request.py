@@ -236,6 +236,14 @@ class Request:
         return self.num_known < self.length and self.sampling.needs_context
 
     @property
+    def waits_for_leader(self) -> bool:
+        """Whether another member of its group still has to compute what both begin with."""
+        if self.group is None or self.output_tokens:
+            return False
+        first = next(member for member in self.group.members if member.in_batch)
+        return first is not self and bool(first.missing) and not first.output_tokens
+
+    @property
     def phase(self) -> Phase:
         if self.admitted is None:
             return Phase.QUEUED
@@ -309,12 +317,21 @@ class Request:
         """Take over the KV of ``source`` before the next token."""
         self.source = source
 
-    def on_branched(self, start: int) -> None:
-        """Enter the batch with the source's KV up to ``start``, which may still have to be computed."""
+    def on_branched(self, missing: Sequence[Range]) -> None:
+        """Enter the batch with the source's KV, which may still have to be computed, but for ``missing``: ascending
+        ranges, the last of which goes on to the end of the context."""
         assert self.source is not None
         if self.receipt is None:
             self.admitted, self.receipt = self.source.admitted, self.source.receipt
-        self.source, self.in_batch, self.missing = None, True, deque([(start, self.length)])
+        *before, (start, _) = missing
+        self.source, self.in_batch, self.missing = None, True, deque([*before, (start, self.length)])
+
+    def leave_source(self) -> None:
+        """Go on alone: the source has gone. The fork waits, as after a suspension."""
+        assert self.source is not None
+        if self.receipt is None:
+            self.admitted, self.receipt = self.source.admitted, self.source.receipt
+        self.source = None
 
     def suspend(self) -> None:
         """Return to the queue. The next admission finds out which KV is missing."""

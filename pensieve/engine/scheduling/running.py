@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pensieve.config import SchedulerConfig
 from pensieve.core import RequestKey, SessionKey
 from pensieve.engine.cache.chunk import common_prefix
+from pensieve.engine.cache.finding import Branches
 from pensieve.engine.cache.manager import CacheManager
 from pensieve.engine.scheduling.queue import FairQueue
 from pensieve.engine.scheduling.request import Group, Request
@@ -48,7 +49,7 @@ class RunningSet:
         Changes nothing. The request's addresses must have been set (``Request.set_prefix_path``).
         """
         forks = self._forks(request)
-        if len(self.requests) + 1 + len(forks) > self._config.max_running:
+        if len(self.requests) + self.waiting_forks + 1 + len(forks) > self._config.max_running:
             return False
         if request.must_wait or any(fork.must_wait for fork in forks):
             return False
@@ -59,7 +60,7 @@ class RunningSet:
             request.new_when_admitted,
             reserve=bool(self.requests),
             path=request.path,
-            branches=sum(fork.pages_as_fork(size) for fork in forks),
+            branches=Branches(len(forks), sum(fork.pages_as_fork(size) for fork in forks)),
             tenant=request.tenant,
         )
 
@@ -76,6 +77,11 @@ class RunningSet:
         )
         request.admit(restore, now)
         self.insert(request)
+        if self._cache.has_states:
+            for fork in forks:
+                self._register(fork)
+                self._branching.append(fork)
+            return [request]
         # Before any work is taken: only KV that the leader already has in its last chunk can be copied.
         for fork in forks:
             self._branch(fork, now)
@@ -95,18 +101,46 @@ class RunningSet:
         """Carry out the branches asked for, once no more room has to be made; return whether there were any."""
         targets, self._branching = self._branching, []
         for target in targets:
-            self._branch(target, now)
-        return bool(targets)
+            if target.in_batch:
+                self._branch(target, now)
+            elif not self._branch_late(target, now):
+                self._branching.append(target)
+        return len(self._branching) < len(targets)
+
+    @property
+    def waiting_forks(self) -> int:
+        """Forks that wait for their leader's prompt: with states, nothing of it can be shared before it is computed."""
+        return sum(not target.in_batch for target in self._branching)
+
+    def _branch_late(self, fork: Request, now: float) -> bool:
+        """Let a fork branch off a leader that has computed its prompt, or go on alone if the leader has gone. Return
+        whether it need not wait any longer."""
+        leader = fork.source
+        assert leader is not None
+        if (leader.finished is not None and not leader.in_batch) or self.get(leader.key) is not leader:
+            fork.leave_source()
+            self._queue.add(fork)
+            return True
+        if not leader.in_batch or not leader.output_tokens or leader.num_missing > 1:
+            return False
+        if len(self.requests) >= self._config.max_running:
+            return False
+        ranges = self._cache.branch(leader.session, fork.session, fork.context, now)
+        if ranges is None:
+            return False
+        fork.on_branched(ranges)
+        self.insert(fork)
+        return True
 
     def _branch(self, target: Request, now: float) -> None:
         assert target.source is not None
         common = common_prefix(target.source.context, target.context)
-        start = self._cache.branch(target.source.session, target.session, target.context[: common + 1], now)
-        complete = start is not None and self._cache.extend(target.session, target.length, now)
-        assert start is not None and complete, (
+        ranges = self._cache.branch(target.source.session, target.session, target.context[: common + 1], now)
+        complete = ranges is not None and self._cache.extend(target.session, target.length, now)
+        assert ranges is not None and complete, (
             f"{target.session}: no page to branch off, although one was reserved"
         )
-        target.on_branched(start)
+        target.on_branched(ranges)
 
     def _forks(self, source: Request) -> list[Request]:
         return [] if source.group is None else source.group.forks(source)
@@ -140,7 +174,7 @@ class RunningSet:
         group = request.group
         if request.in_batch:
             if group is not None and not group.guided:
-                _transfer_missing(group, request)
+                self._transfer_missing(group, request)
             self.remove(request, now, free_kv=free_kv)
         elif is_fork:
             self._unregister(request)
@@ -269,11 +303,11 @@ class RunningSet:
                 member.park(group.leader)
                 self._cache.release(member.session, now, member.context, free_kv=True)
 
-
-def _transfer_missing(group: Group, leaver: Request) -> None:
-    """Before a candidate leaves: let the next one compute what the first still had to compute for all."""
-    running = group.in_batch()
-    if len(running) < 2 or leaver is not running[0] or leaver.output_tokens or not leaver.missing:
-        return
-    if running[1].missing:
-        running[1].take_over_missing(leaver)
+    def _transfer_missing(self, group: Group, leaver: Request) -> None:
+        """Before a candidate leaves: let the next one compute what the first still had to compute for all."""
+        running = group.in_batch()
+        if len(running) < 2 or leaver is not running[0] or leaver.output_tokens or not leaver.missing:
+            return
+        if running[1].missing:
+            running[1].take_over_missing(leaver)
+            self._cache.take_over(running[1].session, leaver.session)

@@ -23,7 +23,7 @@ from pensieve.core import FinishReason, RequestKey, SessionKey, TokenLogprob, pa
 from pensieve.engine.cache.chunk import Range
 from pensieve.engine.cache.manager import CacheManager
 from pensieve.engine.messages import Submit, Warm
-from pensieve.engine.plan import PageTable, Plan, SampleSpec, Span, StepResult
+from pensieve.engine.plan import Chain, PageTable, Plan, SampleSpec, Span, StepResult
 from pensieve.engine.scheduling.queue import FairQueue, max_min_shares
 from pensieve.engine.scheduling.request import Request
 from pensieve.engine.scheduling.running import RunningSet
@@ -73,7 +73,8 @@ class Scheduler:
 
     @property
     def has_requests(self) -> bool:
-        return bool(self._running.requests or self.queue or self._warming.has_pending)
+        running = self._running
+        return bool(running.requests or running.waiting_forks or self.queue or self._warming.has_pending)
 
     @property
     def queued(self) -> int:
@@ -110,11 +111,14 @@ class Scheduler:
             return "ENGINE_FAILED", "the request key is in use"
         problem = None
         needed = self.cache.chunks_for(tokens + 1) + members - 1 if pages is None else pages
+        at_once = members if pages is None else 1
         if tokens >= limit:
             problem = f"a context of {tokens} tokens leaves no room for an answer; the limit is {limit}"
+        elif pages is not None and self.cache.has_states:
+            problem = "beam search is not supported for a model with recurrent layers"
         elif members > places:
             problem = f"{members} generations at a time exceed the {places} that fit a step"
-        elif needed > self.cache.config.device_chunks:
+        elif not self.cache.can_hold(needed, at_once, tokens + 1):
             problem = (
                 f"{members} answers to a context of {tokens} tokens need {needed} pages of the device tier; it has"
                 f" {self.cache.config.device_chunks}: ask for fewer, or for shorter ones"
@@ -173,19 +177,19 @@ class Scheduler:
             # Then restores and prefills under way, then the next in the queue with the rest of the budget.
             budget -= self._plan_decodes(work, now)
         capped = self._caps(budget)
-        budget -= self._plan_spans(work, budget, capped)
+        budget -= self._plan_spans(work, budget, now, capped)
         budget -= self._admit(work, budget, now)
         if capped:  # give one tenant's leftover to the others
-            self._plan_spans(work, budget)
+            self._plan_spans(work, budget, now)
         if not self.config.unified_batch and not work:
             self._plan_decodes(work, now)
         self._warm_up(work, now)
         # A step waits for its swap-in, which should have the link to itself. Ahead-of-time copies can wait.
         if not (self.config.swap_in_first and self.cache.swaps_in):
             self.cache.swap_out_ahead(now, SWAP_OUT_QUANTUM - self._swap_out_backlog)
-        spans, tables = self._spans(work)
         self._steps += 1
-        return Plan(self._steps, spans, tables, *self.cache.take_copies())
+        plan = self._plan_two_groups if self.cache.two_groups else self._plan_one_group
+        return plan(work)
 
     def on_launched(self, plan: Plan) -> None:
         """Record that the worker has begun ``plan``: later plans come after it."""
@@ -236,7 +240,7 @@ class Scheduler:
         staying = [request for request in decoding if request.in_batch]
         for request in staying:
             newest = request.take_newest()
-            self.cache.computed(request.session, *newest)
+            self.cache.computed(request.session, *newest, now)
             work[request] = [newest]
         self.queue.charge_each(staying)
         return len(staying)
@@ -262,19 +266,24 @@ class Scheduler:
             max(budget, 0), demands, {tenant: self.queue.weight(tenant) for tenant in demands}
         )
 
-    def _plan_spans(self, work: _Work, budget: int, capped: Mapping[str, int] | None = None) -> int:
+    def _plan_spans(
+        self, work: _Work, budget: int, now: float, capped: Mapping[str, int] | None = None
+    ) -> int:
         """Plan restores and prefills that have begun, oldest first, until the budget is used (chunked prefill).
 
         ``capped``: each tenant's part of the budget.
         """
         used, remaining = 0, dict(capped or {})
+        once = self.cache.two_groups  # one chain of states, or one run of windows, for each request and plan
         for request in self._running.requests:
             if used >= budget:
                 break
+            if once and (request in work or request.waits_for_leader):
+                continue
             if request.missing and not request.decoding and not (request.warm and request in work):
                 most = min(budget - used, remaining.get(request.tenant, budget))
                 if most > 0:
-                    taken = self._take(work, request, min(most, WARM_TOKENS) if request.warm else most)
+                    taken = self._take(work, request, min(most, WARM_TOKENS) if request.warm else most, now)
                     used += taken
                     if request.tenant in remaining:
                         remaining[request.tenant] -= taken
@@ -300,8 +309,8 @@ class Scheduler:
             if request.receipt is None:
                 self.admitted.append(request)
             for one in self._running.admit(request, now):
-                if remaining > 0:
-                    remaining -= self._take(work, one, remaining)
+                if remaining > 0 and not (self.cache.two_groups and one.waits_for_leader):
+                    remaining -= self._take(work, one, remaining, now)
         return budget - remaining
 
     def _next(self, busy: Container[str]) -> Request | None:
@@ -321,18 +330,18 @@ class Scheduler:
         request = self._warming.begin(now, self._running.requests)
         if request is not None:
             self._running.insert(request)
-            self._take(work, request, min(self.config.max_batch_tokens, WARM_TOKENS))
+            self._take(work, request, min(self.config.max_batch_tokens, WARM_TOKENS), now)
 
-    def _take(self, work: _Work, request: Request, budget: int) -> int:
+    def _take(self, work: _Work, request: Request, budget: int, now: float) -> int:
         """Take up to ``budget`` of a request's missing tokens into this plan; return their number.
 
         A restore that has begun is completed before another of its tenant begins. So a request admitted later
         never waits for KV that a third one has begun to compute and not finished.
         """
-        ranges = request.take_missing(budget)
+        ranges = request.take_missing(self.cache.reach(request.session, budget))
         taken = 0
         for start, end in ranges:
-            self.cache.computed(request.session, start, end)
+            self.cache.computed(request.session, start, end, now)
             taken += end - start
         if taken:
             self.queue.charge(request, taken)
@@ -342,22 +351,49 @@ class Scheduler:
             work[request] = before + ranges if before else ranges
         return taken
 
-    def _spans(self, work: _Work) -> tuple[tuple[Span, ...], tuple[PageTable, ...]]:
+    def _plan_one_group(self, work: _Work) -> Plan:
         spans: list[Span] = []
         tables: list[PageTable] = []
         for request, ranges in work.items():
             tables.append(self.cache.page_table(request.session, request.length))
-            for start, end in ranges:
-                # Sample only after the newest token, and not when that is known to be the last.
-                last = end == request.length and not request.missing
-                more = (
-                    last
-                    and request.finished is None
-                    and request.limit_reason(request.length, self.context_limit) is None
-                )
-                sample = self._sample_spec(request) if more else None
-                spans.append(Span(request.key, start, request.tokens[start:end], len(tables) - 1, sample))
-        return tuple(spans), tuple(tables)
+            spans += [self._span(request, start, end, len(tables) - 1) for start, end in ranges]
+        return Plan(self._steps, tuple(spans), tuple(tables), *self.cache.take_copies())
+
+    def _plan_two_groups(self, work: _Work) -> Plan:
+        """Make the plan for a model with two KV groups: spans end where a group begins or ceases to store."""
+        spans: list[Span] = []
+        tables: list[PageTable] = []
+        window_tables: list[PageTable] = []
+        chains: list[Chain] = []
+        for request in work:
+            session = request.session
+            pieces, window_table, passed = self.cache.second_group(session, request.length, len(spans))
+            chains += passed
+            if window_table is not None:
+                window_tables.append(window_table)
+            tables.append(self.cache.page_table(session, request.length))
+            for piece in pieces:
+                span = self._span(request, piece.start, piece.end, len(tables) - 1, piece.stores)
+                spans.append(span)
+        return Plan(
+            self._steps,
+            tuple(spans),
+            tuple(tables),
+            *self.cache.take_copies(),
+            window_tables=tuple(window_tables),
+            chains=tuple(chains),
+        )
+
+    def _span(self, request: Request, start: int, end: int, table: int, stores: int = 3) -> Span:
+        # Sample only after the newest token, and not when that is known to be the last.
+        last = end == request.length and not request.missing
+        more = (
+            last
+            and request.finished is None
+            and request.limit_reason(request.length, self.context_limit) is None
+        )
+        sample = self._sample_spec(request) if more else None
+        return Span(request.key, start, request.tokens[start:end], table, sample, stores)
 
     def _sample_spec(self, request: Request) -> SampleSpec:
         eos = self.config.eos_token_ids

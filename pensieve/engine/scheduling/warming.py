@@ -57,9 +57,9 @@ class WarmUps:
         request = Request.for_warm_up(_submit(warm, ticket), ticket, now)
         request.set_prefix_path(self._cache.prefix_path(session, request.scope, request.tokens))
         needs = self._cache.restore_cost(session, request.tokens, request.path, tenant=request.tenant)
-        if not needs.pages and not needs.needs_compute:
+        if not needs.num_bytes and not needs.needs_compute:
             return "nothing_to_do"
-        if needs.pages > needs.room:
+        if needs.num_bytes > needs.room:
             return "no_room"
         if (needs.needs_compute and turns) or len(self._pending) >= MOST_PENDING:
             return "busy"
@@ -80,8 +80,8 @@ class WarmUps:
         for session, request in list(self._pending.items()):
             tenant = request.tenant
             needs = self._cache.restore_cost(session, request.context, request.path, tenant=tenant)
-            useless = not needs.pages and not needs.needs_compute
-            if useless or needs.pages > needs.room or (needs.needs_compute and busy):
+            useless = not needs.num_bytes and not needs.needs_compute
+            if useless or needs.num_bytes > needs.room or (needs.needs_compute and busy):
                 del self._pending[session]
                 continue
             later = needs.needs_compute and len(running) > 0  # also because its chunks may be copied now

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from pensieve.core import Ints, RequestKey
 from pensieve.engine.plan import Plan, SampleSpec
+from pensieve.engine.worker import spans as span_columns
 from pensieve.engine.worker.spans import Ints32, SpanColumns
 from pensieve.kernels.attention.prefixes import PrefixGroupRule
 
-NO_SLOT = -1
-"""Slot of a padding token: its keys and values are not stored."""
+NO_SLOT = span_columns.NO_SLOT
+"""Slot of a token whose keys and values are not stored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +29,11 @@ class CudaBatch:
     positions: Ints32
     """[T]"""
     slots: Ints32
-    """[T]: slot of each token's keys and values, ``page * N + offset``."""
+    """[T]: slot of each token's keys and values in group 0, ``page * N + offset``, or ``NO_SLOT``."""
     spans: Ints
     """[S, 4]: first row of q, tokens, position, start of its page table in ``pages``."""
     pages: Ints32
+    """All page tables, then all window tables."""
     sample_rows: Ints32
     """Last token of each sampled span, in the plan's order of spans."""
     requests: tuple[RequestKey, ...]
@@ -39,23 +41,37 @@ class CudaBatch:
     max_context: int
     prefix_groups: Ints | None = None
     """[n, 3], see ``kernels.attention.prefixes``; None: every span reads all of its context."""
+    window_slots: Ints32 | None = None
+    """[T]: as ``slots``, in the window group; None: there is none."""
+    window_spans: Ints | None = None
+    """[S, 4]: ``spans`` with the starts of their window tables in ``pages``."""
+    chains: Ints | None = None
+    """See ``SpanColumns.chains``; None: the plan has none."""
 
 
 def make_cuda_batch(
     plan: Plan, page_tokens: int, sampled: Mapping[RequestKey, int], rule: PrefixGroupRule | None = None
 ) -> CudaBatch:
     """Return the batch of a plan with at least one span. ``sampled``: row of each request in the previous
-    step's samples. ``rule``: decides which spans form prefix groups; None: none do. Raises ValueError when a
-    span is empty or reaches past its page table."""
+    step's samples. ``rule``: decides which spans form prefix groups; None: none do. Raises ValueError like
+    ``SpanColumns.from_plan``."""
     columns = SpanColumns.from_plan(plan, page_tokens)
-    place = range(len(plan.spans))
+    place: Sequence[int] = range(len(plan.spans))
     host = _span_array(columns)
-    found = rule.find(host, columns.pages) if rule is not None else None
+    # A chain's spans must stay together.
+    movable = all(chain.first == chain.last for chain in plan.chains)
+    found = rule.find(host, columns.pages) if rule is not None and movable else None
     if found is not None:
-        ordered = replace(plan, spans=tuple(plan.spans[index] for index in found.order.tolist()))
+        place = np.argsort(found.order).tolist()
+        ordered = replace(
+            plan,
+            spans=tuple(plan.spans[index] for index in found.order.tolist()),
+            chains=tuple(
+                replace(chain, first=place[chain.first], last=place[chain.last]) for chain in plan.chains
+            ),
+        )
         columns = SpanColumns.from_plan(ordered, page_tokens)
         host = _span_array(columns)
-        place = np.argsort(found.order).tolist()
     source = np.full(len(columns.tokens), -1, dtype=np.int32)
     pending = set(columns.pending())
     asked = []
@@ -64,18 +80,25 @@ def make_cuda_batch(
             source[columns.ends[at] - 1] = sampled[span.request]
         if span.sample is not None:
             asked.append((at, span.request, span.sample))
+    pages, window_spans = columns.pages, None
+    if columns.window_pages is not None:
+        window_spans = host + np.array([0, 0, 0, len(pages)])
+        pages = np.concatenate([pages, columns.window_pages])
     return CudaBatch(
         tokens=columns.tokens,
         source=source,
         positions=columns.positions.astype(np.int32),
         slots=columns.slots.astype(np.int32),
         spans=host,
-        pages=columns.pages,
+        pages=pages,
         sample_rows=(columns.ends[[index for index, _, _ in asked]] - 1).astype(np.int32),
         requests=tuple(request for _, request, _ in asked),
         specs=tuple(spec for _, _, spec in asked),
         max_context=int((columns.start + columns.length).max()),
         prefix_groups=found.table if found is not None else None,
+        window_slots=None if columns.window_slots is None else columns.window_slots.astype(np.int32),
+        window_spans=window_spans,
+        chains=columns.chains if plan.chains else None,
     )
 
 

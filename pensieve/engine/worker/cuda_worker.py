@@ -18,7 +18,7 @@ host copies of samples        ``TokenFetch``         fresh pinned memory for eac
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -60,8 +60,9 @@ class CudaWorker:
         )
         self._programs = Programs(self._shared(model), info, self._compute, graphs=options.cuda_graphs)
         self._rule: PrefixGroupRule | None = None
-        if options.shared_prefix_attention:
-            self._rule = PrefixGroupRule(self._programs.shared.geometry, info.chunk_tokens)
+        shared = self._programs.shared
+        if options.shared_prefix_attention and None in shared.windows:
+            self._rule = PrefixGroupRule(shared.geometry, info.chunk_tokens)
         self._stagings: deque[_Staging] = deque(_Staging(self._programs.words) for _ in range(STAGINGS))
         self._sampled: dict[RequestKey, int] = {}
         self._last_end: torch.cuda.Event | None = None
@@ -73,17 +74,30 @@ class CudaWorker:
         # tensors.
         heads = arch.num_heads + 2 * arch.num_kv_heads
         qkv = torch.empty(1, heads, arch.head_dim, dtype=DTYPES[info.dtype], device=self._device)
-        geometry = geometry_of(qkv[:, : arch.num_heads], self.pools.device[0])
+        pages = {layer: self.pools.attention(layer) for layer in arch.attention_layers}
+        # Attention of a model without any is planned all the same, over a pool of one page.
+        one_page = qkv.new_empty(1, 2, arch.num_kv_heads, info.chunk_tokens, arch.head_dim)
+        geometry = geometry_of(qkv[:, : arch.num_heads], next(iter(pages.values()), one_page))
+        if arch.softcap is not None:
+            geometry = replace(geometry, hopper=False)
+        windows = tuple(dict.fromkeys(layer.window for layer in arch.layers if layer.attends)) or (None,)
         rows = info.max_running
         return SharedState(
             model=model,
-            pool=self.pools.device,
+            pool=pages,
             wait=self.swap.wait,
             sampled=torch.zeros(rows, dtype=torch.int64, device=self._device),
             logits=torch.zeros(rows, arch.vocab_size, device=self._device),
             finite=torch.ones(rows, dtype=torch.bool, device=self._device),
-            scratch=Scratch(Programs.scratch_rows(info, geometry), geometry, self._device),
+            scratch=Scratch(Programs.scratch_rows(info, geometry, windows), geometry, self._device),
             geometry=geometry,
+            windows=windows,
+            window_tables=len(info.groups) > 1 and info.groups[1].kind == "window",
+            states={
+                layer: self.pools.state(layer)
+                for layer, described in enumerate(arch.layers)
+                if described.state is not None
+            },
         )
 
     def warm_up(self) -> None:

@@ -24,6 +24,8 @@ from pensieve.kernels.attention.capacity import Capacity, capacity_for
 from pensieve.kernels.attention.group_lists import PREFIX_GROUP_KIND
 from pensieve.kernels.attention.kinds import Geometry, StepKind, classify
 from pensieve.kernels.attention.plan import DoesNotFit, words_of
+from pensieve.kernels.recurrence import ROWS
+from pensieve.kernels.state_chunks import LONG
 
 log = logging.getLogger(__name__)
 
@@ -75,13 +77,19 @@ class Programs:
         self._made: dict[tuple[StepKind, int], StepProgram] = {}
         tokens = _max_tokens(info)
         self._buckets = {kind: buckets(kind, tokens, info.max_running, info.ranks) for kind in StepKind}
+        self._tables = 2 if shared.window_tables else 1
         self.words = self._max_words()
         """Most int32 words of a step's upload."""
 
     @staticmethod
-    def scratch_rows(info: WorkerInfo, geometry: Geometry) -> int:
+    def scratch_rows(info: WorkerInfo, geometry: Geometry, windows: tuple[int | None, ...] = (None,)) -> int:
+        """Return the partial rows that every plan of a worker fits into; ``windows``: see ``SharedState``."""
         tokens = _max_tokens(info)
-        return max(_capacity(kind, tokens, info, geometry).partial_rows for kind in StepKind)
+        return max(
+            capacity.partial_rows
+            for kind in StepKind
+            for capacity in _capacities(kind, tokens, info, geometry, windows)
+        )
 
     def pack(self, batch: CudaBatch, staging: npt.NDArray[np.int32]) -> tuple[StepProgram, int]:
         """Pack a step into ``staging``; return its program and the words written."""
@@ -118,6 +126,8 @@ class Programs:
     def _graph_for(self, batch: CudaBatch) -> StepProgram | None:
         if not self._graphs or batch.max_context > self._info.context_limit:
             return None
+        if batch.chains is not None and int(batch.chains[:, ROWS].max()) >= LONG:
+            return None  # long chains are computed by blocks, in launches that depend on them
         kind = self._kind(batch)
         sizes = self._buckets[kind]
         at = bisect.bisect_left(sizes, len(batch.tokens))
@@ -133,10 +143,11 @@ class Programs:
 
     def _size(self, kind: StepKind, tokens: int) -> ProgramSize:
         info = self._info
-        capacity = _capacity(kind, tokens, info, self.shared.geometry)
+        capacities = _capacities(kind, tokens, info, self.shared.geometry, self.shared.windows)
         samples = min(tokens, info.max_running)
-        pages = min(max_pages(info, samples), max(GRAPH_PAGES, info.device_chunks))
-        return ProgramSize(tokens, samples, pages, kind, capacity)
+        pages = min(max_pages(info, samples), max(GRAPH_PAGES, info.device_chunks)) * self._tables
+        chains = _max_spans(tokens, info) if self.shared.states else 0
+        return ProgramSize(tokens, samples, pages, kind, capacities, chains)
 
     def _kind(self, batch: CudaBatch) -> StepKind:
         return (
@@ -145,15 +156,24 @@ class Programs:
 
     def _without_graph(self, batch: CudaBatch) -> StepProgram:
         """Return a program of exactly the batch's size, without a graph."""
-        kind, count = self._kind(batch), len(batch.tokens)
-        capacity = capacity_for(kind, count, len(batch.spans), batch.max_context, self.shared.geometry)
-        size = ProgramSize(count, max(1, len(batch.sample_rows)), len(batch.pages), kind, capacity)
+        kind, count, geometry = self._kind(batch), len(batch.tokens), self.shared.geometry
+        capacities = tuple(
+            capacity_for(kind, count, len(batch.spans), batch.max_context, geometry, window)
+            for window in self.shared.windows
+        )
+        size = ProgramSize(count, max(1, len(batch.sample_rows)), len(batch.pages), kind, capacities)
         return StepProgram(self.shared, size)
 
     def _max_words(self) -> int:
-        info, tokens = self._info, _max_tokens(self._info)
-        plan = max(words_of(_capacity(kind, tokens, info, self.shared.geometry)) for kind in StepKind)
-        return 5 * tokens + plan + max_pages(info, info.max_running) + 7 * ALIGNMENT
+        info, tokens, shared = self._info, _max_tokens(self._info), self.shared
+        plans = max(
+            sum(map(words_of, _capacities(kind, tokens, info, shared.geometry, shared.windows)))
+            for kind in StepKind
+        )
+        sections = 6 + self._tables + len(shared.windows)
+        pages = self._tables * max_pages(info, info.max_running)
+        chains = 6 * _max_spans(tokens, info) if shared.states else 0
+        return (4 + self._tables) * tokens + plans + chains + pages + sections * ALIGNMENT
 
 
 def max_pages(info: WorkerInfo, requests: int) -> int:
@@ -167,7 +187,17 @@ def _max_tokens(info: WorkerInfo) -> int:
     return max(info.max_batch_tokens, info.max_running)
 
 
-def _capacity(kind: StepKind, tokens: int, info: WorkerInfo, geometry: Geometry) -> Capacity:
-    # Few requests have more than two spans: a dropped range and the new turn.
-    spans = min(tokens, 2 * info.max_running)
-    return capacity_for(kind, tokens, spans, info.context_limit, geometry)
+def _capacities(
+    kind: StepKind, tokens: int, info: WorkerInfo, geometry: Geometry, windows: tuple[int | None, ...]
+) -> tuple[Capacity, ...]:
+    """Return the capacities of a graph's plans, one per window."""
+    spans = _max_spans(tokens, info)
+    return tuple(
+        capacity_for(kind, tokens, spans, info.context_limit, geometry, window) for window in windows
+    )
+
+
+def _max_spans(tokens: int, info: WorkerInfo) -> int:
+    """Return the most spans of a graph of that many tokens. Few requests have more than two: a dropped range and the
+    new turn."""
+    return min(tokens, 2 * info.max_running)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -26,11 +26,15 @@ from pensieve.kernels.attention.kinds import Geometry, StepKind
 from pensieve.kernels.attention.plan import AttentionPlan, DoesNotFit, words_of
 from pensieve.kernels.kv_write import kv_write
 from pensieve.kernels.ragged_paged_attention import attend
+from pensieve.kernels.recurrence import NO_PAGE, Recurrence
+from pensieve.kernels.state_chunks import RecurrentPlan, make_recurrent_plan, recurrent
 from pensieve.kernels.upload import upload
 from pensieve.model.transformer import Transformer
 
 ALIGNMENT = 32
 """int32 words; sections start at multiples, since kernels are compiled for aligned pointers."""
+NO_CHAIN = (0, 0, NO_PAGE, NO_PAGE, 0, NO_PAGE)
+"""A chain of no tokens: padding."""
 LT_TOKENS = 128
 """Matrix products of up to this many tokens use cuBLASLt, larger ones cuBLAS. On an H200 a step of a 13B with
 10 KV heads takes 0.94 to 0.98 of the time with cuBLASLt at 16 to 128 tokens, and 0.99 to 1.01 at 160 to 256
@@ -48,8 +52,8 @@ class SharedState:
     """Memory and settings shared by all programs of a worker."""
 
     model: Transformer
-    pool: torch.Tensor
-    """Device pool [L, P, 2, Hkv, N, D]."""
+    pool: torch.Tensor | Mapping[int, torch.Tensor]
+    """Device pages of each layer that attends, [P, 2, Hkv, N, D]."""
     wait: LayerWait
     sampled: torch.Tensor
     """int64 [max samples]: tokens sampled by the latest step."""
@@ -59,6 +63,12 @@ class SharedState:
     """bool [max samples]: whether the model's own logits had none."""
     scratch: Scratch
     geometry: Geometry
+    windows: tuple[int | None, ...] = (None,)
+    """The different windows of the model's layers; None: a layer that sees everything. Each has its own plan."""
+    window_tables: bool = False
+    """Whether layers with windows have slots and page tables of their own."""
+    states: Mapping[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    """State pages of each recurrent layer: inputs of the convolution, and states."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +79,11 @@ class ProgramSize:
     samples: int
     pages: int
     kind: StepKind
-    attention: Capacity
+    attention: tuple[Capacity, ...]
+    """One for each of ``SharedState.windows``."""
+    chains: int = 0
+    """Chains of few tokens, which are computed one token after the other. 0: the model has no recurrent layers, or the
+    program is for one step only, whose chains may be of any length."""
 
 
 @contextlib.contextmanager
@@ -91,10 +105,13 @@ class StepProgram:
         self.size = size
         self._shared = shared
         self._graph: torch.cuda.CUDAGraph | None = None
-        device = shared.pool.device
+        device = shared.sampled.device
+        plans = [_words_name(window) for window in shared.windows]
         lengths = {
             "tokens": size.tokens, "source": size.tokens, "positions": size.tokens, "slots": size.tokens,
-            "sample_rows": size.samples, "words": words_of(size.attention), "pages": size.pages,
+            **({"window_slots": size.tokens} if shared.window_tables else {}),
+            "sample_rows": size.samples, **dict(zip(plans, map(words_of, size.attention), strict=True)),
+            **({"chains": 6 * size.chains} if size.chains else {}), "pages": size.pages,
         }  # fmt: skip
         at = 0
         self._at: dict[str, int] = {}
@@ -106,31 +123,74 @@ class StepProgram:
         self._block = torch.zeros(at, dtype=torch.int32, device=device)
         view = {name: self._block[start : start + lengths[name]] for name, start in self._at.items()}
         self._view = view
-        view["slots"].fill_(NO_SLOT)
-        self._plan = AttentionPlan(
-            size.tokens, shared.geometry, device, kind=size.kind, capacity=size.attention,
-            words=view["words"], scratch=shared.scratch,
-        )  # fmt: skip
+        for name in self._slot_names():
+            view[name].fill_(NO_SLOT)
+        self._chains: RecurrentPlan | None = None
+        if size.chains:
+            chains = view["chains"].view(-1, 6)
+            chains.copy_(torch.tensor(NO_CHAIN))
+            self._chains = RecurrentPlan(((None, chains),), covers_all=False)
+        self._plans = {
+            window: AttentionPlan(
+                size.tokens, shared.geometry, device, kind=size.kind, capacity=capacity,
+                words=view[_words_name(window)], scratch=shared.scratch, window=window,
+            )
+            for window, capacity in zip(shared.windows, size.attention, strict=True)
+        }  # fmt: skip
+        """The attention plan of the layers of each window."""
 
     def pack(self, batch: CudaBatch, staging: npt.NDArray[np.int32]) -> int:
         """Write a step into ``staging`` int32 [words]; return the number of words used. Raises DoesNotFit
         when it is too large; ``staging`` is then invalid."""
-        words = self._plan.pack(batch.spans, batch.prefix_groups)
+        # Only layers that see everything read common prefixes together.
+        windowed = batch.spans if batch.window_spans is None else batch.window_spans
+        packed = {
+            _words_name(window): plan.pack(batch.spans, batch.prefix_groups)
+            if window is None
+            else plan.pack(windowed)
+            for window, plan in self._plans.items()
+        }
         count, samples = len(batch.tokens), len(batch.sample_rows)
         if count > self.size.tokens or samples > self.size.samples or len(batch.pages) > self.size.pages:
             raise DoesNotFit(
                 f"{count} tokens, {samples} samples, {len(batch.pages)} pages: more than {self.size}"
             )
-        parts = (("tokens", batch.tokens, 0), ("source", batch.source, -1), ("positions", batch.positions, 0),
-                 ("slots", batch.slots, NO_SLOT), ("sample_rows", batch.sample_rows, 0))  # fmt: skip
+        parts = [("tokens", batch.tokens, 0), ("source", batch.source, -1), ("positions", batch.positions, 0),
+                 ("slots", batch.slots, NO_SLOT), ("sample_rows", batch.sample_rows, 0)]  # fmt: skip
+        if self._shared.window_tables:
+            assert batch.window_slots is not None
+            parts.append(("window_slots", batch.window_slots, NO_SLOT))
         for name, values, padding in parts:
             start, length = self._at[name], len(self._view[name])
             staging[start : start + len(values)] = values
             staging[start + len(values) : start + length] = padding
-        staging[self._at["words"] : self._at["words"] + len(words)] = words
+        for name, words in packed.items():
+            staging[self._at[name] : self._at[name] + len(words)] = words
+        self._pack_chains(batch, staging)
         end = self._at["pages"] + len(batch.pages)
         staging[self._at["pages"] : end] = batch.pages
         return end
+
+    def _pack_chains(self, batch: CudaBatch, staging: npt.NDArray[np.int32]) -> None:
+        """Write the chains into ``staging``, or plan them for this one step."""
+        if not self._shared.states:
+            return
+        assert batch.chains is not None
+        if not self.size.chains:
+            dtype = self._shared.model.weights.embedding.dtype
+            device = self._shared.sampled.device
+            self._chains = make_recurrent_plan(batch.chains, self.size.tokens, dtype, device)
+            return
+        if len(batch.chains) > self.size.chains:
+            raise DoesNotFit(f"{len(batch.chains)} chains: more than {self.size}")
+        start = self._at["chains"]
+        section = staging[start : start + 6 * self.size.chains].reshape(-1, 6)
+        section[: len(batch.chains)] = batch.chains
+        section[len(batch.chains) :] = NO_CHAIN
+
+    def _slot_names(self) -> tuple[str, ...]:
+        """Return the sections with the slots of full layers and of windowed ones."""
+        return ("slots", "window_slots") if self._shared.window_tables else ("slots",)
 
     def upload(self, staging: torch.Tensor, words: int) -> None:
         """Queue the copy of the packed step; ``staging`` is pinned and must not change until the copy is done."""
@@ -157,7 +217,7 @@ class StepProgram:
         self._graph = graph
 
     def _compute(self) -> None:
-        with preferred_blas(self.size.tokens, self._shared.pool.device):
+        with preferred_blas(self.size.tokens, self._shared.sampled.device):
             self._forward()
 
     def _forward(self) -> None:
@@ -165,7 +225,9 @@ class StepProgram:
         # A pending token never passes through the host: the previous step left it on the device.
         before = shared.sampled.index_select(0, view["source"].clamp_min(0))
         tokens = torch.where(view["source"] >= 0, before.to(torch.int32), view["tokens"])
-        logits = shared.model.forward(tokens, view["positions"], self._attend, view["sample_rows"])
+        logits = shared.model.forward(
+            tokens, view["positions"], self._attend, view["sample_rows"], self._recur
+        )
         if shared.model.collective.rank != 0:
             return  # rank 0 samples
         logits, finite = sanitize(logits)
@@ -177,11 +239,29 @@ class StepProgram:
         """``pensieve.model.transformer.Attend`` over the paged pool."""
         # Before the write, not only before the read: a swapped-in page may be the one to append to.
         self._shared.wait(layer)
-        pool = self._shared.pool[layer]
-        q = kv_write(pool, qkv, self._view["slots"], prep)
-        out = attend(q, pool, self._plan, self._view["pages"], scale=self._shared.model.arch.attention_scale)
+        pool, arch = self._shared.pool[layer], self._shared.model.arch
+        window = arch.layers[layer].window
+        slots = self._view[self._slot_names()[-1 if window is not None else 0]]
+        q = kv_write(pool, qkv, slots, prep)
+        out = attend(
+            q, pool, self._plans[window], self._view["pages"],
+            scale=arch.attention_scale, softcap=arch.softcap, sinks=prep.sinks,
+        )  # fmt: skip
         assert isinstance(out, torch.Tensor)
         return out
+
+    def _recur(
+        self, layer: int, inputs: torch.Tensor, gates: torch.Tensor, recurrence: Recurrence
+    ) -> torch.Tensor:
+        """See ``pensieve.model.recurrent.Recur``."""
+        self._shared.wait(layer)
+        assert self._chains is not None
+        return recurrent(inputs, gates, self._shared.states[layer], recurrence, self._chains)
+
+
+def _words_name(window: int | None) -> str:
+    """Return the section of a program's block with the words of a plan."""
+    return "words" if window is None else f"words of window {window}"
 
 
 @contextlib.contextmanager

@@ -1,18 +1,27 @@
-"""Device, dtype, limits, and the sizes of both cache tiers."""
+"""Device, dtype, limits, and the sizes of both cache tiers.
+
+A model with two KV groups shares the bytes of a tier between them as the load demands. So the size of such a tier in
+tokens is that of contexts with all that their layers keep: see ``hybrid_sizing``.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Final
 
 import torch
 
-from pensieve.config import BATCH_LIMITS, EngineOptions, batch_limits, parse_cache_size
-from pensieve.engine.kv.pools import KvPools
+from pensieve.config import BATCH_LIMITS, EngineOptions, batch_limits, is_tokens, parse_cache_size
+from pensieve.engine.kv.grid import TierLayout
+from pensieve.engine.kv.hybrid import HybridPools
+from pensieve.engine.kv.pools import KvPools, KvTiers
 from pensieve.engine.sampling.sampler import workspace_bytes as sampler_bytes
+from pensieve.engine.worker.hybrid_sizing import NO_TIER, ChunkSizes, ContextSizes
 from pensieve.machine import memory
-from pensieve.model.arch import DTYPE_BYTES, Arch
+from pensieve.model.arch import DTYPE_BYTES, Arch, StateShape
 from pensieve.model.collective import SINGLE_RANK, Collective
+from pensieve.model.groups import KvGroup, context_bytes, kv_groups
 
 _HALF: Final = ("bfloat16", "float16")
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -51,6 +60,7 @@ class WorkerInfo:
     device: str
     dtype: str
     device_chunks: int
+    """Pages of the tier. With two KV groups: chunks that it holds in contexts as long as possible."""
     host_chunks: int
     chunk_tokens: int
     context_limit: int
@@ -63,6 +73,11 @@ class WorkerInfo:
     """Bytes of one rank's weights."""
     ranks: int = 1
     """Ranks of the model. They number chunks alike, and each stores its share of every chunk."""
+    groups: tuple[KvGroup, ...] = ()
+    """The model's KV groups, with the bytes of one rank's pages."""
+    device_tier: TierLayout = NO_TIER
+    """Bytes and pages of one rank's tier, by group."""
+    host_tier: TierLayout = NO_TIER
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +94,9 @@ class TierSizes:
     host_chunks: int
     device_source: str
     host_source: str
+    device_tier: TierLayout = field(default=NO_TIER, compare=False)
+    """Bytes and pages of one rank's tier."""
+    host_tier: TierLayout = field(default=NO_TIER, compare=False)
 
 
 def resolve_device(options: EngineOptions, arch: Arch) -> Placement:
@@ -125,6 +143,9 @@ def worker_info(
         host_source=tiers.host_source,
         weight_bytes=weight_bytes,
         ranks=collective.ranks,
+        groups=kv_groups(arch, options.chunk_tokens, placement.dtype),
+        device_tier=tiers.device_tier,
+        host_tier=tiers.host_tier,
     )
 
 
@@ -149,11 +170,19 @@ def workspace_bytes(arch: Arch, placement: Placement, *, cuda_graphs: bool) -> i
         mlp = max(mlp, arch.experts.per_token * row + arch.experts.count + 3 * arch.experts.shared_width)
     # The residual stream, its normalised copy and one block's output are alive together with the widest of
     # the rest.
-    activations = placement.max_batch_tokens * (4 * arch.hidden_size + max(heads, mlp)) * size
+    widest = max(heads, mlp, *(_recurrent_width(layer.state) for layer in arch.layers if layer.state))
+    activations = placement.max_batch_tokens * (4 * arch.hidden_size + widest) * size
     # The head's output in the model's dtype, in float32, and without NaN; the last is kept from step to step.
     logits = placement.max_running * arch.vocab_size * (size + 4 + 2 * 4)
     logits += sampler_bytes(placement.max_running, arch.vocab_size)
     return activations + logits + ATTENTION_BYTES + (GRAPHS_BYTES if cuda_graphs else 0)
+
+
+def _recurrent_width(state: StateShape) -> int:
+    """Return the values per token of a recurrent layer: inputs, what the convolution makes of them, outputs, gates, and
+    the states between the blocks of a long chain."""
+    inner = state.heads * state.value_dim
+    return 3 * (state.conv_channels + inner) + state.key_dim * inner // 32
 
 
 def tier_sizes(
@@ -161,19 +190,34 @@ def tier_sizes(
 ) -> TierSizes:
     """Return the chunks of both tiers, from the options or from free memory; totals over all ranks. ``arch``:
     of one rank's shard. ``free``: of the rank that has least. Raises ValueError."""
-    chunk_bytes = arch.kv_bytes_per_token(placement.dtype) * options.chunk_tokens * ranks
+    groups = kv_groups(arch, options.chunk_tokens, placement.dtype)
     on_gpu = placement.device == "cuda"
+    sizes: ChunkSizes | ContextSizes
+    if len(groups) == 1:
+        sizes = ChunkSizes(groups[0], options.chunk_tokens, ranks)
+    else:
+        sizes = ContextSizes(groups, options.chunk_tokens, placement.context_limit, ranks, on_gpu=on_gpu)
     kept = ranks * workspace_bytes(arch, placement, cuda_graphs=options.cuda_graphs) if on_gpu else 0
     device_free = ranks * free.device if on_gpu else free.device
-    device_chunks, device_source = _device_tier(options, chunk_bytes, on_gpu, device_free, kept)
-    host_free = free.host if on_gpu else free.host - device_chunks * chunk_bytes
-    host_chunks, host_source = _host_tier(options, chunk_bytes, on_gpu, host_free, device_chunks)
-    return TierSizes(device_chunks, host_chunks, device_source, host_source)
+    device_bytes, device_source = _device_tier(options, sizes, on_gpu, device_free, kept)
+    host_free = free.host if on_gpu else free.host - device_bytes
+    host_bytes, host_source = _host_tier(options, sizes, on_gpu, host_free, device_bytes)
+    device, host = sizes.device_layout(device_bytes), sizes.host_layout(host_bytes)
+    return TierSizes(sizes.chunks(device), sizes.chunks(host), device_source, host_source, device, host)
 
 
-def allocate_pools(arch: Arch, info: WorkerInfo) -> KvPools:
+def allocate_pools(arch: Arch, info: WorkerInfo) -> KvTiers:
     """Allocate both tiers as large as ``info`` says. Raises ValueError when memory does not suffice."""
     try:
+        if len(info.groups) > 1:
+            return HybridPools(
+                arch,
+                info.groups,
+                (info.device_tier, info.host_tier),
+                chunk_tokens=info.chunk_tokens,
+                dtype=DTYPES[info.dtype],
+                device=torch.device(info.device),
+            )
         return KvPools(
             arch,
             device_chunks=info.device_chunks,
@@ -192,59 +236,64 @@ def allocate_pools(arch: Arch, info: WorkerInfo) -> KvPools:
 
 
 def _device_tier(
-    options: EngineOptions, chunk_bytes: int, on_gpu: bool, free: int, kept: int
+    options: EngineOptions, sizes: ChunkSizes | ContextSizes, on_gpu: bool, free: int, kept: int
 ) -> tuple[int, str]:
+    """Return the bytes of the device tier over all ranks, and where that comes from."""
     room = max(0, free - kept)
     what = f"{gib(free)} free, {gib(kept)} of it kept for steps" if on_gpu else f"{gib(free)} available"
+    least = sizes.device_bytes(options.chunk_tokens)
     if options.device_cache != AUTO:
-        chunks = _explicit("device", options.device_cache, options, chunk_bytes)
-        if chunks < 1:
+        num_bytes = _explicit("device", options.device_cache, sizes, sizes.device_bytes)
+        if num_bytes < least:
             raise ValueError(
                 f"device cache {options.device_cache}: less than one chunk, which is {options.chunk_tokens} tokens "
-                f"or {chunk_bytes} bytes"
+                f"or {least} bytes"
             )
-        if chunks * chunk_bytes > room:
+        if num_bytes > room:
             fewer = ", or lower --max-batch-tokens or --max-running" if on_gpu else ""
             raise ValueError(
-                f"device cache {options.device_cache}: {gib(chunks * chunk_bytes)} do not fit ({what}): "
+                f"device cache {options.device_cache}: {gib(num_bytes)} do not fit ({what}): "
                 f"give at most {_as_size(room)}{fewer}"
             )
-        return chunks, f"--device-cache {options.device_cache}"
+        return num_bytes, f"--device-cache {options.device_cache}"
     if not on_gpu:
-        return max(1, min(CPU_TIER_BYTES, room) // chunk_bytes), "auto: 1 GiB on a CPU"
-    chunks = int(room * DEVICE_SHARE) // chunk_bytes
-    if chunks < 1:
+        return max(least, sizes.whole(min(CPU_TIER_BYTES, room))), "auto: 1 GiB on a CPU"
+    num_bytes = sizes.whole(int(room * DEVICE_SHARE))
+    if num_bytes < least:
         raise ValueError(
-            f"device cache auto: no room for one chunk of {chunk_bytes} bytes ({what}): lower --max-batch-tokens or "
+            f"device cache auto: no room for one chunk of {least} bytes ({what}): lower --max-batch-tokens or "
             "--max-running, free memory on the GPU, or take a smaller model or dtype"
         )
-    return chunks, f"auto: {DEVICE_SHARE:.0%} of the rest of {what}"
+    return num_bytes, f"auto: {DEVICE_SHARE:.0%} of the rest of {what}"
 
 
 def _host_tier(
-    options: EngineOptions, chunk_bytes: int, on_gpu: bool, free: int, device_chunks: int
+    options: EngineOptions, sizes: ChunkSizes | ContextSizes, on_gpu: bool, free: int, device_bytes: int
 ) -> tuple[int, str]:
+    """Return the bytes of the host tier over all ranks, and where that comes from."""
     if options.host_cache != AUTO:
-        chunks = _explicit("host", options.host_cache, options, chunk_bytes)
-        if chunks * chunk_bytes > free:
+        num_bytes = _explicit("host", options.host_cache, sizes, sizes.host_bytes)
+        if num_bytes > free:
             raise ValueError(
-                f"host cache {options.host_cache}: {gib(chunks * chunk_bytes)} do not fit into {gib(max(0, free))} of "
+                f"host cache {options.host_cache}: {gib(num_bytes)} do not fit into {gib(max(0, free))} of "
                 f"available memory: give at most {_as_size(free)}, or 0 to switch this tier off"
             )
-        return chunks, f"--host-cache {options.host_cache}"
+        return num_bytes, f"--host-cache {options.host_cache}"
     if not on_gpu:
-        return max(0, min(CPU_TIER_BYTES, free)) // chunk_bytes, "auto: 1 GiB on a CPU"
-    half, most = int(max(0, free) * HOST_SHARE) // chunk_bytes, HOST_PER_DEVICE * device_chunks
+        return sizes.whole(max(0, min(CPU_TIER_BYTES, free))), "auto: 1 GiB on a CPU"
+    half, most = sizes.whole(int(max(0, free) * HOST_SHARE)), HOST_PER_DEVICE * device_bytes
     of_free, of_device = f"{HOST_SHARE:.0%} of {gib(free)} available", f"{HOST_PER_DEVICE}x the device tier"
     why = of_free if half < most else of_device
     return min(half, most), f"auto: {why}"
 
 
-def _explicit(tier: str, size: str, options: EngineOptions, chunk_bytes: int) -> int:
+def _explicit(tier: str, size: str, sizes: ChunkSizes | ContextSizes, bytes_for: Callable[[int], int]) -> int:
+    """Return the bytes of a tier of the given size. ``bytes_for``: of a tier for that many tokens."""
     try:
-        return parse_cache_size(size, chunk_bytes // options.chunk_tokens) // options.chunk_tokens
+        number = parse_cache_size(size, 1)
     except ValueError as error:
         raise ValueError(f"{tier} {error}") from error
+    return bytes_for(number) if is_tokens(size) else sizes.whole(number)
 
 
 def gib(count: int) -> str:
@@ -270,11 +319,15 @@ def report(arch: Arch, info: WorkerInfo) -> str:
         f"contexts up to {info.context_limit} tokens, steps of up to {info.max_batch_tokens} tokens and "
         f"{info.max_running} generations"
     ]
-    tiers = (("device", info.device_chunks, info.device_source), ("host", info.host_chunks, info.host_source))
-    for name, chunks, source in tiers:
+    tiers = (
+        ("device", info.device_chunks, info.device_tier, info.device_source),
+        ("host", info.host_chunks, info.host_tier, info.host_source),
+    )
+    for name, chunks, tier, source in tiers:
         tokens = chunks * info.chunk_tokens
-        lines.append(
-            f"  {name} tier: {gib(chunks * per_chunk)}, {tokens} tokens, {tokens // SESSION_TOKENS} sessions of "
-            f"{SESSION_TOKENS} ({source or 'as given'})"
-        )
+        size, held = chunks * per_chunk, f"{tokens // SESSION_TOKENS} sessions of {SESSION_TOKENS}"
+        if len(info.groups) > 1:
+            sessions = tier.num_bytes // context_bytes(info.groups, info.chunk_tokens, SESSION_TOKENS)
+            size, held = tier.num_bytes * info.ranks, f"{sessions} sessions of {SESSION_TOKENS}"
+        lines.append(f"  {name} tier: {gib(size)}, {tokens} tokens, {held} ({source or 'as given'})")
     return "\n".join(lines)

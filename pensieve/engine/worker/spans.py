@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from pensieve.core import Ints, TokenArray
-from pensieve.engine.plan import PENDING, Plan
+from pensieve.engine.plan import NO_PAGE, PENDING, Chain, Plan
 
 Ints32 = npt.NDArray[np.int32]
+NO_SLOT = -1
+"""Slot of a token whose keys and values are not stored: it is padding, or its KV group holds them already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +36,20 @@ class SpanColumns:
     positions: Ints
     """[T]"""
     slots: Ints
-    """[T]: slot of each token's keys and values, ``page * N + offset``."""
+    """[T]: slot of each token's keys and values in group 0, ``page * N + offset``, or ``NO_SLOT``."""
+    window_pages: Ints32 | None
+    """All window tables of the plan, concatenated; each begins and ends where its page table does. None: the plan has
+    none."""
+    window_slots: Ints | None
+    """[T]: as ``slots``, in the window group."""
+    chains: Ints
+    """[C, 6]: the plan's chains, as ``kernels.recurrence`` describes them: first row, rows, page that is read, page
+    of the boundary, rows before the boundary, live page."""
 
     @classmethod
     def from_plan(cls, plan: Plan, page_tokens: int) -> SpanColumns:
-        """Return the columns of a plan with at least one span. Raises ValueError when a span is empty or
-        reaches past its page table."""
+        """Return the columns of a plan with at least one span. Raises ValueError when a span is empty or reaches past
+        its page table, a window table is not as long as its page table, or a chain does not follow its spans."""
         length = np.array([len(span.tokens) for span in plan.spans], dtype=np.int64)
         start = np.array([span.start for span in plan.spans], dtype=np.int64)
         table = np.array([span.page_table for span in plan.spans], dtype=np.int64)
@@ -49,7 +60,20 @@ class SpanColumns:
         ends = np.cumsum(length)
         pages = np.concatenate(plan.page_tables)
         positions = np.arange(ends[-1]) + np.repeat(start - (ends - length), length)
-        page = pages[np.repeat(first_page, length) + positions // page_tokens].astype(np.int64)
+        window_pages: Ints32 | None = None
+        if plan.window_tables:
+            if [len(table) for table in plan.window_tables] != pages_of.tolist():
+                raise ValueError(f"step {plan.step}: window tables and page tables differ in length")
+            # Entries below the window name no page that is read: any number will do, but it must be a page's.
+            window_pages = np.maximum(np.concatenate(plan.window_tables), 0)
+        places = np.repeat(first_page, length) + positions // page_tokens
+        stores = np.array([span.stores for span in plan.spans])
+
+        def slots(pages: Ints32, group: int) -> Ints:
+            found = pages[places].astype(np.int64) * page_tokens + positions % page_tokens
+            stored = (stores >> group & 1).astype(np.bool_)
+            return found if stored.all() else np.where(np.repeat(stored, length), found, NO_SLOT)
+
         return cls(
             length=length,
             start=start,
@@ -59,10 +83,36 @@ class SpanColumns:
             pages=pages,
             tokens=np.concatenate([span.tokens for span in plan.spans]),
             positions=positions,
-            slots=page * page_tokens + positions % page_tokens,
+            slots=slots(pages, 0),
+            window_pages=window_pages,
+            window_slots=None if window_pages is None else slots(window_pages, 1),
+            chains=_chain_rows(plan, page_tokens, ends, length),
         )
 
     def pending(self) -> list[int]:
         """Return the spans whose last token is still to come from the previous step's sample."""
         found: list[int] = np.flatnonzero(self.tokens[self.ends - 1] == PENDING).tolist()
         return found
+
+
+def _chain_rows(plan: Plan, page_tokens: int, ends: Ints, length: Ints) -> Ints:
+    """Return ``SpanColumns.chains``."""
+    rows = []
+    for chain in plan.chains:
+        spans = plan.spans[chain.first : chain.last + 1]
+        if not spans or not _follows(chain, plan, page_tokens):
+            raise ValueError(f"step {plan.step}: {chain} does not fit its spans")
+        first = int(ends[chain.first] - length[chain.first])
+        before = chain.boundary_at - spans[0].start if chain.boundary != NO_PAGE else 0
+        rows.append((first, int(ends[chain.last]) - first, chain.read, chain.boundary, before, chain.live))
+    return np.array(rows, dtype=np.int64).reshape(-1, 6)
+
+
+def _follows(chain: Chain, plan: Plan, page_tokens: int) -> bool:
+    """Whether a chain's spans are consecutive, and its boundary lies in them."""
+    spans = plan.spans[chain.first : chain.last + 1]
+    start, end, at = spans[0].start, spans[-1].end, chain.boundary_at
+    joined = all(
+        one.request == next_.request and one.end == next_.start for one, next_ in itertools.pairwise(spans)
+    )
+    return joined and (chain.boundary == NO_PAGE or (start < at <= end and at % page_tokens == 0))

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from pensieve.core import RequestKey
-from pensieve.engine.plan import Plan
+from pensieve.core import Ints, RequestKey
+from pensieve.engine.plan import PageTable, Plan
 from pensieve.engine.worker.spans import SpanColumns
 from pensieve.kernels.spans import Spans, make_spans
 
@@ -23,12 +23,18 @@ class TorchBatch:
     positions: torch.Tensor
     """int64 [T]"""
     slots: torch.Tensor
-    """int64 [T]: slot of each token's keys and values, ``page * N + offset``."""
+    """int64 [T]: slot of each token's keys and values in group 0, ``page * N + offset``, or ``NO_SLOT``."""
     spans: Spans
     page_tables: torch.Tensor
     """int32 [R, most pages of a row]; the unused end of a row names the padding page."""
     sample_rows: torch.Tensor
     """int64: the last token of each sampled span, in the plan's order."""
+    window_slots: torch.Tensor | None
+    """As ``slots``, in the window group; None: there is none."""
+    window_tables: torch.Tensor | None
+    """As ``page_tables``."""
+    chains: Ints
+    """See ``SpanColumns.chains``."""
 
 
 def make_torch_batch(
@@ -40,12 +46,16 @@ def make_torch_batch(
     sampled: Mapping[RequestKey, int],
 ) -> TorchBatch:
     """Return the batch of a plan with at least one span. ``sampled``: token that the previous plan sampled
-    per request, for pending tokens. Raises ValueError when a span is empty or reaches past its page table."""
+    per request, for pending tokens. Raises ValueError like ``SpanColumns.from_plan``."""
     columns = SpanColumns.from_plan(plan, page_tokens)
-    most_pages = max(len(table) for table in plan.page_tables)
-    tables = np.full((len(plan.page_tables), most_pages), padding_page, dtype=np.int32)
-    for index, table in enumerate(plan.page_tables):
-        tables[index, : len(table)] = table
+
+    def padded(tables: tuple[PageTable, ...]) -> torch.Tensor:
+        array = np.full((len(tables), max(map(len, tables))), padding_page, dtype=np.int32)
+        for index, table in enumerate(tables):
+            array[index, : len(table)] = np.maximum(table, 0)
+        return torch.from_numpy(array).to(device)
+
+    windows = columns.window_slots
     last = [index for index, span in enumerate(plan.spans) if span.sample is not None]
     tokens = columns.tokens.astype(np.int64)
     for index in columns.pending():
@@ -55,6 +65,9 @@ def make_torch_batch(
         positions=torch.from_numpy(columns.positions).to(device),
         slots=torch.from_numpy(columns.slots).to(device),
         spans=make_spans(columns.length, columns.start, columns.table),
-        page_tables=torch.from_numpy(tables).to(device),
+        page_tables=padded(plan.page_tables),
         sample_rows=torch.from_numpy(columns.ends[last] - 1).to(device),
+        window_slots=None if windows is None else torch.from_numpy(windows).to(device),
+        window_tables=padded(plan.window_tables) if plan.window_tables else None,
+        chains=columns.chains,
     )

@@ -12,13 +12,15 @@ import torch
 
 from pensieve.config import EngineOptions
 from pensieve.core import RequestKey
-from pensieve.engine.kv.pools import KvPools, LayerTransfers
+from pensieve.engine.kv.pools import KvTiers, LayerTransfers
 from pensieve.engine.plan import Plan, Sampled, StepResult, StepWorker, SynchronousWorker
 from pensieve.engine.sampling.sampler import sample
 from pensieve.engine.worker.sizing import DTYPES, WorkerInfo, allocate_pools, resolve_device, worker_info
 from pensieve.engine.worker.torch_batch import TorchBatch, make_torch_batch
 from pensieve.kernels import reference
 from pensieve.kernels.arguments import HeadPrep
+from pensieve.kernels.recurrence import Recurrence
+from pensieve.kernels.recurrent import recurrent
 from pensieve.machine import usable_cores
 from pensieve.model.arch import Arch
 from pensieve.model.collective import SINGLE_RANK, Collective
@@ -71,8 +73,8 @@ class TorchWorker(SynchronousWorker):
         swap_in.finish()
         return StepResult(
             sampled=sampled,
-            swap_in_bytes=len(plan.swap_in) * self.pools.chunk_bytes,
-            swap_out_bytes=len(plan.swap_out) * self.pools.chunk_bytes,
+            swap_in_bytes=self.pools.bytes_of(plan.swap_in),
+            swap_out_bytes=self.pools.bytes_of(plan.swap_out),
             swap_in_seconds=swap_in.seconds,
             swap_out_seconds=swapped_out - started if plan.swap_out else 0.0,
             timings=timings,
@@ -90,9 +92,11 @@ class TorchWorker(SynchronousWorker):
             device=self._device,
             sampled=self._sampled,
         )
-        attention = _StepAttention(self.pools, batch, swap_in, self.arch.attention_scale)
+        attention = _StepAttention(self.pools, batch, swap_in, self.arch)
         prepared = time.perf_counter()
-        logits = self._model.forward(batch.tokens, batch.positions, attention, batch.sample_rows)
+        logits = self._model.forward(
+            batch.tokens, batch.positions, attention, batch.sample_rows, attention.recur
+        )
         computed = time.perf_counter()
         asked = [(span.request, span.sample) for span in plan.spans if span.sample is not None]
         # Rank 0 samples, so that all ranks continue with the same tokens.
@@ -118,23 +122,40 @@ class TorchWorker(SynchronousWorker):
 
 
 class _StepAttention:
-    """Attention of one step over the paged pool (``pensieve.model.transformer.Attend``)."""
+    """Attention of one step over the paged pool (``pensieve.model.transformer.Attend``), and its recurrences."""
 
-    def __init__(self, pools: KvPools, batch: TorchBatch, swap_in: LayerTransfers, scale: float) -> None:
-        self.pools, self.batch, self.swap_in, self.scale = pools, batch, swap_in, scale
-        self.plan: reference.ReferencePlan | None = None
-        """Made in the first layer, from the shape of its queries."""
+    def __init__(self, pools: KvTiers, batch: TorchBatch, swap_in: LayerTransfers, arch: Arch) -> None:
+        self.pools, self.batch, self.swap_in, self.arch = pools, batch, swap_in, arch
+        self.plans: dict[int | None, reference.ReferencePlan] = {}
+        """By window; made in the first layer that has it, from the shape of its queries."""
         self.seconds = 0.0
 
     def __call__(self, layer: int, qkv: torch.Tensor, prep: HeadPrep) -> torch.Tensor:
         # Before the write, not only before the read: a swapped-in page may be the one to append to.
         self.swap_in.wait(layer)
         started = time.perf_counter()
-        pool, batch = self.pools.device[layer], self.batch
-        q = reference.kv_write(pool, qkv, batch.slots, prep)
-        if self.plan is None:
-            self.plan = reference.make_plan(q, pool, batch.spans, batch.page_tables)
-        out = reference.attend(q, pool, self.plan, scale=self.scale)
+        pool, batch, arch = self.pools.attention(layer), self.batch, self.arch
+        window = arch.layers[layer].window
+        slots, tables = batch.slots, batch.page_tables
+        if self.pools.in_window_group(layer):
+            assert batch.window_slots is not None and batch.window_tables is not None
+            slots, tables = batch.window_slots, batch.window_tables
+        q = reference.kv_write(pool, qkv, slots, prep)
+        if window not in self.plans:
+            self.plans[window] = reference.make_plan(q, pool, batch.spans, tables, window=window)
+        out = reference.attend(
+            q, pool, self.plans[window], scale=arch.attention_scale, softcap=arch.softcap, sinks=prep.sinks
+        )
+        self.seconds += time.perf_counter() - started
+        return out
+
+    def recur(
+        self, layer: int, inputs: torch.Tensor, gates: torch.Tensor, recurrence: Recurrence
+    ) -> torch.Tensor:
+        """See ``pensieve.model.recurrent.Recur``."""
+        self.swap_in.wait(layer)
+        started = time.perf_counter()
+        out = recurrent(inputs, gates, self.pools.state(layer), recurrence, self.batch.chains)
         self.seconds += time.perf_counter() - started
         return out
 

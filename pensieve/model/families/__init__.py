@@ -11,18 +11,25 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from pensieve.model.arch import Arch
-from pensieve.model.families import cohere, gemma, layer_norm, llama, opt
+from pensieve.model.families import cohere, gemma, layer_norm, llama, opt, recurrent
 from pensieve.model.families.parsing import CONFIG_CLASSES, Config, generation_defaults
 
 READERS: dict[str, Callable[[Config, Config], Arch]] = {
     "opt": opt.read_opt,
     **{family: llama.reader_of(family) for family in llama.FIELDS},
+    "mistral3": llama.read_mistral3,
     "gemma": gemma.read_gemma,
     "gemma2": gemma.read_gemma2,
     "gemma3": gemma.read_gemma3,
     "gemma3_text": gemma.read_gemma3_text,
     "cohere": cohere.read_cohere,
     "cohere2": cohere.read_cohere2,
+    "mamba2": recurrent.read_mamba2,
+    "bamba": recurrent.read_bamba,
+    "falcon_h1": recurrent.read_falcon_h1,
+    "qwen3_next": recurrent.read_qwen3_next,
+    "qwen3_5": recurrent.read_qwen3_5,
+    "qwen3_5_text": recurrent.read_qwen3_5,
     "stablelm": layer_norm.read_stablelm,
     "starcoder2": layer_norm.read_starcoder2,
 }

@@ -113,12 +113,12 @@ def equal_layers(parsed: Any, rope: Rope | None) -> tuple[Layer, ...]:
     ``layer_types`` says that only some do: transformers ignores it in these families, but not in their cache."""
     if len(set(layer_kinds(parsed))) > 1:
         raise ModelError("layer_types with layers of several kinds is not supported in this family")
-    return (Layer(window=window_of(parsed), rope=rope),) * parsed.num_hidden_layers
+    return (Layer(window=window_of(parsed), rope=rope),) * int(parsed.num_hidden_layers)
 
 
 def full_layers(parsed: Any, rope: Rope | None) -> tuple[Layer, ...]:
     """Return the layers of a family whose attention knows no window."""
-    return (Layer(rope=rope),) * parsed.num_hidden_layers
+    return (Layer(rope=rope),) * int(parsed.num_hidden_layers)
 
 
 def cache_limit(parsed: Any) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Any, Final
+from typing import Any
 
 from pensieve.model.arch import Arch, ModelError, Rope
 from pensieve.model.families.common import (
@@ -17,10 +17,7 @@ from pensieve.model.families.common import (
     read_rope,
     sliding_layers,
 )
-from pensieve.model.families.parsing import Config, parsed_config
-
-_OUTER: Final = ("bos_token_id", "dtype", "eos_token_id", "tie_word_embeddings", "torch_dtype")
-"""Fields that count outside ``text_config``."""
+from pensieve.model.families.parsing import Config, parsed_config, text_part
 
 
 def read_gemma(config: Config, generation: Config) -> Arch:
@@ -41,11 +38,8 @@ def read_gemma2(config: Config, generation: Config) -> Arch:
 
 def read_gemma3(config: Config, generation: Config) -> Arch:
     """Read the text part of a Gemma 3 that takes images, too. Raises ModelError."""
-    text = config.get("text_config")
-    if not isinstance(text, dict):
-        raise ModelError(f"text_config is {json.dumps(text)}, not an object")
-    outer = {name: config[name] for name in _OUTER if name in config}
-    return _gemma3("gemma3", text | outer | {"model_type": "gemma3_text"}, generation, complete=False)
+    text = text_part(config) | {"model_type": "gemma3_text"}
+    return _gemma3("gemma3", text, generation, complete=False)
 
 
 def read_gemma3_text(config: Config, generation: Config) -> Arch:

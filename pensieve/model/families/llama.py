@@ -19,7 +19,7 @@ from pensieve.model.families.common import (
     sliding_layers,
 )
 from pensieve.model.families.experts import expert_layers, experts_of
-from pensieve.model.families.parsing import Config, is_number, parsed_config
+from pensieve.model.families.parsing import Config, is_number, parsed_config, text_part
 
 Fields = dict[str, Any]
 
@@ -44,6 +44,17 @@ def reader_of(family: str) -> Callable[[Config, Config], Arch]:
         return Arch(**fields)
 
     return read
+
+
+def read_mistral3(config: Config, generation: Config) -> Arch:
+    """Read the text part of a Mistral that takes images, too. Raises ModelError."""
+    text = text_part(config)
+    family = text.get("model_type")
+    if family not in ("mistral", "ministral3"):
+        raise ModelError(
+            f"model_type of text_config is {json.dumps(family)} (supported: mistral, ministral3)"
+        )
+    return replace(reader_of(family)(text, generation), family="mistral3")
 
 
 _ACTIVATIONS: Final[dict[str, tuple[str, ...]]] = {"arcee": ("relu2", "silu")}

@@ -17,10 +17,12 @@ Config = dict[str, Any]
 
 CONFIG_CLASSES: Final = {
     "arcee": ("arcee", "ArceeConfig"),
+    "bamba": ("bamba", "BambaConfig"),
     "cohere": ("cohere", "CohereConfig"),
     "cohere2": ("cohere2", "Cohere2Config"),
     "cwm": ("cwm", "CwmConfig"),
     "exaone4": ("exaone4", "Exaone4Config"),
+    "falcon_h1": ("falcon_h1", "FalconH1Config"),
     "gemma": ("gemma", "GemmaConfig"),
     "gemma2": ("gemma2", "Gemma2Config"),
     "gemma3": ("gemma3", "Gemma3TextConfig"),
@@ -32,9 +34,11 @@ CONFIG_CLASSES: Final = {
     "granitemoe": ("granitemoe", "GraniteMoeConfig"),
     "helium": ("helium", "HeliumConfig"),
     "llama": ("llama", "LlamaConfig"),
+    "mamba2": ("mamba2", "Mamba2Config"),
     "ministral": ("ministral", "MinistralConfig"),
     "ministral3": ("ministral3", "Ministral3Config"),
     "mistral": ("mistral", "MistralConfig"),
+    "mistral3": ("mistral", "MistralConfig"),
     "mixtral": ("mixtral", "MixtralConfig"),
     "olmo2": ("olmo2", "Olmo2Config"),
     "olmo3": ("olmo3", "Olmo3Config"),
@@ -44,13 +48,18 @@ CONFIG_CLASSES: Final = {
     "qwen2": ("qwen2", "Qwen2Config"),
     "qwen2_moe": ("qwen2_moe", "Qwen2MoeConfig"),
     "qwen3": ("qwen3", "Qwen3Config"),
+    "qwen3_5": ("qwen3_5", "Qwen3_5TextConfig"),
+    "qwen3_5_text": ("qwen3_5", "Qwen3_5TextConfig"),
     "qwen3_moe": ("qwen3_moe", "Qwen3MoeConfig"),
+    "qwen3_next": ("qwen3_next", "Qwen3NextConfig"),
     "seed_oss": ("seed_oss", "SeedOssConfig"),
     "smollm3": ("smollm3", "SmolLM3Config"),
     "stablelm": ("stablelm", "StableLmConfig"),
     "starcoder2": ("starcoder2", "Starcoder2Config"),
 }
 """transformers' module (below ``transformers.models``) and config class of each family, or of its text part."""
+_OUTSIDE: Final = ("bos_token_id", "dtype", "eos_token_id", "tie_word_embeddings", "torch_dtype")
+"""Fields that count outside ``text_config``."""
 _HF_TOP_K = 50
 """Default of ``generate`` when sampling is on and generation_config.json names no top_k."""
 _SIZES: Final = (
@@ -62,11 +71,12 @@ _SIZES: Final = (
 )
 
 
-def parsed_config(family: str, config: Config, *sizes: str, complete: bool = True) -> Any:
-    """Parse the config with transformers' class; require ``sizes`` above 0. Absent ones count as the class's defaults
-    unless the family's files are ``complete``. Raises ModelError with the field."""
-    sizes = (*_SIZES, *sizes)
-    for name in sizes:
+def parsed_config(
+    family: str, config: Config, *more: str, sizes: tuple[str, ...] = _SIZES, complete: bool = True
+) -> Any:
+    """Parse the config with transformers' class; require ``sizes`` and ``more`` above 0. Absent ones count as the
+    class's defaults unless the family's files are ``complete``. Raises ModelError with the field."""
+    for name in (*sizes, *more):
         if name in config:
             require_positive(name, config[name])
         elif complete:
@@ -80,13 +90,22 @@ def parsed_config(family: str, config: Config, *sizes: str, complete: bool = Tru
     module = _config_module(folder)
     try:
         # A copy: the class modifies its arguments.
-        parsed = getattr(module, class_name).from_dict(copy.deepcopy(config))
-        if family != "opt":
+        parsed = getattr(module, class_name).from_dict(_with_floats(copy.deepcopy(config)))
+        if family not in ("opt", "mamba2"):
             parsed.standardize_rope_params()  # as the model does, now with all fields present
     except Exception as error:
         # The class parses untrusted input and raises many types: its own errors, KeyError, ValueError.
         raise ModelError(_parse_error(error, config)) from error
     return parsed
+
+
+def _with_floats(value: Any) -> Any:
+    """Return a part of config.json with infinity as a number. transformers writes it as an object."""
+    if isinstance(value, dict) and list(value) == ["__float__"]:
+        return float(value["__float__"])
+    if isinstance(value, dict):
+        return {name: _with_floats(item) for name, item in value.items()}
+    return [_with_floats(item) for item in value] if isinstance(value, list) else value
 
 
 def _config_module(folder: str) -> ModuleType:
@@ -120,6 +139,17 @@ def _parse_error(error: Exception, config: Config) -> str:
 def require_positive(name: str, value: Any) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
         raise ModelError(f"{name} is {json.dumps(value)}; it must be a whole number above 0")
+
+
+def text_part(config: Config) -> Config:
+    """Return ``text_config`` of a family that takes images, too, with the fields that count outside. Raises
+    ModelError."""
+    text = config.get("text_config")
+    if not isinstance(text, dict):
+        raise ModelError(f"text_config is {json.dumps(text)}, not an object")
+    # Of the two flags for a tied head transformers follows the outer one, and it is true by default.
+    outer = {name: config[name] for name in _OUTSIDE if name in config}
+    return text | {"tie_word_embeddings": True} | outer
 
 
 def dtype_of(config: Config) -> str:

@@ -195,9 +195,11 @@ class PlacesIndex:
     def value(self, holder: ChunkHolder, chunk_index: int, candidates: int, now: float) -> float:
         """Value of a holder's next victim, in a round that began at ``now``."""
         if isinstance(holder, SharedHolder):
-            return self.table.run_value(holder.row, chunk_index, candidates)
+            return self.table.run_value(holder.row, self.table.chunk_cost(chunk_index), candidates)
         idle = now - holder.last_active
-        return self.table.session_value(chunk_index, candidates, idle, holder.kind, holder.hint)
+        return self.table.session_value(
+            self.table.chunk_cost(chunk_index), candidates, idle, holder.kind, holder.hint
+        )
 
     def values_of(self, reclaim: Reclaim, rows: Rows, chunks: Rows, repeats: Ints, now: float) -> Floats:
         """Values of many chunks: for each row, which must be up to date, the next ``repeats`` of ``chunks``."""

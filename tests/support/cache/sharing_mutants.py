@@ -10,6 +10,7 @@ from typing import Any
 from pensieve.core import TokenArray
 from pensieve.engine.cache.chunk import CachedSession, Chunk, SharedRun
 from pensieve.engine.cache.eviction import EvictionIndex
+from pensieve.engine.cache.finding import Finder
 from pensieve.engine.cache.manager import CacheManager
 from pensieve.engine.cache.sharing import Digests, SharedChunks
 from pensieve.engine.cache.tiers import Tiers
@@ -87,7 +88,7 @@ def stays_registered(self: SharedChunks, chunk: Chunk) -> None:
 
 
 def ignores_copies(
-    self: CacheManager, session: CachedSession | None, tokens: TokenArray, num_new: int, path: object
+    self: Finder, session: CachedSession | None, tokens: TokenArray, num_new: int, path: object
 ) -> list[Chunk]:
     """Chunks are adopted while they are copied out."""
     return [chunk for chunk in _in_common(self, session, tokens, num_new, path) if not chunk.saving]
@@ -101,7 +102,7 @@ def keeps_host_copies(self: Tiers, chunks: Sequence[Chunk], start: int, end: int
             self._fresh.add(chunk)
 
 
-_in_common: Callable[..., list[Chunk]] = CacheManager._in_common
+_in_common: Callable[..., list[Chunk]] = Finder.in_common
 
 SHARING_MUTANTS: dict[str, tuple[Fault, ...]] = {
     "address: of the chunk alone": (Fault(Digests, "extended", unchained),),
@@ -112,6 +113,6 @@ SHARING_MUTANTS: dict[str, tuple[Fault, ...]] = {
     "worth: one that left counts": (Fault(EvictionIndex, "remove_owner", claims_stay),),
     "tail: not copied": (Fault(Tiers, "copy", uncopied),),
     "index: what is written over is found": (Fault(SharedChunks, "unregister", stays_registered),),
-    "in flight: adopted while copied out": (Fault(CacheManager, "_in_common", ignores_copies),),
+    "in flight: adopted while copied out": (Fault(Finder, "in_common", ignores_copies),),
     "written: its host copy is kept": (Fault(Tiers, "fill", keeps_host_copies),),
 }

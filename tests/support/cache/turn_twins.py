@@ -154,9 +154,9 @@ class Both:
             tiers.host_free,
         )
         for reclaim in Reclaim:
-            assert self.twin.index.total(reclaim) == cache.index.total(reclaim)
+            assert self.twin.index.total(reclaim) == cache.index.total_bytes(reclaim)
         assert len(self.twin._sessions) == len(cache.sessions)
-        assert self.twin.unpinned == cache._tiers.unpinned
+        assert self.twin.unpinned == cache._tiers.unpinned_bytes()
 
     def plan_ends(self) -> None:
         tiers = self.manager.cache.occupancy()

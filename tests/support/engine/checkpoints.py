@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig
 from transformers.models.arcee import ArceeConfig
 from transformers.models.cohere import CohereConfig
 from transformers.models.cohere2 import Cohere2Config
@@ -31,6 +31,7 @@ from transformers.models.llama import LlamaConfig
 from transformers.models.ministral import MinistralConfig
 from transformers.models.ministral3 import Ministral3Config
 from transformers.models.mistral import MistralConfig
+from transformers.models.mistral3 import Mistral3Config
 from transformers.models.mixtral import MixtralConfig
 from transformers.models.olmo2 import Olmo2Config
 from transformers.models.olmo3 import Olmo3Config
@@ -49,7 +50,8 @@ from transformers.models.starcoder2 import Starcoder2Config
 Family = Literal[
     "opt", "llama", "llama3", "mistral", "qwen2", "qwen3", "seed_oss",
     "arcee", "cohere", "cohere2", "cwm", "exaone4", "gemma", "gemma2", "gemma3", "gemma3_text", "glm", "glm4",
-    "granite", "helium", "ministral", "ministral3", "olmo2", "olmo3", "phi3", "smollm3", "stablelm", "starcoder2",
+    "granite", "helium", "ministral", "ministral3", "mistral3", "olmo2", "olmo3", "phi3", "smollm3", "stablelm",
+    "starcoder2",
     "gpt_oss", "granitemoe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe",
 ]  # fmt: skip
 FAMILIES: tuple[Family, ...] = ("opt", "llama", "llama3", "mistral", "qwen2", "qwen3", "seed_oss")
@@ -118,6 +120,15 @@ def _gemma3_with_images(**values: Any) -> Gemma3Config:
     return Gemma3Config(text_config=values, vision_config=vision, mm_tokens_per_image=4)
 
 
+def _mistral3(**values: Any) -> Mistral3Config:
+    vision = {
+        "model_type": "pixtral", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8,
+        "num_attention_heads": 2, "image_size": 16, "patch_size": 8,
+    }  # fmt: skip
+    text = {"model_type": "mistral"} | values
+    return Mistral3Config(text_config=text, vision_config=vision, tie_word_embeddings=False)
+
+
 _CONFIGS: dict[Family, tuple[Callable[..., Any], dict[str, Any]]] = {
     "opt": (OPTConfig, _COMMON | {"ffn_dim": 96, "word_embed_proj_dim": 48}),
     "llama": (LlamaConfig, _GATED | {"num_key_value_heads": 6, "attention_bias": True, "mlp_bias": True}),
@@ -145,6 +156,7 @@ _CONFIGS: dict[Family, tuple[Callable[..., Any], dict[str, Any]]] = {
         _GATED
         | {"rope_parameters": _YARN | {"llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 16}},
     ),
+    "mistral3": (_mistral3, _GATED | {"sliding_window": 9, "tie_word_embeddings": False}),
     "olmo2": (Olmo2Config, _PLAIN | {"attention_bias": True}),
     "olmo3": (Olmo3Config, _PLAIN | {"sliding_window": 9, "layer_types": _MIXED}),
     "phi3": (Phi3Config, _PLAIN | {"sliding_window": 9, "partial_rotary_factor": 0.5}),
@@ -188,14 +200,17 @@ def tiny_checkpoint(family: Family, tmp_path: Path, *, seed: int = 0, **override
         config_class, values = _CONFIGS[family]
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            model = AutoModelForCausalLM.from_config(
-                config_class(**(values | overrides)), dtype=torch.float32
-            )
+            model = auto_class(family).from_config(config_class(**(values | overrides)), dtype=torch.float32)
             _spread(model)
         model.generation_config = GenerationConfig(bos_token_id=1, eos_token_id=2, pad_token_id=0)
         model.save_pretrained(folder)
         _made[key] = folder
     return _made[key]
+
+
+def auto_class(family: Family) -> Any:
+    """The class of transformers that makes and loads models of a family."""
+    return AutoModelForImageTextToText if family == "mistral3" else AutoModelForCausalLM
 
 
 @torch.no_grad()

@@ -3,27 +3,44 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
 
-from pensieve.config import CacheConfig, EngineTuning, PolicyName, SchedulerConfig
+from pensieve.config import CacheConfig, CacheGroup, EngineTuning, PolicyName, SchedulerConfig
+from pensieve.engine.cache.pages import PageSize
+from pensieve.engine.kv.grid import TierLayout
 from pensieve.engine.plan import StepWorker
+from pensieve.engine.worker.hybrid_sizing import NO_TIER
 from pensieve.engine.worker.sizing import DTYPES, WorkerInfo
 from pensieve.engine.worker.torch_worker import TorchWorker
 from pensieve.model.folder import load_arch
+from pensieve.model.groups import kv_groups
 from pensieve.model.ops import TORCH_OPS, triton_ops
 from pensieve.model.transformer import Transformer
 from pensieve.model.weights import load_weights
 from support.engine.checkpoints import Family, tiny_checkpoint
 from support.engine.engine_driver import Clock, Driver, make_engine
 from support.engine.hf_oracle import NEAR_TIE, HfOracle
+from support.model import recurrent_models
 
 POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
 LIMIT = 160
+SPAN = 24
+"""What a step can always compute of one request, for models with windows, in tests that set it so low."""
 _MECHANISMS: tuple[Literal["batch", "kernel"], ...] = ("batch", "kernel")
+
+
+def _checkpoint(family: Family | recurrent_models.Family, folder: Path, **overrides: Any) -> Path:
+    if family not in recurrent_models.FAMILIES:
+        return tiny_checkpoint(family, folder, **overrides)
+    made = folder / family
+    recurrent_models.make_model(family, made, **overrides)
+    return made
 
 
 class Bench:
@@ -31,7 +48,7 @@ class Bench:
 
     def __init__(
         self,
-        family: Family,
+        family: Family | recurrent_models.Family,
         folder: Path,
         device: Literal["cpu", "cuda"] = "cpu",
         *,
@@ -42,7 +59,7 @@ class Bench:
         """``overrides`` replace values of the checkpoint's config."""
         torch.set_num_threads(1)
         self.device, self.dtype = device, dtype
-        checkpoint = tiny_checkpoint(family, folder, **overrides)
+        checkpoint = _checkpoint(family, folder, **overrides)
         self.oracle = HfOracle(checkpoint, weights=DTYPES[dtype], near_tie=near_tie)
         arch = load_arch(checkpoint)
         weights = load_weights(checkpoint, arch, dtype=DTYPES[dtype], device=device)
@@ -56,6 +73,9 @@ class Bench:
         info = WorkerInfo(
             self.device, self.dtype, cache.device_chunks, cache.host_chunks, cache.chunk_tokens, LIMIT,
             max_batch_tokens=scheduler.max_batch_tokens, max_running=scheduler.max_running,
+            groups=kv_groups(self.model.arch, cache.chunk_tokens, self.dtype),
+            device_tier=_layout(cache, cache.device_bytes, [group.device_unit for group in cache.groups]),
+            host_tier=_layout(cache, cache.host_bytes, [1, 1]),
         )  # fmt: skip
         if self.device == "cpu":
             return TorchWorker(self.model, info)
@@ -69,6 +89,48 @@ class Bench:
             verify_swap=rng.random() < 0.5,
         )
         return CudaWorker(self.model, info, options)
+
+
+def _layout(cache: CacheConfig, num_bytes: int | None, units: list[int]) -> TierLayout:
+    if num_bytes is None:
+        return NO_TIER
+    sizes = [
+        PageSize(group.layers, group.layer_page_bytes, unit)
+        for group, unit in zip(cache.groups, units, strict=True)
+    ]
+    return TierLayout(num_bytes, tuple(sizes))
+
+
+def with_groups(bench: Bench, cache: CacheConfig, rng: random.Random) -> CacheConfig:
+    """The same tiers for a model with two KV groups: the chunks of the first, and pages of the second for a context or
+    two."""
+    groups = kv_groups(bench.model.arch, cache.chunk_tokens, bench.dtype)
+    if len(groups) < 2:
+        return cache
+    full, second = groups
+    unit = rng.choice((1, 2))
+    parts = (
+        CacheGroup(
+            full.kind, 0, len(full.layers), full.layer_page_bytes, rng.choice((1, 3)) if full.layers else 1
+        ),
+        CacheGroup(second.kind, second.window or 0, len(second.layers), second.layer_page_bytes, unit),
+    )
+    # As much as the longest context takes at once, with what one step computes.
+    least = (
+        4
+        if second.kind == "state"
+        else -(-(parts[0].window + parts[1].window + SPAN) // cache.chunk_tokens) + 2
+    )
+    pages = [least + rng.choice((2, least)), rng.choice((1, least, 3 * least)) if cache.host_chunks else 0]
+    sizes = [
+        chunks * full.page_bytes + count * second.page_bytes + 2 * unit * second.page_bytes * (number == 0)
+        for number, (chunks, count) in enumerate(
+            zip((cache.device_chunks, cache.host_chunks), pages, strict=True)
+        )
+    ]
+    step = second.layer_page_bytes
+    device, host = (-(-size // step) * step for size in sizes)
+    return replace(cache, groups=parts, device_bytes=device, host_bytes=host)
 
 
 def random_setup(rng: random.Random) -> tuple[CacheConfig, SchedulerConfig]:
@@ -99,10 +161,14 @@ def run_schedule(
     """One random schedule, every answer checked."""
     rng = random.Random(seed)
     cache, scheduler = random_setup(rng)
+    cache = with_groups(bench, cache, rng)
+    if cache.groups[-1].kind == "state":
+        least = cache.chunk_tokens + scheduler.max_running
+        scheduler = replace(scheduler, max_batch_tokens=max(least, scheduler.max_batch_tokens))
     clock = Clock()
     worker = wrap(bench.worker(cache, scheduler))
     engine = make_engine(cache, scheduler, worker, clock, bench.vocabulary, overlapped=seed % 2 == 1)
-    limit = min(LIMIT, cache.device_chunks * cache.chunk_tokens)
+    limit = min(LIMIT, engine._ready.context_limit)
     driver = Driver(engine, clock, rng, bench.oracle.verify, bench.vocabulary, limit)
     for _ in range(14):
         driver.act()
@@ -115,7 +181,13 @@ def run_schedule(
 
 def run_all(bench: Bench, seeds: Iterable[int]) -> None:
     """Schedules whose receipts reconcile and that together take every path."""
-    paths = {"device": 0, "host": 0, "recomputed": 0, "suspended": 0}
+    paths = paths_of(bench, seeds)
+    assert all(paths.values()), f"a path was never taken: {paths}"
+
+
+def paths_of(bench: Bench, seeds: Iterable[int]) -> Counter[str]:
+    """Schedules whose receipts reconcile; how often they took each path."""
+    paths = Counter({"device": 0, "host": 0, "recomputed": 0, "suspended": 0})
     for seed in seeds:
         driver = run_schedule(bench, seed)
         for turn in driver.finished:
@@ -124,7 +196,7 @@ def run_all(bench: Bench, seeds: Iterable[int]) -> None:
             paths["host"] += turn.usage.swapped_in_tokens
             paths["recomputed"] += turn.usage.recomputed_tokens
         paths["suspended"] += driver.engine.stats().suspensions_total
-    assert all(paths.values()), f"a path was never taken: {paths}"
+    return paths
 
 
 def caught(bench: Bench, wrap: Callable[[StepWorker], StepWorker], schedules: int = 60) -> bool:

@@ -62,8 +62,8 @@ class FakeLanes:
     def prepare(self, pairs: Pairs) -> Pairs:
         return pairs.copy()
 
-    def copy_out(self, prepared: object, first: int, count: int) -> None:
-        assert isinstance(prepared, np.ndarray)
+    def copy_out(self, group: int, prepared: object, first: int, count: int) -> None:
+        assert isinstance(prepared, np.ndarray) and group == 0
         self.out_calls.append((first, count))
         layers = len(self.pools.device)
         for run in range(first, first + count):
@@ -72,10 +72,11 @@ class FakeLanes:
                 Lane.OUT, self.pools.host, (target, run % layers), self.pools.device, (run % layers, source)
             )
 
-    def copy_in(self, prepared: object) -> None:
-        assert isinstance(prepared, np.ndarray)
+    def copy_in(self, prepared: dict[int, object]) -> None:
+        pairs = prepared[0]
+        assert isinstance(pairs, np.ndarray) and len(prepared) == 1
         for layers, groups in calls_for(self.groups, self.rng.choice([1, 1 << 20, 1 << 30])):
-            for source, target in prepared:
+            for source, target in pairs:
                 for layer in layers:
                     self._later(Lane.IN, self.pools.device, (layer, target), self.pools.host, (source, layer))
             for group in groups:
@@ -83,9 +84,11 @@ class FakeLanes:
                 assert isinstance(mark, FakeMark)
                 self.arrived[group.start] = mark
 
-    def copy_on_device(self, pairs: Pairs) -> None:
+    def copy_on_device(self, pairs: dict[int, Pairs]) -> None:
+        ((source, target),) = [pages.T for pages in pairs.values()]
+
         def copy() -> None:
-            self.pools.device[:, pairs[:, 1]] = self.pools.device[:, pairs[:, 0]]
+            self.pools.device[:, target] = self.pools.device[:, source]
 
         self.queues[Lane.COMPUTE].append(copy)
 

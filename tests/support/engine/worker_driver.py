@@ -34,8 +34,8 @@ def make_worker(
             **options,
         )
     )
-    worker.pools.device.fill_(torch.nan)
-    worker.pools.host.fill_(torch.nan)
+    for memory in (worker.pools.device, worker.pools.host):
+        memory.fill_(255 if memory.dtype == torch.uint8 else torch.nan)  # four bytes of 255 are NaN, too
     return worker
 
 

@@ -24,6 +24,10 @@ class Case:
     page_tables: torch.Tensor
     spans: span_rows.Spans
     scale: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+    """float32 [Hq]"""
 
 
 def make_case(
@@ -36,8 +40,12 @@ def make_case(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
     magnitude: float = 1.0,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: bool = False,
 ) -> Case:
-    """Random queries and KV. Rows have pages of their own in random order; table tails name a page full of NaN."""
+    """Random queries and KV. Rows have pages of their own in random order. Slots that no query sees are NaN; table
+    entries of pages that no query sees name a page full of NaN."""
     generator = torch.Generator().manual_seed(seed)
     rows = max(row for row, _, _ in spans) + 1
     context = [max((p + n for r, p, n in spans if r == row), default=0) for row in range(rows)]
@@ -48,16 +56,29 @@ def make_case(
     tables = torch.full((rows, max(pages) + 2), total - 1, dtype=torch.int32)
     used = 0
     for row, (count, length) in enumerate(zip(pages, context, strict=True)):
-        tables[row, :count] = order[used : used + count].int()
+        own = order[used : used + count].int()
         used += count
+        seen = _seen(row, spans, length, window)
         for position in range(length):
             values = torch.randn(2, kv_heads, dim, generator=generator) * magnitude
-            pool[int(tables[row, position // page]), :, :, position % page] = values
+            if position in seen:
+                pool[int(own[position // page]), :, :, position % page] = values
+        for index in {position // page for position in seen}:
+            tables[row, index] = own[index]
     rows_of = span_rows.make_spans(
         [n for _, _, n in spans], [p for _, p, _ in spans], [r for r, _, _ in spans]
     )
     q = torch.randn(span_rows.num_tokens(rows_of), heads, dim, generator=generator) * magnitude
-    return Case(q.to(dtype), pool.to(dtype), tables, rows_of, dim**-0.5)
+    logits = torch.randn(heads, generator=generator) * 2 if sinks else None
+    return Case(q.to(dtype), pool.to(dtype), tables, rows_of, dim**-0.5, window, softcap, logits)
+
+
+def _seen(row: int, spans: Spans, length: int, window: int | None) -> set[int]:
+    """Positions of a row's context that some query sees."""
+    if window is None:
+        return set(range(length))
+    own = [(position, count) for at, position, count in spans if at == row and count]
+    return {at for position, count in own for at in range(max(0, position - window + 1), position + count)}
 
 
 def oracle(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
@@ -71,10 +92,18 @@ def oracle(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
             for at in range(position + length)
         ]
         for index in range(length):
-            seen = torch.stack(kv[: position + index + 1]).double()  # [k, 2, Hkv, D]
+            end = position + index + 1
+            first = 0 if case.window is None else max(0, end - case.window)
+            seen = torch.stack(kv[first:end]).double()  # [k, 2, Hkv, D]
             keys, values = seen[:, 0], seen[:, 1]
             query = case.q[start + index].double().view(kv_heads, heads // kv_heads, -1)
             scores = torch.einsum("hgd,khd->hgk", query, keys) * case.scale
+            if case.softcap is not None:
+                scores = case.softcap * torch.tanh(scores / case.softcap)
+            if case.sinks is not None:
+                sinks = case.sinks.double().view(kv_heads, -1, 1)
+                scores = torch.cat([scores, sinks], dim=-1)
+                values = torch.cat([values, torch.zeros_like(values[:1])])
             weights = torch.softmax(scores, dim=-1)
             out[start + index] = torch.einsum("hgk,khd->hgd", weights, values).reshape(heads, -1)
             lse[start + index] = torch.logsumexp(scores, dim=-1).reshape(heads)

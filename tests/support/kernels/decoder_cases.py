@@ -172,7 +172,8 @@ def check_activation(
     generator = torch.Generator(device).manual_seed(inner)
     width = inner * (1 + gated)
     up = (torch.randn(tokens, width + 16, generator=generator, device=device) * 3).to(dtype)[:, :width]
-    ends = torch.tensor([0.0, -0.0, 1e3, -1e3, 88.0, -88.0, 1e-4, -1e-4], device=device)[:inner]
+    far = 50.0 if activation == "relu2" else 1e3  # its square must be a half, too
+    ends = torch.tensor([0.0, -0.0, far, -far, min(far, 88.0), -88.0, 1e-4, -1e-4], device=device)[:inner]
     up[0, : len(ends)] = ends.to(dtype)
     factor = up[:, inner:].double() if gated else 1.0
     rounded = reference.activate(up[:, :inner].double(), False, activation).to(dtype).double()

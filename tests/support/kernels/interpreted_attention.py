@@ -35,7 +35,9 @@ MIX = [(0, 40, 1), (1, 33, 1), (2, 3, 30), (3, 0, 1), (4, 60, 3)]
 def planned(case: Case, processors: int = 4, capacity: Capacity | None = None) -> AttentionPlan:
     """The plan with tiny tiles for a device of ``processors``."""
     geometry = replace(geometry_of(case.q, case.pool), multiprocessors=processors, own_tiles=TINY)
-    plan = AttentionPlan.from_spans(case.spans, len(case.q), geometry, case.q.device, capacity=capacity)
+    plan = AttentionPlan.from_spans(
+        case.spans, len(case.q), geometry, case.q.device, capacity=capacity, window=case.window
+    )
     plan.scratch.partial.fill_(torch.nan)
     plan.scratch.partial_lse.fill_(torch.nan)
     return plan
@@ -45,7 +47,10 @@ def check(case: Case, processors: int = 4) -> AttentionPlan:
     plan = planned(case, processors)
     before = case.pool.clone()
     out = torch.full_like(case.q, torch.nan)
-    got, lse = attend(case.q, case.pool, plan, case.page_tables, scale=case.scale, return_lse=True, out=out)
+    got, lse = attend(
+        case.q, case.pool, plan, case.page_tables, scale=case.scale, softcap=case.softcap, sinks=case.sinks,
+        return_lse=True, out=out,
+    )  # fmt: skip
     want, want_lse = oracle(case)
     assert got is out
     assert relative_error(out, want) <= TOLERANCE[case.q.dtype]
@@ -175,3 +180,49 @@ def test_a_plan_serves_other_steps_in_the_same_memory() -> None:
         assert relative_error(out[:used], want) <= 1e-5
         assert (out[used:] == 0).all()
     assert plan.words.data_ptr() == words
+
+
+@pytest.mark.parametrize("window", some([1, 5, 13, 16, 17, 29, 32, 40, 64, 1000], 5))
+def test_windows(window: int) -> None:
+    """Decodes, short spans, and spans of several blocks, cut or not, with windows of whole tiles and others."""
+    spans = [(0, 99, 1), (1, 33, 1), (2, 3, 30), (3, 0, 1), (4, 60, 3), (5, 75, 5), (6, 47, 17)]
+    check(make_case(spans, heads=4, kv_heads=2, window=window), processors=60 if window % 2 else 4)
+
+
+@pytest.mark.parametrize("processors", [1, 60])
+@pytest.mark.parametrize(
+    ("window", "softcap", "sinks"), [(None, 0.7, True), (77, None, True), (90, 2.0, False)]
+)
+def test_softcap_and_sinks(window: int | None, softcap: float | None, sinks: bool, processors: int) -> None:
+    """A sink counts once, in whole items and in cut ones."""
+    spans = [(0, 120, 1), (1, 33, 1), (2, 3, 30), (4, 60, 3)]
+    case = make_case(spans, heads=6, kv_heads=2, page=5, window=window, softcap=softcap, sinks=sinks)
+    plan = check(case, processors)
+    assert (plan.capacity.merges > 0) == (processors == 60)
+
+
+def test_rows_that_see_nothing_have_no_sink() -> None:
+    case = make_case([(0, 8, 3)], sinks=True, window=4)
+    padded = replace(case, q=torch.cat([case.q, torch.full_like(case.q, torch.nan)]))
+    out, lse = attend(
+        padded.q,
+        case.pool,
+        planned(padded),
+        case.page_tables,
+        scale=case.scale,
+        sinks=case.sinks,
+        return_lse=True,
+    )
+    assert relative_error(out[:3], oracle(case)[0]) <= 1e-5
+    assert (out[3:] == 0).all() and torch.isneginf(lse[3:]).all()
+
+
+@pytest.mark.parametrize("softcap", [3.0, 1e-3])
+def test_softcap_of_extreme_scores(softcap: float) -> None:
+    check(make_case([(0, 40, 1), (1, 0, 30)], magnitude=100.0, softcap=softcap), processors=60)
+
+
+def test_windowed_plan_forms_no_prefix_groups() -> None:
+    case = make_case(MIX, window=9)
+    with pytest.raises(ValueError, match="no prefix groups"):
+        planned(case).pack(case.spans, torch.tensor([[0, 2, 16]]).numpy())

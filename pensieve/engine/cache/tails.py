@@ -1,0 +1,492 @@
+"""The second KV group: what a running request holds of it, and what an idle session keeps.
+
+Layers with a window read the last tokens only, recurrent layers one state. So a request holds few slices of this
+group, and the same few decide whether a session's next turn finds its context. Three words:
+
+* *held*: pinned by a running request, because a position that it has yet to compute needs the slice. When the request
+  has passed it by, the slice has *fallen behind* and is let go at the launch of that plan.
+* *needed*: the next turn of a holder (a session or a shared run) reads it. These slices are the holder's *tail*.
+* *leftover*: only a turn that begins earlier would read it, at one of the session's resume points: where its latest
+  turn began, or where that turn's prompt ended. It is evicted first and never saved.
+
+A slice that is none of these is freed at once.
+
+Room for a request's slices is *promised* at admission, for its window and ``LEAST_SPAN`` tokens, because it takes
+their pages step by step. A longer span takes only pages that are free (``reach``). So a request that was admitted can
+always go on.
+
+==============  ==========================  ========================================================
+event           state of a slice after it   called by ``CacheManager`` when
+==============  ==========================  ========================================================
+``begin``       held, or not touched        a request is admitted
+``branch``      held, or not touched        a request branches off
+``computed``    held, with a page           a plan computes positions
+``complete``    needed, leftover or freed   that plan is launched, and the slice has fallen behind
+``let_go``      not pinned                  the request ends
+``truncate``    as before, or freed         the session goes on with other tokens
+``sort``        needed, leftover or freed   the request has ended
+==============  ==========================  ========================================================
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from pensieve.config import CacheGroup
+from pensieve.engine.cache.chunk import (
+    NOWHERE,
+    CachedSession,
+    Chunk,
+    OtherSlice,
+    Place,
+    Range,
+    Restore,
+    SharedRun,
+    take_front,
+)
+from pensieve.engine.cache.restore import (
+    Needs,
+    SpanPart,
+    add_range,
+    missing_set,
+    needed,
+    pieces_of,
+    reads,
+    sources,
+    window_reach,
+)
+from pensieve.engine.cache.tiers import Pages, Tiers
+from pensieve.engine.plan import Chain, PageTable
+
+UNBOUNDED: Final = 1 << 40
+"""Stands for the longest context of a model whose memory does not grow with it."""
+LEAST_SPAN: Final = 256
+"""Tokens of one request that a step can always compute, however full the device is."""
+
+Reserve = Callable[[Pages, float, int], None]
+
+
+@dataclass(slots=True)
+class _StateRun:
+    """Consecutive positions that a plan computes, and the slices through which the state passes."""
+
+    start: int
+    end: int
+    read: OtherSlice | None
+    boundary: OtherSlice | None
+    live: OtherSlice | None
+
+
+class Tails:
+    """The slices of the second group. Only it decides which of them are pinned, leftover or freed."""
+
+    def __init__(self, groups: Sequence[CacheGroup], tiers: Tiers, reserve: Reserve) -> None:
+        first, second = groups
+        self._needs = (Needs("full" if first.layers else "empty"), Needs(second.kind, second.window))
+        self._tiers = tiers
+        self._reserve = reserve
+        self._size = tiers.chunk_tokens
+        self._window = second.window
+        self.has_states = second.kind == "state"
+        self._touched: dict[CachedSession, None] = {}
+        """Running sessions that the plan being made computes positions of."""
+        self._runs: dict[CachedSession, list[_StateRun]] = {}
+        """What the plan being made computes of them, for a group of states."""
+        self._pieces: dict[CachedSession, list[SpanPart]] = {}
+        self._written: set[OtherSlice] = set()
+        """States that the plan being made writes: no other request can read them before its launch."""
+
+    # -- questions: change nothing -----------------------------------------------------------------------------------
+
+    def find(self, chunks: Sequence[Chunk], keep: int, total: int) -> tuple[list[Range], list[OtherSlice]]:
+        """Return the positions below ``keep`` that a request for ``total`` tokens must compute again, and the slices
+        with contents that it reads before it computes any.
+
+        If it read more slices at once than it is promised pages, it computes all positions instead.
+        """
+        missing = missing_set(keep, self._size, self._needs, self._have(chunks))
+        found = []
+        for first, last in reads(keep, self._size, self._needs, missing)[1]:
+            found += [_other(chunk) for chunk in chunks[first:last]]
+        parts = [part for part in found if part.filled]
+        most = 2 if self.has_states else self.promise(total)
+        return (missing, parts) if len(parts) <= most else ([(0, keep)], [])
+
+    def cost(self, parts: Sequence[OtherSlice], total: int) -> int:
+        """Return the pages to be pinned or promised for a request that begins with these slices."""
+        return sum(not part.pins for part in parts) + max(self.promise(total) - len(parts), 0)
+
+    def can_read(self, parts: Iterable[OtherSlice]) -> bool:
+        """Whether no plan that is not launched yet copies these slices out, or writes a state among them."""
+        return not any(part.saving or part in self._written for part in parts)
+
+    def can_hold(self, pages: int, requests: int, tokens: int) -> bool:
+        """See ``CacheManager.can_hold``."""
+        device = self._tiers.device
+        return device.bytes_for(pages, requests * self.promise(tokens)) <= device.size_bytes
+
+    def capacity_tokens(self) -> int:
+        """Return the longest context that fits an empty device tier, in tokens; ``UNBOUNDED``: none is too long."""
+        device, size = self._tiers.device, self._size
+        one, other = (group.page_bytes for group in device.groups)
+        if not one and self.can_hold(0, 1, UNBOUNDED):
+            return UNBOUNDED
+        lengths = range(1, device.size_bytes // (one or other) + 1)
+        return size * bisect_left(lengths, True, key=lambda pages: not self.can_hold(pages, 1, pages * size))
+
+    def promise(self, tokens: int, *, decoding: bool = False) -> int:
+        """Return the pages of this group that a request of so many tokens needs at once, at most."""
+        if self.has_states:
+            # Decoding: the live state and the last boundary. Before: where two ranges begin, and both of these.
+            return 2 if decoding else 4
+        span = self._size if decoding else LEAST_SPAN
+        most = -(-(self._window - 1 + span) // self._size) + 1
+        return min(most, -(-tokens // self._size))
+
+    def restore(
+        self, chunks: Sequence[Chunk], keep: int, history: int, total: int, missing: list[Range]
+    ) -> Restore:
+        """Return the receipt of an admission, and all ranges that it computes."""
+        from_host = [
+            [chunk.index for chunk in chunks if chunk.place is Place.HOST],
+            [chunk.index for chunk in chunks if _other(chunk).place is Place.HOST],
+        ]
+        found = sources(keep, history, self._size, self._needs, missing, from_host)
+        ranges = list(missing)
+        if keep < total:
+            if ranges and ranges[-1][1] == keep:
+                keep = ranges.pop()[0]
+            ranges.append((keep, total))
+        recomputed = sum(max(min(end, history) - start, 0) for start, end in ranges)
+        return Restore(tuple(ranges), found.gpu_cached, found.swapped_in, recomputed)
+
+    def _have(self, chunks: Sequence[Chunk]) -> list[list[int]]:
+        return [[chunk.filled for chunk in chunks], [_other(chunk).filled for chunk in chunks]]
+
+    # -- a running request -------------------------------------------------------------------------------------------
+
+    def begin(self, session: CachedSession, ranges: Sequence[Range], parts: Iterable[OtherSlice]) -> None:
+        """Hold what a request needs which computes ``ranges``; the pages come later."""
+        session.runs = deque(ranges)
+        session.held = {}
+        self._hold(session, parts)
+        self.keep_promise(session)
+
+    def absent(self, session: CachedSession) -> list[OtherSlice]:
+        """Return the held slices that lie on the host and must be loaded."""
+        return [part for part in session.held if part.device == NOWHERE and part.host != NOWHERE]
+
+    def branch(
+        self, session: CachedSession, origin: CachedSession, tail: Chunk, start: int, now: float
+    ) -> list[Range]:
+        """Hold what a request needs that goes on at ``start`` from the context of ``origin``, with ``tail`` as its last
+        chunk; return what it has to compute.
+
+        The source computes what it lacks first, so its slices are pinned whether they have contents or not. The partly
+        filled one is copied.
+        """
+        size, at, part = self._size, tail.index, _other(tail)
+        if self.has_states:
+            chunks = session.chunks[:at]
+            ranges, parts = self.find(chunks, at * size, session.length)
+            add_range(ranges, at * size, session.length)
+            self.begin(session, ranges, parts)
+            self._load(session, now, 0)
+            return ranges
+        source = _other(origin.chunks[at]) if at < len(origin.chunks) else None
+        filled = start - at * size
+        filled = min(filled, source.filled) if source is not None and self._tiers.can_copy(source) else 0
+        have = self._have(session.chunks[:at])
+        for group in have:
+            for low, high in origin.runs:
+                for index in range(low // size, min(high // size, at)):
+                    if low <= index * size + group[index]:
+                        group[index] = size
+        missing = missing_set(at * size, size, self._needs, have)
+        ranges = [*missing, (at * size + filled, session.length)]
+        found = reads(at * size, size, self._needs, missing)[1]
+        parts = [_other(chunk) for first, last in found for chunk in session.chunks[first:last]]
+        self.begin(session, ranges, [*parts, part])
+        self._load(session, now, 1)
+        if filled and source is not None:
+            self._tiers.copy(source, part, filled)
+        else:
+            self._tiers.place(part)
+        return ranges
+
+    def _load(self, session: CachedSession, now: float, more: int) -> None:
+        """Bring held slices to the device, and make room for ``more``."""
+        absent = self.absent(session)
+        self._reserve((0, len(absent) + more), now, session.tenant)
+        for part in absent:
+            self._tiers.load(part)
+
+    def take_over(self, session: CachedSession, leaver: CachedSession) -> None:
+        """Let a request compute what another still had to compute before the request's own work."""
+        start = session.runs[0][0] if session.runs else session.length
+        owed = [(low, min(high, start)) for low, high in leaver.runs if low < start]
+        session.runs.extendleft(reversed(owed))
+        self._hold(session, leaver.held)
+        self.keep_promise(session)
+
+    def reach(self, session: CachedSession, tokens: int) -> int:
+        """Return how many of ``tokens`` missing tokens a step can compute.
+
+        With windows: more than ``LEAST_SPAN`` only in free pages. With states: a step does not end inside a chunk that
+        others may come to share, so that the state it leaves there is one that all owners can use.
+        """
+        if self.has_states:
+            taken = 0
+            for start, end in session.runs:
+                stop = min(end, start + tokens - taken)
+                if stop < end and stop % self._size and session.chunks[stop // self._size].digest:
+                    return taken + max(stop // self._size * self._size - start, 0)
+                taken += stop - start
+            return tokens
+        free = max(self._tiers.device.free(1) - self._tiers.promised, 0) * self._size
+        return min(tokens, LEAST_SPAN + free)
+
+    def computed(self, session: CachedSession, start: int, end: int, now: float) -> None:
+        """Give the slices pages that the plan being made writes, and record what they will hold."""
+        chunks = session.chunks[start // self._size : -(-end // self._size)]
+        pieces = self._cut(session, start, end)
+        self._touched[session] = None
+        self._pieces.setdefault(session, []).extend(pieces)
+        _advance(session.runs, start, end)
+        self._fill_first(session, pieces, chunks)
+        if self.has_states:
+            self._pass_state(session, start, end, now)
+            return
+        # Another request may have computed some of these positions since this one was admitted: they are read.
+        self._place(session, [_other(chunk) for chunk in chunks], now)
+        for piece in pieces:
+            if piece.stores & 2:
+                parts = [_other(chunk) for chunk in _parts_of(session.chunks, piece, self._size)]
+                self._tiers.fill(parts, piece.start, piece.end)
+
+    def _fill_first(
+        self, session: CachedSession, pieces: Sequence[SpanPart], chunks: Sequence[Chunk]
+    ) -> None:
+        """Record what the slices of the first group will hold."""
+        if self._needs[0].kind == "full":
+            for piece in pieces:
+                if piece.stores & 1:
+                    self._tiers.fill(_parts_of(session.chunks, piece, self._size), piece.start, piece.end)
+            return
+        # Without full layers nothing is stored, but the cache counts positions by these slices.
+        for chunk in chunks:
+            low = chunk.index * self._size + chunk.filled
+            high = min(pieces[-1].end, (chunk.index + 1) * self._size)
+            if low < high:
+                self._tiers.fill((chunk,), low, high)
+
+    def _cut(self, session: CachedSession, start: int, end: int) -> list[SpanPart]:
+        """Return pieces in which each group stores all positions or none."""
+        first, last = start // self._size, -(-end // self._size)
+        for part in map(_other, session.chunks[first:last]):
+            if part.saving and part.device == NOWHERE:
+                self._tiers.discard(part)
+        have = self._have(session.chunks[first:last])
+        offset = first * self._size
+        return [
+            SpanPart(piece.start + offset, piece.end + offset, piece.stores)
+            for piece in pieces_of((start - offset, end - offset), self._size, self._needs, have)
+        ]
+
+    def _pass_state(self, session: CachedSession, start: int, end: int, now: float) -> None:
+        """Let a state pass through ``[start, end)``, and store it at the end and at the last chunk boundary between."""
+        size, chunks = self._size, session.chunks
+        others_follow = bool(session.runs) and (session.runs[0][0] != end or len(session.runs) > 1)
+        goes_on = not session.runs or session.runs[0][0] == end
+        read = None
+        if start:
+            read = _other(chunks[(start - 1) // size])
+            assert read.filled == start - read.index * size, f"chunk {read.index}: no state at {start}"
+        last = (end - 1) // size
+        live = _other(chunks[last]) if goes_on else None
+        if live is not None and live.filled == size and end == (last + 1) * size:
+            self._place(session, [live], now)  # another request has stored this state: the next step reads it
+            live = None
+        boundary = _other(chunks[last - 1]) if last * size > start and not others_follow else None
+        if boundary is not None and boundary.filled == size:
+            boundary = None
+        written = [part for part in (boundary, live) if part is not None]
+        self._place(session, written, now)
+        if boundary is not None:
+            self._tiers.store_state(boundary, size)
+        if live is not None:
+            self._tiers.truncate(live, 0)
+            self._tiers.store_state(live, end - last * size)
+        self._written.update(written)
+        self._runs.setdefault(session, []).append(_StateRun(start, end, read, boundary, live))
+
+    def _hold(self, session: CachedSession, parts: Iterable[OtherSlice]) -> None:
+        new = [part for part in dict.fromkeys(parts) if part not in session.held]
+        session.held.update(dict.fromkeys(new))
+        self._tiers.pin(new)
+
+    def _place(self, session: CachedSession, parts: Sequence[OtherSlice], now: float) -> None:
+        self._hold(session, parts)
+        self.keep_promise(session)
+        absent = [part for part in parts if part.device == NOWHERE]
+        if absent:
+            self._reserve((0, len(absent)), now, session.tenant)
+            for part in absent:
+                if part.filled:
+                    self._tiers.load(part)
+                else:
+                    self._tiers.place(part)
+
+    def growth(self, session: CachedSession, tokens: int) -> int:
+        """Return how many pages more than now must be promised to a running request that grows to ``tokens`` tokens."""
+        return max(self._due(session, tokens) - session.promised, 0)
+
+    def keep_promise(self, session: CachedSession) -> None:
+        """Keep the promise of pages to a request up to date: those that it holds count as kept."""
+        promised = self._due(session, max(session.length, 1)) if session.running else 0
+        self._tiers.promised += promised - session.promised
+        session.promised = promised
+
+    def _due(self, session: CachedSession, tokens: int) -> int:
+        return max(self.promise(tokens, decoding=not session.runs) - len(session.held), 0)
+
+    # -- the plan being made -----------------------------------------------------------------------------------------
+
+    def pieces(self, session: CachedSession) -> list[SpanPart]:
+        """Return what the plan being made computes of a session, cut where a group begins or ceases to store."""
+        return self._pieces.get(session, [])
+
+    def chains(self, session: CachedSession, first_span: int) -> Iterator[Chain]:
+        """Yield the chains of the plan being made. ``first_span``: number of the session's first piece as a span."""
+        spans = self._pieces.get(session, [])
+        for run in self._runs.get(session, ()):
+            inside = [at for at, piece in enumerate(spans) if run.start <= piece.start < run.end]
+            yield Chain(
+                first_span + inside[0],
+                first_span + inside[-1],
+                NOWHERE if run.read is None else run.read.device,
+                NOWHERE if run.boundary is None else run.boundary.device,
+                0 if run.boundary is None else (run.boundary.index + 1) * self._size,
+                NOWHERE if run.live is None else run.live.device,
+            )
+
+    def table(self, session: CachedSession, tokens: int) -> PageTable:
+        """Return the device pages of the held slices, int32 [chunks]; 0 where the request reads and writes nothing."""
+        table = np.zeros(-(-tokens // self._size), np.int32)
+        for part in session.held:
+            if part.index < len(table):
+                table[part.index] = part.device
+        return table
+
+    def complete(self) -> None:
+        """Let go of the slices that have fallen behind, now that the plan that read them is launched."""
+        self._written.clear()
+        self._runs.clear()
+        self._pieces.clear()
+        touched, self._touched = self._touched, {}
+        for session in touched:
+            if session.running:
+                position = session.runs[0][0] if session.runs else session.length
+                self._let_go(session, [part for part in session.held if self._is_behind(part, position)])
+                self.keep_promise(session)
+
+    def _is_behind(self, part: OtherSlice, position: int) -> bool:
+        """Whether no position from ``position`` on needs a slice."""
+        if self.has_states:
+            return part.index < position // self._size - 1
+        return (part.index + 1) * self._size + self._window - 2 < position
+
+    def _let_go(self, session: CachedSession, parts: Sequence[OtherSlice]) -> None:
+        if parts:
+            for part in parts:
+                del session.held[part]
+            self._tiers.unpin(parts)
+            self.keep_promise(session)
+            # With a state, the one before it: it was kept as the boundary before the newest.
+            before = [part.index - 1 for part in parts if part.index] if self.has_states else []
+            self._sort([*parts, *(_other(session.chunks[index]) for index in before)])
+
+    # -- after it ----------------------------------------------------------------------------------------------------
+
+    def let_go(self, session: CachedSession) -> None:
+        """Let go of all slices of a request that has ended, or goes on from another's context."""
+        self._touched.pop(session, None)
+        self._pieces.pop(session, None)
+        self._runs.pop(session, None)
+        session.runs.clear()
+        parts = list(session.held)
+        session.held.clear()
+        self._tiers.unpin(parts)
+        self.keep_promise(session)
+
+    def truncate(self, chunk: Chunk, valid: int) -> None:
+        """Limit the slice of an unpinned chunk to its first ``valid`` tokens, because other tokens will follow."""
+        part = _other(chunk)
+        if not self.has_states:
+            self._tiers.truncate(part, valid)
+        elif part.filled > valid:
+            self._tiers.free(part)  # a state cannot be cut
+
+    def sort(self, session: CachedSession) -> None:
+        """Decide again about all slices of a session: its end or its runs have changed."""
+        self._sort([_other(chunk) for chunk in session.chunks])
+
+    def _sort(self, parts: Iterable[OtherSlice]) -> None:
+        wanted: dict[CachedSession | SharedRun, tuple[Range, list[Range]]] = {}
+        for part in parts:
+            if part.pins or not part.cached or part.loading:
+                continue
+            holder = part.holder
+            if holder not in wanted:
+                wanted[holder] = self._wanted(holder)
+            tail, earlier = wanted[holder]
+            # A state outlives its request at chunk boundaries only.
+            whole = part.filled == self._size if self.has_states else part.filled > 0
+            if whole and tail[0] <= part.index < tail[1]:
+                self._tiers.set_leftover(part, False)
+            elif whole and any(first <= part.index < last for first, last in earlier):
+                self._tiers.set_leftover(part, True)
+            elif part.saving:
+                self._tiers.set_leftover(part, True)  # its pages are in use until the plan is launched
+            else:
+                self._tiers.free(part)
+
+    def _wanted(self, holder: CachedSession | SharedRun) -> tuple[Range, list[Range]]:
+        """Return the chunks whose slices a holder needs, and those that its earlier resume points need."""
+        if isinstance(holder, SharedRun):
+            owners, end = list(holder.owners), (holder.own_chunks[-1].index + 1) * self._size
+        else:
+            owners, end = [holder], holder.length
+        earlier = [self._wanted_at(point) for owner in owners for point in owner.resume_points]
+        if self.has_states:
+            # After a stop string or an edit of its last tokens, a session goes on from the boundary before the newest.
+            earlier.append(self._wanted_at(max(end - self._size, 0)))
+        return needed(end, self._size, self._needs)[1], earlier
+
+    def _wanted_at(self, position: int) -> Range:
+        """Return the chunks whose slices a turn reads that goes on at ``position``."""
+        if self.has_states:
+            last = position // self._size
+            return max(last - 1, 0), last
+        return window_reach(position, self._window, self._size), -(-position // self._size)
+
+
+def _other(chunk: Chunk) -> OtherSlice:
+    assert chunk.other is not None
+    return chunk.other
+
+
+def _parts_of(chunks: Sequence[Chunk], piece: SpanPart, size: int) -> Sequence[Chunk]:
+    return chunks[piece.start // size : -(-piece.end // size)]
+
+
+def _advance(runs: deque[Range], start: int, end: int) -> None:
+    """Remove ``[start, end)`` from the front of what a request has yet to compute."""
+    if runs and runs[0][0] == start:
+        take_front(runs, end - start)

@@ -1,0 +1,124 @@
+"""KV groups: the layers of a model by how long what they cache of a context is needed. No torch.
+
+A full layer needs the keys and values of the whole context, a layer with a window those of the last tokens, and a
+recurrent layer its state at one position. Each chunk of a context has one *slice* per group, and a slice takes one
+*page*: one *layer page* for each of the group's layers.
+
+======  ============================================  =================================================
+kind    a layer page holds                            dtype
+======  ============================================  =================================================
+full    keys and values of a chunk, [2, Hkv, N, D]    the model's
+window  likewise                                      the model's
+state   the last inputs of the convolution, [C, W-1]  the model's
+..      then the recurrent state, [H, K, V]           float32
+======  ============================================  =================================================
+
+Both parts of a state begin at multiples of ``ALIGNMENT`` bytes. Layers with windows of several widths share one group,
+which keeps the widest; each layer masks its own. A layer with attention and a state is in two groups.
+
+The cache counts positions by the chunks of the first group, which is always the full one. A model without full layers
+has a full group without layers, whose pages take no memory.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from pensieve.model.arch import DTYPE_BYTES, Arch, ModelError, StateShape
+
+GroupKind = Literal["full", "window", "state"]
+ALIGNMENT: Final = 16
+"""Copies move 16 bytes at a time."""
+MAX_GROUPS: Final = 2
+LEAST_SPAN: Final = 256
+"""A step computes at least this number of tokens of a context at once, if there are as many. It needs pages for them
+beside those of the window before them."""
+STATES_OF_A_CONTEXT: Final = 3
+"""State pages of a running request: its live page, the newest chunk boundary, and the next one while it is written."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvGroup:
+    """Layers whose cached data is needed equally long."""
+
+    kind: GroupKind
+    layers: tuple[int, ...]
+    """Layers of the model, ascending. Layer ``layers[i]`` is number i of the group."""
+    layer_page_bytes: int
+    """Bytes of a page in one layer."""
+    window: int | None = None
+    """Widest window of the group's layers, in tokens, the token itself included; None unless it is a window group."""
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page: of one slice, in all of the group's layers."""
+        return len(self.layers) * self.layer_page_bytes
+
+
+def kv_groups(arch: Arch, chunk_tokens: int, dtype: str) -> tuple[KvGroup, ...]:
+    """Return the KV groups of a model: the full group, then that of its windows or states if it has any.
+
+    ``arch``: of the whole model, or of one rank's shard. ``dtype``: a key of ``DTYPE_BYTES``. Raises ModelError for
+    models with windows and states, or whose recurrent layers differ in the shape of their state.
+    """
+    attending = [(index, layer.window) for index, layer in enumerate(arch.layers) if layer.attends]
+    full = tuple(index for index, window in attending if window is None)
+    windowed = tuple(index for index, window in attending if window is not None)
+    recurrent = tuple(index for index, layer in enumerate(arch.layers) if layer.state is not None)
+    slots = 2 * arch.num_kv_heads * chunk_tokens * arch.head_dim * DTYPE_BYTES[dtype]
+    groups = [KvGroup("full", full, slots if full else 0)]
+    if windowed:
+        widest = max(window for _, window in attending if window is not None)
+        groups.append(KvGroup("window", windowed, slots, widest))
+    if recurrent:
+        groups.append(KvGroup("state", recurrent, state_bytes(state_shape(arch), dtype)))
+    if len(groups) > MAX_GROUPS:
+        raise ModelError(
+            "layer_types: a model with both sliding windows and recurrent layers is not supported"
+        )
+    return tuple(groups)
+
+
+def context_pages(groups: tuple[KvGroup, ...], chunk_tokens: int, tokens: int) -> tuple[int, ...]:
+    """Return how many pages of each group one context of ``tokens`` tokens needs at most, to be computed and kept."""
+    chunks = -(-tokens // chunk_tokens)
+    pages = []
+    for group in groups:
+        if group.kind == "state":
+            pages.append(STATES_OF_A_CONTEXT)
+        elif group.window is not None:
+            pages.append(min(chunks, -(-(group.window - 1 + LEAST_SPAN) // chunk_tokens) + 1))
+        else:
+            pages.append(chunks)
+    return tuple(pages)
+
+
+def context_bytes(groups: tuple[KvGroup, ...], chunk_tokens: int, tokens: int) -> int:
+    """Return the bytes of those pages."""
+    pages = context_pages(groups, chunk_tokens, tokens)
+    return sum(count * group.page_bytes for count, group in zip(pages, groups, strict=True))
+
+
+def conv_bytes(shape: StateShape, dtype: str) -> int:
+    """Return the bytes of the convolution's part of a state, which are also the offset of the recurrent part."""
+    return _aligned(shape.conv_channels * (shape.conv_width - 1) * DTYPE_BYTES[dtype])
+
+
+def state_bytes(shape: StateShape, dtype: str) -> int:
+    """Return the bytes of one layer's state."""
+    recurrent = math.prod((shape.heads, shape.key_dim, shape.value_dim)) * DTYPE_BYTES["float32"]
+    return conv_bytes(shape, dtype) + _aligned(recurrent)
+
+
+def state_shape(arch: Arch) -> StateShape:
+    """Return the shape that all recurrent layers share. Raises ModelError when they differ."""
+    shapes = {layer.state for layer in arch.layers if layer.state is not None}
+    if len(shapes) > 1:
+        raise ModelError("layer_types: recurrent layers with states of several shapes are not supported")
+    return shapes.pop()
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT

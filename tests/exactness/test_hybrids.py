@@ -1,0 +1,38 @@
+"""Rule one for models with two KV groups: answers equal transformers', with tiers that force every way of restoring
+windows and states."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from pensieve.engine.cache import tails
+from support.engine.checkpoints import Family
+from support.engine.exactness import SPAN, Bench, paths_of
+from support.lengths import at_length
+from support.model import recurrent_models
+
+KINDS: dict[str, tuple[Family | recurrent_models.Family, ...]] = {
+    "windows beside full layers": (
+        "gemma2", "gemma3_text", "cohere2", "olmo3", "ministral", "exaone4", "smollm3",
+    ),
+    "windows alone": ("phi3", "starcoder2"),
+    "states beside full layers": ("bamba", "falcon_h1", "qwen3_next", "qwen3_5_text"),
+    "states alone": ("mamba2",),
+}  # fmt: skip
+"""Append: the position decides which random schedules a family gets."""
+SCHEDULES = at_length(12, 200)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_answers_equal_transformers(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tails, "LEAST_SPAN", SPAN)
+    paths: Counter[str] = Counter()
+    for number, family in enumerate(KINDS[kind]):
+        bench = Bench(family, tmp_path)
+        first = 5_000 + number * SCHEDULES
+        paths += paths_of(bench, range(first, first + SCHEDULES))
+        assert bench.oracle.near_ties <= bench.oracle.tokens / 1000, f"{family}: too many near ties"
+    assert set(paths) == {"device", "host", "recomputed", "suspended"}, f"a path was never taken: {paths}"

@@ -1,0 +1,208 @@
+"""A worker like ``HashWorker`` for models with two KV groups, over memory in which pages of both groups can collide.
+
+Each tier is one array of cells. A page lies in it as ``pensieve.engine.cache.pages`` says: one layer page for
+each of the group's layers. The KV of a position mixes its token with the KV of all earlier positions (full layers), of
+those in its window (windows), and with the state before it (states). So a slice that is stale, missing, overwritten by
+the other group or one position off changes all tokens that follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from pensieve.config import CacheConfig, CacheGroup
+from pensieve.core import RequestKey
+from pensieve.engine.plan import PENDING, Copy, Plan, Sampled, Span, StepResult, SynchronousWorker
+from support.engine.hash_worker import MASK, POISON, mix, next_token, read_kv
+
+
+def hybrid_kv(token: int, position: int, full: int, window: int, state: int) -> int:
+    """KV of one position; ``full``, ``window``: sums of ``read_kv`` over the positions that each kind of layer sees."""
+    return mix(mix(token + 1) ^ mix(position + (1 << 32)) ^ full ^ mix(window + 7) ^ mix(state + 13))
+
+
+def next_state(state: int, kv: int) -> int:
+    """The state after a position, given the state before it."""
+    return mix(state ^ mix(kv + 99))
+
+
+class HybridOracle:
+    """Stateless runs of a model with these groups."""
+
+    def __init__(self, groups: Sequence[CacheGroup]) -> None:
+        self.full = groups[0].layers > 0
+        self.window = groups[1].window if groups[1].kind == "window" else 0
+        self.state = groups[1].kind == "state"
+
+    def tokens(self, context: Sequence[int], count: int, seed: int = 0) -> list[int]:
+        """What a stateless run over ``context`` generates."""
+        tokens, reads, output = list(context), list[int](), list[int]()
+        full = window = state = kv = 0
+        for position in range(len(context) + count):
+            if position >= len(context):
+                output.append(next_token(kv, seed))
+                tokens.append(output[-1])
+            if self.window and position >= self.window:
+                window = (window - reads[position - self.window]) & MASK
+            kv = hybrid_kv(tokens[position], position, full, window, state)
+            reads.append(read_kv(kv, position))
+            if self.full:
+                full = (full + reads[-1]) & MASK
+            if self.window:
+                window = (window + reads[-1]) & MASK
+            if self.state:
+                state = next_state(state, kv)
+        return output
+
+    def verify(self, context: Sequence[int], output: Sequence[int], seed: int = 0) -> None:
+        """Raise AssertionError unless ``output`` is what a stateless run over ``context`` gives."""
+        assert list(output) == self.tokens(context, len(output), seed)
+
+
+class _Memory:
+    """One tier's cells."""
+
+    def __init__(self, chunks: int, groups: Sequence[CacheGroup], units: Sequence[int]) -> None:
+        size = chunks * sum(group.page_bytes for group in groups)
+        self.cells = np.full(max(size, 1), POISON, dtype=np.uint64)
+        self.groups, self.units = groups, units
+        second = groups[1].layer_page_bytes
+        self.grids = (0, size % second if second else 0)
+
+    def at(self, group: int, page: int, layer: int, offset: int = 0) -> int:
+        kind = self.groups[group]
+        assert page >= 0, f"a page of group {group} is read or written that nothing has"
+        place = self.grids[group] + (page + layer * self.units[group]) * kind.layer_page_bytes + offset
+        assert 0 <= place < len(self.cells), f"page {page} of group {group} lies outside the tier"
+        return place
+
+    def page(self, group: int, page: int) -> list[slice]:
+        """The cells of each of the page's layer pages."""
+        kind = self.groups[group]
+        starts = [self.at(group, page, layer) for layer in range(kind.layers)]
+        return [slice(start, start + kind.layer_page_bytes) for start in starts]
+
+
+class HybridWorker(SynchronousWorker):
+    """Executes plans of a model with two groups."""
+
+    def __init__(self, config: CacheConfig) -> None:
+        self.size, self.groups = config.chunk_tokens, config.groups
+        self.window = config.groups[1].window if config.groups[1].kind == "window" else 0
+        self.states = config.groups[1].kind == "state"
+        units = [group.device_unit for group in config.groups]
+        self.device = _Memory(config.device_chunks, config.groups, units)
+        self.host = _Memory(config.host_chunks, config.groups, (1, 1))
+        self.plans: list[Plan] = []
+        self._sampled: dict[RequestKey, int] = {}
+
+    def run(self, plan: Plan) -> StepResult:
+        self.check_plan(plan)
+        self.plans.append(plan)
+        self._copy(plan.swap_out, self.device, self.host)
+        self._copy(plan.copies, self.device, self.device)
+        self._copy(plan.swap_in, self.host, self.device)
+        before = [self._read_state(chain.read) for chain in plan.chains]
+        sampled: list[Sampled] = []
+        stored: list[tuple[int, int]] = []
+        chain_of = {
+            span: at for at, chain in enumerate(plan.chains) for span in range(chain.first, chain.last + 1)
+        }
+        assert not self.states or len(chain_of) == len(plan.spans), "a span without a chain"
+        states = list(before)
+        for number, span in enumerate(plan.spans):
+            at = chain_of.get(number)
+            state = 0 if at is None else states[at]
+            kv = 0
+            for position in range(span.start, span.end):
+                kv = self._compute(plan, span, position, state)
+                state = next_state(state, kv)
+                if (
+                    at is not None
+                    and plan.chains[at].boundary >= 0
+                    and plan.chains[at].boundary_at == position + 1
+                ):
+                    stored.append((plan.chains[at].boundary, state))
+            if at is not None:
+                states[at] = state
+                if number == plan.chains[at].last and plan.chains[at].live >= 0:
+                    stored.append((plan.chains[at].live, state))
+            if span.sample is not None:
+                sampling = span.sample.sampling
+                token = next_token(kv, sampling.seed if sampling.temperature > 0.0 else 0)
+                sampled.append(Sampled(span.request, token))
+        for page, state in stored:
+            for layer in range(self.groups[1].layers):
+                self.device.cells[self.device.at(1, page, layer)] = state ^ layer
+        self._sampled = {one.request: one.token_id for one in sampled}
+        return StepResult(tuple(sampled))
+
+    def check_plan(self, plan: Plan) -> None:
+        """Each page has at most one writer in each phase, and no host page is written and read."""
+        saved = {(copy.group, copy.dst) for copy in plan.swap_out}
+        assert len(saved) == len(plan.swap_out), "two slices saved to one host page"
+        assert not saved & {(copy.group, copy.src) for copy in plan.swap_in}, (
+            "a host page is written and read"
+        )
+        targets = [(copy.group, copy.dst) for copy in plan.swap_in + plan.copies]
+        assert len(set(targets)) == len(targets), "two slices restored to one device page"
+        live = [page for chain in plan.chains for page in (chain.live, chain.boundary) if page >= 0]
+        assert len(set(live)) == len(live), "two states stored in one page"
+        others = {chain.live for chain in plan.chains} | {chain.boundary for chain in plan.chains}
+        for chain in plan.chains:
+            foreign = others - {chain.live, chain.boundary}
+            assert chain.read < 0 or chain.read not in foreign, "a chain reads what another writes"
+            assert chain.read >= 0 or plan.spans[chain.first].start == 0, "a zero state in the middle"
+
+    def _copy(self, copies: Sequence[Copy], source: _Memory, target: _Memory) -> None:
+        """All reads come before any write."""
+        read = [
+            [source.cells[cells].copy() for cells in source.page(copy.group, copy.src)] for copy in copies
+        ]
+        for copy, values in zip(copies, read, strict=True):
+            for cells, value in zip(target.page(copy.group, copy.dst), values, strict=True):
+                target.cells[cells] = value
+
+    def _read_state(self, page: int) -> int:
+        if page < 0:
+            return 0
+        values = {
+            int(self.device.cells[self.device.at(1, page, layer)]) ^ layer
+            for layer in range(self.groups[1].layers)
+        }
+        assert len(values) == 1, "the layers of a state belong to different states"
+        return values.pop()
+
+    def _compute(self, plan: Plan, span: Span, position: int, state: int) -> int:
+        token = int(span.tokens[position - span.start])
+        if token == PENDING:
+            assert position == span.end - 1, "only the last token of a span may be pending"
+            token = self._sampled[span.request]
+        full, window = 0, 0
+        if self.groups[0].layers:
+            full = self._sum(plan.page_tables[span.page_table], 0, range(position))
+        if self.window:
+            first = max(position - self.window + 1, 0)
+            window = self._sum(plan.window_tables[span.page_table], 1, range(first, position))
+        kv = hybrid_kv(token, position, full, window, state if self.states else 0)
+        for group in (0, 1) if self.window else (0,):
+            tables = plan.page_tables if group == 0 else plan.window_tables
+            if span.stores >> group & 1:
+                for layer in range(self.groups[group].layers):
+                    page = int(tables[span.page_table][position // self.size])
+                    self.device.cells[self.device.at(group, page, layer, position % self.size)] = kv
+        return kv
+
+    def _sum(self, table: np.ndarray[tuple[int], np.dtype[np.int32]], group: int, positions: range) -> int:
+        total = 0
+        layers = self.groups[group].layers
+        for position in positions:
+            page = int(table[position // self.size])
+            kv = int(self.device.cells[self.device.at(group, page, position % layers, position % self.size)])
+            total += read_kv(kv, position)
+        return total & MASK
+
+    def close(self) -> None:
+        """Nothing to release."""
