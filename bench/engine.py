@@ -72,7 +72,7 @@ def prefill_rows(bench: Bench) -> Iterator[dict[str, Any]]:
             continue
         taken = median([bench.turn(0, new, swapped=False) for _ in range(7)][2:])
         pairs = new * (new + 1) / 2
-        flops = 2 * (arch.num_parameters - arch.vocab_size * arch.hidden_size) * new
+        flops = 2 * (arch.active_parameters - arch.vocab_size * arch.hidden_size) * new
         flops += 4 * arch.num_heads * arch.head_dim * pairs * arch.num_layers
         yield {
             "new tokens": new, "ms": ms(taken), "tokens/s": round(new / taken),

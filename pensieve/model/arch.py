@@ -130,6 +130,39 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """An MLP that is a mixture: for each token a router picks ``per_token`` of ``count`` gated MLPs, the experts, and
+    the result is the sum of theirs with the router's weights."""
+
+    count: int
+    per_token: int
+    width: int
+    """Inner width of one expert."""
+    softmax: Literal["all", "picked"]
+    """The weights are a softmax over all experts, in float32, before the pick; or over the picked ones."""
+    renormalised: bool = False
+    """Softmax over all: the picked weights are divided by their sum."""
+    weights_rounded: bool = True
+    """Softmax over all: the weights are rounded to the model's dtype."""
+    bias: bool = False
+    """The router and all experts have biases."""
+    clamped: tuple[float, float] | None = None
+    """gpt-oss's gate with (alpha, limit), its gate and projection in alternating columns; see ``clamped_glu``. None:
+    the model's activation, the gate before the projection."""
+    shared_width: int = 0
+    """Inner width of an expert that takes part in every token, weighted by a sigmoid of its own; 0: there is none."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.per_token <= self.count:
+            raise ModelError(f"num_experts_per_tok is {self.per_token}, not within 1 to {self.count} experts")
+
+    def num_parameters(self, hidden_size: int, *, active: bool) -> int:
+        """Return the weights of one layer's mixture without biases: all, or those that compute one token."""
+        experts = (self.per_token if active else self.count) * self.width + self.shared_width
+        return hidden_size * (3 * experts + self.count + (self.shared_width > 0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Arch:
     """A decoder-only transformer. Its layers may differ, but all that attend share one geometry of heads."""
 
@@ -138,6 +171,7 @@ class Arch:
     vocab_size: int
     hidden_size: int
     intermediate_size: int
+    """Inner width of a dense MLP."""
     layers: tuple[Layer, ...]
     num_heads: int
     num_kv_heads: int
@@ -149,6 +183,8 @@ class Arch:
     activation: Literal["silu", "relu", "relu2", "gelu", "gelu_tanh"]
     gated_mlp: bool
     """``down(act(gate(x)) * up(x))`` rather than ``down(act(up(x)))``."""
+    experts: Experts | None = None
+    """The mixture of the layers that have one."""
     learned_positions: bool = False
     position_offset: int = 0
     """Learned positions: row of position 0."""
@@ -199,6 +235,8 @@ class Arch:
             raise ModelError(
                 f"num_attention_heads {self.num_heads} do not divide over num_key_value_heads {self.num_kv_heads}"
             )
+        if self.experts is None and any(layer.has_experts for layer in self.layers):
+            raise ModelError("a layer has experts, and nothing describes them")
 
     @property
     def num_layers(self) -> int:
@@ -225,14 +263,25 @@ class Arch:
 
     @property
     def num_parameters(self) -> int:
-        """Weights that take part in computing a token, without biases and norms."""
+        """All weights, without biases and norms."""
+        return self._parameters(active=False)
+
+    @property
+    def active_parameters(self) -> int:
+        """Weights that take part in computing a token, without biases and norms: of a mixture, its picked experts."""
+        return self._parameters(active=True)
+
+    def _parameters(self, *, active: bool) -> int:
         query_heads = self.num_heads * (3 if self.attention_gate else 2)
         attention = self.hidden_size * self.head_dim * (query_heads + 2 * self.num_kv_heads)
         recurrent = sum(self._recurrent_parameters(layer.state) for layer in self.layers if layer.state)
         mlp = self.hidden_size * self.intermediate_size * (3 if self.gated_mlp else 2)
-        dense = sum(layer.mlp == "dense" for layer in self.layers)
-        blocks = len(self.attention_layers) * attention + dense * mlp
-        return blocks + recurrent + self.vocab_size * self.hidden_size
+        kinds = [layer.mlp for layer in self.layers]
+        blocks = len(self.attention_layers) * attention + recurrent + kinds.count("dense") * mlp
+        if self.experts is not None:
+            mixture = self.experts.num_parameters(self.hidden_size, active=active)
+            blocks += kinds.count("experts") * mixture
+        return blocks + self.vocab_size * self.hidden_size
 
     def _recurrent_parameters(self, state: StateShape) -> int:
         """Return the weights of one recurrent mixer's projections."""

@@ -49,7 +49,7 @@ class DummySource:
         return tensor_slice.select_joined(self._whole(names, shape, dtype or self._dtype))
 
     def _whole(self, names: Sequence[str], shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        if names[0].endswith((".bias", ".sinks")):
+        if names[0].endswith((".bias", "_bias", ".sinks")):
             return torch.zeros(shape, dtype=dtype, device=self._device)
         if len(shape) == 1:
             return torch.ones(shape, dtype=dtype, device=self._device)

@@ -26,7 +26,8 @@ MOST_THREADS: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class TensorFill:
-    """One tensor and its contiguous target of the same shape; the source may be some columns of a matrix."""
+    """One tensor and its contiguous target of the same shape; the source may be some columns of a matrix,
+    or of several."""
 
     source: torch.Tensor
     target: torch.Tensor
@@ -87,16 +88,25 @@ class StagedMover:
 
 
 def pieces(fills: list[TensorFill]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield parts of sources and targets, at most ``PIECE_BYTES`` in either dtype, but at least one row."""
+    """Yield parts of sources and targets, at most ``PIECE_BYTES`` in either dtype, but at least one row of a matrix."""
     for fill in fills:
-        source, target, row = fill.source, fill.target, 1
-        if source.is_contiguous():
-            source, target = source.view(-1), target.view(-1)
-        else:
-            row = source[0].numel()
-        step = max(1, PIECE_BYTES // (row * max(source.element_size(), target.element_size())))
-        for start in range(0, len(source), step):
-            yield source[start : start + step], target[start : start + step]
+        yield from _pieces(fill.source, fill.target)
+
+
+def _pieces(source: torch.Tensor, target: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    row = 1
+    if source.is_contiguous():
+        source, target = source.view(-1), target.view(-1)
+    else:
+        row = source[0].numel()
+    row_bytes = row * max(source.element_size(), target.element_size())
+    if source.ndim > 2 and row_bytes > PIECE_BYTES:
+        for part, its_target in zip(source, target, strict=True):
+            yield from _pieces(part, its_target)
+        return
+    step = max(1, PIECE_BYTES // row_bytes)
+    for start in range(0, len(source), step):
+        yield source[start : start + step], target[start : start + step]
 
 
 def fill_all(

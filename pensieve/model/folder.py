@@ -26,8 +26,13 @@ def load_arch(folder: Path) -> Arch:
             map(str, classes if isinstance(classes, list) and classes else [family or "none named"])
         )
         raise ModelError(f"{folder}: architecture {names} is not supported (supported: {', '.join(READERS)})")
-    if config.get("quantization_config"):
-        raise ModelError(f"{folder}: quantised checkpoints are not supported")
+    quantisation = config.get("quantization_config")
+    if quantisation:
+        method = quantisation.get("quant_method") if isinstance(quantisation, dict) else None
+        named = f" (quant_method {method})" if method else ""
+        raise ModelError(
+            f"{folder}/config.json: quantization_config{named}: quantised checkpoints are not supported"
+        )
     generation = read_json(folder / "generation_config.json") or {}
     try:
         return READERS[family](config, generation)

@@ -4,11 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
-from pensieve.kernels import reference
+from pensieve.kernels import expert_reference, reference
 from pensieve.kernels.arguments import Activation
+
+
+class PickExperts(Protocol):
+    def __call__(
+        self, logits: torch.Tensor, per_token: int, *, softmax_first: bool, renormalised: bool, rounded: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+class GroupedProduct(Protocol):
+    def __call__(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        ends: torch.Tensor,
+        *,
+        read: torch.Tensor | None = None,
+        write: torch.Tensor | None = None,
+    ) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertOps:
+    """Operations of a mixture of experts; ``pensieve.kernels.expert_reference`` documents each under the same name."""
+
+    pick_experts: PickExperts
+    group_rows: Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    grouped_product: GroupedProduct
+    clamped_glu: Callable[[torch.Tensor, float, float], torch.Tensor]
+    combine_rows: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,14 +52,29 @@ class DecoderOps:
         tuple[torch.Tensor, torch.Tensor],
     ]
     activate: Callable[[torch.Tensor, bool, Activation], torch.Tensor]
+    experts: ExpertOps
 
 
-TORCH_OPS = DecoderOps(reference.norm, reference.add_norm, reference.activate)
+TORCH_OPS = DecoderOps(
+    reference.norm,
+    reference.add_norm,
+    reference.activate,
+    ExpertOps(
+        expert_reference.pick_experts,
+        expert_reference.group_rows,
+        expert_reference.grouped_product,
+        expert_reference.clamped_glu,
+        expert_reference.combine_rows,
+    ),
+)
 
 
 def triton_ops() -> DecoderOps:
     """Return fused kernels for a GPU. Raises ImportError without Triton."""
     from pensieve.kernels.activation import activate
+    from pensieve.kernels.expert_rows import combine_rows, group_rows, pick_experts
+    from pensieve.kernels.grouped_product import clamped_glu, grouped_product
     from pensieve.kernels.norm import add_norm, norm
 
-    return DecoderOps(norm, add_norm, activate)
+    experts = ExpertOps(pick_experts, group_rows, grouped_product, clamped_glu, combine_rows)
+    return DecoderOps(norm, add_norm, activate, experts)

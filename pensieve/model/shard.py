@@ -2,10 +2,10 @@
 
 Attention is divided by heads and the MLP by its inner width, as in Megatron-LM
 (https://arxiv.org/abs/1909.08053): projections into a block by rows, those out of it by columns, so that a
-block needs one all-reduce, at its end. With fewer KV heads than ranks, each KV head is on every rank that has
-query heads of it. Recurrent mixers are divided by key heads, with the value heads that each serves. The output
-head is divided by vocabulary. The embedding is whole on every rank: a step reads a few rows of it, and dividing
-it would cost one more all-reduce.
+block needs one all-reduce, at its end. Of a mixture of experts, each rank has a part of every expert's width.
+With fewer KV heads than ranks, each KV head is on every rank that has query heads of it. Recurrent mixers are
+divided by key heads, with the value heads that each serves. The output head is divided by vocabulary. The
+embedding is whole on every rank: a step reads a few rows of it, and dividing it would cost one more all-reduce.
 """
 
 from __future__ import annotations
@@ -44,15 +44,20 @@ class Shard:
             raise ModelError(f"{heads} attention heads do not divide over {ranks} ranks{_instead(whole)}")
         if kv_heads % ranks and ranks % kv_heads and whole.attention_layers:
             raise ModelError(f"{kv_heads} KV heads do not divide over {ranks} ranks{_instead(whole)}")
-        if whole.intermediate_size % ranks:
-            raise ModelError(
-                f"an MLP of {whole.intermediate_size} does not divide over {ranks} ranks{_instead(whole)}"
+        for width in _mlp_widths(whole):
+            if width % ranks:
+                raise ModelError(f"an MLP of {width} does not divide over {ranks} ranks{_instead(whole)}")
+        experts = whole.experts
+        if experts is not None:
+            experts = replace(
+                experts, width=experts.width // ranks, shared_width=experts.shared_width // ranks
             )
         return replace(
             whole,
             num_heads=max(1, heads // ranks),
             num_kv_heads=max(1, kv_heads // ranks),
             intermediate_size=whole.intermediate_size // ranks,
+            experts=experts,
             layers=tuple(self._layer(layer) for layer in whole.layers),
             recurrent=self._recurrent(whole.recurrent),
         )
@@ -107,10 +112,16 @@ def divisors(whole: Arch, most: int = 8) -> list[int]:
         ranks
         for ranks in range(1, most + 1)
         if not (attends and whole.num_heads % ranks)
-        and not whole.intermediate_size % ranks
         and not (attends and kv_heads % ranks and ranks % kv_heads)
         and not key_heads % ranks
+        and not any(width % ranks for width in _mlp_widths(whole))
     ]
+
+
+def _mlp_widths(whole: Arch) -> list[int]:
+    """Return the inner widths of the model's MLPs and experts, which are divided."""
+    dense = [whole.intermediate_size] if any(layer.mlp == "dense" for layer in whole.layers) else []
+    return dense if whole.experts is None else [*dense, whole.experts.width, whole.experts.shared_width]
 
 
 def _instead(whole: Arch) -> str:

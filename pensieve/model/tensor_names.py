@@ -9,6 +9,31 @@ _HEAD: Final = "lm_head.weight"
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """One way to name and store the tensors of a mixture of experts."""
+
+    router: str
+    joined: tuple[str, str] | None = None
+    """Whole names of tensors with all experts: [E, 2 * I, H], gates before projections, and [E, H, I]. Their biases
+    have ``_bias`` behind."""
+    inputs_first: bool = False
+    """Joined tensors are [E, H, 2 * I], gates and projections in alternating columns, and [E, I, H]."""
+    each: tuple[str, str, str] = ("", "", "")
+    """Names of one expert's gate, projection and output, with {} for its number, if not ``joined``."""
+    shared: tuple[str, str, str] = (
+        "mlp.shared_expert.gate_proj",
+        "mlp.shared_expert.up_proj",
+        "mlp.shared_expert.down_proj",
+    )
+    shared_gate: str = "mlp.shared_expert_gate"
+
+    @property
+    def sign(self) -> str:
+        """A tensor that is there if the mixture is named this way."""
+        return self.each[0].format(0) + ".weight" if self.joined is None else self.joined[0]
+
+
+@dataclass(frozen=True, slots=True)
 class TensorNames:
     """Tensor names of a family's checkpoints, without the prefix in which base and causal models differ. A norm
     that a family's layers do not have is named "" or not asked for (``Arch.norms``)."""
@@ -34,6 +59,8 @@ class TensorNames:
     key_norm: str = "self_attn.k_norm"
     sinks: str = "self_attn.sinks"
     """Whole name: no ``.weight`` follows."""
+    experts: tuple[ExpertNames, ...] = ()
+    """Ways in which checkpoints of the family name mixtures of experts."""
     recurrent: str = ""
     """Beginning of the names of a recurrent mixer's tensors."""
     projections: tuple[str, ...] = ("in_proj",)
@@ -93,6 +120,35 @@ _OLMO2 = replace(
     mlp_norm="",
     post_mlp_norm="post_feedforward_layernorm",
 )
+_EXPERTS = (
+    ExpertNames(
+        "mlp.gate",
+        each=("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj"),
+    ),
+    ExpertNames("mlp.gate", joined=("mlp.experts.gate_up_proj", "mlp.experts.down_proj")),
+)
+"""As published, and as transformers names them in memory."""
+_MIXTRAL = ExpertNames(
+    "block_sparse_moe.gate",
+    each=(
+        "block_sparse_moe.experts.{}.w1",
+        "block_sparse_moe.experts.{}.w3",
+        "block_sparse_moe.experts.{}.w2",
+    ),
+)
+_GRANITE = (
+    ExpertNames(
+        "block_sparse_moe.router.layer",
+        joined=("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
+    ),
+    ExpertNames(
+        "block_sparse_moe.router",
+        joined=("block_sparse_moe.experts.gate_up_proj", "block_sparse_moe.experts.down_proj"),
+    ),
+)
+_GPT_OSS = ExpertNames(
+    "mlp.router", joined=("mlp.experts.gate_up_proj", "mlp.experts.down_proj"), inputs_first=True
+)
 _MAMBA2 = replace(
     _LLAMA,
     prefixes=("backbone.", ""),
@@ -114,6 +170,7 @@ _QWEN3_NEXT = replace(
     recurrent="linear_attn.",
     projections=("in_proj_qkvz", "in_proj_ba"),
     interleaved=True,
+    experts=_EXPERTS,
     ignored=("mtp.",),
 )
 _QWEN3_5 = replace(
@@ -138,10 +195,16 @@ _TABLES = {
     "mamba2": _MAMBA2,
     "olmo2": _OLMO2,
     "olmo3": _OLMO2,
+    "gpt_oss": replace(_LLAMA, experts=(_GPT_OSS,)),
+    "granitemoe": replace(_LLAMA, experts=_GRANITE),
+    "mixtral": replace(_LLAMA, experts=(_MIXTRAL, _EXPERTS[1])),
+    "olmoe": replace(_LLAMA, experts=_EXPERTS),
     "opt": _OPT,
     "phi3": replace(_LLAMA, qkv=("self_attn.qkv_proj",), up=("mlp.gate_up_proj",)),
+    "qwen2_moe": replace(_LLAMA, experts=_EXPERTS),
     "qwen3_5": _QWEN3_5,
     "qwen3_5_text": _QWEN3_5,
+    "qwen3_moe": replace(_LLAMA, experts=_EXPERTS),
     "qwen3_next": _QWEN3_NEXT,
     "starcoder2": replace(_LLAMA, up=("mlp.c_fc",), down="mlp.c_proj"),
 }

@@ -22,11 +22,15 @@ class TensorSlice:
     """For every tensor; None: all."""
     lengths: tuple[int, ...] = ()
     """Rows of each stretch. A tensor is one stretch or several; (): each is one."""
+    view: tuple[int, ...] = ()
+    """Shape in which a single tensor is sliced; (): its own."""
 
     def stretches(self, tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
         """Return the parts of each tensor as views; nothing is read from a mapped file yet. Raises ModelError when a
         tensor ends inside a stretch."""
         lengths, rows, found = list(self.lengths), list(self.rows), []
+        if self.view:
+            tensors = [tensor.view(self.view) for tensor in tensors]
         for tensor in tensors:
             own = [len(tensor)] if not lengths else [lengths.pop(0)]
             while sum(own) < len(tensor):

@@ -17,13 +17,23 @@ import torch.nn.functional as F
 from pensieve.kernels.arguments import HeadPrep
 from pensieve.model.arch import Arch, Rope
 from pensieve.model.collective import SINGLE_RANK, BufferIndex, Collective
+from pensieve.model.experts import mixture
 from pensieve.model.ops import TORCH_OPS, DecoderOps
 from pensieve.model.recurrent import Mixer, Recur
 from pensieve.model.shard import Shard
-from pensieve.model.weights import AttentionWeights, LayerWeights, Linear, MlpWeights, NormWeights, Weights
+from pensieve.model.weights import (
+    AttentionWeights,
+    ExpertWeights,
+    Linear,
+    MlpWeights,
+    NormWeights,
+    Weights,
+)
 
 _Turn = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 """Cosine and sine of every token's angles, each [T, D/2], and the factor of its queries, [T, 1]; None: not applied."""
+_Part = tuple[torch.Tensor, Linear | None]
+"""A part of a block [T, ·], with the projection that follows; None: the values are complete."""
 
 
 class Attend(Protocol):
@@ -43,8 +53,6 @@ class Transformer:
         self, arch: Arch, weights: Weights, ops: DecoderOps = TORCH_OPS, collective: Collective = SINGLE_RANK
     ) -> None:
         """``arch`` and ``weights``: of the whole model, or of one rank's shard, combined by ``collective``."""
-        if not all(layer.mlp in ("dense", "none") for layer in arch.layers):
-            raise NotImplementedError("a layer with experts")
         self.arch = arch
         self.weights = weights
         self.ops = ops
@@ -98,7 +106,8 @@ class Transformer:
                 blocks = [(mixed.index_select(0, sample_rows), linear) for mixed, linear in blocks]
                 normed = normed.index_select(0, sample_rows) if arch.parallel_blocks else normed
             if arch.parallel_blocks:
-                block = _sum(blocks) + self._mlp(layer, normed)
+                assert layer.mlp is not None
+                block = _sum([*blocks, self._mlp(layer.mlp, normed)])
                 x, normed = self._add(x, self.collective.all_reduce(block), None, next_norm)
                 continue
             after_mixer = next_norm if layer.mlp is None else layer.mlp_norm
@@ -106,15 +115,15 @@ class Transformer:
             slot: BufferIndex = 1 if layer.mlp is None and index % 2 else 0
             x, normed = self._end_block(slot, x, blocks, (layer.post_mixer_norm, after_mixer))
             if layer.mlp is not None:
-                inner = [(self._up(layer.mlp, normed), layer.mlp.down)]
-                x, normed = self._end_block(1, x, inner, (layer.post_mlp_norm, next_norm))
+                norms = (layer.post_mlp_norm, next_norm)
+                x, normed = self._end_block(1, x, [self._mlp(layer.mlp, normed)], norms)
         return self._logits(normed)
 
     def _mix(
         self, index: int, x: torch.Tensor, turn: _Turn, attend: Attend, recur: Recur | None
-    ) -> list[tuple[torch.Tensor, Linear]]:
-        """Return the outputs [T, ·] of the layer's mixers, each with the projection that follows."""
-        layer, blocks = self.weights.layers[index], []
+    ) -> list[_Part]:
+        """Return the outputs [T, ·] of the layer's mixers."""
+        layer, blocks = self.weights.layers[index], list[_Part]()
         mixer = self._mixers[index]
         if mixer is not None:
             if recur is None:
@@ -157,24 +166,23 @@ class Transformer:
     def _norm_in_place(self, x: torch.Tensor, weight: torch.Tensor) -> None:
         x.copy_(self.ops.norm(x, weight, None, self.arch.norm_eps))
 
-    def _mlp(self, layer: LayerWeights, x: torch.Tensor) -> torch.Tensor:
-        """Return the MLP's output [T, W], before it is reduced over the ranks."""
-        assert layer.mlp is not None
-        return _linear(self._up(layer.mlp, x), layer.mlp.down)
-
-    def _up(self, mlp: MlpWeights, x: torch.Tensor) -> torch.Tensor:
-        """Return the MLP's inner values before its last product, [T, I]."""
-        return self.ops.activate(_linear(x, mlp.up), self.arch.gated_mlp, self.arch.activation)
+    def _mlp(self, mlp: MlpWeights | ExpertWeights, x: torch.Tensor) -> _Part:
+        """Return the MLP's output [T, ·], before it is reduced over the ranks."""
+        if isinstance(mlp, MlpWeights):
+            up = _linear(x, mlp.up)
+            return self.ops.activate(up, self.arch.gated_mlp, self.arch.activation), mlp.down
+        assert self.arch.experts is not None
+        return mixture(x, mlp, self.arch.experts, self.arch.activation, self.ops), None
 
     def _end_block(
         self,
         slot: BufferIndex,
         x: torch.Tensor,
-        blocks: list[tuple[torch.Tensor, Linear]],
+        blocks: list[_Part],
         norms: tuple[NormWeights | None, NormWeights | None],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add the last products of a block's parts, reduced over the ranks, to ``x`` [T, W]; return the sum and its
-        norm. ``norms``: of the products, and of the sum."""
+        """Add the products of a block's parts, reduced over the ranks, to ``x`` [T, W]; return the sum and its norm.
+        ``norms``: of the products, and of the sum."""
         eps, (rows, width) = self.arch.norm_eps, x.shape
         post, norm = norms
         plain = post is None and norm is not None and self.arch.residual_scale is None
@@ -297,16 +305,18 @@ def _yarn(rope: Rope, frequency: torch.Tensor, divided: torch.Tensor) -> torch.T
     return divided * (1 - kept) + frequency * kept
 
 
-def _product(x: torch.Tensor, linear: Linear, out: torch.Tensor) -> None:
-    if linear.bias is None:
+def _product(x: torch.Tensor, linear: Linear | None, out: torch.Tensor) -> None:
+    if linear is None:
+        out.copy_(x)
+    elif linear.bias is None:
         torch.mm(x, linear.weight.t(), out=out)
     else:
         torch.addmm(linear.bias, x, linear.weight.t(), out=out)
 
 
-def _sum(blocks: list[tuple[torch.Tensor, Linear]]) -> torch.Tensor:
+def _sum(blocks: list[_Part]) -> torch.Tensor:
     """Return the sum of the products of a block's parts."""
-    first, *others = (_linear(block, linear) for block, linear in blocks)
+    first, *others = (block if linear is None else _linear(block, linear) for block, linear in blocks)
     for other in others:
         first = first + other
     return first

@@ -12,12 +12,12 @@ import torch
 
 from pensieve.core import Ints
 from pensieve.model import files
-from pensieve.model.arch import Arch, Layer, ModelError, Multipliers, StateShape
+from pensieve.model.arch import Arch, Experts, Layer, ModelError, Multipliers, StateShape
 from pensieve.model.checkpoint import Checkpoint
 from pensieve.model.dummy import DummySource
 from pensieve.model.row_order import gated_query_order, key_head_order
 from pensieve.model.shard import WHOLE_MODEL, Shard
-from pensieve.model.tensor_names import tensor_names
+from pensieve.model.tensor_names import ExpertNames, tensor_names
 from pensieve.model.tensor_slice import NO_ROWS, WHOLE_TENSOR, TensorSlice
 
 LoadFormat = Literal["auto", "safetensors", "dummy"]
@@ -88,6 +88,31 @@ class MlpWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupedLinear:
+    """A linear layer of each of E experts, with an optional bias."""
+
+    weight: torch.Tensor
+    """[E, in, out], of any strides: as the checkpoint has it."""
+    bias: torch.Tensor | None
+    """[E, out]"""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """The mixture of experts of one layer."""
+
+    router: Linear
+    """[E, hidden]"""
+    up: GroupedLinear
+    """Columns of the gates and of the projections; see ``Experts.clamped``."""
+    down: GroupedLinear
+    shared: MlpWeights | None = None
+    """An expert that takes part in every token."""
+    shared_gate: Linear | None = None
+    """[1, hidden]: the shared expert's result is multiplied by the sigmoid of this product."""
+
+
+@dataclass(frozen=True, slots=True)
 class LayerWeights:
     """One layer; projections of the same input are fused."""
 
@@ -95,7 +120,7 @@ class LayerWeights:
     """Norm of the input of attention and of a recurrent mixer."""
     attention: AttentionWeights | None
     mlp_norm: NormWeights | None
-    mlp: MlpWeights | None
+    mlp: MlpWeights | ExpertWeights | None
     post_mixer_norm: NormWeights | None = None
     """Norm of the mixer's output, before it is added."""
     post_mlp_norm: NormWeights | None = None
@@ -269,7 +294,7 @@ def _multiply(layer: LayerWeights, arch: Arch, by: Multipliers) -> None:
                 rows.mul_(factor)
         for part in tensors_of(layer.recurrent.output):
             part.mul_(by.recurrent_output)
-    if layer.mlp is not None:
+    if isinstance(layer.mlp, MlpWeights):
         for part in tensors_of(layer.mlp.up):
             part[: len(part) // 2].mul_(by.mlp_gate)
         for part in tensors_of(layer.mlp.down):
@@ -304,6 +329,11 @@ def _norms(layer: LayerWeights) -> Iterator[torch.Tensor]:
         for weight in (layer.attention.query_norm, layer.attention.key_norm):
             if weight is not None:
                 yield weight
+
+
+def _grouped(stored: torch.Tensor) -> GroupedLinear:
+    """Return the layer whose weights are stored as [E, out, in]."""
+    return GroupedLinear(stored.transpose(1, 2), None)
 
 
 class _Assembler:
@@ -377,7 +407,7 @@ class _Assembler:
             mlp_norm=self._norm(at + names.mlp_norm)
             if before and has_mlp and not arch.parallel_blocks
             else None,
-            mlp=self._mlp(at) if has_mlp else None,
+            mlp=self._any_mlp(at, layer),
             post_mixer_norm=self._norm(at + names.post_mixer_norm) if after else None,
             post_mlp_norm=self._norm(at + names.post_mlp_norm) if after and has_mlp else None,
             recurrent=None if layer.state is None else self._recurrent(at + names.recurrent, layer.state),
@@ -442,14 +472,89 @@ class _Assembler:
             self._row_parallel(at + "out_proj", (arch.hidden_size, inner), mixer.output_bias),
         )
 
-    def _mlp(self, at: str) -> MlpWeights:
-        arch, names, inner = self.arch, self.names, self.arch.intermediate_size
-        up, parts = [at + name for name in names.up], 1 + arch.gated_mlp
+    def _any_mlp(self, at: str, layer: Layer) -> MlpWeights | ExpertWeights | None:
+        if layer.mlp != "dense":
+            return self._experts(at) if layer.has_experts else None
+        up = [at + name for name in self.names.up]
+        return self._mlp(up, at + self.names.down, self.arch.intermediate_size, self.arch.mlp_bias)
+
+    def _mlp(self, names: list[str], down: str, inner: int, bias: bool) -> MlpWeights:
+        parts, hidden = 1 + self.arch.gated_mlp, self.arch.hidden_size
         up_slice = TensorSlice((self.shard.even(inner),) * parts, lengths=(inner,) * parts)
         return MlpWeights(
-            self._column_parallel(up, (inner * parts, arch.hidden_size), up_slice, arch.mlp_bias),
-            self._row_parallel(at + names.down, (arch.hidden_size, inner), arch.mlp_bias),
+            self._column_parallel(names, (inner * parts, hidden), up_slice, bias),
+            self._row_parallel(down, (hidden, inner), bias),
         )
+
+    def _experts(self, at: str) -> ExpertWeights:
+        experts, hidden = self.arch.experts, self.arch.hidden_size
+        assert experts is not None
+        ways = self.names.experts
+        names = next((way for way in ways if f"{self.prefix}{at}{way.sign}" in self.source), ways[0])
+        router = self._column_parallel(
+            [at + names.router], (experts.count, hidden), WHOLE_TENSOR, experts.bias
+        )
+        up, down = (self._each_expert if names.joined is None else self._joined_experts)(at, names, experts)
+        if not experts.shared_width:
+            return ExpertWeights(router, up, down)
+        gate, value, shared_down = (at + name for name in names.shared)
+        shared = self._mlp([gate, value], shared_down, experts.shared_width, bias=False)
+        shared_gate = self._column_parallel([at + names.shared_gate], (1, hidden), WHOLE_TENSOR, bias=False)
+        return ExpertWeights(router, up, down, shared, shared_gate)
+
+    def _each_expert(
+        self, at: str, names: ExpertNames, experts: Experts
+    ) -> tuple[GroupedLinear, GroupedLinear]:
+        """Return the products of experts that the checkpoint has one by one."""
+        count, width, hidden = experts.count, experts.width, self.arch.hidden_size
+        own = self.shard.even(width)
+        every = [
+            [f"{self.prefix}{at}{name.format(number)}.weight" for name in names.each]
+            for number in range(count)
+        ]
+        up = self.source.get(
+            [name for gate, value, _ in every for name in (gate, value)],
+            (2 * count * width, hidden),
+            TensorSlice((own,) * (2 * count), lengths=(width,) * (2 * count)),
+        )
+        down = self.source.get(
+            [down for _, _, down in every],
+            (count * hidden, width),
+            TensorSlice((slice(None),) * count, own, (hidden,) * count),
+        )
+        return _grouped(up.view(count, -1, hidden)), _grouped(down.view(count, hidden, -1))
+
+    def _joined_experts(
+        self, at: str, names: ExpertNames, experts: Experts
+    ) -> tuple[GroupedLinear, GroupedLinear]:
+        """Return the products of experts that the checkpoint has together."""
+        assert names.joined is not None
+        count, width, hidden = experts.count, experts.width, self.arch.hidden_size
+        own = self.shard.even(width)
+        up_name, down_name = (f"{self.prefix}{at}{name}" for name in names.joined)
+        if not names.inputs_first:
+            gates = TensorSlice(columns=own, view=(2 * count, width, hidden))
+            up = self.source.get([up_name], (count, 2 * width, hidden), gates)
+            down = self.source.get(
+                [down_name], (count, hidden, width), TensorSlice(columns=own, view=(count * hidden, width))
+            )
+            return _grouped(up.view(count, -1, hidden)), _grouped(down.view(count, hidden, -1))
+        pairs = slice(2 * own.start, 2 * own.stop)
+        up = self.source.get(
+            [up_name],
+            (count, hidden, 2 * width),
+            TensorSlice(columns=pairs, view=(count * hidden, 2 * width)),
+        )
+        down = self.source.get([down_name], (count, width, hidden), TensorSlice(columns=own))
+        up_bias = down_bias = None
+        if experts.bias:
+            leads = self.shard.rank == 0
+            up_bias = self.source.get([f"{up_name}_bias"], (count, 2 * width), TensorSlice(columns=pairs))
+            down_bias = self.source.get(
+                [f"{down_name}_bias"], (count, hidden), WHOLE_TENSOR if leads else NO_ROWS
+            )
+            down_bias = down_bias if leads else None
+        return GroupedLinear(up.view(count, hidden, -1), up_bias), GroupedLinear(down, down_bias)
 
     def _column_parallel(
         self, names: list[str], shape: tuple[int, int], tensor_slice: TensorSlice, bias: bool

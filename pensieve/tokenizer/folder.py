@@ -33,19 +33,10 @@ _FILES = (
 _GENERIC = "TokenizersBackend"
 _GENERIC_FAMILIES = frozenset(
     (
-        "glm",
-        "glm4",
-        "granite",
-        "ministral",
-        "ministral3",
-        "mistral",
-        "mistral3",
-        "olmo2",
-        "olmo3",
-        "phi3",
-        "stablelm",
+        "glm", "glm4", "granite", "granitemoe", "ministral", "ministral3", "mistral", "mistral3", "mixtral", "olmo2",
+        "olmo3", "phi3", "stablelm",
     )
-)
+)  # fmt: skip
 """Families whose tokenizers are read by the generic class whatever their files name."""
 _DEFAULT_CLASSES = {
     "cohere": "CohereTokenizer",
@@ -54,8 +45,11 @@ _DEFAULT_CLASSES = {
     "gemma2": "GemmaTokenizer",
     "gemma3": "GemmaTokenizer",
     "gemma3_text": "GemmaTokenizer",
+    "olmoe": "GPTNeoXTokenizer",
     "opt": "GPT2Tokenizer",
+    "qwen2_moe": "Qwen2Tokenizer",
     "qwen3": "Qwen2Tokenizer",
+    "qwen3_moe": "Qwen2Tokenizer",
     "starcoder2": "GPT2Tokenizer",
 }
 """Class of a tokenizer whose files name none."""

@@ -37,7 +37,7 @@ def exact_products() -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", (*FAMILIES, "mixtral", "qwen2_moe", "qwen3_moe"))
 def test_answers_equal_transformers(family: Family, tmp_path: Path) -> None:
     bench = Bench(family, tmp_path, "cuda")
     run_all(bench, range(SCHEDULES))

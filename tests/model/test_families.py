@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 import threading
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,11 @@ from transformers import AutoModelForCausalLM
 from pensieve.kernels import reference
 from pensieve.model.arch import Layer, ModelError, Rope
 from pensieve.model.folder import load_arch
-from pensieve.model.ops import DecoderOps
+from pensieve.model.ops import TORCH_OPS
 from pensieve.model.shard import Shard
 from pensieve.model.transformer import Transformer
 from pensieve.model.weights import load_weights
-from support.engine.checkpoints import LAYERED, Family, auto_class, tiny_checkpoint
+from support.engine.checkpoints import LAYERED, WITH_EXPERTS, Family, auto_class, tiny_checkpoint
 from support.engine.layered_attention import LayeredAttention
 from support.ranks.rank_threads import Exchange, ThreadCollective
 
@@ -40,7 +41,7 @@ LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 2, "long_factor": [
 DEFAULT = {"rope_type": "default", "rope_theta": 10000.0}
 MIXED = ["full_attention", "sliding_attention", "sliding_attention"]
 CASES: tuple[tuple[Family, dict[str, Any]], ...] = (
-    *((family, {}) for family in LAYERED),
+    *((family, {}) for family in (*LAYERED, *WITH_EXPERTS)),
     ("mistral3", {}),
     ("mistral", {"sliding_window": 9}),
     ("qwen2", {"sliding_window": 9, "use_sliding_window": True, "max_window_layers": 1}),
@@ -62,6 +63,12 @@ CASES: tuple[tuple[Family, dict[str, Any]], ...] = (
     ("phi3", {"sliding_window": None, "partial_rotary_factor": 1.0}),
     ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 2, "use_sliding_window": False}),
     ("stablelm", {"use_parallel_residual": True, "use_qkv_bias": False}),
+    ("gpt_oss", {"attention_bias": False, "layer_types": MIXED, "rope_parameters": DEFAULT, "num_experts_per_tok": 6}),
+    ("mixtral", {"sliding_window": 9, "num_experts_per_tok": 1}),
+    ("olmoe", {"norm_topk_prob": True, "attention_bias": True}),
+    ("qwen2_moe", {"norm_topk_prob": True, "qkv_bias": False, "use_sliding_window": True, "sliding_window": 9}),
+    ("qwen3_moe", {"decoder_sparse_step": 2, "mlp_only_layers": None, "norm_topk_prob": False}),
+    ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 9, "attention_bias": True}),
     ("starcoder2", {"use_bias": False, "sliding_window": None, "tie_word_embeddings": False}),
 )  # fmt: skip
 
@@ -118,14 +125,15 @@ def test_embeddings_in_bfloat16_are_those_of_transformers(family: Family, base: 
     """Their scale is rounded before it multiplies."""
     folder = tiny_checkpoint(family, base)
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    want = theirs.get_input_embeddings()(tokens()) * getattr(theirs.config, "embedding_multiplier", 1.0)
+    with torch.inference_mode():
+        want = theirs.get_input_embeddings()(tokens()) * getattr(theirs.config, "embedding_multiplier", 1.0)
     seen: list[torch.Tensor] = []
 
     def norm(x: torch.Tensor, *rest: Any) -> torch.Tensor:
         seen.append(x)
         return reference.norm(x, *rest)
 
-    arch, ops = load_arch(folder), DecoderOps(norm, reference.add_norm, reference.activate)
+    arch, ops = load_arch(folder), replace(TORCH_OPS, norm=norm)
     model = Transformer(arch, load_weights(folder, arch, dtype=torch.bfloat16), ops)
     attend = LayeredAttention(arch, TOKENS, torch.bfloat16)
     attend.positions = torch.arange(TOKENS)
@@ -149,7 +157,9 @@ def test_norms_around_one_keep_their_bits_in_bfloat16(base: Path) -> None:
     torch.testing.assert_close(got, want, rtol=2**-7, atol=0)
 
 
-@pytest.mark.parametrize("family", [family for family in LAYERED if not family.startswith("olmo")])
+@pytest.mark.parametrize(
+    "family", [family for family in (*LAYERED, *WITH_EXPERTS) if not family.startswith("olmo")]
+)
 def test_two_ranks_give_the_logits_of_one(family: Family, base: Path) -> None:
     folder = tiny_checkpoint(family, base, num_attention_heads=6, num_key_value_heads=2, intermediate_size=64)
     arch, exchange = load_arch(folder), Exchange(2)
@@ -170,7 +180,7 @@ def test_two_ranks_give_the_logits_of_one(family: Family, base: Path) -> None:
     assert torch.equal(found[0], found[1])
 
 
-@pytest.mark.parametrize("family", ["olmo2", "olmo3"])
+@pytest.mark.parametrize("family", ["olmo2", "olmo3", "olmoe"])
 def test_norms_of_all_heads_are_not_divided(family: Family, base: Path) -> None:
     arch = load_arch(tiny_checkpoint(family, base))
     with pytest.raises(ModelError, match=f"{family} normalises all queries and keys"):

@@ -47,6 +47,7 @@ VARIANTS: list[tuple[Family, dict[str, Any]]] = [
     ("falcon_h1", {"mamba_rms_norm": False, "projectors_bias": True, "mamba_proj_bias": True, "attention_bias": True}),
     ("falcon_h1", {"mamba_norm_before_gate": False, "mlp_bias": True, "tie_word_embeddings": True}),
     ("qwen3_next", {"attention_bias": True, "num_experts": 0, "mlp_only_layers": []}),
+    ("qwen3_next_experts", {"norm_topk_prob": False, "decoder_sparse_step": 2, "mlp_only_layers": []}),
     ("qwen3_5_text", {"layer_types": ["linear_attention", "full_attention"] * 2, "linear_num_value_heads": 2}),
 ]  # fmt: skip
 
@@ -95,7 +96,12 @@ def _changed(family: Family, folder: Path, **values: Any) -> Arch:
 @pytest.mark.parametrize(
     ("family", "values", "message"),
     [
-        ("qwen3_next", {"mlp_only_layers": [0]}, "num_experts 4: layers with experts are not supported"),
+        ("qwen3_next", {"mlp_only_layers": [0]}, "num_experts_per_tok is 10, not within 1 to 4 experts"),
+        ("qwen3_next_experts", {"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
+        ("qwen3_next_experts", {"mlp_only_layers": ["2"]}, "mlp_only_layers"),
+        ("qwen3_next_experts", {"num_experts": -1}, "num_experts is -1"),
+        ("qwen3_next_experts", {"moe_intermediate_size": 0}, "moe_intermediate_size is 0"),
+        ("qwen3_next_experts", {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size is 0"),
         ("qwen3_next", {"layer_types": ["sliding_attention"] * 4}, "layer_types"),
         ("qwen3_next", {"linear_num_value_heads": 3}, "linear_num_value_heads 3 do not divide"),
         ("qwen3_next", {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim 1"),
@@ -135,15 +141,19 @@ def test_context_limits(tmp_path: Path) -> None:
 
 
 def test_parameters_are_counted(tmp_path: Path) -> None:
-    """All weights of projections, which are what a token costs."""
+    """All weights of projections, and those that compute a token: without the experts that are not picked."""
     for family in FAMILIES:
         model = make_model(family, tmp_path / family)
         wanted = sum(
             parameter.numel()
             for name, parameter in model.named_parameters()
-            if parameter.dim() == 2 and "embed" not in name
+            if parameter.dim() >= 2 and "embed" not in name and "conv1d" not in name
         )
-        assert load_arch(tmp_path / family).num_parameters == wanted
+        arch = load_arch(tmp_path / family)
+        assert arch.num_parameters == wanted
+        mixtures = sum(layer.has_experts for layer in arch.layers)
+        assert mixtures == (3 if family == "qwen3_next_experts" else 0)
+        assert arch.active_parameters == wanted - mixtures * (6 - 2) * 3 * 24 * arch.hidden_size
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -338,7 +338,7 @@ def estimate(worker: ProbedWorker) -> CostModel:
         layers=windows.count(None),
         query_heads=arch.num_heads,
         head_dim=arch.head_dim,
-        parameters=arch.num_parameters,
+        parameters=arch.active_parameters,
         chunk_tokens=worker.info.chunk_tokens,
         context_limit=arch.context_limit,
         windows=[window for window in windows if window is not None],

@@ -164,6 +164,10 @@ def workspace_bytes(arch: Arch, placement: Placement, *, cuda_graphs: bool) -> i
     # Queries, keys and values; attention's output.
     heads = 2 * arch.head_dim * (arch.num_heads + arch.num_kv_heads)
     mlp = arch.intermediate_size * (3 if arch.gated_mlp else 2)
+    if arch.experts is not None:
+        # For each expert that a token is in: gate and projection, their product, the result.
+        row = 3 * arch.experts.width + arch.hidden_size
+        mlp = max(mlp, arch.experts.per_token * row + arch.experts.count + 3 * arch.experts.shared_width)
     # The residual stream, its normalised copy and one block's output are alive together with the widest of
     # the rest.
     widest = max(heads, mlp, *(_recurrent_width(layer.state) for layer in arch.layers if layer.state))

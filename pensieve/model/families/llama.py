@@ -18,6 +18,7 @@ from pensieve.model.families.common import (
     read_rope,
     sliding_layers,
 )
+from pensieve.model.families.experts import expert_layers, experts_of
 from pensieve.model.families.parsing import Config, is_number, parsed_config, text_part
 
 Fields = dict[str, Any]
@@ -36,8 +37,11 @@ def reader_of(family: str) -> Callable[[Config, Config], Arch]:
             "activation": activation,
             "gated_mlp": True,
         }
-        layers = _LAYERS.get(family, _full)(parsed, fields["head_dim"])
-        return Arch(**fields | layers | FIELDS[family](parsed))
+        fields |= _LAYERS.get(family, _full)(parsed, fields["head_dim"]) | FIELDS[family](parsed)
+        experts = experts_of(family, config, parsed)
+        if experts is not None:
+            fields |= {"experts": experts, "layers": expert_layers(fields["layers"], parsed)}
+        return Arch(**fields)
 
     return read
 
@@ -98,19 +102,31 @@ def _smollm3(parsed: Any, head_dim: int) -> Fields:
     }
 
 
+def _qwen2_moe(parsed: Any, head_dim: int) -> Fields:
+    if parsed.use_sliding_window:
+        return _sliding(parsed, head_dim)
+    if "sliding_attention" in parsed.layer_types:
+        raise ModelError("layer_types has sliding_attention, but use_sliding_window is false")
+    return {"layers": full_layers(parsed, read_rope(parsed, head_dim))}
+
+
 _LAYERS: Final[dict[str, Callable[[Any, int], Fields]]] = {
     "cwm": _sliding,
     "exaone4": _exaone4,
     "glm": lambda parsed, head_dim: _full(parsed, head_dim, partial=True, interleaved=True),
     "glm4": lambda parsed, head_dim: _full(parsed, head_dim, partial=True, interleaved=True),
+    "gpt_oss": _sliding,
     "helium": lambda parsed, head_dim: _full(parsed, head_dim, interleaved=True),
     "ministral": _sliding,
     "ministral3": _equal,
     "mistral": _equal,
+    "mixtral": _equal,
     "olmo3": _rope_by_kind,
     "phi3": lambda parsed, head_dim: _equal(parsed, head_dim, partial=True),
     "qwen2": _sliding,
+    "qwen2_moe": _qwen2_moe,
     "qwen3": _sliding,
+    "qwen3_moe": _equal,
     "smollm3": _smollm3,
 }
 """``layers``, and the context limit where it is not what config.json says. The others: ``_full``."""
@@ -129,7 +145,11 @@ def _olmo(parsed: Any) -> Fields:
 
 
 def _granite(parsed: Any) -> Fields:
-    return _llama(parsed) | {
+    return _llama(parsed) | _multipliers(parsed)
+
+
+def _multipliers(parsed: Any) -> Fields:
+    return {
         "embedding_scale": positive("embedding_multiplier", parsed.embedding_multiplier),
         "residual_scale": positive("residual_multiplier", parsed.residual_multiplier),
         "score_scale": positive("attention_multiplier", parsed.attention_multiplier),
@@ -161,13 +181,19 @@ FIELDS: Final[dict[str, Callable[[Any], Fields]]] = {
     "exaone4": lambda parsed: {"norms": "after", "qk_norm": "head"},
     "glm": lambda parsed: {"qkv_bias": parsed.attention_bias},
     "glm4": lambda parsed: {"qkv_bias": parsed.attention_bias, "norms": "both"},
+    "gpt_oss": lambda parsed: _biases(parsed) | {"sinks": True},
     "granite": _granite,
+    "granitemoe": lambda parsed: _biases(parsed) | _multipliers(parsed),
     "helium": lambda parsed: {"qkv_bias": parsed.attention_bias, "mlp_bias": parsed.mlp_bias},
     "ministral": lambda parsed: {},
     "ministral3": _ministral3,
+    "mixtral": lambda parsed: {},
     "olmo2": _olmo,
     "olmo3": _olmo,
+    "olmoe": lambda parsed: _biases(parsed) | {"qk_norm": "projection"},
     "phi3": lambda parsed: {},
+    "qwen2_moe": lambda parsed: {"qkv_bias": parsed.qkv_bias},
+    "qwen3_moe": lambda parsed: _biases(parsed) | {"qk_norm": "head"},
     "smollm3": _llama,
 }
 """The fields of each family's ``Arch`` that are not Llama's."""

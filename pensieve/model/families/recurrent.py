@@ -10,6 +10,7 @@ from typing import Any
 from pensieve.model.arch import Arch, Layer, ModelError, Multipliers, RecurrentMixer, StateShape
 from pensieve.model.eos_tokens import declared_eos_ids, default_eos_ids
 from pensieve.model.families.common import activation_of, common_fields, positive, read_rope
+from pensieve.model.families.experts import expert_layers, experts_of
 from pensieve.model.families.parsing import (
     Config,
     dtype_of,
@@ -122,18 +123,15 @@ def read_falcon_h1(config: Config, generation: Config) -> Arch:
 
 
 def read_qwen3_next(config: Config, generation: Config) -> Arch:
-    """Read Qwen3-Next. Raises ModelError, also for layers with experts."""
+    """Read Qwen3-Next. Raises ModelError."""
     parsed = parsed_config("qwen3_next", config, "intermediate_size", *_DELTA_SIZES)
-    dense, sparse = set(parsed.mlp_only_layers), parsed.decoder_sparse_step
-    experts = [
-        index not in dense and parsed.num_experts > 0 and (index + 1) % sparse == 0
-        for index in range(parsed.num_hidden_layers)
-    ]
-    if any(experts):
-        raise ModelError(
-            f"num_experts {parsed.num_experts}: layers with experts are not supported in qwen3_next"
-        )
-    return _qwen("qwen3_next", parsed, config, generation)
+    arch = _qwen("qwen3_next", parsed, config, generation)
+    if parsed.num_experts == 0:
+        return arch
+    layers = expert_layers(arch.layers, parsed)
+    if not any(layer.has_experts for layer in layers):
+        return arch
+    return replace(arch, layers=layers, experts=experts_of("qwen3_next", config, parsed))
 
 
 def read_qwen3_5(config: Config, generation: Config) -> Arch:

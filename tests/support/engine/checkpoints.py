@@ -1,7 +1,8 @@
 """Tiny random Hugging Face checkpoints: the models that tests compare with transformers.
 
 One per family, and ``llama3``: a Llama with scaled rotary positions and a tied head. The families of ``LAYERED`` differ
-from Llama in their layers: windows, layers without positions, norms in other places.
+from Llama in their layers: windows, layers without positions, norms in other places; those of ``WITH_EXPERTS`` have
+mixtures of experts.
 """
 
 from __future__ import annotations
@@ -22,19 +23,25 @@ from transformers.models.gemma2 import Gemma2Config
 from transformers.models.gemma3 import Gemma3Config, Gemma3TextConfig
 from transformers.models.glm import GlmConfig
 from transformers.models.glm4 import Glm4Config
+from transformers.models.gpt_oss import GptOssConfig
 from transformers.models.granite import GraniteConfig
+from transformers.models.granitemoe import GraniteMoeConfig
 from transformers.models.helium import HeliumConfig
 from transformers.models.llama import LlamaConfig
 from transformers.models.ministral import MinistralConfig
 from transformers.models.ministral3 import Ministral3Config
 from transformers.models.mistral import MistralConfig
 from transformers.models.mistral3 import Mistral3Config
+from transformers.models.mixtral import MixtralConfig
 from transformers.models.olmo2 import Olmo2Config
 from transformers.models.olmo3 import Olmo3Config
+from transformers.models.olmoe import OlmoeConfig
 from transformers.models.opt import OPTConfig
 from transformers.models.phi3 import Phi3Config
 from transformers.models.qwen2 import Qwen2Config
+from transformers.models.qwen2_moe import Qwen2MoeConfig
 from transformers.models.qwen3 import Qwen3Config
+from transformers.models.qwen3_moe import Qwen3MoeConfig
 from transformers.models.seed_oss import SeedOssConfig
 from transformers.models.smollm3 import SmolLM3Config
 from transformers.models.stablelm import StableLmConfig
@@ -45,6 +52,7 @@ Family = Literal[
     "arcee", "cohere", "cohere2", "cwm", "exaone4", "gemma", "gemma2", "gemma3", "gemma3_text", "glm", "glm4",
     "granite", "helium", "ministral", "ministral3", "mistral3", "olmo2", "olmo3", "phi3", "smollm3", "stablelm",
     "starcoder2",
+    "gpt_oss", "granitemoe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe",
 ]  # fmt: skip
 FAMILIES: tuple[Family, ...] = ("opt", "llama", "llama3", "mistral", "qwen2", "qwen3", "seed_oss")
 """Append: the position decides which random schedules a family gets in ``tests/exactness``."""
@@ -52,6 +60,7 @@ LAYERED: tuple[Family, ...] = (
     "arcee", "cohere", "cohere2", "cwm", "exaone4", "gemma", "gemma2", "gemma3", "gemma3_text", "glm", "glm4",
     "granite", "helium", "ministral", "ministral3", "olmo2", "olmo3", "phi3", "smollm3", "stablelm", "starcoder2",
 )  # fmt: skip
+WITH_EXPERTS: tuple[Family, ...] = ("gpt_oss", "granitemoe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 
 _COMMON: dict[str, Any] = {
     "vocab_size": 160,
@@ -93,6 +102,14 @@ _GEMMA3 = _GEMMA | {
         "full_attention": {"rope_type": "linear", "rope_theta": 500000.0, "factor": 8.0},
     },
 }
+_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2}
+_LOCAL_EXPERTS = {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 24}
+_MULTIPLIERS = {
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.4,
+    "attention_multiplier": 0.2,
+    "logits_scaling": 1.7,
+}
 
 
 def _gemma3_with_images(**values: Any) -> Gemma3Config:
@@ -131,16 +148,7 @@ _CONFIGS: dict[Family, tuple[Callable[..., Any], dict[str, Any]]] = {
     "gemma3_text": (Gemma3TextConfig, _GEMMA3),
     "glm": (GlmConfig, _GATED | {"head_dim": 12, "attention_bias": True}),
     "glm4": (Glm4Config, _GATED | {"head_dim": 16, "attention_bias": True}),
-    "granite": (
-        GraniteConfig,
-        _PLAIN
-        | {
-            "embedding_multiplier": 3.0,
-            "residual_multiplier": 0.4,
-            "attention_multiplier": 0.2,
-            "logits_scaling": 1.7,
-        },
-    ),
+    "granite": (GraniteConfig, _PLAIN | _MULTIPLIERS),
     "helium": (HeliumConfig, _GATED),
     "ministral": (MinistralConfig, _GATED | {"sliding_window": 9, "layer_types": _MIXED}),
     "ministral3": (
@@ -159,6 +167,23 @@ _CONFIGS: dict[Family, tuple[Callable[..., Any], dict[str, Any]]] = {
     ),
     "stablelm": (StableLmConfig, _PLAIN | {"use_qkv_bias": True, "partial_rotary_factor": 0.5}),
     "starcoder2": (Starcoder2Config, _PLAIN | {"sliding_window": 9}),
+    "gpt_oss": (
+        GptOssConfig,
+        _GATED
+        | _LOCAL_EXPERTS
+        | {"sliding_window": 9, "swiglu_limit": 1.5, "rope_parameters": _YARN | {"truncate": False}},
+    ),
+    "granitemoe": (GraniteMoeConfig, _PLAIN | _LOCAL_EXPERTS | _MULTIPLIERS | {"attention_bias": True}),
+    "mixtral": (MixtralConfig, _GATED | _LOCAL_EXPERTS),
+    "olmoe": (OlmoeConfig, _PLAIN | _EXPERTS | {"intermediate_size": 24}),
+    "qwen2_moe": (
+        Qwen2MoeConfig,
+        _PLAIN | _EXPERTS | {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 20},
+    ),
+    "qwen3_moe": (
+        Qwen3MoeConfig,
+        _GATED | _EXPERTS | {"moe_intermediate_size": 24, "norm_topk_prob": True, "mlp_only_layers": [1]},
+    ),
 }
 _made: dict[tuple[str, str, int, str], Path] = {}
 

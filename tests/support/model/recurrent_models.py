@@ -19,8 +19,11 @@ from pensieve.model.arch import Arch
 from pensieve.model.transformer import Transformer
 from support.model.torch_only import MODELS
 
-Family = Literal["mamba2", "bamba", "falcon_h1", "qwen3_next", "qwen3_5_text"]
-FAMILIES: tuple[Family, ...] = ("mamba2", "bamba", "falcon_h1", "qwen3_next", "qwen3_5_text")
+Family = Literal["mamba2", "bamba", "falcon_h1", "qwen3_next", "qwen3_5_text", "qwen3_next_experts"]
+FAMILIES: tuple[Family, ...] = (
+    "mamba2", "bamba", "falcon_h1", "qwen3_next", "qwen3_5_text", "qwen3_next_experts",
+)  # fmt: skip
+"""``qwen3_next_experts``: a Qwen3-Next with mixtures of experts in all layers but one."""
 
 _COMMON: dict[str, Any] = {"vocab_size": 120, "hidden_size": 32, "bos_token_id": 1, "eos_token_id": 2}
 _ATTENTION = _COMMON | {
@@ -51,6 +54,11 @@ _CONFIGS: dict[Family, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     ),
     "qwen3_next": (MODELS["qwen3_next"].Qwen3NextConfig, _DELTA | {"mlp_only_layers": [0, 1, 2, 3], "num_experts": 4}),
     "qwen3_5_text": (MODELS["qwen3_5"].Qwen3_5TextConfig, _DELTA),
+    "qwen3_next_experts": (
+        MODELS["qwen3_next"].Qwen3NextConfig,
+        _DELTA | {"mlp_only_layers": [2], "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+                  "shared_expert_intermediate_size": 20},
+    ),
 }  # fmt: skip
 
 
@@ -82,7 +90,7 @@ def spread(model: torch.nn.Module) -> None:
         elif "embed" in name:
             parameter.copy_(drawn)
         else:
-            parameter.copy_(drawn * 1.5 / parameter[0].numel() ** 0.5)
+            parameter.copy_(drawn * 1.5 / parameter.shape[-1] ** 0.5)
 
 
 PAGE = 8
