@@ -105,7 +105,7 @@ class Multipliers:
     attention_output: float = 1.0
     recurrent_input: float = 1.0
     recurrent_parts: tuple[float, float, float, float, float] = (1.0,) * 5
-    """Of the projection's rows: gate, values, keys, queries, step size."""
+    """For the projection's rows of gate, values, keys, queries, step size."""
     recurrent_output: float = 1.0
     mlp_gate: float = 1.0
     mlp_output: float = 1.0

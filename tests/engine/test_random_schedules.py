@@ -10,7 +10,7 @@ import pytest
 
 from pensieve.config import CacheConfig, PolicyName, SchedulerConfig
 from pensieve.engine.cache.chunk import Chunk
-from pensieve.engine.cache.eviction import EvictionRound, Holder, Victims, reclaim_kind
+from pensieve.engine.cache.eviction import EvictionRound, Holder, HolderVictims, reclaim_kind
 from support.engine.engine_driver import Clock, Driver, make_engine
 from support.engine.hash_worker import VOCABULARY, HashWorker, verify_beams, verify_tokens
 from support.lengths import at_length
@@ -81,7 +81,7 @@ def test_a_round_knows_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     kept, take, asked = EvictionRound._candidates, EvictionRound.take, Counter[str]()
     taken: defaultdict[EvictionRound, set[Chunk]] = defaultdict(set)
 
-    def compared(self: EvictionRound, holder: Holder) -> Victims:
+    def compared(self: EvictionRound, holder: Holder) -> HolderVictims:
         known = holder in self._seen
         victims = kept(self, holder)
         left = [chunk for chunk in holder.own_chunks if chunk not in taken[self]]

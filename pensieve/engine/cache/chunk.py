@@ -98,7 +98,7 @@ class Chunk(SliceFields):
 
 @dataclass(slots=True, eq=False)
 class OtherSlice(SliceFields):
-    """What the second group keeps of a chunk: keys and values of layers with a window, or states."""
+    """The second group's part of a chunk: keys and values of layers with a window, or states."""
 
     group: ClassVar[int] = 1
 
@@ -174,7 +174,7 @@ class CachedSession:
     table_moves: int = 0
     """``Tiers.moves`` when ``table`` was made."""
     runs: deque[Range] = field(default_factory=deque)
-    """While running, in a model with two groups: what is yet to be computed of its context, ascending. Only ``Tails``
+    """While running, in a model with two groups: the ranges of its context that are yet to be computed. Only ``Tails``
     writes this and the two below."""
     held: dict[OtherSlice, None] = field(default_factory=dict)
     """While running: the slices of the second group that it pins."""

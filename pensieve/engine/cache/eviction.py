@@ -5,7 +5,7 @@ share, so all chunks of a row belong to one tenant.
 
 In a model with two KV groups a holder has a *tail*: the slices of the second group that the next turn needs. A turn
 that lacks any of them recomputes all positions before it. So a holder's next victim is the cheaper of two, per byte:
-its first chunk, or all that it has left (``Victims``). Without a tail it is always the chunk.
+its first chunk, or all that it has left (``HolderVictims``). Without a tail it is always the chunk.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def reclaim_kind(part: Slice) -> Reclaim | None:
 
 
 @dataclass(slots=True)
-class Victims:
-    """What a holder can lose in one way of reclaiming."""
+class HolderVictims:
+    """The slices that a holder can lose in one way of reclaiming."""
 
     chunks: list[int]
     """Indices of its candidate chunks, ascending."""
@@ -177,30 +177,30 @@ class EvictionIndex:
         idle = now - holder.last_active
         return self.table.session_value(cost, candidates, idle, holder.kind, holder.hint)
 
-    def victims(self, holder: Holder, reclaim: Reclaim) -> Victims:
+    def victims(self, holder: Holder, reclaim: Reclaim) -> HolderVictims:
         chunks = [chunk.index for chunk in holder.own_chunks if reclaim_kind(chunk) is reclaim]
         if not self._two_groups:
-            return Victims(chunks)
+            return HolderVictims(chunks)
         if not self.page_bytes[0]:
             chunks = []  # the first group has no layers: its pages are worth nothing
         others = [chunk.other for chunk in holder.own_chunks if chunk.other is not None]
         tail = [part for part in others if not part.leftover and reclaim_kind(part) is reclaim]
         cost = self.table.chunk_cost
         kept = sum(cost(chunk.index) for chunk in holder.own_chunks if chunk.cached) if tail else 0.0
-        return Victims(chunks, tail, kept)
+        return HolderVictims(chunks, tail, kept)
 
-    def next_cost(self, victims: Victims) -> float:
+    def next_cost(self, victims: HolderVictims) -> float:
         """Return the cost of the next victim, for each page of the first group; infinity when there is none."""
         first = self.table.chunk_cost(victims.chunks[0] if victims.chunks else -1)
         return min(first, self._whole_cost(victims)) if victims.tail else first
 
-    def loses_all(self, victims: Victims) -> bool:
+    def loses_all(self, victims: HolderVictims) -> bool:
         """Whether the next victim is all that the holder has left."""
         if not victims.tail:
             return False
         return self._whole_cost(victims) <= self.table.chunk_cost(victims.chunks[0] if victims.chunks else -1)
 
-    def _whole_cost(self, victims: Victims) -> float:
+    def _whole_cost(self, victims: HolderVictims) -> float:
         one, other = self.page_bytes
         return victims.kept_cost * (one or other) / (len(victims.chunks) * one + len(victims.tail) * other)
 
@@ -271,7 +271,7 @@ class EvictionRound:
         self._now = now
         self._remaining = dict(allowance)
         """Bytes that may still be taken from each tenant with a share."""
-        self._seen: dict[Holder, Victims] = {}
+        self._seen: dict[Holder, HolderVictims] = {}
         """Candidates of each holder seen so far that are not taken yet."""
         barred = index.barred(allowance) if allowance else None
         rows, values = index.table.lowest_rows(reclaim, now, expected, barred)
@@ -338,7 +338,7 @@ class EvictionRound:
         while self._remaining and self._heap and self._remaining.get(self.peek_tenant()) == 0:
             heapq.heappop(self._heap)
 
-    def _candidates(self, holder: Holder) -> Victims:
+    def _candidates(self, holder: Holder) -> HolderVictims:
         victims = self._seen.get(holder)
         if victims is None:
             victims = self._seen[holder] = self._index.victims(holder, self._reclaim)

@@ -64,7 +64,7 @@ class Evictor:
         )
 
     def _most_victims(self, num_bytes: int) -> int:
-        """Return how many victims so many bytes take at most."""
+        """Return the most victims that this number of bytes takes."""
         smallest = min(size for size in self._index.page_bytes if size)
         return -(-num_bytes // smallest)
 

@@ -1,4 +1,4 @@
-"""What a context finds in the cache: chunks of its own session, then chunks of others, by address.
+"""Finds the chunks that a context has in the cache: chunks of its own session, then chunks of others, by address.
 
 ``found`` and ``in_common`` only look; ``take`` makes them the session's. All three give chunks for the leading tokens
 of a context, and say for how many.
@@ -30,7 +30,7 @@ class RestoreCost:
     """The cost of bringing a context to the device."""
 
     num_bytes: int
-    """Of device pages needed, for slices on the host and in no tier."""
+    """Bytes of the device pages needed, for slices on the host and in no tier."""
     needs_compute: bool
     room: int
     """Bytes of the device available without any loss: free, or of other chunks with a clean host copy."""

@@ -85,8 +85,8 @@ class CacheManager:
         return self.config.device_chunks * self._size
 
     def can_hold(self, pages: int, requests: int, tokens: int) -> bool:
-        """Whether an empty device tier holds so many pages of the first group, for so many requests of up to ``tokens``
-        tokens that run together."""
+        """Whether an empty device tier holds ``pages`` pages of the first group, for ``requests`` requests of up to
+        ``tokens`` tokens that run together."""
         if self._tails is not None:
             return self._tails.can_hold(pages, requests, tokens)
         return pages <= self.config.device_chunks
@@ -279,7 +279,7 @@ class CacheManager:
             for index in range(first, len(path.digests)):
                 self._shared.register(session.chunks[index], path.digests[index])
         if self._tails is not None:
-            return self._lay_out_tail(self._tails, session, held, keep, history)
+            return self._tails.lay_out(session, held, keep, history)
         on_device = on_host = 0
         missing: list[Range] = []
         for chunk in session.chunks[:held]:
@@ -293,18 +293,6 @@ class CacheManager:
         add_range(missing, held * size, total)
         recomputed = sum(max(min(end, history) - start, 0) for start, end in missing)
         return Restore(tuple(missing), on_device, on_host, recomputed)
-
-    def _lay_out_tail(
-        self, tails: Tails, session: CachedSession, held: int, keep: int, history: int
-    ) -> Restore:
-        """Find what is missing of a context whose first ``held`` chunks stand for ``keep`` tokens, and hold what the
-        request reads."""
-        chunks = session.chunks[:held]
-        keep = min(keep, held * self._size)
-        missing, parts = tails.find(chunks, keep, len(session.tokens))
-        restore = tails.restore(chunks, keep, history, len(session.tokens), missing)
-        tails.begin(session, restore.missing, parts)
-        return restore
 
     def _own_tail(self, session: CachedSession, keep: int, total: int) -> None:
         """Limit a running session's last chunk to the first ``keep`` tokens and make it its own: other tokens

@@ -163,14 +163,14 @@ class PagePool:
         return sum(end.units_beyond(pages) * end.unit_bytes for end, pages in wanted) <= self.size_bytes
 
     def bytes_for(self, pages0: int, pages1: int = 0) -> int:
-        """Return the bytes that so many pages of each group take together, in whole units if there are two groups."""
+        """Return the bytes that these pages of each group take together, in whole units if there are two groups."""
         if len(self._ends) == 1:
             return pages0 * self._ends[0].page_bytes
         wanted = zip(self._ends, (pages0, pages1), strict=True)
         return sum(end.units_beyond(pages) * end.unit_bytes for end, pages in wanted)
 
     def shortage(self, pages0: int, pages1: int = 0) -> int:
-        """Return how many bytes must be freed before so many more pages fit, once moves are made; 0 if they do now."""
+        """Return how many bytes must be freed before these further pages fit, once moves are made; 0 if they do now."""
         ends = self._ends
         if len(ends) == 1:
             return max(pages0 - self.free(), 0) * ends[0].page_bytes

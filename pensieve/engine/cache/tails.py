@@ -97,7 +97,7 @@ class Tails:
         self._touched: dict[CachedSession, None] = {}
         """Running sessions that the plan being made computes positions of."""
         self._runs: dict[CachedSession, list[_StateRun]] = {}
-        """What the plan being made computes of them, for a group of states."""
+        """The ranges that the plan being made computes of them, for a group of states."""
         self._pieces: dict[CachedSession, list[SpanPart]] = {}
         self._written: set[OtherSlice] = set()
         """States that the plan being made writes: no other request can read them before its launch."""
@@ -141,7 +141,7 @@ class Tails:
         return size * bisect_left(lengths, True, key=lambda pages: not self.can_hold(pages, 1, pages * size))
 
     def promise(self, tokens: int, *, decoding: bool = False) -> int:
-        """Return the pages of this group that a request of so many tokens needs at once, at most."""
+        """Return the most pages of this group that a request of ``tokens`` tokens needs at once."""
         if self.has_states:
             # Decoding: the live state and the last boundary. Before: where two ranges begin, and both of these.
             return 2 if decoding else 4
@@ -168,6 +168,16 @@ class Tails:
 
     def _have(self, chunks: Sequence[Chunk]) -> list[list[int]]:
         return [[chunk.filled for chunk in chunks], [_other(chunk).filled for chunk in chunks]]
+
+    def lay_out(self, session: CachedSession, held: int, keep: int, history: int) -> Restore:
+        """Find the gaps of a context whose first ``held`` chunks stand for ``keep`` tokens, and hold the slices that its
+        request reads."""
+        chunks, total = session.chunks[:held], len(session.tokens)
+        keep = min(keep, held * self._size)
+        missing, parts = self.find(chunks, keep, total)
+        restore = self.restore(chunks, keep, history, total, missing)
+        self.begin(session, restore.missing, parts)
+        return restore
 
     # -- a running request -------------------------------------------------------------------------------------------
 

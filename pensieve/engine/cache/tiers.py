@@ -129,7 +129,7 @@ class Tiers:
 
     def unpinned_bytes(self, more: Pages = (0, 0)) -> int:
         """Return the bytes of the device tier that no running request holds, free or available by eviction, if ``more``
-        pages were pinned; negative when so many cannot be."""
+        pages were pinned; negative when they cannot be."""
         other = self.pinned[1] + self.promised + more[1]
         return self.device.size_bytes - self.device.bytes_for(self.pinned[0] + more[0], other)
 
@@ -164,7 +164,7 @@ class Tiers:
         return pages[0] * self._page_bytes[0] + pages[1] * self._page_bytes[1]
 
     def tokens(self, num_bytes: int) -> int:
-        """Return how many tokens so many bytes hold, with all groups kept whole."""
+        """Return how many tokens these bytes hold, with all groups kept whole."""
         return num_bytes * self.chunk_tokens // self.bytes_of((1, 1))
 
     # -- pins --------------------------------------------------------------------------------------------------------
@@ -391,7 +391,7 @@ class Tiers:
 
     def take_dropped(self) -> list[CachedSession | SharedRun]:
         """Return the holders of slices dropped since the last call, ordered by the latest drop of each. The
-        order matters: where values are equal, the rows that they free decide what is evicted next."""
+        order matters: where values are equal, the rows that they free decide the next eviction."""
         dropped = list(self._dropped)
         self._dropped.clear()
         return dropped
