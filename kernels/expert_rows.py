@@ -124,6 +124,7 @@ def pick_experts(
             SOFTMAX_FIRST=softmax_first,
             RENORMALISED=renormalised,
             num_warps=1,
+            enable_fp_fusion=True,
         )
     return weights, picked
 
@@ -163,5 +164,6 @@ def combine_rows(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
             PER_TOKEN=per_token,
             BLOCK=COMBINED_COLUMNS,
             ROUNDED=weights.dtype == x.dtype,
+            enable_fp_fusion=True,
         )
     return out

@@ -4,8 +4,8 @@ One program computes a tile of rows of one expert by a block of columns. Only th
 has, so the grid has as many row tiles as there can be, and the programs beyond the last tile return. No call waits for
 the device: a graph can capture them.
 
-``torch.nn.functional.grouped_mm`` (torch 2.11) is not used: with float32 and float16 it waits for the device, and with
-few rows per expert it takes 1.4 to 2.3 times as long.
+``torch.nn.functional.grouped_mm`` (torch 2.11) is not used: with float32 and float16 it waits for the device, it has no
+bias, and at decode it takes 1.4 to 1.6 times as long (``bench/results/experts.md``).
 """
 
 from __future__ import annotations
@@ -189,8 +189,8 @@ def constants(
     }
 
 
-def options(tiling: Tiling) -> dict[str, int]:
-    return {"num_warps": tiling.warps, "num_stages": tiling.stages}
+def options(tiling: Tiling) -> dict[str, int | bool]:
+    return {"num_warps": tiling.warps, "num_stages": tiling.stages, "enable_fp_fusion": True}
 
 
 def tiling_of(rows: int, experts: int, dtype: torch.dtype) -> Tiling:
@@ -244,5 +244,7 @@ def clamped_glu(up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
     out = up.new_empty((rows, inner))
     if rows:
         grid = (rows * triton.cdiv(inner, GLU_COLUMNS),)
-        _clamped_glu[grid](up, out, alpha, limit, up.stride(0), INNER=inner, BLOCK=GLU_COLUMNS)
+        _clamped_glu[grid](
+            up, out, alpha, limit, up.stride(0), INNER=inner, BLOCK=GLU_COLUMNS, enable_fp_fusion=True
+        )
     return out

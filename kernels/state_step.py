@@ -197,7 +197,7 @@ def state_step(
     _step[(len(chains), heads, triton.cdiv(value_dim, block))](
         mixed, gates, states, chains, layer.decay, layer.step_bias, skip, out, *layer.step_limit,
         mixed.stride(0), gates.stride(0), gates.stride(1), states.stride(0), out.stride(0),
-        **step_constants(layer, heads, key_dim, value_dim),
+        **step_constants(layer, heads, key_dim, value_dim), enable_fp_fusion=True,
     )  # fmt: skip
     return out
 
@@ -225,6 +225,7 @@ def convolve(
             inputs, layer.conv_weight, bias, history, chains, mixed, channels,
             inputs.stride(0), layer.conv_weight.stride(0), history.stride(0), mixed.stride(0), share,
             WIDTH=width, BLOCK=CHANNELS, BIAS=layer.conv_bias is not None, CONVOLVE=compute, KEEP=keep,
+            enable_fp_fusion=True,
         )  # fmt: skip
     return mixed
 

@@ -6,6 +6,7 @@ import json
 import random
 import re
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,11 @@ def _changed(family: Family, folder: Path, **values: Any) -> Arch:
         ("qwen3_next_experts", {"mlp_only_layers": ["2"]}, "mlp_only_layers"),
         ("qwen3_next_experts", {"num_experts": -1}, "num_experts is -1"),
         ("qwen3_next_experts", {"moe_intermediate_size": 0}, "moe_intermediate_size is 0"),
-        ("qwen3_next_experts", {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size is 0"),
+        (
+            "qwen3_next_experts",
+            {"shared_expert_intermediate_size": 0},
+            "shared_expert_intermediate_size is 0",
+        ),
         ("qwen3_next", {"layer_types": ["sliding_attention"] * 4}, "layer_types"),
         ("qwen3_next", {"linear_num_value_heads": 3}, "linear_num_value_heads 3 do not divide"),
         ("qwen3_next", {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim 1"),
@@ -191,6 +196,34 @@ def test_dummy_weights_are_divided_alike(tmp_path: Path) -> None:
         torch.cat([layer.output.weight for layer in layers[1:] if layer], 1), layers[0].output.weight
     )
     assert layers[1].project.weight.shape[0] * 2 == layers[0].project.weight.shape[0]
+
+
+def test_ranks_divide_heads_and_every_width(tmp_path: Path) -> None:
+    """12 of everything that is divided; 8 of one of them do not divide over 3 or 6 ranks."""
+    arch = _changed("qwen3_next_experts", tmp_path)
+    assert arch.experts is not None and arch.recurrent is not None
+    even = replace(
+        arch,
+        num_heads=12,
+        num_kv_heads=12,
+        intermediate_size=12,
+        recurrent=replace(arch.recurrent, key_heads=12),
+        experts=replace(arch.experts, width=12, shared_width=12),
+    )
+    others = (
+        replace(even, num_heads=8, num_kv_heads=1),
+        replace(even, intermediate_size=8),
+        replace(even, recurrent=replace(arch.recurrent, key_heads=8)),
+        replace(even, experts=replace(arch.experts, width=8, shared_width=12)),
+        replace(even, experts=replace(arch.experts, width=12, shared_width=8)),
+    )
+    assert divisors(even) == [1, 2, 3, 4, 6]
+    for other in others:
+        assert divisors(other) == [1, 2, 4]
+        with pytest.raises(
+            ModelError, match=r"do(es)? not divide over 3 ranks; this model can have 1, 2, 4$"
+        ):
+            Shard(0, 3).arch(other)
 
 
 def test_ranks_that_do_not_fit_are_refused(tmp_path: Path) -> None:

@@ -30,7 +30,8 @@ def test_states_stay_in_registers(kind: Kind, key_heads: int, heads: int, key: i
         name: "*fp32" for name in ("states", "decay", "step_bias", "skip")
     }
     types |= {"chains": "*i32", "lowest": "fp32", "highest": "fp32"}
-    binary = build(state_step._step, types, state_step.step_constants(layer, heads, key, value), {})
+    fixed = state_step.step_constants(layer, heads, key, value)
+    binary = build(state_step._step, types, fixed, {"enable_fp_fusion": True})
     assert binary.stack == 0
     assert binary.registers * THREADS <= REGISTERS
     assert "ld.global.v4.b32" in binary.ptx and "st.global.v4.b32" in binary.ptx
