@@ -170,8 +170,8 @@ class Tails:
         return [[chunk.filled for chunk in chunks], [_other(chunk).filled for chunk in chunks]]
 
     def lay_out(self, session: CachedSession, held: int, keep: int, history: int) -> Restore:
-        """Find the gaps of a context whose first ``held`` chunks stand for ``keep`` tokens, and hold the slices that its
-        request reads."""
+        """Find the gaps of a context whose first ``held`` chunks stand for ``keep`` tokens, and hold the slices that
+        its request reads."""
         chunks, total = session.chunks[:held], len(session.tokens)
         keep = min(keep, held * self._size)
         missing, parts = self.find(chunks, keep, total)
