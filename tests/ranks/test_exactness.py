@@ -11,9 +11,10 @@ from dataclasses import replace
 
 import pytest
 
+from pensieve.engine.cache import tails
 from pensieve.engine.plan import Plan, StepResult, StepWorker, SynchronousWorker
 from support.engine.checkpoints import FAMILIES
-from support.engine.exactness import run_all, run_schedule
+from support.engine.exactness import SPAN, paths_of, run_all, run_schedule
 from support.engine.mutants import PLAN_MUTANTS, MutantWorker
 from support.ranks.rank_threads import RankBench
 
@@ -36,6 +37,22 @@ def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 )
 def test_answers_equal_transformers(bench: RankBench) -> None:
     run_all(bench, SEEDS)
+    assert bench.oracle.near_ties <= bench.oracle.tokens / 1000, "too many near ties to call this exact"
+
+
+@pytest.mark.parametrize(
+    "bench",
+    [
+        ("gemma3_text", 2, {"num_key_value_heads": 2}),
+        *((family, 2, {}) for family in ("qwen3_5_text", "mamba2", "gpt_oss")),
+    ],
+    indirect=True,
+    ids=str,
+)
+def test_hybrid_models_equal_transformers(bench: RankBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tails, "LEAST_SPAN", SPAN)
+    paths = paths_of(bench, range(3))
+    assert paths["device"] and paths["recomputed"], paths
     assert bench.oracle.near_ties <= bench.oracle.tokens / 1000, "too many near ties to call this exact"
 
 

@@ -18,6 +18,7 @@ from pensieve.engine.plan import StepWorker
 from pensieve.engine.worker.hybrid_sizing import NO_TIER
 from pensieve.engine.worker.sizing import DTYPES, WorkerInfo
 from pensieve.engine.worker.torch_worker import TorchWorker
+from pensieve.model.arch import Arch
 from pensieve.model.folder import load_arch
 from pensieve.model.groups import kv_groups
 from pensieve.model.ops import TORCH_OPS, triton_ops
@@ -35,7 +36,7 @@ SPAN = 24
 _MECHANISMS: tuple[Literal["batch", "kernel"], ...] = ("batch", "kernel")
 
 
-def _checkpoint(family: Family | recurrent_models.Family, folder: Path, **overrides: Any) -> Path:
+def checkpoint_of(family: Family | recurrent_models.Family, folder: Path, **overrides: Any) -> Path:
     if family not in recurrent_models.FAMILIES:
         return tiny_checkpoint(family, folder, **overrides)
     made = folder / family
@@ -59,24 +60,32 @@ class Bench:
         """``overrides`` replace values of the checkpoint's config."""
         torch.set_num_threads(1)
         self.device, self.dtype = device, dtype
-        checkpoint = _checkpoint(family, folder, **overrides)
+        checkpoint = checkpoint_of(family, folder, **overrides)
         self.oracle = HfOracle(checkpoint, weights=DTYPES[dtype], near_tie=near_tie)
         arch = load_arch(checkpoint)
         weights = load_weights(checkpoint, arch, dtype=DTYPES[dtype], device=device)
         self.model = Transformer(arch, weights, triton_ops() if device == "cuda" else TORCH_OPS)
         self.vocabulary = arch.vocab_size
 
+    @property
+    def cached_arch(self) -> Arch:
+        """The architecture whose pages one worker has."""
+        return self.model.arch
+
+    def info(self, cache: CacheConfig, scheduler: SchedulerConfig, ranks: int = 1) -> WorkerInfo:
+        return WorkerInfo(
+            self.device, self.dtype, cache.device_chunks, cache.host_chunks, cache.chunk_tokens, LIMIT,
+            max_batch_tokens=scheduler.max_batch_tokens, max_running=scheduler.max_running, ranks=ranks,
+            groups=kv_groups(self.cached_arch, cache.chunk_tokens, self.dtype),
+            device_tier=_layout(cache, cache.device_bytes, [group.device_unit for group in cache.groups]),
+            host_tier=_layout(cache, cache.host_bytes, [1, 1]),
+        )  # fmt: skip
+
     def worker(
         self, cache: CacheConfig, scheduler: SchedulerConfig, *, cuda_graphs: bool | None = None
     ) -> StepWorker:
         """A worker of its own; on a GPU with switches that depend on the sizes, unless they are given."""
-        info = WorkerInfo(
-            self.device, self.dtype, cache.device_chunks, cache.host_chunks, cache.chunk_tokens, LIMIT,
-            max_batch_tokens=scheduler.max_batch_tokens, max_running=scheduler.max_running,
-            groups=kv_groups(self.model.arch, cache.chunk_tokens, self.dtype),
-            device_tier=_layout(cache, cache.device_bytes, [group.device_unit for group in cache.groups]),
-            host_tier=_layout(cache, cache.host_bytes, [1, 1]),
-        )  # fmt: skip
+        info = self.info(cache, scheduler)
         if self.device == "cpu":
             return TorchWorker(self.model, info)
         from pensieve.engine.worker.cuda_worker import CudaWorker  # needs a GPU's Triton
@@ -104,7 +113,7 @@ def _layout(cache: CacheConfig, num_bytes: int | None, units: list[int]) -> Tier
 def with_groups(bench: Bench, cache: CacheConfig, rng: random.Random) -> CacheConfig:
     """The same tiers for a model with two KV groups: the chunks of the first, and pages of the second for a context or
     two."""
-    groups = kv_groups(bench.model.arch, cache.chunk_tokens, bench.dtype)
+    groups = kv_groups(bench.cached_arch, cache.chunk_tokens, bench.dtype)
     if len(groups) < 2:
         return cache
     full, second = groups

@@ -19,15 +19,16 @@ from pensieve.engine.ranks.codec import encode
 from pensieve.engine.ranks.follower import follow
 from pensieve.engine.ranks.leader import LeadingWorker
 from pensieve.engine.ranks.ring import RingReader, RingWriter, SharedRing
-from pensieve.engine.worker.sizing import WorkerInfo
 from pensieve.engine.worker.torch_worker import TorchWorker
+from pensieve.model.arch import Arch
 from pensieve.model.collective import AddNorm, BufferIndex, Collective, ReduceBuffer
 from pensieve.model.folder import load_arch
 from pensieve.model.shard import Shard
 from pensieve.model.transformer import Transformer
 from pensieve.model.weights import load_weights
-from support.engine.checkpoints import Family, tiny_checkpoint
-from support.engine.exactness import LIMIT, Bench
+from support.engine.checkpoints import Family
+from support.engine.exactness import Bench, checkpoint_of
+from support.model import recurrent_models
 
 PATIENCE_S = 60.0
 
@@ -144,12 +145,14 @@ class RankThreads:
 class RankBench(Bench):
     """As ``Bench``, with workers whose model is divided over ``ranks`` threads."""
 
-    def __init__(self, family: Family, folder: Path, ranks: int, **overrides: Any) -> None:
+    def __init__(
+        self, family: Family | recurrent_models.Family, folder: Path, ranks: int, **overrides: Any
+    ) -> None:
         super().__init__(family, folder, **overrides)
         self.ranks = ranks
         self.mutants: dict[int, Callable[[StepWorker], StepWorker]] = {}
         """What is wrong with a rank's worker, by rank."""
-        checkpoint = tiny_checkpoint(family, folder, **overrides)
+        checkpoint = checkpoint_of(family, folder, **overrides)
         whole = load_arch(checkpoint)
         shards = [Shard(rank, ranks) for rank in range(ranks)]
         self._archs = [shard.arch(whole) for shard in shards]
@@ -158,14 +161,15 @@ class RankBench(Bench):
         ]
         self._open: tuple[RingWriter, RankThreads] | None = None
 
+    @property
+    def cached_arch(self) -> Arch:
+        return self._archs[0]
+
     def worker(
         self, cache: CacheConfig, scheduler: SchedulerConfig, *, cuda_graphs: bool | None = None
     ) -> StepWorker:
         self.close()
-        info = WorkerInfo(
-            "cpu", "float32", cache.device_chunks, cache.host_chunks, cache.chunk_tokens, LIMIT,
-            max_batch_tokens=scheduler.max_batch_tokens, max_running=scheduler.max_running, ranks=self.ranks,
-        )  # fmt: skip
+        info = self.info(cache, scheduler, self.ranks)
         exchange, ring = Exchange(self.ranks), SharedRing.create(self.ranks - 1)
         models = [
             Transformer(arch, weights, collective=ThreadCollective(exchange, rank))
