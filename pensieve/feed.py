@@ -111,6 +111,8 @@ class SessionLine(msgspec.Struct, frozen=True):
     idle_s: float = 0.0
     tokens: int = 0
     strip: str = ""
+    tail: str = ""
+    """Slices of the model's windows or states, by place; "" in a model without such layers."""
     labels: dict[str, str] | None = None
     """None: not read yet, as for the next two."""
     items: int | None = None

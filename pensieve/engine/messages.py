@@ -171,6 +171,8 @@ class SessionStrip(msgspec.Struct, frozen=True, array_like=True):
     """A warm-up runs, not a turn."""
     is_candidate: bool
     """Belongs to a candidate other than the first."""
+    tail: str = ""
+    """Slices of the model's windows or states that it has, by place; "" in a model with one KV group."""
 
 
 class Strips(msgspec.Struct, frozen=True, tag="strips"):

@@ -13,6 +13,9 @@ r    being recomputed, or about to be: history that a running turn lacks
 n    being computed, or about to be: input of a running turn
 ===  ==========================================================================
 
+A model with two KV groups has a second strip for each session, of its windows or states: the numbers of slices on the
+device, on both tiers, on the host, and left over (``l``: only an earlier turn would read them), as in ``d33h2l1``.
+
 A capital letter: other sessions own the chunk, too. "Being copied" means by the step under way or, where
 steps do not overlap, by the latest one.
 
@@ -24,6 +27,7 @@ last read, and for running sessions: a holder's strip is cached until its chunks
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Final
@@ -66,8 +70,8 @@ class StripReader:
         spans: dict[RequestKey, list[Range]] = {}
         for span in self.plan.spans:
             spans.setdefault(span.request, []).append((span.start, span.end))
-        copied_in = {copy.dst for copy in self.plan.swap_in}
-        copied_out = {copy.dst for copy in self.plan.swap_out}
+        copied_in = {copy.dst for copy in self.plan.swap_in if copy.group == 0}
+        copied_out = {copy.dst for copy in self.plan.swap_out if copy.group == 0}
         strips: list[SessionStrip] = []
         while at < len(self._order):
             session = self._order[at]
@@ -145,6 +149,16 @@ def _runs(
     return "".join(parts), settled
 
 
+def _tail(session: CachedSession) -> str:
+    """Return the strip of a session's slices of the second group, by place."""
+    places: Counter[str] = Counter()
+    for chunk in session.chunks if session.two_groups else ():
+        part = chunk.other
+        if part is not None and part.cached:
+            places["l" if part.leftover else _LETTERS[part.device != NOWHERE, part.host != NOWHERE]] += 1
+    return "".join(f"{letter}{places[letter]}" for letter in "dbhl" if places[letter])
+
+
 def _session_strip(session: CachedSession, request: Request | None, strip: str, now: float) -> SessionStrip:
     return SessionStrip(
         session=session.key,
@@ -154,4 +168,5 @@ def _session_strip(session: CachedSession, request: Request | None, strip: str, 
         running=session.running,
         warming=session.running and session.warming,
         is_candidate=session.is_candidate,
+        tail=_tail(session),
     )

@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-from pensieve.config import CacheConfig, SchedulerConfig
+from pensieve.config import CacheConfig, CacheGroup, SchedulerConfig
 from pensieve.core import SessionKey
 from pensieve.engine import strips as looks
 from pensieve.engine.cache.chunk import NOWHERE
@@ -17,6 +17,7 @@ from pensieve.engine.messages import GetStrips, SessionStrip, Strips
 from pensieve.engine.strips import StripReader
 from support.engine.engine_driver import Clock, Driver, make_engine
 from support.engine.hash_worker import VOCABULARY, HashWorker, verify_beams, verify_tokens
+from support.engine.hybrid_worker import HybridOracle, HybridWorker
 from support.lengths import at_length
 
 
@@ -108,6 +109,21 @@ def test_strips_are_what_a_recount_finds(overlapped: bool) -> None:
                         assert one.running == session.running and one.idle_s >= 0.0
                         seen.update(one.strip)
     assert set("dbhxornDB") <= set(seen), f"a state was never seen: {seen}"
+
+
+def test_a_second_strip_tells_of_windows() -> None:
+    """Of 60 tokens in chunks of 4, the next turn reads the last 5 through a window of 6, or 9 after a cut."""
+    groups = CacheGroup("full", 0, 1, 4, 1), CacheGroup("window", 6, 1, 4, 1)
+    cache = CacheConfig(80, 80, 4, groups=groups)
+    engine = make_engine(cache, SchedulerConfig(context_limit=200), HybridWorker(cache), clock := Clock())
+    driver = Driver(engine, clock, random.Random(0), HybridOracle(groups).verify, VOCABULARY, 200)
+    for tokens in (39, 19):
+        driver.start_turn("t", list(range(tokens)), 1)
+        driver.run_until_idle()
+    (strip,) = whole_look(engine)
+    # Positions 50 to 59 are in chunks 12 to 14. The turn began at 40 and its prompt ended at 58: chunks 8 and 9 are
+    # left over, and 13 and 14 are needed anyway.
+    assert (strip.strip, strip.tail) == ("d15", "d3l2")
 
 
 def idle_engine(sessions: int, chunks: int = 3) -> tuple[Engine, Clock]:

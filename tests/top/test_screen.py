@@ -107,6 +107,14 @@ def test_names_are_cut_visibly_and_their_heading_is_not() -> None:
         assert any(line.startswith("SESSION ") for line in lines)
 
 
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_windows_and_states_are_counted_after_the_chunks(width: int) -> None:
+    document = state(2)
+    document["sessions"]["rows"][0]["tail"] = "d30b3h2l5"
+    first, second = [line for line in page(document, width) if "chat-" in line]
+    assert " +33/2" in first and "+" not in second
+
+
 def test_a_server_that_tells_less_or_more_is_shown() -> None:
     assert "0 sessions" in words(page({"schema": "pensieve.state/1"}))
     lately = {"lately": {"first_token_s": {"p50": 0.1, "p95": 0.2}, "token_s": None, "something": "new"}}

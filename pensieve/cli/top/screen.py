@@ -376,12 +376,20 @@ def _list(frame: TopFrame, view: View, rows: Sequence[SessionLine]) -> Iterator[
         line = Text(_cut(name, name_width))
         line.append(f"  {told:<7.7}", "" if row.state == "idle" else "green")
         line.append(f"{output.count(row.tokens):>7}  ")
-        strip = draw_strip(row.strip, strip_width, blocks=frame.blocks)
+        tail = _tail(row.tail)
+        strip = draw_strip(row.strip, strip_width - len(tail), blocks=frame.blocks)
         line.append_text(strip)
+        line.append(tail, "dim")
         if wide and row.labels:
-            line.append(" " * (strip_width - strip.cell_len + 2))
+            line.append(" " * (strip_width - strip.cell_len - len(tail) + 2))
             line.append(output.labels(row.labels), "dim")
         yield line
+
+
+def _tail(tail: str) -> str:
+    """Return the numbers of slices of windows or states on the device and on the host: `` +33/2``; "" without any."""
+    device, host = count_chunks(tail, "db"), count_chunks(tail, "h")
+    return f" +{device}/{host}" if device or host else ""
 
 
 def _name(row: SessionLine, one_tenant: bool) -> str:

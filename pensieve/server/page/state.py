@@ -164,6 +164,7 @@ def _line(strip: SessionStrip, note: SessionNote | None) -> SessionLine:
         idle_s=round(strip.idle_s, 3),
         tokens=strip.tokens,
         strip=strip.strip,
+        tail=strip.tail,
         labels=note.labels if note is not None else None,
         items=note.items if note is not None else None,
         created_s=note.created_s if note is not None else None,
