@@ -249,8 +249,14 @@ def _solve_non_negative(columns: Floats) -> list[float]:
 def calibrate_machine(
     worker: Worker, name: str, longest: int, progress: Callable[[str], None], clock: Clock = time.perf_counter
 ) -> Machine:
-    """Measure the machine that ``worker`` runs on, with contexts of up to ``longest`` tokens."""
+    """Measure the machine that ``worker`` runs on, with contexts of up to ``longest`` tokens. Raises ValueError for a
+    model with two KV groups: the simulator counts chunks of one."""
     info, arch = worker.info, worker.arch
+    if len(info.groups) > 1:
+        raise ValueError(
+            f"{arch.family}: the simulator knows no models with sliding windows or recurrent layers, so "
+            "--machine is not available for this one"
+        )
     runs = Calibrator(worker, clock)
     samples: list[Sample] = []
     for batch, context in runs.designs(longest):

@@ -15,6 +15,7 @@ from click.testing import CliRunner
 
 from pensieve.cli.profile import profile
 from pensieve.engine.plan import PendingStep, Plan, StepResult
+from pensieve.model.groups import KvGroup
 from pensieve.simulate.calibrate import Calibrator, Sample, calibrate_machine, fit, relative_errors
 from pensieve.simulate.full import Clock, CostWorker
 from pensieve.simulate.scenario.machine import Machine, Work
@@ -120,6 +121,13 @@ def test_copies_that_cost_nothing_leave_the_rate_as_it_was(monkeypatch: pytest.M
     assert Calibrator(running, running.clock).swap_bytes_per_s(4096 * CHUNK) is None
     found = calibrate_machine(running, "mine", 64, lambda design: None, running.clock)
     assert found.swap_bytes_per_s == Machine().swap_bytes_per_s
+
+
+def test_a_model_with_two_kinds_of_layers_is_refused() -> None:
+    running = worker()
+    running.info = replace(running.info, groups=(KvGroup("full", (0,), 64), KvGroup("window", (1,), 64, 9)))
+    with pytest.raises(ValueError, match="--machine is not available"):
+        calibrate_machine(running, "mine", 64, lambda design: None, running.clock)
 
 
 def test_steps_that_cost_nothing_cannot_be_fitted() -> None:
