@@ -34,11 +34,12 @@ class KnownWorker(CostWorker):
         super().__init__(machine, CHUNK, self.clock)
         self.info = SimpleNamespace(
             device=device, dtype="float32", device_chunks=1024, host_chunks=256, chunk_tokens=CHUNK,
-            context_limit=8192, max_batch_tokens=2048, max_running=256, ranks=1,
+            context_limit=8192, max_batch_tokens=2048, max_running=256, ranks=1, groups=(),
         )  # fmt: skip
         self.arch = SimpleNamespace(
-            vocab_size=100, num_layers=machine.layers, kv_bytes_per_token=lambda dtype: machine.kv_bytes
-        )
+            family="known", vocab_size=100, num_layers=machine.layers,
+            kv_bytes_per_token=lambda dtype: machine.kv_bytes,
+        )  # fmt: skip
 
     def launch(self, plan: Plan) -> PendingStep:
         self.in_flight += 1
@@ -125,7 +126,7 @@ def test_copies_that_cost_nothing_leave_the_rate_as_it_was(monkeypatch: pytest.M
 
 def test_a_model_with_two_kinds_of_layers_is_refused() -> None:
     running = worker()
-    running.info = replace(running.info, groups=(KvGroup("full", (0,), 64), KvGroup("window", (1,), 64, 9)))
+    running.info.groups = KvGroup("full", (0,), 64), KvGroup("window", (1,), 64, 9)
     with pytest.raises(ValueError, match="--machine is not available"):
         calibrate_machine(running, "mine", 64, lambda design: None, running.clock)
 
