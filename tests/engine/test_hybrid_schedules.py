@@ -12,7 +12,7 @@ import pytest
 
 from pensieve.config import CacheConfig, CacheGroup, SchedulerConfig
 from pensieve.engine.cache import tails
-from pensieve.engine.cache.chunk import CachedSession, Chunk, OtherSlice, Slice
+from pensieve.engine.cache.chunk import CachedSession, Chunk, Slice
 from pensieve.engine.cache.tails import Tails
 from pensieve.engine.cache.tiers import Tiers
 from pensieve.engine.plan import Chain
@@ -87,9 +87,9 @@ def test_answers_equal_a_stateless_run(name: str) -> None:
     assert needed <= set(+paths), f"a path was never taken: {paths}"
 
 
-def short_window(self: Tails, part: OtherSlice, position: int) -> bool:
+def short_window(self: Tails, position: int) -> int:
     """A slice falls behind one position too early."""
-    return (part.index + 1) * SIZE + self._window - 3 < position
+    return reach(self, position + 1)
 
 
 def uncut(self: Tails, chunk: Chunk, valid: int) -> None:
@@ -118,11 +118,12 @@ def kept_pinned(self: Tiers, parts: Iterable[Slice]) -> None:
     unpin(self, [part for part in parts if isinstance(part, Chunk)])
 
 
+reach: Callable[..., int] = Tails._reach
 chains: Callable[..., Iterator[Chain]] = Tails.chains
 have: Callable[..., list[list[int]]] = Tails._have
 unpin: Callable[..., None] = Tiers.unpin
 MUTANTS: dict[str, tuple[str, type, str, Callable[..., Any]]] = {
-    "window: one token short": ("window of 6", Tails, "_is_behind", short_window),
+    "window: one token short": ("window of 6", Tails, "_reach", short_window),
     "state: kept after a cut": ("state", Tails, "truncate", uncut),
     "state: live instead of zero": ("state", Tails, "chains", from_live),
     "state: one chunk late": ("state", Tails, "_have", one_chunk_late),

@@ -175,9 +175,13 @@ class CachedSession:
     """``Tiers.moves`` when ``table`` was made."""
     runs: deque[Range] = field(default_factory=deque)
     """While running, in a model with two groups: the ranges of its context that are yet to be computed. Only ``Tails``
-    writes this and the two below."""
+    writes this and the four below."""
     held: dict[OtherSlice, None] = field(default_factory=dict)
     """While running: the slices of the second group that it pins."""
+    held_from: int = 0
+    """Chunks before this one hold nothing of the second group that the request needs."""
+    window_table: tuple[int, npt.NDArray[np.int32]] | None = None
+    """``Tiers.moves``, and the device pages of ``held`` as of then; None after any change of ``held``."""
     promised: int = 0
     """Pages of the second group that are kept for it, besides those of ``held``."""
     resume_points: tuple[int, ...] = ()

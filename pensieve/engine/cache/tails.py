@@ -184,7 +184,7 @@ class Tails:
     def begin(self, session: CachedSession, ranges: Sequence[Range], parts: Iterable[OtherSlice]) -> None:
         """Hold what a request needs which computes ``ranges``; the pages come later."""
         session.runs = deque(ranges)
-        session.held = {}
+        session.held, session.held_from, session.window_table = {}, 0, None
         self._hold(session, parts)
         self.keep_promise(session)
 
@@ -233,6 +233,7 @@ class Tails:
     def _load(self, session: CachedSession, now: float, more: int) -> None:
         """Bring held slices to the device, and make room for ``more``."""
         absent = self.absent(session)
+        session.window_table = None
         self._reserve((0, len(absent) + more), now, session.tenant)
         for part in absent:
             self._tiers.load(part)
@@ -338,14 +339,17 @@ class Tails:
 
     def _hold(self, session: CachedSession, parts: Iterable[OtherSlice]) -> None:
         new = [part for part in dict.fromkeys(parts) if part not in session.held]
-        session.held.update(dict.fromkeys(new))
-        self._tiers.pin(new)
+        if new:
+            session.held.update(dict.fromkeys(new))
+            session.window_table = None
+            self._tiers.pin(new)
 
     def _place(self, session: CachedSession, parts: Sequence[OtherSlice], now: float) -> None:
         self._hold(session, parts)
         self.keep_promise(session)
         absent = [part for part in parts if part.device == NOWHERE]
         if absent:
+            session.window_table = None
             self._reserve((0, len(absent)), now, session.tenant)
             for part in absent:
                 if part.filled:
@@ -388,11 +392,15 @@ class Tails:
 
     def table(self, session: CachedSession, tokens: int) -> PageTable:
         """Return the device pages of the held slices, int32 [chunks]; 0 where the request reads and writes nothing."""
-        table = np.zeros(-(-tokens // self._size), np.int32)
-        for part in session.held:
-            if part.index < len(table):
-                table[part.index] = part.device
-        return table
+        chunks, moves = -(-tokens // self._size), self._tiers.moves
+        made = session.window_table
+        if made is None or made[0] != moves or len(made[1]) != chunks:
+            made = moves, np.zeros(chunks, np.int32)
+            for part in session.held:
+                if part.index < chunks:
+                    made[1][part.index] = part.device
+            session.window_table = made
+        return made[1]
 
     def complete(self) -> None:
         """Let go of the slices that have fallen behind, now that the plan that read them is launched."""
@@ -402,22 +410,24 @@ class Tails:
         touched, self._touched = self._touched, {}
         for session in touched:
             if session.running:
-                position = session.runs[0][0] if session.runs else session.length
-                self._let_go(session, [part for part in session.held if self._is_behind(part, position)])
+                first = self._reach(session.runs[0][0] if session.runs else session.length)
+                if first > session.held_from:
+                    session.held_from = first
+                    self._let_go(session, [part for part in session.held if part.index < first])
                 self.keep_promise(session)
 
-    def _is_behind(self, part: OtherSlice, position: int) -> bool:
-        """Whether no position from ``position`` on needs a slice."""
+    def _reach(self, position: int) -> int:
+        """Return the first chunk whose slice any position from ``position`` on needs."""
         if self.has_states:
-            return part.index < position // self._size - 1
-        return (part.index + 1) * self._size + self._window - 2 < position
+            return position // self._size - 1
+        return window_reach(position, self._window, self._size)
 
     def _let_go(self, session: CachedSession, parts: Sequence[OtherSlice]) -> None:
         if parts:
             for part in parts:
                 del session.held[part]
+            session.window_table = None
             self._tiers.unpin(parts)
-            self.keep_promise(session)
             # With a state, the one before it: it was kept as the boundary before the newest.
             before = [part.index - 1 for part in parts if part.index] if self.has_states else []
             self._sort([*parts, *(_other(session.chunks[index]) for index in before)])
