@@ -249,13 +249,18 @@ class Tails:
     def reach(self, session: CachedSession, tokens: int) -> int:
         """Return how many of ``tokens`` missing tokens a step can compute.
 
-        With windows: more than ``LEAST_SPAN`` only in free pages. With states: a step does not end inside a chunk that
-        others may come to share, so that the state it leaves there is one that all owners can use.
+        With windows: more than ``LEAST_SPAN`` only in free pages. With states: a step ends at the end of the shared
+        chunks, if their last state is not held; the next request that shares them goes on from it. And it does not
+        end inside a chunk that others may come to share, so that all owners can use the state that it leaves there.
         """
         if self.has_states:
             taken = 0
+            common = session.shared * self._size
+            stops = common and _other(session.chunks[session.shared - 1]).filled < self._size
             for start, end in session.runs:
                 stop = min(end, start + tokens - taken)
+                if stops and start < common < stop:
+                    return taken + common - start
                 if stop < end and stop % self._size and session.chunks[stop // self._size].digest:
                     return taken + max(stop // self._size * self._size - start, 0)
                 taken += stop - start
