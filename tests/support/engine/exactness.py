@@ -76,7 +76,7 @@ class Bench:
         return WorkerInfo(
             self.device, self.dtype, cache.device_chunks, cache.host_chunks, cache.chunk_tokens, LIMIT,
             max_batch_tokens=scheduler.max_batch_tokens, max_running=scheduler.max_running, ranks=ranks,
-            groups=kv_groups(self.cached_arch, cache.chunk_tokens, self.dtype),
+            groups=kv_groups(self.cached_arch, cache.chunk_tokens, self.dtype) if len(cache.groups) > 1 else (),
             device_tier=_layout(cache, cache.device_bytes, [group.device_unit for group in cache.groups]),
             host_tier=_layout(cache, cache.host_bytes, [1, 1]),
         )  # fmt: skip
