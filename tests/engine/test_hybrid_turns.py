@@ -7,7 +7,9 @@ import pytest
 
 from pensieve.config import CacheConfig, CacheGroup
 from pensieve.core import SessionKey, TokenArray
-from pensieve.engine.cache.chunk import NOWHERE, OtherSlice
+from pensieve.engine.cache.chunk import NOWHERE, CachedSession, OtherSlice, SharedRun
+from pensieve.engine.cache.eviction import reclaim_kind
+from pensieve.engine.cache.evictor import Evictor
 from pensieve.engine.cache.manager import CacheManager
 from pensieve.engine.cost.model import CostModel
 
@@ -163,3 +165,15 @@ def test_leftovers_go_first_and_are_never_saved(name: str) -> None:
         if part.host != NOWHERE
     ]
     assert not any(part.leftover for part in saved)
+
+
+def test_half_a_tail_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def half(self: Evictor, holder: CachedSession | SharedRun) -> None:
+        others = [
+            chunk.other for chunk in holder.own_chunks if chunk.other is not None and chunk.other.cached
+        ]
+        self._tiers.drop(next(part for part in others if reclaim_kind(part) is not None))
+
+    monkeypatch.setattr(Evictor, "_drop_all", half)
+    with pytest.raises(AssertionError, match="half a tail"):
+        test_a_tail_is_dropped_as_a_whole("window alone")
