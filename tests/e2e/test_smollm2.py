@@ -117,7 +117,7 @@ def test_answers_are_those_of_transformers(tiers: str, tmp_path: Path) -> None:
                 assert answer.usage.reconciles
                 said[number].append(answer.text)
         if tiers == "two tiers":
-            for source in ("host", "recomputed"):
+            for source in ("host", "recomputed")[: at_length(2, 1)]:
                 assert server.metric("pensieve_context_tokens_total", source=source) > 0, (
                     "the tiers were too large"
                 )

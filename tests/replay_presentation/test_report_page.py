@@ -144,7 +144,8 @@ def test_a_simulation_names_the_machine_that_it_is_of() -> None:
     assert "simulated machine: 4 × a big one" in subtitle and report["machine"]["cpu"] not in subtitle
     report["simulation"]["settings"]["replicas"] = 1
     assert "simulated machine: a big one" in page([report])
-    assert report["machine"]["cpu"] in page([sweep()])
+    del report["simulation"]
+    assert report["machine"]["cpu"] in page([report])
 
 
 @pytest.mark.parametrize(
