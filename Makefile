@@ -53,13 +53,15 @@ $(VENV)/.ready: pyproject.toml constraints.txt proto/requirements.txt
 demo: setup ## Watch a small model remember: how much sooner it answers, and that nothing is lost
 	@$(BIN)/pensieve demo
 
+# Bytecode is written even where the environment of a container forbids it: the tests start some hundred processes, and
+# each would compile the package again, which takes it a third of its start.
 test: prepared smollm2 lint types ## Everything that CI checks: lint, types, stubs, tests
 	@command -v redis-server >/dev/null || export PENSIEVE_TEST_WITHOUT_REDIS=1; \
 	command -v chromium >/dev/null || export PENSIEVE_TEST_WITHOUT_CHROMIUM=1; \
 	command -v haproxy >/dev/null || export PENSIEVE_TEST_WITHOUT_HAPROXY=1; \
 	command -v promtool >/dev/null || export PENSIEVE_TEST_WITHOUT_PROMTOOL=1; \
 	test -f build/models/SmolLM2-135M-Instruct.Q4_1.gguf || export PENSIEVE_TEST_WITHOUT_SMOLLM2=1; \
-	OMP_NUM_THREADS=1 $(BIN)/python -P -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -P -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 .PHONY: test-long
 test-long: export PENSIEVE_LONG_TESTS = 1

@@ -17,8 +17,6 @@ from threading import Lock
 from typing import Any, Protocol, cast
 
 import click
-import torch
-from transformers import AutoModelForCausalLM
 
 
 class Answers(Protocol):
@@ -34,10 +32,14 @@ class Model:
     """Greedy answers of a checkpoint: the tokens of ``generate``, without its bookkeeping."""
 
     def __init__(
-        self, folder: Path, *, device: str = "cpu", dtype: torch.dtype = torch.float32, threads: int = 1
+        self, folder: Path, *, device: str = "cpu", dtype: str = "float32", threads: int = 1
     ) -> None:
+        # Late: tests stand a server without a model in for this one, and start it often.
+        import torch
+        from transformers import AutoModelForCausalLM
+
         torch.set_num_threads(threads)
-        loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
         self._model = cast(Any, loaded).to(device).eval()  # `to` is annotated as if it were no method
         self._device = device
         self._lock = Lock()
@@ -53,6 +55,8 @@ class Model:
 
         No end of sequence comes before ``least`` tokens, as ``min_new_tokens`` of ``generate`` has it.
         """
+        import torch
+
         with self._lock, torch.inference_mode():
             ids, past = torch.tensor([prompt], device=self._device), None
             for index in range(limit):
@@ -144,7 +148,7 @@ class Handler(BaseHTTPRequestHandler):
 @click.option("--threads", type=click.IntRange(min=1), default=1, metavar="N", help="On the CPU.")
 def main(folder: Path, port: int, device: str, dtype: str, threads: int) -> None:
     """Serve the model in FOLDER."""
-    server = Server(Model(folder, device=device, dtype=getattr(torch, dtype), threads=threads), port)
+    server = Server(Model(folder, device=device, dtype=dtype, threads=threads), port)
     click.echo(f"listening {server.server_port}")
     server.serve_forever()
 

@@ -18,6 +18,9 @@ from support.smollm2 import SMOLLM2_FILE
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["HF_HUB_OFFLINE"] = "1"
+# A worker holds a million objects: collected tests, syntax trees, torch. Looking for garbage as often as Python does by
+# default takes a quarter of its time.
+gc.set_threshold(20_000, 20, 50)
 # A shell that starts the tests in the background has them, and all that they start, ignore Ctrl-C.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

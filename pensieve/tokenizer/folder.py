@@ -9,12 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import transformers
 from tokenizers import Tokenizer
-
-# The module, not `from transformers import AutoTokenizer`: that loads torch, which the front end does
-# without.
-from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
 from pensieve.errors import InvalidArgument
 from pensieve.model.arch import ModelError
@@ -153,7 +148,11 @@ def _load(folder: Path, config: dict[str, Any], settings: dict[str, Any]) -> Any
     name = _class_name(config, settings, spec)
     if not has_json and name == _GENERIC:
         name = "GPT2Tokenizer"  # the class of a vocabulary with merges
-    # Not AutoTokenizer: it loads torch, which the front end does without.
+    # Late: it takes a second, which GGUF files and refused options need not wait for. Not AutoTokenizer: it loads
+    # torch, which the front end does without.
+    import transformers
+    from transformers.tokenization_utils_tokenizers import TokenizersBackend
+
     found = getattr(transformers, name, None)
     chosen = found if isinstance(found, type) and issubclass(found, TokenizersBackend) else TokenizersBackend
     try:

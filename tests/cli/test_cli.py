@@ -25,6 +25,14 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([PENSIEVE, *arguments], capture_output=True, text=True, timeout=60, check=False)
 
 
+def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of the command, in this process."""
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    assert isinstance(ended.value.code, int)
+    return ended.value.code, *capsys.readouterr()
+
+
 def loaded_modules(code: str) -> set[str]:
     """Names in ``sys.modules`` after ``code``, in a fresh interpreter."""
     script = f"{code}\nimport sys; print(' '.join(sys.modules))"
@@ -57,10 +65,10 @@ def test_serve_help_names_every_option() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(cli.SUBCOMMANDS))
-def test_every_command_has_help(name: str) -> None:
-    result = run(name, "--help")
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.startswith(f"Usage: pensieve {name} ")
+def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = said(capsys, name, "--help")
+    assert (code, err) == (0, "")
+    assert out.startswith(f"Usage: pensieve {name} ")
 
 
 def test_version() -> None:
@@ -84,12 +92,19 @@ def test_version() -> None:
         ),
     ],
 )
-def test_a_mistake_is_one_line_and_code_2(arguments: list[str], line: str) -> None:
-    result = run(*arguments)
-    assert result.returncode == 2
-    assert result.stdout == ""
-    assert result.stderr.startswith(line)
-    assert result.stderr.count("\n") == 1
+def test_a_mistake_is_one_line_and_code_2(
+    arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = said(capsys, *arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith(line)
+    assert err.count("\n") == 1
+
+
+def test_the_program_ends_with_the_code_and_the_line_of_a_mistake() -> None:
+    result = run("nonsense")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == "pensieve: No such command 'nonsense'.\n"
 
 
 def test_a_door_whose_address_is_taken_says_so() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -109,6 +110,10 @@ def files(tmp_path: Path) -> Path:
     return tmp_path
 
 
+AS_PROGRAM = ("serve", "profile", "sessions --target http", "top")
+"""Commands run as a program of their own: they change the process they run in, or stand for the others."""
+
+
 @pytest.mark.parametrize(
     ("words", "code", "line"),
     [
@@ -176,30 +181,40 @@ def files(tmp_path: Path) -> Path:
     ],
 )
 def test_errors_of_run_time_are_told_behind_the_name_of_the_command(
-    files: Path, words: str, code: int, line: str
+    files: Path,
+    words: str,
+    code: int,
+    line: str,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with socket.socket() as bound:  # without listening: nobody answers there, and nobody else takes the port
         bound.bind(("127.0.0.1", 0))
         names = {"FILES": str(files), "NOBODY": f"127.0.0.1:{bound.getsockname()[1]}"}
         for name, value in names.items():
             words, line = words.replace(name, value), line.replace(name, value)
-        done = subprocess.run(
-            [PENSIEVE, *words.split()],
-            stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False,
-        )  # fmt: skip
-    assert done.returncode == code
-    assert done.stderr.startswith(line), done.stderr
-    assert done.stderr.count("\n") == 1, done.stderr
+        if words.startswith(AS_PROGRAM):
+            done = subprocess.run(
+                [PENSIEVE, *words.split()],
+                stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False,
+            )  # fmt: skip
+            status, err = done.returncode, done.stderr
+        else:
+            with open(os.devnull) as nothing:
+                monkeypatch.setattr("sys.stdin", nothing)
+                status, _, err = said(capfd, *words.split())
+    assert status == code
+    assert err.startswith(line), err
+    assert err.count("\n") == 1, err
 
 
-def test_a_report_that_cannot_be_written_is_told_behind_the_name_of_the_command(files: Path) -> None:
+def test_a_report_that_cannot_be_written_is_told_behind_the_name_of_the_command(
+    files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     trace, report, wrong = files / "trace.jsonl", files / "report.json", files / "file" / "x"
     simulate = ["simulate", trace, "--rate", "1", "--think-time", "1", "--policy", "lru", "--json", report]
-    subprocess.run([PENSIEVE, *simulate], capture_output=True, timeout=60, check=True)
+    assert said(capsys, *map(str, simulate))[0] == 0
     for option in ("--json", "--html", "--plots"):
-        done = subprocess.run(
-            [PENSIEVE, "replay", "compare", report, option, wrong],
-            capture_output=True, text=True, timeout=60, check=False,
-        )  # fmt: skip
+        status, _, err = said(capsys, "replay", "compare", str(report), option, str(wrong))
         line = f"pensieve replay compare: cannot write {wrong}: Not a directory\n"
-        assert (done.returncode, done.stderr) == (1, line)
+        assert (status, err) == (1, line)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -22,26 +23,53 @@ from support.faults.fault_client import (
     check_idle,
 )
 from support.faults.fault_server import FaultServer, fault_server
+from support.lengths import at_length
 from support.store.redis_server import redis_server
 
 pytestmark = pytest.mark.redis
 TALKS = 6
 TURNS_OF_A_TALK = 10
+RACES = at_length(120, 300)
+
+
+Pair = tuple[FaultServer, FaultServer]
+DEAF = "in_renew=stall(30)"
+"""A server that hears from its lease too late: only the store stands between its answer and the history."""
+
+
+@contextmanager
+def _pair(folder: Path, failpoints: str = "") -> Iterator[Pair]:
+    """Two running servers on one store; the failpoints are the first one's."""
+    with ExitStack() as stack:
+        store = stack.enter_context(redis_server()).url
+        first, second = (stack.enter_context(fault_server(folder / name, store)) for name in "ab")
+        with ThreadPoolExecutor() as threads:
+            starts = [threads.submit(first.start, failpoints), threads.submit(second.start)]
+            for start in starts:
+                start.result()
+        yield first, second
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    """Two servers for several tests, which have sessions of their own."""
+    with _pair(tmp_path_factory.mktemp("pair")) as servers:
+        yield servers
+
+
+@pytest.fixture(scope="module")
+def deaf_pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    """The same; the first one is deaf."""
+    with _pair(tmp_path_factory.mktemp("deaf"), DEAF) as servers:
+        yield servers
 
 
 @asynccontextmanager
-async def pair(folder: Path, failpoints: str = "") -> AsyncIterator[list[tuple[FaultServer, Caller]]]:
-    """Two running servers and a client of each; the failpoints are the first one's."""
-    async with AsyncExitStack() as stack:
-        store = stack.enter_context(redis_server()).url
-        servers = [stack.enter_context(fault_server(folder / name, store)) for name in "ab"]
-        await asyncio.gather(
-            asyncio.to_thread(servers[0].start, failpoints), asyncio.to_thread(servers[1].start)
-        )
-        yield [
-            (server, await stack.enter_async_context(calling(server.grpc, server.admin)))
-            for server in servers
-        ]
+async def callers_of(servers: Pair) -> AsyncIterator[tuple[Caller, Caller]]:
+    """A client of each."""
+    first, second = servers
+    async with calling(first.grpc, first.admin) as one, calling(second.grpc, second.admin) as other:
+        yield one, other
 
 
 async def _race(callers: list[Caller], talk: Talk, specs: list[pb.TurnSpec]) -> None:
@@ -95,12 +123,12 @@ async def _races(callers: list[Caller], talks: list[Talk], rounds: int) -> None:
 
 
 @pytest.mark.fault(8, 52)
-async def test_races(tmp_path: Path) -> None:
-    """300 of them. Each server meets sessions whose last turns ran on the other one."""
-    async with pair(tmp_path) as both:
-        callers = [caller for _, caller in both]
+async def test_races(pair: Pair) -> None:
+    """Some hundred of them. Each server meets sessions whose last turns ran on the other one."""
+    async with callers_of(pair) as both:
+        callers = list(both)
         talks: list[Talk] = []
-        for _ in range(300 // (TALKS * TURNS_OF_A_TALK)):
+        for _ in range(RACES // (TALKS * TURNS_OF_A_TALK)):
             await asyncio.gather(*(_races(callers, talks, TURNS_OF_A_TALK) for _ in range(TALKS)))
         winners = [await _known(caller, talks) for caller in callers]
         assert all(winners), "one server did all the work"
@@ -135,16 +163,13 @@ def _frozen(server: FaultServer) -> Iterator[None]:
         server.send(signal.SIGCONT)
 
 
-DEAF = "in_renew=stall(30)"
-"""A server that hears from its lease too late: only the store stands between its answer and the history."""
-
-
 @pytest.mark.fault(26)
 @pytest.mark.parametrize("wakes", ["in mid-decode", "with an answer", "with an answer while the other runs"])
-async def test_a_paused_server_is_fenced(tmp_path: Path, wakes: str) -> None:
+async def test_a_paused_server_is_fenced(pair: Pair, deaf_pair: Pair, wakes: str) -> None:
     """SIGSTOP past the lease: another turn runs elsewhere; the paused one may not append when it wakes up."""
     answer = wakes != "in mid-decode"
-    async with pair(tmp_path, DEAF if answer else "") as ((paused, slow), (awake, other)):
+    servers = paused, awake = deaf_pair if answer else pair
+    async with callers_of(servers) as (slow, other):
         talk = await slow.talk()
         await slow.say(talk, "one")
         paused.hold()
@@ -172,9 +197,10 @@ async def test_a_paused_server_is_fenced(tmp_path: Path, wakes: str) -> None:
 
 
 @pytest.mark.fault(26)
-async def test_a_paused_server_tells_the_turn_that_was_committed_elsewhere(tmp_path: Path) -> None:
+async def test_a_paused_server_tells_the_turn_that_was_committed_elsewhere(deaf_pair: Pair) -> None:
     """The *same* request taken over and committed by another server: its record counts, not the paused one's."""
-    async with pair(tmp_path, DEAF) as ((paused, slow), (_, other)):
+    paused, _ = deaf_pair
+    async with callers_of(deaf_pair) as (slow, other):
         talk = await slow.talk()
         await slow.say(talk, "one")
         paused.hold()
@@ -191,14 +217,13 @@ async def test_a_paused_server_tells_the_turn_that_was_committed_elsewhere(tmp_p
             await audit(caller, [talk])
 
 
-async def test_a_listing_goes_on_at_the_other_server(tmp_path: Path) -> None:
+async def test_a_listing_goes_on_at_the_other_server(pair: Pair) -> None:
     """Requests without a session name have nothing to route on: any replica may get the next page."""
-    async with pair(tmp_path) as servers:
-        callers = [caller for _, caller in servers]
+    async with callers_of(pair) as callers:
         names = {(await callers[0].talk()).name for _ in range(3)}
         request, seen = pb.ListSessionsRequest(page_size=1), []
         while request.page_token or not seen:
             page = await callers[len(seen) % 2].data.ListSessions(request, timeout=20)
             seen += [session.name for session in page.sessions]
             request.page_token = page.next_page_token
-        assert len(seen) == 3 and set(seen) == names
+        assert names <= set(seen) and len(seen) == len(set(seen))

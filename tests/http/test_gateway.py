@@ -20,10 +20,11 @@ from pensieve.server.rpc.access_control import AccessControl
 from pensieve.spawn import ServerProcess
 from support.http.gateway import gateway
 from support.http.http_rig import BearerTenant
+from support.lengths import at_length
 from support.service.service_rig import serving
 
 pytestmark = pytest.mark.timeout(300)
-LENGTH = 20
+LENGTH = at_length(8, 20)
 """Responses of a chain."""
 O_TOKEN = "83"
 """The demo model's token of the letter o; two of them, as text, are another token."""

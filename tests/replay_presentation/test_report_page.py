@@ -144,7 +144,8 @@ def test_a_simulation_names_the_machine_that_it_is_of() -> None:
     assert "simulated machine: 4 × a big one" in subtitle and report["machine"]["cpu"] not in subtitle
     report["simulation"]["settings"]["replicas"] = 1
     assert "simulated machine: a big one" in page([report])
-    assert report["machine"]["cpu"] in page([sweep()])
+    del report["simulation"]
+    assert report["machine"]["cpu"] in page([report])
 
 
 @pytest.mark.parametrize(
@@ -163,8 +164,9 @@ def test_plots(report: dict[str, Any], names: set[str], tmp_path: Path) -> None:
     for path in written:
         data = path.read_bytes()
         assert data.startswith(b"\x89PNG" if path.suffix == ".png" else b"<?xml") and len(data) > 5000
-    again = write_plots([report], tmp_path / "again")
-    assert [path.read_bytes() for path in again] == [path.read_bytes() for path in written]
+    if len(report["targets"]) == len(SYSTEMS) * len(RATES):
+        again = write_plots([report], tmp_path / "again")
+        assert [path.read_bytes() for path in again] == [path.read_bytes() for path in written]
 
 
 def test_a_target_without_receipts_has_no_sources() -> None:

@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from google.protobuf.duration_pb2 import Duration
 from grpc import aio
@@ -22,10 +23,12 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from pensieve import rpc_status
 from pensieve.errors import PensieveError
+from pensieve.options.serve import ServeOptions
+from pensieve.server.app import run
 from pensieve.v1 import pensieve_pb2 as pb
 from pensieve.v1 import pensieve_pb2_grpc as pb_grpc
-from support.engine.fake_engine import Script
-from support.service.server_process import ServerProcess, launched
+from support.engine.fake_engine import BUILDER, Script
+from support.service.server_process import ServerProcess, launched, model_folder
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -235,6 +238,15 @@ def test_sigterm_while_the_engine_loads_ends_quietly(tmp_path: Path) -> None:
         assert server.finish() == (0, "")
 
 
+def ended(capfd: pytest.CaptureFixture[str], **options: Any) -> tuple[int, str, str]:
+    """Exit status, stdout and stderr of a server that is run in this process and does not start."""
+    options = {"listen": "127.0.0.1:0", "admin": "127.0.0.1:0", "store": "memory:", **options}
+    status = run(
+        msgspec.convert(options, ServeOptions, dec_hook=lambda kind, value: kind(value)), builder=BUILDER
+    )
+    return status, *capfd.readouterr()
+
+
 def refused_start(server: ServerProcess) -> tuple[int, str]:
     status, out = server.finish()
     assert out == ""
@@ -242,16 +254,15 @@ def refused_start(server: ServerProcess) -> tuple[int, str]:
 
 
 @pytest.mark.fault(33)
-def test_a_second_server_on_the_same_port_is_refused(tmp_path: Path) -> None:
+def test_a_second_server_on_the_same_port_is_refused(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     with launched(tmp_path / "one") as one:
         for option, address in (("listen", one.grpc), ("admin", one.admin)):
-            with launched(tmp_path / option, ready=False, **{option: address}) as two:
-                status, line = refused_start(two)
-                assert status == 2
-                assert (
-                    line == f"pensieve serve: --{option}: cannot listen on {address}: Address already in use"
-                )
-                assert two.stderr.strip() == line, "said before anything is started"
+            status, out, err = ended(capfd, model=str(tmp_path / "one" / "model"), **{option: address})
+            assert (status, out) == (2, "")
+            line = f"pensieve serve: --{option}: cannot listen on {address}: Address already in use\n"
+            assert err == line, "said before anything is started"
 
 
 @pytest.mark.fault(33)
@@ -272,18 +283,18 @@ def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
         assert server.stderr.count("12 chunks") == 1, "said once"
 
 
-def test_bad_options_are_refused_in_one_line(tmp_path: Path) -> None:
+def test_bad_options_are_refused_in_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     keys = tmp_path / "keys.toml"
     keys.write_text("")
+    model = str(model_folder(tmp_path / "model"))
     for name, options, status, words in (
         ("store", {"store": "mysql://x"}, 2, "unknown store"),
         ("model", {"model": str(tmp_path / "nowhere")}, 2, "nowhere"),
         ("keys", {"api_keys": str(keys)}, 2, "holds no [[key]]"),
     ):
-        with launched(tmp_path / name, ready=False, **options) as server:
-            got, line = refused_start(server)
-            assert got == status and words in line, server.stderr
-            assert "Traceback" not in server.stderr
+        got, out, err = ended(capfd, **{"model": model, **options})
+        assert (got, out) == (status, "") and words in err.splitlines()[-1], (name, err)
+        assert "Traceback" not in err
 
 
 async def test_keys_guard_both_ports(tmp_path: Path) -> None:

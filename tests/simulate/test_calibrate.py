@@ -20,6 +20,7 @@ from pensieve.simulate.calibrate import Calibrator, Sample, calibrate_machine, f
 from pensieve.simulate.full import Clock, CostWorker
 from pensieve.simulate.scenario.machine import Machine, Work
 from support.engine.checkpoints import tiny_checkpoint
+from support.lengths import some
 
 TRUTH = Machine(kv_bytes=4096, swap_bytes_per_s=2e9, layers=1, overlapped=False)
 CHUNK = 32
@@ -73,8 +74,10 @@ def known(machine: Machine, device: str) -> tuple[Machine, list[Sample]]:
     return fit(machine, samples), [Sample(*pair) for pair in zip(others, seconds, strict=True)]
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("weights_s", [0.0, 5.31e-3])
+@pytest.mark.parametrize(
+    ("device", "weights_s"),
+    some([("cpu", 5.31e-3), ("cpu", 0.0), ("cuda", 0.0), ("cuda", 5.31e-3)], 2),
+)
 def test_finds_the_machine(device: str, weights_s: float) -> None:
     """In steps that were not timed, too; and where a step is launched before the one before it has ended."""
     machine = msgspec.structs.replace(TRUTH, weights_s=weights_s, overlapped=device == "cuda")

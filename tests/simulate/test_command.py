@@ -24,6 +24,7 @@ from pensieve.simulate.command import simulate
 from pensieve.simulate.run import Simulation
 from pensieve.simulate.scenario.load import NEVER, Load, with_run_in
 from pensieve.simulate.scenario.machine import Machine
+from support.lengths import LONG
 from support.processes import alive, children, until
 
 
@@ -73,7 +74,7 @@ def test_writes_table_and_json(trace: Path, tmp_path: Path) -> None:
 
 def test_a_sweep_is_drawn_and_compared_like_a_replay(tmp_path: Path) -> None:
     out, page, plots = tmp_path / "out.json", tmp_path / "page.html", tmp_path / "plots"
-    arguments = ["sharegpt", "--sessions", "150", "--think-time", "2", "--rates", "4,12", "--seeds", "1,2"]
+    arguments = ["sharegpt", "--sessions", "80", "--think-time", "2", "--rates", "4,12", "--seeds", "1,2"]
     arguments += [
         "--policy",
         "lru",
@@ -273,6 +274,8 @@ def test_windows_count_from_the_start_of_a_load_in_progress(
     )
     gaps = row["tokens"]["output"] - row["turns"]["completed"]
     assert row["inter_token_s"]["count"] == pytest.approx(gaps, rel=0.2)
+    if engine == "full" and not LONG:
+        return  # where a window ends that was not given does not depend on the engine
     assert CliRunner().invoke(simulate, [*load, "--warm-up", "1", *window[4:]]).exit_code == 0
     lives = with_run_in(Load(generate("sharegpt", 150, 0).conversations, None, 8.0, 2.0), 40.0, 0.0)
     (row,) = json.loads(out.read_text())["targets"]

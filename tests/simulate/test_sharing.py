@@ -20,6 +20,7 @@ from pensieve.simulate.scenario.load import Load
 from pensieve.simulate.scenario.machine import Machine
 from pensieve.simulate.scenario.settings import Settings
 from pensieve.simulate.turns.sharing import ChunkAddresses
+from support.lengths import LONG
 
 SIZE = 8
 BEGINNINGS = (
@@ -53,8 +54,13 @@ def run(config: Settings, lives: Load, engine: EngineName, policy: str) -> dict[
     return Simulation(config, lives, engine, policy).run()
 
 
-@pytest.mark.parametrize("policy", policies.NAMES)
-@pytest.mark.parametrize("engine", ["turns", "full"])
+@pytest.mark.parametrize(
+    ("engine", "policy"),
+    [
+        *(("turns", policy) for policy in policies.NAMES),
+        *(("full", policy) for policy in (policies.NAMES if LONG else ("retention", "clairvoyant"))),
+    ],
+)
 def test_sharing_saves_what_others_have_computed(engine: EngineName, policy: str) -> None:
     lives = load(1)
     shared, alone = (run(settings(sharing=sharing), lives, engine, policy) for sharing in (True, False))

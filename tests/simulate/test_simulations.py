@@ -171,7 +171,7 @@ def test_active_sessions_are_open_from_arrival_to_last_answer(engine: EngineName
 
 @pytest.mark.parametrize(("rate", "steady"), [(3.0, True), (400.0, False)])
 def test_a_load_that_piles_up_is_not_steady(rate: float, steady: bool) -> None:
-    sessions = at_length(1000, 3000)
+    sessions = at_length(600, 3000)
     load = Load(talks(1, 200), sessions, rate, 0.5, 1)
     span = sessions / load.starts_per_s
     result = simulate(settings(400, 400), load, "turns", "retention", (span / 2, span))
@@ -267,7 +267,7 @@ def test_memory_follows_sessions_alive_not_sessions_seen() -> None:
         simulation.run(Load(talks(1), sessions, 20.0, 1.0, 3))
         return simulation.peak_sessions, len(simulation.replicas[0].cache.index._holders)
 
-    small, large = held(300), held(1200)
+    small, large = held(150), held(at_length(600, 1200))
     assert large[0] < 2 * small[0] < 500 and large[1] < 2 * small[1] < 500
 
 

@@ -23,6 +23,7 @@ from support.cache.turn_twins import (
     RunningTurn,
     prefix_of,
 )
+from support.lengths import at_length
 
 
 class BothSharing(Both):
@@ -104,7 +105,7 @@ class BothSharing(Both):
 @pytest.mark.parametrize("host", [0, 40, 90])
 def test_shares_as_the_manager(name: str, host: int) -> None:
     both = BothSharing(name, host, f"{name}{host}")
-    for _ in range(600):
+    for _ in range(at_length(400, 600)):
         both.step()
         both.compare()
     assert min(both.lost, both.found - 15, both.met - 15, both.shared_lost) > 0, (

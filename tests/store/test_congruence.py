@@ -14,6 +14,7 @@ import pytest
 from pensieve.errors import PensieveError, TurnInProgress
 from pensieve.store import Began, CalledOff, EndOrder, HistoryStore, Renewed, Replay
 from pensieve.store.records import SessionRow
+from support.lengths import at_length
 from support.store.redis_server import RedisServer
 from support.store.store_bench import (
     LEASE_MS,
@@ -36,7 +37,7 @@ from support.store.store_model import Model, Outcome
 SLOTS = ["a", "a", "a", "b", "c"]
 """Sessions in use at one time; a slot gets a new name some while after its session was deleted or damaged."""
 TTL_S = 86_400.0
-SEEDS = 8
+SEEDS = at_length(4, 8)
 OPERATIONS = 400
 KINDS_SEEN_AT_LEAST = 38
 """Different (operation, outcome) pairs over all seeds: a run that only meets "not found" proves nothing."""

@@ -17,7 +17,7 @@ from support.store import damage
 @pytest.mark.fault(43)
 def test_no_sound_record_is_lost(tmp_path: Path) -> None:
     problems: list[str] = []
-    seeds = range(at_length(6, 200))
+    seeds = range(at_length(3, 200))
     total = damage.play(iter(seeds), tmp_path, problems.append)
     assert problems == []
     assert total["damages"] == len(seeds) and total["whole_sessions"] > 0

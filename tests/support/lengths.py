@@ -21,13 +21,15 @@ def some(cases: Sequence[T], count: int) -> Sequence[T]:
 
 
 SLOWEST = (
-    "tests/e2e/test_smollm2.py",
     "tests/exactness/test_families.py",
+    "tests/e2e/test_three_systems.py",
+    "tests/e2e/test_smollm2.py",
     "tests/e2e/test_demo.py",
     "tests/robustness/test_under_faults.py",
     "tests/e2e/test_readme.py",
     "tests/e2e/test_real_server.py",
     "tests/client/test_restart.py",
+    "tests/replicas/test_restarts.py",
     "tests/e2e/test_examples.py",
     "tests/engine/test_random_schedules.py",
     "tests/simulate/test_fidelity.py",
@@ -35,7 +37,6 @@ SLOWEST = (
     "tests/engine/test_groups.py",
     "tests/faults/test_server_killed.py",
     "tests/simulate/test_validation.py",
-    "tests/e2e/test_three_systems.py",
     "tests/simulate/test_command.py",
     "tests/bench/test_evaluate_jobs.py",
     "tests/simulate/test_simulations.py",

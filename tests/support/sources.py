@@ -73,6 +73,7 @@ class Import:
     line: int
 
 
+@cache
 def imports(path: Path) -> tuple[Import, ...]:
     """Absolute imports of one source, those under ``if TYPE_CHECKING`` left out."""
     return tuple(_found(tree(path), lazy=False))
@@ -92,4 +93,6 @@ def _found(node: ast.AST, lazy: bool) -> Iterator[Import]:
 
 
 def _is_type_checking(test: ast.expr) -> bool:
-    return ast.unparse(test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+    if isinstance(test, ast.Attribute):
+        return test.attr == "TYPE_CHECKING" and isinstance(test.value, ast.Name) and test.value.id == "typing"
+    return isinstance(test, ast.Name) and test.id == "TYPE_CHECKING"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from support.sources import tree
@@ -33,7 +34,7 @@ class Owned:
     others: Mapping[str, str] = field(default_factory=dict)
     """Names that stand for another class with a field of the same name: ``manager.py:session`` → ``CachedSession``."""
 
-    @property
+    @cached_property
     def fields(self) -> frozenset[str]:
         """All fields that the class declares, or assigns to ``self``."""
         found = next(

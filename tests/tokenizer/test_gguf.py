@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +71,16 @@ def test_as_transformers_reads_it(folder: Path, tmp_path: Path) -> None:
                 found.encode(text, add_special_tokens=False).ids
                 == wanted.encode(text, add_special_tokens=False).ids
             )
+
+
+def test_transformers_is_not_imported(folder: Path, tmp_path: Path) -> None:
+    """It takes half of the start of a server."""
+    path = made(tmp_path / "m.gguf", tiny.byte_level(), folder)
+    code = (
+        "import pathlib, sys; sys.modules['transformers'] = None; import pensieve.server.app;"
+        f"from pensieve.tokenizer import ChatTokenizer; ChatTokenizer.from_folder(pathlib.Path({str(path)!r}))"
+    )
+    subprocess.run([sys.executable, "-P", "-c", code], check=True, timeout=60)
 
 
 @pytest.mark.parametrize(

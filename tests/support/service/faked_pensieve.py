@@ -22,6 +22,8 @@ if __name__ == "__main__":
     ServerProcess.program = PROGRAM[1:]
     if sys.argv[1] == "serve":
         from pensieve.server import app
+        from support.service.kept_tokenizer import use_kept_tokenizers
 
+        use_kept_tokenizers()
         app.run = functools.partial(app.run, builder=BUILDER)
     main()

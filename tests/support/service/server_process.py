@@ -16,7 +16,7 @@ import msgspec
 from pensieve.debug import child_environment
 from pensieve.spawn import SpawnError, wait_addresses
 from support.engine.fake_engine import BUILDER, SCRIPT_FILE, Script
-from support.tokenizers_ import byte_level, write_folder
+from support.service.kept_tokenizer import write_kept_folder
 
 START_LIMIT_S = 60.0
 
@@ -25,7 +25,9 @@ import json, sys
 import msgspec
 from pensieve.options.serve import ServeOptions
 from pensieve.server.app import run
+from support.service.kept_tokenizer import use_kept_tokenizers
 
+use_kept_tokenizers()
 options = msgspec.convert(json.loads(sys.argv[1]), ServeOptions, dec_hook=lambda kind, value: kind(value))
 status = run(options, builder=sys.argv[2])
 assert "torch" not in sys.modules, "the front end must not import torch"
@@ -35,7 +37,7 @@ sys.exit(status)
 
 def model_folder(folder: Path, script: Script | None = None) -> Path:
     """A folder that the front end takes for a model, and the fake engine for its script."""
-    write_folder(folder, byte_level(), vocab_size=512, model_type="llama")
+    write_kept_folder(folder)
     if script is not None:
         (folder / SCRIPT_FILE).write_bytes(msgspec.json.encode(script))
     return folder
