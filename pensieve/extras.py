@@ -9,6 +9,7 @@ from typing import Final
 EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
     "server": (
         "torch",
+        "fla",
         "grpc_health",
         "grpc_reflection",
         "huggingface_hub",

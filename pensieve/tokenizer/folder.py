@@ -40,14 +40,21 @@ _DEFAULT_CLASSES = {
     "gemma2": "GemmaTokenizer",
     "gemma3": "GemmaTokenizer",
     "gemma3_text": "GemmaTokenizer",
+    "mamba2": "GPTNeoXTokenizer",
     "olmoe": "GPTNeoXTokenizer",
     "opt": "GPT2Tokenizer",
+    "qwen2": "Qwen2Tokenizer",
     "qwen2_moe": "Qwen2Tokenizer",
     "qwen3": "Qwen2Tokenizer",
+    "qwen3_5": "Qwen3_5Tokenizer",
+    "qwen3_5_text": "Qwen3_5Tokenizer",
     "qwen3_moe": "Qwen2Tokenizer",
+    "qwen3_next": "Qwen2Tokenizer",
     "starcoder2": "GPT2Tokenizer",
 }
 """Class of a tokenizer whose files name none."""
+_MISNAMED_FAMILIES = frozenset(("qwen2", "qwen3_5"))
+"""Families whose published files name a wrong class: the default class reads them."""
 
 log = logging.getLogger(__name__)
 _NAMED = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
@@ -171,11 +178,9 @@ def _class_name(config: dict[str, Any], settings: dict[str, Any], spec: dict[str
     family = str(config.get("model_type"))
     named = settings.get("tokenizer_class") or config.get("tokenizer_class")
     named = named.removesuffix("Fast") if isinstance(named, str) else None
-    if family == "qwen2":
-        return "Qwen2Tokenizer"
     if family in _GENERIC_FAMILIES:
         return _GENERIC
-    if named is None:
+    if named is None or family in _MISNAMED_FAMILIES:
         return _DEFAULT_CLASSES.get(family, _GENERIC)
     if named == "LlamaTokenizer" and _is_byte_level(spec):
         return _GENERIC

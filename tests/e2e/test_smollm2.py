@@ -30,7 +30,7 @@ TALKS = (
 )
 OUTPUT = at_length(6, 48)
 TURNS = at_length(2, 3)
-DEVICE, HOST = f"{at_length(128, 256)}tokens", f"{at_length(32, 256)}tokens"
+DEVICE, HOST = f"{at_length(96, 256)}tokens", f"{at_length(32, 256)}tokens"
 TIERS = {
     "two tiers": ["--device-cache", DEVICE, "--host-cache", HOST, "--chunk-tokens", "8"],
     "one tier": ["--device-cache", "256tokens", "--host-cache", "0", "--chunk-tokens", "8"],

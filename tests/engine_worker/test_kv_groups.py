@@ -74,7 +74,7 @@ def test_pages_of_a_context() -> None:
     states = kv_groups(make_arch(RECURRENT, FULL), CHUNK, "float32")
     assert context_pages(windows, CHUNK, 9) == (3, 3)
     assert context_pages(windows, CHUNK, 4000) == (1000, 67)  # 5 + 256 tokens, and a chunk that begins before
-    assert context_pages(states, CHUNK, 4000) == (1000, 3)
+    assert context_pages(states, CHUNK, 4000) == (1000, 4)
     assert context_bytes(windows, CHUNK, 9) == 6 * SLOTS
 
 

@@ -16,7 +16,7 @@ from support.model import recurrent_models
 
 KINDS: dict[str, tuple[Family | recurrent_models.Family, ...]] = {
     "windows beside full layers": (
-        "gemma2", "gemma3_text", "cohere2", "olmo3", "ministral", "exaone4", "smollm3", "gpt_oss",
+        "gemma2", "gemma3", "gemma3_text", "cohere2", "olmo3", "ministral", "exaone4", "smollm3", "gpt_oss",
     ),
     "windows alone": ("phi3", "starcoder2"),
     "states beside full layers": ("bamba", "falcon_h1", "qwen3_next", "qwen3_5_text", "qwen3_next_experts"),

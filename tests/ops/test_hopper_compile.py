@@ -28,6 +28,8 @@ REGISTERS, SHARED_BYTES, THREADS = 65536, 232448, 384
 loader."""
 STACK = 64
 """At most so many bytes a thread spill, outside the loops, over the versions of Triton from 3.6 on."""
+STACK_OF_WINDOWS = 96
+"""The same with windows and sinks, whose third loop keeps its own bounds."""
 TYPES = {
     "tables": "*i32", "out": "*bf16", "lse": "*fp32", "words": "*i32", "partial": "*fp32", "partial_lse": "*fp32",
     "sinks": "*bf16", "factor": "fp32",
@@ -108,7 +110,7 @@ def test_fits_with_windows_and_sinks(dim: int, groups: int, page: int) -> None:
     """As the layers of gpt-oss need it: a third loop over the first tiles, and the schedule of the others."""
     binary = build(dim, groups, page, windowed=True, sinks=True)
     code = re.findall(r"\s(HGMMA|WARPGROUP\.DEPBAR\.LE gsb0, 0x\d)", dump(binary.cubin, "-sass"))
-    assert binary.registers * THREADS <= REGISTERS and binary.stack <= STACK
+    assert binary.registers * THREADS <= REGISTERS and binary.stack <= STACK_OF_WINDOWS
     assert binary.shared <= SHARED_BYTES
     assert code.count("HGMMA") == 2 * (4 * dim // 16 + 4 * KEYS // 16)
     assert len(code) - code.count("HGMMA") == 2 * 8, "products stay in flight"
