@@ -66,17 +66,19 @@ def test_a_rank_is_bound_to_the_engine_before_it_imports_torch() -> None:
 
 
 LEAVING = """
-import subprocess, sys, time
+import os, subprocess, sys, time
 from pensieve.config import EngineOptions
 from pensieve.engine.ranks import supervisor
 
-start = subprocess.Popen
-supervisor.subprocess.Popen = lambda command, **given: start(["cat"], stdin=given["stdin"], stdout=given["stdout"])
+start, (held, leave) = subprocess.Popen, os.pipe()
+supervisor.subprocess.Popen = lambda command, stdin, **_: start(
+    ["sh", "-c", f"cat >/dev/null; cat <&{held}"], stdin=stdin, pass_fds=(held,)
+)
 others = supervisor.RankSupervisor(EngineOptions(model="/nowhere", tensor_parallel=3), "cpu", ring=0, meeting=0)
 if sys.argv[1] == "told":
     others.before_stop()
+os.close(leave)
 for process in others._processes.values():
-    process.stdin.close()
     process.wait()
 time.sleep(2 * supervisor.LOOK_S)
 others.wait_stopped()

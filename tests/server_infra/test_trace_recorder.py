@@ -179,7 +179,7 @@ async def test_the_recording_goes_on_when_there_is_room_again(
             recorder.turn_ended(ended(number))
         assert counted["lost"] >= 15
         recorder._file.room = 1 << 20  # type: ignore[attr-defined]
-        while recorder._paused:
+        while recorder._paused or recorder._lines.qsize():
             await asyncio.sleep(0.001)
         goes_on = Usage(context_tokens=13, new_tokens=5, output_tokens=3)
         recorder.turn_ended(TurnEnd(Key("acme", "s19"), "length", True, 13, 5, goes_on, 1.0, 1.5, 2.0))
