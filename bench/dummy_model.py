@@ -20,55 +20,25 @@ import click
 
 from pensieve import demo
 
-_LLAMA = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "rms_norm_eps": 1e-5,
-    "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
-    "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0,
-}  # fmt: skip
-SHAPES: dict[str, dict[str, Any]] = {
-    "llama-2-13b-gqa10": _LLAMA | {
-        "hidden_size": 5120, "num_hidden_layers": 40, "num_attention_heads": 40, "num_key_value_heads": 10,
-        "head_dim": 128, "intermediate_size": 13824, "vocab_size": 32000, "max_position_embeddings": 16384,
-        "rope_theta": 10000.0,
-    },
-    "llama-3-8b": _LLAMA | {
-        "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
-        "head_dim": 128, "intermediate_size": 14336, "vocab_size": 128256, "max_position_embeddings": 16384,
-        "rope_theta": 500000.0,
-    },
-    "opt-13b": {
-        "architectures": ["OPTForCausalLM"], "model_type": "opt", "activation_function": "relu",
-        "hidden_size": 5120, "word_embed_proj_dim": 5120, "num_hidden_layers": 40, "num_attention_heads": 40,
-        "ffn_dim": 20480, "vocab_size": 50272, "max_position_embeddings": 2048, "do_layer_norm_before": True,
-        "enable_bias": True, "layer_norm_elementwise_affine": True, "tie_word_embeddings": True,
-        "torch_dtype": "float16", "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0,
-    },
-}  # fmt: skip
-"""config.json by name. The first is Llama 2 13B with 10 KV heads and a longer context, as in the EuroSys paper §6."""
-_GROUPED: dict[str, dict[str, Any]] = {
-    "llama-2-13b": SHAPES["llama-2-13b-gqa10"],
-    "tiny-llama": _LLAMA | {
-        "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 8,
-        "head_dim": 32, "intermediate_size": 512, "vocab_size": 2048, "max_position_embeddings": 4096,
-        "rope_theta": 10000.0,
-    },
-}  # fmt: skip
-"""Shapes whose number of KV heads can be chosen; the tiny one is for a CPU."""
+SHAPES = {path.stem: path for path in sorted(Path(__file__).with_name("shapes").glob("*.json"))}
+"""config.json by name. Llama 2 13B with 10 KV heads and a longer context is the model of the EuroSys paper §6."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
 def shape_config(name: str) -> dict[str, Any]:
     """config.json of a named shape. Raises ValueError on a name that stands for none."""
     if name in SHAPES:
-        return dict(SHAPES[name])
-    match = re.fullmatch(r"(?P<family>[a-z0-9-]+)-gqa(?P<heads>[1-9]\d*)", name)
-    config = _GROUPED.get(match["family"]) if match else None
-    if match is None or config is None:
-        raise ValueError(f"{name!r} is no shape: {', '.join(SHAPES)}, {'-gqaN, '.join(_GROUPED)}-gqaN")
-    queries, heads = config["num_attention_heads"], int(match["heads"])
-    if queries % heads:
-        raise ValueError(f"{name!r}: {heads} KV heads do not divide {queries} query heads")
-    return config | {"num_key_value_heads": heads}
+        return json.loads(SHAPES[name].read_text(encoding="utf-8"))
+    family, _, heads = name.rpartition("-gqa")
+    kin = [path for known, path in SHAPES.items() if known.rpartition("-gqa")[0] == family and family]
+    if not kin or not re.fullmatch(r"[1-9]\d*", heads):
+        raise ValueError(f"{name!r} is no shape: {', '.join(SHAPES)}, and any number after -gqa")
+    config = json.loads(kin[0].read_text(encoding="utf-8"))
+    if config["num_attention_heads"] % int(heads):
+        raise ValueError(
+            f"{name!r}: {heads} KV heads do not divide {config['num_attention_heads']} query heads"
+        )
+    return config | {"num_key_value_heads": int(heads)}
 
 
 def make(name: str, folder: Path, context_limit: int = 0) -> Path:

@@ -34,7 +34,6 @@ import msgspec
 from common.provenance import commit, gpu_name, portable
 
 from pensieve.client import Client
-from pensieve.config import CacheConfig
 from pensieve.engine.cost.model import CostModel
 from pensieve.replay.load.generators import CHATS, generate
 from pensieve.replay.load.schedule import Arrivals, Script, scripts
@@ -50,6 +49,7 @@ from pensieve.server.operations.recording import TraceHeader, TraceRow
 from pensieve.simulate.run import EngineName, Simulation
 from pensieve.simulate.scenario.load import Load
 from pensieve.simulate.scenario.machine import Machine
+from pensieve.simulate.scenario.memory import cache_config
 from pensieve.simulate.scenario.settings import Settings
 from pensieve.spawn import ServerProcess, SpawnError
 
@@ -168,10 +168,12 @@ def served(rows: Sequence[TraceRow]) -> dict[str, Any]:
 def simulated(files: Files, header: TraceHeader, engine: EngineName, machine: Machine) -> dict[str, Any]:
     """The same turns under a virtual clock."""
     told: dict[str, Any] = header.engine
-    size = told["chunk_tokens"]
-    cache = CacheConfig(
-        told["device_tokens"] // size, told["host_tokens"] // size, size, told["policy"], told["swap_watermark"],
-        told["decode_reserve"],
+    device, host = (f"{told[tier + '_tokens']}tokens" for tier in ("device", "host"))
+    if machine.groups:  # which share the tiers' bytes
+        device, host = f"{told['device_bytes']}B", f"{told['host_bytes']}B"
+    cache = cache_config(
+        machine, device, host, chunk_tokens=told["chunk_tokens"], context_limit=told["context_limit"],
+        policy=told["policy"], swap_watermark=told["swap_watermark"], decode_reserve=told["decode_reserve"],
     )  # fmt: skip
     settings = Settings(
         machine, cache, CostModel.from_json(files.cost), told["context_limit"],
@@ -189,6 +191,11 @@ def simulated(files: Files, header: TraceHeader, engine: EngineName, machine: Ma
     }
 
 
+def engines_for(machine: Machine) -> tuple[EngineName, ...]:
+    """Engines that know such a model."""
+    return ("full",) if machine.groups else ENGINES
+
+
 def rescaled(
     files: Files, header: TraceHeader, machine: Machine, answering_s: float
 ) -> tuple[Machine, float]:
@@ -198,7 +205,7 @@ def rescaled(
     for _ in range(10):  # slower steps make larger batches, which make slower steps: so not in one go
         factor = math.sqrt(low * high)
         slower = msgspec.structs.replace(machine, **{name: factor * getattr(machine, name) for name in TIMES})
-        if simulated(files, header, "turns", slower)["answering_s"] < answering_s:
+        if simulated(files, header, engines_for(machine)[-1], slower)["answering_s"] < answering_s:
             low = factor
         else:
             high = factor
@@ -227,7 +234,7 @@ def compare(files: Files, *, rescale: bool = False) -> dict[str, Any]:
     server, machine, slower = served(rows), Machine.from_json(files.machine), 1.0
     if rescale:
         machine, slower = rescaled(files, header, machine, server["answering_s"])
-    engines = {engine: simulated(files, header, engine, machine) for engine in ENGINES}
+    engines = {engine: simulated(files, header, engine, machine) for engine in engines_for(machine)}
     return {
         "server": server,
         **engines,
@@ -259,11 +266,12 @@ def page(report: dict[str, Any]) -> str:
         "| | turns | hit | swapped in | recomputed | mean TTFT ms |",
         "|---|---|---|---|---|---|",
     ]
-    for name in ("server", *ENGINES):
+    engines = list(report["errors"])
+    for name in ("server", *engines):
         row = report[name]
         tokens = " | ".join(f"{row[source]:,}" for source in SOURCES)
         lines.append(f"| {name} | {row['turns']:,} | {tokens} | {row['ttft_s'] * 1e3:.1f} |")
-    for name in ENGINES:
+    for name in engines:
         found = report["errors"][name]
         shown = " | ".join(f"{found[key]:+.1%}" for key in (*SOURCES, "ttft_s"))
         lines.append(f"| error of {name} | | {shown} |")

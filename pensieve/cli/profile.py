@@ -26,12 +26,12 @@ from pensieve.engine.cost.profiles import (
     write_profile,
 )
 from pensieve.options.commands import models
-from pensieve.simulate.calibrate import SWAP_CHUNKS, calibrate_machine
+from pensieve.simulate.calibrate import SWAP_PAGES, calibrate_machine
 
 if TYPE_CHECKING:  # importing it imports torch
     from pensieve.engine.worker.torch_worker import Worker
 
-HOST_CHUNKS: Final = max(SWAP_CHUNKS)
+HOST_CHUNKS: Final = max(SWAP_PAGES)
 MACHINE_TOKENS: Final = 32768
 """Size of the device tier, in tokens, while timing steps: enough for large batches."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from pensieve.config import CacheConfig, CacheGroup, EngineOptions, SchedulerConfig
+from pensieve.config import CacheConfig, EngineOptions, SchedulerConfig
 from pensieve.engine.cache.manager import CacheManager
 from pensieve.engine.cost.model import CostProfileError
 from pensieve.engine.cost.profiles import load_or_measure_cost
@@ -12,6 +12,7 @@ from pensieve.engine.engine import Engine
 from pensieve.engine.messages import EngineReady
 from pensieve.engine.ranks.build import build_workers
 from pensieve.engine.scheduling.scheduler import Scheduler
+from pensieve.engine.worker.hybrid_sizing import cache_groups
 from pensieve.engine.worker.sizing import WorkerInfo, report
 from pensieve.errors import InvalidArgument
 from pensieve.model.arch import Arch, ModelError
@@ -52,6 +53,8 @@ def build_engine(options: EngineOptions) -> Engine:
         host_capacity_tokens=info.host_chunks * info.chunk_tokens,
         chunk_tokens=info.chunk_tokens,
         uses_hints=uses_hints(options),
+        device_bytes=info.device_tier.num_bytes * info.ranks if len(info.groups) > 1 else 0,
+        host_bytes=info.host_tier.num_bytes * info.ranks if len(info.groups) > 1 else 0,
     )
     log.info("%s", report(worker.arch, info))
     return Engine(scheduler, worker, ready, overlapped=options.overlapped and info.device == "cuda")
@@ -72,20 +75,9 @@ def cache_config(options: EngineOptions, info: WorkerInfo) -> CacheConfig:
         swap_watermark=options.swap_watermark,
         decode_reserve=options.decode_reserve,
         prefix_sharing=options.prefix_sharing and not options.stateless,
-        groups=cache_groups(info),
+        groups=cache_groups(info.groups, info.device_tier),
         device_bytes=info.device_tier.num_bytes if len(info.groups) > 1 else None,
         host_bytes=info.host_tier.num_bytes if len(info.groups) > 1 else None,
-    )
-
-
-def cache_groups(info: WorkerInfo) -> tuple[CacheGroup, ...]:
-    """The model's KV groups as the cache sees them. With one group, it counts pages."""
-    if len(info.groups) < 2:
-        return (CacheGroup(),)
-    units = [size.unit_pages for size in info.device_tier.sizes]
-    return tuple(
-        CacheGroup(group.kind, group.window or 0, len(group.layers), group.layer_page_bytes, unit)
-        for group, unit in zip(info.groups, units, strict=True)
     )
 
 

@@ -207,6 +207,9 @@ class EngineReady(msgspec.Struct, frozen=True, tag="ready"):
     chunk_tokens: int
     uses_hints: bool = False
     """Whether its cache uses ``Hints``."""
+    device_bytes: int = 0
+    """Bytes of the device tier over all ranks, which two KV groups share; 0 for a model with one."""
+    host_bytes: int = 0
     model_context_limit: int = 0
     """``context_limit`` if the device tier were large enough; 0: unknown."""
 

@@ -6,5 +6,6 @@
 Both engines simulate a ``scenario``. ``run`` starts them, ``report`` writes the same report as a replay, and
 ``history`` reads a load from a server's store.
 
-May import: config, core, engine, errors, lifeline, replay, store.contract, store.maintenance, store.records.
+May import: config, core, engine, errors, lifeline, model.groups, replay, store.contract, store.maintenance,
+store.records.
 """

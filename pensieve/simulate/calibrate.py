@@ -8,6 +8,7 @@ fit of the relative errors is solved; the best of these fits is taken.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import statistics
 import time
@@ -23,19 +24,22 @@ from pensieve.config import CacheConfig, SchedulerConfig
 from pensieve.core import Floats, RequestKey, Sampling, pack_tokens
 from pensieve.engine.cache.manager import CacheManager
 from pensieve.engine.cost.model import CostModel
+from pensieve.engine.cost.profiles import HybridPages
 from pensieve.engine.engine import Engine
 from pensieve.engine.messages import EngineReady, Evict, Failed, Output, Submit
 from pensieve.engine.plan import Copy, PendingStep, Plan, SampleSpec, Span, StepResult, StepWorker
 from pensieve.engine.scheduling.scheduler import Scheduler
-from pensieve.simulate.scenario.machine import Machine, Work, work_of
+from pensieve.engine.worker.hybrid_sizing import cache_groups
+from pensieve.simulate.scenario.machine import Machine, MachineGroup, Work
 
 if TYPE_CHECKING:  # importing it loads torch
+    from pensieve.engine.worker.sizing import WorkerInfo
     from pensieve.engine.worker.torch_worker import Worker
 
 REPEATS = 3
 ANSWER_TOKENS = 8
 NEW_TOKENS = 24
-SWAP_CHUNKS = (128, 256)
+SWAP_PAGES = (128, 256)
 """Two copy sizes, both slower than the step beside them. Their difference gives the copy rate."""
 Clock = Callable[[], float]
 _TERMS = ("weights_s", "token_s", "kv_s", "pair_s", "row_s", "fixed_s")
@@ -50,13 +54,14 @@ class Sample:
 @dataclass(slots=True)
 class _TimedWorker:
     worker: StepWorker
+    machine: Machine
     clock: Clock
     works: list[Work] = field(default_factory=list)
     end_times: list[float] = field(default_factory=list)
 
     def launch(self, plan: Plan) -> PendingStep:
         if plan.spans:
-            self.works.append(work_of(plan))
+            self.works.append(self.machine.work_of(plan))
         return _TimedStep(self, self.worker.launch(plan), bool(plan.spans))
 
     def close(self) -> None:
@@ -79,19 +84,28 @@ class _TimedStep:
 class Calibrator:
     """Runs designs, pairs of (batch, context tokens), through an engine around a worker."""
 
-    def __init__(self, worker: Worker, clock: Clock = time.perf_counter) -> None:
+    def __init__(self, worker: Worker, machine: Machine, clock: Clock = time.perf_counter) -> None:
+        """``machine``: with the KV groups of the worker's model."""
         self._worker, self._clock = worker, clock
         self._info = info = worker.info
-        self._timed = _TimedWorker(worker, clock)
+        self._timed = _TimedWorker(worker, machine, clock)
         size = info.chunk_tokens
         cost = CostModel(((0, 0.0), (info.context_limit, 1.0)), 1.0, size)
-        cache = CacheManager(CacheConfig(info.device_chunks, 0, size, swap_watermark=0.0), cost)
-        config = SchedulerConfig(
+        config = CacheConfig(info.device_chunks, 0, size, swap_watermark=0.0)
+        if len(info.groups) > 1:
+            config = dataclasses.replace(
+                config,
+                groups=cache_groups(info.groups, info.device_tier),
+                device_bytes=info.device_tier.num_bytes,
+                host_bytes=0,
+            )
+        cache = CacheManager(config, cost)
+        limits = SchedulerConfig(
             context_limit=info.context_limit,
             max_batch_tokens=info.max_batch_tokens,
             max_running=info.max_running,
         )
-        scheduler = Scheduler(config, cache)
+        scheduler = Scheduler(limits, cache)
         ready = EngineReady(
             scheduler.context_limit, worker.arch.vocab_size, info.device, info.dtype, 0, 0, size
         )
@@ -125,19 +139,23 @@ class Calibrator:
         shapes = itertools.groupby(steps, lambda step: (step.work.tokens, step.work.rows, step.work.pairs))
         return [_median_sample(list(group)) for _, group in shapes]
 
-    def swap_bytes_per_s(self, chunk_bytes: int) -> float | None:
-        """Rate of host-to-device copies that a step waits for.
+    def swap_bytes_per_s(self) -> float | None:
+        """Rate of host-to-device copies that a step waits for, all ranks together.
 
         None if there is no host tier, or if the larger copy took no longer than the smaller one.
         """
-        few, many = (
-            min(chunks, self._info.host_chunks, self._info.device_chunks - 1) for chunks in SWAP_CHUNKS
-        )
+        plan, copies, page_bytes = self._copies()
+        few, many = (min(pages, len(copies)) for pages in SWAP_PAGES)
+        if many <= few:
+            few = many // 2
         if many <= few:
             return None
-        seconds = {chunks: min(self._swap(chunks) for _ in range(1 + 2 * REPEATS)) for chunks in (few, many)}
+        seconds = {
+            pages: min(self._swap(plan, copies[:pages]) for _ in range(1 + 2 * REPEATS))
+            for pages in (few, many)
+        }
         taken = seconds[many] - seconds[few]
-        return (many - few) * chunk_bytes / taken if taken > 0 else None
+        return (many - few) * page_bytes * self._info.ranks / taken if taken > 0 else None
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
@@ -172,13 +190,27 @@ class Calibrator:
         times = np.diff([began, *self._timed.end_times]).tolist()
         return _TimedTurn(answers, [Sample(*pair) for pair in zip(self._timed.works, times, strict=True)])
 
-    def _swap(self, chunks: int) -> float:
-        """Seconds of a one-token step that waits for a copy of ``chunks`` chunks."""
-        copies = tuple(Copy(chunk, chunk) for chunk in range(chunks))
+    def _copies(self) -> tuple[Plan, tuple[Copy, ...], int]:
+        """Return the plan of a one-token step, copies beside it, as many as both tiers have pages for, and the bytes of
+        one, of one rank."""
+        info, most = self._info, max(SWAP_PAGES)
         span = Span(RequestKey(1), 0, np.zeros(1, np.int32), 0, SampleSpec(Sampling(), 0))
-        table = np.zeros(1, np.int32)
+        if len(info.groups) < 2:
+            count = min(most, info.host_chunks, info.device_chunks - 1)
+            plan = Plan(1, (span,), (np.zeros(1, np.int32),))
+            return plan, tuple(Copy(page, page) for page in range(count)), info.groups[0].page_bytes
+        group = 0 if info.groups[0].layers else 1
+        device = HybridPages(info.groups, info.device_tier, info.chunk_tokens)
+        plan = device.plan(1, span)
+        host = HybridPages(info.groups, info.host_tier, info.chunk_tokens)
+        pairs = zip(host.take(group, most), device.take(group, most), strict=False)
+        copies = tuple(Copy(source, target, group) for source, target in pairs)
+        return plan, copies, info.groups[group].page_bytes
+
+    def _swap(self, plan: Plan, copies: tuple[Copy, ...]) -> float:
+        """Seconds of the step when it waits for these copies."""
         began = self._clock()
-        self._worker.launch(Plan(1, (span,), (table,), swap_in=copies)).result()
+        self._worker.launch(dataclasses.replace(plan, swap_in=copies)).result()
         return self._clock() - began
 
 
@@ -249,26 +281,38 @@ def _solve_non_negative(columns: Floats) -> list[float]:
 def calibrate_machine(
     worker: Worker, name: str, longest: int, progress: Callable[[str], None], clock: Clock = time.perf_counter
 ) -> Machine:
-    """Measure the machine that ``worker`` runs on, with contexts of up to ``longest`` tokens. Raises ValueError for a
-    model with two KV groups: the simulator counts chunks of one."""
+    """Measure the machine that ``worker`` runs on, with contexts of up to ``longest`` tokens. Raises ValueError when
+    nothing can be fitted."""
     info, arch = worker.info, worker.arch
-    if len(info.groups) > 1:
-        raise ValueError(
-            f"{arch.family}: the simulator knows no models with sliding windows or recurrent layers, so "
-            "--machine is not available for this one"
-        )
-    runs = Calibrator(worker, clock)
+    overlapped = info.device == "cuda"
+    machine = Machine(
+        name=name,
+        kv_bytes=max(1, info.groups[0].page_bytes // info.chunk_tokens * info.ranks),
+        groups=machine_groups(info),
+        layers=arch.num_layers if overlapped else 1,
+        overlapped=overlapped,
+    )
+    runs = Calibrator(worker, machine, clock)
     samples: list[Sample] = []
     for batch, context in runs.designs(longest):
         samples += runs.samples(batch, context)
         progress(f"{batch} x {context} tokens")
-    kv_bytes = arch.kv_bytes_per_token(info.dtype) * info.ranks
-    overlapped = info.device == "cuda"
-    machine = Machine(
-        name=name,
-        kv_bytes=kv_bytes,
-        layers=arch.num_layers if overlapped else 1,
-        overlapped=overlapped,
-        swap_bytes_per_s=runs.swap_bytes_per_s(kv_bytes * info.chunk_tokens) or Machine().swap_bytes_per_s,
+    rate = runs.swap_bytes_per_s() or machine.swap_bytes_per_s
+    return fit(msgspec.structs.replace(machine, swap_bytes_per_s=rate), samples)
+
+
+def machine_groups(info: WorkerInfo) -> tuple[MachineGroup, ...]:
+    """Return a model's KV groups for ``Machine.groups``."""
+    if len(info.groups) < 2:
+        return ()
+    return tuple(
+        MachineGroup(
+            kind=group.kind,
+            layers=len(group.layers),
+            layer_bytes=group.layer_page_bytes
+            * info.ranks
+            // (1 if group.kind == "state" else info.chunk_tokens),
+            window=group.window or 0,
+        )
+        for group in info.groups
     )
-    return fit(machine, samples)

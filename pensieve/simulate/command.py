@@ -14,7 +14,7 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from pensieve.config import BATCH_LIMITS, CacheConfig, parse_cache_size
+from pensieve.config import BATCH_LIMITS, CacheConfig
 from pensieve.engine.cost.model import CostModel, CostProfileError
 from pensieve.errors import PensieveError
 from pensieve.replay.load.generators import generate
@@ -28,6 +28,7 @@ from pensieve.simulate.run import EngineName, Simulation, run_all
 from pensieve.simulate.scenario import policies
 from pensieve.simulate.scenario.load import Load, with_run_in
 from pensieve.simulate.scenario.machine import Machine, MachineError
+from pensieve.simulate.scenario.memory import cache_config
 from pensieve.simulate.scenario.settings import LEASE_S, RING_POINTS, ClientHints, Routing, Settings
 from pensieve.simulate.scenario.tally import TimeWindow
 
@@ -346,26 +347,27 @@ def make_settings(flags: Flags) -> Settings:
         machine = Machine.from_json(flags.machine_file) if flags.machine_file else Machine()
         if flags.cost_profile is not None:
             machine = machine.with_profile(CostModel.from_json(flags.cost_profile))
-        device, host = (
-            parse_cache_size(size, machine.kv_bytes) // flags.chunk_tokens
-            for size in (flags.device_cache, flags.host_cache)
+        cache = cache_config(
+            machine,
+            flags.device_cache,
+            flags.host_cache,
+            chunk_tokens=flags.chunk_tokens,
+            context_limit=flags.context_limit,
+            policy="retention",
+            swap_watermark=flags.swap_watermark,
+            decode_reserve=flags.decode_reserve,
+            prefix_sharing=flags.prefix_sharing,
         )
-        if device < 1:
-            raise ValueError(f"--device-cache {flags.device_cache} does not hold one chunk")
     except (MachineError, CostProfileError, ValueError) as error:
         raise click.UsageError(str(error)) from error
-    limit = min(flags.context_limit, device * flags.chunk_tokens)
+    if machine.groups and flags.engine != "full":
+        raise click.UsageError(
+            f"{machine.name} has windows or recurrent layers, which --engine turns does not know: use --engine full"
+        )
+    limit = min(flags.context_limit, cache.device_chunks * flags.chunk_tokens)
     return Settings(
         machine=machine,
-        cache=CacheConfig(
-            device,
-            host,
-            flags.chunk_tokens,
-            "retention",
-            flags.swap_watermark,
-            flags.decode_reserve,
-            prefix_sharing=flags.prefix_sharing,
-        ),
+        cache=cache,
         cost=machine.cost_model(flags.chunk_tokens, limit),
         context_limit=limit,
         max_batch_tokens=flags.max_batch_tokens,
@@ -378,5 +380,5 @@ def make_settings(flags: Flags) -> Settings:
         lease_s=flags.lease_s,
         seed=flags.seed,
         hints=None if flags.hints is None else ClientHints(flags.hints),
-        slack=0 if flags.exact else int(_SLACK_SHARE * device),
+        slack=0 if flags.exact else int(_SLACK_SHARE * cache.device_chunks),
     )

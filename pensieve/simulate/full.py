@@ -17,11 +17,11 @@ from pensieve.engine.cache.manager import CacheManager
 from pensieve.engine.cost.model import CostModel
 from pensieve.engine.engine import Engine
 from pensieve.engine.messages import EngineReady, Failed, Finished, Output, Submit
-from pensieve.engine.plan import PendingStep, Plan, Sampled, StepResult, StepWorker
+from pensieve.engine.plan import Copy, PendingStep, Plan, Sampled, StepResult, StepWorker
 from pensieve.engine.scheduling.scheduler import Scheduler
 from pensieve.simulate.scenario import policies
 from pensieve.simulate.scenario.load import SessionScript, hints_of
-from pensieve.simulate.scenario.machine import Machine, work_of
+from pensieve.simulate.scenario.machine import Machine
 from pensieve.simulate.scenario.routing import Router
 from pensieve.simulate.scenario.settings import Settings
 from pensieve.simulate.scenario.tally import CompletedTurn, RecomputeCosts, Tally
@@ -55,7 +55,7 @@ class CostWorker:
 
     def __init__(self, machine: Machine, chunk_tokens: int, clock: Clock) -> None:
         self._machine = machine
-        self._chunk = chunk_tokens
+        self._page_bytes = [group.page_bytes for group in machine.kv_groups(chunk_tokens)]
         self._clock = clock
         self._idle_at = 0.0
 
@@ -66,10 +66,10 @@ class CostWorker:
         return _LaunchedStep(self._clock, self._idle_at, StepResult(sampled))
 
     def seconds(self, plan: Plan) -> float:
-        copy_in = self._machine.copy_seconds(len(plan.swap_in) * self._chunk)
+        copy_in = self._copy_seconds(plan.swap_in)
         if not plan.spans:
-            return max(copy_in, self._machine.copy_seconds(len(plan.swap_out) * self._chunk))
-        work = work_of(plan)
+            return max(copy_in, self._copy_seconds(plan.swap_out))
+        work = self._machine.work_of(plan)
         compute = self._machine.step_seconds(
             tokens=work.tokens, rows=work.rows, kv_read=work.kv_read, pairs=work.pairs
         )
@@ -77,6 +77,9 @@ class CostWorker:
 
     def close(self) -> None:
         """Do nothing."""
+
+    def _copy_seconds(self, copies: Iterable[Copy]) -> float:
+        return self._machine.copy_seconds(sum(self._page_bytes[copy.group] for copy in copies))
 
 
 MakeWorker = Callable[[Clock], StepWorker]

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from pensieve.config import CacheConfig
 from pensieve.engine.cost.model import CostModel
 from pensieve.server.operations.recording import TraceHeader, TraceRow
 from pensieve.simulate.scenario.load import Load
@@ -71,7 +72,7 @@ def test_simulates_what_the_header_says(bench: Any, tmp_path: Path) -> None:
     recording(files, machine)
     header, rows = bench.read_trace(files.trace)
     found = bench.simulated(files, header, "turns", machine)
-    cache = bench.CacheConfig(50, 50, 32)
+    cache = CacheConfig(50, 50, 32)
     settings = Settings(machine, cache, CostModel.from_json(files.cost), 1600, 512, 64)
     tally = TurnSimulation(settings, "retention").run(Load(bench.load(files.trace).conversations))
     assert {name: found[name] for name in bench.SOURCES} == {

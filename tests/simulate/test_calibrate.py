@@ -15,15 +15,27 @@ from click.testing import CliRunner
 
 from pensieve.cli.profile import profile
 from pensieve.engine.plan import PendingStep, Plan, StepResult
-from pensieve.model.groups import KvGroup
-from pensieve.simulate.calibrate import Calibrator, Sample, calibrate_machine, fit, relative_errors
+from pensieve.engine.worker.hybrid_sizing import sizes_for
+from pensieve.simulate.calibrate import (
+    Calibrator,
+    Sample,
+    calibrate_machine,
+    fit,
+    machine_groups,
+    relative_errors,
+)
 from pensieve.simulate.full import Clock, CostWorker
-from pensieve.simulate.scenario.machine import Machine, Work
+from pensieve.simulate.scenario.machine import Machine, MachineGroup, Work
 from support.engine.checkpoints import tiny_checkpoint
 from support.lengths import some
+from support.model import recurrent_models
 
 TRUTH = Machine(kv_bytes=4096, swap_bytes_per_s=2e9, layers=1, overlapped=False)
 CHUNK = 32
+FULL = MachineGroup(kind="full", layers=2, layer_bytes=2048)
+WINDOWS = (FULL, MachineGroup(kind="window", layers=6, layer_bytes=2048, window=100))
+STATES = (FULL, MachineGroup(kind="state", layers=6, layer_bytes=32768))
+STATES_ALONE = (MachineGroup(kind="full", layers=0, layer_bytes=0), STATES[1])
 
 
 class KnownWorker(CostWorker):
@@ -35,12 +47,13 @@ class KnownWorker(CostWorker):
         super().__init__(machine, CHUNK, self.clock)
         self.info = SimpleNamespace(
             device=device, dtype="float32", device_chunks=1024, host_chunks=256, chunk_tokens=CHUNK,
-            context_limit=8192, max_batch_tokens=2048, max_running=256, ranks=1, groups=(),
+            context_limit=8192, max_batch_tokens=2048, max_running=256, ranks=1, groups=machine.kv_groups(CHUNK),
         )  # fmt: skip
-        self.arch = SimpleNamespace(
-            family="known", vocab_size=100, num_layers=machine.layers,
-            kv_bytes_per_token=lambda dtype: machine.kv_bytes,
-        )  # fmt: skip
+        if machine.groups:
+            sizes = sizes_for(self.info.groups, CHUNK, 8192, ranks=1, on_gpu=device == "cuda")
+            self.info.device_tier = sizes.device_layout(sizes.device_bytes(4 * 8192))
+            self.info.host_tier = sizes.host_layout(sizes.host_bytes(8192))
+        self.arch = SimpleNamespace(family="known", vocab_size=100, num_layers=machine.layers)
 
     def launch(self, plan: Plan) -> PendingStep:
         self.in_flight += 1
@@ -65,7 +78,7 @@ def worker(machine: Machine = TRUTH, device: str = "cpu") -> Any:
 def known(machine: Machine, device: str) -> tuple[Machine, list[Sample]]:
     """What is fitted to steps of a known machine, and other steps of that machine."""
     running = worker(machine, device)
-    runs = Calibrator(running, running.clock)
+    runs = Calibrator(running, machine, running.clock)
     samples = [sample for design in runs.designs(8192) for sample in runs.samples(*design)]
     others = [Work(700, 9, 4000.0, 350_000.0), Work(33, 33, 70_000.0, 0.0), Work(40, 1, 0.0, 40 * 3000.0)]
     seconds = [
@@ -75,12 +88,22 @@ def known(machine: Machine, device: str) -> tuple[Machine, list[Sample]]:
 
 
 @pytest.mark.parametrize(
-    ("device", "weights_s"),
-    some([("cpu", 5.31e-3), ("cpu", 0.0), ("cuda", 0.0), ("cuda", 5.31e-3)], 2),
+    ("device", "weights_s", "groups"),
+    some(
+        [
+            ("cpu", 5.31e-3, ()),
+            ("cuda", 0.0, WINDOWS),
+            ("cpu", 0.0, STATES),
+            ("cuda", 5.31e-3, ()),
+            ("cpu", 0.0, ()),
+            ("cuda", 0.0, ()),
+        ],
+        3,
+    ),
 )
-def test_finds_the_machine(device: str, weights_s: float) -> None:
+def test_finds_the_machine(device: str, weights_s: float, groups: tuple[MachineGroup, ...]) -> None:
     """In steps that were not timed, too; and where a step is launched before the one before it has ended."""
-    machine = msgspec.structs.replace(TRUTH, weights_s=weights_s, overlapped=device == "cuda")
+    machine = msgspec.structs.replace(TRUTH, weights_s=weights_s, groups=groups, overlapped=device == "cuda")
     found, others = known(machine, device)
     assert found.mean_error is not None and found.mean_error < 0.005
     assert np.abs(relative_errors(found, others)).max() < 0.01
@@ -91,10 +114,18 @@ def test_finds_the_machine(device: str, weights_s: float) -> None:
 
 def test_finds_the_rate_of_copies() -> None:
     running = worker()
-    rate = Calibrator(running, running.clock).swap_bytes_per_s(TRUTH.kv_bytes * CHUNK)
+    rate = Calibrator(running, TRUTH, running.clock).swap_bytes_per_s()
     assert rate == pytest.approx(TRUTH.swap_bytes_per_s, rel=0.01)
     running.info.host_chunks = 0
-    assert Calibrator(running, running.clock).swap_bytes_per_s(TRUTH.kv_bytes * CHUNK) is None
+    assert Calibrator(running, TRUTH, running.clock).swap_bytes_per_s() is None
+
+
+@pytest.mark.parametrize("groups", [WINDOWS, STATES, STATES_ALONE], ids=["windows", "states", "states alone"])
+def test_finds_the_rate_of_copies_of_two_groups(groups: tuple[MachineGroup, ...]) -> None:
+    machine = msgspec.structs.replace(TRUTH, groups=groups, swap_bytes_per_s=2e6)
+    running = worker(machine)
+    rate = Calibrator(running, machine, running.clock).swap_bytes_per_s()
+    assert rate == pytest.approx(machine.swap_bytes_per_s, rel=0.01)
 
 
 def test_terms_are_never_negative_and_the_error_is_told() -> None:
@@ -106,6 +137,12 @@ def test_terms_are_never_negative_and_the_error_is_told() -> None:
     assert (found.mean_error, found.worst_error) == (pytest.approx(wrong.mean()), pytest.approx(wrong.max()))
     assert 0.02 < wrong.mean() < 0.4
     assert min(found.weights_s, found.kv_s, found.pair_s, found.row_s, found.fixed_s) >= 0 < found.token_s
+
+
+def test_a_model_on_paper_is_the_one_that_was_measured() -> None:
+    for groups in (WINDOWS, STATES, STATES_ALONE):
+        running = worker(msgspec.structs.replace(TRUTH, groups=groups))
+        assert machine_groups(running.info) == groups
 
 
 def test_says_what_a_device_does_beside() -> None:
@@ -120,18 +157,11 @@ def test_says_what_a_device_does_beside() -> None:
 
 def test_copies_that_cost_nothing_leave_the_rate_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a busy machine, where a few chunks may take as long as many."""
-    monkeypatch.setattr(Calibrator, "_swap", lambda self, chunks: 1e-3)
+    monkeypatch.setattr(Calibrator, "_swap", lambda self, plan, copies: 1e-3)
     running = worker()
-    assert Calibrator(running, running.clock).swap_bytes_per_s(4096 * CHUNK) is None
+    assert Calibrator(running, TRUTH, running.clock).swap_bytes_per_s() is None
     found = calibrate_machine(running, "mine", 64, lambda design: None, running.clock)
     assert found.swap_bytes_per_s == Machine().swap_bytes_per_s
-
-
-def test_a_model_with_two_kinds_of_layers_is_refused() -> None:
-    running = worker()
-    running.info.groups = KvGroup("full", (0,), 64), KvGroup("window", (1,), 64, 9)
-    with pytest.raises(ValueError, match="--machine is not available"):
-        calibrate_machine(running, "mine", 64, lambda design: None, running.clock)
 
 
 def test_steps_that_cost_nothing_cannot_be_fitted() -> None:
@@ -140,9 +170,14 @@ def test_steps_that_cost_nothing_cannot_be_fitted() -> None:
         fit(TRUTH, samples)
 
 
-def test_profile_writes_what_simulate_reads(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "bamba"])
+def test_profile_writes_what_simulate_reads(family: Any, tmp_path: Path) -> None:
     machine, cost = tmp_path / "machine.json", tmp_path / "cost.json"
-    model = tiny_checkpoint("llama", tmp_path)
+    if family == "bamba":
+        model = tmp_path / "bamba"
+        recurrent_models.make_model("bamba", model)
+    else:
+        model = tiny_checkpoint(family, tmp_path)
     arguments = [
         "--model",
         str(model),
@@ -160,6 +195,9 @@ def test_profile_writes_what_simulate_reads(tmp_path: Path) -> None:
     assert f"wrote {machine}: its formula errs by" in result.stderr
     found = Machine.from_json(machine)
     assert found.swap_bytes_per_s > 0 and found.mean_error is not None and not found.overlapped
+    assert [group.kind for group in found.groups] == {
+        "llama": [], "gemma3_text": ["full", "window"], "bamba": ["full", "state"],
+    }[family]  # fmt: skip
     written = json.loads(cost.read_text())
     assert written["format"] == 1
     assert written["model"] == model.name and found.name.startswith(f"{model.name} on "), "not where it lies"

@@ -10,6 +10,7 @@ They are stored in the user's cache folder, by model, device, dtype and chunk si
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import hashlib
@@ -98,6 +99,14 @@ class HybridPages:
         self._most = context_pages(groups, chunk_tokens, 1 << 40)[1]
         self._first: list[int] = []
         self._second: list[int] = []
+
+    def take(self, group: int, most: int) -> list[int]:
+        """Return up to ``most`` further pages of a group."""
+        taken: list[int] = []
+        with contextlib.suppress(IndexError):
+            while len(taken) < most:
+                taken.append(self._pool.take(group))
+        return taken
 
     def plan(self, step: int, span: Span) -> Plan:
         """Return the plan of a step that computes ``span``, of at most ``LEAST_SPAN`` tokens. Raises IndexError when

@@ -9,9 +9,11 @@ the slices of its window or its states.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from pensieve.config import CacheGroup, is_tokens, parse_cache_size
 from pensieve.engine.cache.pages import PageSize, unit_pages_for
 from pensieve.engine.kv.grid import TierLayout
 from pensieve.model.groups import ALIGNMENT, KvGroup, context_pages
@@ -136,6 +138,37 @@ class ContextSizes:
             unit = unit_pages_for(layers, layer_page, num_bytes, on_gpu=self.on_gpu) if layers else 1
             sizes.append(PageSize(layers, layer_page, unit))
         return tuple(sizes)
+
+
+def sizes_for(
+    groups: tuple[KvGroup, ...], chunk_tokens: int, context_limit: int, *, ranks: int, on_gpu: bool
+) -> ChunkSizes | ContextSizes:
+    """Return the sizes of a model's tiers. Raises ValueError for pages that cannot be copied."""
+    if len(groups) == 1:
+        return ChunkSizes(groups[0], chunk_tokens, ranks)
+    return ContextSizes(groups, chunk_tokens, context_limit, ranks, on_gpu)
+
+
+def explicit_bytes(
+    tier: str, size: str, sizes: ChunkSizes | ContextSizes, bytes_for: Callable[[int], int]
+) -> int:
+    """Return the bytes of a tier of the given size (``40GiB``, ``4096tokens``). ``bytes_for``: of a tier for that many
+    tokens. Raises ValueError with the accepted forms for anything else."""
+    try:
+        number = parse_cache_size(size, 1)
+    except ValueError as error:
+        raise ValueError(f"{tier} {error}") from error
+    return bytes_for(number) if is_tokens(size) else sizes.whole(number)
+
+
+def cache_groups(groups: Sequence[KvGroup], tier: TierLayout) -> tuple[CacheGroup, ...]:
+    """Return a model's KV groups as the cache sees them; ``tier``: the device tier. With one group, it counts pages."""
+    if len(groups) < 2:
+        return (CacheGroup(),)
+    return tuple(
+        CacheGroup(group.kind, group.window or 0, len(group.layers), group.layer_page_bytes, size.unit_pages)
+        for group, size in zip(groups, tier.sizes, strict=True)
+    )
 
 
 def _unit_bytes(pages: tuple[int, ...], sizes: tuple[PageSize, ...]) -> int:

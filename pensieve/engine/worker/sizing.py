@@ -6,18 +6,17 @@ tokens is that of contexts with all that their layers keep: see ``hybrid_sizing`
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
 import torch
 
-from pensieve.config import BATCH_LIMITS, EngineOptions, batch_limits, is_tokens, parse_cache_size
+from pensieve.config import BATCH_LIMITS, EngineOptions, batch_limits, parse_cache_size
 from pensieve.engine.kv.grid import TierLayout
 from pensieve.engine.kv.hybrid import HybridPools
 from pensieve.engine.kv.pools import KvPools, KvTiers
 from pensieve.engine.sampling.sampler import workspace_bytes as sampler_bytes
-from pensieve.engine.worker.hybrid_sizing import NO_TIER, ChunkSizes, ContextSizes
+from pensieve.engine.worker.hybrid_sizing import NO_TIER, ChunkSizes, ContextSizes, explicit_bytes, sizes_for
 from pensieve.machine import memory
 from pensieve.model.arch import DTYPE_BYTES, Arch, StateShape
 from pensieve.model.collective import SINGLE_RANK, Collective
@@ -192,11 +191,7 @@ def tier_sizes(
     of one rank's shard. ``free``: of the rank that has least. Raises ValueError."""
     groups = kv_groups(arch, options.chunk_tokens, placement.dtype)
     on_gpu = placement.device == "cuda"
-    sizes: ChunkSizes | ContextSizes
-    if len(groups) == 1:
-        sizes = ChunkSizes(groups[0], options.chunk_tokens, ranks)
-    else:
-        sizes = ContextSizes(groups, options.chunk_tokens, placement.context_limit, ranks, on_gpu=on_gpu)
+    sizes = sizes_for(groups, options.chunk_tokens, placement.context_limit, ranks=ranks, on_gpu=on_gpu)
     kept = ranks * workspace_bytes(arch, placement, cuda_graphs=options.cuda_graphs) if on_gpu else 0
     device_free = ranks * free.device if on_gpu else free.device
     device_bytes, device_source = _device_tier(options, sizes, on_gpu, device_free, kept)
@@ -243,7 +238,7 @@ def _device_tier(
     what = f"{gib(free)} free, {gib(kept)} of it kept for steps" if on_gpu else f"{gib(free)} available"
     least = sizes.device_bytes(options.chunk_tokens)
     if options.device_cache != AUTO:
-        num_bytes = _explicit("device", options.device_cache, sizes, sizes.device_bytes)
+        num_bytes = explicit_bytes("device", options.device_cache, sizes, sizes.device_bytes)
         if num_bytes < least:
             raise ValueError(
                 f"device cache {options.device_cache}: less than one chunk, which is {options.chunk_tokens} tokens "
@@ -272,7 +267,7 @@ def _host_tier(
 ) -> tuple[int, str]:
     """Return the bytes of the host tier over all ranks, and where that comes from."""
     if options.host_cache != AUTO:
-        num_bytes = _explicit("host", options.host_cache, sizes, sizes.host_bytes)
+        num_bytes = explicit_bytes("host", options.host_cache, sizes, sizes.host_bytes)
         if num_bytes > free:
             raise ValueError(
                 f"host cache {options.host_cache}: {gib(num_bytes)} do not fit into {gib(max(0, free))} of "
@@ -285,15 +280,6 @@ def _host_tier(
     of_free, of_device = f"{HOST_SHARE:.0%} of {gib(free)} available", f"{HOST_PER_DEVICE}x the device tier"
     why = of_free if half < most else of_device
     return min(half, most), f"auto: {why}"
-
-
-def _explicit(tier: str, size: str, sizes: ChunkSizes | ContextSizes, bytes_for: Callable[[int], int]) -> int:
-    """Return the bytes of a tier of the given size. ``bytes_for``: of a tier for that many tokens."""
-    try:
-        number = parse_cache_size(size, 1)
-    except ValueError as error:
-        raise ValueError(f"{tier} {error}") from error
-    return bytes_for(number) if is_tokens(size) else sizes.whole(number)
 
 
 def gib(count: int) -> str:

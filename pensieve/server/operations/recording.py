@@ -98,6 +98,8 @@ def header(info: EngineReady, options: EngineTuning) -> TraceHeader:
         "chunk_tokens": info.chunk_tokens,
         "device_tokens": info.device_capacity_tokens,
         "host_tokens": info.host_capacity_tokens,
+        "device_bytes": info.device_bytes,
+        "host_bytes": info.host_bytes,
         "policy": options.policy,
         "swap_watermark": options.swap_watermark,
         "decode_reserve": options.decode_reserve,

@@ -297,7 +297,7 @@ class Batch:
         self.cache.complete()
         self._kv += self._generating
         self._step += 1
-        self._latest = machine.seconds_with_copy(compute, machine.copy_seconds(loaded))
+        self._latest = machine.seconds_with_copy(compute, machine.copy_seconds(loaded * machine.kv_bytes))
         self.now += self._latest
         for turn, _ in work:
             if not turn.missing:
