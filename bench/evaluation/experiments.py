@@ -169,7 +169,7 @@ def _workload(
 
 
 def _systems(scale: Scale) -> Iterable[Experiment]:
-    """The paper's Figure 10 with today's peer."""
+    """The paper's Figure 10 with today's peer, and the same with hybrid models."""
     ours, peer = partial(pensieve, scale), partial(vllm, scale)
     systems: tuple[tuple[System, Callable[[Rates], tuple[float, ...]]], ...] = (
         (ours("Pensieve"), lambda rates: rates.both),
@@ -186,18 +186,18 @@ def _systems(scale: Scale) -> Iterable[Experiment]:
             lambda rates: rates.both,
         ),
     )
-    models = {"13b": ("gqa", scale.shape(scale.gqa_heads)), "opt13b": ("opt", scale.opt)}
-    for short, (family, model) in models.items():
-        for dataset in ("sharegpt", "ultrachat"):
-            rates = scale.rates[family, dataset]
-            yield Experiment(
-                f"systems-{short}-{dataset}",
-                f"latency against throughput of all systems, {model}, {dataset} (EuroSys figure 10)",
-                tuple(
-                    Line(system.name, system, model, _workload(scale, family, dataset, offered(rates)))
-                    for system, offered in systems
-                ),
-            )
+    shorts = {"gqa": "13b", "opt": "opt13b"}
+    models = {"gqa": scale.shape(scale.gqa_heads), "opt": scale.opt, **scale.hybrids}
+    for (family, dataset), rates in scale.rates.items():
+        model = models[family]
+        yield Experiment(
+            f"systems-{shorts.get(family, family)}-{dataset}",
+            f"latency against throughput of all systems, {model}, {dataset} (EuroSys figure 10)",
+            tuple(
+                Line(system.name, system, model, _workload(scale, family, dataset, offered(rates)))
+                for system, offered in systems
+            ),
+        )
 
 
 def _ablations(scale: Scale) -> Iterable[Experiment]:

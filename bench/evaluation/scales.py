@@ -73,6 +73,8 @@ class Scale:
     """Shape of the model with grouped KV heads, without their number."""
     gqa_heads: int
     opt: str
+    hybrids: Mapping[str, str]
+    """Family → shape, of models whose layers differ."""
     serve: tuple[str, ...]
     """Options of every Pensieve server."""
     device_tier: str
@@ -95,6 +97,7 @@ class Scale:
 GIB = 1 << 30
 FULL = Scale(
     gqa="llama-2-13b", gqa_heads=10, opt="opt-13b",
+    hybrids={"gemma3": "gemma-3-12b", "qwen3next": "qwen3-next-20b"},
     serve=("--device", "cuda", "--dtype", "bfloat16", "--max-running", "512", "--max-batch-tokens", "8192"),
     device_tier="40GiB", host_tier="32GiB", device_bytes=40 * GIB, host_bytes=32 * GIB,
     rates={
@@ -102,17 +105,24 @@ FULL = Scale(
         ("gqa", "ultrachat"): Rates((33, 25, 29), (26, 22, 19), (13, 19), (24, 27, 21)),
         ("opt", "sharegpt"): Rates((13, 9, 16), (13, 9, 16), (12, 8)),
         ("opt", "ultrachat"): Rates((12, 8, 15), (12, 8, 14), (11, 7)),
+        # Guesses, not measured: the first run of these two shows where each system ends.
+        ("gemma3", "sharegpt"): Rates((20, 16, 24), (16, 13, 19), (8, 6)),
+        ("qwen3next", "sharegpt"): Rates((40, 30, 50), (40, 30, 50), (16, 12)),
     },
     window_s=60.0, time_scale=TIME_SCALE,
     replay=("--stop-after-window", "--processes", "4"), start_up_s=(40.0, 50.0),
 )  # fmt: skip
 SMALL = Scale(
     gqa="tiny-llama", gqa_heads=2, opt="tiny-llama-gqa8",
+    hybrids={"gemma3": "tiny-gemma-3", "qwen3next": "tiny-qwen3-next"},
     serve=("--device", "cpu", "--threads", "1"),
     device_tier="2048tokens", host_tier="2048tokens", device_bytes=8 << 20, host_bytes=8 << 20,
     rates={
         (family, data): Rates((6, 3), (6, 3), (4, 2))
-        for family in ("gqa", "opt") for data in ("sharegpt", "ultrachat")
+        for family, data in (
+            ("gqa", "sharegpt"), ("gqa", "ultrachat"), ("opt", "sharegpt"), ("opt", "ultrachat"),
+            ("gemma3", "sharegpt"), ("qwen3next", "sharegpt"),
+        )
     },
     window_s=3.0, time_scale=TIME_SCALE / 10,
     replay=("--stop-after-window", "--scale-lengths", "0.15", "--max-lag", "60"),

@@ -56,6 +56,7 @@ def option(command: tuple[str, ...], name: str) -> str:
 def test_the_issue_is_covered() -> None:
     found = table().experiments(scales().FULL)
     systems = {f"systems-{model}-{data}" for model in ("13b", "opt13b") for data in ("sharegpt", "ultrachat")}
+    systems |= {"systems-gemma3-sharegpt", "systems-qwen3next-sharegpt"}
     ablations = ("tiers", "policy", "unified", "swap-in", "swap-out", "chunk", "think", "kv-heads")
     assert set(found) == systems | {f"ablate-{name}" for name in ablations}
     for name in systems:
