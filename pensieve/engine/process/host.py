@@ -103,10 +103,12 @@ def serve(fd: int, parent: int, builder: str) -> int:
         if not die_with_parent(parent):
             raise PeerClosed("the front end was gone before the engine started")
         options = _read_options(frames)
+        gc.disable()  # imports make many objects and hardly any garbage: to look for it takes a tenth of the start
         engine = _build(builder, options)
         # Objects that exist now stay. The collector need not scan them, which would stop a step for milliseconds.
         gc.collect()
         gc.freeze()
+        gc.enable()
         log.info("engine ready")
         _run(engine, SocketChannel(frames))
     except PeerClosed as error:
