@@ -159,7 +159,7 @@ def batch_limits(options: EngineTuning, device: str) -> tuple[int, int]:
     return options.max_batch_tokens or tokens, options.max_running or running
 
 
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(B|KiB|MiB|GiB|TiB|tokens?)\s*", re.IGNORECASE)
+_SIZE = re.compile(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*(B|KiB|MiB|GiB|TiB|tokens?)\s*", re.IGNORECASE)
 _UNITS = {"b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 
 
