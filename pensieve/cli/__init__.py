@@ -2,5 +2,5 @@
 
 May import: client, config, core, engine.cost, engine.ranks, errors, extras, feed, gguf, lifeline, machine,
 model, options, own_server, pensieve, rpc_status, simulate.calibrate, spawn, store.contract, store.maintenance,
-tokenizer, v1.
+tokenizer.
 """

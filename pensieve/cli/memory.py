@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import socket
-from typing import Any, Final
+from typing import Final
 
 import click
-import grpc
 
 from pensieve import rpc_status
 from pensieve.cli.admin import (
@@ -22,13 +21,12 @@ from pensieve.cli.admin import (
     unreachable,
 )
 from pensieve.cli.output import binary_size, clean
+from pensieve.client.admin import device_memory
 from pensieve.config import parse_cache_size
 from pensieve.errors import InvalidArgument, PensieveError
-from pensieve.v1 import pensieve_pb2 as pb
-from pensieve.v1 import pensieve_pb2_grpc
 
-_SIZES: Final = ("held", "wanted", "floor", "ceiling")
-_CHANNEL_OPTIONS: Final = (("grpc.enable_retries", 0), ("grpc.enable_http_proxy", 0))
+ANSWER_S: Final = 30.0
+"""Longest wait for an answer. The engine gives it between two steps."""
 
 
 @click.command(name="memory", context_settings={"help_option_names": ["-h", "--help"]})
@@ -51,8 +49,7 @@ def memory(size: str | None, admin: str | None, as_json: bool, api_key: str | No
             parse_cache_size(size, 1)
         except ValueError as error:
             raise click.UsageError(f"SIZE: {error}") from None
-    device = _call(admin, key, size)
-    sizes = {name: int(getattr(device, name)) for name in _SIZES}
+    sizes = _call(admin, key, size)
     if as_json:
         click.echo(json.dumps({"device": sizes}))
         return
@@ -62,22 +59,16 @@ def memory(size: str | None, admin: str | None, as_json: bool, api_key: str | No
         click.echo(f"{name:<7}  {text:>{width}}")
 
 
-def _call(admin: str, key: str, size: str | None) -> Any:
-    """Return the server's ``DeviceMemory``. Raises ClickException, or UsageError for a refused size."""
+def _call(admin: str, key: str, size: str | None) -> dict[str, int]:
+    """Return the sizes. Raises ClickException, or UsageError for a refused size."""
     try:  # gRPC does not say in the system's words why it cannot connect
         socket.create_connection(split_admin(admin), TIMEOUT_S).close()
     except OSError as error:
         raise click.ClickException(f"{unreachable(admin, error)}; {ADVICE}") from error
-    metadata = [("authorization", f"Bearer {key}")] if key else None
-    with grpc.insecure_channel(admin, options=_CHANNEL_OPTIONS) as channel:
-        stub: Any = pensieve_pb2_grpc.AdminServiceStub(channel)  # generated code has no annotations
-        try:
-            if size is None:
-                return stub.GetMemory(pb.GetMemoryRequest(), metadata=metadata, timeout=TIMEOUT_S).device
-            request = pb.SetMemoryRequest(device=size)
-            return stub.SetMemory(request, metadata=metadata, timeout=TIMEOUT_S).device
-        except grpc.RpcError as error:
-            raise _exception(admin, size, rpc_status.from_rpc_error(error)) from error
+    try:
+        return device_memory(admin, size, api_key=key, timeout_s=ANSWER_S)
+    except PensieveError as error:
+        raise _exception(admin, size, error) from error
 
 
 def _exception(admin: str, size: str | None, error: PensieveError) -> click.ClickException:

@@ -210,7 +210,7 @@ class Memory(msgspec.Struct, frozen=True, tag="memory"):
     held: int
     """Backed by memory now."""
     wanted: int
-    """What the operator asked for; at first the ceiling."""
+    """As the operator last asked; at first the ceiling."""
     floor: int
     ceiling: int
     refused: str = ""

@@ -189,12 +189,12 @@ class BaseLink(abc.ABC):
 
     def _on_engine_up(self) -> None:
         self._watchdog.reset()
+        if self._wanted_memory is not None:  # before the state, so that it precedes an operator's next call
+            restoring = self._restore_memory(self._wanted_memory)
+            self._memory_task = asyncio.create_task(restoring, name="wanted memory")
         self._set_state(LinkState.SERVING)
         if self._watch_task is None:
             self._watch_task = asyncio.create_task(self._watch(), name="engine watchdog")
-        if self._wanted_memory is not None:
-            restoring = self._restore_memory(self._wanted_memory)
-            self._memory_task = asyncio.create_task(restoring, name="wanted memory")
 
     async def _restore_memory(self, wanted: int) -> None:
         """Tell a new engine the wanted size of its device tier: each begins with the ceiling."""
@@ -203,7 +203,7 @@ class BaseLink(abc.ABC):
         except PensieveError as error:
             refused = error.reason
         if refused:
-            log.warning("the new engine does not shrink its device tier to %d bytes: %s", wanted, refused)
+            log.warning("the new engine does not resize its device tier to %d bytes: %s", wanted, refused)
 
     def _on_engine_lost(self, *, killed_externally: bool = False) -> None:
         # Set the state first: a caller that hears of the failure and retries at once must be refused.
