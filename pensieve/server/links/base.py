@@ -179,6 +179,8 @@ class BaseLink(abc.ABC):
                 return
             if isinstance(event, EngineReady):
                 self._ready = event
+                if event.elastic_refusal:
+                    log.warning("the device cache does not grow or shrink: %s", event.elastic_refusal)
         stats = report.stats
         self._stats = (
             stats if stats.held is not None else msgspec.structs.replace(stats, held=self._stats.held)
