@@ -93,7 +93,7 @@ async def test_the_engine_may_refuse_and_may_be_away() -> None:
         elastic(rig.link)
         rig.link.memory_refusal = "no memory is left"
         error = await refusal(rig.admin.SetMemory(setting("6MiB")))
-        assert isinstance(error, InvalidArgument) and error.violations == [("device", "no memory is left")]
+        assert isinstance(error, InvalidArgument) and error.violations == (("device", "no memory is left"),)
         rig.link.state = LinkState.RESTARTING
 
         async def away(wanted: int | None = None) -> None:
