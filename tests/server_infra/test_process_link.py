@@ -13,7 +13,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 
@@ -188,47 +187,6 @@ async def test_kill_9_ends_running_generations_and_a_new_engine_serves() -> None
         assert link.pid != first_pid
         assert link.restarts_total == 1
         assert [event async for event in submit(link)]
-
-
-async def test_the_wanted_memory_outlives_its_engine(caplog: pytest.LogCaptureFixture) -> None:
-    """A new engine begins with its ceiling. It gets the last size that an engine has accepted."""
-    mib = 1 << 20
-    elastic = msgspec.structs.replace(options(Script()), device_cache="4MiB..16MiB")
-    link = ProcessLink(elastic, builder=BUILDER, stall_limit_s=30.0)
-    await link.start()
-    try:
-        assert (await link.memory()).wanted == 16 * mib
-        assert (await link.memory(6 * mib)).wanted == 6 * mib
-        refused = await link.memory(2 * mib)
-        assert refused.refused and refused.wanted == 6 * mib
-        await until(lambda: link.stats.device_held == 6 * mib)
-        first = link.pid
-        assert first is not None
-        os.kill(first, signal.SIGKILL)
-        await until(lambda: link.state is LinkState.RESTARTING)
-        with pytest.raises(Unavailable, match="restarting"):
-            await link.memory(7 * mib)
-        await until(lambda: link.state is LinkState.SERVING)
-        assert (await link.memory()).wanted == 6 * mib, "it hears that before any other question"
-        await until(lambda: link.stats.device_held == 6 * mib)
-        stats = link.stats
-        assert (stats.device_wanted, stats.device_floor, stats.device_ceiling) == (6 * mib, 4 * mib, 16 * mib)
-        assert "resize" not in caplog.text
-    finally:
-        await link.stop()
-
-
-async def test_one_size_says_why_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    script = Script(elastic_refusal="this driver cannot map memory")
-    elastic = msgspec.structs.replace(options(script), device_cache="4MiB..16MiB")
-    link = ProcessLink(elastic, builder=BUILDER, stall_limit_s=30.0)
-    await link.start()
-    try:
-        assert link.info.device_floor == link.info.device_ceiling
-        said = [record.getMessage() for record in caplog.records if "driver" in record.getMessage()]
-        assert said == ["the device cache does not grow or shrink: this driver cannot map memory"]
-    finally:
-        await link.stop()
 
 
 @pytest.mark.fault(29, 30)
