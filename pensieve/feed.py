@@ -48,6 +48,21 @@ class TierState(msgspec.Struct, frozen=True):
     reclaimable: int = 0
 
 
+class MemoryState(msgspec.Struct, frozen=True):
+    """Sizes of the device tier in bytes, over all ranks. All are equal for a tier of one size; 0 without an engine."""
+
+    held: int = 0
+    """Backed by memory now."""
+    wanted: int = 0
+    """As the operator last asked."""
+    floor: int = 0
+    ceiling: int = 0
+
+    @property
+    def is_elastic(self) -> bool:
+        return self.floor < self.ceiling
+
+
 class QueueState(msgspec.Struct, frozen=True):
     """Requests in the batch and in the engine's queue; turns waiting for the engine, and their expected wait."""
 
@@ -141,6 +156,7 @@ class StateDocument(msgspec.Struct, frozen=True):
     server: ServerState = ServerState()
     device: TierState = TierState()
     host: TierState = TierState()
+    device_memory: MemoryState = MemoryState()
     queue: QueueState = QueueState()
     totals: dict[str, Any] = {}
     """The engine's ``Stats`` since it started."""

@@ -12,7 +12,7 @@ _MEMINFO: Final = Path("/proc/meminfo")
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class MachineMemory:
     """Main memory, in bytes."""
 
     total: int
@@ -34,20 +34,20 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def memory(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> Memory:
+def memory(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> MachineMemory:
     """Return the kernel's memory figures, bounded by the limit of a control group (version 2)."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     available = total
     try:
         fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
     except OSError:  # not Linux
-        return Memory(total, total)
+        return MachineMemory(total, total)
     available = int(fields["MemAvailable"].split()[0]) * 1024
     limit, used = _number(cgroup / "memory.max"), _number(cgroup / "memory.current")
     if limit is None or used is None or limit >= total:
-        return Memory(total, available)
+        return MachineMemory(total, available)
     # The page cache counts as used there, but the kernel frees it as soon as a process needs memory.
-    return Memory(limit, min(available, limit - used + _file_pages(cgroup / "memory.stat")))
+    return MachineMemory(limit, min(available, limit - used + _file_pages(cgroup / "memory.stat")))
 
 
 def user_directory(variable: str, below_home: str) -> Path:

@@ -26,9 +26,11 @@ from pensieve.engine.messages import (
     Evicted,
     Finished,
     GetResidency,
+    Memory,
     Output,
     RequestProgress,
     ResidentTokens,
+    SetMemory,
     Started,
     Stats,
     Submit,
@@ -86,6 +88,8 @@ class PacedEngine:
                 return [Evicted(command.call, 0)]
             case GetResidency():
                 return [ResidentTokens(command.call, 0, 0)]
+            case SetMemory():
+                return [Memory(command.call, 0, 0, 0, 0)]
         return []
 
     def step(self) -> list[Event]:

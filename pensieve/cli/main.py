@@ -82,6 +82,11 @@ SUBCOMMANDS: Final[dict[str, tuple[str, str, str]]] = {
         "Check this machine for running a server, and suggest fixes.",
     ),
     "gateway": ("pensieve.cli.gateway", "gateway", "Serve the OpenAI HTTP API in front of a server."),
+    "memory": (
+        "pensieve.cli.memory",
+        "memory",
+        "Show or change the size of a server's device cache.",
+    ),
     "profile": (
         "pensieve.cli.profile",
         "profile",
@@ -110,7 +115,7 @@ SUBCOMMANDS: Final[dict[str, tuple[str, str, str]]] = {
     "top": ("pensieve.cli.top.command", "top", "Show a server's activity live in the terminal."),
 }
 """Subcommand → module, attribute, line in ``pensieve --help``."""
-_CLIENT_COMMANDS: Final = ("chat", "replay", "sessions")
+_CLIENT_COMMANDS: Final = ("chat", "memory", "replay", "sessions")
 """Commands whose stderr is for the user who typed them. A server's stderr is a log."""
 
 

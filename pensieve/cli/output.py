@@ -92,6 +92,13 @@ def byte_size(number: float) -> str:
     return f"{number:.0f} B"
 
 
+def binary_size(num_bytes: int) -> str:
+    """Format memory: ``42.00 GiB``; less than one in MiB."""
+    if num_bytes < 1 << 30:
+        return f"{num_bytes / (1 << 20):.2f} MiB"
+    return f"{num_bytes / (1 << 30):.2f} GiB"
+
+
 def labels(values: Mapping[str, str]) -> str:
     """Format labels: ``k=v k2=v2``."""
     return clean(" ".join(f"{key}={value}" for key, value in sorted(values.items())), lines=False)

@@ -26,6 +26,8 @@ from pensieve.config import (
     MAX_WAIT_S,
     EngineOptions,
     EngineTuning,
+    device_range,
+    parse_cache_size,
 )
 from pensieve.machine import user_directory, user_path
 from pensieve.options.commands import Completer, complete_words, models
@@ -280,6 +282,13 @@ def _check_combinations(options: ServeOptions) -> None:
     if (options.tls_cert is None) != (options.tls_key is None):
         given, missing = ("cert", "key") if options.tls_cert else ("key", "cert")
         raise click.UsageError(f"--tls-{missing}: required with --tls-{given}")
+    if device_range(options.device_cache) is None:
+        for name, is_set in (
+            ("device-slack", parse_cache_size(options.device_slack, 1) > 0),
+            ("idle-release", options.idle_release_s > 0),
+        ):
+            if is_set:
+                raise click.UsageError(f"--{name}: requires a range, such as --device-cache 8GiB..60GiB")
     if options.tls_client_ca is not None and options.tls_cert is None:
         raise click.UsageError("--tls-client-ca: requires --tls-cert and --tls-key")
     if options.insecure_i_know:

@@ -165,10 +165,27 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         "device-cache",
-        values.size(1),
-        "Size of the KV cache on the device: auto, 40GiB, 512MiB, 4096tokens (room for one context of that length).",
+        values.size_or_range(1),
+        "Size of the KV cache on the device: auto, 40GiB, 512MiB, 4096tokens (room for one context of that length), or "
+        "FLOOR..CEILING, such as 8GiB..60GiB: it then grows and shrinks while serving.",
         "auto: the memory left by weights and workspace on a GPU; 1 GiB on a CPU",
         "SIZE",
+    ),
+    Option(
+        "device-slack",
+        values.byte_size,
+        "Memory of the GPU to leave free for other programs: the device cache shrinks towards its floor while less is "
+        "free; 0: do not look. Requires a range.",
+        "0: the operator decides, with `pensieve memory`",
+        "SIZE",
+    ),
+    Option(
+        "idle-release",
+        values.duration(0, 7 * 86_400),
+        "Shrink the device cache to its floor after this time without a turn; 0: never. Requires a range.",
+        "0: memory is kept until it is asked for",
+        "TIME",
+        unit="s",
     ),
     Option(
         "host-cache",
@@ -481,6 +498,8 @@ GROUPS: Final[Mapping[str, Sequence[str]]] = {
     "Memory": (
         "device-cache",
         "host-cache",
+        "device-slack",
+        "idle-release",
         "policy",
         "cost-profile",
         "chunk-tokens",

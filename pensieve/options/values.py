@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
 
-from pensieve.config import parse_cache_size
+from pensieve.config import device_range, is_tokens, parse_cache_size
 from pensieve.machine import user_path
 
 Parser = Callable[[object], object]
@@ -133,6 +133,39 @@ def size(low: int) -> Parser:
         return value
 
     return parse
+
+
+def size_or_range(low: int) -> Parser:
+    """Return a parser of one size as in ``size``, or of ``FLOOR..CEILING``. Kept as written. Sides in different units
+    can only be compared with a model."""
+    one = size(low)
+
+    def parse(value: object) -> str:
+        sides = device_range(value) if isinstance(value, str) else None
+        if sides is None:
+            return str(one(value))
+        try:
+            floor, ceiling = (parse_cache_size(side, bytes_per_token=1) for side in sides)
+        except ValueError as error:
+            raise ValueError(f"expected a range such as 8GiB..60GiB, got {value!r}: {error}") from None
+        if floor < low:
+            raise ValueError(f"the floor must be at least {low}, got {sides[0]}")
+        if is_tokens(sides[0]) == is_tokens(sides[1]) and floor > ceiling:
+            raise ValueError(f"the floor {sides[0]} is above the ceiling {sides[1]}")
+        return str(value)
+
+    return parse
+
+
+def byte_size(value: object) -> str:
+    """Parse a size in bytes, kept as written: ``2GiB``, ``512MiB``, ``0``."""
+    if not isinstance(value, str) or is_tokens(value):
+        raise ValueError(f"expected a size such as 2GiB or 512MiB, got {value!r}")
+    try:
+        parse_cache_size(value, bytes_per_token=1)
+    except ValueError:
+        raise ValueError(f"expected a size such as 2GiB or 512MiB, got {value!r}") from None
+    return value
 
 
 @dataclass(frozen=True, slots=True)

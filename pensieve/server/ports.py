@@ -102,7 +102,7 @@ class Ports:
         server = self._access.make_server(max_in_flight, connection_limit(options.max_connections))
         service = ConversationService(conversations)
         pensieve_pb2_grpc.add_ConversationServiceServicer_to_server(service, server)
-        self._admin = AdminService(link, conversations)
+        self._admin = AdminService(link, conversations, options.device_cache)
         keyless = options.api_keys is None
         if not keyless:
             pensieve_pb2_grpc.add_AdminServiceServicer_to_server(self._admin, server)

@@ -1059,3 +1059,37 @@ class DrainResponse(_message.Message):
     TURNS_LEFT_FIELD_NUMBER: _ClassVar[int]
     turns_left: int
     def __init__(self, turns_left: _Optional[int] = ...) -> None: ...
+
+class DeviceMemory(_message.Message):
+    __slots__ = ("held", "wanted", "floor", "ceiling")
+    HELD_FIELD_NUMBER: _ClassVar[int]
+    WANTED_FIELD_NUMBER: _ClassVar[int]
+    FLOOR_FIELD_NUMBER: _ClassVar[int]
+    CEILING_FIELD_NUMBER: _ClassVar[int]
+    held: int
+    wanted: int
+    floor: int
+    ceiling: int
+    def __init__(self, held: _Optional[int] = ..., wanted: _Optional[int] = ..., floor: _Optional[int] = ..., ceiling: _Optional[int] = ...) -> None: ...
+
+class GetMemoryRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetMemoryResponse(_message.Message):
+    __slots__ = ("device",)
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    device: DeviceMemory
+    def __init__(self, device: _Optional[_Union[DeviceMemory, _Mapping]] = ...) -> None: ...
+
+class SetMemoryRequest(_message.Message):
+    __slots__ = ("device",)
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    device: str
+    def __init__(self, device: _Optional[str] = ...) -> None: ...
+
+class SetMemoryResponse(_message.Message):
+    __slots__ = ("device",)
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    device: DeviceMemory
+    def __init__(self, device: _Optional[_Union[DeviceMemory, _Mapping]] = ...) -> None: ...

@@ -972,6 +972,16 @@ class AdminServiceStub(object):
                 request_serializer=pensieve_dot_v1_dot_pensieve__pb2.DrainRequest.SerializeToString,
                 response_deserializer=pensieve_dot_v1_dot_pensieve__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.GetMemory = channel.unary_unary(
+                '/pensieve.v1.AdminService/GetMemory',
+                request_serializer=pensieve_dot_v1_dot_pensieve__pb2.GetMemoryRequest.SerializeToString,
+                response_deserializer=pensieve_dot_v1_dot_pensieve__pb2.GetMemoryResponse.FromString,
+                _registered_method=True)
+        self.SetMemory = channel.unary_unary(
+                '/pensieve.v1.AdminService/SetMemory',
+                request_serializer=pensieve_dot_v1_dot_pensieve__pb2.SetMemoryRequest.SerializeToString,
+                response_deserializer=pensieve_dot_v1_dot_pensieve__pb2.SetMemoryResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer(object):
@@ -999,6 +1009,22 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetMemory(self, request, context):
+        """Size of the device tier, now and wanted.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetMemory(self, request, context):
+        """Sets the wanted size of an elastic device tier, until the next call, and
+        returns at once: the held size follows. Only a range of --device-cache makes
+        a tier elastic; else FAILED_PRECONDITION / DEVICE_CACHE_FIXED.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -1016,6 +1042,16 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=pensieve_dot_v1_dot_pensieve__pb2.DrainRequest.FromString,
                     response_serializer=pensieve_dot_v1_dot_pensieve__pb2.DrainResponse.SerializeToString,
+            ),
+            'GetMemory': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetMemory,
+                    request_deserializer=pensieve_dot_v1_dot_pensieve__pb2.GetMemoryRequest.FromString,
+                    response_serializer=pensieve_dot_v1_dot_pensieve__pb2.GetMemoryResponse.SerializeToString,
+            ),
+            'SetMemory': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetMemory,
+                    request_deserializer=pensieve_dot_v1_dot_pensieve__pb2.SetMemoryRequest.FromString,
+                    response_serializer=pensieve_dot_v1_dot_pensieve__pb2.SetMemoryResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -1100,6 +1136,60 @@ class AdminService(object):
             '/pensieve.v1.AdminService/Drain',
             pensieve_dot_v1_dot_pensieve__pb2.DrainRequest.SerializeToString,
             pensieve_dot_v1_dot_pensieve__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetMemory(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pensieve.v1.AdminService/GetMemory',
+            pensieve_dot_v1_dot_pensieve__pb2.GetMemoryRequest.SerializeToString,
+            pensieve_dot_v1_dot_pensieve__pb2.GetMemoryResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetMemory(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pensieve.v1.AdminService/SetMemory',
+            pensieve_dot_v1_dot_pensieve__pb2.SetMemoryRequest.SerializeToString,
+            pensieve_dot_v1_dot_pensieve__pb2.SetMemoryResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -165,6 +165,21 @@ def test_the_admin_port_is_one_that_nothing_else_takes() -> None:
         ("device-cache", "4GB", "40GiB"),
         ("device-cache", "0", "must be at least 1"),
         ("host-cache", "-1GiB", "40GiB"),
+        ("device-cache", "8GiB..4GB", "a range such as 8GiB..60GiB"),
+        ("device-cache", "8GiB..", "a range such as 8GiB..60GiB"),
+        ("device-cache", "..8GiB", "a range such as 8GiB..60GiB"),
+        ("device-cache", "1GiB..2GiB..3GiB", "a range such as 8GiB..60GiB"),
+        ("device-cache", "1GiB...3GiB", "a range such as 8GiB..60GiB"),
+        ("device-cache", "1GiB..auto", "a range such as 8GiB..60GiB"),
+        ("device-cache", "0..1GiB", "the floor must be at least 1"),
+        ("device-cache", "2GiB..2047MiB", "the floor 2GiB is above the ceiling 2047MiB"),
+        ("device-cache", "20tokens..10tokens", "the floor 20tokens is above the ceiling 10tokens"),
+        ("host-cache", "1GiB..2GiB", "40GiB"),
+        ("device-slack", "2tokens", "a size such as 2GiB"),
+        ("device-slack", "1GiB..2GiB", "a size such as 2GiB"),
+        ("device-slack", "-1", "a size such as 2GiB"),
+        ("idle-release", "-1s", "duration"),
+        ("idle-release", "8d", "duration"),
         ("policy", "fifo", "retention, lru"),
         ("device", "tpu", "auto, cpu, cuda"),
         ("swap-watermark", "1.0", "below 1"),
@@ -324,11 +339,44 @@ def test_engine_options_carry_every_shared_value() -> None:
         unified_batch=False, swap_in_first=False, pipelined_swap_in=False,
         context_limit=99, threads=3, cost_profile="/p.json", load_format="dummy", overlapped=False,
         cuda_graphs=False, shared_prefix_attention=False, swap_mechanism="kernel", verify_swap=True,
-        prefix_sharing=False, tensor_parallel=2, all_reduce="nccl",
+        prefix_sharing=False, tensor_parallel=2, all_reduce="nccl", device_slack="1GiB", idle_release_s=60.0,
     )  # fmt: skip
     engine, default = changed.engine_options("/model", eos_token_ids=(1,)), EngineOptions(model="")
     names = set(EngineOptions.__struct_fields__) - {"seed"}
     assert {name for name in names if getattr(engine, name) == getattr(default, name)} == set()
+
+
+@pytest.mark.parametrize(
+    "written", ["1GiB..1GiB", " 512MiB .. 1GiB ", "64tokens..4096tokens", "2GiB..10tokens"]
+)
+def test_a_range_is_kept_as_written(tmp_path: Path, written: str) -> None:
+    """Sides in different units are compared by the engine, which knows the model."""
+    given = {"device-cache": written, "device-slack": "2GiB", "idle-release": "10m"}
+    lines = "\n".join(f'{name} = "{value}"' for name, value in given.items())
+    for resolved in (resolve(given), resolve({}, write(tmp_path, lines))):
+        engine = resolved.options.engine_options("/m")
+        assert (engine.device_cache, engine.device_slack, engine.idle_release_s) == (written, "2GiB", 600.0)
+        assert resolve({}, write(tmp_path, resolved.render())).options == resolved.options
+
+
+@given(st.sampled_from(["KiB", "MiB", "tokens"]), st.integers(0, 9), st.integers(0, 9))
+def test_a_range_has_its_floor_below_its_ceiling(unit: str, floor: int, ceiling: int) -> None:
+    written = f"{floor}{unit}..{ceiling}{unit}"
+    try:
+        assert resolve({"device-cache": written}).options.device_cache == written
+        followed = True
+    except click.UsageError:
+        followed = False
+    assert followed == (1 <= floor <= ceiling)
+
+
+def test_slack_and_idle_release_require_a_range() -> None:
+    for name, value in (("device-slack", "1GiB"), ("idle-release", "1s")):
+        for size in ("auto", "8GiB", "64tokens"):
+            assert refusal({name: value, "device-cache": size}).startswith(f"--{name}: requires a range")
+        resolve({name: value, "device-cache": "8GiB..9GiB"})
+    resolve({"device-slack": "0", "idle-release": "0"})
+    resolve({"device-slack": "0GiB"})
 
 
 def test_defaults_are_those_of_the_engine() -> None:

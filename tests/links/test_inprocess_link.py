@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -43,6 +44,67 @@ async def test_generations_calls_and_stop() -> None:
         async for _ in running:
             pass
     assert [engine.closed for engine in engines] == [True]
+
+
+async def test_the_wanted_memory_outlives_its_engine(caplog: pytest.LogCaptureFixture) -> None:
+    """A new engine begins with its ceiling. It gets the last size that an engine has accepted."""
+    mib, engines = 1 << 20, []
+
+    def make() -> FakeEngine:
+        script = Script() if engines else Script(raise_at_step=1)
+        engines.append(FakeEngine(script, floor=4 * mib, ceiling=16 * mib))
+        return engines[-1]
+
+    async def until(condition: Callable[[], bool]) -> None:
+        while not condition():
+            await asyncio.sleep(0.01)
+
+    link = InProcessLink(make)
+    await link.start()
+    assert (await link.memory()).wanted == 16 * mib
+    assert (await link.memory(6 * mib)).wanted == 6 * mib
+    refused = await link.memory(2 * mib)
+    assert refused.refused and refused.wanted == 6 * mib
+    with pytest.raises(Unavailable, match="ENGINE_RESTARTING"):
+        async for _ in Listened(link, SESSION, TOKENS, Sampling()):
+            pass
+    with pytest.raises(Unavailable, match="ENGINE_RESTARTING"):
+        await link.memory(7 * mib)
+    await until(lambda: link.state is LinkState.SERVING)
+    assert (await link.memory()).wanted == 6 * mib, "it hears that before any other question"
+    assert len(engines) == 2
+    await until(lambda: link.stats.device_held == 6 * mib)
+    stats = link.stats
+    assert (stats.device_wanted, stats.device_floor, stats.device_ceiling) == (6 * mib, 4 * mib, 16 * mib)
+    assert "does not resize" not in caplog.text
+    await link.stop()
+
+
+async def test_a_size_that_a_new_engine_refuses_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """The next engine has another range, as on a device that has less memory by then."""
+    mib, floors = 1 << 20, [4, 8]
+
+    def make() -> FakeEngine:
+        return FakeEngine(Script(raise_at_step=1), floor=floors.pop(0) * mib, ceiling=16 * mib)
+
+    link = InProcessLink(make)
+    await link.start()
+    await link.memory(6 * mib)
+    with pytest.raises(Unavailable):
+        async for _ in Listened(link, SESSION, TOKENS, Sampling()):
+            pass
+    while "does not resize its device tier to 6291456 bytes" not in caplog.text:
+        await asyncio.sleep(0.01)
+    assert (await link.memory()).wanted == 16 * mib
+    await link.stop()
+
+
+async def test_one_size_says_why_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    link = InProcessLink(lambda: FakeEngine(Script(elastic_refusal="this driver cannot map memory")))
+    await link.start()
+    said = [record.getMessage() for record in caplog.records if "driver" in record.getMessage()]
+    assert said == ["the device cache does not grow or shrink: this driver cannot map memory"]
+    await link.stop()
 
 
 async def test_candidates_and_the_choice_among_them() -> None:

@@ -67,6 +67,9 @@ async def test_strips_and_totals_are_those_of_the_cache(tmp_path: Path) -> None:
             "reclaimable": occupancy.device_reclaimable,
         }
         assert found["host"]["used"] == occupancy.host_used
+        rig.link.memory_sizes = (3, 2, 1, 4)
+        sizes = {"held": 3, "wanted": 2, "floor": 1, "ceiling": 4}
+        assert (await state(rig))["device_memory"] == sizes
         assert found["lately"]["turns"] == 24 and found["lately"]["failed"] == 0
         context, totals = found["lately"]["context"], found["totals"]
         assert [context[one] for one in ("device", "host", "recomputed", "new")] == [

@@ -67,6 +67,7 @@ async def test_five_sessions_are_shown_and_move(tmp_path: Path) -> None:
         await _open_one(rig, tab)
         assert tab.errors == []
         await _the_door_is_told(rig, tab)
+        await _the_memory_is_told(rig, tab)
         await rig.link.stop()
         await tab.until("!document.getElementById('empty').hidden")
         assert tab.errors == [], "an engine that is gone is no error of the page"
@@ -81,6 +82,17 @@ async def _the_door_is_told(rig: PageRig, tab: BrowserTab) -> None:
     rig.door = HttpDoorState("hung", "127.0.0.1:8080", time.time() - 4000, 2)
     await tab.until(f"/^bad.HTTP hung for 40\\d\\d s .2 restarts.$/.test({line})")
     rig.door = None
+    await tab.until(f"!{line}")
+
+
+async def _the_memory_is_told(rig: PageRig, tab: BrowserTab) -> None:
+    """Of a tier that grows and shrinks; one size is no news."""
+    line = "(d => !d.hidden && d.textContent)(document.getElementById('device-memory'))"
+    assert await tab.value(line) is False
+    gib = 1 << 30
+    rig.link.memory_sizes = (9 * gib, 6 * gib, gib // 2, 60 * gib)
+    await tab.until(f"{line} === 'holds 9.0 GiB, wanted 6.0 GiB, range 512.0 MiB to 60.0 GiB'")
+    rig.link.memory_sizes = (gib, gib, gib, gib)
     await tab.until(f"!{line}")
 
 

@@ -19,9 +19,10 @@ from click.shell_completion import BashComplete
 from rich.cells import cell_len
 
 from pensieve.cli import main as cli
+from pensieve.cli.admin import default_admin
 from pensieve.cli.server_errors import describe_error
 from pensieve.cli.sessions import session_rows
-from pensieve.cli.top.command import default_admin, top
+from pensieve.cli.top.command import top
 from pensieve.client import Client, Residency, SessionInfo, SessionState
 from pensieve.errors import PermissionDenied, Unauthenticated, Unavailable
 from pensieve.feed import StateDocument

@@ -55,6 +55,18 @@ def test_facts_at_every_width(width: int, sessions: int) -> None:
     assert bar == {"device": round(0.75 * length), "host": round(0.1 * length)}
 
 
+@pytest.mark.parametrize("width", [40, 60, 80, 200])
+def test_the_memory_of_an_elastic_tier(width: int) -> None:
+    """Held, wanted and the range; a tier of one size needs no line."""
+    gib = 1 << 30
+    sizes = {"held": 9 * gib, "wanted": 6 * gib, "floor": gib // 2, "ceiling": 60 * gib}
+    text = words(page(state(5, device_memory=sizes), width))
+    for fact in ("memory", "held 9.00 GiB", "wanted 6.00 GiB", "floor 512.00 MiB", "ceiling 60.00 GiB"):
+        assert fact in text, fact
+    fixed = state(5, device_memory=dict.fromkeys(sizes, gib))
+    assert page(fixed, width) == page(state(5), width)
+
+
 @pytest.mark.parametrize("size", [(60, 24), (80, 24), (80, 50), (200, 60), (40, 10), (20, 3)])
 def test_a_live_screen_fills_the_terminal_and_no_more(size: tuple[int, int]) -> None:
     width, height = size

@@ -2,5 +2,5 @@
 
 ``feed`` makes the requests, ``screen`` draws, ``command`` runs the loop and reads keys.
 
-May import: cli.output, feed, options.
+May import: cli.admin, cli.output, feed.
 """

@@ -22,11 +22,10 @@ from rich.console import Console, Group
 from rich.live import Live
 
 from pensieve.cli import output
+from pensieve.cli.admin import ADVICE, admin_option, api_key_option, require_admin
 from pensieve.cli.top.feed import AdminFeed, FeedError, decode
 from pensieve.cli.top.screen import ORDERS, TopFrame, View, render
 from pensieve.feed import MAX_LISTED, StateDocument
-from pensieve.options.serve import ServeOptions
-from pensieve.options.values import address
 
 REDRAW_S = 1.0
 """Longest time between redraws, for the clock of a server that is lost."""
@@ -156,33 +155,8 @@ PLAIN_WIDTH = 120
 """Width of a plain page's bars and figures if the output has no width. Names and labels are added to it."""
 
 
-def default_admin() -> str | None:
-    """Return the default address of a server's admin port; None if that is any free port."""
-    usual = ServeOptions().admin
-    return None if usual.endswith(":0") else usual
-
-
-class AdminAddress(click.ParamType):  # type: ignore[type-arg]  # generic only in newer versions
-    name = "HOST:PORT"
-
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        try:
-            found = address(str(value).removeprefix("http://").rstrip("/"))
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
-        if found.endswith(":0"):
-            self.fail("port 0 is not an address to connect to", param, ctx)
-        return found
-
-
 @click.command(name="top", context_settings={"help_option_names": ["-h", "--help"]})
-@click.option(
-    "--admin",
-    type=AdminAddress(),
-    default=default_admin(),
-    show_default=True,
-    help="Admin address of the server, from its ready line.",
-)
+@admin_option
 @click.option(
     "--interval",
     type=click.FloatRange(min=0.2, max=3600),
@@ -202,12 +176,7 @@ class AdminAddress(click.ParamType):  # type: ignore[type-arg]  # generic only i
 @click.option(
     "--json", "as_json", is_flag=True, help="Print the feed's JSON document (docs/page.md) and exit."
 )
-@click.option(
-    "--api-key",
-    metavar="KEY",
-    envvar="PENSIEVE_API_KEY",
-    help="API key with the scope admin, if the server has --api-keys.",
-)
+@api_key_option
 def top(
     admin: str | None, interval: float, sort: str, once: bool, as_json: bool, api_key: str | None
 ) -> None:
@@ -215,10 +184,7 @@ def top(
 
     Keys: q quits, s changes the order, / filters, j and k scroll.
     """
-    if admin is None:
-        raise click.UsageError(
-            "--admin is required: HOST:PORT of the admin port, from the server's ready line"
-        )
+    admin = require_admin(admin)
     feed = AdminFeed(admin, api_key)
     view = View(order=sort)
     console = output.stdout()
@@ -232,9 +198,8 @@ def top(
         view.page = console.height if live else PLAIN_SESSIONS
         first = feed.state(view.wanted)
     except FeedError as error:
-        advice = "; the address is in the server's ready line: admin=…"
         unreachable = isinstance(error.__cause__, OSError)
-        raise click.ClickException(f"{error}{advice if unreachable else ''}") from error
+        raise click.ClickException(f"{error}; {ADVICE}" if unreachable else str(error)) from error
     if live:
         watch(feed, first, view, interval, console)
         return

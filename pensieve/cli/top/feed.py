@@ -10,10 +10,9 @@ from typing import Final
 
 import msgspec
 
+from pensieve.cli.admin import TIMEOUT_S, not_admin_port, refused, split_admin, unreachable
 from pensieve.feed import SCHEMA, StateDocument
 
-TIMEOUT_S: Final = 5.0
-"""A server that does not answer within this time counts as lost."""
 MAX_BYTES: Final = 1 << 26
 
 
@@ -26,8 +25,7 @@ class AdminFeed:
 
     def __init__(self, address: str, api_key: str | None = None) -> None:
         self.address = address
-        host, _, port = address.rpartition(":")
-        self._host, self._port = host.strip("[]"), int(port)
+        self._host, self._port = split_admin(address)
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
     def state(self, limit: int) -> StateDocument:
@@ -45,12 +43,10 @@ class AdminFeed:
             )
             answer = connection.getresponse()
             body = answer.read(MAX_BYTES)
-        except TimeoutError as error:
-            raise FeedError(f"{self.address} does not answer") from error
         except OSError as error:
-            raise FeedError(f"cannot connect to {self.address}: {error.strerror or error}") from error
+            raise FeedError(unreachable(self.address, error)) from error
         except (http.client.HTTPException, ValueError) as error:
-            raise FeedError(_not_admin_port(self.address)) from error
+            raise FeedError(not_admin_port(self.address)) from error
         finally:
             connection.close()
         if answer.status != HTTPStatus.OK:
@@ -63,7 +59,7 @@ def decode(document: bytes, address: str) -> StateDocument:
     try:
         state = msgspec.json.decode(document, type=StateDocument)
     except msgspec.DecodeError as error:
-        raise FeedError(_not_admin_port(address)) from error
+        raise FeedError(not_admin_port(address)) from error
     if state.schema != SCHEMA:
         raise FeedError(f"{address} sends {state.schema!r}; this version of pensieve reads {SCHEMA!r}")
     return state
@@ -74,16 +70,10 @@ def _peer(sock: socket.socket) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def _not_admin_port(address: str) -> str:
-    return f"{address} is not an admin port of pensieve; the address is in the server's ready line: admin=…"
-
-
 def _error_line(address: str, status: int, body: bytes) -> str:
     try:
         said = json.loads(body)
         reason, message = str(said["reason"]), str(said["message"])
     except (ValueError, KeyError, TypeError):
-        return _not_admin_port(address)
-    if status == HTTPStatus.UNAUTHORIZED:
-        return f"{address} requires an API key with the scope admin: pass --api-key, or set PENSIEVE_API_KEY ({reason})"
-    return f"{address}: {message} ({reason})"
+        return not_admin_port(address)
+    return refused(address, reason, message, unauthenticated=status == HTTPStatus.UNAUTHORIZED)

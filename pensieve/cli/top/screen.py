@@ -308,6 +308,17 @@ def _figures(frame: TopFrame) -> Iterator[Text]:
 def _tiers(frame: TopFrame) -> Iterator[Text]:
     state = frame.state
     yield from _tier(frame, "device", state.device, "blue")
+    memory = state.device_memory
+    if memory.is_elastic:
+        sizes = [
+            ("held", memory.held),
+            ("wanted", memory.wanted),
+            ("floor", memory.floor),
+            ("ceiling", memory.ceiling),
+        ]
+        yield from _titled(
+            "memory", [_pair(name, output.binary_size(size)) for name, size in sizes], frame.width
+        )
     yield from _tier(frame, "host", state.host, "yellow")
     context = state.lately.context
     whole = context.device + context.host + context.recomputed + context.new

@@ -21,9 +21,11 @@ from pensieve.engine.messages import (
     Evicted,
     GetResidency,
     GetStrips,
+    Memory,
     Report,
     ResidentTokens,
     SessionStrip,
+    SetMemory,
     Stats,
     Stepping,
     Strips,
@@ -62,6 +64,10 @@ class BaseLink(abc.ABC):
         self._ready: EngineReady | None = None
         self._stats = Stats()
         self._watch_task: asyncio.Task[None] | None = None
+        self._wanted_memory: int | None = None
+        """As the operator last asked, in bytes; None: not yet."""
+        self._memory_task: asyncio.Task[None] | None = None
+        """Tells a new engine."""
         self.restarts_total = 0
         self.on_state_change: Callable[[], None] = lambda: None
         """Called on the event loop after each change of ``state``."""
@@ -115,6 +121,12 @@ class BaseLink(abc.ABC):
     async def residency(self, session: SessionKey) -> ResidentTokens:
         return await self._call(lambda call: GetResidency(call=call, session=session), ResidentTokens)
 
+    async def memory(self, wanted: int | None = None) -> Memory:
+        answer = await self._call(lambda call: SetMemory(call=call, wanted=wanted), Memory)
+        if wanted is not None and not answer.refused:
+            self._wanted_memory = wanted
+        return answer
+
     async def read_strips(self) -> list[SessionStrip]:
         strips: list[SessionStrip] = []
         at = 0
@@ -167,6 +179,8 @@ class BaseLink(abc.ABC):
                 return
             if isinstance(event, EngineReady):
                 self._ready = event
+                if event.elastic_refusal:
+                    log.warning("the device cache does not grow or shrink: %s", event.elastic_refusal)
         stats = report.stats
         self._stats = (
             stats if stats.held is not None else msgspec.structs.replace(stats, held=self._stats.held)
@@ -177,9 +191,21 @@ class BaseLink(abc.ABC):
 
     def _on_engine_up(self) -> None:
         self._watchdog.reset()
+        if self._wanted_memory is not None:  # before the state, so that it precedes an operator's next call
+            restoring = self._restore_memory(self._wanted_memory)
+            self._memory_task = asyncio.create_task(restoring, name="wanted memory")
         self._set_state(LinkState.SERVING)
         if self._watch_task is None:
             self._watch_task = asyncio.create_task(self._watch(), name="engine watchdog")
+
+    async def _restore_memory(self, wanted: int) -> None:
+        """Tell a new engine the wanted size of its device tier: each begins with the ceiling."""
+        try:
+            refused = (await self.memory(wanted)).refused
+        except PensieveError as error:
+            refused = error.reason
+        if refused:
+            log.warning("the new engine does not resize its device tier to %d bytes: %s", wanted, refused)
 
     def _on_engine_lost(self, *, killed_externally: bool = False) -> None:
         # Set the state first: a caller that hears of the failure and retries at once must be refused.
@@ -199,9 +225,10 @@ class BaseLink(abc.ABC):
         self._set_state(LinkState.STOPPED)
         self._gate.reset()
         self._generations.fail_all(draining)
-        if self._watch_task is not None:
-            await cancel_and_wait(self._watch_task)
-            self._watch_task = None
+        for task in (self._watch_task, self._memory_task):
+            if task is not None:
+                await cancel_and_wait(task)
+        self._watch_task = self._memory_task = None
 
     def _check_serving(self) -> None:
         if self._state is LinkState.SERVING:

@@ -14,6 +14,7 @@ from pensieve.engine.messages import (
     CandidateFinished,
     EngineReady,
     Finished,
+    Memory,
     Output,
     RequestProgress,
     ResidentTokens,
@@ -127,6 +128,11 @@ class EngineLink(Protocol):
         ...
 
     async def residency(self, session: SessionKey) -> ResidentTokens: ...
+
+    async def memory(self, wanted: int | None = None) -> Memory:
+        """Set the wanted bytes of the device tier, for this engine and those that replace it; None: only ask. Answered
+        at once, also by ``refused``."""
+        ...
 
     async def read_strips(self) -> list[SessionStrip]:
         """Where the chunks of all cached sessions are. Read in several calls, between which the engine goes on."""

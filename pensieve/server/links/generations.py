@@ -16,6 +16,7 @@ from pensieve.engine.messages import (
     Evicted,
     Failed,
     Finished,
+    Memory,
     Output,
     RequestProgress,
     ResidentTokens,
@@ -34,7 +35,7 @@ from pensieve.errors import (
 from pensieve.logs import bound_fields
 from pensieve.server.links.engine_link import GenerationSink
 
-CallAnswer = Evicted | Strips | ResidentTokens | Warmed
+CallAnswer = Evicted | Memory | ResidentTokens | Strips | Warmed
 GenerationEvent = Started | RequestProgress | Output | CandidateFinished | Finished | Failed
 OVERLOAD_RETRY_S: Final = 1.0
 """When to retry after the engine's queue was full."""
@@ -176,7 +177,7 @@ class Generations:
                     generation = self._open.get(event.request)
                     if generation is not None:
                         self._dispatch_one(generation, event, now)
-                case Evicted() | Strips() | ResidentTokens() | Warmed():
+                case Evicted() | Memory() | ResidentTokens() | Strips() | Warmed():
                     future = self._calls.get(event.call)
                     if future is not None and not future.done():
                         future.set_result(event)

@@ -98,6 +98,30 @@ ENGINE_METRICS: Final = (
         ("tier", "state"),
     ),
     EngineMetric(
+        "pensieve_device_cache_held_bytes",
+        "gauge",
+        "Bytes of the device tier that memory backs, over all ranks.",
+        _one(lambda s: s.device_held),
+    ),
+    EngineMetric(
+        "pensieve_device_cache_wanted_bytes",
+        "gauge",
+        "Size of the device tier that the operator wants.",
+        _one(lambda s: s.device_wanted),
+    ),
+    EngineMetric(
+        "pensieve_device_cache_floor_bytes",
+        "gauge",
+        "Bytes that the device tier holds at least.",
+        _one(lambda s: s.device_floor),
+    ),
+    EngineMetric(
+        "pensieve_device_cache_ceiling_bytes",
+        "gauge",
+        "Bytes that the device tier holds at most; equal to the floor for a tier of one size.",
+        _one(lambda s: s.device_ceiling),
+    ),
+    EngineMetric(
         "pensieve_cached_sessions", "gauge", "Sessions with cached state.", _one(lambda s: s.cached_sessions)
     ),
     EngineMetric(

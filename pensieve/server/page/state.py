@@ -14,6 +14,7 @@ from pensieve.errors import PensieveError
 from pensieve.feed import (
     SCHEMA,
     HttpDoorState,
+    MemoryState,
     QueueState,
     RateState,
     ServerState,
@@ -86,6 +87,9 @@ class StateView:
                 info.device_capacity_tokens, stats.device_used, stats.device_free, stats.device_reclaimable
             ),
             host=TierState(info.host_capacity_tokens, stats.host_used, stats.host_free),
+            device_memory=MemoryState(
+                stats.device_held, stats.device_wanted, stats.device_floor, stats.device_ceiling
+            ),
             queue=QueueState(stats.running, stats.queued, self._gate.waiting, self._gate.expected_wait_s),
             totals=msgspec.structs.asdict(stats),
             engine_restarts=self._link.restarts_total,

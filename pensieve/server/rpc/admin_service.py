@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from pensieve.config import device_range, is_tokens, parse_cache_size
+from pensieve.engine.messages import EngineReady, Memory
+from pensieve.errors import FailedPrecondition, InvalidArgument
 from pensieve.server.clock import now_ms
 from pensieve.server.conversations import Conversations
 from pensieve.server.links.engine_link import EngineLink
@@ -18,7 +21,9 @@ DRAIN_S = 30.0
 
 
 class AdminService(pensieve_pb2_grpc.AdminServiceServicer):
-    def __init__(self, link: EngineLink, conversations: Conversations) -> None:
+    def __init__(self, link: EngineLink, conversations: Conversations, device_cache: str = "auto") -> None:
+        """``device_cache``: the option as written."""
+        self._device_cache = device_cache
         self._link = link
         self._conversations = conversations
         self._bounds = Bounds(conversations.settings.limits, lambda: conversations.vocab_size)
@@ -57,3 +62,59 @@ class AdminService(pensieve_pb2_grpc.AdminServiceServicer):
         validate(request, self._bounds)
         deadline_s = (seconds(request.deadline) or 0.0) if request.HasField("deadline") else DRAIN_S
         return pb.DrainResponse(turns_left=await self._conversations.drain(deadline_s))
+
+    async def GetMemory(self, request: pb.GetMemoryRequest, _context: Any) -> pb.GetMemoryResponse:
+        validate(request, self._bounds)
+        return pb.GetMemoryResponse(device=_device_memory(await self._link.memory()))
+
+    async def SetMemory(self, request: pb.SetMemoryRequest, _context: Any) -> pb.SetMemoryResponse:
+        """Set the wanted size of the device tier. Returns at once; the held size follows."""
+        validate(request, self._bounds)
+        answer = await self._link.memory(wanted_bytes(request.device, self._device_cache, self._link.info))
+        if answer.refused:
+            raise InvalidArgument.field("device", answer.refused)
+        return pb.SetMemoryResponse(device=_device_memory(answer))
+
+
+def wanted_bytes(size: str, device_cache: str, info: EngineReady) -> int:
+    """Return the bytes of an elastic device tier that are meant by ``size``, which ``parse_cache_size`` takes.
+
+    ``device_cache``: the range that the engine was started with. Its sides stand for floor and ceiling, which the
+    engine may have rounded. Raises FailedPrecondition for a tier of one size, InvalidArgument for a size outside of the
+    range or one that cannot be converted.
+    """
+    floor, ceiling = info.device_floor, info.device_ceiling
+    if floor == ceiling:
+        raise FailedPrecondition(
+            info.elastic_refusal
+            or "the device tier has one size: start the server with a range, such as --device-cache 8GiB..60GiB",
+            reason="DEVICE_CACHE_FIXED",
+        )
+    number = parse_cache_size(size, 1)
+    for side, num_bytes in zip(device_range(device_cache) or (), (floor, ceiling), strict=False):
+        if is_tokens(side) == is_tokens(size) and parse_cache_size(side, 1) == number:
+            return num_bytes
+    if is_tokens(size):
+        if info.device_bytes:
+            raise InvalidArgument.field(
+                "device", "must be in bytes, such as 40GiB: the kinds of KV of this model share the tier"
+            )
+        chunks = info.device_capacity_tokens // info.chunk_tokens
+        number = number // info.chunk_tokens * ceiling // chunks
+    if not floor <= number <= ceiling:
+        raise InvalidArgument.field(
+            "device", f"must be from {format_size(floor)} to {format_size(ceiling)}, as --device-cache allows"
+        )
+    return number
+
+
+def format_size(num_bytes: int) -> str:
+    """Format bytes exactly, in the largest unit that divides them: ``8GiB``, ``1536MiB``."""
+    for shift, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if num_bytes and num_bytes % (1 << shift) == 0:
+            return f"{num_bytes >> shift}{unit}"
+    return f"{num_bytes}B"
+
+
+def _device_memory(memory: Memory) -> pb.DeviceMemory:
+    return pb.DeviceMemory(held=memory.held, wanted=memory.wanted, floor=memory.floor, ceiling=memory.ceiling)

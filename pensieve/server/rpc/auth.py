@@ -75,6 +75,8 @@ SCOPE_OF_METHOD: Final[dict[str, str]] = {
     _ADMIN + "GetStats": ADMIN,
     _ADMIN + "EvictCache": ADMIN,
     _ADMIN + "Drain": ADMIN,
+    _ADMIN + "GetMemory": ADMIN,
+    _ADMIN + "SetMemory": ADMIN,
     "/grpc.health.v1.Health/Check": PUBLIC,
     "/grpc.health.v1.Health/Watch": PUBLIC,
     "/grpc.health.v1.Health/List": PUBLIC,

@@ -15,6 +15,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 
+from pensieve.config import parse_cache_size
 from pensieve.core import SAMPLING
 from pensieve.errors import InvalidArgument
 from pensieve.server import ids
@@ -332,6 +333,13 @@ def mark(value: str, bounds: Bounds, path: str, problems: Problems) -> None:
     text(bounds.limits.max_mark_chars)(value, bounds, path, problems)
 
 
+def cache_size(value: str, _bounds: Bounds, path: str, problems: Problems) -> None:
+    try:
+        parse_cache_size(value, 1)
+    except ValueError:
+        problems.append((path, "must be a size such as 40GiB, 512MiB or 4096tokens"))
+
+
 def label_selector(value: str, _bounds: Bounds, path: str, problems: Problems) -> None:
     if not all(
         "=" in part and LABEL_KEY.fullmatch(part.split("=", 1)[0].strip()) for part in value.split(",")
@@ -475,6 +483,8 @@ RULES: dict[type[Any], tuple[Rule, ...]] = {
     pb.GetUsageRequest: (),
     pb.GetStatsRequest: (),
     pb.EvictCacheRequest: (_may("session", session_name),),
+    pb.GetMemoryRequest: (),
+    pb.SetMemoryRequest: (_must("device", cache_size),),
     pb.DrainRequest: (_may("deadline", duration(0.0, lambda _: 24 * 3600.0)),),
     pb.SessionConfig: (
         _may("model", text(256)),

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from pensieve.config import EngineOptions
+from pensieve.config import EngineOptions, device_range, parse_cache_size
 from pensieve.core import FinishReason, Phase, RequestKey, Usage, packed_length, unpack_tokens
 from pensieve.debug import failpoint
 from pensieve.engine.messages import (
@@ -27,9 +27,11 @@ from pensieve.engine.messages import (
     Failed,
     Finished,
     GetResidency,
+    Memory,
     Output,
     RequestProgress,
     ResidentTokens,
+    SetMemory,
     Started,
     Stats,
     Submit,
@@ -68,6 +70,8 @@ class Script(msgspec.Struct, frozen=True, kw_only=True):
     sleep_to_start_s: float = 0.0
     chatter: str = ""
     """Written to stderr at start."""
+    elastic_refusal: str = ""
+    """Why the tier has one size in spite of a range."""
 
 
 def options(script: Script) -> EngineOptions:
@@ -94,6 +98,14 @@ class FakeEngine:
     last_s: float = 0.0
     closed: bool = False
     chosen: list[Choose] = field(default_factory=list)
+    floor: int = 4 << 20
+    ceiling: int = 4 << 20
+    """Bytes of the device tier; two sizes make it elastic."""
+    wanted: int = 0
+    held: int = 0
+
+    def __post_init__(self) -> None:
+        self.wanted = self.held = self.ceiling
 
     def ready(self) -> EngineReady:
         return EngineReady(
@@ -104,6 +116,9 @@ class FakeEngine:
             device_capacity_tokens=4096,
             host_capacity_tokens=2048,
             chunk_tokens=32,
+            device_floor=self.floor,
+            device_ceiling=self.ceiling,
+            elastic_refusal=self.script.elastic_refusal,
         )
 
     @property
@@ -126,9 +141,23 @@ class FakeEngine:
             return [Evicted(call=command.call, tokens=len(command.session) or 77)]
         elif isinstance(command, GetResidency):
             return [ResidentTokens(call=command.call, device_tokens=1, host_tokens=2)]
+        elif isinstance(command, SetMemory):
+            return [self._set_memory(command)]
         elif isinstance(command, Warm):
             return [Warmed(command.call, command.scope, packed_length(command.tokens), len(command.session))]
         return []
+
+    def _set_memory(self, command: SetMemory) -> Memory:
+        """Answer with what is held now; that follows at once, behind the answer."""
+        refused = ""
+        if command.wanted is not None:
+            if self.floor <= command.wanted <= self.ceiling:
+                self.wanted = command.wanted
+            else:
+                refused = f"{command.wanted} bytes are out of range"
+        answer = Memory(command.call, self.held, self.wanted, self.floor, self.ceiling, refused)
+        self.held = self.wanted
+        return answer
 
     def step(self) -> list[Event]:
         if self.script.never_steps:
@@ -201,6 +230,10 @@ class FakeEngine:
             output_total=self.outputs,
             last_batch_tokens=self.last_tokens,
             last_step_seconds=self.last_s,
+            device_held=self.held,
+            device_wanted=self.wanted,
+            device_floor=self.floor,
+            device_ceiling=self.ceiling,
         )
 
     def close(self) -> None:
@@ -215,11 +248,16 @@ def build(engine_options: EngineOptions) -> FakeEngine:
     else:
         text = engine_options.model
     script = msgspec.json.decode(text, type=Script)
+    tier = {}
+    if not script.elastic_refusal and (sides := device_range(engine_options.device_cache)):
+        tier = {
+            name: parse_cache_size(side, 1) for name, side in zip(("floor", "ceiling"), sides, strict=True)
+        }
     if script.only_in_life:
         try:
             os.close(os.open(script.only_in_life, os.O_CREAT | os.O_EXCL))
         except FileExistsError:
-            return FakeEngine(Script(step_s=script.step_s))
+            return FakeEngine(Script(step_s=script.step_s), **tier)
     if script.chatter:
         os.write(2, script.chatter.encode())
     time.sleep(script.sleep_to_start_s)
@@ -229,4 +267,4 @@ def build(engine_options: EngineOptions) -> FakeEngine:
         raise RuntimeError(script.raise_to_start)
     if script.exit_to_start:
         os._exit(5)
-    return FakeEngine(script)
+    return FakeEngine(script, **tier)

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 from grpc import aio
 from prometheus_client import CollectorRegistry
 
 from pensieve.config import EngineOptions
 from pensieve.engine.engine import Engine
-from pensieve.engine.messages import SessionStrip
+from pensieve.engine.messages import SessionStrip, Stats
 from pensieve.feed import HttpDoorState
 from pensieve.server.admin_port import AdminPort
 from pensieve.server.conversations import Conversations, ServiceListeners
@@ -53,9 +54,24 @@ class Healthy:
 
 
 class ManyStrips(InProcessLink):
-    """A link that tells of sessions that are not there: ``strips``, when any are set."""
+    """A link that tells of sessions and memory that are not there, when any are set."""
 
     strips: Sequence[SessionStrip] = ()
+    memory_sizes: tuple[int, int, int, int] | None = None
+    """Held, wanted, floor, ceiling."""
+
+    @property
+    def stats(self) -> Stats:
+        if self.memory_sizes is None:
+            return super().stats
+        held, wanted, floor, ceiling = self.memory_sizes
+        return msgspec.structs.replace(
+            super().stats,
+            device_held=held,
+            device_wanted=wanted,
+            device_floor=floor,
+            device_ceiling=ceiling,
+        )
 
     async def read_strips(self) -> list[SessionStrip]:
         return list(self.strips) or await super().read_strips()

@@ -22,6 +22,7 @@ from pensieve.engine.messages import (
     EngineReady,
     Event,
     Finished,
+    Memory,
     Output,
     RequestProgress,
     ResidentTokens,
@@ -126,6 +127,8 @@ class ScriptedLink:
         self.warm_gate.set()
         self.info = EngineReady(context_limit, vocab_size, "cpu", "float32", 1 << 20, 1 << 20, 32, True)
         self.state = LinkState.SERVING
+        self.memory_calls: list[int | None] = []
+        self.memory_refusal = ""
         self.stats = Stats(steps_total=1, device_used=7)
         self.stalled = False
 
@@ -161,6 +164,12 @@ class ScriptedLink:
 
     async def stop(self) -> None:
         self.state = LinkState.STOPPED
+
+    async def memory(self, wanted: int | None = None) -> Memory:
+        """The answer of an engine that holds its ceiling."""
+        self.memory_calls.append(wanted)
+        floor, ceiling = self.info.device_floor, self.info.device_ceiling
+        return Memory(1, ceiling, ceiling if wanted is None else wanted, floor, ceiling, self.memory_refusal)
 
     async def evict(self, session: SessionKey | None = None) -> int:
         self.evicted.append(session)
