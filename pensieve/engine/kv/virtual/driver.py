@@ -34,7 +34,6 @@ _CALLS: Final = {
     "cuMemUnmap": (_ADDRESS, _SIZE),
     "cuMemRelease": (ctypes.c_uint64,),
     "cuMemAddressFree": (_ADDRESS, _SIZE),
-    "cuMemGetInfo_v2": (_POINTER, _POINTER),
     "cuCtxGetCurrent": (_POINTER,),
     "cuCtxSetCurrent": (_POINTER,),
     "cuDeviceGetAttribute": (_POINTER, ctypes.c_int, ctypes.c_int),
@@ -85,13 +84,13 @@ class _Driver:
             raise NoVirtualMemory(f"this NVIDIA driver lacks a call for virtual memory ({error})") from error
         for name, types in _CALLS.items():
             self._calls[name].argtypes, self._calls[name].restype = types, ctypes.c_int
+        torch.cuda.current_stream(device).synchronize()  # makes the context
         supported = ctypes.c_int()
         if (
             self._calls["cuDeviceGetAttribute"](ctypes.byref(supported), SUPPORTED, device)
             or not supported.value
         ):
             raise NoVirtualMemory(f"GPU {device} does not support virtual memory management")
-        torch.cuda.current_stream(device).synchronize()  # makes the context
         self._context = ctypes.c_void_p()
         self("cuCtxGetCurrent", ctypes.byref(self._context))
         if not self._context.value:
@@ -143,12 +142,6 @@ class DriverBackend:
     def granule(self) -> int:
         """See ``region.Backend``: 2 MiB on all GPUs so far."""
         return self._granule
-
-    def free_bytes(self) -> int:
-        """Return the free memory of the GPU."""
-        free, total = ctypes.c_size_t(), ctypes.c_size_t()
-        self._call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
-        return free.value
 
     def reserve(self, num_bytes: int) -> None:
         """See ``region.Backend``."""

@@ -15,6 +15,7 @@ import bisect
 import itertools
 import threading
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -23,7 +24,9 @@ import torch
 LARGE_HANDLE: Final = 256 << 20
 """Bytes of the handles of the permanent part: fewer calls at the start."""
 MOST_OF_HANDLE: Final = 32 << 20
-"""A handle above the permanent part has at most this many bytes: mapping one takes as long as mapping 2 MiB."""
+"""Most bytes of a handle above the permanent part: mapping 32 MiB takes as long as mapping 2 MiB."""
+MOST_HANDLES: Final = 4096
+"""About as many handles back a range at most: Linux limits the mappings of a process to 65,530."""
 
 
 class Backend(Protocol):
@@ -48,7 +51,7 @@ class Backend(Protocol):
         ...
 
     def map(self, offset: int, num_bytes: int, handle: int) -> None:
-        """Back ``num_bytes`` from ``offset`` on with a handle of this size."""
+        """Back ``num_bytes`` from ``offset`` on with a handle of this size. Raises MemoryError like ``create``."""
         ...
 
     def unmap(self, offset: int, num_bytes: int) -> None:
@@ -69,11 +72,11 @@ class RegionSizes:
     """Sizes of a region's parts, in bytes. The defaults switch off what is optional."""
 
     permanent: int = 0
-    """Backed as long as the region exists, from byte 0 on, besides what ``step`` asks for."""
+    """Backed as long as the region exists, from byte 0 on, besides what ``step`` asks for. At least one handle is."""
     handle: int = 0
     """Of a handle above the permanent part, rounded up to a granule."""
     ahead: int = 0
-    """Mapped ahead of an end that has grown (eager allocation, vAttention section 6.1.2)."""
+    """Mapped at most beyond an end that has grown (eager allocation, vAttention section 6.1.2)."""
     kept: int = 0
     """Most bytes of unmapped handles that are kept for the next growth (deferred reclamation, section 6.1.2)."""
 
@@ -83,9 +86,10 @@ class Region:
 
     def __init__(self, ceiling_bytes: int, backend: Backend, sizes: RegionSizes) -> None:
         """Reserve the range and back the permanent part. Raises MemoryError when either is impossible."""
-        self._backend, self._sizes, self._ceiling = backend, sizes, ceiling_bytes
+        self._backend, self._sizes, self.ceiling = backend, sizes, ceiling_bytes
         self._edges = _edges(ceiling_bytes, backend.granule, sizes)
-        self._permanent = bisect.bisect_left(self._edges, sizes.permanent)
+        self._slots = len(self._edges) - 1
+        self._permanent = max(1, bisect.bisect_left(self._edges, min(sizes.permanent, ceiling_bytes)))
         self._lock = threading.Lock()
         self._mapped: dict[int, int] = {}
         """Handle of each backed slot."""
@@ -95,8 +99,10 @@ class Region:
         """Handles that back no slot, by their size."""
         self._held = 0
         self._low = self._high = 0
-        self._grown = False, False
-        """Which ends the latest growth was of: low, high."""
+        self._below, self._above = self._bounds(0, 0)
+        """Slots below the one and from the other on must be backed."""
+        self._grown = 0, 0
+        """Bytes by which the latest growth made each end longer."""
         self._freed = False
         backend.reserve(self._edges[-1])
         try:
@@ -108,13 +114,18 @@ class Region:
             raise
 
     @property
+    def permanent(self) -> int:
+        """Bytes from the bottom that are always backed."""
+        return min(self._edges[self._permanent], self.ceiling)
+
+    @property
     def low(self) -> int:
-        """Bytes that ``step`` has backed from the bottom."""
+        """Bytes that are to be backed from the bottom, the permanent part aside."""
         return self._low
 
     @property
     def high(self) -> int:
-        """Bytes that ``step`` has backed from the top."""
+        """Bytes that are to be backed from the top."""
         return self._high
 
     @property
@@ -132,28 +143,21 @@ class Region:
         self.sweep()
 
     def grow(self, low: int, high: int) -> None:
-        """Back at least these bytes of each end. Raises MemoryError like ``step``."""
+        """Back at least these bytes of each end. Raises MemoryError like ``step``, ValueError for an end that is
+        longer than the range."""
         with self._lock:
             if self._freed:
                 raise RuntimeError("the region has been freed")
+            if not (0 <= low <= self.ceiling and 0 <= high <= self.ceiling):
+                raise ValueError(f"ends of {low} and {high} bytes in a range of {self.ceiling}")
             low, high = max(low, self._low), max(high, self._high)
-            wanted = self._slots(low, high)
-            spare = bool(self._ahead or self._kept_bytes())
-            try:
-                self._back(wanted)
-            except MemoryError:
-                self._trim()
-                if not spare:
-                    raise
-                # The memory that this region held without need may be what is missing.
-                try:
-                    self._back(wanted)
-                except MemoryError:
-                    self._trim()
-                    raise
-            self._ahead.difference_update(wanted)
-            self._grown = low > self._low, high > self._high
-            self._low, self._high = low, high
+            below, above = self._bounds(low, high)
+            # Slots that an end had before are backed already.
+            wanted = {*range(self._below, below), *range(above, self._above)}
+            self._back_or_trim(sorted(wanted))
+            self._ahead -= wanted
+            self._grown = low - self._low, high - self._high
+            self._low, self._high, self._below, self._above = low, high, below, above
 
     def lower(self, low: int, high: int) -> None:
         """Let the ends be no longer than this. ``sweep`` then gives the memory beyond them back."""
@@ -161,23 +165,30 @@ class Region:
             low, high = min(low, self._low), min(high, self._high)
             if (low, high) != (self._low, self._high):
                 self._ahead.clear()
+                self._grown = 0, 0
                 self._low, self._high = low, high
+                self._below, self._above = self._bounds(low, high)
 
     def sweep(self) -> None:
         """Unmap what is backed without need, one handle at a time, so that ``grow`` waits for one at most."""
-        while self._unmap_one():
-            pass
+        with self._lock:
+            found = [slot for slot in self._mapped if self._is_spare(slot)]
+        for slot in found:
+            with self._lock:
+                if slot in self._mapped and self._is_spare(slot):
+                    self._unmap(slot)
 
     def map_ahead(self) -> None:
-        """Map up to ``ahead`` bytes beyond the ends that grew last, as far as there are slots and memory. The lock is
-        held for one handle at a time."""
-        for from_top in (False, True):
-            while self._map_one_ahead(from_top):
+        """Map beyond the ends that grew last as much as they grew by, up to ``ahead`` bytes, as far as there are slots
+        and memory. ``grow`` waits for one handle at most."""
+        for end in (0, 1):
+            while self._map_one_ahead(end):
                 pass
 
     def trim(self) -> None:
         """Give back what is mapped ahead and what is kept for reuse."""
         with self._lock:
+            self._grown = 0, 0
             self._trim()
 
     def free(self) -> None:
@@ -186,16 +197,18 @@ class Region:
             if self._freed:
                 return
             self._freed = True
-            self._low = self._high = 0
             for slot in list(self._mapped):
                 self._unmap(slot)
             self._trim()
             self._backend.free()
 
-    def _map_one_ahead(self, from_top: bool) -> bool:
+    def _map_one_ahead(self, end: int) -> bool:
         with self._lock:
-            slot = self._next_slot(from_top) if self._grown[from_top] else None
-            if slot is None or sum(map(self._size, self._ahead)) + self._size(slot) > self._sizes.ahead:
+            most = min(self._grown[end], self._sizes.ahead)
+            middle = range(self._below, self._above)
+            slot = next((at for at in (reversed(middle) if end else middle) if at not in self._mapped), None)
+            ahead = sum(map(self._size, self._ahead))
+            if self._freed or slot is None or ahead + self._size(slot) > most:
                 return False
             try:
                 self._back([slot])
@@ -209,23 +222,17 @@ class Region:
     def _size(self, slot: int) -> int:
         return self._edges[slot + 1] - self._edges[slot]
 
-    def _slots(self, low: int, high: int) -> list[int]:
-        """Return the slots with bytes of ends of these lengths or of the permanent part."""
+    def _bounds(self, low: int, high: int) -> tuple[int, int]:
+        """Return (below, above): the slots below the one and from the other on hold bytes of ends of these lengths, or
+        of the permanent part."""
         below = max(self._permanent, bisect.bisect_left(self._edges, low))
-        slots = len(self._edges) - 1
-        above = slots if high <= 0 else max(0, bisect.bisect_right(self._edges, self._ceiling - high) - 1)
-        return [*range(min(below, slots)), *range(max(above, below), slots)]
+        above = bisect.bisect_right(self._edges, self.ceiling - high) - 1 if high else self._slots
+        return below, max(above, below)
 
-    def _next_slot(self, from_top: bool) -> int | None:
-        """Return the slot of the middle nearest to this end that is not backed; None: there is none."""
-        if self._freed:
-            return None
-        needed = set(self._slots(self._low, self._high))
-        slots = range(len(self._edges) - 1)
-        middle = (slot for slot in (reversed(slots) if from_top else slots) if slot not in needed)
-        return next((slot for slot in middle if slot not in self._mapped), None)
+    def _is_spare(self, slot: int) -> bool:
+        return self._below <= slot < self._above and slot not in self._ahead
 
-    def _back(self, slots: list[int] | range) -> None:
+    def _back(self, slots: Iterable[int]) -> None:
         """Back all of these slots that are not yet, or none of them."""
         done: list[int] = []
         try:
@@ -246,13 +253,20 @@ class Region:
                 self._unmap(slot)
             raise
 
-    def _unmap_one(self) -> bool:
-        with self._lock:
-            needed = {*self._slots(self._low, self._high), *self._ahead}
-            slot = next((slot for slot in self._mapped if slot not in needed), None)
-            if slot is not None:
-                self._unmap(slot)
-            return slot is not None
+    def _back_or_trim(self, slots: list[int]) -> None:
+        """``_back``, with the memory that this region holds without need if it is what is missing."""
+        spare = bool(self._ahead or self._kept_bytes())
+        try:
+            self._back(slots)
+        except MemoryError:
+            self._trim()
+            if not spare:
+                raise
+            try:
+                self._back(slots)
+            except MemoryError:
+                self._trim()
+                raise
 
     def _unmap(self, slot: int) -> None:
         """Take the memory from a slot, and keep its handle for reuse if it may be."""
@@ -268,7 +282,7 @@ class Region:
         return sum(size * len(handles) for size, handles in self._kept.items())
 
     def _trim(self) -> None:
-        for slot in self._ahead & self._mapped.keys():
+        for slot in self._ahead:
             self._unmap(slot)
         self._ahead.clear()
         for size, handles in self._kept.items():
@@ -290,9 +304,9 @@ def reserve(ceiling_bytes: int, backend: Backend, sizes: RegionSizes | None = No
     return Region(ceiling_bytes, backend, sizes or RegionSizes())
 
 
-def handle_bytes(unit_bytes: int) -> int:
-    """Return the bytes of a handle for units of this size: a unit takes one or a few."""
-    return min(unit_bytes, MOST_OF_HANDLE)
+def handle_bytes(unit_bytes: int, ceiling_bytes: int) -> int:
+    """Return the bytes of a handle for units of this size: a unit takes one or a few, unless it is tiny."""
+    return max(min(unit_bytes, MOST_OF_HANDLE), ceiling_bytes // MOST_HANDLES, 1)
 
 
 def _edges(ceiling: int, granule: int, sizes: RegionSizes) -> list[int]:
