@@ -30,6 +30,8 @@ class Info:
         1,
     )
 
+    device_floor: int | None = None
+
     def __init__(self, tier: TierLayout, chunks: int) -> None:
         self.device_tier, self.device_chunks = tier, chunks
 

@@ -88,8 +88,8 @@ class Sizes:
     num_layers: int
     chunk_bytes: int
     second: SecondGroup | None = None
-    device_grids: tuple[Grid, ...] = ()
-    """Where the pages of each group lie, in a device tier that has units."""
+    device_grid: Grid | None = None
+    """Where the pages of a single group lie in a device tier that has units; None: its pages have all numbers."""
 
     def layers_of(self, group: int) -> int:
         return self.second.num_layers if group and self.second else self.num_layers
@@ -231,8 +231,11 @@ class SwapQueue:
         The tier must have units. Begins those copies out that still wait. All steps so far count: a kernel may read
         pages that it then masks, and that no clock knows.
         """
+        second, single = self._sizes.second, self._sizes.device_grid
+        grids = second.device if second is not None else (single,) if single is not None else ()
+        assert grids, "the device tier has no units"
         tickets, base = {Lane.COMPUTE: self.lines[Lane.COMPUTE].last, Lane.IN: 0, Lane.OUT: 0}, 0
-        for grid in self._sizes.device_grids:
+        for grid in grids:
             # Of both groups: a unit's clocks tell of uses of its bytes by the other group only once it is claimed.
             units = grid.units_in(start, stop)
             if units:
@@ -456,11 +459,8 @@ class SwapQueue:
             limits = self._base(on_host[0]), self._base(on_host[1])
             if not (pairs.min() >= 0 and (pairs.max(axis=0) < limits).all()):
                 return False
-            return all(
-                on_host[end] or grid.is_page(pairs[:, end])
-                for grid in self._sizes.device_grids
-                for end in (0, 1)
-            )
+            grid = self._sizes.device_grid
+            return grid is None or all(on_host[end] or grid.is_page(pairs[:, end]) for end in (0, 1))
         if second is None or group not in (0, 1):
             return False
         if not self._sizes.layers_of(group):

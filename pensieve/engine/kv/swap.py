@@ -246,17 +246,17 @@ def sizes_of(pools: KvTiers) -> Sizes:
     """Return the sizes of a worker's pools."""
     first = pools.groups[0]
     device_pages, host_pages, second = pools.padding_page, first.host.shape[1], None
-    grids: tuple[Grid, ...] = ()
+    single: Grid | None = None
     if isinstance(pools, HybridPools):
-        grids = pools.tiers[0].grids[: len(pools.groups)]
-        device_pages = grids[0].end
+        device, host = (tier.grids for tier in pools.tiers)
+        device_pages = device[0].end
         if len(pools.groups) > 1:
-            device, host = (tier.grids for tier in pools.tiers)
             host_pages, group = host[0].end, pools.kv_groups[1]
             second = SecondGroup(len(group.layers), group.page_bytes, group.window, device, host)
-    return Sizes(
-        device_pages, host_pages, pools.chunk_tokens, len(first.layers), first.page_bytes, second, grids
-    )
+        else:
+            single = device[0]
+    layers = len(first.layers)
+    return Sizes(device_pages, host_pages, pools.chunk_tokens, layers, first.page_bytes, second, single)
 
 
 class SwapEngine:

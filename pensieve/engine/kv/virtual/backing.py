@@ -85,7 +85,7 @@ class Backing:
             except MemoryError as error:
                 low = min(low, max(self.region.low, self.region.permanent))
                 high = min(high, self.region.high)
-                log.warning("the device tier keeps its size: %s", error)
+                log.info("the device tier keeps its size: %s", error)
             self._wanted.append(_Wanted((low, high)))
             return low, high
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import mmap
+import os
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -14,6 +16,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pensieve.engine.kv.virtual import backing as virtual_backing
+from pensieve.engine.kv.virtual.backing import Backing
 from pensieve.engine.kv.virtual.plain import PlainBackend
 from pensieve.engine.kv.virtual.region import (
     LARGE_HANDLE,
@@ -207,6 +211,87 @@ def test_sizes_of_handles() -> None:
     assert handle_bytes(4096, 1 << 30) == (1 << 30) // MOST_HANDLES
 
 
+# -- following plans -------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class FakeMark:
+    reached: bool = False
+
+    def query(self) -> bool:
+        return self.reached
+
+
+@given(room=st.sampled_from([1000, 150]), data=st.data())
+@settings(max_examples=at_length(60, 1500))
+def test_memory_stays_until_the_plans_that_use_it_are_done(room: int, data: st.DataObject) -> None:
+    """What a plan gives up is what the plans before it may still use: it goes when their marks are reached."""
+    backend = FakeBackend(room=room)
+    region = reserve(200, backend, RegionSizes(permanent=20, handle=10))
+    backing = Backing(region, threaded=False)
+    ends, under_way = (0, 0), list[tuple[tuple[int, int], list[FakeMark]]]()
+    for _ in range(data.draw(st.integers(1, 12))):
+        low = data.draw(st.integers(0, 200))
+        high = data.draw(st.integers(0, 200 - low))
+        before, ends = ends, backing.grow(low, high)
+        assert backend.backs(0, max(ends[0], 20)) and backend.backs(200 - ends[1], 200)
+        assert min(low, max(before[0], 20)) <= ends[0] <= low and min(high, before[1]) <= ends[1] <= high
+        marks = [FakeMark() for _ in range(data.draw(st.integers(0, 2)))]
+        under_way.append(((max(before[0], ends[0]), max(before[1], ends[1])), marks))
+        for _, some in under_way:
+            for mark in some:
+                mark.reached |= data.draw(st.booleans())
+        backing.shrink(marks)
+        while under_way and all(mark.reached for mark in under_way[0][1]):
+            del under_way[0]
+        for used in [ends, *(used for used, _ in under_way)]:
+            assert backend.backs(0, max(used[0], 20)) and backend.backs(200 - used[1], 200)
+        if not under_way:
+            assert region.held == backed_bytes(200, 10, 20, *ends)
+    backing.close()
+    assert backend.freed
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    limit = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < limit
+        time.sleep(0.002)
+
+
+def test_a_thread_gives_memory_back_and_maps_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(virtual_backing, "QUIET_S", 0.05)
+    backend = FakeBackend()
+    region = reserve(200, backend, RegionSizes(permanent=20, handle=10, ahead=30, kept=20))
+    backing = Backing(region, threaded=True)
+    assert backing.grow(100, 0) == (100, 0)
+    backing.shrink()
+    wait_for(lambda: 130 in [*backend.created, region.held])
+    wait_for(lambda: region.held == 100)  # nothing has come of it
+    mark = FakeMark()
+    assert backing.grow(20, 0) == (20, 0)
+    backing.shrink([mark])
+    time.sleep(0.1)
+    assert backend.backs(0, 100)
+    mark.reached = True
+    wait_for(lambda: region.held == 20)
+    backing.close()
+    assert backend.freed
+
+
+def test_a_thread_that_fails_is_heard_of() -> None:
+    backend = FakeBackend()
+    backing = Backing(reserve(200, backend, RegionSizes(handle=10)), threaded=True)
+    backing.grow(100, 0)
+    backing.shrink()
+    backend.mapped.pop(90)  # the driver knows better
+    backing.grow(0, 0)
+    backing.shrink()
+    wait_for(lambda: backing._failure is not None)
+    with pytest.raises(RuntimeError, match="could not be given back"):
+        backing.grow(0, 0)
+
+
 # -- plain memory ----------------------------------------------------------------------------------------------------
 
 
@@ -262,9 +347,7 @@ def test_memory_is_given_back_with_the_last_tensor() -> None:
     view.fill_(1)
     assert backend.resident == 4 * PAGE
     del view, backend
-    with pytest.raises(OSError):
-        import os
-
+    with pytest.raises(OSError, match="Bad file"):
         os.fstat(file)
 
 
