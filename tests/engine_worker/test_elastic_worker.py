@@ -3,93 +3,34 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
-from pensieve.core import Sampling
 from pensieve.engine.cache.pages import PageSize
 from pensieve.engine.kv.grid import TierLayout
 from pensieve.engine.kv.hybrid import HybridPools, back_tier
 from pensieve.engine.kv.swap import sizes_of
 from pensieve.engine.kv.virtual.plain import PlainBackend
-from pensieve.engine.plan import Copy, Plan, StepResult
-from pensieve.engine.worker.torch_worker import TorchWorker, build_worker
+from pensieve.engine.plan import Plan
 from pensieve.model.arch import Arch, Layer, StateShape
 from pensieve.model.groups import kv_groups
+from support.engine.elastic_driver import CEILING, FLOOR, backing_of, ends, held, make_elastic, run
 from support.engine.worker_driver import (
     CHUNK,
     EVERYTHING,
     logprobs,
+    make_worker,
     random_tokens,
     reference_logprobs,
-    span,
 )
 from support.lengths import at_length
 from support.model.tiny_arch import make_arch
 
-FLOOR, CEILING = 8, 64
-"""Pages."""
 STATE = StateShape(conv_channels=5, conv_width=4, heads=2, key_dim=3, value_dim=5)
 FULL, WINDOW, RECURRENT = Layer(), Layer(window=8), Layer(attends=False, state=STATE)
-
-
-def make_elastic(folder: Path) -> TorchWorker:
-    from pensieve.config import EngineOptions
-
-    sizes = f"{FLOOR * CHUNK}tokens..{CEILING * CHUNK}tokens"
-    options = EngineOptions(
-        model=str(folder), device="cpu", device_cache=sizes, host_cache="192tokens", chunk_tokens=CHUNK
-    )
-    return build_worker(options)
-
-
-def page(worker: TorchWorker, index: int) -> int:
-    """Number of the page at an index of the tier."""
-    grid = worker.info.device_tier.grids[0]
-    unit, slot = divmod(index, grid.size.unit_pages)
-    return grid.first + unit * grid.stride + slot
-
-
-def ends(worker: TorchWorker, pages: int) -> tuple[int, int]:
-    return pages * worker.info.device_tier.sizes[0].page_bytes, 0
-
-
-def run(
-    worker: TorchWorker,
-    tokens: Sequence[int],
-    part: tuple[int, int],
-    indices: Sequence[int],
-    *,
-    sampling: Sampling | None = None,
-    memory: int | None = None,
-    copies: Sequence[tuple[int, int]] = (),
-    swap_out: Sequence[tuple[int, int]] = (),
-    swap_in: Sequence[tuple[int, int]] = (),
-) -> StepResult:
-    """Run a plan; pages of the device are given by their indices."""
-    spans = (span(tokens, *part, sampling=sampling),) if part[0] < part[1] else ()
-    tables = (np.array([page(worker, index) for index in indices], np.int32),) if spans else ()
-    return worker.run(
-        Plan(
-            0,
-            spans,
-            tables,
-            tuple(Copy(page(worker, src), dst) for src, dst in swap_out),
-            tuple(Copy(page(worker, src), page(worker, dst)) for src, dst in copies),
-            tuple(Copy(src, page(worker, dst)) for src, dst in swap_in),
-            memory=None if memory is None else ends(worker, memory),
-        )
-    )
-
-
-def held(worker: TorchWorker) -> int:
-    assert worker.pools.backing is not None
-    return worker.pools.backing.region.held
 
 
 def test_a_context_moves_down_while_the_tier_shrinks(folder: Path) -> None:
@@ -97,9 +38,10 @@ def test_a_context_moves_down_while_the_tier_shrinks(folder: Path) -> None:
     neither any more after it. Addresses stay."""
     worker, tokens = make_elastic(folder), random_tokens(32)
     assert worker.info.device_floor == ends(worker, FLOOR)[0] == held(worker)
-    address = worker.pools.device.data_ptr()
+    pools = backing_of(worker).region
+    address = pools.tensor.data_ptr()
     assert run(worker, tokens, (0, 0), [], memory=CEILING).memory == ends(worker, CEILING)
-    assert held(worker) == worker.info.device_tier.num_bytes == worker.pools.device.nbytes
+    assert held(worker) == worker.info.device_tier.num_bytes == pools.ceiling
     high = [CEILING - 1, 40, CEILING - 3, 41]
     assert run(worker, tokens, (0, 31), high).memory is None
     moved = [2, 40, 5, 41]
@@ -125,7 +67,7 @@ def test_a_context_moves_down_while_the_tier_shrinks(folder: Path) -> None:
     run(worker, tokens, (0, 0), [], swap_in=[(7, 19), (3, 0), (4, 18)])
     result = run(worker, tokens, (30, 32), [19, 0, 5, 18], sampling=EVERYTHING)
     torch.testing.assert_close(logprobs(result), want[-1], atol=1e-4, rtol=1e-4)
-    assert worker.pools.device.data_ptr() == address
+    assert pools.tensor.data_ptr() == address
     worker.close()
 
 
@@ -160,8 +102,6 @@ def test_memory_that_cannot_be_made(llama: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_tier_of_one_size_refuses_plans_about_memory(llama: Path) -> None:
-    from support.engine.worker_driver import make_worker
-
     worker = make_worker(llama)
     assert worker.pools.backing is None and worker.info.device_floor is None
     with pytest.raises(ValueError, match="step 9: the device tier has one size"):
