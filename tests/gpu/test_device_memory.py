@@ -69,41 +69,42 @@ def test_memory_comes_and_goes_behind_addresses_that_stay() -> None:
 def test_pages_are_saved_before_their_memory_goes(mechanism: str) -> None:
     """Copies out that begin late read memory that the same plan gives up."""
     for seed in range(8):
-        rng = random.Random(seed)
-        shape = Shape.draw(rng)
-        sizes = tuple(
-            replace(size, layer_page_bytes=size.layer_page_bytes << 12) for size in shape.device.sizes
-        )
-        host_sizes = tuple(replace(size, unit_pages=1) for size in sizes)
-        units = sum(size.unit_bytes for size in sizes)
-        shape = replace(shape, device=TierLayout(24 * units, sizes), host=TierLayout(24 * units, host_sizes))
-        pools = make_pools(shape, floor=units)
-        backing = pools.backing
-        assert backing is not None
-        compute = torch.cuda.Stream()
-        swap = make_engine(pools, compute, rng, mechanism=mechanism)
-        half = pools.device.nbytes // 2
-        assert pools.grow(Plan(0, memory=(half, half))) == (half, half)
-        pools.shrink(swap.marks_of(half, half))
-        device, host = (PagePool(tier.num_bytes, tier.sizes) for tier in (shape.device, shape.host))
-        copies = []
-        with torch.cuda.stream(compute):
-            for group, size in enumerate(sizes):
-                for number in range(3 * size.unit_pages if size.layers else 0):
-                    source, target = device.take(group), host.take(group)
-                    pools.groups[group].device[:, source] = 100 * group + number
-                    copies.append((number, Copy(source, target, group)))
-            plan = Plan(1, swap_out=tuple(copy for _, copy in copies), memory=(0, 0))
-            assert pools.grow(plan) == (0, 0)
-            swap.before_step(plan)
-            swap.after_step(plan)
-            pools.shrink(swap.marks_of(0, pools.device.nbytes))
-        soon(lambda: backing.region.held < pools.device.nbytes / 4)
-        swap.drain()
-        for number, copy in copies:
-            assert pools.groups[copy.group].host[:, copy.dst].eq(100 * copy.group + number).all()
-        swap.close()
-        pools.close()
+        save_and_give_back(random.Random(seed), mechanism)
+
+
+def save_and_give_back(rng: random.Random, mechanism: str) -> None:
+    shape = Shape.draw(rng)
+    sizes = tuple(replace(size, layer_page_bytes=size.layer_page_bytes << 12) for size in shape.device.sizes)
+    host_sizes = tuple(replace(size, unit_pages=1) for size in sizes)
+    units = sum(size.unit_bytes for size in sizes)
+    shape = replace(shape, device=TierLayout(24 * units, sizes), host=TierLayout(24 * units, host_sizes))
+    pools = make_pools(shape, floor=units)
+    backing = pools.backing
+    assert backing is not None
+    compute = torch.cuda.Stream()
+    swap = make_engine(pools, compute, rng, mechanism=mechanism)
+    half = pools.device.nbytes // 2
+    assert pools.grow(Plan(0, memory=(half, half))) == (half, half)
+    pools.shrink(swap.marks_of(half, half))
+    device, host = (PagePool(tier.num_bytes, tier.sizes) for tier in (shape.device, shape.host))
+    copies = []
+    with torch.cuda.stream(compute):
+        for group, size in enumerate(sizes):
+            for number in range(3 * size.unit_pages if size.layers else 0):
+                source, target = device.take(group), host.take(group)
+                pools.groups[group].device[:, source] = 100 * group + number
+                copies.append((number, Copy(source, target, group)))
+        plan = Plan(1, swap_out=tuple(copy for _, copy in copies), memory=(0, 0))
+        assert pools.grow(plan) == (0, 0)
+        swap.before_step(plan)
+        swap.after_step(plan)
+        pools.shrink(swap.marks_of(0, pools.device.nbytes))
+    soon(lambda: backing.region.held < pools.device.nbytes / 4)
+    swap.drain()
+    for number, copy in copies:
+        assert pools.groups[copy.group].host[:, copy.dst].eq(100 * copy.group + number).all()
+    swap.close()
+    pools.close()
 
 
 @pytest.fixture
