@@ -5,5 +5,5 @@
 own streams: ``queue`` orders the work, ``timeline`` tracks how far each stream has come, and ``mechanisms`` are the
 ways to move bytes.
 
-May import: core, engine.cache.pages, engine.kv.virtual, engine.plan, kernels, model.
+May import: core, engine.cache.pages, engine.plan, kernels, model.
 """

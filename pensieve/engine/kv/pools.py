@@ -32,7 +32,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from pensieve.engine.kv.virtual.backing import Backing, Mark
+from pensieve.engine.kv.virtual.backing import Backing, UseMark
 from pensieve.engine.plan import Copy, Plan
 from pensieve.kernels import reference
 from pensieve.model.arch import Arch
@@ -242,7 +242,7 @@ class KvTiers:
             raise ValueError(f"step {plan.step}: the device tier has one size")
         return self.backing.grow(*plan.memory)
 
-    def shrink(self, marks: Sequence[Mark] = ()) -> None:
+    def shrink(self, marks: Sequence[UseMark] = ()) -> None:
         """Give back what the plan of the latest ``grow`` does without, once all marks are reached."""
         assert self.backing is not None
         self.backing.shrink(marks)

@@ -22,7 +22,7 @@ from pensieve.model.groups import ALIGNMENT, KvGroup, context_pages
 
 
 @dataclass(frozen=True, slots=True)
-class ElasticTier:
+class DeviceRange:
     """A device tier that grows and shrinks."""
 
     floor: int
@@ -46,7 +46,7 @@ def elastic_tier(
     sizes: ChunkSizes | ContextSizes,
     *,
     on_gpu: bool,
-) -> ElasticTier | None:
+) -> DeviceRange | None:
     """Return the tier of a range, written as ``size``; None when both sides come to the same size. Raises ValueError
     when a side is no size, or the floor is above the ceiling or less than a unit of each group."""
     for group in groups:
@@ -75,7 +75,7 @@ def elastic_tier(
         raise ValueError(f"device cache {size}: the floor {sides[0]} is above the ceiling {sides[1]}")
     if floor == ceiling:
         return None
-    return ElasticTier(floor * sizes.ranks, ceiling * sizes.ranks, TierLayout(ceiling, pages))
+    return DeviceRange(floor * sizes.ranks, ceiling * sizes.ranks, TierLayout(ceiling, pages))
 
 
 def _share(

@@ -19,7 +19,7 @@ from pensieve.engine.kv.grid import TierLayout
 from pensieve.engine.kv.hybrid import HybridPools
 from pensieve.engine.kv.pools import KvPools, KvTiers
 from pensieve.engine.sampling.sampler import workspace_bytes as sampler_bytes
-from pensieve.engine.worker.elastic_sizing import ElasticTier, elastic_tier, refusal
+from pensieve.engine.worker.elastic_sizing import DeviceRange, elastic_tier, refusal
 from pensieve.engine.worker.hybrid_sizing import NO_TIER, ChunkSizes, ContextSizes, explicit_bytes, sizes_for
 from pensieve.machine import memory
 from pensieve.model.arch import DTYPE_BYTES, Arch, StateShape
@@ -269,7 +269,7 @@ def allocate_pools(arch: Arch, info: WorkerInfo) -> KvTiers:
         ) from error
 
 
-def _check_range(size: str, tier: ElasticTier, room: int, most: int) -> None:
+def _check_range(size: str, tier: DeviceRange, room: int, most: int) -> None:
     """Raise ValueError unless the floor fits into ``room``, the memory that is free now, and the ceiling into ``most``,
     what the device has beside weights and workspace."""
     for name, num_bytes, limit in (("floor", tier.floor, room), ("ceiling", tier.ceiling, most)):

@@ -35,7 +35,7 @@ Ends = tuple[int, int]
 """Bytes from the bottom and from the top of the region."""
 
 
-class Mark(Protocol):
+class UseMark(Protocol):
     """A point in a stream's work; a ``torch.cuda.Event`` is one."""
 
     def query(self) -> bool:
@@ -48,7 +48,7 @@ class _Wanted:
     """What one plan asked for."""
 
     ends: Ends
-    marks: Sequence[Mark] | None = None
+    marks: Sequence[UseMark] | None = None
     """None: the plan is not queued yet."""
 
     def is_done(self) -> bool:
@@ -89,7 +89,7 @@ class Backing:
             self._wanted.append(_Wanted((low, high)))
             return low, high
 
-    def shrink(self, marks: Sequence[Mark] = ()) -> None:
+    def shrink(self, marks: Sequence[UseMark] = ()) -> None:
         """Give back what lies beyond the ends of the latest ``grow``, once all marks are reached."""
         with self._changed:
             self._wanted[-1].marks = marks
