@@ -105,6 +105,11 @@ def run_and_give_back(seed: int, ignored: Lane | None = None) -> bool:
     for step in range(10):
         rig.launch(rig.planner.make(step))
         rig.lanes.pass_time(rig.rng.choice([0, 3, 30]))
+    if seed % 2:
+        # Copies alone: the compute stream does not wait for them.
+        plan = rig.planner.make(10)
+        rig.lanes.pass_time()
+        rig.launch(Plan(10, swap_out=plan.swap_out, swap_in=plan.swap_in))
     start, stop = sorted(rig.rng.randrange(rig.shape.device.num_bytes // 16 + 1) * 16 for _ in range(2))
     marks = rig.queue.marks_of(start, stop)
     if ignored is not None:
