@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import random
 import subprocess
 import sys
 import textwrap
@@ -101,18 +102,13 @@ def backed_bytes(ceiling: int, slot: int, permanent: int, low: int, high: int) -
     return total
 
 
-sizes = st.integers(1, 200)
-
-
-@given(
-    ceiling=sizes, slot=st.integers(1, 40), permanent=st.integers(0, 250), kept=st.integers(0, 90),
-    ahead=st.integers(0, 90), room=st.integers(0, 500), data=st.data(),
-)  # fmt: skip
-@settings(max_examples=at_length(150, 3000))
-def test_steps_follow_a_model(
-    ceiling: int, slot: int, permanent: int, kept: int, ahead: int, room: int, data: st.DataObject
-) -> None:
+@given(seed=st.integers(0, 10**9))
+@settings(max_examples=at_length(100, 3000))
+def test_steps_follow_a_model(seed: int) -> None:
     """Random steps, with memory that runs out: what is asked for is backed, and nothing else but what may be kept."""
+    rng = random.Random(seed)
+    ceiling, slot, permanent, room = (rng.randint(*ends) for ends in ((1, 200), (1, 40), (0, 250), (0, 500)))
+    kept, ahead = (rng.choice([0, rng.randint(0, 90)]) for _ in range(2))
     backend = FakeBackend(room=room)
     wanted = RegionSizes(permanent, slot, ahead, kept)
     if room < backed_bytes(ceiling, slot, permanent, 0, 0):
@@ -121,9 +117,9 @@ def test_steps_follow_a_model(
         assert backend.freed
         return
     region = reserve(ceiling, backend, wanted)
-    for _ in range(data.draw(st.integers(1, 12))):
+    for _ in range(12):
         before = region.low, region.high
-        low, high = data.draw(st.integers(0, ceiling)), data.draw(st.integers(0, ceiling))
+        low, high = rng.randint(0, ceiling), rng.randint(0, ceiling)
         # Both are backed for a moment.
         grown = max(low, region.low), max(high, region.high)
         if backed_bytes(ceiling, slot, permanent, *grown) <= room:
@@ -133,13 +129,13 @@ def test_steps_follow_a_model(
                 region.step(low, high)
             low, high = before
         assert (region.low, region.high) == (low, high)
-        if data.draw(st.booleans()):
+        if rng.random() < 0.5:
             region.map_ahead()
         least = backed_bytes(ceiling, slot, permanent, low, high)
         assert backend.backs(0, min(ceiling, max(low, permanent, 1)))
         assert backend.backs(ceiling - high, ceiling)
         assert least <= region.held == sum(backend.handles.values()) <= min(least + kept + ahead, room)
-        if data.draw(st.booleans()):
+        if rng.random() < 0.5:
             region.trim()
             assert region.held == least == sum(size for size, _ in backend.mapped.values())
     region.free()
@@ -222,25 +218,26 @@ class FakeMark:
         return self.reached
 
 
-@given(room=st.sampled_from([1000, 150]), data=st.data())
+@given(seed=st.integers(0, 10**9))
 @settings(max_examples=at_length(60, 1500))
-def test_memory_stays_until_the_plans_that_use_it_are_done(room: int, data: st.DataObject) -> None:
+def test_memory_stays_until_the_plans_that_use_it_are_done(seed: int) -> None:
     """What a plan gives up is what the plans before it may still use: it goes when their marks are reached."""
-    backend = FakeBackend(room=room)
+    rng = random.Random(seed)
+    backend = FakeBackend(room=rng.choice([1000, 150]))
     region = reserve(200, backend, RegionSizes(permanent=20, handle=10))
     backing = Backing(region, threaded=False)
     ends, under_way = (0, 0), list[tuple[tuple[int, int], list[FakeMark]]]()
-    for _ in range(data.draw(st.integers(1, 12))):
-        low = data.draw(st.integers(0, 200))
-        high = data.draw(st.integers(0, 200 - low))
+    for _ in range(12):
+        low = rng.randint(0, 200)
+        high = rng.randint(0, 200 - low)
         before, ends = ends, backing.grow(low, high)
         assert backend.backs(0, max(ends[0], 20)) and backend.backs(200 - ends[1], 200)
         assert min(low, max(before[0], 20)) <= ends[0] <= low and min(high, before[1]) <= ends[1] <= high
-        marks = [FakeMark() for _ in range(data.draw(st.integers(0, 2)))]
+        marks = [FakeMark() for _ in range(rng.randint(0, 2))]
         under_way.append(((max(before[0], ends[0]), max(before[1], ends[1])), marks))
         for _, some in under_way:
             for mark in some:
-                mark.reached |= data.draw(st.booleans())
+                mark.reached |= rng.random() < 0.4
         backing.shrink(marks)
         while under_way and all(mark.reached for mark in under_way[0][1]):
             del under_way[0]
@@ -318,15 +315,17 @@ def test_plain_memory_comes_and_goes() -> None:
     region.free()
 
 
-@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), min_size=1, max_size=10))
+@given(seed=st.integers(0, 10**9))
 @settings(max_examples=at_length(30, 500))
-def test_plain_memory_keeps_its_bytes(steps: list[tuple[int, int]]) -> None:
+def test_plain_memory_keeps_its_bytes(seed: int) -> None:
     """Bytes of an end that stays are never those of another place of the file."""
+    rng = random.Random(seed)
     region, backend = plain(40, permanent=3, handle=3, kept=6)
     model = torch.zeros(40, dtype=torch.uint8)
     values = region.tensor.view(40, PAGE)
     was = set(range(3))
-    for number, (low, high) in enumerate(steps, 1):
+    for number in range(10):
+        low, high = rng.randint(0, 40), rng.randint(0, 40)
         region.step(low * PAGE, high * PAGE)
         now = {*range(max(low, 3)), *range(40 - high, 40)}
         for page in sorted(now & was):

@@ -39,7 +39,7 @@ class PlanFrame(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
     """int32: all window tables, concatenated: none, or as many and as long as the page tables."""
     chains: bytes
     """int64 [C, 6]: the fields of each chain."""
-    memory: tuple[int, int] | None
+    memory: tuple[int, int] | None = None
 
 
 class StopFrame(msgspec.Struct, frozen=True, array_like=True, tag="leave"):
