@@ -127,9 +127,10 @@ def resolve_device(options: EngineOptions, arch: Arch) -> Placement:
         dtype = "float32" if device == "cpu" else arch.dtype if arch.dtype in _HALF else "bfloat16"
     if options.chunk_tokens < 1:
         raise ValueError(f"chunk tokens {options.chunk_tokens}: at least 1")
-    for size in (*(device_range(options.device_cache) or (options.device_cache,)), options.host_cache):
-        if size != AUTO:
-            parse_cache_size(size, 1)  # refuse an invalid size before the weights are read
+    sides = device_range(options.device_cache)
+    sizes = [size for size in (options.device_cache, options.host_cache) if size != AUTO]
+    for size in (*sides, *sizes[1:]) if sides is not None else sizes:
+        parse_cache_size(size, 1)  # refuse an invalid size before the weights are read
     limit = options.context_limit or arch.context_limit
     if limit > arch.context_limit:
         raise ValueError(f"context limit {limit}: this model takes at most {arch.context_limit} tokens")
