@@ -20,7 +20,7 @@ from pensieve.engine.kv.pools import GroupPages, KvTiers, PinnedMemory, untouche
 from pensieve.engine.kv.virtual.backing import Backing
 from pensieve.engine.kv.virtual.driver import DriverBackend
 from pensieve.engine.kv.virtual.plain import PlainBackend
-from pensieve.engine.kv.virtual.region import RegionSizes, handle_bytes, reserve
+from pensieve.engine.kv.virtual.region import Backend, RegionSizes, handle_bytes, reserve
 from pensieve.model.arch import Arch
 from pensieve.model.groups import ALIGNMENT, KvGroup, conv_bytes, state_shape
 
@@ -149,7 +149,7 @@ def back_tier(tier: TierLayout, floor: int, device: torch.device) -> Backing:
         ahead=ONE_STEP if on_gpu else 0,
         kept=ONE_STEP if on_gpu else 0,
     )
-    backend = DriverBackend(device) if on_gpu else PlainBackend()
+    backend: Backend = DriverBackend(device) if on_gpu else PlainBackend()
     return Backing(reserve(tier.num_bytes, backend, sizes), threaded=on_gpu)
 
 

@@ -232,7 +232,9 @@ class SwapQueue:
         pages that it then masks, and that no clock knows.
         """
         second, single = self._sizes.second, self._sizes.device_grid
-        grids = second.device if second is not None else (single,) if single is not None else ()
+        grids: tuple[Grid, ...] = () if second is None else second.device
+        if single is not None:
+            grids = (single,)
         assert grids, "the device tier has no units"
         tickets, base = {Lane.COMPUTE: self.lines[Lane.COMPUTE].last, Lane.IN: 0, Lane.OUT: 0}, 0
         for grid in grids:

@@ -245,7 +245,8 @@ class SwapCounters:
 def sizes_of(pools: KvTiers) -> Sizes:
     """Return the sizes of a worker's pools."""
     first = pools.groups[0]
-    device_pages, host_pages, second = pools.padding_page, first.host.shape[1], None
+    device_pages, host_pages = pools.padding_page, first.host.shape[1]
+    second: SecondGroup | None = None
     single: Grid | None = None
     if isinstance(pools, HybridPools):
         device, host = (tier.grids for tier in pools.tiers)

@@ -221,7 +221,8 @@ def tier_sizes(
     sizes = sizes_for(groups, options.chunk_tokens, placement.context_limit, ranks=ranks, on_gpu=on_gpu)
     kept = ranks * workspace_bytes(arch, placement, cuda_graphs=options.cuda_graphs) if on_gpu else 0
     device_free = ranks * free.device if on_gpu else free.device
-    sides, tier, size = device_range(options.device_cache), None, options.device_cache
+    sides, size = device_range(options.device_cache), options.device_cache
+    tier: DeviceRange | None = None
     if sides is not None:
         tier, size = elastic_tier(size, sides, groups, sizes, on_gpu=on_gpu), sides[1]
     if tier is not None:
