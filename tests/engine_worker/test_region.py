@@ -165,8 +165,10 @@ def test_memory_that_is_held_without_need_is_used_first() -> None:
     assert region.held == 40  # as much ahead as the end has grown by
     region.step(10, 20)
     assert region.held == 40 and backend.backs(80, 100)
-    region.step(40, 0)
-    assert backend.backs(0, 40) and region.held == 40
+    region.step(0, 30)
+    assert region.held == 40 and backend.backs(70, 100)
+    region.trim()
+    assert region.held == 40
 
 
 def test_kept_handles_are_used_again() -> None:
