@@ -43,6 +43,7 @@ def build_engine(options: EngineOptions) -> Engine:
             f"device cache {options.device_cache}: it holds no context of this model; give more, for example "
             f"--device-cache {info.context_limit}tokens"
         )
+    device_floor = info.device_tier.num_bytes if info.device_floor is None else info.device_floor
     ready = EngineReady(
         context_limit=scheduler.context_limit,
         model_context_limit=info.context_limit,
@@ -55,6 +56,9 @@ def build_engine(options: EngineOptions) -> Engine:
         uses_hints=uses_hints(options),
         device_bytes=info.device_tier.num_bytes * info.ranks if len(info.groups) > 1 else 0,
         host_bytes=info.host_tier.num_bytes * info.ranks if len(info.groups) > 1 else 0,
+        device_floor=device_floor * info.ranks,
+        device_ceiling=info.device_tier.num_bytes * info.ranks,
+        elastic_refusal=info.elastic_refusal,
     )
     log.info("%s", report(worker.arch, info))
     return Engine(scheduler, worker, ready, overlapped=options.overlapped and info.device == "cuda")
@@ -67,6 +71,8 @@ def uses_hints(options: EngineOptions) -> bool:
 
 def cache_config(options: EngineOptions, info: WorkerInfo) -> CacheConfig:
     """The cache's part of the options, sizes in chunks."""
+    elastic = info.device_floor is not None
+    in_bytes = elastic or len(info.groups) > 1
     return CacheConfig(
         device_chunks=info.device_chunks,
         host_chunks=info.host_chunks,
@@ -75,9 +81,10 @@ def cache_config(options: EngineOptions, info: WorkerInfo) -> CacheConfig:
         swap_watermark=options.swap_watermark,
         decode_reserve=options.decode_reserve,
         prefix_sharing=options.prefix_sharing and not options.stateless,
-        groups=cache_groups(info.groups, info.device_tier),
-        device_bytes=info.device_tier.num_bytes if len(info.groups) > 1 else None,
-        host_bytes=info.host_tier.num_bytes if len(info.groups) > 1 else None,
+        groups=cache_groups(info.groups, info.device_tier, elastic=elastic),
+        device_bytes=info.device_tier.num_bytes if in_bytes else None,
+        host_bytes=info.host_tier.num_bytes if in_bytes else None,
+        device_floor_bytes=info.device_floor,
     )
 
 

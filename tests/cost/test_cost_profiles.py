@@ -53,6 +53,7 @@ class Info:
     context_limit: int = 4096
     max_batch_tokens: int = 256
     ranks: int = 1
+    device_floor: int | None = None
 
 
 class Worker(SynchronousWorker):

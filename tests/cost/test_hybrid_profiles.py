@@ -7,9 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pensieve.engine.cost.profiles import prober, quick_points
+from pensieve.core import RequestKey
+from pensieve.engine.cache.pages import PageSize
+from pensieve.engine.cost.profiles import ElasticPages, prober, quick_points
 from pensieve.engine.kv.grid import TierLayout
-from pensieve.engine.plan import NO_PAGE, Plan, Sampled, StepResult, SynchronousWorker
+from pensieve.engine.plan import NO_PAGE, Plan, Sampled, Span, StepResult, SynchronousWorker
 from pensieve.engine.worker.hybrid_sizing import ContextSizes
 from pensieve.engine.worker.spans import SpanColumns
 from pensieve.model.arch import Layer, StateShape
@@ -29,6 +31,8 @@ class Info:
         512,
         1,
     )
+
+    device_floor: int | None = None
 
     def __init__(self, tier: TierLayout, chunks: int) -> None:
         self.device_tier, self.device_chunks = tier, chunks
@@ -87,3 +91,31 @@ def test_a_quick_measurement() -> None:
     worker = Worker(WINDOW, FULL)
     points = quick_points(worker, seconds=1000.0, clock=lambda: worker.now)
     assert [point.context for point in points] == [32, 128, 512, 2048]
+
+
+@pytest.mark.parametrize("place", ["one group", "window", "state", "states alone"])
+def test_pages_of_an_elastic_tier_have_their_memory_backed(place: str) -> None:
+    layers = {
+        "one group": (Layer(), Layer()),
+        "window": (Layer(), Layer(window=64), Layer(window=64)),
+        "state": (Layer(), Layer(attends=False, state=STATE)),
+        "states alone": (Layer(attends=False, state=STATE),),
+    }[place]
+    groups = kv_groups(make_arch(*layers), CHUNK, "float32")
+    sizes = tuple(PageSize(len(group.layers), group.layer_page_bytes, 3) for group in groups)
+    tier = TierLayout(48 * sum(size.unit_bytes for size in sizes), sizes)
+    pages = ElasticPages(groups, tier, CHUNK)
+    for step, (start, end) in enumerate([(0, 32), (32, 256), (256, 500), (480, 512)]):
+        plan = pages.plan(step, Span(RequestKey(1), start, np.zeros(end - start, np.int32), 0))
+        assert plan.memory is not None
+        low, high = plan.memory
+        first, second = tier.grids
+        if groups[0].layers:
+            assert first.is_page(plan.page_tables[0])
+            last = first.address(int(plan.page_tables[0].max()), len(groups[0].layers) - 1)
+            assert last + groups[0].layer_page_bytes <= low < last + 2 * sizes[0].unit_bytes
+        used = [*plan.window_tables, *(np.array([chain.live]) for chain in plan.chains)]
+        assert len(used) == len(groups) - 1 and (high == 0) == (not used)
+        for numbers in used:
+            assert second.is_page(numbers)
+            assert second.address(int(numbers.min())) >= tier.num_bytes - high

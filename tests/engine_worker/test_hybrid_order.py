@@ -17,7 +17,7 @@ from pensieve.engine.kv.queue import SwapQueue
 from pensieve.engine.kv.timeline import Lane
 from pensieve.engine.plan import Copy, Plan, Span
 from support.engine.hybrid_lanes import HybridLanes
-from support.engine.hybrid_plans import WORD, Memory, Planner, Shape, Values, tiers, work_of
+from support.engine.hybrid_plans import VALUE_BYTES, WORD, Memory, Planner, Shape, Values, tiers, work_of
 from support.lengths import at_length
 
 IN, OUT, COMPUTE = Lane.IN, Lane.OUT, Lane.COMPUTE
@@ -97,6 +97,45 @@ def test_plans_take_effect_one_after_the_other(seed: int, pipelined: bool) -> No
     assert rig.run()
     lines = rig.queue.lines
     assert rig.queue.backlog == 0 and not any(line.busy or line.queued_bytes for line in lines.values())
+
+
+def run_and_give_back(seed: int, ignored: Lane | None = None) -> bool:
+    """Some plans, then a part of the device tier goes as soon as its marks are reached: what no plan used any more."""
+    rig = Rig(seed)
+    for step in range(10):
+        rig.launch(rig.planner.make(step))
+        rig.lanes.pass_time(rig.rng.choice([0, 3, 30]))
+    if seed % 2:
+        # Copies alone: the compute stream does not wait for them.
+        plan = rig.planner.make(10)
+        rig.lanes.pass_time()
+        rig.launch(Plan(10, swap_out=plan.swap_out, swap_in=plan.swap_in))
+    start, stop = sorted(rig.rng.randrange(rig.shape.device.num_bytes // 16 + 1) * 16 for _ in range(2))
+    marks = rig.queue.marks_of(start, stop)
+    if ignored is not None:
+        known = [work.end for work in rig.queue.lines[ignored]._works]
+        marks = [mark for mark in marks if all(mark is not end for end in known)]
+    for _ in range(100_000):
+        if all(mark.query() for mark in marks):
+            break
+        rig.lanes.pass_time(1)
+    else:
+        raise AssertionError("the marks are never reached")
+    for memory in (rig.lanes.memory, rig.oracle):
+        memory.device[start // VALUE_BYTES : stop // VALUE_BYTES] = -1
+    rig.finish()
+    return rig.right()
+
+
+@settings(max_examples=at_length(60, 1000))
+@given(seed=st.integers(0, 10**9))
+def test_memory_goes_after_its_last_use(seed: int) -> None:
+    assert run_and_give_back(seed)
+
+
+@pytest.mark.parametrize("lane", Lane, ids=lambda lane: lane.value)
+def test_memory_waits_for_each_lane(lane: Lane) -> None:
+    assert any(not run_and_give_back(seed, lane) for seed in range(60))
 
 
 EDGES = [(IN, COMPUTE), (IN, OUT), (OUT, COMPUTE), (OUT, IN), (COMPUTE, OUT), (COMPUTE, IN)]

@@ -65,6 +65,18 @@ def test_results_are_those_of_all_ranks() -> None:
         assert [plan and plan.step for plan in heard] == [5, 6, None]
 
 
+def test_memory_is_what_all_ranks_have() -> None:
+    ring, scripted = SharedRing.create(2), Scripted(StepResult(memory=(100, 20)))
+    readers = [RingReader(ring, number, spin_s=0.0) for number in range(2)]
+    leader = leading(scripted, ring)
+    readers[0].report_memory((100, 10))
+    readers[1].report_memory((90, 20))
+    assert leader.run(Plan(1, memory=(100, 20))).memory == (90, 10)
+    for reader in readers:
+        plan = decode(reader.receive(1.0) or b"")
+        assert plan is not None and plan.memory == (100, 20)
+
+
 def test_after_a_failure_nobody_is_waited_for() -> None:
     ring, scripted = SharedRing.create(1), Scripted(None)
     leader = leading(scripted, ring)

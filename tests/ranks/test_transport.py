@@ -54,6 +54,7 @@ PLANS = {
         (np.array([9, 8], np.int32), np.array([0, 3, 1], np.int32)),
         chains=(Chain(0, 1, NO_PAGE, 7, 4, 2**30), Chain(2, 2, 3, NO_PAGE, 0, 3)),
     ),
+    "memory": Plan(6, memory=(0, 2**40)),
 }
 
 
@@ -72,7 +73,7 @@ def test_a_plan_arrives_as_it_was_but_for_how_tokens_are_chosen(name: str) -> No
     assert [table.tolist() for table in found.window_tables] == [
         table.tolist() for table in plan.window_tables
     ]
-    assert found.chains == plan.chains
+    assert found.chains == plan.chains and found.memory == plan.memory
     for span, was in zip(found.spans, plan.spans, strict=True):
         assert (span.request, span.start, span.page_table, span.stores) == (
             was.request,
@@ -117,6 +118,25 @@ def test_every_reader_gets_every_message_in_order() -> None:
         thread.join(30)
     assert heard == [sent, sent, sent]
     assert writer.max_backlog() == 20
+    ring.close()
+
+
+def test_answers_about_memory_are_told_apart() -> None:
+    """The least of all readers, plan by plan; a reader may be ahead of the writer."""
+    ring = SharedRing.create(2)
+    writer, (one, two) = RingWriter(ring, spin_s=0.0), [RingReader(ring, at, spin_s=0.0) for at in (0, 1)]
+    one.report_memory((5, 2**47))
+    one.report_memory((6, 1))
+    assert ring.memory(1, 1) is None
+    two.report_memory((7, 3))
+    assert writer.least_memory() == (5, 3)
+    two.report_memory((0, 4))
+    assert writer.least_memory() == (0, 1)
+    for number in range(3 * rings.ANSWERS):
+        one.report_memory((number, number))
+        two.report_memory((9, 9))
+        assert writer.least_memory() == (min(number, 9), min(number, 9))
+    assert one._answered == two._answered == writer._asked and ring.backlog(0) == ring.taken(1) == 0
     ring.close()
 
 

@@ -22,7 +22,7 @@ import platform
 import re
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -30,7 +30,7 @@ import numpy as np
 
 from pensieve.config import EngineOptions
 from pensieve.core import RequestKey, Sampling, TokenArray
-from pensieve.engine.cache.pages import PagePool
+from pensieve.engine.cache.pages import PagePool, PageSize
 from pensieve.engine.cost.model import FORMAT, CostModel, CostProfileError
 from pensieve.engine.kv.grid import TierLayout
 from pensieve.engine.plan import NO_PAGE, Chain, Plan, SampleSpec, Span, StepWorker
@@ -71,6 +71,8 @@ class Info(Protocol):
     def ranks(self) -> int: ...
     @property
     def device_tier(self) -> TierLayout: ...
+    @property
+    def device_floor(self) -> int | None: ...
 
 
 class ProbedWorker(StepWorker, Protocol):
@@ -124,6 +126,28 @@ class HybridPages:
         # Pages that the window has left behind are used again.
         window = np.resize(np.array(self._second, dtype=np.int32), chunks)
         return Plan(step, (span,), (table,), window_tables=(window,))
+
+
+class ElasticPages(HybridPages):
+    """The same in an elastic tier: each plan has the memory of its pages backed."""
+
+    def __init__(self, groups: tuple[KvGroup, ...], tier: TierLayout, chunk_tokens: int) -> None:
+        # A single group's pages lie in units too.
+        none = KvGroup("window", (), 0, 1)
+        sizes = tier.sizes if len(groups) > 1 else (*tier.sizes, PageSize(0, 0, 1))
+        super().__init__((*groups, none)[:2], TierLayout(tier.num_bytes, sizes), chunk_tokens)
+        self._single = len(groups) == 1
+
+    def plan(self, step: int, span: Span) -> Plan:
+        """See ``HybridPages.plan``."""
+        plan = super().plan(step, span)
+        ends = [
+            -(-used // size.unit_pages) * size.unit_bytes
+            for used, size in zip((len(self._first), len(self._second)), self._pool.groups, strict=True)
+        ]
+        return replace(
+            plan, memory=(ends[0], ends[1]), window_tables=() if self._single else plan.window_tables
+        )
 
 
 class Prober:
@@ -193,7 +217,10 @@ def prober(worker: ProbedWorker, clock: Callable[[], float] = time.perf_counter)
         )
     fill, pages = min(FILL_TOKENS, info.max_batch_tokens), None
     groups = kv_groups(worker.arch, info.chunk_tokens, info.dtype)
-    if len(groups) > 1:
+    if info.device_floor is not None:
+        fill = min(fill, LEAST_SPAN)
+        pages = ElasticPages(groups, info.device_tier, info.chunk_tokens)
+    elif len(groups) > 1:
         fill = min(fill, LEAST_SPAN)
         pages = HybridPages(groups, info.device_tier, info.chunk_tokens)
     return Prober(

@@ -1,8 +1,9 @@
 """A worker's KV memory: the two pools, and the copies between them that run alongside the model.
 
-``pools`` holds the memory, ``hybrid`` that of models with two KV groups, whose pages lie as ``grid`` says. On a GPU
-``swap`` does the copies, on its own streams: ``queue`` orders the work, ``timeline`` tracks how far each stream has
-come, and ``mechanisms`` are the ways to move bytes.
+``pools`` holds the memory, ``hybrid`` that of models with two KV groups and of elastic tiers, whose pages lie as
+``grid`` says; ``virtual`` makes the memory of an elastic tier come and go. On a GPU ``swap`` does the copies, on its
+own streams: ``queue`` orders the work, ``timeline`` tracks how far each stream has come, and ``mechanisms`` are the
+ways to move bytes.
 
 May import: core, engine.cache.pages, engine.plan, kernels, model.
 """

@@ -1,4 +1,4 @@
-"""Where the pages of two KV groups lie in a tier, and which group used each unit last. No torch.
+"""Where pages lie in a tier that has units, and which KV group used each unit last. No torch.
 
 ``pensieve.engine.cache.pages`` numbers the pages: number n of a group begins n layer pages into the group's *grid*, and
 the page's layer l lies ``l * U`` layer pages further, for units of U pages.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,10 @@ from pensieve.model.groups import ALIGNMENT
 
 Indices = npt.NDArray[np.integer[Any]]
 """Page numbers of one group, or indices of pages in a clock."""
+
+
+NO_PAGES: Final = PageSize(0, 0, 0)
+"""Of a group that does not exist."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +90,7 @@ class TierLayout:
 
     num_bytes: int
     sizes: tuple[PageSize, ...]
-    """One for each KV group. A tier of one group is one unit."""
+    """One for each KV group. A tier of one group is one unit, unless it is elastic."""
 
     def __post_init__(self) -> None:
         if self.num_bytes % ALIGNMENT and len(self.sizes) > 1:
@@ -94,8 +98,8 @@ class TierLayout:
 
     @property
     def grids(self) -> tuple[Grid, Grid]:
-        """The grids of both groups of a tier that has two."""
-        first, second = self.sizes
+        """The grids of both groups of a tier; the second has no pages if there is only one."""
+        first, second = self.sizes if len(self.sizes) > 1 else (self.sizes[0], NO_PAGES)
         return (
             Grid.in_tier(self.num_bytes, first, from_top=False),
             Grid.in_tier(self.num_bytes, second, from_top=True),

@@ -1,5 +1,8 @@
 """The two pools of a model with two KV groups: one buffer per tier, in which pages of both groups lie.
 
+The pools of an elastic device tier are of this kind with one KV group too: its pages lie in units there. In the host
+tier they lie as in ``pools.KvPools``.
+
 ``grid`` says where. A layer's view of its group's pages begins where the layer does in the first unit, and its page
 stride is one layer page, so kernels use page numbers as with one group. All views of a tier overlap: the cache manager
 hands each byte to one page at a time.
@@ -8,20 +11,28 @@ hands each byte to one page at a time.
 from __future__ import annotations
 
 import math
+from typing import Final
 
 import torch
 
 from pensieve.engine.kv.grid import Grid, TierLayout
 from pensieve.engine.kv.pools import GroupPages, KvTiers, PinnedMemory, untouched_zeros
+from pensieve.engine.kv.virtual.backing import Backing
+from pensieve.engine.kv.virtual.driver import DriverBackend
+from pensieve.engine.kv.virtual.plain import PlainBackend
+from pensieve.engine.kv.virtual.region import Backend, RegionSizes, handle_bytes, reserve
 from pensieve.model.arch import Arch
 from pensieve.model.groups import ALIGNMENT, KvGroup, conv_bytes, state_shape
 
 WORD = torch.int64
 """Copies move pages as words of this type."""
+ONE_STEP: Final = 256 << 20
+"""Bytes of device memory that are mapped ahead at most, and that are kept for reuse: some units, as many as one plan
+moves."""
 
 
 class HybridPools(KvTiers):
-    """The memory of both tiers of a model with two KV groups."""
+    """The memory of both tiers of a model with two KV groups, or with an elastic device tier."""
 
     def __init__(
         self,
@@ -32,9 +43,13 @@ class HybridPools(KvTiers):
         chunk_tokens: int,
         dtype: torch.dtype,
         device: torch.device,
+        floor: int | None = None,
     ) -> None:
         """Allocate both pools, zeroed, as large as ``tiers`` (device, host) say: layer pages are multiples of 16
-        bytes. Raises RuntimeError when memory runs out.
+        bytes. Raises RuntimeError or MemoryError when memory runs out.
+
+        ``floor``: bytes of the device tier that are backed at least. The tier is then elastic: ``backing`` says how
+        much of it is, and new memory may hold anything. None: all of it is.
 
         In plain memory, the operating system provides and zeroes each page when a slice first writes to it.
         """
@@ -42,8 +57,15 @@ class HybridPools(KvTiers):
         on_gpu = device.type == "cuda"
         pinned: PinnedMemory | None = None
         device_bytes, host_bytes = (_aligned(tier.num_bytes) for tier in tiers)
-        if on_gpu:
+        backing: Backing | None = None
+        if floor is not None:
+            backing = back_tier(tiers[0], floor, device)
+            self.device = backing.region.tensor
+        elif on_gpu:
             self.device = torch.zeros(device_bytes, dtype=torch.uint8, device=device)
+        else:
+            self.device = untouched_zeros((device_bytes,), torch.uint8)
+        if on_gpu:
             # A copy must not straddle two registrations. So they begin where a layer page of either group does, if
             # both grids begin at byte 0, and else there is only one.
             unit = math.lcm(*(group.layer_page_bytes for group in groups if group.layers))
@@ -52,7 +74,6 @@ class HybridPools(KvTiers):
             pinned = PinnedMemory(host_bytes, unit=unit)
             self.host = pinned.tensor
         else:
-            self.device = untouched_zeros((device_bytes,), torch.uint8)
             self.host = untouched_zeros((host_bytes,), torch.uint8)
         grids = [tier.grids for tier in tiers]
         pages = tuple(
@@ -64,6 +85,10 @@ class HybridPools(KvTiers):
                 max(1, grids[1][number].stride),
                 grids[1][number].first,
             )
+            if len(groups) > 1
+            else GroupPages(
+                group.layers, group.page_bytes, _runs(self.device, grids[0][0]), _chunks(self.host, group)
+            )
             for number, group in enumerate(groups)
         )
         super().__init__(
@@ -73,6 +98,7 @@ class HybridPools(KvTiers):
             padding_page=0,
             pinned=pinned,
         )
+        self.backing = backing
         self._attention: dict[int, torch.Tensor] = {}
         self._states: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         kv_shape = (2, arch.num_kv_heads, chunk_tokens, arch.head_dim)
@@ -99,11 +125,32 @@ class HybridPools(KvTiers):
 
     def in_window_group(self, layer: int) -> bool:
         """See ``KvTiers.in_window_group``."""
-        return self.kv_groups[1].kind == "window" and layer in self.kv_groups[1].layers
+        return any(group.kind == "window" and layer in group.layers for group in self.kv_groups[1:])
 
     def state(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``KvTiers.state``."""
         return self._states[layer]
+
+
+def back_tier(tier: TierLayout, floor: int, device: torch.device) -> Backing:
+    """Reserve the buffer of an elastic device tier, and back its permanent part. Raises MemoryError.
+
+    Page 0 of each group is permanent, at whatever byte its layers lie: unused entries of page tables name it. With one
+    group the floor is permanent too; with two, either end may need it.
+    """
+    on_gpu = device.type == "cuda"
+    units = [size.unit_bytes for size in tier.sizes if size.unit_bytes]
+    # The last layer of a page 0 lies within a unit of the start of its grid.
+    first = max(grid.address(grid.size.unit_pages * grid.size.layers) for grid in tier.grids if grid.units)
+    permanent = min(max(first, floor if len(tier.sizes) == 1 else 0), tier.num_bytes)
+    sizes = RegionSizes(
+        permanent,
+        handle_bytes(min(units), tier.num_bytes),
+        ahead=ONE_STEP if on_gpu else 0,
+        kept=ONE_STEP if on_gpu else 0,
+    )
+    backend: Backend = DriverBackend(device) if on_gpu else PlainBackend()
+    return Backing(reserve(tier.num_bytes, backend, sizes), threaded=on_gpu)
 
 
 def _view(
@@ -126,6 +173,13 @@ def _runs(buffer: torch.Tensor, grid: Grid) -> torch.Tensor:
     return buffer.view(WORD).as_strided(
         shape, (grid.size.unit_pages * words, words, 1), grid.address(0) // WORD.itemsize
     )
+
+
+def _chunks(host: torch.Tensor, group: KvGroup) -> torch.Tensor:
+    """View the host pages of a single group as words, [L, C, words]: a chunk is contiguous."""
+    layers, words = len(group.layers), group.layer_page_bytes // WORD.itemsize
+    chunks = host.nbytes // group.page_bytes
+    return host.view(WORD)[: chunks * layers * words].view(chunks, layers, words).transpose(0, 1)
 
 
 def _aligned(num_bytes: int) -> int:

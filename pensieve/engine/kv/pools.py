@@ -1,7 +1,7 @@
 """A worker's two KV pools, the pinned memory of the host pool, and the copies between pools in plain memory.
 
-``KvPools`` has the pools of a model with one KV group, ``hybrid.HybridPools`` those of two, and ``KvTiers`` what they
-have in common.
+``KvPools`` has the pools of a model with one KV group, ``hybrid.HybridPools`` those of two and those of an elastic
+device tier, and ``KvTiers`` what they have in common.
 
 With one group, the device pool is ``[L, P, 2, Hkv, N, D]``: layer first, so that attention of one layer reads one slab
 and a step can wait for a single layer. The host pool is ``[C, L, 2, Hkv, N, D]``: chunk first, so that an evicted
@@ -32,7 +32,8 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from pensieve.engine.plan import Copy
+from pensieve.engine.kv.virtual.backing import Backing, UseMark
+from pensieve.engine.plan import Copy, Plan
 from pensieve.kernels import reference
 from pensieve.model.arch import Arch
 
@@ -192,7 +193,9 @@ class KvTiers:
         self.num_layers = num_layers
         """Layers of the model."""
         self.padding_page = padding_page
-        """A page that exists, for unused entries of page tables."""
+        """A page that exists and that memory always backs, for unused entries of page tables."""
+        self.backing: Backing | None = None
+        """Memory of an elastic device tier; None: the tier has one size."""
         self._pinned = pinned
         # For each layer of the model: the groups that it is in, with its number there.
         self._members: list[list[tuple[int, int]]] = [[] for _ in range(num_layers)]
@@ -214,9 +217,12 @@ class KvTiers:
         raise NotImplementedError
 
     def close(self) -> None:
-        """Unpin the host pool. No copy may be under way or begin afterwards."""
+        """Unpin the host pool, and give an elastic device tier back. No copy or step may be under way or begin
+        afterwards."""
         if self._pinned is not None:
             self._pinned.close()
+        if self.backing is not None:
+            self.backing.close()
 
     @property
     def chunk_bytes(self) -> int:
@@ -226,6 +232,20 @@ class KvTiers:
     def bytes_of(self, copies: Sequence[Copy]) -> int:
         """Return the bytes that these copies move."""
         return sum(self.groups[copy.group].page_bytes for copy in copies)
+
+    def grow(self, plan: Plan) -> tuple[int, int] | None:
+        """Back the memory that a plan asks for, before it is queued. Return ``StepResult.memory``; ``shrink`` must
+        follow unless it is None."""
+        if plan.memory is None:
+            return None
+        if self.backing is None:
+            raise ValueError(f"step {plan.step}: the device tier has one size")
+        return self.backing.grow(*plan.memory)
+
+    def shrink(self, marks: Sequence[UseMark] = ()) -> None:
+        """Give back what the plan of the latest ``grow`` does without, once all marks are reached."""
+        assert self.backing is not None
+        self.backing.shrink(marks)
 
     def swap_out(self, copies: Sequence[Copy]) -> None:
         """Copy device pages to host pages, all layers of their groups."""

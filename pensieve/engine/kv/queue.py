@@ -88,6 +88,8 @@ class Sizes:
     num_layers: int
     chunk_bytes: int
     second: SecondGroup | None = None
+    device_grid: Grid | None = None
+    """Where the pages of a single group lie in a device tier that has units; None: its pages have all numbers."""
 
     def layers_of(self, group: int) -> int:
         return self.second.num_layers if group and self.second else self.num_layers
@@ -222,6 +224,31 @@ class SwapQueue:
 
     def flush(self) -> None:
         self._begin_out(self._ticket_out)
+
+    def marks_of(self, start: int, stop: int) -> list[Mark]:
+        """Return marks after all work of the plans so far that touches bytes ``[start, stop)`` of the device tier.
+
+        The tier must have units. Begins those copies out that still wait. All steps so far count: a kernel may read
+        pages that it then masks, and that no clock knows.
+        """
+        second, single = self._sizes.second, self._sizes.device_grid
+        grids: tuple[Grid, ...] = () if second is None else second.device
+        if single is not None:
+            grids = (single,)
+        assert grids, "the device tier has no units"
+        tickets, base = {Lane.COMPUTE: self.lines[Lane.COMPUTE].last, Lane.IN: 0, Lane.OUT: 0}, 0
+        for grid in grids:
+            # Of both groups: a unit's clocks tell of uses of its bytes by the other group only once it is claimed.
+            units = grid.units_in(start, stop)
+            if units:
+                pages = grid.pages_of(units)
+                for lane, clock in ((Lane.IN, self._brought_in), (Lane.OUT, self._read_out)):
+                    newest = int(clock[base + pages.start : base + pages.stop].max())
+                    tickets[lane] = max(tickets[lane], newest)
+            base += grid.end
+        self._begin_out(tickets[Lane.OUT])
+        works = [self.lines[lane].first_at(ticket) for lane, ticket in tickets.items()]
+        return [work.end for work in works if work is not None]
 
     def settle(self) -> None:
         for line in self.lines.values():
@@ -432,7 +459,10 @@ class SwapQueue:
         second = self._sizes.second
         if group == 0 and second is None:
             limits = self._base(on_host[0]), self._base(on_host[1])
-            return bool(pairs.min() >= 0 and (pairs.max(axis=0) < limits).all())
+            if not (pairs.min() >= 0 and (pairs.max(axis=0) < limits).all()):
+                return False
+            grid = self._sizes.device_grid
+            return grid is None or all(on_host[end] or grid.is_page(pairs[:, end]) for end in (0, 1))
         if second is None or group not in (0, 1):
             return False
         if not self._sizes.layers_of(group):

@@ -20,6 +20,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 
+from pensieve.engine.kv.grid import Grid
 from pensieve.engine.kv.hybrid import HybridPools
 from pensieve.engine.kv.mechanisms import (
     Choice,
@@ -244,14 +245,19 @@ class SwapCounters:
 def sizes_of(pools: KvTiers) -> Sizes:
     """Return the sizes of a worker's pools."""
     first = pools.groups[0]
-    if len(pools.groups) == 1:
-        device_pages, host_pages, second = pools.padding_page, first.host.shape[1], None
-    else:
-        assert isinstance(pools, HybridPools)
+    device_pages, host_pages = pools.padding_page, first.host.shape[1]
+    second: SecondGroup | None = None
+    single: Grid | None = None
+    if isinstance(pools, HybridPools):
         device, host = (tier.grids for tier in pools.tiers)
-        device_pages, host_pages, group = device[0].end, host[0].end, pools.kv_groups[1]
-        second = SecondGroup(len(group.layers), group.page_bytes, group.window, device, host)
-    return Sizes(device_pages, host_pages, pools.chunk_tokens, len(first.layers), first.page_bytes, second)
+        device_pages = device[0].end
+        if len(pools.groups) > 1:
+            host_pages, group = host[0].end, pools.kv_groups[1]
+            second = SecondGroup(len(group.layers), group.page_bytes, group.window, device, host)
+        else:
+            single = device[0]
+    layers = len(first.layers)
+    return Sizes(device_pages, host_pages, pools.chunk_tokens, layers, first.page_bytes, second, single)
 
 
 class SwapEngine:
@@ -283,6 +289,10 @@ class SwapEngine:
     def before_step(self, plan: Plan) -> None:
         """See ``SwapQueue.before_step``. Raises ValueError when a copy names a page that does not exist."""
         self._queue.before_step(plan)
+
+    def marks_of(self, start: int, stop: int) -> list[Mark]:
+        """See ``SwapQueue.marks_of``."""
+        return self._queue.marks_of(start, stop)
 
     def wait(self, layer: int) -> None:
         """Make the current stream wait until ``layer`` has been swapped in.

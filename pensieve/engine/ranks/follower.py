@@ -26,6 +26,9 @@ def follow(reader: RingReader, worker: StepWorker) -> None:
                 break
             in_flight.append(worker.launch(plan))
         while len(in_flight) > (MAX_IN_FLIGHT - 1 if message is not None else 0):
-            reader.report_backlog(in_flight.popleft().result().swap_out_backlog)
+            result = in_flight.popleft().result()
+            reader.report_backlog(result.swap_out_backlog)
+            if result.memory is not None:
+                reader.report_memory(result.memory)
     while in_flight:
         in_flight.popleft().result()

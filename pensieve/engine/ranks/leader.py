@@ -61,12 +61,21 @@ class LeadingWorker:
             return _LeaderStep(self, self._worker.launch(plan))
 
     def total_result(self, result: StepResult) -> StepResult:
-        """Return the result for all ranks: bytes copied in total, and the largest backlog."""
+        """Return the result for all ranks: bytes copied in total, the largest backlog, and the least memory.
+
+        A rank that could not grow keeps less memory than the others until the next plan that names it. The engine uses
+        only pages that all ranks back.
+        """
+        memory = result.memory
+        if memory is not None:
+            least = self._writer.least_memory()
+            memory = min(memory[0], least[0]), min(memory[1], least[1])
         return replace(
             result,
             swap_in_bytes=result.swap_in_bytes * self.info.ranks,
             swap_out_bytes=result.swap_out_bytes * self.info.ranks,
             swap_out_backlog=max(result.swap_out_backlog, self._writer.max_backlog()),
+            memory=memory,
         )
 
     @contextmanager

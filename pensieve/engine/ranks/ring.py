@@ -10,6 +10,7 @@ words (8 bytes each)   written by    read by
 =====================  ============  =======================
 taken, one a reader    that reader   writer
 backlog, one a reader  that reader   writer
+answers, 8 a reader    that reader   writer
 slots                  writer        readers
 =====================  ============  =======================
 
@@ -34,6 +35,8 @@ WORD: Final = 8
 LINE_WORDS: Final = 16
 """Words between two words of different writers: two cache lines."""
 HEADER_WORDS: Final = LINE_WORDS
+ANSWERS: Final = 4
+"""Answers of a reader that the writer can still read: more than there are plans under way."""
 SHORTEST_PAUSE_S: Final = 20e-6
 LONGEST_PAUSE_S: Final = 1e-3
 """An idle reader polls every millisecond: two or three per cent of a core."""
@@ -69,6 +72,21 @@ class SharedRing:
     def set_backlog(self, reader: int, chunks: int) -> None:
         self._words[(2 * reader + 1) * LINE_WORDS] = chunks
 
+    def memory(self, reader: int, number: int) -> tuple[int, int] | None:
+        """Return a reader's answer to the plan of that number among those with ``Plan.memory``; None when it has not
+        arrived."""
+        low, high = self._words[self._answer(reader, number) : self._answer(reader, number) + 2]
+        stamp = number % _STAMPS
+        if low >> _ANSWER_BITS != stamp or high >> _ANSWER_BITS != stamp:
+            return None
+        return low & _ANSWER, high & _ANSWER
+
+    def set_memory(self, reader: int, number: int, ends: tuple[int, int]) -> None:
+        """Each word has the plan's number beside the bytes, so it does not matter which one is seen first."""
+        at = self._answer(reader, number)
+        for word, num_bytes in enumerate(ends):
+            self._words[at + word] = number % _STAMPS << _ANSWER_BITS | num_bytes
+
     def put(self, number: int, piece: bytes | memoryview, *, last: bool) -> None:
         """Write a piece into its slot. All readers must have taken the slot's previous piece."""
         at = self._slot(number)
@@ -94,10 +112,16 @@ class SharedRing:
         self._memory.close()
         os.close(self.fd)
 
+    def _answer(self, reader: int, number: int) -> int:
+        return (2 * reader + 1) * LINE_WORDS + 1 + 2 * (number % ANSWERS)
+
     def _slot(self, number: int) -> int:
         return 2 * self.readers * LINE_WORDS + number % SLOTS * _SLOT_WORDS
 
 
+_ANSWER_BITS: Final = 48
+_ANSWER: Final = (1 << _ANSWER_BITS) - 1
+_STAMPS: Final = 1 << 16
 _SLOT_WORDS: Final = HEADER_WORDS + SLOT_BYTES // WORD
 
 
@@ -113,6 +137,8 @@ class RingWriter:
     def __init__(self, ring: SharedRing, *, spin_s: float) -> None:
         """``spin_s``: seconds to spin before sleeping between polls."""
         self._ring, self._spin_s, self._sent = ring, spin_s, 0
+        self._asked = 0
+        """Answers about memory that were read."""
 
     def send(self, message: bytes) -> None:
         """Send a message of any length; waits while the ring is full."""
@@ -128,6 +154,17 @@ class RingWriter:
         """Most chunks that any reader still has to copy out."""
         return max(self._ring.backlog(reader) for reader in range(self._ring.readers))
 
+    def least_memory(self) -> tuple[int, int]:
+        """Wait for all readers' answers to the next plan with ``Plan.memory``; return the least of each end."""
+        self._asked += 1
+        lows, highs = zip(*map(self._answer_of, range(self._ring.readers)), strict=True)
+        return min(lows), min(highs)
+
+    def _answer_of(self, reader: int) -> tuple[int, int]:
+        found = wait_for(partial(self._ring.memory, reader, self._asked), self._spin_s)
+        assert found is not None
+        return found
+
     def _is_free(self, number: int) -> bool:
         return all(self._ring.taken(reader) >= number - SLOTS for reader in range(self._ring.readers))
 
@@ -136,6 +173,7 @@ class RingReader:
     def __init__(self, ring: SharedRing, reader: int, *, spin_s: float) -> None:
         """``reader``: its index, from 0. ``spin_s``: seconds to spin before sleeping between polls."""
         self._ring, self._reader, self._spin_s, self._taken = ring, reader, spin_s, 0
+        self._answered = 0
 
     def receive(self, timeout_s: float | None = None) -> bytes | None:
         """Return the next message; None when none has begun to arrive within ``timeout_s`` (None: wait forever)."""
@@ -155,6 +193,11 @@ class RingReader:
     def report_backlog(self, chunks: int) -> None:
         """Tell the writer how many chunks this reader still has to copy out."""
         self._ring.set_backlog(self._reader, chunks)
+
+    def report_memory(self, ends: tuple[int, int]) -> None:
+        """Answer the next plan with ``Plan.memory``: bytes that are backed from the bottom and from the top."""
+        self._answered += 1
+        self._ring.set_memory(self._reader, self._answered, ends)
 
 
 def wait_for(poll: Callable[[], T | None], spin_s: float, timeout_s: float | None = None) -> T | None:

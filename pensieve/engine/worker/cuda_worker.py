@@ -10,7 +10,9 @@ memory                        written by             safe because
 staging (pinned, three)       ``launch``             its upload was done two results ago
 step block of a program       upload, on ``compute`` every reader is on ``compute``
 ``sampled``, ``logits``       program, sampler       both on ``compute``
-KV pools                      program, copies        ``SwapEngine`` orders copy streams and ``compute``
+KV pools                      program, copies        ``SwapEngine`` orders copy streams and ``compute``; an elastic
+..                                                   tier's memory comes before a plan that may use it is queued, and
+..                                                   goes when the marks of its last uses are reached (``Backing``)
 host copies of samples        ``TokenFetch``         fresh pinned memory for each step
 ============================  =====================  =============================================================
 """
@@ -98,6 +100,7 @@ class CudaWorker:
                 for layer, described in enumerate(arch.layers)
                 if described.state is not None
             },
+            polled=self.pools.backing is not None,
         )
 
     def warm_up(self) -> None:
@@ -114,6 +117,7 @@ class CudaWorker:
         batch: CudaBatch | None = None
         program: StepProgram | None = None
         staging = self._stagings[0]
+        memory = self.pools.grow(plan)  # before anything is queued that might use it
         with torch.cuda.stream(self._compute):
             if plan.spans:
                 # Do all host work first: the device then gets copies and step in one go, and no copy delays
@@ -139,8 +143,11 @@ class CudaWorker:
             end = torch.cuda.Event(enable_timing=True)
             end.record()
             self.swap.after_step(plan)
+        if memory is not None:
+            low, high = memory
+            self.pools.shrink(self.swap.marks_of(low, self.pools.device.nbytes - high))
         before, self._last_end = self._last_end, end
-        return _CudaStep(self, batch, fetched, before, begin, end)
+        return _CudaStep(self, batch, fetched, before, begin, end, memory)
 
     def _sample(self, batch: CudaBatch) -> TokenFetch | None:
         """Queue the sampling that the graph does not do, and the copy of the samples to the host."""
@@ -188,6 +195,7 @@ class _CudaStep:
     """End of the previous step on the device."""
     begin: torch.cuda.Event
     end: torch.cuda.Event
+    memory: tuple[int, int] | None
 
     def result(self) -> StepResult:
         requests = self.batch.requests if self.batch is not None and self.fetched is not None else ()
@@ -208,4 +216,5 @@ class _CudaStep:
             swap_out_seconds=swapped.out_seconds,
             swap_out_backlog=swapped.backlog,
             timings=timings,
+            memory=self.memory,
         )

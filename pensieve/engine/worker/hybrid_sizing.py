@@ -79,7 +79,7 @@ class ContextSizes:
         needed, num_bytes = self._page_bytes(pages), 0
         while needed > num_bytes:  # a larger tier may have larger units
             num_bytes = needed
-            needed = _unit_bytes(pages, self._sizes(num_bytes))
+            needed = unit_bytes(pages, self._sizes(num_bytes))
         return num_bytes * self.ranks
 
     def host_bytes(self, tokens: int) -> int:
@@ -128,7 +128,7 @@ class ContextSizes:
         return sum(count * group.page_bytes for count, group in zip(pages, self.groups, strict=True))
 
     def _context_bytes(self, chunks: int, tier: TierLayout) -> int:
-        return _unit_bytes(self._pages(chunks * self.chunk_tokens), tier.sizes)
+        return unit_bytes(self._pages(chunks * self.chunk_tokens), tier.sizes)
 
     def _sizes(self, num_bytes: int) -> tuple[PageSize, ...]:
         """Return the pages of a device tier of that many bytes, of one rank."""
@@ -161,9 +161,12 @@ def explicit_bytes(
     return bytes_for(number) if is_tokens(size) else sizes.whole(number)
 
 
-def cache_groups(groups: Sequence[KvGroup], tier: TierLayout) -> tuple[CacheGroup, ...]:
-    """Return a model's KV groups as the cache sees them; ``tier``: the device tier. With one group, it counts pages."""
-    if len(groups) < 2:
+def cache_groups(
+    groups: Sequence[KvGroup], tier: TierLayout, *, elastic: bool = False
+) -> tuple[CacheGroup, ...]:
+    """Return a model's KV groups as the cache sees them; ``tier``: the device tier. With one group it counts pages,
+    unless the tier is ``elastic``."""
+    if len(groups) < 2 and not elastic:
         return (CacheGroup(),)
     return tuple(
         CacheGroup(group.kind, group.window or 0, len(group.layers), group.layer_page_bytes, size.unit_pages)
@@ -171,7 +174,7 @@ def cache_groups(groups: Sequence[KvGroup], tier: TierLayout) -> tuple[CacheGrou
     )
 
 
-def _unit_bytes(pages: tuple[int, ...], sizes: tuple[PageSize, ...]) -> int:
+def unit_bytes(pages: tuple[int, ...], sizes: tuple[PageSize, ...]) -> int:
     """Return the bytes of the units that hold these numbers of pages."""
     return sum(
         -(-count // size.unit_pages) * size.unit_bytes for count, size in zip(pages, sizes, strict=True)

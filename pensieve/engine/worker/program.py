@@ -69,6 +69,8 @@ class SharedState:
     """Whether layers with windows have slots and page tables of their own."""
     states: Mapping[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     """State pages of each recurrent layer: inputs of the convolution, and states."""
+    polled: bool = False
+    """Whether another thread looks at events and changes mappings at any time, as that of an elastic tier does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,8 +212,9 @@ class StepProgram:
             self._shared.sampled.copy_(sampled)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        # NCCL has a thread that polls events at any time: it must not invalidate the capture.
-        mode = "global" if self._shared.model.collective.ranks == 1 else "thread_local"
+        # NCCL, too, has a thread that polls events at any time: it must not invalidate the capture.
+        polled = self._shared.polled or self._shared.model.collective.ranks > 1
+        mode = "thread_local" if polled else "global"
         with _no_collection(), torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=mode):
             self._compute()
         self._graph = graph

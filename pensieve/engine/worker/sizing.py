@@ -1,26 +1,32 @@
 """Device, dtype, limits, and the sizes of both cache tiers.
 
 A model with two KV groups shares the bytes of a tier between them as the load demands. So the size of such a tier in
-tokens is that of contexts with all that their layers keep: see ``hybrid_sizing``.
+tokens is that of contexts with all that their layers keep: see ``hybrid_sizing``. A device tier may have a range of
+sizes: see ``elastic_sizing``.
 """
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from typing import Final
 
+import msgspec
 import torch
 
-from pensieve.config import BATCH_LIMITS, EngineOptions, batch_limits, parse_cache_size
+from pensieve.config import BATCH_LIMITS, EngineOptions, batch_limits, device_range, parse_cache_size
 from pensieve.engine.kv.grid import TierLayout
 from pensieve.engine.kv.hybrid import HybridPools
 from pensieve.engine.kv.pools import KvPools, KvTiers
 from pensieve.engine.sampling.sampler import workspace_bytes as sampler_bytes
+from pensieve.engine.worker.elastic_sizing import DeviceRange, elastic_tier, refusal
 from pensieve.engine.worker.hybrid_sizing import NO_TIER, ChunkSizes, ContextSizes, explicit_bytes, sizes_for
 from pensieve.machine import memory
 from pensieve.model.arch import DTYPE_BYTES, Arch, StateShape
 from pensieve.model.collective import SINGLE_RANK, Collective
 from pensieve.model.groups import KvGroup, context_bytes, kv_groups
+
+log = logging.getLogger(__name__)
 
 _HALF: Final = ("bfloat16", "float16")
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -34,6 +40,8 @@ HOST_SHARE: Final = 0.5
 """Share of the available host memory: the system cannot reclaim pinned memory under pressure."""
 HOST_PER_DEVICE: Final = 4
 """Largest host tier for ``auto``, in device tiers: beyond that, pinning time grows faster than the hit rate."""
+CONTEXT_BYTES: Final = GIB // 2
+"""What CUDA keeps for itself in this process."""
 GRAPHS_BYTES: Final = 3 * GIB // 2
 ATTENTION_BYTES: Final = GIB // 2
 """For partial results of split attention, step metadata and copy staging."""
@@ -77,6 +85,11 @@ class WorkerInfo:
     device_tier: TierLayout = NO_TIER
     """Bytes and pages of one rank's tier, by group."""
     host_tier: TierLayout = NO_TIER
+    device_floor: int | None = None
+    """Bytes of one rank's device tier that memory backs at least; ``device_tier`` is then its largest size. None: the
+    tier has one size."""
+    elastic_refusal: str = ""
+    """Why the device tier has one size although the options give a range."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +98,8 @@ class FreeMemory:
 
     device: int
     host: int
+    device_most: int = 0
+    """What ``device`` would be if no other program used the GPU, if that is more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +111,8 @@ class TierSizes:
     device_tier: TierLayout = field(default=NO_TIER, compare=False)
     """Bytes and pages of one rank's tier."""
     host_tier: TierLayout = field(default=NO_TIER, compare=False)
+    device_floor: int | None = None
+    """See ``WorkerInfo``."""
 
 
 def resolve_device(options: EngineOptions, arch: Arch) -> Placement:
@@ -110,9 +127,10 @@ def resolve_device(options: EngineOptions, arch: Arch) -> Placement:
         dtype = "float32" if device == "cpu" else arch.dtype if arch.dtype in _HALF else "bfloat16"
     if options.chunk_tokens < 1:
         raise ValueError(f"chunk tokens {options.chunk_tokens}: at least 1")
-    for size in (options.device_cache, options.host_cache):
-        if size != AUTO:
-            parse_cache_size(size, 1)  # refuse an invalid size before the weights are read
+    sides = device_range(options.device_cache)
+    sizes = [size for size in (options.device_cache, options.host_cache) if size != AUTO]
+    for size in (*sides, *sizes[1:]) if sides is not None else sizes:
+        parse_cache_size(size, 1)  # refuse an invalid size before the weights are read
     limit = options.context_limit or arch.context_limit
     if limit > arch.context_limit:
         raise ValueError(f"context limit {limit}: this model takes at most {arch.context_limit} tokens")
@@ -127,8 +145,14 @@ def worker_info(
     with numbers and advice."""
     placement = resolve_device(options, arch)
     here = free_memory(placement.device)
-    free = FreeMemory(*collective.all_reduce_min([here.device, here.host]))
-    tiers = tier_sizes(options, arch, placement, free, collective.ranks)
+    sides = device_range(options.device_cache)
+    why = refusal(placement.device) if sides is not None else ""
+    *found, follows = collective.all_reduce_min([here.device, here.host, here.device_most, int(not why)])
+    if sides is not None and not follows:
+        why = why or "another rank's device cannot follow a range"
+        log.warning("device cache %s: one size, %s, because %s", options.device_cache, sides[1], why)
+        options = msgspec.structs.replace(options, device_cache=sides[1])
+    tiers = tier_sizes(options, arch, placement, FreeMemory(*found), collective.ranks)
     return WorkerInfo(
         device=placement.device,
         dtype=placement.dtype,
@@ -145,6 +169,8 @@ def worker_info(
         groups=kv_groups(arch, options.chunk_tokens, placement.dtype),
         device_tier=tiers.device_tier,
         host_tier=tiers.host_tier,
+        device_floor=tiers.device_floor,
+        elastic_refusal=why,
     )
 
 
@@ -154,7 +180,8 @@ def free_memory(device: str) -> FreeMemory:
     if device != "cuda":
         return FreeMemory(host, host)
     torch.cuda.empty_cache()
-    return FreeMemory(torch.cuda.mem_get_info()[0], host)
+    free, total = torch.cuda.mem_get_info()
+    return FreeMemory(free, host, total - torch.cuda.memory_reserved() - CONTEXT_BYTES)
 
 
 def workspace_bytes(arch: Arch, placement: Placement, *, cuda_graphs: bool) -> int:
@@ -194,17 +221,30 @@ def tier_sizes(
     sizes = sizes_for(groups, options.chunk_tokens, placement.context_limit, ranks=ranks, on_gpu=on_gpu)
     kept = ranks * workspace_bytes(arch, placement, cuda_graphs=options.cuda_graphs) if on_gpu else 0
     device_free = ranks * free.device if on_gpu else free.device
-    device_bytes, device_source = _device_tier(options, sizes, on_gpu, device_free, kept)
+    sides, size = device_range(options.device_cache), options.device_cache
+    tier: DeviceRange | None = None
+    if sides is not None:
+        tier, size = elastic_tier(size, sides, groups, sizes, on_gpu=on_gpu), sides[1]
+    if tier is not None:
+        most = ranks * max(free.device, free.device_most) if on_gpu else device_free
+        _check_range(options.device_cache, tier, device_free - kept, most - kept)
+        device_bytes, device = tier.ceiling, tier.layout
+        device_source = f"--device-cache {options.device_cache}, {gib(tier.floor)} at least"
+    else:
+        device_bytes, device_source = _device_tier(size, sizes, on_gpu, device_free, kept)
+        device = sizes.device_layout(device_bytes)
     host_free = free.host if on_gpu else free.host - device_bytes
     host_bytes, host_source = _host_tier(options, sizes, on_gpu, host_free, device_bytes)
-    device, host = sizes.device_layout(device_bytes), sizes.host_layout(host_bytes)
-    return TierSizes(sizes.chunks(device), sizes.chunks(host), device_source, host_source, device, host)
+    host, floor = sizes.host_layout(host_bytes), None if tier is None else tier.floor // ranks
+    return TierSizes(
+        sizes.chunks(device), sizes.chunks(host), device_source, host_source, device, host, floor
+    )
 
 
 def allocate_pools(arch: Arch, info: WorkerInfo) -> KvTiers:
     """Allocate both tiers as large as ``info`` says. Raises ValueError when memory does not suffice."""
     try:
-        if len(info.groups) > 1:
+        if len(info.groups) > 1 or info.device_floor is not None:
             return HybridPools(
                 arch,
                 info.groups,
@@ -212,6 +252,7 @@ def allocate_pools(arch: Arch, info: WorkerInfo) -> KvTiers:
                 chunk_tokens=info.chunk_tokens,
                 dtype=DTYPES[info.dtype],
                 device=torch.device(info.device),
+                floor=info.device_floor,
             )
         return KvPools(
             arch,
@@ -221,7 +262,7 @@ def allocate_pools(arch: Arch, info: WorkerInfo) -> KvTiers:
             dtype=DTYPES[info.dtype],
             device=torch.device(info.device),
         )
-    except RuntimeError as error:  # torch has no narrower class on a CPU
+    except (RuntimeError, MemoryError) as error:  # torch has no narrower class on a CPU
         # Only a GPU's error adds information: which tier did not fit, and how much memory there was.
         detail = f" ({error})" if info.device == "cuda" else ""
         raise ValueError(
@@ -230,27 +271,38 @@ def allocate_pools(arch: Arch, info: WorkerInfo) -> KvTiers:
         ) from error
 
 
+def _check_range(size: str, tier: DeviceRange, room: int, most: int) -> None:
+    """Raise ValueError unless the floor fits into ``room``, the memory that is free now, and the ceiling into ``most``,
+    what the device has beside weights and workspace."""
+    for name, num_bytes, limit in (("floor", tier.floor, room), ("ceiling", tier.ceiling, most)):
+        if num_bytes > limit:
+            raise ValueError(
+                f"device cache {size}: a {name} of {gib(num_bytes)} does not fit into {gib(max(0, limit))}: give at "
+                f"most {_as_size(limit)}"
+            )
+
+
 def _device_tier(
-    options: EngineOptions, sizes: ChunkSizes | ContextSizes, on_gpu: bool, free: int, kept: int
+    size: str, sizes: ChunkSizes | ContextSizes, on_gpu: bool, free: int, kept: int
 ) -> tuple[int, str]:
-    """Return the bytes of the device tier over all ranks, and where that comes from."""
+    """Return the bytes of a device tier of one size over all ranks, and where that comes from."""
     room = max(0, free - kept)
     what = f"{gib(free)} free, {gib(kept)} of it kept for steps" if on_gpu else f"{gib(free)} available"
-    least = sizes.device_bytes(options.chunk_tokens)
-    if options.device_cache != AUTO:
-        num_bytes = explicit_bytes("device", options.device_cache, sizes, sizes.device_bytes)
+    least = sizes.device_bytes(sizes.chunk_tokens)
+    if size != AUTO:
+        num_bytes = explicit_bytes("device", size, sizes, sizes.device_bytes)
         if num_bytes < least:
             raise ValueError(
-                f"device cache {options.device_cache}: less than one chunk, which is {options.chunk_tokens} tokens "
+                f"device cache {size}: less than one chunk, which is {sizes.chunk_tokens} tokens "
                 f"or {least} bytes"
             )
         if num_bytes > room:
             fewer = ", or lower --max-batch-tokens or --max-running" if on_gpu else ""
             raise ValueError(
-                f"device cache {options.device_cache}: {gib(num_bytes)} do not fit ({what}): "
+                f"device cache {size}: {gib(num_bytes)} do not fit ({what}): "
                 f"give at most {_as_size(room)}{fewer}"
             )
-        return num_bytes, f"--device-cache {options.device_cache}"
+        return num_bytes, f"--device-cache {size}"
     if not on_gpu:
         return max(least, sizes.whole(min(CPU_TIER_BYTES, room))), "auto: 1 GiB on a CPU"
     num_bytes = sizes.whole(int(room * DEVICE_SHARE))

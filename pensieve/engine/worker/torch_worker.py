@@ -63,6 +63,7 @@ class TorchWorker(SynchronousWorker):
     @torch.inference_mode()
     def run(self, plan: Plan) -> StepResult:
         """See ``SynchronousWorker.run``."""
+        memory = self.pools.grow(plan)
         started = time.perf_counter()
         self.pools.swap_out(plan.swap_out)
         swapped_out = time.perf_counter()
@@ -71,6 +72,8 @@ class TorchWorker(SynchronousWorker):
         timings: dict[str, float] = {}
         sampled = self._compute(plan, swap_in, timings) if plan.spans else ()
         swap_in.finish()
+        if memory is not None:
+            self.pools.shrink()  # everything is done
         return StepResult(
             sampled=sampled,
             swap_in_bytes=self.pools.bytes_of(plan.swap_in),
@@ -78,9 +81,11 @@ class TorchWorker(SynchronousWorker):
             swap_in_seconds=swap_in.seconds,
             swap_out_seconds=swapped_out - started if plan.swap_out else 0.0,
             timings=timings,
+            memory=memory,
         )
 
     def close(self) -> None:
+        self.pools.close()
         del self.pools, self._model
 
     def _compute(self, plan: Plan, swap_in: LayerTransfers, timings: dict[str, float]) -> tuple[Sampled, ...]:

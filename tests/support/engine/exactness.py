@@ -73,12 +73,18 @@ class Bench:
         return self.model.arch
 
     def info(self, cache: CacheConfig, scheduler: SchedulerConfig, ranks: int = 1) -> WorkerInfo:
+        in_bytes = len(cache.groups) > 1 or cache.device_floor_bytes is not None
+        host_bytes, host_units = cache.host_bytes, [1, 1]
+        if len(cache.groups) == 1:  # one unit, also beside an elastic tier
+            host_bytes = cache.host_chunks * cache.groups[0].page_bytes if in_bytes else None
+            host_units = [max(1, cache.host_chunks)]
         return WorkerInfo(
             self.device, self.dtype, cache.device_chunks, cache.host_chunks, cache.chunk_tokens, LIMIT,
             max_batch_tokens=scheduler.max_batch_tokens, max_running=scheduler.max_running, ranks=ranks,
-            groups=kv_groups(self.cached_arch, cache.chunk_tokens, self.dtype) if len(cache.groups) > 1 else (),
+            groups=kv_groups(self.cached_arch, cache.chunk_tokens, self.dtype) if in_bytes else (),
             device_tier=_layout(cache, cache.device_bytes, [group.device_unit for group in cache.groups]),
-            host_tier=_layout(cache, cache.host_bytes, [1, 1]),
+            host_tier=_layout(cache, host_bytes, host_units),
+            device_floor=cache.device_floor_bytes,
         )  # fmt: skip
 
     def worker(

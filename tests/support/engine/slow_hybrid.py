@@ -27,8 +27,8 @@ STATE = StateShape(conv_channels=1, conv_width=2, heads=1, key_dim=1, value_dim=
 """16 bytes of inputs and 32 of state: a layer page of the second group."""
 
 
-def make_pools(shape: Shape) -> HybridPools:
-    """Pools on a GPU for the random plans."""
+def make_pools(shape: Shape, floor: int | None = None) -> HybridPools:
+    """Pools on a GPU for the random plans; ``floor``: see ``HybridPools``."""
     first, second = LAYERS[shape.kind]
     layers = tuple(
         Layer(
@@ -55,6 +55,7 @@ def make_pools(shape: Shape) -> HybridPools:
         chunk_tokens=PAGE_TOKENS,
         dtype=torch.float32,
         device=torch.device("cuda"),
+        floor=floor,
     )
 
 
