@@ -103,7 +103,12 @@ class EngineTuning(msgspec.Struct, frozen=True, kw_only=True):
     all_reduce: AllReduce = "auto"
     """How sums over ranks are computed on GPUs; ``nccl``: without symmetric memory."""
     device_cache: str = "auto"
-    """``40GiB``, ``512MiB``, ``4096tokens`` or ``auto``: see ``pensieve.engine.worker.sizing``."""
+    """``40GiB``, ``512MiB``, ``4096tokens`` or ``auto``: see ``pensieve.engine.worker.sizing``. A range such as
+    ``8GiB..60GiB`` gives floor and ceiling: see ``device_range``."""
+    device_slack: str = "0"
+    """With a range: memory of the GPU that the tier leaves free, as a size in bytes; ``0``: do not look."""
+    idle_release_s: float = 0
+    """With a range: seconds without a turn after which the tier shrinks to its floor; 0: never."""
     host_cache: str = "auto"
     chunk_tokens: int = CacheConfig.chunk_tokens
     policy: PolicyName = CacheConfig.policy
@@ -156,6 +161,12 @@ def batch_limits(options: EngineTuning, device: str) -> tuple[int, int]:
 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(B|KiB|MiB|GiB|TiB|tokens?)\s*", re.IGNORECASE)
 _UNITS = {"b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
+
+
+def device_range(size: str) -> tuple[str, str] | None:
+    """Split ``FLOOR..CEILING`` into its two sizes, as written; None: ``size`` is one size. Neither side is checked."""
+    floor, dots, ceiling = size.partition("..")
+    return (floor.strip(), ceiling.strip()) if dots else None
 
 
 def is_tokens(size: str) -> bool:

@@ -84,11 +84,19 @@ class Warm(msgspec.Struct, frozen=True, tag="warm"):
     qos: TenantQos = DEFAULT_QOS
 
 
+class SetMemory(msgspec.Struct, frozen=True, tag="set_memory"):
+    """Set the wanted size of an elastic device tier. Answered by ``Memory`` at once; the held size follows."""
+
+    call: int
+    wanted: int | None = None
+    """Bytes over all ranks; None: only ask."""
+
+
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
     """Leave the loop at the end of the current step."""
 
 
-Command = Submit | Cancel | Choose | Evict | GetResidency | GetStrips | Warm | Stop
+Command = Submit | Cancel | Choose | Evict | GetResidency | GetStrips | Warm | SetMemory | Stop
 
 
 class Output(msgspec.Struct, frozen=True, tag="output"):
@@ -195,6 +203,20 @@ class Warmed(msgspec.Struct, frozen=True, tag="warmed"):
     host_tokens: int
 
 
+class Memory(msgspec.Struct, frozen=True, tag="memory"):
+    """Answers ``SetMemory``: sizes of the device tier, in bytes over all ranks. One size: all four are equal."""
+
+    call: int
+    held: int
+    """Backed by memory now."""
+    wanted: int
+    """What the operator asked for; at first the ceiling."""
+    floor: int
+    ceiling: int
+    refused: str = ""
+    """Why ``wanted`` was not set, in one line for people; "": it was, or the question was only asked."""
+
+
 class EngineReady(msgspec.Struct, frozen=True, tag="ready"):
     """First event of an engine: its capabilities."""
 
@@ -212,6 +234,12 @@ class EngineReady(msgspec.Struct, frozen=True, tag="ready"):
     host_bytes: int = 0
     model_context_limit: int = 0
     """``context_limit`` if the device tier were large enough; 0: unknown."""
+    device_floor: int = 0
+    """Bytes that an elastic device tier keeps at least, over all ranks."""
+    device_ceiling: int = 0
+    """Bytes that it holds at most. Equal to ``device_floor``: the tier has one size."""
+    elastic_refusal: str = ""
+    """Why a range of sizes was not followed, in one line; "": it was, or none was given."""
 
 
 class Stepping(msgspec.Struct, frozen=True, tag="stepping"):
@@ -235,6 +263,11 @@ class Stats(msgspec.Struct, frozen=True, omit_defaults=True):
     device_used: int = 0
     host_free: int = 0
     host_used: int = 0
+    device_held: int = 0
+    """Bytes of the device tier that memory backs, over all ranks; also in the next three."""
+    device_wanted: int = 0
+    device_floor: int = 0
+    device_ceiling: int = 0
     cached_sessions: int = 0
     gpu_cached_total: int = 0
     swapped_in_total: int = 0
@@ -269,6 +302,7 @@ Event = (
     | ResidentTokens
     | Strips
     | Warmed
+    | Memory
     | EngineReady
     | Stepping
 )
