@@ -71,6 +71,9 @@ class CacheConfig:
     """With two groups: bytes of the device tier; None: ``device_chunks`` chunks, with all groups kept whole."""
     host_bytes: int | None = None
     """Likewise for ``host_chunks``."""
+    device_floor_bytes: int | None = None
+    """Bytes of an elastic device tier that memory backs at least; ``device_bytes`` is then its ceiling, and all groups
+    have a ``device_unit``, also a single one. None: the tier has one size."""
 
 
 @dataclass(frozen=True)

@@ -136,6 +136,10 @@ class Plan:
     Entries of chunks that no span of the request sees through the window may be any page."""
     chains: tuple[Chain, ...] = ()
     """The ways of the states through the spans, when the model has a state group."""
+    memory: tuple[int, int] | None = None
+    """Bytes of one rank's device buffer that memory backs once the plan has taken effect, from its bottom and from its
+    top; None: as before. The worker backs what is missing before it queues the plan. It gives up the rest after this
+    plan and all earlier ones have read it. The plan uses no page that only its own growth backs."""
 
     @property
     def num_tokens(self) -> int:
@@ -143,7 +147,7 @@ class Plan:
 
     @property
     def is_empty(self) -> bool:
-        return not (self.spans or self.swap_out or self.copies or self.swap_in)
+        return not (self.spans or self.swap_out or self.copies or self.swap_in or self.memory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +171,9 @@ class StepResult:
     """Chunks of launched plans not yet copied out."""
     timings: dict[str, float] = field(default_factory=dict)
     """Seconds by part of the step, as measured by the worker: see ``Stats.part_seconds_total``."""
+    memory: tuple[int, int] | None = None
+    """The answer to ``Plan.memory``: bytes that are backed from the bottom and from the top; None: not asked. Less than
+    the plan's when memory could not be allocated."""
 
 
 class PendingStep(Protocol):
