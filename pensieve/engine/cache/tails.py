@@ -128,16 +128,16 @@ class Tails:
 
     def can_hold(self, pages: int, requests: int, tokens: int) -> bool:
         """See ``CacheManager.can_hold``."""
-        device = self._tiers.device
-        return device.bytes_for(pages, requests * self.promise(tokens)) <= device.size_bytes
+        return self._tiers.holds_empty((pages, requests * self.promise(tokens)))
 
     def capacity_tokens(self) -> int:
-        """Return the longest context that fits an empty device tier, in tokens; ``UNBOUNDED``: none is too long."""
+        """Return the longest context that an empty device tier always holds, in tokens; ``UNBOUNDED``: none is too
+        long."""
         device, size = self._tiers.device, self._size
         one, other = (group.page_bytes for group in device.groups)
         if not one and self.can_hold(0, 1, UNBOUNDED):
             return UNBOUNDED
-        lengths = range(1, device.size_bytes // (one or other) + 1)
+        lengths = range(1, device.ceiling_bytes // (one or other) + 1)
         return size * bisect_left(lengths, True, key=lambda pages: not self.can_hold(pages, 1, pages * size))
 
     def promise(self, tokens: int, *, decoding: bool = False) -> int:

@@ -104,9 +104,13 @@ class Tiers:
         self.dropped_tokens = 0
         self.moves = 0
         """Slices moved since start: a page table made before the latest move may be stale."""
+        self.floor_bytes = config.device_floor_bytes
+        """Bytes that an elastic device tier keeps at least; None: it has one size."""
         self._page_bytes = [group.page_bytes for group in self.device.groups] + [0]
-        self._at: dict[tuple[int, int], Slice] | None = {} if len(self.device.groups) > 1 else None
-        """The slice in each device page, by group and page: for moves, which a model with one group never needs."""
+        moves = len(self.device.groups) > 1 or self.floor_bytes is not None
+        self._at: dict[tuple[int, int], Slice] | None = {} if moves else None
+        """The slice in each device page, by group and page: for moves, which a model with one group needs only in an
+        elastic tier."""
         self._changed = changed
         self._dropped: dict[CachedSession | SharedRun, None] = {}
         """Holders of slices dropped since ``take_dropped``, by their latest drop."""
@@ -131,14 +135,27 @@ class Tiers:
         """Return the bytes of the device tier that no running request holds, free or available by eviction, if ``more``
         pages were pinned; negative when they cannot be."""
         other = self.pinned[1] + self.promised + more[1]
-        return self.device.size_bytes - self.device.bytes_for(self.pinned[0] + more[0], other)
+        return self.device.spare(self.pinned[0] + more[0], other)
+
+    def least_pages(self, chunks: int) -> int:
+        """Return the pages of the first group that the device tier always holds; ``chunks``: its pages if it has one
+        size."""
+        if self.floor_bytes is None:
+            return chunks
+        group = self.device.groups[0]
+        return self.floor_bytes // group.unit_bytes * group.unit_pages
+
+    def holds_empty(self, pages: Pages) -> bool:
+        """Whether the device tier can hold that many pages at its smallest size, if it holds nothing else."""
+        least = self.device.ceiling_bytes if self.floor_bytes is None else self.floor_bytes
+        return self.device.bytes_for(*pages) <= least
 
     @property
     def swaps_in(self) -> bool:
         return bool(self._swap_in)
 
     def is_pinned(self, group: int, page: int) -> bool:
-        """Whether running requests use a device page, in a model with two groups."""
+        """Whether running requests use a device page, in a tier whose pages can move."""
         assert self._at is not None
         return self._at[group, page].pins > 0
 
@@ -434,4 +451,5 @@ def _pools(config: CacheConfig) -> tuple[PagePool, PagePool]:
     device_bytes, host_bytes = (
         chunks * chunk_bytes if num_bytes is None else num_bytes for num_bytes, chunks in sizes
     )
-    return PagePool(device_bytes, device), PagePool(host_bytes, host)
+    elastic = config.device_floor_bytes is not None
+    return PagePool(device_bytes, device, elastic=elastic), PagePool(host_bytes, host)

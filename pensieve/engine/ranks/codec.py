@@ -20,7 +20,7 @@ SAMPLED_ON_RANK_0 = SampleSpec(Sampling(), 0)
 
 
 class PlanFrame(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
-    """A plan; all fields but ``step`` are packed little-endian integers."""
+    """A plan; all fields but ``step`` and ``memory`` are packed little-endian integers."""
 
     step: int
     spans: bytes
@@ -39,6 +39,7 @@ class PlanFrame(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
     """int32: all window tables, concatenated: none, or as many and as long as the page tables."""
     chains: bytes
     """int64 [C, 6]: the fields of each chain."""
+    memory: tuple[int, int] | None = None
 
 
 class StopFrame(msgspec.Struct, frozen=True, array_like=True, tag="leave"):
@@ -74,6 +75,7 @@ def encode(plan: Plan | None) -> bytes:
             swap_in=_pack(plan.swap_in),
             window_pages=_pack_tables(plan.window_tables),
             chains=np.array(chains, "<i8").tobytes(),
+            memory=plan.memory,
         )
     )
 
@@ -112,6 +114,7 @@ def decode(message: bytes) -> Plan | None:
         swap_in=_unpack(frame.swap_in),
         window_tables=tables(frame.window_pages) if frame.window_pages else (),
         chains=tuple(Chain(*fields) for fields in np.frombuffer(frame.chains, "<i8").reshape(-1, 6).tolist()),
+        memory=frame.memory,
     )
 
 
