@@ -140,12 +140,11 @@ class TooEarly(HybridWorker):
 
 
 def pinned_cut_off(self: Resizer, target: int, demand: Pages) -> Ends:
-    tiers = self._tiers
-    pinned, promised, tiers.pinned, tiers.promised = tiers.pinned, tiers.promised, [0, 0], 0
+    claimed, Tiers.claimed = Tiers.claimed, property(lambda self: (0, 0))
     try:
         return ends_for(self, target, demand)
     finally:
-        tiers.pinned, tiers.promised = pinned, promised
+        Tiers.claimed = claimed
 
 
 def used_before_backed(self: Resizer) -> None:

@@ -115,7 +115,7 @@ class Resizer:
         return sum(asked) - sum(self.backed)
 
     def check(self) -> None:
-        """Raise AssertionError if a unit in use lies outside of what is backed, or running requests lack room."""
+        """Raise AssertionError if a unit in use, or one that may be opened, lies outside of what is backed."""
         pool, ceiling = self._pool, self._pool.ceiling_bytes
         assert sum(self.backed) <= ceiling and self.size <= ceiling, f"the ends {self.backed} meet"
         if pool.limits is None:
@@ -126,7 +126,6 @@ class Resizer:
         ):
             assert extent <= backed, f"group {group}: units reach {extent} bytes, but {backed} are backed"
             assert limit <= backed, f"group {group}: pages are handed out up to {limit}, backed are {backed}"
-        assert self._tiers.unpinned_bytes() >= 0, "running requests were promised more than there is"
 
     def _adopt_units(self) -> None:
         """Without limits, units change groups. Count what is backed to the ends as the units lie now."""
@@ -157,15 +156,15 @@ class Resizer:
     def _ends_for(self, target: int, demand: Pages) -> Ends:
         """Return the aims of both ends for a tier of ``target`` bytes, or more if running requests hold more."""
         tiers, pool = self._tiers, self._pool
-        pinned = tiers.pinned[0], tiers.pinned[1] + tiers.promised
-        least = pool.ends_for(*pinned)
+        claimed = tiers.claimed
+        least = pool.ends_for(*claimed)
         total = max(target, sum(least))
         sizes = [group.unit_bytes for group in pool.groups]
         if len(sizes) == 1 or not sizes[1]:
             return total, 0
         if not sizes[0]:
             return 0, total
-        needed = pool.ends_for(pinned[0] + demand[0], pinned[1] + demand[1])
+        needed = pool.ends_for(claimed[0] + demand[0], claimed[1] + demand[1])
         # One unit more, so that running requests find room while they grow.
         wished = needed[0] + sizes[0], needed[1] + sizes[1]
         extents = pool.extents

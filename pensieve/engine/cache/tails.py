@@ -120,7 +120,8 @@ class Tails:
 
     def cost(self, parts: Sequence[OtherSlice], total: int) -> int:
         """Return the pages to be pinned or promised for a request that begins with these slices."""
-        return sum(not part.pins for part in parts) + max(self.promise(total) - len(parts), 0)
+        is_elastic = self._tiers.floor_bytes is not None  # see ``Tiers.repeated``
+        return sum(is_elastic or not part.pins for part in parts) + max(self.promise(total) - len(parts), 0)
 
     def can_read(self, parts: Iterable[OtherSlice]) -> bool:
         """Whether no plan that is not launched yet copies these slices out, or writes a state among them."""

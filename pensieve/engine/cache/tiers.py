@@ -94,6 +94,9 @@ class Tiers:
         """Slices of each group that some running request uses. Each has a device page or is about to get one."""
         self.promised = 0
         """Pages of the second group that are kept for running requests, besides pinned ones; ``Tails`` counts them."""
+        self.repeated = 0
+        """Pins of the second group's slices beyond the first of each. A request that lets such a slice go is promised
+        a page for it, so an elastic tier, which may give pages up meanwhile, keeps one for each."""
         self.pinned_by: defaultdict[int, int] = defaultdict(int)
         """Bytes of pinned pages, by tenant number."""
         self.spare: dict[Slice, None] = {}
@@ -134,15 +137,21 @@ class Tiers:
     def unpinned_bytes(self, more: Pages = (0, 0)) -> int:
         """Return the bytes of the device tier that no running request holds, free or available by eviction, if ``more``
         pages were pinned; negative when they cannot be."""
-        other = self.pinned[1] + self.promised + more[1]
-        return self.device.spare(self.pinned[0] + more[0], other)
+        pinned = self.claimed
+        return self.device.spare(pinned[0] + more[0], pinned[1] + more[1])
+
+    @property
+    def claimed(self) -> Pages:
+        """The pages of the device tier that running requests use or may take without asking."""
+        repeated = 0 if self.floor_bytes is None else self.repeated
+        return self.pinned[0], self.pinned[1] + self.promised + repeated
 
     def least_pages(self, chunks: int) -> int:
         """Return the pages of the first group that the device tier always holds; ``chunks``: its pages if it has one
         size."""
-        if self.floor_bytes is None:
-            return chunks
         group = self.device.groups[0]
+        if self.floor_bytes is None or not group.layers:
+            return chunks
         return self.floor_bytes // group.unit_bytes * group.unit_pages
 
     def holds_empty(self, pages: Pages) -> bool:
@@ -191,7 +200,9 @@ class Tiers:
         first = []
         for part in parts:
             part.pins += 1
-            if part.pins == 1:
+            if part.pins > 1:
+                self.repeated += part.group
+            else:
                 first.append(part)
                 if part.host != NOWHERE:
                     self.spare[part] = None
@@ -204,7 +215,9 @@ class Tiers:
         last = []
         for part in parts:
             part.pins -= 1
-            if part.pins == 0:
+            if part.pins:
+                self.repeated -= part.group
+            else:
                 last.append(part)
                 self.spare.pop(part, None)
         self._count_pins(last, -1)
