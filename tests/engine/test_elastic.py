@@ -13,7 +13,7 @@ from pensieve.config import CacheConfig, CacheGroup, SchedulerConfig
 from pensieve.engine.cache import tails
 from pensieve.engine.cache.pages import PagePool
 from pensieve.engine.cache.resizing import Ends, Resizer
-from pensieve.engine.cache.tiers import Pages
+from pensieve.engine.cache.tiers import Pages, Tiers
 from pensieve.engine.elastic import ElasticTier
 from pensieve.engine.messages import Memory, SetMemory
 from pensieve.engine.plan import Plan, StepResult

@@ -96,7 +96,7 @@ class CacheManager:
 
     @property
     def device_pages(self) -> int:
-        """Pages of the first group that the device tier holds if it holds nothing else; an elastic one at its floor."""
+        """Pages of the first group that an otherwise empty device tier holds; an elastic one at its floor."""
         return self._tiers.least_pages(self.config.device_chunks)
 
     def can_hold(self, pages: int, requests: int, tokens: int) -> bool:
@@ -147,9 +147,8 @@ class CacheManager:
         if pages is None:
             return False
         remaining = self._tiers.unpinned_bytes(pages)
-        withheld = self.shares.bytes_withheld_from(tenant)
-        keep = self.config.decode_reserve * self._tiers.device.size_bytes + withheld
-        return remaining > keep if reserve else remaining >= 0
+        kept = self.config.decode_reserve * self._tiers.device.size_bytes
+        return remaining > kept + self.shares.bytes_withheld_from(tenant) if reserve else remaining >= 0
 
     def pages_to_pin(
         self,
@@ -160,8 +159,7 @@ class CacheManager:
         path: PrefixPath | None = None,
         branches: Branches = NO_BRANCHES,
     ) -> Pages | None:
-        """Return how many more pages are pinned or promised once a request is admitted; None: it must wait for a plan
-        that is not launched yet, or for the end of another request."""
+        """Return how many more pages an admission pins or promises; None: a plan or another request must end first."""
         session = self._sessions.get(key)
         if session is not None and (session.running or session.copying):
             return None
