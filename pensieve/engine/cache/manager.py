@@ -174,7 +174,7 @@ class CacheManager:
         _, parts = self._tails.find(chunks, min(found, len(tokens) - 1), len(tokens))
         if not self._tails.can_read(parts):
             return None
-        promised = branches.requests * self._tails.promise(len(tokens))
+        promised = branches.requests * self._tails.claim(len(tokens))
         return pages, self._tails.cost(parts, len(tokens)) + promised
 
     def has_session(self, key: SessionKey) -> bool:
@@ -199,7 +199,7 @@ class CacheManager:
         if self._tails is not None:
             missing, parts = self._tails.find(chunks, keep, len(tokens))
             others = sum(part.device == NOWHERE for part in parts)
-            others += self._tails.promise(len(tokens)) if missing or keep < len(tokens) else 0
+            others += self._tails.claim(len(tokens)) if missing or keep < len(tokens) else 0
             computing |= bool(missing)
             clean_bytes += tiers.bytes_of((0, sum(reclaim_kind(part) is Reclaim.PAGE for part in parts)))
         reclaimable = self._evictor.reclaimable(self.shares.number(tenant))
@@ -332,7 +332,7 @@ class CacheManager:
         self._shared.disown(session, shared.index)
         (own,) = self._shared.append(session, 1)
         self._tiers.pin((own,))
-        others = 0 if self._tails is None else self._tails.promise(total * self._size)
+        others = 0 if self._tails is None else self._tails.claim(total * self._size)
         spare = self._tiers.unpinned_bytes((total - len(session.chunks), others)) >= 0
         if valid > 0 and spare and self._tiers.can_copy(shared):
             self._evictor.reserve((1, 0), session.last_active, session.tenant)
@@ -379,7 +379,7 @@ class CacheManager:
         """
         origin, session = self._running[source], self._running.get(target)
         if session is None:
-            others = 0 if self._tails is None else self._tails.promise(len(tokens))
+            others = 0 if self._tails is None else self._tails.claim(len(tokens))
             if self._tiers.unpinned_bytes((1, others)) < 0:
                 return None
             if target in self._sessions:
