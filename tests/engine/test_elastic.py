@@ -114,7 +114,7 @@ def play(name: str, seed: int, worker_of: Callable[[CacheConfig], HybridWorker] 
 @pytest.mark.parametrize("name", MODELS)
 def test_answers_equal_a_stateless_run_whatever_the_size(name: str) -> None:
     paths: Counter[str] = Counter()
-    for seed in range(at_length(8, 400)):
+    for seed in range(at_length(6, 400)):
         driver = play(name, seed)
         for turn in driver.finished:
             assert turn.usage is not None and turn.usage.reconciles

@@ -99,7 +99,8 @@ class RunningSet:
         if self._cache.has_states:
             for fork in forks:
                 self._register(fork)
-                self._branching.append(fork)
+                if fork not in self._branching:  # it is, if its leader was suspended before it could branch off
+                    self._branching.append(fork)
             return [request]
         # Before any work is taken: only KV that the leader already has in its last chunk can be copied.
         for fork in forks:
