@@ -99,7 +99,8 @@ class RunningSet:
         if self._cache.has_states:
             for fork in forks:
                 self._register(fork)
-                if fork not in self._branching:  # it is, if its leader was suspended before it could branch off
+                # It waits already if its leader was suspended before it could branch off.
+                if fork not in self._branching:
                     self._branching.append(fork)
             return [request]
         # Before any work is taken: only KV that the leader already has in its last chunk can be copied.
