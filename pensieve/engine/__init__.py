@@ -2,8 +2,8 @@
 
 ``messages`` come in and go out. ``scheduling`` makes each step's ``plan``, with the chunk cache (``cache``).
 A worker (``worker``) executes it with its KV memory (``kv``) and chooses tokens (``sampling``). ``beams``
-drives beam searches over the scheduler, ``elastic`` sets the size of an elastic device tier, ``strips`` shows where chunks are, ``cost`` models the cost of
-recomputation. ``process`` runs all of it in its own process, ``build`` puts it together.
+drives beam searches over the scheduler, ``elastic`` sets the size of an elastic device tier, ``strips`` shows
+where chunks are, ``cost`` models the cost of recomputation. ``process`` runs all of it in its own process, ``build`` puts it together.
 
 May import: config, core, debug, errors, frames, kernels, lifeline, logs, machine, model.
 """
