@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 
-from pensieve.config import CacheConfig, EngineOptions, SchedulerConfig
+import torch
+
+from pensieve.config import CacheConfig, EngineOptions, SchedulerConfig, parse_cache_size
 from pensieve.engine.cache.manager import CacheManager
 from pensieve.engine.cost.model import CostProfileError
 from pensieve.engine.cost.profiles import load_or_measure_cost
+from pensieve.engine.elastic import ElasticTier
 from pensieve.engine.engine import Engine
 from pensieve.engine.messages import EngineReady
 from pensieve.engine.ranks.build import build_workers
@@ -15,6 +19,7 @@ from pensieve.engine.scheduling.scheduler import Scheduler
 from pensieve.engine.worker.hybrid_sizing import cache_groups
 from pensieve.engine.worker.sizing import WorkerInfo, report
 from pensieve.errors import InvalidArgument
+from pensieve.machine import memory
 from pensieve.model.arch import Arch, ModelError
 
 log = logging.getLogger(__name__)
@@ -37,7 +42,16 @@ def build_engine(options: EngineOptions) -> Engine:
             f"max batch tokens {config.max_batch_tokens}: a model with recurrent layers needs {least} at least, "
             f"a chunk of {info.chunk_tokens} tokens and one for each of {config.max_running} generations"
         )
-    scheduler = Scheduler(config, cache)
+    elastic = None
+    if cache.resizer is not None:
+        elastic = ElasticTier(
+            cache,
+            ranks=info.ranks,
+            slack_bytes=parse_cache_size(options.device_slack, 1),
+            idle_release_s=options.idle_release_s,
+            free_memory=partial(_free_memory, info.device),
+        )
+    scheduler = Scheduler(config, cache, elastic)
     if scheduler.context_limit < 2:
         raise InvalidArgument(
             f"device cache {options.device_cache}: it holds no context of this model; give more, for example "
@@ -62,6 +76,11 @@ def build_engine(options: EngineOptions) -> Engine:
     )
     log.info("%s", report(worker.arch, info))
     return Engine(scheduler, worker, ready, overlapped=options.overlapped and info.device == "cuda")
+
+
+def _free_memory(device: str) -> int:
+    """Return the bytes that other programs leave free on this rank's device."""
+    return int(torch.cuda.mem_get_info()[0]) if device == "cuda" else memory().available
 
 
 def uses_hints(options: EngineOptions) -> bool:

@@ -23,6 +23,7 @@ state                           only writer        readers
 queue, running set, progress    ``Scheduler``      engine
 chunk places, pins, pages       ``CacheManager``   scheduler (ids), worker (pages, in the plan)
 KV tensors                      worker             kernels
+size of the device tier         ``ElasticTier``    cache (its pages), worker (its memory, in the plan)
 conversation history            the front end      none here: it comes with each ``Submit``
 ==============================  =================  ===========================================
 
@@ -40,6 +41,7 @@ from dataclasses import dataclass, field
 from pensieve.core import MAX_CANDIDATES, FinishReason, Phase, RequestKey, SessionKey
 from pensieve.debug import debug_enabled, failpoint
 from pensieve.engine.beams import BeamDriver
+from pensieve.engine.elastic import ONE_SIZE
 from pensieve.engine.messages import (
     Cancel,
     CandidateFinished,
@@ -53,9 +55,11 @@ from pensieve.engine.messages import (
     Finished,
     GetResidency,
     GetStrips,
+    Memory,
     Output,
     RequestProgress,
     ResidentTokens,
+    SetMemory,
     Started,
     Stats,
     Submit,
@@ -152,7 +156,10 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether ``step`` may have something to do without a further command."""
-        return self._scheduler.has_requests or self._background or self._in_flight is not None
+        if self._scheduler.has_requests or self._background or self._in_flight is not None:
+            return True
+        elastic = self._scheduler.elastic
+        return elastic is not None and elastic.is_due(self._clock())
 
     def handle(self, command: Command) -> list[Event]:
         """Handle one command, between steps; return the immediate answers."""
@@ -174,6 +181,8 @@ class Engine:
                 return [self._strips.read(call, at, self._clock())]
             case Warm():
                 return [self._warm(command)]
+            case SetMemory(call, wanted):
+                return [self._set_memory(call, wanted)]
         return []
 
     def step(self) -> list[Event]:
@@ -228,6 +237,7 @@ class Engine:
     def stats(self) -> Stats:
         occupancy = self._cache.occupancy()
         totals = self._totals
+        memory = self._memory(0)
         return Stats(
             steps_total=totals.steps,
             running=len(self._scheduler.running),
@@ -237,6 +247,10 @@ class Engine:
             device_used=occupancy.device_used,
             host_free=occupancy.host_free,
             host_used=occupancy.host_used,
+            device_held=memory.held,
+            device_wanted=memory.wanted,
+            device_floor=memory.floor,
+            device_ceiling=memory.ceiling,
             cached_sessions=len(self._cache.sessions),
             gpu_cached_total=totals.gpu_cached,
             swapped_in_total=totals.swapped_in,
@@ -335,6 +349,22 @@ class Engine:
         refused = self._scheduler.warm(warm, self._clock())
         held = self._cache.residency(SessionKey(warm.session))
         return Warmed(warm.call, refused, held.device, held.host)
+
+    def _set_memory(self, call: int, wanted: int | None) -> Memory:
+        refused, elastic = "", self._scheduler.elastic
+        if wanted is not None:
+            if elastic is None:
+                refused = self._ready.elastic_refusal or ONE_SIZE
+            else:
+                refused = elastic.set_wanted(wanted, self._clock())
+        return self._memory(call, refused)
+
+    def _memory(self, call: int, refused: str = "") -> Memory:
+        """Return the sizes of the device tier; if it has one size, that one four times."""
+        elastic, size = self._scheduler.elastic, self._ready.device_ceiling
+        if elastic is None:
+            return Memory(call, size, size, size, size, refused)
+        return Memory(call, elastic.held, elastic.wanted, elastic.floor, elastic.ceiling, refused)
 
     def _evict(self, session: SessionKey | None) -> int:
         now = self._clock()

@@ -28,6 +28,8 @@ def check_cache(
     _check_pool("host", tiers.host, [(c, c.host) for c in parts if c.host != NOWHERE])
     pinned = [sum(part.pins > 0 for part in parts if group == part.group) for group in (0, 1)]
     assert tiers.pinned == pinned, f"{tiers.pinned} pinned, but the slices say {pinned}"
+    repeated = sum(part.pins - 1 for part in parts if part.group and part.pins)
+    assert tiers.repeated == repeated, f"{tiers.repeated} pins repeated, but the slices say {repeated}"
     by_tenant: Counter[int] = Counter()
     for part in parts:
         if part.pins:

@@ -274,3 +274,13 @@ def common_prefix(a: TokenArray, b: TokenArray) -> int:
     n = min(len(a), len(b))
     different = np.flatnonzero(a[:n] != b[:n])
     return int(different[0]) if len(different) else n
+
+
+def common_chunks(session: CachedSession, origin: CachedSession, full: int) -> int:
+    """Return how many of the first ``full`` chunks of ``origin`` a session has."""
+    common = 0
+    for mine, other in zip(session.chunks, origin.chunks[:full], strict=False):
+        if mine is not other:
+            break
+        common += 1
+    return common

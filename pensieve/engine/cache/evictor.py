@@ -21,13 +21,16 @@ from pensieve.engine.cache.index import Reclaim
 from pensieve.engine.cache.tenants import NO_TENANT, UNLIMITED, TenantShares
 from pensieve.engine.cache.tiers import Pages, Tiers
 
+Missing = Callable[[int, int], int]
+"""How many bytes would still be missing if so many more pages of each group were evicted; 0: none."""
+
 
 class Evictor:
     def __init__(self, config: CacheConfig, tiers: Tiers, index: EvictionIndex) -> None:
         self.shares = TenantShares(tiers)
         self._tiers = tiers
         self._index = index
-        self._watermark = config.swap_watermark * tiers.device.size_bytes
+        self._watermark = config.swap_watermark
 
     def reclaimable(self, tenant: int | None = None) -> int:
         """Return the bytes of the device tier that can be taken at once, by a turn of ``tenant`` if it is given."""
@@ -42,29 +45,70 @@ class Evictor:
         and only then the shares of other tenants.
         """
         device = self._tiers.device
-        for part in list(self._tiers.leftovers) if self._tiers.leftovers else ():
-            if not device.shortage(*pages):
-                break
-            if not part.saving:
-                self._tiers.free(part)
-        for keep_shares in (True, False) if self.shares.has_shares else (False,):
+
+        def missing(gone: int, other_gone: int) -> int:
+            return device.shortage(pages[0] - gone, pages[1] - other_gone)
+
+        self._free_leftovers(lambda: device.is_short(1, *pages))
+        for keep_shares in self._passes:
             for reclaim in (Reclaim.PAGE, Reclaim.SAVED_PAGE):
-                while (need := device.shortage(*pages)) > 0:
-                    if keep_shares:
-                        allowance = self.shares.allowance(device, tenant)
-                    else:  # a tail goes only as a whole, however small the need
-                        allowance = UNLIMITED if len(device.groups) > 1 else self.shares.same_allowance(need)
-                    victims = self._index.round(reclaim, now, self._most_victims(need), allowance)
-                    if not self._evict_round(victims, pages, now, tenant):
-                        break
+                self._evict(reclaim, missing, now, tenant, keep_shares=keep_shares)
         if not device.fits(*pages):
             self._gather(pages)
         assert device.fits(*pages), (
             f"{pages} device pages needed, but only {device.free_bytes} of {device.size_bytes} bytes can be free"
         )
 
+    def shrink(self, now: float, most: int) -> None:
+        """Evict pages that the limits of the device tier have no room for, in the order of ``reserve``.
+
+        Copies out or drops at most ``most`` pages of each group, and all of a tail with the first of its pages. Later
+        calls continue.
+        """
+        tiers, device = self._tiers, self._tiers.device
+        self._free_leftovers(lambda: device.excess(1) > 0)
+        for reclaim, limit in ((Reclaim.PAGE, device.ceiling_bytes), (Reclaim.SAVED_PAGE, most)):
+            one, other = (device.used(group) - min(device.excess(group), limit) for group in (0, 1))
+
+            def missing(gone: int, other_gone: int, one: int = one, other: int = other) -> int:
+                beyond = max(device.used(0) - gone - one, 0), max(device.used(1) - other_gone - other, 0)
+                return tiers.bytes_of(beyond)
+
+            for keep_shares in self._passes:
+                self._evict(reclaim, missing, now, NO_TENANT, keep_shares=keep_shares)
+
+    @property
+    def _passes(self) -> tuple[bool, ...]:
+        """Whether each pass over the victims keeps the shares of other tenants."""
+        return (True, False) if self.shares.has_shares else (False,)
+
+    def _free_leftovers(self, is_short: Callable[[], bool]) -> None:
+        for part in list(self._tiers.leftovers) if self._tiers.leftovers else ():
+            if not is_short():
+                break
+            if not part.saving:
+                self._tiers.free(part)
+
+    def _evict(
+        self, reclaim: Reclaim, missing: Missing, now: float, tenant: int, *, keep_shares: bool
+    ) -> None:
+        """Evict victims of one kind until no bytes are missing, or no victim is left."""
+        device = self._tiers.device
+        while (need := missing(0, 0)) > 0:
+            if keep_shares:
+                allowance = self.shares.allowance(device, tenant)
+            else:  # a tail goes only as a whole, however small the need
+                allowance = UNLIMITED if len(device.groups) > 1 else self.shares.same_allowance(need)
+            victims = self._index.round(reclaim, now, self._most_victims(need), allowance)
+            if not self._evict_round(victims, missing, now, tenant):
+                break
+
     def _most_victims(self, num_bytes: int) -> int:
-        """Return the most victims that this number of bytes takes."""
+        """Return the most victims that this number of bytes takes; with a limit for each end, those of the other group
+        are passed over."""
+        device = self._tiers.device
+        if device.limits is not None and len(device.groups) > 1:
+            return self._index.table.rows
         smallest = min(size for size in self._index.page_bytes if size)
         return -(-num_bytes // smallest)
 
@@ -108,26 +152,29 @@ class Evictor:
 
     def _shortfall(self) -> int:
         """Return how many more pages should be free or reclaimable according to the watermark, rounded up."""
-        low = self._watermark - self._tiers.device.free_bytes
+        low = self._watermark * self._tiers.device.size_bytes - self._tiers.device.free_bytes
         if low <= 0:
             return 0
         one, other = self._index.page_bytes
         return int(-(-(low - self.reclaimable(NO_TENANT)) // (one or other)))
 
-    def _evict_round(self, victims: EvictionRound, pages: Pages, now: float, tenant: int) -> bool:
-        """Evict victims of a round until ``pages`` more pages fit the device; return whether there was any victim.
+    def _evict_round(self, victims: EvictionRound, missing: Missing, now: float, tenant: int) -> bool:
+        """Evict victims of a round until no bytes are missing; return whether there was any victim.
 
         All victims are chosen before the first one is moved. Where the host cannot take them all, the most
         valuable are saved and the least valuable dropped.
         """
         tiers = self._tiers
         chosen: list[tuple[float, Slice]] = []
-        left = list(pages)
-        while tiers.device.shortage(left[0], left[1]) and (group := victims.take()):
+        gone = [0, 0]
+        while (need := missing(gone[0], gone[1])) and (group := victims.take()):
+            if tiers.device.limits is not None and not _helps(group, missing, gone, need):
+                victims.put_back()
+                continue
             value = victims.peek()
             for part in group:
                 chosen.append((value, part))
-                left[part.group] -= 1
+                gone[part.group] += 1
             victims.put_back()
         room: EvictionRound | None = None
         stale = False
@@ -200,3 +247,10 @@ class Evictor:
                 return False
             self._tiers.evict_from_host(part)
         return True
+
+
+def _helps(group: list[Slice], missing: Missing, gone: list[int], need: int) -> bool:
+    """Whether these victims make any of the ``need`` bytes that are missing once ``gone`` pages are evicted. With a
+    limit for each end, pages of one group make no room for the other."""
+    others = sum(part.group for part in group)
+    return missing(gone[0] + len(group) - others, gone[1] + others) < need

@@ -13,6 +13,7 @@ class             state that only it writes                                     
 ``SharedChunks``  a chunk's owners and address; the chunk lists of sessions          ``CacheManager``
 ``Evictor``       nothing: it decides whose pages are taken                          ``CacheManager``
 ``Tails``         which slices of a second KV group are pinned, leftover or freed    ``CacheManager``
+``Resizer``       the limits of an elastic device tier                               ``ElasticTier``
 ``CacheManager``  the set of sessions, which of them run, their tokens, page tables  the engine
 ================  =================================================================  =============================
 
@@ -35,13 +36,22 @@ import numpy as np
 from pensieve.config import CacheConfig
 from pensieve.core import Hints, SessionKey, TokenArray
 from pensieve.engine.cache.check import check_cache
-from pensieve.engine.cache.chunk import NOWHERE, CachedSession, Chunk, Range, Restore, TierTokens
+from pensieve.engine.cache.chunk import (
+    NOWHERE,
+    CachedSession,
+    Chunk,
+    Range,
+    Restore,
+    TierTokens,
+    common_chunks,
+)
 from pensieve.engine.cache.eviction import EvictionIndex, reclaim_kind
 from pensieve.engine.cache.evictor import Evictor
 from pensieve.engine.cache.finding import NO_BRANCHES, Branches, Finder, RestoreCost, scope_of
 from pensieve.engine.cache.index import Reclaim
 from pensieve.engine.cache.policy import POLICIES, UNKNOWN, Policy
-from pensieve.engine.cache.restore import SpanPart, add_range
+from pensieve.engine.cache.resizing import Resizer
+from pensieve.engine.cache.restore import SpanPart, restore_of
 from pensieve.engine.cache.sharing import PrefixPath, SharedChunks
 from pensieve.engine.cache.tails import Tails
 from pensieve.engine.cache.tiers import Occupancy, Pages, PlannedCopies, Tiers
@@ -72,6 +82,8 @@ class CacheManager:
         self._tails: Tails | None = None
         if len(config.groups) > 1:
             self._tails = Tails(config.groups, self._tiers, self._reserve)
+        is_elastic = config.device_floor_bytes is not None
+        self.resizer = Resizer(self._tiers, self._evictor, self._remove_emptied) if is_elastic else None
         self._sessions: dict[SessionKey, CachedSession] = {}
         self._running: dict[SessionKey, CachedSession] = {}
 
@@ -79,17 +91,20 @@ class CacheManager:
 
     @property
     def capacity_tokens(self) -> int:
-        """Longest context that fits the device tier, in tokens."""
-        if self._tails is not None:
-            return self._tails.capacity_tokens()
-        return self.config.device_chunks * self._size
+        """Longest context that fits the device tier, in tokens; an elastic one at its floor."""
+        return self._tails.capacity_tokens() if self._tails is not None else self.device_pages * self._size
+
+    @property
+    def device_pages(self) -> int:
+        """Pages of the first group that an otherwise empty device tier holds; an elastic one at its floor."""
+        return self._tiers.least_pages(self.config.device_chunks)
 
     def can_hold(self, pages: int, requests: int, tokens: int) -> bool:
         """Whether an empty device tier holds ``pages`` pages of the first group, for ``requests`` requests of up to
         ``tokens`` tokens that run together."""
         if self._tails is not None:
             return self._tails.can_hold(pages, requests, tokens)
-        return pages <= self.config.device_chunks
+        return pages <= self.device_pages
 
     @property
     def sessions(self) -> dict[SessionKey, CachedSession]:
@@ -128,30 +143,39 @@ class CacheManager:
         kept for other tenants: free, reclaimable, or evictable (the plan that needs them copies them out,
         which saves a step).
         """
+        pages = self.pages_to_pin(key, tokens, num_new, path=path, branches=branches)
+        if pages is None:
+            return False
+        remaining = self._tiers.unpinned_bytes(pages)
+        kept = self.config.decode_reserve * self._tiers.device.size_bytes
+        return remaining > kept + self.shares.bytes_withheld_from(tenant) if reserve else remaining >= 0
+
+    def pages_to_pin(
+        self,
+        key: SessionKey,
+        tokens: TokenArray,
+        num_new: int,
+        *,
+        path: PrefixPath | None = None,
+        branches: Branches = NO_BRANCHES,
+    ) -> Pages | None:
+        """Return how many more pages an admission pins or promises; None: a plan or another request must end first."""
         session = self._sessions.get(key)
         if session is not None and (session.running or session.copying):
-            return False
+            return None
         common = self._finder.in_common(session, tokens, num_new, path)
         if any(chunk.saving for chunk in common):
-            return False  # a plan cannot copy a chunk in that it copies out
+            return None  # a plan cannot copy a chunk in that it copies out
         # Chunks that are pinned already cost this request no page.
-        pages, others = (
-            self.chunks_for(len(tokens)) + branches.pages - sum(chunk.pins > 0 for chunk in common),
-            0,
-        )
-        if self._tails is not None:
-            chunks, found = self._finder.found(session, tokens, num_new, path)
-            _, parts = self._tails.find(chunks, min(found, len(tokens) - 1), len(tokens))
-            if not self._tails.can_read(parts):
-                return False
-            others = self._tails.cost(parts, len(tokens)) + branches.requests * self._tails.promise(
-                len(tokens)
-            )
-        remaining = self._tiers.unpinned_bytes((pages, others))
-        keep = self.config.decode_reserve * self._tiers.device.size_bytes + self.shares.bytes_withheld_from(
-            tenant
-        )
-        return remaining > keep if reserve else remaining >= 0
+        pages = self.chunks_for(len(tokens)) + branches.pages - sum(chunk.pins > 0 for chunk in common)
+        if self._tails is None:
+            return pages, 0
+        chunks, found = self._finder.found(session, tokens, num_new, path)
+        _, parts = self._tails.find(chunks, min(found, len(tokens) - 1), len(tokens))
+        if not self._tails.can_read(parts):
+            return None
+        promised = branches.requests * self._tails.claim(len(tokens))
+        return pages, self._tails.cost(parts, len(tokens)) + promised
 
     def has_session(self, key: SessionKey) -> bool:
         return key in self._sessions
@@ -175,7 +199,7 @@ class CacheManager:
         if self._tails is not None:
             missing, parts = self._tails.find(chunks, keep, len(tokens))
             others = sum(part.device == NOWHERE for part in parts)
-            others += self._tails.promise(len(tokens)) if missing or keep < len(tokens) else 0
+            others += self._tails.claim(len(tokens)) if missing or keep < len(tokens) else 0
             computing |= bool(missing)
             clean_bytes += tiers.bytes_of((0, sum(reclaim_kind(part) is Reclaim.PAGE for part in parts)))
         reclaimable = self._evictor.reclaimable(self.shares.number(tenant))
@@ -280,19 +304,7 @@ class CacheManager:
                 self._shared.register(session.chunks[index], path.digests[index])
         if self._tails is not None:
             return self._tails.lay_out(session, held, keep, history)
-        on_device = on_host = 0
-        missing: list[Range] = []
-        for chunk in session.chunks[:held]:
-            filled = chunk.filled
-            if chunk.device != NOWHERE:
-                on_device += filled
-            else:
-                on_host += filled
-            if filled < size:
-                add_range(missing, chunk.index * size + filled, min((chunk.index + 1) * size, total))
-        add_range(missing, held * size, total)
-        recomputed = sum(max(min(end, history) - start, 0) for start, end in missing)
-        return Restore(tuple(missing), on_device, on_host, recomputed)
+        return restore_of(session.chunks[:held], history, total, size)
 
     def _own_tail(self, session: CachedSession, keep: int, total: int) -> None:
         """Limit a running session's last chunk to the first ``keep`` tokens and make it its own: other tokens
@@ -320,7 +332,7 @@ class CacheManager:
         self._shared.disown(session, shared.index)
         (own,) = self._shared.append(session, 1)
         self._tiers.pin((own,))
-        others = 0 if self._tails is None else self._tails.promise(total * self._size)
+        others = 0 if self._tails is None else self._tails.claim(total * self._size)
         spare = self._tiers.unpinned_bytes((total - len(session.chunks), others)) >= 0
         if valid > 0 and spare and self._tiers.can_copy(shared):
             self._evictor.reserve((1, 0), session.last_active, session.tenant)
@@ -367,7 +379,7 @@ class CacheManager:
         """
         origin, session = self._running[source], self._running.get(target)
         if session is None:
-            others = 0 if self._tails is None else self._tails.promise(len(tokens))
+            others = 0 if self._tails is None else self._tails.claim(len(tokens))
             if self._tiers.unpinned_bytes((1, others)) < 0:
                 return None
             if target in self._sessions:
@@ -376,7 +388,7 @@ class CacheManager:
             session.is_candidate = session.running = True
         tiers = self._tiers
         full, filled = divmod(len(tokens) - 1, self._size)
-        common = _common_chunks(session, origin, full)
+        common = common_chunks(session, origin, full)
         if self._tails is not None:
             self._tails.let_go(session)
         tiers.unpin(session.chunks[common:])
@@ -584,13 +596,5 @@ class CacheManager:
     def check(self) -> None:
         """Raise AssertionError unless every page has exactly one owner and all counts agree."""
         check_cache(self._sessions, self._running, self._tiers, self.index, self._shared)
-
-
-def _common_chunks(session: CachedSession, origin: CachedSession, full: int) -> int:
-    """Return how many of the first ``full`` chunks of ``origin`` a session has."""
-    common = 0
-    for mine, other in zip(session.chunks, origin.chunks[:full], strict=False):
-        if mine is not other:
-            break
-        common += 1
-    return common
+        if self.resizer is not None:
+            self.resizer.check()

@@ -17,7 +17,9 @@ group 1. A page's number is the place of its first layer page in that grid; laye
 * unit k of group 1 occupies bytes ``[size - (k+1)·unit, size - k·unit)``, so its page s has number
   ``size // B - (k+1)·L·U + s``.
 
-A tier with one group is one unit. Its pages have the numbers 0, 1, … and all pages of a layer lie together.
+A tier with one group is one unit. Its pages have the numbers 0, 1, … and all pages of a layer lie together. An
+elastic tier has units with one group too: group 0 alone has them. Memory backs the ends of such a tier, not always its
+middle, so each end may have a *limit* beyond which it opens no unit.
 """
 
 from __future__ import annotations
@@ -80,8 +82,8 @@ class PagePool:
     A group without layers has one page, number 0. It can be taken without limit, and is not counted.
     """
 
-    def __init__(self, size_bytes: int, groups: Sequence[PageSize]) -> None:
-        """Make an empty tier for one or two groups. A single group's ``unit_pages`` is ignored.
+    def __init__(self, size_bytes: int, groups: Sequence[PageSize], *, elastic: bool = False) -> None:
+        """Make an empty tier for one or two groups. A single group's ``unit_pages`` is ignored unless ``elastic``.
 
         Raises ValueError if no group has layers, or if the tier is too small for a unit of each of two groups. A
         tier of 0 bytes is allowed: it has no pages.
@@ -90,14 +92,20 @@ class PagePool:
             raise ValueError(f"a tier has one or two KV groups, not {len(groups)}")
         if not any(group.layers for group in groups):
             raise ValueError("a tier needs a KV group with layers")
-        if len(groups) == 1:
+        self._packed = len(groups) == 1 and not elastic
+        if self._packed:
             groups = (replace(groups[0], unit_pages=max(size_bytes // groups[0].page_bytes, 1)),)
-        elif 0 < size_bytes < (least := sum(group.unit_bytes for group in groups)):
+        elif len(groups) > 1 and 0 < size_bytes < (least := sum(group.unit_bytes for group in groups)):
             units = " + ".join(f"{group.unit_bytes:,}" for group in groups)
             raise ValueError(
                 f"a tier of {size_bytes:,} bytes is too small: a unit of each group needs {units} = {least:,}"
             )
+        self.ceiling_bytes = size_bytes
+        """Bytes of the buffer that the pages lie in."""
         self.size_bytes = size_bytes
+        """Bytes that pages can be taken from: those of the buffer, or of both limits."""
+        self.limits: tuple[int, int] | None = None
+        """Bytes within which each end opens units; None: both ends share the whole buffer."""
         self.groups = tuple(groups)
         self.held: defaultdict[int, int] = defaultdict(int)
         """Bytes of the pages in use, by tenant number."""
@@ -112,19 +120,25 @@ class PagePool:
     @property
     def free_bytes(self) -> int:
         """Bytes outside of pages in use. A group can take only those that ``free`` counts."""
-        return self.size_bytes - self.used_bytes
+        return max(self.size_bytes - self.used_bytes, 0)
 
     @property
     def middle_bytes(self) -> int:
         """Bytes between the ends. Holes are not part of it."""
-        middle = self.size_bytes
+        middle = self.ceiling_bytes
         for end in self._ends:
             middle -= end.units * end.unit_bytes
         return middle
 
+    @property
+    def extents(self) -> tuple[int, int]:
+        """Bytes of the units of each end."""
+        sizes = [end.units * end.unit_bytes for end in self._ends]
+        return sizes[0], sizes[1] if len(sizes) > 1 else 0
+
     def used(self, group: int = 0) -> int:
-        """Return the pages of a group in use."""
-        return self._ends[group].used
+        """Return the pages of a group in use; 0 for a group that the tier does not have."""
+        return self._ends[group].used if group < len(self._ends) else 0
 
     def holes(self, group: int = 0) -> int:
         """Return the free pages inside the group's end."""
@@ -135,7 +149,7 @@ class PagePool:
         end = self._ends[group]
         if not end.page_bytes:
             return UNCOUNTED_PAGES
-        return end.holes + self.middle_bytes // end.unit_bytes * end.unit_pages
+        return end.holes + self._room(group) // end.unit_bytes * end.unit_pages
 
     def capacity(self, group: int = 0) -> int:
         """Return the pages that the group would have if it were alone in the tier."""
@@ -151,7 +165,7 @@ class PagePool:
         unit, slot = end.locate(page)
         if unit < 0 or slot >= end.unit_pages or end.is_taken(unit, slot):
             return False
-        return unit < end.units or (unit + 1 - end.units) * end.unit_bytes <= self.middle_bytes
+        return unit < end.units or (unit + 1 - end.units) * end.unit_bytes <= self._room(group)
 
     def fits(self, pages0: int, pages1: int = 0) -> bool:
         """Whether that many more pages of each group can be taken now, without a move."""
@@ -163,20 +177,69 @@ class PagePool:
         return sum(end.units_beyond(pages) * end.unit_bytes for end, pages in wanted) <= self.size_bytes
 
     def bytes_for(self, pages0: int, pages1: int = 0) -> int:
-        """Return the bytes that these pages of each group take together, in whole units if there are two groups."""
+        """Return the bytes that these pages of each group take together, in whole units if there are any."""
+        return sum(self.ends_for(pages0, pages1))
+
+    def ends_for(self, pages0: int, pages1: int = 0) -> tuple[int, int]:
+        """Return the bytes of each end that hold these pages; see ``bytes_for``."""
+        one = self._ends[0]
+        first = pages0 * one.page_bytes if self._packed else one.units_beyond(pages0) * one.unit_bytes
         if len(self._ends) == 1:
-            return pages0 * self._ends[0].page_bytes
-        wanted = zip(self._ends, (pages0, pages1), strict=True)
-        return sum(end.units_beyond(pages) * end.unit_bytes for end, pages in wanted)
+            return first, 0
+        other = self._ends[1]
+        return first, other.units_beyond(pages1) * other.unit_bytes
+
+    def spare(self, pages0: int, pages1: int = 0) -> int:
+        """Return the bytes that are left if the tier holds these pages and nothing else; negative: it cannot."""
+        needed = self.ends_for(pages0, pages1)
+        if self.limits is None:
+            return self.size_bytes - sum(needed)
+        left = [limit - num_bytes for limit, num_bytes in zip(self.limits, needed, strict=True)]
+        return min(left) if min(left) < 0 else sum(left)
 
     def shortage(self, pages0: int, pages1: int = 0) -> int:
         """Return how many bytes must be freed before these further pages fit, once moves are made; 0 if they do now."""
         ends = self._ends
+        if self.limits is not None:
+            wanted = enumerate((pages0, pages1)[: len(ends)])
+            return sum(max(pages - self.free(group), 0) * ends[group].page_bytes for group, pages in wanted)
         if len(ends) == 1:
             return max(pages0 - self.free(), 0) * ends[0].page_bytes
         return max(self.bytes_for(ends[0].used + pages0, ends[1].used + pages1) - self.size_bytes, 0)
 
+    def is_short(self, group: int, pages0: int, pages1: int = 0) -> bool:
+        """Whether pages of a group must be freed before these further pages fit."""
+        if self.limits is None:
+            return self.shortage(pages0, pages1) > 0
+        return (pages0, pages1)[group] > self.free(group)
+
+    def excess(self, group: int) -> int:
+        """Return the pages in use of a group that its limit has no room for."""
+        if group >= len(self._ends):
+            return 0
+        return max(self._ends[group].used - self._units_within(group) * self._ends[group].unit_pages, 0)
+
+    def _room(self, group: int) -> int:
+        """Return the bytes by which an end may become longer now."""
+        if self.limits is None:
+            return self.middle_bytes
+        end = self._ends[group]
+        return max(self.limits[group] - end.units * end.unit_bytes, 0)
+
+    def _units_within(self, group: int) -> int:
+        """Return how many units of a group its limit has room for."""
+        end = self._ends[group]
+        if self.limits is None or not end.page_bytes:
+            return end.units
+        return self.limits[group] // end.unit_bytes
+
     # -- pages -------------------------------------------------------------------------------------------------------
+
+    def limit(self, limits: tuple[int, int] | None) -> None:
+        """Set ``limits``. Units in use beyond them stay until their pages are put back or moved."""
+        assert limits is None or sum(limits) <= self.ceiling_bytes, f"the ends {limits} meet"
+        self.limits = limits
+        self.size_bytes = self.ceiling_bytes if limits is None else sum(limits)
 
     def take(self, group: int = 0, tenant: int = 0) -> int:
         """Take a free page for a tenant. Raises IndexError when there is none: check ``free`` or ``fits`` first.
@@ -188,7 +251,7 @@ class PagePool:
         if not end.page_bytes:
             return 0
         unit = end.next_unit()
-        if unit == end.units and self.middle_bytes < end.unit_bytes:
+        if unit == end.units and self._room(group) < end.unit_bytes:
             raise IndexError(f"no page of group {group} is free")
         self.held[tenant] += end.page_bytes
         return end.take_in(unit)
@@ -224,8 +287,22 @@ class PagePool:
             pages += end.in_use(inner)
         return end.move_inwards(inner, pages if most is None else min(most, pages))
 
+    def pack(self, group: int, most: int) -> list[Move]:
+        """Move up to ``most`` pages of units beyond the group's limit into holes within it, the outermost first.
+
+        As ``shrink``: the pool has exchanged the pages on return.
+        """
+        end, inner = self._ends[group], self._units_within(group)
+        if end.units <= inner:
+            return []
+        within = sum(map(end.in_use, range(inner)))
+        return end.move_inwards(inner, min(most, end.used - within, inner * end.unit_pages - within))
+
     def _fits_after(self, group: int, units: int, pages0: int, pages1: int) -> bool:
         """Whether ``fits`` would hold if the group's pages in use lay in its first ``units`` units."""
+        if self.limits is not None:  # each end has room of its own: no move of one helps the other
+            wanted = enumerate((pages0, pages1)[: len(self._ends)])
+            return all(pages <= self.free(one) for one, pages in wanted)
         left = self.size_bytes
         for number, (end, pages) in enumerate(zip(self._ends, (pages0, pages1), strict=False)):
             kept = units if number == group else end.units

@@ -34,7 +34,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pensieve.core import Floats, Ints
-from pensieve.engine.cache.chunk import Range
+from pensieve.engine.cache.chunk import NOWHERE, Chunk, Range, Restore
 
 GroupKind = Literal["full", "window", "state", "empty"]
 
@@ -328,6 +328,23 @@ def _tokens_in_chunks(chunks: Sequence[int], keep: int, size: int, without: Sequ
         for chunk in chunks[bisect_left(chunks, start // size) : bisect_left(chunks, -(-end // size))]:
             count -= min(end, (chunk + 1) * size) - max(start, chunk * size)
     return count
+
+
+def restore_of(chunks: Sequence[Chunk], history: int, total: int, size: int) -> Restore:
+    """Return the receipt of a request for ``total`` tokens, in a model with one group, that found these chunks."""
+    on_device = on_host = 0
+    missing: list[Range] = []
+    for chunk in chunks:
+        filled = chunk.filled
+        if chunk.device != NOWHERE:
+            on_device += filled
+        else:
+            on_host += filled
+        if filled < size:
+            add_range(missing, chunk.index * size + filled, min((chunk.index + 1) * size, total))
+    add_range(missing, len(chunks) * size, total)
+    recomputed = sum(max(min(end, history) - start, 0) for start, end in missing)
+    return Restore(tuple(missing), on_device, on_host, recomputed)
 
 
 def add_range(ranges: list[Range], start: int, end: int) -> None:

@@ -13,7 +13,8 @@ A slice that is none of these is freed at once.
 
 Room for a request's slices is *promised* at admission, for its window and ``LEAST_SPAN`` tokens, because it takes
 their pages step by step. A longer span takes only pages that are free (``reach``). So a request that was admitted can
-always go on.
+always go on. In an elastic tier, which may give up all other pages, the promise is kept besides the slices that wait
+for positions far ahead (``claim``).
 
 ==============  ==========================  ========================================================
 event           state of a slice after it   called by ``CacheManager`` when
@@ -92,6 +93,7 @@ class Tails:
         self._tiers = tiers
         self._reserve = reserve
         self._size = tiers.chunk_tokens
+        self._is_elastic = tiers.floor_bytes is not None
         self._window = second.window
         self.has_states = second.kind == "state"
         self._touched: dict[CachedSession, None] = {}
@@ -120,6 +122,9 @@ class Tails:
 
     def cost(self, parts: Sequence[OtherSlice], total: int) -> int:
         """Return the pages to be pinned or promised for a request that begins with these slices."""
+        if self._is_elastic:  # also those that are pinned count: see ``Tiers.repeated``
+            most = self.promise(total) if self.has_states else len(parts) + self.promise(total)
+            return max(len(parts), min(most, self.claim(total)))
         return sum(not part.pins for part in parts) + max(self.promise(total) - len(parts), 0)
 
     def can_read(self, parts: Iterable[OtherSlice]) -> bool:
@@ -128,16 +133,16 @@ class Tails:
 
     def can_hold(self, pages: int, requests: int, tokens: int) -> bool:
         """See ``CacheManager.can_hold``."""
-        device = self._tiers.device
-        return device.bytes_for(pages, requests * self.promise(tokens)) <= device.size_bytes
+        return self._tiers.holds_empty((pages, requests * self.claim(tokens)))
 
     def capacity_tokens(self) -> int:
-        """Return the longest context that fits an empty device tier, in tokens; ``UNBOUNDED``: none is too long."""
+        """Return the longest context that an empty device tier always holds, in tokens; ``UNBOUNDED``: none is too
+        long."""
         device, size = self._tiers.device, self._size
         one, other = (group.page_bytes for group in device.groups)
         if not one and self.can_hold(0, 1, UNBOUNDED):
             return UNBOUNDED
-        lengths = range(1, device.size_bytes // (one or other) + 1)
+        lengths = range(1, device.ceiling_bytes // (one or other) + 1)
         return size * bisect_left(lengths, True, key=lambda pages: not self.can_hold(pages, 1, pages * size))
 
     def promise(self, tokens: int, *, decoding: bool = False) -> int:
@@ -147,7 +152,17 @@ class Tails:
             return 2 if decoding else 4
         span = self._size if decoding else LEAST_SPAN
         most = -(-(self._window - 1 + span) // self._size) + 1
-        return min(most, -(-tokens // self._size))
+        return min(most, self._chunks(tokens))
+
+    def claim(self, tokens: int) -> int:
+        """Return the most pages of this group that are pinned or promised for a request of ``tokens`` tokens."""
+        promise = self.promise(tokens)
+        if self.has_states or not self._is_elastic:
+            return promise
+        return min(2 * promise, self._chunks(tokens))  # a window, and what ``find`` has found elsewhere
+
+    def _chunks(self, tokens: int) -> int:
+        return -(-tokens // self._size)
 
     def restore(
         self, chunks: Sequence[Chunk], keep: int, history: int, total: int, missing: list[Range]
@@ -185,6 +200,8 @@ class Tails:
         """Hold what a request needs which computes ``ranges``; the pages come later."""
         session.runs = deque(ranges)
         session.held, session.held_from, session.window_table = {}, 0, None
+        if self._is_elastic and ranges:
+            session.held_from = max(self._reach(ranges[0][0]), 0)
         self._hold(session, parts)
         self.keep_promise(session)
 
@@ -373,7 +390,12 @@ class Tails:
         session.promised = promised
 
     def _due(self, session: CachedSession, tokens: int) -> int:
-        return max(self.promise(tokens, decoding=not session.runs) - len(session.held), 0)
+        promise = self.promise(tokens, decoding=not session.runs)
+        if self.has_states or not self._is_elastic:
+            return max(promise - len(session.held), 0)
+        first = session.held_from
+        near = sum(first <= part.index < first + promise for part in session.held)
+        return max(min(promise - near, self._chunks(tokens) - len(session.held)), 0)
 
     # -- the plan being made -----------------------------------------------------------------------------------------
 

@@ -94,6 +94,9 @@ class Tiers:
         """Slices of each group that some running request uses. Each has a device page or is about to get one."""
         self.promised = 0
         """Pages of the second group that are kept for running requests, besides pinned ones; ``Tails`` counts them."""
+        self.repeated = 0
+        """Pins of the second group's slices beyond the first of each. A request that lets such a slice go is promised
+        a page for it, so an elastic tier, which may give pages up meanwhile, keeps one for each."""
         self.pinned_by: defaultdict[int, int] = defaultdict(int)
         """Bytes of pinned pages, by tenant number."""
         self.spare: dict[Slice, None] = {}
@@ -104,9 +107,13 @@ class Tiers:
         self.dropped_tokens = 0
         self.moves = 0
         """Slices moved since start: a page table made before the latest move may be stale."""
+        self.floor_bytes = config.device_floor_bytes
+        """Bytes that an elastic device tier keeps at least; None: it has one size."""
         self._page_bytes = [group.page_bytes for group in self.device.groups] + [0]
-        self._at: dict[tuple[int, int], Slice] | None = {} if len(self.device.groups) > 1 else None
-        """The slice in each device page, by group and page: for moves, which a model with one group never needs."""
+        moves = len(self.device.groups) > 1 or self.floor_bytes is not None
+        self._at: dict[tuple[int, int], Slice] | None = {} if moves else None
+        """The slice in each device page, by group and page: for moves, which a model with one group needs only in an
+        elastic tier."""
         self._changed = changed
         self._dropped: dict[CachedSession | SharedRun, None] = {}
         """Holders of slices dropped since ``take_dropped``, by their latest drop."""
@@ -130,15 +137,34 @@ class Tiers:
     def unpinned_bytes(self, more: Pages = (0, 0)) -> int:
         """Return the bytes of the device tier that no running request holds, free or available by eviction, if ``more``
         pages were pinned; negative when they cannot be."""
-        other = self.pinned[1] + self.promised + more[1]
-        return self.device.size_bytes - self.device.bytes_for(self.pinned[0] + more[0], other)
+        pinned = self.claimed
+        return self.device.spare(pinned[0] + more[0], pinned[1] + more[1])
+
+    @property
+    def claimed(self) -> Pages:
+        """The pages of the device tier that running requests use or may take without asking."""
+        repeated = 0 if self.floor_bytes is None else self.repeated
+        return self.pinned[0], self.pinned[1] + self.promised + repeated
+
+    def least_pages(self, chunks: int) -> int:
+        """Return the pages of the first group that the device tier always holds; ``chunks``: its pages if it has one
+        size."""
+        group = self.device.groups[0]
+        if self.floor_bytes is None or not group.layers:
+            return chunks
+        return self.floor_bytes // group.unit_bytes * group.unit_pages
+
+    def holds_empty(self, pages: Pages) -> bool:
+        """Whether the device tier can hold that many pages at its smallest size, if it holds nothing else."""
+        least = self.device.ceiling_bytes if self.floor_bytes is None else self.floor_bytes
+        return self.device.bytes_for(*pages) <= least
 
     @property
     def swaps_in(self) -> bool:
         return bool(self._swap_in)
 
     def is_pinned(self, group: int, page: int) -> bool:
-        """Whether running requests use a device page, in a model with two groups."""
+        """Whether running requests use a device page, in a tier whose pages can move."""
         assert self._at is not None
         return self._at[group, page].pins > 0
 
@@ -174,7 +200,9 @@ class Tiers:
         first = []
         for part in parts:
             part.pins += 1
-            if part.pins == 1:
+            if part.pins > 1:
+                self.repeated += part.group
+            else:
                 first.append(part)
                 if part.host != NOWHERE:
                     self.spare[part] = None
@@ -187,7 +215,9 @@ class Tiers:
         last = []
         for part in parts:
             part.pins -= 1
-            if part.pins == 0:
+            if part.pins:
+                self.repeated -= part.group
+            else:
                 last.append(part)
                 self.spare.pop(part, None)
         self._count_pins(last, -1)
@@ -434,4 +464,5 @@ def _pools(config: CacheConfig) -> tuple[PagePool, PagePool]:
     device_bytes, host_bytes = (
         chunks * chunk_bytes if num_bytes is None else num_bytes for num_bytes, chunks in sizes
     )
-    return PagePool(device_bytes, device), PagePool(host_bytes, host)
+    elastic = config.device_floor_bytes is not None
+    return PagePool(device_bytes, device, elastic=elastic), PagePool(host_bytes, host)

@@ -3,5 +3,5 @@
 ``scheduler`` plans a step and takes in its result. ``request`` is one generation and its states, ``queue`` the
 waiting requests, ``running`` the batch and how its requests make room for each other, ``warming`` the warm-ups.
 
-May import: config, core, engine.cache, engine.messages, engine.plan.
+May import: config, core, engine.cache, engine.elastic, engine.messages, engine.plan.
 """

@@ -11,6 +11,7 @@ from pensieve.core import RequestKey, SessionKey
 from pensieve.engine.cache.chunk import common_prefix
 from pensieve.engine.cache.finding import Branches
 from pensieve.engine.cache.manager import CacheManager
+from pensieve.engine.cache.tiers import Pages
 from pensieve.engine.scheduling.queue import FairQueue
 from pensieve.engine.scheduling.request import Group, Request
 from pensieve.engine.scheduling.warming import WarmUps
@@ -53,16 +54,34 @@ class RunningSet:
             return False
         if request.must_wait or any(fork.must_wait for fork in forks):
             return False
-        size = self._cache.config.chunk_tokens
         return self._cache.can_admit(
             request.session,
             request.context,
             request.new_when_admitted,
             reserve=bool(self.requests),
             path=request.path,
-            branches=Branches(len(forks), sum(fork.pages_as_fork(size) for fork in forks)),
+            branches=self._branches(forks),
             tenant=request.tenant,
         )
+
+    def needs(self, request: Request) -> tuple[Pages, int]:
+        """Return what a waiting request needs of the device: pages of each group to be pinned, and bytes of the pages
+        that it does not have there. Nothing while it waits for something else. See ``fits``."""
+        pages = self._cache.pages_to_pin(
+            request.session,
+            request.context,
+            request.new_when_admitted,
+            path=request.path,
+            branches=self._branches(self._forks(request)),
+        )
+        if pages is None:
+            return (0, 0), 0
+        cost = self._cache.restore_cost(request.session, request.context, request.path, tenant=request.tenant)
+        return pages, cost.num_bytes
+
+    def _branches(self, forks: list[Request]) -> Branches:
+        size = self._cache.config.chunk_tokens
+        return Branches(len(forks), sum(fork.pages_as_fork(size) for fork in forks))
 
     def admit(self, request: Request, now: float) -> list[Request]:
         """Admit a request that fits, with its forks; return all of them."""
@@ -80,7 +99,9 @@ class RunningSet:
         if self._cache.has_states:
             for fork in forks:
                 self._register(fork)
-                self._branching.append(fork)
+                # It waits already if its leader was suspended before it could branch off.
+                if fork not in self._branching:
+                    self._branching.append(fork)
             return [request]
         # Before any work is taken: only KV that the leader already has in its last chunk can be copied.
         for fork in forks:

@@ -22,6 +22,8 @@ from pensieve.config import SchedulerConfig
 from pensieve.core import FinishReason, RequestKey, SessionKey, TokenLogprob, packed_length
 from pensieve.engine.cache.chunk import Range
 from pensieve.engine.cache.manager import CacheManager
+from pensieve.engine.cache.resizing import Ends
+from pensieve.engine.elastic import ElasticTier, Need
 from pensieve.engine.messages import Submit, Warm
 from pensieve.engine.plan import Chain, PageTable, Plan, SampleSpec, Span, StepResult
 from pensieve.engine.scheduling.queue import FairQueue, max_min_shares
@@ -31,6 +33,8 @@ from pensieve.engine.scheduling.warming import WARM_TOKENS, WarmUps
 
 SWAP_OUT_QUANTUM = 32
 """Most chunks copied out ahead of time per step: background work must not stretch a step."""
+IDLE_QUANTUM = 4 * SWAP_OUT_QUANTUM
+"""Most chunks of each group that a shrinking device tier copies out, and moves, in a plan that computes nothing."""
 
 _Work = dict[Request, list[Range]]
 """The ranges of tokens without KV that a step computes, by request."""
@@ -49,9 +53,13 @@ class OutputToken:
 class Scheduler:
     """Queue and running set of one engine. Not thread-safe: the engine's thread owns it."""
 
-    def __init__(self, config: SchedulerConfig, cache: CacheManager) -> None:
+    def __init__(
+        self, config: SchedulerConfig, cache: CacheManager, elastic: ElasticTier | None = None
+    ) -> None:
         self.config = config
         self.cache = cache
+        self.elastic = elastic
+        """Only with an elastic device tier."""
         self.context_limit = min(config.context_limit, cache.capacity_tokens)
         """Longest context that both the model and the device tier can hold, in tokens."""
         self.queue = FairQueue(config.max_running)
@@ -121,7 +129,7 @@ class Scheduler:
         elif not self.cache.can_hold(needed, at_once, tokens + 1):
             problem = (
                 f"{members} answers to a context of {tokens} tokens need {needed} pages of the device tier; it has"
-                f" {self.cache.config.device_chunks}: ask for fewer, or for shorter ones"
+                f" {self.cache.device_pages}: ask for fewer, or for shorter ones"
             )
         if problem is not None:
             return "CONTEXT_LIMIT_EXCEEDED", problem
@@ -184,12 +192,14 @@ class Scheduler:
         if not self.config.unified_batch and not work:
             self._plan_decodes(work, now)
         self._warm_up(work, now)
+        memory = None if self.elastic is None else self._resize(self.elastic, work, now)
         # A step waits for its swap-in, which should have the link to itself. Ahead-of-time copies can wait.
-        if not (self.config.swap_in_first and self.cache.swaps_in):
+        is_settled = self.elastic is None or self.elastic.is_settled(now)
+        if is_settled and not (self.config.swap_in_first and self.cache.swaps_in):
             self.cache.swap_out_ahead(now, SWAP_OUT_QUANTUM - self._swap_out_backlog)
         self._steps += 1
         plan = self._plan_two_groups if self.cache.two_groups else self._plan_one_group
-        return plan(work)
+        return plan(work, memory)
 
     def on_launched(self, plan: Plan) -> None:
         """Record that the worker has begun ``plan``: later plans come after it."""
@@ -203,6 +213,8 @@ class Scheduler:
     def commit(self, plan: Plan, result: StepResult, now: float) -> list[OutputToken]:
         """Take in the result of a launched plan; return the new output tokens."""
         self._swap_out_backlog = result.swap_out_backlog
+        if self.elastic is not None and plan.memory is not None:
+            self.elastic.on_result(result.memory, now)
         tokens: list[OutputToken] = []
         for sampled in result.sampled:
             request = self._running.get(sampled.request)
@@ -305,6 +317,8 @@ class Scheduler:
             request = self._next(busy)
             if request is None or not self._running.fits(request):
                 break
+            if self.elastic is not None and self.elastic.defers(self._running.needs(request)[1], now):
+                break
             self.queue.remove(request)
             if request.receipt is None:
                 self.admitted.append(request)
@@ -351,15 +365,28 @@ class Scheduler:
             work[request] = before + ranges if before else ranges
         return taken
 
-    def _plan_one_group(self, work: _Work) -> Plan:
+    def _resize(self, elastic: ElasticTier, work: _Work, now: float) -> Ends | None:
+        """Let the device tier follow its wanted size; return what the plan asks of the memory."""
+        waiting = self.queue and len(self._running.requests) < self.config.max_running
+        head = self._next(()) if waiting else None
+        needs = ((0, 0), 0) if head is None else self._running.needs(head)
+        active = bool(self.queue) or not all(request.warm for request in self._running.requests)
+        most = max((SWAP_OUT_QUANTUM if work else IDLE_QUANTUM) - self._swap_out_backlog, 0)
+        if not work:
+            most = max(most, SWAP_OUT_QUANTUM)  # without it, nothing might tell of the backlog's end
+        elif self.config.swap_in_first and self.cache.swaps_in:
+            most //= 4
+        return elastic.plan(Need(active, *needs), now, most)
+
+    def _plan_one_group(self, work: _Work, memory: Ends | None) -> Plan:
         spans: list[Span] = []
         tables: list[PageTable] = []
         for request, ranges in work.items():
             tables.append(self.cache.page_table(request.session, request.length))
             spans += [self._span(request, start, end, len(tables) - 1) for start, end in ranges]
-        return Plan(self._steps, tuple(spans), tuple(tables), *self.cache.take_copies())
+        return Plan(self._steps, tuple(spans), tuple(tables), *self.cache.take_copies(), memory=memory)
 
-    def _plan_two_groups(self, work: _Work) -> Plan:
+    def _plan_two_groups(self, work: _Work, memory: Ends | None) -> Plan:
         """Make the plan for a model with two KV groups: spans end where a group begins or ceases to store."""
         spans: list[Span] = []
         tables: list[PageTable] = []
@@ -382,6 +409,7 @@ class Scheduler:
             *self.cache.take_copies(),
             window_tables=tuple(window_tables),
             chains=tuple(chains),
+            memory=memory,
         )
 
     def _span(self, request: Request, start: int, end: int, table: int, stores: int = 3) -> Span:

@@ -14,6 +14,7 @@ from pensieve.config import CacheConfig, SchedulerConfig
 from pensieve.core import Hints, Sampling, TenantQos, Usage, pack_tokens
 from pensieve.engine.cache.manager import CacheManager
 from pensieve.engine.cost.model import CostModel
+from pensieve.engine.elastic import ElasticTier
 from pensieve.engine.engine import Engine
 from pensieve.engine.messages import (
     Cancel,
@@ -80,9 +81,11 @@ def make_engine(
     vocabulary: int = 97,
     *,
     overlapped: bool = False,
+    elastic: Callable[[CacheManager], ElasticTier] | None = None,
 ) -> Engine:
-    """An engine around any worker."""
-    planner = Scheduler(scheduler, CacheManager(cache, COST))
+    """An engine around any worker. ``elastic``: makes what decides the size of an elastic device tier."""
+    manager = CacheManager(cache, COST)
+    planner = Scheduler(scheduler, manager, None if elastic is None else elastic(manager))
     ready = EngineReady(
         planner.context_limit,
         vocabulary,

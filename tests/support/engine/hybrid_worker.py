@@ -4,11 +4,14 @@ Each tier is one array of cells. A page lies in it as ``pensieve.engine.cache.pa
 each of the group's layers. The KV of a position mixes its token with the KV of all earlier positions (full layers), of
 those in its window (windows), and with the state before it (states). So a slice that is stale, missing, overwritten by
 the other group or one position off changes all tokens that follow.
+
+The device tier may be elastic, with one group or two. Then memory backs only what plans have asked for: any other cell
+cannot be read or written, and loses what it held.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -28,10 +31,16 @@ def next_state(state: int, kv: int) -> int:
     return mix(state ^ mix(kv + 99))
 
 
+NONE = CacheGroup("full", 0, 0, 0, 1)
+"""Stands for the second group of a model with one."""
+Ends = tuple[int, int]
+
+
 class HybridOracle:
     """Stateless runs of a model with these groups."""
 
     def __init__(self, groups: Sequence[CacheGroup]) -> None:
+        groups = (*groups, NONE)[:2]
         self.full = groups[0].layers > 0
         self.window = groups[1].window if groups[1].kind == "window" else 0
         self.state = groups[1].kind == "state"
@@ -64,8 +73,9 @@ class HybridOracle:
 class _Memory:
     """One tier's cells."""
 
-    def __init__(self, chunks: int, groups: Sequence[CacheGroup], units: Sequence[int]) -> None:
-        size = chunks * sum(group.page_bytes for group in groups)
+    def __init__(self, size: int, groups: Sequence[CacheGroup], units: Sequence[int]) -> None:
+        self.backed: Ends | None = None
+        """Cells from the bottom and from the top that memory backs; None: all."""
         self.cells = np.full(max(size, 1), POISON, dtype=np.uint64)
         self.groups, self.units = groups, units
         second = groups[1].layer_page_bytes
@@ -76,25 +86,44 @@ class _Memory:
         assert page >= 0, f"a page of group {group} is read or written that nothing has"
         place = self.grids[group] + (page + layer * self.units[group]) * kind.layer_page_bytes + offset
         assert 0 <= place < len(self.cells), f"page {page} of group {group} lies outside the tier"
+        if self.backed is not None:
+            low, high = self.backed
+            assert place < low or place >= len(self.cells) - high, (
+                f"page {page} of group {group} is not backed"
+            )
         return place
+
+    def back(self, ends: Ends) -> None:
+        """Back these cells and no others, which lose what they held."""
+        self.backed = ends
+        self.cells[ends[0] : len(self.cells) - ends[1]] = POISON
 
     def page(self, group: int, page: int) -> list[slice]:
         """The cells of each of the page's layer pages."""
         kind = self.groups[group]
         starts = [self.at(group, page, layer) for layer in range(kind.layers)]
+        for start in starts:
+            self.at(group, page, 0, start + kind.layer_page_bytes - 1 - self.at(group, page, 0))
         return [slice(start, start + kind.layer_page_bytes) for start in starts]
 
 
 class HybridWorker(SynchronousWorker):
-    """Executes plans of a model with two groups."""
+    """Executes plans of a model with two groups, or with one and an elastic device tier."""
 
     def __init__(self, config: CacheConfig) -> None:
-        self.size, self.groups = config.chunk_tokens, config.groups
-        self.window = config.groups[1].window if config.groups[1].kind == "window" else 0
-        self.states = config.groups[1].kind == "state"
-        units = [group.device_unit for group in config.groups]
-        self.device = _Memory(config.device_chunks, config.groups, units)
-        self.host = _Memory(config.host_chunks, config.groups, (1, 1))
+        self.size, self.groups = config.chunk_tokens, (*config.groups, NONE)[:2]
+        self.window = self.groups[1].window if self.groups[1].kind == "window" else 0
+        self.states = self.groups[1].kind == "state"
+        units = [group.device_unit for group in self.groups]
+        chunk = sum(group.page_bytes for group in self.groups)
+        self.device = _Memory(config.device_bytes or config.device_chunks * chunk, self.groups, units)
+        # A host tier with one group is one unit, whatever the device tier is.
+        host_units = (1, 1) if len(config.groups) > 1 else (max(config.host_chunks, 1), 1)
+        self.host = _Memory(config.host_bytes or config.host_chunks * chunk, self.groups, host_units)
+        if config.device_floor_bytes is not None:
+            self.device.back((0, 0))
+        self.allocate: Callable[[Ends, Ends], Ends] = lambda before, asked: asked
+        """(backed before, asked for): what is backed from now on."""
         self.plans: list[Plan] = []
         self._sampled: dict[RequestKey, int] = {}
 
@@ -137,7 +166,14 @@ class HybridWorker(SynchronousWorker):
             for layer in range(self.groups[1].layers):
                 self.device.cells[self.device.at(1, page, layer)] = state ^ layer
         self._sampled = {one.request: one.token_id for one in sampled}
-        return StepResult(tuple(sampled))
+        if plan.memory is None:
+            return StepResult(tuple(sampled))
+        # Only now, although a real worker backs what is missing first: no page of this plan may need it.
+        before, cells = self.device.backed, len(self.device.cells)
+        assert before is not None and sum(plan.memory) <= cells, plan.memory
+        # Where all is backed, no allocation can fail: the ends only meet elsewhere.
+        self.device.back(self.allocate(before, plan.memory) if sum(before) < cells else plan.memory)
+        return StepResult(tuple(sampled), memory=self.device.backed)
 
     def check_plan(self, plan: Plan) -> None:
         """Each page has at most one writer in each phase, and no host page is written and read."""
