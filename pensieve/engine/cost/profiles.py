@@ -215,7 +215,8 @@ def prober(worker: ProbedWorker, clock: Callable[[], float] = time.perf_counter)
         raise ValueError(
             f"a step of at most {info.max_batch_tokens} tokens cannot compute a chunk of {info.chunk_tokens} at once"
         )
-    fill, pages = min(FILL_TOKENS, info.max_batch_tokens), None
+    fill = min(FILL_TOKENS, info.max_batch_tokens)
+    pages: HybridPages | ElasticPages | None = None
     groups = kv_groups(worker.arch, info.chunk_tokens, info.dtype)
     if info.device_floor is not None:
         fill = min(fill, LEAST_SPAN)
