@@ -13,7 +13,7 @@ from pensieve.config import CacheConfig, CacheGroup, SchedulerConfig
 from pensieve.engine.cache import tails
 from pensieve.engine.cache.pages import PagePool
 from pensieve.engine.cache.resizing import Ends, Resizer
-from pensieve.engine.cache.tiers import Pages, Tiers
+from pensieve.engine.cache.tiers import Pages
 from pensieve.engine.elastic import ElasticTier
 from pensieve.engine.messages import Memory, SetMemory
 from pensieve.engine.plan import Plan, StepResult
@@ -140,21 +140,19 @@ class TooEarly(HybridWorker):
 
 
 def pinned_cut_off(self: Resizer, target: int, demand: Pages) -> Ends:
-    claimed, Tiers.claimed = Tiers.claimed, property(lambda self: (0, 0))
-    try:
-        return ends_for(self, target, demand)
-    finally:
-        Tiers.claimed = claimed
+    """The tier shrinks below what running requests have pinned or were promised."""
+    tiers = self._tiers
+    claimed = tiers.pinned, tiers.promised, tiers.repeated
+    tiers.pinned, tiers.promised, tiers.repeated = [0, 0], 0, 0
+    ends = ends_for(self, target, demand)
+    tiers.pinned, tiers.promised, tiers.repeated = claimed
+    return ends
 
 
 def used_before_backed(self: Resizer) -> None:
+    """Pages are handed out before a result says that memory backs them."""
     if sum(self._aim) <= self._pool.ceiling_bytes:
         self._pool.limit(self._aim)
-
-
-def outer_units_forgotten(self: PagePool, group: int, most: int) -> list[tuple[int, int]]:
-    """Pages are not moved, but their memory is given up."""
-    return []
 
 
 ends_for: Callable[..., Ends] = Resizer._ends_for
