@@ -1,4 +1,4 @@
-"""``pensieve memory`` against whole servers: answers, refusals in one line, exit codes, keys, and where it shows."""
+"""``pensieve memory`` against whole servers: answers, refusals in one line, exit codes and keys."""
 
 from __future__ import annotations
 
