@@ -171,7 +171,9 @@ def _wait_with_progress(
 
 def _largest_wheel(folder: Path) -> int:
     sizes = [0]
-    for parent, _, names in os.walk(folder):  # unlike rglob, it passes over folders that pip removes meanwhile
+    for parent, _, names in os.walk(
+        folder
+    ):  # unlike rglob, it passes over folders that pip removes meanwhile
         for name in names:
             if name.endswith(".whl"):
                 with contextlib.suppress(OSError):  # moved meanwhile
