@@ -28,7 +28,7 @@ TALKS = (
     ("Name three colours.", "Which of them is the sky's?", "Why?"),
     ("What is 12 plus 30?", "And 5 more?", "Say it in words."),
 )
-OUTPUT = at_length(6, 48)
+OUTPUT = at_length(4, 48)
 TURNS = at_length(2, 3)
 DEVICE, HOST = f"{at_length(96, 256)}tokens", f"{at_length(32, 256)}tokens"
 TIERS = {

@@ -72,7 +72,7 @@ def play(name: str, seed: int) -> Driver:
 @pytest.mark.parametrize("name", MODELS)
 def test_answers_equal_a_stateless_run(name: str) -> None:
     paths: Counter[str] = Counter()
-    for seed in range(at_length(20, 600)):
+    for seed in range(at_length(12, 600)):
         driver = play(name, seed)
         for turn in driver.finished:
             assert turn.usage is not None and turn.usage.reconciles

@@ -15,6 +15,9 @@ from support.engine.engine_driver import Clock, Driver, make_engine
 from support.engine.hash_worker import VOCABULARY, HashWorker, verify_beams, verify_tokens
 from support.lengths import at_length
 
+PLAYED = at_length(12, 18)
+"""Random schedules of each test."""
+
 POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
 
 
@@ -47,8 +50,8 @@ def random_setup(rng: random.Random) -> tuple[CacheConfig, SchedulerConfig]:
 def test_answers_equal_a_stateless_run(block: int, overlapped: bool) -> None:
     totals = {"swapped": 0, "recomputed": 0, "cached": 0, "suspended": 0, "found": 0, "warmed": 0}
     warmed: Counter[str] = Counter()
-    first = (2 * block + overlapped) * 18  # no schedule is played in both ways: others find more
-    for seed in range(first, first + 18):
+    first = (2 * block + overlapped) * PLAYED  # no schedule is played in both ways: others find more
+    for seed in range(first, first + PLAYED):
         rng = random.Random(seed)
         cache, scheduler = random_setup(rng)
         clock = Clock()
