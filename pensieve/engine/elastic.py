@@ -42,7 +42,7 @@ ONE_SIZE: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What the plan being made leaves unserved."""
+    """Needs that the plan being made leaves unserved."""
 
     active: bool
     """Whether any turn runs or waits."""

@@ -138,7 +138,7 @@ class Plan:
     """The ways of the states through the spans, when the model has a state group."""
     memory: tuple[int, int] | None = None
     """Bytes of one rank's device buffer that memory backs once the plan has taken effect, from its bottom and from its
-    top; None: as before. The worker backs what is missing before it queues the plan. It gives up the rest after this
+    top; None: as before. The worker backs missing memory before it queues the plan. It gives up the rest after this
     plan and all earlier ones have read it. The plan uses no page that only its own growth backs."""
 
     @property

@@ -22,7 +22,7 @@ from pensieve.engine.cache.tenants import NO_TENANT, UNLIMITED, TenantShares
 from pensieve.engine.cache.tiers import Pages, Tiers
 
 Missing = Callable[[int, int], int]
-"""How many bytes would still be missing if so many more pages of each group were evicted; 0: none."""
+"""How many bytes would still be missing if this many more pages of each group were evicted; 0: none."""
 
 
 class Evictor:

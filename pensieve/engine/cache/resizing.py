@@ -115,7 +115,7 @@ class Resizer:
         return sum(asked) - sum(self.backed)
 
     def check(self) -> None:
-        """Raise AssertionError if a unit in use, or one that may be opened, lies outside of what is backed."""
+        """Raise AssertionError if a unit in use, or one that may be opened, lies outside of backed memory."""
         pool, ceiling = self._pool, self._pool.ceiling_bytes
         assert sum(self.backed) <= ceiling and self.size <= ceiling, f"the ends {self.backed} meet"
         if pool.limits is None:
@@ -128,7 +128,7 @@ class Resizer:
             assert limit <= backed, f"group {group}: pages are handed out up to {limit}, backed are {backed}"
 
     def _adopt_units(self) -> None:
-        """Without limits, units change groups. Count what is backed to the ends as the units lie now."""
+        """Without limits, units change groups. Count backed memory to the ends as the units lie now."""
         if self._pool.limits is None:
             ceiling, (low, high) = self._pool.ceiling_bytes, self._pool.extents
             low = min(max(self.backed[0], low), ceiling - high)

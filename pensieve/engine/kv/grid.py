@@ -22,7 +22,7 @@ Indices = npt.NDArray[np.integer[Any]]
 
 
 NO_PAGES: Final = PageSize(0, 0, 0)
-"""Of a group that does not exist."""
+"""The page of a group that does not exist."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ HOST_SHARE: Final = 0.5
 HOST_PER_DEVICE: Final = 4
 """Largest host tier for ``auto``, in device tiers: beyond that, pinning time grows faster than the hit rate."""
 CONTEXT_BYTES: Final = GIB // 2
-"""What CUDA keeps for itself in this process."""
+"""Memory that CUDA keeps for itself in this process."""
 GRAPHS_BYTES: Final = 3 * GIB // 2
 ATTENTION_BYTES: Final = GIB // 2
 """For partial results of split attention, step metadata and copy staging."""
@@ -99,7 +99,7 @@ class FreeMemory:
     device: int
     host: int
     device_most: int = 0
-    """What ``device`` would be if no other program used the GPU, if that is more."""
+    """``device``, if no other program used the GPU, where that is more."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 POLL_S: Final = 0.001
 """Time between two looks at the marks of a plan that gives memory back."""
 QUIET_S: Final = 1.0
-"""What was mapped ahead or kept for reuse is given back after this time without a change."""
+"""Memory that was mapped ahead or kept for reuse is given back after this time without a change."""
 
 Ends = tuple[int, int]
 """Bytes from the bottom and from the top of the region."""
@@ -45,7 +45,7 @@ class UseMark(Protocol):
 
 @dataclass(slots=True)
 class _Wanted:
-    """What one plan asked for."""
+    """The ends that one plan asked for."""
 
     ends: Ends
     marks: Sequence[UseMark] | None = None
@@ -64,7 +64,7 @@ class Backing:
         self._wanted: deque[_Wanted] = deque()
         """Plans that are under way: the oldest first."""
         self._ends: Ends = 0, 0
-        """What the latest plan that is done asked for."""
+        """The ends that the latest finished plan asked for."""
         self._changed = threading.Condition()
         self._news = self._closed = False
         self._last_change = 0.0

@@ -1,7 +1,7 @@
 """Plain memory that backs a region on a CPU: parts of a memory file, mapped and unmapped at fixed addresses.
 
 A handle is a place in the file. Its memory is taken when a byte of it is first written, and a hole punched into the
-file gives it back, so ``st_blocks`` of the file counts what is resident.
+file gives it back, so ``st_blocks`` of the file counts resident memory.
 """
 
 from __future__ import annotations

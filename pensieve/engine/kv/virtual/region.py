@@ -69,12 +69,12 @@ class Backend(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RegionSizes:
-    """Sizes of a region's parts, in bytes. The defaults switch off what is optional."""
+    """Sizes of a region's parts, in bytes. The defaults switch optional parts off."""
 
     permanent: int = 0
     """Backed as long as the region exists, from byte 0 on, besides what ``step`` asks for. At least one handle is."""
     handle: int = 0
-    """Of a handle above the permanent part, rounded up to a granule."""
+    """Size of a handle above the permanent part, rounded up to a granule."""
     ahead: int = 0
     """Mapped at most beyond an end that has grown (eager allocation, vAttention section 6.1.2)."""
     kept: int = 0
@@ -170,7 +170,7 @@ class Region:
                 self._below, self._above = self._bounds(low, high)
 
     def sweep(self) -> None:
-        """Unmap what is backed without need, one handle at a time, so that ``grow`` waits for one at most."""
+        """Unmap handles that back nothing needed, one handle at a time, so that ``grow`` waits for one at most."""
         with self._lock:
             found = [slot for slot in self._mapped if self._is_spare(slot)]
         for slot in found:
@@ -186,7 +186,7 @@ class Region:
                 pass
 
     def trim(self) -> None:
-        """Give back what is mapped ahead and what is kept for reuse."""
+        """Give back handles that are mapped ahead or kept for reuse."""
         with self._lock:
             self._grown = 0, 0
             self._trim()
@@ -254,7 +254,7 @@ class Region:
             raise
 
     def _back_or_trim(self, slots: list[int]) -> None:
-        """``_back``, with the memory that this region holds without need if it is what is missing."""
+        """``_back``; if memory is missing, with that which this region holds without need."""
         spare = bool(self._ahead or self._kept_bytes())
         try:
             self._back(slots)
