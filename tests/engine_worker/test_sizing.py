@@ -77,7 +77,7 @@ def test_auto_host_tier_leaves_half_of_the_memory() -> None:
 
 
 def test_auto_on_a_cpu_is_modest() -> None:
-    assert sizes(CPU, 16, 16) == TierSizes(GIB // CHUNK, GIB // CHUNK, *["auto: 1 GiB on a CPU"] * 2)
+    assert sizes(CPU, 16, 16) == TierSizes(GIB // CHUNK, GIB // CHUNK, *["auto: 1 GiB on a CPU"] * 2, None)
     small = sizes(CPU, 0.5, 0.5)
     assert small.device_chunks == GIB // 2 // CHUNK
     assert (small.device_chunks + small.host_chunks) * CHUNK <= GIB // 2

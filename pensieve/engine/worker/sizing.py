@@ -108,10 +108,10 @@ class TierSizes:
     host_chunks: int
     device_source: str
     host_source: str
+    device_floor: int | None
+    """See ``WorkerInfo``."""
     device_tier: TierLayout = field(default=NO_TIER, compare=False)
     """Bytes and pages of one rank's tier."""
-    host_tier: TierLayout = field(default=NO_TIER, compare=False)
-    device_floor: int | None = None
     """See ``WorkerInfo``."""
 
 
@@ -237,7 +237,7 @@ def tier_sizes(
     host_bytes, host_source = _host_tier(options, sizes, on_gpu, host_free, device_bytes)
     host, floor = sizes.host_layout(host_bytes), None if tier is None else tier.floor // ranks
     return TierSizes(
-        sizes.chunks(device), sizes.chunks(host), device_source, host_source, device, host, floor
+        sizes.chunks(device), sizes.chunks(host), device_source, host_source, floor, device, host
     )
 
 
