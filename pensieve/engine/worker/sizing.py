@@ -112,7 +112,7 @@ class TierSizes:
     """See ``WorkerInfo``."""
     device_tier: TierLayout = field(default=NO_TIER, compare=False)
     """Bytes and pages of one rank's tier."""
-    host_tier: TierLayout = NO_TIER
+    host_tier: TierLayout = field(default=NO_TIER, compare=False)
 
 
 def resolve_device(options: EngineOptions, arch: Arch) -> Placement:
