@@ -13,7 +13,7 @@ candidates is a group of requests, and so is a beam search, which ``engine.beams
 events: ``Started`` with the receipt, ``RequestProgress``, ``Output``, ``Finished``.
 
 Overlapped, a step is planned and launched while the one before it runs, and only then is that one's result awaited:
-the device never wait_started for Python. Not overlapped, a step's result is awaited before the next is planned.
+the device never waits for Python. Not overlapped, a step's result is awaited before the next is planned.
 
 The writer of each piece of state:
 
