@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from pensieve.cli.main import cli
 from pensieve.config import EngineTuning, PolicyName, parse_cache_size
-from pensieve.machine import Memory
+from pensieve.machine import MachineMemory
 from pensieve.replay.load.generators import generate
 from pensieve.replay.load.schedule import Arrivals, Script, apply_run_in, scripts
 from support.replay.benches import BENCH
@@ -292,11 +292,11 @@ def test_tiers_that_do_not_fit_into_memory_are_refused_at_once(monkeypatch: pyte
     found = table().experiments(scales().FULL)["systems-13b-sharegpt"]
     jobs = {job.uses[0][1]: job for job in planning().jobs_for([("e", line) for line in found.lines])}
     ours, peer, none = jobs["Pensieve"], jobs["vLLM CPU offload"], jobs["Pensieve stateless"]
-    monkeypatch.setattr(evaluate, "memory", lambda: Memory(1 << 40, 63 << 30))
+    monkeypatch.setattr(evaluate, "memory", lambda: MachineMemory(1 << 40, 63 << 30))
     evaluate.check_memory([[ours, peer], [none, jobs["vLLM"], jobs["Pensieve (GPU cache)"]]])
     with pytest.raises(click.UsageError, match="up to 64 GiB at once, but 63 GiB are available"):
         evaluate.check_memory([[ours], [none, peer]])
-    monkeypatch.setattr(evaluate, "memory", lambda: Memory(1 << 40, 31 << 30))
+    monkeypatch.setattr(evaluate, "memory", lambda: MachineMemory(1 << 40, 31 << 30))
     done = CliRunner().invoke(evaluate.main, ["ablate-tiers", "--devices", "0", "--results", "x"])
     assert done.exit_code == 2 and "up to 32 GiB at once" in done.output
 

@@ -56,6 +56,19 @@ def test_hybrid_models_equal_transformers(bench: RankBench, monkeypatch: pytest.
     assert bench.oracle.near_ties <= bench.oracle.tokens / 1000, "too many near ties to call this exact"
 
 
+@pytest.mark.parametrize(
+    "bench",
+    [("llama3", 2, {}), ("gemma3_text", 2, {"num_key_value_heads": 2}), ("qwen3_5_text", 2, {})],
+    indirect=True,
+    ids=str,
+)
+def test_ranks_change_their_size_together(bench: RankBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tails, "LEAST_SPAN", SPAN)
+    for seed in SEEDS:
+        run_schedule(bench, seed, elastic=True)
+    assert bench.oracle.near_ties <= bench.oracle.tokens / 1000, "too many near ties to call this exact"
+
+
 def stale_page_table(plan: Plan) -> Plan:
     """The first page of each context is still where it was before."""
     return replace(plan, page_tables=tuple((table + (table[0] == table)) for table in plan.page_tables))

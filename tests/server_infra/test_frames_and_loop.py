@@ -159,8 +159,9 @@ def test_with_work_nothing_is_waited_for_and_idle_it_beats() -> None:
     run_engine(engine(), channel)
     assert [timeout > 0 for timeout in channel.timeouts] == [True, True, False, False, False, True, True]
     assert max(channel.timeouts) <= 1.0
-    heartbeat = channel.reports[1]
-    assert heartbeat == Report(events=(), stats=Stats())
+    heartbeat, size = channel.reports[1], 4 << 20
+    stats = Stats(device_held=size, device_wanted=size, device_floor=size, device_ceiling=size)
+    assert heartbeat == Report(events=(), stats=stats)
 
 
 def test_waiting_work_that_cannot_step_does_not_spin() -> None:

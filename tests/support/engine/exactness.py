@@ -13,7 +13,9 @@ import torch
 
 from pensieve.config import CacheConfig, CacheGroup, EngineTuning, PolicyName, SchedulerConfig
 from pensieve.engine.cache.pages import PageSize
+from pensieve.engine.elastic import ElasticTier
 from pensieve.engine.kv.grid import TierLayout
+from pensieve.engine.messages import SetMemory
 from pensieve.engine.plan import StepWorker
 from pensieve.engine.worker.hybrid_sizing import NO_TIER
 from pensieve.engine.worker.sizing import DTYPES, WorkerInfo
@@ -148,6 +150,19 @@ def with_groups(bench: Bench, cache: CacheConfig, rng: random.Random) -> CacheCo
     return replace(cache, groups=parts, device_bytes=device, host_bytes=host)
 
 
+def with_range(bench: Bench, cache: CacheConfig, rng: random.Random) -> CacheConfig:
+    """The device tier may grow to twice its size."""
+    groups, floor = cache.groups, cache.device_bytes
+    if floor is None:
+        (full,) = kv_groups(bench.cached_arch, cache.chunk_tokens, bench.dtype)
+        one = CacheGroup(full.kind, 0, len(full.layers), full.layer_page_bytes, rng.choice((1, 2)))
+        unit = one.device_unit * one.page_bytes
+        groups, floor = (one,), -(-cache.device_chunks * one.page_bytes // unit) * unit
+    return replace(
+        cache, device_chunks=2 * cache.device_chunks, groups=groups, device_bytes=2 * floor, device_floor_bytes=floor,
+    )  # fmt: skip
+
+
 def random_setup(rng: random.Random) -> tuple[CacheConfig, SchedulerConfig]:
     size = rng.choice((1, 8, 32))
     device = max(2, rng.choice((40, 64, 96, 200)) // size)
@@ -171,25 +186,46 @@ def random_setup(rng: random.Random) -> tuple[CacheConfig, SchedulerConfig]:
 
 
 def run_schedule(
-    bench: Bench, seed: int, wrap: Callable[[StepWorker], StepWorker] = lambda worker: worker
+    bench: Bench,
+    seed: int,
+    wrap: Callable[[StepWorker], StepWorker] = lambda worker: worker,
+    *,
+    elastic: bool = False,
 ) -> Driver:
-    """One random schedule, every answer checked."""
+    """One random schedule, every answer checked. ``elastic``: the device tier changes its size on the way."""
     rng = random.Random(seed)
     cache, scheduler = random_setup(rng)
     cache = with_groups(bench, cache, rng)
     if cache.groups[-1].kind == "state":
         least = cache.chunk_tokens + scheduler.max_running
         scheduler = replace(scheduler, max_batch_tokens=max(least, scheduler.max_batch_tokens))
+    if elastic:
+        cache = with_range(bench, cache, rng)
     clock = Clock()
     worker = wrap(bench.worker(cache, scheduler))
-    engine = make_engine(cache, scheduler, worker, clock, bench.vocabulary, overlapped=seed % 2 == 1)
+    engine = make_engine(
+        cache,
+        scheduler,
+        worker,
+        clock,
+        bench.vocabulary,
+        overlapped=seed % 2 == 1,
+        elastic=ElasticTier if elastic else None,
+    )
+    sizes = engine.stats()
     limit = min(LIMIT, engine._ready.context_limit)
     driver = Driver(engine, clock, rng, bench.oracle.verify, bench.vocabulary, limit)
     for _ in range(14):
         driver.act()
         for _ in range(rng.randrange(4)):
+            if elastic and rng.random() < 0.3:
+                engine.handle(SetMemory(1, rng.randint(sizes.device_floor, sizes.device_ceiling)))
             driver.step()
     driver.run_until_idle()
+    for wanted in (sizes.device_ceiling, sizes.device_floor) if elastic else ():
+        engine.handle(SetMemory(1, wanted))
+        driver.run_until_idle()
+        assert engine.stats().device_held == wanted
     engine.close()
     return driver
 
