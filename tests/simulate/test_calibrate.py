@@ -98,7 +98,7 @@ def known(machine: Machine, device: str) -> tuple[Machine, list[Sample]]:
             ("cpu", 0.0, ()),
             ("cuda", 0.0, ()),
         ],
-        3,
+        2,
     ),
 )
 def test_finds_the_machine(device: str, weights_s: float, groups: tuple[MachineGroup, ...]) -> None:

@@ -263,7 +263,7 @@ class KvTiers:
                 reference.chunk_copy(layer, layer, dst, src)
             return
         # A page of one group may be written where one of the other is read.
-        # Layer by layer: torch would first copy all pages of a tensor that is not contiguous, and some may not be backed.
+        # Layer by layer: torch would first copy all of a tensor that is not contiguous, and not all may be backed.
         picked = [[layer[src] for layer in self.groups[group].device] for group, src, _ in parts]
         for (group, _, dst), values in zip(parts, picked, strict=True):
             for number, layer in enumerate(self.groups[group].device):
