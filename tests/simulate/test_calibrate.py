@@ -92,9 +92,9 @@ def known(machine: Machine, device: str) -> tuple[Machine, list[Sample]]:
     some(
         [
             ("cpu", 5.31e-3, ()),
-            ("cuda", 0.0, WINDOWS),
-            ("cpu", 0.0, STATES),
             ("cuda", 5.31e-3, ()),
+            ("cpu", 0.0, STATES),
+            ("cuda", 0.0, WINDOWS),
             ("cpu", 0.0, ()),
             ("cuda", 0.0, ()),
         ],
@@ -170,7 +170,7 @@ def test_steps_that_cost_nothing_cannot_be_fitted() -> None:
         fit(TRUTH, samples)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "bamba"])
+@pytest.mark.parametrize("family", some(["llama", "gemma3_text", "bamba"], 2))
 def test_profile_writes_what_simulate_reads(family: Any, tmp_path: Path) -> None:
     machine, cost = tmp_path / "machine.json", tmp_path / "cost.json"
     if family == "bamba":
