@@ -86,7 +86,7 @@ async def _the_door_is_told(rig: PageRig, tab: BrowserTab) -> None:
 
 
 async def _the_memory_is_told(rig: PageRig, tab: BrowserTab) -> None:
-    """Of a tier that grows and shrinks; one size is no news."""
+    """The bytes of a tier that grows and shrinks are shown; one size is not."""
     line = "(d => !d.hidden && d.textContent)(document.getElementById('device-memory'))"
     assert await tab.value(line) is False
     gib = 1 << 30

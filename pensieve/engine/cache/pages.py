@@ -290,7 +290,7 @@ class PagePool:
     def pack(self, group: int, most: int) -> list[Move]:
         """Move up to ``most`` pages of units beyond the group's limit into holes within it, the outermost first.
 
-        As ``shrink``: the pool has exchanged the pages on return.
+        Like ``shrink``, the pool has exchanged the pages on return.
         """
         end, inner = self._ends[group], self._units_within(group)
         if end.units <= inner:

@@ -216,7 +216,7 @@ def prober(worker: ProbedWorker, clock: Callable[[], float] = time.perf_counter)
             f"a step of at most {info.max_batch_tokens} tokens cannot compute a chunk of {info.chunk_tokens} at once"
         )
     fill = min(FILL_TOKENS, info.max_batch_tokens)
-    pages: HybridPages | ElasticPages | None = None
+    pages: HybridPages | None = None
     groups = kv_groups(worker.arch, info.chunk_tokens, info.dtype)
     if info.device_floor is not None:
         fill = min(fill, LEAST_SPAN)
