@@ -66,7 +66,9 @@ def test_layers_with_windows_equal_transformers(family: Family, tmp_path: Path) 
 @pytest.mark.parametrize("heads", [(4, 2, 64), (8, 2, 128), (4, 2, 256)], ids=str)
 def test_bfloat16_windows_with_the_heads_of_real_models(heads: tuple[int, int, int], tmp_path: Path) -> None:
     count, kv_count, dim = heads
+    # Scores of a common size: with the small checkpoint's scale some contexts differ by 4 in bfloat16, without a cache.
     shape = {"num_attention_heads": count, "num_key_value_heads": kv_count, "head_dim": dim}
+    shape["query_pre_attn_scalar"] = dim
     run_all(
         Bench("gemma3", tmp_path, "cuda", dtype="bfloat16", near_tie=BF16_TOLERANCE, **shape), range(12, 18)
     )

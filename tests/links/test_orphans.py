@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -17,16 +16,16 @@ from support.faults import with_helper
 from support.processes import alive, children, until
 from support.service.server_process import launched
 
-_PR_SET_CHILD_SUBREAPER = 36
-
-
-def inherit() -> None:
-    """Processes below this one whose parent ends are left to it: so they are to process 1."""
-    assert ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
+INHERIT = """
+import ctypes
+PR_SET_CHILD_SUBREAPER = 36
+assert ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
+"""
+"""Processes below this one whose parent ends are left to it: so they are to process 1."""
 
 
 def test_what_a_killed_engine_leaves_behind_is_no_zombie(tmp_path: Path) -> None:
-    with launched(tmp_path, builder=with_helper.BUILDER, begin=inherit) as server:
+    with launched(tmp_path, builder=with_helper.BUILDER, begin=INHERIT) as server:
         (engine,) = children(server.process.pid)
         (helper,) = children(engine)
         os.kill(engine, signal.SIGKILL)
@@ -48,8 +47,8 @@ async def test_engines_are_own_children_until_they_have_ended() -> None:
 def run(program: str) -> list[str]:
     """What a program says that inherits processes."""
     done = subprocess.run(
-        [sys.executable, "-c", _BEGIN + textwrap.dedent(program)],
-        preexec_fn=inherit, capture_output=True, text=True, timeout=60, check=False,
+        [sys.executable, "-c", INHERIT + _BEGIN + textwrap.dedent(program)],
+        capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()

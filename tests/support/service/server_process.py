@@ -6,7 +6,7 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,11 +81,12 @@ class ServerProcess:
 @contextmanager
 def launched(
     folder: Path, script: Script | None = None, *, ready: bool = True, environment: dict[str, str] | None = None,
-    builder: str = BUILDER, cwd: Path | None = None, begin: Callable[[], None] | None = None, **options: object,
+    builder: str = BUILDER, cwd: Path | None = None, begin: str = "", **options: object,
 ) -> Iterator[ServerProcess]:  # fmt: skip
     """Start one whose files lie in ``folder``; it is killed in the end if it still runs. ``builder``: of its engine.
 
-    ``begin``: what its process calls before it is a server.
+    ``begin``: Python that its process runs before it is a server. Not a ``preexec_fn``: that runs in a fork of this
+    process, where gRPC's handlers start threads again, and those die of closed descriptors.
     """
     folder.mkdir(parents=True, exist_ok=True)
     values: dict[str, object] = {
@@ -99,10 +100,9 @@ def launched(
     errors = folder / "stderr.txt"
     with errors.open("w") as stderr:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-c", _PROGRAM, json.dumps(values), builder],
+            [sys.executable, "-P", "-c", begin + _PROGRAM, json.dumps(values), builder],
             env={**child_environment(), **(environment or {})},
             cwd=cwd,
-            preexec_fn=begin,
             stdout=subprocess.PIPE,
             stderr=stderr,
             text=True,
