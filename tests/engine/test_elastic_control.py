@@ -62,6 +62,25 @@ class Rig:
 SESSIONS = [f"x{number}" for number in range(6)]
 
 
+def test_a_plan_frees_a_few_pages_that_the_host_has_and_then_copies() -> None:
+    """Else the one plan that follows a command would take longer than a step."""
+    rig = Rig()
+    rig.turns(SESSIONS, 29)
+    cache = rig.engine._scheduler.cache
+    cache.swap_out_ahead(rig.clock(), 10)
+    cache.complete_copies()
+    assert cache.resizer is not None
+    changes = []
+    for _ in range(5):
+        before = cache.occupancy()
+        cache.resizer.plan(FLOOR, 0, (0, 0), rig.clock(), most=1)
+        after = cache.occupancy()
+        cache.complete_copies()
+        freed, copied = before.device_used - after.device_used, after.host_used - before.host_used
+        changes.append((freed // SIZE, copied // SIZE))
+    assert changes == [(4, 0), (4, 0), (3, 1), (1, 1), (1, 1)], "(pages freed, copied out); ten were on the host"
+
+
 def test_it_grows_instead_of_evicting_and_shrinks_without_a_loss() -> None:
     rig = Rig()
     assert rig.engine._scheduler.context_limit == 9 * SIZE, "what the floor holds in whole units"

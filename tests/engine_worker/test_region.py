@@ -278,6 +278,30 @@ def test_a_thread_gives_memory_back_and_maps_ahead(monkeypatch: pytest.MonkeyPat
     assert backend.freed
 
 
+def test_handles_are_kept_for_the_other_end_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They pass from one end to the other without calls, but a tier that shrinks gives back all that it gives up."""
+    monkeypatch.setattr(virtual_backing, "QUIET_S", 1000.0)
+    backend = FakeBackend()
+    region = reserve(200, backend, RegionSizes(permanent=10, handle=10, kept=50))
+    backing = Backing(region, threaded=True)
+
+    def follow(low: int, high: int) -> None:
+        backing.grow(low, high)
+        backing.shrink()
+        wait_for(lambda: (region.low, region.high) == (low, high))
+
+    follow(100, 0)
+    follow(60, 40)
+    wait_for(lambda: not backend.backs(90, 100))
+    assert region.held == 140
+    created = len(backend.created)
+    follow(60, 80)
+    assert len(backend.created) == created
+    follow(60, 20)
+    wait_for(lambda: region.held == 80)
+    backing.close()
+
+
 def test_a_thread_that_fails_is_heard_of() -> None:
     backend = FakeBackend()
     backing = Backing(reserve(200, backend, RegionSizes(handle=10)), threaded=True)

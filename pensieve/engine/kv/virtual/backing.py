@@ -97,8 +97,7 @@ class Backing:
             self._news = True
             self._changed.notify()
             if self._thread is None:
-                self._settle()
-                self.region.sweep()
+                self.region.sweep(keep=not self._settle())
 
     def close(self) -> None:
         """Stop the thread and free the region. No work may use it any more."""
@@ -109,19 +108,22 @@ class Backing:
             self._thread.join()
         self.region.free()
 
-    def _settle(self) -> None:
-        """Lower the region to the longest ends that are still of use. The condition is held."""
+    def _settle(self) -> bool:
+        """Lower the region to the longest ends that are still of use; return whether plans that have finished made
+        the tier smaller. The condition is held."""
+        before = sum(self._ends)
         while self._wanted and self._wanted[0].is_done():
             self._ends = self._wanted.popleft().ends
         ends = [self._ends, *(wanted.ends for wanted in self._wanted)]
         self.region.lower(max(low for low, _ in ends), max(high for _, high in ends))
+        return sum(self._ends) < before
 
     def _work(self) -> None:
         try:
             while self._wait():
                 with self._changed:
-                    self._settle()
-                self.region.sweep()
+                    is_smaller = self._settle()
+                self.region.sweep(keep=not is_smaller)  # kept handles are for the other end
                 self.region.map_ahead()
                 if not self._wanted and time.monotonic() - self._last_change >= QUIET_S:
                     self.region.trim()

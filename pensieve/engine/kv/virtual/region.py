@@ -169,14 +169,19 @@ class Region:
                 self._low, self._high = low, high
                 self._below, self._above = self._bounds(low, high)
 
-    def sweep(self) -> None:
-        """Unmap handles that back nothing needed, one handle at a time, so that ``grow`` waits for one at most."""
+    def sweep(self, *, keep: bool = True) -> None:
+        """Unmap handles that back nothing needed, one handle at a time, so that ``grow`` waits for one at most.
+
+        ``keep``: handles may be kept for reuse. Otherwise those that have been kept so far go, too.
+        """
         with self._lock:
             found = [slot for slot in self._mapped if self._is_spare(slot)]
         for slot in found:
             with self._lock:
                 if slot in self._mapped and self._is_spare(slot):
-                    self._unmap(slot)
+                    self._unmap(slot, keep=keep)
+        while not keep and self._release_one():
+            pass
 
     def map_ahead(self) -> None:
         """Map beyond the ends that grew last as much as they grew by, up to ``ahead`` bytes, as far as there are slots
@@ -201,6 +206,13 @@ class Region:
                 self._unmap(slot)
             self._trim()
             self._backend.free()
+
+    def _release_one(self) -> bool:
+        with self._lock:
+            size = next((size for size, handles in self._kept.items() if handles), None)
+            if size is not None:
+                self._release(self._kept[size].pop(), size)
+            return size is not None
 
     def _map_one_ahead(self, end: int) -> bool:
         with self._lock:
@@ -268,12 +280,12 @@ class Region:
                 self._trim()
                 raise
 
-    def _unmap(self, slot: int) -> None:
+    def _unmap(self, slot: int, *, keep: bool = True) -> None:
         """Take the memory from a slot, and keep its handle for reuse if it may be."""
         size, handle = self._size(slot), self._mapped[slot]
         self._backend.unmap(self._edges[slot], size)
         del self._mapped[slot]
-        if self._kept_bytes() + size <= self._sizes.kept and not self._freed:
+        if keep and self._kept_bytes() + size <= self._sizes.kept and not self._freed:
             self._kept[size].append(handle)
         else:
             self._release(handle, size)
