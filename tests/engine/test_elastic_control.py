@@ -78,7 +78,9 @@ def test_a_plan_frees_a_few_pages_that_the_host_has_and_then_copies() -> None:
         cache.complete_copies()
         freed, copied = before.device_used - after.device_used, after.host_used - before.host_used
         changes.append((freed // SIZE, copied // SIZE))
-    assert changes == [(4, 0), (4, 0), (3, 1), (1, 1), (1, 1)], "(pages freed, copied out); ten were on the host"
+    assert changes == [(4, 0), (4, 0), (3, 1), (1, 1), (1, 1)], (
+        "(pages freed, copied out); ten were on the host"
+    )
 
 
 def test_it_grows_instead_of_evicting_and_shrinks_without_a_loss() -> None:

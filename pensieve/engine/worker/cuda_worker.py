@@ -22,12 +22,15 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
+from rich.console import Console
 
 from pensieve.config import EngineTuning
 from pensieve.core import RequestKey
+from pensieve.engine.cache.pages import PagePool
 from pensieve.engine.kv.swap import SwapEngine
-from pensieve.engine.plan import PendingStep, Plan, Sampled, StepResult
+from pensieve.engine.plan import NO_PAGE, Chain, PendingStep, Plan, Sampled, Span, StepResult
 from pensieve.engine.sampling.rows import prepare
 from pensieve.engine.sampling.sampler import SampledTokens, TokenFetch, choose
 from pensieve.engine.worker.cuda_batch import CudaBatch, make_cuda_batch
@@ -37,10 +40,31 @@ from pensieve.engine.worker.sizing import DTYPES, WorkerInfo, allocate_pools
 from pensieve.kernels.attention.call import Scratch
 from pensieve.kernels.attention.plan import geometry_of
 from pensieve.kernels.attention.prefixes import PrefixGroupRule
+from pensieve.kernels.state_chunks import LONG
 from pensieve.model.transformer import Transformer
 
 STAGINGS = 3
 """One is filled while the previous step runs, and the step before that may still be uploading."""
+
+
+def long_run(info: WorkerInfo) -> Plan | None:
+    """Return a step that computes a run of tokens by blocks up to a boundary, and another one after it; None: the model
+    has no recurrent layers, or the step does not fit.
+
+    No graph holds these kernels. Compiled in the first turn they take it a minute, which looks like a stalled engine.
+    """
+    if len(info.groups) < 2 or info.groups[1].kind != "state":
+        return None
+    boundary = -(-LONG // info.chunk_tokens) * info.chunk_tokens
+    tokens = np.zeros(boundary + LONG, np.int32)
+    chunks = -(-len(tokens) // info.chunk_tokens)
+    pool = PagePool(info.device_tier.num_bytes, info.device_tier.sizes)
+    if len(tokens) > min(info.max_batch_tokens, info.context_limit) or not pool.fits(chunks, 2):
+        return None
+    table = np.array([pool.take(0) for _ in range(chunks)], np.int32)
+    chain = Chain(0, 0, NO_PAGE, pool.take(1), boundary, pool.take(1))
+    memory = None if info.device_floor is None else pool.extents
+    return Plan(0, (Span(RequestKey(0), 0, tokens, 0),), (table,), chains=(chain,), memory=memory)
 
 
 class CudaWorker:
@@ -107,6 +131,10 @@ class CudaWorker:
         """Compile all kernels and capture the graphs of common steps, with progress on stderr."""
         with torch.inference_mode():
             self._programs.capture_all()
+        plan = long_run(self.info)
+        if plan is not None:
+            with Console(stderr=True).status("compiling kernels of recurrent layers"):
+                self.run(plan)
 
     def run(self, plan: Plan) -> StepResult:
         return self.launch(plan).result()
