@@ -421,7 +421,7 @@ class CacheManager:
     def extend(self, key: SessionKey, tokens: int, now: float) -> bool:
         """Make room on the device for ``tokens`` positions of a running session; False when every page is pinned."""
         session = self._running[key]
-        while len(session.chunks) < self.chunks_for(tokens):
+        while len(session.chunks) * self._size < tokens:
             others = 0 if self._tails is None else self._tails.growth(session, tokens)
             if self._tiers.unpinned_bytes((1, others)) < 0:
                 return False

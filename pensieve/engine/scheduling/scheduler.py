@@ -381,9 +381,10 @@ class Scheduler:
     def _plan_one_group(self, work: _Work, memory: Ends | None) -> Plan:
         spans: list[Span] = []
         tables: list[PageTable] = []
-        for request, ranges in work.items():
+        for table, (request, ranges) in enumerate(work.items()):
             tables.append(self.cache.page_table(request.session, request.length))
-            spans += [self._span(request, start, end, len(tables) - 1) for start, end in ranges]
+            for start, end in ranges:
+                spans.append(self._span(request, start, end, table))
         return Plan(self._steps, tuple(spans), tuple(tables), *self.cache.take_copies(), memory=memory)
 
     def _plan_two_groups(self, work: _Work, memory: Ends | None) -> Plan:
@@ -414,15 +415,13 @@ class Scheduler:
 
     def _span(self, request: Request, start: int, end: int, table: int, stores: int = 3) -> Span:
         # Sample only after the newest token, and not when that is known to be the last.
-        last = end == request.length and not request.missing
-        more = (
-            last
+        sample = None
+        if (
+            end == request.length
+            and not request.missing
             and request.finished is None
-            and request.limit_reason(request.length, self.context_limit) is None
-        )
-        sample = self._sample_spec(request) if more else None
+            and request.limit_reason(end, self.context_limit) is None
+        ):
+            eos = self.config.eos_token_ids
+            sample = SampleSpec(request.sampling, request.output_tokens, eos, *request.sampling_context)
         return Span(request.key, start, request.tokens[start:end], table, sample, stores)
-
-    def _sample_spec(self, request: Request) -> SampleSpec:
-        eos = self.config.eos_token_ids
-        return SampleSpec(request.sampling, request.output_tokens, eos, *request.sampling_context)
