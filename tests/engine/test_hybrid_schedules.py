@@ -39,6 +39,8 @@ MODELS = {
     "state alone": (NO_LAYERS, STATE),
 }
 TIERS = ((26, 20), (26, 0), (40, 60), (20, 8))
+TIGHT = ((9, 4), (9, 20), (11, 8), (13, 8), (10, 0))
+"""Running requests often pin such a tier to its last page."""
 
 
 @pytest.fixture(autouse=True)
@@ -47,10 +49,10 @@ def short_spans(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tails, "LEAST_SPAN", 2 * SIZE)
 
 
-def play(name: str, seed: int) -> Driver:
-    """One random schedule, every answer and each step's cache checked."""
+def play(name: str, seed: int, tiers: Sequence[tuple[int, int]] = TIERS) -> Driver:
+    """One random schedule, every answer and each step's cache checked. ``tiers``: chunks of the device and the host."""
     rng = random.Random(seed)
-    device, host = rng.choice(TIERS)
+    device, host = rng.choice(tiers)
     if name == "state alone":
         device //= 5  # a request takes four pages at most
     cache = CacheConfig(device, host, SIZE, groups=MODELS[name])
@@ -73,7 +75,7 @@ def play(name: str, seed: int) -> Driver:
 def test_answers_equal_a_stateless_run(name: str) -> None:
     paths: Counter[str] = Counter()
     for seed in range(at_length(12, 600)):
-        driver = play(name, seed)
+        driver = play(name, seed, TIERS if seed % 4 or "alone" in name else TIGHT)
         for turn in driver.finished:
             assert turn.usage is not None and turn.usage.reconciles
             paths["device"] += turn.usage.gpu_cached_tokens
@@ -85,6 +87,18 @@ def test_answers_equal_a_stateless_run(name: str) -> None:
     if "alone" not in name:
         needed |= {"suspended", "moved"}  # contexts grow, and both groups compete for the room
     assert needed <= set(+paths), f"a path was never taken: {paths}"
+
+
+@pytest.mark.parametrize(
+    "seeds", [(45, 49, 113), (135,), at_length(range(4), range(500))], ids=["room", "branch", "more"]
+)
+@pytest.mark.parametrize("name", ["window of 6", "window of 13, one layer", "state"])
+def test_a_tier_that_is_pinned_to_its_last_page(name: str, seeds: Sequence[int]) -> None:
+    """*room*: a request held its next window besides slices that it had found far ahead, and no page was left.
+    *branch*: room was made for a candidate's last chunk, by saving a slice that the candidate then loaded in the same
+    plan."""
+    for seed in seeds:
+        play(name, seed, TIGHT)
 
 
 def short_window(self: Tails, position: int) -> int:

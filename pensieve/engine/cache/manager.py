@@ -96,7 +96,7 @@ class CacheManager:
 
     @property
     def device_pages(self) -> int:
-        """Pages of the first group that an otherwise empty device tier holds; an elastic one at its floor."""
+        """Pages of the first group that an empty device tier holds; an elastic one at its floor."""
         return self._tiers.least_pages(self.config.device_chunks)
 
     def can_hold(self, pages: int, requests: int, tokens: int) -> bool:
@@ -171,11 +171,11 @@ class CacheManager:
         if self._tails is None:
             return pages, 0
         chunks, found = self._finder.found(session, tokens, num_new, path)
-        _, parts = self._tails.find(chunks, min(found, len(tokens) - 1), len(tokens))
+        missing, parts = self._tails.find(chunks, keep := min(found, len(tokens) - 1), len(tokens))
         if not self._tails.can_read(parts):
             return None
         promised = branches.requests * self._tails.claim(len(tokens))
-        return pages, self._tails.cost(parts, len(tokens)) + promised
+        return pages, self._tails.cost(missing, parts, keep, len(tokens)) + promised
 
     def has_session(self, key: SessionKey) -> bool:
         return key in self._sessions
@@ -399,13 +399,13 @@ class CacheManager:
         session.resume_points = origin.resume_points
         (tail,) = self._shared.append(session, 1)
         tiers.pin((tail,))
+        if self._tails is not None:
+            self._tails.begin_branch(session, origin, tail)
         last = origin.chunks[full] if full < len(origin.chunks) else None
         start = full * self._size + self._copy_or_place(last, tail, filled, now)
-        ranges = [(start, len(tokens))]
-        if self._tails is not None:
-            ranges = self._tails.branch(session, origin, tail, start, now)
+        ranges = self._tails.branch(session, origin, tail, start, now) if self._tails is not None else None
         self._set_table(session)
-        return tuple(ranges)
+        return tuple(ranges or [(start, len(tokens))])
 
     def _copy_or_place(self, source: Chunk | None, tail: Chunk, filled: int, now: float) -> int:
         """Give a pinned chunk a device page, with a copy of the first ``filled`` tokens of ``source`` as far as the

@@ -93,7 +93,6 @@ class Tails:
         self._tiers = tiers
         self._reserve = reserve
         self._size = tiers.chunk_tokens
-        self._is_elastic = tiers.floor_bytes is not None
         self._window = second.window
         self.has_states = second.kind == "state"
         self._touched: dict[CachedSession, None] = {}
@@ -110,22 +109,31 @@ class Tails:
         """Return the positions below ``keep`` that a request for ``total`` tokens must compute again, and the slices
         with contents that it reads before it computes any.
 
-        If it read more slices at once than it is promised pages, it computes all positions instead.
+        If it read more slices at once than it is promised pages, or if an empty tier had no room for all that it needs
+        besides those that it reads late, it computes all positions instead.
         """
         missing = missing_set(keep, self._size, self._needs, self._have(chunks))
         found = []
         for first, last in reads(keep, self._size, self._needs, missing)[1]:
             found += [_other(chunk) for chunk in chunks[first:last]]
         parts = [part for part in found if part.filled]
-        most = 2 if self.has_states else self.promise(total)
-        return (missing, parts) if len(parts) <= most else ([(0, keep)], [])
+        most, needed = 2 if self.has_states else self.promise(total), self.cost(missing, parts, keep, total)
+        if len(parts) > most or (needed > self.promise(total) and not self._fits_empty(total, needed)):
+            return [(0, keep)], []
+        return missing, parts
 
-    def cost(self, parts: Sequence[OtherSlice], total: int) -> int:
-        """Return the pages to be pinned or promised for a request that begins with these slices."""
-        if self._is_elastic:  # also those that are pinned count: see ``Tiers.repeated``
-            most = self.promise(total) if self.has_states else len(parts) + self.promise(total)
-            return max(len(parts), min(most, self.claim(total)))
-        return sum(not part.pins for part in parts) + max(self.promise(total) - len(parts), 0)
+    def cost(self, missing: Sequence[Range], parts: Sequence[OtherSlice], keep: int, total: int) -> int:
+        """Return the pages to be pinned or promised for a request that computes ``missing`` and the positions from
+        ``keep`` on, and begins with these slices. Also those that are pinned count: see ``Tiers.repeated``."""
+        promise = self.promise(total)
+        if self.has_states:
+            return max(len(parts), promise)
+        first = max(self._reach(missing[0][0] if missing else keep), 0)
+        near = sum(first <= part.index < first + promise for part in parts)
+        return len(parts) + max(min(promise - near, self._chunks(total) - len(parts)), 0)
+
+    def _fits_empty(self, total: int, pages: int) -> bool:
+        return self._tiers.holds_empty((self._chunks(total), pages))
 
     def can_read(self, parts: Iterable[OtherSlice]) -> bool:
         """Whether no plan that is not launched yet copies these slices out, or writes a state among them."""
@@ -133,7 +141,8 @@ class Tails:
 
     def can_hold(self, pages: int, requests: int, tokens: int) -> bool:
         """See ``CacheManager.can_hold``."""
-        return self._tiers.holds_empty((pages, requests * self.claim(tokens)))
+        one = self.promise(tokens) if requests == 1 else self.claim(tokens)  # ``find`` bounds a single one
+        return self._tiers.holds_empty((pages, requests * one))
 
     def capacity_tokens(self) -> int:
         """Return the longest context that an empty device tier always holds, in tokens; ``UNBOUNDED``: none is too
@@ -157,9 +166,8 @@ class Tails:
     def claim(self, tokens: int) -> int:
         """Return the most pages of this group that are pinned or promised for a request of ``tokens`` tokens."""
         promise = self.promise(tokens)
-        if self.has_states or not self._is_elastic:
-            return promise
-        return min(2 * promise, self._chunks(tokens))  # a window, and what ``find`` has found elsewhere
+        # With windows: one of them, and what ``find`` has found elsewhere.
+        return promise if self.has_states else min(2 * promise, self._chunks(tokens))
 
     def _chunks(self, tokens: int) -> int:
         return -(-tokens // self._size)
@@ -200,7 +208,7 @@ class Tails:
         """Hold what a request needs which computes ``ranges``; the pages come later."""
         session.runs = deque(ranges)
         session.held, session.held_from, session.window_table = {}, 0, None
-        if self._is_elastic and ranges:
+        if ranges:
             session.held_from = max(self._reach(ranges[0][0]), 0)
         self._hold(session, parts)
         self.keep_promise(session)
@@ -209,26 +217,18 @@ class Tails:
         """Return the held slices that lie on the host and must be loaded."""
         return [part for part in session.held if part.device == NOWHERE and part.host != NOWHERE]
 
-    def branch(
-        self, session: CachedSession, origin: CachedSession, tail: Chunk, start: int, now: float
-    ) -> list[Range]:
-        """Hold what a request needs that goes on at ``start`` from the context of ``origin``, with ``tail`` as its last
-        chunk; return what it has to compute.
+    def begin_branch(self, session: CachedSession, origin: CachedSession, tail: Chunk) -> None:
+        """Hold what a request needs that goes on from the context of ``origin``, with ``tail`` as its last chunk. Call
+        it before room is made for the tail: a slice that is saved for that could not be loaded by the same plan.
 
-        The source computes what it lacks first, so its slices are pinned whether they have contents or not. The partly
-        filled one is copied.
+        The source computes what it lacks first, so its slices are pinned whether they have contents or not.
         """
-        size, at, part = self._size, tail.index, _other(tail)
+        size, at = self._size, tail.index
         if self.has_states:
-            chunks = session.chunks[:at]
-            ranges, parts = self.find(chunks, at * size, session.length)
-            add_range(ranges, at * size, session.length)
-            self.begin(session, ranges, parts)
-            self._load(session, now, 0)
-            return ranges
-        source = _other(origin.chunks[at]) if at < len(origin.chunks) else None
-        filled = start - at * size
-        filled = min(filled, source.filled) if source is not None and self._tiers.can_copy(source) else 0
+            missing, parts = self.find(session.chunks[:at], at * size, session.length)
+            add_range(missing, at * size, session.length)
+            self.begin(session, missing, parts)
+            return
         have = self._have(session.chunks[:at])
         for group in have:
             for low, high in origin.runs:
@@ -236,16 +236,29 @@ class Tails:
                     if low <= index * size + group[index]:
                         group[index] = size
         missing = missing_set(at * size, size, self._needs, have)
-        ranges = [*missing, (at * size + filled, session.length)]
         found = reads(at * size, size, self._needs, missing)[1]
         parts = [_other(chunk) for first, last in found for chunk in session.chunks[first:last]]
-        self.begin(session, ranges, [*parts, part])
+        self.begin(session, [*missing, (at * size, session.length)], [*parts, _other(tail)])
+
+    def branch(
+        self, session: CachedSession, origin: CachedSession, tail: Chunk, start: int, now: float
+    ) -> list[Range]:
+        """Bring what ``begin_branch`` has held to the device; return what the request has to compute, from ``start`` on
+        at the latest. The partly filled slice of the source is copied."""
+        size, at, part = self._size, tail.index, _other(tail)
+        if self.has_states:
+            self._load(session, now, 0)
+            return list(session.runs)
+        source = _other(origin.chunks[at]) if at < len(origin.chunks) else None
+        filled = start - at * size
         self._load(session, now, 1)
+        filled = min(filled, source.filled) if source is not None and self._tiers.can_copy(source) else 0
         if filled and source is not None:
             self._tiers.copy(source, part, filled)
         else:
             self._tiers.place(part)
-        return ranges
+        session.runs[-1] = at * size + filled, session.length
+        return list(session.runs)
 
     def _load(self, session: CachedSession, now: float, more: int) -> None:
         """Bring held slices to the device, and make room for ``more``."""
@@ -391,7 +404,7 @@ class Tails:
 
     def _due(self, session: CachedSession, tokens: int) -> int:
         promise = self.promise(tokens, decoding=not session.runs)
-        if self.has_states or not self._is_elastic:
+        if self.has_states:
             return max(promise - len(session.held), 0)
         first = session.held_from
         near = sum(first <= part.index < first + promise for part in session.held)

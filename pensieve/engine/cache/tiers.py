@@ -96,7 +96,7 @@ class Tiers:
         """Pages of the second group that are kept for running requests, besides pinned ones; ``Tails`` counts them."""
         self.repeated = 0
         """Pins of the second group's slices beyond the first of each. A request that lets such a slice go is promised
-        a page for it, so an elastic tier, which may give pages up meanwhile, keeps one for each."""
+        a page for it, so the tier keeps one for each."""
         self.pinned_by: defaultdict[int, int] = defaultdict(int)
         """Bytes of pinned pages, by tenant number."""
         self.spare: dict[Slice, None] = {}
@@ -143,8 +143,7 @@ class Tiers:
     @property
     def claimed(self) -> Pages:
         """The pages of the device tier that running requests use or may take without asking."""
-        repeated = 0 if self.floor_bytes is None else self.repeated
-        return self.pinned[0], self.pinned[1] + self.promised + repeated
+        return self.pinned[0], self.pinned[1] + self.promised + self.repeated
 
     def least_pages(self, chunks: int) -> int:
         """Return the pages of the first group that the device tier always holds; ``chunks``: its pages if it has one
