@@ -332,11 +332,14 @@ class CacheManager:
         self._shared.disown(session, shared.index)
         (own,) = self._shared.append(session, 1)
         self._tiers.pin((own,))
-        others = 0 if self._tails is None else self._tails.claim(total * self._size)
+        parts = [] if self._tails is None else self._tails.on_device(session)
+        others = 0 if self._tails is None else max(self._tails.claim(total * self._size), len(parts))
         spare = self._tiers.unpinned_bytes((total - len(session.chunks), others)) >= 0
         if valid > 0 and spare and self._tiers.can_copy(shared):
+            self._tiers.pin(parts)  # one that is saved for this could not be loaded by the same plan
             self._evictor.reserve((1, 0), session.last_active, session.tenant)
             self._tiers.copy(shared, own, valid)
+            self._tiers.unpin(parts)
         # Only now, or the reservation might have evicted the source of the copy.
         self._tiers.unpin((shared,))
 
@@ -346,10 +349,7 @@ class CacheManager:
         others = [] if self._tails is None else self._tails.absent(session)
         self._reserve((len(absent), len(others)), now, session.tenant)
         for chunk in absent:
-            if chunk.host != NOWHERE:
-                self._tiers.load(chunk)
-            else:
-                self._tiers.place(chunk)
+            self._tiers.bring(chunk)
         for part in others:
             self._tiers.load(part)
         self._set_table(session)

@@ -240,6 +240,11 @@ class Tails:
         parts = [_other(chunk) for first, last in found for chunk in session.chunks[first:last]]
         self.begin(session, [*missing, (at * size, session.length)], [*parts, _other(tail)])
 
+    def on_device(self, session: CachedSession) -> list[OtherSlice]:
+        """Return the slices of a session on the device that an eviction may save."""
+        parts = map(_other, session.chunks)
+        return [part for part in parts if part.device != NOWHERE and not part.leftover]
+
     def branch(
         self, session: CachedSession, origin: CachedSession, tail: Chunk, start: int, now: float
     ) -> list[Range]:
@@ -387,10 +392,7 @@ class Tails:
             session.window_table = None
             self._reserve((0, len(absent)), now, session.tenant)
             for part in absent:
-                if part.filled:
-                    self._tiers.load(part)
-                else:
-                    self._tiers.place(part)
+                self._tiers.bring(part)
 
     def growth(self, session: CachedSession, tokens: int) -> int:
         """Return how many pages more than now must be promised to a running request that grows to ``tokens`` tokens."""

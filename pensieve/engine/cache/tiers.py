@@ -281,6 +281,13 @@ class Tiers:
         part.loading = True
         self._in_flight.append(part)
 
+    def bring(self, part: Slice) -> None:
+        """Give a slice a device page, with a planned copy of what the host has of it. ``discard`` leaves nothing."""
+        if part.host != NOWHERE and part.filled:
+            self.load(part)
+        else:
+            self.place(part)
+
     def copy(self, source: Slice, target: Slice, filled: int) -> None:
         """Give a new slice a device page and plan the copy of the first ``filled`` tokens of ``source``."""
         self.pin((source,))
