@@ -26,8 +26,8 @@ Missing = Callable[[int, int], int]
 """How many bytes would still be missing if this many more pages of each group were evicted; 0: none."""
 
 FREED_PER_COPY: Final = 4
-"""While the device tier shrinks, a plan may free so many pages for each one that it may copy out. Freeing a page takes
-the host some 10 µs: all 10 GiB in one plan made one step several milliseconds longer."""
+"""While the device tier shrinks, a plan may free this many pages for each one that it may copy out. Freeing a page
+takes the host some 10 µs: all 10 GiB in one plan made a step several milliseconds longer."""
 
 
 class Evictor:
