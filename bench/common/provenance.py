@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import shutil
 import subprocess
@@ -31,6 +32,18 @@ def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     names = list(dict.fromkeys(name for row in rows for name in row))
     lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
     return lines + ["| " + " | ".join(str(row.get(name, "")) for name in names) + " |" for row in rows]
+
+
+def driver_version() -> str:
+    """The version of the NVIDIA driver; empty without one."""
+    return _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0]
+
+
+def write_report(folder: Path, name: str, report: Mapping[str, Any], lines: Sequence[str]) -> None:
+    """Write ``name``.json and, with ``lines``, ``name``.md below ``folder``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    (folder / f"{name}.md").write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
 
 
 def _said(program: str, *arguments: str) -> str:

@@ -8,10 +8,7 @@ The last table says whether a contiguous layout passes the gate. ``--small`` sho
 
 from __future__ import annotations
 
-import json
-import shutil
 import statistics
-import subprocess
 import sys
 import threading
 import time
@@ -29,7 +26,7 @@ from rich.progress import track
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # bench/, which is no package
 
-from common.provenance import commit, gpu_name, portable, table
+from common.provenance import commit, driver_version, gpu_name, portable, table, write_report
 from contiguous import LLAMA, TINY, Setting, Shape, arena, arena_bytes, attention_ms, captured, tidy
 from kernel_ops.flash_attention import find
 
@@ -131,7 +128,7 @@ class Mapper:
         """Host time spent on mapping."""
 
     def ask(self, pages: int) -> None:
-        """Map up to so many pages for the next step that nothing was asked for."""
+        """Map pages, up to this number in all, for the next step that has no order yet."""
         if self._thread is not None:
             self._asked.append(self._thread.submit(self._map, pages))
 
@@ -189,7 +186,7 @@ def steps(setting: Setting) -> list[Row]:
 
 
 def _decode_step(setting: Setting, batch: int) -> Queue:
-    """The work of all layers for so many rows: products, and our attention at a context of 1k."""
+    """Queue the work of all layers for ``batch`` rows: products, and our attention at a context of 1k."""
     products = setting.products(batch)
     attend = setting.ours(setting.data([(1, 1024 * setting.shape.chunk // 8192)] * batch))
 
@@ -221,8 +218,9 @@ def _run(
 def _grow_beside(
     setting: Setting, queue: Queue, due: list[int], way: str, period: int
 ) -> tuple[list[float], float]:
-    """Run a step for each of ``due`` but the last, with so many pages mapped before it; return the steps' ms and the
-    seconds spent on mapping. Eager: pages are needed ``period`` steps after they are asked for."""
+    """Run one step for each entry of ``due`` but the last. An entry says how many pages must be mapped before its
+    step. Return the steps' ms and the seconds spent on mapping.
+    Eager: pages are needed ``period`` steps after they are asked for."""
     page, late = setting.shape.page, period if way == "eager" else 0
     region = setting.region((due[-1] + 1) * page, page)
     mapper = Mapper(region, page, threaded=way in ("overlapped", "eager"))
@@ -336,7 +334,7 @@ def waste() -> list[Row]:
 
 
 def gate(found: dict[str, list[Row]], shape: Shape) -> list[Row]:
-    """A contiguous layout becomes an option if all three hold (``vmm.md``, section 5)."""
+    """A contiguous layout becomes an option if all three hold (``bench/results/vmm.md``)."""
     stepped = found.get("steps", [])
     long = [row.get("ours ÷ best") for row in found.get("prefill", []) if row["prompt"] == 4 * shape.chunk]
     ratios = {
@@ -420,7 +418,8 @@ def main(sections: tuple[str, ...], out: Path, name: str, fa3: Path | None, smal
     found["gate"] = gate(found, setting.shape)
     report = {
         "schema": "pensieve.vmm/1", "command": f"python {portable(sys.argv)}", "commit": commit(),
-        "device": gpu_name() if not small else "CPU, tiny sizes", "driver": _driver(), "torch": torch.__version__,
+        "device": gpu_name() if not small else "CPU, tiny sizes", "driver": driver_version(),
+        "torch": torch.__version__,
         "triton": triton.__version__, "notes": setting.notes, **found,
     }  # fmt: skip
     lines = [
@@ -431,21 +430,8 @@ def main(sections: tuple[str, ...], out: Path, name: str, fa3: Path | None, smal
     for section, rows in found.items():
         lines += ["", f"## {section}", "", *table(rows)]
     lines += ["", *(f"* Not measured: {note}" for note in setting.notes)]
-    out.mkdir(parents=True, exist_ok=True)
-    (out / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    (out / f"{name}.md").write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
+    write_report(out, name, report, lines)
     click.echo("\n".join(lines))
-
-
-def _driver() -> str:
-    """The NVIDIA driver's version; empty without one."""
-    path = shutil.which("nvidia-smi")
-    asked = [path or "", "--query-gpu=driver_version", "--format=csv,noheader"]
-    return (
-        subprocess.run(asked, capture_output=True, text=True, check=False).stdout.split("\n")[0]
-        if path
-        else ""
-    )
 
 
 if __name__ == "__main__":

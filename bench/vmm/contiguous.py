@@ -198,7 +198,7 @@ def tidy(setting: Setting) -> None:
 
 
 def room(batch: int, num_bytes: int, page: int) -> int:
-    """Bytes of so many parts of ``num_bytes``, each rounded up to whole pages."""
+    """Return the bytes of ``batch`` parts of ``num_bytes`` each, every part rounded up to whole pages."""
     return batch * -(-num_bytes // page) * page
 
 
@@ -275,7 +275,7 @@ def _sdpa(q: torch.Tensor, pairs: Pairs) -> Contender:
 def _agreeing(
     setting: Setting, what: str, contenders: dict[str, Contender], q: torch.Tensor
 ) -> dict[str, Contender]:
-    """Those that run and whose results agree with the first one's; the others have a note."""
+    """Return the contenders that run and agree with the first one. Each of the others gets a note."""
     right: dict[str, Contender] = {}
     expected: torch.Tensor | None = None
     for name, contender in contenders.items():

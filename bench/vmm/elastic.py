@@ -10,7 +10,6 @@ other; once with half the memory each, once with ranges. Weights are random. ``-
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
 import tempfile
 import time
@@ -28,7 +27,7 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import dummy_model
-from common.provenance import commit, gpu_name, portable, table
+from common.provenance import commit, gpu_name, portable, table, write_report
 
 from pensieve.config import EngineOptions
 from pensieve.core import Sampling, pack_tokens
@@ -45,7 +44,7 @@ MIB: Final = 1 << 20
 WHOLE: Final = 0.99
 """Part of the wanted bytes that counts as all: units and handles are rounded."""
 NEARBY: Final = 25
-"""A step's time is compared with the median of so many steps before it and after it."""
+"""A step is compared with the median of 25 steps before it and 25 after it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +69,7 @@ class Sizes:
     range: str
     """Device tier of a server that may have nearly all of it."""
     sessions: int
-    """Of each of two servers; likewise their history and the callers of the busy one."""
+    """Sessions of each of the two servers. The next two: tokens of a history, and callers of the busy server."""
     server_history: int
     callers: int
     turn: tuple[int, int]
@@ -83,24 +82,9 @@ LARGE = Sizes(
     8 << 10, 24 << 10, 10 << 10, "32GiB", 4000, 32, 512, 300, "12GiB", "3GiB..22GiB", 12, 6000, 6, (64, 32), 15.0,
 )  # fmt: skip
 SMALL = Sizes(
-    "tiny-llama-gqa8",
-    ("--load-format", "dummy", "--device", "cpu"),
-    4,
-    16,
-    8,
-    "64MiB",
-    200,
-    2,
-    100,
-    40,
-    "8MiB",
-    "4MiB..12MiB",
-    3,
-    200,
-    2,
-    (4, 2),
-    2.0,
-)
+    "tiny-llama-gqa8", ("--load-format", "dummy", "--device", "cpu"),
+    4, 16, 8, "64MiB", 200, 2, 100, 40, "8MiB", "4MiB..12MiB", 3, 200, 2, (4, 2), 2.0,
+)  # fmt: skip
 
 
 class Loaded:
@@ -176,12 +160,12 @@ class Loaded:
         self.fill()
         for _ in range(sizes.batch):
             self.submit(f"busy{self._requests}", sizes.context, 4 * steps + 2 * NEARBY + 60)
-        times, parts, marks, before = [], [], {}, self.engine.stats()
+        times, plans, marks, before = [], [], {}, self.engine.stats()
         free = 0
         while self.engine.has_work:
             self.engine.step()
             times.append(time.perf_counter())
-            parts.append(self.engine.stats().part_seconds_total)
+            plans.append(self.engine.stats().part_seconds_total["plan"])
             at = len(times) - 40  # the prompts
             if at == steps:
                 free = self.free_bytes()
@@ -211,9 +195,7 @@ class Loaded:
             row |= {
                 "p99 ÷ calm": round(p99 / shared["p99 ÷ median, calm"], 3),
                 "most": round(float(relative[part_of].max()), 2),
-                "longest plan ms": round(
-                    1e3 * float(np.diff([part["plan"] for part in parts])[part_of].max()), 1
-                ),
+                "longest plan ms": round(1e3 * float(np.diff(plans)[part_of].max()), 1),
             }
             if name == "shrinking":
                 row["s"] = (
@@ -221,10 +203,6 @@ class Loaded:
                     if "returned" in marks
                     else "not reached"
                 )
-                row["worst"] = [
-                    [int(i - first), round(float(relative[i]), 2), ms_between(parts[i], parts[i + 1])]
-                    for i in np.argsort(-relative[part_of])[:6] + first
-                ]
                 row["steps"] = marks["returned"][0] - first if "returned" in marks else ""
                 row["copied out GiB"] = gib(after.swap_out_bytes_total - before.swap_out_bytes_total)
                 row["dropped"] = after.dropped_total - before.dropped_total
@@ -259,7 +237,6 @@ class Server:
             command, None, lambda url: PensieveTarget(url.partition("://")[2]), name=name, timeout_s=300.0
         )
         self.sessions: list[str] = []
-        self.turns = 0
         self._rng = np.random.default_rng(1)
 
     async def open(self) -> None:
@@ -336,10 +313,6 @@ def model_of(sizes: Sizes, folder: Path) -> str:
     return str(dummy_model.make(sizes.shape, folder))
 
 
-def ms_between(one: dict[str, float], other: dict[str, float]) -> dict[str, float]:
-    return {name: round(1e3 * (other[name] - one[name]), 1) for name in one}
-
-
 def gib(num_bytes: float) -> float:
     return round(num_bytes / (1 << 30), 4 if abs(num_bytes) < 1 << 28 else 2)
 
@@ -374,9 +347,7 @@ def main(sections: tuple[str, ...], small: bool, out: Path, name: str) -> None:
     ]  # fmt: skip
     for section, rows in found.items():
         lines += ["", f"## {section}", "", *table(rows)]
-    out.mkdir(parents=True, exist_ok=True)
-    (out / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    (out / f"{name}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    write_report(out, name, report, lines)
     click.echo("\n".join(lines))
 
 

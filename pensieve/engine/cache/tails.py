@@ -33,7 +33,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -109,8 +109,8 @@ class Tails:
         """Return the positions below ``keep`` that a request for ``total`` tokens must compute again, and the slices
         with contents that it reads before it computes any.
 
-        If it read more slices at once than it is promised pages, or if an empty tier had no room for all that it needs
-        besides those that it reads late, it computes all positions instead.
+        It computes all positions instead if it read more slices at once than it is promised pages, or if an empty tier
+        could not hold these slices beside its next window.
         """
         missing = missing_set(keep, self._size, self._needs, self._have(chunks))
         found = []
@@ -118,7 +118,9 @@ class Tails:
             found += [_other(chunk) for chunk in chunks[first:last]]
         parts = [part for part in found if part.filled]
         most, needed = 2 if self.has_states else self.promise(total), self.cost(missing, parts, keep, total)
-        if len(parts) > most or (needed > self.promise(total) and not self._fits_empty(total, needed)):
+        if len(parts) > most or (
+            needed > self.promise(total) and not self._tiers.holds_empty((self._chunks(total), needed))
+        ):
             return [(0, keep)], []
         return missing, parts
 
@@ -129,11 +131,13 @@ class Tails:
         if self.has_states:
             return max(len(parts), promise)
         first = max(self._reach(missing[0][0] if missing else keep), 0)
-        near = sum(first <= part.index < first + promise for part in parts)
-        return len(parts) + max(min(promise - near, self._chunks(total) - len(parts)), 0)
+        return len(parts) + self._lacking(parts, first, promise, total)
 
-    def _fits_empty(self, total: int, pages: int) -> bool:
-        return self._tiers.holds_empty((self._chunks(total), pages))
+    def _lacking(self, parts: Collection[OtherSlice], first: int, promise: int, tokens: int) -> int:
+        """Return the pages that a request with windows needs besides slices that it holds. ``promise``: pages for its
+        window, which begins at chunk ``first``. Slices elsewhere do not count towards them."""
+        near = sum(first <= part.index < first + promise for part in parts)
+        return max(min(promise - near, self._chunks(tokens) - len(parts)), 0)
 
     def can_read(self, parts: Iterable[OtherSlice]) -> bool:
         """Whether no plan that is not launched yet copies these slices out, or writes a state among them."""
@@ -248,8 +252,8 @@ class Tails:
     def branch(
         self, session: CachedSession, origin: CachedSession, tail: Chunk, start: int, now: float
     ) -> list[Range]:
-        """Bring what ``begin_branch`` has held to the device; return what the request has to compute, from ``start`` on
-        at the latest. The partly filled slice of the source is copied."""
+        """Bring what ``begin_branch`` holds to the device; return what the request has to compute. The first group has
+        the context up to ``start``. The partly filled slice of the source is copied."""
         size, at, part = self._size, tail.index, _other(tail)
         if self.has_states:
             self._load(session, now, 0)
@@ -408,9 +412,7 @@ class Tails:
         promise = self.promise(tokens, decoding=not session.runs)
         if self.has_states:
             return max(promise - len(session.held), 0)
-        first = session.held_from
-        near = sum(first <= part.index < first + promise for part in session.held)
-        return max(min(promise - near, self._chunks(tokens) - len(session.held)), 0)
+        return self._lacking(session.held, session.held_from, promise, tokens)
 
     # -- the plan being made -----------------------------------------------------------------------------------------
 

@@ -51,7 +51,7 @@ def long_run(info: WorkerInfo) -> Plan | None:
     """Return a step that computes a run of tokens by blocks up to a boundary, and another one after it; None: the model
     has no recurrent layers, or the step does not fit.
 
-    No graph holds these kernels. Compiled in the first turn they take it a minute, which looks like a stalled engine.
+    No graph holds these kernels. Compiling them takes a minute: the first turn would look like a stalled engine.
     """
     if len(info.groups) < 2 or info.groups[1].kind != "state":
         return None
