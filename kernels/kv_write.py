@@ -99,20 +99,26 @@ def _prepare_and_store(  # type: ignore[no-untyped-def]
 
 
 def kv_write(
-    kv_pool_of_layer: torch.Tensor, qkv: torch.Tensor, slots: torch.Tensor, prep: HeadPrep
+    kv_pool_of_layer: torch.Tensor,
+    qkv: torch.Tensor,
+    slots: torch.Tensor,
+    prep: HeadPrep,
+    *,
+    one_size: bool = False,
 ) -> torch.Tensor:
     """Prepare query and key heads in place and store keys and values. Returns the queries, a view of ``qkv``.
 
     See the reference for the full contract. D even, at most 256; ``cos`` and ``sin`` have the dtype of ``qkv``,
-    which is the pool's: float16, bfloat16 or float32. Norm weights have it, too, or are float32. Can be captured
-    in a graph. Raises ValueError when the tensors do not fit each other.
+    which is the pool's: float16, bfloat16 or float32. Norm weights have it, too, or are float32. ``one_size``:
+    programs of one size in every step, so that the sums of head norms have one order. Can be captured in a graph.
+    Raises ValueError when the tensors do not fit each other.
     """
     _check(kv_pool_of_layer, qkv, slots, prep)
     pool, (tokens, all_heads, dim) = kv_pool_of_layer, qkv.shape
     kv_heads, page_tokens = pool.shape[2:4]
     heads = all_heads - 2 * kv_heads
     norm, turn = prep.query_norm is not None, prep.cos is not None
-    block = heads_per_program(qkv)
+    block = heads_per_program(qkv, one_size=one_size)
     touched = all_heads if norm or turn else 2 * kv_heads
     if tokens:
         # Absent tensors are not read: any pointer stands in for them.
@@ -125,8 +131,8 @@ def kv_write(
     return qkv[:, :heads]
 
 
-def heads_per_program(qkv: torch.Tensor) -> int:
-    warps = MANY_WARPS if qkv.numel() >= LARGE_STEP_VALUES else FEW_WARPS
+def heads_per_program(qkv: torch.Tensor, *, one_size: bool = False) -> int:
+    warps = MANY_WARPS if qkv.numel() >= LARGE_STEP_VALUES and not one_size else FEW_WARPS
     return warps * PER_WARP // _half_width(qkv.shape[2])
 
 

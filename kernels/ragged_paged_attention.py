@@ -17,7 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from pensieve.kernels.attention import work_lists
 from pensieve.kernels.attention.call import AttentionCall, check_attention
 from pensieve.kernels.attention.hopper import launch as hopper
-from pensieve.kernels.attention.items import LN_2, LOWEST, Q_START, add_sinks, attend_item
+from pensieve.kernels.attention.items import LN_2, LOWEST, Q_START, add_sinks, attend_item, fold
 from pensieve.kernels.attention.kinds import Geometry
 from pensieve.kernels.attention.plan import AttentionPlan, geometry_of
 from pensieve.kernels.attention.tiles import Tile, width_of
@@ -41,12 +41,13 @@ MERGED_AT_ONCE = 64
 
 @triton.jit(do_not_specialize=["partial_rows", "table_stride", "window"])  # type: ignore[untyped-decorator]
 def _attend(  # type: ignore[no-untyped-def]
-    q, pool, tables, out, lse, words, partial, partial_lse, partial_rows,
+    q, pool, tables, out, lse, words, partial, partial_lse, partial_total, partial_rows,
     q_token, q_head, page_stride, value_stride, head_stride, slot_stride, table_stride, out_token, out_head, factor,
     sinks, window,
     LIST: tl.constexpr, KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
     PAGE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, SPLIT_MASK: tl.constexpr,
     LSE: tl.constexpr, ORDER: tl.constexpr, WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
+    PIECE: tl.constexpr,
 ):  # fmt: skip
     """Attend the items of one launch; works fall in length, so programs take them in alternating order."""
     programs = tl.num_programs(0)
@@ -62,9 +63,9 @@ def _attend(  # type: ignore[no-untyped-def]
         if work < works:
             attend_item(
                 items + work // KV_HEADS * ITEM, work % KV_HEADS, q, pool, tables, out, lse, partial, partial_lse,
-                partial_rows, q_token, q_head, page_stride, value_stride, head_stride, slot_stride, table_stride,
-                out_token, out_head, factor, sinks, window, KV_HEADS, GROUPS, DIM, WIDTH, PAGE, ROWS, KEYS, STAGES,
-                SPLIT_MASK, LSE, WINDOWED, SOFTCAP, SINKS,
+                partial_total, partial_rows, q_token, q_head, page_stride, value_stride, head_stride, slot_stride,
+                table_stride, out_token, out_head, factor, sinks, window, KV_HEADS, GROUPS, DIM, WIDTH, PAGE, ROWS,
+                KEYS, STAGES, SPLIT_MASK, LSE, WINDOWED, SOFTCAP, SINKS, PIECE,
             )  # fmt: skip
     # No launch may end before the one it overtook: later launches rely on both.
     if ORDER == CONCURRENT:  # noqa: SIM102 - the outer one is decided when compiling
@@ -74,11 +75,13 @@ def _attend(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["partial_rows"])  # type: ignore[untyped-decorator]
 def _merge(  # type: ignore[no-untyped-def]
-    out, lse, words, partial, partial_lse, partial_rows, out_token, out_head, sinks,
+    out, lse, words, partial, partial_lse, partial_total, partial_rows, out_token, out_head, sinks,
     LIST: tl.constexpr, KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
     ROWS: tl.constexpr, PIECES: tl.constexpr, LSE: tl.constexpr, ORDER: tl.constexpr, SINKS: tl.constexpr,
+    PIECE: tl.constexpr,
 ):  # fmt: skip
-    """Combine an item's pieces by their softmax denominators, ROWS rows of one KV head at a time."""
+    """Combine an item's pieces by their softmax denominators, ROWS rows of one KV head at a time. With fixed pieces
+    (PIECE > 0), one after the other."""
     dims = tl.arange(0, WIDTH)
     merges = words + tl.load(words + LISTS_AT + LIST)
     for work in tl.range(tl.program_id(0), tl.load(words + LIST) * KV_HEADS, tl.num_programs(0)):
@@ -96,20 +99,29 @@ def _merge(  # type: ignore[no-untyped-def]
         acc = tl.zeros([ROWS, WIDTH], tl.float32)
         top = tl.zeros([ROWS], tl.float32) + LOWEST
         total = tl.zeros([ROWS], tl.float32)
-        for first in tl.range(0, pieces, PIECES):
-            piece = first + tl.arange(0, PIECES)
-            at = base[:, None] + piece[None, :] * apart
-            there = valid[:, None] & (piece < pieces)[None, :]
-            part = tl.load(partial_lse + at, mask=there, other=float("-inf"))
-            values = tl.load(
-                partial + at[:, :, None] * WIDTH + dims[None, None, :], mask=there[:, :, None], other=0.0
-            )
-            new_top = tl.maximum(top, tl.max(part, 1))
-            weights = tl.math.exp2(part - new_top[:, None])
-            shrink = tl.math.exp2(top - new_top)
-            acc = acc * shrink[:, None] + tl.sum(values * weights[:, :, None], 1)
-            total = total * shrink + tl.sum(weights, 1)
-            top = new_top
+        if PIECE > 0:
+            for number in tl.range(0, pieces):
+                from_row = base + number * apart
+                pointers = partial + from_row[:, None] * WIDTH + dims[None, :]
+                part = tl.load(pointers, mask=valid[:, None], other=0.0)
+                part_top = tl.load(partial_lse + from_row, mask=valid, other=LOWEST)
+                part_total = tl.load(partial_total + from_row, mask=valid, other=0.0)
+                acc, top, total = fold(acc, top, total, part, part_top, part_total)
+        else:
+            for first in tl.range(0, pieces, PIECES):
+                piece = first + tl.arange(0, PIECES)
+                at = base[:, None] + piece[None, :] * apart
+                there = valid[:, None] & (piece < pieces)[None, :]
+                logs = tl.load(partial_lse + at, mask=there, other=float("-inf"))
+                values = tl.load(
+                    partial + at[:, :, None] * WIDTH + dims[None, None, :], mask=there[:, :, None], other=0.0
+                )
+                new_top = tl.maximum(top, tl.max(logs, 1))
+                weights = tl.math.exp2(logs - new_top[:, None])
+                shrink = tl.math.exp2(top - new_top)
+                acc = acc * shrink[:, None] + tl.sum(values * weights[:, :, None], 1)
+                total = total * shrink + tl.sum(weights, 1)
+                top = new_top
         if SINKS:
             acc, top, total = add_sinks(acc, top, total, sinks, query_head, total > 0)
         divisor = tl.where(total > 0, total, 1.0)
@@ -188,7 +200,7 @@ def constants(
         "LIST": which, "KV_HEADS": geometry.kv_heads, "GROUPS": geometry.groups, "DIM": geometry.head_dim,
         "WIDTH": width_of(geometry.head_dim), "PAGE": page_tokens, "ROWS": tile.rows, "KEYS": tile.keys,
         "STAGES": tile.stages, "SPLIT_MASK": tile.split_mask, "ORDER": order.value,
-        "WINDOWED": windowed, "SOFTCAP": inner_softcap, "SINKS": sinks,
+        "WINDOWED": windowed, "SOFTCAP": inner_softcap, "SINKS": sinks, "PIECE": geometry.piece,
     }  # fmt: skip
 
 
@@ -209,7 +221,8 @@ def _launch(plan: AttentionPlan, call: AttentionCall) -> None:
 
     def run(tile: Tile, which: int, programs: int, order: tl.constexpr) -> None:
         _attend[(programs,)](
-            q, pool, call.tables, out, call.lse, plan.words, scratch.partial, scratch.partial_lse, scratch.rows,
+            q, pool, call.tables, out, call.lse, plan.words, scratch.partial, scratch.partial_lse,
+            scratch.partial_total, scratch.rows,
             q.stride(0), q.stride(1), pool.stride(0), pool.stride(1), pool.stride(2),
             pool.stride(3), call.table_stride, out.stride(0), out.stride(1), call.factor,
             call.sinks, window,
@@ -233,11 +246,13 @@ def _launch(plan: AttentionPlan, call: AttentionCall) -> None:
     if capacity.merges:
         rows, order = plan.kind.merged_rows, SECONDARY if overlaps else SERIAL
         _merge[(min(capacity.merges * kv_heads, MERGE_PROGRAMS * processors),)](
-            out, call.lse, plan.words, scratch.partial, scratch.partial_lse, scratch.rows,
+            out, call.lse, plan.words, scratch.partial, scratch.partial_lse,
+            scratch.partial_total, scratch.rows,
             out.stride(0), out.stride(1), call.sinks,
             LIST=work_lists.MERGES, KV_HEADS=kv_heads, GROUPS=plan.geometry.groups, DIM=q.shape[2],
             WIDTH=width_of(q.shape[2]), ROWS=rows, PIECES=MERGED_AT_ONCE // rows, LSE=call.return_lse,
-            ORDER=order.value, SINKS=call.has_sinks, enable_fp_fusion=True, launch_pdl=overlaps,
+            ORDER=order.value, SINKS=call.has_sinks, PIECE=plan.geometry.piece,
+            enable_fp_fusion=True, launch_pdl=overlaps,
         )  # fmt: skip
 
 

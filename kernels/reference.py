@@ -28,7 +28,7 @@ GROUP_ELEMENTS = 1024 * 1024
 """Largest batch of single-token spans, in gathered key and value elements; bounds memory and keeps caches warm."""
 GROUP_FILL = 0.75
 """A span joins a batch only if its context is at least this share of the longest one."""
-_ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
+ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
     "relu": F.relu,
     "relu2": lambda x: F.relu(x).square(),
@@ -427,8 +427,8 @@ def activate(up: torch.Tensor, gated: bool, activation: Activation) -> torch.Ten
     """Return ``act(up)`` [T, I]; gated, with ``up`` [T, 2 * I]: ``act`` of the first half times the second half."""
     if gated:
         gate, up = up.chunk(2, dim=-1)
-        return _ACTIVATIONS[activation](gate) * up
-    return _ACTIVATIONS[activation](up)
+        return ACTIVATIONS[activation](gate) * up
+    return ACTIVATIONS[activation](up)
 
 
 def chunk_copy(

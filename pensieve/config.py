@@ -139,6 +139,8 @@ class EngineTuning(msgspec.Struct, frozen=True, kw_only=True):
     """Read KV that several decodes of a step share once for all of them. GPU only."""
     swap_mechanism: SwapMechanism = "auto"
     """How chunks cross the bus. GPU only; ``auto`` measures both mechanisms at start-up."""
+    invariant: bool | None = None
+    """On: the bits of a token's logits depend only on the tokens before it, never on the rest of a step. None: off."""
     verify_swap: bool = False
     """Check every restored chunk against a checksum taken when it left. GPU only; costs time."""
     cost_profile: str = "auto"

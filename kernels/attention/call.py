@@ -74,11 +74,13 @@ class Scratch:
     """Partial results before they are merged. Each layer overwrites them, so all plans of a stream can share one."""
 
     def __init__(self, rows: int, geometry: Geometry, device: torch.device) -> None:
-        """``rows``: largest ``partial_rows`` of the capacities it serves."""
-        self.rows = rows
+        """``rows``: largest ``partial_rows`` of the capacities it serves. With fixed pieces, ``partial_lse`` has the
+        largest scores instead, and ``partial_total`` the sums of weights."""
+        self.rows, fixed = rows, geometry.piece > 0
         held = max(1, rows) * geometry.kv_heads
         self.partial = torch.empty(held, width_of(geometry.head_dim), dtype=torch.float32, device=device)
         self.partial_lse = torch.empty(held, dtype=torch.float32, device=device)
+        self.partial_total = torch.empty(held if fixed else 1, dtype=torch.float32, device=device)
 
 
 def check_attention(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from pensieve.kernels.attention.cuts import PieceBounds, max_narrow_pieces, max_wide_pieces
+from pensieve.kernels.attention.cuts import PieceBounds, max_fixed_pieces, max_narrow_pieces, max_wide_pieces
 from pensieve.kernels.attention.kinds import LEAST_SPANS, Geometry, StepKind, programs_per_head
 from pensieve.kernels.attention.tiles import Tile
 
@@ -50,16 +50,18 @@ def capacity_for(
             narrow_blocks = _max_blocks(spans + 1, rows, narrow_tile)
         elif not kind.has_wide:  # padding, for few spans or many
             narrow_blocks = max(n - (n - max_tokens) * groups // narrow_tile.rows for n in (0, spans))
-        keys = _max_keys(max_context, window, narrow_tile, groups)
-        narrow = max_narrow_pieces(narrow_blocks, keys, narrow_tile, geometry)
+        keys = _max_keys(max_context, window, narrow_tile, geometry)
+        bounds = max_fixed_pieces if geometry.piece else max_narrow_pieces
+        narrow = bounds(narrow_blocks, keys, narrow_tile, geometry)
     if kind.has_wide:
         shortest = narrow_tile.rows // groups + 1
         spans = min(max_spans, max_tokens // shortest)
         if kind.is_mixed:
             spans = max(spans, min(max_spans, max_tokens) // LEAST_SPANS)
         wide_blocks = _max_blocks(spans + 1, rows, wide_tile)  # padding counts as a span
-        keys = _max_keys(max_context, window, wide_tile, groups)
-        wide = max_wide_pieces(wide_blocks, keys, wide_tile, geometry)
+        keys = _max_keys(max_context, window, wide_tile, geometry)
+        bounds = max_fixed_pieces if geometry.piece else max_wide_pieces
+        wide = bounds(wide_blocks, keys, wide_tile, geometry)
     merges = narrow.split_items * -(-narrow_tile.rows // at_once) + wide.split_items * -(
         -wide_tile.rows // at_once
     )
@@ -72,12 +74,12 @@ def capacity_for(
     return Capacity(most, wide_blocks + wide.extra_items, min(rows, merges), held, min(most, launched))
 
 
-def _max_keys(max_context: int, window: int | None, tile: Tile, groups: int) -> int:
+def _max_keys(max_context: int, window: int | None, tile: Tile, geometry: Geometry) -> int:
     """Most keys of an item. Its first query sees ``window`` keys, and each later token of the block adds one."""
     if window is None:
         return max_context
-    tokens = 1 + -(-(tile.rows - 1) // groups)
-    alignment = tile.keys - 1 if tile.hopper else 0
+    tokens = 1 + -(-(tile.rows - 1) // geometry.groups)
+    alignment = tile.keys - 1 if tile.hopper or geometry.piece else 0
     return min(max_context, window + tokens - 1 + alignment)
 
 

@@ -13,6 +13,11 @@ once: a piece that started later would find every multiprocessor half idle. A lo
 without splitting. Only its end is split, ever finer, and only blocks that are the only one of their span. The
 others already end at different times, and merging them costs much.
 
+**Fixed pieces** (``Geometry.piece``) begin at fixed keys, wherever an item begins: at 0, N, 2 N and then every 2 N.
+Short contexts thus have short pieces, long ones few. An item takes all of its pieces one after the other, or each is an
+item of its own. Both add the pieces up in the same order and to
+the same bits, so the choice may depend on the load.
+
 **Guided splits** shape the end of either list: pieces may be long while much work remains, then get shorter,
 so that all programs end together (guided self-scheduling).
 """
@@ -53,6 +58,10 @@ LONG_LIST_TILES = 64
 """From this many key tiles per resident program on, the end of a list is split finer."""
 MIN_GUIDED_PIECE = 4
 """Shortest piece at the end of a long list, in key tiles."""
+
+
+FIXED_PIECES = 4
+"""Most fixed pieces that are items of their own, in resident programs: bounds the scratch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +158,51 @@ def max_narrow_pieces(blocks: int, context: int, tile: Tile, geometry: Geometry)
         min(extra_items + end.split_items, blocks),
         min(pieces + end.pieces, blocks * each),
     )
+
+
+def fixed_pieces(items: Ints, tile: Tile, geometry: Geometry) -> Ints:
+    """Return the pieces of each item, at least 1: either 1, or all of its fixed pieces. ``items`` [n, 2]: first key and
+    end of each, longest first."""
+    first, end = items[:, 0], items[:, 1]
+    pieces = fixed_count(first, end, geometry.piece)
+    steps: Ints = -(-(end - first) // tile.keys)
+    whole = np.ones(len(items), np.int64)
+    total = int(steps.sum())
+    if not total or int(pieces.max()) == 1:
+        return whole
+    programs = programs_per_head(tile, geometry)
+    most = max(FIXED_PIECES * programs, int(pieces.max()))
+    best, least_cost = whole, _cost(steps, whole, programs)
+    for limit in SPLIT_LIMITS:
+        split = (steps > limit * total / programs) & (pieces > 1)
+        split &= np.cumsum(np.where(split, pieces, 0)) <= most
+        candidate = np.where(split, pieces, 1)
+        cost = _cost(steps, candidate, programs)
+        if cost < least_cost:
+            best, least_cost = candidate, cost
+    return best
+
+
+def piece_of(key: Ints, piece: int) -> Ints:
+    """Return the number of the fixed piece in which a key lies."""
+    return np.where(key < 2 * piece, key // piece, key // (2 * piece) + 1)
+
+
+def piece_start(number: Ints, piece: int) -> Ints:
+    """Return the first key of a fixed piece."""
+    return np.where(number < 2, number, 2 * number - 2) * piece
+
+
+def fixed_count(first: Ints, end: Ints, piece: int) -> Ints:
+    """Return in how many fixed pieces the keys from ``first`` to ``end`` lie, at least 1."""
+    return np.maximum(1, piece_of(end - 1, piece) - piece_of(first, piece) + 1)
+
+
+def max_fixed_pieces(blocks: int, context: int, tile: Tile, geometry: Geometry) -> PieceBounds:
+    """Return bounds of ``fixed_pieces`` for ``blocks`` items of up to ``context`` keys."""
+    each = context // (2 * geometry.piece) + 2
+    most = min(blocks * each, max(math.floor(FIXED_PIECES * programs_per_head(tile, geometry)), each))
+    return PieceBounds(most, min(blocks, most // 2), most)
 
 
 def wide_pieces(steps: Ints, only_blocks: npt.NDArray[np.bool_], tile: Tile, geometry: Geometry) -> Ints:

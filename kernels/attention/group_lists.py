@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pensieve.kernels.attention.capacity import Capacity
-from pensieve.kernels.attention.cuts import narrow_pieces, wide_pieces
+from pensieve.kernels.attention.cuts import fixed_count, narrow_pieces
 from pensieve.kernels.attention.kinds import (
     ENOUGH_TO_READ,
     NARROW_STEP,
@@ -40,16 +40,17 @@ from pensieve.kernels.attention.work_lists import (
     PARTIAL,
     ROWS,
     WorkLists,
-    is_only_block,
     items_for,
     key_tiles,
     longest_first,
     make_blocks,
     make_pieces,
+    narrow_counts,
     owners_and_indices,
     padding_items,
     split_by_width,
     split_items,
+    wide_counts,
 )
 from pensieve.kernels.spans import POSITION, Q_LEN, Q_START, TABLE, Ints, Spans
 
@@ -87,32 +88,42 @@ def make_group_lists(
     small, big = split_by_width(spans[others], narrow, geometry, PREFIX_GROUP_KIND)
     plain = make_blocks(small, narrow, geometry)
     suffixes = _suffixes(spans[member], prefix_groups[group, 2], geometry)
-    pieces = _narrow_pieces(np.concatenate([plain, suffixes]), narrow, geometry)
-    first, first_merges, used = split_items(
-        plain, pieces[: len(plain)], narrow, 0, PREFIX_GROUP_KIND.merged_rows
-    )
+    if geometry.piece:
+        parts = [
+            narrow_counts(plain, narrow, geometry),
+            fixed_count(suffixes[:, FIRST_KEY], suffixes[:, END_KEY], geometry.piece),
+        ]
+        pieces = np.concatenate(parts)
+    else:
+        pieces = _narrow_pieces(np.concatenate([plain, suffixes]), narrow, geometry)
+    merged, fixed = PREFIX_GROUP_KIND.merged_rows, geometry.piece
+    first, first_merges, used = split_items(plain, pieces[: len(plain)], narrow, 0, merged, fixed)
     large = make_blocks(big, wide, geometry)
-    large_pieces = wide_pieces(key_tiles(large, wide), is_only_block(large, wide), wide, geometry)
-    second, second_merges, used = split_items(large, large_pieces, wide, used, PREFIX_GROUP_KIND.merged_rows)
+    large_pieces = wide_counts(large, wide, geometry)
+    second, second_merges, used = split_items(large, large_pieces, wide, used, merged, fixed)
     covered = int((spans[:, Q_START] + spans[:, Q_LEN]).max())
     padding = padding_items(covered, num_rows - covered, wide, geometry.groups)
 
     begins = np.cumsum(prefix_groups[:, 1]) - prefix_groups[:, 1]
     rows = np.add.reduceat(suffixes[:, ROWS], begins)
     layers = max(2, (room.partial_rows - used) // int(rows.sum()))
-    suffix_pieces = np.minimum(pieces[len(plain) :], layers - 1)
+    suffix_pieces = pieces[len(plain) :] if geometry.piece else np.minimum(pieces[len(plain) :], layers - 1)
     suffix_pieces[suffixes[:, FIRST_KEY] >= suffixes[:, END_KEY]] = 0
-    work = _Prefixes(
-        rows, prefix_groups[:, 2] // wide.keys, layers - np.maximum.reduceat(suffix_pieces, begins),
-        room.wide - len(second) - len(padding), wide, geometry,
-    )  # fmt: skip
-    reading = sum(int(key_tiles(items, narrow).sum()) for items in (plain, suffixes))
-    prefix_pieces, programs = work.choose_pieces(second, reading)
+    if geometry.piece:
+        prefix_pieces = fixed_count(0 * prefix_groups[:, 2], prefix_groups[:, 2], geometry.piece)
+        programs = geometry.multiprocessors
+    else:
+        work = _Prefixes(
+            rows, prefix_groups[:, 2] // wide.keys, layers - np.maximum.reduceat(suffix_pieces, begins),
+            room.wide - len(second) - len(padding), wide, geometry,
+        )  # fmt: skip
+        reading = sum(int(key_tiles(items, narrow).sum()) for items in (plain, suffixes))
+        prefix_pieces, programs = work.choose_pieces(second, reading)
 
     first_spans, common = spans[prefix_groups[:, 0]], prefix_groups[:, 2]
     layout = _GroupLayout(first_spans, common, rows, prefix_pieces, group, suffixes, suffix_pieces, used)
-    narrow_items = np.concatenate([first, layout.suffix_items(narrow)])
-    wide_items = np.concatenate([second, layout.prefix_items(wide)])
+    narrow_items = np.concatenate([first, layout.suffix_items(narrow, fixed)])
+    wide_items = np.concatenate([second, layout.prefix_items(wide, fixed)])
     merges = np.concatenate([first_merges, second_merges, layout.merges()])
     length = narrow_items[:, END_KEY] - narrow_items[:, FIRST_KEY]
     return WorkLists(
@@ -221,22 +232,22 @@ class _GroupLayout:
         self.offsets = before - before[begins][self.group]
         self.end = int(ends[-1])
 
-    def prefix_items(self, tile: Tile) -> Ints:
+    def prefix_items(self, tile: Tile, fixed: int) -> Ints:
         count = -(-self.rows // tile.rows)
         group, index = owners_and_indices(self.prefix_pieces * count)
         piece, block = index // count[group], index % count[group]
         whole = np.zeros((len(self.first), ITEM), np.int64)
         whole[:, [Q_START, TABLE]], whole[:, ROWS] = self.first[:, [Q_START, TABLE]], self.rows
         whole[:, POSITION], whole[:, END_KEY] = self.common - 1, self.common
-        parts, _, _ = make_pieces(whole, self.prefix_pieces, tile)
+        parts, _, _ = make_pieces(whole, self.prefix_pieces, tile, fixed)
         begin = np.cumsum(self.prefix_pieces) - self.prefix_pieces
         items = parts[begin[group] + piece]
         items[:, FIRST_ROW] = block * tile.rows
         items[:, PARTIAL] = self.starts[group] + piece * self.rows[group] + items[:, FIRST_ROW]
         return items
 
-    def suffix_items(self, tile: Tile) -> Ints:
-        items, member, piece = make_pieces(self.suffixes, self.suffix_pieces, tile)
+    def suffix_items(self, tile: Tile, fixed: int) -> Ints:
+        items, member, piece = make_pieces(self.suffixes, self.suffix_pieces, tile, fixed)
         group = self.group[member]
         layer = self.prefix_pieces[group] + piece
         items[:, PARTIAL] = self.starts[group] + layer * self.rows[group] + self.offsets[member]

@@ -54,16 +54,41 @@ def add_sinks(acc, top, total, sinks, query_head, applies):  # type: ignore[no-u
     return acc * shrink[:, None], new_top, total * shrink + tl.math.exp2(sink - new_top)
 
 
+@triton.jit
+def _sum_by_pairs(x, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Add up the columns of ``x``, neighbours first, so that the order does not depend on where a tile holds them."""
+    ROWS: tl.constexpr = x.shape[0]
+    for level in tl.static_range(1, 12):
+        if COLUMNS >> level > 0:
+            left, right = tl.split(tl.reshape(x, [ROWS, COLUMNS >> level, 2]))
+            x = left + right
+    return tl.reshape(x, [ROWS])
+
+
+@triton.jit
+def fold(acc, top, total, part, part_top, part_total):  # type: ignore[no-untyped-def]
+    """Add a piece to the sum of those before it; either has a weighted sum of values, the largest score and the sum of
+    weights. Written with explicit fused operations, so that every kernel rounds alike."""
+    new_top = tl.maximum(top, part_top)
+    weight = tl.math.exp2(part_top - new_top)
+    shrink = tl.math.exp2(top - new_top)
+    acc = tl.fma(part, tl.broadcast_to(weight[:, None], part.shape), acc * shrink[:, None])
+    return acc, new_top, tl.fma(part_total, weight, total * shrink)
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def _walk(  # type: ignore[no-untyped-def]
     q, seen, acc, top, total, pages, table, k_base, v_base, first, last, end, page_stride, slot_stride, factor, window,
+    least,
     DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
-    MASKED: tl.constexpr, WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr,
+    MASKED: tl.constexpr, WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over keys ``[first, last)``, in units of log2. Row i sees the keys below ``seen[i]``, with
-    WINDOWED the last ``window`` of them. Some row sees the first key of an item, so none lies below every window.
+    WINDOWED the last ``window`` of them. Some row sees the first key of an item, so none lies below every window; with
+    fixed pieces, those below ``least`` do.
     ``pages`` holds the page of every key of the next tile. A page id is loaded one tile before its keys,
-    because the pipeline spends a stage on every link of a chain of loads."""
+    because the pipeline spends a stage on every link of a chain of loads. PIECE: ``total`` is [ROWS, KEYS],
+    one sum for each column: its additions have one order in every tile, those of a row do not."""
     columns = tl.arange(0, KEYS)
     for start in tl.range(first, last, KEYS, num_stages=STAGES):
         keys = start + columns
@@ -83,42 +108,39 @@ def _walk(  # type: ignore[no-untyped-def]
         weights = tl.math.exp2(scores * factor - new_top[:, None])
         shrink = tl.math.exp2(top - new_top)
         # Slots beyond the last visible key may hold NaN, which a weight of 0 does not undo.
-        v = _rows(v_base, at, keys < end, DIM, WIDTH, MASKED)
+        if PIECE > 0 and WINDOWED:
+            v = _rows(v_base, at, (keys < end) & (keys >= least), DIM, WIDTH, MASKED)
+        else:
+            v = _rows(v_base, at, keys < end, DIM, WIDTH, MASKED)
         acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
-        total = total * shrink + tl.sum(weights, 1)
+        if PIECE > 0:
+            total = tl.fma(total, tl.broadcast_to(shrink[:, None], weights.shape), weights)
+        else:
+            total = total * shrink + tl.sum(weights, 1)
         top = new_top
     return acc, top, total, pages
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def attend_item(  # type: ignore[no-untyped-def]
-    item, head, q, pool, tables, out, lse, partial, partial_lse, partial_rows,
-    q_token, q_head, page_stride, value_stride, head_stride, slot_stride, table_stride, out_token, out_head, factor,
-    sinks, window, KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
-    PAGE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, SPLIT_MASK: tl.constexpr,
-    LSE: tl.constexpr, WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
+def _attend_keys(  # type: ignore[no-untyped-def]
+    item, block, row, table, k_base, v_base, start, end, page_stride, slot_stride, factor, window,
+    GROUPS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, STAGES: tl.constexpr, SPLIT_MASK: tl.constexpr, WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr,
+    PIECE: tl.constexpr,
 ):  # fmt: skip
-    """Attend one item of one KV head. A whole item is stored to ``out``, a piece to the scratch."""
-    rows = tl.load(item + SPAN_ROWS)
+    """Attend a block of queries to the keys ``[start, end)``. Returns the weighted sum of values, the largest score and
+    the sum of weights of each row."""
     position = tl.load(item + POSITION)
-    table = tables + tl.load(item + TABLE).to(tl.int64) * table_stride
     first_row = tl.load(item + FIRST_ROW)
-    start = tl.load(item + FIRST_KEY)
-    end = tl.load(item + END_KEY)
-
     keys = start + tl.arange(0, KEYS)
     pages = tl.load(table + keys // PAGE, mask=keys < end, other=0)
-    # The query heads of one KV head are rows of one block, so keys are read once for all of them.
-    row = first_row + tl.arange(0, ROWS)
-    token = (tl.load(item + Q_START) + row // GROUPS).to(tl.int64)
-    q_at = token * q_token + (head * GROUPS + row % GROUPS) * q_head
-    block = _rows(q, q_at, row < rows, DIM, WIDTH, True)
     acc = tl.zeros([ROWS, WIDTH], tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
+    if PIECE > 0:  # noqa: SIM108 - the shapes differ
+        total = tl.zeros([ROWS, KEYS], tl.float32)
+    else:
+        total = tl.zeros([ROWS], tl.float32)
     top = tl.zeros([ROWS], tl.float32) + LOWEST
-
-    k_base = pool + head * head_stride
-    v_base = k_base + value_stride
+    least = position + first_row // GROUPS + 1 - window
     middle = start
     if SPLIT_MASK:
         plain = tl.minimum(position + first_row // GROUPS + 1, end)  # visible to all rows
@@ -128,8 +150,8 @@ def attend_item(  # type: ignore[no-untyped-def]
             alike = start + (hidden + KEYS - 1) // KEYS * KEYS  # from here on, all windows have begun
             acc, top, total, pages = _walk(
                 block, position + 1 + row // GROUPS, acc, top, total, pages, table, k_base, v_base, start,
-                tl.minimum(alike, end), end, page_stride, slot_stride, factor, window,
-                DIM, WIDTH, PAGE, KEYS, STAGES, True, True, SOFTCAP,
+                tl.minimum(alike, end), end, page_stride, slot_stride, factor, window, least,
+                DIM, WIDTH, PAGE, KEYS, STAGES, True, True, SOFTCAP, PIECE,
             )  # fmt: skip
             middle = tl.maximum(start + tl.maximum(plain - start, 0) // KEYS * KEYS, alike)
             start = alike
@@ -137,15 +159,66 @@ def attend_item(  # type: ignore[no-untyped-def]
             middle = tl.maximum(plain // KEYS * KEYS, start)
         acc, top, total, pages = _walk(
             block, row, acc, top, total, pages, table, k_base, v_base, start, middle, end,
-            page_stride, slot_stride, factor, window, DIM, WIDTH, PAGE, KEYS, STAGES, False, False, SOFTCAP,
+            page_stride, slot_stride, factor, window, least,
+            DIM, WIDTH, PAGE, KEYS, STAGES, False, False, SOFTCAP, PIECE,
         )  # fmt: skip
     # Load again: volatile, so that the compiler holds no registers for these during the first loop.
     seen = tl.load(item + POSITION, volatile=True) + 1
     seen += (tl.load(item + FIRST_ROW, volatile=True) + tl.arange(0, ROWS)) // GROUPS
     acc, top, total, pages = _walk(
         block, seen, acc, top, total, pages, table, k_base, v_base, middle, end, end,
-        page_stride, slot_stride, factor, window, DIM, WIDTH, PAGE, KEYS, STAGES, True, WINDOWED, SOFTCAP,
+        page_stride, slot_stride, factor, window, least,
+        DIM, WIDTH, PAGE, KEYS, STAGES, True, WINDOWED, SOFTCAP, PIECE,
     )  # fmt: skip
+    if PIECE > 0:
+        total = _sum_by_pairs(total, KEYS)
+    return acc, top, total
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def attend_item(  # type: ignore[no-untyped-def]
+    item, head, q, pool, tables, out, lse, partial, partial_lse, partial_total, partial_rows,
+    q_token, q_head, page_stride, value_stride, head_stride, slot_stride, table_stride, out_token, out_head, factor,
+    sinks, window, KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    PAGE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, SPLIT_MASK: tl.constexpr,
+    LSE: tl.constexpr, WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, PIECE: tl.constexpr,
+):  # fmt: skip
+    """Attend one item of one KV head. A whole item is stored to ``out``, a piece to the scratch. PIECE: the keys of a
+    fixed piece, see ``kinds.Geometry``; 0: there are none."""
+    rows = tl.load(item + SPAN_ROWS)
+    table = tables + tl.load(item + TABLE).to(tl.int64) * table_stride
+    first_row = tl.load(item + FIRST_ROW)
+    start = tl.load(item + FIRST_KEY)
+    end = tl.load(item + END_KEY)
+
+    # The query heads of one KV head are rows of one block, so keys are read once for all of them.
+    row = first_row + tl.arange(0, ROWS)
+    token = (tl.load(item + Q_START) + row // GROUPS).to(tl.int64)
+    q_at = token * q_token + (head * GROUPS + row % GROUPS) * q_head
+    block = _rows(q, q_at, row < rows, DIM, WIDTH, True)
+    k_base = pool + head * head_stride
+    v_base = k_base + value_stride
+    if PIECE > 0:
+        acc = tl.zeros([ROWS, WIDTH], tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        top = tl.zeros([ROWS], tl.float32) + LOWEST
+        number = tl.where(start < 2 * PIECE, start // PIECE, start // (2 * PIECE) + 1)
+        begin = start
+        while begin < end:
+            number += 1
+            stop = tl.minimum(tl.where(number < 2, number, 2 * number - 2) * PIECE, end)
+            part, part_top, part_total = _attend_keys(
+                item, block, row, table, k_base, v_base, begin, stop,
+                page_stride, slot_stride, factor, window, GROUPS, DIM, WIDTH, PAGE, ROWS, KEYS, STAGES,
+                SPLIT_MASK, WINDOWED, SOFTCAP, PIECE,
+            )  # fmt: skip
+            acc, top, total = fold(acc, top, total, part, part_top, part_total)
+            begin = stop
+    else:
+        acc, top, total = _attend_keys(
+            item, block, row, table, k_base, v_base, start, end, page_stride, slot_stride, factor, window,
+            GROUPS, DIM, WIDTH, PAGE, ROWS, KEYS, STAGES, SPLIT_MASK, WINDOWED, SOFTCAP, PIECE,
+        )  # fmt: skip
 
     if SINKS:
         # Once per row: here for a whole item, in the merge for pieces, and not where a row sees nothing.
@@ -169,5 +242,10 @@ def attend_item(  # type: ignore[no-untyped-def]
             tl.store(lse + token * (KV_HEADS * GROUPS) + query_head, log2_sum * LN_2, mask=valid)
     else:
         at = head.to(tl.int64) * partial_rows + scratch + tl.arange(0, ROWS)
-        tl.store(partial + at[:, None] * WIDTH + dims[None, :], result, mask=valid[:, None])
-        tl.store(partial_lse + at, log2_sum, mask=valid)
+        if PIECE > 0:
+            tl.store(partial + at[:, None] * WIDTH + dims[None, :], acc, mask=valid[:, None])
+            tl.store(partial_lse + at, top, mask=valid)
+            tl.store(partial_total + at, total, mask=valid)
+        else:
+            tl.store(partial + at[:, None] * WIDTH + dims[None, :], result, mask=valid[:, None])
+            tl.store(partial_lse + at, log2_sum, mask=valid)

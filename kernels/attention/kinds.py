@@ -40,17 +40,26 @@ class Geometry:
     multiprocessors: int
     hopper: bool = False
     """Wide items use the kernel for Hopper devices."""
+    piece: int = 0
+    """Keys of the first fixed pieces, a multiple of every tile's keys: the bits of a row then do not depend on how its
+    keys are divided over programs (``cuts``). 0: pieces of any length. Never with ``hopper``."""
     own_tiles: TileSet | None = None
     """Overrides the tiles that fit the heads; for tests."""
 
     @property
     def tiles(self) -> TileSet:
-        return self.own_tiles or choose_tiles(self.head_dim, self.element_bytes, hopper=self.hopper)
+        return self.own_tiles or choose_tiles(
+            self.head_dim, self.element_bytes, hopper=self.hopper, fixed=self.piece > 0
+        )
 
     @property
     def groups(self) -> int:
         """Query heads per KV head."""
         return self.heads // self.kv_heads
+
+
+PIECE_KEYS = 512
+"""``Geometry.piece`` where it is not 0. With 256 a prefill adds up too often, with 1,024 a context has few items."""
 
 
 class StepKind(Enum):

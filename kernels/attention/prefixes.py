@@ -68,7 +68,12 @@ class PrefixGroupRule:
             return None
         tiles = self.geometry.tiles
         narrow = ~is_wide(spans, self.geometry, tiles.narrow_concurrent) & (spans[:, Q_LEN] > 0)
-        search = _Search(self, spans, pages, math.lcm(tiles.narrow_concurrent.keys, tiles.wide.keys))
+        search = _Search(
+            self,
+            spans,
+            pages,
+            2 * self.geometry.piece or math.lcm(tiles.narrow_concurrent.keys, tiles.wide.keys),
+        )
         saved, found = 0.0, list[_Found]()
         for page in np.unique(repeated):
             gain, groups = search.best_groups(np.flatnonzero((first == page) & narrow), 0, MAX_LEVELS)
@@ -97,7 +102,8 @@ class _Search:
     spans: Spans
     pages: npt.NDArray[np.int32]
     unit: int
-    """Key tiles of both launches begin at multiples of this many tokens; a common prefix ends at such a multiple."""
+    """Key tiles of both launches, and fixed pieces, begin at multiples of this many tokens; a common prefix ends at
+    such a multiple."""
 
     def best_groups(self, members: Ints, depth: int, levels: int) -> tuple[float, list[_Found]]:
         """Return the most microseconds that ``members`` can save, and the groups that do so. The members agree in

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from pensieve.kernels.attention.cuts import narrow_pieces, wide_pieces
+from pensieve.kernels.attention.cuts import fixed_pieces, narrow_pieces, piece_of, piece_start, wide_pieces
 from pensieve.kernels.attention.kinds import (
     ENOUGH_TO_READ,
     NARROW_STEP,
@@ -73,11 +73,11 @@ def make_work_lists(
             spans = spans[lengths > 0]
     small, big = split_by_width(spans, narrow, geometry, kind)
     items = make_blocks(small, narrow, geometry, window)
-    pieces = narrow_pieces(key_tiles(items, narrow), narrow, geometry)
-    first, first_merges, used = split_items(items, pieces, narrow, 0, kind.merged_rows)
+    pieces = narrow_counts(items, narrow, geometry)
+    first, first_merges, used = split_items(items, pieces, narrow, 0, kind.merged_rows, geometry.piece)
     items = make_blocks(big, wide, geometry, window)
-    pieces = wide_pieces(key_tiles(items, wide), is_only_block(items, wide), wide, geometry)
-    second, second_merges, used = split_items(items, pieces, wide, used, kind.merged_rows)
+    pieces = wide_counts(items, wide, geometry)
+    second, second_merges, used = split_items(items, pieces, wide, used, kind.merged_rows, geometry.piece)
     programs = geometry.multiprocessors
     if len(second) and (kind.is_mixed or wide.hopper):
         second = longest_first(second)
@@ -93,6 +93,20 @@ def make_work_lists(
             first = np.concatenate([first, padding])
     merges = np.concatenate([first_merges, second_merges]) if len(second_merges) else first_merges
     return WorkLists(first, second, merges, used, programs)
+
+
+def narrow_counts(items: Ints, tile: Tile, geometry: Geometry) -> Ints:
+    """Return the pieces of each narrow item, longest first."""
+    if geometry.piece:
+        return fixed_pieces(items[:, FIRST_KEY : END_KEY + 1], tile, geometry)
+    return narrow_pieces(key_tiles(items, tile), tile, geometry)
+
+
+def wide_counts(items: Ints, tile: Tile, geometry: Geometry) -> Ints:
+    """Return the pieces of each wide item, longest first."""
+    if geometry.piece:
+        return fixed_pieces(items[:, FIRST_KEY : END_KEY + 1], tile, geometry)
+    return wide_pieces(key_tiles(items, tile), is_only_block(items, tile), tile, geometry)
 
 
 def split_by_width(spans: Spans, narrow: Tile, geometry: Geometry, kind: StepKind) -> tuple[Spans, Spans]:
@@ -139,8 +153,8 @@ def padding_items(start: int, tokens: int, tile: Tile, groups: int) -> Ints:
 
 def make_blocks(spans: Spans, tile: Tile, geometry: Geometry, window: int | None = None) -> Ints:
     """Return the unsplit items of spans [n, 4]: longest contexts first, blocks of a span adjacent for the L2 cache.
-    With a window, the keys of an item begin with the first that its first query sees. The kernel for Hopper
-    needs whole tiles and hides the keys before."""
+    With a window, the keys of an item begin with the first that its first query sees. The kernel for Hopper and fixed
+    pieces need whole tiles and hide the keys before."""
     end = spans[:, Q_LEN] + spans[:, POSITION]
     order = np.argsort(-end, kind="stable")
     spans, end = spans[order], end[order]
@@ -157,7 +171,9 @@ def make_blocks(spans: Spans, tile: Tile, geometry: Geometry, window: int | None
     if window is not None:
         seen = items[:, POSITION] + items[:, FIRST_ROW] // geometry.groups + 1
         first_key = np.maximum(seen - window, 0)
-        items[:, FIRST_KEY] = first_key // tile.keys * tile.keys if tile.hopper else first_key
+        items[:, FIRST_KEY] = (
+            first_key // tile.keys * tile.keys if tile.hopper or geometry.piece else first_key
+        )
     return items
 
 
@@ -170,8 +186,11 @@ def items_for(spans: Spans, rows: Ints) -> Ints:
     return items
 
 
-def split_items(items: Ints, pieces: Ints, tile: Tile, used: int, merged_rows: int) -> tuple[Ints, Ints, int]:
-    """Split items into ``pieces``; return the parts, their merges, and the partial rows in use after ``used``."""
+def split_items(
+    items: Ints, pieces: Ints, tile: Tile, used: int, merged_rows: int, fixed: int = 0
+) -> tuple[Ints, Ints, int]:
+    """Split items into ``pieces``; return the parts, their merges, and the partial rows in use after ``used``.
+    ``fixed``: see ``make_pieces``."""
     # Items to split; each piece gets a tile's rows of the scratch.
     whole = np.flatnonzero(pieces > 1)
     if not len(whole):
@@ -179,7 +198,7 @@ def split_items(items: Ints, pieces: Ints, tile: Tile, used: int, merged_rows: i
     held = pieces[whole] * tile.rows
     first_partial = np.full(len(items), -1)
     first_partial[whole] = used + np.cumsum(held) - held
-    parts, item, piece = make_pieces(items, pieces, tile)
+    parts, item, piece = make_pieces(items, pieces, tile, fixed)
     scratch = first_partial[item]
     parts[:, PARTIAL] = np.where(scratch >= 0, scratch + piece * tile.rows, -1)
     # The last block of a span has fewer rows than its tile; only rows that exist are merged.
@@ -196,12 +215,18 @@ def split_items(items: Ints, pieces: Ints, tile: Tile, used: int, merged_rows: i
     return parts, merges, used + int(held.sum())
 
 
-def make_pieces(items: Ints, pieces: Ints, tile: Tile) -> tuple[Ints, Ints, Ints]:
+def make_pieces(items: Ints, pieces: Ints, tile: Tile, fixed: int = 0) -> tuple[Ints, Ints, Ints]:
     """Return the pieces of items, the item of each, and its index in that item. Piece i of n takes key tiles
-    ``[i * steps / n, (i + 1) * steps / n)``, rounded down, so that pieces join without a gap."""
+    ``[i * steps / n, (i + 1) * steps / n)``, rounded down, so that pieces join without a gap. ``fixed``: an item that
+    has more than one piece is cut into its fixed pieces (``Geometry.piece``) instead; 0: is not."""
     item, piece = owners_and_indices(pieces)
     parts = items[item]
     first, end, count = parts[:, FIRST_KEY].copy(), parts[:, END_KEY], pieces[item]
+    if fixed:
+        number, split = piece_of(first, fixed) + piece, count > 1
+        parts[:, FIRST_KEY] = np.where(split, np.maximum(first, piece_start(number, fixed)), first)
+        parts[:, END_KEY] = np.where(split, np.minimum(piece_start(number + 1, fixed), end), end)
+        return parts, item, piece
     steps = -(-(end - first) // tile.keys)
     parts[:, FIRST_KEY] = first + piece * steps // count * tile.keys
     parts[:, END_KEY] = np.minimum(first + (piece + 1) * steps // count * tile.keys, end)

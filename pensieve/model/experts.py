@@ -8,7 +8,6 @@ float32, and each product is rounded before its bias, its weight and the sum.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from pensieve.kernels.arguments import Activation
 from pensieve.model.arch import Experts
@@ -23,7 +22,7 @@ def mixture(
     Does not wait for a GPU and does the same work whatever the values: can be captured in a graph there."""
     do, up, down = ops.experts, weights.up, weights.down
     shares, picked = do.pick_experts(
-        F.linear(x, weights.router.weight, weights.router.bias),
+        ops.linear(x, weights.router.weight, weights.router.bias),
         experts.per_token,
         softmax_first=experts.softmax == "all",
         renormalised=experts.renormalised,
@@ -37,5 +36,6 @@ def mixture(
     total, shared = do.combine_rows(each, shares), weights.shared
     if shared is None or weights.shared_gate is None:
         return total
-    inner = ops.activate(F.linear(x, shared.up.weight), True, activation)
-    return total + F.linear(x, weights.shared_gate.weight).sigmoid() * F.linear(inner, shared.down.weight)
+    inner = ops.activate(ops.linear(x, shared.up.weight, None), True, activation)
+    share = ops.pointwise(torch.sigmoid, ops.linear(x, weights.shared_gate.weight, None))
+    return total + share * ops.linear(inner, shared.down.weight, None)

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 
-from pensieve.kernels import expert_reference, reference
+from pensieve.kernels import expert_reference, invariant, reference
 from pensieve.kernels.arguments import Activation
 
 
@@ -42,9 +43,14 @@ class ExpertOps:
     combine_rows: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
+def _apply(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    return function(x)
+
+
 @dataclass(frozen=True, slots=True)
 class DecoderOps:
-    """Elementwise operations; ``pensieve.kernels.reference`` documents each under the same name."""
+    """Operations; ``pensieve.kernels.reference`` and ``pensieve.kernels.invariant`` document each under the same
+    name."""
 
     norm: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, float], torch.Tensor]
     add_norm: Callable[
@@ -53,6 +59,8 @@ class DecoderOps:
     ]
     activate: Callable[[torch.Tensor, bool, Activation], torch.Tensor]
     experts: ExpertOps
+    linear: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor] = F.linear
+    pointwise: Callable[[Callable[[torch.Tensor], torch.Tensor], torch.Tensor], torch.Tensor] = _apply
 
 
 TORCH_OPS = DecoderOps(
@@ -67,6 +75,21 @@ TORCH_OPS = DecoderOps(
         expert_reference.combine_rows,
     ),
 )
+INVARIANT_OPS = DecoderOps(
+    reference.norm,
+    reference.add_norm,
+    invariant.activate,
+    ExpertOps(
+        expert_reference.pick_experts,
+        expert_reference.group_rows,
+        invariant.grouped_product,
+        invariant.clamped_glu,
+        invariant.combine_rows,
+    ),
+    invariant.linear,
+    invariant.pointwise,
+)
+"""Operations on a CPU whose results for a token do not depend on the rest of the step, to the bit."""
 
 
 def triton_ops() -> DecoderOps:

@@ -92,7 +92,9 @@ class Transformer:
         if weights.positions is not None:
             x = x + F.embedding(positions + arch.position_offset, weights.positions)
         x = x.float() if arch.float32_residual else x
-        angles = [rotation.angles(positions, weights.embedding.dtype) for rotation in self._rotations]
+        angles = [
+            rotation.angles(positions, weights.embedding.dtype, self.ops) for rotation in self._rotations
+        ]
         growth = self._query_growth(positions, weights.embedding.dtype)
         # Each residual sum is fused with the following norm: the next layer's, or the final one.
         normed = self._norm(x, weights.layers[0].mixer_norm)
@@ -107,7 +109,7 @@ class Transformer:
                 normed = normed.index_select(0, sample_rows) if arch.parallel_blocks else normed
             if arch.parallel_blocks:
                 assert layer.mlp is not None
-                block = _sum([*blocks, self._mlp(layer.mlp, normed)])
+                block = self._sum([*blocks, self._mlp(layer.mlp, normed)])
                 x, normed = self._add(x, self.collective.all_reduce(block), None, next_norm)
                 continue
             after_mixer = next_norm if layer.mlp is None else layer.mlp_norm
@@ -140,7 +142,7 @@ class Transformer:
         """Return the attention output before its projection, [T, Hq * D]."""
         arch, (cos, sin, growth) = self.arch, turn
         heads = arch.num_heads + 2 * arch.num_kv_heads
-        qkv = _linear(x, attention.qkv)
+        qkv = self._linear(x, attention.qkv)
         query_norm, key_norm = attention.query_norm, attention.key_norm
         if arch.qk_norm == "projection":
             assert query_norm is not None and key_norm is not None
@@ -153,14 +155,14 @@ class Transformer:
         prep = HeadPrep(cos, sin, query_norm, key_norm, arch.norm_eps, attention.sinks)
         width, inner = heads * arch.head_dim, arch.num_heads * arch.head_dim
         out = attend(index, qkv[:, :width].unflatten(1, (heads, arch.head_dim)), prep).reshape(len(x), inner)
-        return out * qkv[:, width:].sigmoid() if arch.attention_gate else out
+        return out * self.ops.pointwise(torch.sigmoid, qkv[:, width:]) if arch.attention_gate else out
 
     def _query_growth(self, positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
         """Return the factor of every token's queries, [T, 1]; None: 1."""
         if self.arch.query_growth is None:
             return None
         slope, original = self.arch.query_growth
-        growth = 1 + slope * torch.log(1 + torch.floor(positions[:, None] / original))
+        growth = 1 + slope * self.ops.pointwise(torch.log, 1 + torch.floor(positions[:, None] / original))
         return growth.to(dtype)
 
     def _norm_in_place(self, x: torch.Tensor, weight: torch.Tensor) -> None:
@@ -169,7 +171,7 @@ class Transformer:
     def _mlp(self, mlp: MlpWeights | ExpertWeights, x: torch.Tensor) -> _Part:
         """Return the MLP's output [T, ·], before it is reduced over the ranks."""
         if isinstance(mlp, MlpWeights):
-            up = _linear(x, mlp.up)
+            up = self._linear(x, mlp.up)
             return self.ops.activate(up, self.arch.gated_mlp, self.arch.activation), mlp.down
         assert self.arch.experts is not None
         return mixture(x, mlp, self.arch.experts, self.arch.activation, self.ops), None
@@ -189,7 +191,7 @@ class Transformer:
         plain = plain and len(blocks) == 1 and not self.arch.float32_residual
         room = self.collective.reduce_buffer((rows, width), x.dtype, slot) if plain else None
         if room is None or norm is None:
-            return self._add(x, self.collective.all_reduce(_sum(blocks)), post, norm)
+            return self._add(x, self.collective.all_reduce(self._sum(blocks)), post, norm)
         (block, linear), *_ = blocks
         step = -(-rows // room.pieces)
         for start in range(0, rows, step):
@@ -218,9 +220,21 @@ class Transformer:
         x = x.to(self.weights.embedding.dtype)
         return x if norm is None else self.ops.norm(x, norm.weight, norm.bias, self.arch.norm_eps)
 
+    def _sum(self, blocks: list[_Part]) -> torch.Tensor:
+        """Return the sum of the products of a block's parts."""
+        first, *others = (
+            block if linear is None else self._linear(block, linear) for block, linear in blocks
+        )
+        for other in others:
+            first = first + other
+        return first
+
+    def _linear(self, x: torch.Tensor, linear: Linear) -> torch.Tensor:
+        return self.ops.linear(x, linear.weight, linear.bias)
+
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
         """Return float32 [S, vocab], the same on every rank."""
-        part, ranks, size = _linear(x, self.weights.head), self.collective.ranks, self.arch.vocab_size
+        part, ranks, size = self._linear(x, self.weights.head), self.collective.ranks, self.arch.vocab_size
         if ranks > 1:
             missing = Shard(self.collective.rank, ranks).vocabulary_width(size) - part.shape[1]
             parts = self.collective.all_gather(F.pad(part, (0, missing)) if missing else part)
@@ -228,7 +242,7 @@ class Transformer:
         logits, cap = part.float(), self.arch.logit_softcap
         if self.arch.logit_scale is not None:
             logits = logits * self.arch.logit_scale
-        return logits if cap is None else torch.tanh(logits / cap) * cap
+        return logits if cap is None else self.ops.pointwise(torch.tanh, logits / cap) * cap
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -249,13 +263,16 @@ class _Rotation:
         magnitude[: (head_dim if rope.rotated is None else rope.rotated) // 2] = rope.magnitude
         return cls(frequency, magnitude)
 
-    def angles(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    def angles(
+        self, positions: torch.Tensor, dtype: torch.dtype, ops: DecoderOps
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cosine and sine of every token's angles, each [T, D/2]."""
         # float32 whatever the model's dtype: bfloat16 cannot distinguish large positions.
         angles = positions[:, None].float() * self.frequency
+        cos, sin = ops.pointwise(torch.cos, angles), ops.pointwise(torch.sin, angles)
         if self.magnitude is None:
-            return angles.cos().to(dtype), angles.sin().to(dtype)
-        return (angles.cos() * self.magnitude).to(dtype), (angles.sin() * self.magnitude).to(dtype)
+            return cos.to(dtype), sin.to(dtype)
+        return (cos * self.magnitude).to(dtype), (sin * self.magnitude).to(dtype)
 
 
 def inverse_frequency(rope: Rope, head_dim: int, device: torch.device) -> torch.Tensor:
@@ -312,15 +329,3 @@ def _product(x: torch.Tensor, linear: Linear | None, out: torch.Tensor) -> None:
         torch.mm(x, linear.weight.t(), out=out)
     else:
         torch.addmm(linear.bias, x, linear.weight.t(), out=out)
-
-
-def _sum(blocks: list[_Part]) -> torch.Tensor:
-    """Return the sum of the products of a block's parts."""
-    first, *others = (block if linear is None else _linear(block, linear) for block, linear in blocks)
-    for other in others:
-        first = first + other
-    return first
-
-
-def _linear(x: torch.Tensor, linear: Linear) -> torch.Tensor:
-    return F.linear(x, linear.weight, linear.bias)

@@ -278,6 +278,13 @@ OPTIONS: tuple[Option, ...] = (
         "Drop a session's KV when its turn ends.",
         "reusing KV is the purpose of the server",
     ),
+    Option(
+        "invariant",
+        values.boolean,
+        "Compute each token by the same operations in the same order, whatever else is in the batch or the cache: "
+        "answers are then equal to the last bit. Refused where it cannot be kept.",
+        "ordinary operations are faster",
+    ),
     Option("unified-batch", values.boolean, "Mix restore, prefill and decode in one step.", _OFF_TO_MEASURE),
     Option(
         "swap-in-first",

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import triton
 
-from pensieve.kernels.attention.kinds import Geometry
+from pensieve.kernels.attention.kinds import PIECE_KEYS, Geometry
 from pensieve.kernels.attention.tiles import Tile, choose_tiles
 from pensieve.kernels.attention.work_lists import MERGES, NARROW, WIDE
 from pensieve.kernels.ragged_paged_attention import (
@@ -26,11 +26,11 @@ from support.kernels.compiled_kernels import CUOBJDUMP, Binary
 
 REGISTERS, SHARED_BYTES = 65536, 233472
 """What one Hopper multiprocessor has."""
-STACK, STACK_OF_LARGE = 16, 320
+STACK, STACK_OF_LARGE, STACK_OF_FIXED = 16, 320, 700
 """At most so many bytes a thread spill, over the versions of Triton from 3.6 on."""
 TYPES = {
     "q": "*bf16", "pool": "*bf16", "tables": "*i32", "out": "*bf16", "lse": "*fp32", "words": "*i32",
-    "partial": "*fp32", "partial_lse": "*fp32", "sinks": "*bf16", "factor": "fp32",
+    "partial": "*fp32", "partial_lse": "*fp32", "partial_total": "*fp32", "sinks": "*bf16", "factor": "fp32",
 }  # fmt: skip
 ANY_VALUE = ("table_stride", "partial_rows", "window")
 
@@ -45,14 +45,15 @@ def build(
 
 
 def attend(
-    dim: int, name: str, *, lse: bool = False, mixed: bool = False, hopper: bool = False, **features: Any
-) -> tuple[Tile, Binary]:
+    dim: int, name: str, *, lse: bool = False, mixed: bool = False, hopper: bool = False, piece: int = 0,
+    **features: Any,
+) -> tuple[Tile, Binary]:  # fmt: skip
     """Compile as for a launch on Hopper. ``mixed``: beside the other launch; ``hopper``: that is the kernel for
-    Hopper; ``features``: of ``constants``."""
-    tile = getattr(choose_tiles(dim, 2, hopper=hopper), name)
+    Hopper; ``piece``: of the geometry; ``features``: of ``constants``."""
+    tile = getattr(choose_tiles(dim, 2, hopper=hopper, fixed=piece > 0), name)
     which = NARROW if name in ("narrow", "narrow_concurrent", "short") else WIDE
     order = CONCURRENT if mixed and which == NARROW else PRIMARY
-    fixed = constants(tile, which, Geometry(40, 10, dim, 2, 132), 32, order=order, **features)
+    fixed = constants(tile, which, Geometry(40, 10, dim, 2, 132, piece=piece), 32, order=order, **features)
     return tile, build(_attend, {**fixed, "LSE": lse}, options(tile, order))
 
 
@@ -79,6 +80,15 @@ def test_programs_with_windows_and_sinks_fit(dim: int, name: str) -> None:
     assert binary.registers * 32 * tile.warps * tile.resident <= REGISTERS
     assert (binary.shared + 1024) * tile.resident <= SHARED_BYTES
     assert binary.stack <= (STACK_OF_LARGE if name == "wide" else STACK)
+
+
+@pytest.mark.parametrize("name", ["narrow", "narrow_concurrent", "short", "few", "wide"])
+def test_programs_with_fixed_pieces_fit(name: str) -> None:
+    tile, binary = attend(128, name, piece=PIECE_KEYS)
+    assert binary.registers * 32 * tile.warps * tile.resident <= REGISTERS
+    assert (binary.shared + 1024) * tile.resident <= SHARED_BYTES
+    # The sum of a large item's earlier pieces waits outside of the registers.
+    assert binary.stack <= (STACK_OF_FIXED if tile.rows > 16 else STACK)
 
 
 @pytest.mark.parametrize("dim", [64, 128])
@@ -109,10 +119,11 @@ def test_largest_heads_build(name: str, features: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("rows", [1, 4])
-def test_merge_builds_without_spills(rows: int, sinks: bool) -> None:
+@pytest.mark.parametrize("piece", [0, 512])
+def test_merge_builds_without_spills(rows: int, sinks: bool, piece: int) -> None:
     fixed = {
         "LIST": MERGES, "KV_HEADS": 10, "GROUPS": 4, "DIM": 128, "WIDTH": 128, "LSE": True,
         "ROWS": rows, "PIECES": MERGED_AT_ONCE // rows, "ORDER": SECONDARY.value,
-        "SINKS": sinks,
+        "SINKS": sinks, "PIECE": piece,
     }  # fmt: skip
-    assert build(_merge, fixed, {"num_warps": 4, "enable_fp_fusion": True}).stack == 0
+    assert build(_merge, fixed, {"num_warps": 4, "enable_fp_fusion": True}).stack <= (STACK if piece else 0)

@@ -38,7 +38,7 @@ def build_workers(options: EngineOptions) -> Worker:
     ring, meeting = SharedRing.create(ranks - 1), os.memfd_create("pensieve-meeting")
     supervisor = RankSupervisor(options, device, ring=ring.fd, meeting=meeting)
     try:
-        collective = join(device, 0, ranks, meeting, symmetric=options.all_reduce == "auto")
+        collective = join(device, 0, meeting, options)
         worker = build_worker(options, collective)
     except Exception:
         supervisor.on_failure()

@@ -16,7 +16,8 @@ from typing import Any, Final
 import torch
 import torch.distributed
 
-from pensieve.engine.ranks.symmetric import SymmetricSums
+from pensieve.config import EngineOptions
+from pensieve.engine.ranks.symmetric import SymmetricSums, TwoShotBuffer
 from pensieve.model.collective import BufferIndex, Collective, ReduceBuffer
 
 log = logging.getLogger(__name__)
@@ -49,15 +50,26 @@ def _raise_rank_lost() -> Iterator[None]:
         raise RankLost(str(error)) from error
 
 
+def sum_in_order(parts: torch.Tensor) -> torch.Tensor:
+    """Return the sum of ``parts`` [ranks, ...] in rank order, computed in float32 and rounded once."""
+    total = parts[0].float()
+    for part in parts[1:]:
+        total = total + part
+    return total.to(parts.dtype)
+
+
 class GlooCollective(Collective):
     """``pensieve.model.collective.Collective`` on a CPU: each call returns when it is done. Raises RankLost."""
 
-    def __init__(self, store: Any, rank: int, ranks: int) -> None:
-        """Wait for all ranks, which pass the same ``store`` (a ``torch.distributed.Store``)."""
-        self.rank, self.ranks = rank, ranks
+    def __init__(self, store: Any, rank: int, ranks: int, *, ordered: bool = False) -> None:
+        """Wait for all ranks, which pass the same ``store`` (a ``torch.distributed.Store``). ``ordered``: sums are
+        computed in rank order; gloo's own order depends on the size of the part."""
+        self.rank, self.ranks, self._ordered = rank, ranks, ordered
         self._group = dist.ProcessGroupGloo(dist.PrefixStore("ranks", store), rank, ranks, TIMEOUT)
 
     def all_reduce(self, part: torch.Tensor) -> torch.Tensor:
+        if self._ordered:
+            return sum_in_order(self.all_gather(part))
         if part.numel():
             with _raise_rank_lost():
                 self._group.allreduce([part]).wait()
@@ -85,9 +97,10 @@ class GlooCollective(Collective):
 class NcclCollective(Collective):
     """``pensieve.model.collective.Collective`` on GPUs. Each process has already made its own GPU the current one."""
 
-    def __init__(self, store: Any, rank: int, ranks: int, *, symmetric: bool) -> None:
-        """Wait for all ranks, which pass the same ``store``. ``symmetric``: use ``SymmetricSums`` where available."""
-        self.rank, self.ranks = rank, ranks
+    def __init__(self, store: Any, rank: int, ranks: int, *, symmetric: bool, ordered: bool = False) -> None:
+        """Wait for all ranks, which pass the same ``store``. ``symmetric``: use ``SymmetricSums`` where available.
+        ``ordered``: only in rank order, as its fused kernel does; NCCL's own order depends on the size."""
+        self.rank, self.ranks, self._ordered = rank, ranks, ordered
         self._symmetric: SymmetricSums | None = None
         self._device = torch.device("cuda", torch.cuda.current_device())
         dist.init_process_group(
@@ -108,9 +121,14 @@ class NcclCollective(Collective):
     def reduce_buffer(
         self, shape: tuple[int, int], dtype: torch.dtype, slot: BufferIndex
     ) -> ReduceBuffer | None:
-        return self._symmetric.reduce_buffer(shape, dtype, slot) if self._symmetric is not None else None
+        if self._symmetric is None:
+            return None
+        room = self._symmetric.reduce_buffer(shape, dtype, slot)
+        return None if self._ordered and isinstance(room, TwoShotBuffer) else room
 
     def all_reduce(self, part: torch.Tensor) -> torch.Tensor:
+        if self._ordered:
+            return sum_in_order(self.all_gather(part))
         dist.all_reduce(part)
         return part
 
@@ -135,17 +153,18 @@ class NcclCollective(Collective):
 RankCollective = GlooCollective | NcclCollective
 
 
-def join(device: str, rank: int, ranks: int, fd: int, *, symmetric: bool) -> RankCollective:
+def join(device: str, rank: int, fd: int, options: EngineOptions) -> RankCollective:
     """Join the other ranks through the empty memory file ``fd`` that all ranks share. On GPUs, rank r takes
-    GPU r; ``symmetric``: pick the fastest method for each size of all-reduce. Raises ValueError when gloo
-    cannot connect the ranks."""
+    GPU r. Raises ValueError when gloo cannot connect the ranks."""
+    ranks, ordered = options.tensor_parallel, bool(options.invariant)
     for name, value in SETTINGS.items():
         os.environ[name] = value
     store = dist.FileStore(f"/proc/self/fd/{fd}", ranks)
     if device == "cuda":
         torch.cuda.set_device(rank)
-        return NcclCollective(store, rank, ranks, symmetric=symmetric)
+        symmetric = options.all_reduce == "auto"
+        return NcclCollective(store, rank, ranks, symmetric=symmetric, ordered=ordered)
     try:
-        return GlooCollective(store, rank, ranks)
+        return GlooCollective(store, rank, ranks, ordered=ordered)
     except RuntimeError as error:
         raise ValueError(f"the ranks cannot meet on the loopback interface, is it up? {error}") from error

@@ -39,9 +39,8 @@ def serve(rank: int, device: str, ring: int, meeting: int, options: EngineOption
     from pensieve.engine.worker.torch_worker import build_worker
 
     ranks = options.tensor_parallel
-    symmetric = options.all_reduce == "auto"
     try:
-        with contextlib.closing(join(device, rank, ranks, meeting, symmetric=symmetric)) as collective:
+        with contextlib.closing(join(device, rank, meeting, options)) as collective:
             reader = RingReader(SharedRing(ring, ranks - 1), rank - 1, spin_s=spin_seconds(device))
             worker = build_worker(options, collective)
             gc.collect()

@@ -34,10 +34,11 @@ from pensieve.engine.plan import NO_PAGE, Chain, PendingStep, Plan, Sampled, Spa
 from pensieve.engine.sampling.rows import prepare
 from pensieve.engine.sampling.sampler import SampledTokens, TokenFetch, choose
 from pensieve.engine.worker.cuda_batch import CudaBatch, make_cuda_batch
-from pensieve.engine.worker.graphs import Programs
+from pensieve.engine.worker.graphs import Programs, most_samples
 from pensieve.engine.worker.program import SharedState, StepProgram
 from pensieve.engine.worker.sizing import DTYPES, WorkerInfo, allocate_pools
 from pensieve.kernels.attention.call import Scratch
+from pensieve.kernels.attention.kinds import PIECE_KEYS
 from pensieve.kernels.attention.plan import geometry_of
 from pensieve.kernels.attention.prefixes import PrefixGroupRule
 from pensieve.kernels.state_chunks import LONG
@@ -106,8 +107,10 @@ class CudaWorker:
         geometry = geometry_of(qkv[:, : arch.num_heads], next(iter(pages.values()), one_page))
         if arch.softcap is not None:
             geometry = replace(geometry, hopper=False)
+        if info.invariant:
+            geometry = replace(geometry, hopper=False, piece=PIECE_KEYS)
         windows = tuple(dict.fromkeys(layer.window for layer in arch.layers if layer.attends)) or (None,)
-        rows = info.max_running
+        rows = most_samples(info)
         return SharedState(
             model=model,
             pool=pages,

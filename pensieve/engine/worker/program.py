@@ -220,7 +220,9 @@ class StepProgram:
         self._graph = graph
 
     def _compute(self) -> None:
-        with preferred_blas(self.size.tokens, self._shared.sampled.device):
+        # Invariant steps of every size take the same library.
+        fixed = self._shared.geometry.piece > 0
+        with preferred_blas(LT_TOKENS if fixed else self.size.tokens, self._shared.sampled.device):
             self._forward()
 
     def _forward(self) -> None:
@@ -245,7 +247,7 @@ class StepProgram:
         pool, arch = self._shared.pool[layer], self._shared.model.arch
         window = arch.layers[layer].window
         slots = self._view[self._slot_names()[-1 if window is not None else 0]]
-        q = kv_write(pool, qkv, slots, prep)
+        q = kv_write(pool, qkv, slots, prep, one_size=self._shared.geometry.piece > 0)
         out = attend(
             q, pool, self._plans[window], self._view["pages"],
             scale=arch.attention_scale, softcap=arch.softcap, sinks=prep.sinks,

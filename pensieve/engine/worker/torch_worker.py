@@ -15,9 +15,10 @@ from pensieve.core import RequestKey
 from pensieve.engine.kv.pools import KvTiers, LayerTransfers
 from pensieve.engine.plan import Plan, Sampled, StepResult, StepWorker, SynchronousWorker
 from pensieve.engine.sampling.sampler import sample
+from pensieve.engine.worker import invariance
 from pensieve.engine.worker.sizing import DTYPES, WorkerInfo, allocate_pools, resolve_device, worker_info
 from pensieve.engine.worker.torch_batch import TorchBatch, make_torch_batch
-from pensieve.kernels import reference
+from pensieve.kernels import invariant, reference
 from pensieve.kernels.arguments import HeadPrep
 from pensieve.kernels.recurrence import Recurrence
 from pensieve.kernels.recurrent import recurrent
@@ -25,7 +26,7 @@ from pensieve.machine import usable_cores
 from pensieve.model.arch import Arch
 from pensieve.model.collective import SINGLE_RANK, Collective
 from pensieve.model.folder import load_arch
-from pensieve.model.ops import triton_ops
+from pensieve.model.ops import INVARIANT_OPS, TORCH_OPS, triton_ops
 from pensieve.model.shard import Shard
 from pensieve.model.transformer import Transformer
 from pensieve.model.weights import load_weights, weight_bytes
@@ -97,7 +98,8 @@ class TorchWorker(SynchronousWorker):
             device=self._device,
             sampled=self._sampled,
         )
-        attention = _StepAttention(self.pools, batch, swap_in, self.arch)
+        kind = _InvariantAttention if self.info.invariant else _StepAttention
+        attention = kind(self.pools, batch, swap_in, self.arch)
         prepared = time.perf_counter()
         logits = self._model.forward(
             batch.tokens, batch.positions, attention, batch.sample_rows, attention.recur
@@ -146,13 +148,24 @@ class _StepAttention:
             assert batch.window_slots is not None and batch.window_tables is not None
             slots, tables = batch.window_slots, batch.window_tables
         q = reference.kv_write(pool, qkv, slots, prep)
-        if window not in self.plans:
-            self.plans[window] = reference.make_plan(q, pool, batch.spans, tables, window=window)
-        out = reference.attend(
-            q, pool, self.plans[window], scale=arch.attention_scale, softcap=arch.softcap, sinks=prep.sinks
-        )
+        out = self.attend(q, pool, tables, window, prep.sinks)
         self.seconds += time.perf_counter() - started
         return out
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        pool: torch.Tensor,
+        tables: torch.Tensor,
+        window: int | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        arch = self.arch
+        if window not in self.plans:
+            self.plans[window] = reference.make_plan(q, pool, self.batch.spans, tables, window=window)
+        return reference.attend(
+            q, pool, self.plans[window], scale=arch.attention_scale, softcap=arch.softcap, sinks=sinks
+        )
 
     def recur(
         self, layer: int, inputs: torch.Tensor, gates: torch.Tensor, recurrence: Recurrence
@@ -163,6 +176,29 @@ class _StepAttention:
         out = recurrent(inputs, gates, self.pools.state(layer), recurrence, self.batch.chains)
         self.seconds += time.perf_counter() - started
         return out
+
+
+class _InvariantAttention(_StepAttention):
+    """Attention whose bits for a token do not depend on the rest of the step."""
+
+    def __init__(self, pools: KvTiers, batch: TorchBatch, swap_in: LayerTransfers, arch: Arch) -> None:
+        super().__init__(pools, batch, swap_in, arch)
+        self.units: dict[int | None, tuple[invariant.Unit, ...]] = {}
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        pool: torch.Tensor,
+        tables: torch.Tensor,
+        window: int | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        arch = self.arch
+        if window not in self.units:
+            self.units[window] = invariant.make_plan(self.batch.spans, tables, pool.shape[3], window)
+        return invariant.attend(
+            q, pool, self.units[window], scale=arch.attention_scale, softcap=arch.softcap, sinks=sinks
+        )
 
 
 def build_worker(options: EngineOptions, collective: Collective = SINGLE_RANK) -> Worker:
@@ -184,13 +220,19 @@ def build_worker(options: EngineOptions, collective: Collective = SINGLE_RANK) -
         shard=shard,
     )
     arch = shard.arch(whole)
+    if options.invariant:
+        invariance.require(whole, place.device)
+    on_gpu = place.device == "cuda"
+    ops = triton_ops() if on_gpu else INVARIANT_OPS if options.invariant else TORCH_OPS
+    model = Transformer(arch, weights, ops, collective)
+    if options.invariant:
+        invariance.check(model, most_rows=max(place.max_batch_tokens, place.max_running))
     # After the weights are loaded: the tiers use the memory that remains.
     info = worker_info(options, arch, weight_bytes=weight_bytes(weights), collective=collective)
     if info.device == "cuda":
         from pensieve.engine.worker.cuda_worker import CudaWorker  # needs Triton
 
-        cuda_worker = CudaWorker(Transformer(arch, weights, triton_ops(), collective), info, options)
+        cuda_worker = CudaWorker(model, info, options)
         cuda_worker.warm_up()
         return cuda_worker
-    model = Transformer(arch, weights, collective=collective)
     return TorchWorker(model, info, pipelined_swap_in=options.pipelined_swap_in)

@@ -23,7 +23,7 @@ from pensieve.engine.worker.torch_worker import TorchWorker
 from pensieve.model.arch import Arch
 from pensieve.model.folder import load_arch
 from pensieve.model.groups import kv_groups
-from pensieve.model.ops import TORCH_OPS, triton_ops
+from pensieve.model.ops import INVARIANT_OPS, TORCH_OPS, triton_ops
 from pensieve.model.transformer import Transformer
 from pensieve.model.weights import load_weights
 from support.engine.checkpoints import Family, tiny_checkpoint
@@ -57,16 +57,18 @@ class Bench:
         *,
         dtype: str = "float32",
         near_tie: float = NEAR_TIE,
+        invariant: bool = False,
         **overrides: Any,
     ) -> None:
-        """``overrides`` replace values of the checkpoint's config."""
+        """``invariant``: as with ``--invariant``. ``overrides`` replace values of the checkpoint's config."""
         torch.set_num_threads(1)
-        self.device, self.dtype = device, dtype
+        self.device, self.dtype, self.invariant = device, dtype, invariant
         checkpoint = checkpoint_of(family, folder, **overrides)
         self.oracle = HfOracle(checkpoint, weights=DTYPES[dtype], near_tie=near_tie)
         arch = load_arch(checkpoint)
         weights = load_weights(checkpoint, arch, dtype=DTYPES[dtype], device=device)
-        self.model = Transformer(arch, weights, triton_ops() if device == "cuda" else TORCH_OPS)
+        ops = INVARIANT_OPS if invariant else TORCH_OPS
+        self.model = Transformer(arch, weights, triton_ops() if device == "cuda" else ops)
         self.vocabulary = arch.vocab_size
 
     @property
@@ -86,7 +88,7 @@ class Bench:
             groups=kv_groups(self.cached_arch, cache.chunk_tokens, self.dtype) if in_bytes else (),
             device_tier=_layout(cache, cache.device_bytes, [group.device_unit for group in cache.groups]),
             host_tier=_layout(cache, host_bytes, host_units),
-            device_floor=cache.device_floor_bytes,
+            device_floor=cache.device_floor_bytes, invariant=self.invariant,
         )  # fmt: skip
 
     def worker(

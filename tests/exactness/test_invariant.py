@@ -1,0 +1,74 @@
+"""``--invariant``: logits, keys and values of a history have the same bits, whatever the batch and the cache did.
+
+Random schedules over tiny tiers, as in ``test_families``: chunks of any length, tiers down to the minimum, forks,
+candidates, edits, evictions and suspensions. Then each context again, alone, in one step and with nothing cached.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from pensieve.config import CacheConfig, SchedulerConfig
+from support.engine.bits import Bits, BitWorker, alone
+from support.engine.checkpoints import FAMILIES, LAYERED, WITH_EXPERTS, Family
+from support.engine.engine_driver import Clock, Driver, make_engine
+from support.engine.exactness import LIMIT, Bench, random_setup, with_groups
+from support.lengths import at_length
+
+SCHEDULES = at_length(4, 60)
+STATELESS = CacheConfig(device_chunks=LIMIT // 8, host_chunks=0, chunk_tokens=8)
+
+
+MOST = 40
+"""Most schedules in which every path must have been taken."""
+
+
+def play(bench: Bench, first: int, least: int) -> int:
+    """Play schedules from seed ``first`` on, at least ``least`` of them and until every path was taken, comparing all
+    bits; return how many values were compared."""
+    paths, bits = Counter({"device": 0, "host": 0, "recomputed": 0, "suspended": 0}), Bits()
+    contexts = set[tuple[int, ...]]()
+
+    def note(context: Sequence[int], output: Sequence[int], seed: int = 0) -> None:
+        contexts.add((*context, *output[:-1]))
+
+    for seed in range(first, first + MOST):
+        if seed >= first + least and all(paths.values()):
+            break
+        rng, clock = random.Random(seed), Clock()
+        cache, scheduler = random_setup(rng)
+        cache = with_groups(bench, cache, rng)
+        worker = BitWorker(bench.worker(cache, scheduler), cache, bits)
+        engine = make_engine(cache, scheduler, worker, clock, bench.vocabulary, overlapped=seed % 2 == 1)
+        driver = Driver(engine, clock, rng, note, bench.vocabulary, min(LIMIT, engine._ready.context_limit))
+        for _ in range(14):
+            driver.act()
+            for _ in range(rng.randrange(4)):
+                driver.step()
+        driver.run_until_idle()
+        paths["suspended"] += engine.stats().suspensions_total
+        engine.close()
+        for turn in driver.finished:
+            assert turn.usage is not None
+            paths["device"] += turn.usage.gpu_cached_tokens
+            paths["host"] += turn.usage.swapped_in_tokens
+            paths["recomputed"] += turn.usage.recomputed_tokens
+    cache = with_groups(bench, STATELESS, random.Random(1))
+    if len(cache.groups) == 1:
+        alone(bench.worker(cache, SchedulerConfig(LIMIT)), cache, bits, sorted(contexts))
+    assert all(paths.values()), f"a path was never taken: {paths}"
+    return bits.compared
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", [*FAMILIES, *LAYERED, *WITH_EXPERTS])
+def test_bits_do_not_depend_on_the_step(family: Family, dtype: str, tmp_path: Path) -> None:
+    bench = Bench(family, tmp_path, dtype=dtype, invariant=True)
+    few = SCHEDULES if family in FAMILIES else at_length(2, 20)
+    first = 1000 * ([*FAMILIES, *LAYERED, *WITH_EXPERTS].index(family) + (500 if dtype == "bfloat16" else 0))
+    assert play(bench, first, few) > 10_000

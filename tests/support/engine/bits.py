@@ -1,0 +1,125 @@
+"""Compares the bits that a worker computes for one history, however often and in whatever way it computes them.
+
+A twin worker of hashes executes the same plans. The hash of a position stands for all tokens up to it, read through the
+page tables, so it says which keys, values and logits must be equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from pensieve.config import CacheConfig
+from pensieve.core import RequestKey, Sampling
+from pensieve.engine.plan import Plan, SampleSpec, Span, StepResult, SynchronousWorker
+from pensieve.engine.worker.torch_worker import TorchWorker
+from support.engine.hash_worker import HashWorker
+from support.engine.hybrid_worker import HybridWorker
+
+
+class _Hashes(HashWorker):
+    def __init__(self, config: CacheConfig) -> None:
+        super().__init__(config.device_chunks, config.host_chunks, config.chunk_tokens)
+        self.last: dict[int, int] = {}
+        """Hash of the last position of each span, by the span's identity."""
+
+    def _compute(self, plan: Plan, span: Span) -> int:
+        self.last[id(span)] = super()._compute(plan, span)
+        return self.last[id(span)]
+
+
+class _HybridHashes(HybridWorker):
+    def __init__(self, config: CacheConfig) -> None:
+        super().__init__(config)
+        self.last: dict[int, int] = {}
+
+    def _compute(self, plan: Plan, span: Span, position: int, state: int) -> int:
+        self.last[id(span)] = super()._compute(plan, span, position, state)
+        return self.last[id(span)]
+
+
+class Bits:
+    """Bits seen so far: logits and pages by the history that they belong to."""
+
+    def __init__(self) -> None:
+        self.seen: dict[tuple[str, int], Any] = {}
+        self.compared = 0
+
+    def expect(self, kind: str, history: int, bits: torch.Tensor) -> None:
+        before = self.seen.setdefault((kind, history), bits)
+        if before is not bits:
+            self.compared += before.numel()
+            different = int((before != bits).sum())
+            assert not different, f"{different} of {before.numel()} values of {kind} differ in their bits"
+
+
+class BitWorker(SynchronousWorker):
+    """A worker whose results are compared with all earlier ones for the same history."""
+
+    def __init__(self, worker: Any, config: CacheConfig, bits: Bits) -> None:
+        self._worker, self._bits, self._config = worker, bits, config
+        self._twin: Any = (_HybridHashes if len(config.groups) > 1 else _Hashes)(config)
+        self._forward = worker._model.forward
+        self._logits: torch.Tensor | None = None
+        worker._model = self
+
+    def __getattr__(self, name: str) -> Any:
+        """The rest of the model whose ``forward`` this object stands before."""
+        return getattr(self._forward.__self__, name)
+
+    def forward(self, *given: Any) -> torch.Tensor:
+        self._logits = self._forward(*given)
+        return self._logits
+
+    def run(self, plan: Plan) -> StepResult:
+        self._twin.last.clear()
+        self._twin.run(plan)
+        result: StepResult = self._worker.run(plan)
+        self._twin._sampled = {one.request: one.token_id for one in result.sampled}
+        asked = [span for span in plan.spans if span.sample is not None]
+        for row, span in enumerate(asked):
+            assert self._logits is not None
+            self._bits.expect("logits", self._twin.last[id(span)], as_bits(self._logits[row].clone()))
+        for span, one in zip(asked, result.sampled, strict=True):
+            if one.logprob is not None:
+                values = torch.tensor([one.logprob.logprob, *(value for _, value in one.logprob.top)])
+                self._bits.expect(f"logprobs {one.token_id}", self._twin.last[id(span)], as_bits(values))
+        if len(self._config.groups) == 1 and self._config.device_floor_bytes is None:
+            self._compare_pages(plan)
+        return result
+
+    def _compare_pages(self, plan: Plan) -> None:
+        """All keys and values that the spans of this step read."""
+        size = self._config.chunk_tokens
+        layers = [self._worker.pools.attention(layer) for layer in range(self._worker.arch.num_layers)]
+        for span in plan.spans:
+            table = plan.page_tables[span.page_table]
+            positions = np.arange(span.end)
+            pages, slots = table[positions // size].astype(np.int64), positions % size
+            histories = self._twin.device[pages, slots].tolist()
+            # [position, layer, 2, Hkv, D]
+            held = torch.stack([layer[pages, :, :, slots] for layer in layers], dim=1)
+            for history, one in zip(histories, as_bits(held), strict=True):
+                self._bits.expect("keys and values", history, one)
+
+    def close(self) -> None:
+        self._worker._model = self._forward.__self__
+        self._worker.close()
+
+
+def as_bits(values: torch.Tensor) -> torch.Tensor:
+    return values.contiguous().view(torch.int16 if values.element_size() == 2 else torch.int32)
+
+
+def alone(worker: TorchWorker, config: CacheConfig, bits: Bits, contexts: Sequence[Sequence[int]]) -> None:
+    """Compute each context in one step of its own, with nothing cached, and compare."""
+    checked = BitWorker(worker, config, bits)
+    for context in contexts:
+        tokens = np.array(context, np.int32)
+        table = np.arange(-(-len(tokens) // config.chunk_tokens), dtype=np.int32)
+        spec = SampleSpec(Sampling(temperature=0.0, top_logprobs=3), 0)
+        checked.run(Plan(0, (Span(RequestKey(1), 0, tokens, 0, spec),), (table,)))
+    checked.close()
