@@ -62,9 +62,10 @@ class BitWorker(SynchronousWorker):
     def __init__(self, worker: Any, config: CacheConfig, bits: Bits) -> None:
         self._worker, self._bits, self._config = worker, bits, config
         self._twin: Any = (_HybridHashes if len(config.groups) > 1 else _Hashes)(config)
-        self._forward = worker._model.forward
         self._logits: torch.Tensor | None = None
-        worker._model = self
+        self._forward: Any = None
+        if isinstance(worker, TorchWorker):  # a worker on a GPU keeps them itself
+            self._forward, worker._model = worker._model.forward, self
 
     def __getattr__(self, name: str) -> Any:
         """The rest of the model whose ``forward`` this object stands before."""
@@ -80,6 +81,8 @@ class BitWorker(SynchronousWorker):
         result: StepResult = self._worker.run(plan)
         self._twin._sampled = {one.request: one.token_id for one in result.sampled}
         asked = [span for span in plan.spans if span.sample is not None]
+        if self._forward is None:
+            self._logits = self._worker._programs.shared.logits[: len(asked)].cpu()
         for row, span in enumerate(asked):
             assert self._logits is not None
             self._bits.expect("logits", self._twin.last[id(span)], as_bits(self._logits[row].clone()))
@@ -101,12 +104,13 @@ class BitWorker(SynchronousWorker):
             pages, slots = table[positions // size].astype(np.int64), positions % size
             histories = self._twin.device[pages, slots].tolist()
             # [position, layer, 2, Hkv, D]
-            held = torch.stack([layer[pages, :, :, slots] for layer in layers], dim=1)
+            held = torch.stack([layer[pages, :, :, slots] for layer in layers], dim=1).cpu()
             for history, one in zip(histories, as_bits(held), strict=True):
                 self._bits.expect("keys and values", history, one)
 
     def close(self) -> None:
-        self._worker._model = self._forward.__self__
+        if self._forward is not None:
+            self._worker._model = self._forward.__self__
         self._worker.close()
 
 
@@ -114,7 +118,7 @@ def as_bits(values: torch.Tensor) -> torch.Tensor:
     return values.contiguous().view(torch.int16 if values.element_size() == 2 else torch.int32)
 
 
-def alone(worker: TorchWorker, config: CacheConfig, bits: Bits, contexts: Sequence[Sequence[int]]) -> None:
+def alone(worker: Any, config: CacheConfig, bits: Bits, contexts: Sequence[Sequence[int]]) -> None:
     """Compute each context in one step of its own, with nothing cached, and compare."""
     checked = BitWorker(worker, config, bits)
     for context in contexts:
