@@ -21,6 +21,7 @@ def some(cases: Sequence[T], count: int) -> Sequence[T]:
 
 
 SLOWEST = (
+    "tests/ops/test_interpreted.py",
     "tests/exactness/test_families.py",
     "tests/e2e/test_three_systems.py",
     "tests/e2e/test_smollm2.py",
@@ -41,9 +42,6 @@ SLOWEST = (
     "tests/bench/test_evaluate_jobs.py",
     "tests/simulate/test_simulations.py",
     "tests/simulate/test_sharing.py",
-    "tests/ops/test_decoder_ops.py",
-    "tests/ops/test_prefixes.py",
-    "tests/ops/test_triton_attention.py",
     "tests/simulate/test_turn_sharing.py",
     "tests/replay_presentation/test_compare.py",
     "tests/test_distribution.py",
