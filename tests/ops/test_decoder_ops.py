@@ -12,7 +12,6 @@ from pensieve.kernels.kv_write import kv_write
 from pensieve.kernels.norm import add_norm, norm
 from support.kernels.decoder_cases import HeadCase, head_case
 
-
 CASE = head_case(5, norm=True)
 PREP = CASE.prep
 assert PREP.cos is not None

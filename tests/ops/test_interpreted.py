@@ -11,6 +11,7 @@ import pytest
 
 from support.sources import ROOT
 
+PLUGIN = "support.kernels.quick_interpreter"
 LEAST = {
     "attention": 49,
     "chunk_copy": 20,
@@ -27,7 +28,7 @@ def test_kernels_equal_their_reference() -> None:
     """Triton chooses its interpreter when it is imported: hence a process of its own."""
     files = [f"tests/support/kernels/interpreted_{name}.py" for name in LEAST]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-rA", "-p", "no:cacheprovider", "-p", "support.kernels.quick_interpreter", *files],
+        [sys.executable, "-m", "pytest", "-rA", "-p", "no:cacheprovider", "-p", PLUGIN, *files],
         cwd=ROOT, capture_output=True, text=True,
         env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT / "tests")},
     )  # fmt: skip
