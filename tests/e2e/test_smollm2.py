@@ -27,10 +27,10 @@ TALKS = (
     ("What is the capital of France? One word.", "And of Italy?", "Which of the two has more people?"),
     ("Name three colours.", "Which of them is the sky's?", "Why?"),
     ("What is 12 plus 30?", "And 5 more?", "Say it in words."),
-)[: at_length(2, 3)]
+)
 OUTPUT = at_length(4, 48)
 TURNS = at_length(2, 3)
-DEVICE, HOST = f"{at_length(80, 256)}tokens", f"{at_length(32, 256)}tokens"
+DEVICE, HOST = f"{at_length(96, 256)}tokens", f"{at_length(32, 256)}tokens"
 TIERS = {
     "two tiers": ["--device-cache", DEVICE, "--host-cache", HOST, "--chunk-tokens", "8"],
     "one tier": ["--device-cache", "256tokens", "--host-cache", "0", "--chunk-tokens", "8"],

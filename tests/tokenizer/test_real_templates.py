@@ -29,7 +29,7 @@ WHEN = dt.datetime(2025, 3, 9, 10, 11, 12)
 TAKES_ANY_ORDER = ("qwen3", "qwen2_5", "llama3_1", "llama3_2")
 TAKES_TOOLS = ("qwen3", "qwen2_5", "llama3_2")
 MODELS = (*some(sorted(set(SHA256) - {"qwen3"}), 1), "qwen3")
-CONVERSATIONS = at_length(6, 200)
+CONVERSATIONS = at_length(10, 200)
 
 
 class Model:
