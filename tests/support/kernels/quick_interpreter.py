@@ -52,6 +52,9 @@ def _known_dtype(dtype: Any) -> Any:
     return _numpy_dtypes[dtype.name]
 
 
-interpreter._patch_lang = _replace_once
-interpreter.GridExecutor.__call__ = _launch_anew
-interpreter._get_np_dtype = _known_dtype
+for owner, name, ours in (
+    (interpreter, "_patch_lang", _replace_once),
+    (interpreter.GridExecutor, "__call__", _launch_anew),
+    (interpreter, "_get_np_dtype", _known_dtype),
+):
+    setattr(owner, name, ours)
