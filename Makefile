@@ -53,9 +53,14 @@ $(VENV)/.ready: pyproject.toml constraints.txt proto/requirements.txt
 demo: setup ## Watch a small model remember: how much sooner it answers, and that nothing is lost
 	@$(BIN)/pensieve demo
 
+# Types take one core for a minute and a half: beside the tests, many of which wait.
+test: prepared smollm2 lint ## Everything that CI checks: lint, types, stubs, tests
+	@$(MAKE) --no-print-directory -j2 pytest types
+
+.PHONY: pytest
 # Bytecode is written even where the environment of a container forbids it: the tests start some hundred processes, and
 # each would compile the package again, which takes it a third of its start.
-test: prepared smollm2 lint types ## Everything that CI checks: lint, types, stubs, tests
+pytest: setup
 	@command -v redis-server >/dev/null || export PENSIEVE_TEST_WITHOUT_REDIS=1; \
 	command -v chromium >/dev/null || export PENSIEVE_TEST_WITHOUT_CHROMIUM=1; \
 	command -v haproxy >/dev/null || export PENSIEVE_TEST_WITHOUT_HAPROXY=1; \

@@ -56,6 +56,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                     item.add_marker(pytest.mark.skip(reason=f"no {program}, and {variable}=1"))
 
 
+def pytest_collection_finish() -> None:
+    """Hide what collecting has made from the garbage collector: each full run of it takes half a second less."""
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    """Modules must be collected at the exit: the bindings of some report what outlives them."""
+    gc.unfreeze()
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]

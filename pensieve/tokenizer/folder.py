@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 from pensieve.errors import InvalidArgument
 from pensieve.model.arch import ModelError
 from pensieve.model.eos_tokens import declared_eos_ids, default_eos_ids
+from pensieve.model.transformers_modules import transformers_module
 from pensieve.tokenizer.gguf import GgufTokenizer, read_tokenizer
 
 _FILES = (
@@ -26,6 +27,8 @@ _FILES = (
     "tokenizer.model",
 )
 _GENERIC = "TokenizersBackend"
+_GENERIC_NAMES = (_GENERIC, "PreTrainedTokenizer")
+"""Names of that class: ``_class_name`` has taken ``Fast`` away."""
 _GENERIC_FAMILIES = frozenset(
     (
         "glm", "glm4", "granite", "granitemoe", "ministral", "ministral3", "mistral", "mistral3", "mixtral", "olmo2",
@@ -155,13 +158,15 @@ def _load(folder: Path, config: dict[str, Any], settings: dict[str, Any]) -> Any
     name = _class_name(config, settings, spec)
     if not has_json and name == _GENERIC:
         name = "GPT2Tokenizer"  # the class of a vocabulary with merges
-    # Late: it takes a second, which GGUF files and refused options need not wait for. Not AutoTokenizer: it loads
-    # torch, which the front end does without.
-    import transformers
-    from transformers.tokenization_utils_tokenizers import TokenizersBackend
+    # Late: GGUF files and refused options need not wait for it. Not AutoTokenizer: it loads torch, which the front
+    # end does without.
+    generic = transformers_module("tokenization_utils_tokenizers").TokenizersBackend
+    chosen = generic
+    if name not in _GENERIC_NAMES:
+        import transformers
 
-    found = getattr(transformers, name, None)
-    chosen = found if isinstance(found, type) and issubclass(found, TokenizersBackend) else TokenizersBackend
+        found = getattr(transformers, name, None)
+        chosen = found if isinstance(found, type) and issubclass(found, generic) else generic
     try:
         return chosen.from_pretrained(str(folder), local_files_only=True)
     except Exception as error:

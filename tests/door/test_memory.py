@@ -38,7 +38,8 @@ def varint(value: int) -> bytes:
 
 
 EMPTY_ITEMS = b"\x32\x00" * 2_000_000  # initial_items
-LABELS = b"".join(field(5, field(1, b"k%d" % i)) for i in range(280_000))
+# Lengths below 128 take one byte.
+LABELS = b"".join(b"\x2a%c\x0a%ck%06d" % (9, 7, i) for i in range(280_000))
 SPEC = field(1, b"3d6f0b0e-0000-4000-8000-000000000000")
 BOMBS: dict[str, tuple[str, bytes]] = {
     "empty items": ("CreateSession", EMPTY_ITEMS),

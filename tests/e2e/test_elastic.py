@@ -91,7 +91,7 @@ def test_memory_follows_while_turns_run() -> None:
         try:
             until(lambda: min(turns) >= 1, "no first turns")
             follow("ceiling")
-            for _ in range(2):
+            for _ in range(at_length(1, 3)):
                 shrink_and_grow()
         finally:
             stop.set()

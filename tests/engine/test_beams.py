@@ -18,6 +18,7 @@ from pensieve.core import Sampling
 from pensieve.engine.beams import BeamSearch, BeamStep, Hypothesis, end_tokens, max_pages, place_beams
 from support.engine.checkpoints import Family, tiny_checkpoint
 from support.engine.hf_beams import BeamCase, HfBeams, TableConfig, TableModel
+from support.lengths import at_length
 
 PENALTIES = (0.0, 0.6, 1.0, 2.0, -1.0)
 
@@ -62,7 +63,7 @@ def test_equals_transformers_bit_for_bit() -> None:
     rng = random.Random(7)
     found: list[Hypothesis] = []
     seen: Counter[str] = Counter()
-    for seed in range(300):
+    for seed in range(at_length(120, 600)):
         vocab = rng.choice((8, 16, 40))
         spread = rng.choice((0.3, 1.0, 3.0))
         model = HfBeams(TableModel(TableConfig(vocab_size=vocab, rows=9973, spread=spread, seed=seed)))
@@ -84,7 +85,7 @@ def test_equals_transformers_bit_for_bit() -> None:
             "width": {"width": case.width + 1},
         }.items():
             seen[name] += model.search(dataclasses.replace(case, **other)).tokens != ours.tokens
-    assert min(shares(found)) > 0.3, shares(found)
+    assert min(shares(found)) > 0.25, shares(found)
     assert seen["stopped early"] == 0
     assert min(seen[name] for name in ("early stopping", "length penalty", "width")) > 10, seen
 

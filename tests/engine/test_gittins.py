@@ -16,6 +16,7 @@ from pensieve.engine.cache.policy import UNKNOWN, Retention
 from pensieve.engine.cost.model import CostModel
 from support.engine.engine_driver import Clock, Driver, make_engine
 from support.engine.hash_worker import VOCABULARY, HashWorker, verify_tokens
+from support.lengths import at_length
 
 FLAT = CostModel(((0, 0.0), (1000, 0.0)), 1.0, 4)
 """Every chunk costs the same: only the rate of returns tells them apart."""
@@ -94,7 +95,7 @@ def test_sessions_that_will_not_come_back_give_way_first() -> None:
     """Short questions come back after 30 s, long documents never: one just read goes before an older question."""
     cache = CacheManager(CacheConfig(400, 0, 4, "gittins"), FLAT)
     now = 0.0
-    for number in range(400):
+    for number in range(200):
         now += 1.0
         turn(cache, f"document{number}", 0, 100, now)
         turn(cache, f"question{number}", 0, 10, now)
@@ -108,15 +109,15 @@ def test_sessions_that_will_not_come_back_give_way_first() -> None:
         names.append(str(holder.key))
         group[0].pins += 1  # out of the running, as if evicted
         order.put_back()
-    due = {f"question{number}" for number in range(375, 400)}
-    assert names[0] == "document399" and due.isdisjoint(names)
+    due = {f"question{number}" for number in range(175, 200)}
+    assert names[0] == "document199" and due.isdisjoint(names)
     assert all(cache.residency(SessionKey(name)).device == 10 for name in due)
 
 
 def test_answers_do_not_depend_on_what_was_learned() -> None:
     config = CacheConfig(device_chunks=12, host_chunks=10, chunk_tokens=4, policy="gittins")
     scheduler = SchedulerConfig(context_limit=48, max_batch_tokens=16, max_running=4)
-    for seed in range(4):
+    for seed in range(at_length(2, 8)):
         clock, worker = Clock(), HashWorker(12, 10, 4)
         engine = make_engine(config, scheduler, worker, clock)
         driver = Driver(engine, clock, random.Random(seed), verify_tokens, VOCABULARY, 48)

@@ -74,7 +74,7 @@ def play(name: str, seed: int, tiers: Sequence[tuple[int, int]] = TIERS) -> Driv
 @pytest.mark.parametrize("name", MODELS)
 def test_answers_equal_a_stateless_run(name: str) -> None:
     paths: Counter[str] = Counter()
-    for seed in range(at_length(12, 600)):
+    for seed in range(at_length(8, 600)):
         driver = play(name, seed, TIERS if seed % 4 or "alone" in name else TIGHT)
         for turn in driver.finished:
             assert turn.usage is not None and turn.usage.reconciles

@@ -18,9 +18,13 @@ from support.engine.checkpoints import Family, tiny_checkpoint
 from support.engine.engine_driver import Clock, make_engine
 from support.engine.exactness import Bench
 from support.engine.hf_beams import BeamCase, HfBeams
-from support.lengths import at_length
+from support.lengths import at_length, some
 
 WIDTHS = (2, 4, 8)
+CASES: tuple[tuple[Family, bool], ...] = (
+    ("opt", False), ("opt", True), ("llama", True), ("llama", False), ("qwen3", False), ("qwen3", True)
+)  # fmt: skip
+"""Each family with a switch in either position. A short run has every second one."""
 
 
 @pytest.fixture(scope="module")
@@ -64,8 +68,7 @@ def answers(engine: Engine, clock: Clock, requests: set[int]) -> dict[int, dict[
     return found
 
 
-@pytest.mark.parametrize("family", ["opt", "llama", "qwen3"])
-@pytest.mark.parametrize("overlapped", [False, True], ids=["in_turn", "overlapped"])
+@pytest.mark.parametrize(("family", "overlapped"), some(CASES, 3))
 def test_beams_equal_transformers(
     family: Family, overlapped: bool, models: Callable[[Family], tuple[Bench, HfBeams]]
 ) -> None:
@@ -117,11 +120,11 @@ def with_ends(case: BeamCase, ends: tuple[int, ...]) -> BeamCase:
     )
 
 
-@pytest.mark.parametrize("family", ["opt", "llama", "qwen3"])
-@pytest.mark.parametrize("scope", ["", "tenant"])
+@pytest.mark.parametrize(("family", "tenant"), some(CASES, 3))
 def test_candidates_equal_turns_of_their_own(
-    family: Family, scope: str, models: Callable[[Family], tuple[Bench, HfBeams]]
+    family: Family, tenant: bool, models: Callable[[Family], tuple[Bench, HfBeams]]
 ) -> None:
+    scope = "tenant" if tenant else ""
     bench, _ = models(family)
     rng = random.Random(f"{family}{scope}")
     clock = Clock()

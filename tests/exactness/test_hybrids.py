@@ -23,7 +23,7 @@ KINDS: dict[str, tuple[Family | recurrent_models.Family, ...]] = {
     "states alone": ("mamba2",),
 }  # fmt: skip
 """Append: the position decides which random schedules a family gets."""
-SCHEDULES = at_length(4, 200)
+SCHEDULES = at_length(2, 200)
 MORE = 40
 """Schedules at most that the last family of a kind plays on top, until every path was taken."""
 
@@ -35,12 +35,14 @@ def test_answers_equal_transformers(kind: str, tmp_path: Path, monkeypatch: pyte
     needed = {"device", "host", "recomputed"}
     if kind != "states alone":  # their memory does not grow, so none is suspended
         needed.add("suspended")
+    played = max(SCHEDULES, 4 // len(KINDS[kind]))
     for number, family in enumerate(KINDS[kind]):
         bench = Bench(family, tmp_path)
-        first = 5_000 + number * SCHEDULES
-        paths += paths_of(bench, range(first, first + SCHEDULES))
+        first = 5_000 + number * played
+        paths += paths_of(bench, range(first, first + played))
         assert bench.oracle.near_ties <= bench.oracle.tokens / 1000, f"{family}: too many near ties"
-    for seed in range(first + SCHEDULES, first + SCHEDULES + MORE):
+    # 5027: a model with states suspends a request, which is rare.
+    for seed in (5_027, *range(first + played, first + played + MORE)):
         if needed <= set(+paths):
             break
         paths += paths_of(bench, [seed])

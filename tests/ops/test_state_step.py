@@ -1,4 +1,4 @@
-"""The kernels of recurrent layers: in Triton's interpreter, and compiled for an H200 without one."""
+"""The kernels of recurrent layers, compiled for an H200 without one."""
 
 from __future__ import annotations
 
@@ -8,15 +8,10 @@ import triton
 from pensieve.kernels import state_step
 from support.kernels.compiled_kernels import CUOBJDUMP, build
 from support.kernels.recurrence_cases import Kind, make_layer
-from support.kernels.under_interpreter import passed_under_interpreter
 
 REGISTERS, THREADS = 65536, 256
 """Registers of a Hopper multiprocessor, and threads that must be resident to hide memory: two programs, each with the
 whole state that it loads on the way at once."""
-
-
-def test_kernels_equal_the_reference() -> None:
-    assert passed_under_interpreter("interpreted_recurrence") == 11
 
 
 @pytest.mark.skipif(not CUOBJDUMP.exists(), reason="this build of Triton brings no CUDA tools")

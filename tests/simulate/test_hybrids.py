@@ -112,7 +112,7 @@ def load() -> Load:
 def report(machine: Machine, device: str, host: str) -> dict[str, Any]:
     cache = cache_config(machine, device, host, chunk_tokens=CHUNK, context_limit=2000)
     settings = Settings(machine, cache, machine.cost_model(CHUNK, 2000), 2000)
-    found = Simulation(settings, load(), "full", "retention").run()
+    found = Simulation(settings, load(), "full" if machine.groups else "turns", "retention").run()
     assert not found["receipts"]["violations"]
     return found
 

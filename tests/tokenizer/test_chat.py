@@ -233,7 +233,7 @@ def _shared_chat() -> ChatTokenizer:
 @pytest.mark.fault(19)
 def test_a_long_text_holds_up_no_other_thread(chat: ChatTokenizer) -> None:
     """The event loop answers health checks while a megabyte is tokenised."""
-    assert min(longest_pause(chat, "word " * 100_000) for _ in range(3)) < 0.5
+    assert any(longest_pause(chat, "word " * 100_000) < 0.5 for _ in range(3))
 
 
 def longest_pause(chat: ChatTokenizer, text: str) -> float:

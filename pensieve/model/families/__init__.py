@@ -3,7 +3,7 @@
 transformers' own config class parses the file first (``parsing``), so defaults, nulls, types and both spellings of
 rotary positions are interpreted as transformers does. The readers map the result and reject unsupported values.
 
-May import: core, model.arch, model.eos_tokens.
+May import: core, model.arch, model.eos_tokens, model.transformers_modules.
 """
 
 from __future__ import annotations

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import json
 import math
-import sys
 from types import ModuleType
 from typing import Any, Final
 
 from pensieve.core import Sampling
 from pensieve.model.arch import DTYPE_BYTES, ModelError
+from pensieve.model.transformers_modules import transformers_module
 
 Config = dict[str, Any]
 
@@ -115,16 +114,9 @@ def _config_module(folder: str) -> ModuleType:
     at each start of an engine (transformers 5.23, torch 2.13). No config class here looks at these names, so an empty
     table takes the place of that module during this import.
     """
-    name, heavy = f"transformers.models.{folder}.configuration_{folder}", "transformers.activations"
-    if name in sys.modules or heavy in sys.modules:
-        return importlib.import_module(name)
-    stand_in = ModuleType(heavy)
+    stand_in = ModuleType("transformers.activations")
     stand_in.__dict__["ACT2FN"] = {}
-    sys.modules[heavy] = stand_in
-    try:
-        return importlib.import_module(name)
-    finally:
-        del sys.modules[heavy]
+    return transformers_module(f"models.{folder}.configuration_{folder}", {"activations": stand_in})
 
 
 def _parse_error(error: Exception, config: Config) -> str:

@@ -1,7 +1,7 @@
 """The Triton attention kernel on a CPU, with tiny tiles, against the float64 oracle.
 
 A pytest file that is not collected by itself: Triton's interpreter is chosen when triton is imported, so
-``tests/ops/test_triton_attention.py`` runs it in a process of its own, with TRITON_INTERPRET=1.
+``tests/ops/test_interpreted.py`` runs it in a process of its own, with TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations
@@ -189,9 +189,9 @@ def test_windows(window: int) -> None:
     check(make_case(spans, heads=4, kv_heads=2, window=window), processors=60 if window % 2 else 4)
 
 
-@pytest.mark.parametrize("processors", [1, 60])
 @pytest.mark.parametrize(
-    ("window", "softcap", "sinks"), [(None, 0.7, True), (77, None, True), (90, 2.0, False)]
+    ("window", "softcap", "sinks", "processors"),
+    [(None, 0.7, True, 1), (None, 0.7, True, 60), (77, None, True, 60), (90, 2.0, False, 60)],
 )
 def test_softcap_and_sinks(window: int | None, softcap: float | None, sinks: bool, processors: int) -> None:
     """A sink counts once, in whole items and in cut ones."""

@@ -1,7 +1,7 @@
 """Page copies and checksums on a CPU, against the plain reference.
 
 A pytest file that is not collected by itself: Triton's interpreter is chosen when triton is imported, so
-``tests/ops/test_chunk_copy.py`` runs it in a process of its own, with TRITON_INTERPRET=1.
+``tests/ops/test_interpreted.py`` runs it in a process of its own, with TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ from support.lengths import some
 
 LAYERS, PAGES, CHUNKS = 5, 9, 7
 PAIRS = [(7, 1), (0, 6), (3, 2), (8, 0)]
-PAGE_SHAPES = [(2, 1, 1, 8), (2, 2, 4, 16), (2, 5, 8, 80), (2, 3, 32, 64), (2, 1, 3, 24)]
-"""Pages of float16, 32 bytes to 24 KiB a run: whole tiles, several, a part of one."""
+SIZES = [
+    ((2, 1, 1, 8), 1024), ((2, 2, 4, 16), 1024), ((2, 5, 2, 80), 1024), ((2, 1, 16, 32), 1024),
+    ((2, 3, 32, 64), 16384), ((2, 1, 3, 24), 16384),
+]  # fmt: skip
+"""Shapes of pages of float16, 32 bytes to 24 KiB a run, and bytes of a tile: part of a tile, whole tiles, both."""
 
 
 def pools(shape: tuple[int, ...], dtype: torch.dtype = torch.float16) -> tuple[torch.Tensor, torch.Tensor]:
@@ -36,10 +39,9 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
-@pytest.mark.parametrize("shape", PAGE_SHAPES, ids=str)
+@pytest.mark.parametrize(("shape", "tile_bytes"), SIZES, ids=str)
 @pytest.mark.parametrize("programs", some([8, 1, 3], 2))
-@pytest.mark.parametrize("tile_bytes", [1024, 16384])
-def test_both_directions(shape: tuple[int, ...], programs: int, tile_bytes: int) -> None:
+def test_both_directions(shape: tuple[int, ...], tile_bytes: int, programs: int) -> None:
     device, host = pools(shape)
     want_device, want_host = device.clone(), host.clone()
     pairs = torch.tensor(PAIRS, dtype=torch.int32)

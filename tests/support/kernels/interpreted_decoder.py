@@ -1,7 +1,7 @@
 """The decoder's elementwise kernels on a CPU, against their references.
 
 A pytest file that is not collected by itself: Triton's interpreter is chosen when triton is imported, so
-``tests/ops/test_decoder_ops.py`` runs it in a process of its own, with TRITON_INTERPRET=1. The interpreter cannot round
+``tests/ops/test_interpreted.py`` runs it in a process of its own, with TRITON_INTERPRET=1. The interpreter cannot round
 to bfloat16; that type is tested on a GPU.
 """
 
@@ -26,6 +26,7 @@ from pensieve.model.ops import triton_ops
 from pensieve.model.transformer import Transformer
 from support.kernels.decoder_cases import check_activation, check_heads, check_norm, check_sum_norm, head_case
 from support.kernels.decoder_models import SHAPES, Shape, heads_only, random_weights, small_arch
+from support.lengths import at_length, some
 
 DTYPES = [torch.float32, torch.float16]
 ACTIVATIONS: list[Activation] = ["silu", "relu", "relu2", "gelu", "gelu_tanh"]
@@ -35,7 +36,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:Runt
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("dim", [2, 16, 64, 80, 96, 128, 256])
+@pytest.mark.parametrize("dim", some([2, 80, 16, 128, 64, 256, 96], 4))
 def test_head_sizes(dim: int, dtype: torch.dtype) -> None:
     for norm_, turn in ((False, True), (True, True), (True, False), (False, False)):
         check_heads(head_case(3, dim=dim, dtype=dtype, norm=norm_, turn=turn))
@@ -57,7 +58,7 @@ def test_pages(page: int) -> None:
     check_heads(head_case(9, page=page, slot_type=torch.int32))
 
 
-@settings(max_examples=40)
+@settings(max_examples=at_length(15, 80))
 @given(
     tokens=st.integers(1, 6), groups=st.integers(1, 5), kv_heads=st.integers(1, 6),
     half=st.sampled_from([1, 4, 5, 8, 20]), page=st.integers(1, 9), dtype=dtypes, norm_=st.booleans(),
@@ -102,7 +103,7 @@ def test_queries_that_need_nothing_are_not_touched() -> None:
     assert queries.isnan().all()
 
 
-@settings(max_examples=30)
+@settings(max_examples=at_length(12, 60))
 @given(
     tokens=st.integers(1, 4), width=st.integers(1, 300), dtype=dtypes, layer=st.booleans(), add=st.booleans()
 )
@@ -127,7 +128,7 @@ def test_sums_over_ranks(ranks: int, layer: bool) -> None:
         check_sum_norm(3, width, ranks, dtype=dtype, layer=layer)
 
 
-@settings(max_examples=30)
+@settings(max_examples=at_length(12, 60))
 @given(
     tokens=st.integers(1, 4), inner=st.integers(1, 600), gated=st.booleans(), kind=st.sampled_from(ACTIVATIONS),
     dtype=dtypes,
@@ -174,7 +175,7 @@ def test_a_decoder_of_these_kernels(shape: Shape) -> None:
     torch.testing.assert_close(fast.pools, plain.pools, rtol=1e-4, atol=1e-4)
 
 
-@settings(max_examples=20)
+@settings(max_examples=at_length(8, 40))
 @given(count=st.integers(0, 3000), spare=st.integers(0, 50))
 def test_upload(count: int, spare: int) -> None:
     src = torch.arange(1, count + spare + 1, dtype=torch.int32)

@@ -1,0 +1,38 @@
+"""Parts of transformers are imported without the whole, which takes seconds; the whole may follow."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from pensieve.demo import MODEL_DIR
+from support.sources import ROOT
+
+CODE = """
+import sys
+from pathlib import Path
+from pensieve.tokenizer import ChatTokenizer
+ChatTokenizer.from_folder(Path(sys.argv[1]))
+assert not {"torch", "transformers"} & sys.modules.keys(), "a front end imports too much"
+
+from pensieve.model.families.parsing import CONFIG_CLASSES, _config_module
+from pensieve.model.folder import load_arch
+load_arch(Path(sys.argv[1]))
+classes = {name: getattr(_config_module(folder), name) for folder, name in CONFIG_CLASSES.values()}
+assert not {"transformers", "transformers.models", "transformers.activations"} & sys.modules.keys()
+
+from pensieve.model.transformers_modules import transformers_module
+generic = transformers_module("tokenization_utils_tokenizers").TokenizersBackend
+import transformers
+from transformers.activations import ACT2FN
+assert all(getattr(transformers, name) is found for name, found in classes.items())
+assert transformers.PreTrainedTokenizerFast is generic and "silu" in ACT2FN
+assert transformers_module("activations").ACT2FN is ACT2FN
+"""
+
+
+def test_parts_without_the_whole_and_then_the_whole() -> None:
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", CODE, str(MODEL_DIR)], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
