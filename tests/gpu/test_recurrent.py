@@ -11,7 +11,7 @@ import torch
 
 from pensieve.kernels.recurrence import NO_PAGE
 from pensieve.kernels.recurrent import recurrent
-from pensieve.kernels.state_chunks import make_recurrent_plan
+from pensieve.kernels.state_chunks import LONG, make_recurrent_plan
 from pensieve.kernels.state_chunks import recurrent as planned
 from pensieve.kernels.state_step import state_step
 from pensieve.model.folder import load_arch
@@ -75,9 +75,10 @@ def test_bfloat16_steps(kind: Kind, seed: int) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_long_chain_that_ends_at_its_boundary(kind: Kind) -> None:
-    rows = [[0, 256, NO_PAGE, 0, 256, 1], [256, 300, 2, 3, 10, 2], [556, 200, 4, 5, 192, 4]]
-    case, wanted = _cases(kind, rows, 756, 6, torch.bfloat16)
-    plan = make_recurrent_plan(case.chains, 756, torch.bfloat16, CUDA)
+    rows = [[0, LONG, NO_PAGE, 0, LONG, 1], [LONG, LONG + 50, 2, 3, 10, 2], [2 * LONG + 50, LONG + 8, 4, 5, LONG, 4]]
+    tokens = 3 * LONG + 58
+    case, wanted = _cases(kind, rows, tokens, 6, torch.bfloat16)
+    plan = make_recurrent_plan(case.chains, tokens, torch.bfloat16, CUDA)
     assert len(plan.phases) == 2
     _compare(case, wanted, planned(case.inputs, case.gates, case.parts, case.layer, plan), 1e-2)
 
