@@ -1,6 +1,7 @@
-"""What ``--invariant`` keeps and costs on this GPU: bits of a model's logits, keys and values, and times of its steps.
+"""What ``--invariant`` keeps and costs: bits of logits, keys and values on a GPU, and times of steps there or on a CPU.
 
     python bench/invariance.py --out OUT
+    python bench/invariance.py --cpu --shape tiny-llama-gqa8 --out OUT
 
 Both workers have the same random weights and are timed in turns. Bits are those of contexts that are computed alone,
 each in one step, against the same contexts in other steps: many at once, in chunks of any length, token by token, over
@@ -12,7 +13,8 @@ from __future__ import annotations
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,8 +34,9 @@ from pensieve.engine.plan import Plan, Span
 from pensieve.engine.worker import invariance
 from pensieve.engine.worker.cuda_worker import CudaWorker
 from pensieve.engine.worker.sizing import worker_info
+from pensieve.engine.worker.torch_worker import TorchWorker
 from pensieve.model.folder import load_arch
-from pensieve.model.ops import triton_ops
+from pensieve.model.ops import INVARIANT_OPS, TORCH_OPS, triton_ops
 from pensieve.model.transformer import Transformer
 from pensieve.model.weights import load_weights
 
@@ -199,14 +202,7 @@ def costs(benches: dict[str, Bench], rounds: int) -> list[dict[str, Any]]:
                 taken = [bench.turn(8192 - 256, 256, swapped=False) for _ in range(5)][1:]
                 note("256 tokens after 7,936", name, statistics.median(taken))
                 note("64 decodes and 448 new", name, mixed(bench))
-    return [
-        {
-            "step": what,
-            **{f"{name} ms": round(1e3 * statistics.median(times), 3) for name, times in of.items()},
-            "ratio": round(statistics.median(of["invariant"]) / statistics.median(of["ordinary"]), 3),
-        }
-        for what, of in found.items()
-    ]
+    return _rows(found)
 
 
 def mixed(bench: Bench) -> float:
@@ -218,6 +214,52 @@ def mixed(bench: Bench) -> float:
     ).wall
 
 
+def cpu_costs(workers: dict[str, TorchWorker], rounds: int) -> list[dict[str, Any]]:
+    """Time steps in seconds of processor time."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for _ in range(rounds):
+        for name, worker in workers.items():
+            bench = Bench(worker)
+            steps = {f"decode, {batch} x 512": list(bench.decodes(batch, 512, 8)) for batch in (1, 8, 32)}
+            for new in (512, 2048):
+                pages = np.arange(-(-new // CHUNK), dtype=np.int32)
+                turn = Span(RequestKey(1), 0, np.arange(new, dtype=np.int32) % 1000, 0, GREEDY)
+                steps[f"prefill of {new}"] = [bench.plan([turn], [pages])] * 4
+            for what, plans in steps.items():
+                times = []
+                for plan in plans:
+                    begin = time.process_time()
+                    worker.run(plan)
+                    times.append(time.process_time() - begin)
+                found.setdefault(what, {}).setdefault(name, []).append(statistics.median(times[1:]))
+    return _rows(found)
+
+
+def _rows(found: Mapping[str, Mapping[str, Sequence[float]]]) -> list[dict[str, Any]]:
+    return [
+        {
+            "step": what,
+            **{f"{name} ms": round(1e3 * statistics.median(times), 3) for name, times in of.items()},
+            "ratio": round(statistics.median(of["invariant"]) / statistics.median(of["ordinary"]), 3),
+        }
+        for what, of in found.items()
+    ]
+
+
+def measure_cpu(path: Path, rounds: int) -> list[dict[str, Any]]:
+    torch.set_num_threads(1)
+    arch = load_arch(path)
+    weights = load_weights(path, arch, dtype=torch.float32, load_format="dummy")
+    workers = {}
+    for name, ops in (("invariant", INVARIANT_OPS), ("ordinary", TORCH_OPS)):
+        options = EngineOptions(
+            model=str(path), device="cpu", dtype="float32", device_cache="32768tokens", host_cache="0",
+            invariant=name == "invariant", max_batch_tokens=2048,
+        )  # fmt: skip
+        workers[name] = TorchWorker(Transformer(arch, weights, ops), worker_info(options, arch))
+    return cpu_costs(workers, rounds)
+
+
 @click.command(context_settings={"show_default": True})
 @click.option("--shape", default="llama-2-13b-gqa10", type=click.Choice(list(dummy_model.SHAPES)))
 @click.option("--device-cache", default="16GiB", help="Of each worker.")
@@ -226,16 +268,22 @@ def mixed(bench: Bench) -> float:
 @click.option("--longest", default=4096, help="Most tokens of a context.")
 @click.option("--seed", default=1)
 @click.option("--cost/--no-cost", default=True)
+@click.option("--cpu", is_flag=True, help="Only the cost, in processor time of one thread, in float32.")
 @click.option("--bits/--no-bits", "with_bits", default=True)
 @click.option("--out", type=click.Path(path_type=Path), default=Path("build"))
 @click.option("--name", default="invariance")
 def main(
-    shape: str, device_cache: str, rounds: int, contexts: int, longest: int, seed: int, cost: bool, with_bits: bool,
-    out: Path, name: str,
+    shape: str, device_cache: str, rounds: int, contexts: int, longest: int, seed: int, cost: bool, cpu: bool,
+    with_bits: bool, out: Path, name: str,
 ) -> None:  # fmt: skip
     """Compare the bits of an invariant worker, and its times with those of an ordinary one."""
     with tempfile.TemporaryDirectory() as folder:
         path = dummy_model.make(shape, Path(folder))
+        if cpu:
+            rows = measure_cpu(path, rounds)
+            write_report(out, name, {"command": portable(["python", *sys.argv]), "cost": rows}, table(rows))
+            click.echo("\n".join(table(rows)))
+            return
         options = EngineOptions(
             model=str(path), load_format="dummy", device="cuda", dtype="bfloat16", device_cache=device_cache,
             host_cache="0", max_batch_tokens=8192, max_running=256, cost_profile="estimate",

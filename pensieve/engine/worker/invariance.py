@@ -14,10 +14,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
+from pensieve.kernels import invariant
+from pensieve.kernels.attention.kinds import PIECE_KEYS
+from pensieve.kernels.spans import Spans, make_spans
 from pensieve.model.arch import Arch
 from pensieve.model.transformer import Transformer
 from pensieve.model.weights import ExpertWeights, Linear, MlpWeights, NormWeights, Weights
@@ -44,6 +49,8 @@ HEAD_ROWS = 512
 """Most rows that are tried with the head, whose result is wide."""
 
 
+PAGE, CONTEXT, TRIED = 32, 2560, 150
+"""Tokens of a page and of the context with which attention is tried, and how many of its last tokens attend."""
 HEAD_UNIT = 8
 """Values of 16 bytes, in a type of 2 bytes."""
 
@@ -104,6 +111,9 @@ def check(model: Transformer, most_rows: int) -> None:
         norm, width = model.weights.final_norm, embedding.shape[1]
         x = torch.randn(rows[-1], width, generator=generator, device=embedding.device).to(embedding.dtype)
         _try_rows(f"the norm of {width}", partial(_norm, model, norm), x, rows)
+        for window in dict.fromkeys(layer.window for layer in model.arch.layers if layer.attends):
+            attention = _triton_attention if on_gpu else _reference_attention
+            try_attention(model.arch, embedding.dtype, embedding.device, window, attention)
     log.info("invariant: %d shapes checked in %.1f s", len(tried) + 1, time.monotonic() - started)
 
 
@@ -160,6 +170,67 @@ def _try_rows(
                     f"invariant: {name}: {what} alone differ from the same among {len(x)} by up to {most:.3g} on this "
                     "machine; start without --invariant"
                 )
+
+
+class AttentionOf(Protocol):
+    def __call__(
+        self,
+        arch: Arch,
+        q: torch.Tensor,
+        pool: torch.Tensor,
+        spans: Spans,
+        tables: torch.Tensor,
+        window: int | None,
+    ) -> torch.Tensor: ...
+
+
+def try_attention(
+    arch: Arch, dtype: torch.dtype, device: torch.device, window: int | None, attend: AttentionOf
+) -> None:
+    """Attend the last tokens of one context together, in spans of a few tokens, and token by token. Raises NotInvariant
+    unless all give the same bits."""
+    generator = torch.Generator(device).manual_seed(0)
+    heads, kv_heads, dim = arch.num_heads, arch.num_kv_heads, arch.head_dim
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=device).to(dtype)
+
+    first = CONTEXT - TRIED
+    pool, q = random(CONTEXT // PAGE, 2, kv_heads, PAGE, dim), random(TRIED, heads, dim)
+    tables = torch.arange(CONTEXT // PAGE, dtype=torch.int32, device=device)[None]
+    results = {}
+    for length in (TRIED, 7, 1):
+        starts = np.arange(0, TRIED, length)
+        lengths = np.minimum(length, TRIED - starts)
+        spans = make_spans(lengths, first + starts, np.zeros_like(starts))
+        results[length] = attend(arch, q, pool, spans, tables, window)
+    for length, result in results.items():
+        if not torch.equal(result, results[TRIED]):
+            most = (result.double() - results[TRIED].double()).abs().max().item()
+            raise NotInvariant(
+                f"invariant: attention of {heads} heads of {dim} values: {TRIED} tokens in spans of {length} differ "
+                f"from one span by up to {most:.3g} on this machine; start without --invariant"
+            )
+
+
+def _reference_attention(
+    arch: Arch, q: torch.Tensor, pool: torch.Tensor, spans: Spans, tables: torch.Tensor, window: int | None
+) -> torch.Tensor:
+    plan = invariant.make_plan(spans, tables, PAGE, window)
+    return invariant.attend(q, pool, plan, scale=arch.attention_scale, softcap=arch.softcap)
+
+
+def _triton_attention(
+    arch: Arch, q: torch.Tensor, pool: torch.Tensor, spans: Spans, tables: torch.Tensor, window: int | None
+) -> torch.Tensor:
+    from pensieve.kernels.attention.plan import AttentionPlan, geometry_of  # needs Triton
+    from pensieve.kernels.ragged_paged_attention import attend
+
+    geometry = replace(geometry_of(q, pool), hopper=False, piece=PIECE_KEYS)
+    plan = AttentionPlan.from_spans(spans, len(q), geometry, q.device, window=window)
+    out = attend(q, pool, plan, tables, scale=arch.attention_scale, softcap=arch.softcap)
+    assert isinstance(out, torch.Tensor)
+    return out
 
 
 def _products(weights: Weights) -> Iterator[tuple[str, Linear]]:
