@@ -480,6 +480,7 @@ GROUPS: Final[Mapping[str, Sequence[str]]] = {
         "chat-template",
         "allow-rewriting-template",
         "load-format",
+        "invariant",
     ),
     "Addresses": (
         "listen",

@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 
 from pensieve.config import EngineOptions
+from pensieve.engine.worker import cuda_worker
 from pensieve.engine.worker.cuda_worker import long_run
 from pensieve.engine.worker.torch_worker import build_worker
-from pensieve.kernels.state_chunks import LONG
 from support.engine.state_cases import CASES
 from support.model.recurrent_models import Family, make_model
+
+LONG = 64
+"""Fewest tokens of a run by blocks here: contexts of these models are short."""
 
 
 @pytest.fixture(scope="module", params=["mamba2", "falcon_h1", "qwen3_next"])
@@ -31,8 +34,11 @@ def test_states(case: Callable[[Path, str], None], folder: Path) -> None:
 
 
 @pytest.mark.parametrize("device_cache", ["400tokens", "1MiB..4MiB"])
-def test_a_worker_can_run_the_step_that_compiles(folder: Path, device_cache: str) -> None:
+def test_a_worker_can_run_the_step_that_compiles(
+    folder: Path, device_cache: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Both runs of it are long enough for blocks, whatever the chunks; where it does not fit there is none."""
+    monkeypatch.setattr(cuda_worker, "LONG", LONG)
     options: dict[str, Any] = {"model": str(folder), "device": "cpu", "device_cache": device_cache}
     for chunk, most in ((4, 200), (32, 200), (48, 160), (4, 127)):
         worker = build_worker(

@@ -75,7 +75,11 @@ def test_bfloat16_steps(kind: Kind, seed: int) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_long_chain_that_ends_at_its_boundary(kind: Kind) -> None:
-    rows = [[0, LONG, NO_PAGE, 0, LONG, 1], [LONG, LONG + 50, 2, 3, 10, 2], [2 * LONG + 50, LONG + 8, 4, 5, LONG, 4]]
+    rows = [
+        [0, LONG, NO_PAGE, 0, LONG, 1],
+        [LONG, LONG + 50, 2, 3, 10, 2],
+        [2 * LONG + 50, LONG + 8, 4, 5, LONG, 4],
+    ]
     tokens = 3 * LONG + 58
     case, wanted = _cases(kind, rows, tokens, 6, torch.bfloat16)
     plan = make_recurrent_plan(case.chains, tokens, torch.bfloat16, CUDA)

@@ -107,7 +107,7 @@ class CudaWorker:
         geometry = geometry_of(qkv[:, : arch.num_heads], next(iter(pages.values()), one_page))
         if arch.softcap is not None:
             geometry = replace(geometry, hopper=False)
-        if info.invariant:
+        if info.is_invariant:
             geometry = replace(geometry, hopper=False, piece=PIECE_KEYS)
         windows = tuple(dict.fromkeys(layer.window for layer in arch.layers if layer.attends)) or (None,)
         rows = most_samples(info)

@@ -188,7 +188,7 @@ class Programs:
 def least_rows(info: WorkerInfo) -> int:
     """Return the fewest rows of a product. A library may choose another kernel, with another order of additions, for
     very few."""
-    return INVARIANT_ROWS if info.invariant else 1
+    return INVARIANT_ROWS if info.is_invariant else 1
 
 
 def most_samples(info: WorkerInfo) -> int:

@@ -90,7 +90,7 @@ class WorkerInfo:
     tier has one size."""
     elastic_refusal: str = ""
     """Why the device tier has one size although the options give a range."""
-    invariant: bool = False
+    is_invariant: bool = False
     """Whether a token's bits depend only on the tokens before it (``invariance``)."""
 
 
@@ -173,7 +173,7 @@ def worker_info(
         host_tier=tiers.host_tier,
         device_floor=tiers.device_floor,
         elastic_refusal=why,
-        invariant=bool(options.invariant),
+        is_invariant=bool(options.invariant),
     )
 
 

@@ -98,7 +98,7 @@ class TorchWorker(SynchronousWorker):
             device=self._device,
             sampled=self._sampled,
         )
-        kind = _InvariantAttention if self.info.invariant else _StepAttention
+        kind = _InvariantAttention if self.info.is_invariant else _StepAttention
         attention = kind(self.pools, batch, swap_in, self.arch)
         prepared = time.perf_counter()
         logits = self._model.forward(

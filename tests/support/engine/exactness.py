@@ -91,7 +91,7 @@ class Bench:
             groups=kv_groups(self.cached_arch, cache.chunk_tokens, self.dtype) if in_bytes else (),
             device_tier=_layout(cache, cache.device_bytes, [group.device_unit for group in cache.groups]),
             host_tier=_layout(cache, host_bytes, host_units),
-            device_floor=cache.device_floor_bytes, invariant=self.invariant,
+            device_floor=cache.device_floor_bytes, is_invariant=self.invariant,
         )  # fmt: skip
 
     def worker(
