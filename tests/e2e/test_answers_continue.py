@@ -1,0 +1,123 @@
+"""``serve --invariant``: an answer whose engine is killed goes on with the same tokens, drawn without a seed or not."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx2 as httpx
+import msgspec
+import pytest
+
+from pensieve import AsyncClient
+from pensieve.client import AsyncSession
+from pensieve.spawn import ServerProcess
+from support.lengths import at_length
+from support.processes import children
+
+pytestmark = pytest.mark.timeout(900)
+ANSWERS = at_length(20, 200)
+TOKENS = 20
+SHOWN = 8
+"""Characters of every answer that its client has when the engine is killed."""
+OPTIONS = (
+    "--model", "demo", "--store", "memory:", "--threads", "1", "--http", "127.0.0.1:0", "--dtype", "bfloat16",
+    "--device-cache", "16384tokens", "--chunk-tokens", "16", "--max-wait", "600",
+    "--http-patience", "300",
+)  # fmt: skip
+DRAWN = {"temperature": 1.5, "ignore_eos": True}
+
+
+@dataclass
+class Answer:
+    """One stream: the text its client has, and what makes another server give the same answer."""
+
+    question: str
+    text: str = ""
+    seed: int | None = None
+    cut: int | None = None
+    """Length of the text when the engine was killed."""
+    ended: bool = False
+
+
+def question(number: int) -> str:
+    return f"My name is Ada, aged {number}. What is my name?"
+
+
+async def say(session: AsyncSession, answer: Answer) -> None:
+    """Stream an answer over gRPC. A restarted attempt must repeat what was shown, and then go on."""
+    stream = session.stream(answer.question, max_output_tokens=TOKENS, seed=answer.seed, **DRAWN)
+    shown = ""
+    async for piece in stream:
+        shown = "" if piece.restarted else shown + piece.text
+        assert shown.startswith(answer.text) or answer.text.startswith(shown), "a shown text was taken back"
+        answer.text = max(shown, answer.text, key=len)
+    turn = await stream.finish()
+    assert turn.text == answer.text
+    answer.seed, answer.ended = turn.seed, True
+
+
+async def complete(http: httpx.AsyncClient, answer: Answer, key: str) -> None:
+    """Stream a chat completion. Its seed follows from ``key``."""
+    body = {"model": "demo", "messages": [{"role": "user", "content": answer.question}], "stream": True}
+    headers = {"Idempotency-Key": key}
+    async with http.stream(
+        "POST", "/v1/chat/completions", json={**body, "max_tokens": TOKENS, **DRAWN}, headers=headers
+    ) as response:
+        assert response.status_code == 200, await response.aread()
+        async for line in response.aiter_lines():
+            if line.startswith("data: {"):
+                event = msgspec.json.decode(line.removeprefix("data: "))
+                assert "error" not in event, event
+                for choice in event["choices"]:
+                    answer.text += choice["delta"].get("content") or ""
+                    answer.ended |= choice["finish_reason"] == "length"
+    assert answer.ended
+
+
+async def ask_all(server: ServerProcess, answers: list[Answer], disturb: Callable[[], Awaitable[None]]) -> None:
+    """Get all answers at once, the even ones over gRPC and the odd ones over HTTP."""
+    http = httpx.AsyncClient(base_url=f"http://{server.http}", timeout=600, limits=httpx.Limits(max_connections=None))
+    async with AsyncClient(server.target, retry_for=300) as client, http, asyncio.TaskGroup() as streams:
+        for number, answer in enumerate(answers):
+            if number % 2:
+                streams.create_task(complete(http, answer, f"answer {number}"))
+            else:
+                streams.create_task(say(await client.create_session(), answer))
+        await disturb()
+
+
+async def nothing() -> None: ...
+
+
+def test_all_answers_go_on_when_their_engine_is_killed() -> None:
+    answers = [Answer(question(number)) for number in range(ANSWERS)]
+    with ServerProcess(*OPTIONS, "--invariant") as server:
+
+        async def kill() -> None:
+            while any(len(answer.text) < SHOWN for answer in answers):
+                await asyncio.sleep(0.01)
+            (engine,) = [pid for pid in children(server.pid) if is_engine(pid)]
+            os.kill(engine, signal.SIGKILL)
+            for answer in answers:
+                assert not answer.ended
+                answer.cut = len(answer.text)
+
+        asyncio.run(ask_all(server, answers, kill))
+        assert server.metric("pensieve_engine_restarts_total") == 1
+    again = [Answer(answer.question, seed=answer.seed) for answer in answers]
+    # Other batches, and nothing cached: the bits are the same.
+    with ServerProcess(*OPTIONS, "--invariant", "--stateless", "--max-running", "8") as server:
+        asyncio.run(ask_all(server, again, nothing))
+    for answer, other in zip(answers, again, strict=True):
+        assert answer.cut is not None and answer.cut < len(answer.text)
+        assert answer.text == other.text, answer.question
+    assert len({answer.text for answer in answers}) > len(answers) // 2, "the answers are drawn"
+
+
+def is_engine(pid: int) -> bool:
+    return b"pensieve.engine.process.host" in Path(f"/proc/{pid}/cmdline").read_bytes()
