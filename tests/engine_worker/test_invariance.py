@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from pensieve.config import EngineOptions
+from pensieve.engine.worker import invariance
 from pensieve.engine.worker.invariance import NotInvariant, check, require
 from pensieve.engine.worker.torch_worker import build_worker
 from pensieve.model.folder import load_arch
