@@ -24,7 +24,7 @@ from support.processes import children
 
 pytestmark = pytest.mark.timeout(900)
 ANSWERS = at_length(20, 200)
-TOKENS = at_length(20, 60)
+TOKENS = at_length(20, 40)
 SHOWN = 8
 """Characters of every answer that its client has when the engine is killed."""
 OPTIONS = (
@@ -142,7 +142,9 @@ def test_all_answers_go_on_when_their_engine_is_killed() -> None:
         # Other batches, and in the long run nothing cached: the bits are the same.
         undisturbed = ServerProcess(*OPTIONS, "--stateless") if LONG else nullcontext(server)
         with undisturbed as other_server:
-            asyncio.run(ask_all(other_server, "undisturbed", again, at_once=4, disturb=nothing))
+            asyncio.run(
+                ask_all(other_server, "undisturbed", again, at_once=at_length(4, 16), disturb=nothing)
+            )
         assert server.metric("pensieve_engine_restarts_total") == 1
     for answer, other in zip(answers, again, strict=True):
         assert answer.cut is not None and answer.cut < len(answer.text)
