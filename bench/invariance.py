@@ -113,8 +113,13 @@ def bits(worker: CudaWorker, seed: int, count: int, longest: int) -> dict[str, A
         if index % 2 and length > SHARED + 1:
             tokens[:SHARED] = common
         contexts.append(tokens)
-    size = -(-longest // CHUNK)
-    own = [np.arange(index * size, (index + 1) * size, dtype=np.int32) for index in range(count)]
+    sizes = [-(-len(context) // CHUNK) for context in contexts]
+    if sum(sizes) > worker.info.device_chunks:
+        raise click.UsageError(
+            f"{sum(sizes)} pages for the contexts, the device cache has {worker.info.device_chunks}"
+        )
+    ends = np.cumsum(sizes)
+    own = [np.arange(end - size, end, dtype=np.int32) for size, end in zip(sizes, ends, strict=True)]
     for which, context in enumerate(contexts):  # alone: the stateless run
         for end in range(len(context) - 3, len(context) + 1):
             spans = [(which, 0, end)]

@@ -29,8 +29,10 @@ from pensieve.kernels.recurrence import (
 from pensieve.kernels.spans import Ints
 from pensieve.kernels.state_step import check_recurrent, convolve, state_step
 
-LONG = 64
-"""Fewest tokens of a run that is computed by blocks: the length of fla's blocks."""
+LONG = 512
+"""Fewest tokens of a run that is computed by blocks. On an H100 a layer of Qwen3-Next's heads takes 0.20, 0.25, 0.47 and
+0.92 ms for a run of 64, 128, 256 and 512 tokens step by step, and 1.4 to 2.0 ms by blocks, most of it launches; for
+1,024 tokens 2.1 and 1.3 ms. Shorter runs also fit graphs."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

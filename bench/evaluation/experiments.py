@@ -56,6 +56,8 @@ NO_HOST_TIER = ("--host-cache", "0")
 STATELESS = ("--stateless", *NO_HOST_TIER)
 """Without a host tier, which would still take in the requests that are suspended: a peer without one has to compute
 them again."""
+PEER_OPTIONS = {"qwen3next": ("--gdn-prefill-backend", "triton")}
+"""Family → vLLM's options for it. Its default on Hopper, FlashInfer's kernel, is compiled when it is first used."""
 OFFLOAD_COMPILE_S, OFFLOAD_PIN_S = 35.0, 0.7
 """Guesses: with offload vLLM's start takes so much longer the first time, and for each GiB that it pins."""
 
@@ -164,28 +166,12 @@ def _workload(
     warm_up_s = max(4 * THINK_S * scale.time_scale, scaled_s / 2)
     return Workload(
         dataset, scaled_s, tuple(rates), RUN_IN_THINKS * scaled_s, warm_up_s, scale.window_s, scale.replay,
-        max(scale.rates[family, dataset].both),
+        scale.rates[family, dataset].highest,
     )  # fmt: skip
 
 
 def _systems(scale: Scale) -> Iterable[Experiment]:
     """The paper's Figure 10 with today's peer, and the same with hybrid models."""
-    ours, peer = partial(pensieve, scale), partial(vllm, scale)
-    systems: tuple[tuple[System, Callable[[Rates], tuple[float, ...]]], ...] = (
-        (ours("Pensieve"), lambda rates: rates.both),
-        (ours("Pensieve (GPU cache)", *NO_HOST_TIER), lambda rates: rates.device),
-        (ours("Pensieve stateless", *STATELESS), lambda rates: rates.none),
-        (peer("vLLM", "--no-enable-prefix-caching"), lambda rates: rates.none),
-        (peer("vLLM prefix caching", "--enable-prefix-caching"), lambda rates: rates.device),
-        (
-            peer("vLLM CPU offload", "--enable-prefix-caching", offload=at_once),
-            lambda rates: rates.offload or rates.both,
-        ),
-        (
-            peer("vLLM lazy offload", "--enable-prefix-caching", offload=lazily),
-            lambda rates: rates.both,
-        ),
-    )
     shorts = {"gqa": "13b", "opt": "opt13b"}
     models = {"gqa": scale.shape(scale.gqa_heads), "opt": scale.opt, **scale.hybrids}
     for (family, dataset), rates in scale.rates.items():
@@ -194,10 +180,30 @@ def _systems(scale: Scale) -> Iterable[Experiment]:
             f"systems-{shorts.get(family, family)}-{dataset}",
             f"latency against throughput of all systems, {model}, {dataset} (EuroSys figure 10)",
             tuple(
-                Line(system.name, system, model, _workload(scale, family, dataset, offered(rates)))
-                for system, offered in systems
+                Line(system.name, system, model, _workload(scale, family, dataset, offered))
+                for system, offered in _offered(scale.of(family), PEER_OPTIONS.get(family, ()), rates)
             ),
         )
+
+
+def _offered(
+    scale: Scale, peer_options: tuple[str, ...], rates: Rates
+) -> tuple[tuple[System, tuple[float, ...]], ...]:
+    """Each system, and the rates that it meets."""
+    ours = partial(pensieve, scale)
+
+    def peer(name: str, *arguments: str, offload: Callable[[int], tuple[str, ...]] | None = None) -> System:
+        return vllm(scale, name, *arguments, *peer_options, offload=offload)
+
+    return (
+        (ours("Pensieve"), rates.both),
+        (ours("Pensieve (GPU cache)", *NO_HOST_TIER), rates.device),
+        (ours("Pensieve stateless", *STATELESS), rates.none),
+        (peer("vLLM", "--no-enable-prefix-caching"), rates.none),
+        (peer("vLLM prefix caching", "--enable-prefix-caching"), rates.device),
+        (peer("vLLM CPU offload", "--enable-prefix-caching", offload=at_once), rates.offload or rates.both),
+        (peer("vLLM lazy offload", "--enable-prefix-caching", offload=lazily), rates.both),
+    )
 
 
 def _ablations(scale: Scale) -> Iterable[Experiment]:

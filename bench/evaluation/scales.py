@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from pensieve.replay.load.generators import CHATS
 from pensieve.replay.load.schedule import ENDED_SHARE
@@ -24,7 +24,11 @@ class Rates:
     """Rates for systems that keep it nowhere: two are enough, since how much has to be computed does not depend on the
     rate."""
     offload: tuple[float, ...] = ()
-    """Rates for a peer with host memory, where it carries less than what ``both`` has."""
+    """Rates for a peer with host memory, where ``both`` has not those that it carries."""
+
+    @property
+    def highest(self) -> float:
+        return max(*self.both, *self.device, *self.none, *self.offload)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +93,18 @@ class Scale:
     replay: tuple[str, ...]
     start_up_s: tuple[float, float]
     """Guesses: Pensieve, vLLM."""
+    gibibytes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """Family → GiB of its device and host tiers, where the others' do not fit beside its weights."""
+
+    def of(self, family: str) -> Scale:
+        """The scale with the tiers of ``family``."""
+        if family not in self.gibibytes:
+            return self
+        device, host = self.gibibytes[family]
+        return replace(
+            self, device_tier=f"{device}GiB", host_tier=f"{host}GiB",
+            device_bytes=device * GIB, host_bytes=host * GIB,
+        )  # fmt: skip
 
     def shape(self, kv_heads: int) -> str:
         return f"{self.gqa}-gqa{kv_heads}"
@@ -100,14 +116,16 @@ FULL = Scale(
     hybrids={"gemma3": "gemma-3-12b", "qwen3next": "qwen3-next-20b"},
     serve=("--device", "cuda", "--dtype", "bfloat16", "--max-running", "512", "--max-batch-tokens", "8192"),
     device_tier="40GiB", host_tier="32GiB", device_bytes=40 * GIB, host_bytes=32 * GIB,
+    # One GPU of 80 GB holds these beside 22 and 40 GiB of weights.
+    gibibytes={"gemma3": (32, 32), "qwen3next": (20, 20)},
     rates={
         ("gqa", "sharegpt"): Rates((26, 20, 23), (17, 15, 13), (7, 10), (20, 17, 23)),
         ("gqa", "ultrachat"): Rates((33, 25, 29), (26, 22, 19), (13, 19), (24, 27, 21)),
         ("opt", "sharegpt"): Rates((13, 9, 16), (13, 9, 16), (12, 8)),
         ("opt", "ultrachat"): Rates((12, 8, 15), (12, 8, 14), (11, 7)),
         # Guesses, not measured: the first run of these two shows where each system ends.
-        ("gemma3", "sharegpt"): Rates((20, 16, 24), (16, 13, 19), (8, 6)),
-        ("qwen3next", "sharegpt"): Rates((40, 30, 50), (40, 30, 50), (16, 12)),
+        ("gemma3", "sharegpt"): Rates((20, 16, 24), (14, 11, 17), (8, 6), (16, 12, 20)),
+        ("qwen3next", "sharegpt"): Rates((8, 4, 16), (8, 4, 16), (8, 4), (16, 8, 24)),
     },
     window_s=60.0, time_scale=TIME_SCALE,
     replay=("--stop-after-window", "--processes", "4"), start_up_s=(40.0, 50.0),

@@ -185,17 +185,20 @@ def fixed_pieces(items: Ints, tile: Tile, geometry: Geometry) -> Ints:
 
 def piece_of(key: Ints, piece: int) -> Ints:
     """Return the number of the fixed piece in which a key lies."""
-    return np.where(key < 2 * piece, key // piece, key // (2 * piece) + 1)
+    number: Ints = np.where(key < 2 * piece, key // piece, key // (2 * piece) + 1)
+    return number
 
 
 def piece_start(number: Ints, piece: int) -> Ints:
     """Return the first key of a fixed piece."""
-    return np.where(number < 2, number, 2 * number - 2) * piece
+    start: Ints = np.where(number < 2, number, 2 * number - 2) * piece
+    return start
 
 
 def fixed_count(first: Ints, end: Ints, piece: int) -> Ints:
     """Return in how many fixed pieces the keys from ``first`` to ``end`` lie, at least 1."""
-    return np.maximum(1, piece_of(end - 1, piece) - piece_of(first, piece) + 1)
+    count: Ints = np.maximum(1, piece_of(end - 1, piece) - piece_of(first, piece) + 1)
+    return count
 
 
 def max_fixed_pieces(blocks: int, context: int, tile: Tile, geometry: Geometry) -> PieceBounds:

@@ -54,7 +54,7 @@ def add_sinks(acc, top, total, sinks, query_head, applies):  # type: ignore[no-u
     return acc * shrink[:, None], new_top, total * shrink + tl.math.exp2(sink - new_top)
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _sum_by_pairs(x, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Add up the columns of ``x``, neighbours first, so that the order does not depend on where a tile holds them."""
     ROWS: tl.constexpr = x.shape[0]
@@ -202,18 +202,19 @@ def attend_item(  # type: ignore[no-untyped-def]
         acc = tl.zeros([ROWS, WIDTH], tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         top = tl.zeros([ROWS], tl.float32) + LOWEST
-        number = tl.where(start < 2 * PIECE, start // PIECE, start // (2 * PIECE) + 1)
-        begin = start
-        while begin < end:
-            number += 1
-            stop = tl.minimum(tl.where(number < 2, number, 2 * number - 2) * PIECE, end)
+        first = tl.where(start < 2 * PIECE, start // PIECE, start // (2 * PIECE) + 1)
+        beyond = tl.where(
+            end <= 2 * PIECE, (end + PIECE - 1) // PIECE, (end + 2 * PIECE - 1) // (2 * PIECE) + 1
+        )
+        for number in tl.range(first, beyond, num_stages=1):
+            begin = tl.maximum(start, tl.where(number < 2, number, 2 * number - 2) * PIECE)
+            stop = tl.minimum(end, tl.where(number < 1, number + 1, 2 * number) * PIECE)
             part, part_top, part_total = _attend_keys(
                 item, block, row, table, k_base, v_base, begin, stop,
                 page_stride, slot_stride, factor, window, GROUPS, DIM, WIDTH, PAGE, ROWS, KEYS, STAGES,
                 SPLIT_MASK, WINDOWED, SOFTCAP, PIECE,
             )  # fmt: skip
             acc, top, total = fold(acc, top, total, part, part_top, part_total)
-            begin = stop
     else:
         acc, top, total = _attend_keys(
             item, block, row, table, k_base, v_base, start, end, page_stride, slot_stride, factor, window,

@@ -234,10 +234,14 @@ class Transformer:
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
         """Return float32 [S, vocab], the same on every rank."""
-        part, ranks, size = self._linear(x, self.weights.head), self.collective.ranks, self.arch.vocab_size
+        ranks, size = self.collective.ranks, self.arch.vocab_size
+        own = Shard(self.collective.rank, ranks).vocabulary(size)
+        part = self._linear(x, self.weights.head)[
+            :, : own.stop - own.start
+        ]  # the head may have rows of padding
         if ranks > 1:
             missing = Shard(self.collective.rank, ranks).vocabulary_width(size) - part.shape[1]
-            parts = self.collective.all_gather(F.pad(part, (0, missing)) if missing else part)
+            parts = self.collective.all_gather(F.pad(part, (0, missing)) if missing else part.contiguous())
             part = parts.transpose(0, 1).flatten(1)[:, :size]
         logits, cap = part.float(), self.arch.logit_softcap
         if self.arch.logit_scale is not None:

@@ -91,10 +91,11 @@ def test_every_policy_and_chunk_size_is_compared() -> None:
 
 @pytest.mark.parametrize("scale", SCALES)
 def test_all_systems_of_an_experiment_have_the_same_memory(scale: str) -> None:
-    limits = getattr(scales(), scale)
-    per_token = limits.device_bytes // parse_cache_size(limits.device_tier, 1) if scale == "SMALL" else 1
+    whole = getattr(scales(), scale)
+    families = {shape: family for family, shape in whole.hybrids.items()}
+    per_token = whole.device_bytes // parse_cache_size(whole.device_tier, 1) if scale == "SMALL" else 1
     for line in all_lines(scale):
-        command = line.system.command
+        command, limits = line.system.command, whole.of(families.get(line.model, ""))
         if command[0] == "vllm":
             assert int(option(command, "--kv-cache-memory-bytes")) == limits.device_bytes
             if "--kv-offloading-size" in command:
@@ -106,6 +107,17 @@ def test_all_systems_of_an_experiment_have_the_same_memory(scale: str) -> None:
             assert host == line.system.host_bytes and host in (limits.host_bytes, 0)
             assert not (host and "--stateless" in command), "a peer without cache has no host memory either"
             assert option(command, "--store").startswith("sqlite:///{scratch}/"), "history is kept, and anew"
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen3next"])
+def test_hybrids_fit_one_gpu_and_meet_the_same_conversations(family: str) -> None:
+    limits = scales().FULL.of(family)
+    assert limits.device_bytes < scales().FULL.device_bytes
+    lines = table().experiments(scales().FULL)[f"systems-{family}-sharegpt"].lines
+    assert len({line.workload.most for line in lines}) == 1
+    assert len({line.workload.conversations for line in lines}) == 1
+    triton = ["--gdn-prefill-backend" in line.system.command for line in lines]
+    assert triton == [family == "qwen3next" and line.system.name.startswith("vLLM") for line in lines]
 
 
 @pytest.mark.parametrize("scale", SCALES)

@@ -61,7 +61,7 @@ def test_a_product_that_depends_on_its_rows_is_named(llama: Path) -> None:
 
     def by_rows(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         right = INVARIANT_OPS.linear(x, weight, bias)
-        return right * 1.001 if len(x) == 5 and weight is model.weights.head.weight else right
+        return right + 0.25 if len(x) == 5 and weight.shape == model.weights.head.weight.shape else right
 
     broken = Transformer(model.arch, model.weights, replace(INVARIANT_OPS, linear=by_rows))
     with pytest.raises(NotInvariant) as caught:
@@ -70,7 +70,7 @@ def test_a_product_that_depends_on_its_rows_is_named(llama: Path) -> None:
     assert message.startswith(
         f"invariant: the head, {inner} to {len(model.weights.head.weight)}: 5 rows alone differ"
     )
-    assert re.search(r" by up to 0\.0\d+ on this machine; start without --invariant$", message), message
+    assert re.search(r" by up to 0\.25 on this machine; start without --invariant$", message), message
 
 
 def test_a_norm_that_depends_on_its_place_is_named(llama: Path) -> None:

@@ -12,22 +12,40 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 
 import torch
+import torch.nn.functional as F
 
 from pensieve.model.arch import Arch
 from pensieve.model.transformer import Transformer
-from pensieve.model.weights import ExpertWeights, Linear, MlpWeights, Weights
+from pensieve.model.weights import ExpertWeights, Linear, MlpWeights, NormWeights, Weights
 
 log = logging.getLogger(__name__)
 
 CPU_ROWS = (1, 5, 16, 40)
-GPU_ROWS = (16, 24, 48, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+GPU_ROWS = (
+    *range(16, 257, 8),
+    *range(272, 513, 16),
+    640,
+    1024,
+    1536,
+    2048,
+    3072,
+    4096,
+    6144,
+    8192,
+    16384,
+    32768,
+)
 """Numbers of rows that must give the same bits."""
-
-
 HEAD_ROWS = 512
 """Most rows that are tried with the head, whose result is wide."""
+
+
+HEAD_UNIT = 8
+"""Values of 16 bytes, in a type of 2 bytes."""
 
 
 class NotInvariant(ValueError):
@@ -49,21 +67,28 @@ def require(arch: Arch, device: str) -> None:
         )
 
 
+def with_even_head(weights: Weights) -> Weights:
+    """Pad the head to a multiple of ``HEAD_UNIT`` rows, by a copy if it has another number. Rows of an odd number of
+    values are not aligned, and the library then takes kernels that add in another order for few rows."""
+    head = weights.head
+    missing = -len(head.weight) % HEAD_UNIT
+    if not missing:
+        return weights
+    bias = None if head.bias is None else F.pad(head.bias, (0, missing))
+    return replace(weights, head=replace(head, weight=F.pad(head.weight, (0, 0, 0, missing)), bias=bias))
+
+
 def check(model: Transformer, most_rows: int) -> None:
-    """Try the model's products, norms and attention with several numbers of rows, up to ``most_rows``. Raises
-    NotInvariant with the first shape whose result for a row depends on the number or the order of the rows."""
+    """Try the model's products and norms with many numbers of rows, up to ``most_rows``, and use the settings that make
+    products invariant in this process. Raises NotInvariant with the first shape whose result for a row depends on the
+    number of rows or on the row's place."""
     started = time.monotonic()
     embedding = model.weights.embedding
     on_gpu = embedding.device.type == "cuda"
     if on_gpu:
         use_plain_products()
-    sizes = [size for size in GPU_ROWS if size <= most_rows] or [GPU_ROWS[0]] if on_gpu else CPU_ROWS
+    rows = [size for size in GPU_ROWS if size <= most_rows] or [GPU_ROWS[0]] if on_gpu else list(CPU_ROWS)
     generator = torch.Generator(embedding.device).manual_seed(0)
-
-    def random(rows: int, columns: int) -> torch.Tensor:
-        values = torch.randn(rows, columns, generator=generator, device=embedding.device)
-        return values.to(embedding.dtype)
-
     tried = set[tuple[int, ...]]()
     with torch.inference_mode():
         for name, linear in _products(model.weights):
@@ -72,22 +97,45 @@ def check(model: Transformer, most_rows: int) -> None:
                 continue
             tried.add((out, inner, linear.bias is not None))
             # The head computes sampled rows only.
-            most = [size for size in sizes if size <= HEAD_ROWS or name != "the head"]
-            _try_rows(
-                f"{name}, {inner} to {out}",
-                lambda x, one=linear: model.ops.linear(x, one.weight, one.bias),
-                random(most[-1], inner),
-                most,
-            )
-        norm = model.weights.final_norm
-        width = embedding.shape[1]
-        _try_rows(
-            f"the norm of {width}",
-            lambda x: model.ops.norm(x, norm.weight, norm.bias, model.arch.norm_eps),
-            random(sizes[-1], width),
-            sizes,
-        )
+            sizes = [size for size in rows if size <= HEAD_ROWS or name != "the head"]
+            x, weight = _cancelling(sizes[-1], linear.weight, generator)
+            product = partial(_product, model, weight, linear.bias)
+            _try_rows(f"{name}, {inner} to {out}", product, x, sizes)
+        norm, width = model.weights.final_norm, embedding.shape[1]
+        x = torch.randn(rows[-1], width, generator=generator, device=embedding.device).to(embedding.dtype)
+        _try_rows(f"the norm of {width}", partial(_norm, model, norm), x, rows)
     log.info("invariant: %d shapes checked in %.1f s", len(tried) + 1, time.monotonic() - started)
+
+
+def _product(
+    model: Transformer, weight: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor
+) -> torch.Tensor:
+    return model.ops.linear(x, weight, None if bias is None else torch.zeros_like(bias))
+
+
+def _norm(model: Transformer, norm: NormWeights, x: torch.Tensor) -> torch.Tensor:
+    return model.ops.norm(x, norm.weight, norm.bias, model.arch.norm_eps)
+
+
+def _cancelling(
+    rows: int, like: torch.Tensor, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return inputs [rows, I] and a weight of the shape, dtype and layout of ``like`` whose product would be 0 without
+    rounding. What is left shows the order of the additions in every bit, where an ordinary product would round it away.
+    """
+    out, inner = like.shape
+    half = inner // 2
+    order = torch.randperm(inner, generator=generator, device=like.device)
+    first, second = order[:half], order[half : 2 * half]
+    x = torch.randn(rows, inner, generator=generator, device=like.device)
+    x *= torch.exp2(torch.randint(-6, 7, (1, inner), generator=generator, device=like.device).float())
+    x = x.to(like.dtype)
+    x[:, second] = -x[:, first]
+    x[:, order[2 * half :]] = 0
+    weight = torch.empty_like(like)
+    weight.copy_(torch.randn(out, inner, generator=generator, device=like.device))
+    weight[:, second] = weight[:, first]
+    return x, weight
 
 
 def use_plain_products() -> None:
@@ -105,8 +153,7 @@ def _try_rows(
     whole = function(x)
     for rows in sizes:
         for what, first in ((f"{rows} rows", 0), (f"the last {rows} rows", len(x) - rows)):
-            part = function(x[first : first + rows])
-            same = whole[first : first + rows]
+            part, same = function(x[first : first + rows]), whole[first : first + rows]
             if not torch.equal(part, same):
                 most = (part.double() - same.double()).abs().max().item()
                 raise NotInvariant(

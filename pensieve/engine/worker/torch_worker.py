@@ -224,6 +224,8 @@ def build_worker(options: EngineOptions, collective: Collective = SINGLE_RANK) -
         invariance.require(whole, place.device)
     on_gpu = place.device == "cuda"
     ops = triton_ops() if on_gpu else INVARIANT_OPS if options.invariant else TORCH_OPS
+    if options.invariant and on_gpu:
+        weights = invariance.with_even_head(weights)
     model = Transformer(arch, weights, ops, collective)
     if options.invariant:
         invariance.check(model, most_rows=max(place.max_batch_tokens, place.max_running))

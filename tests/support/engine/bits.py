@@ -62,12 +62,14 @@ class BitWorker(SynchronousWorker):
 
     def __init__(self, worker: Any, config: CacheConfig, bits: Bits) -> None:
         self._worker, self._bits, self._config = worker, bits, config
-        self._first: TorchWorker = worker._worker if isinstance(worker, LeadingWorker) else worker
+        self._first: Any = worker._worker if isinstance(worker, LeadingWorker) else worker
         """The worker itself; with several ranks, that of rank 0."""
         self._twin: Any = (_HybridHashes if len(config.groups) > 1 else _Hashes)(config)
-        self._forward = self._first._model.forward
         self._logits: torch.Tensor | None = None
-        self._first._model = self  # type: ignore[assignment]
+        self._forward: Any = None
+        if isinstance(self._first, TorchWorker):  # a worker on a GPU keeps them itself
+            self._forward = self._first._model.forward
+            self._first._model = self
 
     def __getattr__(self, name: str) -> Any:
         """The rest of the model whose ``forward`` this object stands before."""
@@ -83,6 +85,8 @@ class BitWorker(SynchronousWorker):
         result: StepResult = self._worker.run(plan)
         self._twin._sampled = {one.request: one.token_id for one in result.sampled}
         asked = [span for span in plan.spans if span.sample is not None]
+        if self._forward is None:
+            self._logits = self._first._programs.shared.logits[: len(asked)].cpu()
         for row, span in enumerate(asked):
             assert self._logits is not None
             self._bits.expect("logits", self._twin.last[id(span)], as_bits(self._logits[row].clone()))
@@ -104,13 +108,14 @@ class BitWorker(SynchronousWorker):
             pages, slots = table[positions // size].astype(np.int64), positions % size
             histories = self._twin.device[pages, slots].tolist()
             # [position, layer, 2, Hkv, D]
-            held = torch.stack([layer[pages, :, :, slots] for layer in layers], dim=1)
+            held = torch.stack([layer[pages, :, :, slots] for layer in layers], dim=1).cpu()
             for history, one in zip(histories, as_bits(held), strict=True):
                 self._bits.expect("keys and values", history, one)
 
     def leave(self) -> None:
         """Stop looking at the worker, which stays open."""
-        self._first._model = self._forward.__self__
+        if self._forward is not None:
+            self._first._model = self._forward.__self__
 
     def close(self) -> None:
         self.leave()

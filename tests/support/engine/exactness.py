@@ -18,6 +18,7 @@ from pensieve.engine.kv.grid import TierLayout
 from pensieve.engine.messages import SetMemory
 from pensieve.engine.plan import StepWorker
 from pensieve.engine.worker.hybrid_sizing import NO_TIER
+from pensieve.engine.worker.invariance import with_even_head
 from pensieve.engine.worker.sizing import DTYPES, WorkerInfo
 from pensieve.engine.worker.torch_worker import TorchWorker
 from pensieve.model.arch import Arch
@@ -67,6 +68,8 @@ class Bench:
         self.oracle = HfOracle(checkpoint, weights=DTYPES[dtype], near_tie=near_tie)
         arch = load_arch(checkpoint)
         weights = load_weights(checkpoint, arch, dtype=DTYPES[dtype], device=device)
+        if invariant and device == "cuda":
+            weights = with_even_head(weights)
         ops = INVARIANT_OPS if invariant else TORCH_OPS
         self.model = Transformer(arch, weights, triton_ops() if device == "cuda" else ops)
         self.vocabulary = arch.vocab_size
