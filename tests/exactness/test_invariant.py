@@ -6,7 +6,10 @@ candidates, edits, evictions and suspensions. Then each context again, alone, in
 
 from __future__ import annotations
 
+import json
 import random
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,11 +17,12 @@ from pathlib import Path
 import pytest
 
 from pensieve.config import CacheConfig, SchedulerConfig
+from pensieve.debug import child_environment
 from support.engine.bits import Bits, BitWorker, alone
 from support.engine.checkpoints import FAMILIES, LAYERED, WITH_EXPERTS, Family
 from support.engine.engine_driver import Clock, Driver, make_engine
 from support.engine.exactness import LIMIT, Bench, random_setup, with_groups
-from support.lengths import at_length
+from support.lengths import LONG, at_length
 from support.ranks.rank_threads import RankBench
 
 SCHEDULES = at_length(4, 60)
@@ -88,6 +92,21 @@ SEED = 6
 def test_bits_of_several_ranks_do_not_depend_on_the_step(ranks: int, dtype: str, tmp_path: Path) -> None:
     bench = RankBench("qwen2", tmp_path, ranks, dtype=dtype, invariant=True, **WIDE)
     assert play(bench, SEED, at_length(2, 20)) > 10_000
+
+
+@pytest.mark.skipif(not LONG, reason="starts fourteen processes: PENSIEVE_LONG_TESTS=1")
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_bits_of_ranks_in_processes_of_their_own(ranks: int, dtype: str) -> None:
+    command = [sys.executable, "-P", "-m", "support.ranks.divided", "--family", "qwen2", "--shape", "wide"]
+    command += ["--ranks", str(ranks), "--dtype", dtype, "--schedules", "8", "--invariant"]
+    environment = child_environment(failpoints=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=550, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["compared"] > 10_000
+    assert all(found[path] for path in ("device", "host", "recomputed", "suspended")), found
 
 
 def test_a_rank_sum_in_another_order_is_noticed(tmp_path: Path) -> None:
