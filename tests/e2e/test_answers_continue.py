@@ -48,7 +48,7 @@ class Answer:
 
 
 def question(number: int) -> str:
-    return f"My name is Ada, aged {number}. What is my name?"
+    return f"My name is Ada, aged {number}. What's my name?"
 
 
 async def say(session: AsyncSession, answer: Answer) -> None:

@@ -22,7 +22,9 @@ def some(cases: Sequence[T], count: int) -> Sequence[T]:
 
 SLOWEST = (
     "tests/exactness/test_families.py",
+    "tests/exactness/test_invariant.py",
     "tests/e2e/test_three_systems.py",
+    "tests/e2e/test_answers_continue.py",
     "tests/e2e/test_smollm2.py",
     "tests/e2e/test_demo.py",
     "tests/robustness/test_under_faults.py",
