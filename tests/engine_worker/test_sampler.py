@@ -105,6 +105,23 @@ def test_large_vocabularies_select_or_sort(vocab: int, data: st.DataObject) -> N
     assert got == [slow_sample(row, one)[0] for row, one in zip(rows, batch, strict=True)]
 
 
+@given(
+    st.sampled_from([1, 7, 50, 163, 509, 1003, 32001]),
+    st.integers(1, 70),
+    st.sampled_from([0.1, 3.0, 40.0]),
+    st.integers(0, 1000),
+)
+def test_log_probabilities_have_the_same_bits_in_any_batch(
+    vocab: int, rows: int, spread: float, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(rows, vocab, generator=generator) * spread
+    asked = [spec(row, temperature=row % 2, seed=row, top_logprobs=row % 7) for row in range(rows)]
+    together = sample(values, asked)
+    for first, last in ((0, 1), (rows - 1, rows), (rows // 3, rows // 2 + 1), (rows // 2, rows)):
+        assert sample(values[first:last], asked[first:last]) == together[first:last]
+
+
 def test_the_two_ways_to_a_nucleus_agree_to_the_last_bit() -> None:
     """One row that needs its whole order for top-k sends its whole group through the sort that a GPU uses."""
     vocab = MAX_TOP_K + 500

@@ -6,7 +6,10 @@ candidates, edits, evictions and suspensions. Then each context again, alone, in
 
 from __future__ import annotations
 
+import json
 import random
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,11 +17,13 @@ from pathlib import Path
 import pytest
 
 from pensieve.config import CacheConfig, SchedulerConfig
+from pensieve.debug import child_environment
 from support.engine.bits import Bits, BitWorker, alone
 from support.engine.checkpoints import FAMILIES, LAYERED, WITH_EXPERTS, Family
 from support.engine.engine_driver import Clock, Driver, make_engine
 from support.engine.exactness import LIMIT, Bench, random_setup, with_groups
-from support.lengths import at_length
+from support.lengths import LONG, at_length
+from support.ranks.rank_threads import RankBench
 
 SCHEDULES = at_length(4, 60)
 STATELESS = CacheConfig(device_chunks=LIMIT // 8, host_chunks=0, chunk_tokens=8)
@@ -60,7 +65,9 @@ def play(bench: Bench, first: int, least: int) -> int:
             paths["recomputed"] += turn.usage.recomputed_tokens
     cache = with_groups(bench, STATELESS, random.Random(1))
     if len(cache.groups) == 1:
-        alone(bench.worker(cache, SchedulerConfig(LIMIT)), cache, bits, sorted(contexts))
+        checked = BitWorker(bench.worker(cache, SchedulerConfig(LIMIT)), cache, bits)
+        alone(checked, cache.chunk_tokens, sorted(contexts))
+        checked.close()
     assert all(paths.values()), f"a path was never taken: {paths}"
     return bits.compared
 
@@ -72,3 +79,38 @@ def test_bits_do_not_depend_on_the_step(family: Family, dtype: str, tmp_path: Pa
     few = SCHEDULES if family in FAMILIES else at_length(2, 20)
     first = 1000 * ([*FAMILIES, *LAYERED, *WITH_EXPERTS].index(family) + (500 if dtype == "bfloat16" else 0))
     assert play(bench, first, few) > 10_000
+
+
+WIDE = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 163}
+"""For four ranks: each KV head lies on two of them, and the vocabulary does not divide."""
+DIVIDED = [(2, "float32"), (4, "bfloat16"), *at_length([], [(2, "bfloat16"), (4, "float32")])]
+SEED = 6
+"""It and the next seed make short schedules that together take every path."""
+
+
+@pytest.mark.parametrize(("ranks", "dtype"), DIVIDED)
+def test_bits_of_several_ranks_do_not_depend_on_the_step(ranks: int, dtype: str, tmp_path: Path) -> None:
+    bench = RankBench("qwen2", tmp_path, ranks, dtype=dtype, invariant=True, **WIDE)
+    assert play(bench, SEED, at_length(2, 20)) > 10_000
+
+
+@pytest.mark.skipif(not LONG, reason="starts fourteen processes: PENSIEVE_LONG_TESTS=1")
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_bits_of_ranks_in_processes_of_their_own(ranks: int, dtype: str) -> None:
+    command = [sys.executable, "-P", "-m", "support.ranks.divided", "--family", "qwen2", "--shape", "wide"]
+    command += ["--ranks", str(ranks), "--dtype", dtype, "--schedules", "8", "--invariant"]
+    environment = child_environment(failpoints=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=550, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["compared"] > 10_000
+    assert all(found[path] for path in ("device", "host", "recomputed", "suspended")), found
+
+
+def test_a_rank_sum_in_another_order_is_noticed(tmp_path: Path) -> None:
+    bench = RankBench("qwen2", tmp_path, 4, dtype="float32", invariant=True, **WIDE)
+    bench.ordered = False
+    with pytest.raises(AssertionError, match="differ in their bits"):
+        play(bench, SEED, 2)

@@ -54,6 +54,17 @@ def test_float32_answers_equal_transformers(family: Family, graphs: str) -> None
     assert found["host"] and found["device"] + found["recomputed"], f"a path was never taken: {found}"
 
 
+@pytest.mark.parametrize("all_reduce", ["auto", "nccl"])
+@pytest.mark.parametrize("graphs", ["--graphs", "--no-graphs"])
+def test_bits_of_invariant_steps_do_not_depend_on_the_step(graphs: str, all_reduce: str) -> None:
+    found = divided(
+        "--family", "llama3", "--shape", "real", "--dtype", "bfloat16", "--invariant", "--schedules", "12", graphs,
+        "--all-reduce", all_reduce,
+    )  # fmt: skip
+    assert found["compared"] > 10_000
+    assert found["host"] and found["device"] + found["recomputed"], f"a path was never taken: {found}"
+
+
 @pytest.mark.parametrize("shape", ["", "real"])
 @pytest.mark.parametrize("family", ["llama3", "qwen3"])
 def test_bfloat16_answers_are_about_as_good_as_of_one_gpu(family: Family, shape: str) -> None:

@@ -157,6 +157,36 @@ def test_greedy_steps_take_what_a_graph_has_chosen(caplog: pytest.LogCaptureFixt
     assert "not finite" in caplog.text
 
 
+@pytest.mark.parametrize("vocab", [*VOCABULARIES, 1025, 1028, 32001])
+def test_log_probabilities_have_the_same_bits_in_any_batch(vocab: int) -> None:
+    rows = 33
+    logits = make_logits(rows, vocab, seed=3).cuda()
+    specs = [SampleSpec(Sampling(temperature=1.0, seed=row, top_logprobs=20), 5) for row in range(rows)]
+    together = sample(logits, specs)
+    for first in range(rows):
+        for last in {first + 1, min(first + 4, rows), rows}:
+            assert sample(logits[first:last], specs[first:last]) == together[first:last]
+
+
+def test_padding_is_no_likely_token() -> None:
+    vocab = 509
+    [(_, logprob)] = sample(make_logits(1, vocab).cuda(), [SampleSpec(Sampling(top_logprobs=vocab + 3), 0)])
+    assert logprob is not None and sorted(token for token, _ in logprob.top) == list(range(vocab))
+    assert math.fsum(math.exp(value) for _, value in logprob.top) == pytest.approx(1.0, abs=1e-4)
+
+
+@pytest.mark.parametrize("vocab", [50257, 128256])
+def test_memory_of_log_probabilities_stays_within_what_is_announced(vocab: int) -> None:
+    rows = 256
+    logits = torch.randn(rows, vocab, device="cuda")
+    specs = [SampleSpec(Sampling(top_logprobs=20), index) for index in range(rows)]
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    choose(logits, prepare(specs, vocab)).fetch().resolve()
+    assert torch.cuda.max_memory_allocated() - before <= workspace_bytes(rows, vocab)
+
+
 def test_banning_everything_leaves_the_row_as_it_was() -> None:
     vocab = 509
     logits = make_logits(2, vocab).cuda()

@@ -22,6 +22,8 @@ def some(cases: Sequence[T], count: int) -> Sequence[T]:
 
 SLOWEST = (
     "tests/ops/test_interpreted.py",
+    "tests/exactness/test_invariant.py",
+    "tests/e2e/test_answers_continue.py",
     "tests/e2e/test_demo.py",
     "tests/exactness/test_families.py",
     "tests/robustness/test_under_faults.py",

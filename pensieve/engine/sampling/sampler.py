@@ -18,6 +18,7 @@ from itertools import accumulate
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from pensieve.core import Ints, RequestKey, TokenLogprob
 from pensieve.engine.plan import SampleSpec
@@ -28,6 +29,9 @@ log = logging.getLogger(__name__)
 
 LOGIT_LIMIT = 1e30
 """Replaces an infinite logit; its negative replaces -inf and NaN."""
+
+ALIGNED_COLUMNS = 8
+"""Rows of this many float32, or a multiple, all begin at addresses that a GPU reads in the same way."""
 
 _TORCH = {"int32": torch.int32, "int64": torch.int64, "float64": torch.float64}
 
@@ -158,7 +162,10 @@ def choose(logits: torch.Tensor, prepared: PreparedRows, finite: torch.Tensor | 
 def workspace_bytes(rows: int, vocab: int) -> int:
     """Most temporary GPU memory of ``choose`` for this many rows; contexts of penalties come on top."""
     copies = 4  # sanitized, with changes, and two for the log-probabilities
-    return copies * rows * vocab * 4 + min(rows * vocab, max(GPU_ELEMENTS, vocab)) * BYTES_PER_ELEMENT
+    return (
+        copies * rows * (vocab + -vocab % ALIGNED_COLUMNS) * 4
+        + min(rows * vocab, max(GPU_ELEMENTS, vocab)) * BYTES_PER_ELEMENT
+    )
 
 
 def _upload(arrays: Mapping[str, Array], device: torch.device) -> dict[str, torch.Tensor]:
@@ -260,8 +267,16 @@ def _draw_into(
 
 
 def _logprobs(logits: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor, most: int) -> Logprobs:
-    """Return log-probabilities of the chosen and of the ``most`` likely tokens of ``rows``, under the raw logits."""
-    values = torch.log_softmax(logits.index_select(0, rows), dim=-1)
-    best = torch.topk(values, min(most, values.shape[1]), dim=-1)
+    """Return log-probabilities of the chosen and of the ``most`` likely tokens of ``rows``, under the raw logits.
+
+    A row gets the same bits in any batch.
+    """
+    values, vocab = logits.index_select(0, rows), logits.shape[1]
+    if logits.device.type == "cuda" and vocab % ALIGNED_COLUMNS:
+        # A GPU's softmax adds a row in an order that follows from the alignment of its address.
+        values = F.pad(values, (0, -vocab % ALIGNED_COLUMNS), value=-torch.inf)
+    values = torch.log_softmax(values, dim=-1)
+    # All logits are finite, so that no padding is among the likely tokens.
+    best = torch.topk(values, min(most, vocab), dim=-1)
     chosen = values.gather(1, tokens.index_select(0, rows)[:, None]).squeeze(1)
     return Logprobs(chosen, best.values, best.indices)

@@ -15,6 +15,7 @@ import torch
 from pensieve.config import CacheConfig
 from pensieve.core import RequestKey, Sampling
 from pensieve.engine.plan import Plan, SampleSpec, Span, StepResult, SynchronousWorker
+from pensieve.engine.ranks.leader import LeadingWorker
 from pensieve.engine.worker.torch_worker import TorchWorker
 from support.engine.hash_worker import HashWorker
 from support.engine.hybrid_worker import HybridWorker
@@ -61,11 +62,14 @@ class BitWorker(SynchronousWorker):
 
     def __init__(self, worker: Any, config: CacheConfig, bits: Bits) -> None:
         self._worker, self._bits, self._config = worker, bits, config
+        self._first: Any = worker._worker if isinstance(worker, LeadingWorker) else worker
+        """The worker itself; with several ranks, that of rank 0."""
         self._twin: Any = (_HybridHashes if len(config.groups) > 1 else _Hashes)(config)
         self._logits: torch.Tensor | None = None
         self._forward: Any = None
-        if isinstance(worker, TorchWorker):  # a worker on a GPU keeps them itself
-            self._forward, worker._model = worker._model.forward, self
+        if isinstance(self._first, TorchWorker):  # a worker on a GPU keeps them itself
+            self._forward = self._first._model.forward
+            self._first._model = self
 
     def __getattr__(self, name: str) -> Any:
         """The rest of the model whose ``forward`` this object stands before."""
@@ -82,7 +86,7 @@ class BitWorker(SynchronousWorker):
         self._twin._sampled = {one.request: one.token_id for one in result.sampled}
         asked = [span for span in plan.spans if span.sample is not None]
         if self._forward is None:
-            self._logits = self._worker._programs.shared.logits[: len(asked)].cpu()
+            self._logits = self._first._programs.shared.logits[: len(asked)].cpu()
         for row, span in enumerate(asked):
             assert self._logits is not None
             self._bits.expect("logits", self._twin.last[id(span)], as_bits(self._logits[row].clone()))
@@ -97,7 +101,7 @@ class BitWorker(SynchronousWorker):
     def _compare_pages(self, plan: Plan) -> None:
         """All keys and values that the spans of this step read."""
         size = self._config.chunk_tokens
-        layers = [self._worker.pools.attention(layer) for layer in range(self._worker.arch.num_layers)]
+        layers = [self._first.pools.attention(layer) for layer in range(self._first.arch.num_layers)]
         for span in plan.spans:
             table = plan.page_tables[span.page_table]
             positions = np.arange(span.end)
@@ -108,9 +112,13 @@ class BitWorker(SynchronousWorker):
             for history, one in zip(histories, as_bits(held), strict=True):
                 self._bits.expect("keys and values", history, one)
 
-    def close(self) -> None:
+    def leave(self) -> None:
+        """Stop looking at the worker, which stays open."""
         if self._forward is not None:
-            self._worker._model = self._forward.__self__
+            self._first._model = self._forward.__self__
+
+    def close(self) -> None:
+        self.leave()
         self._worker.close()
 
 
@@ -118,12 +126,10 @@ def as_bits(values: torch.Tensor) -> torch.Tensor:
     return values.contiguous().view(torch.int16 if values.element_size() == 2 else torch.int32)
 
 
-def alone(worker: Any, config: CacheConfig, bits: Bits, contexts: Sequence[Sequence[int]]) -> None:
+def alone(checked: BitWorker, page_tokens: int, contexts: Sequence[Sequence[int]]) -> None:
     """Compute each context in one step of its own, with nothing cached, and compare."""
-    checked = BitWorker(worker, config, bits)
     for context in contexts:
         tokens = np.array(context, np.int32)
-        table = np.arange(-(-len(tokens) // config.chunk_tokens), dtype=np.int32)
+        table = np.arange(-(-len(tokens) // page_tokens), dtype=np.int32)
         spec = SampleSpec(Sampling(temperature=0.0, top_logprobs=3), 0)
         checked.run(Plan(0, (Span(RequestKey(1), 0, tokens, 0, spec),), (table,)))
-    checked.close()

@@ -6,8 +6,10 @@ followers, the leading worker.
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +18,16 @@ import torch
 from pensieve.config import CacheConfig, SchedulerConfig
 from pensieve.engine.plan import StepWorker
 from pensieve.engine.ranks.codec import encode
+from pensieve.engine.ranks.collectives import SETTINGS, GlooCollective
 from pensieve.engine.ranks.follower import follow
 from pensieve.engine.ranks.leader import LeadingWorker
 from pensieve.engine.ranks.ring import RingReader, RingWriter, SharedRing
+from pensieve.engine.worker.sizing import DTYPES
 from pensieve.engine.worker.torch_worker import TorchWorker
 from pensieve.model.arch import Arch
 from pensieve.model.collective import AddNorm, BufferIndex, Collective, ReduceBuffer
 from pensieve.model.folder import load_arch
+from pensieve.model.ops import INVARIANT_OPS, TORCH_OPS
 from pensieve.model.shard import Shard
 from pensieve.model.transformer import Transformer
 from pensieve.model.weights import load_weights
@@ -146,10 +151,20 @@ class RankBench(Bench):
     """As ``Bench``, with workers whose model is divided over ``ranks`` threads."""
 
     def __init__(
-        self, family: Family | recurrent_models.Family, folder: Path, ranks: int, **overrides: Any
+        self,
+        family: Family | recurrent_models.Family,
+        folder: Path,
+        ranks: int,
+        *,
+        dtype: str = "float32",
+        invariant: bool = False,
+        **overrides: Any,
     ) -> None:
-        super().__init__(family, folder, **overrides)
+        """``invariant``: as with ``--invariant``; the threads then meet through gloo, as processes do."""
+        super().__init__(family, folder, dtype=dtype, invariant=invariant, **overrides)
         self.ranks = ranks
+        self.ordered = True
+        """Whether sums in invariant steps are computed in rank order."""
         self.mutants: dict[int, Callable[[StepWorker], StepWorker]] = {}
         """What is wrong with a rank's worker, by rank."""
         checkpoint = checkpoint_of(family, folder, **overrides)
@@ -157,7 +172,7 @@ class RankBench(Bench):
         shards = [Shard(rank, ranks) for rank in range(ranks)]
         self._archs = [shard.arch(whole) for shard in shards]
         self._weights = [
-            load_weights(checkpoint, whole, dtype=torch.float32, shard=shard) for shard in shards
+            load_weights(checkpoint, whole, dtype=DTYPES[dtype], shard=shard) for shard in shards
         ]
         self._open: tuple[RingWriter, RankThreads] | None = None
 
@@ -171,9 +186,12 @@ class RankBench(Bench):
         self.close()
         info = self.info(cache, scheduler, self.ranks)
         exchange, ring = Exchange(self.ranks), SharedRing.create(self.ranks - 1)
+        ops = INVARIANT_OPS if self.invariant else TORCH_OPS
         models = [
-            Transformer(arch, weights, collective=ThreadCollective(exchange, rank))
-            for rank, (arch, weights) in enumerate(zip(self._archs, self._weights, strict=True))
+            Transformer(arch, weights, ops, collective)
+            for arch, weights, collective in zip(
+                self._archs, self._weights, self._collectives(exchange), strict=True
+            )
         ]
         workers = [TorchWorker(model, info) for model in models]
         broken = [self.mutants.get(rank, lambda same: same)(worker) for rank, worker in enumerate(workers)]
@@ -181,6 +199,18 @@ class RankBench(Bench):
         others = RankThreads(exchange, ring, broken[1:])
         self._open = writer, others
         return LeadingWorker(workers[0], writer, others)
+
+    def _collectives(self, exchange: Exchange) -> Sequence[Collective]:
+        if not self.invariant:
+            return [ThreadCollective(exchange, rank) for rank in range(self.ranks)]
+        os.environ.update(SETTINGS)
+        store = torch.distributed.HashStore()
+        with ThreadPoolExecutor(self.ranks) as threads:
+            joining = [
+                threads.submit(GlooCollective, store, rank, self.ranks, ordered=self.ordered)
+                for rank in range(self.ranks)
+            ]
+            return [one.result(PATIENCE_S) for one in joining]
 
     def close(self) -> None:
         """End the threads of the latest worker, should somebody have left it open."""
