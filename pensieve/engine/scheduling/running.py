@@ -164,9 +164,9 @@ class RunningSet:
     def _forks(self, source: Request) -> list[Request]:
         """Return the requests that branch off a waiting one when it is admitted.
 
-        Not those that wait in the batch since its first admission, because it was suspended before they could branch
-        off. They have places, and find pages of their own (``_branch_late``). Together with the leader, which has grown,
-        they may not fit an empty device.
+        Not those that have waited since its first admission, because it was suspended before they could branch off.
+        They have places, and find pages of their own (``_branch_late``). An empty device may be too small for them
+        beside the leader, which has grown.
         """
         if source.group is None:
             return []
