@@ -23,7 +23,7 @@ from support.engine.hybrid_worker import HybridOracle, HybridWorker
 from support.lengths import at_length
 
 KINDS = ("full", "window", "state")
-SCHEDULES = at_length(10, 600)
+SCHEDULES = at_length(7, 600)
 ADMIT, BRANCH = RunningSet.admit, CacheManager.branch
 
 
@@ -46,7 +46,9 @@ def counted_branch(
     if is_new and ranges is not None:
         one, other = (after - had for after, had in zip(self._tiers.claimed, before, strict=True))
         most = 0 if self._tails is None else self._tails.claim(len(tokens))
-        assert one <= 1 and other <= most, f"{one, other} pages, not {1, most}"
+        session = self._running[target]
+        own = len(session.held) + session.promised
+        assert one == 1 and other == own <= most, f"{one, other} pages, but it has {1, own} of {1, most}"
     return ranges
 
 
@@ -120,7 +122,7 @@ def play(kind: str, seed: int, *, elastic: bool = False) -> Driver | None:
     """One random schedule, every answer checked; None if the tier holds no context that is worth it."""
     rng, clock = random.Random(seed), Clock()
     cache, scheduler = setup(kind, rng, elastic=elastic)
-    # As much as a step can always compute: a few chunks.
+    # The callers restore it.
     tails.LEAST_SPAN = rng.choice((1, 2, 4)) * cache.chunk_tokens  # type: ignore[misc]
     engine = make_engine(
         cache, scheduler, HybridWorker(cache), clock, overlapped=seed % 2 == 1,
@@ -142,12 +144,25 @@ def play(kind: str, seed: int, *, elastic: bool = False) -> Driver | None:
     return driver
 
 
+FOUND = [("window", 58, False), ("state", 9, False), ("state", 1174, False), ("state", 52, True)]
+"""Schedules that have found faults: the page of a copied last chunk was not counted (58 and 9), a candidate loaded a
+state that the same plan saved (1174), and a warm-up waited for room that nothing would make (52)."""
+
+
+@pytest.mark.parametrize(("kind", "seed", "elastic"), FOUND)
+def test_schedules_that_found_faults(
+    kind: str, seed: int, elastic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tails, "LEAST_SPAN", tails.LEAST_SPAN)
+    assert play(kind, seed, elastic=elastic) is not None
+
+
 @pytest.mark.parametrize("elastic", [False, True], ids=["one size", "elastic"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_admission_takes_more_than_it_asked_for(
     kind: str, elastic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tails, "LEAST_SPAN", tails.LEAST_SPAN)  # restored at the end
+    monkeypatch.setattr(tails, "LEAST_SPAN", tails.LEAST_SPAN)
     found = dict.fromkeys(("answers", "candidates", "suspended"), 0)
     for seed in range(SCHEDULES):
         driver = play(kind, seed, elastic=elastic)

@@ -232,6 +232,9 @@ class Tails:
         The source computes what it lacks first, so its slices are pinned whether they have contents or not.
         """
         size, at = self._size, tail.index
+        for part in map(_other, session.chunks[:at]):
+            if part.saving and part.device == NOWHERE:
+                self._tiers.discard(part)  # this plan has already made room with it
         if self.has_states:
             missing, parts = self.find(session.chunks[:at], at * size, session.length)
             add_range(missing, at * size, session.length)
