@@ -268,8 +268,12 @@ class Tiers:
 
     def place(self, part: Slice) -> None:
         part.device = self.device.take(part.group, part.holder.tenant)
-        if self._at is not None and self._page_bytes[part.group]:
-            self._at[part.group, part.device] = part
+        if self._at is not None:
+            self._changed(
+                part.holder
+            )  # with two groups, the worth of a tail counts all chunks that are cached
+            if self._page_bytes[part.group]:
+                self._at[part.group, part.device] = part
 
     def load(self, part: Slice) -> None:
         """Give a HOST slice a device page and plan the copy into it."""
