@@ -10,8 +10,8 @@ Every worker keeps this order inside a step, which makes reuse of a page within 
    reads, and each chain reads its state before it writes one;
 5. the last token of each span with a ``sample`` is sampled.
 
-A device page freed by 1 may be the target of 2, 3 or 4 of the same plan. A page that moves is the source of a
-copy in 2; its bytes may be the target of 2, 3 or 4. So bytes freed by 1 or 2 may belong to a page of the other KV
+A device page freed by 1 may be the target of 2, 3 or 4 of the same plan. So may the source of a copy in 2, whose
+slice has moved, or was evicted once the copy was planned. So bytes freed by 1 or 2 may belong to a page of the other KV
 group (``pensieve.model.groups``) from 3 on, and a target of 2 may lie in bytes that a copy of the other group
 reads. A host page is never both written by 1 and read by 3 of one plan, and the bytes of a host page that 1
 writes are not read by 3 as a page of the other group.

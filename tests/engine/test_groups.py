@@ -8,11 +8,13 @@ from collections import Counter
 
 import pytest
 
-from pensieve.config import CacheConfig, SchedulerConfig
+from pensieve.config import CacheConfig, CacheGroup, SchedulerConfig
 from pensieve.core import Sampling, pack_tokens
+from pensieve.engine.cache import tails
 from pensieve.engine.messages import Submit
 from support.engine.engine_driver import Clock, Driver, make_engine
 from support.engine.hash_worker import VOCABULARY, HashWorker, verify_beams, verify_tokens
+from support.engine.hybrid_worker import HybridOracle, HybridWorker
 from support.lengths import at_length
 
 
@@ -97,3 +99,37 @@ def test_a_search_is_suspended_as_a_whole_and_goes_on_where_it_was() -> None:
     assert running == {0, 3}, "no beam runs without the others"
     assert engine.stats().suspensions_total > 0
     assert {turn.session for turn in driver.finished} == {"old", "search"}
+
+
+GROUPS = {
+    "full": (CacheGroup("full", 0, 1, 4, 1),),
+    "window": (CacheGroup("full", 0, 2, 4, 3), CacheGroup("window", 6, 3, 4, 2)),
+}
+
+
+@pytest.mark.parametrize("cut", [0, 5], ids=["tail", "shared chunk"])
+@pytest.mark.parametrize("name", GROUPS)
+def test_candidates_that_fill_the_device(name: str, cut: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the size of the tier, a group that is admitted has a page for each candidate's last chunk: a copy of the
+    leader's *tail*, or behind a *shared chunk* that the leader itself had to copy."""
+    monkeypatch.setattr(tails, "LEAST_SPAN", 8)
+    groups, copied = GROUPS[name], 0
+    for count in (2, 3, 4):
+        for device in range(3, 20):
+            two = len(groups) == 2
+            cache = CacheConfig(device, 0, 4, decode_reserve=0.0, **({"groups": groups} if two else {}))
+            worker = HybridWorker(cache) if two else HashWorker(device, 0, 4)
+            verify = HybridOracle(groups).verify if two else verify_tokens
+            engine = make_engine(cache, SchedulerConfig(40), worker, clock := Clock())
+            limit = engine._scheduler.context_limit
+            driver = Driver(engine, clock, random.Random(0), verify, VOCABULARY, limit)
+            for session in ("s0", "s1"):
+                driver.history[session] = list(range(9))
+                driver.start_turn(session, [5], 3)
+                driver.run_until_idle()
+            if cut:
+                del driver.history["s1"][cut:]
+            driver.start_turn("s1", [50], 2, Sampling(temperature=1.0, seed=1, candidates=count))
+            driver.run_until_idle()
+            copied += sum(len(plan.copies) for plan in worker.plans)
+    assert copied, "nothing was ever copied"

@@ -79,9 +79,7 @@ class CacheManager:
         self._finder = Finder(self._shared, self._size)
         self._evictor = Evictor(config, self._tiers, self.index)
         self.shares = self._evictor.shares
-        self._tails: Tails | None = None
-        if len(config.groups) > 1:
-            self._tails = Tails(config.groups, self._tiers, self._reserve)
+        self._tails = Tails(config.groups, self._tiers, self._reserve) if len(config.groups) > 1 else None
         is_elastic = config.device_floor_bytes is not None
         self.resizer = Resizer(self._tiers, self._evictor, self._remove_emptied) if is_elastic else None
         self._sessions: dict[SessionKey, CachedSession] = {}
@@ -166,8 +164,10 @@ class CacheManager:
         common = self._finder.in_common(session, tokens, num_new, path)
         if any(chunk.saving for chunk in common):
             return None  # a plan cannot copy a chunk in that it copies out
-        # Chunks that are pinned already cost this request no page.
-        pages = self.chunks_for(len(tokens)) + branches.pages - sum(chunk.pins > 0 for chunk in common)
+        # Chunks that are pinned already cost this request no page, but it copies that of its last token.
+        last = (len(tokens) - 1) // self._size
+        pages = self.chunks_for(len(tokens)) + branches.pages
+        pages -= sum(chunk.pins > 0 for chunk in common if chunk.index < last)
         if self._tails is None:
             return pages, 0
         chunks, found = self._finder.found(session, tokens, num_new, path)

@@ -50,6 +50,7 @@ from pensieve.engine.cache.chunk import (
     Restore,
     SharedRun,
     take_front,
+    tokens_in,
 )
 from pensieve.engine.cache.restore import (
     Needs,
@@ -130,13 +131,16 @@ class Tails:
         promise = self.promise(total)
         if self.has_states:
             return max(len(parts), promise)
-        first = max(self._reach(missing[0][0] if missing else keep), 0)
-        return len(parts) + self._lacking(parts, first, promise, total)
+        return len(parts) + self._lacking(parts, missing[0][0] if missing else keep, promise, total)
 
-    def _lacking(self, parts: Collection[OtherSlice], first: int, promise: int, tokens: int) -> int:
+    def _lacking(self, parts: Collection[OtherSlice], start: int, promise: int, tokens: int) -> int:
         """Return the pages that a request with windows needs besides slices that it holds. ``promise``: pages for its
-        window, which begins at chunk ``first``. Slices elsewhere do not count towards them."""
-        near = sum(first <= part.index < first + promise for part in parts)
+        window and what it computes from ``start`` on.
+
+        Only the slices of that window count towards them: one plan may compute positions before and after slices that
+        lie ahead, and lets go of nothing in between.
+        """
+        near = sum(self._reach(start) <= part.index <= start // self._size for part in parts)
         return max(min(promise - near, self._chunks(tokens) - len(parts)), 0)
 
     def can_read(self, parts: Iterable[OtherSlice]) -> bool:
@@ -228,6 +232,9 @@ class Tails:
         The source computes what it lacks first, so its slices are pinned whether they have contents or not.
         """
         size, at = self._size, tail.index
+        for part in map(_other, session.chunks[:at]):
+            if part.saving and part.device == NOWHERE:
+                self._tiers.discard(part)  # this plan has already made room with it
         if self.has_states:
             missing, parts = self.find(session.chunks[:at], at * size, session.length)
             add_range(missing, at * size, session.length)
@@ -241,8 +248,12 @@ class Tails:
                         group[index] = size
         missing = missing_set(at * size, size, self._needs, have)
         found = reads(at * size, size, self._needs, missing)[1]
-        parts = [_other(chunk) for first, last in found for chunk in session.chunks[first:last]]
-        self.begin(session, [*missing, (at * size, session.length)], [*parts, _other(tail)])
+        chunks = [
+            chunk for first, last in found for chunk in session.chunks[first:last] if have[1][chunk.index]
+        ]
+        if len(chunks) >= self.promise(session.length):  # more than is promised, with the tail: see ``find``
+            missing, chunks = [(0, at * size)], []
+        self.begin(session, [*missing, (at * size, session.length)], map(_other, [*chunks, tail]))
 
     def on_device(self, session: CachedSession) -> list[OtherSlice]:
         """Return the slices of a session on the device that an eviction may save."""
@@ -282,6 +293,7 @@ class Tails:
         start = session.runs[0][0] if session.runs else session.length
         owed = [(low, min(high, start)) for low, high in leaver.runs if low < start]
         session.runs.extendleft(reversed(owed))
+        session.held_from = min(session.held_from, leaver.held_from)
         self._hold(session, leaver.held)
         self.keep_promise(session)
 
@@ -381,16 +393,18 @@ class Tails:
         self._written.update(written)
         self._runs.setdefault(session, []).append(_StateRun(start, end, read, boundary, live))
 
-    def _hold(self, session: CachedSession, parts: Iterable[OtherSlice]) -> None:
+    def _hold(self, session: CachedSession, parts: Iterable[OtherSlice]) -> int:
+        """Hold slices; return how many were not held before."""
         new = [part for part in dict.fromkeys(parts) if part not in session.held]
         if new:
             session.held.update(dict.fromkeys(new))
             session.window_table = None
             self._tiers.pin(new)
+        return len(new)
 
     def _place(self, session: CachedSession, parts: Sequence[OtherSlice], now: float) -> None:
-        self._hold(session, parts)
-        self.keep_promise(session)
+        """Hold slices that the plan being made writes or reads, in pages that were promised, and bring them."""
+        self._set_promise(session, max(session.promised - self._hold(session, parts), 0))
         absent = [part for part in parts if part.device == NOWHERE]
         if absent:
             session.window_table = None
@@ -403,16 +417,22 @@ class Tails:
         return max(self._due(session, tokens) - session.promised, 0)
 
     def keep_promise(self, session: CachedSession) -> None:
-        """Keep the promise of pages to a request up to date: those that it holds count as kept."""
-        promised = self._due(session, max(session.length, 1)) if session.running else 0
-        self._tiers.promised += promised - session.promised
-        session.promised = promised
+        """Keep the promise of pages to a request up to date: those that it holds count as kept.
+
+        Not while a plan takes its pages: the request lets go of nothing before the launch.
+        """
+        self._set_promise(session, self._due(session, max(session.length, 1)) if session.running else 0)
+
+    def _set_promise(self, session: CachedSession, pages: int) -> None:
+        self._tiers.promised += pages - session.promised
+        session.promised = pages
 
     def _due(self, session: CachedSession, tokens: int) -> int:
-        promise = self.promise(tokens, decoding=not session.runs)
         if self.has_states:
-            return max(promise - len(session.held), 0)
-        return self._lacking(session.held, session.held_from, promise, tokens)
+            return max(self.promise(tokens, decoding=not session.runs) - len(session.held), 0)
+        start = session.runs[0][0] if session.runs else tokens - 1
+        promise = self.promise(tokens, decoding=tokens_in(session.runs) <= self._size)
+        return self._lacking(session.held, start, promise, tokens)
 
     # -- the plan being made -----------------------------------------------------------------------------------------
 

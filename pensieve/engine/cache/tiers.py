@@ -126,9 +126,6 @@ class Tiers:
         """Slices that the plan being made writes to. Their host copies are stale afterwards."""
         self._fresh: set[Slice] = set()
         """Shared slices that the plan being made writes to."""
-        self._copied: list[Slice] = []
-        """Sources of copies on the device in the plan being made, pinned so that their pages are not
-        overwritten."""
         self._moved: dict[Slice, int] = {}
         """Slices that the plan being made moves, and the page that each had before: copies still read that page."""
 
@@ -271,8 +268,12 @@ class Tiers:
 
     def place(self, part: Slice) -> None:
         part.device = self.device.take(part.group, part.holder.tenant)
-        if self._at is not None and self._page_bytes[part.group]:
-            self._at[part.group, part.device] = part
+        if self._at is not None:
+            self._changed(
+                part.holder
+            )  # with two groups, the worth of a tail counts all chunks that are cached
+            if self._page_bytes[part.group]:
+                self._at[part.group, part.device] = part
 
     def load(self, part: Slice) -> None:
         """Give a HOST slice a device page and plan the copy into it."""
@@ -289,9 +290,10 @@ class Tiers:
             self.place(part)
 
     def copy(self, source: Slice, target: Slice, filled: int) -> None:
-        """Give a new slice a device page and plan the copy of the first ``filled`` tokens of ``source``."""
-        self.pin((source,))
-        self._copied.append(source)
+        """Give a new slice a device page and plan the copy of the first ``filled`` tokens of ``source``.
+
+        The source needs no pin: a plan reads the sources of all copies before it writes to any page.
+        """
         self.place(target)
         target.filled = filled
         target.loading = True
@@ -452,9 +454,6 @@ class Tiers:
         self._stale.clear()
         self._fresh.clear()
         self._moved.clear()
-        for part in self._copied:
-            self.unpin((part,))
-        self._copied.clear()
 
 
 def _pools(config: CacheConfig) -> tuple[PagePool, PagePool]:

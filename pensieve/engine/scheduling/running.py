@@ -99,9 +99,7 @@ class RunningSet:
         if self._cache.has_states:
             for fork in forks:
                 self._register(fork)
-                # It waits already if its leader was suspended before it could branch off.
-                if fork not in self._branching:
-                    self._branching.append(fork)
+                self._branching.append(fork)
             return [request]
         # Before any work is taken: only KV that the leader already has in its last chunk can be copied.
         for fork in forks:
@@ -164,7 +162,15 @@ class RunningSet:
         target.on_branched(ranges)
 
     def _forks(self, source: Request) -> list[Request]:
-        return [] if source.group is None else source.group.forks(source)
+        """Return the requests that branch off a waiting one when it is admitted.
+
+        Not those that have waited since its first admission, because it was suspended before they could branch off.
+        They have places, and find pages of their own (``_branch_late``). An empty device may be too small for them
+        beside the leader, which has grown.
+        """
+        if source.group is None:
+            return []
+        return [fork for fork in source.group.forks(source) if fork not in self._branching]
 
     def _register(self, request: Request) -> None:
         if request.key not in self._by_key:

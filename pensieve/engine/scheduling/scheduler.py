@@ -246,7 +246,7 @@ class Scheduler:
         for request in decoding:
             if request.in_batch and request.source is None:
                 self._running.make_room(request, now)
-        # Only now: a request suspended to make room computes nothing, and the sources of copies stay in place.
+        # Only now: a request suspended to make room computes nothing, and branches off nothing.
         if self._running.branch_all(now):
             decoding = self._decoding()
         staying = [request for request in decoding if request.in_batch]

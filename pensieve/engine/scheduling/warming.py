@@ -85,9 +85,13 @@ class WarmUps:
                 del self._pending[session]
                 continue
             later = needs.needs_compute and len(running) > 0  # also because its chunks may be copied now
-            if later or not self._cache.can_admit(
-                session, request.context, 0, reserve=False, path=request.path
-            ):
+            if later:
+                continue
+            context, path = request.context, request.path
+            if not self._cache.can_admit(session, context, 0, reserve=False, path=path):
+                waits = self._cache.pages_to_pin(session, context, 0, path=path) is None
+                if not running and not waits:
+                    del self._pending[session]  # one group's end is too short, and no turn asks for more
                 continue
             del self._pending[session]
             restore = self._cache.admit(

@@ -77,8 +77,6 @@ def adopts_in_name_only(self: SharedChunks, session: CachedSession, chunks: Sequ
 
 def uncopied(self: Tiers, source: Chunk, target: Chunk, filled: int) -> None:
     """A tail counts as copied, and is not."""
-    self.pin((source,))
-    self._copied.append(source)
     self.place(target)
     target.filled = filled
 

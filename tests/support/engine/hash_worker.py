@@ -107,8 +107,8 @@ class HashWorker(SynchronousWorker):
         self.plans.append(plan)
         for copy in plan.swap_out:
             self.host[copy.dst] = self.device[copy.src]
-        for copy in plan.copies:
-            self.device[copy.dst] = self.device[copy.src]
+        sources = self.device[[copy.src for copy in plan.copies]]  # all are read before any target is written
+        self.device[[copy.dst for copy in plan.copies]] = sources
         for copy in plan.swap_in:
             self.device[copy.dst] = self.host[copy.src]
         sampled: list[Sampled] = []
