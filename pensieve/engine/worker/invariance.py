@@ -131,7 +131,7 @@ def _cancelling(
     rows: int, like: torch.Tensor, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return inputs [rows, I] and a weight of the shape, dtype and layout of ``like`` whose product would be 0 without
-    rounding. The remainder shows the order of the additions in every bit, where an ordinary product would round it away.
+    rounding. The remainder shows the order of the additions in every bit; an ordinary product would round it away.
     """
     out, inner = like.shape
     half = inner // 2
