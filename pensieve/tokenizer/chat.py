@@ -23,7 +23,7 @@ import numpy as np
 
 from pensieve.core import Role, TokenArray, TokenText
 from pensieve.errors import InvalidArgument
-from pensieve.speech import SHOWN_MARKS, CallForm, FunctionCall, SpeechForm, call_prefix
+from pensieve.speech import CallForm, FunctionCall, SpeechForm, call_prefix
 from pensieve.tokenizer.delta import (
     DeltaRenderer,
     EosTexts,
@@ -36,7 +36,7 @@ from pensieve.tokenizer.delta import (
 )
 from pensieve.tokenizer.detokenizer import Detokenizer, TokenBytes
 from pensieve.tokenizer.encoding import Preceding, TextEncoder, added_words
-from pensieve.tokenizer.folder import TokenizerFolder, read_folder, words_without_embedding
+from pensieve.tokenizer.folder import TokenizerFolder, hidden_ids, read_folder, words_without_embedding
 from pensieve.tokenizer.marked import Roles
 from pensieve.tokenizer.template import PLAIN_TEMPLATE, ChatTemplate, TemplateError, plain_text
 from pensieve.tokenizer.tools import Tools, call_form_for
@@ -79,13 +79,8 @@ class ChatTokenizer:
         end = EosTexts(eos_texts).after(closing, 0, len(closing))
         behind = self._encoder.encode(closing[end:], Preceding.CONTROL).ids if end is not None else []
         self._ends = EosTexts(eos_texts, tuple(behind))
-        special = {
-            i
-            for i, token in folder.backend.get_added_tokens_decoder().items()
-            # Those that open a call are shown: they distinguish a call from text.
-            if token.special and token.content not in SHOWN_MARKS
-        }
-        self._token_bytes = TokenBytes(folder.backend, folder.decoder, frozenset(special))
+        special = hidden_ids(folder.backend)
+        self._token_bytes = TokenBytes(folder.backend, folder.decoder, special)
         self._control_ids = {self._token_bytes.name(token): token for token in special}
         self.vocab_size: int = folder.vocab_size
         """Ids below this are valid input."""
