@@ -6,7 +6,7 @@ import json
 import random
 import re
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,14 +14,11 @@ import jsonschema
 import pytest
 
 from pensieve.config import CacheConfig, SchedulerConfig
-from pensieve.core import FinishReason, Grammar, RequestKey, Sampling, pack_tokens
-from pensieve.engine.engine import Engine
+from pensieve.core import FinishReason, Grammar, Sampling
 from pensieve.engine.grammar import matchers
-from pensieve.engine.grammar.matchers import SLOWEST_MASKS, Matchers
-from pensieve.engine.grammar.prototypes import Prototypes
+from pensieve.engine.grammar.matchers import SLOWEST_MASKS
 from pensieve.engine.grammar.structured import Structured
-from pensieve.engine.messages import Cancel, Event, Failed, Finished, Output, Submit
-from pensieve.engine.plan import TokenMask
+from pensieve.engine.messages import Cancel
 from support.engine.choosing import (
     EOS,
     PIECES,
@@ -34,6 +31,8 @@ from support.engine.choosing import (
     text_of,
 )
 from support.engine.engine_driver import Clock, make_engine
+from support.engine.structured_rig import Answers, LateMatchers, make_structured
+from support.lengths import at_length
 
 TOKENIZER = make_tokenizer()
 LIMIT = 200
@@ -52,88 +51,52 @@ WORDS = grammar("start: /[a-f]{3,12}/")
 CHOICE = grammar('start: "yes" | "no" | "maybe"')
 
 
-class LateMatchers(Matchers):
-    """Masks that are late at random, although they are there."""
-
-    def __init__(self, threads: int, rng: random.Random) -> None:
-        super().__init__(threads)
-        self.rng = rng
-        self.lates = 0
-
-    def collect(self, keys: Collection[RequestKey], *, others: bool) -> dict[RequestKey, TokenMask]:
-        found = super().collect(keys, others=others)
-        kept = {key: mask for key, mask in found.items() if self.rng.random() < 0.7}
-        self.lates += len(found) - len(kept)
-        return kept
-
-
 @dataclass
 class Rig:
-    """An engine around a ``ChoosingWorker``, and the answers that came of it."""
+    """An engine around a ``ChoosingWorker``."""
 
     overlapped: bool = False
     late: random.Random | None = None
     device: int = 400
     host: int = 100
     max_running: int = 16
-    outputs: dict[tuple[int, int], list[int]] = field(default_factory=dict)
-    ended: dict[int, FinishReason | str] = field(default_factory=dict)
-    engine: Engine = field(init=False)
+    answers: Answers = field(init=False)
     structured: Structured = field(init=False)
 
     def __post_init__(self) -> None:
-        clock, size = Clock(), 8
+        size = 8
         cache = CacheConfig(self.device // size, self.host // size, size)
         scheduler = SchedulerConfig(
             context_limit=LIMIT, eos_token_ids=(EOS,), max_batch_tokens=64, max_running=self.max_running
         )
-        self.structured = Structured(Prototypes(lambda: TOKENIZER, VOCAB), threads=1)
-        if self.late is not None:
-            self.structured.matchers.close()
-            self.structured.matchers = LateMatchers(1, self.late)
+        self.structured = make_structured(TOKENIZER, VOCAB, self.late)
         worker = ChoosingWorker(cache.device_chunks, cache.host_chunks, size)
-        self.engine = make_engine(
-            cache, scheduler, worker, clock, VOCAB, overlapped=self.overlapped, structured=self.structured
+        self.answers = Answers(
+            make_engine(
+                cache,
+                scheduler,
+                worker,
+                Clock(),
+                VOCAB,
+                overlapped=self.overlapped,
+                structured=self.structured,
+            )
         )
-
-    def submit(self, request: int, context: list[int], sampling: Sampling, session: str = "") -> None:
-        command = Submit(request, session or f"s{request}", pack_tokens(context), len(context), sampling)
-        self.take(self.engine.handle(command))
-
-    def take(self, events: list[Event]) -> None:
-        for event in events:
-            if isinstance(event, Output):
-                self.outputs.setdefault((event.request, event.candidate), []).extend(event.token_ids)
-            elif isinstance(event, Finished | Failed):
-                self.ended[event.request] = event.reason
-
-    def step(self) -> None:
-        before = self.engine.stats().steps_total
-        self.take(self.engine.step())
-        self.engine.check()
-        if self.engine.stats().steps_total == before:
-            time.sleep(0.0005)  # a grammar is being compiled, or a mask is late
-
-    def run(self) -> None:
-        until = time.monotonic() + 60
-        while self.engine.has_work:
-            self.step()
-            assert time.monotonic() < until, "stuck"
 
     def check(self, request: int, context: list[int], sampling: Sampling) -> None:
         """The answer is that of a stateless run."""
         for candidate in range(sampling.candidates):
             tokens, reason = expected(TOKENIZER, context, sampling, LIMIT, candidate)
-            assert self.outputs[request, candidate] == tokens
+            assert self.answers.outputs[request, candidate] == tokens
             if candidate == 0:
-                assert self.ended[request] is reason
+                assert self.answers.ended[request] is reason
 
 
 @pytest.fixture
 def rig() -> Iterator[Rig]:
     made = Rig()
     yield made
-    made.engine.close()
+    made.answers.engine.close()
 
 
 def prompt(text: str) -> list[int]:
@@ -164,7 +127,7 @@ def random_sampling(rng: random.Random) -> Sampling:
     return Sampling(**values)
 
 
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", range(at_length(8, 200)))
 def test_answers_are_those_of_a_stateless_run(seed: int) -> None:
     """Batched, overlapped, suspended, with late masks, cancelled neighbours and several turns of a session."""
     rng = random.Random(seed)
@@ -178,9 +141,9 @@ def test_answers_are_those_of_a_stateless_run(seed: int) -> None:
     asked: dict[int, tuple[str, list[int], Sampling]] = {}
     histories: dict[str, list[int]] = {}
     cancelled = set()
-    for request in range(1, 13):
+    for request in range(1, 16):
         session = f"s{rng.randrange(6)}"
-        if any(name == session and key not in made.ended for key, (name, _, _) in asked.items()):
+        if any(name == session and key not in made.answers.ended for key, (name, _, _) in asked.items()):
             continue
         known = histories.get(session, [])
         context = [*known, *(rng.randrange(2, 97) for _ in range(rng.randrange(1, 30)))]
@@ -188,59 +151,65 @@ def test_answers_are_those_of_a_stateless_run(seed: int) -> None:
             continue
         sampling = random_sampling(rng)
         asked[request] = session, context, sampling
-        made.submit(request, context, sampling, session)
+        made.answers.submit(request, context, sampling, session)
         for _ in range(rng.choice((0, 1, 5, 40))):
-            made.step()
-        if rng.random() < 0.1 and request not in made.ended:
-            made.take(made.engine.handle(Cancel(request)))
+            made.answers.step()
+        if rng.random() < 0.1 and request not in made.answers.ended:
+            made.answers.take(made.answers.engine.handle(Cancel(request)))
             cancelled.add(request)
-            made.ended[request] = "cancelled"
+            made.answers.ended[request] = "cancelled"
         for key, (name, before, _) in asked.items():
-            if key in made.ended and (key, 0) in made.outputs:
-                histories[name] = max(histories.get(name, []), [*before, *made.outputs[key, 0]], key=len)
-    made.run()
+            if key in made.answers.ended and (key, 0) in made.answers.outputs:
+                histories[name] = max(
+                    histories.get(name, []), [*before, *made.answers.outputs[key, 0]], key=len
+                )
+    made.answers.run()
     for request, (_, context, sampling) in asked.items():
         if request not in cancelled:
             made.check(request, context, sampling)
     if isinstance(made.structured.matchers, LateMatchers):
         assert made.structured.matchers.lates, "no mask was late"
-    made.engine.close()
+    made.answers.engine.close()
 
 
 def test_answers_match_and_end(rig: Rig) -> None:
     values = {"temperature": 1.0, "max_output_tokens": 120}
     for request in range(1, 10):
-        rig.submit(request, prompt(f"tell {request}"), Sampling(grammar=JSON, seed=request, **values))
-    rig.submit(20, prompt("pick"), Sampling(grammar=CHOICE, seed=1, ignore_eos=True, **values))
-    rig.submit(21, prompt("say"), Sampling(grammar=WORDS, min_output_tokens=100, seed=1, **values))
-    rig.run()
+        rig.answers.submit(request, prompt(f"tell {request}"), Sampling(grammar=JSON, seed=request, **values))
+    rig.answers.submit(20, prompt("pick"), Sampling(grammar=CHOICE, seed=1, ignore_eos=True, **values))
+    rig.answers.submit(21, prompt("say"), Sampling(grammar=WORDS, min_output_tokens=100, seed=1, **values))
+    rig.answers.run()
     ended = 0
     for request in range(1, 10):
-        if rig.ended[request] is FinishReason.EOS:
+        if rig.answers.ended[request] is FinishReason.EOS:
             ended += 1
-            jsonschema.validate(json.loads(text_of(rig.outputs[request, 0])), SCHEMA)
+            jsonschema.validate(json.loads(text_of(rig.answers.outputs[request, 0])), SCHEMA)
     assert ended
     # Neither may go on past the end of its grammar.
-    assert rig.ended[20] is FinishReason.EOS and text_of(rig.outputs[20, 0]) in ("yes", "no", "maybe")
-    assert re.fullmatch("[a-f]{12}", text_of(rig.outputs[21, 0]))
+    assert rig.answers.ended[20] is FinishReason.EOS and text_of(rig.answers.outputs[20, 0]) in (
+        "yes",
+        "no",
+        "maybe",
+    )
+    assert re.fullmatch("[a-f]{12}", text_of(rig.answers.outputs[21, 0]))
 
 
 def test_a_plain_answer_is_the_same_beside_structured_ones(rig: Rig) -> None:
     plain = Sampling(temperature=1.0, seed=5, max_output_tokens=40)
-    rig.submit(1, prompt("hello"), plain)
+    rig.answers.submit(1, prompt("hello"), plain)
     for request in range(2, 6):
-        rig.submit(request, prompt("hello"), Sampling(grammar=JSON, max_output_tokens=60))
-    rig.run()
+        rig.answers.submit(request, prompt("hello"), Sampling(grammar=JSON, max_output_tokens=60))
+    rig.answers.run()
     rig.check(1, prompt("hello"), plain)
 
 
 def test_a_request_waits_for_its_grammar_and_can_be_cancelled(rig: Rig) -> None:
-    rig.submit(1, prompt("one"), Sampling(grammar=JSON, max_output_tokens=5))
-    assert rig.engine.has_work
-    rig.take(rig.engine.handle(Cancel(1)))
-    assert not rig.engine.has_work
-    rig.run()
-    assert not rig.outputs
+    rig.answers.submit(1, prompt("one"), Sampling(grammar=JSON, max_output_tokens=5))
+    assert rig.answers.engine.has_work
+    rig.answers.take(rig.answers.engine.handle(Cancel(1)))
+    assert not rig.answers.engine.has_work
+    rig.answers.run()
+    assert not rig.answers.outputs
 
 
 @pytest.mark.parametrize("overlapped", [False, True])
@@ -248,7 +217,7 @@ def test_a_grammar_over_the_limits_ends_its_own_turn_only(overlapped: bool) -> N
     made = Rig(overlapped=overlapped)
     costly = grammar('start: a\na: "x" a "y" | a a | "x" | ""', step_items=20)
     fine = Sampling(grammar=WORDS, max_output_tokens=20)
-    made.submit(
+    made.answers.submit(
         1,
         prompt("costly"),
         Sampling(
@@ -259,33 +228,33 @@ def test_a_grammar_over_the_limits_ends_its_own_turn_only(overlapped: bool) -> N
             logit_bias={PIECES.index(b"x"): 50.0},
         ),
     )
-    made.submit(2, prompt("fine"), fine)
-    made.run()
-    assert made.ended[1] == "GRAMMAR_TOO_COSTLY"
+    made.answers.submit(2, prompt("fine"), fine)
+    made.answers.run()
+    assert made.answers.ended[1] == "GRAMMAR_TOO_COSTLY"
     made.check(2, prompt("fine"), fine)
-    assert made.engine.stats().running == 0
-    made.engine.close()
+    assert made.answers.engine.stats().running == 0
+    made.answers.engine.close()
 
 
 def test_an_invalid_grammar_is_refused_alone(rig: Rig) -> None:
-    rig.submit(1, prompt("bad"), Sampling(grammar=Grammar("start: nothing")))
-    rig.submit(2, prompt("fine"), Sampling(max_output_tokens=3))
-    rig.run()
-    assert rig.ended == {1: "GRAMMAR_TOO_COSTLY", 2: FinishReason.LENGTH}
+    rig.answers.submit(1, prompt("bad"), Sampling(grammar=Grammar("start: nothing")))
+    rig.answers.submit(2, prompt("fine"), Sampling(max_output_tokens=3))
+    rig.answers.run()
+    assert rig.answers.ended == {1: "GRAMMAR_TOO_COSTLY", 2: FinishReason.LENGTH}
 
 
 def test_beams_and_openings_are_refused(rig: Rig) -> None:
-    rig.submit(1, prompt("x"), Sampling(grammar=JSON, beam_width=2, max_output_tokens=4))
-    rig.submit(2, prompt("x"), Sampling(grammar=JSON, opening=(5,)))
-    assert rig.ended == {1: "ENGINE_FAILED", 2: "ENGINE_FAILED"}
+    rig.answers.submit(1, prompt("x"), Sampling(grammar=JSON, beam_width=2, max_output_tokens=4))
+    rig.answers.submit(2, prompt("x"), Sampling(grammar=JSON, opening=(5,)))
+    assert rig.answers.ended == {1: "ENGINE_FAILED", 2: "ENGINE_FAILED"}
 
 
 def test_long_masks_end_the_turn(monkeypatch: pytest.MonkeyPatch, rig: Rig) -> None:
     monkeypatch.setattr("pensieve.engine.grammar.matchers.LONGEST_MASK_S", -1.0)  # every mask takes longer
-    rig.submit(1, prompt("x"), Sampling(grammar=WORDS, max_output_tokens=50))
-    rig.run()
-    assert rig.ended[1] == "GRAMMAR_TOO_COSTLY"
-    assert len(rig.outputs[1, 0]) == SLOWEST_MASKS
+    rig.answers.submit(1, prompt("x"), Sampling(grammar=WORDS, max_output_tokens=50))
+    rig.answers.run()
+    assert rig.answers.ended[1] == "GRAMMAR_TOO_COSTLY"
+    assert len(rig.answers.outputs[1, 0]) == SLOWEST_MASKS
 
 
 def test_a_slow_grammar_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,20 +270,20 @@ def test_a_slow_grammar_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> No
 
     original = matchers._Row.advance
     monkeypatch.setattr(matchers._Row, "advance", waiting)
-    made.submit(1, prompt("held"), held)
-    while (1, 0) not in made.outputs:
-        made.step()
-    made.submit(2, prompt("plain"), plain)
-    until = made.engine.stats().steps_total + 40
-    while 2 not in made.ended:
-        made.step()
-        assert made.engine.stats().steps_total < until
-    assert len(made.outputs[1, 0]) == 1
+    made.answers.submit(1, prompt("held"), held)
+    while (1, 0) not in made.answers.outputs:
+        made.answers.step()
+    made.answers.submit(2, prompt("plain"), plain)
+    until = made.answers.engine.stats().steps_total + 40
+    while 2 not in made.answers.ended:
+        made.answers.step()
+        assert made.answers.engine.stats().steps_total < until
+    assert len(made.answers.outputs[1, 0]) == 1
     go_on.append(True)
-    made.run()
+    made.answers.run()
     made.check(1, prompt("held"), held)
     made.check(2, prompt("plain"), plain)
-    made.engine.close()
+    made.answers.engine.close()
 
 
 def test_requests_with_penalties_sit_out_no_step() -> None:
@@ -322,12 +291,12 @@ def test_requests_with_penalties_sit_out_no_step() -> None:
     for overlapped in (False, True):
         made = Rig(overlapped=overlapped)
         sampling = Sampling(repetition_penalty=1.5, max_output_tokens=30, ignore_eos=True)
-        made.submit(1, prompt("again and again"), sampling)
-        made.run()
+        made.answers.submit(1, prompt("again and again"), sampling)
+        made.answers.run()
         made.check(
             1,
             prompt("again and again"),
             Sampling(repetition_penalty=1.5, max_output_tokens=30, min_output_tokens=30),
         )
-        steps[overlapped] = made.engine.stats().steps_total
+        steps[overlapped] = made.answers.engine.stats().steps_total
     assert steps[True] <= steps[False] + 1

@@ -41,15 +41,17 @@ class _Vocabulary:
     eos_token_id = EOS
     bos_token_id = None
     special_token_ids = (EOS, STOP)
-    tokens = (*PIECES, *[b""] * (VOCAB - len(PIECES)))
+
+    def __init__(self, vocab: int) -> None:
+        self.tokens = [*PIECES, *[b""] * (vocab - len(PIECES))]
 
     def __call__(self, text: str | bytes) -> list[int]:
         data = text if isinstance(text, bytes) else text.encode()
         return [PIECES.index(bytes([byte])) for byte in data]
 
 
-def make_tokenizer() -> LLTokenizer:
-    return LLTokenizer(TokenizerWrapper(_Vocabulary()), n_vocab=VOCAB, eos_token=[EOS])
+def make_tokenizer(vocab: int = VOCAB) -> LLTokenizer:
+    return LLTokenizer(TokenizerWrapper(_Vocabulary(vocab)), n_vocab=vocab, eos_token=[EOS])
 
 
 def grammar(lark: str, **values: Any) -> Grammar:
