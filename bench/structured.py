@@ -77,7 +77,8 @@ def schema(fields: int, *, salt: int = 0) -> Grammar:
     """A grammar of an object with so many fields of several types. ``salt`` makes it another grammar."""
     kinds: list[dict[str, Any]] = [
         {"type": "string", "maxLength": 24}, {"type": "integer"},
-        {"type": "array", "items": {"type": "string", "maxLength": 8}}, {"enum": ["low", "medium", "high"]}, {"type": "boolean"},
+        {"type": "array", "items": {"type": "string", "maxLength": 8}}, 
+        {"enum": ["low", "medium", "high"]}, {"type": "boolean"},
     ]  # fmt: skip
     names = [f"field_{salt}_{number}" for number in range(fields)]
     made = {
