@@ -1,4 +1,4 @@
-"""What grammars cost: compiling, masks, and steps in which some or all answers follow one.
+"""The cost of grammars: compiling, masks, and steps in which some or all answers follow one.
 
 ``masks`` needs no model. ``steps`` runs the whole engine on random weights, with none, half or all of the requests
 under a grammar, and with all under penalties. The kinds alternate, and steps count while all requests decode.

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class _Vocabulary:
-    """What ``llguidance.TokenizerWrapper`` reads of a tokenizer."""
+    """The parts of a tokenizer that ``llguidance.TokenizerWrapper`` reads."""
 
     bos_token_id = None
 

@@ -45,7 +45,7 @@ def make_structured(tokenizer: LLTokenizer, vocab: int, late: random.Random | No
 
 @dataclass
 class Answers:
-    """What a client sees of an engine's turns."""
+    """An engine's turns, as a client sees them."""
 
     engine: Engine
     outputs: dict[tuple[int, int], list[int]] = field(default_factory=dict)
