@@ -86,6 +86,10 @@ class ChatTokenizer:
             if token.special and token.content not in SHOWN_MARKS
         }
         self._token_bytes = TokenBytes(folder.backend, folder.decoder, frozenset(special))
+        added = folder.backend.get_added_tokens_decoder().items()
+        self._mark_ids = {
+            token.content: i for i, token in added if token.content in SHOWN_MARKS and i < folder.vocab_size
+        }
         self._control_ids = {self._token_bytes.name(token): token for token in special}
         self.vocab_size: int = folder.vocab_size
         """Ids below this are valid input."""
@@ -248,6 +252,14 @@ class ChatTokenizer:
             if ids is not None and stream.push(ids) == text and not stream.pending:
                 return tuple(ids)
         return None
+
+    def mark_id(self, mark: str) -> int | None:
+        """The id of the token that stands for a mark of calls or thoughts; None if the vocabulary has none."""
+        return self._mark_ids.get(mark)
+
+    @property
+    def template_source(self) -> str:
+        return self._template.source
 
     def detokenizer(self) -> Detokenizer:
         return Detokenizer(self._token_bytes)

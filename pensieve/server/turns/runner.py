@@ -22,6 +22,7 @@ from pensieve.errors import DataLoss, NotFound, TurnFenced, Unavailable
 from pensieve.server import ids
 from pensieve.server.admission import text_length
 from pensieve.server.clock import now_ms
+from pensieve.server.grammars.checker import GrammarChecker
 from pensieve.server.history.binding import ServedModel
 from pensieve.server.history.cuts import system_item, truncated_to
 from pensieve.server.history.rendering import ContextRoom, ItemStamp, PreparedTurn, with_frame
@@ -41,6 +42,7 @@ from pensieve.server.turns.lease import (
 )
 from pensieve.server.turns.record import CommittedTurn
 from pensieve.server.turns.run import Order, RunState, TurnRun
+from pensieve.server.turns.shape import answer_shape, with_grammar, with_opening
 from pensieve.server.turns.text import OutputText
 from pensieve.server.values import Accepted, InputEntry, ProgressView, TurnFrame, TurnView
 from pensieve.store import Began, BeginRequest, Counts, Key, Replay
@@ -58,6 +60,7 @@ class TurnRunner:
         link: EngineLink,
         served: ServedModel,
         settings: TurnSettings,
+        checker: GrammarChecker,
     ) -> None:
         self._transcript = transcript
         self._store = transcript.store
@@ -65,6 +68,7 @@ class TurnRunner:
         self._link = link
         self._served = served
         self._settings = settings
+        self._checker = checker
         self._leases = LeaseKeeper(self._store, settings.lease_s)
         self._releaser = LeaseReleaser(self._store, settings.lease_s)
 
@@ -167,8 +171,14 @@ class TurnRunner:
             prepared = replace(prepared, context=shown.context, num_new=shown.num_new)
             config = other.config
         self._served.check_tokens(prepared.context, self._link.info.vocab_size)
-        values = sampling.with_calls(values, spec.calls, config, self._renderer.tokenizer)
-        self._served.check_tokens(np.array(values.opening, dtype=np.int32), self._link.info.vocab_size)
+        shape = answer_shape(
+            spec, config.tools, self._renderer.tokenizer, is_prompted=len(prepared.prompt) > 0
+        )
+        if shape is not None:
+            tenant = run.key.tenant
+            values = with_opening(values, shape, self._renderer.tokenizer)
+            values = await with_grammar(values, shape, self._renderer.tokenizer, self._checker, tenant)
+            self._served.check_tokens(np.array(values.opening, dtype=np.int32), self._link.info.vocab_size)
         if run.ticket is not None:
             chars = 0 if any(entry.tokens is not None for entry in spec.input) else text_length(spec)
             history = len(prepared.context) - prepared.num_fresh
