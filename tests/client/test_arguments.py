@@ -335,7 +335,8 @@ def test_a_call_without_end() -> None:
         ("top_logprobs", -1), ("max_chunk_tokens", "4"), ("max_chunk_delay", float("nan")), ("token_ids", "no"),
         ("expected_revision", -1), ("replace_after_item", 1 << 64), ("priority", "high"), ("max_duration", "3"),
         ("next_turn_in", float("inf")), ("importance", "much"), ("annotations", {"a": 1}), ("mark", "\ud800"),
-        ("must_call", True), ("single_call", "yes"),
+        ("must_call", True), ("single_call", "yes"), ("strict_calls", "one"), ("allowed_calls", [3]),
+        ("schema", {"a": float("nan")}), ("schema", int), ("choice", "yes"), ("choice", [1]), ("regex", 3), ("lark", b""),
     ],
 )  # fmt: skip
 def test_a_value_that_cannot_be_is_told_by_its_option(option: str, value: object) -> None:

@@ -45,6 +45,7 @@ from pensieve.server.turns.run import Order, RunState, TurnRun
 from pensieve.server.turns.shape import answer_shape, with_grammar, with_opening
 from pensieve.server.turns.text import OutputText
 from pensieve.server.values import Accepted, InputEntry, ProgressView, TurnFrame, TurnView
+from pensieve.speech import FirstCall
 from pensieve.store import Began, BeginRequest, Counts, Key, Replay
 from pensieve.store.records import History, Record, SessionRow
 
@@ -183,6 +184,7 @@ class TurnRunner:
             chars = 0 if any(entry.tokens is not None for entry in spec.input) else text_length(spec)
             history = len(prepared.context) - prepared.num_fresh
             run.ticket.on_rendered(chars, prepared.num_new, prepared.num_fresh, history)
+        speech = replace(self._renderer.tokenizer.speech, tagged=spec.format is not None)
         outputs = [
             OutputText(
                 self._renderer.tokenizer,
@@ -191,7 +193,7 @@ class TurnRunner:
                 # Verbatim tokens have no generation prompt after them: the answer is plain text, without
                 # thoughts.
                 thinks=len(prepared.prompt) > 0,
-                one_call=spec.calls.one and bool(config.tools),
+                first_call=FirstCall(speech) if spec.calls.one and config.tools else None,
             )
             for _ in range(values.candidates)
         ]

@@ -28,11 +28,11 @@ class OutputText:
         min_tokens: int = 0,
         *,
         thinks: bool = False,
-        one_call: bool = False,
+        first_call: FirstCall | None = None,
     ) -> None:
         """Stop strings count from the ``min_tokens``-th token on, and not in a thought, with which the answer
         may begin if it ``thinks``. The name of a control token is also a stop token, even in a thought.
-        ``one_call``: end after the first call."""
+        ``first_call``: end after the call that it finds."""
         self._tokenizer = tokenizer
         self._stream = tokenizer.detokenizer()
         self._matcher = StopMatcher(stops)
@@ -43,7 +43,7 @@ class OutputText:
         self._unmatched = ""
         """Text of which it is undecided whether it begins a thought."""
         self._min_tokens = min_tokens
-        self._first_call = FirstCall(tokenizer.speech) if one_call else None
+        self._first_call = first_call
         self._chars = 0
         self._final_chars = 0
         self._undecided: list[tuple[int, int]] = []
