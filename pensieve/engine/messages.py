@@ -135,7 +135,7 @@ class Finished(msgspec.Struct, frozen=True, tag="finished"):
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """A request cannot be served. ``reason``: see docs/errors.md (CONTEXT_LIMIT_EXCEEDED, GRAMMAR_TOO_COSTLY and so on)."""
+    """A request cannot be served. ``reason``: see docs/errors.md (such as GRAMMAR_TOO_COSTLY)."""
 
     request: int
     reason: str

@@ -13,7 +13,6 @@ import logging
 from dataclasses import replace
 
 import msgspec
-import numpy as np
 
 from pensieve.core import CandidateChoice, Phase, Role, pack_tokens
 from pensieve.debug import async_failpoint
@@ -42,7 +41,7 @@ from pensieve.server.turns.lease import (
 )
 from pensieve.server.turns.record import CommittedTurn
 from pensieve.server.turns.run import Order, RunState, TurnRun
-from pensieve.server.turns.shape import answer_shape, with_grammar, with_opening
+from pensieve.server.turns.shape import answer_shape, opening, with_grammar
 from pensieve.server.turns.text import OutputText
 from pensieve.server.values import Accepted, InputEntry, ProgressView, TurnFrame, TurnView
 from pensieve.speech import FirstCall
@@ -177,9 +176,7 @@ class TurnRunner:
         )
         if shape is not None:
             tenant = run.key.tenant
-            values = with_opening(values, shape, self._renderer.tokenizer)
             values = await with_grammar(values, shape, self._renderer.tokenizer, self._checker, tenant)
-            self._served.check_tokens(np.array(values.opening, dtype=np.int32), self._link.info.vocab_size)
         if run.ticket is not None:
             chars = 0 if any(entry.tokens is not None for entry in spec.input) else text_length(spec)
             history = len(prepared.context) - prepared.num_fresh
@@ -189,10 +186,11 @@ class TurnRunner:
             OutputText(
                 self._renderer.tokenizer,
                 values.stop,
-                sampling.first_stoppable_token(values),
+                values.min_output_tokens,
                 # Verbatim tokens have no generation prompt after them: the answer is plain text, without
                 # thoughts.
                 thinks=len(prepared.prompt) > 0,
+                opening=opening(shape),
                 first_call=FirstCall(speech) if spec.calls.one and config.tools else None,
             )
             for _ in range(values.candidates)

@@ -58,11 +58,6 @@ def resolve(*layers: SamplingDefaults, seed: int, top_logprobs: int | None) -> S
     return sampling
 
 
-def first_stoppable_token(values: Sampling) -> int:
-    """The number of the first output token at which a stop string may end."""
-    return max(values.min_output_tokens, len(values.opening) + 1 if values.opening else 0)
-
-
 def _drawing_layers(layers: tuple[SamplingDefaults, ...]) -> tuple[SamplingDefaults, ...]:
     """The layers that set how tokens are drawn: with beams, none below the layer that asks for them."""
     setting = (number for number, layer in enumerate(layers) if layer.beam_width is not None)

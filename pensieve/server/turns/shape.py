@@ -19,6 +19,7 @@ from pensieve.speech import (
     OfferedFunction,
     answer_grammar,
     arguments_grammar,
+    call_prefix,
     format_grammar,
     grammar_text,
 )
@@ -65,21 +66,14 @@ def answer_shape(
     )
 
 
-def with_opening(values: Sampling, shape: AnswerShape, tokenizer: ChatTokenizer) -> Sampling:
-    """Return ``values`` with the opening of the call that the answer must begin with, if any. Raises
-    InvalidArgument."""
-    if not shape.must_call:
-        return values
-    # With one function there is no choice: the opening includes its name.
-    opening = tokenizer.call_opening(shape.functions[0].name if len(shape.functions) == 1 else "")
-    if values.max_output_tokens is not None and values.max_output_tokens <= len(opening):
-        raise InvalidArgument.field(
-            "turn.sampling.max_output_tokens",
-            f"leaves nothing of the call but its opening, which is {len(opening)} tokens long",
-        )
-    # The given tokens must not end the answer, whatever they spell.
-    least = max(values.min_output_tokens, len(opening))
-    return msgspec.structs.replace(values, opening=opening, min_output_tokens=least)
+def opening(shape: AnswerShape | None) -> str:
+    """Return the beginning of the call with which the answer must begin; "" if it must not. A stop string in it does
+    not end the answer."""
+    if shape is None or not shape.must_call or shape.form.calls is None:
+        return ""
+    # With one function there is no choice: the beginning includes its name.
+    name = shape.functions[0].name if len(shape.functions) == 1 else ""
+    return call_prefix(name, shape.form.calls, shape.template)
 
 
 async def with_grammar(

@@ -1,0 +1,59 @@
+"""The vocabulary as llguidance needs it: the bytes of each token, as the text of answers is defined on them.
+
+Special tokens are no text, so only a grammar that names one (``<|end|>``) allows it. The end-of-turn tokens are allowed
+where the grammar may end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tokenizers import Tokenizer
+
+from pensieve.errors import InvalidArgument
+from pensieve.tokenizer.detokenizer import TokenBytes
+from pensieve.tokenizer.folder import TokenizerFolder, hidden_ids, read_folder
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
+
+
+class _Vocabulary:
+    """What ``llguidance.TokenizerWrapper`` reads of a tokenizer."""
+
+    bos_token_id = None
+
+    def __init__(self, folder: TokenizerFolder, eos_token_ids: Sequence[int]) -> None:
+        # Text that a grammar forces may spell a control token. As that token it would end the answer, or fail.
+        self._backend = Tokenizer.from_str(folder.backend.to_str())
+        self._backend.encode_special_tokens = True
+        hidden = hidden_ids(folder.backend)
+        table = TokenBytes(folder.backend, folder.decoder, hidden)
+        self.eos_token_id = eos_token_ids[0]
+        self.tokens = [table.name(token).encode() or table[token] for token in range(folder.vocab_size)]
+        self.special_token_ids = sorted(token for token in hidden if token < folder.vocab_size)
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        words = text.decode() if isinstance(text, bytes) else text
+        found: list[int] = self._backend.encode(words, add_special_tokens=False).ids
+        return found
+
+
+def grammar_tokenizer(folder: TokenizerFolder, eos_token_ids: Sequence[int]) -> LLTokenizer:
+    """Return the vocabulary for llguidance's matchers; with 150,000 tokens it takes a second. Raises InvalidArgument
+    without an end-of-turn token, since no answer would end, and ModuleNotFoundError without llguidance."""
+    if not eos_token_ids:
+        raise InvalidArgument(
+            "the model names no end-of-turn token (eos_token_id), where an answer with a format would end"
+        )
+    from llguidance import LLTokenizer, TokenizerWrapper  # late: only answers with a format need it
+
+    wrapper = TokenizerWrapper(_Vocabulary(folder, eos_token_ids))
+    return LLTokenizer(wrapper, n_vocab=folder.vocab_size, eos_token=list(eos_token_ids))
+
+
+def read_grammar_tokenizer(model: Path, eos_token_ids: Sequence[int]) -> LLTokenizer:
+    """Return the vocabulary of a model folder or GGUF file."""
+    return grammar_tokenizer(read_folder(model), eos_token_ids)
