@@ -23,7 +23,7 @@ import numpy as np
 
 from pensieve.core import Role, TokenArray, TokenText
 from pensieve.errors import InvalidArgument
-from pensieve.speech import CallForm, FunctionCall, SpeechForm, call_prefix
+from pensieve.speech import SHOWN_MARKS, CallForm, FunctionCall, SpeechForm
 from pensieve.tokenizer.delta import (
     DeltaRenderer,
     EosTexts,
@@ -81,6 +81,10 @@ class ChatTokenizer:
         self._ends = EosTexts(eos_texts, tuple(behind))
         special = hidden_ids(folder.backend)
         self._token_bytes = TokenBytes(folder.backend, folder.decoder, special)
+        added = folder.backend.get_added_tokens_decoder().items()
+        self._mark_ids = {
+            token.content: i for i, token in added if token.content in SHOWN_MARKS and i < folder.vocab_size
+        }
         self._control_ids = {self._token_bytes.name(token): token for token in special}
         self.vocab_size: int = folder.vocab_size
         """Ids below this are valid input."""
@@ -198,15 +202,6 @@ class ChatTokenizer:
         if any(self._encoder.has_control(text) for text in found.strings()):
             raise InvalidArgument.field("config.tools_json", "holds a control token of the model")
 
-    def call_opening(self, name: str) -> tuple[int, ...]:
-        """The first tokens of an answer that calls this function, or any (""). The model must have a
-        ``call_form``."""
-        assert self.call_form is not None
-        # Where the template has opened a thought, close it empty, like templates that are told not to think.
-        thought = "\n</think>\n\n" if self.thinks == "open" else ""
-        text = thought + call_prefix(name, self.call_form, self._template.source)
-        return tuple(self._encoder.encode(text, Preceding.TEXT).ids)
-
     def is_closed(self, tokens: TokenArray | Sequence[int]) -> bool:
         """Whether an item with these tokens ends its turn by itself: ``HistoryItem.ends_with_eos``."""
         return len(tokens) > 0 and int(tokens[-1]) in self.eos_token_ids
@@ -243,6 +238,14 @@ class ChatTokenizer:
             if ids is not None and stream.push(ids) == text and not stream.pending:
                 return tuple(ids)
         return None
+
+    def mark_id(self, mark: str) -> int | None:
+        """The id of the token that stands for a mark of calls or thoughts; None if the vocabulary has none."""
+        return self._mark_ids.get(mark)
+
+    @property
+    def template_source(self) -> str:
+        return self._template.source
 
     def detokenizer(self) -> Detokenizer:
         return Detokenizer(self._token_bytes)

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tokenizers import Tokenizer
+
 from pensieve.errors import InvalidArgument
 from pensieve.tokenizer.detokenizer import TokenBytes
 from pensieve.tokenizer.folder import TokenizerFolder, hidden_ids, read_folder
@@ -24,7 +26,9 @@ class _Vocabulary:
     bos_token_id = None
 
     def __init__(self, folder: TokenizerFolder, eos_token_ids: Sequence[int]) -> None:
-        self._backend = folder.backend
+        # Text that a grammar forces may spell a control token. As that token it would end the answer, or fail.
+        self._backend = Tokenizer.from_str(folder.backend.to_str())
+        self._backend.encode_special_tokens = True
         hidden = hidden_ids(folder.backend)
         table = TokenBytes(folder.backend, folder.decoder, hidden)
         self.eos_token_id = eos_token_ids[0]
