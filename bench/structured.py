@@ -2,6 +2,7 @@
 
 ``masks`` needs no model. ``steps`` runs the whole engine on random weights, with none, half or all of the requests
 under a grammar, and with all under penalties. The kinds alternate, and steps count while all requests decode.
+``hostile`` runs plain requests beside plain ones, and beside ones whose grammars cost as much as the limits allow.
 
 The vocabulary is made here: pieces of letters, digits and punctuation, as many as the model has. ``--tokenizer`` takes
 that of a model folder for ``masks``.
@@ -31,21 +32,25 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from pensieve.config import EngineOptions
 from pensieve.core import Grammar, Sampling, pack_tokens
-from pensieve.engine.build import cache_config, scheduler_config
+from pensieve.engine.build import MOST_MASK_THREADS, cache_config, scheduler_config
 from pensieve.engine.cache.manager import CacheManager
 from pensieve.engine.cost.model import CostModel
 from pensieve.engine.engine import Engine
 from pensieve.engine.grammar.prototypes import Prototypes
 from pensieve.engine.grammar.structured import Structured
-from pensieve.engine.messages import EngineReady, Submit
+from pensieve.engine.messages import EngineReady, Failed, Finished, Output, Submit
 from pensieve.engine.ranks.build import build_workers
 from pensieve.engine.scheduling.scheduler import Scheduler
 from pensieve.engine.worker.torch_worker import Worker
+from pensieve.machine import usable_cores
 from pensieve.tokenizer.folder import read_folder
 from pensieve.tokenizer.matching import grammar_tokenizer
 
+SECTIONS = ("masks", "steps", "hostile")
 WALKS = 20
 """Answers over which masks are measured."""
+HOSTILE = 8
+"""Requests with costly grammars that run at a time."""
 PENALTIES = {"repetition_penalty": 1.1, "frequency_penalty": 0.1}
 
 
@@ -151,19 +156,24 @@ def step_rows(
     ]  # fmt: skip
 
 
-def run_steps(
-    worker: Worker, options: EngineOptions, tokenizer: LLTokenizer, rows: int, context: int, structured: int,
-    values: dict[str, Any],
-) -> tuple[float, float]:  # fmt: skip
-    """Return the median time of a step, and the tokens that a step gives, from the 20th on."""
+def make_engine(worker: Worker, options: EngineOptions, tokenizer: LLTokenizer) -> Engine:
     info, vocab = worker.info, worker.arch.vocab_size
     scheduler = Scheduler(
         scheduler_config(options, worker.arch, info),
         CacheManager(cache_config(options, info), CostModel(((0, 0.0), (1024, 1.0)), 1.0, CHUNK)),
     )
     ready = EngineReady(scheduler.context_limit, vocab, info.device, info.dtype, 0, 0, CHUNK)
-    grammars = Structured(Prototypes(lambda: tokenizer, vocab), threads=4)
-    engine = Engine(scheduler, Unowned(worker), ready, overlapped=info.device == "cuda", structured=grammars)
+    threads = min(MOST_MASK_THREADS, max(1, usable_cores() // 2))
+    grammars = Structured(Prototypes(lambda: tokenizer, vocab), threads)
+    return Engine(scheduler, Unowned(worker), ready, overlapped=info.device == "cuda", structured=grammars)
+
+
+def run_steps(
+    worker: Worker, options: EngineOptions, tokenizer: LLTokenizer, rows: int, context: int, structured: int,
+    values: dict[str, Any],
+) -> tuple[float, float]:  # fmt: skip
+    """Return the median time of a step, and the tokens that a step gives, from the 20th on."""
+    engine = make_engine(worker, options, tokenizer)
     for request in range(rows):
         sampling = Sampling(
             grammar=schema(60, salt=request % 4) if request < structured else None,
@@ -183,6 +193,73 @@ def run_steps(
     return statistics.median(taken), per_step
 
 
+def hostile(number: int) -> Grammar:
+    """One of several grammars that cost as much as the limits allow, or more; each number is another grammar."""
+    optional = {f"p{number}_{at}": {"type": "string"} for at in range(100)}
+    schema = {"type": "object", "properties": optional, "additionalProperties": False}
+    kinds = (
+        (f'start: a\na: "x" a "y" | a a | "x" | "{number}"', 500),
+        (f"start: /(a|b|ab)*c(a|b|ab)*d(.{{0,400}}{number}){{3}}/", 500),
+        (f"start: (X|Y|Z)*\nX: /.{{0,300}}a.{{0,300}}/\nY: /.{{0,300}}{number}.{{0,300}}/\nZ: /[a-z ]{{0,500}}/", 500),
+        ("start: %json " + json.dumps(schema), 2000),
+    )  # fmt: skip
+    text, step_items = kinds[number % len(kinds)]
+    return Grammar(LLMatcher.grammar_from_lark(text), step_items)
+
+
+def hostile_rows(
+    worker: Worker, options: EngineOptions, rows: int, context: int, repeats: int
+) -> list[dict[str, Any]]:
+    """Times between two tokens of ``rows`` plain requests beside ``HOSTILE`` others, each replaced when it ends: plain
+    ones, or ones with costly grammars."""
+    tokenizer = vocabulary(worker.arch.vocab_size)
+    found = []
+    for repeat in range(repeats):
+        plain, _ = token_gaps(worker, options, tokenizer, rows, context, costly=False)
+        costly, ended = token_gaps(worker, options, tokenizer, rows, context, costly=True)
+        p50, p99 = ([1e3 * float(np.quantile(gaps, q)) for gaps in (plain, costly)] for q in (0.5, 0.99))
+        found.append(
+            {
+                "run": repeat + 1, "p50 beside plain ms": round(p50[0], 2), "p50 beside hostile ms": round(p50[1], 2),
+                "p99 beside plain ms": round(p99[0], 2), "p99 beside hostile ms": round(p99[1], 2),
+                "p99 ÷ beside plain": round(p99[1] / p99[0], 3), "hostile turns ended": ended,
+            }
+        )  # fmt: skip
+    return found
+
+
+def token_gaps(
+    worker: Worker, options: EngineOptions, tokenizer: LLTokenizer, rows: int, context: int, *, costly: bool
+) -> tuple[list[float], int]:
+    """Return the times between tokens of the plain requests, and how many of the others ended meanwhile."""
+    engine = make_engine(worker, options, tokenizer)
+    given = pack_tokens(np.arange(context) % 1000)
+    for request in range(1, rows + 1):
+        sampling = Sampling(temperature=1.0, seed=request, max_output_tokens=200, ignore_eos=True)
+        engine.handle(Submit(request, f"s{request}", given, context, sampling))
+    number = ended = 0
+    last: dict[int, float] = {}
+    gaps: list[float] = []
+    plain = rows
+    while plain:
+        while number - ended < HOSTILE:
+            number += 1
+            grammar = hostile(number) if costly else None
+            sampling = Sampling(temperature=1.0, seed=number, max_output_tokens=100, grammar=grammar)
+            engine.handle(Submit(rows + number, f"h{number}", given, context, sampling))
+        events = engine.step()
+        now = time.perf_counter()
+        for event in events:
+            if isinstance(event, Output) and event.request <= rows:
+                if event.request in last:
+                    gaps.append(now - last[event.request])
+                last[event.request] = now
+            elif isinstance(event, Failed | Finished):
+                plain, ended = plain - (event.request <= rows), ended + (event.request > rows)
+    engine.close()
+    return gaps, ended
+
+
 class Unowned:
     """A worker that outlives its engine."""
 
@@ -193,16 +270,14 @@ class Unowned:
 
 
 @click.command(context_settings={"show_default": True})
-@click.option(
-    "--section", "sections", multiple=True, type=click.Choice(["masks", "steps"]), help="Default: both."
-)
+@click.option("--section", "sections", multiple=True, type=click.Choice(SECTIONS), help="Default: all.")
 @click.option("--tokenizer", type=click.Path(exists=True, path_type=Path), help="Model folder, for masks.")
 @click.option("--vocab", default=131_072, help="Tokens of the made-up vocabulary, for masks.")
 @click.option("--shape", default="llama-2-13b-gqa10", type=click.Choice(list(dummy_model.SHAPES)))
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cuda")
 @click.option("--rows", default=64, help="Requests of a step.")
 @click.option("--context", default=1024, help="Tokens of each request.")
-@click.option("--repeats", default=3)
+@click.option("--repeats", default=5)
 @click.option("--out", type=click.Path(path_type=Path), default=Path("bench/results"))
 @click.option("--name", default="structured", help="Name of the report's files.")
 def main(
@@ -218,16 +293,19 @@ def main(
         else:
             made = vocabulary(vocab)
         found["masks"] = list(mask_rows(made))
-    if not sections or "steps" in sections:
+    on_engine = {"steps": step_rows, "hostile": hostile_rows}
+    if not sections or set(sections) & set(on_engine):
         with tempfile.TemporaryDirectory() as below:
             options = EngineOptions(
                 model=str(dummy_model.make(shape, Path(below))), load_format="dummy", device=device,
-                dtype="bfloat16" if device == "cuda" else "float32", host_cache="0", max_running=rows,
-                device_cache=f"{rows * (context + 200)}tokens", max_batch_tokens=max(2048, rows),
+                dtype="bfloat16" if device == "cuda" else "float32", host_cache="0", max_running=rows + HOSTILE,
+                device_cache=f"{(rows + HOSTILE) * (context + 250)}tokens", max_batch_tokens=max(2048, rows),
                 cost_profile="estimate", eos_token_ids=(1,),
             )  # fmt: skip
             with closing(build_workers(options)) as worker:
-                found["steps"] = step_rows(worker, options, rows, context, repeats)
+                for section, measure in on_engine.items():
+                    if not sections or section in sections:
+                        found[section] = measure(worker, options, rows, context, repeats)
     report = {
         "schema": "pensieve.structured/1", "command": portable(["python", *sys.argv]), "commit": commit(),
         "device": gpu_name(), "shape": shape, "sections": found,
