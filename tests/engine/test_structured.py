@@ -257,6 +257,36 @@ def test_long_masks_end_the_turn(monkeypatch: pytest.MonkeyPatch, rig: Rig) -> N
     assert len(rig.answers.outputs[1, 0]) == SLOWEST_MASKS
 
 
+def test_a_panic_of_the_library_ends_the_turn_only(monkeypatch: pytest.MonkeyPatch, rig: Rig) -> None:
+    class Panic(BaseException):
+        """As the library raises: no Exception."""
+
+    original = matchers._Row._advance
+
+    def advance(row: Any) -> str:
+        if row.output_tokens == 3:
+            raise Panic
+        return original(row)
+
+    monkeypatch.setattr(matchers._Row, "_advance", advance)
+    rig.answers.submit(1, prompt("x"), Sampling(grammar=WORDS, max_output_tokens=50))
+    rig.answers.submit(2, prompt("x"), Sampling(grammar=WORDS, max_output_tokens=3))
+    rig.answers.run()
+    assert rig.answers.ended == {1: "GRAMMAR_TOO_COSTLY", 2: FinishReason.LENGTH}
+
+
+def test_a_stopped_candidate_leaves_the_others_alone(rig: Rig) -> None:
+    sampling = Sampling(grammar=JSON, candidates=3, temperature=1.0, seed=3, max_output_tokens=30)
+    rig.answers.submit(1, prompt("hello"), sampling)
+    while (1, 1) not in rig.answers.outputs:
+        rig.answers.step()
+    rig.answers.take(rig.answers.engine.handle(Cancel(1, 1)))
+    rig.answers.run()
+    for candidate in (0, 2):
+        tokens, _ = expected(TOKENIZER, prompt("hello"), sampling, LIMIT, candidate)
+        assert rig.answers.outputs[1, candidate] == tokens
+
+
 def test_a_slow_grammar_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """While a mask does not come, the others get their tokens, one in each step."""
     made, go_on = Rig(overlapped=True), []

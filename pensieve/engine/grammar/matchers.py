@@ -42,11 +42,13 @@ SLOWEST_MASKS: Final = 3
 
 @dataclass(slots=True, eq=False)
 class _Row:
-    """One answer. After ``push`` the thread alone writes ``matcher``, ``mask`` and the three fields below it, and
+    """One answer. After ``push`` the thread alone writes ``matcher``, ``mask`` and the three fields below them, and
     last ``ready``. The engine's thread writes the rest."""
 
-    matcher: LLMatcher
-    mask: TokenMask
+    prototype: Prototype
+    matcher: LLMatcher | None = None
+    """Copied from the prototype for the second token: a queue of requests needs few."""
+    mask: TokenMask = field(init=False)
     seconds: float = 0.0
     """Time of the latest mask."""
     long_masks: int = 0
@@ -60,10 +62,9 @@ class _Row:
     """The mask being computed was not there when it was wanted."""
     token: int = 0
     """The token pushed last."""
-    address: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.address = self.mask.ctypes.data
+        self.mask = self.prototype.mask
 
     @property
     def is_ready(self) -> bool:
@@ -76,18 +77,26 @@ class _Row:
     def advance(self) -> None:
         """Advance by ``token`` and compute the next mask. A thread of a lane calls it."""
         started = time.thread_time()
-        matcher = self.matcher
-        matcher.consume_token(self.token)
-        if not matcher.is_error():
-            matcher.unsafe_compute_mask_ptr(self.address, self.mask.nbytes)
+        try:
+            self.problem = self._advance()
+        except BaseException as error:  # a panic of the library is no Exception; the thread must go on
+            self.problem = f"the matcher failed ({type(error).__name__})"
         self.seconds = time.thread_time() - started
         if self.seconds > LONGEST_MASK_S:
             self.long_masks += 1
-        if matcher.is_error():
-            self.problem = first_line(matcher.get_error())
-        elif self.long_masks >= SLOWEST_MASKS:
+        if self.long_masks >= SLOWEST_MASKS and not self.problem:
             self.problem = f"{self.long_masks} tokens took more than {1000 * LONGEST_MASK_S:.0f} ms each"
         self.ready = self.output_tokens
+
+    def _advance(self) -> str:
+        """Return why it cannot be done, or ""."""
+        if self.matcher is None:
+            self.matcher, self.mask = self.prototype.matcher.deep_copy(), self.mask.copy()
+        matcher = self.matcher
+        matcher.consume_token(self.token)
+        if not matcher.is_error():
+            matcher.unsafe_compute_mask_ptr(self.mask.ctypes.data, self.mask.nbytes)
+        return first_line(matcher.get_error()) if matcher.is_error() else ""
 
 
 class Matchers:
@@ -112,7 +121,7 @@ class Matchers:
             ]
             for thread in self._threads:
                 thread.start()
-        self._rows[key] = _Row(prototype.matcher.deep_copy(), prototype.mask.copy())
+        self._rows[key] = _Row(prototype)
 
     def push(self, key: RequestKey, token: int) -> None:
         """Take in an output token that is not the last. No effect for a request without a grammar."""
@@ -135,8 +144,8 @@ class Matchers:
     def collect(
         self, keys: Collection[RequestKey], *, others: bool, busy_s: float = 0.0
     ) -> dict[RequestKey, TokenMask]:
-        """Return the masks for the next token of these requests, as far as they are ready in time. A mask is valid
-        until the next ``push``. ``others``: the step chooses tokens that need no mask. ``busy_s``: how long the
+        """Return the masks for the next token of these requests, as far as they are ready in time; read only, until
+        the next ``push``. ``others``: the step chooses tokens that need no mask. ``busy_s``: how long the
         device is busy meanwhile, about."""
         while not self._done.empty():
             self._done.get_nowait()

@@ -70,11 +70,14 @@ class Prototypes:
         limits = LLParserLimits(
             step_max_items=grammar.step_items, max_lexer_states=LEXER_STATES, verbose_errors=False
         )
-        # Its errors name parts of the grammar, which belongs to the caller, so none is logged.
-        matcher = LLMatcher(tokenizer.result(), grammar.text, log_level=0, limits=limits)
-        mask = np.zeros(self._words, np.int32)
-        if not matcher.is_error():
-            matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        made, mask = tokenizer.result(), np.zeros(self._words, np.int32)
+        try:
+            # Its errors name parts of the grammar, which belongs to the caller, so none is logged.
+            matcher = LLMatcher(made, grammar.text, log_level=0, limits=limits)
+            if not matcher.is_error():
+                matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        except BaseException as error:  # a panic of the library is no Exception; it must not end the engine
+            raise GrammarError(f"the grammar cannot be compiled ({type(error).__name__})") from error
         if matcher.is_error():
             raise GrammarError(first_line(matcher.get_error()))
         return Prototype(matcher, mask)
