@@ -246,8 +246,6 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, di
     seed: int = 0
     max_output_tokens: int | None = None
     min_output_tokens: int = 0
-    opening: tuple[int, ...] = ()
-    """Tokens that the output begins with, whatever the logits say. They count as output like any other."""
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -276,7 +274,6 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, di
             or self.needs_context
             or self.logit_bias
             or self.min_output_tokens
-            or self.opening
             or self.grammar is not None
             or self.top_logprobs is not None
         )

@@ -79,7 +79,7 @@ from pensieve.engine.strips import StripReader
 
 GRAMMAR_TOO_COSTLY: Final = "GRAMMAR_TOO_COSTLY"
 """Reason of ``Failed`` for a turn whose grammar exceeds the limits."""
-_NO_GRAMMAR: Final = "a grammar was given with beams or an opening, or to an engine that follows none"
+_NO_GRAMMAR: Final = "a grammar was given with beams, or to an engine that follows none"
 
 
 @dataclass(slots=True)
@@ -353,7 +353,7 @@ class Engine:
         now = self._clock()
         if grammar is None:
             return self._enqueue(submit, now, None)
-        if self._structured is None or searches or submit.sampling.opening:
+        if self._structured is None or searches:
             return [Failed(key, "ENGINE_FAILED", _NO_GRAMMAR)]
         if self._structured.num_compiling >= self._scheduler.config.max_queued:
             return [Failed(key, "SERVER_OVERLOADED", "too many grammars wait to be compiled")]

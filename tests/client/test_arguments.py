@@ -106,7 +106,7 @@ def test_the_front_page() -> None:
 def test_every_sampling_parameter_has_its_row_and_its_values() -> None:
     contract = {field.name for field in pb.SamplingParams.DESCRIPTOR.fields}
     assert contract == core.SAMPLING.keys() == set(core.SamplingDefaults.__struct_fields__)
-    resolved = set(core.Sampling.__struct_fields__) - {"opening", "grammar", "top_logprobs"}
+    resolved = set(core.Sampling.__struct_fields__) - {"grammar", "top_logprobs"}
     assert resolved == contract - {"candidate_choice"}
     assert core.SamplingDefaults() == core.SamplingDefaults(
         **dict.fromkeys(contract - {"stop", "stop_token_ids", "logit_bias"})

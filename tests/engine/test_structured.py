@@ -243,10 +243,9 @@ def test_an_invalid_grammar_is_refused_alone(rig: Rig) -> None:
     assert rig.answers.ended == {1: "GRAMMAR_TOO_COSTLY", 2: FinishReason.LENGTH}
 
 
-def test_beams_and_openings_are_refused(rig: Rig) -> None:
+def test_beams_are_refused(rig: Rig) -> None:
     rig.answers.submit(1, prompt("x"), Sampling(grammar=JSON, beam_width=2, max_output_tokens=4))
-    rig.answers.submit(2, prompt("x"), Sampling(grammar=JSON, opening=(5,)))
-    assert rig.answers.ended == {1: "ENGINE_FAILED", 2: "ENGINE_FAILED"}
+    assert rig.answers.ended == {1: "ENGINE_FAILED"}
 
 
 def test_long_masks_end_the_turn(monkeypatch: pytest.MonkeyPatch, rig: Rig) -> None:

@@ -45,7 +45,6 @@ samplings = st.builds(
     min_output_tokens=st.integers(0, 4),
     logit_bias=st.dictionaries(st.integers(0, VOCAB + 3), st.sampled_from([-100.0, 1.0, 100.0]), max_size=3),
     top_logprobs=st.one_of(st.none(), st.integers(0, VOCAB + 2)),
-    opening=st.lists(st.integers(0, VOCAB - 1), max_size=5).map(tuple),
 )
 
 

@@ -109,7 +109,6 @@ class LogitChanges:
     biased: Ints
     """Places to which ``bias`` is added, each once; [n]"""
     bias: Floats
-    """Infinite for a forced token: see ``Sampling.opening``."""
     banned: Ints
     """Places that must not be chosen; repeats allowed."""
     fallback_rows: Ints
@@ -269,11 +268,6 @@ def _changes(specs: Sequence[SampleSpec], vocab: int) -> LogitChanges | None:
     masks_alone = False
     for row, spec in enumerate(specs):
         sampling, first, touched = spec.sampling, row * vocab, 0
-        if spec.output_index < len(sampling.opening):
-            # Nothing else in the row matters: an infinite logit wins every draw.
-            biased.append(first + sampling.opening[spec.output_index])
-            bias.append(math.inf)
-            continue
         if sampling.needs_context:
             contexts.append((row, spec))
             touched += sum(len(tokens) for tokens in (spec.prompt, spec.output) if tokens is not None)

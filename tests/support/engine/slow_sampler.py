@@ -23,8 +23,6 @@ def slow_sample(row: torch.Tensor, spec: SampleSpec) -> tuple[int, TokenLogprob 
     if bool(torch.isneginf(adjusted).all()):
         adjusted = allowed
     token = int(adjusted.argmax()) if spec.sampling.temperature <= 0.0 else _draw(adjusted, spec)
-    if spec.output_index < len(spec.sampling.opening):
-        token = spec.sampling.opening[spec.output_index]
     if spec.sampling.top_logprobs is None:
         return token, None
     values = torch.log_softmax(row, dim=-1)
