@@ -197,9 +197,9 @@ class StepResult:
 class PendingStep(Protocol):
     def choose(self, specs: Sequence[SampleSpec | None]) -> None:
         """Choose the tokens of a step whose plan ``chooses_late``; call once, before the next launch and ``result``.
+        Any other plan has chosen its tokens at the launch.
 
-        ``specs``: as ``Plan.specs``, with all that was not known at the launch; None: choose no token. A plan that does
-        not choose late has chosen its tokens at the launch.
+        ``specs``: as ``Plan.specs``, with all that was not known at the launch; None: choose no token.
         """
         ...
 

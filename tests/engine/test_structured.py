@@ -212,6 +212,7 @@ def test_a_request_waits_for_its_grammar_and_can_be_cancelled(rig: Rig) -> None:
     assert not rig.answers.outputs
 
 
+@pytest.mark.fault(65)
 @pytest.mark.parametrize("overlapped", [False, True])
 def test_a_grammar_over_the_limits_ends_its_own_turn_only(overlapped: bool) -> None:
     made = Rig(overlapped=overlapped)
@@ -248,6 +249,7 @@ def test_beams_are_refused(rig: Rig) -> None:
     assert rig.answers.ended == {1: "ENGINE_FAILED"}
 
 
+@pytest.mark.fault(65)
 def test_long_masks_end_the_turn(monkeypatch: pytest.MonkeyPatch, rig: Rig) -> None:
     monkeypatch.setattr("pensieve.engine.grammar.matchers.LONGEST_MASK_S", -1.0)  # every mask takes longer
     rig.answers.submit(1, prompt("x"), Sampling(grammar=WORDS, max_output_tokens=50))
@@ -256,6 +258,7 @@ def test_long_masks_end_the_turn(monkeypatch: pytest.MonkeyPatch, rig: Rig) -> N
     assert len(rig.answers.outputs[1, 0]) == SLOWEST_MASKS
 
 
+@pytest.mark.fault(65)
 def test_a_panic_of_the_library_ends_the_turn_only(monkeypatch: pytest.MonkeyPatch, rig: Rig) -> None:
     class Panic(BaseException):
         """As the library raises: no Exception."""
@@ -286,6 +289,7 @@ def test_a_stopped_candidate_leaves_the_others_alone(rig: Rig) -> None:
         assert rig.answers.outputs[1, candidate] == tokens
 
 
+@pytest.mark.fault(65)
 def test_a_slow_grammar_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """While a mask does not come, the others get their tokens, one in each step."""
     made, go_on = Rig(overlapped=True), []

@@ -177,25 +177,21 @@ class CudaWorker:
         before, self._last_end = self._last_end, end
         step = _CudaStep(self, batch, before, begin, end, memory)
         if not plan.chooses_late:
-            step.choose(plan.specs)
+            step.fetched = self.sample(batch, () if batch is None else batch.specs, end)
         return step
 
     @torch.inference_mode()
     def sample(
-        self, batch: CudaBatch | None, specs: Sequence[SampleSpec | None], end: torch.cuda.Event
-    ) -> Samples:
-        """Queue the sampling that the graph does not do, the copy of the samples to the host, and ``end``. ``specs``:
-        see ``PendingStep.choose``; a row without one gets a token that is not returned."""
+        self, batch: CudaBatch | None, specs: Sequence[SampleSpec], end: torch.cuda.Event
+    ) -> TokenFetch | None:
+        """Queue the sampling that the graph does not do, the copy of the samples to the host, and ``end``. Return
+        None when there are no samples, and on ranks that choose none."""
         with torch.cuda.stream(self._compute):
             fetched = None if batch is None else self._sample(batch, specs)
             end.record()
-        return Samples(
-            fetched,
-            () if batch is None or fetched is None else batch.requests,
-            tuple(spec is not None for spec in specs),
-        )
+        return fetched
 
-    def _sample(self, batch: CudaBatch, specs: Sequence[SampleSpec | None]) -> TokenFetch | None:
+    def _sample(self, batch: CudaBatch, specs: Sequence[SampleSpec]) -> TokenFetch | None:
         rows = len(batch.specs)
         # The next plan names its pending tokens by request; map each request to the row of its token.
         self._sampled = {request: row for row, request in enumerate(batch.requests)}
@@ -206,7 +202,7 @@ class CudaWorker:
         if collective.rank != 0:
             collective.broadcast(sampled)  # rank 0 samples, so that all ranks continue with the same tokens
             return None
-        prepared = prepare([spec or NO_SPEC for spec in specs], self.arch.vocab_size)
+        prepared = prepare(specs, self.arch.vocab_size)
         if prepared.plain:
             chosen = SampledTokens(prepared, sampled, finite)
         else:
@@ -229,18 +225,6 @@ class _Staging:
         self.uploaded = torch.cuda.Event()
 
 
-@dataclass(frozen=True, slots=True)
-class Samples:
-    """The queued choice of a step's tokens."""
-
-    fetched: TokenFetch | None
-    """None without samples, and on ranks that choose none."""
-    requests: tuple[RequestKey, ...]
-    """The request of each row that is fetched."""
-    wanted: tuple[bool, ...]
-    """Whether the row had a spec."""
-
-
 @dataclass(slots=True)
 class _CudaStep:
     """``PendingStep`` of a ``CudaWorker``."""
@@ -253,18 +237,19 @@ class _CudaStep:
     end: torch.cuda.Event
     """Recorded when the tokens were chosen."""
     memory: tuple[int, int] | None
-    samples: Samples | None = None
-    """None until the choice is queued."""
+    fetched: TokenFetch | None = None
+    """The tokens chosen; None until then, without any, and on ranks that choose none."""
+    unwanted: frozenset[int] = frozenset()
+    """Rows whose token is not returned."""
 
     def choose(self, specs: Sequence[SampleSpec | None]) -> None:
         """See ``PendingStep.choose``."""
-        if self.samples is None:
-            self.samples = self.worker.sample(self.batch, specs, self.end)
+        self.unwanted = frozenset(row for row, spec in enumerate(specs) if spec is None)
+        self.fetched = self.worker.sample(self.batch, [spec or NO_SPEC for spec in specs], self.end)
 
     def result(self) -> StepResult:
-        samples = self.samples
-        assert samples is not None, "no token was chosen"
-        chosen = samples.fetched.resolve(samples.requests) if samples.fetched is not None else []
+        requests = self.batch.requests if self.batch is not None and self.fetched is not None else ()
+        chosen = self.fetched.resolve(requests) if self.fetched is not None else []
         self.end.synchronize()
         timings = {"device": self.begin.elapsed_time(self.end) / 1e3}
         if self.before is not None:
@@ -273,10 +258,8 @@ class _CudaStep:
         return StepResult(
             sampled=tuple(
                 Sampled(request, token, logprob)
-                for request, (token, logprob), wanted in zip(
-                    samples.requests, chosen, samples.wanted if chosen else (), strict=True
-                )
-                if wanted
+                for row, (request, (token, logprob)) in enumerate(zip(requests, chosen, strict=True))
+                if row not in self.unwanted
             ),
             swap_in_bytes=swapped.in_bytes,
             swap_out_bytes=swapped.out_bytes,
