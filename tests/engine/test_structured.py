@@ -60,6 +60,8 @@ class Rig:
     device: int = 400
     host: int = 100
     max_running: int = 16
+    unified: bool = True
+    stateless: bool = False
     answers: Answers = field(init=False)
     structured: Structured = field(init=False)
 
@@ -67,7 +69,12 @@ class Rig:
         size = 8
         cache = CacheConfig(self.device // size, self.host // size, size)
         scheduler = SchedulerConfig(
-            context_limit=LIMIT, eos_token_ids=(EOS,), max_batch_tokens=64, max_running=self.max_running
+            context_limit=LIMIT,
+            eos_token_ids=(EOS,),
+            max_batch_tokens=64,
+            max_running=self.max_running,
+            unified_batch=self.unified,
+            stateless=self.stateless,
         )
         self.structured = make_structured(TOKENIZER, VOCAB, self.late)
         worker = ChoosingWorker(cache.device_chunks, cache.host_chunks, size)
@@ -137,6 +144,8 @@ def test_answers_are_those_of_a_stateless_run(seed: int) -> None:
         device=rng.choice((256, 400)),
         host=rng.choice((0, 200)),
         max_running=rng.choice((3, 16)),
+        unified=rng.random() < 0.8,
+        stateless=rng.random() < 0.1,
     )
     asked: dict[int, tuple[str, list[int], Sampling]] = {}
     histories: dict[str, list[int]] = {}

@@ -93,6 +93,4 @@ SERVED_WITH_BEAMS = {
 
 def test_each_field_of_sampling_goes_with_beams_or_is_refused() -> None:
     # A grammar is no field of a client's: what makes it is refused with beams.
-    assert {*BEAM_CONFLICTS, "top_logprobs", "grammar"} | SERVED_WITH_BEAMS == set(
-        Sampling.__struct_fields__
-    )
+    assert {*BEAM_CONFLICTS, "top_logprobs", "grammar"} | SERVED_WITH_BEAMS == set(Sampling.__struct_fields__)
