@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class _Vocabulary:
-    """What ``llguidance.TokenizerWrapper`` reads of a tokenizer."""
+    """The attributes of a tokenizer that ``llguidance.TokenizerWrapper`` reads."""
 
     bos_token_id = None
 
