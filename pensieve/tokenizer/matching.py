@@ -6,6 +6,7 @@ where the grammar may end.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +15,7 @@ from tokenizers import Tokenizer
 
 from pensieve.errors import InvalidArgument
 from pensieve.tokenizer.detokenizer import TokenBytes
+from pensieve.tokenizer.encoding import without_prefix_space
 from pensieve.tokenizer.folder import TokenizerFolder, hidden_ids, read_folder
 
 if TYPE_CHECKING:
@@ -21,24 +23,31 @@ if TYPE_CHECKING:
 
 
 class _Vocabulary:
-    """The attributes of a tokenizer that ``llguidance.TokenizerWrapper`` reads."""
+    """The parts of a tokenizer that ``llguidance.TokenizerWrapper`` reads."""
 
     bos_token_id = None
 
     def __init__(self, folder: TokenizerFolder, eos_token_ids: Sequence[int]) -> None:
-        # Text that a grammar forces may spell a control token. As that token it would end the answer, or fail.
-        self._backend = Tokenizer.from_str(folder.backend.to_str())
+        # Text that a grammar forces continues other text, so no space goes before it. It may spell a control token: as
+        # that token it would end the answer, or fail.
+        spec = without_prefix_space(json.loads(folder.backend.to_str()))
+        self._backend = Tokenizer.from_str(json.dumps(spec))
         self._backend.encode_special_tokens = True
         hidden = hidden_ids(folder.backend)
-        table = TokenBytes(folder.backend, folder.decoder, hidden)
+        self._table = TokenBytes(folder.backend, folder.decoder, hidden)
         self.eos_token_id = eos_token_ids[0]
-        self.tokens = [table.name(token).encode() or table[token] for token in range(folder.vocab_size)]
+        self.tokens = [
+            self._table.name(token).encode() or self._table[token] for token in range(folder.vocab_size)
+        ]
         self.special_token_ids = sorted(token for token in hidden if token < folder.vocab_size)
 
     def __call__(self, text: str | bytes) -> list[int]:
-        words = text.decode() if isinstance(text, bytes) else text
+        data, words = (text, text.decode()) if isinstance(text, bytes) else (text.encode(), text)
         found: list[int] = self._backend.encode(words, add_special_tokens=False).ids
-        return found
+        if max(found, default=0) < len(self.tokens) and b"".join(self._table[one] for one in found) == data:
+            return found
+        # The tokenizer changes this text, for example to composed characters; the grammar means it as it is.
+        return self._table.spell(words) or found
 
 
 def grammar_tokenizer(folder: TokenizerFolder, eos_token_ids: Sequence[int]) -> LLTokenizer:

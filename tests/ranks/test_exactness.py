@@ -6,6 +6,7 @@ evictions, sharing, steps planned ahead. Every rank plays its part or the answer
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -16,6 +17,7 @@ from pensieve.engine.plan import Plan, StepResult, StepWorker, SynchronousWorker
 from support.engine.checkpoints import FAMILIES
 from support.engine.exactness import SPAN, paths_of, run_all, run_schedule
 from support.engine.mutants import PLAN_MUTANTS, MutantWorker
+from support.engine.structured_exactness import run_structured
 from support.ranks.rank_threads import RankBench
 
 SEEDS = (12, 14, 41)
@@ -67,6 +69,11 @@ def test_ranks_change_their_size_together(bench: RankBench, monkeypatch: pytest.
     for seed in SEEDS:
         run_schedule(bench, seed, elastic=True)
     assert bench.oracle.near_ties <= bench.oracle.tokens / 1000, "too many near ties to call this exact"
+
+
+@pytest.mark.parametrize("bench", [("llama3", 2, {})], indirect=True, ids=str)
+def test_ranks_choose_alike_under_grammars(bench: RankBench) -> None:
+    run_structured(bench, random.Random(1))
 
 
 def stale_page_table(plan: Plan) -> Plan:

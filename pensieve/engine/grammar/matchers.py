@@ -29,11 +29,13 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 PATIENCE_S: Final = 0.004
-"""Longest wait for masks while other tokens of the step wait too. A step of many requests takes longer anyway."""
+"""Longest wait for masks while other tokens of the step wait too."""
+MOST_PATIENCE_S: Final = 0.01
+"""The same while the device is busy for longer anyway."""
 PATIENCE_ALONE_S: Final = 0.05
 """The same if no token of the step can be chosen without a mask."""
-SLOW_S: Final = 0.002
-"""A mask that took longer was slow."""
+SLOW_S: Final = 0.005
+"""A mask that took longer was slow. In long bounded strings (``maxLength``) masks take 1 to 3 ms."""
 LONGEST_MASK_S: Final = 0.05
 SLOWEST_MASKS: Final = 3
 
@@ -130,14 +132,20 @@ class Matchers:
         row = self._rows.get(key)
         return row is None or row.ready == output_index or not (row.late or row.is_slow)
 
-    def collect(self, keys: Collection[RequestKey], *, others: bool) -> dict[RequestKey, TokenMask]:
+    def collect(
+        self, keys: Collection[RequestKey], *, others: bool, busy_s: float = 0.0
+    ) -> dict[RequestKey, TokenMask]:
         """Return the masks for the next token of these requests, as far as they are ready in time. A mask is valid
-        until the next ``push``. ``others``: the step chooses tokens that need no mask."""
+        until the next ``push``. ``others``: the step chooses tokens that need no mask. ``busy_s``: how long the
+        device is busy meanwhile, about."""
         while not self._done.empty():
             self._done.get_nowait()
         rows = {key: self._rows[key] for key in keys if key in self._rows}
         awaited = {row for row in rows.values() if not row.is_ready}
-        until = time.monotonic() + (PATIENCE_S if others or len(awaited) < len(rows) else PATIENCE_ALONE_S)
+        patience = max(PATIENCE_S, min(busy_s, MOST_PATIENCE_S))
+        until = time.monotonic() + (
+            patience if others or len(awaited) < len(rows) else max(patience, PATIENCE_ALONE_S)
+        )
         while awaited:
             try:
                 row = self._done.get(timeout=max(0.0, until - time.monotonic()))
@@ -145,7 +153,7 @@ class Matchers:
                 break
             if row in awaited and row.is_ready:
                 awaited.discard(row)
-                until = min(until, time.monotonic() + PATIENCE_S)
+                until = min(until, time.monotonic() + patience)
         for row in awaited:
             row.late = not row.is_ready
         return {key: row.mask for key, row in rows.items() if row.is_ready and not row.problem}

@@ -195,8 +195,8 @@ class Request:
 
     @property
     def chooses_late(self) -> bool:
-        """Whether the choice of the token after the newest one depends on what is not known when its step begins: a
-        mask, or the id of a token that a step still computes."""
+        """Whether the choice of the token after the newest one depends on something that is not known when its step
+        begins: a mask, or the id of a token that a step still computes."""
         return self.sampling.grammar is not None or (
             self.sampling.needs_context and self.num_known < self.length
         )

@@ -61,7 +61,7 @@ class Bench:
     ) -> None:
         """``overrides`` replace values of the checkpoint's config."""
         torch.set_num_threads(1)
-        self.device, self.dtype = device, dtype
+        self.device, self.dtype, self.near_tie = device, dtype, near_tie
         checkpoint = checkpoint_of(family, folder, **overrides)
         self.oracle = HfOracle(checkpoint, weights=DTYPES[dtype], near_tie=near_tie)
         arch = load_arch(checkpoint)

@@ -26,8 +26,10 @@ class LateMatchers(Matchers):
         self.rng = rng
         self.lates = 0
 
-    def collect(self, keys: Collection[RequestKey], *, others: bool) -> dict[RequestKey, TokenMask]:
-        found = super().collect(keys, others=others)
+    def collect(
+        self, keys: Collection[RequestKey], *, others: bool, busy_s: float = 0.0
+    ) -> dict[RequestKey, TokenMask]:
+        found = super().collect(keys, others=others, busy_s=busy_s)
         kept = {key: mask for key, mask in found.items() if self.rng.random() < 0.7}
         self.lates += len(found) - len(kept)
         return kept
@@ -43,7 +45,7 @@ def make_structured(tokenizer: LLTokenizer, vocab: int, late: random.Random | No
 
 @dataclass
 class Answers:
-    """What a client sees of an engine's turns."""
+    """An engine's turns, as a client sees them."""
 
     engine: Engine
     outputs: dict[tuple[int, int], list[int]] = field(default_factory=dict)
