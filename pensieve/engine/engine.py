@@ -77,8 +77,6 @@ from pensieve.engine.scheduling.request import Request, candidate_key
 from pensieve.engine.scheduling.scheduler import OutputToken, Scheduler
 from pensieve.engine.strips import StripReader
 
-GRAMMAR_TOO_COSTLY: Final = "GRAMMAR_TOO_COSTLY"
-"""Reason of ``Failed`` for a turn whose grammar exceeds the limits."""
 _NO_GRAMMAR: Final = "a grammar was given with beams, or to an engine that follows none"
 
 
@@ -246,14 +244,14 @@ class Engine:
         """Queue the requests whose grammars are compiled, and fail those that cannot go on."""
         for submit, submitted, compiled in structured.take_compiled():
             if isinstance(compiled, str):
-                events.append(Failed(submit.request, GRAMMAR_TOO_COSTLY, compiled))
+                events.append(Failed(submit.request, "GRAMMAR_TOO_COSTLY", compiled))
             else:
                 events.extend(self._enqueue(submit, submitted, compiled))
         for key, problem in structured.matchers.problems():
             owner = self._owner(key)
             if owner in self._turns:  # else another candidate of the turn had failed
                 self._cancel(owner)
-                events.append(Failed(owner, GRAMMAR_TOO_COSTLY, problem))
+                events.append(Failed(owner, "GRAMMAR_TOO_COSTLY", problem))
 
     def _choose_late(self, launch: _Launch) -> None:
         """Complete the choices of a launched step, now that the tokens of the one before it are known."""

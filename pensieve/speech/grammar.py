@@ -76,7 +76,7 @@ class OfferedFunction:
 
 @dataclass(frozen=True, slots=True)
 class AnswerShape:
-    """What an answer may consist of."""
+    """The parts that an answer may consist of."""
 
     form: SpeechForm
     functions: tuple[OfferedFunction, ...] = ()

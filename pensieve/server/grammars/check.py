@@ -1,4 +1,4 @@
-"""Finds what is wrong with a grammar, and where."""
+"""Finds the problem of a grammar, and its place."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LISTS: Final = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
 _SINGLE: Final = ("items", "additionalProperties", "additionalItems")
 
 
-class Problem(NamedTuple):
+class GrammarProblem(NamedTuple):
     text: str
     path: str = ""
     """JSON pointer to the part of the schema that is wrong; "" for the whole, and for other grammars."""
@@ -32,17 +32,17 @@ class Problem(NamedTuple):
         return f"{self.path}: {self.text}" if self.path else self.text
 
 
-def find_problem(part: GrammarPart) -> Problem | None:
-    """Return what is wrong with a grammar; None if it compiles."""
+def find_problem(part: GrammarPart) -> GrammarProblem | None:
+    """Return the problem of a grammar; None if it compiles."""
     message = _message(part)
     if message is None:
         return None
     if message.startswith(_NAMES_TOKENS):
-        return Problem("names tokens of the model: write their text in quotes")
+        return GrammarProblem("names tokens of the model: write their text in quotes")
     schema = part.get("json_schema")
     if schema is None:
-        return Problem(_readable(message))
-    return Problem(_readable(message), _Places(part, message).find())
+        return GrammarProblem(_readable(message))
+    return GrammarProblem(_readable(message), _Places(part, message).find())
 
 
 def _message(part: GrammarPart) -> str | None:

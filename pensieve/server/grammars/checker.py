@@ -60,8 +60,8 @@ class GrammarChecker:
         return importlib.util.find_spec("llguidance") is not None
 
     async def problem(self, tenant: str, text: str) -> str | None:
-        """Return what is wrong with a grammar, a ``grammar_text`` of one part; None: nothing. Raises Internal when it
-        cannot be checked."""
+        """Return the problem of a grammar, given as the ``grammar_text`` of one part; None: it has none. Raises
+        Internal when it cannot be checked."""
         digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
         if digest not in self._kept:
             async with self._locks[tenant], self._lock:

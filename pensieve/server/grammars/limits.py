@@ -17,7 +17,7 @@ _STRING_OR_BRACKET: Final = re.compile(r'"(?:[^"\\]|\\.)*+"?|[\[\]{}]', re.DOTAL
 
 
 def parse_schema(text: str) -> dict[str, Any] | bool:
-    """Parse a JSON schema. Raises ValueError, which says what is wrong with it."""
+    """Parse a JSON schema. Raises ValueError with the problem."""
     if len(text.encode("utf-8", "surrogatepass")) > MAX_BYTES:
         raise ValueError(f"is larger than {MAX_BYTES} bytes")
     if is_too_deep(text):

@@ -112,7 +112,7 @@ async def with_grammar(
 
 
 async def _check(checker: GrammarChecker, tenant: str, part: GrammarPart) -> None:
-    """Raise ValueError, which says what is wrong with a grammar."""
+    """Raise ValueError with the problem of a grammar, if it has one."""
     text = grammar_text(part)
     if len(text) > 2 * MAX_BYTES:
         raise ValueError(f"is larger than {MAX_BYTES} bytes")
