@@ -55,11 +55,11 @@ def run_structured(bench: Bench, rng: random.Random) -> None:
             overlapped=overlapped, structured=structured,
         )  # fmt: skip
         answers, asked = Answers(engine), {}
-        for request in range(1, 9):
+        for request in range(1, 7):
             context = [rng.randrange(len(PIECES)) for _ in range(rng.randrange(1, 50))]
             followed = GRAMMARS[request % 3]
             asked[request] = context, followed
-            answers.submit(request, context, Sampling(grammar=followed, max_output_tokens=40))
+            answers.submit(request, context, Sampling(grammar=followed, max_output_tokens=30))
         answers.run()
         assert isinstance(structured.matchers, LateMatchers) and structured.matchers.lates
         for request, (context, followed) in asked.items():
