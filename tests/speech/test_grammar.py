@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 from typing import Any
 
 import jsonschema
@@ -26,11 +25,11 @@ from pensieve.speech import (
     grammar_text,
     read,
 )
+from support.lengths import LONG, at_length
 from support.speech.walks import MARKED, SPELLED, random_answer, vocabulary
 from support.tool_templates import LLAMA31, MISTRAL, QWEN25
 
-LONG = bool(os.environ.get("PENSIEVE_LONG_TESTS"))
-SCHEMAS = 300 if LONG else 25
+SCHEMAS = at_length(25, 300)
 
 # ---- schemas
 
@@ -250,7 +249,7 @@ def test_whole_answers_are_read_back(calls: CallForm, template: str, kind: str) 
     ):
         form = SpeechForm(calls, *thinks, tagged=wanted is not None)
         shape = AnswerShape(form, FUNCTIONS, must, one, wanted, template)
-        for seed in range(8 if LONG else 1):
+        for seed in range(at_length(1, 8)):
             text = random_answer(answer_grammar(shape, tokenizer.mark_id), 100 * number + seed, kind)
             if text is not None:
                 ended += 1

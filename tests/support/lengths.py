@@ -23,6 +23,8 @@ def some(cases: Sequence[T], count: int) -> Sequence[T]:
 SLOWEST = (
     "tests/exactness/test_families.py",
     "tests/e2e/test_three_systems.py",
+    "tests/speech/test_grammar.py",
+    "tests/http/test_form_clients.py",
     "tests/e2e/test_smollm2.py",
     "tests/e2e/test_demo.py",
     "tests/robustness/test_under_faults.py",
