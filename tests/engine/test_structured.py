@@ -200,6 +200,7 @@ def test_answers_match_and_end(rig: Rig) -> None:
         "no",
         "maybe",
     )
+    assert rig.answers.ended[21] is FinishReason.EOS
     assert re.fullmatch("[a-f]{12}", text_of(rig.answers.outputs[21, 0]))
 
 

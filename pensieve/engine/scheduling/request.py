@@ -261,11 +261,12 @@ class Request:
     ) -> FinishReason | None:
         """Return why the generation ends with ``token``, its newest known one; None when it continues."""
         sampling = self.sampling
+        if sampling.grammar is not None and token in eos_token_ids:
+            return FinishReason.EOS  # nothing comes after the end of a grammar, whatever else was asked for
         if self.num_known - self.prompt_tokens > sampling.min_output_tokens:
             if token in sampling.stop_token_ids:
                 return FinishReason.STOP_TOKEN
-            # Nothing comes after the end of a grammar.
-            if token in eos_token_ids and (not sampling.ignore_eos or sampling.grammar is not None):
+            if token in eos_token_ids and not sampling.ignore_eos:
                 return FinishReason.EOS
         return self.limit_reason(self.num_known, context_limit)
 

@@ -60,7 +60,8 @@ def grammar(lark: str, **values: Any) -> Grammar:
 
 def text_of(tokens: Sequence[int]) -> str:
     """The text of an answer, without its end token."""
-    return b"".join(PIECES[token] for token in tokens if token != EOS).decode()
+    *text, last = tokens
+    return b"".join(PIECES[token] for token in ([*text, last] if last != EOS else text)).decode()
 
 
 def logits_of(kv: int) -> torch.Tensor:
@@ -116,6 +117,8 @@ def expected(
     while True:
         token = _next(context, output, sampling, matcher)
         output.append(token)
+        if matcher is not None and token == EOS:
+            return output, FinishReason.EOS
         if len(output) > sampling.min_output_tokens and token in sampling.stop_token_ids:
             return output, FinishReason.STOP_TOKEN
         if len(output) > sampling.min_output_tokens and token == EOS:
