@@ -16,7 +16,7 @@ from pensieve.engine.plan import TokenMask
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-MOST_PROTOTYPES: Final = 64
+MOST_PROTOTYPES: Final = 32
 """Compiled grammars that are kept, the most recently used ones."""
 LEXER_STATES: Final = 20_000
 """Most lexer states of a grammar, 1 to 2 kB each; all its matchers share them."""
