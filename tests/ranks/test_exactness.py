@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 
 from pensieve.engine.cache import tails
-from pensieve.engine.plan import Plan, StepResult, StepWorker, SynchronousWorker
+from pensieve.engine.plan import PendingStep, Plan, StepWorker
 from support.engine.checkpoints import FAMILIES
 from support.engine.exactness import SPAN, paths_of, run_all, run_schedule
 from support.engine.mutants import PLAN_MUTANTS, MutantWorker
@@ -94,16 +94,16 @@ RANK_MUTANTS: dict[str, Callable[[Plan], Plan]] = {
 }
 
 
-class LaggingWorker(SynchronousWorker):
+class LaggingWorker:
     """Executes each plan one step late: the ranks disagree on the order of plans."""
 
     def __init__(self, worker: StepWorker) -> None:
         self._worker = worker
         self._before: Plan | None = None
 
-    def run(self, plan: Plan) -> StepResult:
+    def launch(self, plan: Plan) -> PendingStep:
         late, self._before = self._before, plan
-        return self._worker.launch(late or plan).result()
+        return self._worker.launch(late or plan)
 
     def close(self) -> None:
         self._worker.close()
