@@ -222,6 +222,16 @@ class SamplingDefaults(msgspec.Struct, frozen=True, omit_defaults=True):
     candidate_choice: CandidateChoice | None = None
 
 
+class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A grammar that the output follows from its first token to its end: thought, calls and answer."""
+
+    text: str
+    """In llguidance's own form: what ``LLMatcher.grammar_from_lark`` returns (JSON)."""
+    step_items: int = 2000
+    """Most parser items for one token (``LLParserLimits.step_max_items``): 2,000 for schemas, 500 for patterns and
+    grammars that a caller wrote."""
+
+
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, dict=True):
     """Sampling parameters of one turn, fully resolved. Each default is neutral: it has no effect."""
 
@@ -236,8 +246,6 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, di
     seed: int = 0
     max_output_tokens: int | None = None
     min_output_tokens: int = 0
-    opening: tuple[int, ...] = ()
-    """Tokens that the output begins with, whatever the logits say. They count as output like any other."""
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -250,6 +258,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, di
     """Above 1: beam search, as ``transformers`` defines it with ``num_beams``."""
     length_penalty: float = 1.0
     early_stopping: bool = False
+    grammar: Grammar | None = None
+    """Only tokens that the grammar allows are chosen; None: any. Not together with beams."""
 
     @property
     def needs_context(self) -> bool:
@@ -264,7 +274,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, di
             or self.needs_context
             or self.logit_bias
             or self.min_output_tokens
-            or self.opening
+            or self.grammar is not None
             or self.top_logprobs is not None
         )
 

@@ -14,6 +14,7 @@ EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
         "grpc_reflection",
         "huggingface_hub",
         "jinja2",
+        "llguidance",
         "redis",
         "safetensors",
         "tokenizers",

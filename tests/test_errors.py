@@ -24,6 +24,7 @@ PLACEHOLDERS = {PensieveError.default_reason, errors.Aborted.default_reason}
 """Defaults of classes that are only raised with a reason, or as one of their subclasses."""
 ENGINE_CODES = {
     "CONTEXT_LIMIT_EXCEEDED": "OUT_OF_RANGE",
+    "GRAMMAR_TOO_COSTLY": "INVALID_ARGUMENT",
     "SERVER_OVERLOADED": "RESOURCE_EXHAUSTED",
     "DRAINING": "UNAVAILABLE",
 }

@@ -146,6 +146,11 @@ class Recorded:
     host: float
     timings: dict[str, float] = field(default_factory=dict)
 
+    def choose(self, specs: Sequence[SampleSpec | None]) -> None:
+        started = time.perf_counter()
+        self.step.choose(specs)
+        self.host += time.perf_counter() - started
+
     def result(self) -> StepResult:
         result = self.step.result()
         self.timings = result.timings

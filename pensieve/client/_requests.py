@@ -198,6 +198,9 @@ def stream_turn(
         calls=_call_bounds(options),
         system_prompt=options.get("turn_system_prompt"),
     )
+    wanted = answer_format(options)
+    if wanted is not None:
+        spec.format.CopyFrom(wanted)
     tools = options.get("turn_tools")
     if tools is not None:
         spec.tools_json = tools if isinstance(tools, str) else tools_json(tools)
@@ -244,7 +247,48 @@ def _call_bounds(options: Mapping[str, Any]) -> pb.CallBounds | None:
     bounds = pb.CallBounds()
     _set_field(bounds, "begin_with", options.get("must_call"), option="must_call")
     _set_field(bounds, "one", options.get("single_call"), option="single_call")
+    _set_field(bounds, "none", options.get("no_calls"), option="no_calls")
+    for field in ("allowed", "strict"):
+        names = options.get(f"{field}_calls")
+        if isinstance(names, str):
+            raise InvalidArgument.field(f"{field}_calls", "must be names of functions, not one text")
+        _set_field(bounds, field, names, option=f"{field}_calls")
     return bounds if bounds.ListFields() else None
+
+
+def answer_format(options: Mapping[str, Any]) -> pb.AnswerFormat | None:
+    """Return the form of the answer that the options ask for. Raises InvalidArgument for more than one."""
+    given = [name for name in ("schema", "choice", "regex", "lark") if options.get(name) is not None]
+    if not given:
+        return None
+    name, value = given[0], options[given[0]]
+    if len(given) > 1:
+        raise InvalidArgument.field(given[1], f"does not go with {name}: an answer has one form")
+    form = pb.AnswerFormat()
+    if name == "schema":
+        _set_field(form, "json_schema", _schema_text(value), option=name)
+    elif name == "choice":
+        if isinstance(value, str):
+            raise InvalidArgument.field(name, "must be several texts, not one")
+        _set_field(form.choice, "texts", value, option=name)
+        form.choice.SetInParent()
+    else:
+        _set_field(form, name, value, option=name)
+    return form
+
+
+def _schema_text(value: Any) -> Any:
+    """A schema as JSON text. The classes of pydantic models make theirs themselves."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, type):
+        if not hasattr(value, "model_json_schema"):
+            raise InvalidArgument.field("schema", f"the class {value.__name__} is no pydantic model")
+        value = value.model_json_schema()
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidArgument.field("schema", str(error)) from error
 
 
 def _hints(options: Mapping[str, Any]) -> pb.TurnHints | None:

@@ -52,10 +52,18 @@ def request_id(scope: str, given: str | uuid.UUID | None) -> str:
 SIMILAR_NAMES = {
     **{other: name for name, row in SAMPLING.items() for other in row.aliases},
     "deadline": "timeout",
+    "grammar": "lark",
+    "guided_choice": "choice",
+    "guided_grammar": "lark",
+    "guided_json": "schema",
+    "guided_regex": "regex",
     "idempotency_key": "request_id",
+    "json_schema": "schema",
     "logprobs": "top_logprobs",
     "metadata": "annotations",
     "request_timeout": "timeout",
+    "response_format": "schema",
+    "response_model": "schema",
 }
 """Name in another API → name here."""
 
@@ -213,6 +221,8 @@ def _docstring(below: list[ast.stmt]) -> str:
 Tools = str | Sequence[Mapping[str, Any]]
 """Definitions ``{"type": "function", "function": {"name", "description", "parameters"}}``, or their JSON array
 as text."""
+Schema = str | Mapping[str, Any] | type[Any]
+"""A JSON schema as a mapping or as text, or a pydantic model's class."""
 Overflow = Literal["reject", "drop_oldest_turns", "drop_oldest"]
 """``drop_oldest`` is short for ``drop_oldest_turns``."""
 Keep = Literal["partial", "nothing"]
@@ -265,6 +275,20 @@ class TurnOptions(SamplingOptions, total=False):
     """Functions that the model may call, replacing the session's for this turn only."""
     single_call: bool
     """End the answer after its first complete function call."""
+    allowed_calls: Sequence[str]
+    """Functions that the model may call; default: all that it sees."""
+    strict_calls: Sequence[str]
+    """Functions whose arguments must be valid for their parameters; an unsupported schema is refused."""
+    no_calls: bool
+    """With a form of the answer: do not let it call functions instead."""
+    schema: Schema
+    """JSON schema of the answer: a mapping, JSON text or the class of a pydantic model."""
+    choice: Sequence[str]
+    """The answer is one of these texts."""
+    regex: str
+    """The answer matches this regular expression. Needs a key with the scope ``grammars``."""
+    lark: str
+    """The answer follows this Lark grammar, as llguidance reads it. Needs a key with the scope ``grammars``."""
     on_disconnect: OnDisconnect
     """When this client is gone for good: ``cancel`` (default) discards the turn, ``finish`` completes it."""
     timeout: float

@@ -4,7 +4,8 @@
 2. ``scheduler.plan``: when pages and budget allow, the cache pins the cached part of the context and finds
    pages for the rest. Hits cost nothing, host chunks are planned to be copied in, dropped and new ranges
    become spans.
-3. ``worker.launch``: copies, runs the model over all spans, samples.
+3. ``worker.launch``: copies, runs the model over all spans, samples. A choice that depends on the step before it, or on
+   a grammar, comes after that step's commit (``PendingStep.choose``).
 4. ``scheduler.on_launched`` and, with the step's result, ``scheduler.commit``: tokens are appended. Requests
    continue, or finish and leave their chunks in the cache.
 
@@ -24,6 +25,7 @@ queue, running set, progress    ``Scheduler``      engine
 chunk places, pins, pages       ``CacheManager``   scheduler (ids), worker (pages, in the plan)
 KV tensors                      worker             kernels
 size of the device tier         ``ElasticTier``    cache (its pages), worker (its memory, in the plan)
+matchers of grammars            ``Structured``     scheduler (whether a mask is expected)
 conversation history            the front end      none here: it comes with each ``Submit``
 ==============================  =================  ===========================================
 
@@ -37,11 +39,14 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Final
 
-from pensieve.core import MAX_CANDIDATES, FinishReason, Phase, RequestKey, SessionKey
+from pensieve.core import MAX_CANDIDATES, FinishReason, Phase, RequestKey, SessionKey, packed_length
 from pensieve.debug import debug_enabled, failpoint
 from pensieve.engine.beams import BeamDriver
 from pensieve.engine.elastic import ONE_SIZE
+from pensieve.engine.grammar.prototypes import Prototype
+from pensieve.engine.grammar.structured import Structured
 from pensieve.engine.messages import (
     Cancel,
     CandidateFinished,
@@ -71,6 +76,8 @@ from pensieve.engine.process.loop import StepAnnouncer
 from pensieve.engine.scheduling.request import Request, candidate_key
 from pensieve.engine.scheduling.scheduler import OutputToken, Scheduler
 from pensieve.engine.strips import StripReader
+
+_NO_GRAMMAR: Final = "a grammar was given with beams, or to an engine that follows none"
 
 
 @dataclass(slots=True)
@@ -129,7 +136,9 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         *,
         overlapped: bool = False,
+        structured: Structured | None = None,
     ) -> None:
+        """``structured``: follows grammars; None: requests with one are refused."""
         self._scheduler = scheduler
         self._cache = scheduler.cache
         self._worker = worker
@@ -142,6 +151,9 @@ class Engine:
         self._strips = StripReader(scheduler)
         self.announcer = StepAnnouncer(self._owner)
         self._totals = _Totals()
+        self._structured = structured
+        if structured is not None:
+            scheduler.mask_expected = structured.matchers.is_expected
         self._overlapped = overlapped
         self._in_flight: _Launch | None = None
         """Overlapped: the step that runs while the next is planned."""
@@ -157,6 +169,8 @@ class Engine:
     def has_work(self) -> bool:
         """Whether ``step`` may have something to do without a further command."""
         if self._scheduler.has_requests or self._background or self._in_flight is not None:
+            return True
+        if self._structured is not None and self._structured.has_compiling:
             return True
         elastic = self._scheduler.elastic
         return elastic is not None and elastic.is_due(self._clock())
@@ -191,12 +205,18 @@ class Engine:
         Raises whatever the worker raises.
         """
         events: list[Event] = []
+        if self._structured is not None:
+            self._follow_grammars(self._structured, events)
         launch = self._launch(events)
         self._background = launch is not None
+        before, self._in_flight = self._in_flight, None
+        if before is not None:
+            self._commit(before, events)
+        if launch is not None and launch.plan.chooses_late:
+            self._choose_late(launch)
         if self._overlapped:
-            # The new step runs on; the step before it is committed.
-            launch, self._in_flight = self._in_flight, launch
-        if launch is not None:
+            self._in_flight = launch  # it runs on
+        elif launch is not None:
             self._commit(launch, events)
         if self._checks:
             self._cache.check()
@@ -220,6 +240,35 @@ class Engine:
         failpoint("engine_mid_step")
         return launch
 
+    def _follow_grammars(self, structured: Structured, events: list[Event]) -> None:
+        """Queue the requests whose grammars are compiled, and fail those that cannot go on."""
+        for submit, submitted, compiled in structured.take_compiled():
+            if isinstance(compiled, str):
+                events.append(Failed(submit.request, "GRAMMAR_TOO_COSTLY", compiled))
+            else:
+                events.extend(self._enqueue(submit, submitted, compiled))
+        for key, problem in structured.matchers.problems():
+            owner = self._owner(key)
+            if owner in self._turns:  # else another candidate of the turn had failed
+                self._cancel(owner)
+                events.append(Failed(owner, "GRAMMAR_TOO_COSTLY", problem))
+
+    def _choose_late(self, launch: _Launch) -> None:
+        """Complete the choices of a launched step, now that the tokens of the one before it are known."""
+        started, plan, masks = self._clock(), launch.plan, {}
+        if self._structured is not None:
+            keys = [
+                span.request
+                for span in plan.spans
+                if span.sample is not None and span.sample.sampling.grammar is not None
+            ]
+            # Half a step, since the next one must be planned before this one ends.
+            busy = self._totals.last_step_seconds / 2 if self._overlapped else 0.0
+            others = len(keys) < len(plan.specs)
+            masks = self._structured.matchers.collect(keys, others=others, busy_s=busy)
+        launch.step.choose(self._scheduler.late_specs(plan, masks, started))
+        self._totals.parts["choose"] += self._clock() - started
+
     def _commit(self, launch: _Launch, events: list[Event]) -> None:
         wait_started = self._clock()
         result = launch.step.result()
@@ -229,6 +278,8 @@ class Engine:
         # Overlapped steps follow each other: each lasts from the end of the one before, not from its own launch.
         self._count(launch.plan, result, now - max(launch.time, self._last_commit))
         self._last_commit = now
+        if self._structured is not None:
+            self._structured.on_tokens(tokens)
         for token in self._beams.on_tokens(tokens, now):
             events.extend(self._output(token, now))
         events.extend(self._progress())
@@ -278,6 +329,8 @@ class Engine:
     def close(self) -> None:
         """Release the worker's memory, streams and threads."""
         self._in_flight = None
+        if self._structured is not None:
+            self._structured.close()
         self._worker.close()
 
     # -- turns -------------------------------------------------------------------------------------------------------
@@ -290,26 +343,44 @@ class Engine:
         )
         if key in self._turns:
             return [Failed(key, "ENGINE_FAILED", "the request key is in use")]
-        searches = beams > 1
+        searches, grammar = beams > 1, submit.sampling.grammar
         pages = self._beams.pages(submit) if searches else None
         refused = self._scheduler.refusal(submit, beams if searches else members, pages)
         if refused is not None:
             return [Failed(key, *refused)]
         now = self._clock()
+        if grammar is None:
+            return self._enqueue(submit, now, None)
+        if self._structured is None or searches:
+            return [Failed(key, "ENGINE_FAILED", _NO_GRAMMAR)]
+        if self._structured.num_compiling >= self._scheduler.config.max_queued:
+            return [Failed(key, "SERVER_OVERLOADED", "too many grammars wait to be compiled")]
+        self._structured.compile(submit, grammar, now)
+        return [RequestProgress(key, Phase.QUEUED, 0, 0, packed_length(submit.tokens))]
+
+    def _enqueue(self, submit: Submit, now: float, prototype: Prototype | None) -> list[Event]:
+        """Queue a turn that may run. ``now``: when it was submitted. ``prototype``: the start of each answer, if it
+        follows a grammar."""
+        key = RequestKey(submit.request)
         self._drop_candidates(SessionKey(submit.session), now)  # of the turn before
-        if searches:
+        if submit.sampling.beam_width > 1:
             request = self._beams.submit(submit, now)
             turn = _Turn([request])
         else:
-            request = self._scheduler.submit(submit, now, members=members)
+            request = self._scheduler.submit(submit, now, members=submit.sampling.candidates)
             turn = _Turn([request] if request.group is None else list(request.group.members))
         self._turns[key] = turn
         for further in turn.candidates[1:]:
             self._candidates[further.key] = key, further.candidate
+        if self._structured is not None and prototype is not None:
+            for candidate in turn.candidates:
+                self._structured.matchers.begin(candidate.key, prototype)
         return [RequestProgress(key, Phase.QUEUED, self._scheduler.position(request), 0, request.length)]
 
     def _cancel(self, key: RequestKey) -> None:
         turn, now = self._turns.get(key), self._clock()
+        if self._structured is not None:
+            self._structured.cancel(key)
         if turn is not None:
             self._beams.cancel(key, now)
             for candidate in reversed(turn.candidates):
@@ -325,6 +396,8 @@ class Engine:
         if number == 0 and candidate.receipt is None:
             return []  # the others branch off it
         self._scheduler.retire(candidate, now)
+        if self._structured is not None:
+            self._structured.matchers.drop(candidate.key)
         turn.finish_reasons[number] = FinishReason.CANCELLED
         return [] if turn.outcome is None else [self._finished(key, turn.outcome, now)]
 
@@ -379,6 +452,8 @@ class Engine:
     def _forget(self, key: RequestKey) -> None:
         for candidate in self._turns.pop(key).candidates:
             self._candidates.pop(candidate.key, None)
+            if self._structured is not None:
+                self._structured.matchers.drop(candidate.key)
 
     # -- events ------------------------------------------------------------------------------------------------------
 

@@ -135,7 +135,7 @@ class Finished(msgspec.Struct, frozen=True, tag="finished"):
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """A request cannot be served. ``reason``: see docs/errors.md (CONTEXT_LIMIT_EXCEEDED, ENGINE_FAILED and so on)."""
+    """A request cannot be served. ``reason``: see docs/errors.md (such as GRAMMAR_TOO_COSTLY)."""
 
     request: int
     reason: str
@@ -285,8 +285,9 @@ class Stats(msgspec.Struct, frozen=True, omit_defaults=True):
     last_step_seconds: float = 0.0
     last_batch_tokens: int = 0
     part_seconds_total: dict[str, float] = msgspec.field(default_factory=dict)
-    """Seconds by part of a step. Parts of the host are ``plan``, ``launch``, ``wait`` (for the device) and
-    ``commit``; the worker adds its own (on a GPU ``device``, and ``gap`` between two steps)."""
+    """Seconds by part of a step. Parts of the host are ``plan``, ``launch``, ``choose`` (late choices),
+    ``wait`` (for the device) and ``commit``; the worker adds its own (on a GPU ``device``, and ``gap`` between two
+    steps)."""
     held: dict[str, tuple[int, int]] | None = None
     """Tokens that each tenant's pages have room for, (device, host). None: as before; sent about twice a second."""
 

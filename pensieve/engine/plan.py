@@ -27,13 +27,17 @@ launched. Making it look so (streams, events) is the worker's job alone.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from pensieve.core import RequestKey, Sampling, TokenArray, TokenLogprob
+
+TokenMask = npt.NDArray[np.int32]
+"""Tokens that may be chosen, int32 [(vocabulary + 31) // 32]: bit ``t % 32`` of word ``t // 32`` stands for token t."""
 
 PageTable = npt.NDArray[np.int32]
 """Device page of each chunk of a context, int32 [chunks]."""
@@ -58,6 +62,10 @@ class SampleSpec:
     """Context before the generation, int32 [n]; only when ``sampling.needs_context``."""
     output: TokenArray | None = None
     """Output so far, int32 [output_index]; only when ``sampling.needs_context``."""
+    mask: TokenMask | None = None
+    """Tokens that the grammar allows here; only with ``sampling.grammar``."""
+    late: bool = False
+    """The choice depends on a token or a mask that is not known at the launch: ``PendingStep.choose`` brings it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +154,16 @@ class Plan:
         return sum(len(span.tokens) for span in self.spans)
 
     @property
+    def specs(self) -> tuple[SampleSpec, ...]:
+        """How to choose each token of the step, in the order of the spans with a ``sample``."""
+        return tuple(span.sample for span in self.spans if span.sample is not None)
+
+    @property
+    def chooses_late(self) -> bool:
+        """Whether the worker must wait for ``PendingStep.choose`` before it chooses the step's tokens."""
+        return any(span.sample is not None and span.sample.late for span in self.spans)
+
+    @property
     def is_empty(self) -> bool:
         return not (self.spans or self.swap_out or self.copies or self.swap_in or self.memory)
 
@@ -162,7 +180,7 @@ class Sampled:
 @dataclass(frozen=True, slots=True)
 class StepResult:
     sampled: tuple[Sampled, ...] = ()
-    """In the order of the plan's spans with a ``sample``."""
+    """In the order of the plan's spans with a ``sample``, without those for which ``choose`` named no spec."""
     swap_in_bytes: int = 0
     swap_out_bytes: int = 0
     swap_in_seconds: float = 0.0
@@ -177,6 +195,14 @@ class StepResult:
 
 
 class PendingStep(Protocol):
+    def choose(self, specs: Sequence[SampleSpec | None]) -> None:
+        """Choose the tokens of a step whose plan ``chooses_late``; call once, before the next launch and ``result``.
+        Any other plan has chosen its tokens at the launch.
+
+        ``specs``: as ``Plan.specs``, with all that was not known at the launch; None: choose no token.
+        """
+        ...
+
     def result(self) -> StepResult:
         """Wait for the step and return its result. Call once, in the order of the launches."""
         ...
@@ -186,7 +212,8 @@ class StepWorker(Protocol):
     """Executes plans: PyTorch on a CPU, CUDA, or a cost model under a virtual clock."""
 
     def launch(self, plan: Plan) -> PendingStep:
-        """Begin ``plan``, in the order of the module docstring. An exception leaves the KV undefined."""
+        """Begin ``plan``, in the order of the module docstring; if it ``chooses_late``, up to 5. An exception leaves
+        the KV undefined."""
         ...
 
     def close(self) -> None:
@@ -195,7 +222,7 @@ class StepWorker(Protocol):
 
 
 class SynchronousWorker(ABC):
-    """A worker whose step is complete when ``launch`` returns."""
+    """A worker whose step is complete when ``launch`` returns. Its tokens must not depend on late specs."""
 
     def launch(self, plan: Plan) -> PendingStep:
         return _Done(self.run(plan))
@@ -205,9 +232,14 @@ class SynchronousWorker(ABC):
         """Execute ``plan``."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Done:
     outcome: StepResult
+
+    def choose(self, specs: Sequence[SampleSpec | None]) -> None:
+        """Drop the tokens that are not wanted; the others do not depend on ``specs``."""
+        kept = tuple(one for one, spec in zip(self.outcome.sampled, specs, strict=True) if spec is not None)
+        self.outcome = replace(self.outcome, sampled=kept)
 
     def result(self) -> StepResult:
         return self.outcome

@@ -62,11 +62,11 @@ from pensieve.http.common.contents import (
 )
 from pensieve.http.common.door import HttpDoor
 from pensieve.http.common.failures import failure_from_error, invalid_field, unsupported_field
+from pensieve.http.common.formats import Nested, ResponseFormat, WantedForm, add_form, named_form, one_form
 from pensieve.http.common.heads import TurnStarter, note_before_end
 from pensieve.http.common.requests import (
     REFUSED_EVERYWHERE,
     CompletionFields,
-    Nested,
     Positive,
     check_count,
 )
@@ -99,10 +99,6 @@ class ChatMessage(msgspec.Struct, frozen=True):
     """Another name of ``reasoning_content``."""
 
 
-class ResponseFormat(msgspec.Struct, frozen=True):
-    type: str = "text"
-
-
 class ValidatedChat(NamedTuple):
     body: ChatRequest
     transcript: MessageHistory
@@ -112,7 +108,11 @@ class ValidatedChat(NamedTuple):
 class ChatRequest(CompletionFields, kw_only=True):
     """The request. ``session`` is not OpenAI's."""
 
-    NESTED: ClassVar[Nested] = {**CompletionFields.NESTED, "tools": OfferedTool}
+    NESTED: ClassVar[Nested] = {
+        **CompletionFields.NESTED,
+        "response_format": ResponseFormat,
+        "tools": OfferedTool,
+    }
     WITHOUT_EFFECT: ClassVar[Mapping[str, str]] = {
         "cache_prompt": "cached state is always used",
         "chat_id": "histories are found by their content",
@@ -169,14 +169,18 @@ class ChatRequest(CompletionFields, kw_only=True):
             raise invalid_field("top_logprobs", "needs logprobs")
         if not 0 <= (self.top_logprobs or 0) <= MAX_TOP_LOGPROBS:
             raise invalid_field("top_logprobs", f"must be from 0 to {MAX_TOP_LOGPROBS}")
-        if self.response_format is not None and self.response_format.type != "text":
-            raise unsupported_field("response_format", "only text is supported")
         if self.modalities and self.modalities != ["text"]:
             raise unsupported_field("modalities", "only text is supported")
         if self.audio is not None:
             raise unsupported_field("audio", "only text is supported")
         if self.web_search_options is not None:
             raise unsupported_field("web_search_options", "searching is not supported")
+
+    @property
+    def form(self) -> WantedForm | None:
+        """The form of the answer. Raises HttpFailure for more than one."""
+        own = self.response_format.wanted("response_format") if self.response_format is not None else None
+        return one_form([*([own] if own is not None else []), *self.vllm_forms])
 
     @property
     def transcript(self) -> MessageHistory:
@@ -187,6 +191,7 @@ class ChatRequest(CompletionFields, kw_only=True):
     def turn_options(self) -> TurnOptions:
         options = self.options()
         options.update(call_options(self.tools or (), self.tool_choice, self.parallel_tool_calls))
+        add_form(options, self.form, self.tool_choice)
         longest = self.max_completion_tokens or self.max_tokens
         if longest is not None:
             options["max_output_tokens"] = longest
@@ -455,6 +460,8 @@ async def create(request: Request) -> Response:
         model = await door.require_model(caller, body.model)
         info = await door.server_info(caller)
         use = await door.bodies.offload(request, tool_use, info, body.tools or (), body.tool_choice)
+        use = use.with_format() if body.form is not None else use
+        held.enter_context(named_form(body.form))
         transcript = transcript.with_form(use.form, use.text)
         named: HashedHistory | None = None
         around: AbstractAsyncContextManager[None] = nullcontext()

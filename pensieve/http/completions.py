@@ -42,6 +42,7 @@ from pensieve.http.common.callers import Caller
 from pensieve.http.common.calls import Call, CallPlan, new_session_id
 from pensieve.http.common.door import HttpDoor
 from pensieve.http.common.failures import failure_from_error, invalid_field, unsupported_field
+from pensieve.http.common.formats import WantedForm, add_form, named_form, one_form
 from pensieve.http.common.requests import (
     REFUSED_EVERYWHERE,
     CompletionFields,
@@ -78,6 +79,7 @@ class CompletionRequest(CompletionFields, kw_only=True):
     }
     REFUSED: ClassVar[Mapping[str, str]] = {
         **REFUSED_EVERYWHERE,
+        "response_format": "belongs to chat completions: structured_outputs is honoured here",
         "max_completion_tokens": "is max_tokens in completions",
         "max_output_tokens": "is max_tokens in completions",
         "messages": "belong to chat completions",
@@ -109,6 +111,11 @@ class CompletionRequest(CompletionFields, kw_only=True):
             raise invalid_field(
                 "best_of", "cannot be combined with stream: the best answers are known only at the end"
             )
+
+    @property
+    def form(self) -> WantedForm | None:
+        """The form of the answer. Raises HttpFailure for more than one."""
+        return one_form(self.vllm_forms)
 
     @property
     def answer_count(self) -> int:
@@ -145,6 +152,7 @@ class CompletionRequest(CompletionFields, kw_only=True):
     def turn_options(self) -> TurnOptions:
         options = self.options()
         options["max_output_tokens"] = self.max_tokens or MAX_TOKENS
+        add_form(options, self.form, None)
         if self.candidate_count > 1:
             options["candidates"] = self.candidate_count
         if self.candidate_count > self.answer_count:
@@ -284,9 +292,10 @@ async def _begin(
         held.callback(stream.close)
         await stream.accepted()
     except InvalidArgument as error:
+        if not (error.violations and error.violations[0][0].startswith(_PROMPT_FIELDS)):
+            raise
         failure = failure_from_error(error)
-        if error.violations and error.violations[0][0].startswith(_PROMPT_FIELDS):
-            failure.param = "prompt"
+        failure.param = "prompt"
         raise failure from error
     return StartedPrompt(stream, text, ids)
 
@@ -439,6 +448,7 @@ async def create(request: Request) -> Response:
     async with AsyncExitStack() as held:
         caller = await held.enter_async_context(door.callers.for_request(request))
         model = await door.require_model(caller, body.model)
+        held.enter_context(named_form(body.form))
         begun = await begin_all(caller, asked, call, door.settings.completion_ttl_s, held)
         completion = TextCompletion(f"cmpl-{call.id.hex}", model, body, begun)
         if body.stream:

@@ -10,7 +10,7 @@ import msgspec
 
 from pensieve.client import ServerInfo, TurnOptions
 from pensieve.http.common.failures import HttpFailure, invalid_field, unsupported_field
-from pensieve.http.common.requests import Nested
+from pensieve.http.common.formats import Nested
 from pensieve.speech import SpeechForm
 
 
@@ -70,20 +70,26 @@ class ToolUse:
         """Return the same, given whether the session has functions from earlier requests (``calls``)."""
         if not calls or self.text or self.none_wanted:
             return self
-        return replace(self, form=info.speech)
+        return replace(self, form=replace(info.speech, tagged=self.form.tagged))
+
+    def with_format(self) -> ToolUse:
+        """Return the same for an answer that has a form when it calls no function."""
+        return replace(self, form=replace(self.form, tagged=True))
 
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """``tool_choice`` of either protocol, as far as it can be enforced."""
+    """``tool_choice`` of either protocol."""
 
     none: bool = False
     must_call: str | None = None
     """The answer must be a call of this function, or of any (""). None: it may be text."""
+    allowed: tuple[str, ...] = ()
+    """Only these functions may be called; (): all."""
 
     @classmethod
     def parse(cls, choice: Any, tools: Sequence[OfferedTool]) -> ToolChoice:
-        """Raises HttpFailure for a choice that is not among ``tools``, or cannot be enforced."""
+        """Raises HttpFailure for a choice that is not among ``tools``."""
         match choice:
             case None | "auto":
                 return cls()
@@ -113,11 +119,10 @@ class ToolChoice:
             raise _unknown(name)
         if mode == "required" and len(named) == 1:
             return cls(must_call=named.pop())
-        if named != offered:
-            raise unsupported_field(
-                "tool_choice", "some of the tools cannot be excluded: offer only the allowed ones in tools"
-            )
-        return cls(must_call="" if mode == "required" else None)
+        return cls(
+            must_call="" if mode == "required" else None,
+            allowed=tuple(sorted(named)) if named != offered else (),
+        )
 
 
 def _name_of(choice: Any) -> str:
@@ -140,7 +145,7 @@ def _unknown(name: str) -> HttpFailure:
 
 
 def check_tools(tools: Sequence[OfferedTool], choice: Any) -> None:
-    """Raise HttpFailure for tools that are not functions, and for a choice that cannot be enforced."""
+    """Raise HttpFailure for tools that are not functions, and for a choice that is not among them."""
     for number, tool in enumerate(tools):
         if tool.type != "function":
             raise unsupported_field(
@@ -159,6 +164,11 @@ def call_options(tools: Sequence[OfferedTool], choice: Any, parallel: bool | Non
         options["must_call"] = found.must_call
     if parallel is False and not found.none:
         options["single_call"] = True
+    if found.allowed:
+        options["allowed_calls"] = found.allowed
+    strict = [tool.definition.name for tool in tools if tool.definition and tool.definition.strict]
+    if strict and not found.none:
+        options["strict_calls"] = strict
     return options
 
 

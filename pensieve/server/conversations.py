@@ -15,6 +15,7 @@ from pensieve.engine.messages import ResidentTokens
 from pensieve.errors import PensieveError
 from pensieve.server import ids
 from pensieve.server.admission import AdmissionGate, GateLimits
+from pensieve.server.grammars.checker import GrammarChecker
 from pensieve.server.history.binding import ServedModel
 from pensieve.server.history.rendering import ItemStamp, Renderer
 from pensieve.server.history.transcript import Transcript
@@ -103,8 +104,9 @@ class Conversations:
         self._transcript = transcript = Transcript(
             store, renderer, settings.history_cache_bytes, listeners.store_regression
         )
+        self._checker = GrammarChecker()
         self._served = served = ServedModel(settings.model, settings.model_sha256, tokenizer)
-        self._runner = runner = TurnRunner(transcript, link, served, settings)
+        self._runner = runner = TurnRunner(transcript, link, served, settings, self._checker)
         self.gate = AdmissionGate(
             GateLimits(settings.max_wait_s, settings.max_queued, settings.max_queued_tokens),
             tenants,
@@ -217,4 +219,5 @@ class Conversations:
     async def close(self) -> None:
         await self.turns.drain(0.0)
         await self._runner.close()
+        await self._checker.close()
         self._renderer.close()

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from pensieve.core import FinishReason, HintReceipt, Phase, Role, SamplingDefaults, TokenLogprob, Usage
-from pensieve.speech import FunctionCall
+from pensieve.speech import AnswerFormat, FunctionCall
 from pensieve.store import Key
 from pensieve.store.records import CandidateAnswer, Item
 
@@ -62,6 +62,17 @@ class CallBounds(msgspec.Struct, frozen=True):
     """The answer ends after its first complete call."""
 
 
+class CallRules(msgspec.Struct, frozen=True):
+    """More rules for calls. Not fields of ``CallBounds``, so that fingerprints of older turns stay the same."""
+
+    allowed: tuple[str, ...] = ()
+    """Functions that may be called; (): all."""
+    strict: tuple[str, ...] = ()
+    """Functions whose arguments follow their parameters."""
+    none: bool = False
+    """No function is called."""
+
+
 class TurnFrame(msgspec.Struct, frozen=True):
     """Replaces the session's system prompt and tools for one turn; None: keep the session's."""
 
@@ -87,6 +98,8 @@ class NewTurn(msgspec.Struct, frozen=True):
     mark: str = ""
     calls: CallBounds = CallBounds()
     frame: TurnFrame = TurnFrame()
+    rules: CallRules = CallRules()
+    format: AnswerFormat | None = None
 
     def fingerprint(self) -> str:
         """Hash the fields that make up the turn's identity. Excluded are delivery (output, priority), hints,
@@ -101,6 +114,8 @@ class NewTurn(msgspec.Struct, frozen=True):
             # Added only if set, so that older turns keep their fingerprints and can be retried.
             *((self.calls,) if self.calls != CallBounds() else ()),
             *((self.frame,) if self.frame != TurnFrame() else ()),
+            *((self.rules,) if self.rules != CallRules() else ()),
+            *((self.format,) if self.format is not None else ()),
         )
 
 

@@ -74,6 +74,9 @@ class _TimedStep:
     step: PendingStep
     is_timed: bool
 
+    def choose(self, specs: Sequence[SampleSpec | None]) -> None:
+        self.step.choose(specs)
+
     def result(self) -> StepResult:
         result = self.step.result()
         if self.is_timed:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import heapq
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ from pensieve.engine.cache.manager import CacheManager
 from pensieve.engine.cost.model import CostModel
 from pensieve.engine.engine import Engine
 from pensieve.engine.messages import EngineReady, Failed, Finished, Output, Submit
-from pensieve.engine.plan import Copy, PendingStep, Plan, Sampled, StepResult, StepWorker
+from pensieve.engine.plan import Copy, PendingStep, Plan, Sampled, SampleSpec, StepResult, StepWorker
 from pensieve.engine.scheduling.scheduler import Scheduler
 from pensieve.simulate.scenario import policies
 from pensieve.simulate.scenario.load import SessionScript, hints_of
@@ -44,6 +44,9 @@ class _LaunchedStep:
     clock: Clock
     ends: float
     outcome: StepResult
+
+    def choose(self, specs: Sequence[SampleSpec | None]) -> None:
+        """Do nothing: every token is 0 already."""
 
     def result(self) -> StepResult:
         self.clock.now = max(self.clock.now, self.ends)

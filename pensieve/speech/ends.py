@@ -104,7 +104,7 @@ def _scan(form: SpeechForm) -> Scan:
         case CallForm.HERMES:
             yield from _hermes(head)
         case CallForm.LLAMA3:
-            yield from _llama(head)
+            yield from _llama(head, form.tagged)
         case CallForm.MISTRAL:
             yield from _mistral(head)
 
@@ -121,9 +121,9 @@ def _hermes(head: str) -> Scan:
             yield 0
 
 
-def _llama(head: str) -> Scan:
+def _llama(head: str, tagged: bool) -> Scan:
     head = head or (yield from _skip_space())
-    if not head.startswith("{"):
+    if tagged or not head.startswith("{"):
         yield from _until(PYTHON_TAG, head)
         between = yield from _until("{")
         if between[:-1].replace(PYTHON_TAG, "").strip(_BETWEEN):

@@ -54,6 +54,8 @@ class SpeechForm:
     """A ``<think>`` block at the beginning is a thought."""
     begins_thinking: bool = False
     """The chat template opens the block before the answer begins."""
+    tagged: bool = False
+    """Calls of Llama need their tag: the answer may be JSON of another kind."""
 
     @property
     def plain(self) -> bool:
@@ -182,7 +184,8 @@ class SpeechReader:
             case CallForm.MISTRAL:
                 self._state = self._words_or_tail
             case CallForm.LLAMA3:
-                self._state = self._tail if text.startswith("{") else self._words_or_tail
+                bare = text.startswith("{") and not self._form.tagged
+                self._state = self._tail if bare else self._words_or_tail
         return []
 
     def _only_words(self, last: bool) -> list[AnswerPart]:

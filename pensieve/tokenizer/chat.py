@@ -23,7 +23,7 @@ import numpy as np
 
 from pensieve.core import Role, TokenArray, TokenText
 from pensieve.errors import InvalidArgument
-from pensieve.speech import SHOWN_MARKS, CallForm, FunctionCall, SpeechForm, call_prefix
+from pensieve.speech import SHOWN_MARKS, CallForm, FunctionCall, SpeechForm
 from pensieve.tokenizer.delta import (
     DeltaRenderer,
     EosTexts,
@@ -36,7 +36,7 @@ from pensieve.tokenizer.delta import (
 )
 from pensieve.tokenizer.detokenizer import Detokenizer, TokenBytes
 from pensieve.tokenizer.encoding import Preceding, TextEncoder, added_words
-from pensieve.tokenizer.folder import TokenizerFolder, read_folder, words_without_embedding
+from pensieve.tokenizer.folder import TokenizerFolder, hidden_ids, read_folder, words_without_embedding
 from pensieve.tokenizer.marked import Roles
 from pensieve.tokenizer.template import PLAIN_TEMPLATE, ChatTemplate, TemplateError, plain_text
 from pensieve.tokenizer.tools import Tools, call_form_for
@@ -79,13 +79,12 @@ class ChatTokenizer:
         end = EosTexts(eos_texts).after(closing, 0, len(closing))
         behind = self._encoder.encode(closing[end:], Preceding.CONTROL).ids if end is not None else []
         self._ends = EosTexts(eos_texts, tuple(behind))
-        special = {
-            i
-            for i, token in folder.backend.get_added_tokens_decoder().items()
-            # Those that open a call are shown: they distinguish a call from text.
-            if token.special and token.content not in SHOWN_MARKS
+        special = hidden_ids(folder.backend)
+        self._token_bytes = TokenBytes(folder.backend, folder.decoder, special)
+        added = folder.backend.get_added_tokens_decoder().items()
+        self._mark_ids = {
+            token.content: i for i, token in added if token.content in SHOWN_MARKS and i < folder.vocab_size
         }
-        self._token_bytes = TokenBytes(folder.backend, folder.decoder, frozenset(special))
         self._control_ids = {self._token_bytes.name(token): token for token in special}
         self.vocab_size: int = folder.vocab_size
         """Ids below this are valid input."""
@@ -203,15 +202,6 @@ class ChatTokenizer:
         if any(self._encoder.has_control(text) for text in found.strings()):
             raise InvalidArgument.field("config.tools_json", "holds a control token of the model")
 
-    def call_opening(self, name: str) -> tuple[int, ...]:
-        """The first tokens of an answer that calls this function, or any (""). The model must have a
-        ``call_form``."""
-        assert self.call_form is not None
-        # Where the template has opened a thought, close it empty, like templates that are told not to think.
-        thought = "\n</think>\n\n" if self.thinks == "open" else ""
-        text = thought + call_prefix(name, self.call_form, self._template.source)
-        return tuple(self._encoder.encode(text, Preceding.TEXT).ids)
-
     def is_closed(self, tokens: TokenArray | Sequence[int]) -> bool:
         """Whether an item with these tokens ends its turn by itself: ``HistoryItem.ends_with_eos``."""
         return len(tokens) > 0 and int(tokens[-1]) in self.eos_token_ids
@@ -248,6 +238,14 @@ class ChatTokenizer:
             if ids is not None and stream.push(ids) == text and not stream.pending:
                 return tuple(ids)
         return None
+
+    def mark_id(self, mark: str) -> int | None:
+        """The id of the token that stands for a mark of calls or thoughts; None if the vocabulary has none."""
+        return self._mark_ids.get(mark)
+
+    @property
+    def template_source(self) -> str:
+        return self._template.source
 
     def detokenizer(self) -> Detokenizer:
         return Detokenizer(self._token_bytes)

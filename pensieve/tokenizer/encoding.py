@@ -71,12 +71,12 @@ class TextEncoder:
         # A secret token precedes runs inside a conversation: tokenizers treat the start of a text differently
         # from text after a token.
         self._mark = f"\ue000{secrets.token_hex(16)}\ue001"
-        self._has_prefix = _without_prefix_space(spec) != spec
+        self._has_prefix = without_prefix_space(spec) != spec
         self._parsing = self._with_mark(spec)
         for token in spec["added_tokens"]:
             # ``encode_special_tokens`` makes special tokens plain text: here these are the control tokens.
             token["special"] = token["content"] in self._control
-        continuing = _without_prefix_space(spec)
+        continuing = without_prefix_space(spec)
         self._fresh = self._with_mark(spec, plain=True)
         self._continuing = self._with_mark(continuing, plain=True) if self._has_prefix else self._fresh
         self._vocab = backend.get_vocab(with_added_tokens=False)
@@ -259,14 +259,14 @@ def _check_text(text: str) -> None:
         raise InvalidArgument.field("text", "has a surrogate that is not part of a pair") from error
 
 
-def _without_prefix_space(node: Any) -> Any:
+def without_prefix_space(node: Any) -> Any:
     """The tokenizer specification without a space before the text; for text that continues other text."""
     if isinstance(node, list):
-        return [_without_prefix_space(part) for part in node if _kind(part) != "Prepend"]
+        return [without_prefix_space(part) for part in node if _kind(part) != "Prepend"]
     if not isinstance(node, dict) or _kind(node) == "Prepend":
         return None if isinstance(node, dict) else node
     changed = {
-        key: _without_prefix_space(value)
+        key: without_prefix_space(value)
         if key in ("normalizer", "normalizers", "pre_tokenizer", "pretokenizers")
         else value
         for key, value in node.items()

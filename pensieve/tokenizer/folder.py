@@ -15,6 +15,7 @@ from pensieve.errors import InvalidArgument
 from pensieve.model.arch import ModelError
 from pensieve.model.eos_tokens import declared_eos_ids, default_eos_ids
 from pensieve.model.transformers_modules import transformers_module
+from pensieve.speech import SHOWN_MARKS
 from pensieve.tokenizer.gguf import GgufTokenizer, read_tokenizer
 
 _FILES = (
@@ -143,6 +144,12 @@ def words_without_embedding(folder: TokenizerFolder) -> dict[int, str]:
     """Added words without an embedding, by id: they were added, and the model was never resized."""
     added = folder.backend.get_added_tokens_decoder()
     return {i: token.content for i, token in added.items() if i >= folder.vocab_size}
+
+
+def hidden_ids(backend: Tokenizer) -> frozenset[int]:
+    """The special tokens that are no text. Those that open a call are shown: they distinguish a call from text."""
+    added = backend.get_added_tokens_decoder()
+    return frozenset(i for i, token in added.items() if token.special and token.content not in SHOWN_MARKS)
 
 
 def _load(folder: Path, config: dict[str, Any], settings: dict[str, Any]) -> Any:

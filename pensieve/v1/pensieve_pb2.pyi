@@ -483,7 +483,7 @@ class OutputOptions(_message.Message):
     def __init__(self, token_ids: bool = ..., top_logprobs: _Optional[int] = ..., max_chunk_tokens: _Optional[int] = ..., max_chunk_delay: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., pad_chunks: bool = ...) -> None: ...
 
 class TurnSpec(_message.Message):
-    __slots__ = ("request_id", "input", "expected_revision", "replace_after_item", "sampling", "output", "max_duration", "priority", "hints", "known_revision", "annotations", "mark", "calls", "system_prompt", "tools_json")
+    __slots__ = ("request_id", "input", "expected_revision", "replace_after_item", "sampling", "output", "max_duration", "priority", "hints", "known_revision", "annotations", "mark", "calls", "system_prompt", "tools_json", "format")
     class AnnotationsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -506,6 +506,7 @@ class TurnSpec(_message.Message):
     CALLS_FIELD_NUMBER: _ClassVar[int]
     SYSTEM_PROMPT_FIELD_NUMBER: _ClassVar[int]
     TOOLS_JSON_FIELD_NUMBER: _ClassVar[int]
+    FORMAT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     input: _containers.RepeatedCompositeFieldContainer[InputItem]
     expected_revision: int
@@ -521,15 +522,44 @@ class TurnSpec(_message.Message):
     calls: CallBounds
     system_prompt: str
     tools_json: str
-    def __init__(self, request_id: _Optional[str] = ..., input: _Optional[_Iterable[_Union[InputItem, _Mapping]]] = ..., expected_revision: _Optional[int] = ..., replace_after_item: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., output: _Optional[_Union[OutputOptions, _Mapping]] = ..., max_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., priority: _Optional[int] = ..., hints: _Optional[_Union[TurnHints, _Mapping]] = ..., known_revision: _Optional[int] = ..., annotations: _Optional[_Mapping[str, str]] = ..., mark: _Optional[str] = ..., calls: _Optional[_Union[CallBounds, _Mapping]] = ..., system_prompt: _Optional[str] = ..., tools_json: _Optional[str] = ...) -> None: ...
+    format: AnswerFormat
+    def __init__(self, request_id: _Optional[str] = ..., input: _Optional[_Iterable[_Union[InputItem, _Mapping]]] = ..., expected_revision: _Optional[int] = ..., replace_after_item: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., output: _Optional[_Union[OutputOptions, _Mapping]] = ..., max_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., priority: _Optional[int] = ..., hints: _Optional[_Union[TurnHints, _Mapping]] = ..., known_revision: _Optional[int] = ..., annotations: _Optional[_Mapping[str, str]] = ..., mark: _Optional[str] = ..., calls: _Optional[_Union[CallBounds, _Mapping]] = ..., system_prompt: _Optional[str] = ..., tools_json: _Optional[str] = ..., format: _Optional[_Union[AnswerFormat, _Mapping]] = ...) -> None: ...
+
+class AnswerFormat(_message.Message):
+    __slots__ = ("json_schema", "json_object", "regex", "lark", "choice")
+    class JsonObject(_message.Message):
+        __slots__ = ()
+        def __init__(self) -> None: ...
+    class Choice(_message.Message):
+        __slots__ = ("texts",)
+        TEXTS_FIELD_NUMBER: _ClassVar[int]
+        texts: _containers.RepeatedScalarFieldContainer[str]
+        def __init__(self, texts: _Optional[_Iterable[str]] = ...) -> None: ...
+    JSON_SCHEMA_FIELD_NUMBER: _ClassVar[int]
+    JSON_OBJECT_FIELD_NUMBER: _ClassVar[int]
+    REGEX_FIELD_NUMBER: _ClassVar[int]
+    LARK_FIELD_NUMBER: _ClassVar[int]
+    CHOICE_FIELD_NUMBER: _ClassVar[int]
+    json_schema: str
+    json_object: AnswerFormat.JsonObject
+    regex: str
+    lark: str
+    choice: AnswerFormat.Choice
+    def __init__(self, json_schema: _Optional[str] = ..., json_object: _Optional[_Union[AnswerFormat.JsonObject, _Mapping]] = ..., regex: _Optional[str] = ..., lark: _Optional[str] = ..., choice: _Optional[_Union[AnswerFormat.Choice, _Mapping]] = ...) -> None: ...
 
 class CallBounds(_message.Message):
-    __slots__ = ("begin_with", "one")
+    __slots__ = ("begin_with", "one", "allowed", "strict", "none")
     BEGIN_WITH_FIELD_NUMBER: _ClassVar[int]
     ONE_FIELD_NUMBER: _ClassVar[int]
+    ALLOWED_FIELD_NUMBER: _ClassVar[int]
+    STRICT_FIELD_NUMBER: _ClassVar[int]
+    NONE_FIELD_NUMBER: _ClassVar[int]
     begin_with: str
     one: bool
-    def __init__(self, begin_with: _Optional[str] = ..., one: bool = ...) -> None: ...
+    allowed: _containers.RepeatedScalarFieldContainer[str]
+    strict: _containers.RepeatedScalarFieldContainer[str]
+    none: bool
+    def __init__(self, begin_with: _Optional[str] = ..., one: bool = ..., allowed: _Optional[_Iterable[str]] = ..., strict: _Optional[_Iterable[str]] = ..., none: bool = ...) -> None: ...
 
 class TurnHints(_message.Message):
     __slots__ = ("next_turn_in", "importance", "session_finished")

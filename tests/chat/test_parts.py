@@ -262,3 +262,16 @@ def test_a_server_of_its_own_is_started_again(monkeypatch: pytest.MonkeyPatch, s
         until(lambda: starts or own.failure == "no room", "no reason given")
     assert not any(one.running for one in Mortal.lives)
     assert "own-server" not in {one.name for one in threading.enumerate()}
+
+
+def test_a_schema_for_the_answers_to_come(server: FakeServerThread, tmp_path: Path) -> None:
+    schema, broken = tmp_path / "schema.json", tmp_path / "broken.json"
+    schema.write_text('{"type": "object"}')
+    broken.write_text("{")
+    lines = f"/schema {broken}\n/schema {tmp_path / 'none.json'}\n/schema {schema}\nhi\n/schema off\nagain\n"
+    result = run(server, lines=lines)
+    assert result.exit_code == 0, result.output
+    assert result.output.count("no schema was read") == 2
+    assert result.output.index("answers follow the schema") < result.output.index("answers are any text")
+    asked = [request.turn.format.json_schema for request in server.fake.stream_requests]
+    assert asked == ['{"type": "object"}', ""]

@@ -106,7 +106,7 @@ def test_the_front_page() -> None:
 def test_every_sampling_parameter_has_its_row_and_its_values() -> None:
     contract = {field.name for field in pb.SamplingParams.DESCRIPTOR.fields}
     assert contract == core.SAMPLING.keys() == set(core.SamplingDefaults.__struct_fields__)
-    resolved = set(core.Sampling.__struct_fields__) - {"opening", "top_logprobs"}
+    resolved = set(core.Sampling.__struct_fields__) - {"grammar", "top_logprobs"}
     assert resolved == contract - {"candidate_choice"}
     assert core.SamplingDefaults() == core.SamplingDefaults(
         **dict.fromkeys(contract - {"stop", "stop_token_ids", "logit_bias"})
@@ -141,7 +141,7 @@ def test_near_names_lead_to_options() -> None:
         ("stop_sequences", "here it is 'stop'"),
         ("history", "create_session(initial_items="),
         ("temprature", "did you mean 'temperature'?"),
-        ("zzz", "known: annotations, "),
+        ("zzz", "known: allowed_calls, annotations, "),
     ],
 )
 def test_wrong_names_are_told_the_right_ones(
@@ -335,7 +335,8 @@ def test_a_call_without_end() -> None:
         ("top_logprobs", -1), ("max_chunk_tokens", "4"), ("max_chunk_delay", float("nan")), ("token_ids", "no"),
         ("expected_revision", -1), ("replace_after_item", 1 << 64), ("priority", "high"), ("max_duration", "3"),
         ("next_turn_in", float("inf")), ("importance", "much"), ("annotations", {"a": 1}), ("mark", "\ud800"),
-        ("must_call", True), ("single_call", "yes"),
+        ("must_call", True), ("single_call", "yes"), ("strict_calls", "one"), ("allowed_calls", [3]),
+        ("schema", {"a": float("nan")}), ("schema", int), ("choice", "yes"), ("choice", [1]), ("regex", 3),
     ],
 )  # fmt: skip
 def test_a_value_that_cannot_be_is_told_by_its_option(option: str, value: object) -> None:

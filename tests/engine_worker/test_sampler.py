@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from transformers.generation import logits_process as hf
 
 from pensieve.core import RequestKey, Sampling
-from pensieve.engine.plan import SampleSpec
+from pensieve.engine.plan import SampleSpec, TokenMask
 from pensieve.engine.sampling.draw import Parameters, draw, token_weights
 from pensieve.engine.sampling.rows import MAX_TOP_K, DrawGroup, prepare, uniform
 from pensieve.engine.sampling.sampler import choose, sample, sanitize
@@ -45,8 +45,15 @@ samplings = st.builds(
     min_output_tokens=st.integers(0, 4),
     logit_bias=st.dictionaries(st.integers(0, VOCAB + 3), st.sampled_from([-100.0, 1.0, 100.0]), max_size=3),
     top_logprobs=st.one_of(st.none(), st.integers(0, VOCAB + 2)),
-    opening=st.lists(st.integers(0, VOCAB - 1), max_size=5).map(tuple),
 )
+
+
+def mask_of(tokens: set[int], vocab: int = VOCAB) -> TokenMask:
+    """The mask that allows these tokens. Bits past the vocabulary are set, as they may be."""
+    bits = np.ones(32 * -(-vocab // 32), dtype=np.uint8)
+    bits[:vocab] = 0
+    bits[list(tokens)] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)
 
 
 @st.composite
@@ -54,12 +61,14 @@ def specs(draw: st.DrawFn) -> SampleSpec:
     sampling = draw(samplings)
     index = draw(st.integers(0, 6))
     some = st.lists(st.integers(0, VOCAB - 1), min_size=index, max_size=index)
+    allowed = draw(st.one_of(st.none(), st.sets(st.integers(0, VOCAB - 1), min_size=1)))
     return SampleSpec(
         sampling,
         output_index=index,
         eos_token_ids=(2, 7),
         prompt=np.array([1, 2, 3], dtype=np.int32) if sampling.needs_context else None,
         output=np.array(draw(some), dtype=np.int32) if sampling.needs_context else None,
+        mask=None if allowed is None else mask_of(allowed),
     )
 
 

@@ -63,7 +63,13 @@ def make_specs(rows: int, vocab: int, seed: int = 0) -> list[SampleSpec]:
         values = {name: getattr(kind, name) for name in kind.__struct_fields__} | {"seed": row}
         prompt, output = (random.integers(0, vocab, count).astype(np.int32) for count in (70 + row, 5))
         context = (prompt, output) if kind.needs_context else (None, None)
-        specs.append(SampleSpec(Sampling(**values), 5, (2, 5), *context))
+        # Masks of one token, of some, and none at all. In some no token is left that other changes do not ban.
+        mask = None
+        if row % 3:
+            allowed = random.random(32 * -(-vocab // 32)) < (0.2 if row % 3 == 1 else 0.0)
+            allowed[[2, 5] if row % 2 else random.integers(0, vocab)] = True
+            mask = np.packbits(allowed, bitorder="little").view(np.int32)
+        specs.append(SampleSpec(Sampling(**values), 5, (2, 5), *context, mask))
     return specs
 
 

@@ -138,7 +138,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no answers": ({"n": 0}, "n"),
     "too many answers": ({"n": 1000}, "n"),
     "tools": ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
-    "json": ({"response_format": {"type": "json_object"}}, "response_format"),
+    "a form": ({"response_format": {"type": "yaml"}}, "response_format.type"),
     "a word as token": ({"logit_bias": {"word": 1}}, "logit_bias"),
     "many stops": ({"stop": ["x"] * 1000}, "stop"),
     "likely tokens alone": ({"top_logprobs": 2}, "top_logprobs"),
@@ -149,7 +149,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "a token that there is not": ({"logit_bias": {"9999": 1}}, "logit_bias"),
     "a great bias": ({"logit_bias": {"5": 101}}, "logit_bias"),
     "no room to answer": ({"max_completion_tokens": 0}, "max_completion_tokens"),
-    "a schema": ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
+    "a schema without a name": (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
+        "response_format.json_schema.name",
+    ),
 }
 
 

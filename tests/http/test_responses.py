@@ -239,7 +239,7 @@ BAD: dict[str, tuple[dict[str, Any], int, str]] = {
     "background without store": ({"background": True, "store": False}, 400, "background"),
     "truncation": ({"truncation": "much"}, 400, "truncation"),
     "tools": ({"tools": [{"type": "function", "name": "f"}]}, 400, "tools"),
-    "json": ({"text": {"format": {"type": "json_object"}}}, 400, "text.format"),
+    "a form": ({"text": {"format": {"type": "yaml"}}}, 400, "text.format.type"),
     "long metadata": ({"metadata": {"a": "x" * 513}}, 400, "metadata"),
     "nothing": ({"input": []}, 400, "input"),
     "a call": ({"input": [{"type": "computer_call"}]}, 400, "input[0]"),

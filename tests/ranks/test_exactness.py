@@ -6,16 +6,18 @@ evictions, sharing, steps planned ahead. Every rank plays its part or the answer
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
 
 from pensieve.engine.cache import tails
-from pensieve.engine.plan import Plan, StepResult, StepWorker, SynchronousWorker
+from pensieve.engine.plan import PendingStep, Plan, StepWorker
 from support.engine.checkpoints import FAMILIES
 from support.engine.exactness import EVERY_PATH, SPAN, paths_of, run_all, run_schedule
 from support.engine.mutants import PLAN_MUTANTS, MutantWorker
+from support.engine.structured_exactness import run_structured
 from support.lengths import at_length
 from support.ranks.rank_threads import RankBench
 
@@ -76,6 +78,11 @@ def test_ranks_change_their_size_together(bench: RankBench, monkeypatch: pytest.
     assert bench.oracle.near_ties <= bench.oracle.tokens / 1000, "too many near ties to call this exact"
 
 
+@pytest.mark.parametrize("bench", [("llama3", 2, {})], indirect=True, ids=str)
+def test_ranks_choose_alike_under_grammars(bench: RankBench) -> None:
+    run_structured(bench, random.Random(1))
+
+
 def stale_page_table(plan: Plan) -> Plan:
     """The first page of each context is still where it was before."""
     return replace(plan, page_tables=tuple((table + (table[0] == table)) for table in plan.page_tables))
@@ -94,16 +101,16 @@ RANK_MUTANTS: dict[str, Callable[[Plan], Plan]] = {
 }
 
 
-class LaggingWorker(SynchronousWorker):
+class LaggingWorker:
     """Executes each plan one step late: the ranks disagree on the order of plans."""
 
     def __init__(self, worker: StepWorker) -> None:
         self._worker = worker
         self._before: Plan | None = None
 
-    def run(self, plan: Plan) -> StepResult:
+    def launch(self, plan: Plan) -> PendingStep:
         late, self._before = self._before, plan
-        return self._worker.launch(late or plan).result()
+        return self._worker.launch(late or plan)
 
     def close(self) -> None:
         self._worker.close()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from pensieve.engine.plan import Plan, StepResult
+from pensieve.engine.plan import Plan, SampleSpec, StepResult
 from pensieve.engine.ranks.codec import decode
 from pensieve.engine.ranks.leader import LeadingWorker
 from pensieve.engine.ranks.ring import RingReader, RingWriter, SharedRing
@@ -24,6 +25,9 @@ class Scripted:
     def launch(self, plan: Plan) -> Scripted:
         self.noted.append(f"launch {plan.step}")
         return self
+
+    def choose(self, specs: Sequence[SampleSpec | None]) -> None:
+        self.noted.append(f"choose {len(specs)}")
 
     def result(self) -> StepResult:
         if self._result is None:

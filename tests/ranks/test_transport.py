@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -14,7 +15,7 @@ import pytest
 from pensieve.core import RequestKey, Sampling
 from pensieve.engine.plan import NO_PAGE, PENDING, Chain, Copy, Plan, SampleSpec, Span
 from pensieve.engine.ranks import ring as rings
-from pensieve.engine.ranks.codec import SAMPLED_ON_RANK_0, decode, encode
+from pensieve.engine.ranks.codec import SAMPLED_LATE, SAMPLED_ON_RANK_0, decode, encode
 from pensieve.engine.ranks.ring import SLOT_BYTES, SLOTS, RingReader, RingWriter, SharedRing
 
 SPEC = SampleSpec(Sampling(temperature=1.0, seed=3), 5, prompt=np.arange(4, dtype=np.int32))
@@ -28,7 +29,7 @@ PLANS = {
         (
             Span(RequestKey(9), 0, np.arange(3, dtype=np.int32), 1),
             Span(RequestKey(9), 8, np.arange(5, dtype=np.int32), 1, SPEC),
-            Span(RequestKey(2**40), 30, np.array([1], np.int32), 0, SPEC),
+            Span(RequestKey(2**40), 30, np.array([1], np.int32), 0, replace(SPEC, late=True)),
         ),
         (np.array([9, 8], np.int32), np.array([0, 3, 1], np.int32)),
         copies=(Copy(3, 4),),
@@ -82,7 +83,10 @@ def test_a_plan_arrives_as_it_was_but_for_how_tokens_are_chosen(name: str) -> No
             was.stores,
         )
         assert span.tokens.tolist() == was.tokens.tolist() and span.tokens.dtype == np.int32
-        assert span.sample == (SAMPLED_ON_RANK_0 if was.sample is not None else None)
+        if was.sample is None:
+            assert span.sample is None
+        else:
+            assert span.sample == (SAMPLED_LATE if was.sample.late else SAMPLED_ON_RANK_0)
 
 
 def test_leaving_is_a_message_and_anything_else_is_refused() -> None:

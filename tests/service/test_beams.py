@@ -92,5 +92,5 @@ SERVED_WITH_BEAMS = {
 
 
 def test_each_field_of_sampling_goes_with_beams_or_is_refused() -> None:
-    # An opening is no field of a client's: calls that must be made are refused with beams (tests/speech).
-    assert {*BEAM_CONFLICTS, "top_logprobs", "opening"} | SERVED_WITH_BEAMS == set(Sampling.__struct_fields__)
+    # A grammar is no field of a client's: what makes it is refused with beams.
+    assert {*BEAM_CONFLICTS, "top_logprobs", "grammar"} | SERVED_WITH_BEAMS == set(Sampling.__struct_fields__)

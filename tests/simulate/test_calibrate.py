@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 from pensieve.cli.profile import profile
-from pensieve.engine.plan import PendingStep, Plan, StepResult
+from pensieve.engine.plan import PendingStep, Plan, SampleSpec, StepResult
 from pensieve.engine.worker.hybrid_sizing import sizes_for
 from pensieve.simulate.calibrate import (
     Calibrator,
@@ -65,6 +66,9 @@ class KnownWorker(CostWorker):
 class Waited:
     worker: KnownWorker
     step: PendingStep
+
+    def choose(self, specs: Sequence[SampleSpec | None]) -> None:
+        self.step.choose(specs)
 
     def result(self) -> StepResult:
         self.worker.in_flight -= 1

@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
+from llguidance import LLMatcher, LLTokenizer
 from openai import BadRequestError
-from tokenizers import Tokenizer
 
+from pensieve.tokenizer.matching import read_grammar_tokenizer
 from support.http.http_rig import HttpRig
-from support.http.tool_rig import OSLO, ROME, context_of, spoken, tool_door
-from support.service.scripted_link import ScriptedGeneration
-from support.tool_templates import WEATHER, tokenizer_json
+from support.http.tool_rig import OSLO, ROME, context_of, speaker, spoken, tool_door
+from support.tool_templates import STYLES, WEATHER, write_model
 
 FUNCTION = WEATHER["function"]
 TOOL: Any = {"type": "function", "strict": True, **FUNCTION}
 OTHER: Any = {**TOOL, "name": "traffic"}
+LOOSE: Any = {key: one for key, one in TOOL.items() if key != "strict"}
 HOW = "How is it in Rome?"
 ARGUMENTS = '{"town": "Rome"}'
-BEGINNINGS = {
-    "qwen": ('<tool_call>\n{"name": "weather", "arguments":', f" {ARGUMENTS}}}\n</tool_call>"),
-    "llama": ('{"name": "weather", "parameters":', f" {ARGUMENTS}}}"),
-    "mistral": ('[TOOL_CALLS][{"name": "weather", "arguments":', f" {ARGUMENTS}}}]"),
+CALLS = {
+    "qwen": ROME,
+    "llama": f'{{"name": "weather", "parameters": {ARGUMENTS}}}',
+    "mistral": f'[TOOL_CALLS][{{"name": "weather", "arguments": {ARGUMENTS}}}]',
 }
-"""The opening of a call, and how the model goes on."""
 NAMED: Any = {"type": "function", "name": "weather"}
 ALLOWED: Any = {"type": "allowed_tools", "mode": "required", "tools": [NAMED]}
 FORCED: list[tuple[Any, list[Any]]] = [
@@ -60,32 +61,35 @@ async def chat(rig: HttpRig, tools: list[Any], choice: Any = "auto", **options: 
     )
 
 
-@asynccontextmanager
-async def forcing(style: str, rest: str) -> AsyncIterator[HttpRig]:
-    """A model that begins as it is made to, and goes on with ``rest``."""
-    async with tool_door("", style=style) as rig:
-
-        def script(generation: ScriptedGeneration) -> list[int]:
-            return [*generation.sampling.opening, *spoken(rest, style)]
-
-        rig.service.link.answer = script
-        yield rig
+def allowed_by(rig: HttpRig, style: str, text: str) -> bool:
+    """Whether the grammar of the last turn lets this answer through, to its end."""
+    grammar = rig.service.link.generations[-1].sampling.grammar
+    assert grammar is not None
+    matcher = LLMatcher(vocabulary(style), grammar.text)
+    return bool(matcher.consume_tokens(spoken(text, style)))
 
 
-def opening_of(rig: HttpRig) -> str:
-    return Tokenizer.from_str(tokenizer_json()).decode(
-        rig.service.link.generations[-1].sampling.opening, skip_special_tokens=False
-    )
+@functools.cache
+def vocabulary(style: str) -> LLTokenizer:
+    with tempfile.TemporaryDirectory() as folder:
+        model = write_model(Path(folder) / "model", *STYLES[style])
+        return read_grammar_tokenizer(model, speaker(style).eos_token_ids)
 
 
-@pytest.mark.parametrize("style", list(BEGINNINGS))
-async def test_a_forced_call_begins_with_its_opening(style: str) -> None:
-    begin, rest = BEGINNINGS[style]
-    async with forcing(style, rest) as rig:
+@pytest.mark.parametrize("style", list(CALLS))
+async def test_a_forced_call_is_all_that_the_answer_may_be(style: str) -> None:
+    said = CALLS[style]
+    async with tool_door(said, style=style) as rig:
         for choice, tools in FORCED:
             asked: Any = {"model": "tiny", "input": HOW, "tools": tools, "tool_choice": choice}
             response = await rig.client.responses.create(**asked)
-            assert opening_of(rig) == begin
+            assert allowed_by(rig, style, said)
+            for other in (
+                "Hello.",
+                said.replace("weather", "traffic"),
+                said.replace('"Rome"', "3"),
+            ):
+                assert not allowed_by(rig, style, other)
             (call,) = response.output
             assert (call.type, call.name, call.arguments) == ("function_call", "weather", ARGUMENTS)
             assert response.model_dump()["tool_choice"] == choice
@@ -95,44 +99,41 @@ async def test_a_forced_call_begins_with_its_opening(style: str) -> None:
             assert events[-1].response.output[0].arguments == ARGUMENTS
             whole = (await chat(rig, tools, chat_choice(choice))).choices[0]
             assert whole.message.tool_calls[0].function.arguments == ARGUMENTS
-            assert whole.finish_reason == "tool_calls"
+            assert whole.finish_reason == "tool_calls" and allowed_by(rig, style, said)
             chunks = [one async for one in await chat(rig, tools, chat_choice(choice), stream=True)]
             told = [call for one in chunks for call in one.choices[0].delta.tool_calls or ()]
             assert "".join(call.function.arguments for call in told) == ARGUMENTS
-        # The opening is part of the answer, in the history as in what the model saw.
-        result = {"type": "function_call_output", "call_id": call.call_id, "output": "blue"}
-        await rig.client.responses.create(
-            model="tiny", input=[result], tools=tools, previous_response_id=response.id
-        )
-        assert begin + rest in context_of(rig)
 
 
 async def test_any_function_leaves_the_name_to_the_model() -> None:
-    async with forcing("qwen", f'weather", "arguments": {ARGUMENTS}}}\n</tool_call>') as rig:
-        every = {**ALLOWED, "tools": [NAMED, {"type": "function", "name": "traffic"}]}
-        for choice in ("required", every):
-            response = await rig.client.responses.create(
-                model="tiny", input=HOW, tools=[TOOL, OTHER], tool_choice=choice
-            )
-            assert opening_of(rig) == '<tool_call>\n{"name": "'
-            assert [item.type for item in response.output] == ["function_call"]
-        auto = {**every, "mode": "auto"}
-        await rig.client.responses.create(model="tiny", input=HOW, tools=[TOOL, OTHER], tool_choice=auto)
-        assert opening_of(rig) == ""
+    traffic = {"type": "function", "name": "traffic"}
+    both, other = {**ALLOWED, "tools": [NAMED, traffic]}, {**ALLOWED, "tools": [traffic]}
+    async with tool_door(ROME) as rig:
+        asked: Any = {"model": "tiny", "input": HOW, "tools": [TOOL, OTHER, {**TOOL, "name": "fly"}]}
+        allowed = [CALLS["qwen"].replace("weather", name) for name in ("weather", "traffic", "fly")]
+        for choice, expected in (
+            ("required", [True, True, True]),
+            (both, [True, True, False]),
+            (other, [False, True, False]),
+            ({**both, "mode": "auto"}, [True, True, False]),
+        ):
+            await rig.client.responses.create(**asked, tool_choice=choice)
+            assert [allowed_by(rig, "qwen", text) for text in allowed] == expected, choice
+            is_auto = isinstance(choice, dict) and choice["mode"] == "auto"
+            assert allowed_by(rig, "qwen", "Hello.") is is_auto
+        await rig.client.responses.create(**{**asked, "tools": [LOOSE]}, tool_choice="auto")
+        assert rig.service.link.generations[-1].sampling.grammar is None, "nothing binds it"
 
 
 @pytest.mark.parametrize("stop", ["weather", "\n", '"'])
 async def test_a_stop_string_in_the_opening_is_no_end(stop: str) -> None:
-    begin, rest = BEGINNINGS["qwen"]
-    async with forcing("qwen", rest) as rig:
-        completion = await chat(rig, [TOOL], "required", stop=[stop])
-        generation = rig.service.link.generations[-1]
-        assert generation.sampling.min_output_tokens == len(generation.sampling.opening)
-        message = completion.choices[0].message
+    async with tool_door(CALLS["qwen"]) as rig:
+        message = (await chat(rig, [TOOL], "required", stop=[stop])).choices[0].message
         if stop != '"':
             assert message.tool_calls[0].function.arguments == ARGUMENTS
         else:  # a call that is cut is words
-            assert message.content == begin + rest.partition(stop)[0]
+            begin = '<tool_call>\n{"name": "weather", "arguments":'
+            assert message.content == begin + CALLS["qwen"].removeprefix(begin).partition(stop)[0]
 
 
 LISTED = [{"name": "weather", "arguments": {"town": town}} for town in ("Rome", "Oslo")]

@@ -12,6 +12,7 @@ GROUPS: Final = (
     ("Security", 55, 58),
     ("HTTP door", 59, 60),
     ("Operators and their machines", 61, 64),
+    ("Forms of answers", 65, 65),
 )
 """Title, first row, last row."""
 
@@ -212,6 +213,10 @@ ROWS: Final[dict[int, tuple[str, str]]] = {
     64: (
         "Policy, password or rights of a Redis are changed while it serves, or a key of a listing is taken",
         "What cannot be kept is refused with the reason, health says so, and it serves again when that is put right",
+    ),
+    65: (
+        "The grammar of an answer needs too much work, or the library that follows it fails",
+        "Its turn ends with `GRAMMAR_TOO_COSTLY`, alone; no other turn waits for its tokens",
     ),
 }
 

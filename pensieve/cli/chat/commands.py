@@ -13,7 +13,7 @@ from typing import Any, Final
 import click
 
 from pensieve.cli.chat import sessions
-from pensieve.cli.chat.dialogue import Dialogue, choose_candidate, reason, set_candidates
+from pensieve.cli.chat.dialogue import Dialogue, choose_candidate, reason, set_candidates, set_schema
 from pensieve.cli.chat.prompt import Prompt
 from pensieve.cli.chat.screen import can_edit
 from pensieve.client import Item, Role, SamplingOptions
@@ -78,6 +78,12 @@ class Commands:
             "/system": ChatCommand(self._system, "[TEXT]", "show the system prompt, or change it"),
             "/set": ChatCommand(
                 self._set, "[NAME VALUE]", "temperature 0.7, seed 1, …; `default` resets it", _complete_names
+            ),
+            "/schema": ChatCommand(
+                lambda name: set_schema(name, dialogue),
+                "[FILE|off]",
+                "answers follow the JSON schema of this file from now on",
+                _complete_files,
             ),
             "/stats": ChatCommand(
                 self._stats, "", "show where the last turn's context came from, and its times"

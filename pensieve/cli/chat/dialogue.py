@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import uuid
 from typing import Any
 
@@ -10,6 +11,7 @@ from pensieve.cli.chat.turn_display import TurnDisplay
 from pensieve.cli.chat.unsent import Unsent, UnsentFolder
 from pensieve.client import Client, FinishReason, SamplingOptions, Session, Turn, TurnState, TurnStream
 from pensieve.errors import NotFound, PensieveError
+from pensieve.machine import user_path
 
 
 def set_candidates(argument: str, sampling: SamplingOptions, screen: Screen) -> None:
@@ -20,6 +22,22 @@ def set_candidates(argument: str, sampling: SamplingOptions, screen: Screen) -> 
     if argument:
         sampling["candidates"] = int(argument)
     screen.note(f"answers to each question: {sampling.get('candidates', 1)}")
+
+
+def set_schema(argument: str, dialogue: Dialogue) -> None:
+    """Run ``/schema [FILE|off]``: answers follow the file's JSON schema from the next turn on."""
+    screen = dialogue.screen
+    if argument == "off":
+        dialogue.schema = ""
+    elif argument:
+        try:
+            text = user_path(argument).read_text(encoding="utf-8-sig")
+            json.loads(text)
+        except (OSError, ValueError, RecursionError) as error:
+            screen.error(f"no schema was read from {argument}: {error}")
+            return
+        dialogue.schema = text
+    screen.note("answers follow the schema" if dialogue.schema else "answers are any text")
 
 
 def choose_candidate(argument: str, session: Session, screen: Screen) -> None:
@@ -63,8 +81,15 @@ class Dialogue:
         self.sampling = sampling
         self.screen = screen
         self._unsent_folder = unsent
+        self.schema = ""
+        """JSON schema of the answers to come; "": any text."""
         self.is_warm = False
         """A turn has just ended, so the session's KV is on the device."""
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        """Options of the next turn."""
+        return {**self.sampling, **({"schema": self.schema} if self.schema else {})}
 
     @property
     def unsent(self) -> Unsent | None:
@@ -100,7 +125,7 @@ class Dialogue:
 
     def regenerate(self) -> None:
         last = self.screen.call_with_status(self.session.last_user_item)
-        stream = self.session.stream(replace_after_item=last, **self.sampling)
+        stream = self.session.stream(replace_after_item=last, **self._options)
         self._follow_turn(stream, self.sampling.get("candidates", 1) > 1)
 
     def resume_unsent(self) -> None:
@@ -119,7 +144,7 @@ class Dialogue:
             self.screen.note("this line was not answered last time; Enter sends it, an empty line drops it")
 
     def _save_unsent(self, text: str, options: dict[str, Any]) -> Unsent:
-        kept = Unsent(text, str(uuid.uuid4()), {**self.sampling, **options})
+        kept = Unsent(text, str(uuid.uuid4()), {**self._options, **options})
         self._unsent_folder.put(self.session.id, kept)
         return kept
 

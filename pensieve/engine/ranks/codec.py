@@ -17,6 +17,8 @@ from pensieve.engine.plan import Chain, Copy, PageTable, Plan, SampleSpec, Span
 
 SAMPLED_ON_RANK_0 = SampleSpec(Sampling(), 0)
 """Sample spec of decoded spans whose token is sampled on rank 0."""
+SAMPLED_LATE = SampleSpec(Sampling(), 0, late=True)
+"""The same, where rank 0 chooses the token after the step before."""
 
 
 class PlanFrame(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
@@ -24,7 +26,7 @@ class PlanFrame(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
 
     step: int
     spans: bytes
-    """int64 [S, 6]: request, start, tokens, page table, whether a token is sampled, stores."""
+    """int64 [S, 6]: request, start, tokens, page table, whether a token is sampled (2: late), stores."""
     tokens: bytes
     """int32: tokens of all spans, concatenated."""
     lengths: bytes
@@ -55,7 +57,7 @@ def encode(plan: Plan | None) -> bytes:
     if plan is None:
         return _encoder.encode(StopFrame())
     spans = [
-        (span.request, span.start, len(span.tokens), span.page_table, span.sample is not None, span.stores)
+        (span.request, span.start, len(span.tokens), span.page_table, _sampled(span), span.stores)
         for span in plan.spans
     ]
     tokens = np.concatenate([span.tokens for span in plan.spans]) if spans else np.empty(0)
@@ -94,7 +96,7 @@ def decode(message: bytes) -> Plan | None:
             start,
             tokens[end - count : end],
             table,
-            SAMPLED_ON_RANK_0 if chosen else None,
+            (None, SAMPLED_ON_RANK_0, SAMPLED_LATE)[chosen],
             stores,
         )
         for (request, start, count, table, chosen, stores), end in zip(columns.tolist(), ends, strict=True)
@@ -116,6 +118,10 @@ def decode(message: bytes) -> Plan | None:
         chains=tuple(Chain(*fields) for fields in np.frombuffer(frame.chains, "<i8").reshape(-1, 6).tolist()),
         memory=frame.memory,
     )
+
+
+def _sampled(span: Span) -> int:
+    return 0 if span.sample is None else 1 + span.sample.late
 
 
 def _pack_tables(tables: Sequence[PageTable]) -> bytes:

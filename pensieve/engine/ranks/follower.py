@@ -20,6 +20,7 @@ def follow(reader: RingReader, worker: StepWorker) -> None:
     in_flight: deque[PendingStep] = deque()
     while True:
         message = reader.receive(IDLE_S if in_flight else None)
+        plan = None
         if message is not None:
             plan = decode(message)
             if plan is None:
@@ -30,5 +31,8 @@ def follow(reader: RingReader, worker: StepWorker) -> None:
             reader.report_backlog(result.swap_out_backlog)
             if result.memory is not None:
                 reader.report_memory(result.memory)
+        if plan is not None and plan.chooses_late:
+            # Only now: it may wait for rank 0, which may wait for the reports of the step before.
+            in_flight[-1].choose(plan.specs)
     while in_flight:
         in_flight.popleft().result()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from pensieve.engine.plan import PendingStep, Plan, StepResult
+from pensieve.engine.plan import PendingStep, Plan, SampleSpec, StepResult
 from pensieve.engine.ranks.codec import encode
 from pensieve.engine.ranks.ring import RingWriter
 from pensieve.engine.worker.sizing import WorkerInfo
@@ -105,6 +105,10 @@ class LeadingWorker:
 class _LeaderStep:
     leader: LeadingWorker
     step: PendingStep
+
+    def choose(self, specs: Sequence[SampleSpec | None]) -> None:
+        with self.leader.reporting_failures():
+            self.step.choose(specs)
 
     def result(self) -> StepResult:
         with self.leader.reporting_failures():

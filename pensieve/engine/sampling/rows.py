@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pensieve.core import Floats, Ints, Sampling, TokenArray
-from pensieve.engine.plan import SampleSpec
+from pensieve.engine.plan import SampleSpec, TokenMask
 
 Array = Ints | Floats | TokenArray
 
@@ -99,17 +99,26 @@ class Penalties:
 
 @dataclass(frozen=True, slots=True)
 class LogitChanges:
-    """Changes of logits before a token is chosen, applied in this order. A place is ``row * vocab + token``."""
+    """Changes of logits before a token is chosen, applied in this order. A place is ``row * vocab + token``.
+
+    A mask comes last, so no penalty, bias or ban lets a token through that a grammar does not allow. Where the other
+    changes leave no allowed token, the mask alone is applied to the model's own logits.
+    """
 
     penalties: Penalties | None
     biased: Ints
     """Places to which ``bias`` is added, each once; [n]"""
     bias: Floats
-    """Infinite for a forced token: see ``Sampling.opening``."""
     banned: Ints
     """Places that must not be chosen; repeats allowed."""
     fallback_rows: Ints
-    """Rows in which the changes may ban every token; such a row is then taken unchanged."""
+    """Rows without a mask in which the changes may ban every token; such a row is then taken unchanged."""
+    mask_rows: Ints
+    """Rows with a mask; [n]"""
+    masks: TokenMask
+    """Masks of ``mask_rows``, concatenated: [n * words]"""
+    masks_alone: bool
+    """Whether another change may ban every token that a mask allows."""
 
     def arrays(self) -> dict[str, Array]:
         arrays: dict[str, Array] = {
@@ -117,6 +126,8 @@ class LogitChanges:
             "bias": self.bias,
             "banned": self.banned,
             "fallback_rows": self.fallback_rows,
+            "mask_rows": self.mask_rows,
+            "masks": self.masks,
         }
         if self.penalties is not None:
             arrays |= self.penalties.arrays()
@@ -153,7 +164,10 @@ class PreparedRows:
 
 def prepare(specs: Sequence[SampleSpec], vocab: int) -> PreparedRows:
     """Return the arrays of ``specs``, one for each row of logits [rows, vocab]. Raises ValueError when a
-    token of a spec's prompt or output is not in the vocabulary."""
+    token of a spec's prompt or output is not in the vocabulary, or a mask is not as long as that."""
+    for spec in specs:
+        if spec.mask is not None and len(spec.mask) != mask_words(vocab):
+            raise ValueError(f"a mask of {len(spec.mask)} words for a vocabulary of {vocab}")
     if all([spec.sampling.plain for spec in specs]):
         return PreparedRows(len(specs), vocab)
     wanted = [
@@ -169,6 +183,11 @@ def prepare(specs: Sequence[SampleSpec], vocab: int) -> PreparedRows:
         logprob_rows=tuple(row for row, _ in wanted),
         top_logprobs=tuple(count for _, count in wanted),
     )
+
+
+def mask_words(vocab: int) -> int:
+    """Return the words of a mask over ``vocab`` tokens."""
+    return -(-vocab // 32)
 
 
 def uniform(seed: int, index: int) -> float:
@@ -245,13 +264,10 @@ def _changes(specs: Sequence[SampleSpec], vocab: int) -> LogitChanges | None:
     bias: list[float] = []
     banned: list[int] = []
     fallback_rows: list[int] = []
+    masks: list[tuple[int, TokenMask]] = []
+    masks_alone = False
     for row, spec in enumerate(specs):
         sampling, first, touched = spec.sampling, row * vocab, 0
-        if spec.output_index < len(sampling.opening):
-            # Nothing else in the row matters: an infinite logit wins every draw.
-            biased.append(first + sampling.opening[spec.output_index])
-            bias.append(math.inf)
-            continue
         if sampling.needs_context:
             contexts.append((row, spec))
             touched += sum(len(tokens) for tokens in (spec.prompt, spec.output) if tokens is not None)
@@ -264,9 +280,12 @@ def _changes(specs: Sequence[SampleSpec], vocab: int) -> LogitChanges | None:
             tokens = [token for token in (*spec.eos_token_ids, *sampling.stop_token_ids) if token < vocab]
             banned += [first + token for token in tokens]
             touched += len(tokens)
-        if touched >= vocab:
+        if spec.mask is not None:
+            masks.append((row, spec.mask))
+            masks_alone |= touched > 0
+        elif touched >= vocab:
             fallback_rows.append(row)
-    if not (contexts or biased or banned):
+    if not (contexts or biased or banned or masks):
         return None
     return LogitChanges(
         penalties=_penalties(contexts, vocab) if contexts else None,
@@ -274,6 +293,9 @@ def _changes(specs: Sequence[SampleSpec], vocab: int) -> LogitChanges | None:
         bias=np.array(bias, dtype=np.float64),
         banned=np.array(banned, dtype=np.int64),
         fallback_rows=np.array(fallback_rows, dtype=np.int64),
+        mask_rows=np.array([row for row, _ in masks], dtype=np.int64),
+        masks=np.concatenate([mask for _, mask in masks]) if masks else _NO_TOKENS,
+        masks_alone=masks_alone,
     )
 
 

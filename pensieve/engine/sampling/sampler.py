@@ -198,12 +198,35 @@ def _apply_changes(
         flat[places] = _in_range(flat[places] + arrays["bias"].float())
     if len(changes.banned):
         flat.index_fill_(0, arrays["banned"], -torch.inf)
+    if len(changes.mask_rows):
+        _mask(result, logits, changes, arrays)
     if len(changes.fallback_rows):
         rows = arrays["fallback_rows"]
         values = result.index_select(0, rows)
         nothing = torch.isneginf(values).all(dim=-1, keepdim=True)
         result.index_copy_(0, rows, torch.where(nothing, logits.index_select(0, rows), values))
     return result
+
+
+def _mask(
+    result: torch.Tensor, logits: torch.Tensor, changes: LogitChanges, arrays: Mapping[str, torch.Tensor]
+) -> None:
+    """Ban what the masks do not allow; in place. ``logits``: the model's own, where nothing else is left."""
+    vocab, device = result.shape[1], result.device
+    words = len(changes.masks) // len(changes.mask_rows)
+    # Made on the device: a copy from the host would wait for it.
+    places = torch.arange(8, dtype=torch.uint8, device=device)
+    bits = torch.bitwise_left_shift(torch.ones_like(places), places)
+    packed = arrays["masks"].view(torch.uint8).view(len(changes.mask_rows), 4 * words, 1)
+    for start, end in row_ranges(0, len(changes.mask_rows), vocab, device):
+        rows = arrays["mask_rows"][start:end]
+        banned = ((packed[start:end] & bits) == 0).flatten(1)[:, :vocab]
+        values = result.index_select(0, rows).masked_fill_(banned, -torch.inf)
+        if changes.masks_alone:
+            nothing = torch.isneginf(values).all(dim=-1, keepdim=True)
+            alone = logits.index_select(0, rows).masked_fill_(banned, -torch.inf)
+            values = torch.where(nothing, alone, values)
+        result.index_copy_(0, rows, values)
 
 
 def _in_range(values: torch.Tensor) -> torch.Tensor:

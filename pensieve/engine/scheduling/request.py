@@ -17,9 +17,9 @@ A request that finishes while it waits is gone at once. A cancelled request that
 event here: it is removed from the queue and the group.
 
 ``Scheduler`` and ``RunningSet`` call these events. While a request runs, the scheduler calls ``take_newest``,
-``take_missing``, ``on_launched`` and ``on_sampled`` in each step. A driver (``engine.beams``) decides how a
-guided request continues: between steps it calls ``continue_with`` and, with ``Scheduler.branch``,
-``set_source``; at the end ``set_output``.
+``take_missing``, ``on_launched`` and ``on_sampled`` (or ``on_no_choice``) in each step. A driver (``engine.beams``)
+decides how a guided request continues: between steps it calls ``continue_with`` and, with
+``Scheduler.branch``, ``set_source``; at the end ``set_output``.
 """
 
 from __future__ import annotations
@@ -194,11 +194,20 @@ class Request:
         return self.submit.num_new if self.receipt is None else 0
 
     @property
-    def sampling_context(self) -> tuple[TokenArray | None, TokenArray | None]:
-        """Prompt and output so far if the sampling depends on them, else (None, None)."""
+    def chooses_late(self) -> bool:
+        """Whether the choice of the token after the newest one depends on something that is not known when its step
+        begins: a mask, or the id of a token that a step still computes."""
+        return self.sampling.grammar is not None or (
+            self.sampling.needs_context and self.num_known < self.length
+        )
+
+    def sampling_context(self, output_tokens: int) -> tuple[TokenArray | None, TokenArray | None]:
+        """Return prompt and the first ``output_tokens`` of the output if the sampling depends on them, else
+        (None, None)."""
         if not self.sampling.needs_context:
             return None, None
-        return self.tokens[: self.prompt_tokens], self.tokens[self.prompt_tokens : self.length]
+        assert self.prompt_tokens + output_tokens <= self.num_known
+        return self.tokens[: self.prompt_tokens], self.tokens[self.prompt_tokens :][:output_tokens]
 
     @property
     def output_tokens(self) -> int:
@@ -223,17 +232,13 @@ class Request:
 
     @property
     def must_wait(self) -> bool:
-        """Whether it must sit out this step: its sampling depends on an output token that is not known yet.
-
-        A guided request waits for the step that computes it, and for KV that its leader still restores.
-        """
-        if self.guided:
-            assert self.group is not None
-            leader = self.group.leader
-            return self.awaits_logprobs or (
-                self is not leader and bool(leader.missing) and not leader.decoding
-            )
-        return self.num_known < self.length and self.sampling.needs_context
+        """Whether it must sit out this step. A guided request waits for the step that computes it, and for KV that its
+        leader still restores."""
+        if not self.guided:
+            return False
+        assert self.group is not None
+        leader = self.group.leader
+        return self.awaits_logprobs or (self is not leader and bool(leader.missing) and not leader.decoding)
 
     @property
     def waits_for_leader(self) -> bool:
@@ -256,6 +261,8 @@ class Request:
     ) -> FinishReason | None:
         """Return why the generation ends with ``token``, its newest known one; None when it continues."""
         sampling = self.sampling
+        if sampling.grammar is not None and token in eos_token_ids:
+            return FinishReason.EOS  # nothing comes after the end of a grammar, whatever else was asked for
         if self.num_known - self.prompt_tokens > sampling.min_output_tokens:
             if token in sampling.stop_token_ids:
                 return FinishReason.STOP_TOKEN
@@ -376,6 +383,12 @@ class Request:
         self.tokens[self.length] = PENDING
         self.missing.append((self.length, self.length + 1))
         self.length += 1
+
+    def on_no_choice(self) -> None:
+        """Drop the newest pending token: the step that was to sample it chooses none."""
+        assert self.num_known < self.length and self.missing[-1] == (self.length - 1, self.length)
+        self.missing.pop()
+        self.length -= 1
 
     def on_sampled(self, token: int, now: float) -> None:
         """Set the id of the oldest pending token. For a guided request only note that its step is done."""

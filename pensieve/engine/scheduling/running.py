@@ -312,11 +312,15 @@ class RunningSet:
 
         Its chunks are unpinned and swapped out like any others; their recency keeps them for last.
         """
+        self.requeue(request, now)
+        self.suspensions += 1
+
+    def requeue(self, request: Request, now: float) -> None:
+        """Return a request from the batch to its place in the queue. Its KV stays cached while there is room."""
         self.requests.remove(request)
         self._cache.suspend(request.session, now, request.cached_context)
         request.suspend()
         self._queue.add(request)
-        self.suspensions += 1
 
     def _park(self, group: Group, now: float) -> None:
         """Suspend a guided group. The leader waits for all; the others free their own chunks."""

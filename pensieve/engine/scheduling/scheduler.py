@@ -6,16 +6,17 @@ executes. ``on_launched`` takes in everything about a step that does not depend 
 the values. Nothing else advances a request.
 
 The next step may be planned between ``on_launched`` and ``commit`` of a step. Tokens that the first step
-samples are ``PENDING`` in it, and the worker fills them in. Only a request whose sampling depends on its own
-output sits that step out. If a generation turns out to have ended, the step planned meanwhile has computed
-the KV of its last token, which is needed anyway; the token it sampled is discarded.
+samples are ``PENDING`` in it, and the worker fills them in. A choice that depends on such a token, or on a mask
+made from it, comes late: ``late_specs`` completes it after the first step's ``commit``. If a generation turns
+out to have ended, the step planned meanwhile has computed the KV of its last token, which is needed anyway; the
+token it sampled is discarded.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 
 from pensieve.config import SchedulerConfig
@@ -25,7 +26,7 @@ from pensieve.engine.cache.manager import CacheManager
 from pensieve.engine.cache.resizing import Ends
 from pensieve.engine.elastic import ElasticTier, Need
 from pensieve.engine.messages import Submit, Warm
-from pensieve.engine.plan import Chain, PageTable, Plan, SampleSpec, Span, StepResult
+from pensieve.engine.plan import Chain, PageTable, Plan, SampleSpec, Span, StepResult, TokenMask
 from pensieve.engine.scheduling.queue import FairQueue, max_min_shares
 from pensieve.engine.scheduling.request import Request
 from pensieve.engine.scheduling.running import RunningSet
@@ -71,6 +72,9 @@ class Scheduler:
         self._steps = 0
         self._swap_out_backlog = 0
         """Chunks of launched plans not yet copied out when the latest result came."""
+        self.mask_expected: Callable[[RequestKey, int], bool] = lambda key, output_index: True
+        """Whether the mask for a token of a request with a grammar is there, or expected in time. If not, the request
+        sits out the step."""
 
     # -- questions ---------------------------------------------------------------------------------------------------
 
@@ -210,6 +214,33 @@ class Scheduler:
                 if request is not None:
                     request.on_launched()
 
+    def late_specs(
+        self, plan: Plan, masks: Mapping[RequestKey, TokenMask], now: float
+    ) -> list[SampleSpec | None]:
+        """Return how to choose each token of the launched ``plan``, now that all steps before it are committed.
+
+        A request that needs a mask and has none in ``masks`` gets no token. It goes back to the queue and computes its
+        newest token again in a later step, which its KV does not show. None also stands for a request that has ended.
+        """
+        specs: list[SampleSpec | None] = []
+        for span in plan.spans:
+            if span.sample is None:
+                continue
+            request = self._running.get(span.request)
+            if not span.sample.late:
+                specs.append(span.sample)
+            elif request is None or request.finished is not None:
+                specs.append(None)
+            elif request.sampling.grammar is not None and request.key not in masks:
+                request.on_no_choice()
+                self._running.requeue(request, now)
+                specs.append(None)
+            else:
+                prompt, output = request.sampling_context(span.sample.output_index)
+                mask = masks.get(request.key)
+                specs.append(replace(span.sample, prompt=prompt, output=output, mask=mask))
+        return specs
+
     def commit(self, plan: Plan, result: StepResult, now: float) -> list[OutputToken]:
         """Take in the result of a launched plan; return the new output tokens."""
         self._swap_out_backlog = result.swap_out_backlog
@@ -259,7 +290,15 @@ class Scheduler:
 
     def _decoding(self) -> list[Request]:
         """Return the requests whose newest token can be computed in this step."""
-        return [one for one in self._running.requests if one.decoding and not one.must_wait]
+        return [
+            one
+            for one in self._running.requests
+            if one.decoding and not one.must_wait and self._has_mask(one)
+        ]
+
+    def _has_mask(self, request: Request) -> bool:
+        """Whether the request's next token can be chosen in this step, as far as its mask is concerned."""
+        return request.sampling.grammar is None or self.mask_expected(request.key, request.output_tokens)
 
     def _caps(self, budget: int) -> dict[str, int]:
         """Return each tenant's part of the budget for restores and prefills, when several tenants compete; else {}."""
@@ -323,7 +362,11 @@ class Scheduler:
             if request.receipt is None:
                 self.admitted.append(request)
             for one in self._running.admit(request, now):
-                if remaining > 0 and not (self.cache.two_groups and one.waits_for_leader):
+                if (
+                    remaining > 0
+                    and self._has_mask(one)
+                    and not (self.cache.two_groups and one.waits_for_leader)
+                ):
                     remaining -= self._take(work, one, remaining, now)
         return budget - remaining
 
@@ -423,5 +466,7 @@ class Scheduler:
             and request.limit_reason(end, self.context_limit) is None
         ):
             eos = self.config.eos_token_ids
-            sample = SampleSpec(request.sampling, request.output_tokens, eos, *request.sampling_context)
+            index, late = request.output_tokens, request.chooses_late
+            context = (None, None) if late else request.sampling_context(index)
+            sample = SampleSpec(request.sampling, index, eos, *context, late=late)
         return Span(request.key, start, request.tokens[start:end], table, sample, stores)

@@ -20,17 +20,19 @@ host copies of samples        ``TokenFetch``         fresh pinned memory for eac
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Final
 
 import numpy as np
 import torch
 from rich.console import Console
 
 from pensieve.config import EngineTuning
-from pensieve.core import RequestKey
+from pensieve.core import RequestKey, Sampling
 from pensieve.engine.cache.pages import PagePool
 from pensieve.engine.kv.swap import SwapEngine
-from pensieve.engine.plan import NO_PAGE, Chain, PendingStep, Plan, Sampled, Span, StepResult
+from pensieve.engine.plan import NO_PAGE, Chain, PendingStep, Plan, Sampled, SampleSpec, Span, StepResult
 from pensieve.engine.sampling.rows import prepare
 from pensieve.engine.sampling.sampler import SampledTokens, TokenFetch, choose
 from pensieve.engine.worker.cuda_batch import CudaBatch, make_cuda_batch
@@ -44,6 +46,8 @@ from pensieve.kernels.attention.prefixes import PrefixGroupRule
 from pensieve.kernels.state_chunks import LONG
 from pensieve.model.transformer import Transformer
 
+NO_SPEC: Final = SampleSpec(Sampling(), 0)
+"""Stands for a row whose token is not wanted."""
 STAGINGS = 3
 """One is filled while the previous step runs, and the step before that may still be uploading."""
 
@@ -163,25 +167,34 @@ class CudaWorker:
             self.swap.before_step(plan)
             begin = torch.cuda.Event(enable_timing=True)
             begin.record()
-            fetched: TokenFetch | None = None
             if batch is not None and program is not None:
                 program.upload(staging.tensor, words)
                 staging.uploaded.record()
                 self._stagings.rotate(-1)
                 program.run()
-                # The tokens go to the host, and stay on the device for the next step.
-                fetched = self._sample(batch)
-            end = torch.cuda.Event(enable_timing=True)
-            end.record()
             self.swap.after_step(plan)
         if memory is not None:
             low, high = memory
             self.pools.shrink(self.swap.marks_of(low, self.pools.device.nbytes - high))
+        end = torch.cuda.Event(enable_timing=True)
         before, self._last_end = self._last_end, end
-        return _CudaStep(self, batch, fetched, before, begin, end, memory)
+        step = _CudaStep(self, batch, before, begin, end, memory)
+        if not plan.chooses_late:
+            step.fetched = self.sample(batch, () if batch is None else batch.specs, end)
+        return step
 
-    def _sample(self, batch: CudaBatch) -> TokenFetch | None:
-        """Queue the sampling that the graph does not do, and the copy of the samples to the host."""
+    @torch.inference_mode()
+    def sample(
+        self, batch: CudaBatch | None, specs: Sequence[SampleSpec], end: torch.cuda.Event
+    ) -> TokenFetch | None:
+        """Queue the sampling that the graph does not do, the copy of the samples to the host, and ``end``. Return
+        None when there are no samples, and on ranks that choose none."""
+        with torch.cuda.stream(self._compute):
+            fetched = None if batch is None else self._sample(batch, specs)
+            end.record()
+        return fetched
+
+    def _sample(self, batch: CudaBatch, specs: Sequence[SampleSpec]) -> TokenFetch | None:
         rows = len(batch.specs)
         # The next plan names its pending tokens by request; map each request to the row of its token.
         self._sampled = {request: row for row, request in enumerate(batch.requests)}
@@ -192,7 +205,7 @@ class CudaWorker:
         if collective.rank != 0:
             collective.broadcast(sampled)  # rank 0 samples, so that all ranks continue with the same tokens
             return None
-        prepared = prepare(batch.specs, self.arch.vocab_size)
+        prepared = prepare(specs, self.arch.vocab_size)
         if prepared.plain:
             chosen = SampledTokens(prepared, sampled, finite)
         else:
@@ -221,12 +234,21 @@ class _CudaStep:
 
     worker: CudaWorker
     batch: CudaBatch | None
-    fetched: TokenFetch | None
     before: torch.cuda.Event | None
     """End of the previous step on the device."""
     begin: torch.cuda.Event
     end: torch.cuda.Event
+    """Recorded when the tokens were chosen."""
     memory: tuple[int, int] | None
+    fetched: TokenFetch | None = None
+    """The tokens chosen; None until then, without any, and on ranks that choose none."""
+    unwanted: frozenset[int] = frozenset()
+    """Rows whose token is not returned."""
+
+    def choose(self, specs: Sequence[SampleSpec | None]) -> None:
+        """See ``PendingStep.choose``."""
+        self.unwanted = frozenset(row for row, spec in enumerate(specs) if spec is None)
+        self.fetched = self.worker.sample(self.batch, [spec or NO_SPEC for spec in specs], self.end)
 
     def result(self) -> StepResult:
         requests = self.batch.requests if self.batch is not None and self.fetched is not None else ()
@@ -239,7 +261,8 @@ class _CudaStep:
         return StepResult(
             sampled=tuple(
                 Sampled(request, token, logprob)
-                for request, (token, logprob) in zip(requests, chosen, strict=True)
+                for row, (request, (token, logprob)) in enumerate(zip(requests, chosen, strict=True))
+                if row not in self.unwanted
             ),
             swap_in_bytes=swapped.in_bytes,
             swap_out_bytes=swapped.out_bytes,

@@ -5,15 +5,17 @@ a worker.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
 from pensieve.config import EngineOptions
-from pensieve.core import RequestKey
+from pensieve.core import RequestKey, TokenLogprob
 from pensieve.engine.kv.pools import KvTiers, LayerTransfers
-from pensieve.engine.plan import Plan, Sampled, StepResult, StepWorker, SynchronousWorker
+from pensieve.engine.plan import PendingStep, Plan, Sampled, SampleSpec, StepResult, StepWorker
 from pensieve.engine.sampling.sampler import sample
 from pensieve.engine.worker import invariance
 from pensieve.engine.worker.sizing import DTYPES, WorkerInfo, allocate_pools, resolve_device, worker_info
@@ -48,8 +50,8 @@ class Worker(StepWorker, Protocol):
         ...
 
 
-class TorchWorker(SynchronousWorker):
-    """A worker in plain torch: when ``run`` returns, everything is done."""
+class TorchWorker:
+    """A worker in plain torch: when ``launch`` returns, everything but late choices is done."""
 
     def __init__(self, model: Transformer, info: WorkerInfo, *, pipelined_swap_in: bool = True) -> None:
         """Allocate both pools. Raises ValueError when memory does not suffice."""
@@ -61,9 +63,12 @@ class TorchWorker(SynchronousWorker):
         self._device = torch.device(info.device)
         self.pools = allocate_pools(model.arch, info)
 
-    @torch.inference_mode()
     def run(self, plan: Plan) -> StepResult:
-        """See ``SynchronousWorker.run``."""
+        return self.launch(plan).result()
+
+    @torch.inference_mode()
+    def launch(self, plan: Plan) -> PendingStep:
+        """See ``StepWorker.launch``."""
         memory = self.pools.grow(plan)
         started = time.perf_counter()
         self.pools.swap_out(plan.swap_out)
@@ -71,12 +76,11 @@ class TorchWorker(SynchronousWorker):
         self.pools.copy_on_device(plan.copies)
         swap_in = self.pools.swap_in(plan.swap_in, pipelined=self._pipelined)
         timings: dict[str, float] = {}
-        sampled = self._compute(plan, swap_in, timings) if plan.spans else ()
+        logits = self._compute(plan, swap_in, timings) if plan.spans else None
         swap_in.finish()
         if memory is not None:
             self.pools.shrink()  # everything is done
-        return StepResult(
-            sampled=sampled,
+        result = StepResult(
             swap_in_bytes=self.pools.bytes_of(plan.swap_in),
             swap_out_bytes=self.pools.bytes_of(plan.swap_out),
             swap_in_seconds=swap_in.seconds,
@@ -84,12 +88,17 @@ class TorchWorker(SynchronousWorker):
             timings=timings,
             memory=memory,
         )
+        step = _TorchStep(self, plan, logits, result)
+        if not plan.chooses_late:
+            step.choose(plan.specs)
+        return step
 
     def close(self) -> None:
         self.pools.close()
         del self.pools, self._model
 
-    def _compute(self, plan: Plan, swap_in: LayerTransfers, timings: dict[str, float]) -> tuple[Sampled, ...]:
+    def _compute(self, plan: Plan, swap_in: LayerTransfers, timings: dict[str, float]) -> torch.Tensor:
+        """Return the logits of the sampled spans, [S, vocab]."""
         started = time.perf_counter()
         batch = make_torch_batch(
             plan,
@@ -104,28 +113,61 @@ class TorchWorker(SynchronousWorker):
         logits = self._model.forward(
             batch.tokens, batch.positions, attention, batch.sample_rows, attention.recur
         )
-        computed = time.perf_counter()
-        asked = [(span.request, span.sample) for span in plan.spans if span.sample is not None]
-        # Rank 0 samples, so that all ranks continue with the same tokens.
-        collective = self._model.collective
-        requests = [request for request, _ in asked]
-        chosen = sample(logits, [spec for _, spec in asked], requests) if collective.rank == 0 else []
-        tokens = [token for token, _ in chosen]
-        if collective.ranks > 1 and asked:
-            shared = torch.tensor(tokens or [0] * len(asked))
-            collective.broadcast(shared)
-            tokens = shared.tolist()
         timings |= {
             "prepare": prepared - started,
-            "model": computed - prepared,
+            "model": time.perf_counter() - prepared,
             "attention": attention.seconds,
-            "sample": time.perf_counter() - computed,
         }
-        self._sampled = {request: token for (request, _), token in zip(asked, tokens, strict=True)}
-        return tuple(
-            Sampled(request, token, logprob)
-            for (request, _), (token, logprob) in zip(asked, chosen, strict=collective.rank == 0)
-        )
+        return logits
+
+    @torch.inference_mode()
+    def sample(
+        self, plan: Plan, logits: torch.Tensor, specs: Sequence[SampleSpec | None]
+    ) -> tuple[Sampled, ...]:
+        """Choose a token for each row of ``logits`` [S, vocab] that has a spec."""
+        requests = [span.request for span in plan.spans if span.sample is not None]
+        wanted = [row for row, spec in enumerate(specs) if spec is not None]
+        # Rank 0 samples, so that all ranks continue with the same tokens.
+        collective = self._model.collective
+        chosen: dict[int, tuple[int, TokenLogprob | None]] = {}
+        if collective.rank == 0:
+            rows = logits if len(wanted) == len(specs) else logits[wanted]
+            found = sample(
+                rows, [spec for spec in specs if spec is not None], [requests[row] for row in wanted]
+            )
+            chosen = dict(zip(wanted, found, strict=True))
+        tokens = [chosen[row][0] if row in chosen else 0 for row in range(len(requests))]
+        if collective.ranks > 1 and requests:
+            shared = torch.tensor(tokens)
+            collective.broadcast(shared)
+            tokens = shared.tolist()
+        self._sampled = dict(zip(requests, tokens, strict=True))
+        return tuple(Sampled(requests[row], *one) for row, one in chosen.items())
+
+
+@dataclass(slots=True)
+class _TorchStep:
+    """``PendingStep`` of a ``TorchWorker``."""
+
+    worker: TorchWorker
+    plan: Plan
+    logits: torch.Tensor | None
+    """float32 [S, vocab] until the tokens are chosen."""
+    outcome: StepResult
+
+    def choose(self, specs: Sequence[SampleSpec | None]) -> None:
+        """See ``PendingStep.choose``."""
+        started, logits = time.perf_counter(), self.logits
+        if logits is None:
+            return
+        self.logits = None
+        sampled = self.worker.sample(self.plan, logits, specs)
+        timings = self.outcome.timings | {"sample": time.perf_counter() - started}
+        self.outcome = replace(self.outcome, sampled=sampled, timings=timings)
+
+    def result(self) -> StepResult:
+        assert self.logits is None, f"step {self.plan.step}: no token was chosen"
+        return self.outcome
 
 
 class _StepAttention:

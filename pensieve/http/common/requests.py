@@ -17,22 +17,20 @@ from starlette.requests import Request
 from pensieve.client import TurnOptions
 from pensieve.core import SAMPLING
 from pensieve.http.common.failures import HttpFailure, invalid_field, unsupported_field
+from pensieve.http.common.formats import (
+    FORMAT_ELSEWHERE,
+    GUIDED,
+    Nested,
+    Schema,
+    StructuredOutputs,
+    WantedForm,
+    vllm_forms,
+)
 
-Nested: TypeAlias = Mapping[str, type[msgspec.Struct]]
 Fields: TypeAlias = Mapping[str, msgspec.Raw]
 """Fields of a JSON object by name, not yet decoded."""
-_STRUCTURED: Final = "structured output is not supported"
-STRUCTURED: Final = dict.fromkeys(
-    (
-        "response_format", "json_schema", "json_object", "structured_outputs", "guided_json", "guided_regex",
-        "guided_choice", "guided_grammar", "guided_decoding_backend", "guided_whitespace_pattern", "grammar", "regex",
-        "ebnf", "structural_tag", "format", "schema",
-    ),
-    _STRUCTURED,
-)  # fmt: skip
-"""Names of structured output in this and other servers."""
 REFUSED_EVERYWHERE: Final = {
-    **STRUCTURED,
+    **FORMAT_ELSEWHERE,
     "add_generation_prompt": "the answer always begins with the template's generation prompt",
     "bad_words": "is not supported; logit_bias of -100 keeps a token out",
     "chat_template": "the server's own template is used",
@@ -200,7 +198,11 @@ class SamplingFields(_SamplingBody, kw_only=True, omit_defaults=True):
 
 
 class CompletionFields(SamplingFields, kw_only=True):
-    NESTED: ClassVar[Nested] = {**SamplingFields.NESTED, "stream_options": ChatStreamOptions}
+    NESTED: ClassVar[Nested] = {
+        **SamplingFields.NESTED,
+        "stream_options": ChatStreamOptions,
+        "structured_outputs": StructuredOutputs,
+    }
     model: str | None = None
     stream: bool | None = False
     stream_options: ChatStreamOptions | None = None
@@ -208,6 +210,15 @@ class CompletionFields(SamplingFields, kw_only=True):
     stop: str | list[str] | None = None
     max_tokens: Positive | None = None
     logit_bias: dict[str, float] | None = None
+    guided_json: Schema | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    structured_outputs: StructuredOutputs | None = None
+
+    @property
+    def vllm_forms(self) -> list[WantedForm]:
+        return vllm_forms({name: getattr(self, name) for name in GUIDED}, self.structured_outputs)
 
     def options(self) -> TurnOptions:
         given = super().options()

@@ -17,6 +17,7 @@ from pensieve.http.common.callers import Caller
 from pensieve.http.common.calls import Call
 from pensieve.http.common.door import HttpDoor
 from pensieve.http.common.failures import HttpFailure, invalid_field
+from pensieve.http.common.formats import named_form
 from pensieve.http.common.heads import note_before_end
 from pensieve.http.common.requests import parse_whole_number
 from pensieve.http.responses.chain import (
@@ -43,6 +44,8 @@ async def create(request: Request) -> HttpResponse:
         call = await door.bodies.offload(request, Call.from_request, request, body)
         asked = await resolve_references(asked, caller, info)
         use = await door.bodies.offload(request, tool_use, info, body.tools or (), body.tool_choice)
+        use = use.with_format() if body.form is not None else use
+        held.enter_context(named_form(body.form))
         kept = KeptResponse(int(time.time()), model, body)
         if not body.stored:
             call = call.as_unstored()

@@ -101,7 +101,8 @@ class Response:
     @classmethod
     def from_turn(cls, found: ResponseId, info: ServerInfo, turn: Turn) -> Response:
         form = info.speech if found.calls else replace(info.speech, calls=None)
-        return cls(found, KeptResponse.from_turn(turn) or reconstruct(found, info.model, turn), form)
+        kept = KeptResponse.from_turn(turn) or reconstruct(found, info.model, turn)
+        return cls(found, kept, replace(form, tagged=kept.asked.form is not None))
 
     def in_progress(self) -> Document:
         return self._snapshot("in_progress")
@@ -163,7 +164,7 @@ class Response:
             "service_tier": "default",
             "store": asked.stored,
             "temperature": sampling.get("temperature", 1.0),
-            "text": {"format": {"type": "text"}},
+            "text": {"format": _format(asked)},
             "tool_choice": _tool_choice(asked.tool_choice),
             "tools": [tool.echo for tool in asked.tools or ()],
             "top_logprobs": asked.top_logprobs or 0,
@@ -199,6 +200,11 @@ def _cache_options(asked: ResponseRequest) -> Document | None:
     if options is None:
         return None
     return {"mode": options.mode or "implicit", "ttl": options.ttl or "30m"}
+
+
+def _format(asked: ResponseRequest) -> Document:
+    given = asked.text.format if asked.text is not None else None
+    return {"type": "text"} if given is None else given.echo
 
 
 def _tool_choice(asked: Any) -> Any:

@@ -11,7 +11,8 @@ from pensieve.client import Role, TurnOptions
 from pensieve.http.common.answers import MAX_TOP_LOGPROBS
 from pensieve.http.common.contents import Content, Message, parse_function_call, parse_message, text_of
 from pensieve.http.common.failures import invalid_field, unsupported_field
-from pensieve.http.common.requests import REFUSED_EVERYWHERE, Nested, Positive, SamplingFields, check_count
+from pensieve.http.common.formats import VLLM_FIELDS, Nested, TextFormat, WantedForm, add_form
+from pensieve.http.common.requests import REFUSED_EVERYWHERE, Positive, SamplingFields, check_count
 from pensieve.http.tools import OfferedTool, call_options, check_tools
 
 REFERENCE: Final = "item_reference"
@@ -37,11 +38,8 @@ class InConversation(msgspec.Struct, frozen=True):
     id: str
 
 
-class TextFormat(msgspec.Struct, frozen=True):
-    type: str = "text"
-
-
 class TextOptions(msgspec.Struct, frozen=True):
+    NESTED: ClassVar[Nested] = {"format": TextFormat}
     format: TextFormat | None = None
     verbosity: str | None = None
 
@@ -73,6 +71,8 @@ class ResponseRequest(SamplingFields, kw_only=True):
     }
     REFUSED: ClassVar[Mapping[str, str]] = {
         **REFUSED_EVERYWHERE,
+        **dict.fromkeys(VLLM_FIELDS, "belongs to the other endpoints: the form of a response is text.format"),
+        "response_format": "is text.format in responses",
         "best_of": "belongs to completions",
         "context_management": "use truncation",
         "logit_bias": "belongs to the other endpoints",
@@ -129,8 +129,6 @@ class ResponseRequest(SamplingFields, kw_only=True):
         if self.truncation not in (None, "auto", "disabled"):
             raise invalid_field("truncation", "must be auto or disabled")
         check_tools(self.tools or (), self.tool_choice)
-        if self.text is not None and self.text.format is not None and self.text.format.type != "text":
-            raise unsupported_field("text.format", "only text is supported")
         if self.prompt is not None:
             raise unsupported_field("prompt", "stored prompts are not supported")
         if not 0 <= (self.top_logprobs or 0) <= MAX_TOP_LOGPROBS:
@@ -156,6 +154,12 @@ class ResponseRequest(SamplingFields, kw_only=True):
         return found.id if isinstance(found, InConversation) else found
 
     @property
+    def form(self) -> WantedForm | None:
+        """The form of the answer. Raises HttpFailure for one that does not exist."""
+        given = self.text.format if self.text is not None else None
+        return given.wanted("text.format") if given is not None else None
+
+    @property
     def messages(self) -> list[Message]:
         if isinstance(self.input, str):
             return [parse_message("user", self.input, "input")]
@@ -168,6 +172,7 @@ class ResponseRequest(SamplingFields, kw_only=True):
     def turn_options(self) -> TurnOptions:
         options = self.options()
         options.update(call_options(self.tools or (), self.tool_choice, self.parallel_tool_calls))
+        add_form(options, self.form, self.tool_choice)
         if self.max_output_tokens is not None:
             options["max_output_tokens"] = self.max_output_tokens
         if self.scored:

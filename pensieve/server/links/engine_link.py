@@ -63,8 +63,8 @@ class GenerationSink(Protocol):
     def failed(self, error: Exception) -> None:
         """The generation ended without a result. Errors: Unavailable (ENGINE_RESTARTING, DRAINING), Internal
         (ENGINE_FAILED: the engine could not serve this request; REQUEST_QUARANTINED, SESSION_QUARANTINED: see
-        ``submit``), ContextLimitExceeded (it can never fit), ResourceExhausted (the engine's queue is full),
-        or what this sink raised."""
+        ``submit``), ContextLimitExceeded (it can never fit), InvalidArgument (GRAMMAR_TOO_COSTLY),
+        ResourceExhausted (the engine's queue is full), or what this sink raised."""
         ...
 
 

@@ -28,6 +28,7 @@ from pensieve.engine.messages import (
 from pensieve.errors import (
     ContextLimitExceeded,
     Internal,
+    InvalidArgument,
     PensieveError,
     ResourceExhausted,
     Unavailable,
@@ -226,6 +227,7 @@ def _failure(event: Failed) -> PensieveError:
         "CONTEXT_LIMIT_EXCEEDED": ContextLimitExceeded,
         "SERVER_OVERLOADED": ResourceExhausted,
         "DRAINING": Unavailable,
+        "GRAMMAR_TOO_COSTLY": InvalidArgument,
     }
     wait = OVERLOAD_RETRY_S if event.reason in ("SERVER_OVERLOADED", "DRAINING") else None
     return kinds.get(event.reason, Internal)(event.message, reason=event.reason, retry_after_s=wait)

@@ -146,7 +146,7 @@ ENGINE_METRICS: Final = (
     EngineMetric(
         "pensieve_step_part_seconds_total",
         "counter",
-        "Seconds of steps by part: host work, waiting, and device time as the device reports it.",
+        "Seconds of steps by part: host work, waiting (`choose`: for late choices) and the device's own time.",
         lambda s: [((part,), seconds) for part, seconds in s.part_seconds_total.items()],
         ("part",),
     ),

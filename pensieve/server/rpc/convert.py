@@ -32,6 +32,7 @@ from pensieve.server.settings import TurnSettings
 from pensieve.server.values import (
     Accepted,
     CallBounds,
+    CallRules,
     Delta,
     InputEntry,
     NewTurn,
@@ -45,7 +46,7 @@ from pensieve.server.values import (
     TurnHints,
     TurnView,
 )
-from pensieve.speech import FunctionCall
+from pensieve.speech import AnswerFormat, FormatKind, FunctionCall
 from pensieve.store.records import (
     CandidateAnswer,
     Item,
@@ -168,6 +169,20 @@ def turn_spec(turn: pb.TurnSpec) -> NewTurn:
             turn.system_prompt if turn.HasField("system_prompt") else None,
             turn.tools_json if turn.HasField("tools_json") else None,
         ),
+        rules=CallRules(tuple(turn.calls.allowed), tuple(turn.calls.strict), turn.calls.none),
+        format=answer_format(turn.format),
+    )
+
+
+def answer_format(message: pb.AnswerFormat) -> AnswerFormat | None:
+    name = message.WhichOneof("form")
+    if name is None:
+        return None
+    kind, value = FormatKind(name), getattr(message, name)
+    return AnswerFormat(
+        kind,
+        text=value if isinstance(value, str) else "",
+        choices=tuple(value.texts) if kind is FormatKind.CHOICE else (),
     )
 
 

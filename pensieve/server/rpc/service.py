@@ -11,9 +11,11 @@ from typing import Any, TypeVar
 from google.protobuf.message import Message
 
 from pensieve.core import Role
+from pensieve.errors import PermissionDenied
 from pensieve.server import ids
 from pensieve.server.clock import now_ms
 from pensieve.server.conversations import Conversations
+from pensieve.server.keys import GRAMMARS
 from pensieve.server.pace import StreamPacer
 from pensieve.server.rpc import convert
 from pensieve.server.rpc.auth import ANONYMOUS
@@ -21,7 +23,7 @@ from pensieve.server.rpc.interceptor import current_caller
 from pensieve.server.rpc.validation import Bounds, validate
 from pensieve.server.sessions.lookup import RequestClaim
 from pensieve.server.turns.stream import StreamOptions, events
-from pensieve.server.values import OnDisconnect
+from pensieve.server.values import NewTurn, OnDisconnect
 from pensieve.store import Key
 from pensieve.store.records import SessionRow
 from pensieve.v1 import pensieve_pb2 as pb
@@ -148,7 +150,7 @@ class ConversationService(pensieve_pb2_grpc.ConversationServiceServicer):
     # ---- turns
 
     async def StreamTurn(self, request: pb.StreamTurnRequest, context: Any) -> None:
-        spec = convert.turn_spec(self._valid(request).turn)
+        spec = self._turn_spec(request)
         settings = self._conversations.settings
         key, attach_only = key_of(request.session), request.attach_only
         attach = self._turns.attach(
@@ -171,7 +173,7 @@ class ConversationService(pensieve_pb2_grpc.ConversationServiceServicer):
                     await context.write(convert.stream_event(event, spec.output, settings.heartbeat_s))
 
     async def RunTurn(self, request: pb.RunTurnRequest, context: Any) -> pb.RunTurnResponse:
-        spec = convert.turn_spec(self._valid(request).turn)
+        spec = self._turn_spec(request)
         key = key_of(request.session)
         attach = self._turns.attach(
             key,
@@ -260,6 +262,16 @@ class ConversationService(pensieve_pb2_grpc.ConversationServiceServicer):
     def _valid(self, request: Request) -> Request:
         validate(request, self._bounds)
         return request
+
+    def _turn_spec(self, request: pb.StreamTurnRequest | pb.RunTurnRequest) -> NewTurn:
+        """Return the validated turn. Raises PermissionDenied for a grammar of the caller's own without the scope."""
+        spec = convert.turn_spec(self._valid(request).turn)
+        if spec.format is not None and spec.format.costly and GRAMMARS not in current_caller().scopes:
+            raise PermissionDenied(
+                f"turn.format.{spec.format.kind}: this credential lacks the scope {GRAMMARS}",
+                metadata={"scope": GRAMMARS},
+            )
+        return spec
 
     async def _check_quota(self, key: Key, request_id: str) -> None:
         """Raise ResourceExhausted if the tenant stores too much for a new turn. Joining a running turn is allowed."""

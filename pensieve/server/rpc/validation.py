@@ -19,6 +19,7 @@ from pensieve.config import parse_cache_size
 from pensieve.core import SAMPLING
 from pensieve.errors import InvalidArgument
 from pensieve.server import ids
+from pensieve.server.grammars import limits as grammar_limits
 from pensieve.server.settings import RequestLimits
 from pensieve.server.turns.sampling import BEAM_CONFLICTS, is_neutral
 from pensieve.speech import is_json_object
@@ -137,8 +138,22 @@ def _beams_alone_in_turn(message: Any, _bounds: Bounds, path: str, problems: Pro
         return
     if message.output.HasField("top_logprobs"):
         problems.append((f"{path}.output.top_logprobs", "does not go with beam_width above 1"))
-    if message.calls.one or message.calls.HasField("begin_with"):
+    if message.calls != pb.CallBounds():
         problems.append((f"{path}.calls", "does not go with beam_width above 1"))
+    if message.HasField("format"):
+        problems.append((f"{path}.format", "does not go with beam_width above 1"))
+
+
+def _format_is_given(message: Any, _bounds: Bounds, path: str, problems: Problems) -> None:
+    if message.WhichOneof("form") is None:
+        problems.append((path, "needs a form"))
+
+
+def _calls_agree(message: Any, _bounds: Bounds, path: str, problems: Problems) -> None:
+    if message.none and message.HasField("begin_with"):
+        problems.append((f"{path}.none", "does not go with begin_with"))
+    if message.begin_with and message.allowed and message.begin_with not in message.allowed:
+        problems.append((f"{path}.begin_with", "is not among those allowed"))
 
 
 def _same_name(message: Any, _bounds: Bounds, path: str, problems: Problems) -> None:
@@ -272,6 +287,29 @@ def _chars(item: Any) -> int:
 def json_object(value: str, _bounds: Bounds, path: str, problems: Problems) -> None:
     if not is_json_object(value):
         problems.append((path, "must be a JSON object"))
+
+
+def json_schema(value: str, _bounds: Bounds, path: str, problems: Problems) -> None:
+    try:
+        grammar_limits.parse_schema(value)
+    except ValueError as error:
+        problems.append((path, str(error)))
+
+
+def grammar(value: str, _bounds: Bounds, path: str, problems: Problems) -> None:
+    if not value:
+        problems.append((path, "is empty"))
+    if len(value.encode()) > grammar_limits.MAX_BYTES:
+        problems.append((path, f"is larger than {grammar_limits.MAX_BYTES} bytes"))
+
+
+def choice(value: Any, _bounds: Bounds, path: str, problems: Problems) -> None:
+    if not 0 < len(value.texts) <= grammar_limits.MAX_CHOICES:
+        problems.append((path, f"must have 1 to {grammar_limits.MAX_CHOICES} texts"))
+    elif not all(value.texts):
+        problems.append((path, "has an empty text"))
+    elif sum(len(text.encode()) for text in value.texts) > grammar_limits.MAX_BYTES:
+        problems.append((path, f"has more than {grammar_limits.MAX_BYTES} bytes"))
 
 
 def below_vocab(value: Any, bounds: Bounds, path: str, problems: Problems) -> None:
@@ -518,10 +556,21 @@ RULES: dict[type[Any], tuple[Rule, ...]] = {
         _may("annotations", turn_annotations),
         _may("mark", mark),
         _may("calls", _nested),
+        _may("format", _nested),
         _may("system_prompt", prompt),
         _may("tools_json", prompt),
     ),
-    pb.CallBounds: (_may("begin_with", text(64)),),
+    pb.CallBounds: (
+        _may("begin_with", text(64)),
+        _may("allowed", each(lambda _: MAX_CALLS, function_name)),
+        _may("strict", each(lambda _: MAX_CALLS, function_name)),
+    ),
+    pb.AnswerFormat: (
+        _may("json_schema", json_schema),
+        _may("regex", grammar),
+        _may("lark", grammar),
+        _may("choice", choice),
+    ),
     pb.TurnHints: (
         _may("next_turn_in", duration(0.0, lambda _: LONGEST_DURATION_S)),
         _may("importance", positive),
@@ -539,6 +588,8 @@ CROSS: dict[type[Any], tuple[Callable[[Any, Bounds, str, Problems], None], ...]]
     pb.RunTurnRequest: (_has_turn,),
     pb.InputItem: (_entry_has_content, _tool_fields_fit_role),
     pb.TurnSpec: (_beams_alone_in_turn,),
+    pb.CallBounds: (_calls_agree,),
+    pb.AnswerFormat: (_format_is_given,),
     pb.SamplingParams: (_min_below_max, _beams_alone),
     pb.UpdateSessionRequest: (_same_name,),
 }

@@ -13,7 +13,6 @@ import logging
 from dataclasses import replace
 
 import msgspec
-import numpy as np
 
 from pensieve.core import CandidateChoice, Phase, Role, pack_tokens
 from pensieve.debug import async_failpoint
@@ -22,6 +21,7 @@ from pensieve.errors import DataLoss, NotFound, TurnFenced, Unavailable
 from pensieve.server import ids
 from pensieve.server.admission import text_length
 from pensieve.server.clock import now_ms
+from pensieve.server.grammars.checker import GrammarChecker
 from pensieve.server.history.binding import ServedModel
 from pensieve.server.history.cuts import system_item, truncated_to
 from pensieve.server.history.rendering import ContextRoom, ItemStamp, PreparedTurn, with_frame
@@ -41,8 +41,10 @@ from pensieve.server.turns.lease import (
 )
 from pensieve.server.turns.record import CommittedTurn
 from pensieve.server.turns.run import Order, RunState, TurnRun
+from pensieve.server.turns.shape import answer_shape, opening, with_grammar
 from pensieve.server.turns.text import OutputText
 from pensieve.server.values import Accepted, InputEntry, ProgressView, TurnFrame, TurnView
+from pensieve.speech import FirstCall
 from pensieve.store import Began, BeginRequest, Counts, Key, Replay
 from pensieve.store.records import History, Record, SessionRow
 
@@ -58,6 +60,7 @@ class TurnRunner:
         link: EngineLink,
         served: ServedModel,
         settings: TurnSettings,
+        checker: GrammarChecker,
     ) -> None:
         self._transcript = transcript
         self._store = transcript.store
@@ -65,6 +68,7 @@ class TurnRunner:
         self._link = link
         self._served = served
         self._settings = settings
+        self._checker = checker
         self._leases = LeaseKeeper(self._store, settings.lease_s)
         self._releaser = LeaseReleaser(self._store, settings.lease_s)
 
@@ -167,21 +171,27 @@ class TurnRunner:
             prepared = replace(prepared, context=shown.context, num_new=shown.num_new)
             config = other.config
         self._served.check_tokens(prepared.context, self._link.info.vocab_size)
-        values = sampling.with_calls(values, spec.calls, config, self._renderer.tokenizer)
-        self._served.check_tokens(np.array(values.opening, dtype=np.int32), self._link.info.vocab_size)
+        shape = answer_shape(
+            spec, config.tools, self._renderer.tokenizer, is_prompted=len(prepared.prompt) > 0
+        )
+        if shape is not None:
+            tenant = run.key.tenant
+            values = await with_grammar(values, shape, self._renderer.tokenizer, self._checker, tenant)
         if run.ticket is not None:
             chars = 0 if any(entry.tokens is not None for entry in spec.input) else text_length(spec)
             history = len(prepared.context) - prepared.num_fresh
             run.ticket.on_rendered(chars, prepared.num_new, prepared.num_fresh, history)
+        speech = replace(self._renderer.tokenizer.speech, tagged=spec.format is not None)
         outputs = [
             OutputText(
                 self._renderer.tokenizer,
                 values.stop,
-                sampling.first_stoppable_token(values),
+                values.min_output_tokens,
                 # Verbatim tokens have no generation prompt after them: the answer is plain text, without
                 # thoughts.
                 thinks=len(prepared.prompt) > 0,
-                one_call=spec.calls.one and bool(config.tools),
+                opening=opening(shape),
+                first_call=FirstCall(speech) if spec.calls.one and config.tools else None,
             )
             for _ in range(values.candidates)
         ]

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from typing import Final
 
 import msgspec
 
 from pensieve.core import SAMPLING, CandidateChoice, Sampling, SamplingDefaults
 from pensieve.errors import InvalidArgument
-from pensieve.server.values import CallBounds
-from pensieve.store.records import SessionConfig
-from pensieve.tokenizer import ChatTokenizer
 
 _FIELDS = tuple(name for name in SAMPLING if name != "candidate_choice")
 _UNSET: tuple[object, ...] = (None, (), {})
@@ -62,36 +58,6 @@ def resolve(*layers: SamplingDefaults, seed: int, top_logprobs: int | None) -> S
     return sampling
 
 
-def with_calls(
-    values: Sampling, calls: CallBounds, config: SessionConfig, tokenizer: ChatTokenizer
-) -> Sampling:
-    """``values`` with the opening of the call that the answer must begin with, if any. Raises InvalidArgument."""
-    if calls.begin_with is None:
-        return values
-    if values.beam_width > 1:
-        raise _begin_with_error(f"does not go with the beam_width in force, which is {values.beam_width}")
-    names = [one["function"]["name"] for one in json.loads(config.tools or "[]")]
-    if not names or tokenizer.call_form is None:
-        raise _begin_with_error("the session has no functions to call")
-    if calls.begin_with and calls.begin_with not in names:
-        raise _begin_with_error(f"the session has no function {calls.begin_with!r}")
-    # With one function there is no choice: the opening includes its name.
-    opening = tokenizer.call_opening(names[0] if len(names) == 1 else calls.begin_with)
-    if values.max_output_tokens is not None and values.max_output_tokens <= len(opening):
-        raise InvalidArgument.field(
-            "turn.sampling.max_output_tokens",
-            f"leaves nothing of the call but its opening, which is {len(opening)} tokens long",
-        )
-    # The given tokens must not end the answer, whatever they spell.
-    least = max(values.min_output_tokens, len(opening))
-    return msgspec.structs.replace(values, opening=opening, min_output_tokens=least)
-
-
-def first_stoppable_token(values: Sampling) -> int:
-    """The number of the first output token at which a stop string may end."""
-    return max(values.min_output_tokens, len(values.opening) + 1 if values.opening else 0)
-
-
 def _drawing_layers(layers: tuple[SamplingDefaults, ...]) -> tuple[SamplingDefaults, ...]:
     """The layers that set how tokens are drawn: with beams, none below the layer that asks for them."""
     setting = (number for number, layer in enumerate(layers) if layer.beam_width is not None)
@@ -110,7 +76,3 @@ def _check_beams(sampling: Sampling) -> None:
     for path in paths[:1]:
         violations = [(one, problem) for one in paths]
         raise InvalidArgument(f"{path}: {problem}", violations=violations)
-
-
-def _begin_with_error(problem: str) -> InvalidArgument:
-    return InvalidArgument.field("turn.calls.begin_with", problem)

@@ -28,11 +28,13 @@ class OutputText:
         min_tokens: int = 0,
         *,
         thinks: bool = False,
-        one_call: bool = False,
+        opening: str = "",
+        first_call: FirstCall | None = None,
     ) -> None:
         """Stop strings count from the ``min_tokens``-th token on, and not in a thought, with which the answer
         may begin if it ``thinks``. The name of a control token is also a stop token, even in a thought.
-        ``one_call``: end after the first call."""
+        ``opening``: given beginning of the answer after its thought, in which no stop string counts either.
+        ``first_call``: end after the call that it finds."""
         self._tokenizer = tokenizer
         self._stream = tokenizer.detokenizer()
         self._matcher = StopMatcher(stops)
@@ -43,7 +45,9 @@ class OutputText:
         self._unmatched = ""
         """Text of which it is undecided whether it begins a thought."""
         self._min_tokens = min_tokens
-        self._first_call = FirstCall(tokenizer.speech) if one_call else None
+        self._opening_chars = len(opening)
+        """Characters of the opening that are still to come."""
+        self._first_call = first_call
         self._chars = 0
         self._final_chars = 0
         self._undecided: list[tuple[int, int]] = []
@@ -136,12 +140,16 @@ class OutputText:
                 return  # undecided: neither show nor search it
             piece, self._unmatched = self._unmatched, ""
             if begins is None:
-                counts = False
-            else:
-                self._thought = None
-                before = max(0, begins - (self._chars - len(piece)))
-                self._final_chars += before
-                piece = piece[before:]
+                self._final_chars += len(piece)
+                return
+            self._thought = None
+            before = max(0, begins - (self._chars - len(piece)))
+            self._final_chars += before
+            piece = piece[before:]
+        given = min(len(piece), self._opening_chars)
+        self._opening_chars -= given
+        self._final_chars += given
+        piece = piece[given:]
         if not counts:
             self._final_chars += len(piece)
             return

@@ -16,6 +16,7 @@ from pensieve.engine.cache.manager import CacheManager
 from pensieve.engine.cost.model import CostModel
 from pensieve.engine.elastic import ElasticTier
 from pensieve.engine.engine import Engine
+from pensieve.engine.grammar.structured import Structured
 from pensieve.engine.messages import (
     Cancel,
     CandidateFinished,
@@ -82,6 +83,7 @@ def make_engine(
     *,
     overlapped: bool = False,
     elastic: Callable[[CacheManager], ElasticTier] | None = None,
+    structured: Structured | None = None,
 ) -> Engine:
     """An engine around any worker. ``elastic``: makes what decides the size of an elastic device tier."""
     manager = CacheManager(cache, COST)
@@ -95,7 +97,7 @@ def make_engine(
         cache.host_chunks * cache.chunk_tokens,
         cache.chunk_tokens,
     )
-    return Engine(planner, worker, ready, clock, overlapped=overlapped)
+    return Engine(planner, worker, ready, clock, overlapped=overlapped, structured=structured)
 
 
 class Driver:

@@ -63,7 +63,7 @@ class Bench:
     ) -> None:
         """``invariant``: as with ``--invariant``. ``overrides`` replace values of the checkpoint's config."""
         torch.set_num_threads(1)
-        self.device, self.dtype, self.invariant = device, dtype, invariant
+        self.device, self.dtype, self.near_tie, self.invariant = device, dtype, near_tie, invariant
         checkpoint = checkpoint_of(family, folder, **overrides)
         self.oracle = HfOracle(checkpoint, weights=DTYPES[dtype], near_tie=near_tie)
         arch = load_arch(checkpoint)

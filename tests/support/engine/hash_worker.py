@@ -100,9 +100,23 @@ class HashWorker(SynchronousWorker):
         self.device = np.full((device_chunks, chunk_tokens), POISON, dtype=np.uint64)
         self.host = np.full((max(host_chunks, 1), chunk_tokens), POISON, dtype=np.uint64)
         self.plans: list[Plan] = []
-        self._sampled: dict[RequestKey, int] = {}
+        self.sampled: dict[RequestKey, int] = {}
+        """Token of each request in the latest step, for pending tokens of the next."""
 
     def run(self, plan: Plan) -> StepResult:
+        sampled: list[Sampled] = []
+        for span, kv in self.compute(plan):
+            if span.sample is not None:
+                sampling = span.sample.sampling
+                token = next_token(kv, sampling.seed if sampling.temperature > 0.0 else 0)
+                top = top_tokens(kv, sampling.top_logprobs) if sampling.top_logprobs else ()
+                logprob = TokenLogprob(token, 0.0, top) if sampling.top_logprobs is not None else None
+                sampled.append(Sampled(span.request, token, logprob))
+        self.sampled = {one.request: one.token_id for one in sampled}
+        return StepResult(tuple(sampled))
+
+    def compute(self, plan: Plan) -> list[tuple[Span, int]]:
+        """Execute all of a plan but the choice of tokens; return each span and the KV of its last token."""
         self.check_plan(plan)
         self.plans.append(plan)
         for copy in plan.swap_out:
@@ -111,17 +125,7 @@ class HashWorker(SynchronousWorker):
         self.device[[copy.dst for copy in plan.copies]] = sources
         for copy in plan.swap_in:
             self.device[copy.dst] = self.host[copy.src]
-        sampled: list[Sampled] = []
-        for span in plan.spans:
-            kv = self._compute(plan, span)
-            if span.sample is not None:
-                sampling = span.sample.sampling
-                token = next_token(kv, sampling.seed if sampling.temperature > 0.0 else 0)
-                top = top_tokens(kv, sampling.top_logprobs) if sampling.top_logprobs else ()
-                logprob = TokenLogprob(token, 0.0, top) if sampling.top_logprobs is not None else None
-                sampled.append(Sampled(span.request, token, logprob))
-        self._sampled = {one.request: one.token_id for one in sampled}
-        return StepResult(tuple(sampled))
+        return [(span, self._compute(plan, span)) for span in plan.spans]
 
     def check_plan(self, plan: Plan) -> None:
         """No host page is written and read in one plan; no page table names a page twice."""
@@ -153,7 +157,7 @@ class HashWorker(SynchronousWorker):
                 token = int(span.tokens[position - span.start])
                 if token == PENDING:
                     assert position == span.end - 1, "only the last token of a span may be pending"
-                    token = self._sampled[span.request]
+                    token = self.sampled[span.request]
                 kv = token_kv(token, position, seen)
                 self.device[page, offset] = kv
             kv = int(self.device[page, offset])

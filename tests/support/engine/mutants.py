@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from pensieve.engine.plan import Plan, Span, StepResult, StepWorker, SynchronousWorker
+from pensieve.engine.plan import PendingStep, Plan, Span, StepWorker
 
 
 def without_swap_in(plan: Plan) -> Plan:
@@ -56,30 +56,30 @@ PLAN_MUTANTS: dict[str, Callable[[Plan], Plan]] = {
 }
 
 
-class MutantWorker(SynchronousWorker):
+class MutantWorker:
     """Runs what a mutant makes of each plan."""
 
     def __init__(self, worker: StepWorker, mutant: Callable[[Plan], Plan]) -> None:
         self._worker = worker
         self._mutant = mutant
 
-    def run(self, plan: Plan) -> StepResult:
-        return self._worker.launch(self._mutant(plan)).result()
+    def launch(self, plan: Plan) -> PendingStep:
+        return self._worker.launch(self._mutant(plan))
 
     def close(self) -> None:
         self._worker.close()
 
 
-class SwapOutLastWorker(SynchronousWorker):
+class SwapOutLastWorker:
     """Copy order: swap-out runs after the step has written, so it saves what took the chunk's place."""
 
     def __init__(self, worker: StepWorker) -> None:
         self._worker = worker
 
-    def run(self, plan: Plan) -> StepResult:
-        result = self._worker.launch(replace(plan, swap_out=())).result()
+    def launch(self, plan: Plan) -> PendingStep:
+        step = self._worker.launch(replace(plan, swap_out=()))
         self._worker.launch(Plan(plan.step, swap_out=plan.swap_out))
-        return result
+        return step
 
     def close(self) -> None:
         self._worker.close()

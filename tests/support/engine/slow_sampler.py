@@ -14,12 +14,15 @@ from pensieve.engine.plan import SampleSpec
 def slow_sample(row: torch.Tensor, spec: SampleSpec) -> tuple[int, TokenLogprob | None]:
     """The token for one row of logits float32 [vocab], and its log-probabilities if ``spec`` wants them."""
     row = torch.nan_to_num(row, nan=-1e30, posinf=1e30, neginf=-1e30)
+    allowed = row
     adjusted = _adjust(row.clone(), spec)
+    if spec.mask is not None:
+        bits = [bool(int(spec.mask[token // 32]) >> token % 32 & 1) for token in range(len(row))]
+        banned = ~torch.tensor(bits)
+        allowed, adjusted = row.masked_fill(banned, -torch.inf), adjusted.masked_fill(banned, -torch.inf)
     if bool(torch.isneginf(adjusted).all()):
-        adjusted = row
+        adjusted = allowed
     token = int(adjusted.argmax()) if spec.sampling.temperature <= 0.0 else _draw(adjusted, spec)
-    if spec.output_index < len(spec.sampling.opening):
-        token = spec.sampling.opening[spec.output_index]
     if spec.sampling.top_logprobs is None:
         return token, None
     values = torch.log_softmax(row, dim=-1)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pensieve.config import EngineOptions
 from pensieve.engine.engine import Engine
-from pensieve.engine.plan import Plan, StepResult, StepWorker, SynchronousWorker
+from pensieve.engine.plan import PendingStep, Plan, StepWorker
 from support.engine import hash_engine
 from support.engine.hash_worker import HashWorker
 
@@ -19,7 +19,7 @@ BUILDER = "support.faults.fault_engine:build"
 HOLD_LIMIT_S = 30.0
 
 
-class BrakedWorker(SynchronousWorker):
+class BrakedWorker:
     """``StepWorker`` around another one. Forgets the plans that the hash worker collects: it runs for long."""
 
     def __init__(self, worker: StepWorker, folder: Path) -> None:
@@ -28,15 +28,15 @@ class BrakedWorker(SynchronousWorker):
         pace = folder / "pace"
         self._pace_s = float(pace.read_text()) if pace.exists() else 0.0
 
-    def run(self, plan: Plan) -> StepResult:
+    def launch(self, plan: Plan) -> PendingStep:
         time.sleep(self._pace_s)
         limit = time.monotonic() + HOLD_LIMIT_S
         while self._hold.exists() and time.monotonic() < limit:
             time.sleep(0.002)
-        result = self._worker.launch(plan).result()
+        step = self._worker.launch(plan)
         if isinstance(self._worker, HashWorker):
             self._worker.plans.clear()
-        return result
+        return step
 
     def close(self) -> None:
         self._worker.close()
