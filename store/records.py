@@ -116,6 +116,8 @@ class TurnResult(msgspec.Struct, frozen=True, omit_defaults=True):
     annotations: dict[str, str] = {}
     mark: str = ""
     """By it the client finds the turn; "": none."""
+    numerics: str = ""
+    """Name of the arithmetic that gave the answer (``EngineReady.numerics``)."""
 
 
 class CandidateChange(msgspec.Struct, frozen=True, omit_defaults=True):

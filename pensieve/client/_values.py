@@ -217,6 +217,9 @@ class Turn:
     History stores none, so a turn that was fetched or replayed has none."""
     annotations: Mapping[str, str] = field(default_factory=dict)
     """As given with the turn. While the turn runs on another server they are not known yet."""
+    numerics: str = ""
+    """Names what computed the answer, as ``numerics`` among the features of ``server_info``. Empty while the turn
+    runs, and for turns of older servers."""
 
     @property
     def items(self) -> tuple[Item, ...]:

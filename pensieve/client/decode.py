@@ -102,6 +102,7 @@ def turn(message: pb.Turn) -> Turn:
         chosen=message.chosen_candidate,
         hints=hints(message.hints) if message.HasField("hints") else None,
         annotations=dict(message.annotations),
+        numerics=message.numerics,
     )
 
 

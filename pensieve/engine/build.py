@@ -82,6 +82,7 @@ def build_engine(options: EngineOptions) -> Engine:
         host_bytes=info.host_tier.num_bytes * info.ranks if len(info.groups) > 1 else 0,
         device_floor=device_floor * info.ranks,
         device_ceiling=info.device_tier.num_bytes * info.ranks,
+        numerics=numerics(info),
         elastic_refusal=info.elastic_refusal,
     )
     log.info("%s", report(worker.arch, info))
@@ -110,6 +111,14 @@ def _grammar_tokenizer(model: Path, eos_token_ids: tuple[int, ...]) -> LLTokeniz
 def _free_memory(device: str) -> int:
     """Return the bytes that other programs leave free on this rank's device."""
     return int(torch.cuda.mem_get_info()[0]) if device == "cuda" else memory().available
+
+
+def numerics(info: WorkerInfo) -> str:
+    """Name what computes the answers. Invariant answers of two servers with the same name, model and number of ranks
+    are equal to the bit."""
+    device = torch.cuda.get_device_name() if info.device == "cuda" else info.device
+    ranks = f" x {info.ranks}" if info.ranks > 1 else ""
+    return f"{'invariant ' if info.is_invariant else ''}{info.dtype} {device}{ranks}"
 
 
 def uses_hints(options: EngineOptions) -> bool:

@@ -238,6 +238,8 @@ class EngineReady(msgspec.Struct, frozen=True, tag="ready"):
     """Bytes that an elastic device tier keeps at least, over all ranks."""
     device_ceiling: int = 0
     """Bytes that it holds at most. Equal to ``device_floor``: the tier has one size."""
+    numerics: str = ""
+    """Dtype and device, with ``invariant`` before them if the bits of a token depend only on the tokens before it."""
     elastic_refusal: str = ""
     """Why a range of sizes was not followed, in one line; "": it was, or none was given."""
 

@@ -187,6 +187,7 @@ class Conversations:
                 f"durability={self.store.durability}",
                 f"device={info.device}",
                 f"dtype={info.dtype}",
+                f"numerics={info.numerics}",
                 f"chunk_tokens={info.chunk_tokens}",
                 f"device_tokens={info.device_capacity_tokens}",
                 f"host_tokens={info.host_capacity_tokens}",

@@ -164,6 +164,7 @@ class TurnView:
     chosen: int = 0
     hints: HintReceipt | None = None
     annotations: Mapping[str, str] = field(default_factory=dict)
+    numerics: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -704,7 +704,7 @@ class TopToken(_message.Message):
     def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ..., piece: _Optional[bytes] = ..., name: _Optional[str] = ...) -> None: ...
 
 class Turn(_message.Message):
-    __slots__ = ("session", "request_id", "state", "base_revision", "revision", "input", "output", "finish_reason", "stop_sequence", "seed", "usage", "discard_reason", "hints", "candidates", "chosen_candidate", "annotations")
+    __slots__ = ("session", "request_id", "state", "base_revision", "revision", "input", "output", "finish_reason", "stop_sequence", "seed", "usage", "discard_reason", "hints", "candidates", "chosen_candidate", "annotations", "numerics")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[Turn.State]
@@ -738,6 +738,7 @@ class Turn(_message.Message):
     CANDIDATES_FIELD_NUMBER: _ClassVar[int]
     CHOSEN_CANDIDATE_FIELD_NUMBER: _ClassVar[int]
     ANNOTATIONS_FIELD_NUMBER: _ClassVar[int]
+    NUMERICS_FIELD_NUMBER: _ClassVar[int]
     session: str
     request_id: str
     state: Turn.State
@@ -754,7 +755,8 @@ class Turn(_message.Message):
     candidates: _containers.RepeatedCompositeFieldContainer[Candidate]
     chosen_candidate: int
     annotations: _containers.ScalarMap[str, str]
-    def __init__(self, session: _Optional[str] = ..., request_id: _Optional[str] = ..., state: _Optional[_Union[Turn.State, str]] = ..., base_revision: _Optional[int] = ..., revision: _Optional[int] = ..., input: _Optional[_Iterable[_Union[Item, _Mapping]]] = ..., output: _Optional[_Union[Item, _Mapping]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., stop_sequence: _Optional[str] = ..., seed: _Optional[int] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., discard_reason: _Optional[str] = ..., hints: _Optional[_Union[HintReceipt, _Mapping]] = ..., candidates: _Optional[_Iterable[_Union[Candidate, _Mapping]]] = ..., chosen_candidate: _Optional[int] = ..., annotations: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    numerics: str
+    def __init__(self, session: _Optional[str] = ..., request_id: _Optional[str] = ..., state: _Optional[_Union[Turn.State, str]] = ..., base_revision: _Optional[int] = ..., revision: _Optional[int] = ..., input: _Optional[_Iterable[_Union[Item, _Mapping]]] = ..., output: _Optional[_Union[Item, _Mapping]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., stop_sequence: _Optional[str] = ..., seed: _Optional[int] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., discard_reason: _Optional[str] = ..., hints: _Optional[_Union[HintReceipt, _Mapping]] = ..., candidates: _Optional[_Iterable[_Union[Candidate, _Mapping]]] = ..., chosen_candidate: _Optional[int] = ..., annotations: _Optional[_Mapping[str, str]] = ..., numerics: _Optional[str] = ...) -> None: ...
 
 class Candidate(_message.Message):
     __slots__ = ("candidate", "text", "tokens", "output_tokens", "finish_reason", "stop_sequence", "seed", "mean_logprob")

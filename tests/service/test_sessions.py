@@ -344,6 +344,7 @@ async def test_server_info_and_admin() -> None:
         info = await rig.api.GetServerInfo(pb.GetServerInfoRequest())
         assert (info.model, info.replica, info.context_limit) == ("tiny", "r1", 256)
         assert "durability=none" in info.features and info.limits.max_top_logprobs == 20
+        assert any(feature.startswith("numerics=") for feature in info.features)
         assert len(info.tokenizer_sha256) == 64
         stats = await rig.admin.GetStats(pb.GetStatsRequest())
         assert (stats.store_state, stats.gpu_tokens_used) == ("serving", 7)

@@ -331,6 +331,7 @@ def turn(view: TurnView, *, tokens: bool = False) -> pb.Turn:
         stop_sequence=view.stop_sequence,
         seed=view.seed,
         discard_reason=view.discard_reason,
+        numerics=view.numerics,
     )
     if view.output is not None:
         message.output.CopyFrom(item(view.output, tokens=tokens))

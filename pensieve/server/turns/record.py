@@ -83,10 +83,11 @@ def build(
     *,
     keep_items: int | None,
     config: SessionConfig | None,
+    numerics: str = "",
 ) -> Record:
     """The record that follows ``base`` (as stored, before truncation): input items and one answer item, whose
     tokens begin with the generation prompt. ``config``: the session's new config; None leaves it
-    unchanged."""
+    unchanged. ``numerics``: of the engine."""
     spec, time_ms = run.spec, now_ms()
     output = np.asarray(answer.tokens, dtype=np.int32)
     item = Item(
@@ -120,6 +121,7 @@ def build(
             hints=run.hints,
             annotations=spec.annotations,
             mark=spec.mark,
+            numerics=numerics,
         ),
         config=config,
         hidden_before=hidden if hidden != base.hidden_before else None,
@@ -180,6 +182,7 @@ def committed_view(key: Key, turn: CommittedTurn) -> TurnView:
         candidates=record.turn.candidates,
         chosen=record.turn.chosen,
         annotations=record.turn.annotations,
+        numerics=record.turn.numerics,
     )
     if change is None or change.candidate is None:
         return view
