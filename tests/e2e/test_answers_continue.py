@@ -24,9 +24,9 @@ from support.processes import children
 
 pytestmark = pytest.mark.timeout(900)
 ANSWERS = at_length(20, 200)
-TOKENS = at_length(20, 40)
-SHOWN = 8
-"""Characters of every answer that its client has when the engine is killed."""
+TOKENS = at_length(28, 40)
+SHOWN = 24
+"""Characters of every answer that its client has when the engine is killed. By then the answers differ."""
 OPTIONS = (
     "--model", "demo", "--store", "memory:", "--threads", "1", "--http", "127.0.0.1:0", "--dtype", "bfloat16",
     "--device-cache", "16384tokens", "--chunk-tokens", "16", "--max-wait", "600",
@@ -56,12 +56,15 @@ async def say(session: AsyncSession, answer: Answer) -> None:
     stream = session.stream(answer.question, max_output_tokens=TOKENS, seed=answer.seed, **DRAWN)
     shown = ""
     async for piece in stream:
+        assert answer.seed in (None, stream.seed), "another attempt has another seed"
+        answer.seed = stream.seed
         shown = "" if piece.restarted else shown + piece.text
         assert shown.startswith(answer.text) or answer.text.startswith(shown), "a shown text was taken back"
         answer.text = max(shown, answer.text, key=len)
     turn = await stream.finish()
     assert turn.text == answer.text and turn.numerics == "invariant bfloat16 cpu"
-    answer.seed, answer.ended = turn.seed, True
+    assert turn.seed == answer.seed
+    answer.ended = True
 
 
 async def complete(http: httpx.AsyncClient, answer: Answer, key: str) -> None:

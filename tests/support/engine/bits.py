@@ -7,6 +7,7 @@ page tables, so it says which keys, values and logits must be equal.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch
 
 from pensieve.config import CacheConfig
 from pensieve.core import RequestKey, Sampling
-from pensieve.engine.plan import Plan, SampleSpec, Span, StepResult, SynchronousWorker
+from pensieve.engine.plan import PendingStep, Plan, SampleSpec, Span, StepResult
 from pensieve.engine.ranks.leader import LeadingWorker
 from pensieve.engine.worker.torch_worker import TorchWorker
 from support.engine.hash_worker import HashWorker
@@ -57,7 +58,28 @@ class Bits:
             assert not different, f"{different} of {before.numel()} values of {kind} differ in their bits"
 
 
-class BitWorker(SynchronousWorker):
+@dataclass(slots=True)
+class _Compared:
+    """A step whose log-probabilities are compared when it ends."""
+
+    step: PendingStep
+    bits: Bits
+    histories: dict[RequestKey, int]
+    """Of each request that samples: the hash of all its tokens."""
+
+    def choose(self, specs: Sequence[SampleSpec | None]) -> None:
+        self.step.choose(specs)
+
+    def result(self) -> StepResult:
+        result = self.step.result()
+        for one in result.sampled:
+            if one.logprob is not None:
+                values = torch.tensor([one.logprob.logprob, *(value for _, value in one.logprob.top)])
+                self.bits.expect(f"logprobs {one.token_id}", self.histories[one.request], as_bits(values))
+        return result
+
+
+class BitWorker:
     """A worker whose results are compared with all earlier ones for the same history."""
 
     def __init__(self, worker: Any, config: CacheConfig, bits: Bits) -> None:
@@ -80,23 +102,31 @@ class BitWorker(SynchronousWorker):
         return self._logits
 
     def run(self, plan: Plan) -> StepResult:
+        return self.launch(plan).result()
+
+    def launch(self, plan: Plan) -> PendingStep:
+        """Compare logits, keys and values at once: the next plan may write over them."""
+        self._twin._sampled = self._chosen()
         self._twin.last.clear()
         self._twin.run(plan)
-        result: StepResult = self._worker.run(plan)
-        self._twin._sampled = {one.request: one.token_id for one in result.sampled}
-        asked = [span for span in plan.spans if span.sample is not None]
+        step = self._worker.launch(plan)
+        histories = [self._twin.last[id(span)] for span in plan.spans if span.sample is not None]
         if self._forward is None:
-            self._logits = self._first._programs.shared.logits[: len(asked)].cpu()
-        for row, span in enumerate(asked):
+            self._logits = self._first._programs.shared.logits[: len(histories)].cpu()
+        for row, history in enumerate(histories):
             assert self._logits is not None
-            self._bits.expect("logits", self._twin.last[id(span)], as_bits(self._logits[row].clone()))
-        for span, one in zip(asked, result.sampled, strict=True):
-            if one.logprob is not None:
-                values = torch.tensor([one.logprob.logprob, *(value for _, value in one.logprob.top)])
-                self._bits.expect(f"logprobs {one.token_id}", self._twin.last[id(span)], as_bits(values))
+            self._bits.expect("logits", history, as_bits(self._logits[row].clone()))
         if len(self._config.groups) == 1 and self._config.device_floor_bytes is None:
             self._compare_pages(plan)
-        return result
+        requests = [span.request for span in plan.spans if span.sample is not None]
+        return _Compared(step, self._bits, dict(zip(requests, histories, strict=True)))
+
+    def _chosen(self) -> dict[RequestKey, int]:
+        """The tokens that the plan before has chosen."""
+        if self._forward is not None:
+            return dict(self._first._sampled)
+        tokens = self._first._programs.shared.sampled.tolist()
+        return {request: tokens[row] for request, row in self._first._sampled.items()}
 
     def _compare_pages(self, plan: Plan) -> None:
         """All keys and values that the spans of this step read."""
