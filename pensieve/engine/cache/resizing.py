@@ -74,6 +74,9 @@ class Resizer:
         move. Call it last in a plan, before page tables are made.
         """
         self._adopt_units()
+        if not growth:
+            # Else each end may wait for memory that does not come, while the other has more than it needs.
+            target = min(target, self.size)
         is_whole = sum(self.backed) == self._pool.ceiling_bytes <= target
         self._aim = self.backed if is_whole else self._ends_for(target, demand)
         self._set_limits()
