@@ -7,6 +7,7 @@ import json
 import sys
 
 from pensieve import Client
+from pensieve.client import FinishReason
 
 PERSON = {
     "type": "object",
@@ -22,7 +23,7 @@ PERSON = {
 with Client(sys.argv[1] if len(sys.argv) > 1 else "127.0.0.1:50051") as client:
     session = client.create_session(default_sampling={"max_output_tokens": 100})
     turn = session.send("My name is Ada, and I am 36 years old. Tell me about me in JSON.", schema=PERSON)
-    if turn.finish_reason.name == "EOS":  # the limit may cut an answer
+    if turn.finish_reason == FinishReason.EOS:  # the limit may cut an answer
         print(json.loads(turn.text))
     print(session.send("Is that old?", choice=["yes", "no"]).text)
     # With keys, this needs one with the scope "grammars".

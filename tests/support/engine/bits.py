@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from pensieve.config import CacheConfig
+from pensieve.config import CacheConfig, CacheGroup
 from pensieve.core import RequestKey, Sampling
 from pensieve.engine.plan import PendingStep, Plan, SampleSpec, Span, StepResult
 from pensieve.engine.ranks.leader import LeadingWorker
 from pensieve.engine.worker.torch_worker import TorchWorker
-from support.engine.hash_worker import HashWorker
-from support.engine.hybrid_worker import HybridWorker
+from support.engine.hash_worker import MASK, HashWorker, read_kv
+from support.engine.hybrid_worker import HybridWorker, hybrid_kv
 
 
 class _Hashes(HashWorker):
@@ -121,6 +121,11 @@ class BitWorker:
         requests = [span.request for span in plan.spans if span.sample is not None]
         return _Compared(step, self._bits, dict(zip(requests, histories, strict=True)))
 
+    def compare_logits(self, history: int) -> None:
+        """Compare the first row of the latest step's logits, under another name of its history."""
+        assert self._logits is not None
+        self._bits.expect("logits", history, as_bits(self._logits[0].clone()))
+
     def _chosen(self) -> dict[RequestKey, int]:
         """The tokens that the plan before has chosen."""
         if self._forward is not None:
@@ -156,10 +161,29 @@ def as_bits(values: torch.Tensor) -> torch.Tensor:
     return values.contiguous().view(torch.int16 if values.element_size() == 2 else torch.int32)
 
 
-def alone(checked: BitWorker, page_tokens: int, contexts: Sequence[Sequence[int]]) -> None:
-    """Compute each context in one step of its own, with nothing cached, and compare."""
+def alone(
+    checked: BitWorker,
+    page_tokens: int,
+    contexts: Sequence[Sequence[int]],
+    groups: Sequence[CacheGroup] = (),
+) -> None:
+    """Compute each context in one step of its own, with nothing cached, and compare. ``groups``: of the schedules'
+    cache, where these are two and ``checked`` has one."""
     for context in contexts:
         tokens = np.array(context, np.int32)
         table = np.arange(-(-len(tokens) // page_tokens), dtype=np.int32)
         spec = SampleSpec(Sampling(temperature=0.0, top_logprobs=3), 0)
         checked.run(Plan(0, (Span(RequestKey(1), 0, tokens, 0, spec),), (table,)))
+        if groups:
+            checked.compare_logits(last_hybrid_kv(groups, context))
+
+
+def last_hybrid_kv(groups: Sequence[CacheGroup], context: Sequence[int]) -> int:
+    """Return what ``HybridWorker`` has for the last position of a context. ``groups``: full layers, then windows."""
+    window, full, reads, kv = groups[1].window, 0, list[int](), 0
+    for position, token in enumerate(context):
+        seen = sum(reads[max(0, position - window + 1) : position]) & MASK
+        kv = hybrid_kv(token, position, full, seen, 0)
+        reads.append(read_kv(kv, position))
+        full = (full + reads[-1]) & MASK if groups[0].layers else 0
+    return kv
