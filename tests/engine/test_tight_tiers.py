@@ -146,14 +146,15 @@ def play(kind: str, seed: int, *, elastic: bool = False) -> Driver | None:
 
 FOUND = [
     ("window", 58, False),
+    ("window", 300076, True),
     ("state", 9, False),
     ("state", 1174, False),
     ("state", 52, True),
     ("state", 60023, True),
 ]
-"""Schedules that have found faults: the page of a copied last chunk was not counted (58 and 9), a candidate loaded a
-state that the same plan saved (1174), a warm-up waited for room that nothing would make (52), and the worth of a
-shared run was stale (60023)."""
+"""Schedules that have found faults: the page of a copied last chunk was not counted (58 and 9), a session took over
+chunks that it had not been admitted for (300076), a candidate loaded a state that the same plan saved (1174), a warm-up
+waited for room that nothing would make (52), and the worth of a shared run was stale (60023)."""
 
 
 @pytest.mark.parametrize(("kind", "seed", "elastic"), FOUND)

@@ -165,9 +165,8 @@ class CacheManager:
         if any(chunk.saving for chunk in common):
             return None  # a plan cannot copy a chunk in that it copies out
         # Chunks that are pinned already cost this request no page, but it copies that of its last token.
-        last = (len(tokens) - 1) // self._size
         pages = self.chunks_for(len(tokens)) + branches.pages
-        pages -= sum(chunk.pins > 0 for chunk in common if chunk.index < last)
+        pages -= sum(chunk.pins > 0 for chunk in common if chunk.index < (len(tokens) - 1) // self._size)
         if self._tails is None:
             return pages, 0
         chunks, found = self._finder.found(session, tokens, num_new, path)
@@ -185,8 +184,7 @@ class CacheManager:
     ) -> RestoreCost:
         """Return what ``admit`` would have to bring to the device for a session that does not run."""
         size, tiers = self._size, self._tiers
-        session = self._sessions.get(key)
-        chunks, keep = self._finder.found(session, tokens, 0, path)
+        chunks, keep = self._finder.found(self._sessions.get(key), tokens, 0, path)
         pages, others = self.chunks_for(len(tokens)) - len(chunks), 0
         computing, clean = keep < len(tokens), 0
         for chunk in chunks:
@@ -270,6 +268,7 @@ class CacheManager:
         ``[keep, len(tokens))``               chunk freed, or its tail cut           page, to be computed
         ====================================  =====================================  ================================
         """
+        asked = None if self._tails is None else self.pages_to_pin(key, tokens, num_new, path=path)
         session = self._sessions.get(key)
         owner = scope_of(path), self.shares.number(tenant)
         if session is None or (session.scope, session.tenant) != owner:
@@ -287,11 +286,13 @@ class CacheManager:
             keep -= 1  # the last token must be computed for its logits, even if its KV is cached
         if not warm and num_new:
             session.resume_points = (len(tokens) - num_new, len(tokens) - 1)
-        restore = self._lay_out(session, keep, len(tokens) - num_new, path)
+        restore = self._lay_out(session, keep, len(tokens) - num_new, path, asked)
         self._bring_to_device(session, now)
         return restore
 
-    def _lay_out(self, session: CachedSession, keep: int, history: int, path: PrefixPath | None) -> Restore:
+    def _lay_out(
+        self, session: CachedSession, keep: int, history: int, path: PrefixPath | None, asked: Pages | None
+    ) -> Restore:
         """Make the chunk list, which stands for the first ``keep`` tokens, cover the session's tokens, all pinned."""
         size, total = self._size, len(session.tokens)
         chunks, held = self.chunks_for(total), len(session.chunks)
@@ -303,7 +304,7 @@ class CacheManager:
             for index in range(first, len(path.digests)):
                 self._shared.register(session.chunks[index], path.digests[index])
         if self._tails is not None:
-            return self._tails.lay_out(session, held, keep, history)
+            return self._tails.lay_out(session, held, keep, history, 0 if asked is None else asked[1])
         return restore_of(session.chunks[:held], history, total, size)
 
     def _own_tail(self, session: CachedSession, keep: int, total: int) -> None:
@@ -386,19 +387,18 @@ class CacheManager:
                 self._remove(self._sessions[target])
             session = self._running[target] = self._add(target, origin.scope, origin.tenant)
             session.is_candidate = session.running = True
-        tiers = self._tiers
         full, filled = divmod(len(tokens) - 1, self._size)
         common = common_chunks(session, origin, full)
         if self._tails is not None:
             self._tails.let_go(session)
-        tiers.unpin(session.chunks[common:])
+        self._tiers.unpin(session.chunks[common:])
         self._shared.truncate(session, common)
         self._shared.adopt(session, origin.chunks[common:full])
-        tiers.pin(session.chunks[common:])
+        self._tiers.pin(session.chunks[common:])
         session.tokens, session.new_tokens, session.length = tokens.copy(), origin.new_tokens, len(tokens)
         session.resume_points = origin.resume_points
         (tail,) = self._shared.append(session, 1)
-        tiers.pin((tail,))
+        self._tiers.pin((tail,))
         if self._tails is not None:
             self._tails.begin_branch(session, origin, tail)
         last = origin.chunks[full] if full < len(origin.chunks) else None

@@ -200,12 +200,18 @@ class Tails:
     def _have(self, chunks: Sequence[Chunk]) -> list[list[int]]:
         return [[chunk.filled for chunk in chunks], [_other(chunk).filled for chunk in chunks]]
 
-    def lay_out(self, session: CachedSession, held: int, keep: int, history: int) -> Restore:
+    def lay_out(self, session: CachedSession, held: int, keep: int, history: int, most: int) -> Restore:
         """Find the gaps of a context whose first ``held`` chunks stand for ``keep`` tokens, and hold the slices that
-        its request reads."""
+        its request reads.
+
+        ``most``: the pages for which it was admitted. If they do not suffice, it computes all positions: its session
+        has taken over other chunks than those that it was admitted for, with slices elsewhere.
+        """
         chunks, total = session.chunks[:held], len(session.tokens)
         keep = min(keep, held * self._size)
         missing, parts = self.find(chunks, keep, total)
+        if self.cost(missing, parts, keep, total) > most:
+            missing, parts = [(0, keep)], []
         restore = self.restore(chunks, keep, history, total, missing)
         self.begin(session, restore.missing, parts)
         return restore
