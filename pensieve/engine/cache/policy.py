@@ -164,7 +164,8 @@ class Gittins(_Rated):
         return rates * first_cost, rates
 
     def _rates_of(self, idle: Floats, kinds: Ints) -> Floats:
-        ages = np.minimum(np.maximum(idle, YOUNGEST), OLDEST)  # np.clip is slow for single sessions
+        ages = np.maximum(idle, YOUNGEST)  # np.clip is slow for single sessions
+        np.minimum(ages, OLDEST, out=ages)
         at = columns_of(ages)
         at += kinds
         rates = self._factors.take(at)
