@@ -19,6 +19,7 @@ LEAST = {
     "experts": 12,
     "parties": 18,
     "recurrence": 11,
+    "invariant": 10,
 }
 """Tests of ``tests/support/kernels/interpreted_NAME.py`` that must pass."""
 

@@ -10,7 +10,7 @@ T = TypeVar("T")
 LONG = os.environ.get("PENSIEVE_LONG_TESTS") == "1"
 
 
-def at_length(short: int, long: int) -> int:
+def at_length(short: T, long: T) -> T:
     """``short``, or ``long`` where PENSIEVE_LONG_TESTS=1 asks for it."""
     return long if LONG else short
 

@@ -23,11 +23,11 @@ from pensieve.kernels.spans import make_spans
 from support.kernels.attention_cases import Case, make_case, oracle, relative_error
 from support.kernels.interpreted_attention import TINY, TOLERANCE
 from support.kernels.interpreted_parties import Eager
-from support.lengths import at_length, some
+from support.lengths import LONG, at_length, some
 
 pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice encountered")  # in rows that belong to no token
 PIECE = 32
-MIX = [(0, 90, 1), (1, 33, 1), (2, 3, 70), (3, 0, 1), (4, 60, 3), (5, 95, 2)]
+MIX = [(0, 90, 1), (1, 33, 1), (2, 3, 40), (3, 0, 1), (4, 60, 3), (5, 95, 2)]
 Rows = list[tuple[int, int, int, int]]
 """(first row of q in the case, tokens, position, page table) of each span."""
 
@@ -104,27 +104,28 @@ def rows_of(case: Case) -> Rows:
 def compare(case: Case, seed: int = 0) -> None:
     rng, rows = random.Random(seed), rows_of(case)
     want = run(case, rows)
-    for processors in (1, 400):
+    for processors in at_length((400,), (1, 400)):
         assert run(case, rows, processors) == want
-    for row in rows:
+    for row in some(rows, 2):
         assert run(case, [row]).items() <= want.items(), f"alone: {row}"
-    for _ in range(at_length(2, 20)):
+    for _ in range(at_length(1, 20)):
         assert run(case, chunked(rng, rows), rng.choice((1, 4, 40))) == want
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", some([torch.float16, torch.float32], 1), ids=str)
 def test_bits_do_not_depend_on_the_step(dtype: torch.dtype) -> None:
     compare(make_case(MIX, dtype=dtype))
 
 
-@pytest.mark.parametrize("window", some([1, 16, 31, 40, 100], 3))
+@pytest.mark.parametrize("window", some([31, 1, 16, 40, 100], 1))
 def test_windows(window: int) -> None:
     compare(make_case(MIX, window=window, dtype=torch.float16))
 
 
 def test_softcap_and_sinks() -> None:
     compare(make_case(MIX, softcap=5.0, sinks=True, dtype=torch.float16))
-    compare(make_case(MIX, window=40, sinks=True, heads=6, kv_heads=1))
+    if LONG:
+        compare(make_case(MIX, window=40, sinks=True, heads=6, kv_heads=1))
 
 
 @pytest.mark.parametrize("more", [{}, {"window": 40}, {"softcap": 5.0, "sinks": True}], ids=str)
