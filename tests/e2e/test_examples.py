@@ -44,6 +44,7 @@ SAYS = {
     "fork.py": ["You live in Oslo.", "You live in Lisbon.", "I don't know your favourite colour yet."],
     "candidates.py": ["* 0: ", "in history: True", "beams:  'Your name is Ada.'", "best:   'Your name is Ada.'"],
     "tools.py": ["has no place for tools"],
+    "formats.py": ["{'name': '", "\n1"],
     "warm_hints.py": ["taken: (2.0, 5.0) ignored: ()", "Your dog's name is Rex.", "= 45 cached + 0 swapped in + 0"],
 }  # fmt: skip
 

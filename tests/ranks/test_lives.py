@@ -59,14 +59,15 @@ def test_a_loopback_interface_that_is_down_is_told(monkeypatch: pytest.MonkeyPat
         monkeypatch.setenv(name, "")
     meeting = os.memfd_create("meeting")
     with pytest.raises(ValueError, match="the ranks cannot meet on the loopback interface, is it up"):
-        collectives.join("cpu", 0, 1, meeting, symmetric=False)
+        collectives.join("cpu", 0, meeting, EngineOptions(model=""))
     os.close(meeting)
 
 
 LEAVES = """
 import os, sys
+from pensieve.config import EngineOptions
 from pensieve.engine.ranks import collectives, host
-collective = collectives.join("cpu", 1, 2, int(sys.argv[1]), symmetric=False)
+collective = collectives.join("cpu", 1, int(sys.argv[1]), EngineOptions(model="", tensor_parallel=2))
 collective.all_reduce_min([1])
 os._exit(1)
 """
@@ -78,7 +79,7 @@ def test_who_loses_another_rank_leaves_the_last_words_to_it(monkeypatch: pytest.
     meeting, waited = os.memfd_create("meeting"), list[float]()
     command = [sys.executable, "-P", "-c", LEAVES, str(meeting)]
     with subprocess.Popen(command, pass_fds=(meeting,)):
-        together = collectives.join("cpu", 0, 2, meeting, symmetric=False)
+        together = collectives.join("cpu", 0, meeting, EngineOptions(model="", tensor_parallel=2))
         assert together.all_reduce_min([3]) == [1]
 
         def join(*_: object, **__: object) -> None:

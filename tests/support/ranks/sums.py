@@ -19,6 +19,7 @@ import click
 import torch
 import torch.nn.functional as F
 
+from pensieve.config import EngineOptions
 from pensieve.debug import child_environment
 from pensieve.engine.ranks.collectives import NcclCollective, join
 from pensieve.model.collective import BufferIndex, ReduceBuffer
@@ -124,7 +125,8 @@ def main(ranks: int, rank: int, meeting: int, cases: int, symmetric: bool) -> No
             command += ["--rank", str(other), "--meeting", str(meeting)]
             environment = child_environment(failpoints=False)
             others.append(subprocess.Popen(command, pass_fds=[meeting], env=environment))
-    together = join("cuda", rank, ranks, meeting, symmetric=symmetric)
+    options = EngineOptions(model="", tensor_parallel=ranks, all_reduce="auto" if symmetric else "nccl")
+    together = join("cuda", rank, meeting, options)
     assert isinstance(together, NcclCollective)
     ways: Counter[str] = Counter()
     watch(together, ways)
