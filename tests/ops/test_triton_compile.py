@@ -88,7 +88,7 @@ def test_programs_with_fixed_pieces_fit(name: str) -> None:
     assert binary.registers * 32 * tile.warps * tile.resident <= REGISTERS
     assert (binary.shared + 1024) * tile.resident <= SHARED_BYTES
     # The sum of a large item's earlier pieces waits outside of the registers.
-    assert binary.stack <= (STACK_OF_FIXED if tile.rows > 16 else STACK)
+    assert binary.stack <= (STACK_OF_FIXED if tile.rows > 16 else 2 * STACK)
 
 
 @pytest.mark.parametrize("dim", [64, 128])
