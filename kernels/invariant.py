@@ -18,9 +18,8 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from pensieve.kernels.arguments import Activation
+from pensieve.kernels.arguments import ACTIVATIONS, Activation
 from pensieve.kernels.checks import check_logits, check_window
-from pensieve.kernels.reference import ACTIVATIONS
 from pensieve.kernels.spans import POSITION, Q_LEN, Q_START, TABLE, Spans
 
 BLOCK_ROWS = 16

@@ -9,7 +9,6 @@ R page-table rows. A layer's KV pool is ``[P, 2, Hkv, N, D]``: keys and values o
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, overload
 
@@ -18,7 +17,7 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from pensieve.kernels.arguments import Activation, HeadPrep
+from pensieve.kernels.arguments import ACTIVATIONS, Activation, HeadPrep
 from pensieve.kernels.checks import check_logits, check_window
 from pensieve.kernels.spans import POSITION, Q_LEN, Q_START, TABLE, Ints, Spans, num_tokens
 
@@ -28,13 +27,6 @@ GROUP_ELEMENTS = 1024 * 1024
 """Largest batch of single-token spans, in gathered key and value elements; bounds memory and keeps caches warm."""
 GROUP_FILL = 0.75
 """A span joins a batch only if its context is at least this share of the longest one."""
-ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
-    "silu": F.silu,
-    "relu": F.relu,
-    "relu2": lambda x: F.relu(x).square(),
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-}
 
 
 @dataclass(frozen=True, slots=True)
