@@ -79,7 +79,7 @@ def vocabulary(count: int) -> LLTokenizer:
 
 
 def schema(fields: int, *, salt: int = 0) -> Grammar:
-    """A grammar of an object with so many fields of several types. ``salt`` makes it another grammar."""
+    """Return a grammar of an object with so many fields of several types. Another ``salt`` gives another grammar."""
     kinds: list[dict[str, Any]] = [
         {"type": "string", "maxLength": 24}, {"type": "integer"},
         {"type": "array", "items": {"type": "string", "maxLength": 8}}, 

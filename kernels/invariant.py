@@ -117,10 +117,11 @@ class Unit:
 
 
 def make_plan(
-    spans: Spans, page_tables: torch.Tensor, page_tokens: int, window: int | None
+    q: torch.Tensor, pool: torch.Tensor, spans: Spans, page_tables: torch.Tensor, *, window: int | None = None
 ) -> tuple[Unit, ...]:
     """Return the units of a step; see ``reference.make_plan``. All layers with this window share them."""
     check_window(window)
+    page_tokens = pool.shape[3]
     tables, units = page_tables.cpu().numpy(), list[Unit]()
     for span in spans.tolist():
         position, end = span[POSITION], span[POSITION] + span[Q_LEN]

@@ -85,7 +85,7 @@ Step = list[tuple[int, int, int]]
 
 
 def attend(case: Case) -> torch.Tensor:
-    plan = invariant.make_plan(case.spans, case.page_tables, case.pool.shape[3], case.window)
+    plan = invariant.make_plan(case.q, case.pool, case.spans, case.page_tables, window=case.window)
     return invariant.attend(case.q, case.pool, plan, scale=case.scale, softcap=case.softcap, sinks=case.sinks)
 
 

@@ -269,9 +269,8 @@ class Tiers:
     def place(self, part: Slice) -> None:
         part.device = self.device.take(part.group, part.holder.tenant)
         if self._at is not None:
-            self._changed(
-                part.holder
-            )  # with two groups, the worth of a tail counts all chunks that are cached
+            # With two groups, the worth of a tail counts all chunks that are cached.
+            self._changed(part.holder)
             if self._page_bytes[part.group]:
                 self._at[part.group, part.device] = part
 

@@ -34,15 +34,7 @@ GPU_ROWS = (
     *range(16, 257, 8),
     *range(272, 513, 16),
     640,
-    1024,
-    1536,
-    2048,
-    3072,
-    4096,
-    6144,
-    8192,
-    16384,
-    32768,
+    *(size * 512 for size in (2, 3, 4, 6, 8, 12, 16, 32, 64)),
 )
 """Numbers of rows that must give the same bits."""
 HEAD_ROWS = 512
@@ -69,8 +61,8 @@ def require(arch: Arch, device: str) -> None:
         )
     if arch.experts is not None and device == "cuda":
         raise NotInvariant(
-            f"invariant: {arch.family} has a mixture of experts, whose products on a GPU depend on the rows of an "
-            "expert; start without --invariant"
+            f"invariant: {arch.family} has a mixture of experts, and its products on a GPU were never shown to be "
+            "invariant; start without --invariant"
         )
 
 
@@ -86,14 +78,12 @@ def with_even_head(weights: Weights) -> Weights:
 
 
 def check(model: Transformer, most_rows: int) -> None:
-    """Try the model's products and norms with many numbers of rows, up to ``most_rows``, and use the settings that make
-    products invariant in this process. Raises NotInvariant with the first shape whose result for a row depends on the
-    number of rows or on the row's place."""
+    """Try the model's products, norms and attention with many numbers of rows, up to ``most_rows``. On a GPU, call
+    ``use_plain_products`` before. Raises NotInvariant with the first shape whose result for a row depends on the number
+    of rows or on the row's place."""
     started = time.monotonic()
     embedding = model.weights.embedding
     on_gpu = embedding.device.type == "cuda"
-    if on_gpu:
-        use_plain_products()
     rows = [size for size in GPU_ROWS if size <= most_rows] or [GPU_ROWS[0]] if on_gpu else list(CPU_ROWS)
     generator = torch.Generator(embedding.device).manual_seed(0)
     tried = set[tuple[int, ...]]()
@@ -149,7 +139,7 @@ def _cancelling(
 
 
 def use_plain_products() -> None:
-    """Products without split-K and without sums in a lower precision, for this process."""
+    """Make products without split-K and without sums in a lower precision, for this process."""
     for name in ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction"):
         setattr(torch.backends.cuda.matmul, name, (False, False))
     torch.backends.cuda.preferred_blas_library("cublaslt")
@@ -216,7 +206,7 @@ def try_attention(
 def _reference_attention(
     arch: Arch, q: torch.Tensor, pool: torch.Tensor, spans: Spans, tables: torch.Tensor, window: int | None
 ) -> torch.Tensor:
-    plan = invariant.make_plan(spans, tables, PAGE, window)
+    plan = invariant.make_plan(q, pool, spans, tables, window=window)
     return invariant.attend(q, pool, plan, scale=arch.attention_scale, softcap=arch.softcap)
 
 

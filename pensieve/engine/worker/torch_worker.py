@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -107,8 +107,7 @@ class TorchWorker:
             device=self._device,
             sampled=self._sampled,
         )
-        kind = _InvariantAttention if self.info.is_invariant else _StepAttention
-        attention = kind(self.pools, batch, swap_in, self.arch)
+        attention = _StepAttention(self.pools, batch, swap_in, self.arch, self.info.is_invariant)
         prepared = time.perf_counter()
         logits = self._model.forward(
             batch.tokens, batch.positions, attention, batch.sample_rows, attention.recur
@@ -173,9 +172,17 @@ class _TorchStep:
 class _StepAttention:
     """Attention of one step over the paged pool (``pensieve.model.transformer.Attend``), and its recurrences."""
 
-    def __init__(self, pools: KvTiers, batch: TorchBatch, swap_in: LayerTransfers, arch: Arch) -> None:
+    def __init__(
+        self,
+        pools: KvTiers,
+        batch: TorchBatch,
+        swap_in: LayerTransfers,
+        arch: Arch,
+        is_invariant: bool,
+    ) -> None:
         self.pools, self.batch, self.swap_in, self.arch = pools, batch, swap_in, arch
-        self.plans: dict[int | None, reference.ReferencePlan] = {}
+        self.is_invariant = is_invariant
+        self.plans: dict[int | None, Any] = {}
         """By window; made in the first layer that has it, from the shape of its queries."""
         self.seconds = 0.0
 
@@ -190,24 +197,14 @@ class _StepAttention:
             assert batch.window_slots is not None and batch.window_tables is not None
             slots, tables = batch.window_slots, batch.window_tables
         q = reference.kv_write(pool, qkv, slots, prep)
-        out = self.attend(q, pool, tables, window, prep.sinks)
+        kernels: Any = invariant if self.is_invariant else reference
+        if window not in self.plans:
+            self.plans[window] = kernels.make_plan(q, pool, batch.spans, tables, window=window)
+        out: torch.Tensor = kernels.attend(
+            q, pool, self.plans[window], scale=arch.attention_scale, softcap=arch.softcap, sinks=prep.sinks
+        )
         self.seconds += time.perf_counter() - started
         return out
-
-    def attend(
-        self,
-        q: torch.Tensor,
-        pool: torch.Tensor,
-        tables: torch.Tensor,
-        window: int | None,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
-        arch = self.arch
-        if window not in self.plans:
-            self.plans[window] = reference.make_plan(q, pool, self.batch.spans, tables, window=window)
-        return reference.attend(
-            q, pool, self.plans[window], scale=arch.attention_scale, softcap=arch.softcap, sinks=sinks
-        )
 
     def recur(
         self, layer: int, inputs: torch.Tensor, gates: torch.Tensor, recurrence: Recurrence
@@ -220,29 +217,6 @@ class _StepAttention:
         return out
 
 
-class _InvariantAttention(_StepAttention):
-    """Attention whose bits for a token do not depend on the rest of the step."""
-
-    def __init__(self, pools: KvTiers, batch: TorchBatch, swap_in: LayerTransfers, arch: Arch) -> None:
-        super().__init__(pools, batch, swap_in, arch)
-        self.units: dict[int | None, tuple[invariant.Unit, ...]] = {}
-
-    def attend(
-        self,
-        q: torch.Tensor,
-        pool: torch.Tensor,
-        tables: torch.Tensor,
-        window: int | None,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
-        arch = self.arch
-        if window not in self.units:
-            self.units[window] = invariant.make_plan(self.batch.spans, tables, pool.shape[3], window)
-        return invariant.attend(
-            q, pool, self.units[window], scale=arch.attention_scale, softcap=arch.softcap, sinks=sinks
-        )
-
-
 def build_worker(options: EngineOptions, collective: Collective = SINGLE_RANK) -> Worker:
     """Return a worker for the model and sizes of ``options``; with several ranks, for this rank's shard. All
     ranks must call it. Raises ModelError when the model cannot be served, ValueError when this machine cannot
@@ -252,6 +226,8 @@ def build_worker(options: EngineOptions, collective: Collective = SINGLE_RANK) -
     folder = Path(options.model)
     whole = load_arch(folder)
     place = resolve_device(options, whole)
+    if options.invariant:
+        invariance.require(whole, place.device)
     shard = Shard(collective.rank, collective.ranks)
     weights = load_weights(
         folder,
@@ -262,11 +238,10 @@ def build_worker(options: EngineOptions, collective: Collective = SINGLE_RANK) -
         shard=shard,
     )
     arch = shard.arch(whole)
-    if options.invariant:
-        invariance.require(whole, place.device)
     on_gpu = place.device == "cuda"
     ops = triton_ops() if on_gpu else INVARIANT_OPS if options.invariant else TORCH_OPS
     if options.invariant and on_gpu:
+        invariance.use_plain_products()
         weights = invariance.with_even_head(weights)
     model = Transformer(arch, weights, ops, collective)
     if options.invariant:

@@ -65,7 +65,7 @@ class _Compared:
     step: PendingStep
     bits: Bits
     histories: dict[RequestKey, int]
-    """Of each request that samples: the hash of all its tokens."""
+    """Hash of all tokens of each request that samples."""
 
     def choose(self, specs: Sequence[SampleSpec | None]) -> None:
         self.step.choose(specs)
