@@ -168,7 +168,7 @@ def prepare(specs: Sequence[SampleSpec], vocab: int) -> PreparedRows:
     for spec in specs:
         if spec.mask is not None and len(spec.mask) != mask_words(vocab):
             raise ValueError(f"a mask of {len(spec.mask)} words for a vocabulary of {vocab}")
-    if all([spec.sampling.plain for spec in specs]):
+    if all([spec.sampling.plain and spec.mask is None for spec in specs]):
         return PreparedRows(len(specs), vocab)
     wanted = [
         (row, spec.sampling.top_logprobs)

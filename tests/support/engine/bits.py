@@ -112,6 +112,7 @@ class BitWorker:
         step = self._worker.launch(plan)
         histories = [self._twin.last[id(span)] for span in plan.spans if span.sample is not None]
         if self._forward is None:
+            torch.cuda.synchronize()  # the step runs on a stream of its own
             self._logits = self._first._programs.shared.logits[: len(histories)].cpu()
         for row, history in enumerate(histories):
             assert self._logits is not None
@@ -130,6 +131,7 @@ class BitWorker:
         """The tokens that the plan before has chosen."""
         if self._forward is not None:
             return dict(self._first._sampled)
+        torch.cuda.synchronize()
         tokens = self._first._programs.shared.sampled.tolist()
         return {request: tokens[row] for request, row in self._first._sampled.items()}
 

@@ -40,6 +40,7 @@ class WindowContext:
         self.pools = pools
         pools.device.fill_(255)
         pools.host.fill_(255)
+        self._wait()
         self.tokens = np.array(tokens, np.int32)
         self.window = self.worker.info.groups[1].window or 0
         self.device, self.host = (PagePool(tier.num_bytes, tier.sizes) for tier in pools.tiers)
@@ -85,6 +86,7 @@ class WindowContext:
                     layer[page] = -1  # NaN, whatever the dtype
                 self.device.put_back(page, group)
                 self.pages[group][chunk] = GONE
+        self._wait()
 
     def leave_behind(self, position: int) -> None:
         """Free the window pages that no query from ``position`` on sees."""
@@ -100,6 +102,11 @@ class WindowContext:
         """Wait for copies out that are still under way."""
         if self.pools.device.is_cuda:
             self.worker.swap.drain()  # type: ignore[attr-defined]
+
+    def _wait(self) -> None:
+        """Wait for writes of this test: the worker has streams of its own, which do not."""
+        if self.pools.device.is_cuda:
+            torch.cuda.synchronize()
 
     def close(self) -> None:
         self.worker.close()
