@@ -26,6 +26,7 @@ import numpy as np
 import torch
 import triton
 from common.engine_steps import CHUNK, GREEDY, Bench, Recorder
+from common.gpu_timing import measure_ceilings
 from common.provenance import commit, gpu_name, portable, table
 from rich.console import Console
 from rich.progress import track
@@ -55,8 +56,7 @@ def decode_rows(bench: Bench) -> Iterator[dict[str, Any]]:
             if batch * (context + 64) > bench.worker.info.device_chunks * CHUNK:
                 continue
             taken = bench.steady(bench.decodes(batch, context, 46))
-            kv = batch * context * bench.bytes_per_token
-            floor = (bench.weight_bytes() + kv) / BANDWIDTH
+            floor = bench.step_bytes(batch, context) / BANDWIDTH
             yield {
                 "batch": batch, "context": context, "step ms": ms(taken.wall), "p99 ms": ms(taken.wall_p99),
                 "device ms": ms(taken.device), "gap µs": us(taken.gap), "gap p99 µs": us(taken.gap_p99),
@@ -111,8 +111,12 @@ def swap_rows(bench: Bench) -> Iterator[dict[str, Any]]:
 
 
 def loop_rows(bench: Bench, options: EngineOptions) -> Iterator[dict[str, Any]]:
-    """The whole engine, scheduler and all, on generations of 1k tokens of context."""
-    for batch in (64, 256):
+    """The whole engine, scheduler and all, on generations of 1k tokens of context, beside the time that their bytes
+    take at the rate of a copy on this device."""
+    rate = measure_ceilings().copy_bytes_per_s
+    for batch in (1, 8, 64, 256):
+        if batch > options.max_running:
+            continue
         info, recorder = bench.worker.info, Recorder(bench.worker)
         cost = CostModel(((0, 0.0), (1024, 1.0)), 1.0, CHUNK)
         scheduler = Scheduler(
@@ -121,18 +125,22 @@ def loop_rows(bench: Bench, options: EngineOptions) -> Iterator[dict[str, Any]]:
         ready = EngineReady(scheduler.context_limit, bench.arch.vocab_size, "cuda", info.dtype, 0, 0, CHUNK)
         engine = Engine(scheduler, recorder, ready, overlapped=True)
         for request in range(batch):
-            tokens = pack_tokens(np.arange(1024) % 1000)
+            tokens = pack_tokens((np.arange(1024) + 7 * request) % 1000)
             sampling = Sampling(max_output_tokens=240, ignore_eos=True)
             engine.handle(Submit(request + 1, f"s{request}", tokens, 1024, sampling))
         while engine.has_work:
             engine.step()
         full = [one for one in recorder.steps if one.tokens == batch][10:]
+        if not full:  # they do not fit into the cache together
+            continue
         gaps = [one.timings["gap"] for one in full]
         walls = [one.timings["device"] + one.timings["gap"] for one in full]
         host = [one.host for one in full]
+        floor = bench.step_bytes(batch, 1024 + 240 // 2) / rate
         yield {
             "batch": batch, "steps": len(full), "step ms": ms(median(walls)), "gap µs": us(median(gaps)),
             "gap p99 µs": us(float(np.quantile(gaps, 0.99))), "host ms": ms(median(host)),
+            "floor ms": ms(floor), "÷ floor": round(median(walls) / floor, 3),
         }  # fmt: skip
 
 

@@ -40,8 +40,23 @@ class Bench:
         self.bytes_per_token = self.arch.kv_bytes_per_token(worker.info.dtype)
         self._steps = 0
 
-    def weight_bytes(self) -> float:
-        return self.arch.num_parameters * DTYPE_BYTES[self.worker.info.dtype]
+    def step_bytes(self, batch: int, context: int) -> float:
+        """Least bytes that a step of ``batch`` decodes moves: it reads all weights, of a mixture the experts that so
+        many tokens pick by chance, and what each token sees of ``context`` keys and values; it reads and writes states.
+        """
+        arch, size = self.arch, DTYPE_BYTES[self.worker.info.dtype]
+        weights = float(arch.num_parameters)
+        if arch.experts is not None and arch.experts.count > arch.experts.per_token:
+            count, picked = arch.experts.count, arch.experts.per_token
+            expert = (arch.num_parameters - arch.active_parameters) / (count - picked)
+            weights -= expert * count * (1 - picked / count) ** batch
+        seen = sum(min(context, layer.window or context) for layer in arch.layers if layer.attends)
+        states = 0
+        for layer in arch.layers:
+            if (state := layer.state) is not None:
+                states += 4 * state.heads * state.key_dim * state.value_dim
+                states += size * state.conv_channels * (state.conv_width - 1)
+        return weights * size + batch * (seen * 2 * arch.num_kv_heads * arch.head_dim * size + 2 * states)
 
     def plan(self, spans: Sequence[Span], tables: Sequence[Any], **copies: tuple[Copy, ...]) -> Plan:
         self._steps += 1
