@@ -6,13 +6,14 @@ import random
 from collections.abc import Hashable
 
 import numpy as np
+import pytest
 
-from pensieve.config import CacheConfig, SchedulerConfig
+from pensieve.config import CacheConfig, PolicyName, SchedulerConfig
 from pensieve.core import SessionKey
 from pensieve.engine.cache.chunk import CachedSession
-from pensieve.engine.cache.index import Reclaim
+from pensieve.engine.cache.index import Reclaim, ValueTable
 from pensieve.engine.cache.manager import CacheManager
-from pensieve.engine.cache.policy import UNKNOWN, Retention
+from pensieve.engine.cache.policy import POLICIES, UNKNOWN, Retention
 from pensieve.engine.cost.model import CostModel
 from support.engine.engine_driver import Clock, Driver, make_engine
 from support.engine.hash_worker import VOCABULARY, HashWorker, verify_tokens
@@ -48,6 +49,35 @@ def spied(device: int) -> tuple[Driver, Spy, CacheManager]:
     cache, spy = engine._scheduler.cache, Spy()
     cache.index.table.policy = spy
     return Driver(engine, clock, random.Random(0), verify_tokens, VOCABULARY, 64), spy, cache
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_one_value_has_the_bits_of_its_column(name: PolicyName) -> None:
+    """A victim put back into the heap is compared with others that were ranked as arrays."""
+    policy, rng = POLICIES[name](), np.random.default_rng(1)
+    kinds = np.array([policy.on_turn_end(key, 1 << key % 9, 1 << key % 17, 0.0) for key in range(400)])
+    for key in range(0, 400, 3):
+        policy.on_return(key, float(rng.exponential(40)))
+    for key in range(0, 400, 3):  # by now, rates were learned
+        kinds[key] = policy.on_turn_end(key, 1 << key % 9, 1 << key % 17, 100.0)
+    costs, candidates = rng.random(400) * 10.0 ** rng.integers(-6, 3, 400), rng.integers(1, 50, 400)
+    idle = 10.0 ** rng.uniform(-5, 7, 400)
+    idle[:40] = 2.0 ** rng.integers(-6, 20, 40)  # edges of the bins
+    idle[40] = 0.0
+    values = policy.values(costs, candidates.astype(float), idle, kinds)
+    rows = zip(costs.tolist(), candidates.tolist(), idle.tolist(), kinds.tolist(), strict=True)
+    assert values.tolist() == [policy.value(*row) for row in rows]
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_rows_without_candidates_are_never_the_lowest(name: PolicyName) -> None:
+    table = ValueTable(POLICIES[name](), FLAT)
+    for row in range(40):
+        assert table.add_row() == row
+        if row % 4 == 0:
+            table.first_cost[Reclaim.PAGE, row], table.candidates[Reclaim.PAGE, row] = 1.0, 1
+    rows, values = table.lowest_rows(Reclaim.PAGE, 5.0, 40)
+    assert sorted(rows.tolist()) == list(range(0, 40, 4)) and np.isfinite(values).all()
 
 
 def test_each_turn_is_told_of_when_it_begins_and_when_it_has_ended() -> None:

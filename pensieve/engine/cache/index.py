@@ -83,13 +83,6 @@ class ValueTable:
         self.claims = Claims()
         self._cost = cost
         self._free_rows: list[int] = []
-        self._one: tuple[Floats, Floats, Floats, Ints] = (
-            np.zeros(1),
-            np.zeros(1),
-            np.zeros(1),
-            np.zeros(1, np.int64),
-        )
-        """Columns of length 1, reused by ``session_value``."""
         self.sums: Floats = np.zeros(0)
         """Combined claims on the run in each row, as of the latest round."""
         self._know_costs(_FIRST_ROWS)
@@ -147,7 +140,8 @@ class ValueTable:
         """
         first_cost = self.first_cost[reclaim, : self.rows]
         values = self._values(first_cost, self.candidates[reclaim, : self.rows], now)
-        values[np.isinf(first_cost)] = np.inf
+        if not self.policy.uses_hints:  # else a value is a multiple of the cost: infinite as well, or NaN
+            values[np.isinf(first_cost)] = np.inf
         if barred is not None:
             np.putmask(values, barred, np.inf)
         rows = lowest(values, expected)
@@ -175,10 +169,8 @@ class ValueTable:
         return apply_hints(values, costs, idle, self.pauses[: self.rows], self.weights[: self.rows], claims)
 
     def session_value(self, first_cost: float, candidates: int, idle: float, kind: int, hint: Hint) -> float:
-        cost, count, seconds, kinds = self._one
-        cost[0], count[0], seconds[0], kinds[0] = first_cost, candidates, idle, kind
-        value = float(self.policy.values(cost, count, seconds, kinds)[0])
-        return value if hint is NO_HINT else apply_hint(value, float(cost[0]), idle, hint)
+        value = self.policy.value(first_cost, candidates, idle, kind)
+        return value if hint is NO_HINT else apply_hint(value, first_cost, idle, hint)
 
     def run_value(self, row: int, first_cost: float, candidates: int) -> float:
         """Return the value of a run's next victim, with the claims of the latest round."""

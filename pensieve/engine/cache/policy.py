@@ -31,6 +31,7 @@ from pensieve.engine.cache.rates.returns import (
     YOUNGEST,
     ReturnRates,
     cell_of,
+    column_of,
     columns_of,
     factors,
 )
@@ -63,6 +64,14 @@ class Policy(Protocol):
         first_cost: cost of its first candidate chunk; candidates: number of its candidate chunks; idle: T in seconds.
         """
         ...
+
+    def value(self, first_cost: float, candidates: int, idle: float, kind: int) -> float:
+        """Return ``values`` of one session, the same bits. A policy that ranks many victims overrides this: arrays of
+        one element take numpy several microseconds."""
+        one = np.array([kind], np.int64)
+        return float(
+            self.values(np.array([first_cost]), np.array([float(candidates)]), np.array([idle]), one)[0]
+        )
 
     @property
     def uses_hints(self) -> bool:
@@ -115,6 +124,9 @@ class Retention(_Rated):
     def values(self, first_cost: Floats, candidates: Floats, idle: Floats, kinds: Ints) -> Floats:
         return first_cost / np.maximum(idle, SHORTEST_IDLE_S)
 
+    def value(self, first_cost: float, candidates: int, idle: float, kind: int) -> float:
+        return first_cost / max(idle, SHORTEST_IDLE_S)
+
     def values_and_claims(
         self, first_cost: Floats, candidates: Floats, idle: Floats, kinds: Ints
     ) -> tuple[Floats, Floats]:
@@ -157,6 +169,10 @@ class Gittins(_Rated):
         values *= first_cost
         return values
 
+    def value(self, first_cost: float, candidates: int, idle: float, kind: int) -> float:
+        age = min(max(idle, YOUNGEST), OLDEST)
+        return self._factors.item(kind + column_of(age)) / age * first_cost
+
     def values_and_claims(
         self, first_cost: Floats, candidates: Floats, idle: Floats, kinds: Ints
     ) -> tuple[Floats, Floats]:
@@ -164,7 +180,7 @@ class Gittins(_Rated):
         return rates * first_cost, rates
 
     def _rates_of(self, idle: Floats, kinds: Ints) -> Floats:
-        ages = np.maximum(idle, YOUNGEST)  # np.clip is slow for single sessions
+        ages = np.maximum(idle, YOUNGEST)
         np.minimum(ages, OLDEST, out=ages)
         at = columns_of(ages)
         at += kinds
