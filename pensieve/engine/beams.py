@@ -296,11 +296,11 @@ class BeamDriver:
         self._cache = scheduler.cache
         self._searches: dict[RequestKey, _Search] = {}
 
-    def pages(self, submit: Submit) -> int:
-        """Return the most device pages that the search may need at once."""
+    def needs(self, submit: Submit) -> tuple[int, int]:
+        """Return the most device pages that the search may need at once, and the length of its longest context."""
         tokens, sampling = packed_length(submit.tokens), submit.sampling
         output = min(sampling.max_output_tokens or 1, self._scheduler.context_limit - tokens)
-        return self._pages(tokens, sampling.beam_width, output)
+        return self._pages(tokens, sampling.beam_width, output), tokens + output
 
     def submit(self, submit: Submit, now: float) -> Request:
         """Queue a search; return its leader, the request that gets the answer."""

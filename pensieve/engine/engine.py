@@ -344,8 +344,8 @@ class Engine:
         if key in self._turns:
             return [Failed(key, "ENGINE_FAILED", "the request key is in use")]
         searches, grammar = beams > 1, submit.sampling.grammar
-        pages = self._beams.pages(submit) if searches else None
-        refused = self._scheduler.refusal(submit, beams if searches else members, pages)
+        needs = self._beams.needs(submit) if searches else None
+        refused = self._scheduler.refusal(submit, beams if searches else members, needs)
         if refused is not None:
             return [Failed(key, *refused)]
         now = self._clock()

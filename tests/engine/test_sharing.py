@@ -109,7 +109,7 @@ def test_the_wait_for_a_copy_holds_for_what_one_would_adopt_in_place_of_its_own(
     for count in range(10, 19):
         assert cache.extend(A, count, 0.0)
         cache.computed(A, count - 1, count)
-    assert cache.branch(A, SessionKey("A#1"), joined(whole, text(1)), 0.0) is not None
+    assert cache.branch(A, SessionKey("A#1"), joined(whole, text(1)), len(whole), 0.0) is not None
     commit(cache)
     end(cache, "T", 0.0, answer)
     cache.release(A, 9.0, whole)
@@ -272,7 +272,8 @@ def branched(cache: CacheManager, filled: int = 42) -> tuple[Range, ...] | None:
     """A runs with ``filled`` tokens; B goes on from all but the last of one more."""
     compute(cache, "A", begin(cache, "A", joined(PROMPT, text(filled - 40, seed=3)), 0.0))
     commit(cache)
-    return cache.branch(A, B, joined(PROMPT, text(filled - 40, seed=3), text(1, seed=4)), 0.0)
+    context = joined(PROMPT, text(filled - 40, seed=3), text(1, seed=4))
+    return cache.branch(A, B, context, len(context) - 1, 0.0)
 
 
 def test_a_branch_shares_full_chunks_and_copies_the_tail() -> None:
@@ -297,7 +298,7 @@ def test_a_branch_within_a_plan_computes_its_tail_anew() -> None:
     context = joined(PROMPT, text(3, seed=1))
     restore = begin(cache, "A", context, 1.0, new=3)
     assert restore.missing == ((40, 43),)
-    assert cache.branch(A, B, context, 1.0) == ((40, 43),)
+    assert cache.branch(A, B, context, len(context) - 1, 1.0) == ((40, 43),)
     assert commit(cache) == (0, 0, 0)
 
 

@@ -68,7 +68,9 @@ def _check_pool(name: str, pool: PagePool, owned: list[tuple[Slice, int]]) -> No
     assert +Counter(pool.held) == +by_tenant, (
         f"{name}: bytes by tenant are {by_tenant}, not {dict(pool.held)}"
     )
-    assert pool.used_bytes + pool.free_bytes == pool.size_bytes, f"{name}: bytes do not add up"
+    # A tier that was made smaller holds more than its size until enough was evicted, some in each plan.
+    if pool.limits is None:
+        assert pool.used_bytes + pool.free_bytes == pool.size_bytes, f"{name}: bytes do not add up"
 
 
 def _check_slice(part: Slice, size: int) -> None:

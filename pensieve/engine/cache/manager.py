@@ -369,14 +369,14 @@ class CacheManager:
     # -- a running request -------------------------------------------------------------------------------------------
 
     def branch(
-        self, source: SessionKey, target: SessionKey, tokens: TokenArray, now: float
+        self, source: SessionKey, target: SessionKey, tokens: TokenArray, common: int, now: float
     ) -> tuple[Range, ...] | None:
-        """Let another request continue from the context of a running one, ``tokens`` without the last.
+        """Let another request, whose context is ``tokens``, go on from the first ``common`` of them, fewer than all,
+        which a running one has too. Call ``extend`` next.
 
-        Full chunks are shared. The partly filled one is copied as far as the device has it. If the target is
-        running, its chunks beyond the common ones are freed. Must be called before the plan being made
-        takes any of the source's work. Returns what the target has to compute, provided that the source's work
-        is computed first. Returns None, with nothing changed, when there is no page for the tail.
+        Full chunks are shared. The partly filled one is copied as far as the device has it. A running target frees its
+        other chunks. Call it before the plan being made takes any of the source's work. Returns what the target has to
+        compute once the source's work is computed; None, with nothing changed, when there is no page for the tail.
         """
         origin, session = self._running[source], self._running.get(target)
         if session is None:
@@ -387,14 +387,14 @@ class CacheManager:
                 self._remove(self._sessions[target])
             session = self._running[target] = self._add(target, origin.scope, origin.tenant)
             session.is_candidate = session.running = True
-        full, filled = divmod(len(tokens) - 1, self._size)
-        common = common_chunks(session, origin, full)
+        full, filled = divmod(common, self._size)
+        kept = common_chunks(session, origin, full)
         if self._tails is not None:
             self._tails.let_go(session)
-        self._tiers.unpin(session.chunks[common:])
-        self._shared.truncate(session, common)
-        self._shared.adopt(session, origin.chunks[common:full])
-        self._tiers.pin(session.chunks[common:])
+        self._tiers.unpin(session.chunks[kept:])
+        self._shared.truncate(session, kept)
+        self._shared.adopt(session, origin.chunks[kept:full])
+        self._tiers.pin(session.chunks[kept:])
         session.tokens, session.new_tokens, session.length = tokens.copy(), origin.new_tokens, len(tokens)
         session.resume_points = origin.resume_points
         (tail,) = self._shared.append(session, 1)

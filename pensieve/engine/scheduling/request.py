@@ -234,16 +234,17 @@ class Request:
     def must_wait(self) -> bool:
         """Whether it must sit out this step. A guided request waits for the step that computes it, and for KV that its
         leader still restores."""
-        if not self.guided:
-            return False
-        assert self.group is not None
-        leader = self.group.leader
-        return self.awaits_logprobs or (self is not leader and bool(leader.missing) and not leader.decoding)
+        return self.guided and (self.awaits_logprobs or self.waits_for_leader)
 
     @property
     def waits_for_leader(self) -> bool:
         """Whether another member of its group still has to compute what both begin with."""
-        if self.group is None or self.output_tokens:
+        if self.group is None:
+            return False
+        if self.guided:  # the members of a suspended search branch off again, wherever they have got to
+            leader = self.group.leader
+            return self is not leader and bool(leader.missing) and not leader.decoding
+        if self.output_tokens:
             return False
         first = next(member for member in self.group.members if member.in_batch)
         return first is not self and bool(first.missing) and not first.output_tokens

@@ -144,7 +144,7 @@ class RunningSet:
             return False
         if len(self.requests) >= self._config.max_running:
             return False
-        ranges = self._cache.branch(leader.session, fork.session, fork.context, now)
+        ranges = self._cache.branch(leader.session, fork.session, fork.context, fork.length - 1, now)
         if ranges is None:
             return False
         fork.on_branched(ranges)
@@ -153,8 +153,8 @@ class RunningSet:
 
     def _branch(self, target: Request, now: float) -> None:
         assert target.source is not None
-        common = common_prefix(target.source.context, target.context)
-        ranges = self._cache.branch(target.source.session, target.session, target.context[: common + 1], now)
+        common = min(common_prefix(target.source.context, target.context), target.length - 1)
+        ranges = self._cache.branch(target.source.session, target.session, target.context, common, now)
         complete = ranges is not None and self._cache.extend(target.session, target.length, now)
         assert ranges is not None and complete, (
             f"{target.session}: no page to branch off, although one was reserved"

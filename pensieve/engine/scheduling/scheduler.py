@@ -107,10 +107,13 @@ class Scheduler:
         """Return a running or waiting request. A finished one is found until its last token is cached."""
         return self._running.get(key)
 
-    def refusal(self, submit: Submit, members: int = 1, pages: int | None = None) -> tuple[str, str] | None:
+    def refusal(
+        self, submit: Submit, members: int = 1, search: tuple[int, int] | None = None
+    ) -> tuple[str, str] | None:
         """Return why a request is refused, as (reason in ``Failed``, message); None when it is accepted.
 
-        ``members``: generations that run at a time. ``pages``: device pages that they need at once if none can wait.
+        ``members``: generations that run at a time. ``search``: if they are a beam search, of which none can wait: the
+        device pages that they need at once, and the length of their longest context.
         """
         tokens, limit, places = packed_length(submit.tokens), self.context_limit, self.config.max_running
         if not 0 <= submit.num_new <= tokens or not tokens:
@@ -122,15 +125,14 @@ class Scheduler:
         if self.get(RequestKey(submit.request)) is not None:
             return "ENGINE_FAILED", "the request key is in use"
         problem = None
-        needed = self.cache.chunks_for(tokens + 1) + members - 1 if pages is None else pages
-        at_once = members if pages is None else 1
+        needed, longest = search or (self.cache.chunks_for(tokens + 1) + members - 1, tokens + 1)
         if tokens >= limit:
             problem = f"a context of {tokens} tokens leaves no room for an answer; the limit is {limit}"
-        elif pages is not None and self.cache.has_states:
+        elif search is not None and self.cache.has_states:
             problem = "beam search is not supported for a model with recurrent layers"
         elif members > places:
             problem = f"{members} generations at a time exceed the {places} that fit a step"
-        elif not self.cache.can_hold(needed, at_once, tokens + 1):
+        elif not self.cache.can_hold(needed, members, longest):
             problem = (
                 f"{members} answers to a context of {tokens} tokens need {needed} pages of the device tier; it has"
                 f" {self.cache.device_pages}: ask for fewer, or for shorter ones"

@@ -7,7 +7,7 @@ was not restored, was overwritten, or belongs to someone else goes on with other
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -48,12 +48,27 @@ def top_tokens(kv: int, count: int) -> tuple[tuple[int, float], ...]:
     return tuple((token, -rank / 512) for rank, token in ranked[:count])
 
 
-def oracle_beams(context: Sequence[int], sampling: Sampling, limit: int) -> list[int]:
-    """What a stateless beam search over ``context`` gives, whose longest context is ``limit``."""
+def sample_after(kv: int, request: RequestKey, sampling: Sampling) -> Sampled:
+    """What a worker samples after this KV."""
+    token = next_token(kv, sampling.seed if sampling.temperature > 0.0 else 0)
+    if sampling.top_logprobs is None:
+        return Sampled(request, token)
+    return Sampled(request, token, TokenLogprob(token, 0.0, top_tokens(kv, sampling.top_logprobs)))
+
+
+def oracle_beams(
+    context: Sequence[int],
+    sampling: Sampling,
+    limit: int,
+    kv_after: Callable[[Sequence[int]], int] | None = None,
+) -> list[int]:
+    """What a stateless beam search over ``context`` gives, whose longest context is ``limit``. ``kv_after``: the KV of
+    a context's last position, of another worker than ``HashWorker``."""
     search = BeamSearch.from_sampling(sampling, len(context), limit, ())
     outputs: list[tuple[int, ...]] = [()]
+    kv_after = kv_after or last_kv
     while True:
-        step = search.step([top_tokens(last_kv([*context, *out]), search.candidates) for out in outputs])
+        step = search.step([top_tokens(kv_after([*context, *out]), search.candidates) for out in outputs])
         if step.finished is not None:
             return list(step.finished.tokens)
         outputs = [(*outputs[parent], token) for parent, token in zip(step.parents, step.tokens, strict=True)]
@@ -107,11 +122,7 @@ class HashWorker(SynchronousWorker):
         sampled: list[Sampled] = []
         for span, kv in self.compute(plan):
             if span.sample is not None:
-                sampling = span.sample.sampling
-                token = next_token(kv, sampling.seed if sampling.temperature > 0.0 else 0)
-                top = top_tokens(kv, sampling.top_logprobs) if sampling.top_logprobs else ()
-                logprob = TokenLogprob(token, 0.0, top) if sampling.top_logprobs is not None else None
-                sampled.append(Sampled(span.request, token, logprob))
+                sampled.append(sample_after(kv, span.request, span.sample.sampling))
         self.sampled = {one.request: one.token_id for one in sampled}
         return StepResult(tuple(sampled))
 

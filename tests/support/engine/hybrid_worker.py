@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from pensieve.config import CacheConfig, CacheGroup
-from pensieve.core import RequestKey
+from pensieve.core import RequestKey, Sampling
 from pensieve.engine.plan import PENDING, Copy, Plan, Sampled, Span, StepResult, SynchronousWorker
-from support.engine.hash_worker import MASK, POISON, mix, next_token, read_kv
+from support.engine.hash_worker import MASK, POISON, mix, next_token, oracle_beams, read_kv, sample_after
 
 
 def hybrid_kv(token: int, position: int, full: int, window: int, state: int) -> int:
@@ -47,6 +47,13 @@ class HybridOracle:
 
     def tokens(self, context: Sequence[int], count: int, seed: int = 0) -> list[int]:
         """What a stateless run over ``context`` generates."""
+        return self._run(context, count, seed)[0]
+
+    def last_kv(self, context: Sequence[int]) -> int:
+        """KV of the last position of a context."""
+        return self._run(context, 0, 0)[1]
+
+    def _run(self, context: Sequence[int], count: int, seed: int) -> tuple[list[int], int]:
         tokens, reads, output = list(context), list[int](), list[int]()
         full = window = state = kv = 0
         for position in range(len(context) + count):
@@ -63,7 +70,13 @@ class HybridOracle:
                 window = (window + reads[-1]) & MASK
             if self.state:
                 state = next_state(state, kv)
-        return output
+        return output, kv
+
+    def verify_beams(self, context: Sequence[int], output: Sequence[int], sampling: Sampling) -> None:
+        """Raise AssertionError unless ``output`` is what a stateless beam search gives."""
+        assert list(output) == oracle_beams(
+            context, sampling, len(context) + len(output) + 1000, self.last_kv
+        )
 
     def verify(self, context: Sequence[int], output: Sequence[int], seed: int = 0) -> None:
         """Raise AssertionError unless ``output`` is what a stateless run over ``context`` gives."""
@@ -159,9 +172,7 @@ class HybridWorker(SynchronousWorker):
                 if number == plan.chains[at].last and plan.chains[at].live >= 0:
                     stored.append((plan.chains[at].live, state))
             if span.sample is not None:
-                sampling = span.sample.sampling
-                token = next_token(kv, sampling.seed if sampling.temperature > 0.0 else 0)
-                sampled.append(Sampled(span.request, token))
+                sampled.append(sample_after(kv, span.request, span.sample.sampling))
         for page, state in stored:
             for layer in range(self.groups[1].layers):
                 self.device.cells[self.device.at(1, page, layer)] = state ^ layer
