@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -51,7 +52,7 @@ def play(bench: Bench, first: int, least: int) -> int:
             break
         rng, clock = random.Random(seed), Clock()
         cache, scheduler = random_setup(rng)
-        cache = with_groups(bench, cache, rng)
+        cache = replace(with_groups(bench, cache, rng), check_recomputed=True)
         worker = BitWorker(bench.worker(cache, scheduler), cache, bits)
         engine = make_engine(cache, scheduler, worker, clock, bench.vocabulary, overlapped=seed % 2 == 1)
         driver = Driver(engine, clock, rng, note, bench.vocabulary, min(LIMIT, engine._ready.context_limit))
