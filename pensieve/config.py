@@ -71,6 +71,8 @@ class CacheConfig:
     """With two groups: bytes of the device tier; None: ``device_chunks`` chunks, with all groups kept whole."""
     host_bytes: int | None = None
     """Likewise for ``host_chunks``."""
+    check_recomputed: bool = False
+    """On: plans name the chunks that were computed, so that workers compare what is computed again."""
     device_floor_bytes: int | None = None
     """Bytes of an elastic device tier that memory backs at least; ``device_bytes`` is then its ceiling, and all groups
     have a ``device_unit``, also a single one. None: the tier has one size."""
@@ -142,7 +144,8 @@ class EngineTuning(msgspec.Struct, frozen=True, kw_only=True):
     invariant: bool | None = None
     """On: the bits of a token's logits depend only on the tokens before it, never on the rest of a step. None: off."""
     verify_swap: bool = False
-    """Check every restored chunk against a checksum taken when it left. GPU only; costs time."""
+    """Check every chunk that returns from the host against a checksum taken when it left, on GPUs. With ``invariant``
+    check also every chunk that is computed again. Costs time."""
     cost_profile: str = "auto"
     """``auto``, ``estimate`` (from the architecture alone) or a JSON file written by ``pensieve profile``."""
 

@@ -30,6 +30,7 @@ from common.servers import cpu_seconds, resident_bytes
 
 from pensieve import AsyncClient, PensieveError
 from pensieve.client import AsyncSession
+from pensieve.core import Usage
 from pensieve.spawn import ServerProcess
 
 MIB = 1 << 20
@@ -71,24 +72,33 @@ class Soak:
     wrong_receipts: int = 0
     last_piece: float = 0.0
     longest_silence_s: float = 0.0
+    latencies_s: list[float] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
 
     async def talk(self, until: float) -> None:
-        """One client: a turn of any conversation that nobody else has in hand, again and again."""
+        """One client: a turn of any conversation that no other client has in hand, again and again."""
         while time.monotonic() < until:
-            if len(self.idle) < self.open_sessions and self.random.random() < 0.5:
-                session = await self.client.create_session(system_prompt=self._system_prompt())
-            elif self.idle:
-                session = self.idle.pop(self.random.randrange(len(self.idle)))
-            else:
-                session = await self.client.create_session(system_prompt=self._system_prompt())
+            fewer = len(self.idle) < self.open_sessions and self.random.random() < 0.5
             try:
-                if await self._turn(session) < self.longest:
+                if fewer or not self.idle:
+                    session = await self.begin(self._system_prompt())
+                else:
+                    session = self.idle.pop(self.random.randrange(len(self.idle)))
+                started = time.monotonic()
+                length = await self._turn(session)
+                self.latencies_s.append(time.monotonic() - started)
+                if length < self.longest:
                     self.idle.append(session)
                 else:
-                    await session.delete()
+                    await self.end(session)
             except PensieveError as error:
                 self.errors[error.reason] += 1
+
+    async def begin(self, system_prompt: str) -> AsyncSession:
+        return await self.client.create_session(system_prompt=system_prompt)
+
+    async def end(self, session: AsyncSession) -> None:
+        await session.delete()
 
     def _system_prompt(self) -> str:
         """The first conversations begin anywhere between their beginning and their end, as they are later on."""
@@ -96,15 +106,22 @@ class Soak:
         words = self.random.randrange(self.longest // 2) if self.begun <= self.open_sessions else 0
         return " ".join(("You are a helpful assistant.", *self.random.choices(INPUT_WORDS, k=words)))
 
+    def _words(self) -> str:
+        return " ".join(self.random.choices(INPUT_WORDS, k=self.random.randint(4, 16)))
+
     async def _turn(self, session: AsyncSession) -> int:
         """The conversation's length behind it."""
-        text = " ".join(self.random.choices(INPUT_WORDS, k=self.random.randint(4, 16)))
-        stream = session.stream(text, max_output_tokens=self.outputs, ignore_eos=True, temperature=0.0)
+        stream = session.stream(
+            self._words(), max_output_tokens=self.outputs, ignore_eos=True, temperature=0.0
+        )
         async for _ in stream:
             now = time.monotonic()
             self.longest_silence_s = max(self.longest_silence_s, now - self.last_piece)
             self.last_piece = now
-        usage = stream.turn.usage
+        return self._account(stream.turn.usage)
+
+    def _account(self, usage: Usage) -> int:
+        """Add up a receipt; the conversation's length after its turn."""
         self.turns += 1
         self.output_tokens += usage.output_tokens
         self.context_tokens += usage.context_tokens

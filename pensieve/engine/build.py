@@ -141,6 +141,7 @@ def cache_config(options: EngineOptions, info: WorkerInfo) -> CacheConfig:
         groups=cache_groups(info.groups, info.device_tier, elastic=elastic),
         device_bytes=info.device_tier.num_bytes if in_bytes else None,
         host_bytes=info.host_tier.num_bytes if in_bytes else None,
+        check_recomputed=options.verify_swap and info.is_invariant,
         device_floor_bytes=info.device_floor,
     )
 

@@ -8,7 +8,8 @@ Every worker keeps this order inside a step, which makes reuse of a page within 
 3. ``swap_in``: host pages are read into device pages, layer by layer, each layer before its attention or state;
 4. the model runs over the concatenated spans; in each layer all KV of the step is written before attention
    reads, and each chain reads its state before it writes one;
-5. the last token of each span with a ``sample`` is sampled.
+5. the last token of each span with a ``sample`` is sampled;
+6. the pages of ``checks`` are read.
 
 A device page freed by 1 may be the target of 2, 3 or 4 of the same plan. So may the source of a copy in 2, whose
 slice has moved, or was evicted once the copy was planned. So bytes freed by 1 or 2 may belong to a page of the other KV
@@ -103,6 +104,17 @@ class Copy:
 
 
 @dataclass(frozen=True, slots=True)
+class Check:
+    """A chunk that was computed and is complete on the device after the step. All chunks of an address hold the same
+    bytes, whenever they are computed."""
+
+    address: int
+    """int64; stands for its tokens and all tokens before them."""
+    page: int
+    """Its page in group 0."""
+
+
+@dataclass(frozen=True, slots=True)
 class Chain:
     """Spans through which one recurrent state passes, in the state group of a model that has one.
 
@@ -139,6 +151,9 @@ class Plan:
     swap_out: tuple[Copy, ...] = ()
     copies: tuple[Copy, ...] = ()
     swap_in: tuple[Copy, ...] = ()
+    checks: tuple[Check, ...] = ()
+    """Chunks whose bytes the worker compares with those that it had for the same address. It raises RestoreMismatch if
+    they differ."""
     window_tables: tuple[PageTable, ...] = ()
     """Pages of group 1 when it is a window group: as many as ``page_tables``, each as long as its counterpart.
     Entries of chunks that no span of the request sees through the window may be any page."""
@@ -165,7 +180,7 @@ class Plan:
 
     @property
     def is_empty(self) -> bool:
-        return not (self.spans or self.swap_out or self.copies or self.swap_in or self.memory)
+        return not (self.spans or self.swap_out or self.copies or self.swap_in or self.memory or self.checks)
 
 
 @dataclass(frozen=True, slots=True)

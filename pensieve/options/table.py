@@ -333,7 +333,7 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "verify-swap",
         values.boolean,
-        "Check every restored chunk against a checksum; GPU only.",
+        "Check restored chunks against checksums: on a GPU those from the host, with --invariant recomputed ones.",
         "costs time; an error that it could find would be a bug",
     ),
     Option(

@@ -1,9 +1,13 @@
-"""What the soak says of its samples."""
+"""What the soaks say of their samples and answers."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
+from pensieve.core import TokenLogprob
 from support.replay.benches import load_bench
 
 
@@ -29,3 +33,33 @@ def test_too_short_a_run_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     samples = [soak.Sample(5.0 * number, number, number, 1.0, 1.0, 1.0, 1, False) for number in range(20)]
     with pytest.raises(Exception, match="too short"):
         soak.tenth(samples, True)
+
+
+def test_a_value_that_differs_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    soak = load_bench("soak_invariant", monkeypatch)
+
+    def turn(*values: float, last: int = 7) -> Any:
+        logprobs = tuple(TokenLogprob(number, value, ((3, -0.5),)) for number, value in enumerate(values))
+        tokens = (*range(len(values) - 1), last)
+        return SimpleNamespace(candidates=(), token_ids=tokens, logprobs=logprobs, numerics="invariant")
+
+    found = soak.Compared()
+    assert found.compare(turn(-0.1, -0.2), turn(-0.1, -0.2))
+    assert not found.compare(turn(-0.1, -0.2), turn(-0.1, -0.2000001))
+    assert not found.compare(turn(-0.1, -0.2), turn(-0.1, -0.2, last=8))
+    assert not found.compare(turn(-0.1, -0.2), turn(-0.1, -0.2, -0.3))
+    assert (found.turns, found.differing_turns, found.tokens, found.logprobs) == (4, 3, 8, 16)
+    assert (found.differing_tokens, found.differing_logprobs) == (1 + 2, 1 + 2)
+
+
+def test_a_path_that_was_never_taken_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    soak = load_bench("soak_invariant", monkeypatch)
+    good = {
+        "compared": {"turns": 9, "differing turns": 0},
+        "context tokens": {"device": 1, "host": 2, "recomputed": 3},
+        "numerics": ["invariant"], "errors": {}, "wrong receipts": 0, "engine restarts": 0,
+    }  # fmt: skip
+    assert soak.problems(good) == []
+    assert soak.problems({**good, "context tokens": {"device": 1, "host": 2, "recomputed": 0}})
+    assert soak.problems({**good, "compared": {"turns": 9, "differing turns": 1}})
+    assert soak.problems({**good, "numerics": ["invariant", "other"]})

@@ -49,7 +49,7 @@ def serve(
 
 def commit(cache: CacheManager) -> tuple[int, int, int]:
     """Execute the planned copies; how many of each kind there were."""
-    out, copies, swapped_in = cache.take_copies()
+    out, copies, swapped_in, _ = cache.take_copies()
     cache.complete_copies()
     return len(out), len(copies), len(swapped_in)
 

@@ -14,11 +14,13 @@ from pensieve.config import EngineOptions
 from pensieve.engine.worker import invariance
 from pensieve.engine.worker.invariance import NotInvariant, check, require
 from pensieve.engine.worker.torch_worker import build_worker
+from pensieve.kernels import reference
 from pensieve.model.folder import load_arch
 from pensieve.model.ops import INVARIANT_OPS
 from pensieve.model.transformer import Transformer
 from pensieve.model.weights import load_weights
 from pensieve.spawn import ServerProcess, SpawnError
+from support.engine.bits import norm_by_size
 from support.engine.checkpoints import WITH_EXPERTS, Family, tiny_checkpoint
 from support.model import recurrent_models
 from support.tokenizers_ import byte_level, write_folder
@@ -86,6 +88,18 @@ def test_a_norm_that_depends_on_its_place_is_named(llama: Path) -> None:
     broken = Transformer(model.arch, model.weights, replace(INVARIANT_OPS, norm=by_place))
     with pytest.raises(NotInvariant, match=r"^invariant: the norm of .*: the last 1 rows alone differ"):
         check(broken, most_rows=64)
+
+
+def test_a_head_norm_that_depends_on_its_rows_is_named(
+    checkpoints: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = model_of(tiny_checkpoint("qwen3", checkpoints))
+    check(model, most_rows=64)
+    monkeypatch.setattr(reference, "norm", norm_by_size(reference.norm))
+    with pytest.raises(
+        NotInvariant, match=r"^invariant: the norm of \d+ heads of 16 values: .* alone differ"
+    ):
+        check(model, most_rows=64)
 
 
 def test_a_worker_is_checked_before_it_serves(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -12,10 +13,12 @@ import torch
 from pensieve.core import RequestKey, Sampling
 from pensieve.engine.plan import Plan, SampleSpec, Span
 from pensieve.engine.worker import graphs
+from pensieve.engine.worker import program as program_module
 from pensieve.engine.worker.cuda_batch import CudaBatch, make_cuda_batch
 from pensieve.engine.worker.graphs import Programs
-from pensieve.engine.worker.program import SharedState, preferred_blas
+from pensieve.engine.worker.program import SharedState, StepProgram, preferred_blas
 from pensieve.engine.worker.sizing import WorkerInfo
+from pensieve.kernels.arguments import HeadPrep
 from pensieve.kernels.attention.capacity import Capacity
 from pensieve.kernels.attention.kinds import Geometry, StepKind
 from pensieve.kernels.attention.plan import Scratch
@@ -47,6 +50,28 @@ def batch(count: int, common: int = 500) -> CudaBatch:
     )
     spans = tuple(Span(RequestKey(row), 32 * common + row % 32, token, row, spec) for row in range(count))
     return make_cuda_batch(Plan(1, spans, tables), 32, {}, RULE)
+
+
+@pytest.mark.parametrize("piece", [0, 64])
+def test_a_head_norm_has_one_size_with_fixed_pieces(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[bool] = []
+
+    def kv_write(*given: Any, one_size: bool) -> torch.Tensor:
+        sizes.append(one_size)
+        return torch.zeros(1)
+
+    monkeypatch.setattr(program_module, "kv_write", kv_write)
+    monkeypatch.setattr(program_module, "attend", lambda *given, **more: torch.zeros(1))
+    layer = SimpleNamespace(window=None)
+    arch = SimpleNamespace(layers=[layer], attention_scale=1.0, softcap=None)
+    shared = SimpleNamespace(
+        wait=lambda layer: None, pool=[None], model=SimpleNamespace(arch=arch), geometry=SimpleNamespace(piece=piece)
+    )  # fmt: skip
+    step = SimpleNamespace(
+        _shared=shared, _view={"slots": None, "pages": None}, _slot_names=lambda: ["slots"], _plans={None: None}
+    )  # fmt: skip
+    StepProgram._attend(cast(Any, step), 0, torch.zeros(1, 1, 1), HeadPrep())
+    assert sizes == [piece > 0]
 
 
 def test_spans_that_read_together_get_a_program_for_that() -> None:

@@ -12,14 +12,17 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from pensieve.config import CacheConfig, SchedulerConfig
 from pensieve.debug import child_environment
+from pensieve.engine.kv.recomputed import RestoreMismatch
+from pensieve.kernels import reference
 from pensieve.model.groups import kv_groups
-from support.engine.bits import Bits, BitWorker, alone
+from support.engine.bits import Bits, BitWorker, alone, norm_by_size
 from support.engine.checkpoints import FAMILIES, LAYERED, WITH_EXPERTS, Family
 from support.engine.engine_driver import Clock, Driver, make_engine
 from support.engine.exactness import LIMIT, Bench, random_setup, with_groups
@@ -51,7 +54,7 @@ def play(bench: Bench, first: int, least: int) -> int:
             break
         rng, clock = random.Random(seed), Clock()
         cache, scheduler = random_setup(rng)
-        cache = with_groups(bench, cache, rng)
+        cache = replace(with_groups(bench, cache, rng), check_recomputed=bench.invariant)
         worker = BitWorker(bench.worker(cache, scheduler), cache, bits)
         engine = make_engine(cache, scheduler, worker, clock, bench.vocabulary, overlapped=seed % 2 == 1)
         driver = Driver(engine, clock, rng, note, bench.vocabulary, min(LIMIT, engine._ready.context_limit))
@@ -115,6 +118,13 @@ def test_bits_of_ranks_in_processes_of_their_own(ranks: int, dtype: str) -> None
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["compared"] > 10_000
     assert all(found[path] for path in ("device", "host", "recomputed", "suspended")), found
+
+
+def test_a_head_norm_by_size_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reference, "norm", norm_by_size(reference.norm))
+    # Either by the bits of a step, or by those of a chunk that is computed again.
+    with pytest.raises((AssertionError, RestoreMismatch), match="differ"):
+        play(Bench("qwen3", tmp_path, invariant=True), 2, 1)
 
 
 def test_a_rank_sum_in_another_order_is_noticed(tmp_path: Path) -> None:

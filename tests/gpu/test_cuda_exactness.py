@@ -15,11 +15,11 @@ import torch
 
 from pensieve.config import CacheConfig, SchedulerConfig
 from pensieve.core import RequestKey, Sampling
-from pensieve.engine.plan import PENDING, Copy, PageTable, Plan, SampleSpec, Span, StepResult, StepWorker
-from pensieve.engine.worker.cuda_worker import CudaWorker
+from pensieve.engine.plan import PENDING, Plan, SampleSpec, Span, StepWorker
 from support.engine.checkpoints import FAMILIES, Family
 from support.engine.exactness import Bench, caught, run_all
 from support.engine.mutants import PLAN_MUTANTS, MutantWorker
+from support.engine.pieces import context_of, logprobs_of_pieces
 
 pytestmark = pytest.mark.gpu
 SCHEDULES = 25
@@ -27,8 +27,6 @@ SCHEDULES = 25
 BF16_TOLERANCE = 1.0
 """So much a logit may differ, where logits spread by about 4: the largest difference seen was 0.76, with sharing and
 without it alike."""
-EVERYTHING = Sampling(top_logprobs=1_000_000)
-"""Greedy, with the log-probability of every token of the vocabulary."""
 CHUNK = 8
 
 
@@ -89,40 +87,11 @@ def test_broken_plans_are_caught(name: str, dtype: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bfloat16_logits(family: Family, tmp_path: Path) -> None:
-    """The same context in one piece; in three, with its first chunks swapped out and in between; token by token."""
+    """In any pieces near those of transformers; invariant steps give equal ones (``test_invariant``)."""
     bench = Bench(family, tmp_path, "cuda", dtype="bfloat16")
-    cache = CacheConfig(device_chunks=32, host_chunks=16, chunk_tokens=CHUNK)
-    worker = bench.worker(cache, SchedulerConfig(context_limit=160, max_batch_tokens=128, max_running=4))
-    assert isinstance(worker, CudaWorker)
-    tokens = np.random.default_rng(3).integers(3, bench.vocabulary, 60).astype(np.int32)
-    want = bench.oracle.logprobs(tokens.tolist())[-1]
-    first = np.arange(10, dtype=np.int32)
-    pieces = (((0, 60),), ((0, 24), (24, 41), (41, 60)), tuple((n, n + 1) for n in range(60)))
-    for count, spans in enumerate(pieces):
-        table: PageTable = first + 10 * count
-        swapped: tuple[Copy, ...] = ()
-        for index, (start, end) in enumerate(spans):
-            if index == 1 and count == 1:  # chunks 0 to 2 leave, and come back to other pages
-                worker.run(Plan(1, swap_out=tuple(Copy(int(table[n]), 3 * n) for n in range(3))))
-                table = np.concatenate([np.array([30, 31, 29], np.int32), table[3:]])
-                swapped = tuple(Copy(3 * n, int(table[n])) for n in range(3))
-            spec = SampleSpec(EVERYTHING, 0) if end == 60 else None
-            span = Span(RequestKey(count), start, tokens[start:end], 0, spec)
-            result = worker.run(Plan(2, (span,), (table,), swap_in=swapped))
-            swapped = ()
-        got = every_logprob(result, bench.vocabulary)
-        assert (got - want).abs().max() < BF16_TOLERANCE, f"{len(spans)} pieces"
-    worker.close()
-
-
-def every_logprob(result: StepResult, vocabulary: int) -> torch.Tensor:
-    """The log-probabilities from which the one token was sampled, float32 [vocab]."""
-    found = result.sampled[0].logprob
-    assert found is not None and len(found.top) == vocabulary
-    values = torch.empty(vocabulary)
-    for token, value in found.top:
-        values[token] = value
-    return values
+    want = bench.oracle.logprobs(context_of(bench).tolist())[-1]
+    for count, got in enumerate(logprobs_of_pieces(bench)):
+        assert (got - want).abs().max() < BF16_TOLERANCE, f"pieces {count}"
 
 
 @pytest.mark.parametrize("graphs", [True, False])

@@ -11,7 +11,8 @@ import torch
 from pensieve.engine.cache.pages import PagePool
 from pensieve.engine.kv import queue as swap_queue
 from pensieve.engine.kv.grid import TierLayout
-from pensieve.engine.kv.swap import RestoreMismatch, SwapEngine
+from pensieve.engine.kv.recomputed import RestoreMismatch
+from pensieve.engine.kv.swap import SwapEngine
 from pensieve.engine.kv.timeline import Lane
 from pensieve.engine.plan import Copy, Plan
 from support.engine.hybrid_plans import WORD, Shape

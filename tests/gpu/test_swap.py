@@ -14,7 +14,8 @@ from pensieve.engine.kv import pools as kv_pools
 from pensieve.engine.kv import queue as swap_queue
 from pensieve.engine.kv.mechanisms import make_copy
 from pensieve.engine.kv.pools import KvPools, PinnedMemory
-from pensieve.engine.kv.swap import RestoreMismatch, SwapEngine
+from pensieve.engine.kv.recomputed import RestoreMismatch
+from pensieve.engine.kv.swap import SwapEngine
 from pensieve.engine.kv.timeline import Lane
 from pensieve.engine.plan import Copy, Plan, Span
 from pensieve.kernels.chunk_copy import chunk_copy, runs_of

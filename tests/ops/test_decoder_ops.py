@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
+from pensieve.kernels import kv_write as kv_write_kernel
 from pensieve.kernels.activation import activate
 from pensieve.kernels.kv_write import kv_write
 from pensieve.kernels.norm import add_norm, norm
@@ -47,6 +49,26 @@ def test_heads_too_large_or_odd_are_refused() -> None:
     for dim, says in ((258, "not supported"), (15, "do not fit")):
         with pytest.raises(ValueError, match=says):
             kv_write(torch.zeros(1, 2, 1, 4, dim), torch.zeros(1, 3, dim), CASE.slots[:1], replace(PREP))
+
+
+@pytest.mark.parametrize("one_size", [True, False])
+def test_a_fixed_head_norm_has_one_program_for_all_steps(
+    one_size: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``--invariant``: the size of a program decides the order of a head's sum."""
+    launches: list[dict[str, Any]] = []
+
+    class Launches:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda *given, **constants: launches.append(constants)
+
+    monkeypatch.setattr(kv_write_kernel, "_prepare_and_store", Launches())
+    monkeypatch.setattr(kv_write_kernel, "LARGE_STEP_VALUES", 4096)
+    for tokens in (1, 7, 31, 32, 500):
+        case = head_case(tokens, norm=True)
+        kv_write(case.pool, case.qkv, case.slots, case.prep, one_size=one_size)
+    assert len(launches) == 5
+    assert all(one == launches[0] for one in launches) == one_size
 
 
 def test_rows_that_do_not_fit_are_refused() -> None:

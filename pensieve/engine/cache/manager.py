@@ -532,7 +532,7 @@ class CacheManager:
         self._evictor.save_ahead(now, limit)
 
     def take_copies(self) -> PlannedCopies:
-        """Return the copies planned since the last call."""
+        """See ``Tiers.take_copies``."""
         return self._tiers.take_copies()
 
     def complete_copies(self) -> None:

@@ -52,20 +52,21 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from pensieve.config import CacheConfig
-from pensieve.engine.cache.chunk import NOWHERE, CachedSession, OtherSlice, SharedRun, Slice
+from pensieve.engine.cache.chunk import NOWHERE, CachedSession, Chunk, OtherSlice, SharedRun, Slice
 from pensieve.engine.cache.pages import PagePool, PageSize
-from pensieve.engine.plan import Copy
+from pensieve.engine.plan import Check, Copy
 
 Pages = tuple[int, int]
 """Numbers of pages of the first and the second group."""
 
 
 class PlannedCopies(NamedTuple):
-    """Copies that one plan must make, named as in ``Plan``."""
+    """The copies and checks of one plan, named as in ``Plan``."""
 
     swap_out: tuple[Copy, ...]
     copies: tuple[Copy, ...]
     swap_in: tuple[Copy, ...]
+    checks: tuple[Check, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +127,8 @@ class Tiers:
         """Slices that the plan being made writes to. Their host copies are stale afterwards."""
         self._fresh: set[Slice] = set()
         """Shared slices that the plan being made writes to."""
+        self._computed: list[Chunk] | None = [] if config.check_recomputed else None
+        """Chunks completed by a step, until a plan checks them; None: no plan checks any."""
         self._moved: dict[Slice, int] = {}
         """Slices that the plan being made moves, and the page that each had before: copies still read that page."""
 
@@ -250,6 +253,8 @@ class Tiers:
             self._stale.append(part)
         if isinstance(part.holder, SharedRun):
             self._fresh.add(part)
+        if self._computed is not None and isinstance(part, Chunk) and filled == self.chunk_tokens:
+            self._computed.append(part)
 
     def discard(self, part: OtherSlice) -> None:
         """Let the contents of a slice that the plan being made moves to the host be computed again: that plan cannot
@@ -436,10 +441,28 @@ class Tiers:
     # -- plan and commit ---------------------------------------------------------------------------------------------
 
     def take_copies(self) -> PlannedCopies:
-        """Return the copies planned since the last call. Each copy is in exactly one plan."""
-        planned = PlannedCopies(tuple(self._swap_out), tuple(self._copies), tuple(self._swap_in))
+        """Return the copies planned since the last call, and the checks, once all else of a plan is decided. Each copy
+        is in exactly one plan."""
+        copies = tuple(self._swap_out), tuple(self._copies), tuple(self._swap_in)
+        planned = PlannedCopies(*copies, self._take_checks())
         self._swap_out, self._copies, self._swap_in = [], [], []
         return planned
+
+    def _take_checks(self) -> tuple[Check, ...]:
+        """Return the chunks that were computed, have an address and are on the device after the plan being made.
+        Generated chunks wait for their address until their request ends."""
+        if self._computed is None or not self._page_bytes[0]:
+            return ()
+        checks, waiting = [], []
+        for chunk in self._computed:
+            if chunk.filled == self.chunk_tokens and chunk.device != NOWHERE:
+                if chunk.digest:
+                    address = int.from_bytes(chunk.digest[:8], "little", signed=True)
+                    checks.append(Check(address, chunk.device))
+                elif chunk.pins:
+                    waiting.append(chunk)
+        self._computed = waiting
+        return tuple(checks)
 
     def complete(self) -> None:
         """Record the launch of the plan with all planned copies: later plans find the copies made."""

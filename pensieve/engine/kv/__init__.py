@@ -3,7 +3,7 @@
 ``pools`` holds the memory, ``hybrid`` that of models with two KV groups and of elastic tiers, whose pages lie as
 ``grid`` says; ``virtual`` makes the memory of an elastic tier come and go. On a GPU ``swap`` does the copies, on its
 own streams: ``queue`` orders the work, ``timeline`` tracks how far each stream has come, and ``mechanisms`` are the
-ways to move bytes.
+ways to move bytes. ``recomputed`` compares chunks that are computed again with what they were.
 
 May import: core, engine.cache.pages, engine.plan, kernels, model.
 """

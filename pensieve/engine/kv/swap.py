@@ -33,6 +33,7 @@ from pensieve.engine.kv.mechanisms import (
 )
 from pensieve.engine.kv.pools import GroupPages, KvTiers
 from pensieve.engine.kv.queue import Pairs, SecondGroup, Sizes, SwapQueue
+from pensieve.engine.kv.recomputed import RestoreMismatch
 from pensieve.engine.kv.timeline import Lane, Mark
 from pensieve.engine.plan import Plan
 from pensieve.kernels.attention.plan import multiprocessors_of
@@ -224,10 +225,6 @@ class CudaLanes:
     def synchronize(self) -> None:
         self.streams[Lane.IN].synchronize()
         self.streams[Lane.OUT].synchronize()
-
-
-class RestoreMismatch(RuntimeError):
-    """A chunk came back from the host changed. The KV of its session is wrong."""
 
 
 @dataclass(frozen=True, slots=True)

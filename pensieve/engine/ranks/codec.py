@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from pensieve.core import RequestKey, Sampling
-from pensieve.engine.plan import Chain, Copy, PageTable, Plan, SampleSpec, Span
+from pensieve.engine.plan import Chain, Check, Copy, PageTable, Plan, SampleSpec, Span
 
 SAMPLED_ON_RANK_0 = SampleSpec(Sampling(), 0)
 """Sample spec of decoded spans whose token is sampled on rank 0."""
@@ -42,6 +42,8 @@ class PlanFrame(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
     chains: bytes
     """int64 [C, 6]: the fields of each chain."""
     memory: tuple[int, int] | None = None
+    checks: bytes = b""
+    """int64 [n, 2]: address, page."""
 
 
 class StopFrame(msgspec.Struct, frozen=True, array_like=True, tag="leave"):
@@ -78,6 +80,7 @@ def encode(plan: Plan | None) -> bytes:
             window_pages=_pack_tables(plan.window_tables),
             chains=np.array(chains, "<i8").tobytes(),
             memory=plan.memory,
+            checks=np.array([(check.address, check.page) for check in plan.checks], "<i8").tobytes(),
         )
     )
 
@@ -117,6 +120,7 @@ def decode(message: bytes) -> Plan | None:
         window_tables=tables(frame.window_pages) if frame.window_pages else (),
         chains=tuple(Chain(*fields) for fields in np.frombuffer(frame.chains, "<i8").reshape(-1, 6).tolist()),
         memory=frame.memory,
+        checks=tuple(Check(*fields) for fields in np.frombuffer(frame.checks, "<i8").reshape(-1, 2).tolist()),
     )
 
 

@@ -31,8 +31,19 @@ from rich.console import Console
 from pensieve.config import EngineTuning
 from pensieve.core import RequestKey, Sampling
 from pensieve.engine.cache.pages import PagePool
+from pensieve.engine.kv.recomputed import ComputedChunks
 from pensieve.engine.kv.swap import SwapEngine
-from pensieve.engine.plan import NO_PAGE, Chain, PendingStep, Plan, Sampled, SampleSpec, Span, StepResult
+from pensieve.engine.plan import (
+    NO_PAGE,
+    Chain,
+    Check,
+    PendingStep,
+    Plan,
+    Sampled,
+    SampleSpec,
+    Span,
+    StepResult,
+)
 from pensieve.engine.sampling.rows import prepare
 from pensieve.engine.sampling.sampler import SampledTokens, TokenFetch, choose
 from pensieve.engine.worker.cuda_batch import CudaBatch, make_cuda_batch
@@ -89,6 +100,7 @@ class CudaWorker:
             mechanism=options.swap_mechanism,
             verify=options.verify_swap,
         )
+        self.computed = ComputedChunks(self.pools.groups[0])
         self._programs = Programs(self._shared(model), info, self._compute, graphs=options.cuda_graphs)
         self._rule: PrefixGroupRule | None = None
         shared = self._programs.shared
@@ -172,16 +184,25 @@ class CudaWorker:
                 staging.uploaded.record()
                 self._stagings.rotate(-1)
                 program.run()
+            sums = self._sums(plan)
             self.swap.after_step(plan)
         if memory is not None:
             low, high = memory
             self.pools.shrink(self.swap.marks_of(low, self.pools.device.nbytes - high))
         end = torch.cuda.Event(enable_timing=True)
         before, self._last_end = self._last_end, end
-        step = _CudaStep(self, batch, before, begin, end, memory)
+        step = _CudaStep(self, batch, before, begin, end, memory, plan.checks, sums)
         if not plan.chooses_late:
             step.fetched = self.sample(batch, () if batch is None else batch.specs, end)
         return step
+
+    def _sums(self, plan: Plan) -> torch.Tensor | None:
+        """Queue the checksums of ``plan.checks``, before any later copy can write to their pages."""
+        if not plan.checks:
+            return None
+        for layer in range(self.arch.num_layers):
+            self.swap.wait(layer)  # a step without spans has waited for none
+        return self.computed.sums(plan.checks)
 
     @torch.inference_mode()
     def sample(
@@ -240,6 +261,9 @@ class _CudaStep:
     end: torch.cuda.Event
     """Recorded when the tokens were chosen."""
     memory: tuple[int, int] | None
+    checks: tuple[Check, ...]
+    sums: torch.Tensor | None
+    """Checksums of ``checks``, on the host once ``end`` has passed."""
     fetched: TokenFetch | None = None
     """The tokens chosen; None until then, without any, and on ranks that choose none."""
     unwanted: frozenset[int] = frozenset()
@@ -257,6 +281,8 @@ class _CudaStep:
         timings = {"device": self.begin.elapsed_time(self.end) / 1e3}
         if self.before is not None:
             timings["gap"] = self.before.elapsed_time(self.begin) / 1e3
+        if self.sums is not None:
+            self.worker.computed.compare(self.checks, self.sums)
         swapped = self.worker.swap.counters()
         return StepResult(
             sampled=tuple(

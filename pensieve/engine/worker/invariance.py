@@ -20,12 +20,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from pensieve.kernels import invariant
+from pensieve.kernels import invariant, reference
+from pensieve.kernels.arguments import HeadPrep
 from pensieve.kernels.attention.kinds import PIECE_KEYS
 from pensieve.kernels.spans import Spans, make_spans
 from pensieve.model.arch import Arch
 from pensieve.model.transformer import Transformer
-from pensieve.model.weights import ExpertWeights, Linear, MlpWeights, NormWeights, Weights
+from pensieve.model.weights import AttentionWeights, ExpertWeights, Linear, MlpWeights, NormWeights, Weights
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +40,8 @@ GPU_ROWS = (
 """Numbers of rows that must give the same bits."""
 HEAD_ROWS = 512
 """Most rows that are tried with the head, whose result is wide."""
+NORM_ROWS = 2048
+"""Most rows that are tried with the norm of heads: more than with which ordinary steps take other programs."""
 
 
 PAGE, CONTEXT, TRIED = 32, 2560, 150
@@ -101,6 +104,13 @@ def check(model: Transformer, most_rows: int) -> None:
         norm, width = model.weights.final_norm, embedding.shape[1]
         x = torch.randn(rows[-1], width, generator=generator, device=embedding.device).to(embedding.dtype)
         _try_rows(f"the norm of {width}", partial(_norm, model, norm), x, rows)
+        normed = [layer.attention for layer in model.weights.layers if layer.attention is not None]
+        if model.arch.qk_norm == "head":
+            dim, heads = model.arch.head_dim, model.arch.num_heads + 2 * model.arch.num_kv_heads
+            sizes = [size for size in rows if size <= NORM_ROWS]
+            x = torch.randn(sizes[-1], heads * dim, generator=generator, device=embedding.device)
+            prepare = partial(_prepare_heads, model, normed[0])
+            _try_rows(f"the norm of {heads} heads of {dim} values", prepare, x.to(embedding.dtype), sizes)
         for window in dict.fromkeys(layer.window for layer in model.arch.layers if layer.attends):
             attention = _triton_attention if on_gpu else _reference_attention
             try_attention(model.arch, embedding.dtype, embedding.device, window, attention)
@@ -115,6 +125,23 @@ def _product(
 
 def _norm(model: Transformer, norm: NormWeights, x: torch.Tensor) -> torch.Tensor:
     return model.ops.norm(x, norm.weight, norm.bias, model.arch.norm_eps)
+
+
+def _prepare_heads(model: Transformer, attention: AttentionWeights, x: torch.Tensor) -> torch.Tensor:
+    """Return the query and key heads of ``x`` [T, (Hq + 2 * Hkv) * D] after their norm, [T, (Hq + Hkv) * D]."""
+    arch, tokens = model.arch, len(x)
+    pool = x.new_empty(-(-tokens // PAGE), 2, arch.num_kv_heads, PAGE, arch.head_dim)
+    slots = torch.arange(tokens, device=x.device)
+    prep = HeadPrep(query_norm=attention.query_norm, key_norm=attention.key_norm, eps=arch.norm_eps)
+    qkv = x.clone().view(tokens, -1, arch.head_dim)
+    if x.is_cuda:
+        from pensieve.kernels.kv_write import kv_write  # needs Triton
+
+        queries = kv_write(pool, qkv, slots, prep, one_size=True)
+    else:
+        queries = reference.kv_write(pool, qkv, slots, prep)
+    keys = pool[slots // PAGE, 0, :, slots % PAGE]
+    return torch.cat((queries, keys), dim=1).flatten(1)
 
 
 def _cancelling(

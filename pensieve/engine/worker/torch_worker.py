@@ -15,6 +15,7 @@ import torch
 from pensieve.config import EngineOptions
 from pensieve.core import RequestKey, TokenLogprob
 from pensieve.engine.kv.pools import KvTiers, LayerTransfers
+from pensieve.engine.kv.recomputed import ComputedChunks
 from pensieve.engine.plan import PendingStep, Plan, Sampled, SampleSpec, StepResult, StepWorker
 from pensieve.engine.sampling.sampler import sample
 from pensieve.engine.worker import invariance
@@ -62,6 +63,7 @@ class TorchWorker:
         self._sampled: dict[RequestKey, int] = {}
         self._device = torch.device(info.device)
         self.pools = allocate_pools(model.arch, info)
+        self.computed = ComputedChunks(self.pools.groups[0])
 
     def run(self, plan: Plan) -> StepResult:
         return self.launch(plan).result()
@@ -78,6 +80,8 @@ class TorchWorker:
         timings: dict[str, float] = {}
         logits = self._compute(plan, swap_in, timings) if plan.spans else None
         swap_in.finish()
+        if plan.checks:
+            self.computed.compare(plan.checks, self.computed.sums(plan.checks))
         if memory is not None:
             self.pools.shrink()  # everything is done
         result = StepResult(
@@ -95,7 +99,7 @@ class TorchWorker:
 
     def close(self) -> None:
         self.pools.close()
-        del self.pools, self._model
+        del self.pools, self._model, self.computed
 
     def _compute(self, plan: Plan, swap_in: LayerTransfers, timings: dict[str, float]) -> torch.Tensor:
         """Return the logits of the sampled spans, [S, vocab]."""

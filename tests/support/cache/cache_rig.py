@@ -67,7 +67,7 @@ def compute(cache: CacheManager, name: str, restore: Restore) -> None:
 
 def commit(cache: CacheManager) -> tuple[int, int, int]:
     """Execute the planned copies; how many of each kind there were."""
-    out, copies, swapped_in = cache.take_copies()
+    out, copies, swapped_in, _ = cache.take_copies()
     cache.complete_copies()
     cache.check()
     return len(out), len(copies), len(swapped_in)

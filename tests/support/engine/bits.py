@@ -6,7 +6,7 @@ page tables, so it says which keys, values and logits must be equal.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -189,3 +189,15 @@ def last_hybrid_kv(groups: Sequence[CacheGroup], context: Sequence[int]) -> int:
         reads.append(read_kv(kv, position))
         full = (full + reads[-1]) & MASK if groups[0].layers else 0
     return kv
+
+
+def norm_by_size(norm: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A head norm that adds in another order from six rows on."""
+
+    def by_size(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
+        if x.dim() < 3 or len(x) < 6:
+            return norm(x, weight, bias, eps)
+        mean = x.float().square().cumsum(-1)[..., -1:] / x.shape[-1]
+        return (x.float() * torch.rsqrt(mean + eps)).to(x.dtype) * weight
+
+    return by_size

@@ -197,10 +197,13 @@ def run_schedule(
     *,
     elastic: bool = False,
 ) -> Driver:
-    """One random schedule, every answer checked. ``elastic``: the device tier changes its size on the way."""
+    """One random schedule, every answer checked. ``elastic``: the device tier changes its size on the way.
+
+    An invariant worker checks the chunks that it computes again.
+    """
     rng = random.Random(seed)
     cache, scheduler = random_setup(rng)
-    cache = with_groups(bench, cache, rng)
+    cache = replace(with_groups(bench, cache, rng), check_recomputed=bench.invariant)
     if cache.groups[-1].kind == "state":
         least = cache.chunk_tokens + scheduler.max_running
         scheduler = replace(scheduler, max_batch_tokens=max(least, scheduler.max_batch_tokens))
