@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from support.engine.checkpoints import tiny_checkpoint
-from support.engine.hf_oracle import HfOracle
 from support.http.http_rig import opened
 from support.replay.benches import load_bench
 from support.service.real_engine import TinyModel, really_serving
@@ -26,7 +25,7 @@ async def test_a_share_of_the_turns_is_structured(bench: Any, tmp_path: Path) ->
     write_model(folder, *STYLES["qwen"])
     bias = bench.blanks(folder)
     async with (
-        really_serving(TinyModel(folder, HfOracle(folder)), device="8192tokens") as rig,
+        really_serving(TinyModel(folder), device="8192tokens") as rig,
         opened(rig.target) as (url, _),
     ):
         sizes = bench.LoadSizes(clients=4, turns=2, system=20, message=8, seconds=3.0, settle_s=0.1)
