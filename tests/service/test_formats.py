@@ -139,7 +139,10 @@ async def test_the_sdk_sends_models_and_mappings() -> None:
             await session.send("hi", response_format={})  # type: ignore[call-arg]
 
 
-@given(text=st.text('[]{}"\\\\a,\n', max_size=40), levels=st.integers(0, 4))
+_PARTS = st.sampled_from(['"', '\\"', "\\\\", "[[[", "]", "{", "a\n"])
+
+
+@given(text=st.lists(_PARTS, max_size=12).map("".join), levels=st.integers(0, 4))
 def test_brackets_are_counted_outside_of_strings(text: str, levels: int) -> None:
     text = (MAX_DEPTH - 2 + levels) * "[" + text
     depth = deepest = 0
