@@ -311,6 +311,7 @@ class Engine:
             dropped_total=occupancy.dropped,
             warmed_total=self._scheduler.warmed_tokens,
             suspensions_total=self._scheduler.suspensions,
+            late_masks_total=0 if self._structured is None else self._structured.matchers.late_masks,
             swap_in_bytes_total=totals.swap_in_bytes,
             swap_out_bytes_total=totals.swap_out_bytes,
             swap_in_seconds_total=totals.swap_in_seconds,

@@ -279,6 +279,7 @@ class Stats(msgspec.Struct, frozen=True, omit_defaults=True):
     dropped_total: int = 0
     warmed_total: int = 0
     suspensions_total: int = 0
+    late_masks_total: int = 0
     swap_in_bytes_total: int = 0
     swap_out_bytes_total: int = 0
     swap_in_seconds_total: float = 0.0

@@ -322,6 +322,7 @@ def test_a_slow_grammar_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> No
         made.answers.step()
         assert made.answers.engine.stats().steps_total < until
     assert len(made.answers.outputs[1, 0]) == 1
+    assert made.answers.engine.stats().late_masks_total == 1, "counted once, not by step"
     go_on.append(True)
     made.answers.run()
     made.check(1, prompt("held"), held)

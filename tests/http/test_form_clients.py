@@ -15,7 +15,6 @@ from openai import AsyncOpenAI, LengthFinishReasonError, pydantic_function_tool
 from pydantic import BaseModel, Field, SecretStr
 
 from support.engine.checkpoints import tiny_checkpoint
-from support.engine.hf_oracle import HfOracle
 from support.http.http_rig import opened
 from support.service.real_engine import TinyModel, really_serving
 from support.tool_templates import STYLES, write_model
@@ -51,7 +50,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
         "llama3", tmp_path_factory.mktemp("models"), vocab_size=480, max_position_embeddings=2048
     )
     write_model(folder, *STYLES["qwen"])
-    return TinyModel(folder, HfOracle(folder))
+    return TinyModel(folder)
 
 
 @pytest.fixture

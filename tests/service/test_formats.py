@@ -7,6 +7,8 @@ import json
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pensieve.client import AsyncClient
 from pensieve.core import CandidateChoice
@@ -14,6 +16,7 @@ from pensieve.engine.messages import Failed
 from pensieve.errors import InvalidArgument, PermissionDenied
 from pensieve.http.common.failures import failure_from_error
 from pensieve.server.grammars.checker import TOO_COSTLY, GrammarChecker
+from pensieve.server.grammars.limits import MAX_DEPTH, is_too_deep
 from pensieve.server.grammars.process import COMPILE_CPU_S
 from pensieve.server.keys import READ, WRITE
 from pensieve.server.links.generations import _failure as failure_of
@@ -134,6 +137,25 @@ async def test_the_sdk_sends_models_and_mappings() -> None:
         await session.send("hi", choice=["x", "y"])
         with pytest.raises(TypeError, match="here it is 'schema'"):
             await session.send("hi", response_format={})  # type: ignore[call-arg]
+
+
+_PARTS = st.sampled_from(['"', '\\"', "\\\\", "[[[", "]", "{", "a\n"])
+
+
+@given(text=st.lists(_PARTS, max_size=12).map("".join), levels=st.integers(0, 4))
+def test_brackets_are_counted_outside_of_strings(text: str, levels: int) -> None:
+    text = (MAX_DEPTH - 2 + levels) * "[" + text
+    depth = deepest = 0
+    quoted = escaped = False
+    for char in text:
+        if quoted:
+            quoted, escaped = escaped or char != '"', char == "\\" and not escaped
+        elif char == '"':
+            quoted = True
+        elif char in "[]{}":
+            depth += 1 if char in "[{" else -1
+            deepest = max(deepest, depth)
+    assert is_too_deep(text) is (deepest > MAX_DEPTH)
 
 
 def test_a_grammar_that_costs_too_much_for_a_token_is_the_callers() -> None:

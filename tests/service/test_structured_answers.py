@@ -83,7 +83,7 @@ async def test_a_model_in_a_gguf_file(model: TinyModel, tmp_path: Path) -> None:
     path = write_gguf(
         tmp_path / "model.gguf", model.folder, tokenizer=tokenizer, tokenizer__ggml__eos_token_id=4
     )
-    async with really_serving(TinyModel(path, model.oracle)) as rig:
+    async with really_serving(TinyModel(path)) as rig:
         (turn, _) = await answers(rig.target, {**STRUCTURED, "max_output_tokens": 200})
     if turn.finish_reason.name == "EOS":
         jsonschema.validate(json.loads(turn.text), SCHEMA)

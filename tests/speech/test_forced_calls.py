@@ -12,7 +12,6 @@ from pensieve.client import AsyncClient
 from pensieve.errors import InvalidArgument
 from pensieve.speech import FunctionCall, read
 from support.engine.checkpoints import tiny_checkpoint
-from support.engine.hf_oracle import HfOracle
 from support.service.real_engine import TinyModel, really_serving
 from support.tool_templates import STYLES, write_model
 
@@ -37,7 +36,7 @@ WILD: Any = {"temperature": 5.0, "repetition_penalty": 2.0, "logit_bias": {7: 10
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     folder: Path = tiny_checkpoint("llama3", tmp_path_factory.mktemp("models"), vocab_size=480)
     write_model(folder, *STYLES[request.param])
-    return TinyModel(folder, HfOracle(folder))
+    return TinyModel(folder)
 
 
 def check_call(call: FunctionCall) -> None:

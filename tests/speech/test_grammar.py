@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
+from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher
 
+from pensieve import AsyncClient, demo
+from pensieve.client import FinishReason
 from pensieve.server.grammars.check import find_problem
 from pensieve.speech import (
     AnswerFormat,
@@ -26,6 +30,7 @@ from pensieve.speech import (
     read,
 )
 from support.lengths import LONG, at_length
+from support.service.real_engine import TinyModel, really_serving
 from support.speech.walks import MARKED, SPELLED, random_answer, vocabulary
 from support.tool_templates import LLAMA31, MISTRAL, QWEN25
 
@@ -95,17 +100,72 @@ def check(schema: dict[str, Any] | bool, seed: int) -> bool:
     text = random_answer(grammar_text(format_grammar(_in_form(schema))), seed)
     if text is None:
         return False
+    check_valid(text, schema)
+    return True
+
+
+def check_valid(text: str, schema: dict[str, Any] | bool) -> None:
     checker = jsonschema.FormatChecker(["ipv4", "email", "uuid"])
     jsonschema.validate(json.loads(text), schema, jsonschema.Draft202012Validator, format_checker=checker)
     longest = max((len(list(run)) for space, run in itertools.groupby(text, str.isspace) if space), default=0)
     assert longest <= 8 or '"' in text, "only a string may hold more white space"
-    return True
 
 
 @_examples
 @given(schema=SCHEMA.filter(_supported), seed=st.integers(0, 1 << 30))
 def test_an_answer_that_ends_is_valid(schema: dict[str, Any], seed: int) -> None:
     check(schema, seed)
+
+
+def some_schemas(count: int) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+
+    @settings(_examples, max_examples=count, phases=[Phase.generate])
+    @given(schema=SCHEMA.filter(_supported))
+    def collect(schema: dict[str, Any]) -> None:
+        found.append(schema)
+
+    collect()
+    return found
+
+
+@pytest.mark.timeout(at_length(120, 1800))
+async def test_answers_of_the_demo_model_are_valid() -> None:
+    """Streams, some of them of several candidates, many at a time."""
+    model, ended, cut = Path(demo.__file__).parent / "model", 0, 0
+
+    async def answer(client: AsyncClient, number: int, schema: dict[str, Any]) -> None:
+        nonlocal ended, cut
+        session, several = await client.create_session(), number % 3 == 0
+        texts = [""] * (3 if several else 1)
+        async with slots:
+            stream = session.stream(
+                "Tell me about your day.", schema=schema, seed=number, temperature=1.0,
+                max_output_tokens=at_length(120, 300), **({"candidates": 3} if several else {}),
+            )  # fmt: skip
+            async for piece in stream:
+                texts[piece.candidate] += piece.text
+        answers: Any = stream.turn.candidates if several else [stream.turn]
+        assert texts == [one.text for one in answers]
+        for one in answers:
+            if one.finish_reason is FinishReason.EOS:
+                ended += 1
+                check_valid(one.text, schema)
+            else:
+                cut += 1
+                assert one.finish_reason is FinishReason.LENGTH
+        await session.delete()
+
+    schemas, slots = some_schemas(at_length(12, 300)), asyncio.Semaphore(12)
+    async with (
+        really_serving(TinyModel(model), device="16384tokens") as rig,
+        AsyncClient(rig.target) as client,
+        asyncio.TaskGroup() as group,
+    ):
+        for number, schema in enumerate(schemas):
+            group.create_task(answer(client, number, schema))
+    print(f"{len(schemas)} schemas, {ended} answers ended by themselves, {cut} were cut")
+    assert ended > cut
 
 
 SUITE: dict[str, dict[str, Any]] = {

@@ -104,6 +104,8 @@ class Matchers:
 
     def __init__(self, threads: int) -> None:
         """``threads``: threads for masks of ordinary grammars."""
+        self.late_masks = 0
+        """Masks that were not there when a step wanted them, so that their answers sat it out."""
         self._rows: dict[RequestKey, _Row] = {}
         self._done: SimpleQueue[_Row] = SimpleQueue()
         """Rows whose mask is complete, for ``collect`` to wake up."""
@@ -139,7 +141,11 @@ class Matchers:
         """Whether the mask for output ``output_index`` is there, or should be when it is wanted. True for a request
         that needs none any more."""
         row = self._rows.get(key)
-        return row is None or row.ready == output_index or not (row.late or row.is_slow)
+        if row is None or row.ready == output_index:
+            return True
+        if row.is_slow:
+            self._note_if_late(row)
+        return not (row.late or row.is_slow)
 
     def collect(
         self, keys: Collection[RequestKey], *, others: bool, busy_s: float = 0.0
@@ -164,7 +170,7 @@ class Matchers:
                 awaited.discard(row)
                 until = min(until, time.monotonic() + patience)
         for row in awaited:
-            row.late = not row.is_ready
+            self._note_if_late(row)
         return {key: row.mask for key, row in rows.items() if row.is_ready and not row.problem}
 
     def problems(self) -> list[tuple[RequestKey, str]]:
@@ -177,6 +183,11 @@ class Matchers:
             lane.put(None)
         for thread in self._threads:
             thread.join()
+
+    def _note_if_late(self, row: _Row) -> None:
+        if not row.late and not row.is_ready:
+            row.late = True
+            self.late_masks += 1
 
     def _work(self, lane: SimpleQueue[_Row | None]) -> None:
         while (row := lane.get()) is not None:

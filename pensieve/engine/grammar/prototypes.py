@@ -41,18 +41,16 @@ class Prototypes:
     """Compiles grammars. The engine's thread owns it."""
 
     def __init__(self, make_tokenizer: Callable[[], LLTokenizer], vocab: int) -> None:
-        """``make_tokenizer`` is called once, on a thread, for the first grammar: it takes a second or two."""
-        self._make_tokenizer = make_tokenizer
+        """``make_tokenizer`` is called at once, on a thread: with a large vocabulary it takes seconds, for which the
+        first grammar would wait."""
         self._words = -(-vocab // 32)
-        self._tokenizer: Future[LLTokenizer] | None = None
         self._threads = ThreadPoolExecutor(COMPILERS, thread_name_prefix="grammars")
+        self._tokenizer = self._threads.submit(make_tokenizer)
         self._made: OrderedDict[Grammar, Future[Prototype]] = OrderedDict()
 
     def prepare(self, grammar: Grammar) -> Future[Prototype]:
         """Return the prototype to be, compiled on a thread. It may raise GrammarError, or InvalidArgument if the
         model's tokenizer cannot be used."""
-        if self._tokenizer is None:
-            self._tokenizer = self._threads.submit(self._make_tokenizer)
         found = self._made.get(grammar)
         if found is None or (found.done() and found.exception() is not None):
             found = self._made[grammar] = self._threads.submit(self._compile, grammar, self._tokenizer)

@@ -171,6 +171,12 @@ ENGINE_METRICS: Final = (
         "Running generations preempted for lack of space.",
         _one(lambda s: s.suspensions_total),
     ),
+    EngineMetric(
+        "pensieve_late_masks_total",
+        "counter",
+        "Masks of answers with a form that were not there in time; their answers got no token in that step.",
+        _one(lambda s: s.late_masks_total),
+    ),
 )
 
 

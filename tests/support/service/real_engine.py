@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -29,13 +30,16 @@ class TinyModel:
     """A checkpoint with its tokenizer, and what transformers makes of it."""
 
     folder: Path
-    oracle: HfOracle
+
+    @cached_property
+    def oracle(self) -> HfOracle:
+        return HfOracle(self.folder)
 
     @classmethod
     def make(cls, below: Path) -> TinyModel:
         folder = tiny_checkpoint("llama3", below, vocab_size=VOCAB)
         write_folder(folder, byte_level(), CHATML, bos=None, eos="<|im_end|>")
-        return cls(folder, HfOracle(folder))
+        return cls(folder)
 
     def expected(self, context: list[int]) -> torch.Tensor:
         """Log-probabilities after each token of ``context``, float32 [n, vocab]."""
