@@ -21,7 +21,8 @@ def transformers_module(name: str, stand_ins: Mapping[str, ModuleType] | None = 
     ``import transformers`` reads the source of each of its modules, to learn which names they define: 0.8 s of CPU
     time in the front end, and again in the engine (transformers 5.23). Only a search for names needs that index. So
     empty packages take its place during this import, unless transformers is imported already. A later
-    ``import transformers`` runs as always, and finds the modules that were imported here.
+    ``import transformers`` runs as always, and finds the modules that were imported here. Other versions may need the
+    index (5.17 takes ``AddedToken`` from it): then the whole of transformers is imported, which gives the same module.
 
     Raises ImportError.
     """
@@ -34,9 +35,13 @@ def transformers_module(name: str, stand_ins: Mapping[str, ModuleType] | None = 
         sys.modules.update(added)
         try:
             return importlib.import_module(whole)
+        except ImportError:
+            if not added:
+                raise
         finally:
             for key in added:
                 del sys.modules[key]
+        return importlib.import_module(whole)
 
 
 def _packages() -> dict[str, ModuleType]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 from pensieve.demo import MODEL_DIR
 from support.sources import ROOT
@@ -35,4 +36,19 @@ def test_parts_without_the_whole_and_then_the_whole() -> None:
     done = subprocess.run(
         [sys.executable, "-P", "-c", CODE, str(MODEL_DIR)], cwd=ROOT, capture_output=True, text=True
     )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_version_whose_parts_need_the_whole(tmp_path: Path) -> None:
+    package = tmp_path / "transformers"
+    package.mkdir()
+    (package / "__init__.py").write_text("Word = 'from the index'")
+    (package / "part.py").write_text("from . import Word")
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "from pensieve.model.transformers_modules import transformers_module\n"
+        "assert transformers_module('part').Word == 'from the index'\n"
+        "import transformers; assert transformers.Word and transformers.part.Word"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
