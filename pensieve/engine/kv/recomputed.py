@@ -13,7 +13,7 @@ from typing import Final
 import torch
 
 from pensieve.engine.kv.pools import GroupPages
-from pensieve.engine.plan import Check
+from pensieve.engine.plan import PageCheck
 
 MOST: Final = 1 << 18
 """Chunks whose checksums are remembered, about 30 MiB; the ones that were checked last."""
@@ -32,7 +32,7 @@ class ComputedChunks:
         self.compared = 0
         """Chunks that were computed again."""
 
-    def sums(self, checks: Sequence[Check]) -> torch.Tensor:
+    def sums(self, checks: Sequence[PageCheck]) -> torch.Tensor:
         """Queue the checksums of the pages of ``checks`` on the current stream, and their copy to the host. Returns
         int64 [n], which is complete when the stream has got there."""
         device = self._pages.device
@@ -48,7 +48,7 @@ class ComputedChunks:
         found = torch.empty(len(checks), dtype=torch.int64, pin_memory=True)
         return found.copy_(total, non_blocking=True)
 
-    def compare(self, checks: Sequence[Check], sums: torch.Tensor) -> None:
+    def compare(self, checks: Sequence[PageCheck], sums: torch.Tensor) -> None:
         """Remember the checksums of new chunks. Raises RestoreMismatch if another one differs from what it was."""
         changed = []
         for check, found in zip(checks, sums.tolist(), strict=True):
