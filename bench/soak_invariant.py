@@ -379,8 +379,8 @@ def main(
         ]  # fmt: skip
         wrong: list[str] = []
         if minutes:
-            verify = ["--verify-swap"] if device == "cuda" else []
-            with serving([*tiers, "--invariant", *verify], [*ordinary, "--stateless", "--invariant"]) as pair:
+            busy = [*tiers, "--invariant", "--verify-swap"]
+            with serving(busy, [*ordinary, "--stateless", "--invariant"]) as pair:
                 report["soak"] = found = asyncio.run(mirror(pair, load, minutes))
             wrong = problems(found)
             for title in ("compared", "turns", "context tokens"):

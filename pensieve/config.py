@@ -72,7 +72,7 @@ class CacheConfig:
     host_bytes: int | None = None
     """Likewise for ``host_chunks``."""
     check_recomputed: bool = False
-    """On: plans name the chunks that were computed, so that workers compare what is computed again."""
+    """On: plans name computed chunks, so that workers compare those that are computed again."""
     device_floor_bytes: int | None = None
     """Bytes of an elastic device tier that memory backs at least; ``device_bytes`` is then its ceiling, and all groups
     have a ``device_unit``, also a single one. None: the tier has one size."""

@@ -104,7 +104,7 @@ class Copy:
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class PageCheck:
     """A chunk that was computed and is complete on the device after the step. All chunks of an address hold the same
     bytes, whenever they are computed."""
 
@@ -151,7 +151,7 @@ class Plan:
     swap_out: tuple[Copy, ...] = ()
     copies: tuple[Copy, ...] = ()
     swap_in: tuple[Copy, ...] = ()
-    checks: tuple[Check, ...] = ()
+    checks: tuple[PageCheck, ...] = ()
     """Chunks whose bytes the worker compares with those that it had for the same address. It raises RestoreMismatch if
     they differ."""
     window_tables: tuple[PageTable, ...] = ()

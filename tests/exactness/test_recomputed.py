@@ -14,7 +14,7 @@ import torch
 from pensieve.config import EngineOptions
 from pensieve.engine.build import cache_config
 from pensieve.engine.kv.recomputed import ComputedChunks, RestoreMismatch
-from pensieve.engine.plan import Check
+from pensieve.engine.plan import PageCheck
 from support.engine.exactness import Bench, random_setup, run_schedule
 from support.lengths import at_length
 from support.ranks.rank_threads import RankBench
@@ -60,7 +60,7 @@ def test_a_flipped_bit_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     """In the page of a chunk that is computed again, and in no other."""
     original = ComputedChunks.sums
 
-    def flipped(self: ComputedChunks, checks: Sequence[Check]) -> torch.Tensor:
+    def flipped(self: ComputedChunks, checks: Sequence[PageCheck]) -> torch.Tensor:
         for check in checks:
             if check.address in self._known:
                 page = self._pages.device[-1, check.page]
@@ -89,8 +89,8 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     worker: Any = Bench("qwen2", tmp_path).worker(*random_setup(random.Random(1)))
     chunks = worker.computed
     for address in range(9):
-        chunks.compare([Check(address, 0)], torch.tensor([address]))
+        chunks.compare([PageCheck(address, 0)], torch.tensor([address]))
     assert list(chunks._known) == [6, 7, 8]
-    chunks.compare([Check(6, 0), Check(5, 0)], torch.tensor([6, 99]))
+    chunks.compare([PageCheck(6, 0), PageCheck(5, 0)], torch.tensor([6, 99]))
     with pytest.raises(RestoreMismatch, match=r"\[4\]"):
-        chunks.compare([Check(6, 4)], torch.tensor([7]))
+        chunks.compare([PageCheck(6, 4)], torch.tensor([7]))

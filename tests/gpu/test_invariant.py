@@ -18,7 +18,7 @@ from exactness.test_invariant import play
 from pensieve.config import CacheConfig, SchedulerConfig
 from pensieve.core import RequestKey
 from pensieve.engine.kv.recomputed import RestoreMismatch
-from pensieve.engine.plan import Check, Plan, Span
+from pensieve.engine.plan import PageCheck, Plan, Span
 from pensieve.engine.worker import cuda_worker, invariance
 from pensieve.engine.worker.cuda_worker import CudaWorker
 from pensieve.kernels import kv_write
@@ -76,9 +76,9 @@ def test_a_changed_bit_of_a_chunk_that_is_computed_again_is_noticed(tmp_path: Pa
     cache = CacheConfig(device_chunks=32, host_chunks=0, chunk_tokens=8)
     worker = bench.worker(cache, SchedulerConfig(context_limit=160, max_batch_tokens=128, max_running=4))
     assert isinstance(worker, CudaWorker)
-    tokens, checks = np.arange(3, 67, dtype=np.int32), tuple(Check(100 + page, page) for page in range(8))
+    tokens, checks = np.arange(3, 67, dtype=np.int32), tuple(PageCheck(100 + page, page) for page in range(8))
 
-    def step(start: int, end: int, checked: tuple[Check, ...]) -> None:
+    def step(start: int, end: int, checked: tuple[PageCheck, ...]) -> None:
         span = Span(RequestKey(1), start, tokens[start:end], 0)
         worker.run(Plan(1, (span,), (np.arange(8, dtype=np.int32),), checks=checked))
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from pensieve.core import RequestKey, Sampling
-from pensieve.engine.plan import NO_PAGE, PENDING, Chain, Check, Copy, Plan, SampleSpec, Span
+from pensieve.engine.plan import NO_PAGE, PENDING, Chain, Copy, PageCheck, Plan, SampleSpec, Span
 from pensieve.engine.ranks import ring as rings
 from pensieve.engine.ranks.codec import SAMPLED_LATE, SAMPLED_ON_RANK_0, decode, encode
 from pensieve.engine.ranks.ring import SLOT_BYTES, SLOTS, RingReader, RingWriter, SharedRing
@@ -56,7 +56,7 @@ PLANS = {
         chains=(Chain(0, 1, NO_PAGE, 7, 4, 2**30), Chain(2, 2, 3, NO_PAGE, 0, 3)),
     ),
     "memory": Plan(6, memory=(0, 2**40)),
-    "checks": Plan(7, checks=(Check(-(2**63), 3), Check(2**63 - 1, 70000))),
+    "checks": Plan(7, checks=(PageCheck(-(2**63), 3), PageCheck(2**63 - 1, 70000))),
 }
 
 

@@ -38,6 +38,7 @@ SLOWEST = (
     "tests/service/test_structured_answers.py",
     "tests/engine/test_structured.py",
     "tests/exactness/test_structured.py",
+    "tests/exactness/test_recomputed.py",
     "tests/http/test_serve_http.py",
     "tests/ranks/test_exactness.py",
     "tests/ranks/test_lives.py",

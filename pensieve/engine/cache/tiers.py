@@ -54,7 +54,7 @@ from typing import NamedTuple
 from pensieve.config import CacheConfig
 from pensieve.engine.cache.chunk import NOWHERE, CachedSession, Chunk, OtherSlice, SharedRun, Slice
 from pensieve.engine.cache.pages import PagePool, PageSize
-from pensieve.engine.plan import Check, Copy
+from pensieve.engine.plan import Copy, PageCheck
 
 Pages = tuple[int, int]
 """Numbers of pages of the first and the second group."""
@@ -66,7 +66,7 @@ class PlannedCopies(NamedTuple):
     swap_out: tuple[Copy, ...]
     copies: tuple[Copy, ...]
     swap_in: tuple[Copy, ...]
-    checks: tuple[Check, ...]
+    checks: tuple[PageCheck, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -448,7 +448,7 @@ class Tiers:
         self._swap_out, self._copies, self._swap_in = [], [], []
         return planned
 
-    def _take_checks(self) -> tuple[Check, ...]:
+    def _take_checks(self) -> tuple[PageCheck, ...]:
         """Return the chunks that were computed, have an address and are on the device after the plan being made.
         Generated chunks wait for their address until their request ends."""
         if self._computed is None or not self._page_bytes[0]:
@@ -458,7 +458,7 @@ class Tiers:
             if chunk.filled == self.chunk_tokens and chunk.device != NOWHERE:
                 if chunk.digest:
                     address = int.from_bytes(chunk.digest[:8], "little", signed=True)
-                    checks.append(Check(address, chunk.device))
+                    checks.append(PageCheck(address, chunk.device))
                 elif chunk.pins:
                     waiting.append(chunk)
         self._computed = waiting

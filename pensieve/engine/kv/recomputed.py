@@ -13,7 +13,7 @@ from typing import Final
 import torch
 
 from pensieve.engine.kv.pools import GroupPages
-from pensieve.engine.plan import Check
+from pensieve.engine.plan import PageCheck
 
 MOST: Final = 1 << 18
 """Chunks whose checksums are remembered, about 30 MiB; the ones that were checked last."""
@@ -32,23 +32,36 @@ class ComputedChunks:
         self.compared = 0
         """Chunks that were computed again."""
 
-    def sums(self, checks: Sequence[Check]) -> torch.Tensor:
+    def sums(self, checks: Sequence[PageCheck]) -> torch.Tensor:
         """Queue the checksums of the pages of ``checks`` on the current stream, and their copy to the host. Returns
         int64 [n], which is complete when the stream has got there."""
         device = self._pages.device
-        at = torch.tensor([check.page for check in checks], device=device.device)
-        total = torch.zeros(len(checks), dtype=torch.int64, device=device.device)
+        if device.is_cuda:
+            return self._sums_on_gpu([check.page for check in checks])
+        at = torch.tensor([check.page for check in checks])
+        total = torch.zeros(len(checks), dtype=torch.int64)
         for layer in device:
             words = layer.view(len(layer), -1).view(torch.int32).index_select(0, at)
             # Odd weights: each changed bit changes the sum, and so do words that change places.
-            weights = torch.arange(1, 2 * words.shape[1], 2, device=device.device)
-            total = 3 * total + (words * weights).sum(1)
-        if not total.is_cuda:
-            return total
-        found = torch.empty(len(checks), dtype=torch.int64, pin_memory=True)
-        return found.copy_(total, non_blocking=True)
+            total = 3 * total + (words * torch.arange(1, 2 * words.shape[1], 2)).sum(1)
+        return total
 
-    def compare(self, checks: Sequence[Check], sums: torch.Tensor) -> None:
+    def _sums_on_gpu(self, pages: Sequence[int]) -> torch.Tensor:
+        from pensieve.kernels.chunk_checksum import ChunkChecksum  # needs Triton
+        from pensieve.kernels.chunk_copy import runs_of
+
+        runs = runs_of(self._pages.device)
+        pairs = torch.tensor(
+            list(zip(pages, range(len(pages)), strict=True)), dtype=torch.int32, pin_memory=True
+        )
+        unused = torch.zeros(1, dtype=torch.int32, device=runs.device)
+        checksum = ChunkChecksum(runs, len(pages), unused)
+        checksum.keep(pairs.to(runs.device, non_blocking=True), 0, len(pages) * len(runs))
+        weights = torch.arange(1, 2 * len(runs), 2, device=runs.device)
+        found = torch.empty(len(pages), dtype=torch.int64, pin_memory=True)
+        return found.copy_((checksum.sums * weights).sum(1), non_blocking=True)
+
+    def compare(self, checks: Sequence[PageCheck], sums: torch.Tensor) -> None:
         """Remember the checksums of new chunks. Raises RestoreMismatch if another one differs from what it was."""
         changed = []
         for check, found in zip(checks, sums.tolist(), strict=True):

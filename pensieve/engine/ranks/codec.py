@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from pensieve.core import RequestKey, Sampling
-from pensieve.engine.plan import Chain, Check, Copy, PageTable, Plan, SampleSpec, Span
+from pensieve.engine.plan import Chain, Copy, PageCheck, PageTable, Plan, SampleSpec, Span
 
 SAMPLED_ON_RANK_0 = SampleSpec(Sampling(), 0)
 """Sample spec of decoded spans whose token is sampled on rank 0."""
@@ -120,7 +120,9 @@ def decode(message: bytes) -> Plan | None:
         window_tables=tables(frame.window_pages) if frame.window_pages else (),
         chains=tuple(Chain(*fields) for fields in np.frombuffer(frame.chains, "<i8").reshape(-1, 6).tolist()),
         memory=frame.memory,
-        checks=tuple(Check(*fields) for fields in np.frombuffer(frame.checks, "<i8").reshape(-1, 2).tolist()),
+        checks=tuple(
+            PageCheck(*fields) for fields in np.frombuffer(frame.checks, "<i8").reshape(-1, 2).tolist()
+        ),
     )
 
 

@@ -36,7 +36,7 @@ from pensieve.engine.kv.swap import SwapEngine
 from pensieve.engine.plan import (
     NO_PAGE,
     Chain,
-    Check,
+    PageCheck,
     PendingStep,
     Plan,
     Sampled,
@@ -261,7 +261,7 @@ class _CudaStep:
     end: torch.cuda.Event
     """Recorded when the tokens were chosen."""
     memory: tuple[int, int] | None
-    checks: tuple[Check, ...]
+    checks: tuple[PageCheck, ...]
     sums: torch.Tensor | None
     """Checksums of ``checks``, on the host once ``end`` has passed."""
     fetched: TokenFetch | None = None
