@@ -8,6 +8,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -260,6 +261,21 @@ def test_the_vocabulary_is_prepared_before_the_first_grammar() -> None:
     prototypes = Prototypes(prepare, VOCAB)
     assert prepared.wait(10)
     prototypes.close()
+
+
+def test_the_end_does_not_wait_for_the_vocabulary() -> None:
+    go_on = threading.Event()
+
+    def prepare() -> LLTokenizer:
+        go_on.wait(60)
+        return TOKENIZER
+
+    prototypes = Prototypes(prepare, VOCAB)
+    waiting = prototypes.prepare(WORDS)
+    prototypes.close()
+    with pytest.raises(CancelledError):
+        waiting.result(10)
+    go_on.set()
 
 
 def test_an_invalid_grammar_is_refused_alone(rig: Rig) -> None:
