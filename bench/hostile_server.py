@@ -68,15 +68,19 @@ def _one_of(kinds: Sequence[Row], name: str) -> Row:
     return kinds[int(name.rpartition("n")[2]) % len(kinds)]
 
 
-OTHERS: dict[str, tuple[Callable[[str], Row], int]] = {
-    "plain": (plain, 8), "costly tokens": (costly_token, 8), "slow to compile": (slow_to_compile, 40),
-}  # fmt: skip
-"""By kind: arguments of a turn by its name, which makes them unique, and callers at a time."""
+FORMS: dict[str, Callable[[str], Row]] = {
+    "plain": plain,
+    "costly tokens": costly_token,
+    "slow to compile": slow_to_compile,
+}
+"""Arguments of a turn by its name, which makes them unique."""
+PAIRS = (("costly tokens", 8), ("slow to compile", 40))
+"""Kinds and callers at a time. Each is compared with as many plain callers."""
 
 
-def besiege(address: str, kind: str, seconds: float, salt: str) -> tuple[int, int]:
-    """Run the callers of a kind; return how many turns ended, and how many were refused or failed for their form."""
-    form, callers = OTHERS[kind]
+def besiege(address: str, kind: str, callers: int, seconds: float, salt: str) -> tuple[int, int]:
+    """Run callers of a kind; return how many turns ended, and how many were refused or failed for their form."""
+    form = FORMS[kind]
     numbers, ended, refused = itertools.count(), 0, 0
     until = time.monotonic() + seconds
 
@@ -152,27 +156,33 @@ def rows(model: str, device: str, seconds: float, repeats: int) -> list[Row]:
 
 async def _alternate(address: str, admin: str, seconds: float, repeats: int) -> list[Row]:
     found: list[Row] = []
-    loop, context = asyncio.get_running_loop(), multiprocessing.get_context("spawn")
-    for repeat in range(repeats + 1):  # the first one warms up
-        base: list[float] = []
-        for kind in OTHERS:
-            with ProcessPoolExecutor(1, context) as others:
-                await loop.run_in_executor(others, besiege, address, "plain", 0.0, "import")
-                length, before = seconds if repeat else 2.0, read_counters(admin)
-                siege = loop.run_in_executor(others, besiege, address, kind, length, f"r{repeat}")
-                first, gaps = await plain_callers(address, length)
-                ended, refused = await siege
-            after = read_counters(admin)
-            p99 = [1e3 * float(np.quantile(times, 0.99)) for times in (first, gaps)]
-            base = base or p99
-            row = {
-                "run": repeat, "beside": kind, "turns": len(first), "TTFT p99 ms": round(p99[0], 1),
-                "÷ beside plain": round(p99[0] / base[0], 2),
-                "token p50 ms": round(1e3 * float(np.quantile(gaps, 0.5)), 2),
-                "token p99 ms": round(p99[1], 2), "÷ plain": round(p99[1] / base[1], 2),
-                "others ended": ended, "refused": refused,
-                "late masks": int(after[LATE] - before[LATE]),
-            }  # fmt: skip
-            if repeat:
-                found.append(row)
+    for repeat, (kind, callers) in itertools.product(range(repeats + 1), PAIRS):
+        length = seconds if repeat else 2.0  # the first of each warms up
+        base = await _beside(address, admin, "plain", callers, length, f"r{repeat}")
+        row = await _beside(address, admin, kind, callers, length, f"r{repeat}")
+        if repeat:
+            ratios = {
+                f"{name} ÷": round(row[name] / base[name], 2) for name in ("TTFT p99 ms", "token p99 ms")
+            }
+            found += [{"run": repeat, **base}, {"run": repeat, **row, **ratios}]
     return found
+
+
+async def _beside(address: str, admin: str, kind: str, callers: int, seconds: float, salt: str) -> Row:
+    """Return the times of plain callers beside ``callers`` of a kind."""
+    loop = asyncio.get_running_loop()
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as others:
+        await loop.run_in_executor(others, besiege, address, "plain", 0, 0.0, "import")
+        before = read_counters(admin)
+        siege = loop.run_in_executor(others, besiege, address, kind, callers, seconds, salt)
+        first, gaps = await plain_callers(address, seconds)
+        ended, refused = await siege
+    return {
+        "beside": f"{callers} {kind}", "turns": len(first), "TTFT p99 ms": _ms(first, 0.99),
+        "token p50 ms": _ms(gaps, 0.5), "token p99 ms": _ms(gaps, 0.99), "others ended": ended, "refused": refused,
+        "late masks": int(read_counters(admin)[LATE] - before[LATE]),
+    }  # fmt: skip
+
+
+def _ms(seconds: Sequence[float], quantile: float) -> float:
+    return round(1e3 * float(np.quantile(seconds, quantile)), 1)

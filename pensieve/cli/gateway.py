@@ -134,8 +134,7 @@ def gateway(
     with listener:
         click.echo(f"ready http={listen.rpartition(':')[0]}:{listener.getsockname()[1]}")
         try:
-            with asyncio.Runner(loop_factory=door.loop_factory()) as runner:
-                runner.run(door.serve(settings, listener, files))
+            door.run_to_end(door.serve(settings, listener, files))
         except (OSError, ValueError) as error:
             raise click.ClickException(f"cannot serve: {error}") from error
 

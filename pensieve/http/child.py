@@ -35,7 +35,7 @@ from prometheus_client import generate_latest
 from pensieve.http.app import HttpMetrics, make_app
 from pensieve.http.common.door import HttpDoor, Readiness
 from pensieve.http.common.settings import DoorSettings
-from pensieve.http.run import ManagedServer, TlsFiles, loop_factory, running, tune_gc
+from pensieve.http.run import ManagedServer, TlsFiles, run_to_end, running, tune_gc
 from pensieve.lifeline import die_with_parent, leave_signals_to_parent
 from pensieve.logs import configure_logging
 
@@ -161,9 +161,8 @@ def main(
         heartbeat_s=heartbeat,
     )
     try:
-        with asyncio.Runner(loop_factory=loop_factory()) as runner:
-            sockets = socket.socket(fileno=listener), socket.socket(fileno=control)
-            runner.run(_serve(settings, *sockets, files))
+        sockets = socket.socket(fileno=listener), socket.socket(fileno=control)
+        run_to_end(_serve(settings, *sockets, files))
     except (OSError, ValueError) as error:
         click.echo(f"the HTTP door: {error}", err=True)
         sys.exit(1)

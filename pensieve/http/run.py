@@ -9,7 +9,7 @@ import signal
 import socket
 import ssl
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -105,7 +105,7 @@ def _no_password() -> str:
     raise ValueError("the private key is encrypted; give one without a password")
 
 
-__all__ = ["DoorSettings", "TlsFiles", "loop_factory", "needs_no_key", "running", "serve"]
+__all__ = ["DoorSettings", "TlsFiles", "needs_no_key", "run_to_end", "running", "serve"]
 
 GC_THRESHOLDS: Final = (700, 4, 2)
 PROBE_S: Final = 2.0
@@ -135,10 +135,15 @@ async def needs_no_key(settings: DoorSettings) -> bool:
             return False
 
 
-def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """uvloop's event loop if that package is installed, else None for asyncio's own."""
+def run_to_end(serving: Coroutine[Any, Any, None]) -> None:
+    """Run a door on an event loop of its own, uvloop's if that package is installed."""
     # its default ``log_config`` would configure logging
-    return uvicorn.Config("", log_config=None).get_loop_factory()
+    factory = uvicorn.Config("", log_config=None).get_loop_factory()
+    with asyncio.Runner(loop_factory=factory) as runner:
+        runner.run(serving)
+    # gRPC's thread ends with the last object that needs it, not while the process does.
+    gc.unfreeze()
+    gc.collect()
 
 
 def tune_gc() -> None:

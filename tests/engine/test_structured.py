@@ -5,18 +5,22 @@ from __future__ import annotations
 import json
 import random
 import re
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
 from typing import Any
 
 import jsonschema
 import pytest
+from llguidance import LLTokenizer
 
 from pensieve.config import CacheConfig, SchedulerConfig
 from pensieve.core import FinishReason, Grammar, Sampling
 from pensieve.engine.grammar import matchers
 from pensieve.engine.grammar.matchers import SLOWEST_MASKS
+from pensieve.engine.grammar.prototypes import Prototypes
 from pensieve.engine.grammar.structured import Structured
 from pensieve.engine.messages import Cancel
 from support.engine.choosing import (
@@ -245,6 +249,33 @@ def test_a_grammar_over_the_limits_ends_its_own_turn_only(overlapped: bool) -> N
     made.check(2, prompt("fine"), fine)
     assert made.answers.engine.stats().running == 0
     made.answers.engine.close()
+
+
+def test_the_vocabulary_is_prepared_before_the_first_grammar() -> None:
+    prepared = threading.Event()
+
+    def prepare() -> LLTokenizer:
+        prepared.set()
+        return TOKENIZER
+
+    prototypes = Prototypes(prepare, VOCAB)
+    assert prepared.wait(10)
+    prototypes.close()
+
+
+def test_the_end_does_not_wait_for_the_vocabulary() -> None:
+    go_on = threading.Event()
+
+    def prepare() -> LLTokenizer:
+        go_on.wait(60)
+        return TOKENIZER
+
+    prototypes = Prototypes(prepare, VOCAB)
+    waiting = prototypes.prepare(WORDS)
+    prototypes.close()
+    with pytest.raises(CancelledError):
+        waiting.result(10)
+    go_on.set()
 
 
 def test_an_invalid_grammar_is_refused_alone(rig: Rig) -> None:

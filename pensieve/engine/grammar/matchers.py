@@ -6,14 +6,17 @@ mask is late gets no token in that step, and the others do not wait for it.
 
 A mask takes some ten microseconds, but a grammar can make it take a thousand times as long, and building lexer states
 in the middle of an answer takes tens of milliseconds. So there are two lanes. An answer whose latest mask was
-slow uses a lane with one thread of its own. It delays neither the masks of other answers nor a step, since
-``is_expected`` says no until its mask is there. After ``SLOWEST_MASKS`` masks of more than ``LONGEST_MASK_S`` it fails.
+slow uses a lane with one thread of its own, which yields to the steps on a busy machine. It delays neither the masks
+of other answers nor a step, since ``is_expected`` says no until its mask is there. After ``SLOWEST_MASKS`` masks of
+more than ``LONGEST_MASK_S`` it fails.
 
 Times are those that the thread computed, so an answer does not pay for a busy machine.
 """
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 import time
 from collections.abc import Collection
@@ -38,6 +41,8 @@ SLOW_S: Final = 0.005
 """A mask that took longer was slow. In long bounded strings (``maxLength``) masks take 1 to 3 ms."""
 LONGEST_MASK_S: Final = 0.05
 SLOWEST_MASKS: Final = 3
+NICENESS: Final = 5
+"""Of the thread of the slow lane: on a busy machine the steps of the model go first."""
 
 
 @dataclass(slots=True, eq=False)
@@ -190,6 +195,10 @@ class Matchers:
             self.late_masks += 1
 
     def _work(self, lane: SimpleQueue[_Row | None]) -> None:
+        if (
+            lane is self._slow and sys.platform == "linux"
+        ):  # elsewhere this is the priority of the whole process
+            os.nice(NICENESS)
         while (row := lane.get()) is not None:
             row.advance()
             self._done.put(row)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -42,10 +44,11 @@ class Prototypes:
 
     def __init__(self, make_tokenizer: Callable[[], LLTokenizer], vocab: int) -> None:
         """``make_tokenizer`` is called at once, on a thread: with a large vocabulary it takes seconds, for which the
-        first grammar would wait."""
+        first grammar would wait. The end of the engine does not wait for it."""
         self._words = -(-vocab // 32)
         self._threads = ThreadPoolExecutor(COMPILERS, thread_name_prefix="grammars")
-        self._tokenizer = self._threads.submit(make_tokenizer)
+        self._tokenizer: Future[LLTokenizer] = Future()
+        threading.Thread(target=self._prepare, args=(make_tokenizer,), name="vocabulary", daemon=True).start()
         self._made: OrderedDict[Grammar, Future[Prototype]] = OrderedDict()
 
     def prepare(self, grammar: Grammar) -> Future[Prototype]:
@@ -60,7 +63,15 @@ class Prototypes:
         return found
 
     def close(self) -> None:
+        self._tokenizer.cancel()
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _prepare(self, make_tokenizer: Callable[[], LLTokenizer]) -> None:
+        with contextlib.suppress(InvalidStateError):  # cancelled meanwhile
+            try:
+                self._tokenizer.set_result(make_tokenizer())
+            except BaseException as error:  # a panic of the library is no Exception; requests wait for this
+                self._tokenizer.set_exception(error)
 
     def _compile(self, grammar: Grammar, tokenizer: Future[LLTokenizer]) -> Prototype:
         from llguidance import LLMatcher, LLParserLimits  # late: an engine without grammars does without

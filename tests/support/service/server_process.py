@@ -21,7 +21,7 @@ from support.service.kept_tokenizer import write_kept_folder
 START_LIMIT_S = 60.0
 
 _PROGRAM = """
-import json, sys
+import json, sys, threading
 import msgspec
 from pensieve.options.serve import ServeOptions
 from pensieve.server.app import run
@@ -31,6 +31,8 @@ use_kept_tokenizers()
 options = msgspec.convert(json.loads(sys.argv[1]), ServeOptions, dec_hook=lambda kind, value: kind(value))
 status = run(options, builder=sys.argv[2])
 assert "torch" not in sys.modules, "the front end must not import torch"
+left = [thread.name for thread in threading.enumerate() if "poll" in thread.name]
+assert not left, f"gRPC's threads run while the process ends: {left}"
 sys.exit(status)
 """
 
