@@ -7,6 +7,7 @@ saves the lookup.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 import uuid
@@ -18,7 +19,7 @@ from typing import Final
 import msgspec
 
 from pensieve.client import AsyncSession, AsyncTurnStream, FoundTurn, Turn, TurnOptions
-from pensieve.errors import Aborted, DataLoss, FailedPrecondition, NotFound
+from pensieve.errors import Aborted, DataLoss, FailedPrecondition, NotFound, PensieveError
 from pensieve.http.common.callers import Caller
 from pensieve.http.common.calls import (
     Call,
@@ -140,6 +141,36 @@ class TurnStarter:
                     return await self._execute(CallPlan(plan.own))
         async with self.call.undo_on_refusal(client, CallPlan(own)):
             return await self._begin_once(own)
+
+    async def count(self, ttl_s: float) -> int:
+        """Return the tokens of the context that the turn would start from. Leaves nothing behind.
+
+        ``ttl_s``: lifetime of the session that it makes to count in, in case its deletion fails. The call must not
+        be retryable.
+        """
+        early, last = split_new(self.hashed.transcript.new)
+        items = [one.sdk_input for one in last]
+        client, plan = self.caller.client, CallPlan(new_session_id("chat-"))
+        if self.heads is not None and self.hashed.transcript.history:
+            head = self.heads.find(self.hashed.history_key) or await self._look_up()
+            if head is not None:
+                plan = msgspec.structs.replace(
+                    plan, source=Source(head.session_id, head.item, head.candidate)
+                )
+                ends_here = not early and head.candidate is None
+                try:
+                    session = client.session(head.session_id)
+                    if ends_here and (await session.refresh()).revision == head.revision:
+                        return (await session.count_tokens(items=items)).context_tokens
+                except (NotFound, DataLoss) as error:
+                    raise_unless_gone(error)
+                    plan = CallPlan(plan.own)
+        try:
+            session = await replace(self, ttl_s=ttl_s)._make_session(plan, plan.own)
+            return (await session.count_tokens(items=items)).context_tokens
+        finally:
+            with contextlib.suppress(PensieveError):  # the session expires anyway
+                await client.session(plan.own).delete(allow_missing=True)
 
     async def _begin_once(self, own: str) -> tuple[AsyncSession, AsyncTurnStream]:
         heads = self.heads
