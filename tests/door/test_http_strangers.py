@@ -87,11 +87,27 @@ async def keyed(folder: Path, **settings: Any) -> AsyncIterator[Keyed]:
                     server.should_exit = server.force_exit = True
 
 
-ROUTES = ("/v1/responses", "/v1/chat/completions", "/v1/completions", "/v1/conversations")
+ROUTES = (
+    "/v1/responses",
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/conversations",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+)
 
 
 @pytest.mark.fault(55)
-@pytest.mark.parametrize("key", [b"", b"Authorization: Bearer nobody\r\n", b"Authorization: Basic eDp5\r\n"])
+@pytest.mark.parametrize(
+    "key",
+    [
+        b"",
+        b"Authorization: Bearer nobody\r\n",
+        b"Authorization: Basic eDp5\r\n",
+        b"x-api-key: nobody\r\n",
+        b"x-api-key: ck_acme_secret\r\nAuthorization: Bearer nobody\r\n",
+    ],
+)
 async def test_a_body_is_not_read_before_the_caller_is_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: bytes
 ) -> None:
@@ -111,16 +127,18 @@ async def test_a_body_is_not_read_before_the_caller_is_known(
 
 @pytest.mark.fault(55)
 @pytest.mark.parametrize(
-    ("header", "judged"),
+    ("name", "header", "judged"),
     [
-        ("Basic eDp5", "Basic eDp5"),
-        ("bearer  ck_acme_no ", "Bearer ck_acme_no"),
-        ("Bearer", "Bearer"),
-        ("", "none"),
+        ("Authorization", "Basic eDp5", "Basic eDp5"),
+        ("Authorization", "bearer  ck_acme_no ", "Bearer ck_acme_no"),
+        ("Authorization", "Bearer", "Bearer"),
+        ("Authorization", "", "none"),
+        ("X-API-Key", "ck_acme_no", "Bearer ck_acme_no"),
+        ("X-API-Key", "", "Bearer"),
     ],
 )
 async def test_who_sends_a_header_is_judged_by_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, header: str, judged: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, header: str, judged: str
 ) -> None:
     """Whatever it is, the service sees it: without one, it would judge the caller by its certificate."""
     seen: set[str] = set()
@@ -133,10 +151,11 @@ async def test_who_sends_a_header_is_judged_by_it(
 
         monkeypatch.setattr(on.entry._authenticator, "check", noted)
         head = HEAD.replace(b"POST", b"GET") + b"Connection: close\r\n"
-        sent = b"Authorization: " + header.encode() + b"\r\n"
+        sent = f"{name}: {header}\r\n".encode()
         assert (await on.says(head + sent + b"\r\n")).startswith(b"HTTP/1.1 401 ")
         assert seen == {judged}
-        answer = await on.says(head + KEY + sent + b"\r\n")
+        one = KEY if name == "Authorization" else b"X-API-Key: ck_acme_secret\r\n"
+        answer = await on.says(head + one + sent + b"\r\n")
         assert answer.startswith(b"HTTP/1.1 401 ") and b"send one Authorization header" in answer
         assert seen == {judged}, "of two headers none counts"
 
