@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import runpy
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,11 +27,15 @@ from pensieve.errors import Internal
 from pensieve.http.messages import BlockAnswer, BlockEvents
 from pensieve.speech import CallForm, SpeechForm
 from pensieve.v1 import pensieve_pb2 as pb
-from support.http.http_rig import HttpRig, door
+from support.engine.checkpoints import tiny_checkpoint
+from support.engine.hf_oracle import HfOracle
+from support.http.http_rig import HttpRig, door, opened
 from support.http.tool_rig import OSLO, ROME, context_of, tool_door
+from support.service.real_engine import TinyModel, really_serving
 from support.service.scripted_link import ScriptedGeneration
 from support.service.service_rig import ANSWER, encode
-from support.tool_templates import WEATHER
+from support.sources import ROOT
+from support.tool_templates import STYLES, WEATHER, write_model
 
 FUNCTION = WEATHER["function"]
 TOOL: Any = {
@@ -504,3 +510,44 @@ async def test_a_key_comes_in_either_header() -> None:
         assert (await posted(rig, body, **{"x-api-key": "acme"})).status_code == 200
         sessions = [turn.session for turn in rig.service.link.generations]
         assert sessions[2] in sessions[:2] and sessions[3] not in sessions[:3]
+
+
+async def test_the_example(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    async with tool_door(ROME, "Warm and clear.") as rig:
+        monkeypatch.setenv("ANTHROPIC_BASE_URL", rig.url)
+        monkeypatch.setenv("ANTHROPIC_API_KEY", "acme")
+        await asyncio.to_thread(
+            runpy.run_path, str(ROOT / "examples" / "anthropic_tools.py"), run_name="__main__"
+        )
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0].startswith("0 tokens read") and not printed[1].startswith("0 ")
+    assert printed[2] == "Warm and clear."
+
+
+async def test_resent_tokens_are_read_from_the_cache(tmp_path: Path) -> None:
+    """A tool loop on a real engine: from the third turn on at least 0.9 of what is resent."""
+    folder = tiny_checkpoint("llama3", tmp_path, vocab_size=480, max_position_embeddings=4096)
+    write_model(folder, *STYLES["qwen"])
+    schema = {"type": "object", "properties": {"town": {"enum": ["Rome", "Oslo"]}}, "required": ["town"]}
+    options: Any = {
+        "model": "tiny",
+        "max_tokens": 300,
+        "tools": [{**TOOL, "input_schema": {**schema, "additionalProperties": False}, "strict": True}],
+        "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
+    }
+    model = TinyModel(folder, HfOracle(folder))
+    async with (
+        really_serving(model, device="4096tokens") as service,
+        opened(service.target) as (url, openai),
+    ):
+        rig = HttpRig(service, openai, url)
+        history: list[Any] = [{"role": "user", "content": "How is it?"}]
+        before = 0
+        for turn in range(5):
+            message = await say(rig, history, **options, streamed=bool(turn % 2))
+            assert message.stop_reason == "tool_use"
+            assert message.usage.input_tokens == 0
+            if turn >= 2:
+                assert message.usage.cache_read_input_tokens >= 0.9 * before
+            before = sum(getattr(message.usage, name) for name in INPUTS) + message.usage.output_tokens
+            history += [message.to_param(), results(message, "Grey, with a little rain at noon.")]
