@@ -24,7 +24,7 @@ from pensieve.http.common.answers import (
     is_truncated,
     sse_event,
 )
-from pensieve.http.common.calls import Call
+from pensieve.http.common.calls import Call, count_ahead
 from pensieve.http.common.contents import (
     Content,
     HashedHistory,
@@ -469,7 +469,7 @@ async def count_tokens(request: Request) -> Response:
     asked = await door.bodies.read(request, MessagesRequest, MessagesRequest.counted)
     async with AsyncExitStack() as held:
         starter, _ = await _starter(request, held, asked, Call(uuid.uuid4()))
-        tokens = await starter.count(door.settings.unstored_ttl_s)
+        tokens = await count_ahead(starter.caller.client, starter.look_ahead)
         return door.answer({"input_tokens": tokens}, request)
 
 

@@ -7,7 +7,6 @@ saves the lookup.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import re
 import uuid
@@ -19,9 +18,10 @@ from typing import Final
 import msgspec
 
 from pensieve.client import AsyncSession, AsyncTurnStream, FoundTurn, Turn, TurnOptions
-from pensieve.errors import Aborted, DataLoss, FailedPrecondition, NotFound, PensieveError
+from pensieve.errors import Aborted, DataLoss, FailedPrecondition, NotFound
 from pensieve.http.common.callers import Caller
 from pensieve.http.common.calls import (
+    Ahead,
     Call,
     CallPlan,
     Source,
@@ -142,35 +142,23 @@ class TurnStarter:
         async with self.call.undo_on_refusal(client, CallPlan(own)):
             return await self._begin_once(own)
 
-    async def count(self, ttl_s: float) -> int:
-        """Return the tokens of the context that the turn would start from. Leaves nothing behind.
-
-        ``ttl_s``: lifetime of the session that it makes to count in, in case its deletion fails. The call must not
-        be retryable.
-        """
+    async def look_ahead(self, own: str) -> Ahead:
+        """Return where the turn would begin, without beginning it. A session that has to be made gets the id
+        ``own``. The call must not be retryable."""
         early, last = split_new(self.hashed.transcript.new)
-        items = [one.sdk_input for one in last]
-        client, plan = self.caller.client, CallPlan(new_session_id("chat-"))
         if self.heads is not None and self.hashed.transcript.history:
             head = self.heads.find(self.hashed.history_key) or await self._look_up()
             if head is not None:
-                plan = msgspec.structs.replace(
-                    plan, source=Source(head.session_id, head.item, head.candidate)
-                )
-                ends_here = not early and head.candidate is None
+                session = self.caller.client.session(head.session_id)
+                branch = CallPlan(own, source=Source(head.session_id, head.item, head.candidate))
                 try:
-                    session = client.session(head.session_id)
-                    if ends_here and (await session.refresh()).revision == head.revision:
-                        return (await session.count_tokens(items=items)).context_tokens
+                    revision = (await session.refresh()).revision
+                    if not early and head.candidate is None and revision == head.revision:
+                        return session, last
+                    return await self._make_session(branch, own), last
                 except (NotFound, DataLoss) as error:
                     raise_unless_gone(error)
-                    plan = CallPlan(plan.own)
-        try:
-            session = await replace(self, ttl_s=ttl_s)._make_session(plan, plan.own)
-            return (await session.count_tokens(items=items)).context_tokens
-        finally:
-            with contextlib.suppress(PensieveError):  # the session expires anyway
-                await client.session(plan.own).delete(allow_missing=True)
+        return await self._make_session(CallPlan(own), own), last
 
     async def _begin_once(self, own: str) -> tuple[AsyncSession, AsyncTurnStream]:
         heads = self.heads
