@@ -112,18 +112,12 @@ class TurnStarter:
     ttl_s: float | None
     """Idle lifetime of a new session."""
 
-    async def begin(
-        self, family: str = "chat-", *, is_findable: bool = True
-    ) -> tuple[AsyncSession, AsyncTurnStream]:
+    async def begin(self, family: str = "chat-") -> tuple[AsyncSession, AsyncTurnStream]:
         """Return the session and the turn, which the service has accepted there. A refusal leaves no session
-        behind.
-
-        ``family``: prefix of a new session's name. ``is_findable``: whether later requests may find the turn by
-        its history.
-        """
+        behind. ``family``: prefix of a new session's name."""
         self.options["request_id"] = str(self.call.id)
         self.options.setdefault("seed", seed_for(self.call.id))
-        if self.heads is not None and is_findable:
+        if self.heads is not None:
             self.options["mark"] = self.hashed.mark
         own = new_session_id(family)
         client = self.caller.client

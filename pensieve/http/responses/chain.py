@@ -115,8 +115,6 @@ class ResponseStarter:
     async def _in_new_session(
         self, heads: HeadCache, transcript: HashedHistory, unstored_ttl_s: float
     ) -> StartedResponse:
-        # Clients resend instructions with each response, so a history without them must not lead here.
-        is_findable = self.body.instructions is None
         try:
             beginning = TurnStarter(
                 self.caller,
@@ -127,11 +125,12 @@ class ResponseStarter:
                 self._options,
                 None if self.body.stored else unstored_ttl_s,
             )
-            session, stream = await beginning.begin("resp-", is_findable=is_findable)
+            session, stream = await beginning.begin("resp-")
         except NotFound as error:
             raise self._refusal(error) from None
-        findable = transcript if is_findable else None
-        return StartedResponse(session, stream, self._id(session, stream, self.use), self.use.form, findable)
+        return StartedResponse(
+            session, stream, self._id(session, stream, self.use), self.use.form, transcript
+        )
 
     async def _after_response(self, previous: str, unstored_ttl_s: float) -> StartedResponse:
         head = ResponseId.parse(previous)
