@@ -1,6 +1,6 @@
 """LangChain, Pydantic AI, LiteLLM and the Agents SDK against the HTTP door, unchanged, each in a program of its own.
 
-They are large, so they are run on demand, by a Python that has them: ``python/requirements.txt`` says how.
+They are large, so they are run on demand, by a Python that has them: ``make test-clients``.
 """
 
 from __future__ import annotations

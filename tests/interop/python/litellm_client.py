@@ -9,7 +9,8 @@ from typing import Any
 
 import litellm
 
-litellm.telemetry = False
+QUIET: Any = litellm
+QUIET.suppress_debug_info = True  # it would print
 URL, KEY, MODEL = sys.argv[1:4]
 TOOL: Any = {
     "type": "function",
