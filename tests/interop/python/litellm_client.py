@@ -9,8 +9,7 @@ from typing import Any
 
 import litellm
 
-QUIET: Any = litellm
-QUIET.suppress_debug_info = True  # it would print
+litellm.suppress_debug_info = True  # it would print
 URL, KEY, MODEL = sys.argv[1:4]
 TOOL: Any = {
     "type": "function",
