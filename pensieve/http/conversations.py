@@ -194,8 +194,8 @@ async def _shown_items(session: AsyncSession, items: Iterable[Item], info: Serve
         if info.speech.calls and one.role is Role.ASSISTANT and read(one.text, info.speech).calls:
             form = await _form(session, one, info)
         found.append(_ShownItem(one, history_items(session.id, one, form)))
-    for number, one in enumerate(found):
-        _name_calls(one, itertools.takewhile(_is_result, found[number + 1 :]))
+    for number, shown in enumerate(found):
+        _name_calls(shown, itertools.takewhile(_is_result, found[number + 1 :]))
     return found
 
 

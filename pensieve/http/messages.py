@@ -8,6 +8,7 @@ import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Final, Literal, NamedTuple
 
 import msgspec
@@ -15,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pensieve.client import AsyncTurnStream, FinishReason, Role, Turn, TurnOptions, Usage
-from pensieve.errors import PensieveError
+from pensieve.errors import DataLoss, PensieveError
 from pensieve.http.common.answers import (
     EventStream,
     SentText,
@@ -35,11 +36,19 @@ from pensieve.http.common.contents import (
     text_of,
 )
 from pensieve.http.common.door import HttpDoor
-from pensieve.http.common.failures import failure_from_error, invalid_field, unsupported_field
+from pensieve.http.common.failures import (
+    HttpFailure,
+    failure_from_error,
+    invalid_field,
+    unsupported_field,
+)
 from pensieve.http.common.formats import Nested, WantedForm, add_form, named_form
-from pensieve.http.common.heads import TurnStarter, note_before_end
+from pensieve.http.common.heads import TurnStarter, note_before_end, raise_unless_gone
 from pensieve.http.common.requests import REFUSED_EVERYWHERE, Positive, SamplingFields, check_count
 from pensieve.http.output import call_id
+from pensieve.http.responses.chain import ResponseStarter, StartedResponse
+from pensieve.http.responses.ids import ResponseId
+from pensieve.http.responses.requests import ResponseRequest, ValidatedResponse
 from pensieve.http.tools import FunctionDefinition, OfferedTool, call_options, check_tools, tool_use
 from pensieve.speech import AnswerPart, FunctionCall, SpeechForm, SpeechReader, Thought, Words, read
 
@@ -100,6 +109,13 @@ class Thinking(msgspec.Struct, frozen=True):
     display: Literal["omitted", "summarized"] | None = None
 
 
+class MessageThread(msgspec.Struct, frozen=True):
+    """``continue``: ``messages`` are only new ones, and the session has the others."""
+
+    type: Literal["create", "continue"]
+    previous_message_id: str | None = None
+
+
 class BlockFormat(msgspec.Struct, frozen=True):
     type: Literal["json_schema"]
     schema: dict[str, Any]
@@ -134,6 +150,7 @@ class MessagesRequest(SamplingFields, kw_only=True):
         **SamplingFields.NESTED,
         "output_config": OutputConfig,
         "thinking": Thinking,
+        "thread": MessageThread,
         "tool_choice": BlockToolChoice,
         "tools": ClientTool,
     }
@@ -171,15 +188,40 @@ class MessagesRequest(SamplingFields, kw_only=True):
     tool_choice: BlockToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    thread: MessageThread | None = None
 
     def validated(self) -> ValidatedMessages:
         """Raises HttpFailure for what cannot be answered."""
         if self.max_tokens is None:
             raise invalid_field("max_tokens", "is missing", "missing_required_parameter")
-        return self.counted()
+        if self.continues:
+            self._check_continuing()
+        return self._validated()
 
     def counted(self) -> ValidatedMessages:
         """As ``validated``, for a body whose tokens are counted."""
+        if self.thread is not None:
+            raise unsupported_field("thread", "is not counted: send all messages")
+        return self._validated()
+
+    @property
+    def continues(self) -> bool:
+        return self.thread is not None and self.thread.type == "continue"
+
+    def _check_continuing(self) -> None:
+        for name in ("system", "tools"):
+            if getattr(self, name) is not None:
+                raise invalid_field(name, "belongs to the thread: leave it out, or begin a new thread")
+        if any(one.role == "assistant" for one in self.messages):
+            raise invalid_field("messages", "a thread is continued with new messages only")
+        if self.tool_choice is not None and self.tool_choice.type in ("any", "tool"):
+            failure = unsupported_field(
+                "tool_choice", "does not go with a thread: send all messages and tools"
+            )
+            failure.details = {"error_code": "thread_unsupported_request", "unsupported": ["tool_choice"]}
+            raise failure
+
+    def _validated(self) -> ValidatedMessages:
         if not self.messages:
             raise invalid_field("messages", "must not be empty")
         check_count(self.messages, "messages")
@@ -219,6 +261,8 @@ class MessagesRequest(SamplingFields, kw_only=True):
         given = [Message(Role.SYSTEM, prompt)] if prompt else []
         for number, message in enumerate(self.messages):
             given += _messages_of(message, f"messages[{number}]")
+        if self.continues:
+            return MessageHistory("", (), tuple(given))
         return make_history(given, "messages")
 
 
@@ -314,14 +358,15 @@ def _stop_reason(turn: Turn, calls: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class BlockAnswer:
-    turn_id: str
+    turn: ResponseId
     model: str
     form: SpeechForm
     shows_thoughts: bool
 
     @property
     def id(self) -> str:
-        return f"msg_{self.turn_id.replace('-', '')}"
+        """The message's id. A thread continues after it."""
+        return str(self.turn).replace("resp_", "msg_", 1)
 
     def whole(self, turn: Turn) -> dict[str, Any]:
         parts = read(turn.text, self.form).parts
@@ -363,7 +408,7 @@ class BlockAnswer:
             case FunctionCall():
                 return {
                     "type": "tool_use",
-                    "id": call_id(self.turn_id, calls_before, part),
+                    "id": call_id(self.turn.turn_id, calls_before, part),
                     "name": part.name,
                     "input": {} if begun else msgspec.Raw(part.arguments.encode()),
                 }
@@ -447,20 +492,62 @@ async def create(request: Request) -> Response:
     async with AsyncExitStack() as held:
         starter, model = await _starter(request, held, asked, call)
         held.enter_context(named_form(asked.form))
-        session, stream = await starter.begin()
-        held.callback(stream.close)
-        form = starter.hashed.transcript.form
-        answer = BlockAnswer(stream.request_id, model, form, asked.shows_thoughts)
-
-        def note(turn: Turn) -> None:
-            door.heads.record_turn(starter.hashed, session.id, turn)
-
+        begun = await (_continued(door, starter, asked) if asked.body.continues else _begun(starter))
+        held.callback(begun.stream.close)
+        answer = BlockAnswer(begun.id, model, begun.form, asked.shows_thoughts)
         if not asked.body.stream:
-            turn = await cancel_on_disconnect(request, stream.finish())
-            note(turn)
+            turn = await cancel_on_disconnect(request, begun.stream.finish())
+            begun.record(door.heads, turn)
             return door.answer(answer.whole(turn), request)
-        events = note_before_end(BlockEvents(answer).stream_events(stream), stream, note)
-        return EventStream(events, held.pop_all(), door.headers(request))
+        events = BlockEvents(answer).stream_events(begun.stream)
+        noted = note_before_end(events, begun.stream, partial(begun.record, door.heads))
+        return EventStream(noted, held.pop_all(), door.headers(request))
+
+
+async def _begun(starter: TurnStarter) -> StartedResponse:
+    session, stream = await starter.begin()
+    assert stream.base_revision is not None, "accepted"
+    form = starter.hashed.transcript.form
+    turn = ResponseId(session.id, stream.request_id, stream.base_revision + 1, calls=form.calls is not None)
+    return StartedResponse(session, stream, turn, form, starter.hashed)
+
+
+_LOST: Final = {
+    "previous_response_not_found": (404, "thread_not_found"),
+    "response_in_progress": (409, "thread_continue_in_flight"),
+}
+"""Code of a failure → status and code by which Anthropic's SDKs know that they have to resend the conversation."""
+
+
+async def _continued(door: HttpDoor, starter: TurnStarter, asked: ValidatedMessages) -> StartedResponse:
+    """Begin the turn after the message that the thread ends with. Its session has the system prompt and tools.
+    Raises HttpFailure as ``_LOST`` where the thread cannot be continued."""
+    thread, caller = asked.body.thread, starter.caller
+    assert thread is not None, "it continues"
+    previous = f"resp_{(thread.previous_message_id or '').removeprefix('msg_')}"
+    info = await door.server_info(caller)
+    body = ResponseRequest(previous_response_id=previous)
+    said = ValidatedResponse(body, list(starter.hashed.transcript.new), asked.options)
+    use = tool_use(info, (), asked.choice)
+    use = use.with_format() if asked.form is not None else use
+    chain = ResponseStarter(caller, said, starter.call, {}, use, info, None)
+    try:
+        return await chain.begin(door.heads, door.settings.unstored_ttl_s)
+    except DataLoss as error:
+        raise_unless_gone(error)
+        raise _lost("previous_response_not_found") from error
+    except HttpFailure as error:
+        if error.code not in _LOST:
+            raise
+        raise _lost(error.code) from error
+
+
+def _lost(code: str) -> HttpFailure:
+    status, name = _LOST[code]
+    problem = "the thread cannot be continued from this message now: send the whole conversation"
+    failure = HttpFailure(status, f"thread: {problem}", param="thread", code=code)
+    failure.details = {"error_code": name}
+    return failure
 
 
 async def count_tokens(request: Request) -> Response:

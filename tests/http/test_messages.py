@@ -25,6 +25,7 @@ from pensieve.client import FinishReason, Piece
 from pensieve.core import FinishReason as Finish
 from pensieve.errors import Internal
 from pensieve.http.messages import BlockAnswer, BlockEvents
+from pensieve.http.responses.ids import ResponseId
 from pensieve.speech import CallForm, SpeechForm
 from pensieve.v1 import pensieve_pb2 as pb
 from support.engine.checkpoints import tiny_checkpoint
@@ -128,6 +129,7 @@ async def test_the_order_of_events() -> None:
         )
 
 
+TURN = ResponseId(f"chat-{'0' * 32}", "00000000-0000-0000-0000-000000000001", 2)
 INPUTS = ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
 
 
@@ -161,7 +163,7 @@ PIECES = ["<think>", "</think>", "Hm", "\n\n", " ", ROME, OSLO, "<tool_call>", "
 )
 def test_a_stream_adds_up_to_the_whole_message(text: str, cuts: list[int], thinks: bool, shown: bool) -> None:
     ends = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
-    answer = BlockAnswer("0-1", "tiny", SpeechForm(CallForm.HERMES, thinks=thinks), shown)
+    answer = BlockAnswer(TURN, "tiny", SpeechForm(CallForm.HERMES, thinks=thinks), shown)
     turn: Any = SimpleNamespace(
         text=text,
         usage=SimpleNamespace(
@@ -371,6 +373,7 @@ async def test_a_repeated_key_is_one_turn() -> None:
             await say(rig, HI, extra_body={"temperature": 0.5}, extra_headers=headers)
 
 
+GO_ON = {"type": "continue", "previous_message_id": "msg_x"}
 TEXT = {"type": "text", "text": "hi"}
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no messages": ({"messages": []}, "messages"),
@@ -432,6 +435,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "thoughts between tools": ({"thinking": {"type": "between_tools"}}, "thinking.type"),
     "a container": ({"container": "x"}, "container"),
     "a form": ({"output_config": {"format": {"type": "yaml", "schema": {}}}}, "output_config.format.type"),
+    "a thread with a system prompt": ({"thread": GO_ON, "system": "Be brief."}, "system"),
+    "a thread with its history": (
+        {"thread": GO_ON, "messages": [*HI, {"role": "assistant", "content": "x"}, *HI]}, "messages"
+    ),
     "an unknown field": ({"whatever": 1}, "whatever"),
 }  # fmt: skip
 

@@ -56,6 +56,8 @@ class HttpFailure(Exception):
         self.code = code
         self.retry_after_s = retry_after_s
         self.closes_connection = False
+        self.details: dict[str, Any] = {}
+        """What a program can read of it, in Anthropic's protocol."""
 
     @property
     def body(self) -> dict[str, Any]:
@@ -71,7 +73,8 @@ class HttpFailure(Exception):
         """Return the body in Anthropic's form. ``param`` and ``code`` are not Anthropic's."""
         kind = _MESSAGES_KINDS.get(self.messages_status, "invalid_request_error")
         error = {"type": kind, "message": self.message, "param": self.param, "code": self.code}
-        return {"type": "error", "error": error, "request_id": request_id}
+        details = {"details": self.details} if self.details else {}
+        return {"type": "error", "error": {**error, **details}, "request_id": request_id}
 
     @property
     def headers(self) -> dict[str, str]:

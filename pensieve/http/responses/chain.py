@@ -60,6 +60,11 @@ class StartedResponse:
     transcript: HashedHistory | None = None
     """The whole conversation, when the client sent all of it."""
 
+    def record(self, heads: HeadCache, turn: Turn) -> None:
+        """Let the conversation be found when the client resends it with this turn's answer."""
+        if self.transcript is not None:
+            heads.record_turn(self.transcript, self.session.id, turn)
+
 
 @dataclass(frozen=True, slots=True)
 class ResponseStarter:

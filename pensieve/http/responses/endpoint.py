@@ -25,7 +25,6 @@ from pensieve.http.common.heads import note_before_end
 from pensieve.http.common.requests import parse_whole_number
 from pensieve.http.responses.chain import (
     ResponseStarter,
-    StartedResponse,
     answer_item,
     first_history,
     resolve_references,
@@ -55,7 +54,7 @@ async def create(request: Request) -> HttpResponse:
             chunks = note_before_end(
                 Events(response).stream_events(begun.stream),
                 begun.stream,
-                lambda turn: _remember(door, begun, turn),
+                partial(begun.record, door.heads),
             )
             return EventStream(chunks, held.pop_all(), door.headers(request))
         if body.background:
@@ -63,7 +62,7 @@ async def create(request: Request) -> HttpResponse:
             door.follow(begun.id.turn_id, begun.stream.finish(), held.pop_all())
             return door.answer(response.in_progress(), request)
         turn = await cancel_on_disconnect(request, begun.stream.finish())
-        _remember(door, begun, turn)
+        begun.record(door.heads, turn)
         # A retry gets what the first try was told.
         return door.answer(Response.from_turn(begun.id, starter.info, turn).finished(turn), request)
 
@@ -236,8 +235,3 @@ async def _later(door: HttpDoor, caller: Caller, found: ResponseId, turn: Turn) 
 
 def _missing(text: str) -> HttpFailure:
     return HttpFailure(404, f"no such response: {text}", param="response_id")
-
-
-def _remember(door: HttpDoor, begun: StartedResponse, turn: Turn) -> None:
-    if begun.transcript is not None:
-        door.heads.record_turn(begun.transcript, begun.session.id, turn)
