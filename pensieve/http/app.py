@@ -28,7 +28,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pensieve.client import ServerInfo
 from pensieve.errors import PensieveError
-from pensieve.http import chat, completions, conversations
+from pensieve.http import chat, completions, conversations, messages
 from pensieve.http.common.door import HttpDoor
 from pensieve.http.common.entrance import AdmissionMiddleware
 from pensieve.http.common.failures import HttpFailure, failure_from_error
@@ -135,7 +135,8 @@ async def list_models(request: Request) -> Response:
         info = await door.server_info(
             caller, fresh=True
         )  # this call checks the credential with no other call
-    return door.answer({"object": "list", "data": [_model(info)]}, request)
+    ends = {"has_more": False, "first_id": info.model, "last_id": info.model}
+    return door.answer({"object": "list", "data": [_model(info)], **ends}, request)
 
 
 async def retrieve_model(request: Request) -> Response:
@@ -147,12 +148,19 @@ async def retrieve_model(request: Request) -> Response:
 
 
 def _model(info: ServerInfo) -> dict[str, Any]:
-    """A model object. ``max_model_len`` and ``vocab_size``, in tokens, are not OpenAI's."""
+    """A model object of OpenAI's protocol and of Anthropic's. ``max_model_len`` and ``vocab_size``, in tokens,
+    are in neither."""
     return {
         "id": info.model,
         "object": "model",
         "created": 0,
         "owned_by": "pensieve",
+        "type": "model",
+        "display_name": info.model,
+        "created_at": "1970-01-01T00:00:00Z",
+        "lifecycle": "active",
+        "max_input_tokens": info.context_limit,
+        "max_tokens": info.context_limit,
         "max_model_len": info.context_limit,
         "vocab_size": info.vocab_size,
     }
@@ -182,7 +190,10 @@ def make_app(settings: DoorSettings) -> Starlette:
             Route("/v1/models/{model:path}", retrieve_model),
             Route("/v1/chat/completions", chat.create, methods=["POST"]),
             Route("/v1/completions", completions.create, methods=["POST"]),
+            Route("/v1/messages", messages.create, methods=["POST"]),
+            Route("/v1/messages/count_tokens", messages.count_tokens, methods=["POST"]),
             Route("/v1/responses", responses.create, methods=["POST"]),
+            Route("/v1/responses/input_tokens", responses.input_tokens, methods=["POST"]),
             Route("/v1/responses/{response}", responses.retrieve, methods=["GET"]),
             Route("/v1/responses/{response}", responses.delete, methods=["DELETE"]),
             Route("/v1/responses/{response}/cancel", responses.cancel, methods=["POST"]),

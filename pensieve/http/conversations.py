@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import uuid
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
@@ -193,7 +194,23 @@ async def _shown_items(session: AsyncSession, items: Iterable[Item], info: Serve
         if info.speech.calls and one.role is Role.ASSISTANT and read(one.text, info.speech).calls:
             form = await _form(session, one, info)
         found.append(_ShownItem(one, history_items(session.id, one, form)))
+    for number, shown in enumerate(found):
+        _name_calls(shown, itertools.takewhile(_is_result, found[number + 1 :]))
     return found
+
+
+def _is_result(one: _ShownItem) -> bool:
+    return one.item.role is Role.TOOL
+
+
+def _name_calls(answer: _ShownItem, results: Iterable[_ShownItem]) -> None:
+    """Give the calls of an answer the ids of the results that follow it, if none of them is known. The history
+    does not keep the ids of added calls. The results belong to them by their order, as the model reads them."""
+    calls = [one for one in answer.documents if one["type"] == "function_call"]
+    named = [one.item.call_id for one in results] if calls else []
+    if len(named) == len(calls) and not set(named) & {one["call_id"] for one in calls}:
+        for call, name in zip(calls, named, strict=True):
+            call["call_id"] = name
 
 
 async def _form(session: AsyncSession, answer: Item, info: ServerInfo) -> SpeechForm:

@@ -33,6 +33,9 @@ CLOSE = b"Connection: close\r\n\r\n"
 ASKED = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n"
 
 
+API_KEY = b"X-API-Key: ck_acme_secret\r\n"
+
+
 async def opened(port: int, sent: bytes = b"") -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(sent)
@@ -49,7 +52,7 @@ async def test_a_known_caller_is_served_before_strangers_who_came_earlier(
         strange = [
             await opened(on.port, ASKED + b"Authorization: Bearer ck_%d_x\r\n\r\n" % n) for n in range(50)
         ]
-        for key in (KEY, KEY.lower(), b"X: y\r\nAUTHORIZATION:  bearer  ck_acme_secret \r\n"):
+        for key in (KEY, KEY.lower(), b"X: y\r\nAUTHORIZATION:  bearer  ck_acme_secret \r\n", API_KEY):
             async with asyncio.timeout(30):
                 assert b" 200 OK" in await on.says(ASKED + key + CLOSE)
         for _, writer in strange:

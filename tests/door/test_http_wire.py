@@ -91,6 +91,8 @@ REFUSED: tuple[tuple[bytes, int, str], ...] = (
     (b"Authorization: Bearer \xe9\xff\r\n", 401, "invalid_api_key"),
     (b"Authorization: Bearer a\tb\r\n", 401, "invalid_api_key"),
     (b"Authorization: Bearer " + b"k" * 20_000 + b"\r\n", 401, "invalid_api_key"),
+    (b"X-API-Key: \xe9\xff\r\n", 401, "invalid_api_key"),
+    (b"X-API-Key: " + b"k" * 20_000 + b"\r\n", 401, "invalid_api_key"),
     (b"Content-Encoding: gzip\r\n", 415, "unsupported_media_type"),
 )
 

@@ -33,6 +33,7 @@ ELSEWHERE = {
     "openai_responses.py": "README.md",
     "openai_responses.js": "tests/support/service/node_client.py",
     "langchain_chat.py": "tests/interop/test_frameworks.py",
+    "anthropic_tools.py": "tests/http/test_messages.py",
 }
 """Examples that other tests run, because they have what these need."""
 MOST_LINES = 60

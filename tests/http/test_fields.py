@@ -14,6 +14,7 @@ import pytest
 from pensieve.http.chat import ChatRequest
 from pensieve.http.common import requests as fields
 from pensieve.http.completions import CompletionRequest
+from pensieve.http.messages import MessagesRequest
 from pensieve.http.responses.requests import ResponseRequest
 from support.http.http_rig import door
 from support.service.service_rig import says
@@ -22,6 +23,7 @@ HI = [{"role": "user", "content": "hi"}]
 ENDPOINTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "/v1/chat/completions": (ChatRequest, {"messages": HI}),
     "/v1/completions": (CompletionRequest, {"prompt": "hi"}),
+    "/v1/messages": (MessagesRequest, {"messages": HI, "max_tokens": 100}),
     "/v1/responses": (ResponseRequest, {"input": "hi"}),
 }
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}
@@ -57,6 +59,10 @@ FUNCTION = {"type": "function", "function": {"name": "f"}}
         ("/v1/chat/completions", "tools", [FUNCTION], "[0]"),
         ("/v1/chat/completions", "tools", [FUNCTION], "[0].function"),
         ("/v1/completions", "stream_options", {}, ""),
+        ("/v1/messages", "output_config", {}, ""),
+        ("/v1/messages", "thinking", {"type": "adaptive"}, ""),
+        ("/v1/messages", "tool_choice", {"type": "auto"}, ""),
+        ("/v1/messages", "tools", [{"name": "f", "input_schema": {}}], "[0]"),
         ("/v1/responses", "text", {}, ""),
         ("/v1/responses", "prompt_cache_options", {}, ""),
         ("/v1/responses", "tools", [{"type": "function", "name": "f"}], "[0]"),
@@ -68,7 +74,7 @@ async def test_what_options_and_tools_have_not_is_refused_by_name(
     _, body = ENDPOINTS[path]
     body = {**body, name: copy.deepcopy(value)}
     if name == "tools":
-        body["tool_choice"] = "none"
+        body["tool_choice"] = {"type": "none"} if path == "/v1/messages" else "none"
     place = body[name][0] if at else body[name]
     place = place["function"] if at == "[0].function" else place
     async with door() as rig, httpx.AsyncClient(base_url=rig.url, timeout=60) as http:

@@ -79,6 +79,25 @@ async def test_instructions_are_of_one_response() -> None:
         assert await said_in(rig, branch) == ["hi", ANSWER, "else", ANSWER]
 
 
+async def test_a_resent_history_with_instructions_is_gone_on_with() -> None:
+    """As agents send it. With others, or without, it is another conversation."""
+    async with door() as rig:
+        said: list[Any] = [{"role": "user", "content": "hi"}]
+        first = await respond(rig, said, instructions="Be brief.")
+        said += [*(item.model_dump() for item in first.output), {"role": "user", "content": "again"}]
+        second = await respond(rig, said, instructions="Be brief.")
+        other = await respond(rig, said, instructions="Be rude.")
+        without = await respond(rig, said)
+        sessions = [turn.session for turn in rig.service.link.generations]
+        assert sessions[0] == sessions[1] and len(set(sessions)) == 3
+        past = ["hi", ANSWER, "again", ANSWER]
+        assert await said_in(rig, second) == ["Be brief.", *past]
+        assert await said_in(rig, other) == ["Be rude.", *past] and await said_in(rig, without) == past
+        # The instructions stay those of their responses.
+        third = await respond(rig, "more", previous_response_id=second.id)
+        assert await said_in(rig, third) == [*past, "more", ANSWER]
+
+
 async def test_a_stream_has_every_event_in_order() -> None:
     async with door() as rig:
         stream = await respond(rig, "hi", stream=True)

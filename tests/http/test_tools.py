@@ -143,6 +143,23 @@ async def test_calls_in_a_conversation() -> None:
         assert (session.revision, session.config.tools_json) == (1 + 3, ""), "made, and three turns"
 
 
+async def test_added_calls_are_listed_with_the_ids_of_their_results() -> None:
+    """As sessions of the Agents SDK add them: it drops calls without a result."""
+    town = {"type": "function_call", "name": "weather", "arguments": '{"town": "Rome"}'}
+    async with tool_door("Blue.") as rig:
+        items: Any = [
+            {"role": "user", "content": "How is it?"},
+            *({**town, "call_id": name} for name in ("b", "a")),
+            *({"type": "function_call_output", "call_id": name, "output": name} for name in ("b", "a")),
+            {"role": "user", "content": "And now?"},
+            {**town, "call_id": "c"},
+        ]
+        conversation = await rig.client.conversations.create(items=items)
+        listed = (await rig.client.conversations.items.list(conversation.id, order="asc")).data
+        names = [getattr(item, "call_id", "") for item in listed]
+        assert names[:6] == ["", "b", "a", "b", "a", ""] and names[6].startswith("call_")
+
+
 async def test_other_tools_are_another_session() -> None:
     async with tool_door("Hello.") as rig:
         first = await respond(rig, "hi")

@@ -1,6 +1,6 @@
-"""LangChain and Pydantic AI against the HTTP door, unchanged, each in a program of its own.
+"""LangChain, Pydantic AI, LiteLLM and the Agents SDK against the HTTP door, unchanged, each in a program of its own.
 
-They are large, so they are run on demand, by a Python that has them: ``python/requirements.txt`` says how.
+They are large, so they are run on demand, by a Python that has them: ``make test-clients``.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import asyncio
 import json
 import os
 import subprocess
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 
 from pensieve.http.responses.ids import ResponseId
 from support.http.http_rig import HttpRig, door
+from support.http.tool_rig import ROME, tool_door
 from support.service.service_rig import ANSWER
 
 PYTHON = os.environ.get("PENSIEVE_TEST_CLIENTS", "")
@@ -36,6 +38,7 @@ async def seen_by(program: str, rig: HttpRig) -> dict[str, Any]:
 async def said_by(program: Path, rig: HttpRig, *arguments: str) -> str:
     settings = {"OPENAI_BASE_URL": f"{rig.url}/v1", "OPENAI_API_KEY": "acme", "MODEL": "tiny"}
     environment = {**os.environ, "no_proxy": "127.0.0.1", "PYTHONPATH": "", **settings}
+    environment["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # otherwise LiteLLM fetches its list of prices
     done = await asyncio.to_thread(
         subprocess.run,
         [PYTHON, program, *arguments],
@@ -87,6 +90,36 @@ async def test_pydantic_ai() -> None:
         assert len(sessions) == 1
         turns = [text for said in ("hi", "again", "more") for text in (said, ANSWER)]
         assert await said_in(rig, sessions.pop()) == turns
+
+
+LOOP = (ROME, "Blue.", "Bye.")
+"""A call, the answer to its result, and the answer to one more question."""
+
+
+async def test_litellm() -> None:
+    """As a provider of OpenAI's kind and of Anthropic's: each talk stays in one session."""
+    async with tool_door(*LOOP * 4) as rig:
+        seen = await seen_by("litellm_client.py", rig)
+        assert set(seen) == {
+            f"{kind} {streamed}" for kind in ("openai", "anthropic") for streamed in (False, True)
+        }
+        for talk in seen.values():
+            assert [one or "" for one in talk["answers"]] == ["", "Blue.", "Bye."]
+            assert talk["cached"][1] > 0 and talk["cached"][2] > 0
+        sessions = Counter(turn.session for turn in rig.service.link.generations)
+        assert list(sessions.values()) == [3, 3, 3, 3]
+
+
+async def test_the_agents_sdk() -> None:
+    """With its history at the client, in a conversation, and at the end of a chain."""
+    async with tool_door(*LOOP * 4, *LOOP[:2]) as rig:
+        seen = await seen_by("agents_client.py", rig)
+        assert seen.pop("streamed") == ["Blue.", "True"]
+        assert set(seen) == {"chat", "responses", "conversation", "chained"}
+        assert list(seen.values()) == [["Blue.", "Bye."]] * 4
+        # Each talk is one session, wherever its history is.
+        sessions = Counter(turn.session for turn in rig.service.link.generations)
+        assert list(sessions.values()) == [3, 3, 3, 3, 2]
 
 
 async def test_the_example_for_langchain() -> None:

@@ -35,7 +35,7 @@ class CallerIdentity(NamedTuple):
     """The identity that the service is to see."""
 
     authorization: str = ""
-    """The header as the service expects it; "" if the caller sent none."""
+    """The header as the service expects it, also for a key in ``x-api-key``; "" if the caller sent none."""
     names: tuple[str, ...] = ()
     address: str = ""
 
@@ -61,9 +61,11 @@ class CallerIdentity(NamedTuple):
 def identity_of_request(request: HTTPConnection, *, vouches: bool) -> CallerIdentity:
     """Return the identity of a request's caller. ``vouches``: the service trusts this door's certificate names
     and addresses. Raises HttpFailure (401) for a header that cannot hold a credential."""
+    # Authorization goes first: a proxy may have asked for an x-api-key of its own.
     given = request.headers.getlist("authorization")
+    given = given or [f"Bearer {key}" for key in request.headers.getlist("x-api-key")]
     if len(given) > 1:
-        raise _invalid_key("send one Authorization header")
+        raise _invalid_key("send one Authorization header, or else one x-api-key")
     authorization = _normalised(given[0]) if given else ""
     if not vouches:
         return CallerIdentity(authorization)

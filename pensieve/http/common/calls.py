@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Final
+from typing import Final, TypeAlias
 
 import msgspec
 from starlette.requests import Request
@@ -214,6 +214,57 @@ async def find_own_session(client: AsyncClient, call: Call, plan: CallPlan) -> A
 
 def new_session_id(family: str) -> str:
     return f"{family}{uuid.uuid4().hex}"
+
+
+Ahead: TypeAlias = tuple[AsyncSession, Sequence[Message]]
+"""The session that a turn would begin in, and the items that it would bring."""
+
+
+async def count_ahead(client: AsyncClient, look_ahead: Callable[[str], Awaitable[Ahead]]) -> int:
+    """Return the tokens of the context that a turn would start from. Leaves nothing behind.
+
+    ``look_ahead`` finds where the turn would begin. It makes a session that does not exist yet, under the id that
+    it is given.
+    """
+    async with _scratch_session(client) as own:
+        session, new = await look_ahead(own)
+        return (await session.count_tokens(items=[one.sdk_input for one in new])).context_tokens
+
+
+async def warm_ahead(
+    client: AsyncClient, look_ahead: Callable[[str], Awaitable[Ahead]], ttl_s: float
+) -> AsyncSession:
+    """Have the context computed that a turn would start from, as far as there is room. ``look_ahead``: as in
+    ``count_ahead``.
+
+    New items are computed in a session of their own, of this idle lifetime, which is returned. The turn then finds
+    its beginning cached.
+    """
+    async with _scratch_session(client, kept=True) as own:
+        session, new = await look_ahead(own)
+        if new and session.id != own:
+            session = await session.fork(session_id=own)
+        if session.id == own:
+            await session.update(ttl=ttl_s)
+        await append_items(session, new, Call(uuid.uuid4()))
+        await session.warm()
+        return session
+
+
+@asynccontextmanager
+async def _scratch_session(client: AsyncClient, *, kept: bool = False) -> AsyncIterator[str]:
+    """Yield the id of a session that the block may make. It is deleted after the block, or, if ``kept``, when
+    the block fails."""
+    own = new_session_id("chat-")
+    try:
+        yield own
+    except BaseException:
+        kept = False
+        raise
+    finally:
+        if not kept:
+            with contextlib.suppress(PensieveError):  # it expires
+                await client.session(own).delete(allow_missing=True)
 
 
 def is_refusal(error: PensieveError | HttpFailure) -> bool:

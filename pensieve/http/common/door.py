@@ -147,7 +147,8 @@ class HttpDoor:
         one."""
         given = request.headers.get("x-request-id", "")
         sound = given.isascii() and given.isprintable() and 0 < len(given) <= 128
-        return {"x-request-id": given if sound else f"req_{uuid.uuid4().hex}"}
+        name = given if sound else f"req_{uuid.uuid4().hex}"
+        return {"x-request-id": name, **({"request-id": name} if speaks_messages(request) else {})}
 
     def answer(self, document: dict[str, Any], request: Request, status: int = 200) -> Response:
         return Response(
@@ -155,6 +156,13 @@ class HttpDoor:
         )
 
     def refusal(self, failure: HttpFailure, request: Request) -> Response:
-        response = self.answer(failure.body, request, failure.status)
-        response.headers.update(failure.headers)
-        return response
+        headers = {**self.headers(request), **failure.headers}
+        status, body = failure.status, failure.body
+        if speaks_messages(request):
+            status, body = failure.messages_status, failure.messages_body(headers["request-id"])
+        return Response(msgspec.json.encode(body), status, headers, media_type="application/json")
+
+
+def speaks_messages(request: Request) -> bool:
+    """Whether the client speaks Anthropic's protocol: its path says so, or a header that its SDKs send."""
+    return request.scope["path"].startswith("/v1/messages") or "anthropic-version" in request.headers

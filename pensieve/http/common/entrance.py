@@ -81,6 +81,7 @@ ON_ADMITTED: Final = "admitted"
 
 
 _AUTHORIZATION: Final = re.compile(rb"\r\nauthorization:([^\r\n]*)\r\n", re.IGNORECASE)
+_API_KEY: Final = re.compile(rb"\r\nx-api-key:([^\r\n]*)\r\n", re.IGNORECASE)
 
 
 class AdmissionMiddleware:
@@ -137,8 +138,11 @@ def is_known_caller(door: HttpDoor, scope: Scope) -> bool:
 def starts_with_known_key(door: HttpDoor, sent: bytes) -> bool:
     """Whether a connection's first bytes hold the key of a caller that was admitted before. Nothing else of
     them is checked."""
-    found = _AUTHORIZATION.search(sent)
-    key = found[1].strip().decode("latin-1") if found is not None else None
+    key = None
+    if (found := _AUTHORIZATION.search(sent)) is not None:
+        key = found[1].strip().decode("latin-1")
+    elif (found := _API_KEY.search(sent)) is not None:
+        key = f"Bearer {found[1].strip().decode('latin-1')}"
     try:
         return door.admission.has_admitted(identity_from_header(key))
     except HttpFailure:

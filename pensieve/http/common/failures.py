@@ -1,4 +1,4 @@
-"""Errors in OpenAI's form, with their HTTP status."""
+"""Errors in OpenAI's form and in Anthropic's, with their HTTP status."""
 
 from __future__ import annotations
 
@@ -22,6 +22,17 @@ _KINDS: Final = {
     504: "server_error",
 }
 """HTTP status → error type; ``invalid_request_error`` for any other."""
+_MESSAGES_KINDS: Final = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    504: "timeout_error",
+    529: "overloaded_error",
+}
+"""The same for Anthropic's protocol."""
 
 
 class HttpFailure(Exception):
@@ -45,11 +56,25 @@ class HttpFailure(Exception):
         self.code = code
         self.retry_after_s = retry_after_s
         self.closes_connection = False
+        self.details: dict[str, Any] = {}
+        """What a program can read of it, in Anthropic's protocol."""
 
     @property
     def body(self) -> dict[str, Any]:
         error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
         return {"error": error}
+
+    @property
+    def messages_status(self) -> int:
+        """The status in Anthropic's protocol, which has 529 for a server that cannot take the call now."""
+        return 529 if self.status == 503 else self.status
+
+    def messages_body(self, request_id: str) -> dict[str, Any]:
+        """Return the body in Anthropic's form. ``param`` and ``code`` are not Anthropic's."""
+        kind = _MESSAGES_KINDS.get(self.messages_status, "invalid_request_error")
+        error = {"type": kind, "message": self.message, "param": self.param, "code": self.code}
+        details = {"details": self.details} if self.details else {}
+        return {"type": "error", "error": {**error, **details}, "request_id": request_id}
 
     @property
     def headers(self) -> dict[str, str]:
@@ -102,6 +127,12 @@ _NAMES_BY_PATH: Final[Mapping[str, Mapping[str, str]]] = {
     "/v1/completions": {
         **dict.fromkeys(("input", "items", "initial_items"), "prompt"),
         "max_output_tokens": "max_tokens",
+    },
+    "/v1/messages": {
+        **dict.fromkeys(("input", "items", "initial_items"), "messages"),
+        "instructions": "system",
+        "max_output_tokens": "max_tokens",
+        "stop": "stop_sequences",
     },
     "/v1/responses": {"items": "input", "initial_items": "input"},
     "/v1/conversations": dict.fromkeys(("input", "initial_items", "instructions"), "items"),

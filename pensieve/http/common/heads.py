@@ -21,6 +21,7 @@ from pensieve.client import AsyncSession, AsyncTurnStream, FoundTurn, Turn, Turn
 from pensieve.errors import Aborted, DataLoss, FailedPrecondition, NotFound
 from pensieve.http.common.callers import Caller
 from pensieve.http.common.calls import (
+    Ahead,
     Call,
     CallPlan,
     Source,
@@ -111,18 +112,12 @@ class TurnStarter:
     ttl_s: float | None
     """Idle lifetime of a new session."""
 
-    async def begin(
-        self, family: str = "chat-", *, is_findable: bool = True
-    ) -> tuple[AsyncSession, AsyncTurnStream]:
+    async def begin(self, family: str = "chat-") -> tuple[AsyncSession, AsyncTurnStream]:
         """Return the session and the turn, which the service has accepted there. A refusal leaves no session
-        behind.
-
-        ``family``: prefix of a new session's name. ``is_findable``: whether later requests may find the turn by
-        its history.
-        """
+        behind. ``family``: prefix of a new session's name."""
         self.options["request_id"] = str(self.call.id)
         self.options.setdefault("seed", seed_for(self.call.id))
-        if self.heads is not None and is_findable:
+        if self.heads is not None:
             self.options["mark"] = self.hashed.mark
         own = new_session_id(family)
         client = self.caller.client
@@ -140,6 +135,24 @@ class TurnStarter:
                     return await self._execute(CallPlan(plan.own))
         async with self.call.undo_on_refusal(client, CallPlan(own)):
             return await self._begin_once(own)
+
+    async def look_ahead(self, own: str) -> Ahead:
+        """Return where the turn would begin, without beginning it. A session that has to be made gets the id
+        ``own``. The call must not be retryable."""
+        early, last = split_new(self.hashed.transcript.new)
+        if self.heads is not None and self.hashed.transcript.history:
+            head = self.heads.find(self.hashed.history_key) or await self._look_up()
+            if head is not None:
+                session = self.caller.client.session(head.session_id)
+                branch = CallPlan(own, source=Source(head.session_id, head.item, head.candidate))
+                try:
+                    revision = (await session.refresh()).revision
+                    if not early and head.candidate is None and revision == head.revision:
+                        return session, last
+                    return await self._make_session(branch, own), last
+                except (NotFound, DataLoss) as error:
+                    raise_unless_gone(error)
+        return await self._make_session(CallPlan(own), own), last
 
     async def _begin_once(self, own: str) -> tuple[AsyncSession, AsyncTurnStream]:
         heads = self.heads

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import uuid
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import msgspec
 
@@ -23,6 +23,7 @@ from pensieve.client import (
 from pensieve.errors import Aborted, NotFound
 from pensieve.http.common.callers import Caller
 from pensieve.http.common.calls import (
+    Ahead,
     Call,
     CallPlan,
     adding_items,
@@ -59,6 +60,11 @@ class StartedResponse:
     transcript: HashedHistory | None = None
     """The whole conversation, when the client sent all of it."""
 
+    def record(self, heads: HeadCache, turn: Turn) -> None:
+        """Let the conversation be found when the client resends it with this turn's answer."""
+        if self.transcript is not None:
+            heads.record_turn(self.transcript, self.session.id, turn)
+
 
 @dataclass(frozen=True, slots=True)
 class ResponseStarter:
@@ -81,11 +87,39 @@ class ResponseStarter:
         assert self.transcript is not None, "it begins here"
         return await self._in_new_session(heads, self.transcript, unstored_ttl_s)
 
+    async def look_ahead(self, heads: HeadCache, ttl_s: float, own: str) -> Ahead:
+        """Return where the turn would begin, without beginning it. A session that has to be made gets the id
+        ``own`` and this idle lifetime. The call must not be retryable."""
+        early, last = split_new(self.asked.messages)
+        client, previous = self.caller.client, self.body.previous_response_id
+        if self.body.conversation_id is not None:
+            session = await find_conversation(client, self.body.conversation_id, "conversation")
+            changes = self._frame
+            if changes or early:
+                session = await session.fork(session_id=own)
+                changes["ttl"] = ttl_s
+                await session.update(**changes)
+            return await append_items(session, early, self.call, follow=last), last
+        if previous is not None:
+            head = ResponseId.parse(previous)
+            if head is None:
+                raise _unknown_response(previous)
+            session, changes = client.session(head.session_id), self._changes(head)
+            try:
+                revision = (await session.refresh()).revision
+            except NotFound:
+                raise _unknown_response(previous) from None
+            if revision == head.revision and not (changes or early):
+                return session, last
+            changes["ttl"] = ttl_s
+            return await self._branch(session, head, previous, CallPlan(own), changes), last
+        assert self.transcript is not None, "it begins here"
+        found = heads if self.body.stored else None
+        return await TurnStarter(self.caller, found, self.transcript, self.call, {}, ttl_s).look_ahead(own)
+
     async def _in_new_session(
         self, heads: HeadCache, transcript: HashedHistory, unstored_ttl_s: float
     ) -> StartedResponse:
-        # Clients resend instructions with each response, so a history without them must not lead here.
-        is_findable = self.body.instructions is None
         try:
             beginning = TurnStarter(
                 self.caller,
@@ -96,11 +130,12 @@ class ResponseStarter:
                 self._options,
                 None if self.body.stored else unstored_ttl_s,
             )
-            session, stream = await beginning.begin("resp-", is_findable=is_findable)
+            session, stream = await beginning.begin("resp-")
         except NotFound as error:
             raise self._refusal(error) from None
-        findable = transcript if is_findable else None
-        return StartedResponse(session, stream, self._id(session, stream, self.use), self.use.form, findable)
+        return StartedResponse(
+            session, stream, self._id(session, stream, self.use), self.use.form, transcript
+        )
 
     async def _after_response(self, previous: str, unstored_ttl_s: float) -> StartedResponse:
         head = ResponseId.parse(previous)
@@ -183,11 +218,7 @@ class ResponseStarter:
         assert session.info is not None
         tools = bool(session.info.tools)
         # They apply to this response only: the conversation keeps its own.
-        frame: TurnOptions = {}
-        if self.body.instructions is not None:
-            frame["turn_system_prompt"] = self.body.instructions
-        if self.use.text:
-            frame["turn_tools"] = self.use.text
+        frame = cast(TurnOptions, {f"turn_{name}": value for name, value in self._frame.items()})
         plan = await self.call.claim_plan(client, CallPlan(session=session.id))
 
         async def make(own: str) -> AsyncSession:
@@ -237,6 +268,16 @@ class ResponseStarter:
         if self.body.drops_oldest is not head.drops_oldest:
             changes["overflow"] = "drop_oldest_turns" if self.body.drops_oldest else "reject"
         return changes
+
+    @property
+    def _frame(self) -> SessionChanges:
+        """The settings of a conversation that this response replaces."""
+        frame: SessionChanges = {}
+        if self.body.instructions is not None:
+            frame["system_prompt"] = self.body.instructions
+        if self.use.text:
+            frame["tools"] = self.use.text
+        return frame
 
     def _id(self, session: AsyncSession, stream: AsyncTurnStream, use: ToolUse) -> ResponseId:
         assert stream.base_revision is not None, "not accepted"

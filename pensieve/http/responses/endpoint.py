@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import time
+import uuid
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 
@@ -14,7 +17,7 @@ from pensieve.client import AsyncSession, Role, Turn, TurnState, Usage
 from pensieve.errors import Aborted, Cancelled, NotFound
 from pensieve.http.common.answers import EventStream, cancel_on_disconnect
 from pensieve.http.common.callers import Caller
-from pensieve.http.common.calls import Call
+from pensieve.http.common.calls import Call, count_ahead, warm_ahead
 from pensieve.http.common.door import HttpDoor
 from pensieve.http.common.failures import HttpFailure, invalid_field
 from pensieve.http.common.formats import named_form
@@ -22,14 +25,13 @@ from pensieve.http.common.heads import note_before_end
 from pensieve.http.common.requests import parse_whole_number
 from pensieve.http.responses.chain import (
     ResponseStarter,
-    StartedResponse,
     answer_item,
     first_history,
     resolve_references,
 )
 from pensieve.http.responses.ids import ResponseId, conversation_id
 from pensieve.http.responses.objects import Events, KeptResponse, Response, input_message, page
-from pensieve.http.responses.requests import ResponseRequest
+from pensieve.http.responses.requests import ResponseRequest, ValidatedResponse
 from pensieve.http.tools import tool_use
 
 
@@ -38,20 +40,11 @@ async def create(request: Request) -> HttpResponse:
     asked = await door.bodies.read(request, ResponseRequest, ResponseRequest.validated)
     body = asked.body
     async with AsyncExitStack() as held:
-        caller = await held.enter_async_context(door.callers.for_request(request))
-        model = await door.require_model(caller, body.model)
-        info = await door.server_info(caller)
+        if body.prewarms:
+            starter, kept = await _starter(request, held, asked, Call(uuid.uuid4()))
+            return door.answer(await _prewarm(door, starter, kept), request)
         call = await door.bodies.offload(request, Call.from_request, request, body)
-        asked = await resolve_references(asked, caller, info)
-        use = await door.bodies.offload(request, tool_use, info, body.tools or (), body.tool_choice)
-        use = use.with_format() if body.form is not None else use
-        held.enter_context(named_form(body.form))
-        kept = KeptResponse(int(time.time()), model, body)
-        if not body.stored:
-            call = call.as_unstored()
-        annotations = await door.bodies.offload(request, lambda: kept.annotations)
-        transcript = await door.bodies.offload(request, first_history, asked, use, caller.scope)
-        starter = ResponseStarter(caller, asked, call, annotations, use, info, transcript)
+        starter, kept = await _starter(request, held, asked, call if body.stored else call.as_unstored())
         begun = await starter.begin(door.heads, door.settings.unstored_ttl_s)
         if not body.stored:
             held.push_async_callback(begun.session.delete, allow_missing=True)
@@ -61,7 +54,7 @@ async def create(request: Request) -> HttpResponse:
             chunks = note_before_end(
                 Events(response).stream_events(begun.stream),
                 begun.stream,
-                lambda turn: _remember(door, begun, turn),
+                partial(begun.record, door.heads),
             )
             return EventStream(chunks, held.pop_all(), door.headers(request))
         if body.background:
@@ -69,9 +62,48 @@ async def create(request: Request) -> HttpResponse:
             door.follow(begun.id.turn_id, begun.stream.finish(), held.pop_all())
             return door.answer(response.in_progress(), request)
         turn = await cancel_on_disconnect(request, begun.stream.finish())
-        _remember(door, begun, turn)
+        begun.record(door.heads, turn)
         # A retry gets what the first try was told.
-        return door.answer(Response.from_turn(begun.id, info, turn).finished(turn), request)
+        return door.answer(Response.from_turn(begun.id, starter.info, turn).finished(turn), request)
+
+
+async def input_tokens(request: Request) -> HttpResponse:
+    """Return the tokens of the context that a response would start from."""
+    door = HttpDoor.from_request(request)
+    asked = await door.bodies.read(request, ResponseRequest, ResponseRequest.validated)
+    async with AsyncExitStack() as held:
+        starter, _ = await _starter(request, held, asked, Call(uuid.uuid4()))
+        look = partial(starter.look_ahead, door.heads, door.settings.unstored_ttl_s)
+        tokens = await count_ahead(starter.caller.client, look)
+    return door.answer({"object": "response.input_tokens", "input_tokens": tokens}, request)
+
+
+async def _prewarm(door: HttpDoor, starter: ResponseStarter, kept: KeptResponse) -> dict[str, Any]:
+    """Have the response's context computed, and return a response without output, which is not stored."""
+    ttl_s = door.settings.completion_ttl_s
+    look = partial(starter.look_ahead, door.heads, ttl_s)
+    session = await warm_ahead(starter.caller.client, look, ttl_s)
+    tokens = (await session.count_tokens()).context_tokens
+    shown = msgspec.structs.replace(kept, asked=msgspec.structs.replace(kept.asked, store=False))
+    return Response(ResponseId(session.id, str(starter.call.id), 0), shown).prewarmed(tokens)
+
+
+async def _starter(
+    request: Request, held: AsyncExitStack, asked: ValidatedResponse, call: Call
+) -> tuple[ResponseStarter, KeptResponse]:
+    """Return the response that is asked for. Raises HttpFailure for another model, or a missing item."""
+    door, body = HttpDoor.from_request(request), asked.body
+    caller = await held.enter_async_context(door.callers.for_request(request))
+    model = await door.require_model(caller, body.model)
+    info = await door.server_info(caller)
+    asked = await resolve_references(asked, caller, info)
+    use = await door.bodies.offload(request, tool_use, info, body.tools or (), body.tool_choice)
+    use = use.with_format() if body.form is not None else use
+    held.enter_context(named_form(body.form))
+    kept = KeptResponse(int(time.time()), model, body)
+    annotations = await door.bodies.offload(request, lambda: kept.annotations)
+    transcript = await door.bodies.offload(request, first_history, asked, use, caller.scope)
+    return ResponseStarter(caller, asked, call, annotations, use, info, transcript), kept
 
 
 async def retrieve(request: Request) -> HttpResponse:
@@ -203,8 +235,3 @@ async def _later(door: HttpDoor, caller: Caller, found: ResponseId, turn: Turn) 
 
 def _missing(text: str) -> HttpFailure:
     return HttpFailure(404, f"no such response: {text}", param="response_id")
-
-
-def _remember(door: HttpDoor, begun: StartedResponse, turn: Turn) -> None:
-    if begun.transcript is not None:
-        door.heads.record_turn(begun.transcript, begun.session.id, turn)

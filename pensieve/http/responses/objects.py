@@ -119,6 +119,11 @@ class Response:
             "usage": usage_of(turn.usage),
         }
 
+    def prewarmed(self, context_tokens: int) -> Document:
+        """Return the response to a call that only had its context computed."""
+        usage = usage_of(Usage(context_tokens=context_tokens))
+        return {**self._snapshot("completed"), "completed_at": self.kept.created, "usage": usage}
+
     def failed(self, code: str, message: str) -> Document:
         return {**self._snapshot("failed"), "error": {"code": code, "message": message}}
 
@@ -199,7 +204,8 @@ def _cache_options(asked: ResponseRequest) -> Document | None:
     options = asked.prompt_cache_options
     if options is None:
         return None
-    return {"mode": options.mode or "implicit", "ttl": options.ttl or "30m"}
+    prewarm = {"prewarm": True} if options.prewarm else {}
+    return {"mode": options.mode or "implicit", "ttl": options.ttl or "30m", **prewarm}
 
 
 def _format(asked: ResponseRequest) -> Document:

@@ -12,7 +12,13 @@ from pensieve.http.common.answers import MAX_TOP_LOGPROBS
 from pensieve.http.common.contents import Content, Message, parse_function_call, parse_message, text_of
 from pensieve.http.common.failures import invalid_field, unsupported_field
 from pensieve.http.common.formats import VLLM_FIELDS, Nested, TextFormat, WantedForm, add_form
-from pensieve.http.common.requests import REFUSED_EVERYWHERE, Positive, SamplingFields, check_count
+from pensieve.http.common.requests import (
+    REFUSED_EVERYWHERE,
+    CacheOptions,
+    Positive,
+    SamplingFields,
+    check_count,
+)
 from pensieve.http.tools import OfferedTool, call_options, check_tools
 
 REFERENCE: Final = "item_reference"
@@ -44,6 +50,15 @@ class TextOptions(msgspec.Struct, frozen=True):
     verbosity: str | None = None
 
 
+class ResponseCacheOptions(CacheOptions, frozen=True):
+    """``prewarm``: have the context computed, and answer nothing."""
+
+    WITHOUT_EFFECT: ClassVar[Mapping[str, str]] = {
+        "comparison_response_id": "usage says how much was read from the cache"
+    }
+    prewarm: bool | None = None
+
+
 class ValidatedResponse(NamedTuple):
     body: ResponseRequest
     messages: list[Message]
@@ -54,7 +69,7 @@ class ValidatedResponse(NamedTuple):
 
 class ResponseRequest(SamplingFields, kw_only=True):
     NESTED: ClassVar[Nested] = {
-        **SamplingFields.NESTED,
+        "prompt_cache_options": ResponseCacheOptions,
         "text": TextOptions,
         "tools": OfferedTool,
     }
@@ -107,6 +122,7 @@ class ResponseRequest(SamplingFields, kw_only=True):
     max_tool_calls: int | None = None
     prompt: Any = None
     prompt_cache_key: str | None = None
+    prompt_cache_options: ResponseCacheOptions | None = None
     safety_identifier: str | None = None
     service_tier: str | None = None
 
@@ -129,11 +145,19 @@ class ResponseRequest(SamplingFields, kw_only=True):
         if self.truncation not in (None, "auto", "disabled"):
             raise invalid_field("truncation", "must be auto or disabled")
         check_tools(self.tools or (), self.tool_choice)
+        if self.prewarms and (self.stream or self.background):
+            raise invalid_field(
+                "prompt_cache_options.prewarm", "cannot be combined with stream or background"
+            )
         if self.prompt is not None:
             raise unsupported_field("prompt", "stored prompts are not supported")
         if not 0 <= (self.top_logprobs or 0) <= MAX_TOP_LOGPROBS:
             raise invalid_field("top_logprobs", f"must be from 0 to {MAX_TOP_LOGPROBS}")
         check_metadata(self.metadata or {})
+
+    @property
+    def prewarms(self) -> bool:
+        return self.prompt_cache_options is not None and bool(self.prompt_cache_options.prewarm)
 
     @property
     def stored(self) -> bool:
@@ -164,6 +188,8 @@ class ResponseRequest(SamplingFields, kw_only=True):
         if isinstance(self.input, str):
             return [parse_message("user", self.input, "input")]
         if not self.input:
+            if self.prewarms and (self.previous_response_id or self.conversation):
+                return []
             raise invalid_field("input", "must not be empty")
         check_count(self.input, "input")
         return messages_of(self.input, "input")
