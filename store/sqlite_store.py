@@ -22,7 +22,7 @@ from pensieve.errors import DataLoss, PensieveError
 from pensieve.store import _leases, _rules
 from pensieve.store._clock import Moment, steady_clock_ms, wall_clock_ms
 from pensieve.store._codec import make_erased_record, marking_damage, read_all_slices, read_log, take_slice
-from pensieve.store._listing import decode_cursor, encode_cursor, position_of
+from pensieve.store._listing import decode_cursor, encode_cursor, may_be_about, position_of
 from pensieve.store._marks import found_by
 from pensieve.store._sqlite.database import SqliteDatabase
 from pensieve.store._sqlite.dump import SqliteDump
@@ -93,6 +93,12 @@ class SqliteStore:
     def store_id(self) -> str:
         return self._database.file.store_id
 
+    @property
+    def remnants(self) -> str:
+        if not self._database.is_erasing:
+            return ""
+        return f"another program reads {self.path}: its write-ahead log keeps erased content until that program ends"
+
     async def open(self) -> None:
         """Lock and open the file. Raises FailedPrecondition if another server holds it or its schema is newer."""
         try:
@@ -142,6 +148,14 @@ class SqliteStore:
             found = [_rules.view(meta, now) for meta in islice(newest, limit + 1)]
             page = found[:limit]
             return Page(tuple(page), encode_cursor(position_of(page[-1])) if len(found) > limit else "")
+
+        return await self._with_repair(lambda: self._database.list(work, tenant))
+
+    async def find_subject(self, tenant: str, subject: str) -> list[SessionRow]:
+        def work(rows: Rows) -> list[SessionRow]:
+            now = self._now()
+            found = (_rules.view(meta, now) for meta in rows.every(tenant, now))
+            return [row for row in found if may_be_about(row, subject)]
 
         return await self._with_repair(lambda: self._database.list(work, tenant))
 

@@ -110,6 +110,11 @@ class SqliteDatabase:
         self._thread.submit(self._run_urgent)  # in case no other change comes first
         return await self._count_errors(asyncio.wrap_future(done))
 
+    @property
+    def is_erasing(self) -> bool:
+        """Whether the WAL may hold deleted content, because another program reads the file."""
+        return self._erasing
+
     async def erase_log(self) -> None:
         """Empty the WAL, so that deleted content does not stay readable in it."""
         self._erasing = True
