@@ -305,10 +305,7 @@ class SqliteStore:
                 rows.shrink(key, one)
             return _rules.view(rows.append(key, meta, record, fingerprint), now)
 
-        row = await self._write(work)
-        if stored:
-            await self._database.erase_log()
-        return row
+        return await self._write(work, erases=bool(stored))
 
     async def delete(
         self, key: Key, *, expected_revision: int | None = None, allow_missing: bool = False
@@ -323,8 +320,7 @@ class SqliteStore:
             rows.put(key, tombstone)
             return True
 
-        if await self._write(work):
-            await self._database.erase_log()
+        await self._write(work, erases=True)
 
     async def forget(self, key: Key, head_hash: str) -> None:
         def work(rows: Rows) -> bool:
@@ -333,8 +329,7 @@ class SqliteStore:
                 rows.erase(key)
             return found
 
-        if await self._write(work):
-            await self._database.erase_log()
+        await self._write(work, erases=True)
 
     async def mark_damaged(self, key: Key) -> None:
         await self._write(
@@ -347,17 +342,15 @@ class SqliteStore:
     async def purge_expired(self) -> int:
         """Remove expired sessions and tombstones in parts, so that commits go on; return how many."""
         removed = 0
-        while some := await self._write(lambda rows: rows.purge(self._now(), PURGE_BATCH)):
+        while some := await self._write(lambda rows: rows.purge(self._now(), PURGE_BATCH), erases=True):
             removed += some
-        if removed:
-            await self._database.erase_log()
         return removed
 
     async def _read(self, work: Callable[[Rows], T], tenant: str) -> T:
         return await self._with_repair(lambda: self._database.read(work, tenant))
 
-    async def _write(self, work: Callable[[Rows], T], *, flush: bool = True) -> T:
-        return await self._with_repair(lambda: self._database.write(work, flush=flush))
+    async def _write(self, work: Callable[[Rows], T], *, flush: bool = True, erases: bool = False) -> T:
+        return await self._with_repair(lambda: self._database.write(work, flush=flush, erases=erases))
 
     async def _with_repair(self, call: Callable[[], Awaitable[T]]) -> T:
         """Run ``call``. If it meets a damaged session, rebuild its derived rows and run it again."""
