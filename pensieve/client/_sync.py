@@ -155,7 +155,7 @@ class Client:
         return self._link.run(_flows.find_turn(self._link.settings, mark, answer, request_id))
 
     def erase_subject(
-        self, subject: str, *, on_session: Callable[[ErasedSession], object] = lambda _: None
+        self, subject: str, *, on_session: Callable[[ErasedSession], object] | None = None
     ) -> Erasure:
         """Erase every session about a person, their forks included, and return a receipt.
 
@@ -168,7 +168,8 @@ class Client:
             if message.HasField("completed"):
                 return decode.erasure(message.completed, erased)
             erased.append(decode.erased_session(message.session))
-            on_session(erased[-1])
+            if on_session is not None:
+                on_session(erased[-1])
         raise Internal("the server ended the erasure without a receipt: repeat the call")
 
     def export_subject(self, subject: str) -> Iterator[bytes]:
