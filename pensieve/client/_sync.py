@@ -16,7 +16,7 @@ from pensieve.client._sync_link import Link, TurnStream
 from pensieve.client._transport import ClientSettings
 from pensieve.client._values import (
     ErasedSession,
-    Erasure,
+    ErasureReceipt,
     FoundTurn,
     Item,
     Role,
@@ -156,7 +156,7 @@ class Client:
 
     def erase_subject(
         self, subject: str, *, on_session: Callable[[ErasedSession], object] | None = None
-    ) -> Erasure:
+    ) -> ErasureReceipt:
         """Erase every session about a person, their forks included, and return a receipt.
 
         ``on_session`` is called with each session once it is erased. Not retried: after an error, the sessions that it

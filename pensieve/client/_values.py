@@ -336,7 +336,7 @@ class ErasedSession:
 
 
 @dataclass(frozen=True, slots=True)
-class Erasure:
+class ErasureReceipt:
     """Receipt of ``erase_subject``: no session about the subject is left."""
 
     sessions: tuple[ErasedSession, ...]

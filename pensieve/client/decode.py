@@ -11,7 +11,7 @@ from pensieve.client._requests import CANDIDATE_CHOICES
 from pensieve.client._values import (
     Candidate,
     ErasedSession,
-    Erasure,
+    ErasureReceipt,
     FinishReason,
     Item,
     Limits,
@@ -210,8 +210,8 @@ def erased_session(message: pb.ErasedSession) -> ErasedSession:
     return ErasedSession(**values)
 
 
-def erasure(message: pb.SubjectErased, sessions: list[ErasedSession]) -> Erasure:
-    return Erasure(tuple(sessions), message.replica, tuple(message.undecided), message.remnants)
+def erasure(message: pb.SubjectErased, sessions: list[ErasedSession]) -> ErasureReceipt:
+    return ErasureReceipt(tuple(sessions), message.replica, tuple(message.undecided), message.remnants)
 
 
 def residency(message: pb.CacheResidency) -> Residency:

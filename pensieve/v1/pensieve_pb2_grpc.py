@@ -304,8 +304,8 @@ class ConversationServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def EraseSubject(self, request, context):
-        """Erases every session about a person, each as DeleteSession does, and says what it erased. Repeated after an
-        error, it erases what is left. Needs the scope erase.
+        """Erases every session about a person, each as DeleteSession does, with a receipt. A call repeated after an error
+        erases the rest. Needs the scope erase.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

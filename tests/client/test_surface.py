@@ -22,7 +22,7 @@ InvalidArgument NotFound PensieveError PermissionDenied ResourceExhausted Revisi
 TurnInProgress Unauthenticated Unavailable
 """
 SDK = """
-AsyncClient AsyncSession AsyncTurnStream CallingMessage Candidate Client ErasedSession Erasure FinishReason
+AsyncClient AsyncSession AsyncTurnStream CallingMessage Candidate Client ErasedSession ErasureReceipt FinishReason
 FoundTurn FunctionCall HintReceipt InputLike Item Limits Phase Piece Progress RawText Residency RetryPolicy Role
 SamplingOptions ServerInfo Session SessionChanges SessionInfo SessionState TenantTotals TokenCount TokenLogprob
 TokenText ToolResult Turn TurnOptions TurnState TurnStream Usage Warming

@@ -29,7 +29,7 @@ from pensieve.server.operations.usage import TenantUse
 from pensieve.server.rpc.validation import UPDATABLE, seconds
 from pensieve.server.sessions.exports import ImportedSession
 from pensieve.server.sessions.records import NewSession, SessionChange
-from pensieve.server.sessions.subjects import ErasedSession, SubjectErased
+from pensieve.server.sessions.subjects import SessionReceipt, SubjectReceipt
 from pensieve.server.sessions.warming import WarmAnswer
 from pensieve.server.settings import TurnSettings
 from pensieve.server.values import (
@@ -294,7 +294,7 @@ def warm_session_response(answer: WarmAnswer, replica: str, now_ms: int) -> pb.W
     )
 
 
-def erased_session(erased: ErasedSession) -> pb.ErasedSession:
+def erased_session(erased: SessionReceipt) -> pb.ErasedSession:
     return pb.ErasedSession(
         name=ids.session_name(erased.session_id),
         **{
@@ -305,7 +305,7 @@ def erased_session(erased: ErasedSession) -> pb.ErasedSession:
     )
 
 
-def subject_erased(done: SubjectErased, replica: str) -> pb.SubjectErased:
+def subject_erased(done: SubjectReceipt, replica: str) -> pb.SubjectErased:
     return pb.SubjectErased(
         sessions=len(done.sessions),
         forks=sum(bool(one.forked_from) for one in done.sessions),

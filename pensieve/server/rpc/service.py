@@ -25,7 +25,7 @@ from pensieve.server.rpc.interceptor import current_caller
 from pensieve.server.rpc.validation import Bounds, validate
 from pensieve.server.sessions.exports import ImportReader, chunks
 from pensieve.server.sessions.lookup import RequestClaim
-from pensieve.server.sessions.subjects import ErasedSession
+from pensieve.server.sessions.subjects import SessionReceipt
 from pensieve.server.turns.stream import StreamOptions, events
 from pensieve.server.values import NewTurn, OnDisconnect
 from pensieve.store import Key
@@ -157,7 +157,7 @@ class ConversationService(pensieve_pb2_grpc.ConversationServiceServicer):
         erasure = self._conversations.subjects.erase(current_caller().tenant, self._valid(request).subject)
         async with aclosing(erasure) as events:
             async for event in events:
-                if isinstance(event, ErasedSession):
+                if isinstance(event, SessionReceipt):
                     message = pb.EraseSubjectResponse(session=convert.erased_session(event))
                 else:
                     done = convert.subject_erased(event, self._conversations.settings.replica)

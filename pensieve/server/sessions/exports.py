@@ -28,7 +28,7 @@ CHUNK_BYTES: Final = 256 << 10
 _TOKEN_BYTES: Final = 4
 
 
-class SessionLine(msgspec.Struct, frozen=True, tag_field="line", tag="session", omit_defaults=True):
+class SessionHeadLine(msgspec.Struct, frozen=True, tag_field="line", tag="session", omit_defaults=True):
     format: int
     session: str
     """Id."""
@@ -58,7 +58,7 @@ class EndLine(msgspec.Struct, frozen=True, tag_field="line", tag="end", omit_def
 
 
 _encoder = msgspec.json.Encoder()
-_decoder = msgspec.json.Decoder(SessionLine | RecordLine | SessionEndLine | EndLine)
+_decoder = msgspec.json.Decoder(SessionHeadLine | RecordLine | SessionEndLine | EndLine)
 
 
 def encode_line(line: msgspec.Struct) -> bytes:
@@ -70,7 +70,7 @@ async def session_lines(store: HistoryStore, row: SessionRow) -> AsyncIterator[b
     except that the lines of a damaged session end at the damage."""
     key, digest, count, damage = Key(row.tenant, row.session_id), hashlib.sha256(), 0, ""
     line = encode_line(
-        SessionLine(
+        SessionHeadLine(
             format=FORMAT,
             session=row.session_id,
             subject=row.config.subject,
@@ -130,7 +130,7 @@ class ImportReader:
         self._size = 0
         self._line = 0
         self._digest = hashlib.sha256()
-        self._session: SessionLine | None = None
+        self._session: SessionHeadLine | None = None
         self._history = History()
         self._records = 0
         self._end: SessionEndLine | None = None
@@ -167,7 +167,7 @@ class ImportReader:
             match line:
                 case RecordLine() if self._session is not None and self._end is None:
                     records.append(line.record)
-                case SessionLine() if self._session is None:
+                case SessionHeadLine() if self._session is None:
                     if line.format > FORMAT:
                         self._refuse(
                             f"has the format {line.format} of a newer server; this one reads up to {FORMAT}: upgrade it"
@@ -198,7 +198,7 @@ class ImportReader:
 
 
 def _problem(history: History) -> str:
-    """Return what is wrong with a history that a client may have made up, or ""."""
+    """Return the fault of a history that a client may have made up, or ""."""
     number = 0
     for item in history.items:
         if not number < item.number < 1 << 53:

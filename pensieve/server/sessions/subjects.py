@@ -1,7 +1,7 @@
 """Erases and exports all sessions about a person.
 
 Each session is erased as ``Sessions.delete`` does, atomically; the whole is not. A call that ends early has erased the
-sessions that it reported, and perhaps one more. Repeated, it erases what is left.
+sessions that it reported, and perhaps one more. A repeated call erases the rest.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MAX_TRIES: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
-class ErasedSession:
+class SessionReceipt:
     """A session that is gone, and what it had held."""
 
     session_id: str
@@ -43,10 +43,10 @@ class ErasedSession:
 
 
 @dataclass(frozen=True, slots=True)
-class SubjectErased:
+class SubjectReceipt:
     """No session about the subject is left."""
 
-    sessions: tuple[ErasedSession, ...]
+    sessions: tuple[SessionReceipt, ...]
     undecided: tuple[str, ...]
     """Ids of damaged sessions whose subject cannot be read."""
     remnants: str
@@ -66,12 +66,12 @@ class Subjects:
         self._sessions = sessions
         self._residency = residency
 
-    async def erase(self, tenant: str, subject: str) -> AsyncGenerator[ErasedSession | SubjectErased, None]:
-        """Erase the tenant's sessions about ``subject``; yield each once it is gone, and at the end ``SubjectErased``.
+    async def erase(self, tenant: str, subject: str) -> AsyncGenerator[SessionReceipt | SubjectReceipt, None]:
+        """Erase the tenant's sessions about ``subject``; yield each once it is gone, and at the end ``SubjectReceipt``.
 
         Raises RevisionMismatch if others create sessions as fast as they are erased, and the store's errors.
         """
-        erased = list[ErasedSession]()
+        erased = list[SessionReceipt]()
         for _ in range(_MAX_TRIES):
             rows = await self._store.find_subject(tenant, subject)
             found = [row for row in rows if row.config.subject == subject]
@@ -80,7 +80,7 @@ class Subjects:
                     self._store.purge_expired()
                 )  # sessions whose time to live is over are hidden, and still stored
                 undecided = tuple(row.session_id for row in rows)
-                yield SubjectErased(tuple(erased), undecided, self._store.remnants)
+                yield SubjectReceipt(tuple(erased), undecided, self._store.remnants)
                 return
             for row in found:
                 # Shielded: a caller that goes away must not keep the last steps of an erasure from being done.
@@ -91,7 +91,7 @@ class Subjects:
         raise RevisionMismatch("sessions about the subject are created while it is erased: repeat the call")
 
     async def export(self, tenant: str, subject: str) -> AsyncGenerator[bytes, None]:
-        """Yield the lines of the tenant's sessions about ``subject``. Those deleted meanwhile are left out."""
+        """Yield the lines of the tenant's sessions about ``subject``, without sessions that are deleted meanwhile."""
         rows = await self._store.find_subject(tenant, subject)
         count = 0
         for row in rows:
@@ -113,7 +113,7 @@ class Subjects:
             yield line
         yield encode_line(EndLine(1))
 
-    async def _erase_session(self, key: Key, subject: str) -> ErasedSession | None:
+    async def _erase_session(self, key: Key, subject: str) -> SessionReceipt | None:
         """Erase a session; None if it is gone or no longer about the subject."""
         for _ in range(_MAX_TRIES):
             try:
@@ -139,7 +139,7 @@ class Subjects:
             )
         raise RevisionMismatch("the session changes too often to be erased: repeat the call")
 
-    async def _read(self, row: SessionRow) -> ErasedSession:
+    async def _read(self, row: SessionRow) -> SessionReceipt:
         """Count what the session holds, to the revision of ``row`` or a later one."""
         key = Key(row.tenant, row.session_id)
         revision, chain, turns, items, tokens = 0, "", 0, 0, 0
@@ -157,4 +157,6 @@ class Subjects:
                 drawn = record.turn.candidates if record.turn is not None else ()
                 tokens += sum(packed_length(answer.tokens) for answer in drawn)
             revision, chain = piece.records[-1].record.revision, piece.records[-1].head_hash
-        return ErasedSession(row.session_id, row.forked_from, revision, turns, items, tokens, damaged=damaged)
+        return SessionReceipt(
+            row.session_id, row.forked_from, revision, turns, items, tokens, damaged=damaged
+        )
