@@ -462,7 +462,7 @@ def erase(server: Server, subject: str, yes: bool, as_json: bool) -> None:
     """Erase every session about a person, forks included, and print a receipt.
 
     Needs a key with the scope erase. Exit code 1 if damaged sessions were left whose subject cannot be read. After
-    an error, repeat the command: it erases what is left.
+    an error, repeat the command: it erases the rest.
     """
     if not yes and not sys.stdin.isatty():
         raise click.UsageError("stdin is not a terminal, so you cannot confirm; --yes erases without asking")
@@ -547,7 +547,7 @@ def _write_whole(path: Path, lines: Iterator[bytes]) -> None:
 def import_(server: Server, file: IO[bytes], session_id: str | None, new_ids: bool) -> None:
     """Create sessions from an export, with their live history; - is stdin.
 
-    A file that was cut short imports nothing. After an error, repeat the command: what is imported is found.
+    A file that was cut short imports nothing. After an error, repeat the command: it imports the rest.
     """
     with _client(server) as client:
         for session in client.import_sessions(file, session_id=session_id, new_ids=new_ids):

@@ -340,7 +340,7 @@ class ErasureReceipt:
     """Receipt of ``erase_subject``: no session about the subject is left."""
 
     sessions: tuple[ErasedSession, ...]
-    """Those that this call erased."""
+    """The sessions that this call erased."""
     replica: str
     """The server whose cache was cleared."""
     undecided: tuple[str, ...]
