@@ -225,6 +225,30 @@ async def test_turns_committed_meanwhile_are_counted(monkeypatch: pytest.MonkeyP
         assert (session.turns, session.revision) == (1, committed)
 
 
+async def test_a_caller_that_goes_away_leaves_no_cache_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving() as rig:
+        await rig.create(config=about(ADA), session_id="hers")
+        deleted, goes_on = asyncio.Event(), asyncio.Event()
+        end_session = rig.conversations.turns.end_session
+
+        async def slow(*given: Any) -> None:
+            deleted.set()
+            await goes_on.wait()
+            await end_session(*given)
+
+        monkeypatch.setattr(rig.conversations.turns, "end_session", slow)
+        call = rig.api.EraseSubject(pb.EraseSubjectRequest(subject=ADA))
+        await asyncio.wait_for(deleted.wait(), 20)
+        call.cancel()
+        await asyncio.sleep(0.2)  # the server hears of it
+        goes_on.set()
+        for _ in range(200):
+            if rig.link.evicted:
+                break
+            await asyncio.sleep(0.05)
+        assert rig.link.evicted == ["acme/hers"]
+
+
 async def test_damaged_sessions_are_erased_or_named(store: HistoryStore) -> None:
     async with serving(store=store) as rig:
         hers, unknown = await rig.create(config=about(ADA)), await rig.create()
