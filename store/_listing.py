@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from pensieve.errors import InvalidArgument
-from pensieve.store.records import SessionRow
+from pensieve.store.records import SessionRow, State
 
 
 class Position(NamedTuple):
@@ -39,3 +39,9 @@ def decode_cursor(cursor: str) -> Position:
 
 def has_labels(row: SessionRow, labels: Mapping[str, str] | None) -> bool:
     return all(row.labels.get(name) == value for name, value in (labels or {}).items())
+
+
+def may_be_about(row: SessionRow, subject: str) -> bool:
+    """Whether the session is about ``subject``, or damaged and its subject is unknown."""
+    theirs = row.config.subject
+    return theirs == subject or (row.state is State.DAMAGED and not theirs)

@@ -173,6 +173,11 @@ class HistoryStore(Protocol):
         """Random name of the data, the same on every server. Known once open; not shown to clients."""
         ...
 
+    @property
+    def remnants(self) -> str:
+        """Where files of the store may still hold erased content, and what removes it; "" if they hold none."""
+        ...
+
     async def open(self) -> None:
         """Connect; create or check the schema. Raises Unavailable or FailedPrecondition."""
         ...
@@ -196,6 +201,14 @@ class HistoryStore(Protocol):
     async def list_sessions(
         self, tenant: str, *, limit: int, cursor: str = "", labels: dict[str, str] | None = None
     ) -> Page: ...
+
+    async def find_subject(self, tenant: str, subject: str) -> list[SessionRow]:
+        """Return the tenant's sessions about ``subject``, and its damaged sessions whose subject is unknown.
+
+        Reads the row of every session and trusts no index: each session that exists from the call to the answer is
+        considered. Takes time in proportion to the store, and delays no commit.
+        """
+        ...
 
     async def usage(self, tenant: str) -> TenantUsage:
         """Return what the tenant's sessions take; cheap enough to call before each change."""

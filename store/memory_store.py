@@ -19,7 +19,7 @@ from pensieve.store._codec import (
     read_log,
     take_slice,
 )
-from pensieve.store._listing import decode_cursor, encode_cursor, has_labels, position_of
+from pensieve.store._listing import decode_cursor, encode_cursor, has_labels, may_be_about, position_of
 from pensieve.store._marks import found_by, mark_entries
 from pensieve.store._rules import CommittedRequest, Meta
 from pensieve.store.contract import (
@@ -70,6 +70,10 @@ class MemoryStore:
     def store_id(self) -> str:
         return self._store_id
 
+    @property
+    def remnants(self) -> str:
+        return ""
+
     async def open(self) -> None:
         """Do nothing."""
 
@@ -106,6 +110,10 @@ class MemoryStore:
         rows.sort(key=position_of, reverse=True)
         more = len(rows) > limit
         return Page(tuple(rows[:limit]), encode_cursor(position_of(rows[limit - 1])) if more else "")
+
+    async def find_subject(self, tenant: str, subject: str) -> list[SessionRow]:
+        rows = (session.meta.row for session in self._live_sessions(tenant, self._now()))
+        return [row for row in rows if may_be_about(row, subject)]
 
     async def usage(self, tenant: str) -> TenantUsage:
         live = self._live_sessions(tenant, self._now())

@@ -62,6 +62,8 @@ class SessionConfig(msgspec.Struct, frozen=True, omit_defaults=True):
     """Set by the server, never by a client; None: the session is older than this field."""
     begun_ms: int = 0
     """The time for a chat template that writes a date. Set by the server; 0: the template writes none."""
+    subject: str = ""
+    """The person whom the session is about, in the caller's own words; at most 256 bytes of UTF-8."""
 
 
 class Item(msgspec.Struct, frozen=True, omit_defaults=True):

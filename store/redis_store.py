@@ -25,12 +25,13 @@ from pensieve.store._codec import (
     read_log,
 )
 from pensieve.store._leases import single_answer
+from pensieve.store._listing import may_be_about
 from pensieve.store._marks import found_by, mark_entries
 from pensieve.store._redis import scripts
 from pensieve.store._redis.acknowledged import AcknowledgedChanges, DurableHeads
 from pensieve.store._redis.clients import gather_all
 from pensieve.store._redis.dump import RedisDump
-from pensieve.store._redis.index import RedisIndex
+from pensieve.store._redis.index import BATCH, RedisIndex
 from pensieve.store._redis.link import RedisLink
 from pensieve.store._redis.rows import (
     Fields,
@@ -38,6 +39,7 @@ from pensieve.store._redis.rows import (
     as_fields,
     check_requests,
     create_fields,
+    damaged_row,
     order_text,
     parse_log,
     parse_order,
@@ -116,6 +118,13 @@ class RedisStore:
     def store_id(self) -> str:
         return self._link.store_id
 
+    @property
+    def remnants(self) -> str:
+        return (
+            f"the files of the Redis at {self._link.address} and of its replicas keep erased content until they are "
+            "rewritten: BGREWRITEAOF for the append-only file, BGSAVE for the dump"
+        )
+
     async def open(self) -> None:
         try:
             await self._link.open()
@@ -154,6 +163,31 @@ class RedisStore:
     ) -> Page:
         await self._link.check_marker()
         return await self._index.page(tenant, limit=limit, cursor=cursor, labels=labels)
+
+    async def find_subject(self, tenant: str, subject: str) -> list[SessionRow]:
+        await self._link.check_marker()
+        found = list[SessionRow]()
+        keys = await self._index.stored_keys(tenant)
+        for begin in range(0, len(keys), BATCH):
+            some = keys[begin : begin + BATCH]
+            replies = await self._link.commands([("HGETALL", session_keys(key)[0]) for key in some])
+            for key, reply in zip(some, replies, strict=True):
+                row = await self._row_or_damaged(key, reply)
+                if row is not None and may_be_about(row, subject):
+                    found.append(row)
+        return found
+
+    async def _row_or_damaged(self, key: Key, reply: Any) -> SessionRow | None:
+        """Return the row in HGETALL's ``reply``; None for a session that is gone. Reads a dubious one again."""
+        fields = {} if isinstance(reply, Exception) else as_fields(reply)
+        if fields.get(b"state") == b"deleted":
+            return None
+        try:
+            return read_row(key, fields, 0) if fields else await self.load(key)
+        except NotFound:
+            return None
+        except DataLoss:
+            return damaged_row(key, 0)
 
     async def usage(self, tenant: str) -> TenantUsage:
         return await self._index.usage(tenant)

@@ -22,7 +22,7 @@ from pensieve.errors import DataLoss, PensieveError
 from pensieve.store import _leases, _rules
 from pensieve.store._clock import Moment, steady_clock_ms, wall_clock_ms
 from pensieve.store._codec import make_erased_record, marking_damage, read_all_slices, read_log, take_slice
-from pensieve.store._listing import decode_cursor, encode_cursor, position_of
+from pensieve.store._listing import decode_cursor, encode_cursor, may_be_about, position_of
 from pensieve.store._marks import found_by
 from pensieve.store._sqlite.database import SqliteDatabase
 from pensieve.store._sqlite.dump import SqliteDump
@@ -93,6 +93,12 @@ class SqliteStore:
     def store_id(self) -> str:
         return self._database.file.store_id
 
+    @property
+    def remnants(self) -> str:
+        if not self._database.is_erasing:
+            return ""
+        return f"another program reads {self.path}: its write-ahead log keeps erased content until that program ends"
+
     async def open(self) -> None:
         """Lock and open the file. Raises FailedPrecondition if another server holds it or its schema is newer."""
         try:
@@ -142,6 +148,14 @@ class SqliteStore:
             found = [_rules.view(meta, now) for meta in islice(newest, limit + 1)]
             page = found[:limit]
             return Page(tuple(page), encode_cursor(position_of(page[-1])) if len(found) > limit else "")
+
+        return await self._with_repair(lambda: self._database.list(work, tenant))
+
+    async def find_subject(self, tenant: str, subject: str) -> list[SessionRow]:
+        def work(rows: Rows) -> list[SessionRow]:
+            now = self._now()
+            found = (_rules.view(meta, now) for meta in rows.every(tenant, now))
+            return [row for row in found if may_be_about(row, subject)]
 
         return await self._with_repair(lambda: self._database.list(work, tenant))
 
@@ -291,10 +305,7 @@ class SqliteStore:
                 rows.shrink(key, one)
             return _rules.view(rows.append(key, meta, record, fingerprint), now)
 
-        row = await self._write(work)
-        if stored:
-            await self._database.erase_log()
-        return row
+        return await self._write(work, erases=bool(stored))
 
     async def delete(
         self, key: Key, *, expected_revision: int | None = None, allow_missing: bool = False
@@ -309,8 +320,7 @@ class SqliteStore:
             rows.put(key, tombstone)
             return True
 
-        if await self._write(work):
-            await self._database.erase_log()
+        await self._write(work, erases=True)
 
     async def forget(self, key: Key, head_hash: str) -> None:
         def work(rows: Rows) -> bool:
@@ -319,8 +329,7 @@ class SqliteStore:
                 rows.erase(key)
             return found
 
-        if await self._write(work):
-            await self._database.erase_log()
+        await self._write(work, erases=True)
 
     async def mark_damaged(self, key: Key) -> None:
         await self._write(
@@ -333,17 +342,15 @@ class SqliteStore:
     async def purge_expired(self) -> int:
         """Remove expired sessions and tombstones in parts, so that commits go on; return how many."""
         removed = 0
-        while some := await self._write(lambda rows: rows.purge(self._now(), PURGE_BATCH)):
+        while some := await self._write(lambda rows: rows.purge(self._now(), PURGE_BATCH), erases=True):
             removed += some
-        if removed:
-            await self._database.erase_log()
         return removed
 
     async def _read(self, work: Callable[[Rows], T], tenant: str) -> T:
         return await self._with_repair(lambda: self._database.read(work, tenant))
 
-    async def _write(self, work: Callable[[Rows], T], *, flush: bool = True) -> T:
-        return await self._with_repair(lambda: self._database.write(work, flush=flush))
+    async def _write(self, work: Callable[[Rows], T], *, flush: bool = True, erases: bool = False) -> T:
+        return await self._with_repair(lambda: self._database.write(work, flush=flush, erases=erases))
 
     async def _with_repair(self, call: Callable[[], Awaitable[T]]) -> T:
         """Run ``call``. If it meets a damaged session, rebuild its derived rows and run it again."""

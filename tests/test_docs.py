@@ -99,7 +99,7 @@ def test_walks_name_what_is_defined(page: Path) -> None:
 def test_options_exist(page: Path) -> None:
     flags = {option.name for option in OPTIONS} | {"config", "print-config", "help", "off"}
     flags |= {flag.lstrip("-") for parameter in gateway.params for flag in parameter.opts}
-    groups = {"stores.md": [store], "top.md": [sessions]}
+    groups = {"stores.md": [store], "top.md": [sessions], "personal-data.md": [sessions, store]}
     for group in groups.get(page.name, []):
         options = (param.opts for command in group.commands.values() for param in command.params)
         flags |= {name.removeprefix("--") for names in options for name in names}

@@ -100,7 +100,7 @@ SUBCOMMANDS: Final[dict[str, tuple[str, str, str]]] = {
     "sessions": (
         "pensieve.cli.sessions",
         "sessions",
-        "List, show and delete a server's sessions.",
+        "List, show, delete, export and import a server's sessions.",
     ),
     "simulate": (
         "pensieve.simulate.command",

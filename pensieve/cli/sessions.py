@@ -1,14 +1,17 @@
-"""``pensieve sessions``: list a server's sessions, show one in detail, erase some."""
+"""``pensieve sessions``: list, show, erase, export and import a server's sessions."""
 
 from __future__ import annotations
 
 import functools
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from datetime import UTC, datetime
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import IO, Any, NamedTuple
 
 import click
 from rich.cells import cell_len, set_cell_size
@@ -17,7 +20,17 @@ from rich.text import Text
 from pensieve.cli import completion, output
 from pensieve.cli.output import clean
 from pensieve.cli.server_errors import describe_error, usage_error
-from pensieve.client import Client, FinishReason, Item, Residency, RetryPolicy, Role, SessionInfo, Turn
+from pensieve.client import (
+    Client,
+    ErasedSession,
+    FinishReason,
+    Item,
+    Residency,
+    RetryPolicy,
+    Role,
+    SessionInfo,
+    Turn,
+)
 from pensieve.errors import InvalidArgument, NotFound, PensieveError
 from pensieve.options.serve import ServeOptions
 
@@ -71,6 +84,7 @@ def session_json(info: SessionInfo) -> dict[str, Any]:
         "context_limit": info.context_limit,
         "model": info.model,
         "labels": dict(info.labels),
+        "subject": info.subject,
         "created": _time(info.create_time),
         "updated": _time(info.update_time),
         "expires": _time(info.expire_time),
@@ -173,6 +187,8 @@ def session_facts(info: SessionInfo, now: datetime) -> Iterator[tuple[str, str]]
     yield "created", f"{_age(info.create_time, now)} ago, used {_age(info.update_time, now)} ago"
     if info.expire_time is not None:
         yield "expires", f"in {output.age((info.expire_time - now).total_seconds())}"
+    if info.subject:
+        yield "about", clean(info.subject, lines=False)
     if info.labels:
         yield "labels", output.labels(info.labels)
     if info.forked_from:
@@ -315,7 +331,7 @@ def _connection(function: Function) -> Function:
 
 @click.group(name="sessions", cls=ListByDefault, context_settings={"help_option_names": ["-h", "--help"]})
 def sessions() -> None:
-    """List, show and delete a server's sessions. Without a subcommand: list.
+    """List, show, delete, export and import a server's sessions. Without a subcommand: list.
 
     An ID may be abbreviated to a unique prefix.
     """
@@ -435,6 +451,107 @@ def delete(server: Server, session_ids: tuple[str, ...], yes: bool) -> None:
             if yes or click.confirm(f"erase {about}?", err=True):
                 client.session(info.name).delete(allow_missing=True)
                 click.echo(f"erased {info.id}")
+
+
+@sessions.command()
+@_connection
+@click.option("--subject", required=True, metavar="NAME", help="The person whose sessions are erased.")
+@click.option("--yes", is_flag=True, help="Erase without confirmation.")
+@click.option("--json", "as_json", is_flag=True, help="Print the receipt as one JSON object.")
+def erase(server: Server, subject: str, yes: bool, as_json: bool) -> None:
+    """Erase every session about a person, forks included, and print a receipt.
+
+    Needs a key with the scope erase. Exit code 1 if damaged sessions were left whose subject cannot be read. After
+    an error, repeat the command: it erases the rest.
+    """
+    if not yes and not sys.stdin.isatty():
+        raise click.UsageError("stdin is not a terminal, so you cannot confirm; --yes erases without asking")
+    with _client(server) as client:
+        if not yes:
+            count = sum(info.subject == subject for info in client.sessions())
+            click.confirm(
+                f"erase {count} sessions about {clean(subject, lines=False)}?", err=True, abort=True
+            )
+        done = client.erase_subject(subject, on_session=None if as_json else _print_erased)
+    if as_json:
+        click.echo(json.dumps(asdict(done)))
+    else:
+        click.echo(
+            f"{len(done.sessions)} sessions erased; cache cleared at {clean(done.replica, lines=False)}"
+        )
+    for name in done.undecided:
+        click.echo(
+            f"left: {name.removeprefix('sessions/')} is damaged, and whom it is about cannot be read",
+            err=True,
+        )
+    if done.remnants:
+        click.echo(clean(done.remnants), err=True)
+    sys.exit(1 if done.undecided else 0)
+
+
+def _print_erased(session: ErasedSession) -> None:
+    fork = f"fork of {session.forked_from.removeprefix('sessions/')}, " if session.forked_from else ""
+    held = f"{session.turns} turns, {session.items} items, {session.tokens} tokens"
+    cached = f"{session.dropped_tokens} dropped from the cache"
+    damaged = ", damaged" if session.damaged else ""
+    click.echo(f"erased {session.name.removeprefix('sessions/')}: {fork}{held}, {cached}{damaged}")
+
+
+@sessions.command()
+@_connection
+@click.argument("session_id", metavar="[ID]", required=False, shell_complete=completion.complete_session_ids)
+@click.option("--subject", metavar="NAME", help="Instead of an ID: every session about a person.")
+@click.option(
+    "--out", type=click.Path(path_type=Path), metavar="FILE", help="Write to a new file, not to stdout."
+)
+def export(server: Server, session_id: str | None, subject: str | None, out: Path | None) -> None:
+    """Write everything that is stored of a session, or about a person, as JSON lines.
+
+    FILE gets its name when it is complete. Only its owner can read it.
+    """
+    if (session_id is None) == (subject is None):
+        raise click.UsageError("give either an ID or --subject")
+    with _client(server) as client:
+        lines = (
+            client.session(find_session(client, session_id).name).export()
+            if session_id is not None
+            else client.export_subject(subject or "")
+        )
+        if out is None:
+            sys.stdout.buffer.writelines(lines)
+            return
+        try:
+            _write_whole(out, lines)
+        except OSError as error:
+            raise click.ClickException(f"{error.filename or out}: {error.strerror}") from error
+
+
+def _write_whole(path: Path, lines: Iterator[bytes]) -> None:
+    """Write a new file that gets its name once it is whole. Raises FileExistsError."""
+    partial = path.with_name(f".{path.name}.part")
+    try:
+        with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            file.writelines(lines)
+            file.flush()
+            os.fsync(file.fileno())
+        os.link(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+@sessions.command(name="import")
+@_connection
+@click.argument("file", type=click.File("rb"), metavar="FILE")
+@click.option("--id", "session_id", metavar="ID", help="Id of the new session, if FILE has one session.")
+@click.option("--new-ids", is_flag=True, help="Let the server choose ids. Otherwise sessions keep theirs.")
+def import_(server: Server, file: IO[bytes], session_id: str | None, new_ids: bool) -> None:
+    """Create sessions from an export, with their live history; - is stdin.
+
+    A file that was cut short imports nothing. After an error, repeat the command: it imports the rest.
+    """
+    with _client(server) as client:
+        for session in client.import_sessions(file, session_id=session_id, new_ids=new_ids):
+            click.echo(f"imported {session.id}")
 
 
 def _turns(client: Client, info: SessionInfo, requests: list[str]) -> Iterator[Turn]:

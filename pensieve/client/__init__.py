@@ -3,7 +3,7 @@
 A turn passes through four layers. ``_requests`` builds its message under a fresh request id. ``_turn_machine``
 decides what to send and how to react to each message or failure. ``_sync_link`` or ``_aio_link`` does the I/O
 on a channel. ``decode`` turns responses into values. Unary calls are in ``_flows``, the keyword options in
-``arguments``. Errors are the classes of ``pensieve.errors``.
+``arguments``, lines of exports in ``_exports``. Errors are the classes of ``pensieve.errors``.
 
 May import: core, errors, rpc_status, speech, tracing, v1.
 """
@@ -17,6 +17,8 @@ from pensieve.client._sync_link import TurnStream
 from pensieve.client._values import (
     CallingMessage,
     Candidate,
+    ErasedSession,
+    ErasureReceipt,
     FinishReason,
     FoundTurn,
     Item,
@@ -47,6 +49,8 @@ __all__ = [
     "CallingMessage",
     "Candidate",
     "Client",
+    "ErasedSession",
+    "ErasureReceipt",
     "FinishReason",
     "FoundTurn",
     "FunctionCall",

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, Unpack
 
 import grpc
 
-from pensieve.client import _flows, _requests
+from pensieve.client import _exports, _flows, _requests, decode
 from pensieve.client._aio_link import AsyncLink, AsyncTurnStream
 from pensieve.client._requests import InputLike
 from pensieve.client._retry import RetryPolicy, retry_policy
 from pensieve.client._transport import ClientSettings
 from pensieve.client._values import (
+    ErasedSession,
+    ErasureReceipt,
     FoundTurn,
     Item,
     Role,
@@ -37,6 +39,8 @@ from pensieve.client.arguments import (
     with_options,
 )
 from pensieve.core import SamplingOptions
+from pensieve.errors import Internal, InvalidArgument
+from pensieve.v1 import pensieve_pb2 as pb
 
 
 class AsyncClient:
@@ -83,6 +87,7 @@ class AsyncClient:
         overflow: Overflow | None = None,
         share_prefixes: bool | None = None,
         tools: Tools | None = None,
+        subject: str | None = None,
         default_sampling: SamplingOptions | None = None,
         initial_items: Sequence[InputLike] = (),
         followed_by: Sequence[Role] = (),
@@ -98,6 +103,7 @@ class AsyncClient:
         * ``model``: must name the model that the server runs; default: any.
         * ``overflow``: ``reject`` a turn that does not fit the context, or ``drop_oldest_turns`` from the context.
         * ``tools``: functions that the model may call.
+        * ``subject``: the person whom the session is about, for ``erase_subject`` and ``export_subject``.
         * ``initial_items``: a transcript to import. ``followed_by``: roles of the first turn's input, for chat
           templates whose output depends on the item after an answer.
         * ``share_prefixes=False``: share no cached state with other sessions.
@@ -113,6 +119,7 @@ class AsyncClient:
                 "overflow": overflow,
                 "share_prefixes": share_prefixes,
                 "tools": tools,
+                "subject": subject,
                 "default_sampling": {**(default_sampling or {}), **sampling},
             }
         )
@@ -145,6 +152,44 @@ class AsyncClient:
         If several match, prefer the one whose session has the turn ``request_id``.
         """
         return await self._link.run(_flows.find_turn(self._link.settings, mark, answer, request_id))
+
+    async def erase_subject(
+        self, subject: str, *, on_session: Callable[[ErasedSession], object] | None = None
+    ) -> ErasureReceipt:
+        """Erase every session about a person, their forks included, and return a receipt.
+
+        ``on_session`` is called with each session once it is erased. Not retried: after an error, the sessions that it
+        was not called for may still be there; repeat the call. Needs the scope ``erase``.
+        """
+        erased = list[ErasedSession]()
+        request = pb.EraseSubjectRequest(subject=subject)
+        async for message in self._link.stream("EraseSubject", request):
+            if message.HasField("completed"):
+                return decode.erasure(message.completed, erased)
+            erased.append(decode.erased_session(message.session))
+            if on_session is not None:
+                on_session(erased[-1])
+        raise Internal("the server ended the erasure without a receipt: repeat the call")
+
+    def export_subject(self, subject: str) -> AsyncIterator[bytes]:
+        """Iterate over everything that is stored in sessions about a person, as JSON lines. Not retried."""
+        return self._link.lines("ExportSubject", pb.ExportSubjectRequest(subject=subject))
+
+    async def import_sessions(
+        self, lines: Iterable[bytes], *, session_id: str | None = None, new_ids: bool = False
+    ) -> list[AsyncSession]:
+        """Create the sessions of a whole export, such as an open file, with their live history.
+
+        They keep their ids, or get ``session_id`` (of an export of one session) or, with ``new_ids``, new ones. The
+        same lines again return the same sessions. Raises InvalidArgument if the export was cut short, before it
+        imports anything, and AlreadyExists (SESSION_EXISTS) for an id that is taken.
+        """
+        exported = _exports.divide(lines)
+        if session_id is not None and len(exported) != 1:
+            raise InvalidArgument.field("session_id", f"is for one session, the export has {len(exported)}")
+        requests = [_exports.import_requests(one, session_id, new_id=new_ids) for one in exported]
+        infos = [await self._link.run(_flows.import_session(self._link.settings, one)) for one in requests]
+        return [AsyncSession(self._link, info.name, info) for info in infos]
 
     async def server_info(self) -> ServerInfo:
         return await self._link.run(_flows.server_info(self._link.settings))
@@ -343,6 +388,10 @@ class AsyncSession(SessionView):
         FailedPrecondition (SESSION_USED) if it has had one, TurnInProgress while one runs.
         """
         await self._link.run(self._core.delete(expected_revision, allow_missing, unused_only))
+
+    def export(self) -> AsyncIterator[bytes]:
+        """Iterate over everything that is stored of the session, as JSON lines. Not retried."""
+        return self._link.lines("ExportSession", pb.ExportSessionRequest(name=self.name), self.name)
 
     async def count_tokens(
         self,

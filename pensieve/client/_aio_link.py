@@ -9,7 +9,9 @@ from typing import Any, Self, TypeVar
 
 import grpc
 import grpc.aio
+from google.protobuf.message import Message
 
+from pensieve.client._exports import LineJoiner
 from pensieve.client._flows import SessionCore
 from pensieve.client._steps import Flow, Invoke, Sleep, discard
 from pensieve.client._transport import ClientSettings, open_channel
@@ -76,6 +78,24 @@ class AsyncLink:
             return await call
         finally:
             call.cancel()  # No-op when done. gRPC never collects a call that is dropped without it.
+
+    async def stream(self, method: str, request: Message, session: str = "") -> AsyncIterator[Any]:
+        """Make one call and yield its responses. Neither retried nor limited in time. Leaving early cancels it."""
+        call = getattr(self.stub, method)(request, metadata=self.settings.metadata(session))
+        try:
+            async for message in call:
+                yield message
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from None
+        finally:
+            call.cancel()
+
+    async def lines(self, method: str, request: Message, session: str = "") -> AsyncIterator[bytes]:
+        """As ``stream``, for an export: yield its lines, each with its line feed."""
+        joiner = LineJoiner()
+        async for message in self.stream(method, request, session):
+            for line in joiner.feed(message.data):
+                yield line
 
     def discard(self, session: str, request_id: str, stream_id: str) -> asyncio.Task[None] | None:
         """Tell the server in the background that the client has left the turn. Otherwise the session stays busy."""

@@ -68,6 +68,13 @@ def create_session(settings: ClientSettings, request: pb.CreateSessionRequest) -
     return decode.session(response.session)
 
 
+def import_session(
+    settings: ClientSettings, requests: tuple[pb.ImportSessionRequest, ...]
+) -> Flow[SessionInfo]:
+    response = yield from call(settings, "ImportSession", requests)
+    return decode.session(response.session)
+
+
 def find_turn(
     settings: ClientSettings, mark: str, answer: str | None, request_id: str | None
 ) -> Flow[FoundTurn | None]:

@@ -40,6 +40,7 @@ UPDATE_PATHS = {
     "overflow": "config.overflow_policy",
     "share_prefixes": "config.prefix_sharing",
     "tools": "config.tools_json",
+    "subject": "config.subject",
     "rebind": "",
 }
 """Keyword of ``SessionChanges`` → path in an update mask; "": not a field of a session."""
@@ -309,6 +310,7 @@ def session_config(given: Mapping[str, Any]) -> pb.SessionConfig:
         overflow_policy=enum_name("overflow", overflow, OVERFLOW) if overflow else None,
         prefix_sharing=SHARING[given.get("share_prefixes")],
         tools_json=tools if isinstance(tools, str) else tools_json(tools or ()),
+        subject=given.get("subject") or "",
     )
     if defaults:
         config.default_sampling.CopyFrom(sampling(defaults))

@@ -19,10 +19,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Invoke:
-    """Make one unary call."""
+    """Make one call that has one response."""
 
     method: str
-    request: Message
+    request: Message | tuple[Message, ...]
+    """Several messages: of a call that takes a stream."""
     session: str
     timeout: float
 
@@ -60,7 +61,12 @@ class Tries:
 
 
 def call(
-    settings: ClientSettings, method: str, request: Message, *, session: str = "", replay: bool = True
+    settings: ClientSettings,
+    method: str,
+    request: Message | tuple[Message, ...],
+    *,
+    session: str = "",
+    replay: bool = True,
 ) -> Flow[Any]:
     """Make one unary call, retried while that is safe and within budget. ``replay=False``: at most once."""
     tries = Tries(settings)

@@ -12,7 +12,9 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeVar
 
 import grpc
+from google.protobuf.message import Message
 
+from pensieve.client._exports import LineJoiner
 from pensieve.client._flows import SessionCore
 from pensieve.client._steps import Flow, Invoke, Sleep, discard
 from pensieve.client._transport import ClientSettings, open_channel
@@ -231,7 +233,29 @@ class Link:
     def _invoke(self, step: Invoke) -> Any:
         self.check_open()
         metadata = self.settings.metadata(step.session)
-        return getattr(self.stub, step.method)(step.request, timeout=step.timeout, metadata=metadata)
+        request = iter(step.request) if isinstance(step.request, tuple) else step.request
+        return getattr(self.stub, step.method)(request, timeout=step.timeout, metadata=metadata)
+
+    def stream(self, method: str, request: Message, session: str = "") -> Iterator[Any]:
+        """Make one call and yield its responses. Neither retried nor limited in time. Leaving early cancels it."""
+        self.check_open()
+        call, janitor = (
+            getattr(self.stub, method)(request, metadata=self.settings.metadata(session)),
+            self.janitor,
+        )
+        janitor.start()
+        try:
+            yield from call
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from None
+        finally:
+            janitor.submit(call.cancel)  # may run in a finaliser, inside grpc
+
+    def lines(self, method: str, request: Message, session: str = "") -> Iterator[bytes]:
+        """As ``stream``, for an export: yield its lines, each with its line feed."""
+        joiner = LineJoiner()
+        for message in self.stream(method, request, session):
+            yield from joiner.feed(message.data)
 
     def check_open(self) -> None:
         """Raise Cancelled if the client is closed; SystemExit in a daemon thread while the program exits."""

@@ -302,6 +302,8 @@ class SessionInfo:
     forked_from_item: int = 0
     tools: str = ""
     """Definitions of the functions that the model may call, as a JSON array."""
+    subject: str = ""
+    """The person whom the session is about, or ""."""
     active_request_id: str = ""
     """Request id of the running turn, or ""."""
     residency: Residency | None = None
@@ -310,6 +312,41 @@ class SessionInfo:
     def id(self) -> str:
         """The name without ``sessions/``."""
         return self.name.removeprefix("sessions/")
+
+
+@dataclass(frozen=True, slots=True)
+class ErasedSession:
+    """A session that is erased, and what it had held."""
+
+    name: str
+    forked_from: str
+    revision: int
+    turns: int
+    items: int
+    """Superseded items included."""
+    tokens: int
+    """Stored token ids, those of all candidates included."""
+    device_tokens: int
+    """KV-tokens on the server's device before."""
+    host_tokens: int
+    dropped_tokens: int
+    """KV-tokens that the server dropped; it keeps those that other sessions share."""
+    damaged: bool
+    """The session could not be read whole: the counts are of the part that could."""
+
+
+@dataclass(frozen=True, slots=True)
+class ErasureReceipt:
+    """Receipt of ``erase_subject``: no session about the subject is left."""
+
+    sessions: tuple[ErasedSession, ...]
+    """The sessions that this call erased."""
+    replica: str
+    """The server whose cache was cleared."""
+    undecided: tuple[str, ...]
+    """Names of damaged sessions that were left, because their subject cannot be read."""
+    remnants: str
+    """Where files of the store may still hold erased content, and what removes it; "" if they hold none."""
 
 
 @dataclass(frozen=True, slots=True)

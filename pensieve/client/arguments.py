@@ -315,6 +315,8 @@ class SessionChanges(TypedDict, total=False):
     """Whether cached state of common prefixes is shared with the tenant's other sessions."""
     tools: Tools
     """Functions that the model may call, replacing the earlier ones; an empty list or text: none."""
+    subject: str
+    """The person whom the session is about, by any name of yours; "": none."""
     rebind: bool
     """Move the session to the model that the server runs: ``Session.rebind``."""
 

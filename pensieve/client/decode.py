@@ -10,6 +10,8 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from pensieve.client._requests import CANDIDATE_CHOICES
 from pensieve.client._values import (
     Candidate,
+    ErasedSession,
+    ErasureReceipt,
     FinishReason,
     Item,
     Limits,
@@ -191,6 +193,7 @@ def session(message: pb.Session) -> SessionInfo:
         overflow="drop_oldest_turns" if drop else "reject",
         share_prefixes=config.prefix_sharing != pb.PREFIX_SHARING_NONE,
         tools=config.tools_json,
+        subject=config.subject,
         labels=dict(message.labels),
         create_time=time_of(message.create_time) if message.HasField("create_time") else None,
         update_time=time_of(message.update_time) if message.HasField("update_time") else None,
@@ -200,6 +203,15 @@ def session(message: pb.Session) -> SessionInfo:
         active_request_id=message.active_turn.request_id,
         residency=residency(message.residency) if message.HasField("residency") else None,
     )
+
+
+def erased_session(message: pb.ErasedSession) -> ErasedSession:
+    values = {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}
+    return ErasedSession(**values)
+
+
+def erasure(message: pb.SubjectErased, sessions: list[ErasedSession]) -> ErasureReceipt:
+    return ErasureReceipt(tuple(sessions), message.replica, tuple(message.undecided), message.remnants)
 
 
 def residency(message: pb.CacheResidency) -> Residency:

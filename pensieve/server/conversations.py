@@ -24,6 +24,7 @@ from pensieve.server.operations.usage import UsageTracker
 from pensieve.server.sessions.lookup import RequestClaims, find_turn
 from pensieve.server.sessions.quotas import StorageQuotas
 from pensieve.server.sessions.sessions import Sessions
+from pensieve.server.sessions.subjects import Subjects
 from pensieve.server.sessions.warming import SessionWarmer
 from pensieve.server.settings import TurnSettings
 from pensieve.server.tenants import TenantTable
@@ -128,6 +129,7 @@ class Conversations:
         self.quotas = StorageQuotas(store, tenants)
         self.claims = RequestClaims(store, self.quotas)
         self.sessions = Sessions(transcript, link, self.turns, served, settings, self.quotas)
+        self.subjects = Subjects(store, self.sessions, self.residency)
         self.warmer = SessionWarmer(transcript, link, self.turns, served, settings, listeners.warmed)
 
     @property

@@ -4,7 +4,7 @@
     id = "web1"
     sha256 = "<64 hex digits>"                      # of the secret; the secret itself is in no file
     tenant = "acme"
-    scopes = ["sessions.read", "sessions.write"]    # and/or "admin", "grammars"; these two where it is left out
+    scopes = ["sessions.read", "sessions.write"]    # and/or "admin", "grammars", "erase"; these two by default
     expires = 2027-01-01T00:00:00Z                  # optional
 
     [[certificate]]                                 # a client certificate, with --tls-client-ca
@@ -46,7 +46,9 @@ WRITE: Final = "sessions.write"
 ADMIN: Final = "admin"
 GRAMMARS: Final = "grammars"
 """Answers that follow a regular expression or a grammar of the caller's own, which may cost much work."""
-ALL_SCOPES: Final = frozenset({READ, WRITE, ADMIN, GRAMMARS})
+ERASE: Final = "erase"
+"""Erasing everything about a person, in all sessions."""
+ALL_SCOPES: Final = frozenset({READ, WRITE, ADMIN, GRAMMARS, ERASE})
 
 
 class Credential(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

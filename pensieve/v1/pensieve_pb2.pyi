@@ -165,7 +165,7 @@ class CacheResidency(_message.Message):
     def __init__(self, replica: _Optional[str] = ..., as_of_revision: _Optional[int] = ..., gpu_tokens: _Optional[int] = ..., host_tokens: _Optional[int] = ..., dropped_tokens: _Optional[int] = ..., as_of_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
 
 class SessionConfig(_message.Message):
-    __slots__ = ("model", "system_prompt", "default_sampling", "ttl", "overflow_policy", "prefix_sharing", "tools_json")
+    __slots__ = ("model", "system_prompt", "default_sampling", "ttl", "overflow_policy", "prefix_sharing", "tools_json", "subject")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     SYSTEM_PROMPT_FIELD_NUMBER: _ClassVar[int]
     DEFAULT_SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -173,6 +173,7 @@ class SessionConfig(_message.Message):
     OVERFLOW_POLICY_FIELD_NUMBER: _ClassVar[int]
     PREFIX_SHARING_FIELD_NUMBER: _ClassVar[int]
     TOOLS_JSON_FIELD_NUMBER: _ClassVar[int]
+    SUBJECT_FIELD_NUMBER: _ClassVar[int]
     model: str
     system_prompt: str
     default_sampling: SamplingParams
@@ -180,7 +181,8 @@ class SessionConfig(_message.Message):
     overflow_policy: OverflowPolicy
     prefix_sharing: PrefixSharing
     tools_json: str
-    def __init__(self, model: _Optional[str] = ..., system_prompt: _Optional[str] = ..., default_sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., overflow_policy: _Optional[_Union[OverflowPolicy, str]] = ..., prefix_sharing: _Optional[_Union[PrefixSharing, str]] = ..., tools_json: _Optional[str] = ...) -> None: ...
+    subject: str
+    def __init__(self, model: _Optional[str] = ..., system_prompt: _Optional[str] = ..., default_sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., overflow_policy: _Optional[_Union[OverflowPolicy, str]] = ..., prefix_sharing: _Optional[_Union[PrefixSharing, str]] = ..., tools_json: _Optional[str] = ..., subject: _Optional[str] = ...) -> None: ...
 
 class CreateSessionRequest(_message.Message):
     __slots__ = ("request_id", "session_id", "config", "labels", "initial_items", "followed_by")
@@ -278,6 +280,104 @@ class DeleteSessionRequest(_message.Message):
 class DeleteSessionResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class EraseSubjectRequest(_message.Message):
+    __slots__ = ("subject",)
+    SUBJECT_FIELD_NUMBER: _ClassVar[int]
+    subject: str
+    def __init__(self, subject: _Optional[str] = ...) -> None: ...
+
+class EraseSubjectResponse(_message.Message):
+    __slots__ = ("session", "completed")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    COMPLETED_FIELD_NUMBER: _ClassVar[int]
+    session: ErasedSession
+    completed: SubjectErased
+    def __init__(self, session: _Optional[_Union[ErasedSession, _Mapping]] = ..., completed: _Optional[_Union[SubjectErased, _Mapping]] = ...) -> None: ...
+
+class ErasedSession(_message.Message):
+    __slots__ = ("name", "forked_from", "revision", "turns", "items", "tokens", "device_tokens", "host_tokens", "dropped_tokens", "damaged")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    FORKED_FROM_FIELD_NUMBER: _ClassVar[int]
+    REVISION_FIELD_NUMBER: _ClassVar[int]
+    TURNS_FIELD_NUMBER: _ClassVar[int]
+    ITEMS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HOST_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DAMAGED_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    forked_from: str
+    revision: int
+    turns: int
+    items: int
+    tokens: int
+    device_tokens: int
+    host_tokens: int
+    dropped_tokens: int
+    damaged: bool
+    def __init__(self, name: _Optional[str] = ..., forked_from: _Optional[str] = ..., revision: _Optional[int] = ..., turns: _Optional[int] = ..., items: _Optional[int] = ..., tokens: _Optional[int] = ..., device_tokens: _Optional[int] = ..., host_tokens: _Optional[int] = ..., dropped_tokens: _Optional[int] = ..., damaged: bool = ...) -> None: ...
+
+class SubjectErased(_message.Message):
+    __slots__ = ("sessions", "forks", "turns", "items", "tokens", "replica", "undecided", "remnants")
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    FORKS_FIELD_NUMBER: _ClassVar[int]
+    TURNS_FIELD_NUMBER: _ClassVar[int]
+    ITEMS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
+    UNDECIDED_FIELD_NUMBER: _ClassVar[int]
+    REMNANTS_FIELD_NUMBER: _ClassVar[int]
+    sessions: int
+    forks: int
+    turns: int
+    items: int
+    tokens: int
+    replica: str
+    undecided: _containers.RepeatedScalarFieldContainer[str]
+    remnants: str
+    def __init__(self, sessions: _Optional[int] = ..., forks: _Optional[int] = ..., turns: _Optional[int] = ..., items: _Optional[int] = ..., tokens: _Optional[int] = ..., replica: _Optional[str] = ..., undecided: _Optional[_Iterable[str]] = ..., remnants: _Optional[str] = ...) -> None: ...
+
+class ExportSessionRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class ExportSessionResponse(_message.Message):
+    __slots__ = ("data",)
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    data: bytes
+    def __init__(self, data: _Optional[bytes] = ...) -> None: ...
+
+class ExportSubjectRequest(_message.Message):
+    __slots__ = ("subject",)
+    SUBJECT_FIELD_NUMBER: _ClassVar[int]
+    subject: str
+    def __init__(self, subject: _Optional[str] = ...) -> None: ...
+
+class ExportSubjectResponse(_message.Message):
+    __slots__ = ("data",)
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    data: bytes
+    def __init__(self, data: _Optional[bytes] = ...) -> None: ...
+
+class ImportSessionRequest(_message.Message):
+    __slots__ = ("data", "session_id", "new_id")
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    NEW_ID_FIELD_NUMBER: _ClassVar[int]
+    data: bytes
+    session_id: str
+    new_id: bool
+    def __init__(self, data: _Optional[bytes] = ..., session_id: _Optional[str] = ..., new_id: bool = ...) -> None: ...
+
+class ImportSessionResponse(_message.Message):
+    __slots__ = ("session",)
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    session: Session
+    def __init__(self, session: _Optional[_Union[Session, _Mapping]] = ...) -> None: ...
 
 class ForkSessionRequest(_message.Message):
     __slots__ = ("name", "request_id", "item", "session_id", "expected_revision", "candidate")

@@ -131,6 +131,26 @@ class ConversationServiceStub(object):
                 request_serializer=pensieve_dot_v1_dot_pensieve__pb2.GetServerInfoRequest.SerializeToString,
                 response_deserializer=pensieve_dot_v1_dot_pensieve__pb2.GetServerInfoResponse.FromString,
                 _registered_method=True)
+        self.EraseSubject = channel.unary_stream(
+                '/pensieve.v1.ConversationService/EraseSubject',
+                request_serializer=pensieve_dot_v1_dot_pensieve__pb2.EraseSubjectRequest.SerializeToString,
+                response_deserializer=pensieve_dot_v1_dot_pensieve__pb2.EraseSubjectResponse.FromString,
+                _registered_method=True)
+        self.ExportSession = channel.unary_stream(
+                '/pensieve.v1.ConversationService/ExportSession',
+                request_serializer=pensieve_dot_v1_dot_pensieve__pb2.ExportSessionRequest.SerializeToString,
+                response_deserializer=pensieve_dot_v1_dot_pensieve__pb2.ExportSessionResponse.FromString,
+                _registered_method=True)
+        self.ExportSubject = channel.unary_stream(
+                '/pensieve.v1.ConversationService/ExportSubject',
+                request_serializer=pensieve_dot_v1_dot_pensieve__pb2.ExportSubjectRequest.SerializeToString,
+                response_deserializer=pensieve_dot_v1_dot_pensieve__pb2.ExportSubjectResponse.FromString,
+                _registered_method=True)
+        self.ImportSession = channel.stream_unary(
+                '/pensieve.v1.ConversationService/ImportSession',
+                request_serializer=pensieve_dot_v1_dot_pensieve__pb2.ImportSessionRequest.SerializeToString,
+                response_deserializer=pensieve_dot_v1_dot_pensieve__pb2.ImportSessionResponse.FromString,
+                _registered_method=True)
         self.GetUsage = channel.unary_unary(
                 '/pensieve.v1.ConversationService/GetUsage',
                 request_serializer=pensieve_dot_v1_dot_pensieve__pb2.GetUsageRequest.SerializeToString,
@@ -283,6 +303,36 @@ class ConversationServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def EraseSubject(self, request, context):
+        """Erases every session about a person, each as DeleteSession does, with a receipt. A call repeated after an error
+        erases the rest. Needs the scope erase.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ExportSession(self, request, context):
+        """All that is stored of a session, superseded items included, as JSON lines (docs/personal-data.md).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ExportSubject(self, request, context):
+        """The same of every session about a person.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ImportSession(self, request_iterator, context):
+        """Makes a session with the live history of an exported one. A stream that is cut short makes nothing. The same
+        lines again return the same session.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetUsage(self, request, context):
         """Usage of this server and of the history store by the caller's tenant.
         """
@@ -387,6 +437,26 @@ def add_ConversationServiceServicer_to_server(servicer, server):
                     servicer.GetServerInfo,
                     request_deserializer=pensieve_dot_v1_dot_pensieve__pb2.GetServerInfoRequest.FromString,
                     response_serializer=pensieve_dot_v1_dot_pensieve__pb2.GetServerInfoResponse.SerializeToString,
+            ),
+            'EraseSubject': grpc.unary_stream_rpc_method_handler(
+                    servicer.EraseSubject,
+                    request_deserializer=pensieve_dot_v1_dot_pensieve__pb2.EraseSubjectRequest.FromString,
+                    response_serializer=pensieve_dot_v1_dot_pensieve__pb2.EraseSubjectResponse.SerializeToString,
+            ),
+            'ExportSession': grpc.unary_stream_rpc_method_handler(
+                    servicer.ExportSession,
+                    request_deserializer=pensieve_dot_v1_dot_pensieve__pb2.ExportSessionRequest.FromString,
+                    response_serializer=pensieve_dot_v1_dot_pensieve__pb2.ExportSessionResponse.SerializeToString,
+            ),
+            'ExportSubject': grpc.unary_stream_rpc_method_handler(
+                    servicer.ExportSubject,
+                    request_deserializer=pensieve_dot_v1_dot_pensieve__pb2.ExportSubjectRequest.FromString,
+                    response_serializer=pensieve_dot_v1_dot_pensieve__pb2.ExportSubjectResponse.SerializeToString,
+            ),
+            'ImportSession': grpc.stream_unary_rpc_method_handler(
+                    servicer.ImportSession,
+                    request_deserializer=pensieve_dot_v1_dot_pensieve__pb2.ImportSessionRequest.FromString,
+                    response_serializer=pensieve_dot_v1_dot_pensieve__pb2.ImportSessionResponse.SerializeToString,
             ),
             'GetUsage': grpc.unary_unary_rpc_method_handler(
                     servicer.GetUsage,
@@ -909,6 +979,114 @@ class ConversationService(object):
             '/pensieve.v1.ConversationService/GetServerInfo',
             pensieve_dot_v1_dot_pensieve__pb2.GetServerInfoRequest.SerializeToString,
             pensieve_dot_v1_dot_pensieve__pb2.GetServerInfoResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def EraseSubject(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/pensieve.v1.ConversationService/EraseSubject',
+            pensieve_dot_v1_dot_pensieve__pb2.EraseSubjectRequest.SerializeToString,
+            pensieve_dot_v1_dot_pensieve__pb2.EraseSubjectResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ExportSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/pensieve.v1.ConversationService/ExportSession',
+            pensieve_dot_v1_dot_pensieve__pb2.ExportSessionRequest.SerializeToString,
+            pensieve_dot_v1_dot_pensieve__pb2.ExportSessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ExportSubject(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/pensieve.v1.ConversationService/ExportSubject',
+            pensieve_dot_v1_dot_pensieve__pb2.ExportSubjectRequest.SerializeToString,
+            pensieve_dot_v1_dot_pensieve__pb2.ExportSubjectResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ImportSession(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/pensieve.v1.ConversationService/ImportSession',
+            pensieve_dot_v1_dot_pensieve__pb2.ImportSessionRequest.SerializeToString,
+            pensieve_dot_v1_dot_pensieve__pb2.ImportSessionResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any, Final
-from urllib.parse import unquote
 from uuid import uuid4
 
 import msgspec
@@ -27,7 +26,6 @@ from pensieve.store._raw import (
     Remedy,
     make_finding,
     no_progress,
-    sort_keys,
 )
 from pensieve.store._redis.index import RedisIndex
 from pensieve.store._redis.link import MARKER, SCHEMA, RedisLink
@@ -138,11 +136,7 @@ class RedisDump:
         return parse_time(await self._link.command("TIME"))
 
     async def keys(self) -> list[Key]:
-        found: set[Key] = set()
-        for kind in ("hash", "stream"):
-            names = await self._link.names("pv1:{*", kind)
-            found.update(key for name in names if (key := _key_of(name)) is not None)
-        return sort_keys(found)
+        return await self._index.stored_keys()
 
     async def session(self, key: Key) -> RawSession | None:
         found = await self._read(key)
@@ -216,16 +210,6 @@ class RedisDump:
                 detail = "its turns are not found by their marks"
                 found.append(make_finding(key, Problem.LISTING, detail, Remedy.REBUILD))
         return RawSession(key, meta, records, requests, tuple(found), stamp.decode(errors="surrogateescape"))
-
-
-def _key_of(name: bytes) -> Key | None:
-    """Return the session that a key belongs to, or None."""
-    text = name.decode("utf-8", errors="replace")
-    inside, end, part = text.removeprefix("pv1:{").rpartition("}:")
-    tenant, slash, session_id = inside.partition("/")
-    if not (end and slash and part in ("m", "q", "l")):
-        return None
-    return Key(unquote(tenant), unquote(session_id))
 
 
 def _meta(key: Key, fields: Fields) -> Meta:

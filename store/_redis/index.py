@@ -24,6 +24,7 @@ from pensieve.errors import DataLoss
 from pensieve.store import _refusals
 from pensieve.store._listing import Position, decode_cursor, encode_cursor, has_labels, position_of
 from pensieve.store._marks import MarkEntry
+from pensieve.store._raw import sort_keys
 from pensieve.store._redis.link import RedisLink
 from pensieve.store._redis.rows import (
     Fields,
@@ -32,6 +33,7 @@ from pensieve.store._redis.rows import (
     index_key,
     indexed_tenant,
     is_sealed,
+    key_of_name,
     log_bytes,
     parse_time,
     read_row,
@@ -195,6 +197,15 @@ class RedisIndex:
         page = found[:limit]
         rows = sorted((entry.row for entry in page), key=position_of, reverse=True)
         return Page(tuple(rows), encode_cursor(page[-1].place) if len(found) > limit else "")
+
+    async def stored_keys(self, tenant: str | None = None) -> list[Key]:
+        """Return the sessions and tombstones that have keys of their own (None: of all tenants), listed or not."""
+        prefix = "pv1:{" if tenant is None else f"pv1:{{{quote(tenant, safe='')}/"
+        found: set[Key] = set()
+        for kind in ("hash", "stream"):
+            names = await self._link.names(f"{prefix}*", kind)
+            found.update(key for name in names if (key := key_of_name(name)) is not None)
+        return sort_keys(found)
 
     async def purge(self) -> int:
         """Remove entries of missing sessions of all tenants; return how many."""

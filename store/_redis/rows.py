@@ -33,6 +33,16 @@ def session_keys(key: Key) -> list[str]:
     return [f"{base}:m", f"{base}:q", f"{base}:l"]
 
 
+def key_of_name(name: bytes) -> Key | None:
+    """Return the session that a key belongs to, or None."""
+    text = name.decode("utf-8", errors="replace")
+    inside, end, part = text.removeprefix("pv1:{").rpartition("}:")
+    tenant, slash, session_id = inside.partition("/")
+    if not (end and slash and part in ("m", "q", "l")):
+        return None
+    return Key(unquote(tenant), unquote(session_id))
+
+
 def index_key(tenant: str) -> str:
     return tenant_keys(tenant)[0]
 

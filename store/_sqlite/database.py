@@ -84,12 +84,20 @@ class SqliteDatabase:
         """As ``read``, for long reads, which do not delay others."""
         return await self._read(work, self.file.listings, tenant)
 
-    async def write(self, work: Callable[[Rows], T], *, flush: bool = True) -> T:
-        """Run ``work`` in one transaction, which is rolled back on any error."""
+    async def write(self, work: Callable[[Rows], T], *, flush: bool = True, erases: bool = False) -> T:
+        """Run ``work`` in one transaction, which is rolled back on any error.
+
+        ``erases``: a true result means that content was deleted. Then empty the WAL, so that the content does not stay
+        readable in it, also for a caller that was cancelled meanwhile.
+        """
 
         def change() -> T:
             self._run_urgent()
-            return self._change(work, flush=flush)
+            result = self._change(work, flush=flush)
+            if erases and result:
+                self._erasing = True
+                self._tidy()
+            return result
 
         return await self._run_counted(change)
 
@@ -110,10 +118,10 @@ class SqliteDatabase:
         self._thread.submit(self._run_urgent)  # in case no other change comes first
         return await self._count_errors(asyncio.wrap_future(done))
 
-    async def erase_log(self) -> None:
-        """Empty the WAL, so that deleted content does not stay readable in it."""
-        self._erasing = True
-        await self._in_thread(lambda: self._tidy(at_once=True))
+    @property
+    def is_erasing(self) -> bool:
+        """Whether the WAL may hold deleted content, because another program reads the file."""
+        return self._erasing
 
     async def prove_writable(self) -> None:
         await self._in_thread(self._prove_writable)
@@ -204,9 +212,9 @@ class SqliteDatabase:
         except OSError as error:
             raise os_to_store_error(error, self.file.path) from error
 
-    def _tidy(self, *, at_once: bool = False) -> None:
+    def _tidy(self) -> None:
         try:
-            if self.file.empty_log(at_once=at_once or self._erasing):
+            if self.file.empty_log(at_once=self._erasing):
                 self._erasing = False
         except sqlite3.DatabaseError as error:
             self._handle_error(error)

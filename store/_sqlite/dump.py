@@ -34,10 +34,17 @@ from pensieve.store._sqlite.errors import (
     primary_code,
     to_store_error,
 )
-from pensieve.store._sqlite.examination import ORPHANS, TENANTS, is_sound, make_sums
+from pensieve.store._sqlite.examination import TENANTS, is_sound, make_sums
 from pensieve.store._sqlite.file import BUSY_TIMEOUT_MS, SqliteFile
 from pensieve.store._sqlite.pages import hidden_damage
-from pensieve.store._sqlite.raw_rows import CHECKSUM_SCHEMA, SUMS_SCHEMA, find_number, key_from_name, read_raw
+from pensieve.store._sqlite.raw_rows import (
+    CHECKSUM_SCHEMA,
+    ORPHANS,
+    SUMS_SCHEMA,
+    find_number,
+    key_from_name,
+    read_raw,
+)
 from pensieve.store._sqlite.recovery import LOST_TENANT, RecoveredFile
 from pensieve.store._sqlite.rows import Rows
 from pensieve.store._sqlite.schema import SCHEMA, read_schema

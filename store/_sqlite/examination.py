@@ -14,7 +14,7 @@ from typing import Final
 
 from pensieve.store._clock import Moment
 from pensieve.store._sqlite.errors import SQLITE_ERRORS, is_interrupt
-from pensieve.store._sqlite.raw_rows import columns_of, key_from_name, read_row
+from pensieve.store._sqlite.raw_rows import ORPHANS, columns_of, key_from_name, read_row
 from pensieve.store._sqlite.rows import Rows
 from pensieve.store.contract import Key
 
@@ -23,16 +23,6 @@ log = logging.getLogger(__name__)
 PATIENCE_S: Final = 10.0
 """Longest check at start; the rest is found only when it is met."""
 TENANTS: Final = "SELECT tenant, COUNT(*), SUM(bytes) FROM sessions WHERE deleted = 0 GROUP BY tenant"
-ORPHANS: Final = """
-WITH RECURSIVE has(session) AS (
-    SELECT MIN(session) FROM records
-    UNION ALL
-    SELECT (SELECT MIN(session) FROM records WHERE session > has.session) FROM has WHERE has.session IS NOT NULL
-)
-SELECT has.session, (SELECT named FROM records WHERE session = has.session AND revision = 1)
-    FROM has WHERE has.session IS NOT NULL AND has.session NOT IN (SELECT id FROM sessions NOT INDEXED)
-"""
-"""Numbers of sessions that have records but no row, with the name in their first record."""
 _DERIVED: Final = ("sessions", "requests", "labels", "marks", "tenants")
 _STEPS: Final = 10_000
 

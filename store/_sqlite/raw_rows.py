@@ -21,6 +21,17 @@ from pensieve.store._rules import CommittedRequest, Meta
 from pensieve.store.contract import Key
 from pensieve.store.records import State
 
+ORPHANS: Final = """
+WITH RECURSIVE has(session) AS (
+    SELECT MIN(session) FROM records
+    UNION ALL
+    SELECT (SELECT MIN(session) FROM records WHERE session > has.session) FROM has WHERE has.session IS NOT NULL
+)
+SELECT has.session, (SELECT named FROM records WHERE session = has.session AND revision = 1)
+    FROM has WHERE has.session IS NOT NULL AND has.session NOT IN (SELECT id FROM sessions NOT INDEXED)
+"""
+"""Numbers of sessions that have records but no row, with the name in their first record."""
+
 
 def crc_of_row(key: Key, meta: bytes) -> int:
     """Checksum of a row of ``sessions``: its name and its metadata, from which all other columns follow."""

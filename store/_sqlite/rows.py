@@ -19,10 +19,12 @@ from pensieve.store._marks import MarkEntry, mark_entries, mark_entries_of_log
 from pensieve.store._raw import RawSession
 from pensieve.store._rules import CommittedRequest, Meta, is_gone, with_head_hash
 from pensieve.store._sqlite.raw_rows import (
+    ORPHANS,
     columns_of,
     crc_of_request,
     crc_of_row,
     find_number,
+    key_from_name,
     name_of,
     read_raw,
     read_row,
@@ -413,12 +415,32 @@ class Rows:
             carried = " AND EXISTS (SELECT 1 FROM labels WHERE session = s.id AND name = ? AND value = ?)"
             conditions += carried * len(others)
             given = [text for label in (first, *others) for text in label]
-        cursor = self._connection.execute(
-            f"SELECT s.session_id, s.meta, s.crc, s.update_ms, s.expire_ms, s.deleted, s.leased FROM {source}"
-            f" WHERE {place}.tenant = ?"
+        return self._present(
+            tenant,
+            f"{source} WHERE {place}.tenant = ?"
             f" AND ({place}.update_ms, {place}.session_id) < (?, ?) AND {conditions}"
             f" ORDER BY {place}.update_ms DESC, {place}.session_id DESC",
             (tenant, start.update_ms, start.session_id, now.wall_ms, *given),
+            now,
+        )
+
+    def every(self, tenant: str, now: Moment) -> Iterator[Meta]:
+        """Yield the tenant's live sessions, in no order and without an index. Raises DamagedSession, also for a
+        session that has records and no row."""
+        for _, name in self._connection.execute(ORPHANS).fetchall():
+            lost = key_from_name(name)
+            if lost is not None and lost.tenant == tenant:
+                raise DamagedSession(lost)
+        yield from self._present(
+            tenant, "sessions AS s NOT INDEXED WHERE s.tenant = ? AND s.deleted = 0", (tenant,), now
+        )
+
+    def _present(self, tenant: str, source: str, values: Sequence[object], now: Moment) -> Iterator[Meta]:
+        """Yield the verified rows that the rest of a SELECT finds, without expired sessions."""
+        cursor = self._connection.execute(
+            "SELECT s.session_id, s.meta, s.crc, s.update_ms, s.expire_ms, s.deleted, s.leased"
+            f" FROM {source}",
+            values,
         )
         with contextlib.closing(cursor):  # an open cursor would keep the next read at this snapshot
             for session_id, blob, crc, *columns in cursor:

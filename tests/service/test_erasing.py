@@ -3,66 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import redis
 
 from pensieve.store import HistoryStore, Key, open_store
 from pensieve.store.maintenance import Mode, backup, check, open_backup, open_raw, restore
 from pensieve.v1 import pensieve_pb2 as pb
 from support.service.drawn_turns import drawing
 from support.service.service_rig import ANSWER, Rig, refusal, serving, spec, uid
-from support.store.redis_server import redis_server_fixture
-
-redis_server = redis_server_fixture("module")
+from support.store.places import Place
 
 CANARY = "canary"
 ERASED = ("NOT_FOUND", "CONTENT_ERASED")
-
-
-class Place:
-    """A store, and all bytes that it keeps."""
-
-    def __init__(self, url: str, folder: Path) -> None:
-        self.url = url
-        self._folder = folder
-
-    def files(self) -> bytes:
-        """The files of SQLite; every value of Redis, as it is dumped without compression."""
-        if self.url.startswith("redis"):
-            return b"".join(self._values())
-        return b"".join(file.read_bytes() for file in self._folder.iterdir() if file.is_file())
-
-    def _values(self) -> Iterator[bytes]:
-        with redis.Redis.from_url(self.url) as client:
-            client.config_set("rdbcompression", "no")
-            for name in client.keys("*"):
-                yield client.dump(name) or b""
-
-
-@pytest.fixture(params=["memory", "sqlite", pytest.param("redis", marks=pytest.mark.redis)])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
-    folder = tmp_path / "store"
-    folder.mkdir()
-    if request.param == "redis":
-        server = request.getfixturevalue("redis_server")
-        with redis.Redis.from_url(server.url) as client:
-            client.flushall()
-        return Place(server.url, folder)
-    return Place({"memory": "memory:", "sqlite": f"sqlite:///{folder}/h.db"}[request.param], folder)
-
-
-@pytest.fixture
-async def store(place: Place) -> AsyncIterator[HistoryStore]:
-    made = open_store(place.url)
-    await made.open()
-    try:
-        yield made
-    finally:
-        await made.close()
 
 
 async def rewind(rig: Rig, name: str, item: int, **fields: Any) -> pb.Session:

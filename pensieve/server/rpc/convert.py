@@ -22,11 +22,14 @@ from pensieve.core import (
     unpack_tokens,
 )
 from pensieve.engine.messages import ResidentTokens
+from pensieve.errors import InvalidArgument
 from pensieve.server import ids
 from pensieve.server.conversations import ServerFacts
 from pensieve.server.operations.usage import TenantUse
 from pensieve.server.rpc.validation import UPDATABLE, seconds
+from pensieve.server.sessions.exports import ImportedSession
 from pensieve.server.sessions.records import NewSession, SessionChange
+from pensieve.server.sessions.subjects import SessionReceipt, SubjectReceipt
 from pensieve.server.sessions.warming import WarmAnswer
 from pensieve.server.settings import TurnSettings
 from pensieve.server.values import (
@@ -112,6 +115,7 @@ def config(message: pb.SessionConfig) -> SessionConfig:
         overflow=Overflow(message.overflow_policy or Overflow.REJECT),
         prefix_sharing=PrefixSharing(message.prefix_sharing or PrefixSharing.TENANT),
         tools=message.tools_json,
+        subject=message.subject,
     )
 
 
@@ -126,6 +130,17 @@ def new_session(request: pb.CreateSessionRequest) -> NewSession:
     )
 
 
+def imported_session(imported: ImportedSession, session_id: str) -> pb.CreateSessionRequest:
+    """The request that would create the session without its items, to validate what a client may have made up."""
+    history = imported.history
+    try:
+        return pb.CreateSessionRequest(
+            session_id=session_id, config=session_config(history.config), labels=dict(history.labels)
+        )
+    except (ValueError, TypeError, OverflowError) as error:
+        raise InvalidArgument.field("data", "has a configuration or labels outside all limits") from error
+
+
 def session_change(request: pb.UpdateSessionRequest) -> SessionChange:
     """The fields that the mask names change; without a mask, those that the given session sets."""
     session = request.session
@@ -134,7 +149,8 @@ def session_change(request: pb.UpdateSessionRequest) -> SessionChange:
         paths = {f"config.{field.name}" for field, _ in session.config.ListFields()}
         paths |= {"labels"} if session.labels else set()
     if "config" in paths:
-        paths |= set(UPDATABLE)
+        # A client older than the field sets no subject: its mask must not make a session unknown to an erasure.
+        paths |= set(UPDATABLE) - ({"config.subject"} if not session.config.subject else set())
     new = config(session.config)
     return SessionChange(
         labels=dict(session.labels) if "labels" in paths else None,
@@ -241,7 +257,7 @@ def session(row: SessionRow, context_limit: int) -> pb.Session:
         item_count=row.item_count,
         context_tokens=row.context_tokens,
         context_limit=context_limit,
-        config=_config(row.config),
+        config=session_config(row.config),
         labels=row.labels,
         create_time=timestamp(row.create_ms),
         update_time=timestamp(row.update_ms),
@@ -278,13 +294,38 @@ def warm_session_response(answer: WarmAnswer, replica: str, now_ms: int) -> pb.W
     )
 
 
-def _config(config: SessionConfig) -> pb.SessionConfig:
+def erased_session(erased: SessionReceipt) -> pb.ErasedSession:
+    return pb.ErasedSession(
+        name=ids.session_name(erased.session_id),
+        **{
+            field.name: getattr(erased, field.name)
+            for field in pb.ErasedSession.DESCRIPTOR.fields
+            if field.name != "name"
+        },
+    )
+
+
+def subject_erased(done: SubjectReceipt, replica: str) -> pb.SubjectErased:
+    return pb.SubjectErased(
+        sessions=len(done.sessions),
+        forks=sum(bool(one.forked_from) for one in done.sessions),
+        turns=sum(one.turns for one in done.sessions),
+        items=sum(one.items for one in done.sessions),
+        tokens=sum(one.tokens for one in done.sessions),
+        replica=replica,
+        undecided=map(ids.session_name, done.undecided),
+        remnants=done.remnants,
+    )
+
+
+def session_config(config: SessionConfig) -> pb.SessionConfig:
     message = pb.SessionConfig(
         model=config.model,
         system_prompt=config.system_prompt,
         overflow_policy=_number(config.overflow),
         prefix_sharing=_number(config.prefix_sharing),
         tools_json=config.tools,
+        subject=config.subject,
     )
     if config.sampling != SamplingDefaults():
         message.default_sampling.CopyFrom(_sampling(config.sampling))

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import copy
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import Any, Final, TypeVar
 
 import grpc
@@ -122,7 +122,7 @@ class Interceptor(aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no t
             try:
                 peer = Peer(context, forwarded_caller(metadata) if self._trusts_door else None)
                 identity = self._authorizer.check(method, metadata, peer)
-                if handler.request_streaming:  # reflection
+                if handler.stream_stream is not None:  # reflection
                     return await _relay(inner, requests, context)
                 # Callers without a credential are told apart by their address.
                 name = f"@{peer.address}" if identity is ANONYMOUS else identity.tenant
@@ -131,7 +131,7 @@ class Interceptor(aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no t
                 incoming_traceparent.set(traceparent := traceparent_in(metadata))
                 bind(tenant=identity.tenant, trace_id=trace_id(traceparent))
                 with self._calls.admit(call), call.interruptible():
-                    return await self._answer(call, inner, handler.request_deserializer, context)
+                    return await self._answer(call, inner, handler, context)
             except Unauthenticated as error:
                 refusal: PensieveError = error
                 held_back = self._logins.record_failure(peer.address)
@@ -156,8 +156,30 @@ class Interceptor(aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no t
         return guarded
 
     async def _answer(
-        self, call: RunningCall, inner: Handler, parse: Callable[[bytes], Any], context: Any
+        self, call: RunningCall, inner: Handler, handler: grpc.RpcMethodHandler, context: Any
     ) -> Any:
+        token = _identity.set(call.identity)
+        try:
+            if handler.request_streaming:
+                return await inner(self._messages(call, handler, context), context)
+            request = await self._receive(call, handler, context)
+            if request is None:
+                # The call ended before a message came: it was cancelled, or gRPC refused its size.
+                raise InvalidArgument("the call ended without a request", reason="REQUEST_MALFORMED")
+            answer = inner(request, context)
+            del request  # may be large, and the call may be long
+            return await answer
+        finally:
+            _identity.reset(token)
+
+    async def _messages(
+        self, call: RunningCall, handler: grpc.RpcMethodHandler, context: Any
+    ) -> AsyncIterator[Any]:
+        while (message := await self._receive(call, handler, context)) is not None:
+            yield message
+
+    async def _receive(self, call: RunningCall, handler: grpc.RpcMethodHandler, context: Any) -> Any:
+        """Read and decode the next message; None at the end of the stream."""
         size, waited = 0, list[tuple[BodyRateLimiter, str, int]]()
         try:
             for pace, name in self._paces(call):
@@ -169,18 +191,9 @@ class Interceptor(aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no t
             for pace, name, expected in waited:
                 pace.settle(name, size, expected)
         if not isinstance(data, bytes):
-            # The call ended before a message came: it was cancelled, or gRPC refused its size.
-            raise InvalidArgument("the call ended without a request", reason="REQUEST_MALFORMED")
-        token = _identity.set(call.identity)
-        try:
-            self._check_size(call.identity.tenant, len(data))
-            request = decode(parse, data)
-            del data  # may be large, and the call may be long
-            answer = inner(request, context)
-            del request
-            return await answer
-        finally:
-            _identity.reset(token)
+            return None
+        self._check_size(call.identity.tenant, size)
+        return decode(handler.request_deserializer, data)
 
     def _paces(self, call: RunningCall) -> list[tuple[BodyRateLimiter, str]]:
         """Rate limits for the call's body, each with the name it counts under. A tenant has one limit. Callers
@@ -214,7 +227,7 @@ def _wrap_handler(handler: Any, wrap: Callable[[Handler], Handler]) -> grpc.RpcM
         return grpc.stream_unary_rpc_method_handler(wrap(handler.unary_unary), None, serializer)
     if handler.unary_stream is not None:
         return grpc.stream_stream_rpc_method_handler(wrap(handler.unary_stream), None, serializer)
-    raise TypeError("methods that take a stream and give one answer are not served")
+    return grpc.stream_unary_rpc_method_handler(wrap(handler.stream_unary), None, serializer)
 
 
 def _text(value: str | bytes) -> str:

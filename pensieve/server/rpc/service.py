@@ -5,13 +5,15 @@ Every method validates and converts before its first await.
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from google.protobuf.message import Message
 
 from pensieve.core import Role
-from pensieve.errors import PermissionDenied
+from pensieve.errors import DeadlineExceeded, PermissionDenied, ResourceExhausted
 from pensieve.server import ids
 from pensieve.server.clock import now_ms
 from pensieve.server.conversations import Conversations
@@ -21,7 +23,9 @@ from pensieve.server.rpc import convert
 from pensieve.server.rpc.auth import ANONYMOUS
 from pensieve.server.rpc.interceptor import current_caller
 from pensieve.server.rpc.validation import Bounds, validate
+from pensieve.server.sessions.exports import ImportReader, chunks
 from pensieve.server.sessions.lookup import RequestClaim
+from pensieve.server.sessions.subjects import SessionReceipt
 from pensieve.server.turns.stream import StreamOptions, events
 from pensieve.server.values import NewTurn, OnDisconnect
 from pensieve.store import Key
@@ -30,6 +34,9 @@ from pensieve.v1 import pensieve_pb2 as pb
 from pensieve.v1 import pensieve_pb2_grpc
 
 Request = TypeVar("Request", bound=Message)
+MAX_IMPORTS: Final = 4
+"""Imports at once: each keeps a whole session in memory until its last line has come."""
+IMPORT_TIMEOUT_S: Final = 300.0
 
 
 def key_of(name: str) -> Key:
@@ -45,6 +52,7 @@ class ConversationService(pensieve_pb2_grpc.ConversationServiceServicer):
         self._sessions = conversations.sessions
         self._turns = conversations.turns
         self._pace = StreamPacer(conversations.settings.messages_per_s)
+        self._imports = asyncio.Semaphore(MAX_IMPORTS)
         self._bounds = Bounds(conversations.settings.limits, lambda: conversations.vocab_size)
 
     # ---- sessions
@@ -142,6 +150,57 @@ class ConversationService(pensieve_pb2_grpc.ConversationServiceServicer):
             next_page_token=page.next_token,
             revision=page.revision,
         )
+
+    # ---- personal data
+
+    async def EraseSubject(self, request: pb.EraseSubjectRequest, context: Any) -> None:
+        erasure = self._conversations.subjects.erase(current_caller().tenant, self._valid(request).subject)
+        async with aclosing(erasure) as events:
+            async for event in events:
+                if isinstance(event, SessionReceipt):
+                    message = pb.EraseSubjectResponse(session=convert.erased_session(event))
+                else:
+                    done = convert.subject_erased(event, self._conversations.settings.replica)
+                    message = pb.EraseSubjectResponse(completed=done)
+                await context.write(message)
+
+    async def ExportSession(self, request: pb.ExportSessionRequest, context: Any) -> None:
+        row = await self._sessions.get(key_of(self._valid(request).name))
+        await self._export(
+            self._conversations.subjects.export_session(row), pb.ExportSessionResponse, context
+        )
+
+    async def ExportSubject(self, request: pb.ExportSubjectRequest, context: Any) -> None:
+        lines = self._conversations.subjects.export(current_caller().tenant, self._valid(request).subject)
+        await self._export(lines, pb.ExportSubjectResponse, context)
+
+    async def _export(
+        self, lines: AsyncGenerator[bytes, None], response: type[Message], context: Any
+    ) -> None:
+        async with aclosing(lines), aclosing(chunks(lines)) as pieces:
+            async for piece in pieces:
+                await context.write(response(data=piece))
+
+    async def ImportSession(
+        self, requests: AsyncIterator[pb.ImportSessionRequest], _context: Any
+    ) -> pb.ImportSessionResponse:
+        reader = ImportReader()
+        first: pb.ImportSessionRequest | None = None
+        if self._imports.locked():
+            raise ResourceExhausted("too many imports at once", retry_after_s=1.0)
+        try:
+            async with self._imports, asyncio.timeout(IMPORT_TIMEOUT_S):
+                async for request in requests:
+                    first = first or self._valid(request)
+                    reader.feed(request.data)
+                imported = reader.finish()
+        except TimeoutError as error:
+            raise DeadlineExceeded("the import took too long to arrive", reason="REQUEST_TOO_SLOW") from error
+        assert first is not None, "an import without a message has no whole lines"
+        session_id = "" if first.new_id else first.session_id or imported.session_id
+        self._valid(convert.imported_session(imported, session_id))
+        row = await self._sessions.import_session(current_caller().tenant, imported, session_id=session_id)
+        return pb.ImportSessionResponse(session=self._session(row))
 
     async def WarmSession(self, request: pb.WarmSessionRequest, _context: Any) -> pb.WarmSessionResponse:
         answer = await self._conversations.warmer.warm(key_of(self._valid(request).session))

@@ -27,6 +27,7 @@ from pensieve.v1 import pensieve_pb2 as pb
 
 MAX_PROBLEMS = 20
 MAX_CALLS = 128
+MAX_SUBJECT_BYTES = 256
 Problems = list[tuple[str, str]]
 """Pairs of field path and problem."""
 
@@ -40,6 +41,7 @@ UPDATABLE = {
     "config.overflow_policy": "overflow",
     "config.prefix_sharing": "prefix_sharing",
     "config.tools_json": "tools",
+    "config.subject": "subject",
 }
 """Path that an update mask may name, beside ``labels`` and ``config`` → field of ``SessionConfig``."""
 
@@ -197,38 +199,30 @@ def between(
 ) -> Check:
     """Check for ``low`` to ``high`` (or a configured ``limit``), or above ``low`` with ``above``. Rejects NaN.
     ``unless_zero``: the smallest value allowed besides 0, for temperatures, which divide logits."""
-    if unless_zero:
-        return _zero_or_between(unless_zero, high)
+    least = 0.99 * unless_zero or low  # 0.01 as float32 is a little less than 0.01
 
     def check(value: Any, bounds: Bounds, path: str, problems: Problems) -> None:
         top = high if limit is None else limit(bounds)
-        inside = low < value <= top if above else low <= value <= top  # false for NaN
-        if not inside:
-            problems.append(
-                (path, f"must be {'above' if above else 'at least'} {low:.12g} and at most {top:.12g}")
-            )
+        inside = (low < value if above else least <= value) and value <= top  # false for NaN
+        if not inside and not (unless_zero and value == 0):
+            least_words = f"0, or at least {unless_zero:.12g}" if unless_zero else f"at least {low:.12g}"
+            words = f"above {low:.12g}" if above else least_words
+            problems.append((path, f"must be {words} and at most {top:.12g}"))
 
     return check
 
 
-def _zero_or_between(low: float, high: float) -> Check:
-    def check(value: Any, _bounds: Bounds, path: str, problems: Problems) -> None:
-        if value != 0 and not 0.99 * low <= value <= high:  # 0.01 as float32 is a little less than 0.01
-            problems.append((path, f"must be 0, or at least {low:.12g} and at most {high:.12g}"))
+def text(max_chars: int | FromBounds) -> Check:
+    def check(value: Any, bounds: Bounds, path: str, problems: Problems) -> None:
+        most = max_chars if isinstance(max_chars, int) else max_chars(bounds)
+        if len(value) > most:
+            problems.append((path, f"is longer than {most:.0f} characters"))
 
     return check
 
 
-def text(max_chars: int) -> Check:
-    def check(value: Any, _bounds: Bounds, path: str, problems: Problems) -> None:
-        if len(value) > max_chars:
-            problems.append((path, f"is longer than {max_chars} characters"))
-
-    return check
-
-
-def prompt(value: str, bounds: Bounds, path: str, problems: Problems) -> None:
-    text(bounds.limits.max_input_chars)(value, bounds, path, problems)
+prompt = text(lambda bounds: bounds.limits.max_input_chars)
+mark = text(lambda bounds: bounds.limits.max_mark_chars)
 
 
 def enum(kind: Any, *, unspecified: bool = True) -> Check:
@@ -250,22 +244,6 @@ def at_most(count: FromBounds) -> Check:
     return check
 
 
-def entries(count: FromBounds, element: Check) -> Check:
-    """Check a list of input items: their count, their total size, then each."""
-
-    def check(value: Any, bounds: Bounds, path: str, problems: Problems) -> None:
-        if len(value) > count(bounds):
-            problems.append((path, f"has more than {count(bounds):g} items"))
-            return
-        if sum(_chars(item) for item in value) > bounds.limits.max_input_chars:
-            problems.append((path, f"has more than {bounds.limits.max_input_chars} characters"))
-            return
-        for index, item in enumerate(value):
-            element(item, bounds, f"{path}[{index}]", problems)
-
-    return check
-
-
 def each(count: FromBounds, element: Check) -> Check:
     """Check a list: its length, then each element."""
 
@@ -275,6 +253,19 @@ def each(count: FromBounds, element: Check) -> Check:
             return
         for index, one in enumerate(value):
             element(one, bounds, f"{path}[{index}]", problems)
+
+    return check
+
+
+def entries(count: FromBounds, element: Check) -> Check:
+    """Check a list of input items: their count, their total size, then each."""
+    one_by_one = each(count, element)
+
+    def check(value: Any, bounds: Bounds, path: str, problems: Problems) -> None:
+        if len(value) <= count(bounds) and sum(map(_chars, value)) > bounds.limits.max_input_chars:
+            problems.append((path, f"has more than {bounds.limits.max_input_chars} characters"))
+        else:
+            one_by_one(value, bounds, path, problems)
 
     return check
 
@@ -342,33 +333,36 @@ def logit_bias(value: Any, bounds: Bounds, path: str, problems: Problems) -> Non
         problems.append((path, "has a bias outside -100 to 100"))
 
 
+def subject(value: str, _bounds: Bounds, path: str, problems: Problems) -> None:
+    if len(value.encode()) > MAX_SUBJECT_BYTES:
+        problems.append((path, f"is longer than {MAX_SUBJECT_BYTES} bytes"))
+
+
+def _key_problem(value: Any, most: int) -> str:
+    if len(value) > most:
+        return f"has more than {most} elements"
+    return "" if all(map(LABEL_KEY.fullmatch, value)) else f"has a key that is not like {LABEL_KEY.pattern}"
+
+
 def labels(value: Any, bounds: Bounds, path: str, problems: Problems) -> None:
-    limits = bounds.limits
-    if len(value) > limits.max_labels:
-        problems.append((path, f"has more than {limits.max_labels} elements"))
-    elif not all(LABEL_KEY.fullmatch(key) for key in value):
-        problems.append((path, f"has a key that is not like {LABEL_KEY.pattern}"))
-    elif not all(len(label) <= limits.max_label_chars for label in value.values()):
-        problems.append((path, f"has a value longer than {limits.max_label_chars} characters"))
+    most = bounds.limits.max_label_chars
+    if problem := _key_problem(value, bounds.limits.max_labels):
+        problems.append((path, problem))
+    elif any(len(label) > most for label in value.values()):
+        problems.append((path, f"has a value longer than {most} characters"))
 
 
 def turn_annotations(value: Any, bounds: Bounds, path: str, problems: Problems) -> None:
-    limits = bounds.limits
-    if len(value) > limits.max_annotations:
-        problems.append((path, f"has more than {limits.max_annotations} elements"))
-    elif not all(LABEL_KEY.fullmatch(key) for key in value):
-        problems.append((path, f"has a key that is not like {LABEL_KEY.pattern}"))
-    elif sum(len(key) + len(text.encode()) for key, text in value.items()) > limits.max_annotation_bytes:
-        problems.append((path, f"has more than {limits.max_annotation_bytes} bytes"))
+    most = bounds.limits.max_annotation_bytes
+    if problem := _key_problem(value, bounds.limits.max_annotations):
+        problems.append((path, problem))
+    elif sum(len(key) + len(text.encode()) for key, text in value.items()) > most:
+        problems.append((path, f"has more than {most} bytes"))
 
 
 def not_empty(value: Any, _bounds: Bounds, path: str, problems: Problems) -> None:
     if not value:
         problems.append((path, "is required"))
-
-
-def mark(value: str, bounds: Bounds, path: str, problems: Problems) -> None:
-    text(bounds.limits.max_mark_chars)(value, bounds, path, problems)
 
 
 def cache_size(value: str, _bounds: Bounds, path: str, problems: Problems) -> None:
@@ -457,6 +451,7 @@ _REQUEST_ID = _may("request_id", request_id)
 _PAGE = (_may("page_size", between(0, 1 << 31)), _may("page_token", text(4096)))
 _FOLLOWED_BY = _may("followed_by", each(lambda _: 64, enum(pb.Role, unspecified=False)))
 _NEW_ID = _may("session_id", session_id)
+_SUBJECT = (_must("subject", not_empty, subject),)
 
 RULES: dict[type[Any], tuple[Rule, ...]] = {
     pb.CreateSessionRequest: (
@@ -476,6 +471,7 @@ RULES: dict[type[Any], tuple[Rule, ...]] = {
     ),
     pb.Session: (_may("config", _nested), _may("labels", labels)),
     pb.DeleteSessionRequest: (_SESSION_NAME,),
+    pb.ExportSessionRequest: (_SESSION_NAME,),
     pb.ForkSessionRequest: (_SESSION_NAME, _REQUEST_ID, _NEW_ID, _may("item", item_number)),
     pb.RewindSessionRequest: (_SESSION_NAME, _REQUEST_ID, _must("item", item_number)),
     pb.AppendItemsRequest: (
@@ -517,11 +513,10 @@ RULES: dict[type[Any], tuple[Rule, ...]] = {
         _may("session", session_name),
         _may("input", entries(lambda b: b.limits.max_input_items, _nested)),
     ),
-    pb.GetServerInfoRequest: (),
-    pb.GetUsageRequest: (),
-    pb.GetStatsRequest: (),
+    **dict.fromkeys(
+        (pb.GetServerInfoRequest, pb.GetUsageRequest, pb.GetStatsRequest, pb.GetMemoryRequest), ()
+    ),
     pb.EvictCacheRequest: (_may("session", session_name),),
-    pb.GetMemoryRequest: (),
     pb.SetMemoryRequest: (_must("device", cache_size),),
     pb.DrainRequest: (_may("deadline", duration(0.0, lambda _: 24 * 3600.0)),),
     pb.SessionConfig: (
@@ -532,7 +527,11 @@ RULES: dict[type[Any], tuple[Rule, ...]] = {
         _may("overflow_policy", enum(pb.OverflowPolicy)),
         _may("prefix_sharing", enum(pb.PrefixSharing)),
         _may("tools_json", prompt),
+        _may("subject", subject),
     ),
+    pb.EraseSubjectRequest: _SUBJECT,
+    pb.ExportSubjectRequest: _SUBJECT,
+    pb.ImportSessionRequest: (_NEW_ID,),
     pb.InputItem: (
         _must("role", enum(pb.Role, unspecified=False)),
         _may("tokens", token_ids),

@@ -29,10 +29,11 @@ from pensieve.server import ids
 from pensieve.server.clock import now_ms
 from pensieve.server.history.binding import ServedModel
 from pensieve.server.history.cuts import check_not_erased, erasing_record
-from pensieve.server.history.rendering import context_too_long
+from pensieve.server.history.rendering import check_tools, context_too_long
 from pensieve.server.history.transcript import Transcript, initial_history
 from pensieve.server.links.engine_link import EngineLink, context_limit
 from pensieve.server.sessions import records as session_records
+from pensieve.server.sessions.exports import ImportedSession
 from pensieve.server.sessions.quotas import StorageQuotas
 from pensieve.server.sessions.records import NewSession, SessionChange
 from pensieve.server.settings import TurnSettings
@@ -257,7 +258,23 @@ class Sessions:
         other = () if candidate is None else (candidate,)
         mark = fingerprint("fork", key.session_id, item, expected_revision, *other)
         source = (ids.session_name(key.session_id), copy.items[-1].number if copy.items else 0)
-        return await self._create(target, record, copy, mark, derived=not session_id, source=source)
+        row = await self._create(target, record, copy, mark, derived=not session_id, source=source)
+        try:
+            await self._store.load(key)
+        except NotFound:
+            # Erased while it was copied. An erasure of all sessions about a person may have missed the copy.
+            await self.delete(target, expected_revision=None, allow_missing=True)
+            raise
+        return row
+
+    async def import_session(self, tenant: str, imported: ImportedSession, *, session_id: str) -> SessionRow:
+        """Create a session with an exported one's live history, as a fork would. ``session_id``: "" for an id that
+        follows from the lines. The same lines return the same session."""
+        await check_tools(imported.history.config, self._renderer.for_tenant(tenant))
+        record = session_records.fork(imported.history, None, "")
+        key = Key(tenant, session_id or ids.derived_session_id("import", tenant, imported.sha256))
+        mark = fingerprint("import", imported.sha256)
+        return await self._create(key, record, initial_history(record), mark, derived=False)
 
     async def choose(
         self, key: Key, request_id: str, candidate: int, expected_revision: int | None
@@ -300,13 +317,12 @@ class Sessions:
         expected_revision: int | None,
         allow_missing: bool,
         unused_only: bool = False,
-    ) -> None:
-        """Erase the session, end its running turns, and drop the engine's cached state. Raises NotFound for a
-        missing session unless ``allow_missing``. ``unused_only``: free its id too; raises FailedPrecondition
-        (SESSION_USED) if it has had a turn, TurnInProgress while one runs."""
+    ) -> int:
+        """Erase the session, end its running turns, and drop the engine's cached state; return the number of
+        tokens dropped. Raises NotFound for a missing session unless ``allow_missing``. ``unused_only``: free its
+        id too; raises FailedPrecondition (SESSION_USED) if it has had a turn, TurnInProgress while one runs."""
         if unused_only:
-            await self._delete_unused(key, expected_revision, allow_missing)
-            return
+            return await self._delete_unused(key, expected_revision, allow_missing)
         if not allow_missing:
             await self._store.load(key)
         await self._store.delete(key, expected_revision=expected_revision, allow_missing=allow_missing)
@@ -314,7 +330,7 @@ class Sessions:
         self._transcript.forget(key)
         await self._turns.end_session(key, NotFound("the session was deleted", reason="SESSION_DELETED"))
         self._transcript.forget(key)
-        await self._evict(key)
+        return await self._evict(key)
 
     # ---- parts
 
@@ -332,18 +348,18 @@ class Sessions:
             )
         raise NotFound("no such turn in this session", reason="TURN_NOT_FOUND")
 
-    async def _delete_unused(self, key: Key, expected_revision: int | None, allow_missing: bool) -> None:
+    async def _delete_unused(self, key: Key, expected_revision: int | None, allow_missing: bool) -> int:
         """Remove a session that has had no turn. None is running, and the next one will find no session."""
         try:
             head = await self._unused_head(key, expected_revision)
         except NotFound:
             if not allow_missing:
                 raise
-            return
+            return 0
         await self._store.forget(key, head)
         self._quotas.on_session_removed(key.tenant)
         self._transcript.forget(key)
-        await self._evict(key)
+        return await self._evict(key)
 
     async def _unused_head(self, key: Key, expected_revision: int | None) -> str:
         """Chain hash of the session's newest record. Raises FailedPrecondition (SESSION_USED) if a record is
@@ -362,11 +378,12 @@ class Sessions:
             if revision == piece.row.revision:
                 return head
 
-    async def _evict(self, key: Key) -> None:
+    async def _evict(self, key: Key) -> int:
         try:
-            await self._link.evict(ids.session_key(key))
+            return await self._link.evict(ids.session_key(key))
         except Unavailable as error:
             log.info("no cached state to drop: %s", error.reason)
+            return 0
 
     async def _with_last_answer(self, key: Key, record: Record, candidate: int) -> Record:
         """The fork of ``key`` with another candidate as its last answer. Raises NotFound (CANDIDATE_NOT_FOUND)."""

@@ -260,7 +260,7 @@ async def test_a_file_that_has_lost_what_it_says_of_itself_is_served_again(
 async def test_a_server_whose_file_has_lost_its_name_keeps_it_and_goes_on(store: SqliteStore) -> None:
     """The server knows the name. Under a new one it would take its own file for another and refuse all work."""
     name = store.store_id
-    await store._database.erase_log()
+    await store._database.write(lambda rows: True, erases=True)
     with contextlib.closing(sqlite3.connect(store.path)) as connection:
         page = connection.execute("SELECT rootpage FROM sqlite_schema WHERE name = 'store'").fetchone()[0]
     with store.path.open("r+b") as file:

@@ -196,6 +196,7 @@ class RedisBench:
     name = "redis"
 
     def __init__(self, url: str, client: redis.Redis | redis.RedisCluster) -> None:
+        self.url = url
         self._client: Any = client  # its reply types cover every option; only bytes come here
         self.store: HistoryStore = RedisStore.from_url(url)
 
