@@ -22,7 +22,7 @@ from pensieve.engine.worker.sizing import (
     workspace_bytes,
 )
 from pensieve.engine.worker.torch_worker import build_worker
-from pensieve.model.arch import Arch, Layer, Rope
+from pensieve.model.arch import Arch, Layer, RecurrentMixer, Rope
 from pensieve.model.shard import Shard
 
 ARCH = Arch(
@@ -151,6 +151,19 @@ def test_dtype_and_limits_by_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve_device(given, ARCH) == Placement("cpu", "float32", 9, 7, 3)
     with pytest.raises(ValueError, match="no CUDA device"):
         resolve_device(EngineOptions(model="/m", device="cuda"), ARCH)
+
+
+def test_recurrent_layers_on_a_gpu_need_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sizing.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(sizing, "find_spec", lambda name: None)
+    model = dataclasses.replace(
+        ARCH, recurrent=RecurrentMixer(kind="ssd", key_heads=1, gate="no norm"), dtype="bfloat16"
+    )
+    with pytest.raises(ValueError, match="fla-core: pip install"):
+        resolve_device(EngineOptions(model="/m"), model)
+    # In float32 it is never used.
+    assert resolve_device(EngineOptions(model="/m", dtype="float32"), model).device == "cuda"
+    assert resolve_device(EngineOptions(model="/m", device="cpu"), model).device == "cpu"
 
 
 def test_a_wrong_size_is_refused_before_the_weights_are_read(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Final
 
 import msgspec
@@ -127,6 +128,10 @@ def resolve_device(options: EngineOptions, arch: Arch) -> Placement:
     dtype: str = options.dtype
     if dtype == AUTO:
         dtype = "float32" if device == "cpu" else arch.dtype if arch.dtype in _HALF else "bfloat16"
+    if device == "cuda" and dtype in _HALF and arch.recurrent is not None and not find_spec("fla"):
+        raise ValueError(
+            "recurrent layers on a GPU need the package fla-core: pip install 'pensieve[server]'"
+        )
     if options.chunk_tokens < 1:
         raise ValueError(f"chunk tokens {options.chunk_tokens}: at least 1")
     sides = device_range(options.device_cache)
