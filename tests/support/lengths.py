@@ -73,6 +73,7 @@ SLOWEST = (
     "tests/replay/test_crew.py",
     "tests/tokenizer/test_real_templates.py",
     "tests/http/test_retries.py",
+    "tests/http/test_messages.py",
     "tests/simulate/test_hybrids.py",
     "tests/replicas/test_restarts.py",
 )

@@ -57,7 +57,7 @@ class HttpFailure(Exception):
         self.retry_after_s = retry_after_s
         self.closes_connection = False
         self.details: dict[str, Any] = {}
-        """What a program can read of it, in Anthropic's protocol."""
+        """Fields for programs, in Anthropic's protocol."""
 
     @property
     def body(self) -> dict[str, Any]:
