@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,9 +13,11 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from safetensors import SafetensorError, safe_open
 
 from pensieve.model.arch import ModelError
-from pensieve.model.files import INDEX, SINGLE, weight_files
+from pensieve.model.files import INDEX, SINGLE, read_json, weight_files
 from pensieve.model.filling import TensorFill, fill_all
+from pensieve.model.quantisation import quantisation_of
 from pensieve.model.tensor_slice import WHOLE_TENSOR, TensorSlice
+from pensieve.model.unpacking import UNUSED, PackedTensor, packed_tensors
 
 PROGRESS_BYTES: Final = 1 << 30
 """Loading less than this shows no progress bar."""
@@ -26,16 +29,27 @@ _IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
 """Buffers of old checkpoints, which are computed here."""
 
 
+@dataclass(frozen=True, slots=True)
+class _PackedFill:
+    """Parts of an unpacked tensor, as views of a tensor without storage, and their targets."""
+
+    packed: PackedTensor
+    parts: list[torch.Tensor]
+    targets: list[torch.Tensor]
+
+
 class Checkpoint:
     """Tensors by name over all safetensors files of a folder; records the tensors that were requested."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
-        """Read the headers of all files. Raises ModelError when one is missing or unreadable."""
+        """Read the headers of all files. Raises ModelError when one is missing or unreadable, and when quantised
+        weights are incomplete."""
         self.name = str(folder)
         self._folder, self._dtype, self._device = folder, dtype, device
         self._where: dict[str, Any] = {}
         self._order: dict[str, int] = {}
         self._fills: dict[str, list[TensorFill]] = {}
+        self._packed_fills: list[_PackedFill] = []
         read = weight_files(folder)
         self.stale_index = read[0].name == SINGLE and (folder / INDEX).is_file()
         """Whether an index exists beside the single file, and so is not read."""
@@ -47,9 +61,16 @@ class Checkpoint:
                 raise ModelError(f"{file}: cannot be read ({error})") from error
             self._where.update(dict.fromkeys(names, handle))
             self._order.update(dict.fromkeys(names, number))
+        self._packed = self._packed_tensors()
+        """Quantised tensors, by the name of what they unpack to."""
 
     def __contains__(self, name: str) -> bool:
-        return name in self._where
+        return name in self._where or name in self._packed
+
+    def _read(self, name: str) -> torch.Tensor:
+        """A view of the mapped file: nothing is read yet."""
+        found: torch.Tensor = self._where[name].get_tensor(name)
+        return found
 
     def get(
         self,
@@ -59,13 +80,15 @@ class Checkpoint:
         dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
         """See ``TensorSource.get``. The result is allocated but has no values before ``load``."""
-        missing = [name for name in names if name not in self._where]
+        missing = [name for name in names if name not in self]
         if missing:
             raise ModelError(
                 f"{self._folder}: no tensor {missing[0]} among {len(self._where)} in the checkpoint"
             )
-        # Views of the mapped file: nothing is read yet.
-        parts: list[torch.Tensor] = [self._where[name].get_tensor(name) for name in names]
+        parts = [
+            torch.empty(self._packed[name].shape, device="meta") if name in self._packed else self._read(name)
+            for name in names
+        ]
         found = _joined_shape(parts)
         if found != shape:
             written = list(found) if found else ", ".join(str(list(part.shape)) for part in parts)
@@ -79,11 +102,17 @@ class Checkpoint:
         fused = torch.empty(shape, dtype=dtype or self._dtype, device=self._device)
         targets = iter(fused.split([len(part) for part in parts]))
         for name, own in zip(names, stretches, strict=True):
-            self._fills[name] = [TensorFill(part, next(targets)) for part in own]
+            mine = [next(targets) for _ in own]
+            if name in self._packed:
+                self._packed_fills.append(_PackedFill(self._packed[name], own, mine))
+            else:
+                self._fills[name] = [TensorFill(*pair) for pair in zip(own, mine, strict=True)]
         return fused
 
     def same(self, one: str, other: str) -> bool:
-        first, second = (self._where[name].get_tensor(name) for name in (one, other))
+        if one in self._packed or other in self._packed:
+            return one == other
+        first, second = self._read(one), self._read(other)
         if first.shape != second.shape:
             return False
         rows = max(1, COMPARED_BYTES // max(1, first[:1].nbytes))
@@ -96,6 +125,9 @@ class Checkpoint:
         """Raises ModelError on unrequested tensors, except ``but`` and those whose name begins with one of
         ``ignored``: they would silently have no effect."""
         left = {name for name in self._where if not name.endswith(_IGNORED_SUFFIXES)} - set(self._fills)
+        left -= {name for fill in self._packed_fills for name in fill.packed.stored}
+        if self._packed:
+            left = {name for name in left if not name.endswith(UNUSED)}
         left = {name for name in left if not name.startswith(ignored)} - set(but)
         if left:
             names = ", ".join(sorted(left)[:3])
@@ -108,10 +140,31 @@ class Checkpoint:
         placed = [(self._order[name], fill) for name, own in self._fills.items() for fill in own]
         placed.sort(key=lambda found: (found[0], found[1].source.data_ptr()))
         fills = [fill for _, fill in placed]
-        total = sum(fill.source.nbytes for fill in fills)
+        packed = sorted(self._packed_fills, key=lambda fill: self._order[fill.packed.main])
+        sizes = [self._read(fill.packed.main).nbytes for fill in packed]
+        total = sum(fill.source.nbytes for fill in fills) + sum(sizes)
         with progress_bar(total) as progress:
             task = progress.add_task(f"loading {self._folder.name}", total=total)
             fill_all(fills, self._device, lambda count: progress.advance(task, count))
+            for fill, size in zip(packed, sizes, strict=True):
+                self._unpack(fill)
+                progress.advance(task, size)
+
+    def _unpack(self, fill: _PackedFill) -> None:
+        try:
+            values = fill.packed.unpack(self._read, self._device)
+        except ModelError as error:
+            raise ModelError(f"{self._folder}: {error}") from error
+        for part, target in zip(fill.parts, fill.targets, strict=True):
+            target.copy_(values.as_strided(part.shape, part.stride(), part.storage_offset()))
+
+    def _packed_tensors(self) -> dict[str, PackedTensor]:
+        """Raises ModelError."""
+        try:
+            kind = quantisation_of(read_json(self._folder / "config.json") or {})
+            return {} if kind is None else packed_tensors(kind, self._where, self._read)
+        except ModelError as error:
+            raise ModelError(f"{self._folder}: {error}") from error
 
 
 def _joined_shape(parts: list[torch.Tensor]) -> tuple[int, ...] | None:

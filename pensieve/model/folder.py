@@ -9,6 +9,7 @@ from pensieve.model.arch import Arch, ModelError
 from pensieve.model.families import READERS, generation_defaults
 from pensieve.model.files import read_json
 from pensieve.model.gguf import gguf_arch, gguf_generation
+from pensieve.model.quantisation import quantisation_of
 
 
 def load_arch(folder: Path) -> Arch:
@@ -26,15 +27,9 @@ def load_arch(folder: Path) -> Arch:
             map(str, classes if isinstance(classes, list) and classes else [family or "none named"])
         )
         raise ModelError(f"{folder}: architecture {names} is not supported (supported: {', '.join(READERS)})")
-    quantisation = config.get("quantization_config")
-    if quantisation:
-        method = quantisation.get("quant_method") if isinstance(quantisation, dict) else None
-        named = f" (quant_method {method})" if method else ""
-        raise ModelError(
-            f"{folder}/config.json: quantization_config{named}: quantised checkpoints are not supported"
-        )
     generation = read_json(folder / "generation_config.json") or {}
     try:
+        quantisation_of(config)  # refuses an unknown one before any weights are read
         return READERS[family](config, generation)
     except ModelError as error:
         raise ModelError(f"{folder}{_file(error)}{error}") from error

@@ -150,7 +150,7 @@ def test_generation_config(tmp_path: Path) -> None:
         (LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
         (LLAMA | {"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "longrope|short_factor"),
         (LLAMA | {"model_type": "mistral", "sliding_window": 9, "layer_types": MIXED}, "layer_types"),
-        (LLAMA | {"quantization_config": {"bits": 4}}, "quantised"),
+        (LLAMA | {"quantization_config": {"bits": 4}}, "quant_method None is not supported"),
         (LLAMA | {"hidden_act": "gelu"}, "gelu"),
         (LLAMA | {"torch_dtype": "int8"}, "int8"),
         (LLAMA | {"num_attention_heads": 30}, "hidden_size 4096 .* num_attention_heads 30"),

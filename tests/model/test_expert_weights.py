@@ -211,11 +211,6 @@ def test_large_slices_are_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> Non
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv is 8.0, which is not supported"),
         ("gpt_oss", {"swiglu_limit": 0.0}, "swiglu_limit is 0.0, not a number above 0"),
         ("gpt_oss", {"hidden_act": "gelu"}, "hidden_act gelu is not supported"),
-        (
-            "gpt_oss",
-            {"quantization_config": {"quant_method": "mxfp4"}},
-            r"config\.json: quantization_config \(quant_method mxfp4\): quantised checkpoints are not supported",
-        ),
     ],
 )  # fmt: skip
 def test_what_is_refused(

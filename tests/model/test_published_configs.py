@@ -185,7 +185,7 @@ def test_sizes_that_are_none(base: Path, tmp_path: Path, family: Family, value: 
         ("llama", {"eos_token_id": "2"}, "eos_token_id"),
         ("llama", {"eos_token_id": [1, None]}, "eos_token_id"),
         ("llama", {"bos_token_id": "1"}, 'bos_token_id is "1"'),
-        ("llama", {"quantization_config": {"quant_method": "gptq"}}, "quantised"),
+        ("llama", {"quantization_config": {"quant_method": "hqq"}}, "quant_method 'hqq' is not supported"),
     ],
 )  # fmt: skip
 def test_configs_that_are_refused(
