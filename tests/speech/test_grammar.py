@@ -165,7 +165,7 @@ async def test_answers_of_the_demo_model_are_valid() -> None:
         for number, schema in enumerate(schemas):
             group.create_task(answer(client, number, schema))
     print(f"{len(schemas)} schemas, {ended} answers ended by themselves, {cut} were cut")
-    assert ended > cut
+    assert ended >= len(schemas) // 2, "too few: the test shows little"
 
 
 SUITE: dict[str, dict[str, Any]] = {

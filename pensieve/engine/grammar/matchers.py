@@ -42,7 +42,7 @@ SLOW_S: Final = 0.005
 LONGEST_MASK_S: Final = 0.05
 SLOWEST_MASKS: Final = 3
 NICENESS: Final = 5
-"""Of the thread of the slow lane: on a busy machine the steps of the model go first."""
+"""Lowers the priority of the slow lane: on a busy machine the steps of the model go first."""
 
 
 @dataclass(slots=True, eq=False)
