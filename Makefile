@@ -23,6 +23,8 @@ PYTHON_GPU ?= $(BIN)/python
 GPU_ARGS ?=
 EXPERIMENTS ?= systems-13b-sharegpt
 
+PIP = $(BIN)/python -m pip install -q --no-compile $(PIP_ARGS)
+
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: help setup demo test test-gpu lint structure types docs proto proto-release bench-replay bench-ops bench-engine bench-step-parts bench-evaluate prepared programs tokenizers redis chromium haproxy promtool clean
@@ -33,40 +35,47 @@ help: ## Show this list
 setup: $(VENV)/.ready ## Make the virtual environment and install everything
 
 # A stamp: instant when nothing it depends on has changed. torch comes first and exactly: a looser request, or one made
-# through another package, may fetch another build of several gigabytes.
+# through another package, may fetch another build of several gigabytes. pip would compile all that it installs, one file
+# after the other, which takes a minute: this compiles what a server imports, and Python the rest when it is imported.
 $(VENV)/.ready: pyproject.toml constraints.txt proto/requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "Python >= 3.11 is needed, $(PYTHON) is $$($(PYTHON) -V 2>&1); use: make PYTHON=python3.12 ..." >&2; exit 1; }
 	@test -x $(BIN)/python && $(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV) || { \
 	  echo "cannot make a virtual environment; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
-	$(BIN)/python -m pip install -q $(PIP_ARGS) -c constraints.txt 'torch==2.13.0'
-	$(BIN)/python -m pip install -q $(PIP_ARGS) -c constraints.txt -e '.[dev]'
+	$(PIP) -c constraints.txt 'torch==2.13.0'
+	$(PIP) -c constraints.txt -e '.[dev]'
 	@# What pip leaves for an editable package is code, which type checkers and editors do not run: a path they do read. It
 	@# leads to a link to the package alone, for the root has folders that must not be importable (CONTRIBUTING.md).
 	mkdir -p $(VENV)/source && ln -sfn '$(CURDIR)/pensieve' $(VENV)/source/pensieve
 	@$(BIN)/python -c "from pathlib import Path; from sysconfig import get_path; \
 	  Path(get_path('purelib'), 'pensieve-source.pth').write_text(str(Path('$(VENV)/source').absolute()))"
 	rm -rf $(VENV)/protoc
-	$(BIN)/python -m pip install -q $(PIP_ARGS) --no-deps --target $(VENV)/protoc -r proto/requirements.txt
+	$(PIP) --no-deps --target $(VENV)/protoc -r proto/requirements.txt
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -P -c 'import pensieve.server.app, pensieve.engine.build'
 	@touch $@
 
 demo: setup ## Watch a small model remember: how much sooner it answers, and that nothing is lost
 	@$(BIN)/pensieve demo
 
-# Types take one core for a minute and a half: beside the tests, many of which wait.
-test: prepared smollm2 lint ## Everything that CI checks: lint, types, stubs, tests
-	@$(MAKE) --no-print-directory -j2 pytest types
+# Types take one core for a minute: beside the tests, many of which wait. They begin when those of style are done.
+test: prepared ## Everything that CI checks: lint, types, stubs, tests
+	@$(MAKE) --no-print-directory -j2 lint smollm2 $(VENV)/.compiled types pytest
 
 .PHONY: pytest
 # Bytecode is written even where the environment of a container forbids it: the tests start some hundred processes, and
 # each would compile the package again, which takes it a third of its start.
-pytest: setup
+pytest: smollm2 $(VENV)/.compiled
 	@command -v redis-server >/dev/null || export PENSIEVE_TEST_WITHOUT_REDIS=1; \
 	command -v chromium >/dev/null || export PENSIEVE_TEST_WITHOUT_CHROMIUM=1; \
 	command -v haproxy >/dev/null || export PENSIEVE_TEST_WITHOUT_HAPROXY=1; \
 	command -v promtool >/dev/null || export PENSIEVE_TEST_WITHOUT_PROMTOOL=1; \
 	test -f build/models/SmolLM2-135M-Instruct.Q4_1.gguf || export PENSIEVE_TEST_WITHOUT_SMOLLM2=1; \
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -P -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+
+# Once for all workers, which would each rewrite the same assertions and compile the same packages.
+$(VENV)/.compiled: $(VENV)/.ready
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -P -m pytest -q --collect-only -n 0 >$(VENV)/collected || { cat $(VENV)/collected; exit 1; }
+	@touch $@
 
 .PHONY: test-long
 test-long: export PENSIEVE_LONG_TESTS = 1
@@ -178,12 +187,13 @@ haproxy:
 promtool:
 	@$(call INSTALL,promtool,prometheus,the dashboard and the alerts)
 
-# $(1): program, $(2): Debian package of it, $(3): what is tested with it.
+# $(1): program, $(2): Debian package of it, $(3): what is tested with it. The lists of packages are fetched where what they
+# say does not do, as after a start with none, and not once for each program.
 INSTALL = if ! command -v $(1) >/dev/null; then \
     as_root=; test "$$(id -u)" = 0 || as_root="sudo -n"; \
     if command -v apt-get >/dev/null && $$as_root true 2>/dev/null; then \
-      $$as_root apt-get update -qq && \
-      DEBIAN_FRONTEND=noninteractive $$as_root apt-get install -y -qq --no-install-recommends $(2) || true; \
+      install="$$as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $(2)"; \
+      $$install 2>/dev/null || { $$as_root apt-get update -qq && $$install; } || true; \
     fi; \
   fi; \
   command -v $(1) >/dev/null || \

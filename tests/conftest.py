@@ -17,7 +17,10 @@ from support.smollm2 import SMOLLM2_FILE
 # Before torch and transformers are imported anywhere. Several test processes share the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-os.environ["HF_HUB_OFFLINE"] = "1"
+# No test speaks to another machine. A client of HTTP that reads the certificates of all authorities when it is made
+# takes longer over it than over its requests.
+os.environ.pop("SSL_CERT_FILE", None)
+os.environ.update(HF_HUB_OFFLINE="1", SSL_CERT_DIR=os.devnull)
 # A worker holds a million objects: collected tests, syntax trees, torch. Looking for garbage as often as Python does by
 # default takes a quarter of its time.
 gc.set_threshold(20_000, 20, 50)

@@ -150,7 +150,7 @@ MUTANTS: dict[str, tuple[str, type, str, Callable[..., Any]]] = {
 def test_faults_are_caught(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name, owner, method, broken = MUTANTS[fault]
     monkeypatch.setattr(owner, method, broken)
-    for seed in range(60):
+    for seed in (11, *range(60)):  # few others notice that a page is saved from where it moves
         try:
             play(name, seed)
         except (AssertionError, ValueError):

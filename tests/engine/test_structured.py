@@ -138,7 +138,7 @@ def random_sampling(rng: random.Random) -> Sampling:
     return Sampling(**values)
 
 
-@pytest.mark.parametrize("seed", range(at_length(6, 200)))
+@pytest.mark.parametrize("seed", range(at_length(4, 200)))
 def test_answers_are_those_of_a_stateless_run(seed: int) -> None:
     """Batched, overlapped, suspended, with late masks, cancelled neighbours and several turns of a session."""
     rng = random.Random(seed)

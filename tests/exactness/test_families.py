@@ -1,6 +1,6 @@
 """Rule one: whatever happened to the cache, the answer is what transformers gives on the whole history.
 
-Each family has 8 random schedules of its own on a tiny random checkpoint in float32, and 192 in `make test-
+Each family has 6 random schedules of its own on a tiny random checkpoint in float32, and 192 in `make test-
 long`: sessions and turns, tiers down to the minimum, chunks of 1, 8 and 32 tokens, all policies and off
 switches, suspensions, cancels, edits, evictions. Most of the code is common to all families, so few
 schedules are played twice.
@@ -19,7 +19,7 @@ from support.engine.exactness import Bench, caught, run_all, run_schedule
 from support.engine.mutants import PLAN_MUTANTS, MutantWorker, SwapOutLastWorker
 from support.lengths import at_length
 
-SCHEDULES = at_length(8, 48)
+SCHEDULES = at_length(6, 48)
 """Random schedules per family and part."""
 
 

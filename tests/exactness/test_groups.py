@@ -120,7 +120,7 @@ def with_ends(case: BeamCase, ends: tuple[int, ...]) -> BeamCase:
     )
 
 
-@pytest.mark.parametrize(("family", "tenant"), some(CASES, 3))
+@pytest.mark.parametrize(("family", "tenant"), some(CASES, 2))
 def test_candidates_equal_turns_of_their_own(
     family: Family, tenant: bool, models: Callable[[Family], tuple[Bench, HfBeams]]
 ) -> None:

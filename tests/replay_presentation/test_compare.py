@@ -63,6 +63,7 @@ def test_compare_of_old_and_new(tmp_path: Path) -> None:
     assert float(old[1]) == value_at(first_version()["targets"][0], "turns_per_s")
 
 
+@pytest.mark.usefixtures("no_plots")
 def test_compare_tells_files_of_one_name_apart(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
@@ -112,6 +113,7 @@ def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, 
     assert not (tmp_path / "c.html").exists()
 
 
+@pytest.mark.usefixtures("no_plots")
 def test_the_ratio_is_told_in_terminal_page_and_json(tmp_path: Path) -> None:
     (file,), page, numbers = written(tmp_path, r=measured()), tmp_path / "c.html", tmp_path / "c.json"
     result = run_compare(file, "--html", page, "--json", numbers)
@@ -129,6 +131,7 @@ def test_the_ratio_is_told_in_terminal_page_and_json(tmp_path: Path) -> None:
     assert points[1]["normalised_latency_s"] == {"mean": 0.4, "p90": 0.8, "low": None, "high": None}
 
 
+@pytest.mark.usefixtures("no_plots")
 @pytest.mark.parametrize(
     ("latency_ms", "mean", "p90"),
     [
@@ -147,6 +150,7 @@ def test_at_a_given_latency(latency_ms: str, mean: str, p90: str, tmp_path: Path
     assert (times, times_p90) == (mean, p90)
 
 
+@pytest.mark.usefixtures("no_plots")
 def test_a_void_measurement_is_no_point_of_a_curve(tmp_path: Path) -> None:
     report = measured()
     report["targets"][-1]["valid"] = False

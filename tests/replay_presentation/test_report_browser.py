@@ -15,10 +15,9 @@ from support.replay.replay_reports import SYSTEMS, sweep
 pytestmark = pytest.mark.chromium
 
 
-def test_every_plot_and_table_is_laid_out(tmp_path: Path) -> None:
-    text = page([sweep()])
-    expected = Page(text)
-    light = measured(text, tmp_path, "--window-size=1200,900")
+def test_every_plot_and_table_is_laid_out(sweep_page: str, tmp_path: Path) -> None:
+    expected = Page(sweep_page)
+    light = measured(sweep_page, tmp_path, "--window-size=1200,900")
     assert [name for name, _, _ in light["figures"]] == list(expected.figures)
     assert [name for name, _, _ in light["tables"]] == list(expected.tables)
     for name, width, height in light["figures"] + light["tables"]:
@@ -28,18 +27,18 @@ def test_every_plot_and_table_is_laid_out(tmp_path: Path) -> None:
         "curves"
     ]
     assert light["overflow"] == 0 and light["beyond"] == []
-    half = measured(text, tmp_path, "--window-size=800,900")
+    half = measured(sweep_page, tmp_path, "--window-size=800,900")
     assert half["overflow"] == 0 and half["beyond"] == [], "all columns are in sight"
-    narrow = measured(text, tmp_path, "--window-size=500,900")
+    narrow = measured(sweep_page, tmp_path, "--window-size=500,900")
     assert narrow["overflow"] == 0, "wide tables scroll inside themselves"
-    dark = measured(text, tmp_path, "--blink-settings=preferredColorScheme=0")
+    dark = measured(sweep_page, tmp_path, "--blink-settings=preferredColorScheme=0")
     assert light["paper"] == "rgb(255, 255, 255)" and dark["paper"] != light["paper"]
     assert dark["ink"] != light["ink"], "the plots' text follows the page"
 
 
-def test_no_errors_and_a_screenshot(tmp_path: Path) -> None:
+def test_no_errors_and_a_screenshot(sweep_page: str, tmp_path: Path) -> None:
     file, image = tmp_path / "page.html", tmp_path / "page.png"
-    file.write_text(page([sweep()]))
+    file.write_text(sweep_page)
     result = browse(tmp_path, file, f"--screenshot={image}", "--window-size=1000,1400")
     assert "CONSOLE" not in result.stderr, result.stderr
     data = image.read_bytes()
@@ -47,9 +46,9 @@ def test_no_errors_and_a_screenshot(tmp_path: Path) -> None:
     assert len(data) > 20_000, "an empty page is smaller"
 
 
-def test_errors_would_be_seen(tmp_path: Path) -> None:
+def test_errors_would_be_seen(sweep_page: str, tmp_path: Path) -> None:
     file = tmp_path / "bad.html"
-    file.write_text(page([sweep()]).replace("</body>", '<img src="x.png"><script>oops()</script></body>'))
+    file.write_text(sweep_page.replace("</body>", '<img src="x.png"><script>oops()</script></body>'))
     result = browse(tmp_path, file, "--dump-dom")
     assert result.stderr.count("CONSOLE") >= 2, "the page's own policy refuses both"
 

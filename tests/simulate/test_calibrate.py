@@ -17,6 +17,7 @@ from click.testing import CliRunner
 from pensieve.cli.profile import profile
 from pensieve.engine.plan import PendingStep, Plan, SampleSpec, StepResult
 from pensieve.engine.worker.hybrid_sizing import sizes_for
+from pensieve.simulate import calibrate
 from pensieve.simulate.calibrate import (
     Calibrator,
     Sample,
@@ -28,7 +29,7 @@ from pensieve.simulate.calibrate import (
 from pensieve.simulate.full import Clock, CostWorker
 from pensieve.simulate.scenario.machine import Machine, MachineGroup, Work
 from support.engine.checkpoints import tiny_checkpoint
-from support.lengths import some
+from support.lengths import at_length, some
 from support.model import recurrent_models
 
 TRUTH = Machine(kv_bytes=4096, swap_bytes_per_s=2e9, layers=1, overlapped=False)
@@ -75,6 +76,12 @@ class Waited:
         return self.step.result()
 
 
+@pytest.fixture
+def one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock of its own, each pass takes as long as the one before."""
+    monkeypatch.setattr(calibrate, "REPEATS", at_length(1, calibrate.REPEATS))
+
+
 def worker(machine: Machine = TRUTH, device: str = "cpu") -> Any:
     return KnownWorker(machine, device)
 
@@ -105,6 +112,7 @@ def known(machine: Machine, device: str) -> tuple[Machine, list[Sample]]:
         2,
     ),
 )
+@pytest.mark.usefixtures("one_pass")
 def test_finds_the_machine(device: str, weights_s: float, groups: tuple[MachineGroup, ...]) -> None:
     """In steps that were not timed, too; and where a step is launched before the one before it has ended."""
     machine = msgspec.structs.replace(TRUTH, weights_s=weights_s, groups=groups, overlapped=device == "cuda")
@@ -150,6 +158,7 @@ def test_a_model_on_paper_is_the_one_that_was_measured() -> None:
         assert machine_groups(running.info) == groups
 
 
+@pytest.mark.usefixtures("one_pass")
 def test_says_what_a_device_does_beside() -> None:
     for device, layers, overlapped in (("cpu", 1, False), ("cuda", 24, True)):
         running = worker(msgspec.structs.replace(TRUTH, layers=24), device)
@@ -160,6 +169,7 @@ def test_says_what_a_device_does_beside() -> None:
         assert running.most_in_flight == 1 + overlapped
 
 
+@pytest.mark.usefixtures("one_pass")
 def test_copies_that_cost_nothing_leave_the_rate_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a busy machine, where a few chunks may take as long as many."""
     monkeypatch.setattr(Calibrator, "_swap", lambda self, plan, copies: 1e-3)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from pensieve.core import SessionKey
 from pensieve.engine.cache.chunk import NOWHERE, CachedSession, Chunk, OtherSlice, SharedRun, Slice
@@ -23,21 +23,24 @@ def check_cache(
     """Raise AssertionError on the first invariant that does not hold."""
     size = tiers.chunk_tokens
     chunks = list({id(chunk): chunk for session in sessions.values() for chunk in session.chunks}.values())
-    parts: list[Slice] = [*chunks, *(chunk.other for chunk in chunks if chunk.other is not None)]
-    _check_pool("device", tiers.device, [(c, c.device) for c in parts if c.device != NOWHERE])
-    _check_pool("host", tiers.host, [(c, c.host) for c in parts if c.host != NOWHERE])
-    pinned = [sum(part.pins > 0 for part in parts if group == part.group) for group in (0, 1)]
+    groups: list[Sequence[Slice]] = [
+        chunks,
+        [chunk.other for chunk in chunks if chunk.other is not None],
+    ]
+    for name, pool in (("device", tiers.device), ("host", tiers.host)):
+        _check_pool(name, pool, groups)
+    held = [[part for part in parts if part.pins] for parts in groups]
+    pinned = [len(parts) for parts in held]
     assert tiers.pinned == pinned, f"{tiers.pinned} pinned, but the slices say {pinned}"
-    repeated = sum(part.pins - 1 for part in parts if part.group and part.pins)
+    repeated = sum([part.pins - 1 for part in held[1]])
     assert tiers.repeated == repeated, f"{tiers.repeated} pins repeated, but the slices say {repeated}"
     by_tenant: Counter[int] = Counter()
-    for part in parts:
-        if part.pins:
-            by_tenant[part.holder.tenant] += tiers.page_bytes(part)
+    for part in (*held[0], *held[1]):
+        by_tenant[part.holder.tenant] += tiers.page_bytes(part)
     assert +Counter(tiers.pinned_by) == +by_tenant, "pins by tenant contradict the slices"
-    for part in parts:
-        _check_slice(part, size)
-    spare = {part for part in parts if part.pins and part.host != NOWHERE}
+    for parts in groups:
+        _check_slices(parts, size)
+    spare = {part for part in (*held[0], *held[1]) if part.host != NOWHERE}
     assert set(tiers.spare) == spare, "the list of spare host copies is wrong"
     _check_second_group(sessions, chunks, tiers)
     for session in sessions.values():
@@ -48,18 +51,20 @@ def check_cache(
     index.check()
 
 
-def _check_pool(name: str, pool: PagePool, owned: list[tuple[Slice, int]]) -> None:
-    """``owned``: slices and the page that each has in the tier."""
+def _check_pool(name: str, pool: PagePool, groups: Sequence[Sequence[Slice]]) -> None:
+    """``groups``: the slices of each group. Those with a page in the tier own it."""
     by_tenant: Counter[int] = Counter()
     for group, kind in enumerate(pool.groups):
-        held = [page for part, page in owned if part.group == group]
+        if name == "device":
+            owned = [(part, part.device) for part in groups[group] if part.device != NOWHERE]
+        else:
+            owned = [(part, part.host) for part in groups[group] if part.host != NOWHERE]
         for part, _ in owned:
-            if part.group == group:
-                by_tenant[part.holder.tenant] += kind.page_bytes
+            by_tenant[part.holder.tenant] += kind.page_bytes
         if not kind.page_bytes:
             continue
-        twice = [page for page, count in Counter(held).items() if count > 1]
-        assert not twice, f"{name} pages {twice} of group {group} have two owners"
+        held = [page for _, page in owned]
+        assert len(set(held)) == len(held), f"{name} pages {sorted(held)} of group {group} have two owners"
         assert len(held) == pool.used(group), (
             f"{name}: {len(held)} pages of group {group} held, not {pool.used(group)}"
         )
@@ -73,18 +78,23 @@ def _check_pool(name: str, pool: PagePool, owned: list[tuple[Slice, int]]) -> No
         assert pool.used_bytes + pool.free_bytes == pool.size_bytes, f"{name}: bytes do not add up"
 
 
-def _check_slice(part: Slice, size: int) -> None:
-    name = f"chunk {part.index}, group {part.group}"
-    holder = part.holder
-    owners = list(holder.owners) if isinstance(holder, SharedRun) else [holder]
-    assert 0 <= part.filled <= size, f"{name}: filled {part.filled} of {size}"
-    assert part.filled == 0 or part.cached, f"{name}: dropped but filled"
-    if isinstance(part, OtherSlice):
-        assert part.pins == sum(part in owner.held for owner in owners), f"{name}: {part.pins} pins"
-        assert not (part.pins and part.filled) or part.device != NOWHERE, f"{name}: pinned without its page"
-    else:
-        assert part.pins == sum(owner.running for owner in owners), f"{name}: {part.pins} pins"
-        assert not part.pins or part.device != NOWHERE, f"{name}: pinned without a device page"
+def _check_slices(parts: Sequence[Slice], size: int) -> None:
+    for part in parts:
+        holder, pins, filled = part.holder, part.pins, part.filled
+        assert 0 <= filled <= size, f"{_name(part)}: filled {filled} of {size}"
+        assert filled == 0 or part.cached, f"{_name(part)}: dropped but filled"
+        owners = holder.owners if isinstance(holder, SharedRun) else (holder,)
+        if isinstance(part, OtherSlice):
+            using = [owner for owner in owners if part in owner.held]
+            assert not (pins and filled) or part.device != NOWHERE, f"{_name(part)}: pinned without its page"
+        else:
+            using = [owner for owner in owners if owner.running]
+            assert not pins or part.device != NOWHERE, f"{_name(part)}: pinned without a device page"
+        assert pins == len(using), f"{_name(part)}: {pins} pins, {len(using)} requests"
+
+
+def _name(part: Slice) -> str:
+    return f"chunk {part.index}, group {part.group}"
 
 
 def _check_second_group(
@@ -109,20 +119,18 @@ def _check_second_group(
 
 
 def _check_owners(sessions: Mapping[SessionKey, CachedSession], chunks: list[Chunk]) -> None:
-    """A chunk's owners are the sessions that have it in their lists."""
-    lists: dict[int, set[int]] = {id(chunk): set() for chunk in chunks}
+    """A chunk's owners are the sessions that have it in their lists, each once."""
+    lists = Counter([id(chunk) for session in sessions.values() for chunk in session.chunks])
     for session in sessions.values():
         for chunk in session.chunks:
-            lists[id(chunk)].add(id(session))
+            holder = chunk.holder
+            owned = session in holder.owners if isinstance(holder, SharedRun) else session is holder
+            assert owned, f"chunk {chunk.index}: {session.key} has it, but is no owner"
     for chunk in chunks:
-        holder = chunk.holder
-        owners = set(map(id, holder.owners)) if isinstance(holder, SharedRun) else {id(holder)}
-        assert owners == lists[id(chunk)], (
-            f"chunk {chunk.index}: {len(owners)} owners, {len(lists[id(chunk)])} lists"
-        )
-        assert not isinstance(holder, SharedRun) or len(owners) > 1, (
-            f"chunk {chunk.index}: shared by one session"
-        )
+        holder, found = chunk.holder, lists[id(chunk)]
+        owners = len(holder.owners) if isinstance(holder, SharedRun) else 1
+        assert owners == found, f"chunk {chunk.index}: {owners} owners, {found} lists"
+        assert not isinstance(holder, SharedRun) or owners > 1, f"chunk {chunk.index}: shared by one session"
 
 
 def _check_session(session: CachedSession, size: int, moves: int) -> None:

@@ -177,17 +177,22 @@ class EvictionIndex:
         idle = now - holder.last_active
         return self.table.session_value(cost, candidates, idle, holder.kind, holder.hint)
 
-    def victims(self, holder: Holder, reclaim: Reclaim) -> HolderVictims:
-        chunks = [chunk.index for chunk in holder.own_chunks if reclaim_kind(chunk) is reclaim]
-        if not self._two_groups:
-            return HolderVictims(chunks)
-        if not self.page_bytes[0]:
-            chunks = []  # the first group has no layers: its pages are worth nothing
-        others = [chunk.other for chunk in holder.own_chunks if chunk.other is not None]
-        tail = [part for part in others if not part.leftover and reclaim_kind(part) is reclaim]
-        cost = self.table.chunk_cost
-        kept = sum(cost(chunk.index) for chunk in holder.own_chunks if chunk.cached) if tail else 0.0
-        return HolderVictims(chunks, tail, kept)
+    def victims(self, holder: Holder) -> list[HolderVictims]:
+        """Return the slices that a holder can lose, by ``Reclaim``."""
+        found = [HolderVictims([]) for _ in Reclaim]
+        counts = bool(self.page_bytes[0])  # a group without layers: its pages are worth nothing
+        for chunk in holder.own_chunks:
+            if counts and (way := reclaim_kind(chunk)) is not None:
+                found[way].chunks.append(chunk.index)
+            other = chunk.other
+            if other is not None and not other.leftover and (way := reclaim_kind(other)) is not None:
+                found[way].tail.append(other)
+        if any(victims.tail for victims in found):
+            cost = self.table.chunk_cost
+            kept = sum(cost(chunk.index) for chunk in holder.own_chunks if chunk.cached)
+            for victims in found:
+                victims.kept_cost = kept if victims.tail else 0.0
+        return found
 
     def next_cost(self, victims: HolderVictims) -> float:
         """Return the cost of the next victim, for each page of the first group; infinity when there is none."""
@@ -214,8 +219,7 @@ class EvictionIndex:
                 if table.hinted:
                     table.pauses[row], table.weights[row] = holder.hint
             if self._two_groups:
-                for reclaim in Reclaim:
-                    victims = self.victims(holder, reclaim)
+                for reclaim, victims in enumerate(self.victims(holder)):
                     table.candidates[reclaim, row] = len(victims.chunks)
                     table.tails[reclaim, row] = len(victims.tail)
                     table.first_cost[reclaim, row] = self.next_cost(victims)
@@ -244,11 +248,10 @@ class EvictionIndex:
                 pairs |= {(row, owner.row) for owner in holder.owners}
                 assert {owner.tenant for owner in holder.owners} == {holder.tenant}, f"row {row}: tenants mix"
             assert table.tenants[row] == holder.tenant, f"row {row}: tenant is stale"
-            for reclaim in Reclaim:
-                victims = self.victims(holder, reclaim)
+            for reclaim, victims in enumerate(self.victims(holder)):
                 found = table.candidates[reclaim, row], table.tails[reclaim, row]
                 assert found == (len(victims.chunks), len(victims.tail)), (
-                    f"row {row}: {reclaim.name} count is stale"
+                    f"row {row}: {Reclaim(reclaim).name} count is stale"
                 )
                 assert table.first_cost[reclaim, row] == self.next_cost(victims), f"row {row}: cost is stale"
         assert set(table.claims.pairs()) == pairs, "the claims differ from the owners of runs"
@@ -341,5 +344,5 @@ class EvictionRound:
     def _candidates(self, holder: Holder) -> HolderVictims:
         victims = self._seen.get(holder)
         if victims is None:
-            victims = self._seen[holder] = self._index.victims(holder, self._reclaim)
+            victims = self._seen[holder] = self._index.victims(holder)[self._reclaim]
         return victims

@@ -1,7 +1,9 @@
-"""A plugin of pytest that makes Triton's interpreter faster: it computes the same, and a sixth of its time goes.
+"""A plugin of pytest that makes Triton's interpreter faster: it computes the same, in half the time.
 
 The interpreter replaces the functions of ``triton.language`` at each call of a device function, although those of
-the same modules are still replaced since the launch of the kernel. It also builds a table of dtypes at each use.
+the same modules are still replaced since the launch of the kernel. It builds a table of dtypes at each use. It also
+computes for each sum and product of integers whether it overflows, and, as without ``debug`` a device assertion does
+nothing, never looks at the result.
 """
 
 from __future__ import annotations
@@ -58,3 +60,4 @@ for owner, name, ours in (
     (interpreter, "_get_np_dtype", _known_dtype),
 ):
     setattr(owner, name, ours)
+interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
