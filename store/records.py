@@ -65,7 +65,7 @@ class SessionConfig(msgspec.Struct, frozen=True, omit_defaults=True):
     subject: str = ""
     """The person whom the session is about, in the caller's own words; at most 256 bytes of UTF-8."""
     summary: str = ""
-    """Of the turns that a compaction removed. Set by the server; the model sees it behind the system prompt."""
+    """Stands for the turns that a compaction removed. Set by the server; the model sees it behind the system prompt."""
 
     @property
     def prompt(self) -> str:

@@ -322,7 +322,7 @@ class Compaction:
 
     session: SessionInfo
     summary: str
-    """Of the turns that the session no longer has in its context."""
+    """Stands for the turns that the session no longer has in its context."""
     branch: str
     """Name of a session with the whole history; its last turn is the summary's."""
     usage: Usage | None

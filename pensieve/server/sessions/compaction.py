@@ -56,7 +56,7 @@ class CompactionAnswer:
     branch_id: str
     summary: str
     usage: Usage | None
-    """Of the turn that made the summary."""
+    """Receipt of the turn that made the summary."""
 
 
 class Compactor:
