@@ -164,3 +164,23 @@ async def test_both_clients_and_the_chat(
         said = capsys.readouterr()
         assert "tokens of context now" in said.out + said.err and "/compact takes" in said.out + said.err
         assert [item.role for item in await chat.items()] == ["system"]
+
+
+async def test_the_summary_of_a_session_without_a_system_prompt() -> None:
+    """Its item belongs to the settings: a new system prompt replaces it, and a rewind keeps it."""
+    async with serving(context_limit=1000) as rig:
+        name = await rig.create()
+        for text in ("one", "two"):
+            await rig.run(name, text)
+        summary = (await compact(rig, name)).session.config.summary
+        assert [one.text for one in await rig.items(name)] == [summary, "two", ANSWER]
+        change = pb.UpdateSessionRequest(
+            name=name, session=pb.Session(config=pb.SessionConfig(system_prompt="x"))
+        )
+        change.update_mask.paths.append("config.system_prompt")
+        await rig.api.UpdateSession(change)
+        assert [one.text for one in await rig.items(name)] == [f"x\n\n{summary}", "two", ANSWER]
+        change.session.config.system_prompt = ""
+        await rig.api.UpdateSession(change)
+        await rig.api.RewindSession(pb.RewindSessionRequest(name=name, item=0, request_id=uid()))
+        assert [one.text for one in await rig.items(name)] == [summary]
