@@ -64,6 +64,13 @@ class SessionConfig(msgspec.Struct, frozen=True, omit_defaults=True):
     """The time for a chat template that writes a date. Set by the server; 0: the template writes none."""
     subject: str = ""
     """The person whom the session is about, in the caller's own words; at most 256 bytes of UTF-8."""
+    summary: str = ""
+    """Stands for the turns that a compaction removed. Set by the server; the model sees it behind the system prompt."""
+
+    @property
+    def prompt(self) -> str:
+        """Text of the item at the beginning of the context; "" for none."""
+        return "\n\n".join(filter(None, (self.system_prompt, self.summary)))
 
 
 class Item(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -17,6 +17,7 @@ from pensieve.client._sync_link import TurnStream
 from pensieve.client._values import (
     CallingMessage,
     Candidate,
+    Compaction,
     ErasedSession,
     ErasureReceipt,
     FinishReason,
@@ -49,6 +50,7 @@ __all__ = [
     "CallingMessage",
     "Candidate",
     "Client",
+    "Compaction",
     "ErasedSession",
     "ErasureReceipt",
     "FinishReason",

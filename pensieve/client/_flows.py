@@ -18,6 +18,7 @@ from pensieve.client._steps import Flow, Invoke, Tries, call
 from pensieve.client._transport import ClientSettings
 from pensieve.client._turn_machine import TurnMachine
 from pensieve.client._values import (
+    Compaction,
     FoundTurn,
     Item,
     Role,
@@ -313,6 +314,11 @@ class SessionCore:
     def warm(self) -> Flow[Warming]:
         request = pb.WarmSessionRequest(session=self.name)
         return decode.warming((yield from self.call("WarmSession", request, replay=False)))
+
+    def compact(self, request: pb.CompactSessionRequest) -> Flow[Compaction]:
+        response = yield from self.call("CompactSession", request)
+        self._update_info(response.session)
+        return decode.compaction(response)
 
     def update(self, changes: Mapping[str, Any], expected_revision: int | None) -> Flow[SessionInfo]:
         """``changes``: the given keyword arguments of ``Session.update``."""

@@ -15,6 +15,7 @@ from pensieve.client._retry import RetryPolicy, retry_policy
 from pensieve.client._sync_link import Link, TurnStream
 from pensieve.client._transport import ClientSettings
 from pensieve.client._values import (
+    Compaction,
     ErasedSession,
     ErasureReceipt,
     FoundTurn,
@@ -39,6 +40,7 @@ from pensieve.client.arguments import (
     check_names,
     with_options,
 )
+from pensieve.client.arguments import request_id as make_id
 from pensieve.core import SamplingOptions
 from pensieve.errors import Internal, InvalidArgument
 from pensieve.v1 import pensieve_pb2 as pb
@@ -345,6 +347,31 @@ class Session(SessionView):
         """
         info = self._link.run(self._core.fork(item, session_id, expected_revision, request_id, candidate))
         return Session(self._link, info.name, info)
+
+    def compact(
+        self,
+        *,
+        keep_turns: int = 2,
+        instruction: str | None = None,
+        max_summary_tokens: int | None = None,
+        expected_revision: int | None = None,
+        request_id: str | None = None,
+    ) -> Compaction:
+        """Replace all turns but the last ``keep_turns`` by a summary that the model writes of the conversation.
+
+        The whole history stays in a fork. ``instruction`` asks for the summary in other words. The client's ``timeout``
+        must suffice for ``max_summary_tokens`` (512). Until the call succeeds, the session is as before. Raises
+        FailedPrecondition (NOTHING_TO_COMPACT, SUMMARY_EMPTY), and RevisionMismatch if the session changes meanwhile.
+        """
+        request = pb.CompactSessionRequest(
+            name=self.name,
+            request_id=make_id(self.name, request_id),
+            keep_turns=keep_turns,
+            instruction=instruction or "",
+            max_summary_tokens=max_summary_tokens,
+            expected_revision=expected_revision,
+        )
+        return self._link.run(self._core.compact(request))
 
     def refresh(self, *, residency: bool = False) -> SessionInfo:
         """Read the metadata again. ``residency`` adds where the KV-tokens are."""

@@ -304,6 +304,8 @@ class SessionInfo:
     """Definitions of the functions that the model may call, as a JSON array."""
     subject: str = ""
     """The person whom the session is about, or ""."""
+    summary: str = ""
+    """Stands behind the system prompt in place of the turns that ``compact`` removed; "": none."""
     active_request_id: str = ""
     """Request id of the running turn, or ""."""
     residency: Residency | None = None
@@ -312,6 +314,19 @@ class SessionInfo:
     def id(self) -> str:
         """The name without ``sessions/``."""
         return self.name.removeprefix("sessions/")
+
+
+@dataclass(frozen=True, slots=True)
+class Compaction:
+    """Result of ``compact``."""
+
+    session: SessionInfo
+    summary: str
+    """Stands for the turns that the session no longer has in its context."""
+    branch: str
+    """Name of a session with the whole history; its last turn is the summary's."""
+    usage: Usage | None
+    """Receipt of the turn that made the summary; None if the request had been carried out before."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from pensieve.client._requests import CANDIDATE_CHOICES
 from pensieve.client._values import (
     Candidate,
+    Compaction,
     ErasedSession,
     ErasureReceipt,
     FinishReason,
@@ -194,6 +195,7 @@ def session(message: pb.Session) -> SessionInfo:
         share_prefixes=config.prefix_sharing != pb.PREFIX_SHARING_NONE,
         tools=config.tools_json,
         subject=config.subject,
+        summary=config.summary,
         labels=dict(message.labels),
         create_time=time_of(message.create_time) if message.HasField("create_time") else None,
         update_time=time_of(message.update_time) if message.HasField("update_time") else None,
@@ -203,6 +205,11 @@ def session(message: pb.Session) -> SessionInfo:
         active_request_id=message.active_turn.request_id,
         residency=residency(message.residency) if message.HasField("residency") else None,
     )
+
+
+def compaction(message: pb.CompactSessionResponse) -> Compaction:
+    used = usage(message.usage) if message.HasField("usage") else None
+    return Compaction(session(message.session), message.summary, message.branch, used)
 
 
 def erased_session(message: pb.ErasedSession) -> ErasedSession:

@@ -21,6 +21,7 @@ from pensieve.server.history.rendering import ItemStamp, Renderer
 from pensieve.server.history.transcript import Transcript
 from pensieve.server.links.engine_link import EngineLink, context_limit
 from pensieve.server.operations.usage import UsageTracker
+from pensieve.server.sessions.compaction import Compactor
 from pensieve.server.sessions.lookup import RequestClaims, find_turn
 from pensieve.server.sessions.quotas import StorageQuotas
 from pensieve.server.sessions.sessions import Sessions
@@ -131,6 +132,7 @@ class Conversations:
         self.sessions = Sessions(transcript, link, self.turns, served, settings, self.quotas)
         self.subjects = Subjects(store, self.sessions, self.residency)
         self.warmer = SessionWarmer(transcript, link, self.turns, served, settings, listeners.warmed)
+        self.compactor = Compactor(transcript, self.sessions, self.turns, self.warmer)
 
     @property
     def context_limit(self) -> int:

@@ -165,7 +165,7 @@ class CacheResidency(_message.Message):
     def __init__(self, replica: _Optional[str] = ..., as_of_revision: _Optional[int] = ..., gpu_tokens: _Optional[int] = ..., host_tokens: _Optional[int] = ..., dropped_tokens: _Optional[int] = ..., as_of_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
 
 class SessionConfig(_message.Message):
-    __slots__ = ("model", "system_prompt", "default_sampling", "ttl", "overflow_policy", "prefix_sharing", "tools_json", "subject")
+    __slots__ = ("model", "system_prompt", "default_sampling", "ttl", "overflow_policy", "prefix_sharing", "tools_json", "subject", "summary")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     SYSTEM_PROMPT_FIELD_NUMBER: _ClassVar[int]
     DEFAULT_SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -174,6 +174,7 @@ class SessionConfig(_message.Message):
     PREFIX_SHARING_FIELD_NUMBER: _ClassVar[int]
     TOOLS_JSON_FIELD_NUMBER: _ClassVar[int]
     SUBJECT_FIELD_NUMBER: _ClassVar[int]
+    SUMMARY_FIELD_NUMBER: _ClassVar[int]
     model: str
     system_prompt: str
     default_sampling: SamplingParams
@@ -182,7 +183,8 @@ class SessionConfig(_message.Message):
     prefix_sharing: PrefixSharing
     tools_json: str
     subject: str
-    def __init__(self, model: _Optional[str] = ..., system_prompt: _Optional[str] = ..., default_sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., overflow_policy: _Optional[_Union[OverflowPolicy, str]] = ..., prefix_sharing: _Optional[_Union[PrefixSharing, str]] = ..., tools_json: _Optional[str] = ..., subject: _Optional[str] = ...) -> None: ...
+    summary: str
+    def __init__(self, model: _Optional[str] = ..., system_prompt: _Optional[str] = ..., default_sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., overflow_policy: _Optional[_Union[OverflowPolicy, str]] = ..., prefix_sharing: _Optional[_Union[PrefixSharing, str]] = ..., tools_json: _Optional[str] = ..., subject: _Optional[str] = ..., summary: _Optional[str] = ...) -> None: ...
 
 class CreateSessionRequest(_message.Message):
     __slots__ = ("request_id", "session_id", "config", "labels", "initial_items", "followed_by")
@@ -280,6 +282,34 @@ class DeleteSessionRequest(_message.Message):
 class DeleteSessionResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class CompactSessionRequest(_message.Message):
+    __slots__ = ("name", "request_id", "keep_turns", "expected_revision", "instruction", "max_summary_tokens")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    KEEP_TURNS_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_REVISION_FIELD_NUMBER: _ClassVar[int]
+    INSTRUCTION_FIELD_NUMBER: _ClassVar[int]
+    MAX_SUMMARY_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    request_id: str
+    keep_turns: int
+    expected_revision: int
+    instruction: str
+    max_summary_tokens: int
+    def __init__(self, name: _Optional[str] = ..., request_id: _Optional[str] = ..., keep_turns: _Optional[int] = ..., expected_revision: _Optional[int] = ..., instruction: _Optional[str] = ..., max_summary_tokens: _Optional[int] = ...) -> None: ...
+
+class CompactSessionResponse(_message.Message):
+    __slots__ = ("session", "branch", "summary", "usage")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    BRANCH_FIELD_NUMBER: _ClassVar[int]
+    SUMMARY_FIELD_NUMBER: _ClassVar[int]
+    USAGE_FIELD_NUMBER: _ClassVar[int]
+    session: Session
+    branch: str
+    summary: str
+    usage: Usage
+    def __init__(self, session: _Optional[_Union[Session, _Mapping]] = ..., branch: _Optional[str] = ..., summary: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ...) -> None: ...
 
 class EraseSubjectRequest(_message.Message):
     __slots__ = ("subject",)

@@ -121,6 +121,11 @@ class ConversationServiceStub(object):
                 request_serializer=pensieve_dot_v1_dot_pensieve__pb2.WarmSessionRequest.SerializeToString,
                 response_deserializer=pensieve_dot_v1_dot_pensieve__pb2.WarmSessionResponse.FromString,
                 _registered_method=True)
+        self.CompactSession = channel.unary_unary(
+                '/pensieve.v1.ConversationService/CompactSession',
+                request_serializer=pensieve_dot_v1_dot_pensieve__pb2.CompactSessionRequest.SerializeToString,
+                response_deserializer=pensieve_dot_v1_dot_pensieve__pb2.CompactSessionResponse.FromString,
+                _registered_method=True)
         self.CountTokens = channel.unary_unary(
                 '/pensieve.v1.ConversationService/CountTokens',
                 request_serializer=pensieve_dot_v1_dot_pensieve__pb2.CountTokensRequest.SerializeToString,
@@ -289,6 +294,14 @@ class ConversationServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CompactSession(self, request, context):
+        """Replaces a session's older turns by a summary that the model writes of them. The whole history stays in a fork.
+        Idempotent on request_id. Until it succeeds, the session is as before.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def CountTokens(self, request, context):
         """Token count and fit check without running the model.
         """
@@ -427,6 +440,11 @@ def add_ConversationServiceServicer_to_server(servicer, server):
                     servicer.WarmSession,
                     request_deserializer=pensieve_dot_v1_dot_pensieve__pb2.WarmSessionRequest.FromString,
                     response_serializer=pensieve_dot_v1_dot_pensieve__pb2.WarmSessionResponse.SerializeToString,
+            ),
+            'CompactSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.CompactSession,
+                    request_deserializer=pensieve_dot_v1_dot_pensieve__pb2.CompactSessionRequest.FromString,
+                    response_serializer=pensieve_dot_v1_dot_pensieve__pb2.CompactSessionResponse.SerializeToString,
             ),
             'CountTokens': grpc.unary_unary_rpc_method_handler(
                     servicer.CountTokens,
@@ -925,6 +943,33 @@ class ConversationService(object):
             '/pensieve.v1.ConversationService/WarmSession',
             pensieve_dot_v1_dot_pensieve__pb2.WarmSessionRequest.SerializeToString,
             pensieve_dot_v1_dot_pensieve__pb2.WarmSessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CompactSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pensieve.v1.ConversationService/CompactSession',
+            pensieve_dot_v1_dot_pensieve__pb2.CompactSessionRequest.SerializeToString,
+            pensieve_dot_v1_dot_pensieve__pb2.CompactSessionResponse.FromString,
             options,
             channel_credentials,
             insecure,

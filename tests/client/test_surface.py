@@ -22,14 +22,14 @@ InvalidArgument NotFound PensieveError PermissionDenied ResourceExhausted Revisi
 TurnInProgress Unauthenticated Unavailable
 """
 SDK = """
-AsyncClient AsyncSession AsyncTurnStream CallingMessage Candidate Client ErasedSession ErasureReceipt FinishReason
-FoundTurn FunctionCall HintReceipt InputLike Item Limits Phase Piece Progress RawText Residency RetryPolicy Role
-SamplingOptions ServerInfo Session SessionChanges SessionInfo SessionState TenantTotals TokenCount TokenLogprob
-TokenText ToolResult Turn TurnOptions TurnState TurnStream Usage Warming
+AsyncClient AsyncSession AsyncTurnStream CallingMessage Candidate Client Compaction ErasedSession ErasureReceipt
+FinishReason FoundTurn FunctionCall HintReceipt InputLike Item Limits Phase Piece Progress RawText Residency
+RetryPolicy Role SamplingOptions ServerInfo Session SessionChanges SessionInfo SessionState TenantTotals TokenCount
+TokenLogprob TokenText ToolResult Turn TurnOptions TurnState TurnStream Usage Warming
 """
 CLIENT = """close create_session erase_subject export_subject find_turn import_sessions server_info session
 sessions usage"""
-SESSION = """append attach cancel choose count_tokens delete edit export fork get_turn id info items last_turn
+SESSION = """append attach cancel choose compact count_tokens delete edit export fork get_turn id info items last_turn
 last_user_item name rebind refresh regenerate revision rewind send stream update warm"""
 STREAM = (
     "accepted base_revision cancel close done finish progress request_id resumes seed text token_count turn"

@@ -75,6 +75,7 @@ class Commands:
             ),
             "/rewind": ChatCommand(self._rewind, "[N]", "drop the last N turns (1)"),
             "/fork": ChatCommand(self._fork, "", "continue in a copy; the original is unchanged"),
+            "/compact": ChatCommand(self._compact, "[N]", "summarise all but the last N turns (2)"),
             "/system": ChatCommand(self._system, "[TEXT]", "show the system prompt, or change it"),
             "/set": ChatCommand(
                 self._set, "[NAME VALUE]", "temperature 0.7, seed 1, …; `default` resets it", _complete_names
@@ -163,6 +164,17 @@ class Commands:
         origin = self._dialogue.session
         self._dialogue.session = self._screen.call_with_status(origin.fork)
         self._screen.note(f"now in {self._dialogue.session.name}, a copy of {origin.name}")
+
+    def _compact(self, argument: str) -> None:
+        if argument and not argument.isdecimal():
+            self._screen.note("/compact takes the number of turns to keep as they are")
+            return
+        session = self._dialogue.session
+        done = self._screen.call_with_status(lambda: session.compact(keep_turns=int(argument or 2)))
+        self._screen.write_line(done.summary)
+        self._screen.note(
+            f"{done.session.context_tokens} tokens of context now; the whole conversation is {done.branch}"
+        )
 
     def _system(self, text: str) -> None:
         session = self._dialogue.session

@@ -32,7 +32,7 @@ def truncated_to(history: History, item: int) -> History:
 def system_item(history: History) -> int:
     """Number of the system prompt's item, if the first live item comes from the session's config; else 0."""
     first = history.items[0] if history.items else None
-    is_prompt = first is not None and first.role is Role.SYSTEM and bool(history.config.system_prompt)
+    is_prompt = first is not None and first.role is Role.SYSTEM and bool(history.config.prompt)
     return first.number if first is not None and is_prompt else 0
 
 

@@ -336,25 +336,27 @@ async def check_tools(config: SessionConfig, renderer: Renderer) -> None:
 
 
 async def with_prompt(
-    renderer: Renderer, base: History, config: SessionConfig, time_ms: int
+    renderer: Renderer, base: History, config: SessionConfig, time_ms: int, *, keep_from: int = 0
 ) -> tuple[tuple[Item, ...], list[Item]]:
-    """A new system prompt (nothing if "") and the other live items, renumbered after it.
+    """A new system prompt (nothing if "") and the other live items from ``keep_from`` on, renumbered after it.
 
     Of the reused tokens, only the glue of the first item can be wrong (beginning of sequence, role header,
     tools). It is rendered anew if rendering it in the old place reproduces the stored tokens. Raises
     FailedPrecondition (TOOLS_NOT_CHANGEABLE) when changed tools would not appear in the context.
     """
     number = base.head_item + 1
-    rest = without_prompt(base)
+    whole = without_prompt(base)
+    rest = tuple(item for item in whole if item.number >= keep_from)
     head: tuple[Item, ...] = ()
     changed = History(config=config)
-    if config.system_prompt:
+    if config.prompt:
         head, _ = await renderer.items(
-            changed, (InputEntry(Role.SYSTEM, config.system_prompt),), ItemStamp(number, "", time_ms)
+            changed, (InputEntry(Role.SYSTEM, config.prompt),), ItemStamp(number, "", time_ms)
         )
         number += 1
     moved = [msgspec.structs.replace(item, number=number + i) for i, item in enumerate(rest)]
-    shown = not moved or config.tools == base.config.tools
+    # Many templates show tools in the first user message, which may be among the items that are dropped.
+    shown = not moved or (config.tools == base.config.tools and not (config.tools and len(rest) < len(whole)))
     if moved and not moved[0].verbatim:
         first, old = moved[0], replace(base, items=base.items[: len(base.items) - len(rest)], hidden_before=0)
         entry = (InputEntry(first.role, first.text),)

@@ -70,6 +70,7 @@ SCOPE_OF_METHOD: Final[dict[str, str]] = {
     _CONVERSATION + "CancelTurn": WRITE,
     _CONVERSATION + "ChooseCandidate": WRITE,
     _CONVERSATION + "WarmSession": READ,
+    _CONVERSATION + "CompactSession": WRITE,
     _CONVERSATION + "CountTokens": READ,
     _CONVERSATION + "GetServerInfo": READ,
     _CONVERSATION + "EraseSubject": ERASE,

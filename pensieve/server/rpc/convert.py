@@ -27,6 +27,7 @@ from pensieve.server import ids
 from pensieve.server.conversations import ServerFacts
 from pensieve.server.operations.usage import TenantUse
 from pensieve.server.rpc.validation import UPDATABLE, seconds
+from pensieve.server.sessions.compaction import CompactionAnswer, CompactionRequest
 from pensieve.server.sessions.exports import ImportedSession
 from pensieve.server.sessions.records import NewSession, SessionChange
 from pensieve.server.sessions.subjects import SessionReceipt, SubjectReceipt
@@ -294,6 +295,25 @@ def warm_session_response(answer: WarmAnswer, replica: str, now_ms: int) -> pb.W
     )
 
 
+def compaction_request(request: pb.CompactSessionRequest) -> CompactionRequest:
+    return CompactionRequest(
+        request.request_id,
+        request.keep_turns,
+        request.instruction,
+        optional(request, "max_summary_tokens"),
+        optional(request, "expected_revision"),
+    )
+
+
+def compact_session_response(done: CompactionAnswer, session: pb.Session) -> pb.CompactSessionResponse:
+    return pb.CompactSessionResponse(
+        session=session,
+        branch=ids.session_name(done.branch_id),
+        summary=done.summary,
+        usage=None if done.usage is None else _usage(done.usage),
+    )
+
+
 def erased_session(erased: SessionReceipt) -> pb.ErasedSession:
     return pb.ErasedSession(
         name=ids.session_name(erased.session_id),
@@ -326,6 +346,7 @@ def session_config(config: SessionConfig) -> pb.SessionConfig:
         prefix_sharing=_number(config.prefix_sharing),
         tools_json=config.tools,
         subject=config.subject,
+        summary=config.summary,
     )
     if config.sampling != SamplingDefaults():
         message.default_sampling.CopyFrom(_sampling(config.sampling))

@@ -151,6 +151,14 @@ class ConversationService(pensieve_pb2_grpc.ConversationServiceServicer):
             revision=page.revision,
         )
 
+    async def CompactSession(
+        self, request: pb.CompactSessionRequest, _context: Any
+    ) -> pb.CompactSessionResponse:
+        key, wanted = key_of(self._valid(request).name), convert.compaction_request(request)
+        await self._conversations.quotas.check_turn(key, request.request_id)
+        done = await self._conversations.compactor.compact(key, wanted)
+        return convert.compact_session_response(done, self._session(done.row))
+
     # ---- personal data
 
     async def EraseSubject(self, request: pb.EraseSubjectRequest, context: Any) -> None:

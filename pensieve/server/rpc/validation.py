@@ -509,6 +509,12 @@ RULES: dict[type[Any], tuple[Rule, ...]] = {
     ),
     pb.ChooseCandidateRequest: (_SESSION, _must("request_id", request_id)),
     pb.WarmSessionRequest: (_SESSION,),
+    pb.CompactSessionRequest: (
+        _SESSION_NAME,
+        _must("request_id", request_id),
+        _may("instruction", prompt),
+        _may("max_summary_tokens", between(1, (1 << 31) - 1)),
+    ),
     pb.CountTokensRequest: (
         _may("session", session_name),
         _may("input", entries(lambda b: b.limits.max_input_items, _nested)),

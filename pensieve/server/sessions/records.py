@@ -13,7 +13,7 @@ from pensieve.errors import FailedPrecondition, NotFound
 from pensieve.server.clock import now_ms
 from pensieve.server.history.binding import ServedModel
 from pensieve.server.history.cuts import renumbered_view, system_item, truncated_to, without_prompt
-from pensieve.server.history.rendering import ItemStamp, Renderer, check_tools, with_prompt
+from pensieve.server.history.rendering import ItemStamp, Renderer, check_tools, turn_starts, with_prompt
 from pensieve.server.values import InputEntry, ToolEntry
 from pensieve.store.records import (
     History,
@@ -146,6 +146,38 @@ async def update(renderer: Renderer, base: History, change: SessionChange, serve
     return msgspec.structs.replace(record, keep_items=0, items=(*head, *moved), hidden_before=hidden)
 
 
+def check_compactable(base: History, keep_turns: int) -> list[int]:
+    """Return the numbers of the items that begin turns. Raises FailedPrecondition (NOTHING_TO_COMPACT)."""
+    starts = turn_starts(base)
+    if len(starts) <= keep_turns:
+        raise FailedPrecondition(
+            f"the context has {len(starts)} turns and {keep_turns} are to stay", reason="NOTHING_TO_COMPACT"
+        )
+    return starts
+
+
+async def compact(
+    renderer: Renderer, base: History, summary: str, keep_turns: int, request_id: str, served: ServedModel
+) -> Record:
+    """Put ``summary`` in the place of all visible turns but the last ``keep_turns``, which keep their tokens. Raises
+    FailedPrecondition (NOTHING_TO_COMPACT, MODEL_MISMATCH, TOOLS_NOT_CHANGEABLE)."""
+    served.check(base.config)
+    starts = check_compactable(base, keep_turns)
+    first = starts[-keep_turns] if keep_turns else base.head_item + 1
+    config, now = msgspec.structs.replace(base.config, summary=summary), now_ms()
+    head, moved = await with_prompt(renderer, base, config, now, keep_from=first)
+    return Record(
+        revision=base.revision + 1,
+        kind=RecordKind.UPDATE,
+        time_ms=now,
+        request_id=request_id,
+        keep_items=0,
+        items=(*head, *moved),
+        config=config,
+        hidden_before=0 if base.hidden_before else None,
+    )
+
+
 def check_item(history: History, item: int) -> None:
     """Raises NotFound unless ``item`` is 0 or the number of a live item."""
     if item and all(live.number != item for live in history.items):
@@ -166,7 +198,7 @@ async def _from_texts(
             reason="MODEL_MISMATCH",
             metadata={"item": str(verbatim)},
         )
-    head = (InputEntry(Role.SYSTEM, config.system_prompt),) if config.system_prompt else ()
+    head = (InputEntry(Role.SYSTEM, config.prompt),) if config.prompt else ()
     entries = [*head, *(_said(item) for item in rest)]
     stamp = ItemStamp(base.head_item + 1, "", time_ms)
     # Rendered as if the conversation goes on: the last answer ends with its end-of-sequence token, like a

@@ -267,6 +267,16 @@ class Sessions:
             raise
         return row
 
+    async def put_summary(
+        self, key: Key, base: History, summary: str, keep_turns: int, request_id: str, mark: str
+    ) -> SessionRow:
+        """Replace all turns of ``base`` but the last ``keep_turns`` by a summary, in one change. Idempotent by request
+        id. Raises RevisionMismatch if the session is no longer at ``base``, and the errors of ``records.compact``."""
+        record = await session_records.compact(
+            self._renderer.for_tenant(key.tenant), base, summary, keep_turns, request_id, self._served
+        )
+        return await self._append(key, base, PreparedChange(record), mark, base.revision)
+
     async def import_session(self, tenant: str, imported: ImportedSession, *, session_id: str) -> SessionRow:
         """Create a session with an exported one's live history, as a fork would. ``session_id``: "" for an id that
         follows from the lines. The same lines return the same session."""

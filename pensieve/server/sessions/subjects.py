@@ -76,9 +76,8 @@ class Subjects:
             rows = await self._store.find_subject(tenant, subject)
             found = [row for row in rows if row.config.subject == subject]
             if not found:
-                await (
-                    self._store.purge_expired()
-                )  # sessions whose time to live is over are hidden, and still stored
+                # Sessions whose time to live is over are hidden from the search, and may still be stored.
+                await self._store.purge_expired()
                 undecided = tuple(row.session_id for row in rows)
                 yield SubjectReceipt(tuple(erased), undecided, self._store.remnants)
                 return
