@@ -19,13 +19,15 @@ SPARE_BYTES = 4 << 20
 @pytest.mark.timeout(200)
 def test_memory_that_runs_out_in_a_step_costs_neither_server_nor_turn() -> None:
     options = ("--model", "demo", "--store", "memory:", "--threads", "1", "--device-cache", "8192tokens")
+    options += ("--max-batch-tokens", "4096")
     with ServerProcess(*options) as server, Client(server.target, retry_for=120) as client:
         chat = client.create_session()
         chat.send("My name is Ada.", temperature=0.0)
         (engine,) = children(server.pid)
-        pages = int((Path("/proc") / str(engine) / "statm").read_text().split()[0])
-        limit = pages * resource.getpagesize() + SPARE_BYTES
-        resource.prlimit(engine, resource.RLIMIT_AS, (limit, limit))
+        # Not RLIMIT_AS: malloc reserves address space for each thread, in which it then finds memory.
+        status = (Path("/proc") / str(engine) / "status").read_text()
+        limit = int(status.split("VmData:")[1].split()[0]) * 1024 + SPARE_BYTES
+        resource.prlimit(engine, resource.RLIMIT_DATA, (limit, limit))
 
         turn = chat.send("I like walks. " * 300 + "What is my name?", temperature=0.0)
         assert turn.text.strip() == "Your name is Ada."

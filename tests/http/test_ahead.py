@@ -10,7 +10,6 @@ from openai import BadRequestError, NotFoundError
 
 from pensieve.v1 import pensieve_pb2 as pb
 from support.engine.checkpoints import tiny_checkpoint
-from support.engine.hf_oracle import HfOracle
 from support.http.http_rig import HttpRig, door, opened
 from support.http.tool_rig import tool_door
 from support.service.real_engine import TinyModel, really_serving
@@ -65,7 +64,7 @@ PREWARM: Any = {"prewarm": True}
 async def test_a_prewarmed_context_is_read_from_the_cache(tmp_path: Path) -> None:
     folder = tiny_checkpoint("llama3", tmp_path, vocab_size=480, max_position_embeddings=4096)
     write_model(folder, *STYLES["qwen"])
-    model = TinyModel(folder, HfOracle(folder))
+    model = TinyModel(folder)
     async with (
         really_serving(model, device="4096tokens") as service,
         opened(service.target) as (url, client),

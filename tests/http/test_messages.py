@@ -29,7 +29,6 @@ from pensieve.http.responses.ids import ResponseId
 from pensieve.speech import CallForm, SpeechForm
 from pensieve.v1 import pensieve_pb2 as pb
 from support.engine.checkpoints import tiny_checkpoint
-from support.engine.hf_oracle import HfOracle
 from support.http.http_rig import HttpRig, door, opened
 from support.http.tool_rig import OSLO, ROME, context_of, tool_door
 from support.service.real_engine import TinyModel, really_serving
@@ -542,7 +541,7 @@ async def test_resent_tokens_are_read_from_the_cache(tmp_path: Path) -> None:
         "tools": [{**TOOL, "input_schema": {**schema, "additionalProperties": False}, "strict": True}],
         "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
     }
-    model = TinyModel(folder, HfOracle(folder))
+    model = TinyModel(folder)
     async with (
         really_serving(model, device="4096tokens") as service,
         opened(service.target) as (url, openai),

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import cast
 
 import pytest
 
 from pensieve import AsyncClient
 from pensieve.core import SamplingOptions
 from support.engine.checkpoints import tiny_checkpoint
-from support.engine.hf_oracle import HfOracle
 from support.service.real_engine import VOCAB, TinyModel, really_serving
 from support.tokenizers_ import CHATML, byte_level, write_folder
 
@@ -22,7 +20,7 @@ async def test_the_summary_reads_the_sessions_cache(tmp_path: Path, dies_after: 
     """``dies_after``: steps of the engine; the two turns before take 12, the summary 8."""
     folder = tiny_checkpoint("llama3", tmp_path, vocab_size=VOCAB)
     write_folder(folder, byte_level(), CHATML, bos=None, eos="<|im_end|>")
-    model = TinyModel(folder, cast(HfOracle, None))
+    model = TinyModel(folder)
     async with really_serving(model, dies_after=dies_after) as rig, AsyncClient(rig.target) as client:
         chat = await client.create_session(**SHORT)
         for text in ("a question that fills chunks of the device ", "another one "):

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import cast
 
 from pensieve.v1 import pensieve_pb2 as pb
 from support.engine.checkpoints import tiny_checkpoint
-from support.engine.hf_oracle import HfOracle
 from support.service.real_engine import VOCAB, TinyModel, really_serving
 from support.service.service_rig import Rig, spec, uid
 from support.tokenizers_ import CHATML, byte_level, write_folder
@@ -21,7 +19,7 @@ async def cached(rig: Rig, name: str) -> tuple[int, int]:
 async def test_the_tiers_keep_nothing_that_no_other_session_shares(tmp_path: Path) -> None:
     folder = tiny_checkpoint("llama3", tmp_path, vocab_size=VOCAB)
     write_folder(folder, byte_level(), CHATML, bos=None, eos="<|im_end|>")
-    async with really_serving(TinyModel(folder, cast(HfOracle, None))) as rig:
+    async with really_serving(TinyModel(folder)) as rig:
         short = pb.SamplingParams(max_output_tokens=4)
         hers = await rig.create(config=pb.SessionConfig(subject="ada", default_sampling=short))
         await rig.run(hers, spec("a question that fills several chunks of the device " * 2))

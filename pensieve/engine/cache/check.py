@@ -32,6 +32,9 @@ def check_cache(
     held = [[part for part in parts if part.pins] for parts in groups]
     pinned = [len(parts) for parts in held]
     assert tiers.pinned == pinned, f"{tiers.pinned} pinned, but the slices say {pinned}"
+    # A tier that was made smaller holds more than its limits until enough was evicted, some in each plan.
+    fits = tiers.device.limits is None or tiers.device.spare(*tiers.claimed) >= 0
+    assert fits, f"the limits {tiers.device.limits} cut off pages that are pinned or promised"
     repeated = sum([part.pins - 1 for part in held[1]])
     assert tiers.repeated == repeated, f"{tiers.repeated} pins repeated, but the slices say {repeated}"
     by_tenant: Counter[int] = Counter()
@@ -73,7 +76,6 @@ def _check_pool(name: str, pool: PagePool, groups: Sequence[Sequence[Slice]]) ->
     assert +Counter(pool.held) == +by_tenant, (
         f"{name}: bytes by tenant are {by_tenant}, not {dict(pool.held)}"
     )
-    # A tier that was made smaller holds more than its size until enough was evicted, some in each plan.
     if pool.limits is None:
         assert pool.used_bytes + pool.free_bytes == pool.size_bytes, f"{name}: bytes do not add up"
 
