@@ -10,11 +10,15 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
+from support.lengths import LONG
 from support.replay.benches import BENCH
 
 EVALUATE = (sys.executable, str(BENCH / "evaluate.py"))
 
 
+@pytest.mark.skipif(not LONG, reason="half a minute: PENSIEVE_LONG_TESTS=1")
 def test_an_experiment_in_small(tmp_path: Path) -> None:
     folders = ("--results", str(tmp_path / "results"), "--models", str(tmp_path / "models"))
     command = [*EVALUATE, "ablate-unified", "--small", "--rates", "6", *folders]
