@@ -58,7 +58,7 @@ def make(name: str, folder: Path, context_limit: int = 0, *, fill_vocabulary: bo
 
 
 def _fill_vocabulary(path: Path, size: int) -> None:
-    """Give a byte-level BPE tokenizer so many tokens: merges of two of its pieces of words."""
+    """Add merges of two word pieces to a byte-level BPE tokenizer until it has ``size`` tokens."""
     tokenizer = json.loads(path.read_text(encoding="utf-8"))
     vocab, merges = tokenizer["model"]["vocab"], tokenizer["model"]["merges"]
     words = [piece for piece in vocab if piece.isascii() and piece.isalpha()]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import multiprocessing
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
+import click
 import numpy as np
 
 from pensieve.client import AsyncClient
@@ -165,6 +167,7 @@ async def _alternate(address: str, admin: str, seconds: float, repeats: int) -> 
                 f"{name} ÷": round(row[name] / base[name], 2) for name in ("TTFT p99 ms", "token p99 ms")
             }
             found += [{"run": repeat, **base}, {"run": repeat, **row, **ratios}]
+            click.echo(json.dumps(found[-1]), err=True)
     return found
 
 

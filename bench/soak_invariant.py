@@ -43,7 +43,7 @@ EDITS, FORKS, CANDIDATES, DRAWN = 0.1, 0.1, 0.15, 0.6
 """Fractions of the turns."""
 BEGINNINGS = 3
 WORD_TOKENS = 3
-"""Of the words of an input, with the demo model's tokenizer."""
+"""Tokens of an average input word, with the demo model's tokenizer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,7 +81,7 @@ def vocabulary(count: int) -> LLTokenizer:
 
 
 def schema(fields: int, *, salt: int = 0) -> Grammar:
-    """Return a grammar of an object with so many fields of several types. Another ``salt`` gives another grammar."""
+    """Return a grammar of an object with ``fields`` fields of several types. Another ``salt`` gives other names."""
     kinds: list[dict[str, Any]] = [
         {"type": "string", "maxLength": 24}, {"type": "integer"},
         {"type": "array", "items": {"type": "string", "maxLength": 8}}, 

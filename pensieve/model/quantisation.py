@@ -65,8 +65,8 @@ def quantisation_of(config: Mapping[str, Any]) -> Quantisation | None:
             case "awq":
                 if given.get("version", "gemm") != "gemm":
                     raise ModelError(f"version {given['version']!r} is not supported: gemm")
-                bits = _one_of(given.get("bits"), "bits", (4,))
-                return Quantisation("awq", bits, _group(given), symmetric=not given.get("zero_point", True))
+                _one_of(given.get("zero_point", True), "zero_point", (True,))
+                return Quantisation("awq", _one_of(given.get("bits"), "bits", (4,)), _group(given))
             case "gptq":
                 form = _one_of(
                     given.get("checkpoint_format", "gptq"), "checkpoint_format", ("gptq", "gptq_v2")
@@ -74,7 +74,7 @@ def quantisation_of(config: Mapping[str, Any]) -> Quantisation | None:
                 bits = _one_of(given.get("bits"), "bits", (2, 4, 8))
                 return Quantisation("gptq", bits, _group(given), zeros_less_one=form == "gptq")
             case "mxfp4":
-                return Quantisation("mxfp4", 4, 32)
+                return Quantisation("mxfp4", 4)
     except ModelError as error:
         raise ModelError(f"{name} ({method}): {error}") from error
     except (TypeError, ValueError, IndexError, KeyError, AttributeError) as error:

@@ -39,6 +39,9 @@ _BESIDE: Final = {
     "mxfp4": ("_scales",),
 }
 
+_NEEDED: Final = {"packed": ("weight_shape",), "awq": ("qzeros",), "gptq": ("qzeros",)}
+"""What a module must have besides its words and scales; asymmetric ones have zero points, too."""
+
 
 @dataclass(frozen=True, slots=True)
 class PackedTensor:
@@ -62,8 +65,11 @@ class PackedTensor:
         parts = {last: read(name).to(device) for last, name in self.parts.items()}
         try:
             return _UNPACK[self.kind.method](self.kind, self.shape, parts)
-        except ModelError as error:
-            raise ModelError(f"{self.main}: {error}") from error
+        except torch.OutOfMemoryError:
+            raise
+        except (ModelError, RuntimeError, IndexError) as error:  # torch's, of parts whose shapes do not fit
+            said = str(error).splitlines()[0]
+            raise ModelError(f"{self.main}: {said}") from error
 
 
 def packed_tensors(kind: Quantisation, names: Collection[str], read: Read) -> dict[str, PackedTensor]:
@@ -80,9 +86,11 @@ def packed_tensors(kind: Quantisation, names: Collection[str], read: Read) -> di
         module = name.removesuffix(dot + end)
         beside = {last: f"{module}{dot}{last}" for last in _BESIDE[kind.method]}
         parts = {end: name} | {last: one for last, one in beside.items() if one in names}
-        scales = [last for last in parts if "scale" in last]
-        if not scales:
+        if not any("scale" in last for last in parts):
             raise ModelError(f"{name} has no scales: no tensor {next(iter(beside.values()))}")
+        needed = _NEEDED.get(kind.method, ()) + (() if kind.symmetric else ("weight_zero_point",))
+        if missing := [beside[last] for last in needed if last not in parts]:
+            raise ModelError(f"{name} is incomplete: no tensor {missing[0]}")
         own = module if kind.method == "mxfp4" else f"{module}.weight"
         try:
             found[own] = PackedTensor(kind, parts, _shape(kind, parts, read))
@@ -104,11 +112,12 @@ def _shape(kind: Quantisation, parts: Mapping[str, str], read: Read) -> tuple[in
                 dtype == torch.int32 and len(stored) == 2,
                 f"is {dtype} {list(stored)}, not int32 [out, words]",
             )
-            width = stored[1] * 32 // kind.bits
-            if kind.group:
-                width = min(width, scale[-1] * kind.group)
-            _require(stored[1] == -(-width * kind.bits // 32), "weight_packed and weight_scale do not fit")
-            return stored[0], width
+            out, inputs = map(int, read(parts["weight_shape"]).tolist())
+            fits = (out, -(-inputs * kind.bits // 32)) == stored
+            _require(fits, f"is {list(stored)}, but weight_shape is {[out, inputs]}")
+            fits = not kind.group or scale[-1] == -(-inputs // kind.group)
+            _require(fits, f"scales {list(scale)} do not fit groups of {kind.group} in {[out, inputs]}")
+            return out, inputs
         case "mxfp4":
             _require(
                 len(stored) == 4 and stored[-1] == 16, f"is {list(stored)}, not [experts, out, groups, 16]"
@@ -202,10 +211,6 @@ def _spread(scale: torch.Tensor, shape: tuple[int, ...], block: tuple[int, int])
 
 def _packed(kind: Quantisation, shape: tuple[int, ...], parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
     out, inputs = shape
-    if tuple(parts["weight_shape"].tolist()) != shape if "weight_shape" in parts else False:
-        raise ModelError(
-            f"weight_shape is {parts['weight_shape'].tolist()}, its words and scales hold {list(shape)}"
-        )
     scale, half = _checked(parts["weight_scale"], "weight_scale"), 1 << (kind.bits - 1)
     # Signed values are stored with an offset of half their range.
     values = (_bits(parts["weight_packed"], kind.bits, 1)[:, :inputs] - half).to(scale.dtype)
@@ -226,8 +231,8 @@ def _awq(kind: Quantisation, shape: tuple[int, ...], parts: Mapping[str, torch.T
 
     scales = _checked(parts["scales"], "scales")
     groups = _groups_of(shape[1], kind.group, None, scales.device)
-    zeros = ordered(parts["qzeros"]) if "qzeros" in parts else torch.full_like(scales, 8, dtype=torch.int32)
-    values = (ordered(parts["qweight"]) - zeros.index_select(0, groups)).to(scales.dtype)
+    zeros = ordered(parts["qzeros"]).index_select(0, groups)
+    values = (ordered(parts["qweight"]) - zeros).to(scales.dtype)
     return values.mul_(scales.index_select(0, groups)).t().contiguous()
 
 

@@ -338,7 +338,7 @@ async def test_counting() -> None:
                 assert counted.input_tokens == sum(getattr(message.usage, name) for name in INPUTS)
                 assert counted.input_tokens == len(rig.service.link.generations[-1].tokens)
                 history += [message.to_param(), {"role": "user", "content": "And now?"}]
-            # From the middle of a conversation, and of one that nobody has had.
+            # From the middle of a conversation, and of a new one.
             branch = [*history[:2], {"role": "user", "content": "Or else?"}]
             strange = [*HI, {"role": "assistant", "content": "Ho."}, *HI]
             for messages in (branch, strange):

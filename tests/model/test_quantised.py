@@ -367,7 +367,7 @@ def test_a_group_size_that_does_not_fit(tmp_path: Path) -> None:
     packed, _ = folders("llama", tmp_path, config, pack)
     path = packed / "config.json"
     path.write_text(path.read_text().replace('"group_size": 16', '"group_size": 8'))
-    with pytest.raises(ModelError, match="weight_packed: weight_packed and weight_scale do not fit"):
+    with pytest.raises(ModelError, match=r"weight_packed: scales \[\d+, \d+\] do not fit groups of 8"):
         load_weights(packed, load_arch(packed), dtype=torch.float32)
 
 
@@ -378,3 +378,27 @@ def test_tensors_without_a_use_are_named(tmp_path: Path) -> None:
     packed, _ = folders("llama", tmp_path, {"quant_method": "fp8"}, fp8_whole)
     with pytest.raises(ModelError, match=rf"no use for: {NAME}\.weight_offset"):
         load_weights(edited(packed, unknown), load_arch(packed), dtype=torch.float32)
+
+
+def cut_zeros(tensors: Tensors) -> None:
+    tensors[f"{NAME}.weight_zero_point"] = tensors[f"{NAME}.weight_zero_point"][:1].contiguous()
+
+
+def without(last: str) -> Callable[[Tensors], None]:
+    return lambda tensors: tensors.__delitem__(f"{NAME}.{last}")
+
+
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        (without("weight_shape"), r"is incomplete: no tensor .*weight_shape"),
+        (without("weight_zero_point"), r"is incomplete: no tensor .*weight_zero_point"),
+        (cut_zeros, r"weight_packed: "),
+    ],
+)
+def test_packed_parts_that_are_refused(edit: Callable[[Tensors], None], said: str, tmp_path: Path) -> None:
+    form, values = COMPRESSED["4 bits by group, asymmetric"]
+    packed = edited(folders("llama", tmp_path, *compressed(form, **values))[0], edit)
+    with pytest.raises(ModelError, match=rf"{NAME}\..*{said}") as caught:
+        load_weights(packed, load_arch(packed), dtype=torch.float32)
+    assert "\n" not in str(caught.value)

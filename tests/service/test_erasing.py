@@ -144,7 +144,7 @@ async def test_another_server_forgets_what_it_had_cached(place: Place, store: Hi
 
 async def test_maintenance_keeps_erased_as_erased(place: Place, tmp_path: Path) -> None:
     if place.url == "memory:":
-        pytest.skip("nobody else sees it")
+        pytest.skip("only its own process sees a store in memory")
     store = open_store(place.url)
     await store.open()
     async with serving(store=store) as rig:

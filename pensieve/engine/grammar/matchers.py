@@ -195,9 +195,8 @@ class Matchers:
             self.late_masks += 1
 
     def _work(self, lane: SimpleQueue[_Row | None]) -> None:
-        if (
-            lane is self._slow and sys.platform == "linux"
-        ):  # elsewhere this is the priority of the whole process
+        # Elsewhere than on Linux this is the priority of the whole process.
+        if lane is self._slow and sys.platform == "linux":
             os.nice(NICENESS)
         while (row := lane.get()) is not None:
             row.advance()
