@@ -40,7 +40,7 @@ _BESIDE: Final = {
 }
 
 _NEEDED: Final = {"packed": ("weight_shape",), "awq": ("qzeros",), "gptq": ("qzeros",)}
-"""What a module must have besides its words and scales; asymmetric ones have zero points, too."""
+"""A module needs these besides its words and scales, and zero points if it is asymmetric."""
 
 
 @dataclass(frozen=True, slots=True)
