@@ -14,7 +14,7 @@ import functools
 import http
 import uuid
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import httptools
 import msgspec
@@ -139,7 +139,7 @@ class GuardedProtocol(HttpToolsProtocol):
     # ---- the connection
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
+        transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass of it
         super().connection_made(transport)
         self.flow = _Flow(transport, self._wake)
         self._read_at_once(STRANGER_READ_BYTES)

@@ -289,10 +289,19 @@ async def _serve(options: ServeOptions, builder: str) -> None:
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(AcceptErrorFilter())
     signals = asyncio.Queue[signal.Signals]()
+    app = App(options, builder=builder)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, signals.put_nowait, number)
-    app = App(options, builder=builder)
     loop.add_signal_handler(signal.SIGHUP, app.reload_keys)
+    try:
+        await _serve_until_signal(app, signals)
+    finally:
+        # uvloop leaves them in place, and through them its loop, the server and gRPC's thread.
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            loop.remove_signal_handler(number)
+
+
+async def _serve_until_signal(app: App, signals: asyncio.Queue[signal.Signals]) -> None:
     stopping = asyncio.create_task(signals.get(), name="signal")
     starting = asyncio.create_task(app.start(), name="start")
     await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
