@@ -190,7 +190,9 @@ async def test_a_stalled_engine_is_replaced(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault(32)
-@pytest.mark.parametrize("begin", ["", "import sys; sys.modules['uvloop'] = None\n"], ids=["uvloop", "asyncio"])
+@pytest.mark.parametrize(
+    "begin", ["", "import sys; sys.modules['uvloop'] = None\n"], ids=["uvloop", "asyncio"]
+)
 async def test_sigterm_lets_the_running_turn_finish_and_refuses_new_ones(tmp_path: Path, begin: str) -> None:
     with launched(tmp_path, SLOW, begin=begin) as server:
         async with calling(server.grpc) as caller, calling(server.admin) as admin:
