@@ -37,6 +37,8 @@ class Prototype:
     """Never advanced. Copies share its lexer, whose states are then built once for all of them."""
     mask: TokenMask
     """Mask of the first token."""
+    idle: LLMatcher
+    """A matcher that has failed, and does no work."""
 
 
 class Prototypes:
@@ -89,7 +91,7 @@ class Prototypes:
             raise GrammarError(f"the grammar cannot be compiled ({type(error).__name__})") from error
         if matcher.is_error():
             raise GrammarError(first_line(matcher.get_error()))
-        return Prototype(matcher, mask)
+        return Prototype(matcher, mask, LLMatcher(made, "start: (", log_level=0))
 
 
 def first_line(text: str) -> str:

@@ -56,6 +56,7 @@ class Structured:
                 self.matchers.push(token.request, token.token_id)
             else:
                 self.matchers.drop(token.request)
+        self.matchers.start()
 
     def close(self) -> None:
         self._prototypes.close()
