@@ -328,7 +328,7 @@ def test_a_panic_of_the_library_ends_the_turn_only(monkeypatch: pytest.MonkeyPat
     for request, grammar in ((3, WORDS), (4, JSON)):  # compiled, so that the next two begin together
         rig.answers.submit(request, prompt("x"), Sampling(grammar=grammar, max_output_tokens=1))
     rig.answers.run()
-    for name in ("SLOW_S", "PATIENCE_S", "MOST_PATIENCE_S"):
+    for name in ("SLOW_S", "PATIENCE_S", "MOST_PATIENCE_S", "PATIENCE_ALONE_S"):
         monkeypatch.setattr(matchers, name, 30.0)
     rig.answers.submit(1, prompt("x"), Sampling(grammar=WORDS, max_output_tokens=50))
     rig.answers.submit(2, prompt("x"), sampling)

@@ -40,12 +40,11 @@ from pensieve.engine.plan import TokenMask
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
 
-PATIENCE_S: Final = 0.004
-"""Longest wait for masks while other tokens of the step wait too."""
+PATIENCE_S: Final = 0.001
+"""A step waits at least this long for masks: ordinary ones are there by then."""
 MOST_PATIENCE_S: Final = 0.01
-"""The same while the device is busy for longer anyway."""
 PATIENCE_ALONE_S: Final = 0.05
-"""The same if no token of the step can be chosen without a mask."""
+"""Longest wait if no token of the step can be chosen yet."""
 SLOW_S: Final = 0.005
 """A mask that took longer was slow. In long bounded strings (``maxLength``) masks take 1 to 3 ms."""
 USUAL_S: Final = 0.0001
@@ -236,27 +235,28 @@ class Matchers:
         return not (row.late or row.is_slow)
 
     def collect(
-        self, keys: Collection[RequestKey], *, others: bool, busy_s: float = 0.0
+        self, keys: Collection[RequestKey], *, tokens: int, step_s: float
     ) -> dict[RequestKey, TokenMask]:
-        """Return the masks for the next token of these requests, as far as they are ready in time; read only, until
-        the next ``push``. ``others``: the step chooses tokens that need no mask. ``busy_s``: how long the
-        device is busy meanwhile, about."""
+        """Return the masks for the next token of these requests, as far as they are ready in time; read only.
+
+        ``tokens`` is the number of tokens that the step chooses, ``step_s`` about how long a step takes. To wait costs
+        every token that time; not to wait costs the missing ones a step. So it waits for that share of a step.
+        """
         while not self._done.empty():
             self._done.get_nowait()
         rows = {key: self._rows[key] for key in keys if key in self._rows}
         awaited = {row for row in rows.values() if not row.is_ready}
-        patience = max(PATIENCE_S, min(busy_s, MOST_PATIENCE_S))
-        until = time.monotonic() + (
-            patience if others or len(awaited) < len(rows) else max(patience, PATIENCE_ALONE_S)
-        )
+        started = time.monotonic()
         while awaited:
+            share = step_s * len(awaited) / tokens
+            alone = len(awaited) == tokens
+            patience = PATIENCE_ALONE_S if alone else min(max(share, PATIENCE_S), MOST_PATIENCE_S)
             try:
-                row = self._done.get(timeout=max(0.0, until - time.monotonic()))
+                row = self._done.get(timeout=max(0.0, started + patience - time.monotonic()))
             except Empty:
                 break
             if row in awaited and row.is_ready:
                 awaited.discard(row)
-                until = min(until, time.monotonic() + patience)
         for row in awaited:
             self._note_if_late(row)
         return {key: row.mask for key, row in rows.items() if row.is_ready and not row.problem}
