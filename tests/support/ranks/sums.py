@@ -81,17 +81,21 @@ class Ranked:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         other: BufferIndex = 1 if slot == 0 else 0
         if not graph:
-            self.model._end_block(other, x.clone(), block, linear, norm)  # in use the two alternate
-            return self.model._end_block(slot, x.clone(), block, linear, norm)
+            self.model._end_block(
+                other, x.clone(), [(block, linear)], (None, norm)
+            )  # in use the two alternate
+            return self.model._end_block(slot, x.clone(), [(block, linear)], (None, norm))
         captured, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            self.model._end_block(0, x.clone(), block, linear, norm)
-            self.model._end_block(1, x.clone(), block, linear, norm)
+            self.model._end_block(0, x.clone(), [(block, linear)], (None, norm))
+            self.model._end_block(1, x.clone(), [(block, linear)], (None, norm))
         torch.cuda.synchronize()
         with torch.cuda.graph(captured, stream=stream, capture_error_mode="thread_local"):
             for _ in range(10):
-                found = [self.model._end_block(each, x.clone(), block, linear, norm) for each in (0, 1)]
+                found = [
+                    self.model._end_block(each, x.clone(), [(block, linear)], (None, norm)) for each in (0, 1)
+                ]
         for _ in range(3):
             captured.replay()
         torch.cuda.synchronize()
