@@ -166,9 +166,7 @@ def _measured_executor(name: str) -> tuple[LLExecutor, Callable[[], float]]:
         if path.read_text() == f"{name}\n"
     ]
     (thread,) = [number for number in named if number != own]
-    clock = (
-        ~thread << 3 | 6
-    )  # CPUCLOCK_PERTHREAD_MASK | CPUCLOCK_SCHED: see clock_getcpuclockid(3) and the kernel's headers
+    clock = ~thread << 3 | 6  # as pthread_getcpuclockid makes it: bits for a thread and for CPU time
     return executor, lambda: time.clock_gettime(clock)
 
 
@@ -180,7 +178,7 @@ class Matchers:
         self.late_masks = 0
         """Masks that were not there when a step wanted them, so that their answers sat it out."""
         self._rows: dict[RequestKey, _Row] = {}
-        self._done: SimpleQueue[_Row] = SimpleQueue()
+        self._done: SimpleQueue[list[_Row]] = SimpleQueue()
         """Rows whose mask is complete, for ``collect`` to wake up."""
         self._pushed: list[_Row] = []
         """Quick rows of this step."""
@@ -252,11 +250,10 @@ class Matchers:
             alone = len(awaited) == tokens
             patience = PATIENCE_ALONE_S if alone else min(max(share, PATIENCE_S), MOST_PATIENCE_S)
             try:
-                row = self._done.get(timeout=max(0.0, started + patience - time.monotonic()))
+                done = self._done.get(timeout=max(0.0, started + patience - time.monotonic()))
             except Empty:
                 break
-            if row in awaited and row.is_ready:
-                awaited.discard(row)
+            awaited.difference_update(row for row in done if row.is_ready)
         for row in awaited:
             self._note_if_late(row)
         return {key: row.mask for key, row in rows.items() if row.is_ready and not row.problem}
@@ -291,8 +288,7 @@ class Matchers:
                     row.matcher, row.trials = None, TRIALS
                     self._trial.put(row)
             else:
-                for row in rows:
-                    self._done.put(row)
+                self._done.put(rows)
 
     def _work_on_trials(self) -> None:
         self._work_alone(self._trial, "masks-trial")
@@ -307,4 +303,4 @@ class Matchers:
         executor, clock = _measured_executor(f"{name}-{id(self) % 1000}")
         while (row := lane.get()) is not None:
             row.advance(executor, clock)
-            self._done.put(row)
+            self._done.put([row])
