@@ -262,9 +262,10 @@ class Engine:
                 for span in plan.spans
                 if span.sample is not None and span.sample.sampling.grammar is not None
             ]
-            masks = self._structured.matchers.collect(
-                keys, tokens=len(plan.specs), step_s=self._totals.last_step_seconds
-            )
+            # Half a step, since the next one must be planned before this one ends.
+            busy = self._totals.last_step_seconds / 2 if self._overlapped else 0.0
+            others = len(keys) < len(plan.specs)
+            masks = self._structured.matchers.collect(keys, others=others, busy_s=busy)
         launch.step.choose(self._scheduler.late_specs(plan, masks, started))
         self._totals.parts["choose"] += self._clock() - started
 

@@ -17,7 +17,7 @@ import pytest
 from llguidance import LLTokenizer
 
 from pensieve.config import CacheConfig, SchedulerConfig
-from pensieve.core import FinishReason, Grammar, RequestKey, Sampling
+from pensieve.core import FinishReason, Grammar, Sampling
 from pensieve.engine.grammar import matchers
 from pensieve.engine.grammar.matchers import SLOWEST_MASKS
 from pensieve.engine.grammar.prototypes import Prototypes
@@ -292,8 +292,7 @@ def test_beams_are_refused(rig: Rig) -> None:
 
 @pytest.mark.fault(65)
 def test_long_masks_end_the_turn(monkeypatch: pytest.MonkeyPatch, rig: Rig) -> None:
-    for limit in ("SLOW_S", "LONGEST_MASK_S"):
-        monkeypatch.setattr(matchers, limit, -1.0)  # every mask takes longer
+    monkeypatch.setattr("pensieve.engine.grammar.matchers.LONGEST_MASK_S", -1.0)  # every mask takes longer
     rig.answers.submit(1, prompt("x"), Sampling(grammar=WORDS, max_output_tokens=50))
     rig.answers.run()
     assert rig.answers.ended[1] == "GRAMMAR_TOO_COSTLY"
@@ -305,37 +304,18 @@ def test_a_panic_of_the_library_ends_the_turn_only(monkeypatch: pytest.MonkeyPat
     class Panic(BaseException):
         """As the library raises: no Exception."""
 
-    alone, together = matchers._Row._advance, matchers._advance_together
-    shared: list[int] = []
+    original = matchers._Row._advance
 
-    def breaks(row: Any) -> bool:
-        return len(row.tokens) == 4 and row is rig.structured.matchers._rows.get(RequestKey(1))
-
-    def advance(row: Any, executor: Any) -> str:
-        if breaks(row):
+    def advance(row: Any) -> str:
+        if row.output_tokens == 3:
             raise Panic
-        return alone(row, executor)
-
-    def advance_together(executor: Any, rows: list[Any]) -> None:
-        together(executor, rows)
-        if any(map(breaks, rows)):
-            shared.append(len(rows))
-            raise Panic
+        return original(row)
 
     monkeypatch.setattr(matchers._Row, "_advance", advance)
-    monkeypatch.setattr(matchers, "_advance_together", advance_together)
-    sampling = Sampling(grammar=JSON, max_output_tokens=20)
-    for request, grammar in ((3, WORDS), (4, JSON)):  # compiled, so that the next two begin together
-        rig.answers.submit(request, prompt("x"), Sampling(grammar=grammar, max_output_tokens=1))
-    rig.answers.run()
-    for name in ("SLOW_S", "PATIENCE_S", "MOST_PATIENCE_S", "PATIENCE_ALONE_S"):
-        monkeypatch.setattr(matchers, name, 30.0)
     rig.answers.submit(1, prompt("x"), Sampling(grammar=WORDS, max_output_tokens=50))
-    rig.answers.submit(2, prompt("x"), sampling)
+    rig.answers.submit(2, prompt("x"), Sampling(grammar=WORDS, max_output_tokens=3))
     rig.answers.run()
-    assert shared == [2], "it happened in a call for both"
-    assert rig.answers.ended[1] == "GRAMMAR_TOO_COSTLY" and len(rig.answers.outputs[1, 0]) == 4
-    rig.check(2, prompt("x"), sampling)
+    assert rig.answers.ended == {1: "GRAMMAR_TOO_COSTLY", 2: FinishReason.LENGTH}
 
 
 def test_a_stopped_candidate_leaves_the_others_alone(rig: Rig) -> None:
@@ -357,10 +337,10 @@ def test_a_slow_grammar_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> No
     plain = Sampling(max_output_tokens=30)
     held = Sampling(grammar=WORDS, max_output_tokens=8)
 
-    def waiting(row: Any, *with_what: Any) -> None:
+    def waiting(row: Any) -> None:
         while not go_on:
             time.sleep(0.001)
-        original(row, *with_what)
+        original(row)
 
     original = matchers._Row.advance
     monkeypatch.setattr(matchers._Row, "advance", waiting)

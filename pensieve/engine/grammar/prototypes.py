@@ -37,8 +37,6 @@ class Prototype:
     """Never advanced. Copies share its lexer, whose states are then built once for all of them."""
     mask: TokenMask
     """Mask of the first token."""
-    idle: LLMatcher
-    """A matcher that has failed, and does no work."""
 
 
 class Prototypes:
@@ -91,7 +89,7 @@ class Prototypes:
             raise GrammarError(f"the grammar cannot be compiled ({type(error).__name__})") from error
         if matcher.is_error():
             raise GrammarError(first_line(matcher.get_error()))
-        return Prototype(matcher, mask, LLMatcher(made, "start: (", log_level=0))
+        return Prototype(matcher, mask)
 
 
 def first_line(text: str) -> str:

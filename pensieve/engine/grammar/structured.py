@@ -56,7 +56,6 @@ class Structured:
                 self.matchers.push(token.request, token.token_id)
             else:
                 self.matchers.drop(token.request)
-        self.matchers.start()
 
     def close(self) -> None:
         self._prototypes.close()

@@ -27,9 +27,9 @@ class LateMatchers(Matchers):
         self.lates = 0
 
     def collect(
-        self, keys: Collection[RequestKey], *, tokens: int, step_s: float
+        self, keys: Collection[RequestKey], *, others: bool, busy_s: float = 0.0
     ) -> dict[RequestKey, TokenMask]:
-        found = super().collect(keys, tokens=tokens, step_s=step_s)
+        found = super().collect(keys, others=others, busy_s=busy_s)
         kept = {key: mask for key, mask in found.items() if self.rng.random() < 0.7}
         self.lates += len(found) - len(kept)
         return kept
