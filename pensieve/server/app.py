@@ -153,6 +153,7 @@ class App:
                 turn_ended=self._turn_ended,
                 turn_refused=self._metrics.turn_refused,
                 warmed=self._metrics.warm_ended,
+                compacted=self._metrics.compacted,
                 store_regression=self._metrics.store_regression,
             ),
             tenants=access.tenants,

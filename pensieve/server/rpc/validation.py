@@ -42,6 +42,8 @@ UPDATABLE = {
     "config.prefix_sharing": "prefix_sharing",
     "config.tools_json": "tools",
     "config.subject": "subject",
+    "config.compact_at": "compact_at",
+    "config.keep_turns": "keep_turns",
 }
 """Path that an update mask may name, beside ``labels`` and ``config`` → field of ``SessionConfig``."""
 
@@ -534,6 +536,7 @@ RULES: dict[type[Any], tuple[Rule, ...]] = {
         _may("prefix_sharing", enum(pb.PrefixSharing)),
         _may("tools_json", prompt),
         _may("subject", subject),
+        _may("summary", prompt),
     ),
     pb.EraseSubjectRequest: _SUBJECT,
     pb.ExportSubjectRequest: _SUBJECT,
