@@ -17,7 +17,7 @@ import pytest
 
 from pensieve.http.responses.ids import ResponseId
 from support.http.http_rig import HttpRig, door
-from support.http.tool_rig import ROME, tool_door
+from support.http.tool_rig import ROME, context_of, tool_door
 from support.service.service_rig import ANSWER
 
 PYTHON = os.environ.get("PENSIEVE_TEST_CLIENTS", "")
@@ -29,9 +29,9 @@ pytestmark = [
 ]
 
 
-async def seen_by(program: str, rig: HttpRig) -> dict[str, Any]:
+async def seen_by(program: str, rig: HttpRig, model: str = "tiny") -> dict[str, Any]:
     """What a client's program saw of the door."""
-    seen: dict[str, Any] = json.loads(await said_by(FOLDER / program, rig, rig.url, "acme", "tiny"))
+    seen: dict[str, Any] = json.loads(await said_by(FOLDER / program, rig, rig.url, "acme", model))
     return seen
 
 
@@ -111,15 +111,19 @@ async def test_litellm() -> None:
 
 
 async def test_the_agents_sdk() -> None:
-    """With its history at the client, in a conversation, and at the end of a chain."""
-    async with tool_door(*LOOP * 4, *LOOP[:2]) as rig:
-        seen = await seen_by("agents_client.py", rig)
+    """With its history at the client, in a conversation, at the end of a chain, and compacted. The SDK compacts only
+    for models with a name of OpenAI's kind."""
+    compacted = (ROME, "Blue.", "They talked.", "Bye.", "They parted.")
+    async with tool_door(*LOOP * 4, *LOOP[:2], *compacted, model="gpt-tiny") as rig:
+        seen = await seen_by("agents_client.py", rig, model="gpt-tiny")
         assert seen.pop("streamed") == ["Blue.", "True"]
+        assert (seen.pop("compacted"), seen.pop("items")) == (["Blue.", "Bye."], ["compaction"])
         assert set(seen) == {"chat", "responses", "conversation", "chained"}
         assert list(seen.values()) == [["Blue.", "Bye."]] * 4
         # Each talk is one session, wherever its history is.
         sessions = Counter(turn.session for turn in rig.service.link.generations)
-        assert list(sessions.values()) == [3, 3, 3, 3, 2]
+        assert list(sessions.values()) == [3, 3, 3, 3, 2, 2, 1, 1, 1]
+        assert "They talked." in context_of(rig, -2) and "Rome" not in context_of(rig, -2)
 
 
 async def test_the_example_for_langchain() -> None:

@@ -33,7 +33,7 @@ from pensieve.http.responses.chain import (
 from pensieve.http.responses.compaction import compacted, compacted_if_long
 from pensieve.http.responses.ids import ResponseId, conversation_id
 from pensieve.http.responses.objects import Events, KeptResponse, Response, input_message, page
-from pensieve.http.responses.requests import CompactionRequest, ResponseRequest, ValidatedResponse
+from pensieve.http.responses.requests import CompactRequest, ResponseRequest, ValidatedResponse
 from pensieve.http.tools import tool_use
 
 
@@ -91,7 +91,7 @@ async def input_tokens(request: Request) -> HttpResponse:
 async def compact(request: Request) -> HttpResponse:
     """Return a conversation as a compaction item, which stands for it in the input of later responses."""
     door = HttpDoor.from_request(request)
-    asked = await door.bodies.read(request, CompactionRequest, CompactionRequest.validated)
+    asked = await door.bodies.read(request, CompactRequest, CompactRequest.validated)
     async with AsyncExitStack() as held:
         starter, _ = await _starter(request, held, asked, Call(uuid.uuid4()), answered=True)
         return door.answer(await compacted(door, starter), request)

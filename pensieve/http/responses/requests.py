@@ -237,7 +237,7 @@ class ResponseRequest(SamplingFields, kw_only=True):
         return options
 
 
-class CompactionRequest(msgspec.Struct, kw_only=True):
+class CompactRequest(msgspec.Struct, kw_only=True):
     """A body of ``POST /v1/responses/compact``."""
 
     WITHOUT_EFFECT: ClassVar[Mapping[str, str]] = {
