@@ -33,6 +33,7 @@ MAX_ITEMS: Final = 20
 class ConversationRequest(msgspec.Struct):
     items: list[InputItem] | None = None
     metadata: dict[str, str] | None = None
+    subject: str | None = None
 
     def validated(self) -> tuple[ConversationRequest, list[Message], dict[str, str] | None]:
         """Return itself, messages and metadata. Raises HttpFailure."""
@@ -86,6 +87,7 @@ async def create(request: Request) -> Response:
                 summary=next((one.text for one in messages[:first] if one.is_summary), None),
                 initial_items=[one.sdk_input for one in messages[first:]],
                 labels=labels,
+                subject=body.subject,
                 request_id=str(uuid.uuid5(call.id, "session")),
             )
     assert session.info is not None

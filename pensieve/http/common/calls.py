@@ -43,7 +43,7 @@ from pensieve.errors import (
     TurnInProgress,
 )
 from pensieve.http.common.contents import Message
-from pensieve.http.common.failures import HttpFailure
+from pensieve.http.common.failures import HttpFailure, invalid_field
 from pensieve.http.common.requests import request_id_for
 
 COMPACTION_CALLS: Final = 10
@@ -222,6 +222,14 @@ async def find_own_session(client: AsyncClient, call: Call, plan: CallPlan) -> A
             return None
         raise
     return session
+
+
+async def check_subject(session: AsyncSession, subject: str | None) -> None:
+    """Raise HttpFailure (400) for another subject than the session's. None or "": the session's."""
+    if subject and (await session.refresh()).subject != subject:
+        raise invalid_field(
+            "subject", "is not the conversation's: leave it out, or begin a conversation with it"
+        )
 
 
 def new_session_id(family: str) -> str:

@@ -61,6 +61,8 @@ class MessageHistory:
     tools: str = ""
     summary: str = ""
     """Stands behind ``system`` for messages that were compacted."""
+    subject: str = ""
+    """The person whom its session is about."""
     form: SpeechForm = PLAIN
     drops_oldest: bool = False
     """Whether its session drops the oldest turns when the context is full. Other conversations never continue
@@ -70,7 +72,8 @@ class MessageHistory:
     def preamble(self) -> str:
         """The text before the messages. Transcripts that differ in it are never the same conversation."""
         text = f"{self.system}\0{self.tools}" if self.tools else self.system
-        return f"{text}\0\0{self.summary}" if self.summary else text
+        text = f"{text}\0\0{self.summary}" if self.summary else text
+        return f"{text}\0subject\0{self.subject}" if self.subject else text
 
     def with_form(self, form: SpeechForm, tools: str) -> MessageHistory:
         """Return the transcript for a model whose answers have this form, with these tools."""

@@ -220,6 +220,7 @@ class TurnStarter:
             system_prompt=transcript.system or None,
             tools=transcript.tools or None,
             summary=transcript.summary or None,
+            subject=transcript.subject or None,
             initial_items=[one.sdk_input for one in first],
             followed_by=following_roles((*past, *last)[len(first) :]),
             ttl=self.ttl_s,

@@ -29,6 +29,7 @@ from pensieve.http.common.calls import (
     adding_items,
     append_items,
     begin_turn,
+    check_subject,
     execute_plan,
     find_own_session,
     is_free,
@@ -126,18 +127,21 @@ class ResponseStarter:
         client, previous = self.caller.client, self.body.previous_response_id
         if previous is None:
             session = await find_conversation(client, self.body.conversation_id or "", "conversation")
+            await check_subject(session, self.body.subject)
             return _Place(session, CallPlan(session=session.id), self._frame)
         head = ResponseId.parse(previous)
         if head is None:
             raise _unknown_response(previous)
         session, plan = client.session(head.session_id), CallPlan(own)
         changes: SessionChanges = {} if self.keeps_settings else self._changes(head)
-        if not changes and not split_new(self.asked.messages)[0]:
-            try:
-                if not is_checked or await is_free(session, head.revision, self.call.id):
-                    plan = msgspec.structs.replace(plan, session=head.session_id, revision=head.revision)
-            except NotFound:
-                raise _unknown_response(previous) from None
+        going_on = msgspec.structs.replace(plan, session=head.session_id, revision=head.revision)
+        try:
+            await check_subject(session, self.body.subject)
+            if not changes and not split_new(self.asked.messages)[0]:
+                is_free_now = not is_checked or await is_free(session, head.revision, self.call.id)
+                plan = going_on if is_free_now else plan
+        except NotFound:
+            raise _unknown_response(previous) from None
         return _Place(session, plan, changes, head)
 
     async def _in_new_session(
@@ -321,7 +325,12 @@ def first_history(
     transcript = make_history(asked.messages, "input", answered=answered)
     system = "\n\n".join(part for part in (body.instructions, transcript.system) if part)
     transcript = replace(
-        transcript, system=system, tools=use.text, form=use.form, drops_oldest=body.drops_oldest
+        transcript,
+        system=system,
+        tools=use.text,
+        form=use.form,
+        drops_oldest=body.drops_oldest,
+        subject=body.subject or "",
     )
     return HashedHistory(transcript, scope)
 

@@ -85,6 +85,7 @@ async def compacted_if_long(
         tuple(new),
         tools=info.tools,
         summary=info.summary,
+        subject=info.subject,
         form=use.form,
         drops_oldest=body.drops_oldest,
     )

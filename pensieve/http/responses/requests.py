@@ -137,6 +137,7 @@ class ResponseRequest(SamplingFields, kw_only=True):
     prompt_cache_options: ResponseCacheOptions | None = None
     safety_identifier: str | None = None
     service_tier: str | None = None
+    subject: str | None = None
 
     def validated(self) -> ValidatedResponse:
         self.check()
@@ -251,6 +252,7 @@ class CompactRequest(msgspec.Struct, kw_only=True):
     input: str | list[InputItem] | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
+    subject: str | None = None
 
     def validated(self) -> ValidatedResponse:
         body = ResponseRequest(
@@ -258,6 +260,7 @@ class CompactRequest(msgspec.Struct, kw_only=True):
             input=self.input,
             instructions=self.instructions,
             previous_response_id=self.previous_response_id,
+            subject=self.subject,
         )
         if not self.input and self.previous_response_id:
             return ValidatedResponse(body, [], {})
