@@ -65,7 +65,11 @@ class SessionConfig(msgspec.Struct, frozen=True, omit_defaults=True):
     subject: str = ""
     """The person whom the session is about, in the caller's own words; at most 256 bytes of UTF-8."""
     summary: str = ""
-    """Stands for the turns that a compaction removed. Set by the server; the model sees it behind the system prompt."""
+    """Stands for the turns that a compaction removed; the model sees it behind the system prompt."""
+    compact_at: int = 0
+    """The session is compacted when it is idle and its context has at least this many tokens; 0: never."""
+    keep_turns: int = 2
+    """Turns that such a compaction leaves as they are."""
 
     @property
     def prompt(self) -> str:

@@ -189,6 +189,8 @@ def session_facts(info: SessionInfo, now: datetime) -> Iterator[tuple[str, str]]
         yield "expires", f"in {output.age((info.expire_time - now).total_seconds())}"
     if info.subject:
         yield "about", clean(info.subject, lines=False)
+    if info.compact_at:
+        yield "compacts", f"from {info.compact_at:,} tokens on, keeps {info.keep_turns} turns"
     if info.labels:
         yield "labels", output.labels(info.labels)
     if info.forked_from:

@@ -41,6 +41,8 @@ UPDATE_PATHS = {
     "share_prefixes": "config.prefix_sharing",
     "tools": "config.tools_json",
     "subject": "config.subject",
+    "compact_at": "config.compact_at",
+    "keep_turns": "config.keep_turns",
     "rebind": "",
 }
 """Keyword of ``SessionChanges`` → path in an update mask; "": not a field of a session."""
@@ -300,7 +302,7 @@ def _hints(options: Mapping[str, Any]) -> pb.TurnHints | None:
 
 
 def session_config(given: Mapping[str, Any]) -> pb.SessionConfig:
-    """``given``: options of ``SessionChanges``, and ``model``; None means "not given"."""
+    """``given``: options of ``SessionChanges``, ``model`` and ``summary``; None means "not given"."""
     defaults = given.get("default_sampling") or {}
     check_names(defaults, SAMPLING_KEYS)
     overflow, tools = given.get("overflow"), given.get("tools")
@@ -311,10 +313,12 @@ def session_config(given: Mapping[str, Any]) -> pb.SessionConfig:
         prefix_sharing=SHARING[given.get("share_prefixes")],
         tools_json=tools if isinstance(tools, str) else tools_json(tools or ()),
         subject=given.get("subject") or "",
+        summary=given.get("summary") or "",
     )
     if defaults:
         config.default_sampling.CopyFrom(sampling(defaults))
-    _set_field(config, "ttl", given.get("ttl"))
+    for name in ("ttl", "compact_at", "keep_turns"):
+        _set_field(config, name, given.get(name))
     return config
 
 

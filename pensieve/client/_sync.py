@@ -91,6 +91,9 @@ class Client:
         share_prefixes: bool | None = None,
         tools: Tools | None = None,
         subject: str | None = None,
+        summary: str | None = None,
+        compact_at: int | None = None,
+        keep_turns: int | None = None,
         default_sampling: SamplingOptions | None = None,
         initial_items: Sequence[InputLike] = (),
         followed_by: Sequence[Role] = (),
@@ -107,6 +110,9 @@ class Client:
         * ``overflow``: ``reject`` a turn that does not fit the context, or ``drop_oldest_turns`` from the context.
         * ``tools``: functions that the model may call.
         * ``subject``: the person whom the session is about, for ``erase_subject`` and ``export_subject``.
+        * ``compact_at``: tokens of context from which on the server compacts the session after a turn.
+          ``keep_turns``: turns that stay as they are then (2).
+        * ``summary``: stands behind the system prompt for turns before the transcript, as after ``compact``.
         * ``initial_items``: a transcript to import. ``followed_by``: roles of the first turn's input, for chat
           templates whose output depends on the item after an answer.
         * ``share_prefixes=False``: share no cached state with other sessions.
@@ -123,6 +129,9 @@ class Client:
                 "share_prefixes": share_prefixes,
                 "tools": tools,
                 "subject": subject,
+                "summary": summary,
+                "compact_at": compact_at,
+                "keep_turns": keep_turns,
                 "default_sampling": {**(default_sampling or {}), **sampling},
             }
         )

@@ -306,6 +306,10 @@ class SessionInfo:
     """The person whom the session is about, or ""."""
     summary: str = ""
     """Stands behind the system prompt in place of the turns that ``compact`` removed; "": none."""
+    compact_at: int = 0
+    """Tokens of context from which on the server compacts the session while it is idle; 0: never."""
+    keep_turns: int = 2
+    """Turns that such a compaction leaves as they are."""
     active_request_id: str = ""
     """Request id of the running turn, or ""."""
     residency: Residency | None = None

@@ -317,6 +317,10 @@ class SessionChanges(TypedDict, total=False):
     """Functions that the model may call, replacing the earlier ones; an empty list or text: none."""
     subject: str
     """The person whom the session is about, by any name of yours; "": none."""
+    compact_at: int
+    """Tokens of context from which on the server compacts the session after a turn, while it is idle; 0: never."""
+    keep_turns: int
+    """Turns that such a compaction leaves as they are (2)."""
     rebind: bool
     """Move the session to the model that the server runs: ``Session.rebind``."""
 

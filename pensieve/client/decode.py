@@ -196,6 +196,8 @@ def session(message: pb.Session) -> SessionInfo:
         tools=config.tools_json,
         subject=config.subject,
         summary=config.summary,
+        compact_at=config.compact_at,
+        keep_turns=config.keep_turns,
         labels=dict(message.labels),
         create_time=time_of(message.create_time) if message.HasField("create_time") else None,
         update_time=time_of(message.update_time) if message.HasField("update_time") else None,

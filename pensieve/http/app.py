@@ -194,6 +194,7 @@ def make_app(settings: DoorSettings) -> Starlette:
             Route("/v1/messages/count_tokens", messages.count_tokens, methods=["POST"]),
             Route("/v1/responses", responses.create, methods=["POST"]),
             Route("/v1/responses/input_tokens", responses.input_tokens, methods=["POST"]),
+            Route("/v1/responses/compact", responses.compact, methods=["POST"]),
             Route("/v1/responses/{response}", responses.retrieve, methods=["GET"]),
             Route("/v1/responses/{response}", responses.delete, methods=["DELETE"]),
             Route("/v1/responses/{response}/cancel", responses.cancel, methods=["POST"]),

@@ -46,6 +46,7 @@ from pensieve.http.common.calls import (
     append_items,
     batches_of,
     begin_turn,
+    check_subject,
     following_roles,
     is_refusal,
     split_new,
@@ -106,7 +107,7 @@ class ValidatedChat(NamedTuple):
 
 
 class ChatRequest(CompletionFields, kw_only=True):
-    """The request. ``session`` is not OpenAI's."""
+    """The request. ``session`` and ``subject`` are not OpenAI's."""
 
     NESTED: ClassVar[Nested] = {
         **CompletionFields.NESTED,
@@ -152,6 +153,7 @@ class ChatRequest(CompletionFields, kw_only=True):
     audio: Any = None
     web_search_options: Any = None
     session: str | None = None
+    subject: str | None = None
 
     def validated(self) -> ValidatedChat:
         """Raises HttpFailure as ``check``, and for messages that are invalid."""
@@ -185,7 +187,7 @@ class ChatRequest(CompletionFields, kw_only=True):
     @property
     def transcript(self) -> MessageHistory:
         spoken = [_to_message(one, f"messages[{number}]") for number, one in enumerate(self.messages)]
-        return make_history(spoken, "messages")
+        return replace(make_history(spoken, "messages"), subject=self.subject or "")
 
     @property
     def turn_options(self) -> TurnOptions:
@@ -414,6 +416,7 @@ async def _continue_session(
     session: AsyncSession, transcript: MessageHistory, call: Call, options: TurnOptions
 ) -> tuple[AsyncSession, AsyncTurnStream]:
     early, last = split_new(transcript.new)
+    await check_subject(session, transcript.subject)
     async with adding_items(session, early, call, last):
         return session, await begin_turn(session, last, options)
 
@@ -428,6 +431,7 @@ async def _begin_in_new_session(
         session_id=name,
         system_prompt=transcript.system or None,
         tools=transcript.tools or None,
+        subject=transcript.subject or None,
         initial_items=[one.sdk_input for one in first],
         followed_by=following_roles((*transcript.history, *transcript.new)[len(first) :]),
     )

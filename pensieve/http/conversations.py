@@ -33,6 +33,7 @@ MAX_ITEMS: Final = 20
 class ConversationRequest(msgspec.Struct):
     items: list[InputItem] | None = None
     metadata: dict[str, str] | None = None
+    subject: str | None = None
 
     def validated(self) -> tuple[ConversationRequest, list[Message], dict[str, str] | None]:
         """Return itself, messages and metadata. Raises HttpFailure."""
@@ -48,7 +49,10 @@ class ItemsRequest(msgspec.Struct):
     def validated(self) -> tuple[ItemsRequest, list[Message]]:
         if not 0 < len(self.items) <= MAX_ITEMS:
             raise invalid_field("items", f"must be 1 to {MAX_ITEMS}")
-        return self, messages_of(self.items, "items")
+        messages = messages_of(self.items, "items")
+        if any(one.is_summary for one in messages):
+            raise invalid_field("items", "a compaction item begins a conversation: create one with it")
+        return self, messages
 
 
 class MetadataRequest(msgspec.Struct):
@@ -79,9 +83,11 @@ async def create(request: Request) -> Response:
         async with call.undo_on_refusal(caller.client, plan):
             session = await caller.client.create_session(
                 session_id=plan.own,
-                system_prompt="\n\n".join(one.text for one in messages[:first]) or None,
+                system_prompt="\n\n".join(one.text for one in messages[:first] if not one.is_summary) or None,
+                summary=next((one.text for one in messages[:first] if one.is_summary), None),
                 initial_items=[one.sdk_input for one in messages[first:]],
                 labels=labels,
+                subject=body.subject,
                 request_id=str(uuid.uuid5(call.id, "session")),
             )
     assert session.info is not None

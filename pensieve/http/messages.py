@@ -7,7 +7,7 @@ import json
 import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Final, Literal, NamedTuple
 
@@ -189,6 +189,8 @@ class MessagesRequest(SamplingFields, kw_only=True):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     thread: MessageThread | None = None
+    subject: str | None = None
+    """Not Anthropic's."""
 
     def validated(self) -> ValidatedMessages:
         """Raises HttpFailure for what cannot be answered."""
@@ -263,7 +265,7 @@ class MessagesRequest(SamplingFields, kw_only=True):
             given += _messages_of(message, f"messages[{number}]")
         if self.continues:
             return MessageHistory("", (), tuple(given))
-        return make_history(given, "messages")
+        return replace(make_history(given, "messages"), subject=self.subject or "")
 
 
 def _offered(tool: ClientTool, param: str) -> OfferedTool:
@@ -526,7 +528,7 @@ async def _continued(door: HttpDoor, starter: TurnStarter, asked: ValidatedMessa
     assert thread is not None, "it continues"
     previous = f"resp_{(thread.previous_message_id or '').removeprefix('msg_')}"
     info = await door.server_info(caller)
-    body = ResponseRequest(previous_response_id=previous)
+    body = ResponseRequest(previous_response_id=previous, subject=asked.body.subject)
     said = ValidatedResponse(body, list(starter.hashed.transcript.new), asked.options)
     use = tool_use(info, (), asked.choice)
     use = use.with_format() if asked.form is not None else use

@@ -144,18 +144,15 @@ class App:
         settings = self._settings(defaults, store.store_id, model_sha256)
         if options.traces is not None:
             await self._open_traces(options.traces, settings)
+        listeners = ServiceListeners(
+            turn_ended=self._turn_ended,
+            turn_refused=self._metrics.turn_refused,
+            warmed=self._metrics.warm_ended,
+            compacted=self._metrics.compacted,
+            store_regression=self._metrics.store_regression,
+        )
         self._conversations = Conversations(
-            store,
-            self._link,
-            tokenizer,
-            settings,
-            ServiceListeners(
-                turn_ended=self._turn_ended,
-                turn_refused=self._metrics.turn_refused,
-                warmed=self._metrics.warm_ended,
-                store_regression=self._metrics.store_regression,
-            ),
-            tenants=access.tenants,
+            store, self._link, tokenizer, settings, listeners, tenants=access.tenants
         )
         self._monitor = HealthMonitor(
             self._link,

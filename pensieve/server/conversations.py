@@ -21,7 +21,7 @@ from pensieve.server.history.rendering import ItemStamp, Renderer
 from pensieve.server.history.transcript import Transcript
 from pensieve.server.links.engine_link import EngineLink, context_limit
 from pensieve.server.operations.usage import UsageTracker
-from pensieve.server.sessions.compaction import Compactor
+from pensieve.server.sessions.compaction import Compactor, IdleCompaction
 from pensieve.server.sessions.lookup import RequestClaims, find_turn
 from pensieve.server.sessions.quotas import StorageQuotas
 from pensieve.server.sessions.sessions import Sessions
@@ -79,6 +79,8 @@ class ServiceListeners:
     turn_refused: Callable[[str, str], None] = _ignore
     warmed: Callable[[str], None] = _ignore
     """Called with the outcome; see ``SessionWarmer``."""
+    compacted: Callable[[str], None] = _ignore
+    """Called with the outcome of a compaction by policy; see ``IdleCompaction``."""
     store_regression: Callable[[str], None] = _ignore
     """Called with the side that noticed it; see ``KnownRevisions``."""
 
@@ -120,6 +122,7 @@ class Conversations:
         def on_turn_ended(end: TurnEnd) -> None:
             self.usage.turn_ended(end)
             listeners.turn_ended(end)
+            self._idle_compaction.turn_ended(end)
 
         def on_turn_refused(tenant: str, reason: str) -> None:
             self.usage.turn_refused(tenant)
@@ -133,6 +136,7 @@ class Conversations:
         self.subjects = Subjects(store, self.sessions, self.residency)
         self.warmer = SessionWarmer(transcript, link, self.turns, served, settings, listeners.warmed)
         self.compactor = Compactor(transcript, self.sessions, self.turns, self.warmer)
+        self._idle_compaction = IdleCompaction(self.compactor, listeners.compacted)
 
     @property
     def context_limit(self) -> int:
@@ -223,6 +227,7 @@ class Conversations:
 
     async def close(self) -> None:
         await self.turns.drain(0.0)
+        await self._idle_compaction.close()
         await self._runner.close()
         await self._checker.close()
         self._renderer.close()

@@ -189,6 +189,8 @@ class TurnEnd:
     """When it was submitted to the engine; None: never."""
     generated_at: float | None = None
     """When generation ended and the commit began."""
+    compact_at: int = 0
+    """The session's, in tokens of context; 0: never."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""LangChain, Pydantic AI, LiteLLM and the Agents SDK against the HTTP door, unchanged, each in a program of its own.
+"""LangChain, Pydantic AI, LiteLLM, the Agents SDK and agentic-api against the HTTP door, unchanged, each in a program.
 
 They are large, so they are run on demand, by a Python that has them: ``make test-clients``.
 """
@@ -6,19 +6,23 @@ They are large, so they are run on demand, by a Python that has them: ``make tes
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
+import socket
 import subprocess
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
+from openai import AsyncOpenAI
 
 from pensieve.http.responses.ids import ResponseId
 from support.http.http_rig import HttpRig, door
-from support.http.tool_rig import ROME, tool_door
+from support.http.tool_rig import ROME, context_of, tool_door
 from support.service.service_rig import ANSWER
+from support.tool_templates import WEATHER
 
 PYTHON = os.environ.get("PENSIEVE_TEST_CLIENTS", "")
 FOLDER = Path(__file__).parent / "python"
@@ -29,9 +33,9 @@ pytestmark = [
 ]
 
 
-async def seen_by(program: str, rig: HttpRig) -> dict[str, Any]:
+async def seen_by(program: str, rig: HttpRig, model: str = "tiny") -> dict[str, Any]:
     """What a client's program saw of the door."""
-    seen: dict[str, Any] = json.loads(await said_by(FOLDER / program, rig, rig.url, "acme", "tiny"))
+    seen: dict[str, Any] = json.loads(await said_by(FOLDER / program, rig, rig.url, "acme", model))
     return seen
 
 
@@ -111,18 +115,58 @@ async def test_litellm() -> None:
 
 
 async def test_the_agents_sdk() -> None:
-    """With its history at the client, in a conversation, and at the end of a chain."""
-    async with tool_door(*LOOP * 4, *LOOP[:2]) as rig:
-        seen = await seen_by("agents_client.py", rig)
+    """With its history at the client, in a conversation, at the end of a chain, and compacted. The SDK compacts only
+    for models with a name of OpenAI's kind."""
+    compacted = (ROME, "Blue.", "They talked.", "Bye.", "They parted.")
+    async with tool_door(*LOOP * 4, *LOOP[:2], *compacted, model="gpt-tiny") as rig:
+        seen = await seen_by("agents_client.py", rig, model="gpt-tiny")
         assert seen.pop("streamed") == ["Blue.", "True"]
+        assert (seen.pop("compacted"), seen.pop("items")) == (["Blue.", "Bye."], ["compaction"])
         assert set(seen) == {"chat", "responses", "conversation", "chained"}
         assert list(seen.values()) == [["Blue.", "Bye."]] * 4
         # Each talk is one session, wherever its history is.
         sessions = Counter(turn.session for turn in rig.service.link.generations)
-        assert list(sessions.values()) == [3, 3, 3, 3, 2]
+        assert list(sessions.values()) == [3, 3, 3, 3, 2, 2, 1, 1, 1]
+        assert "They talked." in context_of(rig, -2) and "Rome" not in context_of(rig, -2)
 
 
 async def test_the_example_for_langchain() -> None:
     async with door() as rig:
         example = Path(__file__).parents[2] / "examples" / "langchain_chat.py"
         assert await said_by(example, rig) == f"{ANSWER}\n"
+
+
+async def test_under_agentic_api(tmp_path: Path) -> None:
+    """Its Responses, with state and conversations of its own, on this server as the engine: a chain is one session."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    program = Path(PYTHON).parent / "agentic-server"
+    options = {"--gateway-host": "127.0.0.1", "--gateway-port": str(port), "--openai-api-key": "acme"}
+    options |= {"--db-url": f"sqlite://{tmp_path}/responses.db?mode=rwc"}
+    tool: Any = {"type": "function", "name": "weather", "parameters": WEATHER["function"]["parameters"]}
+    async with tool_door(*LOOP) as rig:
+        options["--llm-api-base"] = rig.url
+        gateway = await asyncio.create_subprocess_exec(
+            program, *itertools.chain(*options.items()), env={**os.environ, "HOME": str(tmp_path)}
+        )
+        try:
+            async with AsyncOpenAI(
+                base_url=f"http://127.0.0.1:{port}/v1", api_key="acme", max_retries=20
+            ) as client:
+
+                def ask(given: Any, previous: str | None) -> Any:
+                    return client.responses.create(
+                        model="tiny", input=[given], previous_response_id=previous, tools=[tool]
+                    )
+
+                called = await ask({"role": "user", "content": "How is it in Rome?"}, None)
+                (call,) = (one for one in called.output if one.type == "function_call")
+                result = {"type": "function_call_output", "call_id": call.call_id, "output": "blue skies"}
+                answer = await ask(result, called.id)
+                last = await ask({"role": "user", "content": "Thanks."}, answer.id)
+                assert [answer.output_text, last.output_text] == ["Blue.", "Bye."]
+                assert last.usage.input_tokens_details.cached_tokens > 0
+        finally:
+            gateway.terminate()
+            await gateway.wait()
+        assert len({turn.session for turn in rig.service.link.generations}) == 1

@@ -52,6 +52,7 @@ async def test_what_a_real_server_tells_is_on_the_page(tmp_path: Path) -> None:
         told = {sample.name for sample in samples if not sample.name.endswith("_created")}
         assert told - series == set()
         rare = {"pensieve_refusals_total", "pensieve_tenant_refusals_total", "pensieve_warm_calls_total"}
+        rare |= {"pensieve_compactions_total"}
         # Seen every so often, and of the cache when the engine has said.
         rare |= {f"pensieve_tenant_{what}" for what in ("cache_tokens", "sessions", "stored_bytes")}
         rare |= {

@@ -184,3 +184,85 @@ async def test_the_summary_of_a_session_without_a_system_prompt() -> None:
         await rig.api.UpdateSession(change)
         await rig.api.RewindSession(pb.RewindSessionRequest(name=name, item=0, request_id=uid()))
         assert [one.text for one in await rig.items(name)] == [summary]
+
+
+async def settled(rig: Rig) -> None:
+    """Wait for the compactions that settings began."""
+    while tasks := list(rig.conversations._idle_compaction._tasks.values()):
+        await asyncio.wait(tasks)
+
+
+def outcomes(rig: Rig) -> list[str]:
+    """The outcomes of such compactions, from now on."""
+    found: list[str] = []
+    rig.conversations._idle_compaction._on_compacted = found.append
+    return found
+
+
+async def test_a_session_compacts_itself_when_its_context_is_long(store: HistoryStore) -> None:
+    async with serving(store=store, context_limit=1000) as rig, AsyncClient(rig.target) as client:
+        found = outcomes(rig)
+        chat = await client.create_session(system_prompt="Be brief.", compact_at=10**6, keep_turns=1)
+        for text in ("one", "two"):
+            await chat.send(text)
+        await settled(rig)
+        info = await chat.refresh()
+        assert (info.compact_at, info.keep_turns, info.summary) == (10**6, 1, "")
+        await chat.update(compact_at=info.context_tokens)
+        await chat.send("three")
+        await settled(rig)
+        info = await chat.refresh()
+        assert info.summary.endswith(ANSWER)
+        texts = [item.text for item in await chat.items()]
+        assert texts == [f"Be brief.\n\n{info.summary}", "three", ANSWER]
+        forks = [one for one in await client.sessions() if one.id != chat.id]
+        assert [one.forked_from for one in forks] == [chat.name], "the fork is not compacted in turn"
+        await chat.update(compact_at=0)
+        for text in ("four", "five"):
+            await chat.send(text)
+        await settled(rig)
+        assert len(await client.sessions()) == 2 and len(await chat.items()) == 7
+    assert found == ["compacted"]
+
+
+async def test_a_policy_that_fails_hurts_no_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(context_limit=1000) as rig, AsyncClient(rig.target) as client:
+        found = outcomes(rig)
+        chat = await client.create_session(compact_at=1, keep_turns=0)
+        fork = rig.conversations.sessions.fork
+
+        async def away(*_: Any, **__: Any) -> Any:
+            raise Unavailable("the disk is away")
+
+        async def broken(*_: Any, **__: Any) -> Any:
+            raise RuntimeError("a bug")
+
+        async def overtaken(*given: Any, **named: Any) -> Any:
+            made = await fork(*given, **named)
+            await rig.run(chat.name, "quick")
+            return made
+
+        for failing in (away, broken, overtaken):
+            monkeypatch.setattr(rig.conversations.sessions, "fork", failing)
+            await chat.send("one")
+            await settled(rig)
+        monkeypatch.undo()
+        assert [item.text for item in await chat.items()] == ["one", ANSWER] * 3 + ["quick", ANSWER]
+        await chat.send("two")
+        await settled(rig)
+        assert [item.role for item in await chat.items()] == ["system"]
+    assert found == ["store_unavailable", "bug", "revision_mismatch", "compacted"]
+
+
+async def test_a_session_begins_with_a_summary() -> None:
+    async with serving(context_limit=1000) as rig, AsyncClient(rig.target) as client:
+        given: Any = {"initial_items": [("user", "two"), ("assistant", "Yes."), ("user", "three")]}
+        whole = await client.create_session(system_prompt="Be brief.\n\nOne.", **given)
+        parts = await client.create_session(system_prompt="Be brief.", summary="One.", **given)
+        first, second = [
+            [(one.text, one.tokens) for one in await rig.items(each.name, tokens=True)]
+            for each in (whole, parts)
+        ]
+        assert first == second
+        assert (await parts.update(system_prompt="Go on.")).summary == "One."
+        assert (await parts.items())[0].text == "Go on.\n\nOne."

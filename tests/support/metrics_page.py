@@ -114,6 +114,7 @@ def all_families() -> dict[str, Family]:
     metrics.watch_usage(book)
     metrics.on_generation_end("eos")
     metrics.warm_ended("accepted")
+    metrics.compacted("compacted")
     metrics.calls.call_started("RunTurn")
     metrics.calls.call_handled("RunTurn", "OK", 0.0)
     door = HttpMetrics()

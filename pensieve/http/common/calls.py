@@ -20,11 +20,21 @@ from typing import Final, TypeAlias
 import msgspec
 from starlette.requests import Request
 
-from pensieve.client import AsyncClient, AsyncSession, AsyncTurnStream, Role, TurnOptions, TurnState
+from pensieve.client import (
+    AsyncClient,
+    AsyncSession,
+    AsyncTurnStream,
+    Compaction,
+    Role,
+    SessionInfo,
+    TurnOptions,
+    TurnState,
+)
 from pensieve.client.claims import claim, release_claim
 from pensieve.errors import (
     Aborted,
     ContextLimitExceeded,
+    DeadlineExceeded,
     FailedPrecondition,
     InvalidArgument,
     NotFound,
@@ -33,9 +43,11 @@ from pensieve.errors import (
     TurnInProgress,
 )
 from pensieve.http.common.contents import Message
-from pensieve.http.common.failures import HttpFailure
+from pensieve.http.common.failures import HttpFailure, invalid_field
 from pensieve.http.common.requests import request_id_for
 
+COMPACTION_CALLS: Final = 10
+"""Calls for one summary; each takes up to a minute."""
 UNDO_TIMEOUT_S: Final = 2.0
 """Timeout of the cleanup after a refused call; the refusal waits for it."""
 _NOT_COMPARED: Final = frozenset(
@@ -212,6 +224,14 @@ async def find_own_session(client: AsyncClient, call: Call, plan: CallPlan) -> A
     return session
 
 
+async def check_subject(session: AsyncSession, subject: str | None) -> None:
+    """Raise HttpFailure (400) for another subject than the session's. None or "": the session's."""
+    if subject and (await session.refresh()).subject != subject:
+        raise invalid_field(
+            "subject", "is not the conversation's: leave it out, or begin a conversation with it"
+        )
+
+
 def new_session_id(family: str) -> str:
     return f"{family}{uuid.uuid4().hex}"
 
@@ -249,6 +269,34 @@ async def warm_ahead(
         await append_items(session, new, Call(uuid.uuid4()))
         await session.warm()
         return session
+
+
+async def compact_ahead(
+    client: AsyncClient, look_ahead: Callable[[str], Awaitable[Ahead]], ttl_s: float, *, with_new: bool
+) -> tuple[SessionInfo, Compaction, Sequence[Message]]:
+    """Compact the context that a turn would start from, in a session of its own, of this idle lifetime. Return that
+    session's metadata, with the summary, and the items that the turn would bring. ``with_new``: these are summarised,
+    too. ``look_ahead``: as in ``count_ahead``. Raises FailedPrecondition (NOTHING_TO_COMPACT, SUMMARY_EMPTY)."""
+    async with _scratch_session(client, kept=True) as own:
+        session, new = await look_ahead(own)
+        if session.id != own:
+            session = await session.fork(session_id=own)
+        await session.update(ttl=ttl_s)
+        if with_new:
+            await append_items(session, new, Call(uuid.uuid4()))
+        done = await compact_session(session, str(uuid.uuid4()))
+        await client.session(done.branch).delete(allow_missing=True)
+        return done.session, done, new
+
+
+async def compact_session(session: AsyncSession, request_id: str) -> Compaction:
+    """Replace the whole context by a summary, however long the model takes to write it."""
+    for _ in range(COMPACTION_CALLS):
+        try:
+            return await session.compact(keep_turns=0, request_id=request_id)
+        except DeadlineExceeded:
+            continue  # the model goes on writing, and the same request finds it
+    raise DeadlineExceeded("the summary is not written yet: send the request again later")
 
 
 @asynccontextmanager

@@ -36,6 +36,8 @@ class Message:
     call_id: str = ""
     """Id of the call that this result belongs to."""
     thought: str = ""
+    is_summary: bool = False
+    """A system message that stands for the conversation before it, which is not read."""
 
     @property
     def sdk_input(self) -> InputLike:
@@ -57,6 +59,10 @@ class MessageHistory:
     """The messages up to the last answer."""
     new: tuple[Message, ...]
     tools: str = ""
+    summary: str = ""
+    """Stands behind ``system`` for messages that were compacted."""
+    subject: str = ""
+    """The person whom its session is about."""
     form: SpeechForm = PLAIN
     drops_oldest: bool = False
     """Whether its session drops the oldest turns when the context is full. Other conversations never continue
@@ -65,7 +71,9 @@ class MessageHistory:
     @property
     def preamble(self) -> str:
         """The text before the messages. Transcripts that differ in it are never the same conversation."""
-        return f"{self.system}\0{self.tools}" if self.tools else self.system
+        text = f"{self.system}\0{self.tools}" if self.tools else self.system
+        text = f"{text}\0\0{self.summary}" if self.summary else text
+        return f"{text}\0subject\0{self.subject}" if self.subject else text
 
     def with_form(self, form: SpeechForm, tools: str) -> MessageHistory:
         """Return the transcript for a model whose answers have this form, with these tools."""
@@ -157,19 +165,20 @@ def parse_function_call(name: str, arguments: str, call_id: str, param: str) -> 
     return FunctionCall(name, arguments or "{}", call_id)
 
 
-def make_history(messages: Sequence[Message], param: str) -> MessageHistory:
-    """Split messages into system prompt, history and new messages. Raises HttpFailure when there is nothing to
-    answer."""
+def make_history(messages: Sequence[Message], param: str, *, answered: bool = False) -> MessageHistory:
+    """Split messages into system prompt, summary, history and new messages. Raises HttpFailure when there is nothing
+    to answer, unless the conversation may be ``answered``."""
     first = next((n for n, one in enumerate(messages) if one.role is not Role.SYSTEM), len(messages))
     last = max((n for n, one in enumerate(messages) if one.role is Role.ASSISTANT), default=first - 1)
     new = tuple(messages[last + 1 :])
-    if not new and messages and first == len(messages):
+    summary = next((one.text for one in messages[:first] if one.is_summary), "")
+    system = "\n\n".join(one.text for one in messages[:first] if not one.is_summary)
+    if not new and system and not summary and first == len(messages):
         # A system prompt alone is answered, as the model's template allows.
-        return MessageHistory("", (), (Message(Role.SYSTEM, "\n\n".join(one.text for one in messages)),))
-    if not new:
+        return MessageHistory("", (), (Message(Role.SYSTEM, system),))
+    if not new and not answered:
         raise invalid_field(param, "there is nothing to answer: the last message must not be the assistant's")
-    system = "\n\n".join(one.text for one in messages[:first])
-    return MessageHistory(system, tuple(messages[first : last + 1]), new)
+    return MessageHistory(system, tuple(messages[first : last + 1]), new, summary=summary)
 
 
 def _frame(said: Message) -> bytes:

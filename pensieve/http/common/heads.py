@@ -211,12 +211,16 @@ class TurnStarter:
                     candidate=plan.source.candidate,
                 )
             return await append_items(session, early, self.call, follow=last)
+        if transcript.summary and (made := await find_own_session(client, self.call, plan)) is not None:
+            return made  # an earlier try may have made it with another summary
         past = (*transcript.history, *early)
         first = (batches_of(past) or [()])[0]
         session = await client.create_session(
             session_id=own,
             system_prompt=transcript.system or None,
             tools=transcript.tools or None,
+            summary=transcript.summary or None,
+            subject=transcript.subject or None,
             initial_items=[one.sdk_input for one in first],
             followed_by=following_roles((*past, *last)[len(first) :]),
             ttl=self.ttl_s,

@@ -29,6 +29,7 @@ from pensieve.http.common.calls import (
     adding_items,
     append_items,
     begin_turn,
+    check_subject,
     execute_plan,
     find_own_session,
     is_free,
@@ -67,6 +68,18 @@ class StartedResponse:
 
 
 @dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a turn continues: in a session, or in a branch of it."""
+
+    session: AsyncSession
+    plan: CallPlan
+    changes: SessionChanges
+    """Settings that differ from the session's."""
+    head: ResponseId | None = None
+    """The response that it follows; None: the end of a conversation."""
+
+
+@dataclass(frozen=True, slots=True)
 class ResponseStarter:
     """One request on the way to its session."""
 
@@ -77,45 +90,59 @@ class ResponseStarter:
     use: ToolUse
     info: ServerInfo
     transcript: HashedHistory | None
+    """The conversation, if it begins with this request or the client sent all of it."""
+    keeps_settings: bool = False
+    """Look ahead with the settings of the previous response, whatever this request says."""
 
     async def begin(self, heads: HeadCache, unstored_ttl_s: float) -> StartedResponse:
         """Begin the turn. A refusal leaves no session behind. Raises HttpFailure and PensieveError."""
-        if self.body.previous_response_id is not None:
-            return await self._after_response(self.body.previous_response_id, unstored_ttl_s)
-        if self.body.conversation_id is not None:
-            return await self._in_conversation(self.body.conversation_id)
-        assert self.transcript is not None, "it begins here"
-        return await self._in_new_session(heads, self.transcript, unstored_ttl_s)
+        if self.transcript is not None:
+            return await self._in_new_session(heads, self.transcript, unstored_ttl_s)
+        own = new_session_id("resp-")
+        place = await self._find_place(own, is_checked=self.call.is_retryable)
+        if place.head is None:
+            return await self._in_conversation(place)
+        if not self.body.stored:  # in a branch, which is deleted
+            place = replace(place, plan=CallPlan(own), changes={**place.changes, "ttl": unstored_ttl_s})
+        return await self._after_response(place, place.head)
 
     async def look_ahead(self, heads: HeadCache, ttl_s: float, own: str) -> Ahead:
         """Return where the turn would begin, without beginning it. A session that has to be made gets the id
         ``own`` and this idle lifetime. The call must not be retryable."""
+        if self.transcript is not None:
+            found = heads if self.body.stored else None
+            return await TurnStarter(self.caller, found, self.transcript, self.call, {}, ttl_s).look_ahead(
+                own
+            )
         early, last = split_new(self.asked.messages)
+        place = await self._find_place(own, is_checked=True)
+        if place.plan.session and not (place.changes or early):
+            return place.session, last
+        place.changes["ttl"] = ttl_s
+        return await self._branch(place, CallPlan(own)), last
+
+    async def _find_place(self, own: str, *, is_checked: bool) -> _Place:
+        """Return where a turn begins that continues a response or a conversation. ``own``: id of a branch. If
+        ``is_checked``, the service is asked whether the session has moved on, or is about to."""
         client, previous = self.caller.client, self.body.previous_response_id
-        if self.body.conversation_id is not None:
-            session = await find_conversation(client, self.body.conversation_id, "conversation")
-            changes = self._frame
-            if changes or early:
-                session = await session.fork(session_id=own)
-                changes["ttl"] = ttl_s
-                await session.update(**changes)
-            return await append_items(session, early, self.call, follow=last), last
-        if previous is not None:
-            head = ResponseId.parse(previous)
-            if head is None:
-                raise _unknown_response(previous)
-            session, changes = client.session(head.session_id), self._changes(head)
-            try:
-                revision = (await session.refresh()).revision
-            except NotFound:
-                raise _unknown_response(previous) from None
-            if revision == head.revision and not (changes or early):
-                return session, last
-            changes["ttl"] = ttl_s
-            return await self._branch(session, head, previous, CallPlan(own), changes), last
-        assert self.transcript is not None, "it begins here"
-        found = heads if self.body.stored else None
-        return await TurnStarter(self.caller, found, self.transcript, self.call, {}, ttl_s).look_ahead(own)
+        if previous is None:
+            session = await find_conversation(client, self.body.conversation_id or "", "conversation")
+            await check_subject(session, self.body.subject)
+            return _Place(session, CallPlan(session=session.id), self._frame)
+        head = ResponseId.parse(previous)
+        if head is None:
+            raise _unknown_response(previous)
+        session, plan = client.session(head.session_id), CallPlan(own)
+        changes: SessionChanges = {} if self.keeps_settings else self._changes(head)
+        going_on = msgspec.structs.replace(plan, session=head.session_id, revision=head.revision)
+        try:
+            await check_subject(session, self.body.subject)
+            if not changes and not split_new(self.asked.messages)[0]:
+                is_free_now = not is_checked or await is_free(session, head.revision, self.call.id)
+                plan = going_on if is_free_now else plan
+        except NotFound:
+            raise _unknown_response(previous) from None
+        return _Place(session, plan, changes, head)
 
     async def _in_new_session(
         self, heads: HeadCache, transcript: HashedHistory, unstored_ttl_s: float
@@ -137,29 +164,13 @@ class ResponseStarter:
             session, stream, self._id(session, stream, self.use), self.use.form, transcript
         )
 
-    async def _after_response(self, previous: str, unstored_ttl_s: float) -> StartedResponse:
-        head = ResponseId.parse(previous)
-        if head is None:
-            raise _unknown_response(previous)
-        client = self.caller.client
-        session = client.session(head.session_id)
-        changes = self._changes(head)
-        use = self.use.with_session_tools(self.info, head.calls and not changes)
-        if not self.body.stored:
-            changes["ttl"] = unstored_ttl_s
-        plan = CallPlan(new_session_id("resp-"))
-        if not changes and not split_new(self.asked.messages)[0]:
-            going_on = msgspec.structs.replace(plan, session=head.session_id, revision=head.revision)
-            try:
-                # Fork a session that has moved on, or is about to.
-                is_branch = self.call.is_retryable and not await is_free(session, head.revision, self.call.id)
-            except NotFound:
-                raise _unknown_response(previous) from None
-            plan = plan if is_branch else going_on
-        plan = await self.call.claim_plan(client, plan)
+    async def _after_response(self, place: _Place, head: ResponseId) -> StartedResponse:
+        client, previous = self.caller.client, str(self.body.previous_response_id)
+        use = self.use.with_session_tools(self.info, head.calls and not self._changes(head))
+        plan = await self.call.claim_plan(client, place.plan)
 
         async def make(own: str) -> AsyncSession:
-            return await self._branch(session, head, previous, plan, changes)
+            return await self._branch(place, plan)
 
         async def turn(session: AsyncSession, more: TurnOptions) -> AsyncTurnStream:
             try:
@@ -178,22 +189,22 @@ class ResponseStarter:
                 raise self._refusal(error) from None
         return StartedResponse(found, stream, self._id(found, stream, use), use.form)
 
-    async def _branch(
-        self, source: AsyncSession, head: ResponseId, previous: str, plan: CallPlan, changes: SessionChanges
-    ) -> AsyncSession:
+    async def _branch(self, place: _Place, plan: CallPlan) -> AsyncSession:
         branch = await find_own_session(self.caller.client, self.call, plan)
         if branch is None:
-            branch = await self._fork(source, head, previous, plan)
+            branch = await self._fork(place, plan.own)
         assert branch.info is not None
-        if changes and branch.info.revision == 1:
+        if place.changes and branch.info.revision == 1:
             with contextlib.suppress(Aborted):  # Another try has made the changes.
-                await branch.update(**changes, expected_revision=1)
+                await branch.update(**place.changes, expected_revision=1)
         early, last = split_new(self.asked.messages)
         return await append_items(branch, early, self.call, follow=last)
 
-    async def _fork(
-        self, source: AsyncSession, head: ResponseId, previous: str, plan: CallPlan
-    ) -> AsyncSession:
+    async def _fork(self, place: _Place, own: str) -> AsyncSession:
+        source, head, request_id = place.session, place.head, str(uuid.uuid5(self.call.id, "fork"))
+        if head is None:
+            return await source.fork(session_id=own, request_id=request_id)
+        previous = str(self.body.previous_response_id)
         try:
             turn = await source.get_turn(head.turn_id)
             if turn.state is TurnState.RUNNING:
@@ -206,20 +217,17 @@ class ResponseStarter:
             item = await answer_item(source, turn)
             if item is None:
                 raise _unknown_response(previous)
-            return await source.fork(
-                item, session_id=plan.own, request_id=str(uuid.uuid5(self.call.id, "fork"))
-            )
+            return await source.fork(item, session_id=own, request_id=request_id)
         except NotFound:
             raise _unknown_response(previous) from None
 
-    async def _in_conversation(self, name: str) -> StartedResponse:
-        client = self.caller.client
-        session = await find_conversation(client, name, "conversation")
+    async def _in_conversation(self, place: _Place) -> StartedResponse:
+        client, session = self.caller.client, place.session
         assert session.info is not None
         tools = bool(session.info.tools)
         # They apply to this response only: the conversation keeps its own.
-        frame = cast(TurnOptions, {f"turn_{name}": value for name, value in self._frame.items()})
-        plan = await self.call.claim_plan(client, CallPlan(session=session.id))
+        frame = cast(TurnOptions, {f"turn_{name}": value for name, value in place.changes.items()})
+        plan = await self.call.claim_plan(client, place.plan)
 
         async def make(own: str) -> AsyncSession:
             raise AssertionError("the conversation exists")
@@ -306,15 +314,23 @@ async def find_conversation(client: AsyncClient, name: str, param: str) -> Async
     return session
 
 
-def first_history(asked: ValidatedResponse, use: ToolUse, scope: bytes) -> HashedHistory | None:
-    """Return the transcript of a request that begins a conversation; None if it continues one. Raises HttpFailure."""
+def first_history(
+    asked: ValidatedResponse, use: ToolUse, scope: bytes, answered: bool = False
+) -> HashedHistory | None:
+    """Return the transcript of a request that begins a conversation; None if it continues one. ``answered``: it may
+    end with an answer. Raises HttpFailure."""
     body = asked.body
     if body.previous_response_id is not None or body.conversation_id is not None:
         return None
-    transcript = make_history(asked.messages, "input")
+    transcript = make_history(asked.messages, "input", answered=answered)
     system = "\n\n".join(part for part in (body.instructions, transcript.system) if part)
     transcript = replace(
-        transcript, system=system, tools=use.text, form=use.form, drops_oldest=body.drops_oldest
+        transcript,
+        system=system,
+        tools=use.text,
+        form=use.form,
+        drops_oldest=body.drops_oldest,
+        subject=body.subject or "",
     )
     return HashedHistory(transcript, scope)
 

@@ -6,6 +6,7 @@ import contextlib
 import time
 import uuid
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -29,9 +30,10 @@ from pensieve.http.responses.chain import (
     first_history,
     resolve_references,
 )
+from pensieve.http.responses.compaction import compacted, compacted_if_long
 from pensieve.http.responses.ids import ResponseId, conversation_id
 from pensieve.http.responses.objects import Events, KeptResponse, Response, input_message, page
-from pensieve.http.responses.requests import ResponseRequest, ValidatedResponse
+from pensieve.http.responses.requests import CompactRequest, ResponseRequest, ValidatedResponse
 from pensieve.http.tools import tool_use
 
 
@@ -45,7 +47,15 @@ async def create(request: Request) -> HttpResponse:
             return door.answer(await _prewarm(door, starter, kept), request)
         call = await door.bodies.offload(request, Call.from_request, request, body)
         starter, kept = await _starter(request, held, asked, call if body.stored else call.as_unstored())
+        threshold = body.compact_threshold(starter.info.context_limit)
+        if threshold is not None:
+            starter, compaction = await compacted_if_long(door, starter, threshold)
+            kept = msgspec.structs.replace(kept, compaction=compaction)
+            starter = replace(starter, annotations=kept.annotations)
         begun = await starter.begin(door.heads, door.settings.unstored_ttl_s)
+        if threshold is not None and call.is_retryable:
+            # An earlier try may have begun the turn, from another summary.
+            kept = KeptResponse.from_turn(await begun.session.get_turn(begun.id.turn_id)) or kept
         if not body.stored:
             held.push_async_callback(begun.session.delete, allow_missing=True)
         held.callback(begun.stream.close)
@@ -78,6 +88,15 @@ async def input_tokens(request: Request) -> HttpResponse:
     return door.answer({"object": "response.input_tokens", "input_tokens": tokens}, request)
 
 
+async def compact(request: Request) -> HttpResponse:
+    """Return a conversation as a compaction item, which stands for it in the input of later responses."""
+    door = HttpDoor.from_request(request)
+    asked = await door.bodies.read(request, CompactRequest, CompactRequest.validated)
+    async with AsyncExitStack() as held:
+        starter, _ = await _starter(request, held, asked, Call(uuid.uuid4()), answered=True)
+        return door.answer(await compacted(door, starter), request)
+
+
 async def _prewarm(door: HttpDoor, starter: ResponseStarter, kept: KeptResponse) -> dict[str, Any]:
     """Have the response's context computed, and return a response without output, which is not stored."""
     ttl_s = door.settings.completion_ttl_s
@@ -89,9 +108,10 @@ async def _prewarm(door: HttpDoor, starter: ResponseStarter, kept: KeptResponse)
 
 
 async def _starter(
-    request: Request, held: AsyncExitStack, asked: ValidatedResponse, call: Call
+    request: Request, held: AsyncExitStack, asked: ValidatedResponse, call: Call, *, answered: bool = False
 ) -> tuple[ResponseStarter, KeptResponse]:
-    """Return the response that is asked for. Raises HttpFailure for another model, or a missing item."""
+    """Return the response that is asked for. ``answered``: see ``first_history``. Raises HttpFailure for another
+    model, or a missing item."""
     door, body = HttpDoor.from_request(request), asked.body
     caller = await held.enter_async_context(door.callers.for_request(request))
     model = await door.require_model(caller, body.model)
@@ -102,7 +122,7 @@ async def _starter(
     held.enter_context(named_form(body.form))
     kept = KeptResponse(int(time.time()), model, body)
     annotations = await door.bodies.offload(request, lambda: kept.annotations)
-    transcript = await door.bodies.offload(request, first_history, asked, use, caller.scope)
+    transcript = await door.bodies.offload(request, first_history, asked, use, caller.scope, answered)
     return ResponseStarter(caller, asked, call, annotations, use, info, transcript), kept
 
 

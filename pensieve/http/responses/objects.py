@@ -36,7 +36,7 @@ from pensieve.http.common.failures import failure_from_error, invalid_field
 from pensieve.http.common.requests import parse_whole_number
 from pensieve.http.output import OutputEvents, OutputItems, answer_parts, result_item, text_part
 from pensieve.http.responses.ids import ResponseId, conversation_id, item_id
-from pensieve.http.responses.requests import ResponseRequest
+from pensieve.http.responses.requests import ResponseRequest, compaction_item
 from pensieve.speech import PLAIN, SpeechForm, Words
 
 _NAME: Final = "http.response"
@@ -53,6 +53,8 @@ class KeptResponse(msgspec.Struct, frozen=True, omit_defaults=True):
     model: str
     asked: ResponseRequest
     """The request without its input, which the history has."""
+    compaction: str = ""
+    """Content of the item of the compaction before this response; "" if there was none."""
 
     @property
     def annotations(self) -> dict[str, str]:
@@ -131,12 +133,19 @@ class Response:
     def items(self) -> OutputItems:
         return OutputItems(self.id.message.removeprefix("msg_"), self.id.turn_id)
 
+    @property
+    def compaction(self) -> list[Document]:
+        """The item of the compaction for this response; [] if there was none."""
+        suffix = self.id.message.removeprefix("msg_")
+        return [compaction_item(suffix, self.kept.compaction)] if self.kept.compaction else []
+
     def _output(self, turn: Turn, status: str) -> list[Document]:
-        return self.items.all(
+        answer = self.items.all(
             answer_parts(turn.text, self.form),
             "completed" if status == "completed" else "incomplete",
             turn.logprobs,
         )
+        return [*self.compaction, *answer]
 
     def _snapshot(self, status: str) -> Document:
         asked = self.kept.asked
@@ -310,6 +319,8 @@ class Events:
         self._after = after
         self._message = response.id.message
         self._sequence = 0
+        self._items_before = 0
+        """Output items before the answer's."""
         self._sent = SentText()
         self._tokens = SentTokens(response.kept.asked.scored)
 
@@ -323,6 +334,10 @@ class Events:
     async def _all(self, stream: AsyncTurnStream) -> AsyncIterator[bytes]:
         yield self._whole("response.created", self._response.in_progress())
         yield self._whole("response.in_progress", self._response.in_progress())
+        for item in self._response.compaction:
+            for name in ("response.output_item.added", "response.output_item.done"):
+                yield self._event(name, item=item, output_index=0)
+            self._items_before = 1
         if not self._response.form.plain:
             async for chunk in self._spoken(stream):
                 yield chunk
@@ -404,5 +419,7 @@ class Events:
     def _event(self, name: str, /, **fields: Any) -> bytes:
         """Return the next event; empty if the client has it."""
         numbered = {"type": name, "sequence_number": self._sequence, **fields}
+        if "output_index" in fields:
+            numbered["output_index"] += self._items_before
         self._sequence += 1
         return sse_event(numbered, name) if self._sequence > self._after + 1 else b""

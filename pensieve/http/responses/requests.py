@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
+import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Final, NamedTuple
+from typing import Any, ClassVar, Final, Literal, NamedTuple
 
 import msgspec
 
@@ -22,6 +25,8 @@ from pensieve.http.common.requests import (
 from pensieve.http.tools import OfferedTool, call_options, check_tools
 
 REFERENCE: Final = "item_reference"
+DEFAULT_THRESHOLD: Final = 0.75
+"""Share of the context limit at which ``context_management`` without a threshold compacts."""
 MAX_METADATA: Final = 16
 MAX_METADATA_KEY: Final = 64
 MAX_METADATA_VALUE: Final = 512
@@ -38,6 +43,7 @@ class InputItem(msgspec.Struct, frozen=True):
     arguments: str | None = None
     output: Content = None
     id: str | None = None
+    encrypted_content: str | None = None
 
 
 class InConversation(msgspec.Struct, frozen=True):
@@ -59,6 +65,11 @@ class ResponseCacheOptions(CacheOptions, frozen=True):
     prewarm: bool | None = None
 
 
+class ContextManagement(msgspec.Struct, frozen=True):
+    type: Literal["compaction"]
+    compact_threshold: Positive | None = None
+
+
 class ValidatedResponse(NamedTuple):
     body: ResponseRequest
     messages: list[Message]
@@ -69,6 +80,7 @@ class ValidatedResponse(NamedTuple):
 
 class ResponseRequest(SamplingFields, kw_only=True):
     NESTED: ClassVar[Nested] = {
+        "context_management": ContextManagement,
         "prompt_cache_options": ResponseCacheOptions,
         "text": TextOptions,
         "tools": OfferedTool,
@@ -89,7 +101,6 @@ class ResponseRequest(SamplingFields, kw_only=True):
         **dict.fromkeys(VLLM_FIELDS, "belongs to the other endpoints: the form of a response is text.format"),
         "response_format": "is text.format in responses",
         "best_of": "belongs to completions",
-        "context_management": "use truncation",
         "logit_bias": "belongs to the other endpoints",
         "logprobs": 'is include: ["message.output_text.logprobs"] in responses',
         "max_completion_tokens": "is max_output_tokens in responses",
@@ -109,6 +120,7 @@ class ResponseRequest(SamplingFields, kw_only=True):
     stream: bool | None = False
     store: bool | None = True
     background: bool | None = False
+    context_management: list[ContextManagement] | None = None
     max_output_tokens: Positive | None = None
     metadata: dict[str, str] | None = None
     truncation: str | None = None
@@ -125,6 +137,7 @@ class ResponseRequest(SamplingFields, kw_only=True):
     prompt_cache_options: ResponseCacheOptions | None = None
     safety_identifier: str | None = None
     service_tier: str | None = None
+    subject: str | None = None
 
     def validated(self) -> ValidatedResponse:
         self.check()
@@ -159,6 +172,14 @@ class ResponseRequest(SamplingFields, kw_only=True):
     def prewarms(self) -> bool:
         return self.prompt_cache_options is not None and bool(self.prompt_cache_options.prewarm)
 
+    def compact_threshold(self, context_limit: int) -> int | None:
+        """Tokens of context from which on the conversation is compacted before this response; None: never."""
+        given = [
+            one.compact_threshold or int(DEFAULT_THRESHOLD * context_limit)
+            for one in self.context_management or ()
+        ]
+        return min(given, default=None)
+
     @property
     def stored(self) -> bool:
         return self.store is not False
@@ -192,7 +213,13 @@ class ResponseRequest(SamplingFields, kw_only=True):
                 return []
             raise invalid_field("input", "must not be empty")
         check_count(self.input, "input")
-        return messages_of(self.input, "input")
+        found = messages_of(self.input, "input")
+        if (self.previous_response_id or self.conversation) and any(one.is_summary for one in found):
+            raise invalid_field(
+                "input",
+                "a compaction item begins a conversation: leave out previous_response_id and conversation",
+            )
+        return found
 
     @property
     def turn_options(self) -> TurnOptions:
@@ -211,6 +238,35 @@ class ResponseRequest(SamplingFields, kw_only=True):
         return options
 
 
+class CompactRequest(msgspec.Struct, kw_only=True):
+    """A body of ``POST /v1/responses/compact``."""
+
+    WITHOUT_EFFECT: ClassVar[Mapping[str, str]] = {
+        "prompt_cache_key": "prefixes are shared without it",
+        "prompt_cache_options": "the compacted context is computed in any case",
+        "prompt_cache_retention": "the compacted context is computed in any case",
+        "service_tier": "there is only one",
+    }
+    REFUSED: ClassVar[Mapping[str, str]] = {"image": "pictures are not supported"}
+    model: str | None = None
+    input: str | list[InputItem] | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    subject: str | None = None
+
+    def validated(self) -> ValidatedResponse:
+        body = ResponseRequest(
+            model=self.model,
+            input=self.input,
+            instructions=self.instructions,
+            previous_response_id=self.previous_response_id,
+            subject=self.subject,
+        )
+        if not self.input and self.previous_response_id:
+            return ValidatedResponse(body, [], {})
+        return body.validated()
+
+
 def messages_of(items: Sequence[InputItem], param: str) -> list[Message]:
     """Return items as messages. The items of one answer, without reasoning, become one message. Raises
     HttpFailure."""
@@ -219,6 +275,9 @@ def messages_of(items: Sequence[InputItem], param: str) -> list[Message]:
     """Parts of an answer. They are joined once: there may be thousands."""
     has_calls = False
     for number, item in enumerate(items):
+        if item.type == "compaction":
+            found, parts, has_calls = _compacted(item, found, f"{param}[{number}]"), [], False
+            continue
         one = _said(item, f"{param}[{number}]")
         if one is None:
             continue
@@ -258,6 +317,56 @@ def _said(item: InputItem, param: str) -> Message | None:
                 raise invalid_field(f"{param}.output", "is missing")
             return Message(Role.TOOL, text_of(item.output, f"{param}.output"), call_id=item.call_id or "")
     raise unsupported_field(param, f"items of type {item.type!r} are not supported")
+
+
+_COMPACTED: Final = "pensieve1."
+
+
+class CompactedContext(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A conversation without its earlier messages: the content of a compaction item. It is encoded, not encrypted."""
+
+    summary: str
+    system: str = ""
+    """The system messages of its input, for a client that keeps the item only."""
+    new: tuple[Message, ...] = ()
+    """The input of the response that the item is returned with: clients have it before the item."""
+
+    @classmethod
+    def from_prompt(
+        cls, prompt: str, instructions: str | None, summary: str, new: Sequence[Message] = ()
+    ) -> CompactedContext:
+        """``prompt``: the session's system prompt. ``instructions`` at its beginning belong to one response."""
+        return cls(summary, prompt.removeprefix(instructions or "").removeprefix("\n\n"), tuple(new))
+
+    @property
+    def content(self) -> str:
+        return _COMPACTED + base64.urlsafe_b64encode(msgspec.json.encode(self)).decode()
+
+    @classmethod
+    def parse(cls, content: str | None, param: str) -> CompactedContext:
+        """Raises HttpFailure for any other content."""
+        try:
+            data = base64.b64decode((content or "").removeprefix(_COMPACTED), b"-_", validate=True)
+            return msgspec.json.decode(data, type=cls)
+        except (binascii.Error, ValueError) as error:
+            raise invalid_field(
+                f"{param}.encrypted_content", "was not made by such a server: send the messages instead"
+            ) from error
+
+
+def compaction_item(name: str, content: str) -> dict[str, Any]:
+    """Return the output item that stands for a conversation."""
+    return {"id": f"cmp_{name}", "type": "compaction", "encrypted_content": content}
+
+
+def _compacted(item: InputItem, before: Sequence[Message], param: str) -> list[Message]:
+    """Return a compaction item as messages, given those before it: of these, only the system messages at the
+    beginning are read."""
+    context = CompactedContext.parse(item.encrypted_content, param)
+    given = list(itertools.takewhile(lambda m: m.role is Role.SYSTEM and not m.is_summary, before))
+    if context.system and not given:
+        given.append(Message(Role.SYSTEM, context.system))
+    return [*given, Message(Role.SYSTEM, context.summary, is_summary=True), *context.new]
 
 
 def check_metadata(metadata: dict[str, str]) -> None:

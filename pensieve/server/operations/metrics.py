@@ -230,6 +230,12 @@ class Metrics:
             ["outcome"],
             registry=self.registry,
         )
+        self._compactions = Counter(
+            "pensieve_compactions_total",
+            "Compactions that the sessions' compact_at began: compacted, or the reason of the error; lower case.",
+            ["outcome"],
+            registry=self.registry,
+        )
         self._first_token = Histogram(
             "pensieve_time_to_first_token_seconds",
             "From submission to the engine to the first token; warm: some of the context was cached in either tier.",
@@ -314,6 +320,10 @@ class Metrics:
         if self._tenants is not None:
             self._tenants.watch(tracker)
         return self._tenants is not None
+
+    def compacted(self, outcome: str) -> None:
+        """Count a compaction by policy; see ``IdleCompaction``."""
+        self._compactions.labels(outcome).inc()
 
     def warm_ended(self, outcome: str) -> None:
         """``outcome``: see ``SessionWarmer``."""

@@ -117,6 +117,9 @@ def config(message: pb.SessionConfig) -> SessionConfig:
         prefix_sharing=PrefixSharing(message.prefix_sharing or PrefixSharing.TENANT),
         tools=message.tools_json,
         subject=message.subject,
+        summary=message.summary,
+        compact_at=message.compact_at,
+        keep_turns=message.keep_turns if message.HasField("keep_turns") else SessionConfig().keep_turns,
     )
 
 
@@ -347,6 +350,8 @@ def session_config(config: SessionConfig) -> pb.SessionConfig:
         tools_json=config.tools,
         subject=config.subject,
         summary=config.summary,
+        compact_at=config.compact_at,
+        keep_turns=config.keep_turns,
     )
     if config.sampling != SamplingDefaults():
         message.default_sampling.CopyFrom(_sampling(config.sampling))

@@ -6,6 +6,7 @@ Every method validates and converts before its first await.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import Any, Final, TypeVar
@@ -34,8 +35,9 @@ from pensieve.v1 import pensieve_pb2 as pb
 from pensieve.v1 import pensieve_pb2_grpc
 
 Request = TypeVar("Request", bound=Message)
-MAX_IMPORTS: Final = 4
+MAX_IMPORTS: Final = 8
 """Imports at once: each keeps a whole session in memory until its last line has come."""
+MAX_TENANT_IMPORTS: Final = 2
 IMPORT_TIMEOUT_S: Final = 300.0
 
 
@@ -52,7 +54,8 @@ class ConversationService(pensieve_pb2_grpc.ConversationServiceServicer):
         self._sessions = conversations.sessions
         self._turns = conversations.turns
         self._pace = StreamPacer(conversations.settings.messages_per_s)
-        self._imports = asyncio.Semaphore(MAX_IMPORTS)
+        self._imports: Counter[str] = Counter()
+        """Running imports by tenant."""
         self._bounds = Bounds(conversations.settings.limits, lambda: conversations.vocab_size)
 
     # ---- sessions
@@ -194,20 +197,24 @@ class ConversationService(pensieve_pb2_grpc.ConversationServiceServicer):
     ) -> pb.ImportSessionResponse:
         reader = ImportReader()
         first: pb.ImportSessionRequest | None = None
-        if self._imports.locked():
+        tenant = current_caller().tenant
+        if self._imports[tenant] >= MAX_TENANT_IMPORTS or self._imports.total() >= MAX_IMPORTS:
             raise ResourceExhausted("too many imports at once", retry_after_s=1.0)
+        self._imports[tenant] += 1
         try:
-            async with self._imports, asyncio.timeout(IMPORT_TIMEOUT_S):
+            async with asyncio.timeout(IMPORT_TIMEOUT_S):
                 async for request in requests:
                     first = first or self._valid(request)
                     reader.feed(request.data)
                 imported = reader.finish()
         except TimeoutError as error:
             raise DeadlineExceeded("the import took too long to arrive", reason="REQUEST_TOO_SLOW") from error
+        finally:
+            self._imports -= Counter({tenant: 1})  # which drops what is 0
         assert first is not None, "an import without a message has no whole lines"
         session_id = "" if first.new_id else first.session_id or imported.session_id
         self._valid(convert.imported_session(imported, session_id))
-        row = await self._sessions.import_session(current_caller().tenant, imported, session_id=session_id)
+        row = await self._sessions.import_session(tenant, imported, session_id=session_id)
         return pb.ImportSessionResponse(session=self._session(row))
 
     async def WarmSession(self, request: pb.WarmSessionRequest, _context: Any) -> pb.WarmSessionResponse:

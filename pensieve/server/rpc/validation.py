@@ -42,6 +42,8 @@ UPDATABLE = {
     "config.prefix_sharing": "prefix_sharing",
     "config.tools_json": "tools",
     "config.subject": "subject",
+    "config.compact_at": "compact_at",
+    "config.keep_turns": "keep_turns",
 }
 """Path that an update mask may name, beside ``labels`` and ``config`` → field of ``SessionConfig``."""
 
@@ -452,6 +454,7 @@ _PAGE = (_may("page_size", between(0, 1 << 31)), _may("page_token", text(4096)))
 _FOLLOWED_BY = _may("followed_by", each(lambda _: 64, enum(pb.Role, unspecified=False)))
 _NEW_ID = _may("session_id", session_id)
 _SUBJECT = (_must("subject", not_empty, subject),)
+_FUNCTIONS = each(lambda _: MAX_CALLS, function_name)
 
 RULES: dict[type[Any], tuple[Rule, ...]] = {
     pb.CreateSessionRequest: (
@@ -534,6 +537,7 @@ RULES: dict[type[Any], tuple[Rule, ...]] = {
         _may("prefix_sharing", enum(pb.PrefixSharing)),
         _may("tools_json", prompt),
         _may("subject", subject),
+        _may("summary", prompt),
     ),
     pb.EraseSubjectRequest: _SUBJECT,
     pb.ExportSubjectRequest: _SUBJECT,
@@ -565,11 +569,7 @@ RULES: dict[type[Any], tuple[Rule, ...]] = {
         _may("system_prompt", prompt),
         _may("tools_json", prompt),
     ),
-    pb.CallBounds: (
-        _may("begin_with", text(64)),
-        _may("allowed", each(lambda _: MAX_CALLS, function_name)),
-        _may("strict", each(lambda _: MAX_CALLS, function_name)),
-    ),
+    pb.CallBounds: (_may("begin_with", text(64)), _may("allowed", _FUNCTIONS), _may("strict", _FUNCTIONS)),
     pb.AnswerFormat: (
         _may("json_schema", json_schema),
         _may("regex", grammar),

@@ -12,20 +12,32 @@ on uncompacted. Afterwards the new context is warmed, so that the next turn does
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
 from pensieve.core import Role, SamplingDefaults, Usage
 from pensieve.errors import FailedPrecondition, PensieveError, TurnInProgress
 from pensieve.server import ids
+from pensieve.server.bugs import report_bug
 from pensieve.server.history.transcript import Transcript
 from pensieve.server.sessions import records as session_records
 from pensieve.server.sessions.sessions import Sessions
 from pensieve.server.sessions.warming import SessionWarmer
+from pensieve.server.tasks import cancel_and_wait
 from pensieve.server.turns.turns import Turns
-from pensieve.server.values import CallRules, InputEntry, NewTurn, OnDisconnect, TurnView, fingerprint
+from pensieve.server.values import (
+    CallRules,
+    InputEntry,
+    NewTurn,
+    OnDisconnect,
+    TurnEnd,
+    TurnView,
+    fingerprint,
+)
 from pensieve.speech import SpeechReader, Words
 from pensieve.store import Counts, Key
 from pensieve.store.records import SessionRow
@@ -99,6 +111,13 @@ class Compactor:
         await self._warm(key)
         return CompactionAnswer(row, branch.session_id, summary, view.usage)
 
+    async def compact_by_policy(self, key: Key, turn_id: str) -> None:
+        """Compact the session as its settings say, after this turn. Raises as ``compact`` does."""
+        keep = (await self._store.load(key)).config.keep_turns
+        # Servers that see the same turn end make one compaction.
+        request_id = str(uuid.uuid5(_NAMES, f"{key.tenant}/{key.session_id}/{turn_id}"))
+        await self.compact(key, CompactionRequest(request_id, keep))
+
     async def _done(self, key: Key, request: CompactionRequest, revision: int, mark: str) -> CompactionAnswer:
         """Answer a request that was carried out before. Raises AlreadyExists (REQUEST_ID_REUSED) for another one."""
         piece = await self._store.read_slice(key, after_revision=revision - 1, limit=1)
@@ -110,9 +129,8 @@ class Compactor:
         )
 
     async def _summarise(self, branch: Key, request: CompactionRequest) -> TurnView:
-        name = f"{branch.tenant}/{branch.session_id}"
         turn = NewTurn(
-            request_id=str(uuid.uuid5(_NAMES, name)),
+            request_id=_summary_turn_id(branch),
             input=(InputEntry(Role.USER, request.instruction or INSTRUCTION),),
             sampling=SamplingDefaults(
                 max_output_tokens=request.max_summary_tokens or MAX_SUMMARY_TOKENS, candidates=1, beam_width=1
@@ -145,3 +163,46 @@ class Compactor:
 
 def _branch_id(key: Key, request_id: str, base: int) -> str:
     return ids.derived_session_id("compact", key.tenant, f"{key.session_id}\0{request_id}\0{base}")
+
+
+def _summary_turn_id(branch: Key) -> str:
+    return str(uuid.uuid5(_NAMES, f"{branch.tenant}/{branch.session_id}"))
+
+
+class IdleCompaction:
+    """Compacts the sessions whose context has reached their ``compact_at``, each once at a time. What goes wrong is
+    logged and counted; the session then stays as it is until its next turn ends."""
+
+    def __init__(self, compactor: Compactor, on_compacted: Callable[[str], None]) -> None:
+        """``on_compacted`` is called with ``compacted``, or the error's reason."""
+        self._compactor = compactor
+        self._on_compacted = on_compacted
+        self._tasks: dict[Key, asyncio.Task[None]] = {}
+
+    def turn_ended(self, end: TurnEnd) -> None:
+        key, tokens = end.key, end.context_tokens + end.usage.output_tokens
+        # The fork that holds a summary's turn has the same setting. It must not be compacted in turn.
+        makes_summary = end.request_id == _summary_turn_id(key)
+        if not end.compact_at or tokens < end.compact_at or makes_summary or not end.committed:
+            return
+        if key not in self._tasks:
+            self._tasks[key] = asyncio.create_task(self._compact(key, end.request_id), name="compaction")
+            self._tasks[key].add_done_callback(lambda _: self._tasks.pop(key))
+
+    async def close(self) -> None:
+        """Cancel what runs. Each session is left as before, or compacted."""
+        for task in list(self._tasks.values()):
+            await cancel_and_wait(task)
+
+    async def _compact(self, key: Key, turn_id: str) -> None:
+        outcome = "bug"
+        try:
+            await self._compactor.compact_by_policy(key, turn_id)
+            outcome = "compacted"
+        except PensieveError as error:
+            outcome = error.reason.lower()
+            log.info("the session %s was not compacted: %s", key.session_id, error.reason)
+        except Exception as error:
+            report_bug(error, "a compaction")
+        finally:
+            self._on_compacted(outcome)

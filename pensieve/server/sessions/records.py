@@ -47,7 +47,7 @@ class SessionChange:
 
 async def create(renderer: Renderer, new: NewSession, served: ServedModel) -> Record:
     """First record of a session: system prompt and imported items, rendered and numbered from 1."""
-    prompt = (InputEntry(Role.SYSTEM, new.config.system_prompt),) if new.config.system_prompt else ()
+    prompt = (InputEntry(Role.SYSTEM, new.config.prompt),) if new.config.prompt else ()
     now = now_ms()
     await check_tools(new.config, renderer)
     config = renderer.with_date(new.config, now)

@@ -103,7 +103,7 @@ class Sessions:
         session_id = new.session_id or ids.derived_session_id("create", tenant, new.request_id)
         key = Key(tenant, session_id)
         limit = context_limit(self._link.info)
-        prompt = InputEntry(Role.SYSTEM, new.config.system_prompt + new.config.tools)
+        prompt = InputEntry(Role.SYSTEM, new.config.prompt + new.config.tools)
         if new.config.overflow is Overflow.REJECT:
             self._renderer.check_size((prompt, *new.items), limit)
         else:

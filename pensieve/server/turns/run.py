@@ -71,6 +71,7 @@ from pensieve.server.turns.generation import TurnGeneration
 from pensieve.server.turns.text import OutputText
 from pensieve.server.values import Accepted, NewTurn, OnDisconnect, TurnEnd, TurnStatus, TurnView
 from pensieve.store import Key
+from pensieve.store.records import History
 
 _GRID: Final = """
                 BEGUN      ELSEWHERE       IN_HISTORY KEEP            DISCARD         COMMIT     SUCCEEDED FAILED
@@ -178,6 +179,8 @@ class TurnRun:
         """The first counts; the others show whether a caller also wants the turn to end."""
         self.seed = 0
         self.base_revision = 0
+        self.compact_at = 0
+        """See ``SessionConfig``; known once the history is read."""
         self.new_tokens = 0
         """Input tokens of this turn, known once it is rendered."""
         self.hints: HintReceipt | None = None
@@ -230,8 +233,9 @@ class TurnRun:
 
     # ---- results of the runner
 
-    def set_base(self, base_revision: int, seed: int) -> None:
-        self.base_revision = base_revision
+    def set_base(self, base: History, seed: int) -> None:
+        self.base_revision = base.revision
+        self.compact_at = base.config.compact_at
         self.seed = seed
 
     def accept(
@@ -334,6 +338,7 @@ class TurnRun:
             request_id=self.spec.request_id,
             submitted_at=self.generation.submitted_at,
             generated_at=self.generation.ended_at,
+            compact_at=self.compact_at,
         )
 
     # ---- parts

@@ -150,7 +150,7 @@ class TurnRunner:
         self._served.check(config)
         # A retry keeps the seed of the attempt before it, whether or not the turn or its session sets one.
         seed = sampling.explicit_seed(spec.sampling, config.sampling, defaults)
-        run.set_base(base.revision, began.seed if seed is None else seed)
+        run.set_base(base, began.seed if seed is None else seed)
         layers = (spec.sampling, config.sampling, defaults)
         values = sampling.resolve(*layers, seed=run.seed, top_logprobs=spec.output.top_logprobs)
         # Items that an edit or a regeneration supersedes are cut off only for rendering. The record builds on

@@ -12,6 +12,7 @@ from agents import (
     Agent,
     OpenAIChatCompletionsModel,
     OpenAIConversationsSession,
+    OpenAIResponsesCompactionSession,
     OpenAIResponsesModel,
     Runner,
     SQLiteSession,
@@ -65,6 +66,16 @@ async def main() -> None:
         "chained": await talk("chained"),
         "streamed": await streamed(),
     }
+    # After each question, the client has its history compacted.
+    compacted = OpenAIResponsesCompactionSession(
+        "compacted",
+        SQLiteSession("compacted"),
+        client=CLIENT,
+        model=MODEL,
+        should_trigger_compaction=lambda _: True,
+    )
+    seen["compacted"] = await talk("compacted", session=compacted)
+    seen["items"] = [str(item.get("type")) for item in await compacted.get_items()]
     print(json.dumps(seen))
 
 

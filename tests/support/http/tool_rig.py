@@ -40,7 +40,7 @@ def spoken(text: str, style: str) -> list[int]:
 
 @asynccontextmanager
 async def tool_door(
-    *answers: str, style: str = "qwen", store: HistoryStore | None = None
+    *answers: str, style: str = "qwen", store: HistoryStore | None = None, model: str = "tiny"
 ) -> AsyncIterator[HttpRig]:
     """``answers``: what the model says, one turn after the other; the last again and again."""
     left = list(answers)
@@ -53,6 +53,7 @@ async def tool_door(
         "vocab_size": speaker(style).vocab_size,
         "context_limit": 4096,
         "store": store,
+        "model": model,
     }
     async with door("", service_options=options) as rig:
         rig.service.link.answer = script
