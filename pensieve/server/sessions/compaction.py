@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from pensieve.core import Role, SamplingDefaults, Usage
+from pensieve.debug import async_failpoint
 from pensieve.errors import FailedPrecondition, PensieveError, TurnInProgress
 from pensieve.server import ids
 from pensieve.server.history.transcript import Transcript
@@ -88,14 +89,17 @@ class Compactor:
         session_records.check_compactable(history, request.keep_turns)
         base = history.revision if request.expected_revision is None else request.expected_revision
         branch = Key(key.tenant, _branch_id(key, request.request_id, base))
+        await async_failpoint("before_compaction_fork")
         await self._sessions.fork(
             key, item=None, request_id="", session_id=branch.session_id, expected_revision=base
         )
         view = await self._summarise(branch, request)
         summary = self._words(view)
+        await async_failpoint("before_compaction_commit")
         row = await self._sessions.put_summary(
             key, history, HEADING + summary, request.keep_turns, request.request_id, mark
         )
+        await async_failpoint("after_compaction_commit")
         await self._warm(key)
         return CompactionAnswer(row, branch.session_id, summary, view.usage)
 
