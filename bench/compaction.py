@@ -36,10 +36,21 @@ from pensieve.machine import usable_cores
 
 IN_SESSION, IDLE, OVER = WAYS = ("in the session", "in idle time", "starts over")
 PROMPT: Final = "You are a coding agent. Tools: read_file(path), search(text), run_tests(), edit(path, text)."
-ASK: Final = "Summarise this conversation of a user and a coding agent: what the user wants, decisions and open questions."
+ASK: Final = "Summarise this conversation: what the user wants, what was decided, and the open questions."
 CALLS: Final = ['read_file("src/main.py")', 'search("def open")', "run_tests()", 'edit("a.py", "x = 1")']
 WORDS: Final = (
-    "path line value file open read test error table index key count name node list load state".split()
+    "path",
+    "line",
+    "value",
+    "file",
+    "open",
+    "read",
+    "test",
+    "error",
+    "table",
+    "index",
+    "key",
+    "count",
 )
 EVERY: Final = 6
 """Turns from one question of the user to the next."""
@@ -205,7 +216,8 @@ def main(model: str, context: int, out: Path, **sizes: int) -> None:
     rows = [agent.row() for agent in agents]
     report = {
         "command": portable(["python", *sys.argv]), "commit": commit(), "cores": usable_cores(), "rows": rows,
-        "firsts_s": {agent.way: agent.firsts for agent in agents}, "pauses_s": {agent.way: agent.pauses for agent in agents},
+        "firsts_s": {agent.way: agent.firsts for agent in agents},
+        "pauses_s": {agent.way: agent.pauses for agent in agents},
     }  # fmt: skip
     lines = [f"`{report['command']}`, commit {report['commit']}, {report['cores']} cores.", "", *table(rows)]
     write_report(out, f"compaction_{model}", report, lines)

@@ -271,8 +271,8 @@ async def _check_afterwards(
     assert found or answer is None, "answered and not there"
     if len(one.talk.open):
         await _say_exactly(caller, one)
-    done = await _until_compacted(caller, one.request)
-    again = await _until_compacted(caller, one.request)
+    tries = (_until_compacted(caller, one.request) for _ in range(2))
+    done, again = await asyncio.gather(*tries)
     for other in filter(None, (answer, again)):
         assert (other.branch, other.summary) == (done.branch, done.summary)
     assert await _check(caller, one, extra=1)
