@@ -54,6 +54,8 @@ WORDS: Final = (
 )
 EVERY: Final = 6
 """Turns from one question of the user to the next."""
+STILL_S: Final = 2.0
+"""A warm-up is over when the session's tokens on the device have not changed for so long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,9 +165,8 @@ class Agent:
         )
 
     def _wait_until_warm(self) -> None:
-        """Return when the device holds the new context, or nothing changes any more."""
         held, quiet = -1, time.monotonic()
-        while time.monotonic() < quiet + 2.0:
+        while time.monotonic() < quiet + STILL_S:
             residency = self.session.refresh(residency=True).residency
             now = 0 if residency is None else residency.gpu_tokens
             if now != held:
@@ -220,7 +221,7 @@ def main(model: str, context: int, out: Path, **sizes: int) -> None:
         "pauses_s": {agent.way: agent.pauses for agent in agents},
     }  # fmt: skip
     lines = [f"`{report['command']}`, commit {report['commit']}, {report['cores']} cores.", "", *table(rows)]
-    write_report(out, f"compaction_{model}", report, lines)
+    write_report(out, f"compaction_{Path(model).stem}", report, lines)
     click.echo("\n".join(lines))
 
 
