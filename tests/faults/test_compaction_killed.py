@@ -9,6 +9,7 @@ import signal
 import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
+from random import Random
 
 import httpx2 as httpx
 import pytest
@@ -42,10 +43,14 @@ POINTS = (
     f"before_commit@{TURNS + 1}",
     f"after_commit_before_ack@{TURNS + 1}",
     "before_compaction_commit@1",
+    "changing",
     "after_compaction_commit@1",
     "warming",
 )
-"""Steps of a compaction: fork, the turn that makes the summary, the change of the session, the new context's KV."""
+"""Steps of a compaction: fork, the turn that makes the summary, the change of the session, the new context's KV.
+``changing`` is a random moment around the change."""
+ARMED = {"changing": "before_compaction_commit@1", "warming": "after_compaction_commit@1"}
+CHANGING_S = 0.03
 DONE = POINTS[-2:]
 """Steps at which the context is the new one."""
 VICTIMS = (
@@ -61,11 +66,12 @@ KILLED_SERVER, KILLED_ENGINE, KILLED_DOOR = VICTIMS[0], VICTIMS[3], VICTIMS[4]
 SHORT = (
     ("sqlite", POINTS[6], (KILLED_SERVER,)),
     ("sqlite", POINTS[3], (KILLED_ENGINE,)),
-    ("redis", POINTS[7], (KILLED_DOOR,)),
+    ("redis", DONE[0], (KILLED_DOOR,)),
 )
 LONG = [("sqlite", point, VICTIMS) for point in POINTS]
 LONG += [("redis", point, (KILLED_SERVER, VICTIMS[2])) for point in POINTS]
 CASES = at_length(SHORT, LONG)
+moments = Random(20261126)
 CONFLICTS = ("REVISION_MISMATCH", "TURN_IN_PROGRESS")
 
 
@@ -211,7 +217,7 @@ async def _cut_off(
 ) -> pb.CompactSessionResponse | None:
     """Kill ``victim`` when the compaction stands at ``point``; return its answer, None if it failed as it may."""
     compaction = asyncio.create_task(_compact(caller, one.request))
-    await _reached(server, DONE[0] if point == "warming" else point)
+    await _reached(server, ARMED.get(point, point))
     started = asyncio.Event()
     between: asyncio.Task[object] | None = None
     if turn and victim == "door":
@@ -225,6 +231,8 @@ async def _cut_off(
     if point == "warming" and not turn:
         server.hold()
         await asyncio.wait((compaction,), timeout=1)
+    if point == "changing":
+        await asyncio.sleep(moments.uniform(0, 2 * CHANGING_S))
     await _kill(server, victim)
     server.release()
     if between is not None:
@@ -242,10 +250,9 @@ async def _cut_off(
 
 
 async def _check_case(server: FaultServer, point: str, victim: str, turn: bool) -> None:
-    armed = DONE[0] if point == "warming" else point
     # The others go on afterwards; the server must not go on before it is killed.
-    pause = 30 if victim == "server" else 0.7
-    await asyncio.to_thread(server.start, f"{armed}=stall({pause})")
+    pause = CHANGING_S if point == "changing" else 30 if victim == "server" else 0.7
+    await asyncio.to_thread(server.start, f"{ARMED.get(point, point)}=stall({pause})")
     async with calling(server.grpc, server.admin) as caller:
         one = await _talked(caller)
         answer = await _cut_off(server, caller, one, point, victim, turn)
@@ -254,7 +261,8 @@ async def _check_case(server: FaultServer, point: str, victim: str, turn: bool) 
     if victim == "server":
         await asyncio.to_thread(server.start)
         async with calling(server.grpc, server.admin) as caller:
-            await _check_afterwards(server, caller, one, answer, None if turn else point in DONE)
+            known = not turn and point != "changing"
+            await _check_afterwards(server, caller, one, answer, point in DONE if known else None)
 
 
 async def _check_afterwards(
