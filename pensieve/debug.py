@@ -27,6 +27,9 @@ FAILPOINTS: Final = frozenset(
         "mid_decode",
         "before_commit",
         "after_commit_before_ack",
+        "before_compaction_fork",
+        "before_compaction_commit",
+        "after_compaction_commit",
         "engine_mid_step",
         "in_renew",
     }

@@ -29,6 +29,7 @@ from rich.progress import track
 ROOT = Path(__file__).resolve().parents[2]
 ROW_NAMES = (
     "name", "section", "batch", "context", "new tokens", "history", "new", "swapping", "streams", "label", "target",
+    "part", "way",
 )  # fmt: skip
 """Fields that say which row of a list it is."""
 

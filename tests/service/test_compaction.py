@@ -65,6 +65,7 @@ async def test_what_fails_leaves_the_old_context(step: str, monkeypatch: pytest.
         assert (await compact(rig, name, request_id=request_id)).session.revision == 4
 
 
+@pytest.mark.fault(66)
 async def test_a_turn_that_comes_first_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     """The summary does not know of it: the session goes on uncompacted."""
     async with serving(context_limit=1000) as rig:
@@ -82,12 +83,31 @@ async def test_a_turn_that_comes_first_wins(monkeypatch: pytest.MonkeyPatch) -> 
         assert (await refusal(compact(rig, name, request_id=request_id))).reason == "REVISION_MISMATCH"
         monkeypatch.undo()
         assert [one.text for one in await rig.items(name)][-2:] == ["three", ANSWER]
+        listed = await rig.api.ListSessions(pb.ListSessionsRequest())
+        assert [one.name for one in listed.sessions] == [name], "a branch that nothing will use"
         done = await compact(rig, name, request_id=request_id)
         assert [one.text for one in await rig.items(done.branch)][4:6] == ["three", ANSWER], (
             "a fork of its own"
         )
         other = await refusal(compact(rig, name, request_id=request_id, keep_turns=0))
         assert other.reason == "REQUEST_ID_REUSED"
+
+
+async def test_a_repeated_request_keeps_to_its_revision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its branch is there from a try that failed, and a turn has come that neither branch nor summary knows."""
+    async with serving(context_limit=1000) as rig:
+        name, fields = await rig.create(), {"request_id": uid(), "expected_revision": 2, "keep_turns": 0}
+        await rig.run(name, "one")
+
+        async def failing(*_: Any, **__: Any) -> Any:
+            raise Unavailable("the disk is away")
+
+        monkeypatch.setattr(rig.store, "apply", failing)
+        await refusal(compact(rig, name, **fields))
+        monkeypatch.undo()
+        await rig.run(name, "two")
+        assert (await refusal(compact(rig, name, **fields))).reason == "REVISION_MISMATCH"
+        assert [one.text for one in await rig.items(name)] == ["one", ANSWER, "two", ANSWER]
 
 
 async def test_what_cannot_be_compacted(monkeypatch: pytest.MonkeyPatch) -> None:

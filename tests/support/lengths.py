@@ -31,6 +31,7 @@ SLOWEST = (
     "tests/robustness/test_under_faults.py",
     "tests/e2e/test_three_systems.py",
     "tests/faults/test_server_killed.py",
+    "tests/faults/test_compaction_killed.py",
     "tests/e2e/test_smollm2.py",
     "tests/exactness/test_hybrids.py",
     "tests/simulate/test_fidelity.py",

@@ -13,6 +13,7 @@ GROUPS: Final = (
     ("HTTP door", 59, 60),
     ("Operators and their machines", 61, 64),
     ("Forms of answers", 65, 65),
+    ("Compaction", 66, 66),
 )
 """Title, first row, last row."""
 
@@ -217,6 +218,10 @@ ROWS: Final[dict[int, tuple[str, str]]] = {
     65: (
         "The grammar of an answer needs too much work, or the library that follows it fails",
         "Its turn ends with `GRAMMAR_TOO_COSTLY`, alone; no other turn waits for its tokens",
+    ),
+    66: (
+        "Server, engine or HTTP door are killed in a compaction, or a client's turn comes first",
+        "The context is the old or the new one, the old one is in a fork, and a repeated call compacts once",
     ),
 }
 

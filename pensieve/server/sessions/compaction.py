@@ -6,8 +6,8 @@ Three steps, each durable and found again by a repeated call with the same reque
 2. run a turn on the branch that asks for the summary: the branch shares the session's cached prefix;
 3. replace the session's older turns by the summary, in one change at the revision of the fork.
 
-Until the third step the session is as before. A turn that was committed meanwhile makes it fail, and the session goes
-on uncompacted. Afterwards the new context is warmed, so that the next turn does not compute it.
+Until the third step the session is as before. A turn that was committed meanwhile makes it fail: the session goes on
+uncompacted, and the branch is deleted. Afterwards the new context is warmed, so that the next turn does not compute it.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from dataclasses import dataclass
 from typing import Final
 
 from pensieve.core import Role, SamplingDefaults, Usage
-from pensieve.errors import FailedPrecondition, PensieveError, TurnInProgress
+from pensieve.debug import async_failpoint
+from pensieve.errors import FailedPrecondition, NotFound, PensieveError, RevisionMismatch, TurnInProgress
 from pensieve.server import ids
 from pensieve.server.bugs import report_bug
 from pensieve.server.history.transcript import Transcript
 from pensieve.server.sessions import records as session_records
-from pensieve.server.sessions.sessions import Sessions
+from pensieve.server.sessions.sessions import Sessions, check_revision
 from pensieve.server.sessions.warming import SessionWarmer
 from pensieve.server.tasks import cancel_and_wait
 from pensieve.server.turns.turns import Turns
@@ -97,17 +98,29 @@ class Compactor:
                 metadata={"active_request_id": row.running.request_id},
                 retry_after_s=row.running.lease_ms_left / 1000,
             )
+        # The fork of an earlier try would be found whatever the revision is now.
+        check_revision(history.revision, request.expected_revision)
         session_records.check_compactable(history, request.keep_turns)
-        base = history.revision if request.expected_revision is None else request.expected_revision
-        branch = Key(key.tenant, _branch_id(key, request.request_id, base))
+        branch = Key(key.tenant, _branch_id(key, request.request_id, history.revision))
+        await async_failpoint("before_compaction_fork")
         await self._sessions.fork(
-            key, item=None, request_id="", session_id=branch.session_id, expected_revision=base
+            key, item=None, request_id="", session_id=branch.session_id, expected_revision=history.revision
         )
-        view = await self._summarise(branch, request)
+        try:
+            view = await self._summarise(branch, request)
+        except NotFound:  # another call with this request id has deleted it, as below
+            raise RevisionMismatch("the session has changed during its compaction") from None
         summary = self._words(view)
-        row = await self._sessions.put_summary(
-            key, history, HEADING + summary, request.keep_turns, request.request_id, mark
-        )
+        await async_failpoint("before_compaction_commit")
+        try:
+            row = await self._sessions.put_summary(
+                key, history, HEADING + summary, request.keep_turns, request.request_id, mark
+            )
+        except RevisionMismatch:
+            # No later call with this request id forks at this revision.
+            await self._sessions.delete(branch, expected_revision=None, allow_missing=True)
+            raise
+        await async_failpoint("after_compaction_commit")
         await self._warm(key)
         return CompactionAnswer(row, branch.session_id, summary, view.usage)
 

@@ -248,7 +248,7 @@ class Sessions:
         target = Key(key.tenant, target_id)
         _, history = await self._transcript.read(key)
         if not await self._exists(target):
-            _check_revision(history.revision, expected_revision)
+            check_revision(history.revision, expected_revision)
             if item is not None:
                 session_records.check_item(history, item)
         record = session_records.fork(history, item, request_id)
@@ -378,7 +378,7 @@ class Sessions:
         while True:
             piece = await self._store.read_slice(key, after_revision=revision, head_hash=head)
             self._transcript.known.check(key, piece.row, seen)
-            _check_revision(piece.row.revision, expected_revision)
+            check_revision(piece.row.revision, expected_revision)
             if any(one.record.kind is RecordKind.TURN for one in piece.records):
                 raise FailedPrecondition(
                     "the session has had a turn; delete it without unused_only", reason="SESSION_USED"
@@ -479,7 +479,8 @@ class Sessions:
         return min(asked or limits.default_page, limits.max_page)
 
 
-def _check_revision(current: int, expected: int | None) -> None:
+def check_revision(current: int, expected: int | None) -> None:
+    """Raises RevisionMismatch, or DataLoss (HISTORY_REGRESSED) for a revision that the session has not reached."""
     metadata = {"current_revision": str(current)}
     if expected is not None and expected > current:
         raise DataLoss(

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pensieve.debug import child_environment
-from pensieve.spawn import SpawnError, read_metric, wait_ready
+from pensieve.spawn import SpawnError, read_metric, wait_addresses
+from support.processes import children
 from support.service.server_process import model_folder
 
 START_LIMIT_S = 40.0
@@ -39,7 +40,7 @@ class FaultServer:
             **options,
         }
         self._process: subprocess.Popen[str] | None = None
-        self.grpc = self.admin = ""
+        self.grpc = self.admin = self.http = ""
 
     def start(self, failpoints: str = "", *, stderr: int | None = None) -> None:
         """Returns when calls are accepted. ``stderr``: a file descriptor, in place of the file behind ``log``."""
@@ -57,7 +58,7 @@ class FaultServer:
                 text=True,
             )
         try:
-            self.grpc, self.admin = wait_ready(self._process, START_LIMIT_S)
+            self.grpc, self.admin, self.http = wait_addresses(self._process, START_LIMIT_S)
         except SpawnError as error:
             raise AssertionError(f"{error}\n{self.log}") from error
 
@@ -72,10 +73,13 @@ class FaultServer:
 
     @property
     def engine_pid(self) -> int | None:
-        """Process id of the one child, the engine; None while there is none."""
-        pid = self.process.pid
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        return int(children[0]) if children else None
+        """Process id of the engine; None while there is none."""
+        return next((pid for pid in children(self.process.pid) if not _is_door(pid)), None)
+
+    @property
+    def door_pid(self) -> int | None:
+        """Process id of the HTTP door; None while there is none."""
+        return next((pid for pid in children(self.process.pid) if _is_door(pid)), None)
 
     def hold(self) -> None:
         """No engine step ends until ``release``."""
@@ -109,6 +113,12 @@ class FaultServer:
     def metric(self, name: str) -> float:
         """Sum of a metric's samples."""
         return read_metric(self.admin, name)
+
+
+def _is_door(pid: int) -> bool:
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it may have ended by now
+        return b"pensieve.http.child" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
 
 
 @contextlib.contextmanager
