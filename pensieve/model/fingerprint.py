@@ -24,10 +24,10 @@ MAX_HEADER_BYTES: Final = 100_000_000
 _INCIDENTAL: Final = frozenset({"transformers_version", "_name_or_path"})
 
 
-def model_fingerprint(folder: Path, *, weights: bool = True) -> str:
+def model_fingerprint(folder: Path, *, weights: bool = True, fp8: bool = False) -> str:
     """Return the SHA-256 (hex) of the model in ``folder``. ``weights`` False: ignore weights, as with random
-    ones. Raises ModelError when config.json is no JSON object or the index is invalid, OSError when a file is
-    unreadable."""
+    ones. ``fp8``: products are made with 8-bit codes, so the model computes something else. Raises ModelError when
+    config.json is no JSON object or the index is invalid, OSError when a file is unreadable."""
     if folder.is_file():
         return gguf_fingerprint(folder, weights=weights)
     digest = hashlib.sha256()
@@ -41,6 +41,8 @@ def model_fingerprint(folder: Path, *, weights: bool = True) -> str:
         _add_file(digest, file)
     if not weights:
         digest.update(b"\0random weights")
+    if fp8:
+        digest.update(b"\0fp8 weights")
     return digest.hexdigest()
 
 

@@ -118,6 +118,14 @@ class GgufCheckpoint:
             self._used.add(name)
         return fused
 
+    def has_codes(self, names: Sequence[str]) -> bool:
+        return False
+
+    def get_codes(
+        self, names: Sequence[str], shape: tuple[int, ...], tensor_slice: TensorSlice
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        raise ModelError(f"{self._path}: --weights fp8 takes a folder with safetensors, not a GGUF file")
+
     def require_all_used(self) -> None:
         """Raises ModelError on unrequested tensors: they would silently have no effect."""
         left = sorted(self._tensors.keys() - self._used - {ROPE_FREQUENCIES})
