@@ -63,7 +63,7 @@ class Bench:
         weights: WeightsName = "full",
         **overrides: Any,
     ) -> None:
-        """``invariant``, ``weights``: as with these options. ``overrides`` replace values of the checkpoint's config."""
+        """``invariant``, ``weights``: the options. ``overrides`` replace values of the checkpoint's config."""
         torch.set_num_threads(1)
         self.device, self.dtype, self.near_tie, self.invariant = device, dtype, near_tie, invariant
         checkpoint = checkpoint_of(family, folder, **overrides)
