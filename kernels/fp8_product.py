@@ -150,7 +150,8 @@ def row_constants(width: int) -> dict[str, int]:
 
 
 def row_options(width: int) -> dict[str, int]:
-    return {"num_warps": min(32, max(1, triton.next_power_of_2(width) // (32 * PER_THREAD)))}
+    warps = triton.next_power_of_2(width) // (32 * PER_THREAD)
+    return {"num_warps": min(32, max(1, warps)), "enable_fp_fusion": False}
 
 
 def constants(width: int, block: int, *, biased: bool) -> dict[str, int | bool]:
@@ -159,4 +160,4 @@ def constants(width: int, block: int, *, biased: bool) -> dict[str, int | bool]:
 
 
 def options(block: int) -> dict[str, int]:
-    return {"num_warps": block // FEW_COLUMNS}
+    return {"num_warps": block // FEW_COLUMNS, "enable_fp_fusion": False}
