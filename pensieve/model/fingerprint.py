@@ -29,7 +29,8 @@ def model_fingerprint(folder: Path, *, weights: bool = True, fp8: bool = False) 
     ones. ``fp8``: products are made with 8-bit codes, so the model computes something else. Raises ModelError when
     config.json is no JSON object or the index is invalid, OSError when a file is unreadable."""
     if folder.is_file():
-        return gguf_fingerprint(folder, weights=weights)
+        whole = gguf_fingerprint(folder, weights=weights)
+        return hashlib.sha256(f"{whole}\0fp8 weights".encode()).hexdigest() if fp8 else whole
     digest = hashlib.sha256()
     digest.update(_config(folder / "config.json"))
     try:
