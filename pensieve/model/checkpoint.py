@@ -36,7 +36,7 @@ class _Conversion:
 
     name: str
     parts: list[torch.Tensor]
-    """Of an unpacked tensor: views of one without storage."""
+    """Views of the tensor; of an unpacked one, without storage."""
     targets: list[torch.Tensor]
     scales: list[torch.Tensor] | None
     """Targets of the scales of rows, if the values become codes."""

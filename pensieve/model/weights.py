@@ -42,7 +42,7 @@ class Linear:
 
     @property
     def factors(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What a factor of the result multiplies: the weight, or its scales, and the bias."""
+        """The weight, or its scales, and the bias: a factor of the result goes into these."""
         return (self.weight if self.scales is None else self.scales), self.bias
 
 
@@ -164,7 +164,6 @@ def load_weights(
 ) -> Weights:
     """Load the weights of the model in ``folder`` (which may be a GGUF file), as ``dtype`` on ``device``. ``weights``
     says whether projections of attention and of dense MLPs become codes.
-
     ``load_format`` ``dummy``: random weights, no file is read. ``arch`` is that of the whole model; only the
     part of ``shard`` is read. Raises ModelError when files or tensors are missing, unused, unreadable or of
     the wrong shape, or when memory does not suffice.
@@ -261,8 +260,7 @@ def finish(weights: Weights, arch: Arch) -> None:
 
 
 def _by_row(linear: Linear) -> Iterator[torch.Tensor]:
-    """Yield the tensors of a layer, whose first axis is that of its results; codes as integers, which every device can
-    reorder."""
+    """Yield the tensors of a layer, [out, ...]; codes as integers, which every device can reorder."""
     for part in tensors_of(linear):
         yield part.view(torch.uint8) if part.dtype == CODES else part
 
@@ -563,21 +561,17 @@ class _Assembler:
     ) -> Linear:
         """A projection into a block, divided by rows. ``codes``: it may have its weights as codes."""
         weight, scales = self._weight(names, shape, tensor_slice, codes)
-        values = None
-        if bias:
-            values = self.source.get([f"{self.prefix}{name}.bias" for name in names], shape[:1], tensor_slice)
-        return Linear(weight, values, scales)
+        biases = [f"{self.prefix}{name}.bias" for name in names]
+        return Linear(weight, self.source.get(biases, shape[:1], tensor_slice) if bias else None, scales)
 
     def _row_parallel(self, name: str, shape: tuple[int, int], bias: bool, codes: bool = False) -> Linear:
         """A projection out of a block, divided by columns; the ranks' results are summed, so rank 0 adds the bias."""
         # A sum over ranks comes before scales of whole rows of inputs.
-        codes = codes and self.shard.ranks == 1
+        codes, leads = codes and self.shard.ranks == 1, self.shard.rank == 0
         columns = TensorSlice((slice(None),), self.shard.even(shape[1]))
         weight, scales = self._weight([name], shape, columns, codes)
-        if not bias:
-            return Linear(weight, None, scales)
-        leads = self.shard.rank == 0
-        values = self.source.get([f"{self.prefix}{name}.bias"], shape[:1], WHOLE_TENSOR if leads else NO_ROWS)
+        own = WHOLE_TENSOR if leads else NO_ROWS
+        values = self.source.get([f"{self.prefix}{name}.bias"], shape[:1], own) if bias else None
         return Linear(weight, values if leads else None, scales)
 
     def _weight(

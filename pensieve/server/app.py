@@ -33,7 +33,7 @@ from pensieve.logs import AcceptErrorFilter, configure_logging
 from pensieve.machine import service_manager
 from pensieve.model.arch import ModelError
 from pensieve.model.fingerprint import model_fingerprint
-from pensieve.model.folder import has_fp8_products, load_generation
+from pensieve.model.folder import load_generation
 from pensieve.model.resolve import display_name, resolve_model
 from pensieve.options.commands import print_error
 from pensieve.options.serve import ServeOptions
@@ -138,9 +138,8 @@ class App:
         )
         self._metrics.watch_engine(self._link)
         self._metrics.processes.watch_engine(lambda: self._link.pid)
-        weights = options.load_format != "dummy"
-        fp8 = has_fp8_products(folder, options.weights)
-        model_sha256 = await asyncio.to_thread(model_fingerprint, folder, weights=weights, fp8=fp8)
+        weights, form = options.load_format != "dummy", options.weights
+        model_sha256 = await asyncio.to_thread(model_fingerprint, folder, weights=weights, form=form)
         defaults = await asyncio.to_thread(_sampling_defaults, folder)
         settings = self._settings(defaults, store.store_id, model_sha256)
         if options.traces is not None:

@@ -14,7 +14,9 @@ from model.test_quantised import COMPRESSED, NAME, Tensors, compressed, edited, 
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from pensieve.engine.worker.sizing import DTYPES
+from pensieve.config import EngineOptions
+from pensieve.engine.build import numerics
+from pensieve.engine.worker.sizing import DTYPES, report, resolve_device
 from pensieve.kernels.fp8_reference import quantise_rows
 from pensieve.model.arch import DTYPE_BYTES, ModelError
 from pensieve.model.fingerprint import model_fingerprint
@@ -25,6 +27,7 @@ from pensieve.model.weights import Linear, MlpWeights, Weights, load_weights, te
 from support.engine.checkpoints import FAMILIES, Family, tiny_checkpoint
 from support.engine.fp8_oracle import as_fp8, rounded_rows
 from support.engine.worker_driver import EVERYTHING, logprobs, make_worker, random_tokens, span, step
+from support.gguf_files import write_gguf
 from support.model import recurrent_models
 
 BY_TOKEN = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True, "symmetric": True}
@@ -243,6 +246,32 @@ def test_dummy_weights(tmp_path: Path) -> None:
         assert ours.scales is not None and torch.equal(ours.scales, scales)
         assert torch.equal(ours.weight, codes.float())
     assert weight_bytes(fp8) > weight_bytes(full)  # on a CPU; scales come to it
+
+
+def test_a_gguf_file(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    path = write_gguf(tmp_path / "model.gguf", tiny_checkpoint("llama", tmp_path, **sizes))
+    for ours, theirs in zip(linears(load(path, "fp8")), linears(load(path, "auto")), strict=True):
+        assert theirs.scales is None and torch.equal(values(ours), rounded_rows(theirs.weight.double()))
+    assert model_fingerprint(path, form="fp8") != model_fingerprint(path)
+
+
+def test_codes_in_an_invariant_worker_that_says_so(tmp_path: Path) -> None:
+    """Its self-test tries products of codes, too."""
+    worker = make_worker(tiny_checkpoint("qwen3", tmp_path), weights="fp8", invariant=True)
+    assert worker.info.fp8 and ", fp8, " in report(worker.arch, worker.info)
+    assert numerics(worker.info) == "invariant float32 with fp8 weights cpu"
+    worker.close()
+
+
+def test_a_gpu_without_products_of_codes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tiny_checkpoint("qwen3", tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    said = r"weights fp8: this GPU has compute capability 8\.0, .* from 8\.9 on; start with --weights full"
+    with pytest.raises(ValueError, match=said):
+        resolve_device(EngineOptions(model=str(folder), weights="fp8"), load_arch(folder))
+    assert resolve_device(EngineOptions(model=str(folder)), load_arch(folder)).device == "cuda"
 
 
 def test_a_config_that_is_wrong_is_named(tmp_path: Path) -> None:

@@ -64,8 +64,6 @@ class Placement:
     context_limit: int
     max_batch_tokens: int
     max_running: int
-    fp8: bool = False
-    """Whether weights are codes of 8 bits (``--weights``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +95,7 @@ class WorkerInfo:
     elastic_refusal: str = ""
     """Why the device tier has one size although the options give a range."""
     fp8: bool = False
-    """See ``Placement``."""
+    """Whether weights are codes of 8 bits (``--weights``)."""
     is_invariant: bool = False
     """Whether a token's bits depend only on the tokens before it (``invariance``)."""
 
@@ -154,7 +152,7 @@ def resolve_device(options: EngineOptions, arch: Arch) -> Placement:
             f"weights fp8: this GPU has compute capability {found[0]}.{found[1]}, and its products take 8-bit floats "
             f"from {FP8_CAPABILITY[0]}.{FP8_CAPABILITY[1]} on; start with --weights full"
         )
-    return Placement(device, dtype, limit, *batch_limits(options, device), fp8)
+    return Placement(device, dtype, limit, *batch_limits(options, device))
 
 
 def worker_info(
@@ -191,7 +189,7 @@ def worker_info(
         host_tier=tiers.host_tier,
         device_floor=tiers.device_floor,
         elastic_refusal=why,
-        fp8=placement.fp8,
+        fp8=has_fp8_products(Path(options.model), options.weights),
         is_invariant=bool(options.invariant),
     )
 
