@@ -18,7 +18,7 @@ from common.gpu_timing import measure_ceilings
 from common.provenance import commit, portable
 from kernel_ops import attention, flash_attention, kv_write, windows
 
-SECTIONS = ("attention", "windows", "kv-write", "swap")
+SECTIONS = ("attention", "windows", "kv-write", "fp8", "swap")
 
 
 @click.command()
@@ -46,6 +46,7 @@ def main(section: str, out: Path, name: str, only: str, fa3: Path | None) -> Non
         "attention": lambda: attention.section(ceilings, flash_attention.find(fa3), only),
         "windows": lambda: windows.section(only),
         "kv-write": lambda: kv_write.section(ceilings),
+        "fp8": _fp8,
         "swap": _swap,
     }
     out.mkdir(parents=True, exist_ok=True)
@@ -66,6 +67,12 @@ def main(section: str, out: Path, name: str, only: str, fa3: Path | None) -> Non
         file.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
         file.with_suffix(".md").write_text(page)
         click.echo(page)
+
+
+def _fp8() -> tuple[list[dict[str, Any]], str]:
+    from kernel_ops import fp8  # needs the engine's dependencies, too
+
+    return fp8.section()
 
 
 def _swap() -> tuple[list[dict[str, Any]], str]:

@@ -15,6 +15,7 @@ import msgspec
 PolicyName = Literal["gittins", "retention", "lru", "trailing-half", "whole-session"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
+WeightsName = Literal["auto", "full", "fp8"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 AllReduce = Literal["auto", "nccl"]
 SwapMechanism = Literal["auto", "batch", "kernel"]
@@ -101,6 +102,9 @@ class EngineTuning(msgspec.Struct, frozen=True, kw_only=True):
 
     device: DeviceName = "auto"
     dtype: DtypeName = "auto"
+    weights: WeightsName = "auto"
+    """``fp8``: projections of attention and of dense MLPs are stored and multiplied as codes of 8 bits. ``auto``: if
+    the folder has them so. ``full``: in ``dtype``."""
     load_format: LoadFormat = "auto"
     """``dummy``: random weights made on the device; the folder then needs no weight files."""
     tensor_parallel: int = 1

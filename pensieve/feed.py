@@ -31,6 +31,10 @@ class ServerState(msgspec.Struct, frozen=True):
     """Why calls are not served; "" when they are."""
     device: str = ""
     dtype: str = ""
+    weights: str = ""
+    """Form of the weights: a dtype or ``fp8``."""
+    kv: str = ""
+    """Form of keys and values."""
     chunk_tokens: int = 0
     """0 until the engine is up, like the other facts about it."""
     context_limit: int = 0

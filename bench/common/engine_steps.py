@@ -45,7 +45,7 @@ class Bench:
         many tokens pick by chance, and what each token sees of ``context`` keys and values; it reads and writes states.
         """
         arch, size = self.arch, DTYPE_BYTES[self.worker.info.dtype]
-        weights = float(arch.num_parameters)
+        weights = self.worker.info.weight_bytes / size if self.worker.info.fp8 else float(arch.num_parameters)
         if arch.experts is not None and arch.experts.count > arch.experts.per_token:
             count, picked = arch.experts.count, arch.experts.per_token
             expert = (arch.num_parameters - arch.active_parameters) / (count - picked)

@@ -43,7 +43,7 @@ def build_engine(options: EngineOptions) -> Engine:
     except (ModelError, CostProfileError, ValueError) as error:
         raise InvalidArgument(str(error)) from error
     info = worker.info
-    cache = CacheManager(cache_config(options, info), cost, model=f"{options.model} {info.dtype}")
+    cache = CacheManager(cache_config(options, info), cost, model=f"{options.model} {_forms(info)}")
     config = scheduler_config(options, worker.arch, info)
     least = info.chunk_tokens + config.max_running
     if cache.has_states and config.max_batch_tokens < least:
@@ -83,6 +83,8 @@ def build_engine(options: EngineOptions) -> Engine:
         device_floor=device_floor * info.ranks,
         device_ceiling=info.device_tier.num_bytes * info.ranks,
         numerics=numerics(info),
+        weights="fp8" if info.fp8 else info.dtype,
+        kv=info.dtype,
         elastic_refusal=info.elastic_refusal,
     )
     log.info("%s", report(worker.arch, info))
@@ -118,7 +120,12 @@ def numerics(info: WorkerInfo) -> str:
     are equal to the bit."""
     device = torch.cuda.get_device_name() if info.device == "cuda" else info.device
     ranks = f" x {info.ranks}" if info.ranks > 1 else ""
-    return f"{'invariant ' if info.is_invariant else ''}{info.dtype} {device}{ranks}"
+    return f"{'invariant ' if info.is_invariant else ''}{_forms(info)} {device}{ranks}"
+
+
+def _forms(info: WorkerInfo) -> str:
+    """Name all that is rounded otherwise than the model's dtype."""
+    return info.dtype + " with fp8 weights" * info.fp8
 
 
 def uses_hints(options: EngineOptions) -> bool:

@@ -239,7 +239,12 @@ class EngineReady(msgspec.Struct, frozen=True, tag="ready"):
     device_ceiling: int = 0
     """Bytes that it holds at most. Equal to ``device_floor``: the tier has one size."""
     numerics: str = ""
-    """Dtype and device, with ``invariant`` before them if the bits of a token depend only on the tokens before it."""
+    """Dtype and device, with ``invariant`` before them if the bits of a token depend only on the tokens before it, and
+    the form of weights where it is another."""
+    weights: str = ""
+    """Form of the weights in products: ``fp8`` or a dtype. "": unknown, as that of ``kv``."""
+    kv: str = ""
+    """Form of keys and values."""
     elastic_refusal: str = ""
     """Why a range of sizes was not followed, in one line; "": it was, or none was given."""
 

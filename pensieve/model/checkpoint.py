@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from safetensors import SafetensorError, safe_open
 
+from pensieve.kernels.fp8_reference import code_dtype, encode
 from pensieve.model.arch import ModelError
 from pensieve.model.files import INDEX, SINGLE, read_json, weight_files
 from pensieve.model.filling import TensorFill, fill_all
@@ -30,12 +31,15 @@ _IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
 
 
 @dataclass(frozen=True, slots=True)
-class _PackedFill:
-    """Parts of an unpacked tensor, as views of a tensor without storage, and their targets."""
+class _Conversion:
+    """Parts of a tensor that is not copied as it is stored, and their targets."""
 
-    packed: PackedTensor
+    name: str
     parts: list[torch.Tensor]
+    """Views of the tensor; of an unpacked one, without storage."""
     targets: list[torch.Tensor]
+    scales: list[torch.Tensor] | None
+    """Targets of the scales of rows, if the values become codes."""
 
 
 class Checkpoint:
@@ -49,7 +53,7 @@ class Checkpoint:
         self._where: dict[str, Any] = {}
         self._order: dict[str, int] = {}
         self._fills: dict[str, list[TensorFill]] = {}
-        self._packed_fills: list[_PackedFill] = []
+        self._conversions: list[_Conversion] = []
         read = weight_files(folder)
         self.stale_index = read[0].name == SINGLE and (folder / INDEX).is_file()
         """Whether an index exists beside the single file, and so is not read."""
@@ -80,6 +84,29 @@ class Checkpoint:
         dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
         """See ``TensorSource.get``. The result is allocated but has no values before ``load``."""
+        stretches, shape = self._stretches(names, shape, tensor_slice)
+        fused = torch.empty(shape, dtype=dtype or self._dtype, device=self._device)
+        # The parts are copied into one tensor: concatenating them later would need the memory twice.
+        self._fill(names, stretches, fused, None)
+        return fused
+
+    def get_codes(
+        self, names: Sequence[str], shape: tuple[int, ...], tensor_slice: TensorSlice
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ``TensorSource.get_codes``."""
+        stretches, shape = self._stretches(names, shape, tensor_slice)
+        codes = torch.empty(shape, dtype=code_dtype(self._device, self._dtype), device=self._device)
+        scales = torch.empty(shape[0], dtype=torch.float32, device=self._device)
+        self._fill(names, stretches, codes, scales)
+        return codes, scales
+
+    def has_codes(self, names: Sequence[str]) -> bool:
+        return all(name in self._packed and self._packed[name].has_codes(self._read) for name in names)
+
+    def _stretches(
+        self, names: Sequence[str], shape: tuple[int, ...], tensor_slice: TensorSlice
+    ) -> tuple[list[list[torch.Tensor]], tuple[int, ...]]:
+        """Return the wanted parts of each tensor, and the shape of all together. Raises ModelError."""
         missing = [name for name in names if name not in self]
         if missing:
             raise ModelError(
@@ -95,19 +122,27 @@ class Checkpoint:
             raise ModelError(
                 f"{self._folder}: {' + '.join(names)} has shape {written}, config.json says {list(shape)}"
             )
-        # The parts are copied into one tensor: concatenating them later would need the memory twice.
         stretches = tensor_slice.stretches(parts)
         parts = [part for own in stretches for part in own]
-        shape = (sum(len(part) for part in parts), *parts[0].shape[1:])
-        fused = torch.empty(shape, dtype=dtype or self._dtype, device=self._device)
-        targets = iter(fused.split([len(part) for part in parts]))
+        return stretches, (sum(len(part) for part in parts), *parts[0].shape[1:])
+
+    def _fill(
+        self,
+        names: Sequence[str],
+        stretches: list[list[torch.Tensor]],
+        fused: torch.Tensor,
+        scales: torch.Tensor | None,
+    ) -> None:
+        """Note what ``load`` fills ``fused`` with, and ``scales`` if it becomes codes."""
+        lengths = [len(part) for own in stretches for part in own]
+        targets, rows = iter(fused.split(lengths)), None if scales is None else iter(scales.split(lengths))
         for name, own in zip(names, stretches, strict=True):
             mine = [next(targets) for _ in own]
-            if name in self._packed:
-                self._packed_fills.append(_PackedFill(self._packed[name], own, mine))
+            if name in self._packed or rows is not None:
+                its_rows = None if rows is None else [next(rows) for _ in own]
+                self._conversions.append(_Conversion(name, own, mine, its_rows))
             else:
                 self._fills[name] = [TensorFill(*pair) for pair in zip(own, mine, strict=True)]
-        return fused
 
     def same(self, one: str, other: str) -> bool:
         if one in self._packed or other in self._packed:
@@ -125,7 +160,7 @@ class Checkpoint:
         """Raises ModelError on unrequested tensors, except ``but`` and those whose name begins with one of
         ``ignored``: they would silently have no effect."""
         left = {name for name in self._where if not name.endswith(_IGNORED_SUFFIXES)} - set(self._fills)
-        left -= {name for fill in self._packed_fills for name in fill.packed.stored}
+        left -= {name for one in self._conversions for name in self._stored(one.name)}
         if self._packed:
             left = {name for name in left if not name.endswith(UNUSED)}
         left = {name for name in left if not name.startswith(ignored)} - set(but)
@@ -140,23 +175,43 @@ class Checkpoint:
         placed = [(self._order[name], fill) for name, own in self._fills.items() for fill in own]
         placed.sort(key=lambda found: (found[0], found[1].source.data_ptr()))
         fills = [fill for _, fill in placed]
-        packed = sorted(self._packed_fills, key=lambda fill: self._order[fill.packed.main])
-        sizes = [self._read(fill.packed.main).nbytes for fill in packed]
+        converted = sorted(self._conversions, key=lambda one: self._order[self._stored(one.name)[0]])
+        sizes = [sum(self._read(name).nbytes for name in self._stored(one.name)) for one in converted]
         total = sum(fill.source.nbytes for fill in fills) + sum(sizes)
         with progress_bar(total) as progress:
             task = progress.add_task(f"loading {self._folder.name}", total=total)
             fill_all(fills, self._device, lambda count: progress.advance(task, count))
-            for fill, size in zip(packed, sizes, strict=True):
-                self._unpack(fill)
+            for one, size in zip(converted, sizes, strict=True):
+                self._convert(one)
                 progress.advance(task, size)
 
-    def _unpack(self, fill: _PackedFill) -> None:
+    def _stored(self, name: str) -> list[str]:
+        """Return the names of the stored tensors that a tensor is made of, the largest first."""
+        packed = self._packed.get(name)
+        return [name] if packed is None else list(packed.stored)
+
+    def _convert(self, one: _Conversion) -> None:
+        packed, rows = self._packed.get(one.name), None
         try:
-            values = fill.packed.unpack(self._read, self._device)
+            if packed is None:
+                values = self._read(one.name)
+            elif one.scales is not None and packed.has_codes(self._read):
+                values, rows = packed.codes(self._read, self._device)
+            else:
+                values = packed.unpack(self._read, self._device)
         except ModelError as error:
             raise ModelError(f"{self._folder}: {error}") from error
-        for part, target in zip(fill.parts, fill.targets, strict=True):
-            target.copy_(values.as_strided(part.shape, part.stride(), part.storage_offset()))
+        for index, (part, target) in enumerate(zip(one.parts, one.targets, strict=True)):
+            own = values.as_strided(part.shape, part.stride(), part.storage_offset())
+            if one.scales is None:
+                target.copy_(own)
+            elif rows is None:
+                encode(own, target, one.scales[index])
+            else:
+                # A stretch has all columns of its rows.
+                first = part.storage_offset() // part.stride(0)
+                target.copy_(own)
+                one.scales[index].copy_(rows[first : first + len(part)])
 
     def _packed_tensors(self) -> dict[str, PackedTensor]:
         """Raises ModelError."""

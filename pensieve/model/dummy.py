@@ -8,6 +8,7 @@ from typing import Final
 
 import torch
 
+from pensieve.kernels.fp8_reference import code_dtype, encode
 from pensieve.model.tensor_slice import WHOLE_TENSOR, TensorSlice
 
 SEED: Final = 20240410
@@ -47,6 +48,18 @@ class DummySource:
         dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
         return tensor_slice.select_joined(self._whole(names, shape, dtype or self._dtype))
+
+    def has_codes(self, names: Sequence[str]) -> bool:
+        return True
+
+    def get_codes(
+        self, names: Sequence[str], shape: tuple[int, ...], tensor_slice: TensorSlice
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        values = self.get(names, shape, tensor_slice)
+        codes = torch.empty_like(values, dtype=code_dtype(self._device, self._dtype))
+        scales = torch.empty(len(values), dtype=torch.float32, device=self._device)
+        encode(values, codes, scales)
+        return codes, scales
 
     def _whole(self, names: Sequence[str], shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         if names[0].endswith((".bias", "_bias", ".sinks")):

@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from pensieve.model.files import MissingWeights, read_json, weight_files
+from pensieve.model.folder import has_fp8_products
 from pensieve.model.gguf import gguf_fingerprint
+from pensieve.model.quantisation import WeightsName
 
 SAMPLES: Final = 16
 BLOCK_BYTES: Final = 4096
@@ -24,12 +26,14 @@ MAX_HEADER_BYTES: Final = 100_000_000
 _INCIDENTAL: Final = frozenset({"transformers_version", "_name_or_path"})
 
 
-def model_fingerprint(folder: Path, *, weights: bool = True) -> str:
+def model_fingerprint(folder: Path, *, weights: bool = True, form: WeightsName = "full") -> str:
     """Return the SHA-256 (hex) of the model in ``folder``. ``weights`` False: ignore weights, as with random
-    ones. Raises ModelError when config.json is no JSON object or the index is invalid, OSError when a file is
-    unreadable."""
+    ones. ``form``: with 8-bit codes (``folder.has_fp8_products``) the model computes something else. Raises ModelError
+    when config.json is no JSON object or the index is invalid, OSError when a file is unreadable."""
+    fp8 = has_fp8_products(folder, form)
     if folder.is_file():
-        return gguf_fingerprint(folder, weights=weights)
+        whole = gguf_fingerprint(folder, weights=weights)
+        return hashlib.sha256(f"{whole}\0fp8 weights".encode()).hexdigest() if fp8 else whole
     digest = hashlib.sha256()
     digest.update(_config(folder / "config.json"))
     try:
@@ -41,6 +45,8 @@ def model_fingerprint(folder: Path, *, weights: bool = True) -> str:
         _add_file(digest, file)
     if not weights:
         digest.update(b"\0random weights")
+    if fp8:
+        digest.update(b"\0fp8 weights")
     return digest.hexdigest()
 
 

@@ -9,7 +9,7 @@ from pensieve.model.arch import Arch, ModelError
 from pensieve.model.families import READERS, generation_defaults
 from pensieve.model.files import read_json
 from pensieve.model.gguf import gguf_arch, gguf_generation
-from pensieve.model.quantisation import quantisation_of
+from pensieve.model.quantisation import WeightsName, quantisation_of
 
 
 def load_arch(folder: Path) -> Arch:
@@ -33,6 +33,17 @@ def load_arch(folder: Path) -> Arch:
         return READERS[family](config, generation)
     except ModelError as error:
         raise ModelError(f"{folder}{_file(error)}{error}") from error
+
+
+def has_fp8_products(folder: Path, weights: WeightsName) -> bool:
+    """Return whether the weights of the model in ``folder`` stay codes of 8 bits (``--weights``). Raises ModelError."""
+    if weights != "auto" or folder.is_file():
+        return weights == "fp8"
+    try:
+        kind = quantisation_of(read_json(folder / "config.json") or {})
+    except ModelError as error:
+        raise ModelError(f"{folder}{_file(error)}{error}") from error
+    return kind is not None and kind.codes
 
 
 def load_generation(folder: Path) -> Sampling:

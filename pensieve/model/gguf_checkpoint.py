@@ -14,6 +14,7 @@ import torch
 from gguf import GGMLQuantizationType, dequantize
 
 from pensieve.gguf import GgufError, TensorInfo, read_gguf
+from pensieve.kernels.fp8_reference import code_dtype, encode
 from pensieve.machine import usable_cores
 from pensieve.model.arch import Arch, ModelError
 from pensieve.model.checkpoint import progress_bar
@@ -60,6 +61,8 @@ class _Piece:
     interleaved: int
     """Rows of a head whose halves are interleaved, as llama.cpp rotates them; 0: not interleaved."""
     target: torch.Tensor
+    scales: torch.Tensor
+    """Target of the scales of the rows, if the values become codes; otherwise empty."""
 
 
 class GgufCheckpoint:
@@ -93,6 +96,27 @@ class GgufCheckpoint:
         dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
         """See ``TensorSource.get``. The result is allocated but has no values before ``load``."""
+        return self._get(names, shape, tensor_slice, dtype or self._dtype)[0]
+
+    def has_codes(self, names: Sequence[str]) -> bool:
+        return False
+
+    def get_codes(
+        self, names: Sequence[str], shape: tuple[int, ...], tensor_slice: TensorSlice
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ``TensorSource.get_codes``."""
+        return self._get(names, shape, tensor_slice, code_dtype(self._device, self._dtype), coded=True)
+
+    def _get(
+        self,
+        names: Sequence[str],
+        shape: tuple[int, ...],
+        tensor_slice: TensorSlice,
+        dtype: torch.dtype,
+        *,
+        coded: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a tensor and, if it is ``coded``, the scales of its rows, else none."""
         ours = [gguf_name(name) for name in names]
         missing = [name for name in ours if name not in self._tensors]
         if missing:
@@ -111,12 +135,16 @@ class GgufCheckpoint:
         columns = slice(*(tensor_slice.columns or slice(None)).indices(width)[:2])
         lengths = [kept.stop - kept.start for kept in rows]
         shape = (sum(lengths), columns.stop - columns.start) if len(shape) > 1 else (sum(lengths),)
-        fused = torch.empty(shape, dtype=dtype or self._dtype, device=self._device)
-        for name, place, kept, target in zip(ours, places, rows, fused.split(lengths), strict=True):
+        fused = torch.empty(shape, dtype=dtype, device=self._device)
+        scales = torch.empty(shape[0] if coded else 0, dtype=torch.float32, device=self._device)
+        targets = zip(
+            fused.split(lengths), scales.split(lengths if coded else [0] * len(lengths)), strict=True
+        )
+        for name, place, kept, (target, own) in zip(ours, places, rows, targets, strict=True):
             rotated = self._interleaved if ".attn_q." in name or ".attn_k." in name else 0
-            self._pieces += _pieces_of(place, kept, columns, rotated, target)
+            self._pieces += _pieces_of(place, kept, columns, rotated, target, own)
             self._used.add(name)
-        return fused
+        return fused, scales
 
     def require_all_used(self) -> None:
         """Raises ModelError on unrequested tensors: they would silently have no effect."""
@@ -142,17 +170,23 @@ class GgufCheckpoint:
 
 
 def _pieces_of(
-    place: TensorInfo, rows: slice, columns: slice, interleaved: int, target: torch.Tensor
+    place: TensorInfo,
+    rows: slice,
+    columns: slice,
+    interleaved: int,
+    target: torch.Tensor,
+    scales: torch.Tensor,
 ) -> Iterator[_Piece]:
     """Yield the rows in pieces of whole heads of limited size."""
     if len(place.shape) == 1 and not interleaved:  # its blocks run along its only axis
-        yield _Piece(place, rows, columns, 0, target)
+        yield _Piece(place, rows, columns, 0, target, scales)
         return
     unit = interleaved or 1
     step = max(1, PIECE_VALUES // (place.shape[-1] * unit)) * unit if len(place.shape) > 1 else len(target)
     for start in range(rows.start, rows.stop, max(1, step)):
         some = slice(start, min(start + step, rows.stop))
-        yield _Piece(place, some, columns, interleaved, target[start - rows.start : some.stop - rows.start])
+        own = slice(start - rows.start, some.stop - rows.start)
+        yield _Piece(place, some, columns, interleaved, target[own], scales[own])
 
 
 def _nbytes(piece: _Piece) -> int:
@@ -174,4 +208,8 @@ def _fill(piece: _Piece, files: dict[Path, Any]) -> None:
         values = heads.swapaxes(1, 2).reshape(values.shape)
     if len(place.shape) > 1:
         values = values[:, piece.columns]
-    piece.target.copy_(torch.from_numpy(np.require(values, np.float32, ["C", "W"])))
+    found = torch.from_numpy(np.require(values, np.float32, ["C", "W"]))
+    if len(piece.scales):
+        encode(found, piece.target, piece.scales)
+    else:
+        piece.target.copy_(found)

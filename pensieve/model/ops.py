@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
-from pensieve.kernels import expert_reference, invariant, reference
+from pensieve.kernels import expert_reference, fp8_reference, invariant, reference
 from pensieve.kernels.arguments import Activation
+
+Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
 class PickExperts(Protocol):
@@ -49,7 +52,7 @@ def _apply(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) ->
 
 @dataclass(frozen=True, slots=True)
 class DecoderOps:
-    """Operations; ``pensieve.kernels.reference`` and ``pensieve.kernels.invariant`` document each under the same
+    """Operations; ``pensieve.kernels.reference``, ``fp8_reference`` and ``invariant`` document each under the same
     name."""
 
     norm: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, float], torch.Tensor]
@@ -59,7 +62,10 @@ class DecoderOps:
     ]
     activate: Callable[[torch.Tensor, bool, Activation], torch.Tensor]
     experts: ExpertOps
-    linear: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor] = F.linear
+    linear: Product = F.linear
+    scaled_linear: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor] = (
+        fp8_reference.scaled_linear
+    )
     pointwise: Callable[[Callable[[torch.Tensor], torch.Tensor], torch.Tensor], torch.Tensor] = _apply
 
 
@@ -87,6 +93,7 @@ INVARIANT_OPS = DecoderOps(
         invariant.combine_rows,
     ),
     invariant.linear,
+    partial(fp8_reference.scaled_linear, linear=invariant.linear),
     invariant.pointwise,
 )
 """Operations on a CPU whose results for a token do not depend on the rest of the step, to the bit."""
@@ -96,8 +103,9 @@ def triton_ops() -> DecoderOps:
     """Return fused kernels for a GPU. Raises ImportError without Triton."""
     from pensieve.kernels.activation import activate
     from pensieve.kernels.expert_rows import combine_rows, group_rows, pick_experts
+    from pensieve.kernels.fp8_product import scaled_linear
     from pensieve.kernels.grouped_product import clamped_glu, grouped_product
     from pensieve.kernels.norm import add_norm, norm
 
     experts = ExpertOps(pick_experts, group_rows, grouped_product, clamped_glu, combine_rows)
-    return DecoderOps(norm, add_norm, activate, experts)
+    return DecoderOps(norm, add_norm, activate, experts, scaled_linear=scaled_linear)

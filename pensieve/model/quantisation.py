@@ -12,8 +12,9 @@
 | ``gptq``                        | X.qweight int32 [in x bits / 32, out], X.qzeros, X.scales, X.g_idx [in]     |
 | ``mxfp4``                       | X_blocks uint8 [E, out, in / 32, 16], X_scales uint8 [E, out, in / 32]      |
 
-All are unpacked when they are loaded (``unpacking``): the model then computes in its own dtype. Scales of activations
-and of KV have no effect on that.
+All are unpacked when they are loaded (``unpacking``): the model then computes in its own dtype. Only 8-bit floats with
+a scale per row or tensor, made for activations of 8 bits, may stay as they are (``Quantisation.codes``). Stored scales
+of activations and of KV have no effect.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from typing import Any, Final, Literal
 
 from pensieve.model.arch import ModelError
 
+WeightsName = Literal["auto", "full", "fp8"]
+"""``--weights``."""
 Method = Literal["scaled", "packed", "awq", "gptq", "mxfp4"]
 
 _SCALED: Final = ("float-quantized", "int-quantized", "naive-quantized")
@@ -43,6 +46,8 @@ class Quantisation:
     symmetric: bool = True
     zeros_less_one: bool = False
     """``gptq``: zero points are stored less 1, as its first version did."""
+    codes: bool = False
+    """Whether products are made for 8-bit floats: weights with a scale per row or tensor, and activations."""
 
 
 def quantisation_of(config: Mapping[str, Any]) -> Quantisation | None:
@@ -61,7 +66,8 @@ def quantisation_of(config: Mapping[str, Any]) -> Quantisation | None:
                 return _compressed(given)
             case "fp8":
                 block = given.get("weight_block_size") or (0, 0)
-                return Quantisation("scaled", block=(_count(block[0], "weight_block_size", 0), int(block[1])))
+                block = (_count(block[0], "weight_block_size", 0), int(block[1]))
+                return Quantisation("scaled", block=block, codes=block == (0, 0))
             case "awq":
                 if given.get("version", "gemm") != "gemm":
                     raise ModelError(f"version {given['version']!r} is not supported: gemm")
@@ -110,7 +116,14 @@ def _weights_of(group: Mapping[str, Any], default: str | None) -> Quantisation:
         _one_of(bits, "weights.num_bits", (8,))
         rows, columns = given["block_structure"] if strategy == "block" else (1, size)
         whole = strategy == "tensor"
-        return Quantisation("scaled", block=(0 if whole else int(rows), int(columns)), symmetric=symmetric)
+        inputs = group.get("input_activations") or {}
+        codes = kind == inputs.get("type") == "float" and inputs.get("num_bits") == 8 and symmetric
+        return Quantisation(
+            "scaled",
+            block=(0 if whole else int(rows), int(columns)),
+            symmetric=symmetric,
+            codes=codes and strategy in ("tensor", "channel"),
+        )
     raise ModelError(
         f"format {form!r} with {kind} weights is not supported: {', '.join(_SCALED)}, pack-quantized"
     )

@@ -230,6 +230,8 @@ class Transformer:
         return first
 
     def _linear(self, x: torch.Tensor, linear: Linear) -> torch.Tensor:
+        if linear.scales is not None:
+            return self.ops.scaled_linear(x, linear.weight, linear.scales, linear.bias)
         return self.ops.linear(x, linear.weight, linear.bias)
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Final
+from functools import partial
+from typing import Final, TypeVar
 
 import torch
 
+from pensieve.kernels.fp8_reference import CODES
 from pensieve.model.arch import ModelError
 from pensieve.model.quantisation import Quantisation
 
+_T = TypeVar("_T")
 Read = Callable[[str], torch.Tensor]
 """Returns a stored tensor, of which nothing is read from the file yet."""
 
@@ -60,11 +63,24 @@ class PackedTensor:
     def main(self) -> str:
         return self.parts[_STORED[self.kind.method]]
 
+    def has_codes(self, read: Read) -> bool:
+        """Return whether its stored values are codes with a scale per row, or one for all."""
+        return self.kind.codes and read(self.main).dtype == CODES
+
+    def codes(self, read: Read, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return its codes, e4m3 [out, in], and the scales of its rows, float32 [out]. Raises ModelError."""
+        return self._made_by(_codes, read, device)
+
     def unpack(self, read: Read, device: torch.device) -> torch.Tensor:
         """Return the values, contiguous, on ``device``. Raises ModelError, which names the tensor."""
+        return self._made_by(partial(_UNPACK[self.kind.method], self.kind, self.shape), read, device)
+
+    def _made_by(
+        self, make: Callable[[Mapping[str, torch.Tensor]], _T], read: Read, device: torch.device
+    ) -> _T:
         parts = {last: read(name).to(device) for last, name in self.parts.items()}
         try:
-            return _UNPACK[self.kind.method](self.kind, self.shape, parts)
+            return make(parts)
         except torch.OutOfMemoryError:
             raise
         except (ModelError, RuntimeError, IndexError) as error:  # torch's, of parts whose shapes do not fit
@@ -173,17 +189,29 @@ def _groups_of(columns: int, size: int, given: torch.Tensor | None, device: torc
     return torch.arange(columns, device=device) // (size or columns)
 
 
-def _scaled(kind: Quantisation, shape: tuple[int, ...], parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    inverse = parts.get("weight_scale_inv")
-    name = "weight_scale" if inverse is None else "weight_scale_inv"
+def _scales_of(parts: Mapping[str, torch.Tensor]) -> tuple[str, torch.Tensor]:
+    """Return name and values of the scales of ``scaled``. Raises ModelError."""
+    name = "weight_scale_inv" if "weight_scale_inv" in parts else "weight_scale"
     scale = parts[name]
     if scale.dtype == torch.uint8:  # exponents
         scale = (scale.float() - 127).exp2()
     elif scale.element_size() == 1:
         scale = scale.float()
-    scale = _checked(scale, name)
+    return name, _checked(scale, name)
+
+
+def _codes(parts: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    codes, (name, scales) = parts["weight"], _scales_of(parts)
+    scales = scales.float().reshape(-1)
+    _require(len(scales) in (1, len(codes)), f"{name} {list(scales.shape)} does not fit {list(codes.shape)}")
+    _require(not bool(((codes.view(torch.uint8) & 127) == 127).any()), "has values that are not numbers")
+    return codes, scales.expand(len(codes))
+
+
+def _scaled(kind: Quantisation, shape: tuple[int, ...], parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    name, scale = _scales_of(parts)
     # transformers multiplies blocks in float32, compressed-tensors everything in the scale's dtype.
-    values = parts["weight"].to(torch.float32 if inverse is not None else scale.dtype)
+    values = parts["weight"].to(torch.float32 if name == "weight_scale_inv" else scale.dtype)
     spread = _spread(scale.to(values.dtype), shape, kind.block)
     zero = parts.get("weight_zero_point")
     if zero is not None and not kind.symmetric:

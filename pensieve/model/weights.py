@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 
 from pensieve.core import Ints
+from pensieve.kernels.fp8_reference import CODES
 from pensieve.model import files
 from pensieve.model.arch import Arch, Experts, Layer, ModelError, Multipliers, StateShape
 from pensieve.model.checkpoint import Checkpoint
 from pensieve.model.dummy import DummySource
+from pensieve.model.folder import has_fp8_products
+from pensieve.model.quantisation import WeightsName
 from pensieve.model.row_order import gated_query_order, key_head_order
 from pensieve.model.shard import WHOLE_MODEL, Shard
 from pensieve.model.tensor_names import ExpertNames, tensor_names
 from pensieve.model.tensor_slice import NO_ROWS, WHOLE_TENSOR, TensorSlice
+from pensieve.model.tensor_source import TensorSource
 
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 
@@ -33,6 +37,13 @@ class Linear:
     """[out, in]"""
     bias: torch.Tensor | None
     """[out]"""
+    scales: torch.Tensor | None = None
+    """float32 [out]: of the rows of ``weight``, which then holds codes (``kernels.fp8_reference``)."""
+
+    @property
+    def factors(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The weight, or its scales, and the bias: a factor of the result goes into these."""
+        return (self.weight if self.scales is None else self.scales), self.bias
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,32 +152,6 @@ class Weights:
     """In a shard: the rows of its part of the vocabulary."""
 
 
-class TensorSource(Protocol):
-    """A source of weights: a ``Checkpoint``, a ``GgufCheckpoint`` or a ``DummySource``."""
-
-    @property
-    def name(self) -> str:
-        """Name of the source in error messages."""
-        ...
-
-    def __contains__(self, name: str) -> bool: ...
-
-    def same(self, one: str, other: str) -> bool:
-        """Return whether two tensors have one shape, and equal values in the dtype in which they are loaded."""
-        ...
-
-    def get(
-        self,
-        names: Sequence[str],
-        shape: tuple[int, ...],
-        tensor_slice: TensorSlice = WHOLE_TENSOR,
-        dtype: torch.dtype | None = None,
-    ) -> torch.Tensor:
-        """Return the ``tensor_slice`` part of the named tensors, concatenated along the first axis; whole,
-        they have ``shape`` together. ``dtype`` None: the model's. Raises ModelError."""
-        ...
-
-
 def load_weights(
     folder: Path,
     arch: Arch,
@@ -175,9 +160,10 @@ def load_weights(
     device: torch.device | str = "cpu",
     load_format: LoadFormat = "auto",
     shard: Shard = WHOLE_MODEL,
+    weights: WeightsName = "full",
 ) -> Weights:
-    """Load the weights of the model in ``folder`` (which may be a GGUF file), as ``dtype`` on ``device``.
-
+    """Load the weights of the model in ``folder`` (which may be a GGUF file), as ``dtype`` on ``device``. ``weights``
+    says whether projections of attention and of dense MLPs become codes.
     ``load_format`` ``dummy``: random weights, no file is read. ``arch`` is that of the whole model; only the
     part of ``shard`` is read. Raises ModelError when files or tensors are missing, unused, unreadable or of
     the wrong shape, or when memory does not suffice.
@@ -186,21 +172,22 @@ def load_weights(
     if str(device) == "cuda":
         # The threads that fill tensors have a current device of their own.
         device = torch.device("cuda", torch.cuda.current_device())
+    form: WeightsName = weights if has_fp8_products(folder, weights) else "full"
     try:
         if load_format == "dummy":
-            return _Assembler(arch, DummySource(dtype, device), shard).weights()
+            return _Assembler(arch, DummySource(dtype, device), shard, form).weights()
         if folder.is_file() and load_format == "safetensors":
             raise ModelError(f"{folder}: is a GGUF file, and --load-format says safetensors")
         if folder.is_file():
-            return _from_gguf(folder, arch, dtype, device, shard)
+            return _from_gguf(folder, arch, dtype, device, shard, form)
         checkpoint = Checkpoint(folder, dtype, device)
         if shard.rank == 0 and checkpoint.stale_index:
             log.warning("%s is not read: the folder has %s", files.INDEX, files.SINGLE)
-        assembler = _Assembler(arch, checkpoint, shard)
-        weights = assembler.weights()
+        assembler = _Assembler(arch, checkpoint, shard, form)
+        made = assembler.weights()
         checkpoint.require_all_used(but=assembler.duplicates, ignored=assembler.names.ignored)
         checkpoint.load()
-        finish(weights, arch)
+        finish(made, arch)
     except torch.OutOfMemoryError as error:
         needed = shard.arch(arch).num_parameters * dtype.itemsize
         free, total = torch.cuda.mem_get_info(device)
@@ -208,15 +195,17 @@ def load_weights(
             f"{folder}: the weights, about {needed / 2**30:.1f} GiB in {dtype}, do not fit: now {free / 2**30:.1f} of "
             f"{total / 2**30:.1f} GiB are free on the GPU; use a smaller dtype or model, or free memory there"
         ) from error
-    return weights
+    return made
 
 
-def _from_gguf(path: Path, arch: Arch, dtype: torch.dtype, device: torch.device, shard: Shard) -> Weights:
+def _from_gguf(
+    path: Path, arch: Arch, dtype: torch.dtype, device: torch.device, shard: Shard, form: WeightsName
+) -> Weights:
     # Imported here: it needs the package ``gguf``, which may not be installed.
     from pensieve.model.gguf_checkpoint import GgufCheckpoint
 
     checkpoint = GgufCheckpoint(path, arch, dtype, device)
-    weights = _Assembler(arch, checkpoint, shard).weights()
+    weights = _Assembler(arch, checkpoint, shard, form).weights()
     checkpoint.require_all_used()
     checkpoint.load()
     finish(weights, arch)
@@ -270,8 +259,14 @@ def finish(weights: Weights, arch: Arch) -> None:
             weight.add_(1.0)
 
 
-def _take_rows(linear: Linear, order: Ints) -> None:
+def _by_row(linear: Linear) -> Iterator[torch.Tensor]:
+    """Yield the tensors of a layer, [out, ...]; codes as integers, which every device can reorder."""
     for part in tensors_of(linear):
+        yield part.view(torch.uint8) if part.dtype == CODES else part
+
+
+def _take_rows(linear: Linear, order: Ints) -> None:
+    for part in _by_row(linear):
         part.copy_(part[torch.from_numpy(order).to(part.device)])
 
 
@@ -279,10 +274,10 @@ def _multiply(layer: LayerWeights, arch: Arch, by: Multipliers) -> None:
     """Multiply the factors of projections into their rows; inputs' factors leave biases as they are."""
     if layer.attention is not None:
         queries, keys = _query_and_key_rows(layer.attention, arch.attention_gate)
-        layer.attention.qkv.weight.mul_(by.attention_input)
-        for part in tensors_of(layer.attention.qkv):
+        layer.attention.qkv.factors[0].mul_(by.attention_input)
+        for part in tensors_of(layer.attention.qkv.factors):
             part[queries : queries + keys].mul_(by.key)
-        for part in tensors_of(layer.attention.output):
+        for part in tensors_of(layer.attention.output.factors):
             part.mul_(by.attention_output)
     if layer.recurrent is not None:
         project, keys = layer.recurrent.project, layer.recurrent.conv.weight.shape[0]
@@ -295,9 +290,9 @@ def _multiply(layer: LayerWeights, arch: Arch, by: Multipliers) -> None:
         for part in tensors_of(layer.recurrent.output):
             part.mul_(by.recurrent_output)
     if isinstance(layer.mlp, MlpWeights):
-        for part in tensors_of(layer.mlp.up):
+        for part in tensors_of(layer.mlp.up.factors):
             part[: len(part) // 2].mul_(by.mlp_gate)
-        for part in tensors_of(layer.mlp.down):
+        for part in tensors_of(layer.mlp.down.factors):
             part.mul_(by.mlp_output)
 
 
@@ -305,7 +300,7 @@ def _reorder(attention: AttentionWeights, order: torch.Tensor, gated: bool) -> N
     """Reorder the values of every query and key head."""
     head_dim = len(order)
     rows = sum(_query_and_key_rows(attention, gated))
-    for part in tensors_of(attention.qkv):
+    for part in _by_row(attention.qkv):
         heads = part[:rows].unflatten(0, (-1, head_dim))
         heads.copy_(heads[:, order])
     for norm in (attention.query_norm, attention.key_norm):
@@ -339,10 +334,10 @@ def _grouped(stored: torch.Tensor) -> GroupedLinear:
 class _Assembler:
     """Assembles a shard's ``Weights`` from a source."""
 
-    def __init__(self, arch: Arch, source: TensorSource, shard: Shard) -> None:
-        """``arch``: of the whole model. Raises ModelError."""
+    def __init__(self, arch: Arch, source: TensorSource, shard: Shard, form: WeightsName) -> None:
+        """``arch``: of the whole model. ``form``: ``auto`` keeps codes that are stored. Raises ModelError."""
         self.arch, self.source, self.names = arch, source, tensor_names(arch.family)
-        self.shard = shard
+        self.shard, self.form = shard, form
         shard.arch(arch)  # raises if the model cannot be divided
         self.duplicates: tuple[str, ...] = ()
         """Tensors of the source that need not be read: they equal another one."""
@@ -430,8 +425,8 @@ class _Assembler:
             heads = TensorSlice((shard.even(arch.num_heads),))
             sinks = self.source.get([f"{self.prefix}{at}{names.sinks}"], (arch.num_heads,), heads)
         return AttentionWeights(
-            self._column_parallel(qkv, (asked + 2 * keys, arch.hidden_size), qkv_slice, arch.qkv_bias),
-            self._row_parallel(at + names.output, (arch.hidden_size, queries), arch.output_bias),
+            self._column_parallel(qkv, (asked + 2 * keys, arch.hidden_size), qkv_slice, arch.qkv_bias, True),
+            self._row_parallel(at + names.output, (arch.hidden_size, queries), arch.output_bias, True),
             query_norm, key_norm, sinks,
         )  # fmt: skip
 
@@ -476,14 +471,14 @@ class _Assembler:
         if layer.mlp != "dense":
             return self._experts(at) if layer.has_experts else None
         up = [at + name for name in self.names.up]
-        return self._mlp(up, at + self.names.down, self.arch.intermediate_size, self.arch.mlp_bias)
+        return self._mlp(up, at + self.names.down, self.arch.intermediate_size, self.arch.mlp_bias, True)
 
-    def _mlp(self, names: list[str], down: str, inner: int, bias: bool) -> MlpWeights:
+    def _mlp(self, names: list[str], down: str, inner: int, bias: bool, codes: bool = False) -> MlpWeights:
         parts, hidden = 1 + self.arch.gated_mlp, self.arch.hidden_size
         up_slice = TensorSlice((self.shard.even(inner),) * parts, lengths=(inner,) * parts)
         return MlpWeights(
-            self._column_parallel(names, (inner * parts, hidden), up_slice, bias),
-            self._row_parallel(down, (hidden, inner), bias),
+            self._column_parallel(names, (inner * parts, hidden), up_slice, bias, codes),
+            self._row_parallel(down, (hidden, inner), bias, codes),
         )
 
     def _experts(self, at: str) -> ExpertWeights:
@@ -557,26 +552,36 @@ class _Assembler:
         return GroupedLinear(up.view(count, hidden, -1), up_bias), GroupedLinear(down, down_bias)
 
     def _column_parallel(
-        self, names: list[str], shape: tuple[int, int], tensor_slice: TensorSlice, bias: bool
+        self,
+        names: list[str],
+        shape: tuple[int, int],
+        tensor_slice: TensorSlice,
+        bias: bool,
+        codes: bool = False,
     ) -> Linear:
-        """A projection into a block, divided by rows."""
-        weight = self.source.get([f"{self.prefix}{name}.weight" for name in names], shape, tensor_slice)
-        if not bias:
-            return Linear(weight, None)
-        return Linear(
-            weight, self.source.get([f"{self.prefix}{name}.bias" for name in names], shape[:1], tensor_slice)
-        )
+        """A projection into a block, divided by rows. ``codes``: it may have its weights as codes."""
+        weight, scales = self._weight(names, shape, tensor_slice, codes)
+        biases = [f"{self.prefix}{name}.bias" for name in names]
+        return Linear(weight, self.source.get(biases, shape[:1], tensor_slice) if bias else None, scales)
 
-    def _row_parallel(self, name: str, shape: tuple[int, int], bias: bool) -> Linear:
+    def _row_parallel(self, name: str, shape: tuple[int, int], bias: bool, codes: bool = False) -> Linear:
         """A projection out of a block, divided by columns; the ranks' results are summed, so rank 0 adds the bias."""
-        weight = self.source.get(
-            [f"{self.prefix}{name}.weight"], shape, TensorSlice((slice(None),), self.shard.even(shape[1]))
-        )
-        if not bias:
-            return Linear(weight, None)
-        leads = self.shard.rank == 0
-        values = self.source.get([f"{self.prefix}{name}.bias"], shape[:1], WHOLE_TENSOR if leads else NO_ROWS)
-        return Linear(weight, values if leads else None)
+        # A sum over ranks comes before scales of whole rows of inputs.
+        codes, leads = codes and self.shard.ranks == 1, self.shard.rank == 0
+        columns = TensorSlice((slice(None),), self.shard.even(shape[1]))
+        weight, scales = self._weight([name], shape, columns, codes)
+        own = WHOLE_TENSOR if leads else NO_ROWS
+        values = self.source.get([f"{self.prefix}{name}.bias"], shape[:1], own) if bias else None
+        return Linear(weight, values if leads else None, scales)
+
+    def _weight(
+        self, names: list[str], shape: tuple[int, int], tensor_slice: TensorSlice, codes: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return a weight without scales, or its codes and scales."""
+        names = [f"{self.prefix}{name}.weight" for name in names]
+        if codes and (self.form == "fp8" or (self.form == "auto" and self.source.has_codes(names))):
+            return self.source.get_codes(names, shape, tensor_slice)
+        return self.source.get(names, shape, tensor_slice), None
 
     def _norm(self, name: str) -> NormWeights:
         hidden = self.arch.hidden_size

@@ -14,6 +14,7 @@ from pensieve.config import (
     LoadFormat,
     PolicyName,
     SwapMechanism,
+    WeightsName,
 )
 from pensieve.options import values
 
@@ -154,6 +155,13 @@ OPTIONS: tuple[Option, ...] = (
         values.choice(*get_args(DtypeName)),
         "Data type of weights and KV: auto, float32, bfloat16 or float16.",
         "the checkpoint's own on a GPU, float32 on the CPU",
+        "NAME",
+    ),
+    Option(
+        "weights",
+        values.choice(*get_args(WeightsName)),
+        "Form of the weights in memory and in products: auto, full (as --dtype says) or fp8 (8 bits, half the memory).",
+        "8 bits if the folder is made for them, otherwise as --dtype says",
         "NAME",
     ),
     Option(
@@ -474,6 +482,7 @@ GROUPS: Final[Mapping[str, Sequence[str]]] = {
         "served-model-name",
         "device",
         "dtype",
+        "weights",
         "context-limit",
         "tensor-parallel",
         "threads",

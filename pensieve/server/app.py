@@ -138,8 +138,8 @@ class App:
         )
         self._metrics.watch_engine(self._link)
         self._metrics.processes.watch_engine(lambda: self._link.pid)
-        weights = options.load_format != "dummy"
-        model_sha256 = await asyncio.to_thread(model_fingerprint, folder, weights=weights)
+        weights, form = options.load_format != "dummy", options.weights
+        model_sha256 = await asyncio.to_thread(model_fingerprint, folder, weights=weights, form=form)
         defaults = await asyncio.to_thread(_sampling_defaults, folder)
         settings = self._settings(defaults, store.store_id, model_sha256)
         if options.traces is not None:

@@ -196,6 +196,8 @@ class Conversations:
                 f"device={info.device}",
                 f"dtype={info.dtype}",
                 f"numerics={info.numerics}",
+                f"weights={info.weights or info.dtype}",
+                f"kv={info.kv or info.dtype}",
                 f"chunk_tokens={info.chunk_tokens}",
                 f"device_tokens={info.device_capacity_tokens}",
                 f"host_tokens={info.host_capacity_tokens}",

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 import triton
 
-from pensieve.kernels import activation, kv_write, norm
+from pensieve.kernels import activation, fp8_product, kv_write, norm
 from pensieve.kernels.arguments import Activation
 from support.kernels.compiled_kernels import CUOBJDUMP, Binary, build
 
@@ -72,3 +72,31 @@ def test_activations(block: int, kind: Activation) -> None:
         binary = build(activation._activate, TYPES, fixed, activation.options(block))
         fits(binary, activation._activate)
         assert accesses(binary) == {"ld.global.v4.b32": 2, "st.global.v4.b32": 1}
+
+
+@pytest.mark.parametrize("width", [4096, 5120, 13824, 28672])
+def test_codes_of_rows(width: int) -> None:
+    types = TYPES | {"codes": "*fp8e4nv", "scales": "*fp32"}
+    binary = build(
+        fp8_product._quantise, types, fp8_product.row_constants(width), fp8_product.row_options(width)
+    )
+    assert binary.stack == 0
+    assert "cvt.rn.satfinite.e4m3x2.f32" in binary.ptx
+    assert set(accesses(binary)) <= {
+        "ld.global.v4.b32",
+        "st.global.v4.b32",
+        "st.global.v2.b32",
+        "st.global.b32",
+    }
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("block", [fp8_product.FEW_COLUMNS, fp8_product.MANY_COLUMNS])
+def test_scales_of_products(block: int, biased: bool) -> None:
+    types = TYPES | {"sums": "*bf16", "rows": "*fp32", "scales": "*fp32"}
+    fixed = fp8_product.constants(7680, block, biased=biased)
+    binary = build(fp8_product._rescale, types, fixed, fp8_product.options(block))
+    fits(binary, fp8_product._rescale)
+    # The sums, the scales of their columns, the scale of the row, and the bias.
+    wanted = {"ld.global.v4.b32": 3 + biased, "ld.global.b32": 1, "st.global.v4.b32": 1}
+    assert accesses(binary) == wanted

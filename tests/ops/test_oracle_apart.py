@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from support.sources import imports, python_files
 
-ORACLE = ("kernels/reference.py", "kernels/expert_reference.py", "kernels/recurrent.py")
-NAMES = ("pensieve.kernels.reference.", "pensieve.kernels.expert_reference.", "pensieve.kernels.recurrent.")
+ORACLE = (
+    "kernels/reference.py",
+    "kernels/expert_reference.py",
+    "kernels/fp8_reference.py",
+    "kernels/recurrent.py",
+)
+NAMES = tuple(f"pensieve.{path.removesuffix('.py').replace('/', '.')}." for path in ORACLE)
 
 
 def test_no_kernel_imports_the_oracle() -> None:

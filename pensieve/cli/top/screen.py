@@ -232,7 +232,9 @@ def render(frame: TopFrame, view: View, height: int | None = None) -> list[Text]
 
 def _header(frame: TopFrame) -> Iterator[Text]:
     server = frame.state.server
-    machine = " ".join(part for part in (server.device, server.dtype) if part)
+    forms = ((server.weights, "weights"), (server.kv, "KV"))
+    others = [f"{form} {what}" for form, what in forms if form not in ("", server.dtype)]
+    machine = ", ".join(filter(None, (f"{server.device} {server.dtype}".strip(), *others)))
     yield from _flow(
         [
             Text(clean(f"pensieve {server.version}", lines=False), "bold"),

@@ -93,13 +93,14 @@ def check(model: Transformer, most_rows: int) -> None:
     with torch.inference_mode():
         for name, linear in _products(model.weights):
             out, inner = linear.weight.shape
-            if (out, inner, linear.bias is not None) in tried:
+            kind = (out, inner, linear.bias is not None, linear.scales is not None)
+            if kind in tried:
                 continue
-            tried.add((out, inner, linear.bias is not None))
+            tried.add(kind)
             # The head computes sampled rows only.
             sizes = [size for size in rows if size <= HEAD_ROWS or name != "the head"]
-            x, weight = _cancelling(sizes[-1], linear.weight, generator)
-            product = partial(_product, model, weight, linear.bias)
+            x, weight = _cancelling(sizes[-1], linear.weight, embedding.dtype, generator)
+            product = partial(_product, model, replace(linear, weight=weight))
             _try_rows(f"{name}, {inner} to {out}", product, x, sizes)
         norm, width = model.weights.final_norm, embedding.shape[1]
         x = torch.randn(rows[-1], width, generator=generator, device=embedding.device).to(embedding.dtype)
@@ -117,10 +118,11 @@ def check(model: Transformer, most_rows: int) -> None:
     log.info("invariant: %d shapes checked in %.1f s", len(tried) + 1, time.monotonic() - started)
 
 
-def _product(
-    model: Transformer, weight: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor
-) -> torch.Tensor:
-    return model.ops.linear(x, weight, None if bias is None else torch.zeros_like(bias))
+def _product(model: Transformer, linear: Linear, x: torch.Tensor) -> torch.Tensor:
+    bias = None if linear.bias is None else torch.zeros_like(linear.bias)
+    if linear.scales is None:
+        return model.ops.linear(x, linear.weight, bias)
+    return model.ops.scaled_linear(x, linear.weight, torch.ones_like(linear.scales), bias)
 
 
 def _norm(model: Transformer, norm: NormWeights, x: torch.Tensor) -> torch.Tensor:
@@ -145,10 +147,11 @@ def _prepare_heads(model: Transformer, attention: AttentionWeights, x: torch.Ten
 
 
 def _cancelling(
-    rows: int, like: torch.Tensor, generator: torch.Generator
+    rows: int, like: torch.Tensor, dtype: torch.dtype, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return inputs [rows, I] and a weight of the shape, dtype and layout of ``like`` whose product would be 0 without
-    rounding. The remainder shows the order of the additions in every bit; an ordinary product would round it away.
+    """Return inputs [rows, I] of ``dtype`` and a weight of the shape, dtype and layout of ``like`` whose product would
+    be 0 without rounding. The remainder shows the order of the additions in every bit; an ordinary product would round
+    it away.
     """
     out, inner = like.shape
     half = inner // 2
@@ -156,13 +159,12 @@ def _cancelling(
     first, second = order[:half], order[half : 2 * half]
     x = torch.randn(rows, inner, generator=generator, device=like.device)
     x *= torch.exp2(torch.randint(-6, 7, (1, inner), generator=generator, device=like.device).float())
-    x = x.to(like.dtype)
+    x = x.to(dtype)
     x[:, second] = -x[:, first]
     x[:, order[2 * half :]] = 0
-    weight = torch.empty_like(like)
-    weight.copy_(torch.randn(out, inner, generator=generator, device=like.device))
-    weight[:, second] = weight[:, first]
-    return x, weight
+    values = torch.randn(out, inner, generator=generator, device=like.device)
+    values[:, second] = values[:, first]
+    return x, torch.empty_like(like).copy_(values)
 
 
 def use_plain_products() -> None:

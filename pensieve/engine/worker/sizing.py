@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -25,6 +26,7 @@ from pensieve.engine.worker.hybrid_sizing import NO_TIER, ChunkSizes, ContextSiz
 from pensieve.machine import memory
 from pensieve.model.arch import DTYPE_BYTES, Arch, StateShape
 from pensieve.model.collective import SINGLE_RANK, Collective
+from pensieve.model.folder import has_fp8_products
 from pensieve.model.groups import KvGroup, context_bytes, kv_groups
 
 log = logging.getLogger(__name__)
@@ -46,6 +48,7 @@ CONTEXT_BYTES: Final = GIB // 2
 GRAPHS_BYTES: Final = 3 * GIB // 2
 ATTENTION_BYTES: Final = GIB // 2
 """For partial results of split attention, step metadata and copy staging."""
+FP8_CAPABILITY: Final = (8, 9)
 SESSION_TOKENS: Final = 2048
 """The start-up report counts sessions of this length."""
 
@@ -91,6 +94,8 @@ class WorkerInfo:
     tier has one size."""
     elastic_refusal: str = ""
     """Why the device tier has one size although the options give a range."""
+    fp8: bool = False
+    """Whether weights are codes of 8 bits (``--weights``)."""
     is_invariant: bool = False
     """Whether a token's bits depend only on the tokens before it (``invariance``)."""
 
@@ -141,6 +146,12 @@ def resolve_device(options: EngineOptions, arch: Arch) -> Placement:
     limit = options.context_limit or arch.context_limit
     if limit > arch.context_limit:
         raise ValueError(f"context limit {limit}: this model takes at most {arch.context_limit} tokens")
+    fp8 = has_fp8_products(Path(options.model), options.weights)
+    if fp8 and device == "cuda" and (found := torch.cuda.get_device_capability()) < FP8_CAPABILITY:
+        raise ValueError(
+            f"weights fp8: this GPU has compute capability {found[0]}.{found[1]}, and its products take 8-bit floats "
+            f"from {FP8_CAPABILITY[0]}.{FP8_CAPABILITY[1]} on; start with --weights full"
+        )
     return Placement(device, dtype, limit, *batch_limits(options, device))
 
 
@@ -178,6 +189,7 @@ def worker_info(
         host_tier=tiers.host_tier,
         device_floor=tiers.device_floor,
         elastic_refusal=why,
+        fp8=has_fp8_products(Path(options.model), options.weights),
         is_invariant=bool(options.invariant),
     )
 
@@ -361,7 +373,8 @@ def report(arch: Arch, info: WorkerInfo) -> str:
         where, each = f"{info.ranks} x {where}", " each"
     per_chunk = arch.kv_bytes_per_token(info.dtype) * info.chunk_tokens * info.ranks
     lines = [
-        f"{arch.family}, {arch.num_layers} layers, in {info.dtype} on {where}: weights {gib(info.weight_bytes)}{each}, "
+        f"{arch.family}, {arch.num_layers} layers, in {info.dtype} on {where}: weights {gib(info.weight_bytes)}{each}"
+        f"{', fp8' * info.fp8}, "
         f"contexts up to {info.context_limit} tokens, steps of up to {info.max_batch_tokens} tokens and "
         f"{info.max_running} generations"
     ]

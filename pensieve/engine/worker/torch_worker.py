@@ -240,6 +240,7 @@ def build_worker(options: EngineOptions, collective: Collective = SINGLE_RANK) -
         device=place.device,
         load_format=options.load_format,
         shard=shard,
+        weights=options.weights,
     )
     arch = shard.arch(whole)
     on_gpu = place.device == "cuda"

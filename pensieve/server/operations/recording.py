@@ -93,6 +93,8 @@ def header(info: EngineReady, options: EngineTuning) -> TraceHeader:
     engine: dict[str, str | int | float | bool] = {
         "device": info.device,
         "dtype": info.dtype,
+        "weights": info.weights,
+        "kv": info.kv,
         "vocab_size": info.vocab_size,
         "context_limit": info.context_limit,
         "chunk_tokens": info.chunk_tokens,

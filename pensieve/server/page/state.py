@@ -78,6 +78,8 @@ class StateView:
                 problem=self._health.problem,
                 device=info.device,
                 dtype=info.dtype,
+                weights=info.weights or info.dtype,
+                kv=info.kv or info.dtype,
                 chunk_tokens=info.chunk_tokens,
                 context_limit=info.context_limit,
                 shows_text=self.shows_text,

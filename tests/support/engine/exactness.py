@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from pensieve.config import CacheConfig, CacheGroup, EngineTuning, PolicyName, SchedulerConfig
+from pensieve.config import CacheConfig, CacheGroup, EngineTuning, PolicyName, SchedulerConfig, WeightsName
 from pensieve.engine.cache.pages import PageSize
 from pensieve.engine.elastic import ElasticTier
 from pensieve.engine.kv.grid import TierLayout
@@ -29,6 +29,7 @@ from pensieve.model.transformer import Transformer
 from pensieve.model.weights import load_weights
 from support.engine.checkpoints import Family, tiny_checkpoint
 from support.engine.engine_driver import Clock, Driver, make_engine
+from support.engine.fp8_oracle import as_fp8
 from support.engine.hf_oracle import NEAR_TIE, HfOracle
 from support.model import recurrent_models
 
@@ -59,19 +60,23 @@ class Bench:
         dtype: str = "float32",
         near_tie: float = NEAR_TIE,
         invariant: bool = False,
+        weights: WeightsName = "full",
         **overrides: Any,
     ) -> None:
-        """``invariant``: as with ``--invariant``. ``overrides`` replace values of the checkpoint's config."""
+        """``invariant``, ``weights``: the options. ``overrides`` replace values of the checkpoint's config."""
         torch.set_num_threads(1)
         self.device, self.dtype, self.near_tie, self.invariant = device, dtype, near_tie, invariant
         checkpoint = checkpoint_of(family, folder, **overrides)
-        self.oracle = HfOracle(checkpoint, weights=DTYPES[dtype], near_tie=near_tie)
+        if weights == "fp8":
+            self.oracle = HfOracle(checkpoint, near_tie=near_tie, change=as_fp8)
+        else:
+            self.oracle = HfOracle(checkpoint, weights=DTYPES[dtype], near_tie=near_tie)
         arch = load_arch(checkpoint)
-        weights = load_weights(checkpoint, arch, dtype=DTYPES[dtype], device=device)
+        loaded = load_weights(checkpoint, arch, dtype=DTYPES[dtype], device=device, weights=weights)
         if invariant and device == "cuda":
-            weights = with_even_head(weights)
+            loaded = with_even_head(loaded)
         ops = INVARIANT_OPS if invariant else TORCH_OPS
-        self.model = Transformer(arch, weights, triton_ops() if device == "cuda" else ops)
+        self.model = Transformer(arch, loaded, triton_ops() if device == "cuda" else ops)
         self.vocabulary = arch.vocab_size
 
     @property

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -27,12 +28,14 @@ class HfOracle:
         every: int = 25,
         weights: torch.dtype = torch.float32,
         near_tie: float = NEAR_TIE,
+        change: Callable[[Any], Any] = lambda model: model,
     ) -> None:
-        """The model computes in float32, with the checkpoint's values rounded to ``weights``."""
+        """The model computes in float32, with the checkpoint's values rounded to ``weights``; ``change`` makes it
+        compute otherwise."""
         self._model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=weights, attn_implementation="eager"
         ).float()
-        self._model.eval()
+        self._model = change(self._model.eval())
         self._every = every
         self._near_tie = near_tie
         self.calls = self.tokens = self.near_ties = 0

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pensieve.kernels import activation as activation_kernel
+from pensieve.kernels import fp8_product, fp8_reference, reference
 from pensieve.kernels import kv_write as kv_write_kernel
-from pensieve.kernels import reference
 from pensieve.kernels.activation import activate
 from pensieve.kernels.arguments import Activation, HeadPrep
 from pensieve.kernels.kv_write import kv_write
@@ -145,6 +145,40 @@ def test_large_programs_of_activations(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("kind", ACTIVATIONS)
 def test_nan_goes_through(kind: Activation) -> None:
     assert activate(torch.full((1, 4), torch.nan), False, kind).isnan().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [1, 16, 100, 1030])
+def test_codes_of_rows(width: int, dtype: torch.dtype) -> None:
+    """Before the last rounding, which the interpreter cannot do."""
+    generator = torch.Generator().manual_seed(width)
+    x = torch.randn(9, width, generator=generator).to(dtype)
+    x *= torch.exp2(torch.randint(-8, 8, (9, 1), generator=generator).float()).to(dtype)
+    x[1], x[2, 0], x[3, 0], x[4], x[5, 0] = 0.0, torch.nan, -torch.inf, 448.0, 448.0 if width > 1 else 450.0
+    codes, scales = torch.empty(9, width), torch.empty(9)
+    fixed = fp8_product.row_constants(width) | fp8_product.row_options(width)
+    fp8_product._quantise[(9,)](x, codes, scales, x.stride(0), **fixed)
+    want = fp8_reference.row_scales(x)
+    torch.testing.assert_close(scales, want, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(codes, x.float() / want[:, None], rtol=0, atol=0, equal_nan=True)
+
+
+@settings(max_examples=at_length(8, 40))
+@given(
+    tokens=st.integers(1, 5),
+    width=st.integers(1, 600),
+    biased=st.booleans(),
+    dtype=dtypes,
+    same=st.booleans(),
+)
+def test_scales_of_products(tokens: int, width: int, biased: bool, dtype: torch.dtype, same: bool) -> None:
+    sums, rows, scales = torch.randn(16, width), torch.rand(tokens), torch.rand(width)
+    sums = sums.to(dtype) if same else sums
+    bias = torch.randn(width).to(dtype) if biased else None
+    want = sums[:tokens].float() * rows[:, None] * scales
+    want = (want if bias is None else want + bias).to(dtype)
+    got = fp8_product.rescale(sums, rows, scales, bias, dtype)
+    torch.testing.assert_close(got, want)
 
 
 def test_nothing_to_do() -> None:
