@@ -15,6 +15,7 @@ import msgspec
 PolicyName = Literal["gittins", "retention", "lru", "trailing-half", "whole-session"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
+KvDtypeName = Literal["auto", "fp8", "int8"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 AllReduce = Literal["auto", "nccl"]
 SwapMechanism = Literal["auto", "batch", "kernel"]
@@ -101,6 +102,8 @@ class EngineTuning(msgspec.Struct, frozen=True, kw_only=True):
 
     device: DeviceName = "auto"
     dtype: DtypeName = "auto"
+    kv_dtype: KvDtypeName = "auto"
+    """Codec of cached keys and values (``kernels.kv_codec``); ``auto``: none, they have the dtype of the model."""
     load_format: LoadFormat = "auto"
     """``dummy``: random weights made on the device; the folder then needs no weight files."""
     tensor_parallel: int = 1

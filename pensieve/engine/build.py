@@ -43,7 +43,7 @@ def build_engine(options: EngineOptions) -> Engine:
     except (ModelError, CostProfileError, ValueError) as error:
         raise InvalidArgument(str(error)) from error
     info = worker.info
-    cache = CacheManager(cache_config(options, info), cost, model=f"{options.model} {info.dtype}")
+    cache = CacheManager(cache_config(options, info), cost, model=f"{options.model} {stored_as(info)}")
     config = scheduler_config(options, worker.arch, info)
     least = info.chunk_tokens + config.max_running
     if cache.has_states and config.max_batch_tokens < least:
@@ -118,7 +118,12 @@ def numerics(info: WorkerInfo) -> str:
     are equal to the bit."""
     device = torch.cuda.get_device_name() if info.device == "cuda" else info.device
     ranks = f" x {info.ranks}" if info.ranks > 1 else ""
-    return f"{'invariant ' if info.is_invariant else ''}{info.dtype} {device}{ranks}"
+    return f"{'invariant ' if info.is_invariant else ''}{stored_as(info)} {device}{ranks}"
+
+
+def stored_as(info: WorkerInfo) -> str:
+    """Name the dtype of the model, and the codec of its keys and values if they have one."""
+    return info.dtype if info.kv_dtype == "auto" else f"{info.dtype} kv-{info.kv_dtype}"
 
 
 def uses_hints(options: EngineOptions) -> bool:

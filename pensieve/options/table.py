@@ -11,6 +11,7 @@ from pensieve.config import (
     AllReduce,
     DeviceName,
     DtypeName,
+    KvDtypeName,
     LoadFormat,
     PolicyName,
     SwapMechanism,
@@ -154,6 +155,14 @@ OPTIONS: tuple[Option, ...] = (
         values.choice(*get_args(DtypeName)),
         "Data type of weights and KV: auto, float32, bfloat16 or float16.",
         "the checkpoint's own on a GPU, float32 on the CPU",
+        "NAME",
+    ),
+    Option(
+        "kv-dtype",
+        values.choice(*get_args(KvDtypeName)),
+        "Store keys and values in 8 bits: fp8 or int8, about half the memory of 16 bits. Answers change a little; "
+        "`pensieve profile --kv-error` shows how much.",
+        "auto: the data type of the model",
         "NAME",
     ),
     Option(
@@ -474,6 +483,7 @@ GROUPS: Final[Mapping[str, Sequence[str]]] = {
         "served-model-name",
         "device",
         "dtype",
+        "kv-dtype",
         "context-limit",
         "tensor-parallel",
         "threads",

@@ -8,6 +8,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
+from support.engine.coded_cache import CodedCache
+
 NEAR_TIE = 1e-4
 """Logits closer than this are equal to within float32 rounding of two different summation orders."""
 
@@ -27,11 +29,14 @@ class HfOracle:
         every: int = 25,
         weights: torch.dtype = torch.float32,
         near_tie: float = NEAR_TIE,
+        code: torch.dtype | None = None,
     ) -> None:
-        """The model computes in float32, with the checkpoint's values rounded to ``weights``."""
+        """The model computes in float32, with the checkpoint's values rounded to ``weights``; or in float64, with keys
+        and values that went through the codec ``code``."""
         self._model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=weights, attn_implementation="eager"
-        ).float()
+        ).to(torch.float32 if code is None else torch.float64)
+        self._code = code
         self._model.eval()
         self._every = every
         self._near_tie = near_tie
@@ -47,7 +52,7 @@ class HfOracle:
         self.calls += 1
         self.tokens += len(output)
         ids = torch.tensor([[*context, *output]])
-        logits = self._model(ids[:, :-1]).logits[0, len(context) - 1 :]
+        logits = self._model(ids[:, :-1], **self._cache()).logits[0, len(context) - 1 :]
         expected = logits.argmax(-1)
         tied = False
         for index in (expected != ids[0, len(context) :]).nonzero().flatten().tolist():
@@ -64,7 +69,7 @@ class HfOracle:
     @torch.inference_mode()
     def logprobs(self, context: Sequence[int]) -> torch.Tensor:
         """Log-probabilities after each token of ``context``, float32 [n, vocab]."""
-        return torch.log_softmax(self._model(torch.tensor([list(context)])).logits[0], dim=-1)
+        return torch.log_softmax(self._model(torch.tensor([list(context)]), **self._cache()).logits[0], dim=-1)
 
     @torch.inference_mode()
     def generate(self, context: Sequence[int], count: int) -> list[int]:
@@ -78,5 +83,10 @@ class HfOracle:
             do_sample=False,
             eos_token_id=None,
             pad_token_id=0,
+            **self._cache(),
         )
         return [int(token) for token in result[0, len(context) :]]
+
+    def _cache(self) -> dict[str, CodedCache]:
+        """The argument of a call that gives it a cache with the codec, if there is one."""
+        return {} if self._code is None else {"past_key_values": CodedCache(self._code, self._model.config)}
