@@ -69,7 +69,9 @@ class HfOracle:
     @torch.inference_mode()
     def logprobs(self, context: Sequence[int]) -> torch.Tensor:
         """Log-probabilities after each token of ``context``, float32 [n, vocab]."""
-        return torch.log_softmax(self._model(torch.tensor([list(context)]), **self._cache()).logits[0], dim=-1)
+        return torch.log_softmax(
+            self._model(torch.tensor([list(context)]), **self._cache()).logits[0], dim=-1
+        )
 
     @torch.inference_mode()
     def generate(self, context: Sequence[int], count: int) -> list[int]:
