@@ -141,8 +141,8 @@ def kv_write(
 ) -> torch.Tensor:
     """Prepare query and key heads in place and store keys and values. Returns the queries, a view of ``qkv``.
 
-    See the reference for the full contract. D even, at most 256; ``cos`` and ``sin`` have the dtype of ``qkv``, float16,
-    bfloat16 or float32, which is the pool's unless it is coded. Norm weights have it, too, or are float32.
+    See the reference for the full contract. D even, at most 256; ``cos`` and ``sin`` have the dtype of ``qkv``:
+    float16, bfloat16 or float32. The pool has it unless it is coded. Norm weights have it, too, or are float32.
     ``one_size``: programs of one size in every step, so that the sums of head norms have one order. Can be captured in
     a graph.
     Raises ValueError when the tensors do not fit each other.

@@ -153,9 +153,9 @@ def attend(
     ``q`` [T, Hq, D], one layer's ``pool`` [P, 2, Hkv, N, D] in float16, bfloat16 or (slow, for tests)
     float32, or coded (``kv_codec``), D ≤ 256. ``plan`` holds the spans and serves every layer of a step with its
     window. ``tables`` int32 [R, pages]; or page tables of unequal length laid end to end [n], where a span's
-    ``TABLE`` is the start of its table. Entries of pages that no query of a span sees are not read. ``softcap`` and ``sinks``
-    [Hq]: see the reference. Returns ``out`` and, if asked for, the log of the softmax denominator, float32
-    [T, Hq]. Can be captured in a graph: see ``AttentionPlan``. Raises ValueError when the tensors fit neither
+    ``TABLE`` is the start of its table. Entries of pages that no query of a span sees are not read. ``softcap``
+    and ``sinks`` [Hq]: see the reference. Returns ``out`` and, if asked for, the log of the softmax denominator,
+    float32 [T, Hq]. Can be captured in a graph: see ``AttentionPlan``. Raises ValueError when the tensors fit neither
     each other nor the plan, and with a softcap when the plan is for the kernel for Hopper.
     """
     call = AttentionCall.from_tensors(q, pool, tables, scale, return_lse, out, softcap=softcap, sinks=sinks)

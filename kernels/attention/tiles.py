@@ -50,7 +50,7 @@ class TileSet:
 
 FIXED_WIDE = Tile(128, 64, 8, 3, None, 1, 512, split_mask=True)
 """For fixed pieces, which hold two sums at a time: a limit of registers would spill them. (A prefill of 8,192 tokens
-takes 0.7 of the time of the tile that shares a multiprocessor.)"""
+takes 0.7 of the time of the tile that shares a multiprocessor.) Keys in 8 bits are decoded in registers: likewise."""
 HOPPER = Tile(128, 128, 12, 2, None, 1, 512, split_mask=True, hopper=True)
 """It fills a multiprocessor: nothing is resident beside it."""
 
@@ -82,10 +82,8 @@ def choose_tiles(
             few=Tile(64, 32, 4, 3, None, 1, 256, split_mask=True),
             wide=Tile(128, 32, 8, 3, 192, 1, 256, split_mask=True),
         )
-    # With 8 bits (H100), 128 keys at once take 0.87 to 0.95 of the time of 64: as many bytes are in flight.
-    wider = coded and not fixed
     return TileSet(
-        narrow=Tile(16, 128, 4, 2, 168, 3, 128) if wider else Tile(16, 64, 4, 3, 168, 3, 64),
+        narrow=Tile(16, 64, 4, 3, 168, 3, 64),
         # More programs with fewer loads in flight each. Beside the kernel for Hopper they have few
         # multiprocessors, whose speed then matters more than the memory's; beside the other kernel they fit
         # into the space it leaves.
@@ -94,5 +92,9 @@ def choose_tiles(
         few=Tile(64, 64, 4, 3, None, 2, 512, split_mask=True),
         # Two programs of 8 warps per multiprocessor: the softmax of one runs beside the products of the
         # other.
-        wide=HOPPER if hopper else FIXED_WIDE if fixed else Tile(128, 64, 8, 2, 128, 2, 512, split_mask=True),
+        wide=HOPPER
+        if hopper
+        else FIXED_WIDE
+        if fixed or coded
+        else Tile(128, 64, 8, 2, 128, 2, 512, split_mask=True),
     )
