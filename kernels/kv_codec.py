@@ -29,6 +29,8 @@ MOST: Final = 79
 NOT_FINITE: Final = -128
 """Exponents. Attention adds a value's exponent to its score: within these limits float32 holds all that follows."""
 
+PAGES_AT_ONCE: Final = 1024
+"""Pages that ``coded`` encodes at a time: it needs several times their size in float32."""
 Index = tuple[torch.Tensor | slice, ...]
 
 
@@ -104,7 +106,9 @@ def coded(pool: torch.Tensor, code: torch.dtype) -> torch.Tensor:
     pages, _, heads, tokens, dim = pool.shape
     held = pool.new_zeros((pages, used_bytes(heads, tokens, dim)), dtype=torch.uint8)
     result = pool_of(held, heads, tokens, dim, code)
-    write(result, (slice(None),), pool)
+    for start in range(0, pages, PAGES_AT_ONCE):
+        part = slice(start, start + PAGES_AT_ONCE)
+        write(result, (part,), pool[part])
     return result
 
 

@@ -20,7 +20,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 8e-3}
 @dataclass(frozen=True, slots=True)
 class CodedCase:
     plain: Case
-    """With the pool that the codes decode to, float32."""
+    """With the pool that the codes decode to, float32. On the CPU."""
     pool: torch.Tensor
     """The coded pool, in pages with padding."""
 
@@ -44,16 +44,17 @@ def code_case(case: Case, code: torch.dtype) -> CodedCase:
 
 
 def check_coded_attention(case: CodedCase, plan: AttentionPlan) -> None:
-    """Results are those of the oracle over the decoded pool."""
-    plain = case.plain
+    """Results are those of the oracle over the decoded pool, on the device of the coded one."""
+    plain, device = case.plain, case.pool.device
     plan.scratch.partial.fill_(torch.nan)
+    q, sinks = plain.q.to(device), None if plain.sinks is None else plain.sinks.to(device)
     out, lse = attend(
-        plain.q, case.pool, plan, plain.page_tables, scale=plain.scale, softcap=plain.softcap, sinks=plain.sinks,
-        return_lse=True, out=torch.full_like(plain.q, torch.nan),
+        q, case.pool, plan, plain.page_tables.to(device), scale=plain.scale, softcap=plain.softcap, sinks=sinks,
+        return_lse=True, out=torch.full_like(q, torch.nan),
     )  # fmt: skip
     want, want_lse = oracle(plain)
-    assert relative_error(out, want) <= TOLERANCE[plain.q.dtype]
-    assert relative_error(lse, want_lse) <= TOLERANCE[plain.q.dtype]
+    assert relative_error(out.cpu(), want) <= TOLERANCE[plain.q.dtype]
+    assert relative_error(lse.cpu(), want_lse) <= TOLERANCE[plain.q.dtype]
 
 
 def check_coded_write(case: HeadCase, code: torch.dtype) -> None:
@@ -71,7 +72,7 @@ def check_coded_write(case: HeadCase, code: torch.dtype) -> None:
     assert torch.equal(exponents_of(got) != 77, written)
     if case.prep.query_norm is None:
         assert torch.equal(queries, wanted)
-        assert torch.equal(_bytes(got), _bytes(want))
+        assert torch.equal(page_bytes(got), page_bytes(want))
         return
     # A value may round the other way.
     values, expected = values_of(got)[written], values_of(want)[written]
@@ -80,10 +81,10 @@ def check_coded_write(case: HeadCase, code: torch.dtype) -> None:
 
 
 def _copy(pool: torch.Tensor) -> torch.Tensor:
-    held = _bytes(pool).clone()
+    held = page_bytes(pool).clone()
     return held.view(pool.dtype).as_strided(pool.shape, (held.shape[1], *pool.stride()[1:]))
 
 
-def _bytes(pool: torch.Tensor) -> torch.Tensor:
+def page_bytes(pool: torch.Tensor) -> torch.Tensor:
     """The pages of a coded pool with their padding, uint8 [P, bytes]."""
     return pool.view(torch.uint8).as_strided((len(pool), pool.stride(0)), (pool.stride(0), 1))
