@@ -219,7 +219,7 @@ def prober(worker: ProbedWorker, clock: Callable[[], float] = time.perf_counter)
         )
     fill = min(FILL_TOKENS, info.max_batch_tokens)
     pages: HybridPages | None = None
-    groups = kv_groups(worker.arch, info.chunk_tokens, info.dtype, info.kv_dtype)
+    groups = kv_groups(worker.arch, info.chunk_tokens, info.dtype)
     if info.device_floor is not None:
         fill = min(fill, LEAST_SPAN)
         pages = ElasticPages(groups, info.device_tier, info.chunk_tokens)

@@ -100,7 +100,7 @@ class WorkerInfo:
     tier has one size."""
     elastic_refusal: str = ""
     """Why the device tier has one size although the options give a range."""
-    kv_dtype: KvDtypeName = "auto"
+    kv_dtype: KvDtypeName = AUTO
     """Codec of keys and values."""
     is_invariant: bool = False
     """Whether a token's bits depend only on the tokens before it (``invariance``)."""
