@@ -84,24 +84,16 @@ class HybridPools(KvTiers):
         used = 0 if code is None or not groups[0].layers else kv_codec.used_bytes(*kv_shape[1:])
         pages = tuple(
             GroupPages(
-                group.layers,
-                group.page_bytes,
-                _runs(self.device, grids[0][number]),
-                _runs(self.host, grids[1][number]),
-                max(1, grids[1][number].stride),
-                grids[1][number].first,
-                used_bytes=used,
+                group.layers, group.page_bytes, _runs(self.device, grids[0][number]),
+                _runs(self.host, grids[1][number]), max(1, grids[1][number].stride), grids[1][number].first, used,
             )
             if len(groups) > 1
             else GroupPages(
-                group.layers,
-                group.page_bytes,
-                _runs(self.device, grids[0][0]),
-                _chunks(self.host, group),
+                group.layers, group.page_bytes, _runs(self.device, grids[0][0]), _chunks(self.host, group),
                 used_bytes=used,
             )
             for number, group in enumerate(groups)
-        )
+        )  # fmt: skip
         super().__init__(
             pages,
             num_layers=arch.num_layers,
