@@ -45,7 +45,7 @@ def _weights(query_norm, key_norm, head, valid, dims, HEADS: tl.constexpr):  # t
     return query_weights.to(tl.float32) + key_weights.to(tl.float32)
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _encoded(left, right, code: tl.constexpr, TOP: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return the codes of both halves of heads [BLOCK, WIDTH], and the exponents int32 [BLOCK]."""
     x, y = left.to(tl.float32), right.to(tl.float32)
