@@ -31,7 +31,7 @@ from common.provenance import commit, gpu_name, portable, table
 from rich.console import Console
 from rich.progress import track
 
-from pensieve.config import AllReduce, EngineOptions, SwapMechanism, WeightsName
+from pensieve.config import AllReduce, EngineOptions, KvDtypeName, SwapMechanism, WeightsName
 from pensieve.core import RequestKey, Sampling, pack_tokens
 from pensieve.engine.build import cache_config, scheduler_config
 from pensieve.engine.cache.manager import CacheManager
@@ -187,14 +187,15 @@ def median(values: Sequence[float]) -> float:
 @click.option("--max-running", default=256)
 @click.option("--weights", type=click.Choice(get_args(WeightsName)), default="auto", help="As of the server.")
 @click.option("--swap-mechanism", type=click.Choice(get_args(SwapMechanism)), default="auto")
+@click.option("--kv-dtype", type=click.Choice(get_args(KvDtypeName)), default="auto")
 @click.option("--tensor-parallel", default=1, metavar="N", help="GPUs that share the model.")
 @click.option("--all-reduce", type=click.Choice(get_args(AllReduce)), default="auto")
 @click.option("--out", type=click.Path(path_type=Path), default=Path("bench/results"))
 @click.option("--name", default="engine", help="Name of the report's files.")
 def main(
     shape: str, sections: tuple[str, ...], device_cache: str, host_cache: str, max_batch_tokens: int,
-    max_running: int, weights: WeightsName, swap_mechanism: SwapMechanism, tensor_parallel: int, all_reduce: AllReduce,
-    out: Path, name: str,
+    max_running: int, weights: WeightsName, swap_mechanism: SwapMechanism, kv_dtype: KvDtypeName, tensor_parallel: int,
+    all_reduce: AllReduce, out: Path, name: str,
 ) -> None:  # fmt: skip
     """Time the engine on this machine's GPU, or GPUs."""
     sections = sections or tuple(one for one in SECTIONS if tensor_parallel == 1 or one not in ONE_GPU)
@@ -205,7 +206,7 @@ def main(
             model=str(dummy_model.make(shape, Path(folder))), load_format="dummy", device="cuda", dtype="bfloat16",
             device_cache=device_cache, host_cache=host_cache, max_batch_tokens=max_batch_tokens,
             max_running=max_running, swap_mechanism=swap_mechanism, cost_profile="estimate",
-            tensor_parallel=tensor_parallel, all_reduce=all_reduce, weights=weights,
+            tensor_parallel=tensor_parallel, all_reduce=all_reduce, weights=weights, kv_dtype=kv_dtype,
         )  # fmt: skip
         started = time.perf_counter()
         worker = build_workers(options)
@@ -213,7 +214,7 @@ def main(
         with closing(worker):
             report = _measure(Bench(worker), options, sections)
     report = {
-        "schema": "pensieve.engine/1", "shape": shape, "weights": weights, "gpus": tensor_parallel,
+        "schema": "pensieve.engine/1", "shape": shape, "weights": weights, "kv_dtype": kv_dtype, "gpus": tensor_parallel,
         "start_up_s": round(start_up, 1), **report,
     }  # fmt: skip
     report |= {
@@ -222,8 +223,9 @@ def main(
     }  # fmt: skip
     lines = [
         f"`{report['command']}`", "",
-        f"{shape}, bfloat16{', fp8 weights' * (weights == 'fp8')}, on {tensor_parallel} {report['device']}, torch "
-        f"{report['torch']}, Triton {report['triton']}, commit {report['commit']}; start-up {report['start_up_s']} s.",
+        f"{shape}, bfloat16{', fp8 weights' * (weights == 'fp8')}, KV in {kv_dtype}, on {tensor_parallel} "
+        f"{report['device']}, torch {report['torch']}, Triton {report['triton']}, commit {report['commit']}; "
+        f"start-up {report['start_up_s']} s.",
     ]  # fmt: skip
     for section, rows in report["sections"].items():
         lines += ["", f"## {section}", "", *(table(rows) if rows else ["nothing fits"])]

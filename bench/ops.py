@@ -18,6 +18,8 @@ from common.gpu_timing import measure_ceilings
 from common.provenance import commit, portable
 from kernel_ops import attention, flash_attention, kv_write, windows
 
+from pensieve.kernels.kv_codec import CODES
+
 SECTIONS = ("attention", "windows", "kv-write", "fp8", "swap")
 
 
@@ -29,13 +31,22 @@ SECTIONS = ("attention", "windows", "kv-write", "fp8", "swap")
     "--out", type=click.Path(path_type=Path), default=Path("bench/results"), help="Folder of the reports."
 )
 @click.option("--name", default="", help="Added to the names of the reports' files, ops_SECTION.")
-@click.option("--only", default="", help="Only attention steps whose name contains this.")
+@click.option(
+    "--only", default="", help="Only attention steps whose name and heads, as in the table, match this."
+)
+@click.option(
+    "--kv-dtype",
+    "codecs",
+    multiple=True,
+    type=click.Choice(list(CODES)),
+    help="Time attention over keys and values in this codec too, with several tiles, as shares of bf16's time.",
+)
 @click.option(
     "--fa3",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="vLLM's FlashAttention-3 extension, _vllm_fa3_C*.so or that packed as .xz; found by itself if installed.",
 )
-def main(section: str, out: Path, name: str, only: str, fa3: Path | None) -> None:
+def main(section: str, out: Path, name: str, only: str, codecs: tuple[str, ...], fa3: Path | None) -> None:
     """Time the kernels on this machine's GPU; one report for each section, JSON and a table."""
     import triton
 
@@ -43,7 +54,7 @@ def main(section: str, out: Path, name: str, only: str, fa3: Path | None) -> Non
         raise click.ClickException("torch sees no CUDA device here")
     ceilings = measure_ceilings()
     makers: dict[str, Callable[[], tuple[list[dict[str, Any]], str]]] = {
-        "attention": lambda: attention.section(ceilings, flash_attention.find(fa3), only),
+        "attention": lambda: attention.section(ceilings, flash_attention.find(fa3), only, codecs),
         "windows": lambda: windows.section(only),
         "kv-write": lambda: kv_write.section(ceilings),
         "fp8": _fp8,

@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
+from pensieve.kernels import kv_codec
 from pensieve.kernels.arguments import ACTIVATIONS, Activation
 from pensieve.kernels.checks import check_logits, check_window
 from pensieve.kernels.spans import POSITION, Q_LEN, Q_START, TABLE, Spans
@@ -183,9 +184,10 @@ def attend(
     """See ``reference.attend``; computes in float32 and rounds once."""
     check_logits(q, softcap, sinks)
     heads, dim, kv_heads = q.shape[1], q.shape[2], pool.shape[2]
-    out = torch.zeros_like(q)
+    out, coded = torch.zeros_like(q), kv_codec.is_coded(pool)
     for unit in plan:
-        both = pool[unit.pages, :, :, unit.slots].float()  # [K, 2, Hkv, D]
+        at = (unit.pages, slice(None), slice(None), unit.slots)
+        both = kv_codec.read(pool, at, torch.float32) if coded else pool[at].float()  # [K, 2, Hkv, D]
         count = unit.rows.stop - unit.rows.start
         queries = q[unit.rows].float().view(count, kv_heads, heads // kv_heads, dim)
         for head in range(kv_heads):

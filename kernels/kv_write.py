@@ -2,7 +2,8 @@
 
 Matches ``pensieve.kernels.reference.kv_write``, including its rounding: each operation is computed in float32
 and rounded to the tensor's dtype after the norm and after each product and sum of the rotation. Without head
-norms the results equal the reference's bit for bit; with them, up to the order of one sum.
+norms the results equal the reference's bit for bit; with them, up to the order of one sum. In a coded pool
+(``kv_codec``) the result of that is encoded.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from pensieve.kernels import kv_codec
 from pensieve.kernels.arguments import HeadPrep
 from pensieve.kernels.attention.tiles import width_of
 from pensieve.kernels.checks import FLOAT_DTYPES, check_device, check_given, check_layout
@@ -18,6 +20,8 @@ from pensieve.kernels.checks import FLOAT_DTYPES, check_device, check_given, che
 PER_WARP = 256
 """Columns of each half of a head per warp: 16 bytes of a 2-byte type per thread."""
 FEW_WARPS, MANY_WARPS = 1, 4
+LEAST, MOST = tl.constexpr(kv_codec.LEAST), tl.constexpr(kv_codec.MOST)
+NOT_FINITE = tl.constexpr(kv_codec.NOT_FINITE)
 LARGE_STEP_VALUES = 1 << 22
 """From this many values on, a step uses large programs: they fill any device, and fewer of them start."""
 
@@ -42,13 +46,37 @@ def _weights(query_norm, key_norm, head, valid, dims, HEADS: tl.constexpr):  # t
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _encoded(left, right, code: tl.constexpr, TOP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the codes of both halves of heads [BLOCK, WIDTH], and the exponents int32 [BLOCK]."""
+    x, y = left.to(tl.float32), right.to(tl.float32)
+    # As integers: NaN is then the largest of all.
+    largest = tl.max((x.to(tl.int32, bitcast=True) & 0x7FFFFFFF), 1)
+    largest = tl.maximum(largest, tl.max((y.to(tl.int32, bitcast=True) & 0x7FFFFFFF), 1))
+    exponent = (largest >> 23) - 127 - TOP
+    known = exponent <= MOST
+    exponent = tl.minimum(tl.maximum(exponent, LEAST), MOST)
+    scale = ((127 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
+    x, y = tl.where(known[:, None], x, 0.0) * scale, tl.where(known[:, None], y, 0.0) * scale
+    if code == tl.int8:
+        # Adding and subtracting 1.5 * 2**23 rounds to an integer, ties to even.
+        x = tl.minimum(tl.maximum((x + 12582912.0) - 12582912.0, -127.0), 127.0)
+        y = tl.minimum(tl.maximum((y + 12582912.0) - 12582912.0, -127.0), 127.0)
+    if code == tl.int8:
+        left_codes, right_codes = x.to(code), y.to(code)
+    else:
+        left_codes, right_codes = x.to(code, "rtne"), y.to(code, "rtne")
+    return left_codes, right_codes, tl.where(known, exponent, NOT_FINITE)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _prepare_and_store(  # type: ignore[no-untyped-def]
     qkv, pool, slots, cos, sin, query_norm, key_norm, eps,
     token_stride, head_stride, page_stride, value_stride, pool_head_stride, slot_stride, cos_stride, sin_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK: tl.constexpr, NORM: tl.constexpr, TURN: tl.constexpr,
+    BLOCK: tl.constexpr, NORM: tl.constexpr, TURN: tl.constexpr, TOP: tl.constexpr,
 ):  # fmt: skip
-    """Process BLOCK heads of one token, as two halves of WIDTH columns of which DIM // 2 count."""
+    """Process BLOCK heads of one token, as two halves of WIDTH columns of which DIM // 2 count. TOP: of a coded pool,
+    see ``kv_codec``; 0: the pool is plain."""
     # Unchanged queries are not touched.
     FIRST: tl.constexpr = 0 if NORM or TURN else HEADS
     LAST: tl.constexpr = HEADS + 2 * KV_HEADS
@@ -93,7 +121,12 @@ def _prepare_and_store(  # type: ignore[no-untyped-def]
     to = pool + slot // PAGE * page_stride + slot % PAGE * slot_stride
     to += (stored // KV_HEADS).to(tl.int64)[:, None] * value_stride
     to += (stored % KV_HEADS).to(tl.int64)[:, None] * pool_head_stride + dims[None, :]
-    kept = valid & (tl.where(head >= HEADS, slot, -1) >= 0)[:, None]
+    stays = (head < LAST) & (tl.where(head >= HEADS, slot, -1) >= 0)
+    kept = valid & stays[:, None]
+    if TOP > 0:
+        new_left, new_right, exponent = _encoded(new_left, new_right, pool.dtype.element_ty, TOP)
+        behind = pool.to(tl.pointer_type(tl.int8)) + slot // PAGE * page_stride + 2 * KV_HEADS * PAGE * DIM
+        tl.store(behind + stored * PAGE + slot % PAGE, exponent.to(tl.int8), mask=stays)
     tl.store(to, new_left, mask=kept)
     tl.store(to + HALF, new_right, mask=kept)
 
@@ -108,9 +141,10 @@ def kv_write(
 ) -> torch.Tensor:
     """Prepare query and key heads in place and store keys and values. Returns the queries, a view of ``qkv``.
 
-    See the reference for the full contract. D even, at most 256; ``cos`` and ``sin`` have the dtype of ``qkv``,
-    which is the pool's: float16, bfloat16 or float32. Norm weights have it, too, or are float32. ``one_size``:
-    programs of one size in every step, so that the sums of head norms have one order. Can be captured in a graph.
+    See the reference for the full contract. D even, at most 256; ``cos`` and ``sin`` have the dtype of ``qkv``:
+    float16, bfloat16 or float32. The pool has it unless it is coded. Norm weights have it, too, or are float32.
+    ``one_size``: programs of one size in every step, so that the sums of head norms have one order. Can be captured in
+    a graph.
     Raises ValueError when the tensors do not fit each other.
     """
     _check(kv_pool_of_layer, qkv, slots, prep)
@@ -126,7 +160,8 @@ def kv_write(
         _prepare_and_store[(tokens * triton.cdiv(touched, block),)](
             qkv, pool, slots, cos, sin, _or_unused(prep.query_norm, qkv), _or_unused(prep.key_norm, qkv), prep.eps,
             qkv.stride(0), qkv.stride(1), *pool.stride()[:4], cos.stride(0), sin.stride(0),
-            **constants(heads, kv_heads, dim, page_tokens, block, norm=norm, turn=turn), **options(block, dim),
+            **constants(heads, kv_heads, dim, page_tokens, block, norm=norm, turn=turn,
+                        top=kv_codec.TOP.get(pool.dtype, 0)), **options(block, dim),
         )  # fmt: skip
     return qkv[:, :heads]
 
@@ -137,12 +172,12 @@ def heads_per_program(qkv: torch.Tensor, *, one_size: bool = False) -> int:
 
 
 def constants(
-    heads: int, kv_heads: int, dim: int, page_tokens: int, block: int, *, norm: bool, turn: bool
+    heads: int, kv_heads: int, dim: int, page_tokens: int, block: int, *, norm: bool, turn: bool, top: int = 0
 ) -> dict[str, int | bool]:
     """Compile-time arguments of ``_prepare_and_store``."""
     return {
         "HEADS": heads, "KV_HEADS": kv_heads, "DIM": dim, "WIDTH": _half_width(dim), "PAGE": page_tokens,
-        "BLOCK": block, "NORM": norm, "TURN": turn,
+        "BLOCK": block, "NORM": norm, "TURN": turn, "TOP": top,
     }  # fmt: skip
 
 
@@ -167,10 +202,7 @@ def _check(pool: torch.Tensor, qkv: torch.Tensor, slots: torch.Tensor, prep: Hea
     heads, kv_heads = all_heads - 2 * pool.shape[2], pool.shape[2]
     if pool.shape[4] != dim or dim % 2 or heads < 1 or heads % kv_heads:
         raise ValueError(f"{all_heads} heads of {dim} values do not fit a pool of {tuple(pool.shape)}")
-    if qkv.dtype != pool.dtype or qkv.dtype not in FLOAT_DTYPES:
-        raise ValueError(
-            f"qkv is {qkv.dtype} and the pool {pool.dtype}: both must be float16, bfloat16 or float32"
-        )
+    kv_codec.check_pool(pool, qkv.dtype, FLOAT_DTYPES)
     if slots.shape != (tokens,) or slots.dtype not in (torch.int32, torch.int64) or not slots.is_contiguous():
         raise ValueError(
             f"slots are {slots.dtype} {tuple(slots.shape)}, not contiguous int32 or int64 [{tokens}]"

@@ -47,7 +47,7 @@ def _attend(  # type: ignore[no-untyped-def]
     LIST: tl.constexpr, KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
     PAGE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, SPLIT_MASK: tl.constexpr,
     LSE: tl.constexpr, ORDER: tl.constexpr, WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
-    PIECE: tl.constexpr,
+    PIECE: tl.constexpr, CODED: tl.constexpr,
 ):  # fmt: skip
     """Attend the items of one launch; works fall in length, so programs take them in alternating order."""
     programs = tl.num_programs(0)
@@ -65,7 +65,7 @@ def _attend(  # type: ignore[no-untyped-def]
                 items + work // KV_HEADS * ITEM, work % KV_HEADS, q, pool, tables, out, lse, partial, partial_lse,
                 partial_total, partial_rows, q_token, q_head, page_stride, value_stride, head_stride, slot_stride,
                 table_stride, out_token, out_head, factor, sinks, window, KV_HEADS, GROUPS, DIM, WIDTH, PAGE, ROWS,
-                KEYS, STAGES, SPLIT_MASK, LSE, WINDOWED, SOFTCAP, SINKS, PIECE,
+                KEYS, STAGES, SPLIT_MASK, LSE, WINDOWED, SOFTCAP, SINKS, PIECE, CODED,
             )  # fmt: skip
     # No launch may end before the one it overtook: later launches rely on both.
     if ORDER == CONCURRENT:  # noqa: SIM102 - the outer one is decided when compiling
@@ -151,11 +151,11 @@ def attend(
     contract.
 
     ``q`` [T, Hq, D], one layer's ``pool`` [P, 2, Hkv, N, D] in float16, bfloat16 or (slow, for tests)
-    float32, D ≤ 256. ``plan`` holds the spans and serves every layer of a step with its window. ``tables``
-    int32 [R, pages]; or page tables of unequal length laid end to end [n], where a span's ``TABLE`` is the
-    start of its table. Entries of pages that no query of a span sees are not read. ``softcap`` and ``sinks``
-    [Hq]: see the reference. Returns ``out`` and, if asked for, the log of the softmax denominator, float32
-    [T, Hq]. Can be captured in a graph: see ``AttentionPlan``. Raises ValueError when the tensors fit neither
+    float32, or coded (``kv_codec``), D ≤ 256. ``plan`` holds the spans and serves every layer of a step with its
+    window. ``tables`` int32 [R, pages]; or page tables of unequal length laid end to end [n], where a span's
+    ``TABLE`` is the start of its table. Entries of pages that no query of a span sees are not read. ``softcap``
+    and ``sinks`` [Hq]: see the reference. Returns ``out`` and, if asked for, the log of the softmax denominator,
+    float32 [T, Hq]. Can be captured in a graph: see ``AttentionPlan``. Raises ValueError when the tensors fit neither
     each other nor the plan, and with a softcap when the plan is for the kernel for Hopper.
     """
     call = AttentionCall.from_tensors(q, pool, tables, scale, return_lse, out, softcap=softcap, sinks=sinks)
@@ -201,6 +201,7 @@ def constants(
         "WIDTH": width_of(geometry.head_dim), "PAGE": page_tokens, "ROWS": tile.rows, "KEYS": tile.keys,
         "STAGES": tile.stages, "SPLIT_MASK": tile.split_mask, "ORDER": order.value,
         "WINDOWED": windowed, "SOFTCAP": inner_softcap, "SINKS": sinks, "PIECE": geometry.piece,
+        "CODED": geometry.kv_heads * page_tokens if geometry.coded else 0,
     }  # fmt: skip
 
 

@@ -4,7 +4,8 @@ They are exact, so the kernels are tested against them, and fast enough to serve
 this module.
 
 Shapes: T query tokens, Hq query heads, Hkv KV heads (Hq a multiple of it), D head size, P pages of N tokens,
-R page-table rows. A layer's KV pool is ``[P, 2, Hkv, N, D]``: keys and values of one page are adjacent.
+R page-table rows. A layer's KV pool is ``[P, 2, Hkv, N, D]``: keys and values of one page are adjacent. It may be
+coded (``kv_codec``): keys and values are then encoded when they are written, and attention reads what they decode to.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
+from pensieve.kernels import kv_codec
 from pensieve.kernels.arguments import ACTIVATIONS, Activation, HeadPrep
 from pensieve.kernels.checks import check_logits, check_window
 from pensieve.kernels.spans import POSITION, Q_LEN, Q_START, TABLE, Ints, Spans, num_tokens
@@ -240,10 +242,9 @@ def attend(
     lse = q.new_full((len(q), num_heads), -torch.inf, dtype=torch.float32) if return_lse else None
     if not plan.covers_all:
         out.zero_()
-    pages = pool.reshape(-1, pool.shape[3] * head_dim)
-    scratch = q.new_empty((plan.scratch_rows, pages.shape[1]))
+    scratch = q.new_empty((plan.scratch_rows, pool.shape[3] * head_dim))
     for group in plan.groups:
-        keys, values = _gather(pages, group, scratch, pool.shape)
+        keys, values = _gather(pool, group, scratch)
         for block in group.blocks:
             rows, seen = block.rows, slice(block.first, block.end)
             # Query heads of one KV head become its query rows, so keys are never repeated: [B, Hkv, G*q, D].
@@ -339,14 +340,18 @@ def _scores(
     return scores
 
 
-def _gather(
-    pages: torch.Tensor, group: SpanGroup, scratch: torch.Tensor, pool_shape: torch.Size
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _gather(pool: torch.Tensor, group: SpanGroup, scratch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return keys and values of a group, each [B, Hkv, K, D] with K a multiple of the page size; unseen slots are 0.
     One scratch buffer serves all groups of a call: fresh large buffers would cost a page fault per 4 KiB."""
-    _, _, kv_heads, _, head_dim = pool_shape
+    _, _, kv_heads, page_tokens, head_dim = pool.shape
     gathered = scratch[: len(group.page_rows)]
-    torch.index_select(pages, 0, group.page_rows, out=gathered)
+    if kv_codec.is_coded(pool):
+        of_page, row = group.page_rows // (2 * kv_heads), group.page_rows % (2 * kv_heads)
+        at = (of_page, row // kv_heads, row % kv_heads)
+        gathered.copy_(kv_codec.read(pool, at, gathered.dtype).flatten(1))
+    else:
+        pages = pool.reshape(-1, page_tokens * head_dim)
+        torch.index_select(pages, 0, group.page_rows, out=gathered)
     both = gathered.view(2, group.batch, kv_heads, -1, head_dim)
     if group.unseen is not None:
         which, position = group.unseen
@@ -369,7 +374,7 @@ def kv_write(
     ``qkv`` [T, Hq + 2 * Hkv, D] holds the heads of queries, keys, values in this order and may be
     overwritten; the result may be a view of it. ``slots`` int32 or int64 [T]: slot ``s`` is place ``s % N``
     of page ``s // N``. A negative slot is padding: its keys and values are not stored. No slot may repeat.
-    Every operation rounds to the dtype of ``qkv``.
+    Every operation rounds to the dtype of ``qkv``, and a coded pool stores the codes of the result.
     """
     kv_heads, page_tokens = kv_pool_of_layer.shape[2:4]
     q: torch.Tensor
@@ -385,7 +390,11 @@ def kv_write(
         keep = slots >= 0
         both, slots = both[keep], slots[keep]
     page = torch.div(slots, page_tokens, rounding_mode="floor")
-    kv_pool_of_layer[page, :, :, slots - page * page_tokens] = both
+    at = (page, slice(None), slice(None), slots - page * page_tokens)
+    if kv_codec.is_coded(kv_pool_of_layer):
+        kv_codec.write(kv_pool_of_layer, at, both)
+    else:
+        kv_pool_of_layer[at] = both
     return q
 
 

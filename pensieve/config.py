@@ -16,6 +16,7 @@ PolicyName = Literal["gittins", "retention", "lru", "trailing-half", "whole-sess
 DeviceName = Literal["auto", "cpu", "cuda"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 WeightsName = Literal["auto", "full", "fp8"]
+KvDtypeName = Literal["auto", "fp8", "int8"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 AllReduce = Literal["auto", "nccl"]
 SwapMechanism = Literal["auto", "batch", "kernel"]
@@ -105,6 +106,8 @@ class EngineTuning(msgspec.Struct, frozen=True, kw_only=True):
     weights: WeightsName = "auto"
     """``fp8``: projections of attention and of dense MLPs are stored and multiplied as codes of 8 bits. ``auto``: if
     the folder has them so. ``full``: in ``dtype``."""
+    kv_dtype: KvDtypeName = "auto"
+    """Codec of cached keys and values (``kernels.kv_codec``); ``auto``: none, they have the dtype of the model."""
     load_format: LoadFormat = "auto"
     """``dummy``: random weights made on the device; the folder then needs no weight files."""
     tensor_parallel: int = 1

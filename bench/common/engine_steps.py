@@ -15,6 +15,7 @@ from pensieve.core import RequestKey, Sampling
 from pensieve.engine.plan import PENDING, Copy, PendingStep, Plan, SampleSpec, Span, StepResult
 from pensieve.engine.worker.torch_worker import Worker
 from pensieve.model.arch import DTYPE_BYTES
+from pensieve.model.groups import layer_page_bytes
 
 CHUNK = 32
 GREEDY = SampleSpec(Sampling(ignore_eos=True), 0)
@@ -37,7 +38,7 @@ class Bench:
 
     def __init__(self, worker: Worker) -> None:
         self.worker, self.arch = worker, worker.arch
-        self.bytes_per_token = self.arch.kv_bytes_per_token(worker.info.dtype)
+        self.bytes_per_token = worker.info.groups[0].page_bytes // CHUNK
         self._steps = 0
 
     def step_bytes(self, batch: int, context: int) -> float:
@@ -56,7 +57,9 @@ class Bench:
             if (state := layer.state) is not None:
                 states += 4 * state.heads * state.key_dim * state.value_dim
                 states += size * state.conv_channels * (state.conv_width - 1)
-        return weights * size + batch * (seen * 2 * arch.num_kv_heads * arch.head_dim * size + 2 * states)
+        info = self.worker.info
+        of_layer = layer_page_bytes(arch, CHUNK, info.dtype, info.kv_dtype) / CHUNK
+        return weights * size + batch * (seen * of_layer + 2 * states)
 
     def plan(self, spans: Sequence[Span], tables: Sequence[Any], **copies: tuple[Copy, ...]) -> Plan:
         self._steps += 1

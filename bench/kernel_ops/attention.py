@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,6 +21,8 @@ from kernel_ops.flash_attention import Peer
 from pensieve.kernels.attention.capacity import capacity_for
 from pensieve.kernels.attention.kinds import classify
 from pensieve.kernels.attention.plan import AttentionPlan, geometry_for
+from pensieve.kernels.attention.tiles import TileSet, choose_tiles
+from pensieve.kernels.kv_codec import CODES, coded
 from pensieve.kernels.ragged_paged_attention import attend
 from pensieve.kernels.spans import POSITION, Q_LEN, make_spans, num_tokens
 from pensieve.kernels.spans import Spans as Rows
@@ -90,10 +94,15 @@ def make_data(spans: Spans, heads: int, kv_heads: int, device: str = "cuda", dim
 
 
 def ours(
-    data: Data, out: torch.Tensor, window: int | None = None, sinks: torch.Tensor | None = None
+    data: Data,
+    out: torch.Tensor,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
+    tiles: TileSet | None = None,
 ) -> Contender:
-    """Our kernel with a plan as for a graph."""
-    geometry, spans = geometry_for(data.q.shape[1], data.pools[0]), data.spans
+    """Our kernel with a plan as for a graph. ``tiles``: instead of those that fit the heads."""
+    geometry, spans = geometry_for(data.q.shape[1], data.pools[0], data.q.dtype), data.spans
+    geometry = replace(geometry, own_tiles=tiles)
     kind, longest = classify(spans, geometry), int((spans[:, POSITION] + spans[:, Q_LEN]).max())
     capacity = capacity_for(kind, len(data.q), len(spans), longest, geometry, window)
     plan = AttentionPlan(len(data.q), geometry, data.q.device, kind=kind, capacity=capacity, window=window)
@@ -115,39 +124,85 @@ def theirs(data: Data, peer: Peer, out: torch.Tensor) -> Contender:
     return lambda index: forward(data.q, *sets[index])
 
 
-def measure(name: str, spans: Spans, heads: int, kv_heads: int, ceilings: Ceilings, peer: Peer | None) -> Row:
-    """One row. Raises ValueError when the results of the contenders differ."""
-    data = make_data(spans, heads, kv_heads)
+def in_codec(data: Data, codec: str) -> Data:
+    """The same step over pools in 8 bits."""
+    return replace(data, pools=[coded(pool, CODES[codec]) for pool in data.pools])
+
+
+def other_tiles() -> dict[str, TileSet]:
+    """Tiles that were candidates for keys in 8 bits, by what differs from the chosen ones."""
+    chosen = choose_tiles(DIM, BYTES, coded=True)
+    narrow, wide = chosen.narrow, chosen.wide
+    return {
+        "narrow of 128 keys": replace(chosen, narrow=replace(narrow, keys=128, stages=2, least_keys=128)),
+        "narrow of 4 programs": replace(chosen, narrow=replace(narrow, registers=128, resident=4)),
+        "wide of 2 programs": replace(chosen, wide=replace(wide, stages=2, registers=128, resident=2)),
+        "wide of 64 rows": replace(chosen, wide=replace(wide, rows=64, warps=4, stages=2, resident=2)),
+    }
+
+
+def measure(
+    name: str,
+    spans: Spans,
+    heads: tuple[int, int],
+    ceilings: Ceilings,
+    peer: Peer | None,
+    codecs: Sequence[str] = (),
+) -> Row:
+    """One row. ``heads``: of queries, of keys. Raises ValueError when the results of the contenders differ."""
+    data = make_data(spans, *heads)
     floor, bound = ceilings.floor_us(data.least_bytes, data.flops)
     out = torch.empty_like(data.q)
     contenders = {"pensieve": ours(data, out)}
+    for codec in codecs:
+        of_codec = in_codec(data, codec)
+        contenders[codec] = ours(of_codec, torch.empty_like(out))
+        for what, other in other_tiles().items():
+            contenders[f"{codec}, {what}"] = ours(of_codec, torch.empty_like(out), tiles=other)
     if peer is not None:
         reference = torch.empty_like(data.q)
         contenders["fa3"] = theirs(data, peer, reference)
-        for contender in contenders.values():
-            contender(0)
+        for contender in ("pensieve", "fa3"):
+            contenders[contender](0)
         error = float((out.float() - reference.float()).norm() / reference.float().norm())
         if not error <= AGREEMENT:
-            raise ValueError(f"{name} {heads}/{kv_heads}: results differ by {error:.1e} of their norm")
+            raise ValueError(f"{name} {heads[0]}/{heads[1]}: results differ by {error:.1e} of their norm")
     taken = times(contenders, len(data.pools), *(FEW_CALLS if floor > LONG_US else MANY_CALLS))
     us = taken["pensieve"]
     return {
-        "shape": name, "heads": heads, "kv_heads": kv_heads, "floor_us": round(floor, 1), "bound": bound,
+        "shape": name, "heads": heads[0], "kv_heads": heads[1], "floor_us": round(floor, 1), "bound": bound,
         "us": {contender: round(value, 1) for contender, value in taken.items()},
         "share_of_ceiling": round(floor / us, 2), "tb_per_s": round(data.least_bytes / us / 1e6, 2),
         "tflop_per_s": round(data.flops / us / 1e6, 1),
     }  # fmt: skip
 
 
-def section(ceilings: Ceilings, peer: Peer | None, only: str) -> tuple[list[Row], str]:
-    """All shapes whose name contains ``only``, for every ratio of heads; and the table."""
+def section(
+    ceilings: Ceilings, peer: Peer | None, only: str, codecs: Sequence[str] = ()
+) -> tuple[list[Row], str]:
+    """All shapes that match ``only``, for every ratio of heads; and the table. ``codecs``: of 8 bits, timed beside."""
     rows = [
-        measure(shape, spans, heads, kv_heads, ceilings, peer)
-        for heads, kv_heads in HEADS
+        measure(shape, spans, heads, ceilings, peer, codecs)
+        for heads in HEADS
         for shape, spans in shapes().items()
-        if only in shape
+        if re.search(only, f"{shape} {heads[0]}/{heads[1]}")
     ]
-    return rows, as_markdown(rows)
+    return rows, as_markdown(rows) + "".join(f"\n{line}" for line in codec_lines(rows))
+
+
+def codec_lines(rows: Sequence[Row]) -> list[str]:
+    """What attention over codes takes, as shares of its time in bf16."""
+    lines = []
+    for row in rows:
+        us = row["us"]
+        shares = [
+            f"{name} {value / us['pensieve']:.3f}"
+            for name, value in us.items()
+            if name not in ("pensieve", "fa3")
+        ]
+        if shares:
+            lines.append(f"* {row['shape']} {row['heads']}/{row['kv_heads']} ÷ bf16: {'; '.join(shares)}\n")
+    return lines
 
 
 def as_markdown(report: list[Row]) -> str:

@@ -10,6 +10,7 @@ import torch
 from pensieve.kernels.attention.kinds import Geometry
 from pensieve.kernels.attention.tiles import width_of
 from pensieve.kernels.checks import FLOAT_DTYPES, check_device, check_layout, check_logits
+from pensieve.kernels.kv_codec import check_pool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -19,7 +20,7 @@ class AttentionCall:
     q: torch.Tensor
     """[T, Hq, D]"""
     pool: torch.Tensor
-    """[P, 2, Hkv, N, D]"""
+    """[P, 2, Hkv, N, D], plain or coded"""
     tables: torch.Tensor
     """int32 [R, pages], or [n] with page tables laid end to end."""
     out: torch.Tensor
@@ -97,10 +98,7 @@ def check_attention(
     width_of(q.shape[2])
     if pool.shape[1] != 2 or pool.shape[4] != q.shape[2]:
         raise ValueError(f"a pool of {tuple(pool.shape)} does not fit heads of {q.shape[2]} values")
-    if q.dtype != pool.dtype or q.dtype not in FLOAT_DTYPES:
-        raise ValueError(
-            f"q is {q.dtype} and the pool {pool.dtype}: both must be float16, bfloat16 or float32"
-        )
+    check_pool(pool, q.dtype, FLOAT_DTYPES)
     if tables.dtype != torch.int32:
         raise ValueError(f"page tables are {tables.dtype}, not int32")
     if out is not None and (out.shape != q.shape or out.dtype != q.dtype):

@@ -1,11 +1,17 @@
-"""Device code for one attention item: the loop over its keys, and the store of its result."""
+"""Device code for one attention item: the loop over its keys, and the store of its result.
+
+CODED: the pool holds codes (``kv_codec``). A tile decodes them to float16, which holds the codes of either dtype
+exactly; queries have it too, divided by a power of two for each row, ``lift``. The exponent of a key and the lift
+multiply the scores. The exponent of a value is added to the score of its key, whose unit is log2: weights are then
+relative to the largest contribution, and fit float16 whatever the exponents are. Sums of weights undo it.
+"""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from pensieve.kernels import spans
+from pensieve.kernels import kv_codec, spans
 from pensieve.kernels.attention import work_lists
 
 Q_START, POSITION, TABLE = (
@@ -18,6 +24,7 @@ FIRST_KEY, END_KEY = tl.constexpr(work_lists.FIRST_KEY), tl.constexpr(work_lists
 PARTIAL = tl.constexpr(work_lists.PARTIAL)
 """Columns of an item."""
 LOG2_E, LN_2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
+NOT_FINITE = tl.constexpr(kv_codec.NOT_FINITE)
 LOWEST = tl.constexpr(-1e38)
 """Initial maximum of a row: below every score but finite, so that a tile without visible keys gives weights of 0."""
 
@@ -34,6 +41,26 @@ def _rows(base, at, valid, DIM: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.co
     else:
         rows = tl.load(pointers)
     return rows
+
+
+@triton.jit
+def _power_of_two(exponent):  # type: ignore[no-untyped-def]
+    """2**exponent, float32; NaN for an exponent that says so."""
+    power = ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+    return tl.where(exponent == NOT_FINITE, float("nan"), power)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _lifted(block, EXACT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Divide the rows of ``block`` by powers of two, so that float16 holds them. Returns them, float32 if EXACT, and
+    the powers."""
+    wide = block.to(tl.float32)
+    largest = tl.max(wide.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
+    exponent = tl.minimum(tl.maximum((largest >> 23) - 127, -100), 100)
+    scaled = wide * _power_of_two(-exponent)[:, None]
+    if not EXACT:
+        scaled = scaled.to(tl.float16)
+    return scaled, _power_of_two(exponent)
 
 
 @triton.jit
@@ -79,24 +106,33 @@ def fold(acc, top, total, part, part_top, part_total):  # type: ignore[no-untype
 @triton.jit  # type: ignore[untyped-decorator]
 def _walk(  # type: ignore[no-untyped-def]
     q, seen, acc, top, total, pages, table, k_base, v_base, first, last, end, page_stride, slot_stride, factor, window,
-    least,
+    least, exponents, lift,
     DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
-    MASKED: tl.constexpr, WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr, PIECE: tl.constexpr,
+    MASKED: tl.constexpr, WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr, PIECE: tl.constexpr, CODED: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over keys ``[first, last)``, in units of log2. Row i sees the keys below ``seen[i]``, with
     WINDOWED the last ``window`` of them. Some row sees the first key of an item, so none lies below every window; with
     fixed pieces, those below ``least`` do.
     ``pages`` holds the page of every key of the next tile. A page id is loaded one tile before its keys,
     because the pipeline spends a stage on every link of a chain of loads. PIECE: ``total`` is [ROWS, KEYS],
-    one sum for each column: its additions have one order in every tile, those of a row do not."""
+    one sum for each column: its additions have one order in every tile, those of a row do not.
+    CODED: exponents of keys begin at ``exponents`` in page 0, those of values CODED further."""
     columns = tl.arange(0, KEYS)
     for start in tl.range(first, last, KEYS, num_stages=STAGES):
         keys = start + columns
         at = pages.to(tl.int64) * page_stride + (keys % PAGE) * slot_stride
+        if CODED > 0:
+            exponents_at = exponents + pages.to(tl.int64) * page_stride + keys % PAGE
         coming = keys + KEYS
         pages = tl.load(table + coming // PAGE, mask=coming < end, other=0)
         k = _rows(k_base, at, keys < end, DIM, WIDTH, False)
+        if CODED > 0:
+            k_exponent = tl.load(exponents_at, mask=keys < end, other=0).to(tl.int32)
+            v_exponent = tl.load(exponents_at + CODED, mask=keys < end, other=0).to(tl.int32)
+            k = k.to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if CODED > 0:
+            scores = scores * _power_of_two(k_exponent)[None, :] * lift[:, None]
         if SOFTCAP > 0:
             scores = _tanh(scores * SOFTCAP)
         if MASKED:
@@ -104,29 +140,41 @@ def _walk(  # type: ignore[no-untyped-def]
             if WINDOWED:
                 scores = tl.where(keys[None, :] >= seen[:, None] - window, scores, float("-inf"))
         # Weights are relative to the largest score so far. When it grows, the sums shrink with it.
-        new_top = tl.maximum(top, tl.max(scores, 1) * factor)
-        weights = tl.math.exp2(scores * factor - new_top[:, None])
+        if CODED > 0:
+            if PIECE > 0 and WINDOWED:
+                v_exponent = tl.where(keys >= least, v_exponent, 0)
+            added = tl.where(v_exponent == NOT_FINITE, float("nan"), v_exponent.to(tl.float32))
+            scores = scores * factor + added[None, :]
+            new_top = tl.maximum(top, tl.max(scores, 1))
+            weights = tl.math.exp2(scores - new_top[:, None])
+            counted = weights * _power_of_two(-v_exponent)[None, :]
+        else:
+            new_top = tl.maximum(top, tl.max(scores, 1) * factor)
+            weights = tl.math.exp2(scores * factor - new_top[:, None])
+            counted = weights
         shrink = tl.math.exp2(top - new_top)
         # Slots beyond the last visible key may hold NaN, which a weight of 0 does not undo.
         if PIECE > 0 and WINDOWED:
             v = _rows(v_base, at, (keys < end) & (keys >= least), DIM, WIDTH, MASKED)
         else:
             v = _rows(v_base, at, keys < end, DIM, WIDTH, MASKED)
+        if CODED > 0:
+            v = v.to(q.dtype)
         acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
         if PIECE > 0:
-            total = tl.fma(total, tl.broadcast_to(shrink[:, None], weights.shape), weights)
+            total = tl.fma(total, tl.broadcast_to(shrink[:, None], weights.shape), counted)
         else:
-            total = total * shrink + tl.sum(weights, 1)
+            total = total * shrink + tl.sum(counted, 1)
         top = new_top
     return acc, top, total, pages
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _attend_keys(  # type: ignore[no-untyped-def]
-    item, block, row, table, k_base, v_base, start, end, page_stride, slot_stride, factor, window,
+    item, block, row, table, k_base, v_base, start, end, page_stride, slot_stride, factor, window, exponents, lift,
     GROUPS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr, STAGES: tl.constexpr, SPLIT_MASK: tl.constexpr, WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr,
-    PIECE: tl.constexpr,
+    PIECE: tl.constexpr, CODED: tl.constexpr,
 ):  # fmt: skip
     """Attend a block of queries to the keys ``[start, end)``. Returns the weighted sum of values, the largest score and
     the sum of weights of each row."""
@@ -150,8 +198,8 @@ def _attend_keys(  # type: ignore[no-untyped-def]
             alike = start + (hidden + KEYS - 1) // KEYS * KEYS  # from here on, all windows have begun
             acc, top, total, pages = _walk(
                 block, position + 1 + row // GROUPS, acc, top, total, pages, table, k_base, v_base, start,
-                tl.minimum(alike, end), end, page_stride, slot_stride, factor, window, least,
-                DIM, WIDTH, PAGE, KEYS, STAGES, True, True, SOFTCAP, PIECE,
+                tl.minimum(alike, end), end, page_stride, slot_stride, factor, window, least, exponents, lift,
+                DIM, WIDTH, PAGE, KEYS, STAGES, True, True, SOFTCAP, PIECE, CODED,
             )  # fmt: skip
             middle = tl.maximum(start + tl.maximum(plain - start, 0) // KEYS * KEYS, alike)
             start = alike
@@ -159,16 +207,16 @@ def _attend_keys(  # type: ignore[no-untyped-def]
             middle = tl.maximum(plain // KEYS * KEYS, start)
         acc, top, total, pages = _walk(
             block, row, acc, top, total, pages, table, k_base, v_base, start, middle, end,
-            page_stride, slot_stride, factor, window, least,
-            DIM, WIDTH, PAGE, KEYS, STAGES, False, False, SOFTCAP, PIECE,
+            page_stride, slot_stride, factor, window, least, exponents, lift,
+            DIM, WIDTH, PAGE, KEYS, STAGES, False, False, SOFTCAP, PIECE, CODED,
         )  # fmt: skip
     # Load again: volatile, so that the compiler holds no registers for these during the first loop.
     seen = tl.load(item + POSITION, volatile=True) + 1
     seen += (tl.load(item + FIRST_ROW, volatile=True) + tl.arange(0, ROWS)) // GROUPS
     acc, top, total, pages = _walk(
         block, seen, acc, top, total, pages, table, k_base, v_base, middle, end, end,
-        page_stride, slot_stride, factor, window, least,
-        DIM, WIDTH, PAGE, KEYS, STAGES, True, WINDOWED, SOFTCAP, PIECE,
+        page_stride, slot_stride, factor, window, least, exponents, lift,
+        DIM, WIDTH, PAGE, KEYS, STAGES, True, WINDOWED, SOFTCAP, PIECE, CODED,
     )  # fmt: skip
     if PIECE > 0:
         total = _sum_by_pairs(total, KEYS)
@@ -182,9 +230,10 @@ def attend_item(  # type: ignore[no-untyped-def]
     sinks, window, KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
     PAGE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, SPLIT_MASK: tl.constexpr,
     LSE: tl.constexpr, WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, PIECE: tl.constexpr,
+    CODED: tl.constexpr,
 ):  # fmt: skip
     """Attend one item of one KV head. A whole item is stored to ``out``, a piece to the scratch. PIECE: the keys of a
-    fixed piece, see ``kinds.Geometry``; 0: there are none."""
+    fixed piece, see ``kinds.Geometry``; 0: there are none. CODED: exponents of a page's keys; 0: the pool is plain."""
     rows = tl.load(item + SPAN_ROWS)
     table = tables + tl.load(item + TABLE).to(tl.int64) * table_stride
     first_row = tl.load(item + FIRST_ROW)
@@ -198,6 +247,10 @@ def attend_item(  # type: ignore[no-untyped-def]
     block = _rows(q, q_at, row < rows, DIM, WIDTH, True)
     k_base = pool + head * head_stride
     v_base = k_base + value_stride
+    exponents, lift = k_base, row
+    if CODED > 0:
+        exponents = pool.to(tl.pointer_type(tl.int8)) + 2 * value_stride + head * PAGE
+        block, lift = _lifted(block, q.dtype.element_ty == tl.float32)
     if PIECE > 0:
         acc = tl.zeros([ROWS, WIDTH], tl.float32)
         total = tl.zeros([ROWS], tl.float32)
@@ -211,14 +264,14 @@ def attend_item(  # type: ignore[no-untyped-def]
             stop = tl.minimum(end, tl.where(number < 1, number + 1, 2 * number) * PIECE)
             part, part_top, part_total = _attend_keys(
                 item, block, row, table, k_base, v_base, begin, stop,
-                page_stride, slot_stride, factor, window, GROUPS, DIM, WIDTH, PAGE, ROWS, KEYS, STAGES,
-                SPLIT_MASK, WINDOWED, SOFTCAP, PIECE,
+                page_stride, slot_stride, factor, window, exponents, lift, GROUPS, DIM, WIDTH, PAGE, ROWS, KEYS,
+                STAGES, SPLIT_MASK, WINDOWED, SOFTCAP, PIECE, CODED,
             )  # fmt: skip
             acc, top, total = fold(acc, top, total, part, part_top, part_total)
     else:
         acc, top, total = _attend_keys(
             item, block, row, table, k_base, v_base, start, end, page_stride, slot_stride, factor, window,
-            GROUPS, DIM, WIDTH, PAGE, ROWS, KEYS, STAGES, SPLIT_MASK, WINDOWED, SOFTCAP, PIECE,
+            exponents, lift, GROUPS, DIM, WIDTH, PAGE, ROWS, KEYS, STAGES, SPLIT_MASK, WINDOWED, SOFTCAP, PIECE, CODED,
         )  # fmt: skip
 
     if SINKS:

@@ -43,13 +43,15 @@ class Geometry:
     piece: int = 0
     """Keys of the first fixed pieces, a multiple of every tile's keys: the bits of a row then do not depend on how its
     keys are divided over programs (``cuts``). 0: pieces of any length. Never with ``hopper``."""
+    coded: bool = False
+    """The pool holds codes (``kv_codec``). Never with ``hopper``, whose bulk copies feed the products directly."""
     own_tiles: TileSet | None = None
     """Overrides the tiles that fit the heads; for tests."""
 
     @property
     def tiles(self) -> TileSet:
         return self.own_tiles or choose_tiles(
-            self.head_dim, self.element_bytes, hopper=self.hopper, fixed=self.piece > 0
+            self.head_dim, self.element_bytes, hopper=self.hopper, fixed=self.piece > 0, coded=self.coded
         )
 
     @property

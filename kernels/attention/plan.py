@@ -28,6 +28,7 @@ from pensieve.kernels.attention.work_lists import (
     make_work_lists,
 )
 from pensieve.kernels.checks import check_window
+from pensieve.kernels.kv_codec import is_coded
 from pensieve.kernels.spans import Ints, Spans
 
 
@@ -117,6 +118,10 @@ class AttentionPlan:
         """Raises ValueError unless the plan was made for queries and pools of these shapes and element size."""
         made_for = (self.num_rows, self.geometry.heads, self.geometry.kv_heads, self.geometry.head_dim)
         given = (len(q), q.shape[1], pool.shape[2], q.shape[2])
+        if is_coded(pool) != self.geometry.coded:
+            raise ValueError(
+                f"the plan is for a {'coded' if self.geometry.coded else 'plain'} pool, not {pool.dtype}"
+            )
         if made_for != given or q.element_size() != self.geometry.element_bytes:
             raise ValueError(
                 f"the plan is for [T, Hq, Hkv, D] = {list(made_for)} of {self.geometry.element_bytes} bytes, "
@@ -179,14 +184,16 @@ def words_of(capacity: Capacity) -> int:
 def geometry_of(q: torch.Tensor, pool: torch.Tensor) -> Geometry:
     """Return the geometry of a call. A CPU, where only the interpreter runs, counts as 4 multiprocessors."""
     geometry = Geometry(q.shape[1], pool.shape[2], q.shape[2], q.element_size(), multiprocessors_of(q.device))
+    if is_coded(pool):
+        return replace(geometry, coded=True)
     fits = hopper.supports(geometry, q.dtype, pool.shape[3], q.device)
     return replace(geometry, hopper=fits and hopper.addressable(q, pool))
 
 
-def geometry_for(heads: int, pool: torch.Tensor) -> Geometry:
-    """Return the geometry of all calls with ``heads`` query heads and one layer's ``pool`` [P, 2, Hkv, N, D].
-    It holds for queries in memory of their own and for queries beside keys and values."""
-    return geometry_of(pool.new_empty(1, heads, pool.shape[4]), pool)
+def geometry_for(heads: int, pool: torch.Tensor, dtype: torch.dtype | None = None) -> Geometry:
+    """Return the geometry of all calls with ``heads`` query heads of ``dtype``, by default the pool's, and one layer's
+    ``pool`` [P, 2, Hkv, N, D]. It holds for queries in memory of their own and for queries beside keys and values."""
+    return geometry_of(pool.new_empty(1, heads, pool.shape[4], dtype=dtype or pool.dtype), pool)
 
 
 def multiprocessors_of(device: torch.device) -> int:

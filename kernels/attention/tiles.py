@@ -50,7 +50,7 @@ class TileSet:
 
 FIXED_WIDE = Tile(128, 64, 8, 3, None, 1, 512, split_mask=True)
 """For fixed pieces, which hold two sums at a time: a limit of registers would spill them. (A prefill of 8,192 tokens
-takes 0.7 of the time of the tile that shares a multiprocessor.)"""
+takes 0.7 of the time of the tile that shares a multiprocessor.) Keys in 8 bits are decoded in registers: likewise."""
 HOPPER = Tile(128, 128, 12, 2, None, 1, 512, split_mask=True, hopper=True)
 """It fills a multiprocessor: nothing is resident beside it."""
 
@@ -62,9 +62,11 @@ def width_of(head_dim: int) -> int:
     return int(max(16, 1 << (head_dim - 1).bit_length()))
 
 
-def choose_tiles(head_dim: int, element_bytes: int, *, hopper: bool = False, fixed: bool = False) -> TileSet:
+def choose_tiles(
+    head_dim: int, element_bytes: int, *, hopper: bool = False, fixed: bool = False, coded: bool = False
+) -> TileSet:
     """Return the tiles for heads of this size and element width. ``hopper``: wide items use the kernel for Hopper.
-    ``fixed``: for fixed pieces; all tiles then have the same number of keys."""
+    ``fixed``: for fixed pieces; all tiles then have the same number of keys. ``coded``: for keys in 8 bits."""
     if element_bytes > 2:  # for comparisons, not for speed
         small, large = Tile(16, 32, 4, 2, None, 1, 64), Tile(64, 32, 4, 2, None, 1, 256)
         return TileSet(small, small, replace(small, rows=32), large, large)
@@ -90,5 +92,9 @@ def choose_tiles(head_dim: int, element_bytes: int, *, hopper: bool = False, fix
         few=Tile(64, 64, 4, 3, None, 2, 512, split_mask=True),
         # Two programs of 8 warps per multiprocessor: the softmax of one runs beside the products of the
         # other.
-        wide=HOPPER if hopper else FIXED_WIDE if fixed else Tile(128, 64, 8, 2, 128, 2, 512, split_mask=True),
+        wide=HOPPER
+        if hopper
+        else FIXED_WIDE
+        if fixed or coded
+        else Tile(128, 64, 8, 2, 128, 2, 512, split_mask=True),
     )

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from pensieve.cli.server_errors import BadModel
-from pensieve.config import CacheConfig, DeviceName, DtypeName, EngineOptions, LoadFormat
+from pensieve.config import CacheConfig, DeviceName, DtypeName, EngineOptions, KvDtypeName, LoadFormat
 from pensieve.engine.cost.profiles import (
     MAX_CONTEXT,
     CostPoint,
@@ -32,6 +32,8 @@ if TYPE_CHECKING:  # importing it imports torch
     from pensieve.engine.worker.torch_worker import Worker
 
 HOST_CHUNKS: Final = max(SWAP_PAGES)
+KV_ERROR_TOKENS: Final = 1024
+"""Longest text for ``--kv-error``."""
 MACHINE_TOKENS: Final = 32768
 """Size of the device tier, in tokens, while timing steps: enough for large batches."""
 
@@ -69,6 +71,46 @@ def _measure_machine(worker: Worker, name: str, longest: int, path: Path) -> Non
     )
 
 
+def _show_kv_error(options: EngineOptions, text: Path | None) -> None:
+    """Measure the codecs of keys and values on this model and print a table. Raises ModelError and ValueError."""
+    import torch
+
+    from pensieve.demo.conversations import material
+    from pensieve.engine.worker.kv_error import kv_errors
+    from pensieve.engine.worker.sizing import DTYPES, resolve_device
+    from pensieve.machine import usable_cores
+    from pensieve.model.folder import load_arch
+    from pensieve.model.transformer import Transformer
+    from pensieve.model.weights import load_weights
+    from pensieve.tokenizer.folder import read_folder
+
+    torch.set_num_threads(options.torch_threads or usable_cores())
+    folder = Path(options.model)
+    arch, tokenizer = load_arch(folder), read_folder(folder)
+    place = resolve_device(options, arch)
+    if text is None:
+        facts = [
+            sentence for life in material().lives for fact in life for sentence in (fact.tell, *fact.ask)
+        ]
+        words = " ".join([*material().remarks, *material().notes, *facts])
+    else:
+        words = text.read_text(errors="replace")
+    first = [tokenizer.bos_token_id] if tokenizer.adds_bos and tokenizer.bos_token_id is not None else []
+    tokens = [*first, *tokenizer.backend.encode(words, add_special_tokens=False).ids]
+    tokens = tokens[: min(KV_ERROR_TOKENS, arch.context_limit)]
+    if len(tokens) < 2:
+        raise ValueError(f"--text {text}: at least two tokens are needed")
+    weights = load_weights(
+        folder, arch, dtype=DTYPES[place.dtype], device=place.device, load_format=options.load_format
+    )
+    found = kv_errors(Transformer(arch, weights), tokens)
+    click.echo(f"{len(tokens)} tokens in {place.dtype} on {place.device}, against KV in {place.dtype}")
+    click.echo("kv dtype  logits apart (mean, worst)  greedy tokens changed  loss per token")
+    for one in found:
+        apart = f"{one.spread:.2e}, {one.worst:.2e} of spread"
+        click.echo(f"{one.codec:<8}  {apart:<26}  {one.changed:>7} of {len(tokens)}  {one.loss:+.1e} nats")
+
+
 @click.command()
 @click.option(
     "--model",
@@ -85,6 +127,7 @@ def _measure_machine(worker: Worker, name: str, longest: int, path: Path) -> Non
     default="auto",
     show_default=True,
 )
+@click.option("--kv-dtype", type=click.Choice(get_args(KvDtypeName)), default="auto", show_default=True)
 @click.option(
     "--load-format",
     type=click.Choice(get_args(LoadFormat)),
@@ -137,10 +180,22 @@ def _measure_machine(worker: Worker, name: str, longest: int, path: Path) -> Non
     metavar="FILE",
     help="Also time whole steps, and write this machine's file for `pensieve simulate --machine`.",
 )
+@click.option(
+    "--kv-error",
+    is_flag=True,
+    help="Instead, show how much `--kv-dtype fp8` and `int8` change this model's logits on a text.",
+)
+@click.option(
+    "--text",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Text for --kv-error.  [default: sentences of the demo]",
+)
 def profile(
     model: str,
     device: DeviceName,
     dtype: DtypeName,
+    kv_dtype: KvDtypeName,
     load_format: LoadFormat,
     chunk_tokens: int,
     longest: int | None,
@@ -149,10 +204,12 @@ def profile(
     tensor_parallel: int,
     output: Path | None,
     machine_file: Path | None,
+    kv_error: bool,
+    text: Path | None,
 ) -> None:
     """Measure the cost of recomputing a chunk on this machine.
 
-    `pensieve serve` uses the result, stored per model, device, dtype, chunk size and number of GPUs. Pass a
+    `pensieve serve` uses the result, stored per model, device, dtypes, chunk size and number of GPUs. Pass a
     file stored elsewhere with `pensieve serve --cost-profile FILE`.
     """
     from pensieve.engine.ranks.build import build_workers
@@ -167,6 +224,18 @@ def profile(
         )
     try:
         folder = resolve_model(model)
+        options = EngineOptions(
+            model=str(folder),
+            device=device,
+            dtype=dtype,
+            kv_dtype=kv_dtype,
+            load_format=load_format,
+            chunk_tokens=chunk_tokens,
+            torch_threads=threads,
+            tensor_parallel=tensor_parallel,
+        )
+        if kv_error:
+            return _show_kv_error(options, text)
         limit = load_arch(folder).context_limit
         if longest is not None and longest > limit:
             raise click.BadParameter(f"the model's context limit is {limit} tokens", param_hint="--longest")
@@ -176,16 +245,10 @@ def profile(
                 f"must be at least two chunks, {2 * chunk_tokens} tokens", param_hint="--longest"
             )
         worker = build_workers(
-            EngineOptions(
-                model=str(folder),
-                device=device,
-                dtype=dtype,
-                load_format=load_format,
-                chunk_tokens=chunk_tokens,
+            msgspec.structs.replace(
+                options,
                 device_cache=f"{max(longest, MACHINE_TOKENS if machine_file else 0)}tokens",
                 host_cache=f"{HOST_CHUNKS * chunk_tokens}tokens" if machine_file else "0",
-                torch_threads=threads,
-                tensor_parallel=tensor_parallel,
             )
         )
     except ModelError as error:

@@ -43,7 +43,7 @@ def build_engine(options: EngineOptions) -> Engine:
     except (ModelError, CostProfileError, ValueError) as error:
         raise InvalidArgument(str(error)) from error
     info = worker.info
-    cache = CacheManager(cache_config(options, info), cost, model=f"{options.model} {_forms(info)}")
+    cache = CacheManager(cache_config(options, info), cost, model=f"{options.model} {stored_as(info)}")
     config = scheduler_config(options, worker.arch, info)
     least = info.chunk_tokens + config.max_running
     if cache.has_states and config.max_batch_tokens < least:
@@ -120,12 +120,13 @@ def numerics(info: WorkerInfo) -> str:
     are equal to the bit."""
     device = torch.cuda.get_device_name() if info.device == "cuda" else info.device
     ranks = f" x {info.ranks}" if info.ranks > 1 else ""
-    return f"{'invariant ' if info.is_invariant else ''}{_forms(info)} {device}{ranks}"
+    return f"{'invariant ' if info.is_invariant else ''}{stored_as(info)} {device}{ranks}"
 
 
-def _forms(info: WorkerInfo) -> str:
-    """Name all that is rounded otherwise than the model's dtype."""
-    return info.dtype + " with fp8 weights" * info.fp8
+def stored_as(info: WorkerInfo) -> str:
+    """Name the dtype of the model, and what is rounded otherwise: weights in 8 bits, the codec of keys and values."""
+    keys = "" if info.kv_dtype == "auto" else f" kv-{info.kv_dtype}"
+    return info.dtype + " with fp8 weights" * info.fp8 + keys
 
 
 def uses_hints(options: EngineOptions) -> bool:

@@ -7,5 +7,5 @@ metadata for them. ``groups`` sorts the layers by what they cache. ``weights`` a
 know quantised ones), a ``gguf_checkpoint`` or a ``dummy``. ``transformer`` computes with them and with the ``ops`` of
 its device; ``recurrent`` has its mixers other than attention, ``experts`` its mixtures of experts.
 
-May import: core, debug, extras, gguf, kernels, lifeline, machine.
+May import: config, core, debug, extras, gguf, kernels, lifeline, machine.
 """

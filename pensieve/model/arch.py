@@ -257,10 +257,6 @@ class Arch:
         """Indexes of the layers that attend."""
         return tuple(index for index, layer in enumerate(self.layers) if layer.attends)
 
-    def kv_bytes_per_token(self, dtype: str) -> int:
-        """Return the bytes of one KV-token: keys and values of all layers that attend."""
-        return 2 * len(self.attention_layers) * self.num_kv_heads * self.head_dim * DTYPE_BYTES[dtype]
-
     @property
     def num_parameters(self) -> int:
         """All weights, without biases and norms."""

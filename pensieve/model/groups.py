@@ -7,12 +7,13 @@ recurrent layer its state at one position. Each chunk of a context has one *slic
 ======  ============================================  =================================================
 kind    a layer page holds                            dtype
 ======  ============================================  =================================================
-full    keys and values of a chunk, [2, Hkv, N, D]    the model's
+full    keys and values of a chunk, [2, Hkv, N, D]    the model's, or 8 bits with exponents [2, Hkv, N]
 window  likewise                                      the model's
 state   the last inputs of the convolution, [C, W-1]  the model's
 ..      then the recurrent state, [H, K, V]           float32
 ======  ============================================  =================================================
 
+Keys and values in 8 bits (``kernels.kv_codec``) are padded to ``CODED_ALIGNMENT`` bytes per layer page.
 Both parts of a state begin at multiples of ``ALIGNMENT`` bytes. Layers with windows of several widths share one group,
 which keeps the widest; each layer masks its own. A layer with attention and a state is in two groups.
 
@@ -26,11 +27,14 @@ import math
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from pensieve.config import KvDtypeName
 from pensieve.model.arch import DTYPE_BYTES, Arch, ModelError, StateShape
 
 GroupKind = Literal["full", "window", "state"]
 ALIGNMENT: Final = 16
 """Copies move 16 bytes at a time."""
+CODED_ALIGNMENT: Final = 128
+"""A line of a GPU's cache: the codes of a page begin at one."""
 MAX_GROUPS: Final = 2
 LEAST_SPAN: Final = 256
 """A step computes at least this number of tokens of a context at once, if there are as many. It needs pages for them
@@ -58,17 +62,20 @@ class KvGroup:
         return len(self.layers) * self.layer_page_bytes
 
 
-def kv_groups(arch: Arch, chunk_tokens: int, dtype: str) -> tuple[KvGroup, ...]:
+def kv_groups(
+    arch: Arch, chunk_tokens: int, dtype: str, kv_dtype: KvDtypeName = "auto"
+) -> tuple[KvGroup, ...]:
     """Return the KV groups of a model: the full group, then that of its windows or states if it has any.
 
-    ``arch``: of the whole model, or of one rank's shard. ``dtype``: a key of ``DTYPE_BYTES``. Raises ModelError for
-    models with windows and states, or whose recurrent layers differ in the shape of their state.
+    ``arch``: of the whole model, or of one rank's shard. ``dtype``: a key of ``DTYPE_BYTES``. ``kv_dtype``: the
+    codec of keys and values. Raises ModelError for models with windows and states, or whose recurrent layers differ in
+    the shape of their state.
     """
     attending = [(index, layer.window) for index, layer in enumerate(arch.layers) if layer.attends]
     full = tuple(index for index, window in attending if window is None)
     windowed = tuple(index for index, window in attending if window is not None)
     recurrent = tuple(index for index, layer in enumerate(arch.layers) if layer.state is not None)
-    slots = 2 * arch.num_kv_heads * chunk_tokens * arch.head_dim * DTYPE_BYTES[dtype]
+    slots = layer_page_bytes(arch, chunk_tokens, dtype, kv_dtype)
     groups = [KvGroup("full", full, slots if full else 0)]
     if windowed:
         widest = max(window for _, window in attending if window is not None)
@@ -80,6 +87,14 @@ def kv_groups(arch: Arch, chunk_tokens: int, dtype: str) -> tuple[KvGroup, ...]:
             "layer_types: a model with both sliding windows and recurrent layers is not supported"
         )
     return tuple(groups)
+
+
+def layer_page_bytes(arch: Arch, chunk_tokens: int, dtype: str, kv_dtype: KvDtypeName) -> int:
+    """Return the bytes of the keys and values of a chunk in one layer, with their padding."""
+    vectors = 2 * arch.num_kv_heads * chunk_tokens
+    if kv_dtype == "auto":
+        return vectors * arch.head_dim * DTYPE_BYTES[dtype]
+    return -(-vectors * (arch.head_dim + 1) // CODED_ALIGNMENT) * CODED_ALIGNMENT
 
 
 def context_pages(groups: tuple[KvGroup, ...], chunk_tokens: int, tokens: int) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from pensieve.config import (
     AllReduce,
     DeviceName,
     DtypeName,
+    KvDtypeName,
     LoadFormat,
     PolicyName,
     SwapMechanism,
@@ -162,6 +163,14 @@ OPTIONS: tuple[Option, ...] = (
         values.choice(*get_args(WeightsName)),
         "Form of the weights in memory and in products: auto, full (as --dtype says) or fp8 (8 bits, half the memory).",
         "8 bits if the folder is made for them, otherwise as --dtype says",
+        "NAME",
+    ),
+    Option(
+        "kv-dtype",
+        values.choice(*get_args(KvDtypeName)),
+        "Store keys and values in 8 bits: fp8 or int8, about half the memory of 16 bits. Answers change a little; "
+        "`pensieve profile --kv-error` shows how much.",
+        "auto: the data type of the model",
         "NAME",
     ),
     Option(
@@ -483,6 +492,7 @@ GROUPS: Final[Mapping[str, Sequence[str]]] = {
         "device",
         "dtype",
         "weights",
+        "kv-dtype",
         "context-limit",
         "tensor-parallel",
         "threads",

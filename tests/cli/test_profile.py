@@ -7,12 +7,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from click.testing import CliRunner
 
 from pensieve.cli.profile import profile
 from pensieve.engine.cost.model import CostModel
 from pensieve.engine.cost.profiles import CostPoint, Prober, split_attention
 from pensieve.engine.plan import Plan, Sampled, StepResult, SynchronousWorker
+from pensieve.engine.worker import kv_error
+from pensieve.model.folder import load_arch
+from pensieve.model.transformer import Transformer
+from pensieve.model.weights import load_weights
 from support.engine.checkpoints import tiny_checkpoint
 
 
@@ -88,6 +93,26 @@ def test_writes_what_the_engine_reads(tmp_path: Path) -> None:
     assert (cost.cost([16, 256, 4096]) > 0).all()
     report = json.loads(written.read_text())
     assert (report["device"], report["dtype"], report["family"]) == ("cpu", "float32", "llama")
+
+
+def test_the_error_of_8_bits() -> None:
+    """On the demo model: fp8 is coarser than int8, and neither changes much."""
+    result = CliRunner().invoke(profile, ["--kv-error", "--device", "cpu", "--threads", "1"])
+    assert result.exit_code == 0, result.output
+    rows = [line.split() for line in result.output.splitlines()[2:]]
+    assert [row[0] for row in rows] == ["fp8", "int8"]
+    mean = [float(row[1].rstrip(",")) for row in rows]
+    assert 0.1 > mean[0] > mean[1] > 1e-3
+    assert all(int(row[5]) < 60 and row[7] == "1024" for row in rows)
+
+
+def test_the_error_without_8_bits_is_zero(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folder = tiny_checkpoint("gemma2", tmp_path)
+    model = Transformer(load_arch(folder), load_weights(folder, load_arch(folder), dtype=torch.float32))
+    monkeypatch.setattr(kv_error, "CODES", {"none": None, "int8": torch.int8})
+    none, int8 = kv_error.kv_errors(model, list(range(3, 90)))
+    assert (none.spread, none.worst, none.changed, none.loss) == (0, 0, 0, 0)
+    assert int8.worst > int8.spread > 0
 
 
 def test_is_kept_for_the_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from pensieve.config import EngineOptions
+from pensieve.config import EngineOptions, KvDtypeName
 from pensieve.core import Sampling
 from pensieve.engine.cost import profiles
 from pensieve.engine.cost.model import CostModel, CostProfileError
@@ -54,6 +54,7 @@ class Info:
     max_batch_tokens: int = 256
     ranks: int = 1
     device_floor: int | None = None
+    kv_dtype: KvDtypeName = "auto"
 
 
 class Worker(SynchronousWorker):
@@ -99,6 +100,10 @@ def test_a_gpu_is_measured_once(cache: Path) -> None:
     again = Worker()
     assert load_or_measure_cost(options(), again) == first
     assert again.steps == 0
+    coded = Worker(kv_dtype="fp8")
+    load_or_measure_cost(options(), coded)
+    assert coded.steps > 0, "its attention takes other times"
+    assert profile_path(coded, "A CUDA (80 GB)").name.endswith("-bfloat16-kv-fp8-chunk32.json")
 
 
 @pytest.mark.parametrize(

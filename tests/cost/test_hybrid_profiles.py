@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pensieve.config import KvDtypeName
 from pensieve.core import RequestKey
 from pensieve.engine.cache.pages import PageSize
 from pensieve.engine.cost.profiles import ElasticPages, prober, quick_points
@@ -33,6 +34,7 @@ class Info:
     )
 
     device_floor: int | None = None
+    kv_dtype: KvDtypeName = "auto"
 
     def __init__(self, tier: TierLayout, chunks: int) -> None:
         self.device_tier, self.device_chunks = tier, chunks

@@ -12,6 +12,7 @@ from pensieve.config import EngineOptions, parse_cache_size
 from pensieve.engine.worker.sizing import worker_info
 from pensieve.engine.worker.torch_worker import build_worker
 from pensieve.model.folder import load_arch
+from pensieve.model.groups import kv_groups
 
 
 @pytest.mark.parametrize(
@@ -44,7 +45,7 @@ def options(folder: Path, **values: Any) -> EngineOptions:
 def test_pools_are_whole_chunks_of_the_size_asked_for(llama: Path) -> None:
     worker = build_worker(options(llama, device_cache="100tokens", host_cache="1MiB"))
     arch = worker.arch
-    per_chunk = arch.kv_bytes_per_token("float32") * 32
+    per_chunk = kv_groups(arch, 32, "float32")[0].page_bytes
     assert (worker.info.device_chunks, worker.info.host_chunks) == (3, 2**20 // per_chunk)
     assert (worker.info.device, worker.info.dtype) == ("cpu", "float32")
     assert worker.info.context_limit == arch.context_limit == 512

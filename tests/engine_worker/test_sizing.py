@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from pensieve.config import EngineOptions
+from pensieve.config import EngineOptions, KvDtypeName
+from pensieve.engine.build import numerics
 from pensieve.engine.worker import sizing
 from pensieve.engine.worker.sizing import (
     GIB,
@@ -23,6 +24,7 @@ from pensieve.engine.worker.sizing import (
 )
 from pensieve.engine.worker.torch_worker import build_worker
 from pensieve.model.arch import Arch, Layer, RecurrentMixer, Rope
+from pensieve.model.groups import kv_groups
 from pensieve.model.shard import Shard
 
 ARCH = Arch(
@@ -67,6 +69,36 @@ def test_auto_on_a_gpu() -> None:
     assert tiers.host_chunks == 4 * tiers.device_chunks
     assert tiers.device_source.startswith("auto: 92% of the rest of 100.0 GiB free, ")
     assert tiers.host_source == "auto: 4x the device tier"
+
+
+@pytest.mark.parametrize("kv_dtype", ["fp8", "int8"])
+def test_keys_and_values_in_8_bits_take_half(kv_dtype: KvDtypeName) -> None:
+    layer_page = 82_560  # 2 * 10 heads * 32 tokens * (128 codes + an exponent), a multiple of 128
+    tiers = sizes(GPU, 100, 1000, device_cache="40GiB", host_cache="8192tokens", kv_dtype=kv_dtype)
+    assert tiers.device_chunks == 40 * GIB // (40 * layer_page)
+    assert tiers.host_tier.num_bytes == 8192 // 32 * 40 * layer_page
+    shard = Shard(1, 2).arch(ARCH)
+    assert kv_groups(shard, 1, "bfloat16", kv_dtype)[0].layer_page_bytes == 1408  # 1,290 and padding
+    info = WorkerInfo(
+        "cpu", "float32", 9, 9, 32, 4096, groups=kv_groups(ARCH, 32, "float32", kv_dtype), kv_dtype=kv_dtype
+    )
+    assert numerics(info) == f"float32 kv-{kv_dtype} cpu"
+    assert f"float32 with KV in {kv_dtype} on cpu" in report(ARCH, info)
+    assert f"device tier: {9 * 40 * layer_page / GIB:.1f} GiB, 288 tokens" in report(ARCH, info)
+
+
+def test_who_cannot_have_8_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    fp8 = EngineOptions(model="/m", device="cuda", kv_dtype="fp8")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (8, 0))
+    with pytest.raises(ValueError, match=r"compute capability 8\.0\) has no FP8: give --kv-dtype int8"):
+        resolve_device(fp8, ARCH)
+    resolve_device(EngineOptions(model="/m", device="cuda", kv_dtype="int8"), ARCH)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (8, 9))
+    resolve_device(fp8, ARCH)
+    none = dataclasses.replace(ARCH, layers=(dataclasses.replace(ARCH.layers[0], attends=False),))
+    with pytest.raises(ValueError, match="llama has no keys and values; start without --kv-dtype"):
+        resolve_device(EngineOptions(model="/m", device="cpu", kv_dtype="int8"), none)
 
 
 def test_auto_host_tier_leaves_half_of_the_memory() -> None:

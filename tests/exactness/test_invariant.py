@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from pensieve.config import CacheConfig, SchedulerConfig
+from pensieve.config import CacheConfig, KvDtypeName, SchedulerConfig
 from pensieve.debug import child_environment
 from pensieve.engine.kv.recomputed import RestoreMismatch
 from pensieve.kernels import reference
@@ -90,6 +90,12 @@ CASES = [
 def test_bits_do_not_depend_on_the_step(family: Family, dtype: str, first: int, tmp_path: Path) -> None:
     bench = Bench(family, tmp_path, dtype=dtype, invariant=True)
     assert play(bench, first, SCHEDULES) > 2_000
+
+
+@pytest.mark.parametrize("kv_dtype", at_length(("int8",), ("fp8", "int8")))
+def test_bits_of_codes_do_not_depend_on_the_step(kv_dtype: KvDtypeName, tmp_path: Path) -> None:
+    bench = Bench("qwen3", tmp_path, dtype="bfloat16", invariant=True, kv_dtype=kv_dtype)
+    assert play(bench, 7, SCHEDULES) > 2_000
 
 
 WIDE = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 163}

@@ -73,7 +73,7 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
 
 def test_auto_takes_most_and_leaves_room_for_the_largest_step(worker: Worker) -> None:
     info, total = worker.info, torch.cuda.mem_get_info()[1]
-    tier = info.device_chunks * info.chunk_tokens * worker.arch.kv_bytes_per_token(info.dtype)
+    tier = info.device_chunks * info.groups[0].page_bytes
     assert tier + info.weight_bytes > total / 2, "the machine is in use, or auto is far too careful"
     assert "auto: 92% of the rest" in report(worker.arch, info)
     specs = [

@@ -14,6 +14,7 @@ from pensieve.model.arch import Arch, ModelError, Rope
 from pensieve.model.eos_tokens import default_eos_ids
 from pensieve.model.families import CONFIG_CLASSES, READERS
 from pensieve.model.folder import load_arch
+from pensieve.model.groups import kv_groups
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -61,8 +62,7 @@ def test_llama(tmp_path: Path) -> None:
     assert arch.dtype == "bfloat16"
     assert arch.eos_token_ids == (2,)
     assert not (arch.qkv_bias or arch.mlp_bias or arch.qk_norm or arch.tied_embeddings)
-    assert arch.kv_bytes_per_token("bfloat16") == 2 * 32 * 8 * 128 * 2
-    assert arch.kv_bytes_per_token("float32") == 2 * arch.kv_bytes_per_token("float16")
+    assert kv_groups(arch, 3, "bfloat16")[0].page_bytes == 3 * 2 * 32 * 8 * 128 * 2
     assert arch.num_parameters == 32 * (4096 * 4096 * 2 + 4096 * 1024 * 2 + 3 * 4096 * 11008) + 32000 * 4096
 
 

@@ -15,6 +15,7 @@ import torch
 
 from pensieve.model.arch import Arch, ModelError
 from pensieve.model.folder import load_arch
+from pensieve.model.groups import kv_groups
 from pensieve.model.shard import Shard, divisors
 from pensieve.model.transformer import Transformer
 from pensieve.model.weights import load_weights
@@ -130,7 +131,8 @@ def test_what_is_not_supported_is_refused_by_name(
 
 def test_only_attention_layers_have_keys_and_values(tmp_path: Path) -> None:
     bytes_of = {
-        family: _changed(family, tmp_path / family).kv_bytes_per_token("bfloat16") for family in FAMILIES
+        family: kv_groups(_changed(family, tmp_path / family), 1, "bfloat16")[0].page_bytes
+        for family in FAMILIES
     }
     per_layer = 2 * 2 * 8 * 2
     assert bytes_of["mamba2"] == 0

@@ -20,6 +20,7 @@ LEAST = {
     "parties": 18,
     "recurrence": 11,
     "invariant": 10,
+    "coded": 20,
 }
 """Tests of ``tests/support/kernels/interpreted_NAME.py`` that must pass."""
 

@@ -3,6 +3,7 @@ its speed rests on. The budgets are what the tiles of ``attention.tiles`` promis
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from pensieve.kernels.ragged_paged_attention import (
 )
 from support.kernels import compiled_kernels
 from support.kernels.compiled_kernels import CUOBJDUMP, Binary
+from support.lengths import at_length
 
 REGISTERS, SHARED_BYTES = 65536, 233472
 """What one Hopper multiprocessor has."""
@@ -32,6 +34,7 @@ TYPES = {
     "q": "*bf16", "pool": "*bf16", "tables": "*i32", "out": "*bf16", "lse": "*fp32", "words": "*i32",
     "partial": "*fp32", "partial_lse": "*fp32", "partial_total": "*fp32", "sinks": "*bf16", "factor": "fp32",
 }  # fmt: skip
+CODED = ("*fp8e4nv", "*i8")
 ANY_VALUE = ("table_stride", "partial_rows", "window")
 
 pytestmark = pytest.mark.skipif(not CUOBJDUMP.exists(), reason="this build of Triton brings no CUDA tools")
@@ -70,6 +73,26 @@ def test_programs_fit(dim: int, name: str) -> None:
     # Keys and values of one tile, 16 bytes a thread, for every buffer filled ahead of the loop.
     copies = 2 * tile.keys * max(64, 1 << (dim - 1).bit_length()) * 2 // (16 * 32 * tile.warps)
     assert binary.ptx.count("cp.async.cg") >= copies * (tile.stages - 1)
+
+
+@pytest.mark.parametrize(
+    ("pool", "name"),
+    at_length((("*fp8e4nv", "narrow"),), tuple(itertools.product(CODED, ("narrow", "few", "wide")))),
+)
+def test_programs_over_codes_fit(pool: str, name: str) -> None:
+    """Decoding takes no memory, and half the bytes leave room for as many programs."""
+    tile = getattr(choose_tiles(128, 2, coded=True), name)
+    fixed = constants(
+        tile, NARROW if name == "narrow" else WIDE, Geometry(40, 10, 128, 2, 132, coded=True), 32
+    )
+    types = {**TYPES, "pool": pool}
+    binary = compiled_kernels.build(
+        _attend, types, {**fixed, "LSE": False}, options(tile), any_value=ANY_VALUE
+    )
+    assert binary.registers * 32 * tile.warps * tile.resident <= REGISTERS
+    assert (binary.shared + 1024) * tile.resident <= SHARED_BYTES
+    assert binary.stack <= STACK
+    assert ("e4m3x2" in binary.ptx) == (pool == "*fp8e4nv"), "the conversion is an instruction"
 
 
 @pytest.mark.parametrize("name", ["narrow", "narrow_concurrent", "short", "few", "wide"])

@@ -23,6 +23,7 @@ def some(cases: Sequence[T], count: int) -> Sequence[T]:
 SLOWEST = (
     "tests/ops/test_interpreted.py",
     "tests/exactness/test_invariant.py",
+    "tests/exactness/test_coded.py",
     "tests/e2e/test_answers_continue.py",
     "tests/speech/test_grammar.py",
     "tests/http/test_form_clients.py",

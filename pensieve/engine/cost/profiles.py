@@ -28,7 +28,7 @@ from typing import Any, Final, Protocol
 
 import numpy as np
 
-from pensieve.config import EngineOptions
+from pensieve.config import EngineOptions, KvDtypeName
 from pensieve.core import RequestKey, Sampling, TokenArray
 from pensieve.engine.cache.pages import PagePool, PageSize
 from pensieve.engine.cost.model import FORMAT, CostModel, CostProfileError
@@ -59,6 +59,8 @@ class Info(Protocol):
     def device(self) -> str: ...
     @property
     def dtype(self) -> str: ...
+    @property
+    def kv_dtype(self) -> KvDtypeName: ...
     @property
     def device_chunks(self) -> int: ...
     @property
@@ -278,6 +280,7 @@ def describe(
         "device": worker.info.device,
         "device_name": device_name,
         "dtype": worker.info.dtype,
+        "kv_dtype": worker.info.kv_dtype,
         "chunk_tokens": worker.info.chunk_tokens,
         "attention": attention,
         "other_seconds": other,
@@ -326,7 +329,8 @@ def profile_path(worker: ProbedWorker, name_of_device: str) -> Path:
     info = worker.info
     device = re.sub(r"[^a-z0-9]+", "-", name_of_device.lower()).strip("-")
     chunk = f"chunk{info.chunk_tokens}"
-    parts = (worker.arch.family, fingerprint(worker.arch), device, info.dtype, chunk)
+    dtype = info.dtype if info.kv_dtype == "auto" else f"{info.dtype}-kv-{info.kv_dtype}"
+    parts = (worker.arch.family, fingerprint(worker.arch), device, dtype, chunk)
     return profile_directory() / ("-".join(parts) + ".json")
 
 

@@ -5,5 +5,5 @@
 own streams: ``queue`` orders the work, ``timeline`` tracks how far each stream has come, and ``mechanisms`` are the
 ways to move bytes. ``recomputed`` compares chunks that are computed again with what they were.
 
-May import: core, engine.cache.pages, engine.plan, kernels, model.
+May import: config, core, engine.cache.pages, engine.plan, kernels, model.
 """

@@ -15,12 +15,14 @@ from typing import Final
 
 import torch
 
+from pensieve.config import KvDtypeName
 from pensieve.engine.kv.grid import Grid, TierLayout
 from pensieve.engine.kv.pools import GroupPages, KvTiers, PinnedMemory, untouched_zeros
 from pensieve.engine.kv.virtual.backing import Backing
 from pensieve.engine.kv.virtual.driver import DriverBackend
 from pensieve.engine.kv.virtual.plain import PlainBackend
 from pensieve.engine.kv.virtual.region import Backend, RegionSizes, handle_bytes, reserve
+from pensieve.kernels import kv_codec
 from pensieve.model.arch import Arch
 from pensieve.model.groups import ALIGNMENT, KvGroup, conv_bytes, state_shape
 
@@ -44,12 +46,13 @@ class HybridPools(KvTiers):
         dtype: torch.dtype,
         device: torch.device,
         floor: int | None = None,
+        kv_dtype: KvDtypeName = "auto",
     ) -> None:
         """Allocate both pools, zeroed, as large as ``tiers`` (device, host) say: layer pages are multiples of 16
         bytes. Raises RuntimeError or MemoryError when memory runs out.
 
         ``floor``: bytes of the device tier that are backed at least. The tier is then elastic: ``backing`` says how
-        much of it is, and new memory may hold anything. None: all of it is.
+        much of it is, and new memory may hold anything. None: all of it is. ``kv_dtype``: the codec of keys and values.
 
         In plain memory, the operating system provides and zeroes each page when a slice first writes to it.
         """
@@ -76,21 +79,21 @@ class HybridPools(KvTiers):
         else:
             self.host = untouched_zeros((host_bytes,), torch.uint8)
         grids = [tier.grids for tier in tiers]
+        kv_shape = (2, arch.num_kv_heads, chunk_tokens, arch.head_dim)
+        code = kv_codec.CODES.get(kv_dtype)
+        used = 0 if code is None or not groups[0].layers else kv_codec.used_bytes(*kv_shape[1:])
         pages = tuple(
             GroupPages(
-                group.layers,
-                group.page_bytes,
-                _runs(self.device, grids[0][number]),
-                _runs(self.host, grids[1][number]),
-                max(1, grids[1][number].stride),
-                grids[1][number].first,
+                group.layers, group.page_bytes, _runs(self.device, grids[0][number]),
+                _runs(self.host, grids[1][number]), max(1, grids[1][number].stride), grids[1][number].first, used,
             )
             if len(groups) > 1
             else GroupPages(
-                group.layers, group.page_bytes, _runs(self.device, grids[0][0]), _chunks(self.host, group)
+                group.layers, group.page_bytes, _runs(self.device, grids[0][0]), _chunks(self.host, group),
+                used_bytes=used,
             )
             for number, group in enumerate(groups)
-        )
+        )  # fmt: skip
         super().__init__(
             pages,
             num_layers=arch.num_layers,
@@ -101,12 +104,11 @@ class HybridPools(KvTiers):
         self.backing = backing
         self._attention: dict[int, torch.Tensor] = {}
         self._states: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        kv_shape = (2, arch.num_kv_heads, chunk_tokens, arch.head_dim)
         for number, group in enumerate(groups):
             for index, layer in enumerate(group.layers):
                 grid = grids[0][number]
                 if group.kind != "state":
-                    self._attention[layer] = _view(self.device, grid, index, kv_shape, dtype)
+                    self._attention[layer] = _view(self.device, grid, index, kv_shape, code or dtype)
                 else:
                     self._states[layer] = self._state_views(arch, grid, index, dtype)
 

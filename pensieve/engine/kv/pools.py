@@ -6,8 +6,9 @@ device tier, and ``KvTiers`` what they have in common.
 With one group, the device pool is ``[L, P, 2, Hkv, N, D]``: layer first, so that attention of one layer reads one slab
 and a step can wait for a single layer. The host pool is ``[C, L, 2, Hkv, N, D]``: chunk first, so that an evicted
 chunk is one contiguous object. In both, keys and values of one page of one layer are one contiguous run, the unit that
-is copied. With a GPU the host pool is pinned, and ``pensieve.engine.kv.swap`` does the copies. The copies in this
-module are for plain memory: they are done when the call returns.
+is copied. Keys and values in 8 bits lie in runs of bytes instead (``kernels.kv_codec``). With a GPU the host pool is
+pinned, and ``pensieve.engine.kv.swap`` does the copies. The copies in this module are for plain memory: they are done
+when the call returns.
 
 torch rounds its own pinned tensors up to the next power of two, which turns 40 GiB into 64. So
 ``PinnedMemory`` allocates plain memory and registers it with CUDA once at start-up. That takes a while, so it
@@ -32,10 +33,12 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from pensieve.config import KvDtypeName
 from pensieve.engine.kv.virtual.backing import Backing, UseMark
 from pensieve.engine.plan import Copy, Plan
-from pensieve.kernels import reference
+from pensieve.kernels import kv_codec, reference
 from pensieve.model.arch import Arch
+from pensieve.model.groups import layer_page_bytes
 
 SEGMENT_BYTES = 1 << 30
 """Bytes registered in one call, so that progress can be shown and the driver's lock is held briefly."""
@@ -170,6 +173,8 @@ class GroupPages:
     """From one host page number to the next that can be in use."""
     host_first: int = 0
     """Least host page number."""
+    used_bytes: int = 0
+    """Bytes of a layer page before its padding; 0: there is no padding."""
 
 
 class KvTiers:
@@ -297,12 +302,20 @@ class KvPools(KvTiers):
         chunk_tokens: int,
         dtype: torch.dtype,
         device: torch.device,
+        kv_dtype: KvDtypeName = "auto",
     ) -> None:
-        """Allocate both pools, zeroed. Raises RuntimeError when memory runs out.
+        """Allocate both pools, zeroed. ``kv_dtype``: the codec of keys and values; with ``auto`` they have ``dtype``.
+        Raises RuntimeError when memory runs out.
 
         In plain memory, the operating system provides and zeroes each page when a chunk first writes to it.
         """
-        page = (2, arch.num_kv_heads, chunk_tokens, arch.head_dim)
+        self._shape, self._code = (
+            (arch.num_kv_heads, chunk_tokens, arch.head_dim),
+            kv_codec.CODES.get(kv_dtype),
+        )
+        page: tuple[int, ...] = (2, *self._shape)
+        if self._code is not None:
+            page, dtype = (layer_page_bytes(arch, chunk_tokens, "", kv_dtype),), torch.uint8
         # One more page than chunks: unused entries of page tables point to it.
         device_shape = (arch.num_layers, device_chunks + 1, *page)
         on_gpu = device.type == "cuda"
@@ -320,7 +333,10 @@ class KvPools(KvTiers):
         else:
             self.host = untouched_zeros(shape, dtype)
         layers = tuple(range(arch.num_layers))
-        group = GroupPages(layers, chunk_bytes, self.device, self.host.transpose(0, 1))
+        group = GroupPages(
+            layers, chunk_bytes, self.device, self.host.transpose(0, 1),
+            used_bytes=0 if self._code is None else kv_codec.used_bytes(*self._shape),
+        )  # fmt: skip
         super().__init__(
             (group,),
             num_layers=arch.num_layers,
@@ -331,7 +347,8 @@ class KvPools(KvTiers):
 
     def attention(self, layer: int) -> torch.Tensor:
         """See ``KvTiers.attention``."""
-        return self.device[layer]
+        pages = self.device[layer]
+        return pages if self._code is None else kv_codec.pool_of(pages, *self._shape, self._code)
 
 
 class LayerTransfers:

@@ -42,6 +42,8 @@ class ComputedChunks:
         total = torch.zeros(len(checks), dtype=torch.int64)
         for layer in device:
             words = layer.view(len(layer), -1).view(torch.int32).index_select(0, at)
+            if used := self._pages.used_bytes:  # padding may hold anything
+                words.view(torch.uint8)[:, used:] = 0
             # Odd weights: each changed bit changes the sum, and so do words that change places.
             total = 3 * total + (words * torch.arange(1, 2 * words.shape[1], 2)).sum(1)
         return total
@@ -51,6 +53,10 @@ class ComputedChunks:
         from pensieve.kernels.chunk_copy import runs_of
 
         runs = runs_of(self._pages.device)
+        if (
+            used := self._pages.used_bytes
+        ):  # padding may hold anything; a last part of a word is left out with it
+            runs = runs[..., : used // runs.element_size()]
         pairs = torch.tensor(
             list(zip(pages, range(len(pages)), strict=True)), dtype=torch.int32, pin_memory=True
         )

@@ -20,7 +20,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from pensieve.kernels import invariant, reference
+from pensieve.config import KvDtypeName
+from pensieve.kernels import invariant, kv_codec, reference
 from pensieve.kernels.arguments import HeadPrep
 from pensieve.kernels.attention.kinds import PIECE_KEYS
 from pensieve.kernels.spans import Spans, make_spans
@@ -80,7 +81,7 @@ def with_even_head(weights: Weights) -> Weights:
     return replace(weights, head=replace(head, weight=F.pad(head.weight, (0, 0, 0, missing)), bias=bias))
 
 
-def check(model: Transformer, most_rows: int) -> None:
+def check(model: Transformer, most_rows: int, kv_dtype: KvDtypeName = "auto") -> None:
     """Try the model's products, norms and attention with many numbers of rows, up to ``most_rows``. On a GPU, call
     ``use_plain_products`` before. Raises NotInvariant with the first shape whose result for a row depends on the number
     of rows or on the row's place."""
@@ -114,7 +115,7 @@ def check(model: Transformer, most_rows: int) -> None:
             _try_rows(f"the norm of {heads} heads of {dim} values", prepare, x.to(embedding.dtype), sizes)
         for window in dict.fromkeys(layer.window for layer in model.arch.layers if layer.attends):
             attention = _triton_attention if on_gpu else _reference_attention
-            try_attention(model.arch, embedding.dtype, embedding.device, window, attention)
+            try_attention(model.arch, embedding, window, attention, kv_dtype)
     log.info("invariant: %d shapes checked in %.1f s", len(tried) + 1, time.monotonic() - started)
 
 
@@ -204,10 +205,12 @@ class AttentionOf(Protocol):
 
 
 def try_attention(
-    arch: Arch, dtype: torch.dtype, device: torch.device, window: int | None, attend: AttentionOf
+    arch: Arch, like: torch.Tensor, window: int | None, attend: AttentionOf, kv_dtype: KvDtypeName = "auto"
 ) -> None:
-    """Attend the last tokens of one context together, in spans of a few tokens, and token by token. Raises NotInvariant
-    unless all give the same bits."""
+    """Attend the last tokens of one context together, in spans of a few tokens, and token by token, in the dtype of
+    ``like`` and on its device. Raises NotInvariant unless all give the same bits.
+    """
+    device, dtype = like.device, like.dtype
     generator = torch.Generator(device).manual_seed(0)
     heads, kv_heads, dim = arch.num_heads, arch.num_kv_heads, arch.head_dim
 
@@ -216,6 +219,8 @@ def try_attention(
 
     first = CONTEXT - TRIED
     pool, q = random(CONTEXT // PAGE, 2, kv_heads, PAGE, dim), random(TRIED, heads, dim)
+    if kv_dtype != "auto":
+        pool = kv_codec.coded(pool, kv_codec.CODES[kv_dtype])
     tables = torch.arange(CONTEXT // PAGE, dtype=torch.int32, device=device)[None]
     results = {}
     for length in (TRIED, 7, 1):

@@ -16,7 +16,14 @@ from typing import Final
 import msgspec
 import torch
 
-from pensieve.config import BATCH_LIMITS, EngineOptions, batch_limits, device_range, parse_cache_size
+from pensieve.config import (
+    BATCH_LIMITS,
+    EngineOptions,
+    KvDtypeName,
+    batch_limits,
+    device_range,
+    parse_cache_size,
+)
 from pensieve.engine.kv.grid import TierLayout
 from pensieve.engine.kv.hybrid import HybridPools
 from pensieve.engine.kv.pools import KvPools, KvTiers
@@ -49,6 +56,7 @@ GRAPHS_BYTES: Final = 3 * GIB // 2
 ATTENTION_BYTES: Final = GIB // 2
 """For partial results of split attention, step metadata and copy staging."""
 FP8_CAPABILITY: Final = (8, 9)
+"""Least compute capability with conversions from and to FP8."""
 SESSION_TOKENS: Final = 2048
 """The start-up report counts sessions of this length."""
 
@@ -96,6 +104,8 @@ class WorkerInfo:
     """Why the device tier has one size although the options give a range."""
     fp8: bool = False
     """Whether weights are codes of 8 bits (``--weights``)."""
+    kv_dtype: KvDtypeName = AUTO
+    """Codec of keys and values."""
     is_invariant: bool = False
     """Whether a token's bits depend only on the tokens before it (``invariance``)."""
 
@@ -137,6 +147,7 @@ def resolve_device(options: EngineOptions, arch: Arch) -> Placement:
         raise ValueError(
             "recurrent layers on a GPU need the package fla-core: pip install 'pensieve[server]'"
         )
+    _require_codec(options, arch, device)
     if options.chunk_tokens < 1:
         raise ValueError(f"chunk tokens {options.chunk_tokens}: at least 1")
     sides = device_range(options.device_cache)
@@ -153,6 +164,20 @@ def resolve_device(options: EngineOptions, arch: Arch) -> Placement:
             f"from {FP8_CAPABILITY[0]}.{FP8_CAPABILITY[1]} on; start with --weights full"
         )
     return Placement(device, dtype, limit, *batch_limits(options, device))
+
+
+def _require_codec(options: EngineOptions, arch: Arch, device: str) -> None:
+    """Raise ValueError when this model or device cannot have keys and values in 8 bits as asked for."""
+    name = options.kv_dtype
+    if name == "auto":
+        return
+    if not arch.attention_layers:
+        raise ValueError(f"kv dtype {name}: {arch.family} has no keys and values; start without --kv-dtype")
+    if device == "cuda" and name == "fp8" and torch.cuda.get_device_capability() < FP8_CAPABILITY:
+        found = ".".join(map(str, torch.cuda.get_device_capability()))
+        raise ValueError(
+            f"kv dtype fp8: this GPU (compute capability {found}) has no FP8: give --kv-dtype int8"
+        )
 
 
 def worker_info(
@@ -184,7 +209,8 @@ def worker_info(
         host_source=tiers.host_source,
         weight_bytes=weight_bytes,
         ranks=collective.ranks,
-        groups=kv_groups(arch, options.chunk_tokens, placement.dtype),
+        groups=kv_groups(arch, options.chunk_tokens, placement.dtype, options.kv_dtype),
+        kv_dtype=options.kv_dtype,
         device_tier=tiers.device_tier,
         host_tier=tiers.host_tier,
         device_floor=tiers.device_floor,
@@ -236,7 +262,7 @@ def tier_sizes(
 ) -> TierSizes:
     """Return the chunks of both tiers, from the options or from free memory; totals over all ranks. ``arch``:
     of one rank's shard. ``free``: of the rank that has least. Raises ValueError."""
-    groups = kv_groups(arch, options.chunk_tokens, placement.dtype)
+    groups = kv_groups(arch, options.chunk_tokens, placement.dtype, options.kv_dtype)
     on_gpu = placement.device == "cuda"
     sizes = sizes_for(groups, options.chunk_tokens, placement.context_limit, ranks=ranks, on_gpu=on_gpu)
     kept = ranks * workspace_bytes(arch, placement, cuda_graphs=options.cuda_graphs) if on_gpu else 0
@@ -273,6 +299,7 @@ def allocate_pools(arch: Arch, info: WorkerInfo) -> KvTiers:
                 dtype=DTYPES[info.dtype],
                 device=torch.device(info.device),
                 floor=info.device_floor,
+                kv_dtype=info.kv_dtype,
             )
         return KvPools(
             arch,
@@ -281,6 +308,7 @@ def allocate_pools(arch: Arch, info: WorkerInfo) -> KvTiers:
             chunk_tokens=info.chunk_tokens,
             dtype=DTYPES[info.dtype],
             device=torch.device(info.device),
+            kv_dtype=info.kv_dtype,
         )
     except (RuntimeError, MemoryError) as error:  # torch has no narrower class on a CPU
         # Only a GPU's error adds information: which tier did not fit, and how much memory there was.
@@ -368,15 +396,15 @@ def report(arch: Arch, info: WorkerInfo) -> str:
     where = info.device
     if info.device == "cuda":
         where += f" ({torch.cuda.get_device_name()})"
-    each = ""
+    each, keys = "", "" if info.kv_dtype == "auto" else f" with KV in {info.kv_dtype}"
     if info.ranks > 1:
         where, each = f"{info.ranks} x {where}", " each"
-    per_chunk = arch.kv_bytes_per_token(info.dtype) * info.chunk_tokens * info.ranks
+    (full, *_) = kv_groups(arch, info.chunk_tokens, info.dtype, info.kv_dtype)
+    per_chunk = full.page_bytes * info.ranks
     lines = [
-        f"{arch.family}, {arch.num_layers} layers, in {info.dtype} on {where}: weights {gib(info.weight_bytes)}{each}"
-        f"{', fp8' * info.fp8}, "
-        f"contexts up to {info.context_limit} tokens, steps of up to {info.max_batch_tokens} tokens and "
-        f"{info.max_running} generations"
+        f"{arch.family}, {arch.num_layers} layers, in {info.dtype}{keys} on {where}: "
+        f"weights {gib(info.weight_bytes)}{each}{', fp8' * info.fp8}, contexts up to {info.context_limit} tokens, "
+        f"steps of up to {info.max_batch_tokens} tokens and {info.max_running} generations"
     ]
     tiers = (
         ("device", info.device_chunks, info.device_tier, info.device_source),

@@ -250,7 +250,9 @@ def build_worker(options: EngineOptions, collective: Collective = SINGLE_RANK) -
         weights = invariance.with_even_head(weights)
     model = Transformer(arch, weights, ops, collective)
     if options.invariant:
-        invariance.check(model, most_rows=max(place.max_batch_tokens, place.max_running))
+        invariance.check(
+            model, most_rows=max(place.max_batch_tokens, place.max_running), kv_dtype=options.kv_dtype
+        )
     # After the weights are loaded: the tiers use the memory that remains.
     info = worker_info(options, arch, weight_bytes=weight_bytes(weights), collective=collective)
     if info.device == "cuda":

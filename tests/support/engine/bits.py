@@ -18,6 +18,7 @@ from pensieve.core import RequestKey, Sampling
 from pensieve.engine.plan import PendingStep, Plan, SampleSpec, Span, StepResult
 from pensieve.engine.ranks.leader import LeadingWorker
 from pensieve.engine.worker.torch_worker import TorchWorker
+from pensieve.kernels import kv_codec
 from support.engine.hash_worker import MASK, HashWorker, read_kv
 from support.engine.hybrid_worker import HybridWorker, hybrid_kv
 
@@ -145,7 +146,9 @@ class BitWorker:
             pages, slots = table[positions // size].astype(np.int64), positions % size
             histories = self._twin.device[pages, slots].tolist()
             # [position, layer, 2, Hkv, D]
-            held = torch.stack([layer[pages, :, :, slots] for layer in layers], dim=1).cpu()
+            where = [torch.from_numpy(one).to(layers[0].device) for one in (pages, slots)]
+            at = (where[0], slice(None), slice(None), where[1])
+            held = torch.stack([_values(layer, at) for layer in layers], dim=1).cpu()
             for history, one in zip(histories, as_bits(held), strict=True):
                 self._bits.expect("keys and values", history, one)
 
@@ -157,6 +160,10 @@ class BitWorker:
     def close(self) -> None:
         self.leave()
         self._worker.close()
+
+
+def _values(pool: torch.Tensor, at: kv_codec.Index) -> torch.Tensor:
+    return kv_codec.read(pool, at, torch.float32) if kv_codec.is_coded(pool) else pool[at]
 
 
 def as_bits(values: torch.Tensor) -> torch.Tensor:

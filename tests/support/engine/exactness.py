@@ -11,7 +11,15 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from pensieve.config import CacheConfig, CacheGroup, EngineTuning, PolicyName, SchedulerConfig, WeightsName
+from pensieve.config import (
+    CacheConfig,
+    CacheGroup,
+    EngineTuning,
+    KvDtypeName,
+    PolicyName,
+    SchedulerConfig,
+    WeightsName,
+)
 from pensieve.engine.cache.pages import PageSize
 from pensieve.engine.elastic import ElasticTier
 from pensieve.engine.kv.grid import TierLayout
@@ -21,9 +29,10 @@ from pensieve.engine.worker.hybrid_sizing import NO_TIER
 from pensieve.engine.worker.invariance import with_even_head
 from pensieve.engine.worker.sizing import DTYPES, WorkerInfo
 from pensieve.engine.worker.torch_worker import TorchWorker
-from pensieve.model.arch import Arch
+from pensieve.kernels.kv_codec import CODES
+from pensieve.model.arch import DTYPE_BYTES, Arch
 from pensieve.model.folder import load_arch
-from pensieve.model.groups import kv_groups
+from pensieve.model.groups import KvGroup, kv_groups
 from pensieve.model.ops import INVARIANT_OPS, TORCH_OPS, triton_ops
 from pensieve.model.transformer import Transformer
 from pensieve.model.weights import load_weights
@@ -35,6 +44,8 @@ from support.model import recurrent_models
 
 POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
 LIMIT = 160
+DTYPES.setdefault("float64", torch.float64)
+DTYPE_BYTES.setdefault("float64", torch.float64.itemsize)
 SPAN = 24
 """What a step can always compute of one request, for models with windows, in tests that set it so low."""
 _MECHANISMS: tuple[Literal["batch", "kernel"], ...] = ("batch", "kernel")
@@ -61,16 +72,21 @@ class Bench:
         near_tie: float = NEAR_TIE,
         invariant: bool = False,
         weights: WeightsName = "full",
+        kv_dtype: KvDtypeName = "auto",
         **overrides: Any,
     ) -> None:
-        """``invariant``, ``weights``: the options. ``overrides`` replace values of the checkpoint's config."""
+        """``invariant``, ``weights``, ``kv_dtype``: the options. ``overrides`` replace values of the checkpoint's
+        config. A ``dtype`` of float64 is for tests: only there no rounding moves a value over the edge between two codes."""
         torch.set_num_threads(1)
+        self.kv_dtype: KvDtypeName = kv_dtype
         self.device, self.dtype, self.near_tie, self.invariant = device, dtype, near_tie, invariant
         checkpoint = checkpoint_of(family, folder, **overrides)
         if weights == "fp8":
             self.oracle = HfOracle(checkpoint, near_tie=near_tie, change=as_fp8)
         else:
-            self.oracle = HfOracle(checkpoint, weights=DTYPES[dtype], near_tie=near_tie)
+            self.oracle = HfOracle(
+                checkpoint, weights=DTYPES[dtype], near_tie=near_tie, code=CODES.get(kv_dtype)
+            )
         arch = load_arch(checkpoint)
         loaded = load_weights(checkpoint, arch, dtype=DTYPES[dtype], device=device, weights=weights)
         if invariant and device == "cuda":
@@ -84,6 +100,9 @@ class Bench:
         """The architecture whose pages one worker has."""
         return self.model.arch
 
+    def groups(self, chunk_tokens: int) -> tuple[KvGroup, ...]:
+        return kv_groups(self.cached_arch, chunk_tokens, self.dtype, self.kv_dtype)
+
     def info(self, cache: CacheConfig, scheduler: SchedulerConfig, ranks: int = 1) -> WorkerInfo:
         in_bytes = len(cache.groups) > 1 or cache.device_floor_bytes is not None
         host_bytes, host_units = cache.host_bytes, [1, 1]
@@ -93,10 +112,11 @@ class Bench:
         return WorkerInfo(
             self.device, self.dtype, cache.device_chunks, cache.host_chunks, cache.chunk_tokens, LIMIT,
             max_batch_tokens=scheduler.max_batch_tokens, max_running=scheduler.max_running, ranks=ranks,
-            groups=kv_groups(self.cached_arch, cache.chunk_tokens, self.dtype) if in_bytes else (),
+            groups=self.groups(cache.chunk_tokens) if in_bytes else (),
             device_tier=_layout(cache, cache.device_bytes, [group.device_unit for group in cache.groups]),
             host_tier=_layout(cache, host_bytes, host_units),
             device_floor=cache.device_floor_bytes, is_invariant=self.invariant,
+            kv_dtype=self.kv_dtype,
         )  # fmt: skip
 
     def worker(
@@ -131,7 +151,7 @@ def _layout(cache: CacheConfig, num_bytes: int | None, units: list[int]) -> Tier
 def with_groups(bench: Bench, cache: CacheConfig, rng: random.Random) -> CacheConfig:
     """The same tiers for a model with two KV groups: the chunks of the first, and pages of the second for a context or
     two."""
-    groups = kv_groups(bench.cached_arch, cache.chunk_tokens, bench.dtype)
+    groups = bench.groups(cache.chunk_tokens)
     if len(groups) < 2:
         return cache
     full, second = groups
@@ -164,7 +184,7 @@ def with_range(bench: Bench, cache: CacheConfig, rng: random.Random) -> CacheCon
     """The device tier may grow to twice its size."""
     groups, floor = cache.groups, cache.device_bytes
     if floor is None:
-        (full,) = kv_groups(bench.cached_arch, cache.chunk_tokens, bench.dtype)
+        (full,) = bench.groups(cache.chunk_tokens)
         one = CacheGroup(full.kind, 0, len(full.layers), full.layer_page_bytes, rng.choice((1, 2)))
         unit = one.device_unit * one.page_bytes
         groups, floor = (one,), -(-cache.device_chunks * one.page_bytes // unit) * unit

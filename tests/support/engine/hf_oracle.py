@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from support.engine.coded_cache import CodedCache
+
 NEAR_TIE = 1e-4
 """Logits closer than this are equal to within float32 rounding of two different summation orders."""
 
@@ -28,14 +30,14 @@ class HfOracle:
         every: int = 25,
         weights: torch.dtype = torch.float32,
         near_tie: float = NEAR_TIE,
+        code: torch.dtype | None = None,
         change: Callable[[Any], Any] = lambda model: model,
     ) -> None:
-        """The model computes in float32, with the checkpoint's values rounded to ``weights``; ``change`` makes it
-        compute otherwise."""
-        self._model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=weights, attn_implementation="eager"
-        ).float()
-        self._model = change(self._model.eval())
+        """The model computes in float32, with the checkpoint's values rounded to ``weights``; or in float64, with keys
+        and values that went through the codec ``code``. ``change`` makes it compute otherwise."""
+        loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=weights, attn_implementation="eager")
+        self._model = change(loaded.to(torch.float32 if code is None else torch.float64).eval())
+        self._code = code
         self._every = every
         self._near_tie = near_tie
         self.calls = self.tokens = self.near_ties = 0
@@ -50,7 +52,7 @@ class HfOracle:
         self.calls += 1
         self.tokens += len(output)
         ids = torch.tensor([[*context, *output]])
-        logits = self._model(ids[:, :-1]).logits[0, len(context) - 1 :]
+        logits = self._model(ids[:, :-1], **self._cache()).logits[0, len(context) - 1 :]
         expected = logits.argmax(-1)
         tied = False
         for index in (expected != ids[0, len(context) :]).nonzero().flatten().tolist():
@@ -67,7 +69,9 @@ class HfOracle:
     @torch.inference_mode()
     def logprobs(self, context: Sequence[int]) -> torch.Tensor:
         """Log-probabilities after each token of ``context``, float32 [n, vocab]."""
-        return torch.log_softmax(self._model(torch.tensor([list(context)])).logits[0], dim=-1)
+        return torch.log_softmax(
+            self._model(torch.tensor([list(context)]), **self._cache()).logits[0], dim=-1
+        )
 
     @torch.inference_mode()
     def generate(self, context: Sequence[int], count: int) -> list[int]:
@@ -81,5 +85,10 @@ class HfOracle:
             do_sample=False,
             eos_token_id=None,
             pad_token_id=0,
+            **self._cache(),
         )
         return [int(token) for token in result[0, len(context) :]]
+
+    def _cache(self) -> dict[str, CodedCache]:
+        """The argument of a call that gives it a cache with the codec, if there is one."""
+        return {} if self._code is None else {"past_key_values": CodedCache(self._code, self._model.config)}

@@ -68,7 +68,7 @@ class ThreadCollective(Collective):
 
     def __init__(self, exchange: Exchange, rank: int) -> None:
         self._exchange, self.rank, self.ranks = exchange, rank, exchange.ranks
-        self._rooms = torch.empty(2, 1 << 16)
+        self._rooms = torch.empty(2, 1 << 19, dtype=torch.uint8)
 
     def reduce_buffer(
         self, shape: tuple[int, int], dtype: torch.dtype, slot: BufferIndex
@@ -76,7 +76,8 @@ class ThreadCollective(Collective):
         """Of even numbers of rows only: as on GPUs, some sums have it and some do not."""
         if shape[0] % 2 or shape[0] == 0:
             return None
-        return ThreadRoom(self, self._rooms[slot, : shape[0] * shape[1]].view(shape))
+        num_bytes = shape[0] * shape[1] * dtype.itemsize
+        return ThreadRoom(self, self._rooms[slot, :num_bytes].view(dtype).view(shape))
 
     def all_reduce(self, part: torch.Tensor) -> torch.Tensor:
         total = torch.stack([one.clone() for one in self._exchange.swap(self.rank, part.clone())]).sum(0)
