@@ -76,7 +76,8 @@ class Bench:
         **overrides: Any,
     ) -> None:
         """``invariant``, ``weights``, ``kv_dtype``: the options. ``overrides`` replace values of the checkpoint's
-        config. A ``dtype`` of float64 is for tests: only there no rounding moves a value over the edge between two codes."""
+        config. A ``dtype`` of float64 is for tests: only there no rounding moves a value over the edge between two
+        codes."""
         torch.set_num_threads(1)
         self.kv_dtype: KvDtypeName = kv_dtype
         self.device, self.dtype, self.near_tie, self.invariant = device, dtype, near_tie, invariant
