@@ -364,6 +364,9 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     swapped_in_tokens: int = 0
     recomputed_tokens: int = 0
     output_tokens: int = 0
+    drafted_tokens: int = 0
+    """Drafts that steps of the answer computed, and those of them that became output."""
+    accepted_tokens: int = 0
     queue_s: float = 0.0
     restore_s: float = 0.0
     prefill_s: float = 0.0

@@ -157,4 +157,5 @@ def scheduler_config(options: EngineOptions, arch: Arch, info: WorkerInfo) -> Sc
         stateless=options.stateless,
         unified_batch=options.unified_batch,
         swap_in_first=options.swap_in_first,
+        max_drafts=info.max_drafts,
     )

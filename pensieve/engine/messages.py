@@ -30,6 +30,8 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     """Sessions of one scope share the KV of common beginnings; "": this one shares none."""
     hints: Hints | None = None
     qos: TenantQos = DEFAULT_QOS
+    predicted: bytes = b""
+    """What the answer may be, packed as ``tokens``: drafts for it. It never changes the answer."""
     origin: str = ""
     """Identifies the turn across attempts, so that one that crashes engines can be found; "": none."""
 
@@ -280,6 +282,9 @@ class Stats(msgspec.Struct, frozen=True, omit_defaults=True):
     warmed_total: int = 0
     suspensions_total: int = 0
     late_masks_total: int = 0
+    drafted_total: int = 0
+    """Drafts that steps computed, and those that became output."""
+    accepted_total: int = 0
     swap_in_bytes_total: int = 0
     swap_out_bytes_total: int = 0
     swap_in_seconds_total: float = 0.0

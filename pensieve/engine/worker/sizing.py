@@ -61,6 +61,8 @@ class Placement:
     context_limit: int
     max_batch_tokens: int
     max_running: int
+    max_drafts: int = 0
+    """See ``WorkerInfo``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +95,8 @@ class WorkerInfo:
     """Why the device tier has one size although the options give a range."""
     is_invariant: bool = False
     """Whether a token's bits depend only on the tokens before it (``invariance``)."""
+    max_drafts: int = 0
+    """Drafts of a step, after each of which a token is chosen; 0: speculation is off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +145,8 @@ def resolve_device(options: EngineOptions, arch: Arch) -> Placement:
     limit = options.context_limit or arch.context_limit
     if limit > arch.context_limit:
         raise ValueError(f"context limit {limit}: this model takes at most {arch.context_limit} tokens")
-    return Placement(device, dtype, limit, *batch_limits(options, device))
+    tokens, running = batch_limits(options, device)
+    return Placement(device, dtype, limit, tokens, running, running if options.speculation else 0)
 
 
 def worker_info(
@@ -179,6 +184,7 @@ def worker_info(
         device_floor=tiers.device_floor,
         elastic_refusal=why,
         is_invariant=bool(options.invariant),
+        max_drafts=placement.max_drafts,
     )
 
 
@@ -207,8 +213,9 @@ def workspace_bytes(arch: Arch, placement: Placement, *, cuda_graphs: bool) -> i
     widest = max(heads, mlp, *(_recurrent_width(layer.state) for layer in arch.layers if layer.state))
     activations = placement.max_batch_tokens * (4 * arch.hidden_size + widest) * size
     # The head's output in the model's dtype, in float32, and without NaN; the last is kept from step to step.
-    logits = placement.max_running * arch.vocab_size * (size + 4 + 2 * 4)
-    logits += sampler_bytes(placement.max_running, arch.vocab_size)
+    rows = placement.max_running + placement.max_drafts
+    logits = rows * arch.vocab_size * (size + 4 + 2 * 4)
+    logits += sampler_bytes(rows, arch.vocab_size)
     return activations + logits + ATTENTION_BYTES + (GRAPHS_BYTES if cuda_graphs else 0)
 
 
