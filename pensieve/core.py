@@ -25,6 +25,9 @@ RequestKey = NewType("RequestKey", int)
 MAX_CANDIDATES: Final = 16
 """Most candidates of a turn, and the greatest width of a beam search."""
 
+MAX_PREDICTION_CHARS: Final = 1 << 16
+"""Longest prediction of an answer."""
+
 TokenArray = npt.NDArray[np.int32]
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]

@@ -31,7 +31,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     hints: Hints | None = None
     qos: TenantQos = DEFAULT_QOS
     predicted: bytes = b""
-    """What the answer may be, packed as ``tokens``: drafts for it. It never changes the answer."""
+    """A guess at the answer, packed as ``tokens``: drafts for it. It never changes the answer."""
     origin: str = ""
     """Identifies the turn across attempts, so that one that crashes engines can be found; "": none."""
 
@@ -240,6 +240,8 @@ class EngineReady(msgspec.Struct, frozen=True, tag="ready"):
     """Bytes that an elastic device tier keeps at least, over all ranks."""
     device_ceiling: int = 0
     """Bytes that it holds at most. Equal to ``device_floor``: the tier has one size."""
+    speculates: bool = False
+    """Whether it makes drafts."""
     numerics: str = ""
     """Dtype and device, with ``invariant`` before them if the bits of a token depend only on the tokens before it."""
     elastic_refusal: str = ""

@@ -37,7 +37,7 @@ LONGEST_MATCH: Final = 16
 MOST_PLACES: Final = 8
 """Latest places that are compared, of those that are sorted and of those that are not."""
 SORTED_AT_ONCE: Final = 64
-"""From so many new tokens on, all places are sorted again. Fewer are entered one by one."""
+"""With this many new tokens all places are sorted again. Fewer are entered one by one."""
 SYNC_SHARE: Final = 0.1
 """Part of an overlapped engine's step that is lost when it has drafts, since the next one waits for it: about 0.3 to
 1.2 ms of 10 ms."""
@@ -156,7 +156,7 @@ class StepCosts:
 
     def __init__(self) -> None:
         self._sums = np.zeros(5)
-        """Of 1, rows, seconds, rows squared, rows times seconds; older steps weigh less."""
+        """Sums of 1, rows, seconds, rows squared, rows times seconds; older steps weigh less."""
 
     def on_step(self, rows: int, seconds: float) -> None:
         self._sums *= _DECAY
