@@ -95,7 +95,7 @@ class SchedulerConfig:
     swap_in_first: bool = True
     """No ahead-of-time swap-out in a step that swaps in (EuroSys §5)."""
     max_drafts: int = 0
-    """Drafts per step (``engine.drafts``); 0: none."""
+    """Drafts per step (``scheduling.drafts``); 0: none."""
 
 
 class EngineTuning(msgspec.Struct, frozen=True, kw_only=True):
