@@ -15,7 +15,14 @@ from typing import Final
 import msgspec
 import torch
 
-from pensieve.config import BATCH_LIMITS, EngineOptions, batch_limits, device_range, parse_cache_size
+from pensieve.config import (
+    BATCH_LIMITS,
+    EngineOptions,
+    SchedulerConfig,
+    batch_limits,
+    device_range,
+    parse_cache_size,
+)
 from pensieve.engine.kv.grid import TierLayout
 from pensieve.engine.kv.hybrid import HybridPools
 from pensieve.engine.kv.pools import KvPools, KvTiers
@@ -61,7 +68,7 @@ class Placement:
     context_limit: int
     max_batch_tokens: int
     max_running: int
-    max_drafts: int = 0
+    max_drafts: int = SchedulerConfig.max_drafts
     """See ``WorkerInfo``."""
 
 
@@ -95,7 +102,7 @@ class WorkerInfo:
     """Why the device tier has one size although the options give a range."""
     is_invariant: bool = False
     """Whether a token's bits depend only on the tokens before it (``invariance``)."""
-    max_drafts: int = 0
+    max_drafts: int = SchedulerConfig.max_drafts
     """Drafts of a step, after each of which a token is chosen; 0: speculation is off."""
 
 
