@@ -146,7 +146,7 @@ class EngineTuning(msgspec.Struct, frozen=True, kw_only=True):
     invariant: bool | None = None
     """On: the bits of a token's logits depend only on the tokens before it, never on the rest of a step. None: off."""
     speculation: bool | None = None
-    """Draft tokens from the conversation itself. None: off."""
+    """Draft tokens from the conversation itself. None: on a CPU, in float32 or with ``invariant``."""
     verify_swap: bool = False
     """Check every chunk that returns from the host against a checksum taken when it left, on GPUs. With ``invariant``
     check also every chunk that is computed again. Costs time."""

@@ -289,7 +289,8 @@ OPTIONS: tuple[Option, ...] = (
         "speculation",
         values.boolean,
         "Guess tokens from the conversation itself and compute several in one step. Answers stay the same.",
-        "it has not been measured on all devices",
+        "auto: on a CPU in float32 or with --invariant; elsewhere larger steps could round a token differently",
+        default_text="auto",
     ),
     Option("unified-batch", values.boolean, "Mix restore, prefill and decode in one step.", _OFF_TO_MEASURE),
     Option(

@@ -153,7 +153,16 @@ def resolve_device(options: EngineOptions, arch: Arch) -> Placement:
     if limit > arch.context_limit:
         raise ValueError(f"context limit {limit}: this model takes at most {arch.context_limit} tokens")
     tokens, running = batch_limits(options, device)
-    return Placement(device, dtype, limit, tokens, running, running if options.speculation else 0)
+    drafts = running if _speculates(options, device, dtype) else 0
+    return Placement(device, dtype, limit, tokens, running, drafts)
+
+
+def _speculates(options: EngineOptions, device: str, dtype: str) -> bool:
+    """Whether steps have drafts. By default only where the rounding of larger steps does not change answers: in 16 bits
+    near ties are frequent. Its worth on GPUs has not been measured."""
+    if options.speculation is not None:
+        return options.speculation
+    return device == "cpu" and (dtype == "float32" or bool(options.invariant))
 
 
 def worker_info(
