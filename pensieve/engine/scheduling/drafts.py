@@ -24,11 +24,12 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
 
-from pensieve.core import Floats, Ints, TokenArray
+from pensieve.core import TokenArray
 
 MOST_DRAFTS: Final = 16
 """Drafts of a request in one step."""
@@ -53,49 +54,46 @@ _DECAY: Final = 0.98
 class Drafter:
     """The places of one request's conversation, and the odds of its drafts. It sees tokens with a known id only."""
 
-    def __init__(self, prompt_tokens: int, predicted: TokenArray) -> None:
-        """``predicted``: what the answer may be, int32 [n]; empty: unknown."""
-        gap = np.full(LONGEST_MATCH, _GAP, np.int32)
-        self._text = np.concatenate([gap, predicted, gap])
-        """Prediction and context between gaps, with spare room at the end."""
-        self._first = self._length = len(self._text)
+    def __init__(self, prompt_tokens: int, predicted: Sequence[int]) -> None:
+        """``predicted``: a guess at the answer; empty: there is none."""
+        self._predicted = list(predicted)
+        self._follows: int | None = 0 if self._predicted else None
+        """Tokens of the prediction that the answer began with; None: it began otherwise."""
+        self._text = [_GAP, *self._predicted, _GAP]
+        """Prediction and context, with a gap before each."""
+        self._first = len(self._text)
         self._answer = self._first + prompt_tokens
         """Place of the answer's first token."""
-        self._predicted = predicted
-        self._follows: int | None = 0 if len(predicted) else None
-        """Tokens of the prediction that the answer began with; None: it began otherwise."""
-        self._keys: Ints = np.empty(0, np.int64)
-        """Each pair of neighbours up to the latest sort, ascending."""
-        self._places: Ints = np.empty(0, np.int64)
-        """Place of the second token of each pair in ``_keys``."""
+        self._sorted: dict[int, int] = {}
+        """Each pair of neighbours up to the latest sort, and its number in ``_begins``."""
+        self._begins: list[int] = []
+        """Index in ``_places`` of the first place of each pair, then the number of places."""
+        self._places: list[int] = []
+        """Places of the pairs' second tokens, by pair, ascending."""
         self._latest: defaultdict[int, list[int]] = defaultdict(list)
-        """Places of the pairs since then, ascending."""
+        """Places of the pairs since the latest sort, ascending."""
         self._match = 0
         """Length of the match behind the latest drafts."""
         self._hits, self._tries = [[start] * (_BUCKETS[-1] + 1) for start in (_HITS, _TRIES)]
 
-    def propose(self, context: TokenArray, most: int, price: float) -> tuple[TokenArray, Floats]:
+    def propose(self, context: TokenArray, most: int, price: float) -> tuple[list[int], list[float]]:
         """Return up to ``most`` drafts after ``context``, which begins like that of the call before, and the chance
-        that each is accepted; int32 [n], float64 [n]. No chance is below ``price``."""
-        self._take(context)
-        text, end = self._text, self._length
+        that each is accepted. No chance is below ``price``."""
+        self._take(context[len(self._text) - self._first :].tolist())
         most = min(most, MOST_DRAFTS)
         if self._follows is not None and self._follows < len(self._predicted):
-            self._match, drafts = LONGEST_MATCH, self._predicted[self._follows :][:most]
+            self._match, drafts = LONGEST_MATCH, self._predicted[self._follows : self._follows + most]
         else:
             self._match, place = self._find()
-            # A match that overlaps its continuation is a loop, which goes on.
-            drafts = text[place + 1 + np.arange(most) % (end - 1 - place)] if self._match else text[:0]
-            gaps = np.flatnonzero(drafts == _GAP)
-            drafts = drafts[: gaps[0]] if len(gaps) else drafts
-        chance, chances = 1.0, []
+            drafts = self._continuation(place, most) if self._match else []
+        chance, chances = 1.0, list[float]()
         for depth in range(len(drafts)):
             bucket = _BUCKETS[min(self._match + depth, LONGEST_MATCH)]
             chance *= self._hits[bucket] / self._tries[bucket]
             if chance < price:
                 break
             chances.append(chance)
-        return drafts[: len(chances)].astype(np.int32), np.array(chances, np.float64)
+        return drafts[: len(chances)], chances
 
     def learn(self, accepted: int, tested: int) -> None:
         """Take in what became of the latest drafts: the first ``accepted`` of ``tested`` were right."""
@@ -104,51 +102,61 @@ class Drafter:
             self._tries[bucket] += 1
             self._hits[bucket] += depth < accepted
 
-    def _take(self, context: TokenArray) -> None:
-        """Append the tokens of ``context`` that are new, and enter their places."""
-        new = context[self._length - self._first :]
-        end = self._length + len(new)
-        if end > len(self._text):
-            self._text = np.concatenate([self._text, np.full(max(64, end // 2), _GAP, np.int32)])
-        self._text[self._length : end] = new
-        begin = self._length
-        self._length = end
+    def _take(self, new: list[int]) -> None:
+        """Append tokens of the context, and enter their places."""
+        text, begin = self._text, len(self._text)
+        text += new
         if self._follows is not None:
-            answer = self._text[self._answer : end]
-            same = len(answer) <= len(self._predicted) and (answer == self._predicted[: len(answer)]).all()
-            self._follows = len(answer) if same else None
-        if len(self._keys) and len(new) < SORTED_AT_ONCE:
-            for place in range(begin, end):
-                self._latest[self._key(place)].append(place)
+            answer = text[self._answer :]
+            self._follows = len(answer) if answer == self._predicted[: len(answer)] else None
+        if self._sorted and len(new) < SORTED_AT_ONCE:
+            for place in range(begin, len(text)):
+                self._latest[_pair(text[place - 1], text[place])].append(place)
             return
-        pairs = self._text[:end].astype(np.int64)
-        keys = (pairs[:-1] << 32) | (pairs[1:] & 0xFFFFFFFF)
+        tokens = np.array(text, np.int64)
+        keys = (tokens[:-1] << 32) + tokens[1:]
         order = np.argsort(keys, kind="stable")
-        self._keys, self._places = keys[order], order + 1
+        pairs, begins = np.unique(keys[order], return_index=True)
+        self._sorted = dict(zip(pairs.tolist(), range(len(pairs)), strict=True))
+        self._begins, self._places = [*begins.tolist(), len(order)], (order + 1).tolist()
         self._latest.clear()
-
-    def _key(self, place: int) -> int:
-        return (int(self._text[place - 1]) << 32) | int(self._text[place])
 
     def _find(self) -> tuple[int, int]:
         """Return the length of the longest match of the text's end among its latest places, and its last token's place;
         the latest of equals. (0, 0): the last two tokens are nowhere else."""
-        text, end = self._text, self._length
-        key = self._key(end - 1)
-        low, high = np.searchsorted(self._keys, (key, key + 1)).tolist()
-        found = self._places[max(low, high - MOST_PLACES) : high].tolist()
-        found += self._latest.get(key, [])[-MOST_PLACES - 1 :]
-        if found and found[-1] == end - 1:
-            found.pop()
-        if not found or key < 0 or text[end - 1] == _GAP:
+        text = self._text
+        last = len(text) - 1
+        if text[last - 1] == _GAP:
             return 0, 0
-        places = np.array(found)
-        back = np.arange(LONGEST_MATCH)
-        tail = text[end - 1 - back]
-        same = (text[places[:, None] - back] == tail) & (tail != _GAP)
-        lengths = np.where(same.all(axis=1), LONGEST_MATCH, same.argmin(axis=1))
-        best = len(found) - 1 - int(lengths[::-1].argmax())
-        return int(lengths[best]), found[best]
+        key, found = _pair(text[last - 1], text[last]), list[int]()
+        number = self._sorted.get(key)
+        if number is not None:
+            low, high = self._begins[number], self._begins[number + 1]
+            found = self._places[max(low, high - MOST_PLACES) : high]
+        found += self._latest.get(key, ())[-MOST_PLACES:]
+        best, best_place = 0, 0
+        for place in reversed(found):
+            if place == last:
+                continue
+            length = 2
+            while length < LONGEST_MATCH and text[place - length] == text[last - length] != _GAP:
+                length += 1
+            if length > best:
+                best, best_place = length, place
+                if best == LONGEST_MATCH:
+                    break
+        return best, best_place
+
+    def _continuation(self, place: int, most: int) -> list[int]:
+        """Return up to ``most`` tokens that follow ``place``. A match that overlaps them is a loop, which goes on."""
+        drafts = self._text[place + 1 : place + 1 + most]
+        while len(drafts) < most:
+            drafts += drafts[: most - len(drafts)]
+        return drafts[: drafts.index(_GAP)] if _GAP in drafts else drafts
+
+
+def _pair(first: int, second: int) -> int:
+    return (first << 32) + second
 
 
 class StepCosts:

@@ -34,7 +34,6 @@ import numpy as np
 from pensieve.core import (
     HEAD_START_S,
     FinishReason,
-    Floats,
     Hints,
     Phase,
     RequestKey,
@@ -421,10 +420,10 @@ class Request:
         self.tokens[self.num_known] = token
         self.num_known += 1
 
-    def propose(self, most: int, price: float) -> tuple[TokenArray, Floats]:
+    def propose(self, most: int, price: float) -> tuple[list[int], list[float]]:
         """Return drafts after the known tokens, and their chances: see ``Drafter.propose``."""
         if self.drafter is None:
-            self.drafter = Drafter(self.prompt_tokens, unpack_tokens(self.submit.predicted))
+            self.drafter = Drafter(self.prompt_tokens, unpack_tokens(self.submit.predicted).tolist())
         return self.drafter.propose(self.tokens[: self.num_known], most, price)
 
     def on_drafts(self, accepted: int, tested: int, drafted: int) -> None:

@@ -320,7 +320,7 @@ class Scheduler:
         for request in decoding:
             pending = request.length - request.num_known
             most = min(request.most_drafts(self.context_limit), self.config.max_drafts) + pending
-            gain += float(request.propose(most, price)[1][pending:].sum())
+            gain += sum(request.propose(most, price)[1][pending:])
         return gain > self.least_gain * len(self._running.requests)
 
     def on_timed(self, plan: Plan, seconds: float) -> None:
@@ -339,9 +339,9 @@ class Scheduler:
             most = min(request.most_drafts(self.context_limit), left)
             if known and most > 0 and request.may_draft:
                 tokens, chances = request.propose(most, price)
-                if len(tokens):
-                    found[request] = tokens
-                    gain += float(chances.sum())
+                if tokens:
+                    found[request] = np.array(tokens, np.int32)
+                    gain += sum(chances)
                     left -= len(tokens)
         if gain <= self.least_gain * len(work):
             return {}

@@ -6,10 +6,8 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import pytest
 
-from pensieve.core import Floats, TokenArray
 from pensieve.engine.scheduling.request import Request
 
 Answer = Callable[[Request, Sequence[int], int], Sequence[int]]
@@ -30,7 +28,7 @@ class Adversary:
             Request, "propose", lambda request, most, price: self.propose(request, min(most, 20), price)
         )
 
-    def propose(self, request: Request, most: int, price: float) -> tuple[TokenArray, Floats]:
+    def propose(self, request: Request, most: int, price: float) -> tuple[list[int], list[float]]:
         """See ``Request.propose``."""
         known = request.tokens[request.prompt_tokens : request.num_known].tolist()
         right = self.rng.choice((0, 1, most // 2, most))
@@ -38,4 +36,4 @@ class Adversary:
         while len(drafts) < most and self.rng.random() < 0.8:
             pool = self.likely if self.likely and self.rng.random() < 0.3 else range(self.vocabulary)
             drafts.append(self.rng.choice(pool))
-        return np.array(drafts[:most], np.int32), np.ones(len(drafts[:most]))
+        return drafts[:most], [1.0] * len(drafts[:most])
