@@ -12,6 +12,7 @@ document.
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import sys
 import tempfile
@@ -126,36 +127,50 @@ class _ForcedStep:
         return replace(result, sampled=sampled)
 
 
-def engine_row(options: EngineOptions, turns: Sequence[Turn], batch: int, want: int) -> dict[str, Any]:
-    """Tokens per second of ``batch`` answers of ``want`` tokens each, whose contexts are cached."""
-    with closing(build_engine(options)) as engine:
-        vocabulary = engine.ready().vocab_size
-        texts = [[token % vocabulary for token in context + answer] for context, answer in turns]
-        forced = ForcedWorker(engine._worker, {})
-        engine._worker = forced
-        for number in range(2 * batch):  # the first half fills the cache
-            context, _ = turns[number % batch % len(turns)]
-            forced.texts[number + 1] = texts[number % batch % len(turns)] + [0] * 64
-            sampling = Sampling(max_output_tokens=want if number >= batch else 1, ignore_eos=True)
-            tokens = pack_tokens(forced.texts[number + 1][: len(context)])
-            engine.handle(Submit(number + 1, f"s{number % batch}", tokens, len(context), sampling))
-            if number == batch - 1:
-                _run(engine)
-        before, started = engine.stats(), time.perf_counter()
-        _run(engine)
-        seconds, after = time.perf_counter() - started, engine.stats()
-        parts = {
-            name: (spent - before.part_seconds_total.get(name, 0.0))
-            / (after.steps_total - before.steps_total)
-            for name, spent in after.part_seconds_total.items()
-        }
-        return {
-            "batch": batch, "drafts": bool(options.speculation), "tokens/s": round(batch * want / seconds, 1),
-            "steps": after.steps_total - before.steps_total, "drafted": after.drafted_total - before.drafted_total,
-            "accepted": after.accepted_total - before.accepted_total,
-            "price": round(engine._scheduler.costs.price(batch), 3),
-            "parts, ms a step": {name: round(spent * 1e3, 2) for name, spent in parts.items()},
-        }  # fmt: skip
+def engine_rows(
+    engine: Engine, turns: Sequence[Turn], batches: Sequence[int], want: int
+) -> Iterator[dict[str, Any]]:
+    """Measure ``engine`` with drafts and without, in turns: answers of ``want`` tokens whose contexts are cached, and
+    one whose tokens are predicted, as after an engine's death."""
+    vocabulary, scheduler = engine.ready().vocab_size, engine._scheduler
+    forced = ForcedWorker(engine._worker, {})
+    engine._worker = forced
+    texts = [[token % vocabulary for token in context + answer] + [0] * 64 for context, answer in turns]
+    drafting = scheduler.config
+    numbers = itertools.count(1)
+
+    def submit(place: int, tokens: int, *, predicted: bool = False) -> None:
+        at, number = place % len(turns), next(numbers)
+        length, forced.texts[number] = len(turns[at][0]), texts[at]
+        sampling = Sampling(max_output_tokens=tokens, ignore_eos=True)
+        guess = pack_tokens(texts[at][length : length + tokens] if predicted else ())
+        context = pack_tokens(texts[at][:length])
+        engine.handle(Submit(number, f"s{place}", context, length, sampling, predicted=guess))
+
+    for batch in batches:
+        for place in range(batch):
+            submit(place, 1)
+        _run(engine)  # fills the cache
+        ways = [(drafts, False) for drafts in (False, True, False, True)]
+        for drafts, predicted in ways + ([(True, True)] if batch == 1 else []):
+            scheduler.config = drafting if drafts else replace(drafting, max_drafts=0)
+            for place in range(batch):
+                submit(place, want, predicted=predicted)
+            before, started = engine.stats(), time.perf_counter()
+            _run(engine)
+            seconds, after = time.perf_counter() - started, engine.stats()
+            steps = after.steps_total - before.steps_total
+            parts = {
+                name: round((spent - before.part_seconds_total.get(name, 0.0)) / steps * 1e3, 2)
+                for name, spent in after.part_seconds_total.items()
+            }
+            yield {
+                "batch": batch, "drafts": drafts, "predicted": predicted,
+                "tokens/s": round(batch * want / seconds, 1), "seconds": round(seconds, 3), "steps": steps,
+                "drafted": after.drafted_total - before.drafted_total,
+                "accepted": after.accepted_total - before.accepted_total,
+                "price": round(scheduler.costs.price(batch), 3), "ms a step": parts,
+            }  # fmt: skip
 
 
 def _run(engine: Engine) -> None:
@@ -193,14 +208,15 @@ def main(
     long_enough = [turn for turn in found if len(turn[1]) >= want]
     long_enough = long_enough[:: max(1, len(long_enough) // 256)]
     with tempfile.TemporaryDirectory() as folder:
-        for batch in batches if shape else ():
-            for speculation in (False, True, False, True):
-                options = EngineOptions(
-                    model=str(dummy_model.make(shape, Path(folder))), load_format="dummy", speculation=speculation,
-                    device="cuda" if device == "cuda" else "cpu", cost_profile="estimate",
-                )  # fmt: skip
-                report["engine"].append(engine_row(options, long_enough, batch, want))
-                click.echo(report["engine"][-1], err=True)
+        if shape:
+            options = EngineOptions(
+                model=str(dummy_model.make(shape, Path(folder))), load_format="dummy", speculation=True,
+                device="cuda" if device == "cuda" else "cpu", cost_profile="estimate", max_running=max(batches),
+            )  # fmt: skip
+            with closing(build_engine(options)) as engine:
+                for row in engine_rows(engine, long_enough, batches, want):
+                    report["engine"].append(row)
+                    click.echo(row, err=True)
     print(json.dumps(report))
 
 

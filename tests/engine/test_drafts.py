@@ -16,9 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pensieve.config import CacheConfig, SchedulerConfig
-from pensieve.core import FinishReason, Sampling, SessionKey
+from pensieve.core import FinishReason, Sampling, SessionKey, pack_tokens
 from pensieve.engine.cache.manager import CacheManager
 from pensieve.engine.engine import Engine
+from pensieve.engine.messages import Output, Submit
 from pensieve.engine.plan import Plan, SampleSpec, StepResult
 from pensieve.engine.scheduling.drafts import LONGEST_MATCH, MOST_PLACES, Drafter, StepCosts
 from pensieve.engine.scheduling.request import Request
@@ -317,3 +318,20 @@ def test_the_price_is_that_of_a_row() -> None:
         costs.on_step(rows, 0.010 + 0.0005 * rows)
     assert costs.price(4) == pytest.approx(0.0005 * 4 / (0.010 + 0.0005 * 6.5), rel=0.05)
     assert costs.price(40) == pytest.approx(10 * costs.price(4))
+
+
+def test_a_known_answer_takes_few_steps() -> None:
+    """As after an engine's death; a wrong prediction costs no token."""
+    context = list(range(20))
+    right = oracle_tokens(context, 200)
+    for predicted, most in ((right[:180], 30), (right[:50] + right[90:180], 150), ([5] * 180, 201)):
+        engine = make_engine(
+            CacheConfig(200, 0, 8), SchedulerConfig(400, max_drafts=64), HashWorker(200, 1, 8), Clock()
+        )
+        sampling = Sampling(max_output_tokens=200, ignore_eos=True)
+        engine.handle(Submit(1, "s", pack_tokens(context), 20, sampling, predicted=pack_tokens(predicted)))
+        answer: list[int] = []
+        while engine.has_work:
+            for event in engine.step():
+                answer += event.token_ids if isinstance(event, Output) else ()
+        assert answer == right and engine.stats().steps_total <= most

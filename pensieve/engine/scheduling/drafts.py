@@ -33,6 +33,8 @@ from pensieve.core import TokenArray
 
 MOST_DRAFTS: Final = 16
 """Drafts of a request in one step."""
+MOST_PREDICTED: Final = 64
+"""The same while the answer follows a prediction."""
 LONGEST_MATCH: Final = 16
 """Longer matches are as good as this."""
 MOST_PLACES: Final = 8
@@ -48,6 +50,8 @@ _HITS, _TRIES = 1.5, 2.0
 """Odds at the start, as if seen: optimistic, since only drafts that are tried teach anything."""
 _BUCKETS: Final = (0, 0, 0, 1, 2, 2, 3, 3, 3, 4, 4, 4, 4, 4, 4, 4, 5)
 """Bucket of the odds for each length of a match."""
+_PREDICTED: Final = 6
+"""Bucket of the odds while the answer follows a prediction: most callers know why they predict."""
 _DECAY: Final = 0.98
 
 
@@ -72,23 +76,24 @@ class Drafter:
         """Places of the pairs' second tokens, by pair, ascending."""
         self._latest: defaultdict[int, list[int]] = defaultdict(list)
         """Places of the pairs since the latest sort, ascending."""
-        self._match = 0
-        """Length of the match behind the latest drafts."""
-        self._hits, self._tries = [[start] * (_BUCKETS[-1] + 1) for start in (_HITS, _TRIES)]
+        self._match: int | None = 0
+        """Length of the match behind the latest drafts; None: they follow the prediction."""
+        self._hits = [_HITS] * _PREDICTED + [5 * _TRIES - 0.5]
+        self._tries = [_TRIES] * _PREDICTED + [5 * _TRIES]
 
     def propose(self, context: TokenArray, most: int, price: float) -> tuple[list[int], list[float]]:
         """Return up to ``most`` drafts after ``context``, which begins like that of the call before, and the chance
         that each is accepted. No chance is below ``price``."""
         self._take(context[len(self._text) - self._first :].tolist())
-        most = min(most, MOST_DRAFTS)
         if self._follows is not None and self._follows < len(self._predicted):
-            self._match, drafts = LONGEST_MATCH, self._predicted[self._follows : self._follows + most]
+            self._match = None
+            drafts = self._predicted[self._follows :][: min(most, MOST_PREDICTED)]
         else:
             self._match, place = self._find()
-            drafts = self._continuation(place, most) if self._match else []
+            drafts = self._continuation(place, min(most, MOST_DRAFTS)) if self._match else []
         chance, chances = 1.0, list[float]()
         for depth in range(len(drafts)):
-            bucket = _BUCKETS[min(self._match + depth, LONGEST_MATCH)]
+            bucket = self._bucket(depth)
             chance *= self._hits[bucket] / self._tries[bucket]
             if chance < price:
                 break
@@ -98,9 +103,12 @@ class Drafter:
     def learn(self, accepted: int, tested: int) -> None:
         """Take in what became of the latest drafts: the first ``accepted`` of ``tested`` were right."""
         for depth in range(min(accepted + 1, tested)):
-            bucket = _BUCKETS[min(self._match + depth, LONGEST_MATCH)]
+            bucket = self._bucket(depth)
             self._tries[bucket] += 1
             self._hits[bucket] += depth < accepted
+
+    def _bucket(self, depth: int) -> int:
+        return _PREDICTED if self._match is None else _BUCKETS[min(self._match + depth, LONGEST_MATCH)]
 
     def _take(self, new: list[int]) -> None:
         """Append tokens of the context, and enter their places."""

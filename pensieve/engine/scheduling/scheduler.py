@@ -338,11 +338,11 @@ class Scheduler:
             known = request.num_known == request.length and not request.missing
             most = min(request.most_drafts(self.context_limit), left)
             if known and most > 0 and request.may_draft:
-                tokens, chances = request.propose(most, price)
-                if tokens:
-                    found[request] = np.array(tokens, np.int32)
+                guesses, chances = request.propose(most, price)
+                if guesses:
+                    found[request] = np.array(guesses, np.int32)
                     gain += sum(chances)
-                    left -= len(tokens)
+                    left -= len(guesses)
         if gain <= self.least_gain * len(work):
             return {}
         for request, tokens in found.items():

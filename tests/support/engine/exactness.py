@@ -96,6 +96,7 @@ class Bench:
             device_tier=_layout(cache, cache.device_bytes, [group.device_unit for group in cache.groups]),
             host_tier=_layout(cache, host_bytes, host_units),
             device_floor=cache.device_floor_bytes, is_invariant=self.invariant,
+            max_drafts=scheduler.max_drafts,
         )  # fmt: skip
 
     def worker(
