@@ -96,6 +96,8 @@ class SchedulerConfig:
     """Off: a step holds either decode tokens or restore and prefill spans, never both."""
     swap_in_first: bool = True
     """No ahead-of-time swap-out in a step that swaps in (EuroSys §5)."""
+    max_drafts: int = 0
+    """Drafts per step (``scheduling.drafts``); 0: none."""
 
 
 class EngineTuning(msgspec.Struct, frozen=True, kw_only=True):
@@ -150,6 +152,8 @@ class EngineTuning(msgspec.Struct, frozen=True, kw_only=True):
     """How chunks cross the bus. GPU only; ``auto`` measures both mechanisms at start-up."""
     invariant: bool | None = None
     """On: the bits of a token's logits depend only on the tokens before it, never on the rest of a step. None: off."""
+    speculation: bool | None = None
+    """Draft tokens from the conversation itself. None: on a CPU, in float32 or with ``invariant``."""
     verify_swap: bool = False
     """Check every chunk that returns from the host against a checksum taken when it left, on GPUs. With ``invariant``
     check also every chunk that is computed again. Costs time."""

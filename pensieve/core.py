@@ -25,6 +25,9 @@ RequestKey = NewType("RequestKey", int)
 MAX_CANDIDATES: Final = 16
 """Most candidates of a turn, and the greatest width of a beam search."""
 
+MAX_PREDICTION_CHARS: Final = 1 << 16
+"""Longest prediction of an answer."""
+
 TokenArray = npt.NDArray[np.int32]
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -364,6 +367,9 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     swapped_in_tokens: int = 0
     recomputed_tokens: int = 0
     output_tokens: int = 0
+    drafted_tokens: int = 0
+    """Drafts that steps of the answer computed, and those of them that became output."""
+    accepted_tokens: int = 0
     queue_s: float = 0.0
     restore_s: float = 0.0
     prefill_s: float = 0.0

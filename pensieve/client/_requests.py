@@ -212,6 +212,7 @@ def stream_turn(
         _set_field(spec.output, key, options.get(key))
     for key in (
         "expected_revision", "replace_after_item", "priority", "annotations", "mark", "max_duration",
+        "prediction",
     ):  # fmt: skip
         _set_field(spec, key, options.get(key))
     return pb.StreamTurnRequest(

@@ -255,6 +255,9 @@ class TurnOptions(SamplingOptions, total=False):
     """Pad messages to similar sizes, so that an observer of the network cannot infer the text from them."""
     max_duration: float
     """Seconds after which the server ends the turn with TIME_LIMIT and commits it."""
+    prediction: str
+    """A text that the answer may be or contain. It makes the answer come sooner where it is right, and never changes
+    it."""
     priority: int
     """Priority among the turns of the same tenant: each level counts as ten seconds of waiting; default 0."""
     next_turn_in: float

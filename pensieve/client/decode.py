@@ -83,6 +83,8 @@ def usage(message: pb.Usage) -> Usage:
         restore_s=seconds(message.restore_time),
         prefill_s=seconds(message.prefill_time),
         decode_s=seconds(message.decode_time),
+        drafted_tokens=message.drafted_tokens,
+        accepted_tokens=message.accepted_tokens,
     )
 
 

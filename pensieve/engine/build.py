@@ -78,6 +78,7 @@ def build_engine(options: EngineOptions) -> Engine:
         host_capacity_tokens=info.host_chunks * info.chunk_tokens,
         chunk_tokens=info.chunk_tokens,
         uses_hints=uses_hints(options),
+        speculates=info.max_drafts > 0 and not cache.two_groups,
         device_bytes=info.device_tier.num_bytes * info.ranks if len(info.groups) > 1 else 0,
         host_bytes=info.host_tier.num_bytes * info.ranks if len(info.groups) > 1 else 0,
         device_floor=device_floor * info.ranks,
@@ -165,4 +166,5 @@ def scheduler_config(options: EngineOptions, arch: Arch, info: WorkerInfo) -> Sc
         stateless=options.stateless,
         unified_batch=options.unified_batch,
         swap_in_first=options.swap_in_first,
+        max_drafts=info.max_drafts,
     )

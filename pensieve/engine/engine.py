@@ -73,6 +73,7 @@ from pensieve.engine.messages import (
 )
 from pensieve.engine.plan import PendingStep, Plan, StepResult, StepWorker
 from pensieve.engine.process.loop import StepAnnouncer
+from pensieve.engine.scheduling.drafts import SYNC_SHARE
 from pensieve.engine.scheduling.request import Request, candidate_key
 from pensieve.engine.scheduling.scheduler import OutputToken, Scheduler
 from pensieve.engine.strips import StripReader
@@ -155,6 +156,7 @@ class Engine:
         if structured is not None:
             scheduler.mask_expected = structured.matchers.is_expected
         self._overlapped = overlapped
+        scheduler.least_gain = SYNC_SHARE if overlapped else 0.0
         self._in_flight: _Launch | None = None
         """Overlapped: the step that runs while the next is planned."""
         self._background = False
@@ -207,14 +209,14 @@ class Engine:
         events: list[Event] = []
         if self._structured is not None:
             self._follow_grammars(self._structured, events)
+        if self._in_flight is not None and self._scheduler.wants_drafts():
+            self._commit_in_flight(events)  # drafts follow known tokens
         launch = self._launch(events)
         self._background = launch is not None
-        before, self._in_flight = self._in_flight, None
-        if before is not None:
-            self._commit(before, events)
+        self._commit_in_flight(events)
         if launch is not None and launch.plan.chooses_late:
             self._choose_late(launch)
-        if self._overlapped:
+        if self._overlapped and launch is not None and not launch.plan.has_drafts:
             self._in_flight = launch  # it runs on
         elif launch is not None:
             self._commit(launch, events)
@@ -269,6 +271,11 @@ class Engine:
         launch.step.choose(self._scheduler.late_specs(plan, masks, started))
         self._totals.parts["choose"] += self._clock() - started
 
+    def _commit_in_flight(self, events: list[Event]) -> None:
+        before, self._in_flight = self._in_flight, None
+        if before is not None:
+            self._commit(before, events)
+
     def _commit(self, launch: _Launch, events: list[Event]) -> None:
         wait_started = self._clock()
         result = launch.step.result()
@@ -281,7 +288,7 @@ class Engine:
         if self._structured is not None:
             self._structured.on_tokens(tokens)
         for token in self._beams.on_tokens(tokens, now):
-            events.extend(self._output(token, now))
+            self._output(token, events, now)
         events.extend(self._progress())
         self._totals.parts["commit"] += self._clock() - now
 
@@ -311,6 +318,8 @@ class Engine:
             dropped_total=occupancy.dropped,
             warmed_total=self._scheduler.warmed_tokens,
             suspensions_total=self._scheduler.suspensions,
+            drafted_total=self._scheduler.drafted,
+            accepted_total=self._scheduler.accepted,
             late_masks_total=0 if self._structured is None else self._structured.matchers.late_masks,
             swap_in_bytes_total=totals.swap_in_bytes,
             swap_out_bytes_total=totals.swap_out_bytes,
@@ -466,11 +475,19 @@ class Engine:
         self._totals.new += usage.new_tokens
         return Started(request.key, usage)
 
-    def _output(self, token: OutputToken, now: float) -> list[Event]:
+    def _output(self, token: OutputToken, events: list[Event], now: float) -> None:
+        """Report an output token; those of one request and step together."""
         self._totals.output += 1
         logprobs = () if token.logprob is None else (token.logprob,)
         key, candidate = self._candidates.get(token.request, (token.request, 0))
-        events: list[Event] = [Output(key, (token.token_id,), logprobs, candidate)]
+        last = events[-1] if events else None
+        if isinstance(last, Output) and (last.request, last.candidate) == (key, candidate):
+            events.pop()
+            events.append(
+                Output(key, (*last.token_ids, token.token_id), (*last.logprobs, *logprobs), candidate)
+            )
+        else:
+            events.append(Output(key, (token.token_id,), logprobs, candidate))
         if token.finished is not None:
             turn = self._turns[key]
             turn.finish_reasons[candidate] = token.finished
@@ -478,7 +495,6 @@ class Engine:
                 events.append(CandidateFinished(key, candidate, token.finished))
             if turn.outcome is not None:
                 events.append(self._finished(key, turn.outcome, now))
-        return events
 
     def _finished(self, key: RequestKey, reason: FinishReason, now: float) -> Finished:
         usage = self._turns[key].candidates[0].usage(now)
@@ -510,5 +526,6 @@ class Engine:
         totals.step_seconds += seconds
         totals.last_step_seconds = seconds
         totals.last_batch_tokens = plan.num_tokens
+        self._scheduler.on_timed(plan, seconds)
         for part, spent in result.timings.items():
             totals.parts[part] += spent

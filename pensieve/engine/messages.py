@@ -30,6 +30,8 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     """Sessions of one scope share the KV of common beginnings; "": this one shares none."""
     hints: Hints | None = None
     qos: TenantQos = DEFAULT_QOS
+    predicted: bytes = b""
+    """A guess at the answer, packed as ``tokens``: drafts for it. It never changes the answer."""
     origin: str = ""
     """Identifies the turn across attempts, so that one that crashes engines can be found; "": none."""
 
@@ -238,6 +240,8 @@ class EngineReady(msgspec.Struct, frozen=True, tag="ready"):
     """Bytes that an elastic device tier keeps at least, over all ranks."""
     device_ceiling: int = 0
     """Bytes that it holds at most. Equal to ``device_floor``: the tier has one size."""
+    speculates: bool = False
+    """Whether it makes drafts."""
     numerics: str = ""
     """Dtype and device, with ``invariant`` before them if the bits of a token depend only on the tokens before it, and
     the form of weights where it is another."""
@@ -285,6 +289,9 @@ class Stats(msgspec.Struct, frozen=True, omit_defaults=True):
     warmed_total: int = 0
     suspensions_total: int = 0
     late_masks_total: int = 0
+    drafted_total: int = 0
+    """Drafts that steps computed, and those that became output."""
+    accepted_total: int = 0
     swap_in_bytes_total: int = 0
     swap_out_bytes_total: int = 0
     swap_in_seconds_total: float = 0.0

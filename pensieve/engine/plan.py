@@ -8,7 +8,7 @@ Every worker keeps this order inside a step, which makes reuse of a page within 
 3. ``swap_in``: host pages are read into device pages, layer by layer, each layer before its attention or state;
 4. the model runs over the concatenated spans; in each layer all KV of the step is written before attention
    reads, and each chain reads its state before it writes one;
-5. the last token of each span with a ``sample`` is sampled;
+5. the token after each span with a ``sample`` is chosen, and those after its drafts;
 6. the pages of ``checks`` are read.
 
 A device page freed by 1 may be the target of 2, 3 or 4 of the same plan. So may the source of a copy in 2, whose
@@ -68,6 +68,13 @@ class SampleSpec:
     late: bool = False
     """The choice depends on a token or a mask that is not known at the launch: ``PendingStep.choose`` brings it."""
 
+    def after(self, drafts: TokenArray) -> SampleSpec:
+        """Return how to choose the token that follows ``drafts``, if they are the output from here on."""
+        if not len(drafts):
+            return self
+        output = None if self.output is None else np.concatenate([self.output, drafts])
+        return replace(self, output_index=self.output_index + len(drafts), output=output)
+
 
 @dataclass(frozen=True, slots=True)
 class Span:
@@ -77,19 +84,38 @@ class Span:
     start: int
     """Position of the first token in the context."""
     tokens: TokenArray
-    """Input token ids [q], q ≥ 1; the last may be ``PENDING``."""
+    """Input token ids [q], q ≥ 1, drafts included; the last may be ``PENDING`` if none is a draft."""
     page_table: int
     """Index into ``Plan.page_tables``; page ``i`` holds positions ``[i * page_tokens, (i + 1) * page_tokens)``."""
     sample: SampleSpec | None = None
-    """How to choose the token after this span; None: sample none."""
+    """How to choose the token after the last one that is no draft; None: sample none."""
     stores: int = 3
     """Bit g is set when the span's keys and values are written in group g. A group whose bit is not set holds them
     already, and keeps them untouched; its pages must be in the group's table nevertheless."""
+    drafts: int = 0
+    """The last ``tokens`` that are drafts, guesses of the output. The step chooses a token before each of them, as
+    ``sample`` says, and one more after the last. Only those count whose drafts before them were all chosen."""
 
     @property
     def end(self) -> int:
         """Position after the last token, which is the number of KV-tokens that the last token sees."""
         return self.start + len(self.tokens)
+
+    @property
+    def num_chosen(self) -> int:
+        """Tokens that the step chooses after tokens of this span."""
+        return 0 if self.sample is None else 1 + self.drafts
+
+    @property
+    def specs(self) -> tuple[SampleSpec, ...]:
+        """How to choose each of these tokens."""
+        if self.sample is None:
+            return ()
+        if not self.drafts:
+            return (self.sample,)
+        return tuple(
+            self.sample.after(self.tokens[-self.drafts :][:count]) for count in range(self.drafts + 1)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,8 +196,17 @@ class Plan:
 
     @property
     def specs(self) -> tuple[SampleSpec, ...]:
-        """How to choose each token of the step, in the order of the spans with a ``sample``."""
-        return tuple(span.sample for span in self.spans if span.sample is not None)
+        """How to choose each token of the step, in the order of the spans with a ``sample`` and of their tokens."""
+        return tuple(spec for span in self.spans for spec in span.specs)
+
+    @property
+    def chosen_for(self) -> tuple[RequestKey, ...]:
+        """The request of each token that the step chooses, in the order of ``specs``."""
+        return tuple(span.request for span in self.spans for _ in range(span.num_chosen))
+
+    @property
+    def has_drafts(self) -> bool:
+        return any(span.drafts for span in self.spans)
 
     @property
     def chooses_late(self) -> bool:
@@ -185,7 +220,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """The token chosen after one span."""
+    """A token chosen after a span, or after one of its drafts."""
 
     request: RequestKey
     token_id: int
@@ -195,7 +230,7 @@ class Sampled:
 @dataclass(frozen=True, slots=True)
 class StepResult:
     sampled: tuple[Sampled, ...] = ()
-    """In the order of the plan's spans with a ``sample``, without those for which ``choose`` named no spec."""
+    """In the order of ``Plan.specs``, without those for which ``choose`` named no spec."""
     swap_in_bytes: int = 0
     swap_out_bytes: int = 0
     swap_in_seconds: float = 0.0

@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Final, NamedTuple
+from typing import Any, ClassVar, Final, Literal, NamedTuple
 
 import msgspec
 from starlette.requests import Request
@@ -24,6 +24,7 @@ from pensieve.client import (
     Turn,
     TurnOptions,
 )
+from pensieve.core import MAX_PREDICTION_CHARS
 from pensieve.errors import AlreadyExists, DataLoss, NotFound, PensieveError
 from pensieve.http.common.answers import (
     DONE,
@@ -100,6 +101,20 @@ class ChatMessage(msgspec.Struct, frozen=True):
     """Another name of ``reasoning_content``."""
 
 
+class Prediction(msgspec.Struct, frozen=True):
+    """A guess at the answer. It affects the speed only."""
+
+    content: Content
+    type: Literal["content"] = "content"
+
+    def text(self) -> str:
+        """Raises HttpFailure for content that is not text or too long."""
+        text = text_of(self.content, "prediction.content")
+        if len(text) > MAX_PREDICTION_CHARS:
+            raise invalid_field("prediction.content", f"is longer than {MAX_PREDICTION_CHARS} characters")
+        return text
+
+
 class ValidatedChat(NamedTuple):
     body: ChatRequest
     transcript: MessageHistory
@@ -118,7 +133,6 @@ class ChatRequest(CompletionFields, kw_only=True):
         "cache_prompt": "cached state is always used",
         "chat_id": "histories are found by their content",
         "metadata": "a completion is sent once",
-        "prediction": "it affects speed only",
         "prompt_cache_key": "prefixes are shared without it",
         "reasoning": "the chat template decides whether the model thinks",
         "reasoning_effort": "the chat template decides whether the model thinks",
@@ -144,6 +158,7 @@ class ChatRequest(CompletionFields, kw_only=True):
     max_completion_tokens: Positive | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    prediction: Prediction | None = None
     response_format: ResponseFormat | None = None
     tools: list[OfferedTool] | None = None
     parallel_tool_calls: bool | None = None
@@ -199,6 +214,8 @@ class ChatRequest(CompletionFields, kw_only=True):
             options["max_output_tokens"] = longest
         if self.n is not None and self.n > 1:
             options["candidates"] = self.n
+        if self.prediction is not None:
+            options["prediction"] = self.prediction.text()
         if self.logprobs:
             options["top_logprobs"] = self.top_logprobs or 0
         return options

@@ -302,6 +302,13 @@ OPTIONS: tuple[Option, ...] = (
         "answers are then equal to the last bit. Refused where it cannot be kept.",
         "ordinary operations are faster",
     ),
+    Option(
+        "speculation",
+        values.boolean,
+        "Guess tokens from the conversation itself and compute several in one step. Answers stay the same.",
+        "auto: on a CPU in float32 or with --invariant; elsewhere larger steps could round a token differently",
+        default_text="auto",
+    ),
     Option("unified-batch", values.boolean, "Mix restore, prefill and decode in one step.", _OFF_TO_MEASURE),
     Option(
         "swap-in-first",
@@ -500,6 +507,7 @@ GROUPS: Final[Mapping[str, Sequence[str]]] = {
         "allow-rewriting-template",
         "load-format",
         "invariant",
+        "speculation",
     ),
     "Addresses": (
         "listen",

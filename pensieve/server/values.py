@@ -100,10 +100,12 @@ class NewTurn(msgspec.Struct, frozen=True):
     frame: TurnFrame = TurnFrame()
     rules: CallRules = CallRules()
     format: AnswerFormat | None = None
+    prediction: str = ""
+    """A guess at the answer; it changes the speed only."""
 
     def fingerprint(self) -> str:
         """Hash the fields that make up the turn's identity. Excluded are delivery (output, priority), hints,
-        ``known_revision``, annotations and the mark."""
+        the prediction, ``known_revision``, annotations and the mark."""
         return fingerprint(
             "turn",
             self.input,

@@ -227,6 +227,10 @@ class ChatTokenizer:
         """The id of the control token (omitted by ``decode``) with exactly this name; None if there is none."""
         return self._control_ids.get(text)
 
+    def encode_text(self, text: str) -> list[int] | None:
+        """Return the ids of a text that an answer may be; None if it cannot do without control tokens."""
+        return self._encoder.encode_text(text)
+
     def spell(self, text: str, behind: Sequence[int]) -> tuple[int, ...] | None:
         """Tokens that add exactly ``text`` to an answer that begins with the tokens ``behind`` (whole
         characters): from the tokenizer's own encoding, else the longest of the vocabulary. None when the

@@ -617,7 +617,7 @@ class OutputOptions(_message.Message):
     def __init__(self, token_ids: bool = ..., top_logprobs: _Optional[int] = ..., max_chunk_tokens: _Optional[int] = ..., max_chunk_delay: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., pad_chunks: bool = ...) -> None: ...
 
 class TurnSpec(_message.Message):
-    __slots__ = ("request_id", "input", "expected_revision", "replace_after_item", "sampling", "output", "max_duration", "priority", "hints", "known_revision", "annotations", "mark", "calls", "system_prompt", "tools_json", "format")
+    __slots__ = ("request_id", "input", "expected_revision", "replace_after_item", "sampling", "output", "max_duration", "priority", "hints", "known_revision", "annotations", "mark", "calls", "system_prompt", "tools_json", "format", "prediction")
     class AnnotationsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -641,6 +641,7 @@ class TurnSpec(_message.Message):
     SYSTEM_PROMPT_FIELD_NUMBER: _ClassVar[int]
     TOOLS_JSON_FIELD_NUMBER: _ClassVar[int]
     FORMAT_FIELD_NUMBER: _ClassVar[int]
+    PREDICTION_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     input: _containers.RepeatedCompositeFieldContainer[InputItem]
     expected_revision: int
@@ -657,7 +658,8 @@ class TurnSpec(_message.Message):
     system_prompt: str
     tools_json: str
     format: AnswerFormat
-    def __init__(self, request_id: _Optional[str] = ..., input: _Optional[_Iterable[_Union[InputItem, _Mapping]]] = ..., expected_revision: _Optional[int] = ..., replace_after_item: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., output: _Optional[_Union[OutputOptions, _Mapping]] = ..., max_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., priority: _Optional[int] = ..., hints: _Optional[_Union[TurnHints, _Mapping]] = ..., known_revision: _Optional[int] = ..., annotations: _Optional[_Mapping[str, str]] = ..., mark: _Optional[str] = ..., calls: _Optional[_Union[CallBounds, _Mapping]] = ..., system_prompt: _Optional[str] = ..., tools_json: _Optional[str] = ..., format: _Optional[_Union[AnswerFormat, _Mapping]] = ...) -> None: ...
+    prediction: str
+    def __init__(self, request_id: _Optional[str] = ..., input: _Optional[_Iterable[_Union[InputItem, _Mapping]]] = ..., expected_revision: _Optional[int] = ..., replace_after_item: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., output: _Optional[_Union[OutputOptions, _Mapping]] = ..., max_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., priority: _Optional[int] = ..., hints: _Optional[_Union[TurnHints, _Mapping]] = ..., known_revision: _Optional[int] = ..., annotations: _Optional[_Mapping[str, str]] = ..., mark: _Optional[str] = ..., calls: _Optional[_Union[CallBounds, _Mapping]] = ..., system_prompt: _Optional[str] = ..., tools_json: _Optional[str] = ..., format: _Optional[_Union[AnswerFormat, _Mapping]] = ..., prediction: _Optional[str] = ...) -> None: ...
 
 class AnswerFormat(_message.Message):
     __slots__ = ("json_schema", "json_object", "regex", "lark", "choice")
@@ -913,7 +915,7 @@ class Candidate(_message.Message):
     def __init__(self, candidate: _Optional[int] = ..., text: _Optional[str] = ..., tokens: _Optional[_Union[TokenIds, _Mapping]] = ..., output_tokens: _Optional[int] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., stop_sequence: _Optional[str] = ..., seed: _Optional[int] = ..., mean_logprob: _Optional[float] = ...) -> None: ...
 
 class Usage(_message.Message):
-    __slots__ = ("context_tokens", "new_tokens", "gpu_cached_tokens", "swapped_in_tokens", "recomputed_tokens", "output_tokens", "queue_time", "restore_time", "prefill_time", "decode_time")
+    __slots__ = ("context_tokens", "new_tokens", "gpu_cached_tokens", "swapped_in_tokens", "recomputed_tokens", "output_tokens", "queue_time", "restore_time", "prefill_time", "decode_time", "drafted_tokens", "accepted_tokens")
     CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
     GPU_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -924,6 +926,8 @@ class Usage(_message.Message):
     RESTORE_TIME_FIELD_NUMBER: _ClassVar[int]
     PREFILL_TIME_FIELD_NUMBER: _ClassVar[int]
     DECODE_TIME_FIELD_NUMBER: _ClassVar[int]
+    DRAFTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     context_tokens: int
     new_tokens: int
     gpu_cached_tokens: int
@@ -934,7 +938,9 @@ class Usage(_message.Message):
     restore_time: _duration_pb2.Duration
     prefill_time: _duration_pb2.Duration
     decode_time: _duration_pb2.Duration
-    def __init__(self, context_tokens: _Optional[int] = ..., new_tokens: _Optional[int] = ..., gpu_cached_tokens: _Optional[int] = ..., swapped_in_tokens: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., queue_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., restore_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., prefill_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., decode_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    drafted_tokens: int
+    accepted_tokens: int
+    def __init__(self, context_tokens: _Optional[int] = ..., new_tokens: _Optional[int] = ..., gpu_cached_tokens: _Optional[int] = ..., swapped_in_tokens: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., queue_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., restore_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., prefill_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., decode_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ...) -> None: ...
 
 class RunTurnRequest(_message.Message):
     __slots__ = ("session", "turn")

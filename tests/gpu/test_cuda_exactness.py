@@ -17,7 +17,7 @@ from pensieve.config import CacheConfig, SchedulerConfig
 from pensieve.core import RequestKey, Sampling
 from pensieve.engine.plan import PENDING, Plan, SampleSpec, Span, StepWorker
 from support.engine.checkpoints import FAMILIES, Family
-from support.engine.exactness import Bench, caught, run_all
+from support.engine.exactness import EVERY_PATH, Bench, caught, run_all, run_with_drafts
 from support.engine.mutants import PLAN_MUTANTS, MutantWorker
 from support.engine.pieces import context_of, logprobs_of_pieces
 
@@ -70,6 +70,13 @@ def test_bfloat16_windows_with_the_heads_of_real_models(heads: tuple[int, int, i
     run_all(
         Bench("gemma3", tmp_path, "cuda", dtype="bfloat16", near_tie=BF16_TOLERANCE, **shape), range(12, 18)
     )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_answers_with_drafts_equal_transformers(dtype: str, tmp_path: Path) -> None:
+    near_tie = 1e-4 if dtype == "float32" else BF16_TOLERANCE
+    bench = Bench("llama3", tmp_path, "cuda", dtype=dtype, near_tie=near_tie)
+    assert all(run_with_drafts(bench, (*EVERY_PATH, *range(5))).values())
 
 
 @pytest.mark.parametrize("name", PLAN_MUTANTS)

@@ -6,6 +6,7 @@ import asyncio
 import copy
 from typing import Any
 
+import msgspec
 import pytest
 from openai import APIStatusError, BadRequestError
 
@@ -176,3 +177,21 @@ async def test_who_leaves_discards_the_turn() -> None:
             await asyncio.sleep(0.01)
         answer = await rig.service.api.ListSessions(pb.ListSessionsRequest())
         assert [one.item_count for one in answer.sessions] == [1], "more than the system prompt"
+
+
+async def test_a_prediction_changes_nothing_but_must_be_text() -> None:
+    async with door() as rig:
+        link = rig.service.link
+        link.info = msgspec.structs.replace(link.info, speculates=True)
+        for content in (ANSWER, [{"type": "text", "text": ANSWER}]):
+            said = await say(rig, asks("hi"), prediction={"type": "content", "content": content})
+            assert said.choices[0].message.content == ANSWER
+            assert link.generations[-1].predicted
+            assert said.usage.completion_tokens_details.accepted_prediction_tokens == 0
+            assert said.usage.completion_tokens_details.rejected_prediction_tokens == 0
+        image = [{"type": "image_url", "image_url": {"url": "data:,"}}]
+        for wrong in ("x" * 65_537, image, 7):
+            with pytest.raises(BadRequestError, match="prediction"):
+                await say(rig, asks("hi"), prediction={"type": "content", "content": wrong})
+        with pytest.raises(BadRequestError, match="prediction"):
+            await say(rig, asks("hi"), prediction={"type": "tokens", "content": ANSWER})

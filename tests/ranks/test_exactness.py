@@ -15,7 +15,7 @@ import pytest
 from pensieve.engine.cache import tails
 from pensieve.engine.plan import PendingStep, Plan, StepWorker
 from support.engine.checkpoints import FAMILIES
-from support.engine.exactness import EVERY_PATH, SPAN, paths_of, run_all, run_schedule
+from support.engine.exactness import EVERY_PATH, SPAN, paths_of, run_all, run_schedule, run_with_drafts
 from support.engine.mutants import PLAN_MUTANTS, MutantWorker
 from support.engine.structured_exactness import run_structured
 from support.lengths import at_length
@@ -81,6 +81,11 @@ def test_ranks_change_their_size_together(bench: RankBench, monkeypatch: pytest.
 @pytest.mark.parametrize("bench", [("llama3", 2, {})], indirect=True, ids=str)
 def test_ranks_choose_alike_under_grammars(bench: RankBench) -> None:
     run_structured(bench, random.Random(1))
+
+
+@pytest.mark.parametrize("bench", [("llama3", 2, {})], indirect=True, ids=str)
+def test_ranks_follow_drafts(bench: RankBench) -> None:
+    assert all(run_with_drafts(bench, EVERY_PATH[:1]).values())
 
 
 def stale_page_table(plan: Plan) -> Plan:

@@ -20,13 +20,8 @@ class             state that only it writes                                     
 Any chunk that is not pinned can be evicted, at worst by dropping it. So whether a request fits depends only on what
 is pinned or promised, and neither a full tier nor a tenant's share stops a request that fits an empty cache.
 
-Most models have one KV group (``model.groups``). With two, a request needs few slices of the second one; ``tails`` has
-the words and the rules.
-
-Sessions of one scope share the chunks of common beginnings (``sharing``). A request finds a chunk by its
-address, whichever session computed it, and its session becomes another owner. The same holds for two requests
-that arrive together: the first one's chunks are in the index before they hold KV, a plan computes them once,
-and the second request reads them in that plan.
+With two KV groups (``model.groups``), a request needs few slices of the second one: see ``tails``.
+Sessions of one scope share the chunks of common beginnings (``sharing``), also those that a plan still computes.
 """
 
 from __future__ import annotations
@@ -308,8 +303,7 @@ class CacheManager:
         return restore_of(session.chunks[:held], history, total, size)
 
     def _own_tail(self, session: CachedSession, keep: int, total: int) -> None:
-        """Limit a running session's last chunk to the first ``keep`` tokens and make it its own: other tokens
-        will follow."""
+        """Make a running session's last chunk its own, limited to the first ``keep`` tokens: others will follow."""
         tail = session.chunks[-1]
         valid = max(keep - tail.index * self._size, 0)
         if tail.shared:
@@ -418,12 +412,13 @@ class CacheManager:
             self._tiers.place(tail)
         return filled
 
-    def extend(self, key: SessionKey, tokens: int, now: float) -> bool:
-        """Make room on the device for ``tokens`` positions of a running session; False when every page is pinned."""
+    def extend(self, key: SessionKey, tokens: int, now: float, *, free_only: bool = False) -> bool:
+        """Make room on the device for ``tokens`` positions of a running session; False when every page is pinned, or
+        with ``free_only`` when none is free. It keeps the pages that it has got."""
         session = self._running[key]
         while len(session.chunks) * self._size < tokens:
             others = 0 if self._tails is None else self._tails.growth(session, tokens)
-            if self._tiers.unpinned_bytes((1, others)) < 0:
+            if self._tiers.unpinned_bytes((1, others)) < 0 or (free_only and not self._tiers.device.free()):
                 return False
             (chunk,) = self._shared.append(session, 1)
             self._tiers.pin((chunk,))
@@ -434,6 +429,13 @@ class CacheManager:
         if self._tails is not None:
             self._tails.keep_promise(session)
         return True
+
+    def take_back(self, key: SessionKey, tokens: int) -> None:
+        """Free the pages of a running session after its first ``tokens`` positions, which hold nothing valid."""
+        session, keep = self._running[key], self.chunks_for(tokens)
+        self._tiers.unpin(session.chunks[keep:])
+        self._shared.truncate(session, keep)
+        session.table, session.length = session.table[:keep], tokens
 
     def computed(self, key: SessionKey, start: int, end: int, now: float = 0.0) -> None:
         """Record that the plan being made writes KV of positions ``[start, end)`` of a running session.
@@ -590,8 +592,6 @@ class CacheManager:
         for session in losers:
             if not session.running and not session.has_cached_chunks:
                 self._remove(session)
-
-    # -- invariants --------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
         """Raise AssertionError unless every page has exactly one owner and all counts agree."""

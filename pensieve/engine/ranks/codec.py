@@ -26,7 +26,7 @@ class PlanFrame(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
 
     step: int
     spans: bytes
-    """int64 [S, 6]: request, start, tokens, page table, whether a token is sampled (2: late), stores."""
+    """int64 [S, 7]: request, start, tokens, page table, whether a token is sampled (2: late), stores, drafts."""
     tokens: bytes
     """int32: tokens of all spans, concatenated."""
     lengths: bytes
@@ -59,7 +59,15 @@ def encode(plan: Plan | None) -> bytes:
     if plan is None:
         return _encoder.encode(StopFrame())
     spans = [
-        (span.request, span.start, len(span.tokens), span.page_table, _sampled(span), span.stores)
+        (
+            span.request,
+            span.start,
+            len(span.tokens),
+            span.page_table,
+            _sampled(span),
+            span.stores,
+            span.drafts,
+        )
         for span in plan.spans
     ]
     tokens = np.concatenate([span.tokens for span in plan.spans]) if spans else np.empty(0)
@@ -90,7 +98,7 @@ def decode(message: bytes) -> Plan | None:
     frame = _decoder.decode(message)
     if isinstance(frame, StopFrame):
         return None
-    columns = np.frombuffer(frame.spans, "<i8").reshape(-1, 6)
+    columns = np.frombuffer(frame.spans, "<i8").reshape(-1, 7)
     tokens = np.frombuffer(frame.tokens, "<i4")
     ends = np.cumsum(columns[:, 2]).tolist()
     spans = tuple(
@@ -101,8 +109,11 @@ def decode(message: bytes) -> Plan | None:
             table,
             (None, SAMPLED_ON_RANK_0, SAMPLED_LATE)[chosen],
             stores,
+            drafts,
         )
-        for (request, start, count, table, chosen, stores), end in zip(columns.tolist(), ends, strict=True)
+        for (request, start, count, table, chosen, stores, drafts), end in zip(
+            columns.tolist(), ends, strict=True
+        )
     )
     bounds = [0, *np.cumsum(np.frombuffer(frame.lengths, "<i8")).tolist()]
 

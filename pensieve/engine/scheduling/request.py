@@ -48,6 +48,7 @@ from pensieve.engine.cache.chunk import Range, Restore, common_prefix, take_fron
 from pensieve.engine.cache.sharing import PrefixPath
 from pensieve.engine.messages import Submit
 from pensieve.engine.plan import PENDING
+from pensieve.engine.scheduling.drafts import Drafter
 
 _SEEDS = 1 << 64
 
@@ -120,6 +121,10 @@ class Request:
     restored: float | None = None
     """When all KV of the history was present."""
     first_token: float | None = None
+    drafter: Drafter | None = None
+    drafted: int = 0
+    """Drafts of its steps, and those that were accepted."""
+    accepted: int = 0
 
     def __post_init__(self) -> None:
         self.key, self.session = RequestKey(self.submit.request), SessionKey(self.submit.session)
@@ -278,6 +283,18 @@ class Request:
             return FinishReason.LENGTH
         return FinishReason.CONTEXT_FULL if length >= context_limit else None
 
+    @property
+    def may_draft(self) -> bool:
+        """Whether drafts may follow its newest token, once a plan computes that."""
+        alone = self.group is None or (not self.guided and self.source is None and self.output_tokens > 0)
+        return alone and self.finished is None and self.sampling.grammar is None
+
+    def most_drafts(self, context_limit: int) -> int:
+        """Return how many drafts may follow the newest token, so that a token can be chosen after each."""
+        most = self.sampling.max_output_tokens
+        end = context_limit if most is None else min(context_limit, self.prompt_tokens + max(most, 1))
+        return max(end - self.length - 1, 0)
+
     def pages_as_fork(self, chunk_tokens: int) -> int:
         """Return the device pages that it does not share with its source. Its last token is never shared."""
         assert self.source is not None
@@ -294,6 +311,8 @@ class Request:
         return msgspec.structs.replace(
             self.receipt,
             output_tokens=self.num_known - self.prompt_tokens,
+            drafted_tokens=self.drafted,
+            accepted_tokens=self.accepted,
             queue_s=self.admitted - self.submitted,
             restore_s=restored - self.admitted,
             prefill_s=first_token - restored,
@@ -400,6 +419,19 @@ class Request:
             return
         self.tokens[self.num_known] = token
         self.num_known += 1
+
+    def propose(self, most: int, price: float) -> tuple[list[int], list[float]]:
+        """Return drafts after the known tokens, and their chances: see ``Drafter.propose``."""
+        if self.drafter is None:
+            self.drafter = Drafter(self.prompt_tokens, unpack_tokens(self.submit.predicted).tolist())
+        return self.drafter.propose(self.tokens[: self.num_known], most, price)
+
+    def on_drafts(self, accepted: int, tested: int, drafted: int) -> None:
+        """Record that a step accepted the first of ``drafted`` drafts, and that ``tested`` of them were tried."""
+        self.drafted += drafted
+        self.accepted += accepted
+        if self.drafter is not None:
+            self.drafter.learn(accepted, tested)
 
     def history_present(self, now: float) -> None:
         self.restored = now

@@ -18,15 +18,19 @@ from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import Final
+
+import numpy as np
 
 from pensieve.config import SchedulerConfig
-from pensieve.core import FinishReason, RequestKey, SessionKey, TokenLogprob, packed_length
+from pensieve.core import FinishReason, RequestKey, SessionKey, TokenArray, TokenLogprob, packed_length
 from pensieve.engine.cache.chunk import Range
 from pensieve.engine.cache.manager import CacheManager
 from pensieve.engine.cache.resizing import Ends
 from pensieve.engine.elastic import ElasticTier, Need
 from pensieve.engine.messages import Submit, Warm
 from pensieve.engine.plan import Chain, PageTable, Plan, SampleSpec, Span, StepResult, TokenMask
+from pensieve.engine.scheduling.drafts import StepCosts
 from pensieve.engine.scheduling.queue import FairQueue, max_min_shares
 from pensieve.engine.scheduling.request import Request
 from pensieve.engine.scheduling.running import RunningSet
@@ -36,6 +40,8 @@ SWAP_OUT_QUANTUM = 32
 """Most chunks copied out ahead of time per step: background work must not stretch a step."""
 IDLE_QUANTUM = 4 * SWAP_OUT_QUANTUM
 """Most chunks of each group that a shrinking device tier copies out, and moves, in a plan that computes nothing."""
+
+NO_DRAFTS: Final[TokenArray] = np.empty(0, np.int32)
 
 _Work = dict[Request, list[Range]]
 """The ranges of tokens without KV that a step computes, by request."""
@@ -70,6 +76,11 @@ class Scheduler:
         self._running = RunningSet(config, cache, self.queue, self._warming)
         self._tickets = 0
         self._steps = 0
+        self.costs = StepCosts()
+        self.drafted = self.accepted = 0
+        """Drafts since start, and those accepted."""
+        self.least_gain = 0.0
+        """Least tokens per request that a step's drafts must be expected to give; else it has none."""
         self._swap_out_backlog = 0
         """Chunks of launched plans not yet copied out when the latest result came."""
         self.mask_expected: Callable[[RequestKey, int], bool] = lambda key, output_index: True
@@ -198,14 +209,16 @@ class Scheduler:
         if not self.config.unified_batch and not work:
             self._plan_decodes(work, now)
         self._warm_up(work, now)
+        drafts = self._draft(work, budget, now) if self._drafts else {}
         memory = None if self.elastic is None else self._resize(self.elastic, work, now)
         # A step waits for its swap-in, which should have the link to itself. Ahead-of-time copies can wait.
         is_settled = self.elastic is None or self.elastic.is_settled(now)
         if is_settled and not (self.config.swap_in_first and self.cache.swaps_in):
             self.cache.swap_out_ahead(now, SWAP_OUT_QUANTUM - self._swap_out_backlog)
         self._steps += 1
-        plan = self._plan_two_groups if self.cache.two_groups else self._plan_one_group
-        return plan(work, memory)
+        if self.cache.two_groups:
+            return self._plan_two_groups(work, memory)
+        return self._plan_one_group(work, drafts, memory)
 
     def on_launched(self, plan: Plan) -> None:
         """Record that the worker has begun ``plan``: later plans come after it."""
@@ -230,7 +243,7 @@ class Scheduler:
                 continue
             request = self._running.get(span.request)
             if not span.sample.late:
-                specs.append(span.sample)
+                specs.extend(span.specs)
             elif request is None or request.finished is not None:
                 specs.append(None)
             elif request.sampling.grammar is not None and request.key not in masks:
@@ -249,19 +262,32 @@ class Scheduler:
         if self.elastic is not None and plan.memory is not None:
             self.elastic.on_result(result.memory, now)
         tokens: list[OutputToken] = []
+        drafts = {span.request: span.tokens[-span.drafts :].tolist() for span in plan.spans if span.drafts}
+        rights: Counter[RequestKey] = Counter()
         for sampled in result.sampled:
             request = self._running.get(sampled.request)
             if request is None or request.finished is not None:
                 continue  # it finished or was cancelled while this step ran
+            guesses = drafts.get(request.key)
+            if guesses is not None and request.num_known == request.length:
+                continue  # a draft before it was wrong
             request.on_sampled(sampled.token_id, now)
             finished = None
             if not request.guided:
                 finished = request.end_reason(sampled.token_id, self.context_limit, self.config.eos_token_ids)
+            if guesses and guesses[rights[request.key] :][:1] == [sampled.token_id]:
+                rights[request.key] += 1
+                self.cache.computed(request.session, *request.take_newest(), now)
+                self.queue.charge(request, 1)
+                if finished is None:
+                    request.on_launched()  # the step has chosen the next token as well
             if finished is not None:
                 request.finish(finished)
                 if not request.in_batch:  # suspended while its last token was being sampled
                     self._running.remove_waiting(request)
             tokens.append(OutputToken(sampled.request, sampled.token_id, sampled.logprob, finished))
+        for key, guesses in drafts.items():
+            self._end_drafts(key, rights[key], len(guesses))
         for request in list(self._running.requests):
             if request.restored is None and not request.waits_for_history:
                 request.history_present(now)
@@ -270,6 +296,58 @@ class Scheduler:
             if request.finished is not None and (self.config.stateless or not request.missing):
                 self._running.remove(request, now)
         return tokens
+
+    def _end_drafts(self, key: RequestKey, accepted: int, drafted: int) -> None:
+        request = self._running.get(key)
+        self.drafted, self.accepted = self.drafted + drafted, self.accepted + accepted
+        if request is not None and request.in_batch:
+            request.on_drafts(accepted, accepted if request.finished is not None else drafted, drafted)
+            self.cache.take_back(request.session, request.length)
+
+    # -- drafts ------------------------------------------------------------------------------------------------------
+
+    @property
+    def _drafts(self) -> bool:
+        """Whether this engine drafts. A state of a second KV group could not go back behind a rejected draft."""
+        return self.config.max_drafts > 0 and not self.cache.two_groups
+
+    def wants_drafts(self) -> bool:
+        """Whether the next step would have drafts if the tokens of the one that runs were known."""
+        if not self._drafts:
+            return False
+        decoding = [one for one in self._running.requests if one.decoding and one.may_draft]
+        price, gain = self.costs.price(len(decoding)), 0.0
+        for request in decoding:
+            pending = request.length - request.num_known
+            most = min(request.most_drafts(self.context_limit), self.config.max_drafts) + pending
+            gain += sum(request.propose(most, price)[1][pending:])
+        return gain > self.least_gain * len(self._running.requests)
+
+    def on_timed(self, plan: Plan, seconds: float) -> None:
+        """Learn the costs of drafts from a step that took ``seconds``."""
+        if self._drafts and plan.spans and all(len(span.tokens) == span.num_chosen for span in plan.spans):
+            self.costs.on_step(plan.num_tokens, seconds)
+
+    def _draft(self, work: _Work, budget: int, now: float) -> dict[Request, TokenArray]:
+        """Return drafts for the requests of this plan whose next token it chooses. They take what the plan leaves over:
+        ``budget`` tokens, and free pages."""
+        left = min(budget, self.config.max_drafts)
+        price, gain = self.costs.price(len(work)), 0.0
+        found: dict[Request, TokenArray] = {}
+        for request in work:
+            known = request.num_known == request.length and not request.missing
+            most = min(request.most_drafts(self.context_limit), left)
+            if known and most > 0 and request.may_draft:
+                guesses, chances = request.propose(most, price)
+                if guesses:
+                    found[request] = np.array(guesses, np.int32)
+                    gain += sum(chances)
+                    left -= len(guesses)
+        if gain <= self.least_gain * len(work):
+            return {}
+        for request, tokens in found.items():
+            self.cache.extend(request.session, request.length + len(tokens), now, free_only=True)
+        return found
 
     # -- inside plan -------------------------------------------------------------------------------------------------
 
@@ -423,13 +501,19 @@ class Scheduler:
             most //= 4
         return elastic.plan(Need(active, *needs), now, most)
 
-    def _plan_one_group(self, work: _Work, memory: Ends | None) -> Plan:
+    def _plan_one_group(self, work: _Work, drafts: Mapping[Request, TokenArray], memory: Ends | None) -> Plan:
         spans: list[Span] = []
         tables: list[PageTable] = []
         for table, (request, ranges) in enumerate(work.items()):
-            tables.append(self.cache.page_table(request.session, request.length))
+            guesses = drafts.get(request, NO_DRAFTS)
+            tables.append(self.cache.page_table(request.session, request.length + len(guesses)))
             for start, end in ranges:
                 spans.append(self._span(request, start, end, table))
+            if len(guesses):
+                # As many as there were free pages for.
+                guesses = guesses[: len(tables[-1]) * self.cache.config.chunk_tokens - request.length]
+                tokens = np.concatenate([spans[-1].tokens, guesses])
+                spans[-1] = replace(spans[-1], tokens=tokens, drafts=len(guesses))
         return Plan(self._steps, tuple(spans), tuple(tables), *self.cache.take_copies(), memory=memory)
 
     def _plan_two_groups(self, work: _Work, memory: Ends | None) -> Plan:

@@ -35,7 +35,7 @@ class CudaBatch:
     pages: Ints32
     """All page tables, then all window tables."""
     sample_rows: Ints32
-    """Last token of each sampled span, in the plan's order of spans."""
+    """The tokens after which one is chosen, in the order of ``Plan.specs``."""
     requests: tuple[RequestKey, ...]
     specs: tuple[SampleSpec, ...]
     max_context: int
@@ -79,7 +79,8 @@ def make_cuda_batch(
         if at in pending:
             source[columns.ends[at] - 1] = sampled[span.request]
         if span.sample is not None:
-            asked.append((at, span.request, span.sample))
+            asked.append((at, span.num_chosen))
+    chosen = columns.chosen_rows([at for at, _ in asked], [count for _, count in asked])
     pages, window_spans = columns.pages, None
     if columns.window_pages is not None:
         window_spans = host + np.array([0, 0, 0, len(pages)])
@@ -91,9 +92,9 @@ def make_cuda_batch(
         slots=columns.slots.astype(np.int32),
         spans=host,
         pages=pages,
-        sample_rows=(columns.ends[[index for index, _, _ in asked]] - 1).astype(np.int32),
-        requests=tuple(request for _, request, _ in asked),
-        specs=tuple(spec for _, _, spec in asked),
+        sample_rows=chosen.astype(np.int32),
+        requests=plan.chosen_for,
+        specs=plan.specs,
         max_context=int((columns.start + columns.length).max()),
         prefix_groups=found.table if found is not None else None,
         window_slots=None if columns.window_slots is None else columns.window_slots.astype(np.int32),

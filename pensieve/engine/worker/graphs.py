@@ -193,7 +193,7 @@ def least_rows(info: WorkerInfo) -> int:
 
 def most_samples(info: WorkerInfo) -> int:
     """Return the most rows of the head's product."""
-    return max(least_rows(info), info.max_running)
+    return max(least_rows(info), info.max_running + info.max_drafts)
 
 
 def _not_below(least: int, sizes: list[int]) -> list[int]:
@@ -208,7 +208,7 @@ def max_pages(info: WorkerInfo, requests: int) -> int:
 
 def _max_tokens(info: WorkerInfo) -> int:
     """Return the most tokens of a step: every running request decodes one, even where the budget is smaller."""
-    return max(info.max_batch_tokens, most_samples(info))
+    return max(info.max_batch_tokens, least_rows(info), info.max_running)
 
 
 def _capacities(

@@ -20,6 +20,7 @@ from pensieve.config import (
     BATCH_LIMITS,
     EngineOptions,
     KvDtypeName,
+    SchedulerConfig,
     batch_limits,
     device_range,
     parse_cache_size,
@@ -72,6 +73,8 @@ class Placement:
     context_limit: int
     max_batch_tokens: int
     max_running: int
+    max_drafts: int = SchedulerConfig.max_drafts
+    """See ``WorkerInfo``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +111,8 @@ class WorkerInfo:
     """Codec of keys and values."""
     is_invariant: bool = False
     """Whether a token's bits depend only on the tokens before it (``invariance``)."""
+    max_drafts: int = SchedulerConfig.max_drafts
+    """Drafts of a step, after each of which a token is chosen; 0: speculation is off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +168,18 @@ def resolve_device(options: EngineOptions, arch: Arch) -> Placement:
             f"weights fp8: this GPU has compute capability {found[0]}.{found[1]}, and its products take 8-bit floats "
             f"from {FP8_CAPABILITY[0]}.{FP8_CAPABILITY[1]} on; start with --weights full"
         )
-    return Placement(device, dtype, limit, *batch_limits(options, device))
+    tokens, running = batch_limits(options, device)
+    has_codes = fp8 or options.kv_dtype != "auto"
+    drafts = running if _speculates(options, device, "8 bits" if has_codes else dtype) else 0
+    return Placement(device, dtype, limit, tokens, running, drafts)
+
+
+def _speculates(options: EngineOptions, device: str, dtype: str) -> bool:
+    """Whether steps have drafts. By default only where the rounding of larger steps does not change answers: in 16 bits
+    near ties are frequent, and codes of 8 bits enlarge differences. Its worth on GPUs has not been measured."""
+    if options.speculation is not None:
+        return options.speculation
+    return device == "cpu" and (dtype == "float32" or bool(options.invariant))
 
 
 def _require_codec(options: EngineOptions, arch: Arch, device: str) -> None:
@@ -217,6 +233,7 @@ def worker_info(
         elastic_refusal=why,
         fp8=has_fp8_products(Path(options.model), options.weights),
         is_invariant=bool(options.invariant),
+        max_drafts=placement.max_drafts,
     )
 
 
@@ -245,8 +262,9 @@ def workspace_bytes(arch: Arch, placement: Placement, *, cuda_graphs: bool) -> i
     widest = max(heads, mlp, *(_recurrent_width(layer.state) for layer in arch.layers if layer.state))
     activations = placement.max_batch_tokens * (4 * arch.hidden_size + widest) * size
     # The head's output in the model's dtype, in float32, and without NaN; the last is kept from step to step.
-    logits = placement.max_running * arch.vocab_size * (size + 4 + 2 * 4)
-    logits += sampler_bytes(placement.max_running, arch.vocab_size)
+    rows = placement.max_running + placement.max_drafts
+    logits = rows * arch.vocab_size * (size + 4 + 2 * 4)
+    logits += sampler_bytes(rows, arch.vocab_size)
     return activations + logits + ATTENTION_BYTES + (GRAPHS_BYTES if cuda_graphs else 0)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -91,6 +92,15 @@ class SpanColumns:
             window_slots=None if window_pages is None else slots(window_pages, 1),
             chains=_chain_rows(plan, page_tokens, ends, length) if plan.chains else NO_CHAINS,
         )
+
+    def chosen_rows(self, spans: Sequence[int], counts: Sequence[int]) -> Ints:
+        """Return the rows after which a token is chosen: the last ``counts[i]`` of each span ``spans[i]``, in this
+        order."""
+        if len(spans) == sum(counts):
+            return self.ends[list(spans)] - 1
+        ends = np.cumsum(np.array(counts, dtype=np.int64))
+        rows: Ints = np.arange(ends[-1]) + np.repeat(self.ends[list(spans)] - ends, counts)
+        return rows
 
     def pending(self) -> list[int]:
         """Return the spans whose last token is still to come from the previous step's sample."""

@@ -28,7 +28,7 @@ class TorchBatch:
     page_tables: torch.Tensor
     """int32 [R, most pages of a row]; the unused end of a row names the padding page."""
     sample_rows: torch.Tensor
-    """int64: the last token of each sampled span, in the plan's order."""
+    """int64: the tokens after which one is chosen, in the order of ``Plan.specs``."""
     window_slots: torch.Tensor | None
     """As ``slots``, in the window group; None: there is none."""
     window_tables: torch.Tensor | None
@@ -57,6 +57,7 @@ def make_torch_batch(
 
     windows = columns.window_slots
     last = [index for index, span in enumerate(plan.spans) if span.sample is not None]
+    chosen = columns.chosen_rows(last, [plan.spans[index].num_chosen for index in last])
     tokens = columns.tokens.astype(np.int64)
     for index in columns.pending():
         tokens[columns.ends[index] - 1] = sampled[plan.spans[index].request]
@@ -66,7 +67,7 @@ def make_torch_batch(
         slots=torch.from_numpy(columns.slots).to(device),
         spans=make_spans(columns.length, columns.start, columns.table),
         page_tables=padded(plan.page_tables),
-        sample_rows=torch.from_numpy(columns.ends[last] - 1).to(device),
+        sample_rows=torch.from_numpy(chosen).to(device),
         window_slots=None if windows is None else torch.from_numpy(windows).to(device),
         window_tables=padded(plan.window_tables) if plan.window_tables else None,
         chains=columns.chains,

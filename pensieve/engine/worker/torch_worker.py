@@ -128,7 +128,7 @@ class TorchWorker:
         self, plan: Plan, logits: torch.Tensor, specs: Sequence[SampleSpec | None]
     ) -> tuple[Sampled, ...]:
         """Choose a token for each row of ``logits`` [S, vocab] that has a spec."""
-        requests = [span.request for span in plan.spans if span.sample is not None]
+        requests = plan.chosen_for
         wanted = [row for row, spec in enumerate(specs) if spec is not None]
         # Rank 0 samples, so that all ranks continue with the same tokens.
         collective = self._model.collective

@@ -230,10 +230,18 @@ def completion_usage(*turns: Turn) -> dict[str, Any]:
     prompt = sum(turn.usage.context_tokens for turn in turns)
     answer = sum(one.output_tokens for turn in turns for one in candidates_of(turn))
     cached = sum(cached_tokens(turn.usage) for turn in turns)
+    drafted, accepted = (
+        sum(getattr(turn.usage, name) for turn in turns) for name in ("drafted_tokens", "accepted_tokens")
+    )
     return {
         "prompt_tokens": prompt,
         "completion_tokens": answer,
         "total_tokens": prompt + answer,
         "prompt_tokens_details": {"cached_tokens": cached, "audio_tokens": 0},
-        "completion_tokens_details": {"reasoning_tokens": 0, "audio_tokens": 0},
+        "completion_tokens_details": {
+            "reasoning_tokens": 0,
+            "audio_tokens": 0,
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": drafted - accepted,
+        },
     }

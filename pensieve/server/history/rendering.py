@@ -68,6 +68,12 @@ class Renderer:
         self._lanes = lanes or TextLanes()
         self._tenant = tenant
 
+    async def predicted_tokens(self, text: str) -> list[int]:
+        """Return the token ids of a prediction; none if it cannot do without control tokens."""
+        return await self._lanes.run(
+            self._tenant, len(text), lambda _: self._tokenizer.encode_text(text) or []
+        )
+
     def for_tenant(self, tenant: str) -> Renderer:
         """The same renderer; its work is queued as this tenant's."""
         return Renderer(self._tokenizer, self._lanes, tenant)

@@ -172,6 +172,18 @@ ENGINE_METRICS: Final = (
         _one(lambda s: s.suspensions_total),
     ),
     EngineMetric(
+        "pensieve_drafted_tokens_total",
+        "counter",
+        "Drafts: tokens that were guessed and computed ahead.",
+        _one(lambda s: s.drafted_total),
+    ),
+    EngineMetric(
+        "pensieve_accepted_tokens_total",
+        "counter",
+        "Drafts that became output.",
+        _one(lambda s: s.accepted_total),
+    ),
+    EngineMetric(
         "pensieve_late_masks_total",
         "counter",
         "Masks of answers with a form that were not there in time; their answers got no token in that step.",

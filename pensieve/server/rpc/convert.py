@@ -191,6 +191,7 @@ def turn_spec(turn: pb.TurnSpec) -> NewTurn:
         ),
         rules=CallRules(tuple(turn.calls.allowed), tuple(turn.calls.strict), turn.calls.none),
         format=answer_format(turn.format),
+        prediction=turn.prediction,
     )
 
 
@@ -450,6 +451,8 @@ def _usage(usage: Usage) -> pb.Usage:
         restore_time=duration(usage.restore_s),
         prefill_time=duration(usage.prefill_s),
         decode_time=duration(usage.decode_s),
+        drafted_tokens=usage.drafted_tokens,
+        accepted_tokens=usage.accepted_tokens,
     )
 
 

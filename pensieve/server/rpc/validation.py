@@ -1,7 +1,6 @@
 """Validation of requests, as a table from message type to fields to checks. Pure; runs before any lookup.
 
-All problems of a request (up to ``MAX_PROBLEMS``) are reported in one InvalidArgument, each with the path of its
-field. The texts never repeat input.
+One InvalidArgument reports all problems of a request (up to ``MAX_PROBLEMS``) by field path, and repeats no input.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Any
 from google.protobuf.message import Message
 
 from pensieve.config import parse_cache_size
-from pensieve.core import SAMPLING
+from pensieve.core import MAX_PREDICTION_CHARS, SAMPLING
 from pensieve.errors import InvalidArgument
 from pensieve.server import ids
 from pensieve.server.grammars import limits as grammar_limits
@@ -568,6 +567,7 @@ RULES: dict[type[Any], tuple[Rule, ...]] = {
         _may("format", _nested),
         _may("system_prompt", prompt),
         _may("tools_json", prompt),
+        _may("prediction", text(MAX_PREDICTION_CHARS)),
     ),
     pb.CallBounds: (_may("begin_with", text(64)), _may("allowed", _FUNCTIONS), _may("strict", _FUNCTIONS)),
     pb.AnswerFormat: (

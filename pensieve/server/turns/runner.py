@@ -10,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Final
 
 import msgspec
 
@@ -51,8 +53,12 @@ from pensieve.store.records import History, Record, SessionRow
 log = logging.getLogger(__name__)
 
 
+MOST_GIVEN: Final = 256
+"""Turns whose tokens are kept after an engine's death."""
+
+
 class TurnRunner:
-    """One runner serves all turns: it holds no state of a turn but its lease."""
+    """One runner serves all turns. Of a turn it holds the lease, and after an engine's death the tokens so far."""
 
     def __init__(
         self,
@@ -69,6 +75,8 @@ class TurnRunner:
         self._served = served
         self._settings = settings
         self._checker = checker
+        self._given: dict[tuple[Key, str], Sequence[int]] = {}
+        """Tokens of turns whose engine died, until they are tried again; the oldest first."""
         self._leases = LeaseKeeper(self._store, settings.lease_s)
         self._releaser = LeaseReleaser(self._store, settings.lease_s)
 
@@ -207,10 +215,31 @@ class TurnRunner:
             scope=self._settings.sharing_scope(run.key, config),
             hints=hints,
             qos=run.qos,
+            predicted=pack_tokens(await self._predicted(run)),
             origin=f"{session}/{spec.request_id}",
         )
-        await run.generation.run(self._link, command, limit_s=spec.max_duration_s, ticket=run.ticket)
+        try:
+            await run.generation.run(self._link, command, limit_s=spec.max_duration_s, ticket=run.ticket)
+        except Unavailable:
+            self._remember_given(run)
+            raise
         return await self._finish(run, base, keep, prepared, sampling.choice(*layers))
+
+    async def _predicted(self, run: TurnRun) -> Sequence[int]:
+        """Return drafts for the answer: the tokens that an engine gave before it died, or the caller's prediction."""
+        given = self._given.pop((run.key, run.spec.request_id), ())
+        if not self._link.info.speculates:
+            return ()
+        if not given and run.spec.prediction:
+            given = await self._renderer.for_tenant(run.key.tenant).predicted_tokens(run.spec.prediction)
+        return [token for token in given if token < self._link.info.vocab_size]
+
+    def _remember_given(self, run: TurnRun) -> None:
+        """Keep the tokens of a turn whose engine has died for the next attempt, which starts from the same seed."""
+        if run.buffer.outputs and run.buffer.outputs[0].tokens:
+            self._given[run.key, run.spec.request_id] = tuple(run.buffer.outputs[0].tokens)
+            if len(self._given) > MOST_GIVEN:
+                del self._given[next(iter(self._given))]
 
     async def _with_turn_frame(self, run: TurnRun, base: History) -> History | None:
         """``base`` as it would be with the turn's own system prompt and tools; None if the turn changes neither."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import numpy as np
+import pytest
 import torch
 
 from pensieve.config import (
@@ -25,6 +27,7 @@ from pensieve.engine.elastic import ElasticTier
 from pensieve.engine.kv.grid import TierLayout
 from pensieve.engine.messages import SetMemory
 from pensieve.engine.plan import StepWorker
+from pensieve.engine.scheduling.request import Request
 from pensieve.engine.worker.hybrid_sizing import NO_TIER
 from pensieve.engine.worker.invariance import with_even_head
 from pensieve.engine.worker.sizing import DTYPES, WorkerInfo
@@ -36,6 +39,7 @@ from pensieve.model.groups import KvGroup, kv_groups
 from pensieve.model.ops import INVARIANT_OPS, TORCH_OPS, triton_ops
 from pensieve.model.transformer import Transformer
 from pensieve.model.weights import load_weights
+from support.engine.adversary import Adversary
 from support.engine.checkpoints import Family, tiny_checkpoint
 from support.engine.engine_driver import Clock, Driver, make_engine
 from support.engine.fp8_oracle import as_fp8
@@ -118,6 +122,7 @@ class Bench:
             host_tier=_layout(cache, host_bytes, host_units),
             device_floor=cache.device_floor_bytes, is_invariant=self.invariant,
             kv_dtype=self.kv_dtype,
+            max_drafts=scheduler.max_drafts,
         )  # fmt: skip
 
     def worker(
@@ -222,6 +227,7 @@ def run_schedule(
     wrap: Callable[[StepWorker], StepWorker] = lambda worker: worker,
     *,
     elastic: bool = False,
+    max_drafts: int = 0,
 ) -> Driver:
     """One random schedule, every answer checked. ``elastic``: the device tier changes its size on the way.
 
@@ -230,6 +236,7 @@ def run_schedule(
     rng = random.Random(seed)
     cache, scheduler = random_setup(rng)
     cache = replace(with_groups(bench, cache, rng), check_recomputed=bench.invariant)
+    scheduler = replace(scheduler, max_drafts=max_drafts)
     if cache.groups[-1].kind == "state":
         least = cache.chunk_tokens + scheduler.max_running
         scheduler = replace(scheduler, max_batch_tokens=max(least, scheduler.max_batch_tokens))
@@ -246,6 +253,8 @@ def run_schedule(
         overlapped=seed % 2 == 1,
         elastic=ElasticTier if elastic else None,
     )
+    if max_drafts:
+        engine._scheduler.least_gain = 0.0
     sizes = engine.stats()
     limit = min(LIMIT, engine._ready.context_limit)
     driver = Driver(engine, clock, rng, bench.oracle.verify, bench.vocabulary, limit)
@@ -262,6 +271,26 @@ def run_schedule(
         assert engine.stats().device_held == wanted
     engine.close()
     return driver
+
+
+def run_with_drafts(bench: Bench, seeds: Iterable[int]) -> Counter[str]:
+    """Schedules whose answers are drafted by an adversary that has seen them before; the drafts by what became of
+    them."""
+    totals, answers = Counter({"accepted": 0, "rejected": 0}), dict[bytes, list[int]]()
+
+    def answer(request: Request, known: Sequence[int], count: int) -> Sequence[int]:
+        right = answers.get(request.tokens[: request.prompt_tokens].tobytes(), [])
+        return right[len(known) :][:count]
+
+    for seed in seeds:
+        for turn in run_schedule(bench, seed).finished:
+            answers[np.array(turn.context, np.int32).tobytes()] = turn.outputs[0]
+        with pytest.MonkeyPatch.context() as patch:
+            Adversary(random.Random(seed), answer, bench.vocabulary).install(patch)
+            stats = run_schedule(bench, seed, max_drafts=40).engine.stats()
+        totals["accepted"] += stats.accepted_total
+        totals["rejected"] += stats.drafted_total - stats.accepted_total
+    return totals
 
 
 EVERY_PATH = (12, 14, 41)

@@ -13,7 +13,7 @@ import numpy as np
 
 from pensieve.core import RequestKey, Sampling, TokenLogprob
 from pensieve.engine.beams import BeamSearch
-from pensieve.engine.plan import PENDING, Plan, Sampled, Span, StepResult, SynchronousWorker
+from pensieve.engine.plan import PENDING, Plan, Sampled, SampleSpec, Span, StepResult, SynchronousWorker
 
 MASK = (1 << 64) - 1
 VOCABULARY = 97
@@ -38,8 +38,8 @@ def read_kv(kv: int, position: int) -> int:
     return mix(kv ^ (position << 20))
 
 
-def next_token(kv: int, seed: int = 0) -> int:
-    return (kv ^ mix(seed) if seed else kv) % VOCABULARY
+def next_token(kv: int, seed: int = 0, index: int = 0) -> int:
+    return (kv ^ mix(seed + index) if seed else kv) % VOCABULARY
 
 
 def top_tokens(kv: int, count: int) -> tuple[tuple[int, float], ...]:
@@ -48,9 +48,10 @@ def top_tokens(kv: int, count: int) -> tuple[tuple[int, float], ...]:
     return tuple((token, -rank / 512) for rank, token in ranked[:count])
 
 
-def sample_after(kv: int, request: RequestKey, sampling: Sampling) -> Sampled:
+def sample_after(kv: int, request: RequestKey, spec: SampleSpec) -> Sampled:
     """What a worker samples after this KV."""
-    token = next_token(kv, sampling.seed if sampling.temperature > 0.0 else 0)
+    sampling = spec.sampling
+    token = next_token(kv, sampling.seed if sampling.temperature > 0.0 else 0, spec.output_index)
     if sampling.top_logprobs is None:
         return Sampled(request, token)
     return Sampled(request, token, TokenLogprob(token, 0.0, top_tokens(kv, sampling.top_logprobs)))
@@ -90,7 +91,7 @@ def oracle_tokens(context: Sequence[int], count: int, seed: int = 0) -> list[int
     output: list[int] = []
     for position in range(len(context) + count):
         if position >= len(context):
-            output.append(next_token(kv, seed))
+            output.append(next_token(kv, seed, len(output)))
             tokens.append(output[-1])
         kv = token_kv(tokens[position], position, seen)
         seen = (seen + read_kv(kv, position)) & MASK
@@ -119,15 +120,14 @@ class HashWorker(SynchronousWorker):
         """Token of each request in the latest step, for pending tokens of the next."""
 
     def run(self, plan: Plan) -> StepResult:
-        sampled: list[Sampled] = []
-        for span, kv in self.compute(plan):
-            if span.sample is not None:
-                sampled.append(sample_after(kv, span.request, span.sample.sampling))
+        rows = [(span.request, kv) for span, kv in self.compute(plan) if span.sample is not None]
+        sampled = [sample_after(kv, one, spec) for (one, kv), spec in zip(rows, plan.specs, strict=True)]
         self.sampled = {one.request: one.token_id for one in sampled}
         return StepResult(tuple(sampled))
 
     def compute(self, plan: Plan) -> list[tuple[Span, int]]:
-        """Execute all of a plan but the choice of tokens; return each span and the KV of its last token."""
+        """Execute all of a plan but the choice of tokens; return each span and the KV of its last token, once for each
+        token that is chosen after a KV of the span."""
         self.check_plan(plan)
         self.plans.append(plan)
         for copy in plan.swap_out:
@@ -136,7 +136,9 @@ class HashWorker(SynchronousWorker):
         self.device[[copy.dst for copy in plan.copies]] = sources
         for copy in plan.swap_in:
             self.device[copy.dst] = self.host[copy.src]
-        return [(span, self._compute(plan, span)) for span in plan.spans]
+        return [
+            (span, kv) for span in plan.spans for kv in self._compute(plan, span)[-max(1, span.num_chosen) :]
+        ]
 
     def check_plan(self, plan: Plan) -> None:
         """No host page is written and read in one plan; no page table names a page twice."""
@@ -159,21 +161,26 @@ class HashWorker(SynchronousWorker):
         for table in plan.page_tables:
             assert len(set(table.tolist())) == len(table), f"page table {table} names a page twice"
 
-    def _compute(self, plan: Plan, span: Span) -> int:
+    def _compute(self, plan: Plan, span: Span) -> list[int]:
+        """Return the KV of the span's positions."""
         table = plan.page_tables[span.page_table]
-        kv = seen = 0
+        seen, found = 0, []
         for position in range(span.end):
             page, offset = int(table[position // self.size]), position % self.size
             if position >= span.start:
                 token = int(span.tokens[position - span.start])
                 if token == PENDING:
-                    assert position == span.end - 1, "only the last token of a span may be pending"
+                    assert position == span.end - 1 and not span.drafts, (
+                        "only the last token of a span may be pending"
+                    )
                     token = self.sampled[span.request]
                 kv = token_kv(token, position, seen)
                 self.device[page, offset] = kv
             kv = int(self.device[page, offset])
             seen = (seen + read_kv(kv, position)) & MASK
-        return kv
+            if position >= span.start:
+                found.append(kv)
+        return found
 
     def close(self) -> None:
         """Nothing to release."""

@@ -58,7 +58,7 @@ class HybridOracle:
         full = window = state = kv = 0
         for position in range(len(context) + count):
             if position >= len(context):
-                output.append(next_token(kv, seed))
+                output.append(next_token(kv, seed, len(output)))
                 tokens.append(output[-1])
             if self.window and position >= self.window:
                 window = (window - reads[position - self.window]) & MASK
@@ -172,7 +172,7 @@ class HybridWorker(SynchronousWorker):
                 if number == plan.chains[at].last and plan.chains[at].live >= 0:
                     stored.append((plan.chains[at].live, state))
             if span.sample is not None:
-                sampled.append(sample_after(kv, span.request, span.sample.sampling))
+                sampled.append(sample_after(kv, span.request, span.sample))
         for page, state in stored:
             for layer in range(self.groups[1].layers):
                 self.device.cells[self.device.at(1, page, layer)] = state ^ layer

@@ -54,6 +54,7 @@ class ScriptedGeneration:
         self.scope = command.scope
         self.hints = command.hints
         self.standing = command.qos
+        self.predicted = unpack_tokens(command.predicted).tolist()
         self.cancelled = False
         """The engine was told to stop."""
         self.cancelled_candidates: list[int] = []

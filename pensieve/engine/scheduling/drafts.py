@@ -1,0 +1,190 @@
+"""Drafts: guesses at the next tokens of an answer, found in the conversation itself. numpy only.
+
+A step with drafts computes a request's newest token and, in the same span, the tokens that may follow. It chooses a
+token after each of them just as single steps would: with the same seed, index, penalties and limits. Drafts count as
+long as each equals the token chosen before it. The first chosen token that differs is the answer's next token. So
+drafts change the number of steps, never the answer.
+
+==========================  ==============  =====================================================================
+state                       only writer     fails safely because
+==========================  ==============  =====================================================================
+places of a conversation    ``Drafter``     a wrong place gives a wrong draft, which is not chosen
+odds of a request's drafts  ``Drafter``     wrong odds cost rows, or steps
+costs of a row and a step   ``StepCosts``   the same
+drafts of a span            the plan        they end with its step: suspension, cancel or death leave none
+pages of drafts             cache           they are free pages, and go back when the step is committed
+valid KV (``filled``)       cache           at the plan it counts the newest token, at the commit accepted drafts
+==========================  ==============  =====================================================================
+
+Without drafts are requests with a grammar (a mask would depend on the drafts before it), beams, and models with two KV
+groups (a recurrent state cannot go back behind a rejected draft): see ``Request.may_draft`` and ``Scheduler``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+
+from pensieve.core import TokenArray
+
+MOST_DRAFTS: Final = 16
+"""Drafts of a request in one step."""
+MOST_PREDICTED: Final = 64
+"""The same while the answer follows a prediction."""
+LONGEST_MATCH: Final = 16
+"""Longer matches are as good as this."""
+MOST_PLACES: Final = 8
+"""Latest places that are compared, of those that are sorted and of those that are not."""
+SORTED_AT_ONCE: Final = 64
+"""With this many new tokens all places are sorted again. Fewer are entered one by one."""
+SYNC_SHARE: Final = 0.1
+"""Part of an overlapped engine's step that is lost when it has drafts, since the next one waits for it: about 0.3 to
+1.2 ms of 10 ms."""
+_GAP: Final = -1
+"""Stands between texts: no token equals it."""
+_HITS, _TRIES = 1.5, 2.0
+"""Odds at the start, as if seen: optimistic, since only drafts that are tried teach anything."""
+_BUCKETS: Final = (0, 0, 0, 1, 2, 2, 3, 3, 3, 4, 4, 4, 4, 4, 4, 4, 5)
+"""Bucket of the odds for each length of a match."""
+_PREDICTED: Final = 6
+"""Bucket of the odds while the answer follows a prediction: most callers know why they predict."""
+_DECAY: Final = 0.98
+
+
+class Drafter:
+    """The places of one request's conversation, and the odds of its drafts. It sees tokens with a known id only."""
+
+    def __init__(self, prompt_tokens: int, predicted: Sequence[int]) -> None:
+        """``predicted``: a guess at the answer; empty: there is none."""
+        self._predicted = list(predicted)
+        self._follows: int | None = 0 if self._predicted else None
+        """Tokens of the prediction that the answer began with; None: it began otherwise."""
+        self._text = [_GAP, *self._predicted, _GAP]
+        """Prediction and context, with a gap before each."""
+        self._first = len(self._text)
+        self._answer = self._first + prompt_tokens
+        """Place of the answer's first token."""
+        self._sorted: dict[int, int] = {}
+        """Each pair of neighbours up to the latest sort, and its number in ``_begins``."""
+        self._begins: list[int] = []
+        """Index in ``_places`` of the first place of each pair, then the number of places."""
+        self._places: list[int] = []
+        """Places of the pairs' second tokens, by pair, ascending."""
+        self._latest: defaultdict[int, list[int]] = defaultdict(list)
+        """Places of the pairs since the latest sort, ascending."""
+        self._match: int | None = 0
+        """Length of the match behind the latest drafts; None: they follow the prediction."""
+        self._hits = [_HITS] * _PREDICTED + [5 * _TRIES - 0.5]
+        self._tries = [_TRIES] * _PREDICTED + [5 * _TRIES]
+
+    def propose(self, context: TokenArray, most: int, price: float) -> tuple[list[int], list[float]]:
+        """Return up to ``most`` drafts after ``context``, which begins like that of the call before, and the chance
+        that each is accepted. No chance is below ``price``."""
+        self._take(context[len(self._text) - self._first :].tolist())
+        if self._follows is not None and self._follows < len(self._predicted):
+            self._match = None
+            drafts = self._predicted[self._follows :][: min(most, MOST_PREDICTED)]
+        else:
+            self._match, place = self._find()
+            drafts = self._continuation(place, min(most, MOST_DRAFTS)) if self._match else []
+        chance, chances = 1.0, list[float]()
+        for depth in range(len(drafts)):
+            bucket = self._bucket(depth)
+            chance *= self._hits[bucket] / self._tries[bucket]
+            if chance < price:
+                break
+            chances.append(chance)
+        return drafts[: len(chances)], chances
+
+    def learn(self, accepted: int, tested: int) -> None:
+        """Take in what became of the latest drafts: the first ``accepted`` of ``tested`` were right."""
+        for depth in range(min(accepted + 1, tested)):
+            bucket = self._bucket(depth)
+            self._tries[bucket] += 1
+            self._hits[bucket] += depth < accepted
+
+    def _bucket(self, depth: int) -> int:
+        return _PREDICTED if self._match is None else _BUCKETS[min(self._match + depth, LONGEST_MATCH)]
+
+    def _take(self, new: list[int]) -> None:
+        """Append tokens of the context, and enter their places."""
+        text, begin = self._text, len(self._text)
+        text += new
+        if self._follows is not None:
+            answer = text[self._answer :]
+            self._follows = len(answer) if answer == self._predicted[: len(answer)] else None
+        if self._sorted and len(new) < SORTED_AT_ONCE:
+            for place in range(begin, len(text)):
+                self._latest[_pair(text[place - 1], text[place])].append(place)
+            return
+        tokens = np.array(text, np.int64)
+        keys = (tokens[:-1] << 32) + tokens[1:]
+        order = np.argsort(keys, kind="stable")
+        pairs, begins = np.unique(keys[order], return_index=True)
+        self._sorted = dict(zip(pairs.tolist(), range(len(pairs)), strict=True))
+        self._begins, self._places = [*begins.tolist(), len(order)], (order + 1).tolist()
+        self._latest.clear()
+
+    def _find(self) -> tuple[int, int]:
+        """Return the length of the longest match of the text's end among its latest places, and its last token's place;
+        the latest of equals. (0, 0): the last two tokens are nowhere else."""
+        text = self._text
+        last = len(text) - 1
+        if text[last - 1] == _GAP:
+            return 0, 0
+        key, found = _pair(text[last - 1], text[last]), list[int]()
+        number = self._sorted.get(key)
+        if number is not None:
+            low, high = self._begins[number], self._begins[number + 1]
+            found = self._places[max(low, high - MOST_PLACES) : high]
+        found += self._latest.get(key, ())[-MOST_PLACES:]
+        best, best_place = 0, 0
+        for place in reversed(found):
+            if place == last:
+                continue
+            length = 2
+            while length < LONGEST_MATCH and text[place - length] == text[last - length] != _GAP:
+                length += 1
+            if length > best:
+                best, best_place = length, place
+                if best == LONGEST_MATCH:
+                    break
+        return best, best_place
+
+    def _continuation(self, place: int, most: int) -> list[int]:
+        """Return up to ``most`` tokens that follow ``place``. A match that overlaps them is a loop, which goes on."""
+        drafts = self._text[place + 1 : place + 1 + most]
+        while len(drafts) < most:
+            drafts += drafts[: most - len(drafts)]
+        return drafts[: drafts.index(_GAP)] if _GAP in drafts else drafts
+
+
+def _pair(first: int, second: int) -> int:
+    return (first << 32) + second
+
+
+class StepCosts:
+    """The seconds of a step by its rows, learnt from the engine's own steps that only decode."""
+
+    def __init__(self) -> None:
+        self._sums = np.zeros(5)
+        """Sums of 1, rows, seconds, rows squared, rows times seconds; older steps weigh less."""
+
+    def on_step(self, rows: int, seconds: float) -> None:
+        self._sums *= _DECAY
+        self._sums += (1.0, rows, seconds, rows * rows, rows * seconds)
+
+    def price(self, requests: int) -> float:
+        """Return the least chance that a draft must have in a step of ``requests`` requests: (seconds per row) ÷ (step
+        seconds ÷ requests). 0 while the costs are unknown: trying teaches them."""
+        count, rows, seconds, squares, products = self._sums.tolist()
+        spread = count * squares - rows * rows
+        if seconds <= 0.0 or spread <= 1e-9 * max(1.0, count * squares):
+            return 0.0
+        per_row = (count * products - rows * seconds) / spread
+        price = per_row * requests * count / seconds
+        return max(price, 0.0) if math.isfinite(price) else 0.0

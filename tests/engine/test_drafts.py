@@ -1,0 +1,337 @@
+"""Drafts change the number of steps and never an answer, whatever they are."""
+
+from __future__ import annotations
+
+import functools
+import pickle
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pensieve.config import CacheConfig, SchedulerConfig
+from pensieve.core import FinishReason, Sampling, SessionKey, pack_tokens
+from pensieve.engine.cache.manager import CacheManager
+from pensieve.engine.engine import Engine
+from pensieve.engine.messages import Output, Submit
+from pensieve.engine.plan import Plan, SampleSpec, StepResult
+from pensieve.engine.scheduling.drafts import LONGEST_MATCH, MOST_PLACES, Drafter, StepCosts
+from pensieve.engine.scheduling.request import Request
+from pensieve.engine.scheduling.scheduler import OutputToken, Scheduler
+from support.engine.adversary import Adversary
+from support.engine.choosing import EOS, STOP, VOCAB, ChoosingWorker, expected, grammar, make_tokenizer
+from support.engine.engine_driver import Clock, Driver, make_engine
+from support.engine.hash_worker import VOCABULARY, HashWorker, oracle_tokens, verify_beams, verify_tokens
+from support.engine.structured_rig import Answers, make_structured
+from support.lengths import at_length
+
+TOKENIZER = make_tokenizer()
+LIMIT = 120
+WORDS = grammar("start: /[a-f]{3,12}/")
+
+# -- any drafts ------------------------------------------------------------------------------------------------------
+
+
+def hash_answer(request: Request, known: Sequence[int], count: int) -> Sequence[int]:
+    seed = request.sampling.seed if request.sampling.temperature > 0.0 else 0
+    context = request.tokens[: request.prompt_tokens].tolist()
+    return oracle_tokens(context, len(known) + count, seed)[len(known) :]
+
+
+def play(seed: int, totals: Counter[str], *, overlapped: bool) -> None:
+    """One random schedule with an adversary's drafts, every answer checked."""
+    rng = random.Random(seed)
+    size = rng.choice((1, 2, 8))
+    device = rng.choice((3, 5, 9)) * max(1, 32 // size)
+    cache = CacheConfig(
+        device, rng.choice((0, 1, device, 3 * device)), size, swap_watermark=rng.choice((0.0, 0.25, 1.0)),
+        decode_reserve=rng.choice((0.0, 0.1)),
+    )  # fmt: skip
+    scheduler = SchedulerConfig(
+        rng.choice((64, 150)), max_batch_tokens=rng.choice((7, 32, 500)), max_running=rng.choice((3, 16)),
+        stateless=rng.random() < 0.1, unified_batch=rng.random() < 0.8, max_drafts=rng.choice((1, 7, 64)),
+    )  # fmt: skip
+    worker = HashWorker(cache.device_chunks, cache.host_chunks, cache.chunk_tokens)
+    engine = make_engine(cache, scheduler, worker, clock := Clock(), overlapped=overlapped)
+    engine._scheduler.least_gain = 0.0
+    limit = min(scheduler.context_limit, cache.device_chunks * cache.chunk_tokens)
+    driver = Driver(engine, clock, rng, verify_tokens, VOCABULARY, limit)
+    driver.verify_beams = verify_beams
+    driver.tenants = seed % 2 == 1
+    with pytest.MonkeyPatch.context() as patch:
+        Adversary(rng, hash_answer, VOCABULARY).install(patch)
+        for _ in range(80):
+            driver.act()
+            for _ in range(rng.randrange(4)):
+                driver.step()
+        driver.run_until_idle()
+    for turn in driver.finished:
+        assert turn.usage is not None and turn.usage.reconciles
+        assert turn.usage.accepted_tokens <= min(turn.usage.drafted_tokens, turn.usage.output_tokens)
+        totals["swapped"] += turn.usage.swapped_in_tokens
+        totals["recomputed"] += turn.usage.recomputed_tokens
+    stats = engine.stats()
+    totals["accepted"] += stats.accepted_total
+    totals["rejected"] += stats.drafted_total - stats.accepted_total
+    totals["suspended"] += stats.suspensions_total
+    totals["longest"] = max(totals["longest"], *(span.drafts for plan in worker.plans for span in plan.spans))
+    engine.close()
+
+
+@pytest.mark.parametrize("overlapped", [False, True], ids=["in_turn", "overlapped"])
+def test_answers_equal_a_stateless_run(overlapped: bool) -> None:
+    totals = Counter(
+        {"swapped": 0, "recomputed": 0, "accepted": 0, "rejected": 0, "suspended": 0, "longest": 0}
+    )
+    for seed in range(at_length(4, 300)):
+        play(2 * seed + overlapped, totals, overlapped=overlapped)
+    assert all(totals.values()), f"a path was never taken: {totals}"
+
+
+# -- any sampling ----------------------------------------------------------------------------------------------------
+
+
+def random_sampling(rng: random.Random) -> Sampling:
+    values: dict[str, Any] = {
+        "max_output_tokens": rng.choice((1, 2, 25, 60, None)),
+        "seed": rng.randrange(1 << 64),
+    }
+    if rng.random() < 0.6:
+        values |= {
+            "temperature": rng.choice((0.5, 2.0)),
+            "top_k": rng.choice((0, 5)),
+            "top_p": rng.choice((1.0, 0.7)),
+        }
+    if rng.random() < 0.4:
+        values |= {
+            "repetition_penalty": 1.3,
+            "frequency_penalty": rng.choice((0.0, 0.4)),
+            "presence_penalty": 0.2,
+        }
+    if rng.random() < 0.3:
+        values |= {"min_output_tokens": rng.choice((2, 30)), "logit_bias": {EOS: 2.0, STOP: 3.0, 40: -1e9}}
+    if rng.random() < 0.3:
+        values |= {"stop_token_ids": tuple(rng.sample(range(VOCAB), 8))}
+    if rng.random() < 0.2:
+        values |= {"candidates": 3, "temperature": 1.0}
+    if rng.random() < 0.2:
+        values |= {"top_logprobs": 2}
+    if rng.random() < 0.15:
+        values |= {"grammar": WORDS}
+    return Sampling(**values)
+
+
+def drawn_answer(request: Request, known: Sequence[int], count: int) -> Sequence[int]:
+    context = request.tokens[: request.prompt_tokens].tolist()
+    return ANSWERS(tuple(context), pickle.dumps(request.sampling))[0][len(known) :][:count]
+
+
+@functools.lru_cache(maxsize=64)
+def ANSWERS(context: tuple[int, ...], sampling: bytes) -> tuple[list[int], FinishReason]:
+    return expected(TOKENIZER, list(context), pickle.loads(sampling), LIMIT)
+
+
+def answers_of(rng: random.Random, *, overlapped: bool, tight: bool) -> Engine:
+    """Several turns of any sampling at once, every answer checked."""
+    device = 30 if tight else 400
+    cache = CacheConfig(device, 10, 8)
+    scheduler = SchedulerConfig(LIMIT, (EOS,), max_batch_tokens=64, max_running=12, max_drafts=40)
+    structured = make_structured(TOKENIZER, VOCAB)
+    worker = ChoosingWorker(device, 10, 8)
+    engine = make_engine(
+        cache, scheduler, worker, Clock(), VOCAB, overlapped=overlapped, structured=structured
+    )
+    engine._scheduler.least_gain = 0.0
+    answers, asked = Answers(engine), {}
+    with pytest.MonkeyPatch.context() as patch:
+        Adversary(rng, drawn_answer, VOCAB, (EOS, STOP)).install(patch)
+        for request in range(1, 9):
+            context = [rng.randrange(2, VOCAB) for _ in range(rng.randint(1, 40))]
+            asked[request] = context, random_sampling(rng)
+            answers.submit(request, *asked[request])
+            for _ in range(rng.randrange(3)):
+                answers.step()
+        answers.run()
+    for request, (context, sampling) in asked.items():
+        for candidate in range(sampling.candidates):
+            tokens, reason = expected(TOKENIZER, context, sampling, LIMIT, candidate)
+            assert answers.outputs[request, candidate] == tokens, (sampling, candidate)
+            assert candidate or answers.ended[request] is reason
+    engine.check()
+    engine.close()
+    return engine
+
+
+@pytest.mark.parametrize("overlapped", [False, True], ids=["in_turn", "overlapped"])
+def test_answers_of_any_sampling(overlapped: bool) -> None:
+    totals = Counter({"accepted": 0, "rejected": 0, "suspended": 0})
+    for seed in range(at_length(2, 200)):
+        engine = answers_of(random.Random(f"{seed}{overlapped}"), overlapped=overlapped, tight=seed % 2 == 0)
+        stats = engine.stats()
+        totals["accepted"] += stats.accepted_total
+        totals["rejected"] += stats.drafted_total - stats.accepted_total
+        totals["suspended"] += stats.suspensions_total
+    assert all(totals.values()), totals
+
+
+# -- faults that they must notice ------------------------------------------------------------------------------------
+
+
+def one_too_far(patch: pytest.MonkeyPatch) -> None:
+    """The first wrong draft counts, too."""
+    commit = Scheduler.commit
+
+    def committed(self: Scheduler, plan: Plan, result: StepResult, now: float) -> list[OutputToken]:
+        guesses = {span.request: span.tokens[-span.drafts :].tolist() for span in plan.spans if span.drafts}
+        found, wrong = [], set[int]()
+        for one in result.sampled:
+            left = guesses.get(one.request)
+            if left and one.request not in wrong and (guess := left.pop(0)) != one.token_id:
+                wrong.add(one.request)
+                one = replace(one, token_id=guess)
+            found.append(one)
+        return commit(self, plan, replace(result, sampled=tuple(found)), now)
+
+    patch.setattr(Scheduler, "commit", committed)
+
+
+def rejected_stays_valid(patch: pytest.MonkeyPatch) -> None:
+    """Drafts count as computed when they are planned."""
+    extend = CacheManager.extend
+
+    def extended(
+        self: CacheManager, key: SessionKey, tokens: int, now: float, *, free_only: bool = False
+    ) -> bool:
+        done = extend(self, key, tokens, now, free_only=free_only)
+        if done and free_only:
+            chunk = self._running[key].chunks[(tokens - 1) // self.config.chunk_tokens]
+            chunk.filled = (tokens - 1) % self.config.chunk_tokens + 1
+        return done
+
+    patch.setattr(CacheManager, "extend", extended)
+
+
+def seed_advanced_by_rejected(patch: pytest.MonkeyPatch) -> None:
+    """The index of a draw counts rejected drafts."""
+    patch.setattr(
+        Request, "output_tokens",
+        property(lambda self: self.length - self.prompt_tokens + (self.drafted - self.accepted)),
+    )  # fmt: skip
+
+
+def seed_not_advanced(patch: pytest.MonkeyPatch) -> None:
+    """All draws of a step have one index."""
+    patch.setattr(SampleSpec, "after", lambda self, drafts: self)
+
+
+def kept_pages(patch: pytest.MonkeyPatch) -> None:
+    """Pages of rejected drafts are forgotten in the page table only."""
+
+    def take_back(self: CacheManager, key: SessionKey, tokens: int) -> None:
+        self._running[key].table = self._running[key].table[: self.chunks_for(tokens)]
+
+    patch.setattr(CacheManager, "take_back", take_back)
+
+
+MUTANTS = (one_too_far, rejected_stays_valid, seed_advanced_by_rejected, seed_not_advanced, kept_pages)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_faults_are_noticed(mutant: Callable[[pytest.MonkeyPatch], None]) -> None:
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(AssertionError):
+        mutant(patch)
+        for seed in range(20):
+            answers_of(random.Random(seed), overlapped=seed % 2 == 1, tight=True)
+
+
+# -- where drafts come from ------------------------------------------------------------------------------------------
+
+
+def slow_drafts(text: list[int], most: int) -> list[list[int]]:
+    """The drafts after each of the longest matches of the text's end, up to ``LONGEST_MATCH`` tokens long."""
+    best, found = 2, []
+    for place in range(1, len(text) - 1):
+        length = 0
+        while length < min(LONGEST_MATCH, place + 1) and text[place - length] == text[-1 - length]:
+            length += 1
+        if length >= best:
+            if length > best:
+                best, found = length, []
+            period = text[place + 1 :]
+            found.append([period[at % len(period)] for at in range(most)])
+    return found
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=250), st.data())
+def test_drafts_are_those_of_a_longest_match(text: list[int], data: st.DataObject) -> None:
+    """Whatever part of the text came at once, and for texts with few places."""
+    text = [token + 5 * (at // 30) for at, token in enumerate(text)]  # few places per pair
+    drafter, seen = Drafter(1, ()), data.draw(st.sampled_from((1, len(text))))
+    while True:
+        most = data.draw(st.integers(0, 5))
+        drafts, chances = drafter.propose(np.array(text[:seen], np.int32), most, 0.0)
+        expected_ = slow_drafts(text[:seen], most)
+        counts = Counter(tuple(text[at : at + 2]) for at in range(seen - 1))
+        if max(counts.values(), default=0) < MOST_PLACES:
+            assert drafts == (expected_[-1] if expected_ else []), text[:seen]
+        assert chances == sorted(chances, reverse=True) and all(0 < chance <= 1 for chance in chances)
+        drafter.learn(data.draw(st.integers(0, len(drafts))), len(drafts))
+        if seen == len(text):
+            break
+        seen = min(len(text), seen + data.draw(st.sampled_from((1, 2, 70))))
+
+
+def test_odds_learn_and_the_price_cuts() -> None:
+    text = np.array([1, 2, 3, 4, 5, 6, 7, 8, 1, 2], np.int32)
+    drafter = Drafter(1, ())
+    drafts, before = drafter.propose(text, 5, 0.0)
+    assert drafts == [3, 4, 5, 6, 7]
+    drafter.learn(0, 5)
+    drafts, after = drafter.propose(text, 5, 0.0)
+    assert after[0] < before[0]
+    cut, _ = drafter.propose(text, 5, after[1] + 1e-9)
+    assert cut == [3]
+    for _ in range(50):
+        drafter.learn(5, 5)
+    assert len(drafter.propose(text, 5, 0.5)[0]) == 5
+
+
+def test_a_prediction_is_followed_from_the_first_token_and_found_again() -> None:
+    predicted = range(10, 30)
+    drafter = Drafter(3, predicted)
+    assert drafter.propose(np.array([1, 2, 3], np.int32), 4, 0.0)[0] == [10, 11, 12, 13]
+    assert drafter.propose(np.array([1, 2, 3, 10, 11], np.int32), 4, 0.0)[0] == [12, 13, 14, 15]
+    assert drafter.propose(np.array([1, 2, 3, 10, 11, 99], np.int32), 4, 0.0)[0] == []
+    assert drafter.propose(np.array([1, 2, 3, 10, 11, 99, 27, 28], np.int32), 4, 0.0)[0] == [29]
+
+
+def test_the_price_is_that_of_a_row() -> None:
+    costs = StepCosts()
+    assert costs.price(4) == 0.0
+    for rows in (4, 4, 6, 9, 4, 12) * 20:
+        costs.on_step(rows, 0.010 + 0.0005 * rows)
+    assert costs.price(4) == pytest.approx(0.0005 * 4 / (0.010 + 0.0005 * 6.5), rel=0.05)
+    assert costs.price(40) == pytest.approx(10 * costs.price(4))
+
+
+def test_a_known_answer_takes_few_steps() -> None:
+    """As after an engine's death; a wrong prediction costs no token."""
+    context = list(range(20))
+    right = oracle_tokens(context, 200)
+    for predicted, most in ((right[:180], 30), (right[:50] + right[90:180], 150), ([5] * 180, 201)):
+        engine = make_engine(
+            CacheConfig(200, 0, 8), SchedulerConfig(400, max_drafts=64), HashWorker(200, 1, 8), Clock()
+        )
+        sampling = Sampling(max_output_tokens=200, ignore_eos=True)
+        engine.handle(Submit(1, "s", pack_tokens(context), 20, sampling, predicted=pack_tokens(predicted)))
+        answer: list[int] = []
+        while engine.has_work:
+            for event in engine.step():
+                answer += event.token_ids if isinstance(event, Output) else ()
+        assert answer == right and engine.stats().steps_total <= most
