@@ -36,7 +36,7 @@ from pensieve.engine.scheduling.scheduler import Scheduler
 from support.lengths import at_length
 
 CHECKED = at_length(4, 1)
-"""The cache is checked once in this many steps: a check costs more than a step, and what is wrong in a cache remains."""
+"""The cache is checked once in this many steps: a check costs more than a step, and what is wrong in it stays."""
 COST = CostModel(((0, 0.0), (1024, 1.0)), 0.2, 32)
 
 
