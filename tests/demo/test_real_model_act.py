@@ -16,6 +16,7 @@ from pensieve.demo import run as command
 from pensieve.demo.conversations import Conversation
 from pensieve.model.arch import ModelError
 from support.demo.runs import spoil, well, with_usage
+from support.lengths import LONG
 
 
 def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -97,7 +98,14 @@ def test_the_conversation_grows_with_the_option() -> None:
     assert long_talk.real_script(4000, 1) == long != long_talk.real_script(4000, 2)
 
 
+@pytest.mark.parametrize("options", long_talk.real_servers("demo").values(), ids=long_talk.SERVERS)
+def test_its_servers_take_their_options(options: list[str]) -> None:
+    told = CliRunner().invoke(cli.cli, ["serve", *options, "--print-config"])
+    assert told.exit_code == 0, told.output
+
+
 @pytest.mark.timeout(120)
+@pytest.mark.skipif(not LONG, reason="two more servers, as those of `pensieve demo`: PENSIEVE_LONG_TESTS=1")
 def test_the_act_with_a_small_model() -> None:
     console = Console(file=io.StringIO(), width=80)
     keeps, forgets = long_talk.serve_and_hold(

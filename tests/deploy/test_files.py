@@ -23,7 +23,7 @@ BY_NAME = BASE / "haproxy.cfg"
 UNITS = sorted(DEPLOY.glob("*.service"))
 OPTIONS = tomllib.loads((BASE / "server.toml").read_text())
 DOCKERFILE = (DEPLOY / "Dockerfile").read_text()
-COMPOSE: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
+COMPOSE: dict[str, Any] = yaml.load((DEPLOY / "compose.yaml").read_text(), yaml.CSafeLoader)["services"]
 STATE = "/var/lib/pensieve"
 
 
@@ -37,7 +37,7 @@ def manifests() -> list[dict[str, Any]]:
     return [
         one
         for path in sorted((DEPLOY / "kubernetes").rglob("*.yaml"))
-        for one in yaml.safe_load_all(path.read_text())
+        for one in yaml.load_all(path.read_text(), yaml.CSafeLoader)
         if one["kind"] not in ("Kustomization", "Component")
     ]
 
@@ -172,7 +172,7 @@ def commands() -> Iterator[tuple[str, list[str]]]:
     yield "Dockerfile", re.findall(r'"([^"]+)"', instructions("CMD")[-1])
     for path in ("compose.yaml", "compose.public.yaml"):
         text = re.sub(r"!override ", "", (DEPLOY / path).read_text())
-        for name, service in yaml.safe_load(text)["services"].items():
+        for name, service in yaml.load(text, yaml.CSafeLoader)["services"].items():
             if name.startswith("pensieve-") or name == "gateway":
                 yield f"{path} {name}", service["command"]
     for name, workload in workloads():

@@ -23,7 +23,7 @@ from support.lengths import LONG, at_length
 from support.processes import children
 
 pytestmark = pytest.mark.timeout(900)
-ANSWERS = at_length(10, 200)
+ANSWERS = at_length(6, 200)
 TOKENS = at_length(28, 96)
 SHOWN = 24
 """Characters of every answer that its client has when the engine is killed. By then the answers differ."""

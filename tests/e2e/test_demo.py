@@ -12,8 +12,8 @@ import pytest
 
 from support.processes import children
 
-SMALL = ["--context", "300", "--sessions", "6", "--turns", "6", "--device-cache", "256tokens"]
-SMALL += ["--host-cache", "512tokens"]
+SMALL = ["--context", "300", "--sessions", "4", "--turns", "4", "--device-cache", "160tokens"]
+SMALL += ["--host-cache", "192tokens"]
 
 
 @pytest.mark.timeout(300)

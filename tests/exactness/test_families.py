@@ -19,7 +19,7 @@ from support.engine.exactness import Bench, caught, run_all, run_schedule
 from support.engine.mutants import PLAN_MUTANTS, MutantWorker, SwapOutLastWorker
 from support.lengths import at_length
 
-SCHEDULES = at_length(6, 48)
+SCHEDULES = at_length(4, 48)
 """Random schedules per family and part."""
 
 

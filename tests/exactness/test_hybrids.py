@@ -23,7 +23,7 @@ KINDS: dict[str, tuple[Family | recurrent_models.Family, ...]] = {
     "states alone": ("mamba2",),
 }  # fmt: skip
 """Append: the position decides which random schedules a family gets."""
-SCHEDULES = at_length(2, 200)
+SCHEDULES = at_length(1, 200)
 MORE = 40
 """Schedules at most that the last family of a kind plays on top, until every path was taken."""
 

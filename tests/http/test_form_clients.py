@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from langchain_core.tools import tool
-from langchain_openai import ChatOpenAI
 from openai import AsyncOpenAI, LengthFinishReasonError, pydantic_function_tool
 from pydantic import BaseModel, Field, SecretStr
 
@@ -106,7 +104,6 @@ async def test_openai_parses_strict_calls(doors: tuple[str, AsyncOpenAI]) -> Non
     assert completion.choices[0].finish_reason == "tool_calls"
 
 
-@tool
 def look(town: Literal["Rome", "Oslo"]) -> str:
     """Looks at the sky."""
     return town
@@ -114,6 +111,8 @@ def look(town: Literal["Rome", "Oslo"]) -> str:
 
 @pytest.mark.parametrize("method", ["json_schema", "function_calling", "json_mode"])
 async def test_langchain_has_structured_output(doors: tuple[str, AsyncOpenAI], method: Any) -> None:
+    from langchain_openai import ChatOpenAI  # two seconds, which only the worker of this file needs to spend
+
     url, _ = doors
     chat = ChatOpenAI(
         base_url=f"{url}/v1",

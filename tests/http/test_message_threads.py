@@ -5,20 +5,22 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-import anthropic
 import pytest
-from anthropic import AsyncAnthropic, beta_async_tool
 
 from pensieve.v1 import pensieve_pb2 as pb
 from support.http.http_rig import HttpRig, door
 from support.http.tool_rig import ROME, context_of, tool_door
+from support.lazily import lazily
 from support.service.service_rig import ANSWER
 
+anthropic = lazily("anthropic")
 HI: Any = [{"role": "user", "content": "hi"}]
 
 
-def client_of(rig: HttpRig) -> AsyncAnthropic:
-    return AsyncAnthropic(base_url=rig.url, api_key="acme", max_retries=0, _strict_response_validation=True)
+def client_of(rig: HttpRig) -> Any:
+    return anthropic.AsyncAnthropic(
+        base_url=rig.url, api_key="acme", max_retries=0, _strict_response_validation=True
+    )
 
 
 async def say(rig: HttpRig, text: str, after: Any = None, **options: Any) -> Any:
@@ -67,7 +69,6 @@ async def test_a_repeated_key_is_one_turn() -> None:
         assert second.id == again.id and len(rig.service.link.generations) == 2
 
 
-@beta_async_tool
 async def weather(town: str) -> str:
     """Tells the weather.
 
@@ -84,13 +85,17 @@ async def test_the_tool_runner(streamed: bool) -> None:
         asked: Any = [{"role": "user", "content": "How is it in Rome?"}]
         if streamed:
             runner: Any = client.beta.messages.tool_runner(
-                model="tiny", max_tokens=50, tools=[weather], messages=asked, stream=True
+                model="tiny",
+                max_tokens=50,
+                tools=[anthropic.beta_async_tool(weather)],
+                messages=asked,
+                stream=True,
             )
             async for stream in runner:
                 message = await stream.get_final_message()
         else:
             runner = client.beta.messages.tool_runner(
-                model="tiny", max_tokens=50, tools=[weather], messages=asked
+                model="tiny", max_tokens=50, tools=[anthropic.beta_async_tool(weather)], messages=asked
             )
             message = await runner.until_done()
         assert message.content[0].text == "Blue." and message.stop_reason == "end_turn"

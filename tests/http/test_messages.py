@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import json
 import runpy
@@ -10,13 +11,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import anthropic
 import httpx2 as httpx
 import msgspec
 import pytest
-from anthropic import AsyncAnthropic
-from anthropic.lib.streaming._messages import accumulate_event
-from anthropic.types import RawMessageStreamEvent
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
@@ -31,6 +28,7 @@ from pensieve.v1 import pensieve_pb2 as pb
 from support.engine.checkpoints import tiny_checkpoint
 from support.http.http_rig import HttpRig, door, opened
 from support.http.tool_rig import OSLO, ROME, context_of, tool_door
+from support.lazily import lazily
 from support.service.real_engine import TinyModel, really_serving
 from support.service.scripted_link import ScriptedGeneration
 from support.service.service_rig import ANSWER, encode
@@ -44,13 +42,18 @@ TOOL: Any = {
     "input_schema": FUNCTION["parameters"],
 }
 HI: Any = [{"role": "user", "content": "hi"}]
-EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 RESULT = "blue skies"
+anthropic = lazily("anthropic")
 
 
-def client_of(rig: HttpRig, **options: Any) -> AsyncAnthropic:
+@functools.cache
+def event_type() -> TypeAdapter[Any]:
+    return TypeAdapter(anthropic.types.RawMessageStreamEvent)
+
+
+def client_of(rig: HttpRig, **options: Any) -> Any:
     options = {"api_key": "acme", "max_retries": 0, **options}
-    return AsyncAnthropic(base_url=rig.url, _strict_response_validation=True, **options)
+    return anthropic.AsyncAnthropic(base_url=rig.url, _strict_response_validation=True, **options)
 
 
 async def say(rig: HttpRig, messages: Any, **options: Any) -> Any:
@@ -76,7 +79,7 @@ async def events_of(rig: HttpRig, **options: Any) -> list[dict[str, Any]]:
     for line in lines:
         name, _, data = line.partition("\n")
         event = json.loads(data.removeprefix("data: "))
-        assert name == f"event: {event['type']}" and EVENT.validate_python(event).type == event["type"]
+        assert name == f"event: {event['type']}" and event_type().validate_python(event).type == event["type"]
         found.append(event)
     return found
 
@@ -183,10 +186,11 @@ def test_a_stream_adds_up_to_the_whole_message(text: str, cuts: list[int], think
     async def streamed() -> Any:
         snapshot: Any = None
         buffers: dict[int, bytes] = {}
+        accumulate = anthropic.lib.streaming._messages.accumulate_event
         stream: Any = Stream()
         async for data in BlockEvents(answer).stream_events(stream):
-            event = EVENT.validate_json(data.partition(b"data: ")[2])
-            snapshot = accumulate_event(event=event, current_snapshot=snapshot, json_bufs=buffers)
+            event = event_type().validate_json(data.partition(b"data: ")[2])
+            snapshot = accumulate(event=event, current_snapshot=snapshot, json_bufs=buffers)
         return snapshot
 
     whole = anthropic.types.Message.model_validate_json(msgspec.json.encode(answer.whole(turn)))

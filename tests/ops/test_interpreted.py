@@ -13,7 +13,7 @@ from support.sources import ROOT
 
 PLUGIN = "support.kernels.quick_interpreter"
 LEAST = {
-    "attention": 49,
+    "attention": 42,
     "chunk_copy": 20,
     "decoder": 40,
     "experts": 12,

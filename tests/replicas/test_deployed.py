@@ -58,7 +58,7 @@ def _manager(envoy: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_both_route_alike() -> None:
-    haproxy, envoy = CONFIGURATION.read_text(), yaml.safe_load(ENVOY.read_text())
+    haproxy, envoy = CONFIGURATION.read_text(), yaml.load(ENVOY.read_text(), yaml.CSafeLoader)
     (route,) = _manager(envoy)["route_config"]["virtual_hosts"][0]["routes"]
     (cluster,) = envoy["static_resources"]["clusters"]
     assert route["route"]["cluster"] == cluster["name"] == cluster["load_assignment"]["cluster_name"]

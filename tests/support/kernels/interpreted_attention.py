@@ -63,7 +63,7 @@ def test_contexts_at_page_and_tile_edges() -> None:
     check(make_case([(row, c - 1, 1) for row, c in enumerate([1, 7, 8, 9, 15, 16, 17, 31, 32, 33, 64])]))
 
 
-@pytest.mark.parametrize("length", some([1, 2, 3, 4, 5, 7, 8, 9, 33], 5))
+@pytest.mark.parametrize("length", some([1, 2, 3, 4, 5, 7, 8, 9, 33], 4))
 def test_lengths_at_block_edges(length: int) -> None:
     check(make_case([(0, 0, length), (1, 21, length)]))
 
@@ -75,13 +75,13 @@ def test_grouped_heads(heads: tuple[int, int]) -> None:
     check(make_case([(0, 11, 1), (1, 30, 1), (2, 4, 9)], heads=heads[0], kv_heads=heads[1]))
 
 
-@pytest.mark.parametrize("dim", some([16, 24, 64, 80, 96, 128, 256], 4))
+@pytest.mark.parametrize("dim", some([16, 24, 64, 80, 96, 128, 256], 3))
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 def test_head_sizes(dim: int, dtype: torch.dtype) -> None:
     check(make_case([(0, 40, 1), (1, 3, 20)], heads=2, kv_heads=1, dim=dim, dtype=dtype), processors=9)
 
 
-@pytest.mark.parametrize("page", some([1, 3, 8, 16, 32, 64, 256], 4))
+@pytest.mark.parametrize("page", some([1, 3, 8, 16, 32, 64, 256], 3))
 def test_page_sizes(page: int) -> None:
     check(make_case(MIX, heads=2, kv_heads=1, page=page))
 
@@ -104,7 +104,7 @@ def test_pages_shared_between_contexts() -> None:
     check(case)
 
 
-@pytest.mark.parametrize("seed", range(at_length(3, 20)))
+@pytest.mark.parametrize("seed", range(at_length(2, 20)))
 def test_any_mixture(seed: int) -> None:
     dice = random.Random(seed)
     spans = [
@@ -143,7 +143,7 @@ def test_strided_tensors() -> None:
     check(replace(case, q=q[:, 2:8], pool=pool[:, 1]))
 
 
-@pytest.mark.parametrize("programs", [1, 2, 5])
+@pytest.mark.parametrize("programs", some([1, 2, 5], 2))
 def test_programs_that_are_fewer_than_items(programs: int) -> None:
     case = make_case([(row, 20 + 13 * row, 1) for row in range(9)], heads=4, kv_heads=2)
     plan = planned(case, 12, replace(planned(case, 12).capacity, narrow_programs=programs))
@@ -182,7 +182,7 @@ def test_a_plan_serves_other_steps_in_the_same_memory() -> None:
     assert plan.words.data_ptr() == words
 
 
-@pytest.mark.parametrize("window", some([1, 5, 13, 16, 17, 29, 32, 40, 64, 1000], 5))
+@pytest.mark.parametrize("window", some([1, 5, 13, 16, 17, 29, 32, 40, 64, 1000], 4))
 def test_windows(window: int) -> None:
     """Decodes, short spans, and spans of several blocks, cut or not, with windows of whole tiles and others."""
     spans = [(0, 99, 1), (1, 33, 1), (2, 3, 30), (3, 0, 1), (4, 60, 3), (5, 75, 5), (6, 47, 17)]

@@ -58,7 +58,7 @@ def test_pages(page: int) -> None:
     check_heads(head_case(9, page=page, slot_type=torch.int32))
 
 
-@settings(max_examples=at_length(15, 80))
+@settings(max_examples=at_length(10, 80))
 @given(
     tokens=st.integers(1, 6), groups=st.integers(1, 5), kv_heads=st.integers(1, 6),
     half=st.sampled_from([1, 4, 5, 8, 20]), page=st.integers(1, 9), dtype=dtypes, norm_=st.booleans(),
@@ -103,7 +103,7 @@ def test_queries_that_need_nothing_are_not_touched() -> None:
     assert queries.isnan().all()
 
 
-@settings(max_examples=at_length(12, 60))
+@settings(max_examples=at_length(8, 60))
 @given(
     tokens=st.integers(1, 4), width=st.integers(1, 300), dtype=dtypes, layer=st.booleans(), add=st.booleans()
 )
@@ -128,7 +128,7 @@ def test_sums_over_ranks(ranks: int, layer: bool) -> None:
         check_sum_norm(3, width, ranks, dtype=dtype, layer=layer)
 
 
-@settings(max_examples=at_length(12, 60))
+@settings(max_examples=at_length(8, 60))
 @given(
     tokens=st.integers(1, 4), inner=st.integers(1, 600), gated=st.booleans(), kind=st.sampled_from(ACTIVATIONS),
     dtype=dtypes,
@@ -209,7 +209,7 @@ def test_a_decoder_of_these_kernels(shape: Shape) -> None:
     torch.testing.assert_close(fast.pools, plain.pools, rtol=1e-4, atol=1e-4)
 
 
-@settings(max_examples=at_length(8, 40))
+@settings(max_examples=at_length(6, 40))
 @given(count=st.integers(0, 3000), spare=st.integers(0, 50))
 def test_upload(count: int, spare: int) -> None:
     src = torch.arange(1, count + spare + 1, dtype=torch.int32)

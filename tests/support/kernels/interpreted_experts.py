@@ -26,7 +26,7 @@ from support.lengths import at_length
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
 
 
-@settings(max_examples=at_length(12, 50))
+@settings(max_examples=at_length(8, 50))
 @given(
     counts=st.lists(st.sampled_from([0, 0, 1, 2, 15, 16, 17, 33]), min_size=1, max_size=5),
     inputs=st.sampled_from([1, 31, 32, 33, 64]), columns=st.sampled_from([1, 63, 64, 65]), transposed=st.booleans(),
@@ -53,7 +53,7 @@ def test_clamped_units() -> None:
         check_glu(rows, inner, dtype=dtype)
 
 
-@settings(max_examples=at_length(10, 40))
+@settings(max_examples=at_length(7, 40))
 @given(tokens=st.integers(1, 4), experts=st.integers(1, 40), picked=st.integers(1, 9), half=st.booleans())
 def test_picks(tokens: int, experts: int, picked: int, half: bool) -> None:
     check_picks(tokens, experts, min(picked, experts), dtype=torch.float16 if half else torch.float32)
@@ -72,7 +72,7 @@ def test_nan_picks_experts_that_exist() -> None:
         assert int(picked.min()) >= 0 and int(picked.max()) < 5
 
 
-@settings(max_examples=at_length(10, 40))
+@settings(max_examples=at_length(7, 40))
 @given(tokens=st.integers(0, 50), experts=st.integers(1, 9), picked=st.integers(1, 4))
 def test_groups(tokens: int, experts: int, picked: int) -> None:
     check_groups(tokens, experts, min(picked, experts))
@@ -82,7 +82,7 @@ def test_groups_of_many_rows() -> None:
     check_groups(700, 6, 3, used=4)
 
 
-@settings(max_examples=at_length(8, 30))
+@settings(max_examples=at_length(6, 30))
 @given(
     tokens=st.integers(1, 4), picked=st.integers(1, 5), width=st.sampled_from([1, 33, 512, 600]), half=st.booleans(),
     exact=st.booleans(),
