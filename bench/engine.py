@@ -214,8 +214,8 @@ def main(
         with closing(worker):
             report = _measure(Bench(worker), options, sections)
     report = {
-        "schema": "pensieve.engine/1", "shape": shape, "weights": weights, "kv_dtype": kv_dtype, "gpus": tensor_parallel,
-        "start_up_s": round(start_up, 1), **report,
+        "schema": "pensieve.engine/1", "shape": shape, "weights": weights, "kv_dtype": kv_dtype,
+        "gpus": tensor_parallel, "start_up_s": round(start_up, 1), **report,
     }  # fmt: skip
     report |= {
         "command": portable(["python", *sys.argv]), "commit": commit(), "device": gpu_name(),
