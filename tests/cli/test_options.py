@@ -340,7 +340,7 @@ def test_engine_options_carry_every_shared_value() -> None:
         context_limit=99, threads=3, cost_profile="/p.json", load_format="dummy", overlapped=False,
         cuda_graphs=False, shared_prefix_attention=False, swap_mechanism="kernel", verify_swap=True,
         prefix_sharing=False, tensor_parallel=2, all_reduce="nccl", device_slack="1GiB", idle_release_s=60.0,
-        invariant=True, weights="fp8", speculation=True,
+        invariant=True, weights="fp8", kv_dtype="int8", speculation=True,
     )  # fmt: skip
     engine, default = changed.engine_options("/model", eos_token_ids=(1,)), EngineOptions(model="")
     names = set(EngineOptions.__struct_fields__) - {"seed"}
