@@ -125,7 +125,7 @@ def numerics(info: WorkerInfo) -> str:
 
 
 def stored_as(info: WorkerInfo) -> str:
-    """Name the dtype of the model, and what is rounded otherwise: weights in 8 bits, the codec of keys and values."""
+    """Name the dtype of the model, whether its weights have 8 bits, and the codec of its keys and values."""
     keys = "" if info.kv_dtype == "auto" else f" kv-{info.kv_dtype}"
     return info.dtype + " with fp8 weights" * info.fp8 + keys
 
