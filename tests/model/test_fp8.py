@@ -196,11 +196,8 @@ def test_what_a_folder_says(tmp_path: Path) -> None:
 
 def test_the_fingerprint_names_the_form(tmp_path: Path) -> None:
     folder = tiny_checkpoint("llama", tmp_path)
-    assert (
-        model_fingerprint(folder, fp8=True)
-        != model_fingerprint(folder)
-        == model_fingerprint(folder, fp8=False)
-    )
+    plain = model_fingerprint(folder)
+    assert model_fingerprint(folder, form="fp8") != plain == model_fingerprint(folder, form="auto")
 
 
 def scale_of(value: float) -> Any:
