@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from pensieve.config import EngineOptions
 from pensieve.engine.build import numerics
 from pensieve.engine.worker.sizing import DTYPES, report, resolve_device
-from pensieve.kernels.fp8_reference import quantise_rows
+from pensieve.kernels.fp8_reference import quantise_rows, scaled_linear
 from pensieve.model.arch import DTYPE_BYTES, ModelError
 from pensieve.model.fingerprint import model_fingerprint
 from pensieve.model.folder import has_fp8_products, load_arch
@@ -75,6 +75,26 @@ def test_factors_of_projections_go_into_scales(tmp_path: Path) -> None:
         assert bool(((values(ours) - theirs.weight.double()).abs() <= most * 2**-4).all())
     for one, other in zip(full.layers, fp8.layers, strict=True):
         assert all(map(torch.equal, tensors_of(one.recurrent), tensors_of(other.recurrent)))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_row_is_rounded_by_itself(seed: int) -> None:
+    """Rows whose sizes differ so much that a scale in common would leave nothing of the small ones."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(12, 64, generator=generator, dtype=torch.float64)
+    x *= torch.exp2(torch.randint(-40, 40, (12, 1), generator=generator).double())
+    x *= torch.exp2(torch.randint(-12, 3, (12, 64), generator=generator).double())
+    x[3], x[4, 5] = 0.0, torch.nan
+    codes, scales = quantise_rows(x)
+    finite = torch.arange(12) != 4
+    assert torch.equal((codes.double() * scales.double()[:, None])[finite], rounded_rows(x[finite]))
+    assert codes[4].float().isnan().all() and scales[4].isnan()
+    weight, weight_scales = quantise_rows(torch.randn(16, 64, generator=generator))
+    whole = scaled_linear(x, weight, weight_scales, None)
+    assert whole[4].isnan().all()
+    for row in range(12):
+        alone = scaled_linear(x[row : row + 1], weight, weight_scales, None)
+        torch.testing.assert_close(whole[row : row + 1], alone, rtol=1e-13, atol=0, equal_nan=True)
 
 
 def test_experts_and_their_router_stay_as_they_are(tmp_path: Path) -> None:
@@ -196,11 +216,8 @@ def test_what_a_folder_says(tmp_path: Path) -> None:
 
 def test_the_fingerprint_names_the_form(tmp_path: Path) -> None:
     folder = tiny_checkpoint("llama", tmp_path)
-    assert (
-        model_fingerprint(folder, fp8=True)
-        != model_fingerprint(folder)
-        == model_fingerprint(folder, fp8=False)
-    )
+    plain = model_fingerprint(folder)
+    assert model_fingerprint(folder, form="fp8") != plain == model_fingerprint(folder, form="auto")
 
 
 def scale_of(value: float) -> Any:
