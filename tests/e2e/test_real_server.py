@@ -6,9 +6,11 @@ import asyncio
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from urllib.request import urlopen
 
 import grpc
+import numpy as np
 import pytest
 from google.protobuf import descriptor_pool, message_factory
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -16,9 +18,12 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 
 from pensieve import AsyncClient, Client, ContextLimitExceeded
 from pensieve.client import FinishReason
+from pensieve.demo import MODEL_DIR
 from pensieve.spawn import ServerProcess
 from pensieve.v1 import pensieve_pb2 as pb
 from pensieve.v1 import pensieve_pb2_grpc
+from support.lengths import LONG
+from support.replay.openai_stub import Model
 from support.service.node_checks import check_conversation
 from support.service.node_client import install_node_client, missing_programs, run_node_client
 
@@ -74,6 +79,26 @@ def test_greedy_answers_do_not_depend_on_the_cache(server: ServerProcess) -> Non
             assert last is not None
             assert (last.usage.recomputed_tokens > 0) is evict
     assert answers[0] == answers[1]
+
+
+def test_answers_are_those_of_transformers(server: ServerProcess) -> None:
+    """Greedy answers of forced lengths to the same token ids, turn by turn."""
+    generator = np.random.default_rng(5)
+    inputs = [[int(token) for token in generator.integers(0, 1536, 40)] for _ in range(4)]
+    model, history, expected = Model(MODEL_DIR), list[int](), []
+    for ids in inputs:
+        expected.append(list(model.answer(history + ids, 12, least=12)))
+        history += ids + expected[-1]
+    stateless = ("--model", "demo", "--store", "memory:", "--threads", "1", "--stateless")
+    for started in (nullcontext(server), *([ServerProcess(*stateless)] if LONG else [])):
+        with started as running, Client(running.target) as client:
+            chat = client.create_session()
+            turns = [
+                chat.send(tokens=ids, max_output_tokens=12, min_output_tokens=12, ignore_eos=True)
+                for ids in inputs
+            ]
+            assert [list(turn.token_ids) for turn in turns] == expected
+            chat.delete()
 
 
 def test_many_sessions_on_tiny_tiers(server: ServerProcess) -> None:

@@ -15,16 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from pensieve import Client
 from pensieve.demo import MODEL_DIR
-from pensieve.spawn import ServerProcess
 from support.lengths import at_length
 from support.replay import openai_stub
 from support.replay.browser import browse, measured
-from support.replay.openai_stub import Model
 from support.replay.page_reader import Page
 from support.sources import ROOT
 
@@ -129,21 +125,3 @@ def test_a_browser_shows_it(sweep: Sweep, artefacts: Path, tmp_path: Path) -> No
     data = image.read_bytes()
     assert data.startswith(b"\x89PNG") and struct.unpack(">II", data[16:24]) == PICTURE
     assert len(data) > 50_000, "an empty page is smaller"
-
-
-def test_the_three_systems_say_the_same() -> None:
-    """Greedy answers of forced lengths to the same token ids, turn by turn."""
-    generator = np.random.default_rng(5)
-    inputs = [[int(token) for token in generator.integers(0, 1536, 40)] for _ in range(4)]
-    model, history, expected = Model(MODEL_DIR), list[int](), []
-    for ids in inputs:
-        expected.append(list(model.answer(history + ids, OUTPUT, least=OUTPUT)))
-        history += ids + expected[-1]
-    for mode in ((), ("--stateless",))[: at_length(1, 2)]:
-        with ServerProcess(*SERVE, *mode) as server, Client(server.target) as client:
-            chat = client.create_session()
-            turns = [
-                chat.send(tokens=ids, max_output_tokens=OUTPUT, min_output_tokens=OUTPUT, ignore_eos=True)
-                for ids in inputs
-            ]
-            assert [list(turn.token_ids) for turn in turns] == expected, mode

@@ -17,6 +17,7 @@ from pensieve.engine.elastic import ElasticTier
 from pensieve.engine.messages import SetMemory
 from pensieve.engine.scheduling.request import Request
 from pensieve.engine.scheduling.running import RunningSet
+from support.engine import engine_driver
 from support.engine.engine_driver import Clock, Driver, make_engine
 from support.engine.hash_worker import VOCABULARY
 from support.engine.hybrid_worker import HybridOracle, HybridWorker
@@ -169,6 +170,7 @@ def test_schedules_that_found_faults(
     kind: str, seed: int, elastic: bool, beams: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tails, "LEAST_SPAN", tails.LEAST_SPAN)
+    monkeypatch.setattr(engine_driver, "CHECKED", 1)
     assert play(kind, seed, elastic=elastic, beams=beams) is not None
 
 

@@ -60,7 +60,7 @@ def test_each_family_is_divided(bench: RankBench) -> None:
 )
 def test_hybrid_models_equal_transformers(bench: RankBench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tails, "LEAST_SPAN", SPAN)
-    paths = paths_of(bench, range(3))
+    paths = paths_of(bench, range(at_length(2, 3)))
     assert paths["device"] and paths["recomputed"], paths
     assert bench.oracle.near_ties <= bench.oracle.tokens / 1000, "too many near ties to call this exact"
 
@@ -73,7 +73,7 @@ def test_hybrid_models_equal_transformers(bench: RankBench, monkeypatch: pytest.
 )
 def test_ranks_change_their_size_together(bench: RankBench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tails, "LEAST_SPAN", SPAN)
-    for seed in EVERY_PATH:
+    for seed in EVERY_PATH[: at_length(2, 3)]:
         run_schedule(bench, seed, elastic=True)
     assert bench.oracle.near_ties <= bench.oracle.tokens / 1000, "too many near ties to call this exact"
 

@@ -74,7 +74,7 @@ def test_writes_table_and_json(trace: Path, tmp_path: Path) -> None:
 
 def test_a_sweep_is_drawn_and_compared_like_a_replay(tmp_path: Path) -> None:
     out, page, plots = tmp_path / "out.json", tmp_path / "page.html", tmp_path / "plots"
-    arguments = ["sharegpt", "--sessions", "80", "--think-time", "2", "--rates", "4,12", "--seeds", "1,2"]
+    arguments = ["sharegpt", "--sessions", "40", "--think-time", "2", "--rates", "4,12", "--seeds", "1,2"]
     arguments += [
         "--policy",
         "lru",
@@ -83,9 +83,9 @@ def test_a_sweep_is_drawn_and_compared_like_a_replay(tmp_path: Path) -> None:
         "--warm-up",
         "5",
         "--device-cache",
-        "15000tokens",
+        "9000tokens",
     ]
-    arguments += ["--host-cache", "5000tokens", "--jobs", "1", "--json", str(out), "--html", str(page)]
+    arguments += ["--host-cache", "3000tokens", "--jobs", "1", "--json", str(out), "--html", str(page)]
     result = CliRunner().invoke(simulate, [*arguments, "--plots", str(plots)])
     assert result.exit_code == 0, result.output
     assert "12 turns/s" in result.output and "Throughput at equal normalised latency" in result.output
@@ -248,19 +248,8 @@ def test_windows_count_from_the_start_of_a_load_in_progress(
 ) -> None:
     out = tmp_path / "out.json"
     monkeypatch.setattr(command, "_HISTORY_TOKEN_COST", 2000.0)  # histories take minutes, so that it matters
-    load = [
-        "sharegpt",
-        "--sessions",
-        "150",
-        "--rate",
-        "8",
-        "--think-time",
-        "2",
-        "--run-in",
-        "40",
-        "--policy",
-        "lru",
-    ]
+    load = ["sharegpt", "--sessions", "150", "--rate", "8", "--think-time", "2"]
+    load += ["--run-in", "40", "--policy", "lru"]
     window = ["--warm-up", "1", "--window", "20", "--engine", engine, "--jobs", "1", "--json", str(out)]
     result = CliRunner().invoke(simulate, [*load, *window])
     assert result.exit_code == 0, result.output

@@ -1,4 +1,4 @@
-"""The invariants of the cache: checked after each step in debug mode, and after each operation in tests."""
+"""The invariants of the cache: checked after each step in debug mode, and after operations and steps in tests."""
 
 from __future__ import annotations
 
