@@ -113,9 +113,9 @@ test-deploy: setup redis haproxy ## What deploy/ describes, checked by the progr
 
 .PHONY: test-clients
 # Frameworks that speak to the HTTP port, with their own versions of everything: in an environment of their own.
-test-clients: setup ## LangChain, LiteLLM, the Agents SDK and Pydantic AI against the HTTP port
+test-clients: setup ## LangChain, LiteLLM, the Agents SDK, Pydantic AI and agentic-api against the HTTP port
 	test -x $(VENV)/clients/bin/python || $(PYTHON) -m venv $(VENV)/clients
-	$(VENV)/clients/bin/python -m pip install -q $(PIP_ARGS) -r tests/interop/python/requirements.txt
+	$(VENV)/clients/bin/python -m pip install -q --no-compile $(PIP_ARGS) -r tests/interop/python/requirements.txt
 	PENSIEVE_TEST_CLIENTS='$(CURDIR)/$(VENV)/clients/bin/python' OMP_NUM_THREADS=1 \
 	  $(BIN)/python -P -m pytest -q -n 0 tests/interop/test_frameworks.py $(PYTEST_ARGS)
 

@@ -69,3 +69,12 @@ async def test_a_conversation_keeps_its_subject() -> None:
             with pytest.raises(BadRequestError) as refused:
                 await call
             assert refused.value.param == "subject"
+
+
+async def test_a_resent_history_is_found_for_its_subject_only() -> None:
+    async with door() as rig, AsyncClient(rig.service.target, api_key="acme") as client:
+        said: Any = [{"role": "user", "content": "hi"}]
+        again = [*said, {"role": "assistant", "content": ANSWER}, {"role": "user", "content": "again"}]
+        for messages, body in ((said, ADA), (again, BOB), (again, {}), (again, ADA)):
+            await rig.client.chat.completions.create(model="tiny", messages=messages, extra_body=body)
+        assert sorted(info.subject for info in await client.sessions()) == ["", "ada", "bob"]

@@ -100,11 +100,12 @@ class ResponseStarter:
             return await self._in_new_session(heads, self.transcript, unstored_ttl_s)
         own = new_session_id("resp-")
         place = await self._find_place(own, is_checked=self.call.is_retryable)
-        if place.head is None:
+        head = place.head
+        if head is None:
             return await self._in_conversation(place)
         if not self.body.stored:  # in a branch, which is deleted
             place = replace(place, plan=CallPlan(own), changes={**place.changes, "ttl": unstored_ttl_s})
-        return await self._after_response(place, place.head)
+        return await self._after_response(place, head)
 
     async def look_ahead(self, heads: HeadCache, ttl_s: float, own: str) -> Ahead:
         """Return where the turn would begin, without beginning it. A session that has to be made gets the id

@@ -59,7 +59,7 @@ async def compacted_if_long(
     of the response, and the content of the compaction item: "" if no compaction was needed or possible."""
     body = starter.body
     client, ttl_s = starter.caller.client, door.settings.completion_ttl_s
-    # What is made here is not the response: it has no claim.
+    # Sessions made here are not of the response, and have no claim.
     look = partial(replace(starter, call=Call(uuid.uuid4())).look_ahead, door.heads, ttl_s)
     if await count_ahead(client, look) < threshold:
         return starter, ""

@@ -210,7 +210,7 @@ class ConversationService(pensieve_pb2_grpc.ConversationServiceServicer):
         except TimeoutError as error:
             raise DeadlineExceeded("the import took too long to arrive", reason="REQUEST_TOO_SLOW") from error
         finally:
-            self._imports -= Counter({tenant: 1})  # which drops zeros
+            self._imports -= Counter({tenant: 1})  # drops tenants without any
         assert first is not None, "an import without a message has no whole lines"
         session_id = "" if first.new_id else first.session_id or imported.session_id
         self._valid(convert.imported_session(imported, session_id))
