@@ -48,6 +48,8 @@ SLOWEST = (
     "tests/e2e/test_real_server.py",
     "tests/engine/test_hybrid_schedules.py",
     "tests/http/test_named_sessions.py",
+    "tests/exactness/test_drafts.py",
+    "tests/engine/test_drafts.py",
     "tests/engine/test_beams.py",
     "tests/simulate/test_calibrate.py",
     "tests/client/test_restart.py",

@@ -1,7 +1,7 @@
 """Drafts on real answers: the index alone, and an engine that is made to give these answers.
 
-    python bench/scheduler/drafts.py sharegpt.json --tokenizer FOLDER
-    python bench/scheduler/drafts.py tokens.json.gz --device cuda --shape llama-2-13b-gqa10 --batch 1 --batch 64
+    python bench/drafts.py sharegpt.json --tokenizer FOLDER
+    python bench/drafts.py tokens.json.gz --device cuda --shape llama-2-13b-gqa10 --batch 1 --batch 64
 
 DATASET is in ShareGPT's form, also ``.gz``, or what ``--save`` wrote: a list of pairs of token ids, context and answer.
 A model with random weights repeats no text. So the tokens that its steps choose are replaced by those of the answers.
@@ -14,7 +14,6 @@ from __future__ import annotations
 import gzip
 import itertools
 import json
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -24,11 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import click
-import numpy as np
-
-sys.path.append(str(Path(__file__).parents[1]))  # bench/, which is no package
-
 import dummy_model
+import numpy as np
 
 from pensieve.config import EngineOptions
 from pensieve.core import Sampling, pack_tokens
