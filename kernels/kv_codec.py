@@ -64,8 +64,8 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:
     """Return 2**exponent exactly, float32, for exponents of normal numbers."""
-    bits: torch.Tensor = (exponent.int() + 127) << 23
-    return bits.view(torch.float32)
+    power: torch.Tensor = ((exponent.int() + 127) << 23).view(torch.float32)
+    return power
 
 
 def exponents_of(pool: torch.Tensor) -> torch.Tensor:
