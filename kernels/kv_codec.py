@@ -88,7 +88,8 @@ def pool_of(pages: torch.Tensor, heads: int, tokens: int, dim: int, code: torch.
     """View pages uint8 [P, bytes], of a layer each, as a coded pool [P, 2, Hkv, N, D]."""
     codes = 2 * heads * tokens * dim
     assert pages.shape[1] >= used_bytes(heads, tokens, dim)
-    return pages[:, :codes].view(code).unflatten(1, (2, heads, tokens, dim))
+    pool: torch.Tensor = pages[:, :codes].view(code).unflatten(1, (2, heads, tokens, dim))
+    return pool
 
 
 def read(pool: torch.Tensor, at: Index, dtype: torch.dtype) -> torch.Tensor:
