@@ -64,8 +64,8 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:
     """Return 2**exponent exactly, float32, for exponents of normal numbers."""
-    bits: torch.Tensor = (exponent.int() + 127) << 23
-    return bits.view(torch.float32)
+    power: torch.Tensor = ((exponent.int() + 127) << 23).view(torch.float32)
+    return power
 
 
 def exponents_of(pool: torch.Tensor) -> torch.Tensor:
@@ -88,7 +88,8 @@ def pool_of(pages: torch.Tensor, heads: int, tokens: int, dim: int, code: torch.
     """View pages uint8 [P, bytes], of a layer each, as a coded pool [P, 2, Hkv, N, D]."""
     codes = 2 * heads * tokens * dim
     assert pages.shape[1] >= used_bytes(heads, tokens, dim)
-    return pages[:, :codes].view(code).unflatten(1, (2, heads, tokens, dim))
+    pool: torch.Tensor = pages[:, :codes].view(code).unflatten(1, (2, heads, tokens, dim))
+    return pool
 
 
 def read(pool: torch.Tensor, at: Index, dtype: torch.dtype) -> torch.Tensor:

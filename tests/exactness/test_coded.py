@@ -28,9 +28,15 @@ CASES: tuple[tuple[AnyFamily, KvDtypeName], ...] = at_length(
     (("llama3", "fp8"), ("opt", "int8")),
     tuple((family, kv_dtype) for family in FAMILIES for kv_dtype in KV_DTYPES),
 )
-TWO_GROUPS: tuple[AnyFamily, ...] = at_length(
-    ("gemma3_text", "qwen3_next"), (*LAYERED, "qwen3_next", "bamba", "falcon_h1")
+TWO_GROUPS: tuple[tuple[AnyFamily, bool], ...] = at_length(
+    (("gemma3_text", False), ("qwen3_next", True)),
+    tuple(
+        (family, elastic)
+        for family in (*LAYERED, "qwen3_next", "bamba", "falcon_h1")
+        for elastic in (False, True)
+    ),
 )
+"""Family, and whether the device tier is elastic."""
 
 
 def bench_of(family: AnyFamily, folder: Path, kv_dtype: KvDtypeName) -> Bench:
@@ -44,8 +50,7 @@ def test_answers_equal_transformers(family: AnyFamily, kv_dtype: KvDtypeName, tm
     assert bench.oracle.near_ties <= bench.oracle.tokens / 1000, "too many near ties to call this exact"
 
 
-@pytest.mark.parametrize("family", TWO_GROUPS)
-@pytest.mark.parametrize("elastic", [False, True])
+@pytest.mark.parametrize(("family", "elastic"), TWO_GROUPS)
 def test_two_groups_and_elastic_tiers(
     family: AnyFamily, elastic: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
