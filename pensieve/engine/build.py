@@ -85,7 +85,7 @@ def build_engine(options: EngineOptions) -> Engine:
         device_ceiling=info.device_tier.num_bytes * info.ranks,
         numerics=numerics(info),
         weights="fp8" if info.fp8 else info.dtype,
-        kv=info.dtype,
+        kv=info.dtype if info.kv_dtype == "auto" else info.kv_dtype,
         elastic_refusal=info.elastic_refusal,
     )
     log.info("%s", report(worker.arch, info))

@@ -54,6 +54,7 @@ class Info:
     max_batch_tokens: int = 256
     ranks: int = 1
     device_floor: int | None = None
+    fp8: bool = False
     kv_dtype: KvDtypeName = "auto"
 
 
@@ -104,6 +105,7 @@ def test_a_gpu_is_measured_once(cache: Path) -> None:
     load_or_measure_cost(options(), coded)
     assert coded.steps > 0, "its attention takes other times"
     assert profile_path(coded, "A CUDA (80 GB)").name.endswith("-bfloat16-kv-fp8-chunk32.json")
+    assert profile_path(Worker(fp8=True), "A CUDA (80 GB)").name.endswith("-bfloat16-fp8-chunk32.json")
 
 
 @pytest.mark.parametrize(

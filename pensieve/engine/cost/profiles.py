@@ -60,6 +60,8 @@ class Info(Protocol):
     @property
     def dtype(self) -> str: ...
     @property
+    def fp8(self) -> bool: ...
+    @property
     def kv_dtype(self) -> KvDtypeName: ...
     @property
     def device_chunks(self) -> int: ...
@@ -219,7 +221,7 @@ def prober(worker: ProbedWorker, clock: Callable[[], float] = time.perf_counter)
         )
     fill = min(FILL_TOKENS, info.max_batch_tokens)
     pages: HybridPages | None = None
-    groups = kv_groups(worker.arch, info.chunk_tokens, info.dtype)
+    groups = kv_groups(worker.arch, info.chunk_tokens, info.dtype, info.kv_dtype)
     if info.device_floor is not None:
         fill = min(fill, LEAST_SPAN)
         pages = ElasticPages(groups, info.device_tier, info.chunk_tokens)
@@ -329,7 +331,7 @@ def profile_path(worker: ProbedWorker, name_of_device: str) -> Path:
     info = worker.info
     device = re.sub(r"[^a-z0-9]+", "-", name_of_device.lower()).strip("-")
     chunk = f"chunk{info.chunk_tokens}"
-    dtype = info.dtype if info.kv_dtype == "auto" else f"{info.dtype}-kv-{info.kv_dtype}"
+    dtype = info.dtype + "-fp8" * info.fp8 + ("" if info.kv_dtype == "auto" else f"-kv-{info.kv_dtype}")
     parts = (worker.arch.family, fingerprint(worker.arch), device, dtype, chunk)
     return profile_directory() / ("-".join(parts) + ".json")
 
