@@ -26,22 +26,24 @@ from support.engine.hybrid_worker import HybridWorker, hybrid_kv
 class _Hashes(HashWorker):
     def __init__(self, config: CacheConfig) -> None:
         super().__init__(config.device_chunks, config.host_chunks, config.chunk_tokens)
-        self.last: dict[int, int] = {}
-        """Hash of the last position of each span, by the span's identity."""
+        self.last: dict[int, list[int]] = {}
+        """Hashes of the positions after which a token is chosen, by the span's identity."""
 
-    def _compute(self, plan: Plan, span: Span) -> int:
-        self.last[id(span)] = super()._compute(plan, span)
-        return self.last[id(span)]
+    def _compute(self, plan: Plan, span: Span) -> list[int]:
+        found = super()._compute(plan, span)
+        self.last[id(span)] = found[len(found) - span.num_chosen :]
+        return found
 
 
 class _HybridHashes(HybridWorker):
     def __init__(self, config: CacheConfig) -> None:
         super().__init__(config)
-        self.last: dict[int, int] = {}
+        self.last: dict[int, list[int]] = {}
 
     def _compute(self, plan: Plan, span: Span, position: int, state: int) -> int:
-        self.last[id(span)] = super()._compute(plan, span, position, state)
-        return self.last[id(span)]
+        found = super()._compute(plan, span, position, state)
+        self.last[id(span)] = [found]
+        return found
 
 
 class Bits:
@@ -65,8 +67,8 @@ class _Compared:
 
     step: PendingStep
     bits: Bits
-    histories: dict[RequestKey, int]
-    """Hash of all tokens of each request that samples."""
+    histories: dict[RequestKey, list[int]]
+    """Hashes of all tokens before each one that is chosen, by request."""
 
     def choose(self, specs: Sequence[SampleSpec | None]) -> None:
         self.step.choose(specs)
@@ -74,9 +76,10 @@ class _Compared:
     def result(self) -> StepResult:
         result = self.step.result()
         for one in result.sampled:
+            history = self.histories[one.request].pop(0)
             if one.logprob is not None:
                 values = torch.tensor([one.logprob.logprob, *(value for _, value in one.logprob.top)])
-                self.bits.expect(f"logprobs {one.token_id}", self.histories[one.request], as_bits(values))
+                self.bits.expect(f"logprobs {one.token_id}", history, as_bits(values))
         return result
 
 
@@ -111,7 +114,8 @@ class BitWorker:
         self._twin.last.clear()
         self._twin.run(plan)
         step = self._worker.launch(plan)
-        histories = [self._twin.last[id(span)] for span in plan.spans if span.sample is not None]
+        spans = [span for span in plan.spans if span.sample is not None]
+        histories = [history for span in spans for history in self._twin.last[id(span)]]
         if self._forward is None:
             torch.cuda.synchronize()  # the step runs on a stream of its own
             self._logits = self._first._programs.shared.logits[: len(histories)].cpu()
@@ -120,8 +124,8 @@ class BitWorker:
             self._bits.expect("logits", history, as_bits(self._logits[row].clone()))
         if len(self._config.groups) == 1 and self._config.device_floor_bytes is None:
             self._compare_pages(plan)
-        requests = [span.request for span in plan.spans if span.sample is not None]
-        return _Compared(step, self._bits, dict(zip(requests, histories, strict=True)))
+        by_request = {span.request: list(self._twin.last[id(span)]) for span in spans}
+        return _Compared(step, self._bits, by_request)
 
     def compare_logits(self, history: int) -> None:
         """Compare the first row of the latest step's logits, under another name of its history."""
