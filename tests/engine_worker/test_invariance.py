@@ -6,6 +6,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -103,7 +104,7 @@ def test_a_head_norm_that_depends_on_its_rows_is_named(
 
 
 def test_a_worker_is_checked_before_it_serves(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(model: Transformer, most_rows: int) -> None:
+    def refuse(model: Transformer, most_rows: int, **_: Any) -> None:
         raise NotInvariant("invariant: some shape")
 
     monkeypatch.setattr(invariance, "check", refuse)

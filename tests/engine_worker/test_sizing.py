@@ -174,13 +174,13 @@ def test_the_size_that_is_suggested_is_taken() -> None:
 def test_dtype_and_limits_by_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sizing.torch.cuda, "is_available", lambda: True)
     options = EngineOptions(model="/m")
-    assert resolve_device(options, ARCH) == Placement("cuda", "float16", 4096, 2048, 256)
+    assert resolve_device(options, ARCH) == Placement("cuda", "float16", 4096, 2048, 256, 0)
     single = dataclasses.replace(ARCH, dtype="float32")
     assert resolve_device(options, single).dtype == "bfloat16"
     monkeypatch.setattr(sizing.torch.cuda, "is_available", lambda: False)
-    assert resolve_device(options, ARCH) == Placement("cpu", "float32", 4096, 512, 64)
+    assert resolve_device(options, ARCH) == Placement("cpu", "float32", 4096, 512, 64, 64)
     given = EngineOptions(model="/m", max_batch_tokens=7, max_running=3, context_limit=9)
-    assert resolve_device(given, ARCH) == Placement("cpu", "float32", 9, 7, 3)
+    assert resolve_device(given, ARCH) == Placement("cpu", "float32", 9, 7, 3, 3)
     with pytest.raises(ValueError, match="no CUDA device"):
         resolve_device(EngineOptions(model="/m", device="cuda"), ARCH)
 

@@ -16,7 +16,7 @@ import pytest
 
 from pensieve import Client
 from support.processes import children, until
-from support.service.server_process import launched, model_folder
+from support.service.server_process import WITHOUT_UVLOOP, launched, model_folder
 
 PENSIEVE = Path(sys.executable).parent / "pensieve"
 
@@ -77,7 +77,7 @@ def test_a_stdout_that_takes_nothing_ends_no_server(tmp_path: Path) -> None:
 @pytest.mark.fault(34)
 def test_connections_that_find_no_files_are_logged_now_and_then(tmp_path: Path) -> None:
     """asyncio tells of each place in its backlog, with a traceback, every second."""
-    with launched(tmp_path, http="127.0.0.1:0") as server:
+    with launched(tmp_path, http="127.0.0.1:0", begin=WITHOUT_UVLOOP) as server:
         _, door = children(server.process.pid)
         for pid, address in ((server.process.pid, server.admin), (door, server.http)):
             _, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)

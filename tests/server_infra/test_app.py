@@ -28,7 +28,7 @@ from pensieve.server.app import run
 from pensieve.v1 import pensieve_pb2 as pb
 from pensieve.v1 import pensieve_pb2_grpc as pb_grpc
 from support.engine.fake_engine import BUILDER, Script
-from support.service.server_process import ServerProcess, launched, model_folder
+from support.service.server_process import WITHOUT_UVLOOP, ServerProcess, launched, model_folder
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -190,9 +190,7 @@ async def test_a_stalled_engine_is_replaced(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault(32)
-@pytest.mark.parametrize(
-    "begin", ["", "import sys; sys.modules['uvloop'] = None\n"], ids=["uvloop", "asyncio"]
-)
+@pytest.mark.parametrize("begin", ["", WITHOUT_UVLOOP], ids=["uvloop", "asyncio"])
 async def test_sigterm_lets_the_running_turn_finish_and_refuses_new_ones(tmp_path: Path, begin: str) -> None:
     with launched(tmp_path, SLOW, begin=begin) as server:
         async with calling(server.grpc) as caller, calling(server.admin) as admin:

@@ -80,9 +80,9 @@ def test_a_frame_over_the_limit_is_refused_before_it_is_read() -> None:
 
 
 def test_a_message_over_the_limit_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frames, "MAX_FRAME", 100)
+    monkeypatch.setattr(frames, "MAX_FRAME", 200)
     encode_frame(submit(1, tokens=1))
-    with pytest.raises(FrameError, match="over the limit of 100"):
+    with pytest.raises(FrameError, match="over the limit of 200"):
         encode_frame(submit(1, tokens=100))
 
 

@@ -36,6 +36,9 @@ assert not left, f"gRPC's threads run while the process ends: {left}"
 sys.exit(status)
 """
 
+WITHOUT_UVLOOP = "import sys; sys.modules['uvloop'] = None\n"
+"""``begin`` of a server on asyncio's event loop. Its HTTP door has uvloop's nevertheless."""
+
 
 def model_folder(folder: Path, script: Script | None = None) -> Path:
     """A folder that the front end takes for a model, and the fake engine for its script."""
