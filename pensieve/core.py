@@ -281,6 +281,14 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, di
             or self.top_logprobs is not None
         )
 
+    @functools.cached_property
+    def bias(self) -> tuple[Ints, Floats]:
+        """Token ids and values of ``logit_bias``, int64 and float64 [n], by id. Cached: each step asks for them."""
+        pairs = sorted(self.logit_bias.items())
+        return np.array([token for token, _ in pairs], np.int64), np.array(
+            [value for _, value in pairs], float
+        )
+
 
 class Hints(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A client's expectations about a session after a turn. The cache may use them; they pin nothing."""

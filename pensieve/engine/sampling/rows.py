@@ -260,8 +260,8 @@ def _log(min_p: float) -> float:
 
 def _changes(specs: Sequence[SampleSpec], vocab: int) -> LogitChanges | None:
     contexts: list[tuple[int, SampleSpec]] = []
-    biased: list[int] = []
-    bias: list[float] = []
+    biased: list[Ints] = []
+    bias: list[Floats] = []
     banned: list[int] = []
     fallback_rows: list[int] = []
     masks: list[tuple[int, TokenMask]] = []
@@ -272,14 +272,15 @@ def _changes(specs: Sequence[SampleSpec], vocab: int) -> LogitChanges | None:
             contexts.append((row, spec))
             touched += sum(len(tokens) for tokens in (spec.prompt, spec.output) if tokens is not None)
         if sampling.logit_bias:
-            kept = {token: value for token, value in sampling.logit_bias.items() if token < vocab}
-            biased += [first + token for token in kept]
-            bias += kept.values()
-            touched += len(kept)
+            tokens, values = sampling.bias
+            kept = len(tokens) if tokens[-1] < vocab else int(np.searchsorted(tokens, vocab))
+            biased.append(first + tokens[:kept])
+            bias.append(values[:kept])
+            touched += kept
         if spec.output_index < sampling.min_output_tokens:
-            tokens = [token for token in (*spec.eos_token_ids, *sampling.stop_token_ids) if token < vocab]
-            banned += [first + token for token in tokens]
-            touched += len(tokens)
+            ends = [token for token in (*spec.eos_token_ids, *sampling.stop_token_ids) if token < vocab]
+            banned += [first + token for token in ends]
+            touched += len(ends)
         if spec.mask is not None:
             masks.append((row, spec.mask))
             masks_alone |= touched > 0
@@ -289,8 +290,8 @@ def _changes(specs: Sequence[SampleSpec], vocab: int) -> LogitChanges | None:
         return None
     return LogitChanges(
         penalties=_penalties(contexts, vocab) if contexts else None,
-        biased=np.array(biased, dtype=np.int64),
-        bias=np.array(bias, dtype=np.float64),
+        biased=np.concatenate(biased, dtype=np.int64) if biased else np.empty(0, np.int64),
+        bias=np.concatenate(bias, dtype=np.float64) if bias else np.empty(0, np.float64),
         banned=np.array(banned, dtype=np.int64),
         fallback_rows=np.array(fallback_rows, dtype=np.int64),
         mask_rows=np.array([row for row, _ in masks], dtype=np.int64),
