@@ -110,7 +110,7 @@ class BitWorker:
 
     def launch(self, plan: Plan) -> PendingStep:
         """Compare logits, keys and values at once: the next plan may write over them."""
-        self._twin._sampled = self._chosen()
+        self._twin.sampled = self._chosen()
         self._twin.last.clear()
         self._twin.run(plan)
         step = self._worker.launch(plan)

@@ -138,7 +138,7 @@ class HybridWorker(SynchronousWorker):
         self.allocate: Callable[[Ends, Ends], Ends] = lambda before, asked: asked
         """(backed before, asked for): what is backed from now on."""
         self.plans: list[Plan] = []
-        self._sampled: dict[RequestKey, int] = {}
+        self.sampled: dict[RequestKey, int] = {}
 
     def run(self, plan: Plan) -> StepResult:
         self.check_plan(plan)
@@ -176,7 +176,7 @@ class HybridWorker(SynchronousWorker):
         for page, state in stored:
             for layer in range(self.groups[1].layers):
                 self.device.cells[self.device.at(1, page, layer)] = state ^ layer
-        self._sampled = {one.request: one.token_id for one in sampled}
+        self.sampled = {one.request: one.token_id for one in sampled}
         if plan.memory is None:
             return StepResult(tuple(sampled))
         # Only now, although a real worker backs what is missing first: no page of this plan may need it.
@@ -226,7 +226,7 @@ class HybridWorker(SynchronousWorker):
         token = int(span.tokens[position - span.start])
         if token == PENDING:
             assert position == span.end - 1, "only the last token of a span may be pending"
-            token = self._sampled[span.request]
+            token = self.sampled[span.request]
         full, window = 0, 0
         if self.groups[0].layers:
             full = self._sum(plan.page_tables[span.page_table], 0, range(position))
