@@ -25,12 +25,12 @@ from common.provenance import commit, portable, table, write_report
 from safetensors.torch import save_file
 
 from pensieve import demo
+from pensieve.config import WeightsName
 from pensieve.kernels import reference
 from pensieve.kernels.arguments import HeadPrep
 from pensieve.model.arch import Arch
 from pensieve.model.folder import has_fp8_products, load_arch
 from pensieve.model.ops import TORCH_OPS
-from pensieve.model.quantisation import WeightsName
 from pensieve.model.resolve import resolve_model
 from pensieve.model.transformer import Transformer
 from pensieve.model.weights import load_weights, weight_bytes

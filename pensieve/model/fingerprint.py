@@ -14,10 +14,10 @@ import json
 from pathlib import Path
 from typing import Any, Final
 
+from pensieve.config import WeightsName
 from pensieve.model.files import MissingWeights, read_json, weight_files
 from pensieve.model.folder import has_fp8_products
 from pensieve.model.gguf import gguf_fingerprint
-from pensieve.model.quantisation import WeightsName
 
 SAMPLES: Final = 16
 BLOCK_BYTES: Final = 4096

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from pensieve.config import WeightsName
 from pensieve.core import Sampling
 from pensieve.model.arch import Arch, ModelError
 from pensieve.model.families import READERS, generation_defaults
 from pensieve.model.files import read_json
 from pensieve.model.gguf import gguf_arch, gguf_generation
-from pensieve.model.quantisation import WeightsName, quantisation_of
+from pensieve.model.quantisation import quantisation_of
 
 
 def load_arch(folder: Path) -> Arch:

@@ -25,8 +25,6 @@ from typing import Any, Final, Literal
 
 from pensieve.model.arch import ModelError
 
-WeightsName = Literal["auto", "full", "fp8"]
-"""``--weights``."""
 Method = Literal["scaled", "packed", "awq", "gptq", "mxfp4"]
 
 _SCALED: Final = ("float-quantized", "int-quantized", "naive-quantized")

@@ -10,6 +10,7 @@ from typing import Literal
 
 import torch
 
+from pensieve.config import WeightsName
 from pensieve.core import Ints
 from pensieve.kernels.fp8_reference import CODES
 from pensieve.model import files
@@ -17,7 +18,6 @@ from pensieve.model.arch import Arch, Experts, Layer, ModelError, Multipliers, S
 from pensieve.model.checkpoint import Checkpoint
 from pensieve.model.dummy import DummySource
 from pensieve.model.folder import has_fp8_products
-from pensieve.model.quantisation import WeightsName
 from pensieve.model.row_order import gated_query_order, key_head_order
 from pensieve.model.shard import WHOLE_MODEL, Shard
 from pensieve.model.tensor_names import ExpertNames, tensor_names

@@ -117,7 +117,7 @@ async def test_a_long_context_is_compacted_before_the_response(stored: bool, str
         before = await sessions(rig)
         rest = [*talk, new, *(one.to_dict() for one in response.output), {"role": "user", "content": "So?"}]
         await ask(rig, input=rest, instructions="Be brief.")
-        assert context_of(rig).startswith(expected), "the same context, whoever keeps it"
+        assert context_of(rig).startswith(expected), "the same context in either place"
         assert (await sessions(rig) == before) is stored
 
 

@@ -14,14 +14,13 @@ from model.test_quantised import COMPRESSED, NAME, Tensors, compressed, edited, 
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from pensieve.config import EngineOptions
+from pensieve.config import EngineOptions, WeightsName
 from pensieve.engine.build import numerics
 from pensieve.engine.worker.sizing import DTYPES, report, resolve_device
 from pensieve.kernels.fp8_reference import quantise_rows, scaled_linear
 from pensieve.model.arch import DTYPE_BYTES, ModelError
 from pensieve.model.fingerprint import model_fingerprint
 from pensieve.model.folder import has_fp8_products, load_arch
-from pensieve.model.quantisation import WeightsName
 from pensieve.model.shard import WHOLE_MODEL, Shard
 from pensieve.model.weights import Linear, MlpWeights, Weights, load_weights, tensors_of, weight_bytes
 from support.engine.checkpoints import FAMILIES, Family, tiny_checkpoint
@@ -177,7 +176,7 @@ def test_log_probabilities_are_those_of_transformers(strategy: str, tmp_path: Pa
             module.weight.data = stored[name.removesuffix("_scale")].double() * scale.double()
     with torch.inference_mode():
         wanted = torch.log_softmax(model(torch.tensor([tokens])).logits[0], dim=-1)
-    worker = make_worker(packed, dtype="float64")
+    worker = make_worker(packed, dtype="float64", weights="auto")
     for start, end in ((0, 8), (8, 9), (9, 30)):
         result = step(worker, [span(tokens, start, end, sampling=EVERYTHING)], [range(4)])
         torch.testing.assert_close(logprobs(result).double(), wanted[end - 1], atol=1e-5, rtol=1e-5)

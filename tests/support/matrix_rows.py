@@ -103,8 +103,8 @@ ROWS: Final[dict[int, tuple[str, str]]] = {
     ),
     27: (
         "The engine process is killed",
-        "Running turns end with ENGINE_RESTARTING; a new engine serves, sessions are rebuilt on demand. A repeated "
-        "turn begins as before; with --invariant all of its tokens are the same",
+        "The server ends running turns with ENGINE_RESTARTING and starts a new engine, which rebuilds sessions on "
+        "demand. A repeated turn begins as before; with --invariant all of its tokens are the same",
     ),
     28: ("The engine hangs", "It is noticed while work waits, and the engine is replaced"),
     29: ("A step fails on the device", "The engine process ends; it never carries on"),
