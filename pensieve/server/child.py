@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import socket
 from collections.abc import Callable, Mapping
@@ -68,6 +69,7 @@ class ChildProcess:
     ) -> None:
         CHILDREN.add(process.pid)  # until its status has been taken
         self._process = process
+        self._handle = _handle(process.pid)
         self._reader = reader
         self._writer = writer
         self._stderr_tail = b""
@@ -107,9 +109,15 @@ class ChildProcess:
         return self._process.pid
 
     def kill(self) -> None:
+        """Send SIGKILL, unless the process has ended.
+
+        asyncio's own ``kill`` first asks for the exit status, and so can take it from the code that waits for it,
+        which then reports 255 instead.
+        """
         self._killed_here = True
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
+        if self._handle is not None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._handle, signal.SIGKILL)
 
     def is_stopped(self) -> bool:
         return is_stopped(self.pid)
@@ -137,6 +145,9 @@ class ChildProcess:
             # Also after a cancellation: no other code closes these.
             self._stderr_task.cancel()
             self._writer.close()
+            if self._handle is not None and self._process.returncode is not None:
+                os.close(self._handle)
+                self._handle = None
         with contextlib.suppress(ConnectionError):
             await self._writer.wait_closed()
         return status
@@ -164,3 +175,11 @@ class ChildProcess:
                     data, partial = data + partial, b""
             stderr_writer().write(data)
         stderr_writer().write(partial)
+
+
+def _handle(pid: int) -> int | None:
+    """Return a file that stands for this process alone, also when its number is used again. None: it has ended."""
+    try:
+        return os.pidfd_open(pid)
+    except ProcessLookupError:
+        return None

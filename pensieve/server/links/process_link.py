@@ -216,9 +216,8 @@ class ProcessLink(BaseLink):
             log.error("the engine broke the protocol: %s", error)
         finally:
             if report is None:
-                # Leave no process behind, also when this task is cancelled during a long start. Do not signal
-                # a process that has closed its pipe: the signal first polls for the process, which can take
-                # the exit status from ``wait``.
+                # Leave no process behind, also when this task is cancelled during a long start. A process that has
+                # closed its pipe is about to end: its own exit status and last words say why.
                 if not ends_by_itself:
                     process.kill()
                 status = await process.wait(STOP_PATIENCE_S)
