@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -22,8 +23,10 @@ from support.ranks.divided import SHAPES
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
-NEAR_TIE = 1.5
-"""Where logits spread by about 4: rounding to codes amplifies the noise of another order of additions."""
+CHANGED = {"float32": 0.15, "float16": 0.4, "bfloat16": 0.5}
+"""Share of tokens that may differ from the oracle's. Rounding to codes amplifies noise: of these tiny random models 3 to
+8 % did in float32 on an H100, whose products of codes keep fewer bits than float32, 7 to 18 % in float16, and 10 to 30 %
+in bfloat16, as on a CPU. A wrong scale changes nearly all."""
 
 
 @pytest.fixture(autouse=True)
@@ -127,8 +130,11 @@ def test_the_same_codes_as_on_a_cpu(family: Family, tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["opt", "llama3", "qwen3"])
 def test_answers_are_as_good_as_the_best(family: Family, dtype: str, tmp_path: Path) -> None:
     """Graphs, overlapped steps and swaps; the oracle rounds weights and rows in float64."""
-    bench = Bench(family, tmp_path, "cuda", dtype=dtype, weights="fp8", near_tie=NEAR_TIE)
+    bench = Bench(family, tmp_path, "cuda", dtype=dtype, weights="fp8", near_tie=math.inf)
     run_all(bench, range(12))
+    share = bench.oracle.near_ties / bench.oracle.tokens
+    print(f"{family} {dtype}: {share:.4f} of the tokens differ, by {bench.oracle.largest_gap:.3f} at most")
+    assert share < CHANGED[dtype]
 
 
 def test_invariant_bits(tmp_path: Path) -> None:

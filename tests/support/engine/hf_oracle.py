@@ -36,6 +36,9 @@ class HfOracle:
         """The model computes in float32, with the checkpoint's values rounded to ``weights``; or in float64, with keys
         and values that went through the codec ``code``. ``change`` makes it compute otherwise."""
         loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=weights, attn_implementation="eager")
+        if code is not None:
+            # Some versions of torch have no grouped products in float64.
+            loaded.set_experts_implementation("eager")
         self._model = change(loaded.to(torch.float32 if code is None else torch.float64).eval())
         self._code = code
         self._every = every
