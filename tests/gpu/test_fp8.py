@@ -24,9 +24,9 @@ from support.ranks.divided import SHAPES
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
 CHANGED = {"float32": 0.15, "float16": 0.4, "bfloat16": 0.5}
-"""Share of tokens that may differ from the oracle's. Rounding to codes amplifies noise: of these tiny random models 3 to
-8 % did in float32 on an H100, whose products of codes keep fewer bits than float32, 7 to 18 % in float16, and 10 to 30 %
-in bfloat16, as on a CPU. A wrong scale changes nearly all."""
+"""Share of tokens that may differ from the oracle's. Rounding to codes amplifies noise: of these tiny random models 3
+to 8 % did in float32 on an H100, whose products of codes keep fewer bits than float32, 7 to 18 % in float16, and 10 to
+30 % in bfloat16, as on a CPU. A wrong scale changes nearly all."""
 
 
 @pytest.fixture(autouse=True)
