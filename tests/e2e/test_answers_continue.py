@@ -26,7 +26,8 @@ pytestmark = pytest.mark.timeout(900)
 ANSWERS = at_length(6, 200)
 TOKENS = at_length(28, 96)
 SHOWN = 24
-"""Characters of every answer that its client has when the engine is killed. By then the answers differ."""
+"""Characters of the first answer when the engine is killed. By then the answers differ. On a busy machine others may
+lag far behind it."""
 OPTIONS = (
     "--model", "demo", "--store", "memory:", "--threads", "1", "--http", "127.0.0.1:0", "--dtype", "bfloat16",
     "--device-cache", "16384tokens", "--chunk-tokens", "16", "--max-wait", "600",
@@ -132,12 +133,11 @@ def test_all_answers_go_on_when_their_engine_is_killed() -> None:
     with ServerProcess(*OPTIONS) as server:
 
         async def kill() -> None:
-            while any(len(answer.text) < SHOWN for answer in answers):
-                assert not any(answer.ended for answer in answers), "an answer ended before the kill"
+            while all(len(answer.text) < SHOWN for answer in answers):
                 await asyncio.sleep(0.01)
             os.kill(engine_of(server), signal.SIGKILL)
             for answer in answers:
-                assert not answer.ended
+                assert not answer.ended, "an answer ended before the kill"
                 answer.cut = len(answer.text)
 
         asyncio.run(ask_all(server, "killed", answers, at_once=ANSWERS, disturb=kill))
