@@ -124,6 +124,8 @@ class _Launch:
     step: PendingStep
     time: float
     """When its planning began."""
+    waited: bool
+    """The device had nothing to do until the launch, because of drafts in this step or in the one before."""
 
 
 class Engine:
@@ -156,11 +158,13 @@ class Engine:
         if structured is not None:
             scheduler.mask_expected = structured.matchers.is_expected
         self._overlapped = overlapped
-        scheduler.least_gain = SYNC_SHARE if overlapped else 0.0
+        scheduler.sync_share = SYNC_SHARE if overlapped else 0.0
         self._in_flight: _Launch | None = None
         """Overlapped: the step that runs while the next is planned."""
         self._background = False
         """The latest plan was not empty, so the next may copy out more even if no request is left."""
+        self._had_drafts = False
+        """The latest launched step had drafts."""
         self._last_commit = -math.inf
         self._checks = debug_enabled()
 
@@ -236,7 +240,9 @@ class Engine:
         for request in self._scheduler.admitted:
             events.append(self._started(request))
         self.announcer.announce_plan(plan, self._in_flight.plan if self._in_flight is not None else None)
-        launch = _Launch(plan, self._worker.launch(plan), started)
+        waited = self._in_flight is None and (plan.has_drafts or self._had_drafts)
+        self._had_drafts = plan.has_drafts
+        launch = _Launch(plan, self._worker.launch(plan), started, waited)
         self._scheduler.on_launched(plan)
         self._totals.parts["launch"] += self._clock() - planned
         failpoint("engine_mid_step")
@@ -283,7 +289,7 @@ class Engine:
         self._totals.parts["wait"] += now - wait_started
         tokens = self._scheduler.commit(launch.plan, result, now)
         # Overlapped steps follow each other: each lasts from the end of the one before, not from its own launch.
-        self._count(launch.plan, result, now - max(launch.time, self._last_commit))
+        self._count(launch, result, now - max(launch.time, self._last_commit))
         self._last_commit = now
         if self._structured is not None:
             self._structured.on_tokens(tokens)
@@ -516,8 +522,8 @@ class Engine:
             events.append(RequestProgress(request.key, phase, 0, total - request.num_missing, total))
         return events
 
-    def _count(self, plan: Plan, result: StepResult, seconds: float) -> None:
-        totals = self._totals
+    def _count(self, launch: _Launch, result: StepResult, seconds: float) -> None:
+        totals, plan = self._totals, launch.plan
         totals.steps += 1
         totals.swap_in_bytes += result.swap_in_bytes
         totals.swap_out_bytes += result.swap_out_bytes
@@ -526,6 +532,7 @@ class Engine:
         totals.step_seconds += seconds
         totals.last_step_seconds = seconds
         totals.last_batch_tokens = plan.num_tokens
-        self._scheduler.on_timed(plan, seconds)
+        idle = result.timings.get("gap", 0.0) if launch.waited else 0.0
+        self._scheduler.on_timed(plan, result.timings.get("device", seconds), idle)
         for part, spent in result.timings.items():
             totals.parts[part] += spent

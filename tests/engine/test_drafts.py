@@ -59,7 +59,7 @@ def play(seed: int, totals: Counter[str], *, overlapped: bool) -> None:
     )  # fmt: skip
     worker = HashWorker(cache.device_chunks, cache.host_chunks, cache.chunk_tokens)
     engine = make_engine(cache, scheduler, worker, clock := Clock(), overlapped=overlapped)
-    engine._scheduler.least_gain = 0.0
+    engine._scheduler.sync_share = 0.0
     limit = min(scheduler.context_limit, cache.device_chunks * cache.chunk_tokens)
     driver = Driver(engine, clock, rng, verify_tokens, VOCABULARY, limit)
     driver.verify_beams = verify_beams
@@ -147,7 +147,7 @@ def answers_of(rng: random.Random, *, overlapped: bool, tight: bool) -> Engine:
     engine = make_engine(
         cache, scheduler, worker, Clock(), VOCAB, overlapped=overlapped, structured=structured
     )
-    engine._scheduler.least_gain = 0.0
+    engine._scheduler.sync_share = 0.0
     answers, asked = Answers(engine), {}
     with pytest.MonkeyPatch.context() as patch:
         Adversary(rng, drawn_answer, VOCAB, (EOS, STOP)).install(patch)
@@ -311,13 +311,73 @@ def test_a_prediction_is_followed_from_the_first_token_and_found_again() -> None
     assert drafter.propose(np.array([1, 2, 3, 10, 11, 99, 27, 28], np.int32), 4, 0.0)[0] == [29]
 
 
-def test_the_price_is_that_of_a_row() -> None:
+def decoded(costs: StepCosts, requests: int, drafts: int, idle: float = 0.0) -> None:
+    costs.on_step(requests, drafts, 0.010 + 0.0004 * requests + 0.0001 * drafts, idle)
+
+
+def test_the_price_is_that_of_a_draft_and_not_of_a_request() -> None:
     costs = StepCosts()
     assert costs.price(4) == 0.0
-    for rows in (4, 4, 6, 9, 4, 12) * 20:
-        costs.on_step(rows, 0.010 + 0.0005 * rows)
-    assert costs.price(4) == pytest.approx(0.0005 * 4 / (0.010 + 0.0005 * 6.5), rel=0.05)
-    assert costs.price(40) == pytest.approx(10 * costs.price(4))
+    for requests in (4, 12, 9) * 20:
+        decoded(costs, requests, 0)
+    assert costs.price(4) == 0.0  # no draft was seen
+    for requests, drafts in ((4, 2), (12, 1), (9, 4), (4, 9)) * 20:
+        decoded(costs, requests, drafts)
+    for requests in (4, 40):
+        right = 0.0001 * requests / (0.010 + 0.0004 * requests)
+        assert costs.price(requests) == pytest.approx(right, rel=0.02)
+
+
+@pytest.mark.parametrize("without", [False, True])
+def test_the_price_outlasts_a_change_of_what_steps_have(without: bool) -> None:
+    """Many steps without drafts do not make them free, and many with the same drafts do not move their price."""
+    costs = StepCosts()
+    for requests, drafts in ((8, 0), (6, 2), (8, 5), (8, 0), (7, 9)) * 20:
+        decoded(costs, requests, drafts)
+    for _ in range(2000):
+        decoded(costs, 8, 0 if without else 4)
+    assert costs.price(8) == pytest.approx(0.0008 / 0.0132, rel=0.05)
+
+
+def test_what_a_step_with_drafts_loses_is_learnt_and_tried_again() -> None:
+    costs = StepCosts()
+    assert costs.lost_share(0.1) == 0.1
+    for _ in range(100):
+        decoded(costs, 8, 3, idle=0.3 * 0.0135)
+    assert costs.lost_share(0.1) == pytest.approx(0.3, abs=0.01)
+    for _ in range(50):
+        decoded(costs, 8, 0)
+    assert costs.lost_share(0.1) > 0.25
+    for _ in range(250):
+        decoded(costs, 8, 0)
+    assert costs.lost_share(0.1) < 0.15
+    decoded(costs, 8, 3, idle=60.0)  # something else held the host up
+    assert costs.lost_share(0.1) < 1.0
+
+
+class SlowToPlan(HashWorker):
+    """Claims times of a device that waits for plans, when none is made ahead."""
+
+    gap = 0.0
+
+    def run(self, plan: Plan) -> StepResult:
+        return replace(super().run(plan), timings={"device": 0.010, "gap": self.gap})
+
+
+@pytest.mark.parametrize(("gap", "least", "most"), [(0.001, 200, 300), (0.008, 1, 15)])
+def test_an_engine_drafts_if_that_is_worth_what_its_steps_lose(gap: float, least: int, most: int) -> None:
+    context, worker = list(range(20)), SlowToPlan(60, 1, 8)
+    worker.gap = gap
+    engine = make_engine(
+        CacheConfig(60, 0, 8), SchedulerConfig(400, max_drafts=2), worker, Clock(), overlapped=True
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Request, "propose", lambda request, most, price: ([5, 5][:most], [0.3, 0.3][:most]))
+        sampling = Sampling(max_output_tokens=300, ignore_eos=True)
+        engine.handle(Submit(1, "s", pack_tokens(context), 20, sampling))
+        while engine.has_work:
+            engine.step()
+    assert least <= sum(plan.has_drafts for plan in worker.plans) <= most
 
 
 def test_a_known_answer_takes_few_steps() -> None:

@@ -42,8 +42,8 @@ MOST_PLACES: Final = 8
 SORTED_AT_ONCE: Final = 64
 """With this many new tokens all places are sorted again. Fewer are entered one by one."""
 SYNC_SHARE: Final = 0.1
-"""Part of an overlapped engine's step that is lost when it has drafts, since the next one waits for it: about 0.3 to
-1.2 ms of 10 ms."""
+"""Part of an overlapped engine's step that drafts are expected to lose, until its own steps have shown how much: the
+next step is planned only when this one's tokens are known."""
 _GAP: Final = -1
 """Stands between texts: no token equals it."""
 _HITS, _TRIES = 1.5, 2.0
@@ -168,23 +168,45 @@ def _pair(first: int, second: int) -> int:
 
 
 class StepCosts:
-    """The seconds of a step by its rows, learnt from the engine's own steps that only decode."""
+    """The costs of steps that only decode, learnt from the engine's own steps.
+
+    *seconds = a + b × requests + c × drafts*, by least squares: another request reads another history, another draft
+    does not. Steps with drafts and steps without are forgotten apart, so that neither kind forgets what only the other
+    one shows.
+    """
 
     def __init__(self) -> None:
-        self._sums = np.zeros(5)
-        """Sums of 1, rows, seconds, rows squared, rows times seconds; older steps weigh less."""
+        self._sums = {False: np.zeros((4, 4)), True: np.zeros((4, 4))}
+        """Sums of products of (1, requests, drafts, seconds), by whether the step had drafts."""
+        self._lost = self._tries = 0.0
+        """Sum of the parts of a step that the device waited, and number of the steps with drafts."""
 
-    def on_step(self, rows: int, seconds: float) -> None:
-        self._sums *= _DECAY
-        self._sums += (1.0, rows, seconds, rows * rows, rows * seconds)
+    def on_step(self, requests: int, drafts: int, seconds: float, idle: float = 0.0) -> None:
+        """Take in a step. ``seconds``: how long the device computed. ``idle``: how long it had waited for the step, if
+        drafts were why."""
+        sums, values = self._sums[drafts > 0], np.array((1.0, requests, drafts, seconds))
+        sums *= _DECAY
+        sums += np.outer(values, values)
+        self._tries, self._lost = self._tries * _DECAY + (drafts > 0), self._lost * _DECAY
+        if idle > 0.0 and seconds > 0.0:
+            self._lost += min(idle / seconds, 1.0)
 
     def price(self, requests: int) -> float:
-        """Return the least chance that a draft must have in a step of ``requests`` requests: (seconds per row) ÷ (step
-        seconds ÷ requests). 0 while the costs are unknown: trying teaches them."""
-        count, rows, seconds, squares, products = self._sums.tolist()
-        spread = count * squares - rows * rows
-        if seconds <= 0.0 or spread <= 1e-9 * max(1.0, count * squares):
+        """Return the least chance that a draft must have in a step of ``requests`` requests: (seconds per draft) ÷
+        (step seconds ÷ requests). 0 while the costs are unknown: trying teaches them."""
+        sums = self._sums[False] + self._sums[True]
+        products, results = sums[:3, :3], sums[:3, 3]
+        if products[2, 2] == 0.0:
             return 0.0
-        per_row = (count * products - rows * seconds) / spread
-        price = per_row * requests * count / seconds
+        # A little is added to the diagonal: with one number of requests, or of drafts, many solutions fit.
+        base, per_request, per_draft = np.linalg.solve(
+            products + np.diag(1e-6 * products.diagonal() + 1e-9), results
+        ).tolist()
+        seconds = base + per_request * requests
+        price = per_draft * requests / seconds if seconds > 0.0 else 0.0
         return max(price, 0.0) if math.isfinite(price) else 0.0
+
+    def lost_share(self, expected: float) -> float:
+        """Return the part of a step that is lost when it has drafts. ``expected``: the answer at the start, and after
+        many steps without drafts, so that they are tried now and then."""
+        return (expected + self._lost) / (1.0 + self._tries)

@@ -79,8 +79,8 @@ class Scheduler:
         self.costs = StepCosts()
         self.drafted = self.accepted = 0
         """Drafts since start, and those accepted."""
-        self.least_gain = 0.0
-        """Least tokens per request that a step's drafts must be expected to give; else it has none."""
+        self.sync_share = 0.0
+        """See ``StepCosts.lost_share``; 0: this engine loses nothing."""
         self._swap_out_backlog = 0
         """Chunks of launched plans not yet copied out when the latest result came."""
         self.mask_expected: Callable[[RequestKey, int], bool] = lambda key, output_index: True
@@ -320,13 +320,17 @@ class Scheduler:
         for request in decoding:
             pending = request.length - request.num_known
             most = min(request.most_drafts(self.context_limit), self.config.max_drafts) + pending
-            gain += sum(request.propose(most, price)[1][pending:])
-        return gain > self.least_gain * len(self._running.requests)
+            gain += sum(chance - price for chance in request.propose(most, price)[1][pending:])
+        return gain > self._least_gain(len(self._running.requests))
 
-    def on_timed(self, plan: Plan, seconds: float) -> None:
-        """Learn the costs of drafts from a step that took ``seconds``."""
+    def on_timed(self, plan: Plan, seconds: float, idle: float) -> None:
+        """Learn the costs of drafts from a step: see ``StepCosts.on_step``."""
         if self._drafts and plan.spans and all(len(span.tokens) == span.num_chosen for span in plan.spans):
-            self.costs.on_step(plan.num_tokens, seconds)
+            self.costs.on_step(len(plan.spans), plan.num_tokens - len(plan.spans), seconds, idle)
+
+    def _least_gain(self, requests: int) -> float:
+        """Tokens that a step with drafts must be expected to give more than their price, since it is not overlapped."""
+        return requests * self.costs.lost_share(self.sync_share) if self.sync_share else 0.0
 
     def _draft(self, work: _Work, budget: int, now: float) -> dict[Request, TokenArray]:
         """Return drafts for the requests of this plan whose next token it chooses. They take what the plan leaves over:
@@ -341,9 +345,9 @@ class Scheduler:
                 guesses, chances = request.propose(most, price)
                 if guesses:
                     found[request] = np.array(guesses, np.int32)
-                    gain += sum(chances)
+                    gain += sum(chance - price for chance in chances)
                     left -= len(guesses)
-        if gain <= self.least_gain * len(work):
+        if gain <= self._least_gain(len(work)):
             return {}
         for request, tokens in found.items():
             self.cache.extend(request.session, request.length + len(tokens), now, free_only=True)

@@ -254,7 +254,7 @@ def run_schedule(
         elastic=ElasticTier if elastic else None,
     )
     if max_drafts:
-        engine._scheduler.least_gain = 0.0
+        engine._scheduler.sync_share = 0.0
     sizes = engine.stats()
     limit = min(LIMIT, engine._ready.context_limit)
     driver = Driver(engine, clock, rng, bench.oracle.verify, bench.vocabulary, limit)
