@@ -33,6 +33,8 @@ ANSWER = 60
 START_LIMIT_S = 300.0
 LATE = "pensieve_late_masks_total"
 Row = dict[str, Any]
+Times = tuple[list[float], list[float]]
+"""Seconds to the first piece of each turn, and between two pieces."""
 
 
 def plain(name: str) -> Row:
@@ -109,8 +111,7 @@ def besiege(address: str, kind: str, callers: int, seconds: float, salt: str) ->
     return ended, refused
 
 
-async def plain_callers(address: str, seconds: float) -> tuple[list[float], list[float]]:
-    """Return the seconds to the first piece of each turn, and those between two pieces."""
+async def plain_callers(address: str, seconds: float) -> Times:
     first: list[float] = []
     gaps: list[float] = []
     until = time.monotonic() + seconds
@@ -158,33 +159,59 @@ def rows(model: str, device: str, seconds: float, repeats: int) -> list[Row]:
 
 async def _alternate(address: str, admin: str, seconds: float, repeats: int) -> list[Row]:
     found: list[Row] = []
-    for repeat, (kind, callers) in itertools.product(range(repeats + 1), PAIRS):
-        length = seconds if repeat else 2.0  # the first of each warms up
-        base = await _beside(address, admin, "plain", callers, length, f"r{repeat}")
-        row = await _beside(address, admin, kind, callers, length, f"r{repeat}")
-        if repeat:
-            ratios = {
-                f"{name} ÷": round(row[name] / base[name], 2) for name in ("TTFT p99 ms", "token p99 ms")
-            }
-            found += [{"run": repeat, **base}, {"run": repeat, **row, **ratios}]
-            click.echo(json.dumps(found[-1]), err=True)
+    every: dict[str, Times] = {}
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as others:
+        for repeat, (kind, callers) in itertools.product(range(repeats + 1), PAIRS):
+            length = seconds if repeat else 2.0  # the first of each warms up
+            rows: list[Row] = []
+            for one in ("plain", kind):
+                row, times = await _beside(others, address, admin, one, callers, length, f"r{repeat}")
+                rows.append(row)
+                if repeat:
+                    for all_of, some in zip(every.setdefault(row["beside"], ([], [])), times, strict=True):
+                        all_of.extend(some)
+            if repeat:
+                found += [{"run": repeat, **rows[0]}, {"run": repeat, **rows[1], **_ratios(rows[1], rows[0])}]
+                click.echo(json.dumps(found[-2:]), err=True)
+    for kind, callers in PAIRS:
+        base, row = (
+            {"beside": name, **_times(every[name])} for name in (f"{callers} plain", f"{callers} {kind}")
+        )
+        found += [{"run": "all", **base}, {"run": "all", **row, **_ratios(row, base)}]
     return found
 
 
-async def _beside(address: str, admin: str, kind: str, callers: int, seconds: float, salt: str) -> Row:
-    """Return the times of plain callers beside ``callers`` of a kind."""
+async def _beside(
+    others: ProcessPoolExecutor, address: str, admin: str, kind: str, callers: int, seconds: float, salt: str
+) -> tuple[Row, Times]:
+    """Return the times of plain callers beside ``callers`` of a kind, which ``others`` runs."""
     loop = asyncio.get_running_loop()
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as others:
-        await loop.run_in_executor(others, besiege, address, "plain", 0, 0.0, "import")
-        before = read_counters(admin)
-        siege = loop.run_in_executor(others, besiege, address, kind, callers, seconds, salt)
-        first, gaps = await plain_callers(address, seconds)
-        ended, refused = await siege
+    await loop.run_in_executor(others, besiege, address, "plain", 0, 0.0, "import")
+    before = read_counters(admin)
+    siege = loop.run_in_executor(others, besiege, address, kind, callers, seconds, salt)
+    times = await plain_callers(address, seconds)
+    ended, refused = await siege
+    late = int(read_counters(admin)[LATE] - before[LATE])
+    name = f"{callers} {kind}"
     return {
-        "beside": f"{callers} {kind}", "turns": len(first), "TTFT p99 ms": _ms(first, 0.99),
-        "token p50 ms": _ms(gaps, 0.5), "token p99 ms": _ms(gaps, 0.99), "others ended": ended, "refused": refused,
-        "late masks": int(read_counters(admin)[LATE] - before[LATE]),
+        "beside": name,
+        **_times(times),
+        "others ended": ended,
+        "refused": refused,
+        "late masks": late,
+    }, times
+
+
+def _times(times: Times) -> Row:
+    first, gaps = times
+    return {
+        "turns": len(first), "TTFT p50 ms": _ms(first, 0.5), "TTFT p99 ms": _ms(first, 0.99),
+        "token p50 ms": _ms(gaps, 0.5), "token p99 ms": _ms(gaps, 0.99),
     }  # fmt: skip
+
+
+def _ratios(row: Row, base: Row) -> Row:
+    return {f"{name} ÷": round(row[name] / base[name], 2) for name in ("TTFT p99 ms", "token p99 ms")}
 
 
 def _ms(seconds: Sequence[float], quantile: float) -> float:
