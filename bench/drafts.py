@@ -5,8 +5,9 @@
 
 DATASET is in ShareGPT's form, also ``.gz``, or what ``--save`` wrote: a list of pairs of token ids, context and answer.
 A model with random weights repeats no text. So the tokens that its steps choose are replaced by those of the answers.
-All else is a served engine: the same plans, drafts, acceptance, overlap and prices. The last line of stdout is one JSON
-document.
+All else is a served engine: the same plans, drafts, acceptance, overlap and prices. Contexts are cached; each answer
+that ends is followed by the next; steps count that do nothing but decode, for as many requests as asked for. The last
+line of stdout is one JSON document.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ from __future__ import annotations
 import gzip
 import itertools
 import json
+import math
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +33,8 @@ from pensieve.config import EngineOptions
 from pensieve.core import Sampling, pack_tokens
 from pensieve.engine.build import build_engine
 from pensieve.engine.engine import Engine
-from pensieve.engine.messages import Submit
-from pensieve.engine.plan import PendingStep, Plan, SampleSpec, StepResult, StepWorker
+from pensieve.engine.messages import Finished, Submit
+from pensieve.engine.plan import PendingStep, Plan, Sampled, SampleSpec, StepResult, StepWorker
 from pensieve.engine.scheduling.drafts import Drafter
 from pensieve.tokenizer import ChatTokenizer
 
@@ -87,11 +90,49 @@ def index_rows(turns: Sequence[Turn], prices: Sequence[float]) -> Iterator[dict[
 
 
 @dataclass
+class Seen:
+    """What the steps of one measurement did that had ``batch`` requests and did nothing but decode."""
+
+    batch: int
+    steps: int = 0
+    tokens: int = 0
+    drafted: int = 0
+    seconds: float = 0.0
+    parts: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    last: float = math.inf
+    """When the step before ended."""
+
+    def on_step(self, plan: Plan, result: StepResult, accepted: int) -> None:
+        before, self.last = self.last, time.perf_counter()
+        decodes = all(len(span.tokens) == span.num_chosen for span in plan.spans) and not plan.swap_in
+        if not decodes or len(plan.spans) != self.batch or math.isinf(before):
+            return
+        self.steps, self.tokens = self.steps + 1, self.tokens + self.batch + accepted
+        self.drafted, self.seconds = (
+            self.drafted + plan.num_tokens - self.batch,
+            self.seconds + self.last - before,
+        )
+        for part, seconds in result.timings.items():
+            self.parts[part] += seconds
+
+    def row(self) -> dict[str, Any]:
+        steps = max(1, self.steps)
+        return {
+            "tokens/s": round(self.tokens / max(self.seconds, 1e-9), 1), "steps": self.steps,
+            "tokens a step": round(self.tokens / steps / self.batch, 3),
+            "drafts a step": round(self.drafted / steps / self.batch, 2),
+            "step ms": round(1e3 * self.seconds / steps, 2),
+            **{f"{part} ms": round(1e3 * seconds / steps, 2) for part, seconds in self.parts.items()},
+        }  # fmt: skip
+
+
+@dataclass
 class ForcedWorker:
     """A worker whose steps choose the tokens of given texts, by request."""
 
     worker: StepWorker
     texts: dict[int, list[int]]
+    seen: Seen
 
     def launch(self, plan: Plan) -> PendingStep:
         return _ForcedStep(self, plan, self.worker.launch(plan))
@@ -110,68 +151,94 @@ class _ForcedStep:
         self.step.choose(specs)
 
     def result(self) -> StepResult:
-        places = [
-            (span.request, span.end - span.drafts + row)
-            for span in self.plan.spans
-            for row in range(span.num_chosen)
+        result, texts = self.step.result(), self.forced.texts
+        sampled, accepted = iter(result.sampled), 0
+        chosen = list[Sampled]()
+        for span in self.plan.spans:
+            right = texts[span.request][span.end - span.drafts : span.end + 1]
+            chosen += [
+                replace(one, token_id=token)
+                for token, one in zip(right[: span.num_chosen], sampled, strict=False)
+            ]
+            if span.drafts:
+                drafts = span.tokens[-span.drafts :].tolist()
+                accepted += next((at for at, one in enumerate(drafts) if one != right[at]), span.drafts)
+        result = replace(result, sampled=tuple(chosen))
+        self.forced.seen.on_step(self.plan, result, accepted)
+        return result
+
+
+class Loop:
+    """Answers of turns that an engine is made to give, ``batch`` at a time. The turns' contexts are cached."""
+
+    def __init__(self, engine: Engine, turns: Sequence[Turn], want: int) -> None:
+        vocabulary = engine.ready().vocab_size
+        self.engine, self.turns, self.want = engine, turns, want
+        self.texts = [
+            [token % vocabulary for token in context + answer] + [0] * 64 for context, answer in turns
         ]
-        result = self.step.result()
-        sampled = tuple(
-            replace(one, token_id=self.forced.texts[request][place])
-            for one, (request, place) in zip(result.sampled, places, strict=True)
+        self.forced = ForcedWorker(engine._worker, {}, Seen(0))
+        engine._worker = self.forced
+        self.numbers = itertools.count(1)
+        self.cached = set[int]()
+
+    def run(self, batch: int, places: Sequence[int], *, predicted: bool = False) -> Seen:
+        """Give the answers of the turns at ``places``; return what the steps did that had ``batch`` requests."""
+        for place in places:
+            if place not in self.cached:
+                self._submit(place, 1, predicted=False)
+                self.cached.add(place)
+        while self.engine.has_work:
+            self.engine.step()
+        seen = self.forced.seen = Seen(batch)
+        waiting = iter(places)
+        for place in itertools.islice(waiting, batch):
+            self._submit(place, self.want, predicted=predicted)
+        while self.engine.has_work:
+            for event in self.engine.step():
+                place = next(waiting, None) if isinstance(event, Finished) else None
+                if place is not None:
+                    self._submit(place, self.want, predicted=predicted)
+        return seen
+
+    def _submit(self, place: int, tokens: int, *, predicted: bool) -> None:
+        number, length = next(self.numbers), len(self.turns[place][0])
+        text = self.forced.texts[number] = self.texts[place]
+        sampling = Sampling(max_output_tokens=tokens, ignore_eos=True)
+        guess = pack_tokens(text[length : length + tokens] if predicted else ())
+        new = length if place not in self.cached else 1
+        self.engine.handle(
+            Submit(number, f"s{place}", pack_tokens(text[:length]), new, sampling, predicted=guess)
         )
-        return replace(result, sampled=sampled)
 
 
 def engine_rows(
-    engine: Engine, turns: Sequence[Turn], batches: Sequence[int], want: int
+    engine: Engine, turns: Sequence[Turn], batches: Sequence[int], want: int, repeats: int
 ) -> Iterator[dict[str, Any]]:
-    """Measure ``engine`` with drafts and without, in turns: answers of ``want`` tokens whose contexts are cached, and
-    one whose tokens are predicted, as after an engine's death."""
-    vocabulary, scheduler = engine.ready().vocab_size, engine._scheduler
-    forced = ForcedWorker(engine._worker, {})
-    engine._worker = forced
-    texts = [[token % vocabulary for token in context + answer] + [0] * 64 for context, answer in turns]
+    """Measure ``engine`` with drafts and without, in turns; and answers whose tokens are predicted, as after an
+    engine's death."""
+    scheduler, loop = engine._scheduler, Loop(engine, turns, want)
     drafting = scheduler.config
-    numbers = itertools.count(1)
-
-    def submit(place: int, tokens: int, *, predicted: bool = False) -> None:
-        at, number = place % len(turns), next(numbers)
-        length, forced.texts[number] = len(turns[at][0]), texts[at]
-        sampling = Sampling(max_output_tokens=tokens, ignore_eos=True)
-        guess = pack_tokens(texts[at][length : length + tokens] if predicted else ())
-        context = pack_tokens(texts[at][:length])
-        engine.handle(Submit(number, f"s{place}", context, length, sampling, predicted=guess))
-
     for batch in batches:
-        for place in range(batch):
-            submit(place, 1)
-        _run(engine)  # fills the cache
-        ways = [(drafts, False) for drafts in (False, True, False, True)]
-        for drafts, predicted in ways + ([(True, True)] if batch == 1 else []):
+        count = min(len(turns), batch + max(12, batch // 2))
+        places = [at * len(turns) // count for at in range(count)]
+        for drafts in (False, True) * repeats:
             scheduler.config = drafting if drafts else replace(drafting, max_drafts=0)
-            for place in range(batch):
-                submit(place, want, predicted=predicted)
-            before, started = engine.stats(), time.perf_counter()
-            _run(engine)
-            seconds, after = time.perf_counter() - started, engine.stats()
-            steps = after.steps_total - before.steps_total
-            parts = {
-                name: round((spent - before.part_seconds_total.get(name, 0.0)) / steps * 1e3, 2)
-                for name, spent in after.part_seconds_total.items()
+            row = loop.run(batch, places).row()
+            costs = {
+                "price": round(scheduler.costs.price(batch), 3),
+                "lost share": round(scheduler.costs.lost_share(scheduler.sync_share), 3),
             }
-            yield {
-                "batch": batch, "drafts": drafts, "predicted": predicted,
-                "tokens/s": round(batch * want / seconds, 1), "seconds": round(seconds, 3), "steps": steps,
-                "drafted": after.drafted_total - before.drafted_total,
-                "accepted": after.accepted_total - before.accepted_total,
-                "price": round(scheduler.costs.price(batch), 3), "ms a step": parts,
-            }  # fmt: skip
-
-
-def _run(engine: Engine) -> None:
-    while engine.has_work:
-        engine.step()
+            yield {"batch": batch, "drafts": drafts, **row, **(costs if drafts else {})}
+    for predicted in (False, True):
+        scheduler.config = drafting if predicted else replace(drafting, max_drafts=0)
+        before, started = engine.stats().steps_total, time.perf_counter()
+        loop.run(1, [0], predicted=predicted)
+        seconds = time.perf_counter() - started
+        yield {
+            "predicted": predicted, "tokens": want, "steps": engine.stats().steps_total - before,
+            "seconds": round(seconds, 3),
+        }  # fmt: skip
 
 
 @click.command(context_settings={"show_default": True})
@@ -187,9 +254,10 @@ def _run(engine: Engine) -> None:
 @click.option("--batch", "batches", multiple=True, type=int, default=(1, 8))
 @click.option("--want", default=128, help="Tokens of each answer that the engine gives.")
 @click.option("--context", default=2048, help="Longest context.")
+@click.option("--repeats", default=2, help="Measurements of each kind.")
 def main(
     dataset: Path, tokenizer: Path | None, save: Path | None, turns: int, prices: tuple[float, ...], shape: str,
-    device: str, batches: tuple[int, ...], want: int, context: int,
+    device: str, batches: tuple[int, ...], want: int, context: int, repeats: int,
 ) -> None:  # fmt: skip
     """Measure drafts on real answers."""
     found = read_turns(dataset, tokenizer, context)
@@ -202,7 +270,7 @@ def main(
         report["index"].append(row)
         click.echo(row, err=True)
     long_enough = [turn for turn in found if len(turn[1]) >= want]
-    long_enough = long_enough[:: max(1, len(long_enough) // 256)]
+    long_enough = long_enough[:: max(1, len(long_enough) // 384)]
     with tempfile.TemporaryDirectory() as folder:
         if shape:
             options = EngineOptions(
@@ -210,7 +278,7 @@ def main(
                 device="cuda" if device == "cuda" else "cpu", cost_profile="estimate", max_running=max(batches),
             )  # fmt: skip
             with closing(build_engine(options)) as engine:
-                for row in engine_rows(engine, long_enough, batches, want):
+                for row in engine_rows(engine, long_enough, batches, want, repeats):
                     report["engine"].append(row)
                     click.echo(row, err=True)
     print(json.dumps(report))
