@@ -156,10 +156,8 @@ class _ForcedStep:
         chosen = list[Sampled]()
         for span in self.plan.spans:
             right = texts[span.request][span.end - span.drafts : span.end + 1]
-            chosen += [
-                replace(one, token_id=token)
-                for token, one in zip(right[: span.num_chosen], sampled, strict=False)
-            ]
+            for token, one in zip(right[: span.num_chosen], sampled, strict=False):
+                chosen.append(Sampled(one.request, token, one.logprob))
             if span.drafts:
                 drafts = span.tokens[-span.drafts :].tolist()
                 accepted += next((at for at, one in enumerate(drafts) if one != right[at]), span.drafts)
@@ -203,6 +201,7 @@ class Loop:
 
     def _submit(self, place: int, tokens: int, *, predicted: bool) -> None:
         number, length = next(self.numbers), len(self.turns[place][0])
+        tokens = min(tokens, len(self.turns[place][1]))
         text = self.forced.texts[number] = self.texts[place]
         sampling = Sampling(max_output_tokens=tokens, ignore_eos=True)
         guess = pack_tokens(text[length : length + tokens] if predicted else ())
@@ -236,7 +235,7 @@ def engine_rows(
         loop.run(1, [0], predicted=predicted)
         seconds = time.perf_counter() - started
         yield {
-            "predicted": predicted, "tokens": want, "steps": engine.stats().steps_total - before,
+            "predicted": predicted, "tokens": min(want, len(turns[0][1])), "steps": engine.stats().steps_total - before,
             "seconds": round(seconds, 3),
         }  # fmt: skip
 
@@ -252,7 +251,7 @@ def engine_rows(
 @click.option("--shape", default="", help="Also measure an engine of this shape.")
 @click.option("--device", default="cpu", type=click.Choice(["cpu", "cuda"]))
 @click.option("--batch", "batches", multiple=True, type=int, default=(1, 8))
-@click.option("--want", default=128, help="Tokens of each answer that the engine gives.")
+@click.option("--want", default=512, help="Most tokens of each answer that the engine gives.")
 @click.option("--context", default=2048, help="Longest context.")
 @click.option("--repeats", default=2, help="Measurements of each kind.")
 def main(
@@ -269,7 +268,7 @@ def main(
     for row in index_rows(found[::step][:turns], prices):
         report["index"].append(row)
         click.echo(row, err=True)
-    long_enough = [turn for turn in found if len(turn[1]) >= want]
+    long_enough = [turn for turn in found if len(turn[1]) >= 16]
     long_enough = long_enough[:: max(1, len(long_enough) // 384)]
     with tempfile.TemporaryDirectory() as folder:
         if shape:
