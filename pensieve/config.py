@@ -107,7 +107,7 @@ class EngineTuning(msgspec.Struct, frozen=True, kw_only=True):
     dtype: DtypeName = "auto"
     weights: WeightsName = "full"
     """``fp8``: projections of attention and of dense MLPs are stored and multiplied as codes of 8 bits. ``auto``: if
-    the folder has them so. ``full``: in ``dtype``; the default, since products of codes change answers."""
+    the folder has them so. ``full``: in ``dtype``; the default, since products of codes have not run on a GPU yet."""
     kv_dtype: KvDtypeName = "auto"
     """Codec of cached keys and values (``kernels.kv_codec``); ``auto``: none, they have the dtype of the model."""
     load_format: LoadFormat = "auto"

@@ -163,7 +163,7 @@ OPTIONS: tuple[Option, ...] = (
         values.choice(*get_args(WeightsName)),
         "Form of the weights in memory and in products: full (as --dtype says), fp8 (8 bits, half the memory), or auto "
         "(fp8 for folders made for it).",
-        "8-bit products change answers",
+        "8-bit products have not run on a GPU yet",
         "NAME",
     ),
     Option(
