@@ -95,7 +95,8 @@ class Programs:
         return max(
             capacity.partial_rows
             for kind in StepKind
-            for capacity in _capacities(kind, tokens, info, geometry, windows)
+            for either in {geometry, geometry.without_copies}
+            for capacity in _capacities(kind, tokens, info, either, windows)
         )
 
     def pack(self, batch: CudaBatch, staging: npt.NDArray[np.int32]) -> tuple[StepProgram, int]:
@@ -114,7 +115,13 @@ class Programs:
                     return program, program.pack(candidate, staging)
             except DoesNotFit as error:
                 log.debug("step does not fit its graph: %s", error)
-        program = self._without_graph(batches[-1])
+        try:
+            program = self._without_graph(batches[-1])
+            return program, program.pack(batches[-1], staging)
+        except DoesNotFit as error:
+            # Its wide spans see more coded pages than there is room for plain copies of.
+            log.debug("step is attended without copies: %s", error)
+        program = self._without_graph(batches[-1], self.shared.geometry.without_copies)
         return program, program.pack(batches[-1], staging)
 
     def capture_all(self) -> None:
@@ -135,7 +142,7 @@ class Programs:
             return None
         if batch.chains is not None and int(batch.chains[:, ROWS].max()) >= LONG:
             return None  # long chains are computed by blocks, in launches that depend on them
-        kind = self._kind(batch)
+        kind = _kind(batch, self.shared.geometry)
         sizes = self._buckets[kind]
         at = bisect.bisect_left(sizes, len(batch.tokens))
         return self._program(kind, sizes[at]) if at < len(sizes) else None
@@ -156,14 +163,10 @@ class Programs:
         chains = _max_spans(tokens, info) if self.shared.states else 0
         return ProgramSize(tokens, samples, pages, kind, capacities, chains)
 
-    def _kind(self, batch: CudaBatch) -> StepKind:
-        return (
-            classify(batch.spans, self.shared.geometry) if batch.prefix_groups is None else PREFIX_GROUP_KIND
-        )
-
-    def _without_graph(self, batch: CudaBatch) -> StepProgram:
-        """Return a program of exactly the batch's size, without a graph."""
-        kind, geometry, least = self._kind(batch), self.shared.geometry, least_rows(self._info)
+    def _without_graph(self, batch: CudaBatch, geometry: Geometry | None = None) -> StepProgram:
+        """Return a program of exactly the batch's size, without a graph. ``geometry``: if not the shared one."""
+        geometry, least = geometry or self.shared.geometry, least_rows(self._info)
+        kind = _kind(batch, geometry)
         count = max(least, len(batch.tokens))
         capacities = tuple(
             capacity_for(kind, count, len(batch.spans), batch.max_context, geometry, window)
@@ -171,13 +174,14 @@ class Programs:
         )
         samples = max(1, min(count, max(least, len(batch.sample_rows))))
         size = ProgramSize(count, samples, len(batch.pages), kind, capacities)
-        return StepProgram(self.shared, size)
+        return StepProgram(self.shared, size, geometry)
 
     def _max_words(self) -> int:
         info, tokens, shared = self._info, _max_tokens(self._info), self.shared
         plans = max(
-            sum(map(words_of, _capacities(kind, tokens, info, shared.geometry, shared.windows)))
+            sum(map(words_of, _capacities(kind, tokens, info, geometry, shared.windows)))
             for kind in StepKind
+            for geometry in {shared.geometry, shared.geometry.without_copies}
         )
         sections = 6 + self._tables + len(shared.windows)
         pages = self._tables * max_pages(info, info.max_running)
@@ -204,6 +208,10 @@ def max_pages(info: WorkerInfo, requests: int) -> int:
     """Return the most page-table entries of a step of ``requests`` requests. It does not depend on the number
     of pages: a shared page is in the table of each request that shares it."""
     return requests * -(-info.context_limit // info.chunk_tokens)
+
+
+def _kind(batch: CudaBatch, geometry: Geometry) -> StepKind:
+    return classify(batch.spans, geometry) if batch.prefix_groups is None else PREFIX_GROUP_KIND
 
 
 def _max_tokens(info: WorkerInfo) -> int:
