@@ -31,16 +31,18 @@ log = logging.getLogger(__name__)
 
 WIDE_ALONE_LIMIT = 512
 """Steps without decodes get a graph up to this many tokens: longer ones keep the device busy without one."""
-WIDE_ALONE_LIMIT_RANKS = 2048
-"""The same for several ranks, where each has less work but as many launches. (On two H200s a 13B's step of
-1,024 tokens took 45.6 ms without a graph, as long as one of 2,048.)"""
+WIDE_ALONE_LIMIT_SHORT = 2048
+"""The same for several ranks, where each has less work but as many launches, and for FP8 products. (On two H200s a
+13B's step of 1,024 tokens took 45.6 ms without a graph, as long as one of 2,048. On one H100 with FP8 products it took
+38.0 ms, and one of 2,048 took 52.8.)"""
 GRAPH_PAGES = 1 << 18
 """Page-table entries of a graph (1 MiB of device memory), or the number of pages if that is larger. Larger
 steps, whose requests share very long prefixes, run without a graph."""
 
 
-def buckets(kind: StepKind, max_tokens: int, max_running: int, ranks: int = 1) -> list[int]:
-    """Return the tokens of the graphs of a kind, ascending."""
+def buckets(kind: StepKind, max_tokens: int, max_running: int, *, short: bool = False) -> list[int]:
+    """Return the tokens of the graphs of a kind, ascending. ``short``: steps take the device less time than launching
+    takes the host."""
     if kind is StepKind.NARROW:
         return _rising_sizes(min(max_running, max_tokens), ((1, 2), (2, 4), (4, 8), (8, 256), (16, 1 << 30)))
     # Decodes beside turns of a few tokens: common on a busy server.
@@ -48,7 +50,7 @@ def buckets(kind: StepKind, max_tokens: int, max_running: int, ranks: int = 1) -
         return _rising_sizes(min(max(2 * max_running, 512), max_tokens), ((8, 64), (16, 256), (32, 1 << 30)))
     if kind.is_mixed:
         return _rising_sizes(max_tokens, ((32, 512), (64, 1024), (128, 2048), (512, 1 << 30)))
-    limit = WIDE_ALONE_LIMIT if ranks == 1 else WIDE_ALONE_LIMIT_RANKS
+    limit = WIDE_ALONE_LIMIT_SHORT if short else WIDE_ALONE_LIMIT
     return _rising_sizes(min(max_tokens, limit), ((32, 128), (64, 512), (128, 1 << 30)))
 
 
@@ -80,8 +82,9 @@ class Programs:
         self._memory = torch.cuda.graph_pool_handle() if graphs else None
         self._made: dict[tuple[StepKind, int], StepProgram] = {}
         tokens = _max_tokens(info)
+        short = info.ranks > 1 or info.fp8
         self._buckets = {
-            kind: _not_below(least_rows(info), buckets(kind, tokens, info.max_running, info.ranks))
+            kind: _not_below(least_rows(info), buckets(kind, tokens, info.max_running, short=short))
             for kind in StepKind
         }
         self._tables = 2 if shared.window_tables else 1
