@@ -185,7 +185,7 @@ def median(values: Sequence[float]) -> float:
 @click.option("--host-cache", default="16GiB")
 @click.option("--max-batch-tokens", default=8192)
 @click.option("--max-running", default=256)
-@click.option("--weights", type=click.Choice(get_args(WeightsName)), default="full", help="As of the server.")
+@click.option("--weights", type=click.Choice(get_args(WeightsName)), default="auto", help="As of the server.")
 @click.option("--swap-mechanism", type=click.Choice(get_args(SwapMechanism)), default="auto")
 @click.option("--kv-dtype", type=click.Choice(get_args(KvDtypeName)), default="auto")
 @click.option("--tensor-parallel", default=1, metavar="N", help="GPUs that share the model.")

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from pensieve.kernels.attention import work_lists
+from pensieve.kernels.attention import copies, work_lists
 from pensieve.kernels.attention.call import AttentionCall, check_attention
 from pensieve.kernels.attention.hopper import launch as hopper
 from pensieve.kernels.attention.items import LN_2, LOWEST, Q_START, add_sinks, attend_item, fold
@@ -212,15 +212,19 @@ def options(tile: Tile, order: tl.constexpr = SERIAL) -> dict[str, int]:
 
 
 def _launch(plan: AttentionPlan, call: AttentionCall) -> None:
-    """Queue both launches of a plan, the wide one first, and the merge of split items."""
-    q, pool, out, scratch, capacity = call.q, call.pool, call.out, plan.scratch, plan.capacity
+    """Queue both launches of a plan, the wide one first, and the merge of split items; before the wide one, the copies
+    that it reads."""
+    q, out, scratch, capacity = call.q, call.out, plan.scratch, plan.capacity
     kv_heads, processors = plan.geometry.kv_heads, plan.geometry.multiprocessors
     overlaps = q.is_cuda and _may_overlap(q.device)
     beside = overlaps and capacity.narrow > 0 and capacity.wide > 0
     first = PRIMARY if overlaps else SERIAL
     window = 0 if plan.window is None else plan.window
 
-    def run(tile: Tile, which: int, programs: int, order: tl.constexpr) -> None:
+    def run(
+        call: AttentionCall, geometry: Geometry, tile: Tile, which: int, programs: int, order: tl.constexpr
+    ) -> None:
+        pool = call.pool
         _attend[(programs,)](
             q, pool, call.tables, out, call.lse, plan.words, scratch.partial, scratch.partial_lse,
             scratch.partial_total, scratch.rows,
@@ -228,22 +232,30 @@ def _launch(plan: AttentionPlan, call: AttentionCall) -> None:
             pool.stride(3), call.table_stride, out.stride(0), out.stride(1), call.factor,
             call.sinks, window,
             **constants(
-                tile, which, plan.geometry, pool.shape[3], order=order,
+                tile, which, geometry, pool.shape[3], order=order,
                 windowed=window > 0, inner_softcap=call.inner_softcap, sinks=call.has_sinks,
             ),
             LSE=call.return_lse, **options(tile, order),
         )  # fmt: skip
 
+    wide, geometry = call, plan.geometry
+    if capacity.wide and geometry.copied_page:
+        geometry = replace(geometry, coded=False)
+        wide = copies.decode(
+            call, plan.words, scratch, most=max(1, capacity.copies), programs=copies.PROGRAMS * processors
+        )
     if capacity.wide and plan.wide.hopper:
-        hopper.attend_wide(call, plan.words, scratch, programs=processors, beside=beside, window=window)
+        hopper.attend_wide(wide, plan.words, scratch, programs=processors, beside=beside, window=window)
     elif capacity.wide:
         # Beside narrow items, one program per multiprocessor: more would leave no room.
-        run(plan.wide, work_lists.WIDE, processors if beside else capacity.wide * kv_heads, first)
+        programs = processors if beside else capacity.wide * kv_heads
+        run(wide, geometry, plan.wide, work_lists.WIDE, programs, first)
     if capacity.narrow:
         # Beside wide items, narrow ones fill the remaining multiprocessors. Launched first, they would take
         # all of them; launched second, they begin when every program of the wide launch has begun.
         programs = (capacity.narrow_programs or capacity.narrow) * kv_heads
-        run(plan.narrow, work_lists.NARROW, programs, CONCURRENT if beside else first)
+        order = CONCURRENT if beside else first
+        run(call, plan.geometry, plan.narrow, work_lists.NARROW, programs, order)
     if capacity.merges:
         rows, order = plan.kind.merged_rows, SECONDARY if overlaps else SERIAL
         _merge[(min(capacity.merges * kv_heads, MERGE_PROGRAMS * processors),)](

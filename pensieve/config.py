@@ -105,9 +105,9 @@ class EngineTuning(msgspec.Struct, frozen=True, kw_only=True):
 
     device: DeviceName = "auto"
     dtype: DtypeName = "auto"
-    weights: WeightsName = "full"
+    weights: WeightsName = "auto"
     """``fp8``: projections of attention and of dense MLPs are stored and multiplied as codes of 8 bits. ``auto``: if
-    the folder has them so. ``full``: in ``dtype``; the default, since products of codes have not run on a GPU yet."""
+    the folder has them so. ``full``: in ``dtype``."""
     kv_dtype: KvDtypeName = "auto"
     """Codec of cached keys and values (``kernels.kv_codec``); ``auto``: none, they have the dtype of the model."""
     load_format: LoadFormat = "auto"

@@ -19,9 +19,9 @@ from common.gpu_timing import Ceilings, Contender, times
 from kernel_ops.flash_attention import Peer
 
 from pensieve.kernels.attention.capacity import capacity_for
-from pensieve.kernels.attention.kinds import classify
+from pensieve.kernels.attention.kinds import Geometry, classify
 from pensieve.kernels.attention.plan import AttentionPlan, geometry_for
-from pensieve.kernels.attention.tiles import TileSet, choose_tiles
+from pensieve.kernels.attention.tiles import Tile
 from pensieve.kernels.kv_codec import CODES, coded
 from pensieve.kernels.ragged_paged_attention import attend
 from pensieve.kernels.spans import POSITION, Q_LEN, make_spans, num_tokens
@@ -98,11 +98,10 @@ def ours(
     out: torch.Tensor,
     window: int | None = None,
     sinks: torch.Tensor | None = None,
-    tiles: TileSet | None = None,
+    geometry: Geometry | None = None,
 ) -> Contender:
-    """Our kernel with a plan as for a graph. ``tiles``: instead of those that fit the heads."""
-    geometry, spans = geometry_for(data.q.shape[1], data.pools[0], data.q.dtype), data.spans
-    geometry = replace(geometry, own_tiles=tiles)
+    """Our kernel with a plan as for a graph. ``geometry``: instead of that which fits the tensors."""
+    geometry, spans = geometry or geometry_of_data(data), data.spans
     kind, longest = classify(spans, geometry), int((spans[:, POSITION] + spans[:, Q_LEN]).max())
     capacity = capacity_for(kind, len(data.q), len(spans), longest, geometry, window)
     plan = AttentionPlan(len(data.q), geometry, data.q.device, kind=kind, capacity=capacity, window=window)
@@ -113,6 +112,10 @@ def ours(
         return attend(data.q, data.pools[index], plan, data.tables, scale=scale, sinks=sinks, out=out)
 
     return call
+
+
+def geometry_of_data(data: Data) -> Geometry:
+    return geometry_for(data.q.shape[1], data.pools[0], data.q.dtype)
 
 
 def theirs(data: Data, peer: Peer, out: torch.Tensor) -> Contender:
@@ -129,15 +132,17 @@ def in_codec(data: Data, codec: str) -> Data:
     return replace(data, pools=[coded(pool, CODES[codec]) for pool in data.pools])
 
 
-def other_tiles() -> dict[str, TileSet]:
-    """Tiles that were candidates for keys in 8 bits, by what differs from the chosen ones."""
-    chosen = choose_tiles(DIM, BYTES, coded=True)
-    narrow, wide = chosen.narrow, chosen.wide
+def other_ways(geometry: Geometry) -> dict[str, Geometry]:
+    """What could be chosen instead for keys in 8 bits."""
+    narrow = geometry.tiles.narrow
+
+    def beside(tile: Tile) -> Geometry:
+        return replace(geometry, own_tiles=replace(geometry.tiles, narrow_concurrent=tile))
+
     return {
-        "narrow of 128 keys": replace(chosen, narrow=replace(narrow, keys=128, stages=2, least_keys=128)),
-        "narrow of 4 programs": replace(chosen, narrow=replace(narrow, registers=128, resident=4)),
-        "wide of 2 programs": replace(chosen, wide=replace(wide, stages=2, registers=128, resident=2)),
-        "wide of 64 rows": replace(chosen, wide=replace(wide, rows=64, warps=4, stages=2, resident=2)),
+        "without copies": geometry.without_copies,
+        "narrow beside wide, 5 programs": beside(replace(narrow, stages=2, registers=96, resident=5)),
+        "narrow beside wide, 4 programs": beside(replace(narrow, registers=128, resident=4)),
     }
 
 
@@ -157,8 +162,8 @@ def measure(
     for codec in codecs:
         of_codec = in_codec(data, codec)
         contenders[codec] = ours(of_codec, torch.empty_like(out))
-        for what, other in other_tiles().items():
-            contenders[f"{codec}, {what}"] = ours(of_codec, torch.empty_like(out), tiles=other)
+        for what, other in other_ways(geometry_of_data(of_codec)).items():
+            contenders[f"{codec}, {what}"] = ours(of_codec, torch.empty_like(out), geometry=other)
     if peer is not None:
         reference = torch.empty_like(data.q)
         contenders["fa3"] = theirs(data, peer, reference)

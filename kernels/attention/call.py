@@ -74,14 +74,20 @@ class AttentionCall:
 class Scratch:
     """Partial results before they are merged. Each layer overwrites them, so all plans of a stream can share one."""
 
-    def __init__(self, rows: int, geometry: Geometry, device: torch.device) -> None:
-        """``rows``: largest ``partial_rows`` of the capacities it serves. With fixed pieces, ``partial_lse`` has the
-        largest scores instead, and ``partial_total`` the sums of weights."""
+    def __init__(self, rows: int, geometry: Geometry, device: torch.device, copies: int = 0) -> None:
+        """``rows``, ``copies``: largest ``partial_rows`` and ``copies`` of the capacities it serves. With fixed pieces,
+        ``partial_lse`` has the largest scores instead, and ``partial_total`` the sums of weights."""
         self.rows, fixed = rows, geometry.piece > 0
         held = max(1, rows) * geometry.kv_heads
         self.partial = torch.empty(held, width_of(geometry.head_dim), dtype=torch.float32, device=device)
         self.partial_lse = torch.empty(held, dtype=torch.float32, device=device)
         self.partial_total = torch.empty(held if fixed else 1, dtype=torch.float32, device=device)
+        # Exponents of codes exceed float16.
+        dtype = torch.float32 if geometry.element_bytes > 2 else torch.bfloat16
+        page = 2, geometry.kv_heads, geometry.copied_page, geometry.head_dim
+        self.copies = torch.empty(copies, *page, dtype=dtype, device=device)
+        """Plain copies of coded pages (``copies``)."""
+        self.numbers = torch.arange(copies, dtype=torch.int32, device=device)
 
 
 def check_attention(

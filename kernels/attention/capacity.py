@@ -11,6 +11,8 @@ from pensieve.kernels.attention.tiles import Tile
 
 GROUP_LAYERS = 4
 """Partial rows per query row of spans in a prefix group: for example two pieces of the prefix and two of the suffix."""
+COPIED_BYTES = 512 << 20
+"""Memory for plain copies of coded pages. With 10 KV heads of 128 values they cover 100,000 tokens."""
 FEW_BLOCKS_SHARE = 0.7
 """With fewer narrow blocks than this share of the resident programs, launch no more programs than can start
 at once. The merge begins when all programs have started; it cost 2 µs when some had to wait."""
@@ -26,6 +28,8 @@ class Capacity:
     partial_rows: int
     narrow_programs: int = 0
     """Programs of the narrow launch per KV head, which share the items; 0: one program per item."""
+    copies: int = 0
+    """Coded pages that wide items read as plain copies; see ``most_copies`` for a limit."""
 
 
 def capacity_for(
@@ -71,7 +75,20 @@ def capacity_for(
         held += GROUP_LAYERS * min(max_spans, max_tokens) * groups
     programs, most = math.floor(programs_per_head(narrow_tile, geometry)), narrow_blocks + narrow.extra_items
     launched = programs if narrow_blocks < FEW_BLOCKS_SHARE * programs else narrow_blocks + programs
-    return Capacity(most, wide_blocks + wide.extra_items, min(rows, merges), held, min(most, launched))
+    copies = 0
+    if geometry.copied_page and kind.has_wide:
+        copies = min(most_copies(geometry), spans * -(-max_context // geometry.copied_page))
+    return Capacity(
+        most, wide_blocks + wide.extra_items, min(rows, merges), held, min(most, launched), copies
+    )
+
+
+def most_copies(geometry: Geometry) -> int:
+    """Return the pages for whose plain copies there is room, ``COPIED_BYTES``."""
+    if not geometry.copied_page:
+        return 0
+    page = 2 * geometry.kv_heads * geometry.copied_page * geometry.head_dim * geometry.element_bytes
+    return max(1, COPIED_BYTES // page)
 
 
 def _max_keys(max_context: int, window: int | None, tile: Tile, geometry: Geometry) -> int:

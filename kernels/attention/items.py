@@ -44,7 +44,7 @@ def _rows(base, at, valid, DIM: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.co
 
 
 @triton.jit
-def _power_of_two(exponent):  # type: ignore[no-untyped-def]
+def power_of_two(exponent):  # type: ignore[no-untyped-def]
     """2**exponent, float32; NaN for an exponent that says so."""
     power = ((exponent + 127) << 23).to(tl.float32, bitcast=True)
     return tl.where(exponent == NOT_FINITE, float("nan"), power)
@@ -57,10 +57,10 @@ def _lifted(block, EXACT: tl.constexpr):  # type: ignore[no-untyped-def]
     wide = block.to(tl.float32)
     largest = tl.max(wide.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
     exponent = tl.minimum(tl.maximum((largest >> 23) - 127, -100), 100)
-    scaled = wide * _power_of_two(-exponent)[:, None]
+    scaled = wide * power_of_two(-exponent)[:, None]
     if not EXACT:
         scaled = scaled.to(tl.float16)
-    return scaled, _power_of_two(exponent)
+    return scaled, power_of_two(exponent)
 
 
 @triton.jit
@@ -132,7 +132,7 @@ def _walk(  # type: ignore[no-untyped-def]
             k = k.to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if CODED > 0:
-            scores = scores * _power_of_two(k_exponent)[None, :] * lift[:, None]
+            scores = scores * power_of_two(k_exponent)[None, :] * lift[:, None]
         if SOFTCAP > 0:
             scores = _tanh(scores * SOFTCAP)
         if MASKED:
@@ -147,7 +147,7 @@ def _walk(  # type: ignore[no-untyped-def]
             scores = scores * factor + added[None, :]
             new_top = tl.maximum(top, tl.max(scores, 1))
             weights = tl.math.exp2(scores - new_top[:, None])
-            counted = weights * _power_of_two(-v_exponent)[None, :]
+            counted = weights * power_of_two(-v_exponent)[None, :]
         else:
             new_top = tl.maximum(top, tl.max(scores, 1) * factor)
             weights = tl.math.exp2(scores * factor - new_top[:, None])

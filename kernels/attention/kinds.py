@@ -6,7 +6,7 @@ bucket of tokens serves every step, with a capacity (``capacity``) that no step 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import numpy as np
@@ -44,15 +44,28 @@ class Geometry:
     """Keys of the first fixed pieces, a multiple of every tile's keys: the bits of a row then do not depend on how its
     keys are divided over programs (``cuts``). 0: pieces of any length. Never with ``hopper``."""
     coded: bool = False
-    """The pool holds codes (``kv_codec``). Never with ``hopper``, whose bulk copies feed the products directly."""
+    """The pool holds codes (``kv_codec``). With ``hopper``, wide items read copies, since bulk copies feed the products
+    directly."""
+    copied_page: int = 0
+    """Tokens of a page of a coded pool whose wide items read plain copies (``copies``); 0: they read codes."""
     own_tiles: TileSet | None = None
     """Overrides the tiles that fit the heads; for tests."""
 
     @property
     def tiles(self) -> TileSet:
         return self.own_tiles or choose_tiles(
-            self.head_dim, self.element_bytes, hopper=self.hopper, fixed=self.piece > 0, coded=self.coded
+            self.head_dim,
+            self.element_bytes,
+            hopper=self.hopper,
+            fixed=self.piece > 0,
+            coded=self.coded,
+            copied=self.copied_page > 0,
         )
+
+    @property
+    def without_copies(self) -> Geometry:
+        """The same, for steps whose wide items see more pages than there is room for copies."""
+        return replace(self, copied_page=0, hopper=self.hopper and not self.coded)
 
     @property
     def groups(self) -> int:

@@ -12,10 +12,13 @@ import torch
 
 from pensieve.kernels.attention.call import Scratch
 from pensieve.kernels.attention.capacity import Capacity
+from pensieve.kernels.attention.copies import place as with_copies
 from pensieve.kernels.attention.group_lists import PREFIX_GROUP_KIND, UNLIMITED, make_group_lists
 from pensieve.kernels.attention.hopper import launch as hopper
 from pensieve.kernels.attention.kinds import Geometry, StepKind, classify
 from pensieve.kernels.attention.work_lists import (
+    COPIES,
+    COPY,
     HEADER,
     ITEM,
     LISTS_AT,
@@ -73,9 +76,11 @@ class AttentionPlan:
         if not words.is_contiguous() or words.device.type != device.type:
             raise ValueError(f"words must be contiguous and on {device}")
         self.words = words
-        self.scratch = scratch or Scratch(capacity.partial_rows, geometry, device)
+        self.scratch = scratch or Scratch(capacity.partial_rows, geometry, device, capacity.copies)
         if self.scratch.rows < capacity.partial_rows:
             raise ValueError(f"a scratch of {self.scratch.rows} rows, {capacity.partial_rows} are needed")
+        if len(self.scratch.numbers) < capacity.copies:
+            raise ValueError(f"a scratch of {len(self.scratch.numbers)} copies, {capacity.copies} are needed")
 
     @classmethod
     def from_spans(
@@ -127,19 +132,21 @@ class AttentionPlan:
                 f"the plan is for [T, Hq, Hkv, D] = {list(made_for)} of {self.geometry.element_bytes} bytes, "
                 f"the call has {list(given)} of {q.element_size()}"
             )
-        if self.capacity.wide and self.wide.hopper and not hopper.addressable(q, pool):
+        read = self.scratch.copies if self.geometry.copied_page else pool
+        if self.capacity.wide and self.wide.hopper and not hopper.addressable(q, read):
             raise ValueError("the plan needs tensors that bulk copies can address")
 
     def _packed(self, work: WorkLists) -> npt.NDArray[np.int32]:
         need = _need(work)
-        for name in ("narrow", "wide", "merges", "partial_rows"):
+        for name in ("narrow", "wide", "merges", "partial_rows", "copies"):
             if getattr(need, name) > getattr(self.capacity, name):
                 raise DoesNotFit(
                     f"the step needs {name}={getattr(need, name)}, the plan holds {getattr(self.capacity, name)}"
                 )
         narrow_at = HEADER + ITEM * need.wide
         merges_at = narrow_at + ITEM * need.narrow
-        words = np.empty(merges_at + MERGE * need.merges, dtype=np.int32)
+        copies_at = merges_at + MERGE * need.merges
+        words = np.empty(copies_at + COPY * need.copies, dtype=np.int32)
         words[:HEADER] = 0
         for which, count, place in (
             (NARROW, need.narrow, narrow_at),
@@ -147,10 +154,11 @@ class AttentionPlan:
             (MERGES, need.merges, merges_at),
         ):
             words[which], words[LISTS_AT + which] = count, place
-        words[SHARE_AT] = work.wide_programs
+        words[SHARE_AT], words[COPIES] = work.wide_programs, need.copies
         words[HEADER:narrow_at] = work.wide.reshape(-1)
         words[narrow_at:merges_at] = work.narrow.reshape(-1)
-        words[merges_at:] = work.merges.reshape(-1)
+        words[merges_at:copies_at] = work.merges.reshape(-1)
+        words[copies_at:] = work.copies.reshape(-1)
         return words
 
     def _upload(self, packed: npt.NDArray[np.int32]) -> None:
@@ -168,26 +176,34 @@ def _work(
     window: int | None,
 ) -> WorkLists:
     if prefix_groups is None:
-        return make_work_lists(spans, num_rows, geometry, kind, window=window)
-    if window is not None:
+        work = make_work_lists(spans, num_rows, geometry, kind, window=window)
+    elif window is not None:
         raise ValueError("a windowed plan forms no prefix groups: its queries do not see their beginnings")
-    if kind is not PREFIX_GROUP_KIND:
+    elif kind is not PREFIX_GROUP_KIND:
         raise DoesNotFit(f"a plan for {kind.value} steps has no launches for prefix groups")
-    return make_group_lists(spans, prefix_groups, num_rows, geometry, capacity or UNLIMITED)
+    else:
+        work = make_group_lists(spans, prefix_groups, num_rows, geometry, capacity or UNLIMITED)
+    return with_copies(work, geometry, window) if geometry.copied_page else work
 
 
 def words_of(capacity: Capacity) -> int:
     """Most words that a plan of this capacity needs."""
-    return HEADER + ITEM * (capacity.narrow + capacity.wide) + MERGE * capacity.merges
+    items = ITEM * (capacity.narrow + capacity.wide)
+    return HEADER + items + MERGE * capacity.merges + COPY * capacity.copies
 
 
 def geometry_of(q: torch.Tensor, pool: torch.Tensor) -> Geometry:
     """Return the geometry of a call. A CPU, where only the interpreter runs, counts as 4 multiprocessors."""
     geometry = Geometry(q.shape[1], pool.shape[2], q.shape[2], q.element_size(), multiprocessors_of(q.device))
+    read = pool
     if is_coded(pool):
-        return replace(geometry, coded=True)
+        geometry = replace(geometry, coded=True)
+        if q.dtype != torch.bfloat16:
+            return geometry
+        geometry = replace(geometry, copied_page=pool.shape[3])
+        read = q.new_empty(1, *pool.shape[1:])
     fits = hopper.supports(geometry, q.dtype, pool.shape[3], q.device)
-    return replace(geometry, hopper=fits and hopper.addressable(q, pool))
+    return replace(geometry, hopper=fits and hopper.addressable(q, read))
 
 
 def geometry_for(heads: int, pool: torch.Tensor, dtype: torch.dtype | None = None) -> Geometry:
@@ -203,4 +219,6 @@ def multiprocessors_of(device: torch.device) -> int:
 
 
 def _need(work: WorkLists) -> Capacity:
-    return Capacity(len(work.narrow), len(work.wide), len(work.merges), work.partial_rows)
+    return Capacity(
+        len(work.narrow), len(work.wide), len(work.merges), work.partial_rows, copies=len(work.copies)
+    )

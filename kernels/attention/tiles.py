@@ -63,10 +63,17 @@ def width_of(head_dim: int) -> int:
 
 
 def choose_tiles(
-    head_dim: int, element_bytes: int, *, hopper: bool = False, fixed: bool = False, coded: bool = False
+    head_dim: int,
+    element_bytes: int,
+    *,
+    hopper: bool = False,
+    fixed: bool = False,
+    coded: bool = False,
+    copied: bool = False,
 ) -> TileSet:
     """Return the tiles for heads of this size and element width. ``hopper``: wide items use the kernel for Hopper.
-    ``fixed``: for fixed pieces; all tiles then have the same number of keys. ``coded``: for keys in 8 bits."""
+    ``fixed``: for fixed pieces; all tiles then have the same number of keys. ``coded``: for keys in 8 bits.
+    ``copied``: wide items read plain copies of them."""
     if element_bytes > 2:  # for comparisons, not for speed
         small, large = Tile(16, 32, 4, 2, None, 1, 64), Tile(64, 32, 4, 2, None, 1, 256)
         return TileSet(small, small, replace(small, rows=32), large, large)
@@ -82,12 +89,18 @@ def choose_tiles(
             few=Tile(64, 32, 4, 3, None, 1, 256, split_mask=True),
             wide=Tile(128, 32, 8, 3, 192, 1, 256, split_mask=True),
         )
+    narrow = Tile(16, 64, 4, 3, 168, 3, 64)
     return TileSet(
-        narrow=Tile(16, 64, 4, 3, 168, 3, 64),
+        narrow=narrow,
         # More programs with fewer loads in flight each. Beside the kernel for Hopper they have few
         # multiprocessors, whose speed then matters more than the memory's; beside the other kernel they fit
         # into the space it leaves.
-        narrow_concurrent=Tile(16, 64, 4, 2, 96, 5, 64) if hopper else Tile(16, 64, 4, 2, 128, 2, 64),
+        # Decoding takes more registers.
+        narrow_concurrent=narrow
+        if hopper and coded
+        else Tile(16, 64, 4, 2, 96, 5, 64)
+        if hopper
+        else Tile(16, 64, 4, 2, 128, 2, 64),
         short=Tile(32, 64, 4, 2, 168, 3, 128),
         few=Tile(64, 64, 4, 3, None, 2, 512, split_mask=True),
         # Two programs of 8 warps per multiprocessor: the softmax of one runs beside the products of the
@@ -95,6 +108,6 @@ def choose_tiles(
         wide=HOPPER
         if hopper
         else FIXED_WIDE
-        if fixed or coded
+        if fixed or (coded and not copied)
         else Tile(128, 64, 8, 2, 128, 2, 512, split_mask=True),
     )

@@ -8,7 +8,7 @@ The lists contain no heads: a launch takes every item once per KV head.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -29,9 +29,10 @@ from pensieve.kernels.spans import POSITION, Q_LEN, Q_START, TABLE, Ints, Spans
 HEADER = 8
 """Words of a plan's header. The wide items follow it, then the narrow ones, then the merges. Words ``NARROW``,
 ``WIDE`` and ``MERGES`` are the lengths of the lists; words from ``LISTS_AT`` on are their offsets. Word ``SHARE_AT``
-is the number of programs that take wide items beside narrow ones. The last word is unused."""
+is the number of programs that take wide items beside narrow ones. Word ``COPIES`` is the length of the list of copies,
+which follows the merges."""
 NARROW, WIDE, MERGES = 0, 1, 2
-LISTS_AT, SHARE_AT = 3, 6
+LISTS_AT, SHARE_AT, COPIES = 3, 6, 7
 ITEM = 8
 """Words of an item: ``Q_START``, ``POSITION`` and ``TABLE`` of its span, and the columns below."""
 ROWS, FIRST_ROW, FIRST_KEY, END_KEY, PARTIAL = 1, 4, 5, 6, 7
@@ -42,6 +43,9 @@ MERGE = 6
 MERGE_FIRST, MERGE_END, MERGE_PARTIAL, MERGE_PIECES, MERGE_STRIDE = 1, 2, 3, 4, 5
 """Its rows in the span from first to end; partial row of the first of them in the first piece; number of
 pieces; partial rows from piece to piece."""
+COPY = 2
+"""Words of a copy (``copies``): the ``TABLE`` of its page, and the page's place in that table."""
+NO_COPIES = np.empty((0, COPY), np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +59,8 @@ class WorkLists:
     """Scratch rows per KV head that the pieces write."""
     wide_programs: int
     """Programs that share the wide items."""
+    copies: Ints = field(default_factory=lambda: NO_COPIES)
+    """[n, 2]: coded pages that wide items read as plain copies."""
 
 
 def make_work_lists(

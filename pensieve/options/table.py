@@ -161,9 +161,8 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "weights",
         values.choice(*get_args(WeightsName)),
-        "Form of the weights in memory and in products: full (as --dtype says), fp8 (8 bits, half the memory), or auto "
-        "(fp8 for folders made for it).",
-        "8-bit products have not run on a GPU yet",
+        "Form of the weights in memory and in products: auto, full (as --dtype says) or fp8 (8 bits, half the memory).",
+        "8 bits if the folder is made for them, otherwise as --dtype says",
         "NAME",
     ),
     Option(

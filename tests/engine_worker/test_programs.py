@@ -19,7 +19,8 @@ from pensieve.engine.worker.graphs import Programs
 from pensieve.engine.worker.program import SharedState, StepProgram, preferred_blas
 from pensieve.engine.worker.sizing import WorkerInfo
 from pensieve.kernels.arguments import HeadPrep
-from pensieve.kernels.attention.capacity import Capacity
+from pensieve.kernels.attention import capacity
+from pensieve.kernels.attention.capacity import Capacity, most_copies
 from pensieve.kernels.attention.kinds import Geometry, StepKind
 from pensieve.kernels.attention.plan import Scratch
 from pensieve.kernels.attention.prefixes import PrefixGroupRule
@@ -30,13 +31,15 @@ INFO = WorkerInfo("cuda", "bfloat16", 700, 0, 32, 16_384, 512, 64)
 RULE = PrefixGroupRule(GEOMETRY, 32, least_saved_us=0.0)
 
 
-def programs(info: WorkerInfo, windows: tuple[int | None, ...] = (None,)) -> Programs:
-    rows = Programs.scratch_rows(info, GEOMETRY, windows)
+def programs(
+    info: WorkerInfo, windows: tuple[int | None, ...] = (None,), geometry: Geometry = GEOMETRY
+) -> Programs:
+    rows = Programs.scratch_rows(info, geometry, windows)
     cpu = torch.device("cpu")
     shared = SharedState(
         model=cast(Any, None), pool=torch.empty(1, 4, 2, 2, 32, 16), wait=cast(Any, None),
         sampled=torch.zeros(64), logits=torch.zeros(1), finite=torch.ones(1),
-        scratch=Scratch(rows, GEOMETRY, cpu), geometry=GEOMETRY, windows=windows,
+        scratch=Scratch(rows, geometry, cpu, most_copies(geometry)), geometry=geometry, windows=windows,
     )  # fmt: skip
     return Programs(shared, info, cast(Any, None), graphs=False)
 
@@ -83,6 +86,21 @@ def test_spans_that_read_together_get_a_program_for_that() -> None:
     assert program.size.kind is StepKind.MIXED and 0 < words <= made.words
     alone, _ = made.pack(replace(step, prefix_groups=None), staging)
     assert alone.size.kind is StepKind.NARROW
+
+
+def test_without_room_for_copies_wide_items_read_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    coded = replace(GEOMETRY, coded=True, copied_page=32, hopper=True)
+    monkeypatch.setattr(capacity, "COPIED_BYTES", 4 * 2 * 2 * 32 * 16 * 2)
+    made = programs(INFO, geometry=coded)
+    staging = np.zeros(made.words, np.int32)
+    for tokens, copied in ((128, 32), (129, 0)):
+        table = np.arange(5, dtype=np.int32)
+        step = make_cuda_batch(
+            Plan(1, (Span(RequestKey(1), 0, np.zeros(tokens, np.int32), 0),), (table,)), 32, {}
+        )
+        program, words = made.pack(step, staging)
+        assert words <= program.words <= made.words
+        assert [plan.geometry.copied_page for plan in program._plans.values()] == [copied]
 
 
 def test_each_window_has_a_plan_in_the_block() -> None:

@@ -41,11 +41,16 @@ def check(case: CodedCase, *, piece: int = 0) -> None:
     pool = (
         page_bytes(case.pool).to(CUDA).view(case.pool.dtype).as_strided(case.pool.shape, case.pool.stride())
     )
+    made = geometry_of(plain.q.to(CUDA), pool)
+    assert made.coded and (made.copied_page > 0) == (plain.q.dtype == torch.bfloat16)
+    if plain.softcap is not None:
+        made = replace(made, hopper=False)
+    ways = {made.without_copies} | (set() if piece else {made, replace(made, hopper=False)})
     for processors in (1, 132, 4000):
-        geometry = replace(geometry_of(plain.q.to(CUDA), pool), multiprocessors=processors, piece=piece)
-        assert geometry.coded and not geometry.hopper
-        plan = AttentionPlan.from_spans(plain.spans, len(plain.q), geometry, CUDA, window=plain.window)
-        check_coded_attention(CodedCase(plain, pool), plan)
+        for way in ways:
+            geometry = replace(way, multiprocessors=processors, piece=piece)
+            plan = AttentionPlan.from_spans(plain.spans, len(plain.q), geometry, CUDA, window=plain.window)
+            check_coded_attention(CodedCase(plain, pool), plan)
 
 
 @codes

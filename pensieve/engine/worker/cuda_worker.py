@@ -51,6 +51,7 @@ from pensieve.engine.worker.graphs import Programs, most_samples
 from pensieve.engine.worker.program import SharedState, StepProgram
 from pensieve.engine.worker.sizing import DTYPES, WorkerInfo, allocate_pools
 from pensieve.kernels.attention.call import Scratch
+from pensieve.kernels.attention.capacity import most_copies
 from pensieve.kernels.attention.kinds import PIECE_KEYS
 from pensieve.kernels.attention.plan import geometry_of
 from pensieve.kernels.attention.prefixes import PrefixGroupRule
@@ -124,7 +125,7 @@ class CudaWorker:
         if arch.softcap is not None:
             geometry = replace(geometry, hopper=False)
         if info.is_invariant:
-            geometry = replace(geometry, hopper=False, piece=PIECE_KEYS)
+            geometry = replace(geometry, hopper=False, piece=PIECE_KEYS, copied_page=0)
         windows = tuple(dict.fromkeys(layer.window for layer in arch.layers if layer.attends)) or (None,)
         rows = most_samples(info)
         return SharedState(
@@ -134,7 +135,12 @@ class CudaWorker:
             sampled=torch.zeros(rows, dtype=torch.int64, device=self._device),
             logits=torch.zeros(rows, arch.vocab_size, device=self._device),
             finite=torch.ones(rows, dtype=torch.bool, device=self._device),
-            scratch=Scratch(Programs.scratch_rows(info, geometry, windows), geometry, self._device),
+            scratch=Scratch(
+                Programs.scratch_rows(info, geometry, windows),
+                geometry,
+                self._device,
+                most_copies(geometry),
+            ),
             geometry=geometry,
             windows=windows,
             window_tables=len(info.groups) > 1 and info.groups[1].kind == "window",

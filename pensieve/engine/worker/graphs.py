@@ -31,16 +31,18 @@ log = logging.getLogger(__name__)
 
 WIDE_ALONE_LIMIT = 512
 """Steps without decodes get a graph up to this many tokens: longer ones keep the device busy without one."""
-WIDE_ALONE_LIMIT_RANKS = 2048
-"""The same for several ranks, where each has less work but as many launches. (On two H200s a 13B's step of
-1,024 tokens took 45.6 ms without a graph, as long as one of 2,048.)"""
+WIDE_ALONE_LIMIT_SHORT = 2048
+"""The same for several ranks, where each has less work but as many launches, and for FP8 products. (On two H200s a
+13B's step of 1,024 tokens took 45.6 ms without a graph, as long as one of 2,048. On one H100 with FP8 products it took
+38.0 ms, and one of 2,048 took 52.8.)"""
 GRAPH_PAGES = 1 << 18
 """Page-table entries of a graph (1 MiB of device memory), or the number of pages if that is larger. Larger
 steps, whose requests share very long prefixes, run without a graph."""
 
 
-def buckets(kind: StepKind, max_tokens: int, max_running: int, ranks: int = 1) -> list[int]:
-    """Return the tokens of the graphs of a kind, ascending."""
+def buckets(kind: StepKind, max_tokens: int, max_running: int, *, short: bool = False) -> list[int]:
+    """Return the tokens of the graphs of a kind, ascending. ``short``: steps take the device less time than launching
+    takes the host."""
     if kind is StepKind.NARROW:
         return _rising_sizes(min(max_running, max_tokens), ((1, 2), (2, 4), (4, 8), (8, 256), (16, 1 << 30)))
     # Decodes beside turns of a few tokens: common on a busy server.
@@ -48,7 +50,7 @@ def buckets(kind: StepKind, max_tokens: int, max_running: int, ranks: int = 1) -
         return _rising_sizes(min(max(2 * max_running, 512), max_tokens), ((8, 64), (16, 256), (32, 1 << 30)))
     if kind.is_mixed:
         return _rising_sizes(max_tokens, ((32, 512), (64, 1024), (128, 2048), (512, 1 << 30)))
-    limit = WIDE_ALONE_LIMIT if ranks == 1 else WIDE_ALONE_LIMIT_RANKS
+    limit = WIDE_ALONE_LIMIT_SHORT if short else WIDE_ALONE_LIMIT
     return _rising_sizes(min(max_tokens, limit), ((32, 128), (64, 512), (128, 1 << 30)))
 
 
@@ -80,8 +82,9 @@ class Programs:
         self._memory = torch.cuda.graph_pool_handle() if graphs else None
         self._made: dict[tuple[StepKind, int], StepProgram] = {}
         tokens = _max_tokens(info)
+        short = info.ranks > 1 or info.fp8
         self._buckets = {
-            kind: _not_below(least_rows(info), buckets(kind, tokens, info.max_running, info.ranks))
+            kind: _not_below(least_rows(info), buckets(kind, tokens, info.max_running, short=short))
             for kind in StepKind
         }
         self._tables = 2 if shared.window_tables else 1
@@ -95,7 +98,8 @@ class Programs:
         return max(
             capacity.partial_rows
             for kind in StepKind
-            for capacity in _capacities(kind, tokens, info, geometry, windows)
+            for either in {geometry, geometry.without_copies}
+            for capacity in _capacities(kind, tokens, info, either, windows)
         )
 
     def pack(self, batch: CudaBatch, staging: npt.NDArray[np.int32]) -> tuple[StepProgram, int]:
@@ -114,7 +118,13 @@ class Programs:
                     return program, program.pack(candidate, staging)
             except DoesNotFit as error:
                 log.debug("step does not fit its graph: %s", error)
-        program = self._without_graph(batches[-1])
+        try:
+            program = self._without_graph(batches[-1])
+            return program, program.pack(batches[-1], staging)
+        except DoesNotFit as error:
+            # Its wide spans see more coded pages than there is room for plain copies of.
+            log.debug("step is attended without copies: %s", error)
+        program = self._without_graph(batches[-1], self.shared.geometry.without_copies)
         return program, program.pack(batches[-1], staging)
 
     def capture_all(self) -> None:
@@ -135,7 +145,7 @@ class Programs:
             return None
         if batch.chains is not None and int(batch.chains[:, ROWS].max()) >= LONG:
             return None  # long chains are computed by blocks, in launches that depend on them
-        kind = self._kind(batch)
+        kind = _kind(batch, self.shared.geometry)
         sizes = self._buckets[kind]
         at = bisect.bisect_left(sizes, len(batch.tokens))
         return self._program(kind, sizes[at]) if at < len(sizes) else None
@@ -156,14 +166,10 @@ class Programs:
         chains = _max_spans(tokens, info) if self.shared.states else 0
         return ProgramSize(tokens, samples, pages, kind, capacities, chains)
 
-    def _kind(self, batch: CudaBatch) -> StepKind:
-        return (
-            classify(batch.spans, self.shared.geometry) if batch.prefix_groups is None else PREFIX_GROUP_KIND
-        )
-
-    def _without_graph(self, batch: CudaBatch) -> StepProgram:
-        """Return a program of exactly the batch's size, without a graph."""
-        kind, geometry, least = self._kind(batch), self.shared.geometry, least_rows(self._info)
+    def _without_graph(self, batch: CudaBatch, geometry: Geometry | None = None) -> StepProgram:
+        """Return a program of exactly the batch's size, without a graph. ``geometry``: if not the shared one."""
+        geometry, least = geometry or self.shared.geometry, least_rows(self._info)
+        kind = _kind(batch, geometry)
         count = max(least, len(batch.tokens))
         capacities = tuple(
             capacity_for(kind, count, len(batch.spans), batch.max_context, geometry, window)
@@ -171,13 +177,14 @@ class Programs:
         )
         samples = max(1, min(count, max(least, len(batch.sample_rows))))
         size = ProgramSize(count, samples, len(batch.pages), kind, capacities)
-        return StepProgram(self.shared, size)
+        return StepProgram(self.shared, size, geometry)
 
     def _max_words(self) -> int:
         info, tokens, shared = self._info, _max_tokens(self._info), self.shared
         plans = max(
-            sum(map(words_of, _capacities(kind, tokens, info, shared.geometry, shared.windows)))
+            sum(map(words_of, _capacities(kind, tokens, info, geometry, shared.windows)))
             for kind in StepKind
+            for geometry in {shared.geometry, shared.geometry.without_copies}
         )
         sections = 6 + self._tables + len(shared.windows)
         pages = self._tables * max_pages(info, info.max_running)
@@ -204,6 +211,10 @@ def max_pages(info: WorkerInfo, requests: int) -> int:
     """Return the most page-table entries of a step of ``requests`` requests. It does not depend on the number
     of pages: a shared page is in the table of each request that shares it."""
     return requests * -(-info.context_limit // info.chunk_tokens)
+
+
+def _kind(batch: CudaBatch, geometry: Geometry) -> StepKind:
+    return classify(batch.spans, geometry) if batch.prefix_groups is None else PREFIX_GROUP_KIND
 
 
 def _max_tokens(info: WorkerInfo) -> int:

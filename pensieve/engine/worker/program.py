@@ -103,9 +103,11 @@ def _no_collection() -> Iterator[None]:
 class StepProgram:
     """One step's work on the device, for steps up to a size; see the module docstring."""
 
-    def __init__(self, shared: SharedState, size: ProgramSize) -> None:
+    def __init__(self, shared: SharedState, size: ProgramSize, geometry: Geometry | None = None) -> None:
+        """``geometry``: of this program's attention; None: the shared one."""
         self.size = size
         self._shared = shared
+        self._geometry = geometry or shared.geometry
         self._graph: torch.cuda.CUDAGraph | None = None
         device = shared.sampled.device
         plans = [_words_name(window) for window in shared.windows]
@@ -134,7 +136,7 @@ class StepProgram:
             self._chains = RecurrentPlan(((None, chains),), covers_all=False)
         self._plans = {
             window: AttentionPlan(
-                size.tokens, shared.geometry, device, kind=size.kind, capacity=capacity,
+                size.tokens, self._geometry, device, kind=size.kind, capacity=capacity,
                 words=view[_words_name(window)], scratch=shared.scratch, window=window,
             )
             for window, capacity in zip(shared.windows, size.attention, strict=True)

@@ -31,6 +31,7 @@ from pensieve.engine.kv.pools import KvPools, KvTiers
 from pensieve.engine.sampling.sampler import workspace_bytes as sampler_bytes
 from pensieve.engine.worker.elastic_sizing import DeviceRange, elastic_tier, refusal
 from pensieve.engine.worker.hybrid_sizing import NO_TIER, ChunkSizes, ContextSizes, explicit_bytes, sizes_for
+from pensieve.kernels.attention.capacity import COPIED_BYTES
 from pensieve.machine import memory
 from pensieve.model.arch import DTYPE_BYTES, Arch, StateShape
 from pensieve.model.collective import SINGLE_RANK, Collective
@@ -247,8 +248,8 @@ def free_memory(device: str) -> FreeMemory:
     return FreeMemory(free, host, total - torch.cuda.memory_reserved() - CONTEXT_BYTES)
 
 
-def workspace_bytes(arch: Arch, placement: Placement, *, cuda_graphs: bool) -> int:
-    """Return an upper estimate of one step's memory on a GPU beside weights and KV."""
+def workspace_bytes(arch: Arch, placement: Placement, *, cuda_graphs: bool, coded: bool = False) -> int:
+    """Return an upper estimate of one step's memory on a GPU beside weights and KV. ``coded``: KV has 8 bits."""
     size = DTYPE_BYTES[placement.dtype]
     # Queries, keys and values; attention's output.
     heads = 2 * arch.head_dim * (arch.num_heads + arch.num_kv_heads)
@@ -265,7 +266,9 @@ def workspace_bytes(arch: Arch, placement: Placement, *, cuda_graphs: bool) -> i
     rows = placement.max_running + placement.max_drafts
     logits = rows * arch.vocab_size * (size + 4 + 2 * 4)
     logits += sampler_bytes(rows, arch.vocab_size)
-    return activations + logits + ATTENTION_BYTES + (GRAPHS_BYTES if cuda_graphs else 0)
+    # Wide items read plain copies of coded pages.
+    copies = COPIED_BYTES if coded and placement.dtype == "bfloat16" else 0
+    return activations + logits + ATTENTION_BYTES + copies + (GRAPHS_BYTES if cuda_graphs else 0)
 
 
 def _recurrent_width(state: StateShape) -> int:
@@ -283,7 +286,9 @@ def tier_sizes(
     groups = kv_groups(arch, options.chunk_tokens, placement.dtype, options.kv_dtype)
     on_gpu = placement.device == "cuda"
     sizes = sizes_for(groups, options.chunk_tokens, placement.context_limit, ranks=ranks, on_gpu=on_gpu)
-    kept = ranks * workspace_bytes(arch, placement, cuda_graphs=options.cuda_graphs) if on_gpu else 0
+    coded = options.kv_dtype != "auto" and not options.invariant
+    workspace = workspace_bytes(arch, placement, cuda_graphs=options.cuda_graphs, coded=coded)
+    kept = ranks * workspace if on_gpu else 0
     device_free = ranks * free.device if on_gpu else free.device
     sides, size = device_range(options.device_cache), options.device_cache
     tier: DeviceRange | None = None

@@ -7,6 +7,7 @@ A pytest file that is not collected by itself: Triton's interpreter is chosen wh
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 import triton.language as tl
 import triton.runtime.interpreter
 
+from pensieve.kernels.attention import copies
 from pensieve.kernels.attention.plan import AttentionPlan, geometry_of
 from pensieve.kernels.kv_codec import CODES, exponents_of
 from pensieve.kernels.ragged_paged_attention import attend
@@ -48,9 +50,10 @@ def conversions_round(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton.runtime.interpreter, "_convert_float", convert)
 
 
-def plan_of(case: CodedCase, *, piece: int = 0, processors: int = 4) -> AttentionPlan:
+def plan_of(case: CodedCase, *, piece: int = 0, processors: int = 4, copied: bool = False) -> AttentionPlan:
     geometry = geometry_of(case.plain.q, case.pool)
-    geometry = replace(geometry, multiprocessors=processors, own_tiles=TINY, piece=piece)
+    page = case.pool.shape[3] if copied else 0
+    geometry = replace(geometry, multiprocessors=processors, own_tiles=TINY, piece=piece, copied_page=page)
     return AttentionPlan.from_spans(
         case.plain.spans, len(case.plain.q), geometry, case.pool.device, window=case.plain.window
     )
@@ -110,6 +113,22 @@ def test_layers_of_other_kinds(code: torch.dtype, feature: str, piece: int) -> N
     )  # fmt: skip
     case = code_case(plain, code)
     check_coded_attention(case, plan_of(case, piece=piece))
+
+
+@codes
+@pytest.mark.parametrize("feature", ["none", "window", "sinks"])
+def test_wide_items_read_copies(code: torch.dtype, feature: str) -> None:
+    plain = make_case(
+        MIX, heads=2, kv_heads=1, window=21 if feature == "window" else None, sinks=feature == "sinks"
+    )
+    case = code_case(plain, code)
+    plan = plan_of(case, copied=True)
+    assert plan.capacity.wide and plan.capacity.narrow and plan.capacity.copies
+    check_coded_attention(case, plan)
+    plan.scratch.copies.zero_()
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(AssertionError):
+        patch.setattr(copies, "_decode", defaultdict(lambda: lambda *_, **__: None))
+        check_coded_attention(case, plan)
 
 
 @pytest.mark.parametrize("dim", some([24, 64, 128], 2))
