@@ -24,6 +24,7 @@ from typing import Any
 
 import click
 import dummy_model
+import msgspec
 import numpy as np
 
 from pensieve.config import EngineOptions
@@ -117,7 +118,7 @@ class _ForcedStep:
         ]
         result = self.step.result()
         sampled = tuple(
-            replace(one, token_id=self.forced.texts[request][place])
+            msgspec.structs.replace(one, token_id=self.forced.texts[request][place])
             for one, (request, place) in zip(result.sampled, places, strict=True)
         )
         return replace(result, sampled=sampled)
