@@ -550,8 +550,5 @@ class Scheduler:
             and request.finished is None
             and request.limit_reason(end, self.context_limit) is None
         ):
-            eos = self.config.eos_token_ids
-            index, late = request.output_tokens, request.chooses_late
-            context = (None, None) if late else request.sampling_context(index)
-            sample = SampleSpec(request.sampling, index, eos, *context, late=late)
+            sample = request.sample_spec(self.config.eos_token_ids)
         return Span(request.key, start, request.tokens[start:end], table, sample, stores)
