@@ -16,7 +16,6 @@ import time
 from typing import Literal, get_args
 
 import click
-import numpy as np
 
 from pensieve.config import CacheConfig, SchedulerConfig
 from pensieve.core import Sampling, pack_tokens
@@ -47,16 +46,11 @@ class Bench:
         )  # fmt: skip
         cache = CacheManager(CacheConfig(chunks * 2, host_chunks=chunks), COST)
         self.scheduler = Scheduler(config, cache)
-        rng = np.random.default_rng(0)
-        prompts = rng.integers(0, 30_000, (running, PROMPT), dtype=np.int32)
-        answers = rng.integers(30_000, 1 << 30, (running, answer)) if drafts == "missed" else None
-        self.texts = [
-            np.resize(prompt if answers is None else [*prompt, *answers[number]], PROMPT + answer).tolist()
-            for number, prompt in enumerate(prompts)
-        ]
-        for number, prompt in enumerate(prompts):
+        self.period = PROMPT if drafts == "accepted" else config.context_limit
+        """Each token is its position modulo this."""
+        for number in range(running):
             sampling = Sampling(max_output_tokens=answer, ignore_eos=True)
-            submit = Submit(number, f"s{number}", pack_tokens(prompt), PROMPT, sampling)
+            submit = Submit(number, f"s{number}", pack_tokens(range(PROMPT)), PROMPT, sampling)
             self.scheduler.submit(submit, 0.0)
         for _ in range(2):
             self.step(1.0)
@@ -69,7 +63,7 @@ class Bench:
             sampled = tuple(Sampled(span.request, 7) for span in plan.spans if span.sample is not None)
         else:
             sampled = tuple(
-                Sampled(span.request, self.texts[span.request][span.end - span.drafts + row])
+                Sampled(span.request, (span.end - span.drafts + row) % self.period)
                 for span in plan.spans
                 for row in range(span.num_chosen)
             )

@@ -334,6 +334,8 @@ class Scheduler:
         price, gain = self.costs.price(len(work)), 0.0
         found: dict[Request, TokenArray] = {}
         for request in work:
+            if left <= 0:
+                break
             known = request.num_known == request.length and not request.missing
             most = min(request.most_drafts(self.context_limit), left)
             if known and most > 0 and request.may_draft:
