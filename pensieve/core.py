@@ -264,9 +264,9 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, di
     grammar: Grammar | None = None
     """Only tokens that the grammar allows are chosen; None: any. Not together with beams."""
 
-    @property
+    @functools.cached_property
     def needs_context(self) -> bool:
-        """Whether the next token depends on earlier token ids, other than through the model."""
+        """Whether the next token depends on earlier token ids, other than through the model. Cached like ``plain``."""
         return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
 
     @functools.cached_property

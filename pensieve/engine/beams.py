@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
@@ -381,7 +381,7 @@ class BeamDriver:
         else:
             reason = leader.limit_reason(leader.length, limit)
         *others, last = [OutputToken(leader.key, token, None, None) for token in found.tokens]
-        return [*others, replace(last, finished=reason or FinishReason.CONTEXT_FULL)]
+        return [*others, msgspec.structs.replace(last, finished=reason or FinishReason.CONTEXT_FULL)]
 
     def _end(self, search: _Search, best: Request, now: float) -> None:
         """Retire all members. The KV of ``best`` becomes the session's."""

@@ -23,6 +23,9 @@ number in the tables, the chains and ``swap_in`` of its plan, and under its old 
 Plans take effect in the order of their launches, as if each had ended before the next began. So the scheduler
 may make the next plan while this one runs, and reuse a page as soon as the plan that still needs it is
 launched. Making it look so (streams, events) is the worker's job alone.
+
+Values that a step has one of for each request are msgspec structs: a frozen dataclass takes more than ten times as long
+to make (bench/results/hybrid.md).
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -50,8 +54,7 @@ PENDING = -1
 """Stands for the token that this request samples in the plan launched just before; only the last of a span."""
 
 
-@dataclass(frozen=True, slots=True)
-class SampleSpec:
+class SampleSpec(msgspec.Struct, frozen=True):
     """How to choose the token that follows a span."""
 
     sampling: Sampling
@@ -73,11 +76,10 @@ class SampleSpec:
         if not len(drafts):
             return self
         output = None if self.output is None else np.concatenate([self.output, drafts])
-        return replace(self, output_index=self.output_index + len(drafts), output=output)
+        return msgspec.structs.replace(self, output_index=self.output_index + len(drafts), output=output)
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(msgspec.Struct, frozen=True):
     """Consecutive input tokens of one request at a known position (the paper's sub-request, EuroSys §4.3.4)."""
 
     request: RequestKey
@@ -118,8 +120,7 @@ class Span:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Copy:
+class Copy(msgspec.Struct, frozen=True):
     """One slice: all layers of a KV group, from page ``src`` to page ``dst``. The list that it is in names the
     tiers."""
 
@@ -129,8 +130,7 @@ class Copy:
     """Index of the KV group that both pages belong to."""
 
 
-@dataclass(frozen=True, slots=True)
-class PageCheck:
+class PageCheck(msgspec.Struct, frozen=True):
     """A chunk that was computed and is complete on the device after the step. All chunks of an address hold the same
     bytes, whenever they are computed."""
 
@@ -140,8 +140,7 @@ class PageCheck:
     """Its page in group 0."""
 
 
-@dataclass(frozen=True, slots=True)
-class Chain:
+class Chain(msgspec.Struct, frozen=True):
     """Spans through which one recurrent state passes, in the state group of a model that has one.
 
     Every span of the plan is in exactly one chain. A chain reads page ``read`` before it writes, so ``live`` or
@@ -218,8 +217,7 @@ class Plan:
         return not (self.spans or self.swap_out or self.copies or self.swap_in or self.memory or self.checks)
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
+class Sampled(msgspec.Struct, frozen=True):
     """A token chosen after a span, or after one of its drafts."""
 
     request: RequestKey

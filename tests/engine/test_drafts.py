@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -194,7 +195,7 @@ def one_too_far(patch: pytest.MonkeyPatch) -> None:
             left = guesses.get(one.request)
             if left and one.request not in wrong and (guess := left.pop(0)) != one.token_id:
                 wrong.add(one.request)
-                one = replace(one, token_id=guess)
+                one = msgspec.structs.replace(one, token_id=guess)
             found.append(one)
         return commit(self, plan, replace(result, sampled=tuple(found)), now)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
 from pensieve.config import CacheConfig, CacheGroup, SchedulerConfig
@@ -113,7 +113,7 @@ def uncut(self: Tails, chunk: Chunk, valid: int) -> None:
 def from_live(self: Tails, session: CachedSession, first_span: int) -> Iterator[Chain]:
     """What begins at position 0 goes on from a state that is there already."""
     for chain in chains(self, session, first_span):
-        yield replace(chain, read=chain.live) if chain.read < 0 else chain
+        yield msgspec.structs.replace(chain, read=chain.live) if chain.read < 0 else chain
 
 
 def moved_and_saved(self: Tiers, part: Slice) -> int:

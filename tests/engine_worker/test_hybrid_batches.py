@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -101,18 +102,20 @@ def test_chains_are_rows_of_the_batch() -> None:
     want = [[0, 11, 5, 6, 10, 7], [11, 1, 9, 8, 1, NO_PAGE]]
     on_gpu = make_cuda_batch(plan, SIZE, {}).chains
     assert on_gpu is not None and torch_batch(plan).chains.tolist() == on_gpu.tolist() == want
-    zero = state_plan(replace(GOOD[0], read=NO_PAGE, boundary=NO_PAGE, boundary_at=-1), GOOD[1])
+    zero = state_plan(
+        msgspec.structs.replace(GOOD[0], read=NO_PAGE, boundary=NO_PAGE, boundary_at=-1), GOOD[1]
+    )
     assert torch_batch(zero).chains[0].tolist() == [0, 11, NO_PAGE, NO_PAGE, 0, 7]
 
 
 @pytest.mark.parametrize(
     "chain",
     [
-        replace(GOOD[0], last=2),
-        replace(GOOD[0], first=1, last=0),
-        replace(GOOD[0], boundary_at=11),
-        replace(GOOD[0], boundary_at=0),
-        replace(GOOD[0], boundary_at=16),
+        msgspec.structs.replace(GOOD[0], last=2),
+        msgspec.structs.replace(GOOD[0], first=1, last=0),
+        msgspec.structs.replace(GOOD[0], boundary_at=11),
+        msgspec.structs.replace(GOOD[0], boundary_at=0),
+        msgspec.structs.replace(GOOD[0], boundary_at=16),
     ],
     ids=["two requests", "no span", "inside a chunk", "before", "after"],
 )

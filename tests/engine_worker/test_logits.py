@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
@@ -97,8 +97,11 @@ def test_greedy_continuation_is_that_of_generate(folder: Path) -> None:
     for index in range(count):
         one = span(context, done, len(context), sampling=greedy)
         assert one.sample is not None
-        one = replace(
-            one, sample=replace(one.sample, output_index=index, eos_token_ids=worker.arch.eos_token_ids)
+        one = msgspec.structs.replace(
+            one,
+            sample=msgspec.structs.replace(
+                one.sample, output_index=index, eos_token_ids=worker.arch.eos_token_ids
+            ),
         )
         (sampled,) = step(worker, [one], [TABLE]).sampled
         done = len(context)

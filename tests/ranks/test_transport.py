@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import threading
-from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -29,7 +28,7 @@ PLANS = {
         (
             Span(RequestKey(9), 0, np.arange(3, dtype=np.int32), 1),
             Span(RequestKey(9), 8, np.arange(5, dtype=np.int32), 1, SPEC),
-            Span(RequestKey(2**40), 30, np.array([1], np.int32), 0, replace(SPEC, late=True)),
+            Span(RequestKey(2**40), 30, np.array([1], np.int32), 0, msgspec.structs.replace(SPEC, late=True)),
         ),
         (np.array([9, 8], np.int32), np.array([0, 3, 1], np.int32)),
         copies=(Copy(3, 4),),

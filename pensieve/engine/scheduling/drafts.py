@@ -76,6 +76,8 @@ class Drafter:
         """Places of the pairs' second tokens, by pair, ascending."""
         self._latest: defaultdict[int, list[int]] = defaultdict(list)
         """Places of the pairs since the latest sort, ascending."""
+        self._entered = 0
+        """Places before this one are entered: all but the last, which has no successor to draft."""
         self._match: int | None = 0
         """Length of the match behind the latest drafts; None: they follow the prediction."""
         self._hits = [_HITS] * _PREDICTED + [5 * _TRIES - 0.5]
@@ -91,7 +93,8 @@ class Drafter:
         else:
             self._match, place = self._find()
             drafts = self._continuation(place, min(most, MOST_DRAFTS)) if self._match else []
-        chance, chances = 1.0, list[float]()
+        chance = 1.0
+        chances: list[float] = []
         for depth in range(len(drafts)):
             bucket = self._bucket(depth)
             chance *= self._hits[bucket] / self._tries[bucket]
@@ -112,16 +115,19 @@ class Drafter:
 
     def _take(self, new: list[int]) -> None:
         """Append tokens of the context, and enter their places."""
-        text, begin = self._text, len(self._text)
+        text = self._text
         text += new
         if self._follows is not None:
             answer = text[self._answer :]
             self._follows = len(answer) if answer == self._predicted[: len(answer)] else None
+        last = len(text) - 1
         if self._sorted and len(new) < SORTED_AT_ONCE:
-            for place in range(begin, len(text)):
+            for place in range(self._entered, last):
                 self._latest[_pair(text[place - 1], text[place])].append(place)
+            self._entered = last
             return
-        tokens = np.array(text, np.int64)
+        self._entered = last
+        tokens = np.array(text[:last], np.int64)
         keys = (tokens[:-1] << 32) + tokens[1:]
         order = np.argsort(keys, kind="stable")
         pairs, begins = np.unique(keys[order], return_index=True)
@@ -136,16 +142,8 @@ class Drafter:
         last = len(text) - 1
         if text[last - 1] == _GAP:
             return 0, 0
-        key, found = _pair(text[last - 1], text[last]), list[int]()
-        number = self._sorted.get(key)
-        if number is not None:
-            low, high = self._begins[number], self._begins[number + 1]
-            found = self._places[max(low, high - MOST_PLACES) : high]
-        found += self._latest.get(key, ())[-MOST_PLACES:]
         best, best_place = 0, 0
-        for place in reversed(found):
-            if place == last:
-                continue
+        for place in reversed(self._places_of(_pair(text[last - 1], text[last]))):
             length = 2
             while length < LONGEST_MATCH and text[place - length] == text[last - length] != _GAP:
                 length += 1
@@ -154,6 +152,14 @@ class Drafter:
                 if best == LONGEST_MATCH:
                     break
         return best, best_place
+
+    def _places_of(self, pair: int) -> list[int]:
+        """Return the latest places of a pair, ascending."""
+        number, latest = self._sorted.get(pair), self._latest.get(pair, [])[-MOST_PLACES:]
+        if number is None:
+            return latest
+        low, high = self._begins[number], self._begins[number + 1]
+        return self._places[max(low, high - MOST_PLACES) : high] + latest
 
     def _continuation(self, place: int, most: int) -> list[int]:
         """Return up to ``most`` tokens that follow ``place``. A match that overlaps them is a loop, which goes on."""

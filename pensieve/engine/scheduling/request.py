@@ -24,6 +24,7 @@ decides how a guided request continues: between steps it calls ``continue_with``
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -47,7 +48,7 @@ from pensieve.core import (
 from pensieve.engine.cache.chunk import Range, Restore, common_prefix, take_front, tokens_in
 from pensieve.engine.cache.sharing import PrefixPath
 from pensieve.engine.messages import Submit
-from pensieve.engine.plan import PENDING
+from pensieve.engine.plan import PENDING, SampleSpec
 from pensieve.engine.scheduling.drafts import Drafter
 
 _SEEDS = 1 << 64
@@ -99,6 +100,8 @@ class Request:
     sampling: Sampling = field(init=False)
     qos: TenantQos = field(init=False)
     prompt_tokens: int = field(init=False)
+    full_length: int = field(init=False)
+    """Length at which the limit of output tokens ends the generation; without a limit, more than any context has."""
     length: int = field(init=False)
     """Tokens in use; ``tokens`` may have spare room after them."""
     num_known: int = field(init=False)
@@ -130,6 +133,8 @@ class Request:
         self.key, self.session = RequestKey(self.submit.request), SessionKey(self.submit.session)
         self.sampling, self.qos = self.submit.sampling, self.submit.qos
         self.prompt_tokens = self.length = self.num_known = len(self.tokens)
+        most = self.sampling.max_output_tokens
+        self.full_length = sys.maxsize if most is None else self.prompt_tokens + max(most, 1)
 
     @classmethod
     def from_submit(cls, submit: Submit, arrival: int, now: float) -> Request:
@@ -198,13 +203,15 @@ class Request:
         """Input tokens of its context; 0 after a suspension, when its own output counts as history."""
         return self.submit.num_new if self.receipt is None else 0
 
-    @property
-    def chooses_late(self) -> bool:
-        """Whether the choice of the token after the newest one depends on something that is not known when its step
-        begins: a mask, or the id of a token that a step still computes."""
-        return self.sampling.grammar is not None or (
-            self.sampling.needs_context and self.num_known < self.length
-        )
+    def sample_spec(self, eos_token_ids: tuple[int, ...]) -> SampleSpec:
+        """Return how to choose the token after the newest one, as far as a plan knows. It is late if it depends on a
+        mask, or on the id of a token that a step still computes."""
+        sampling, index = self.sampling, self.output_tokens
+        if sampling.grammar is None and not sampling.needs_context:
+            return SampleSpec(sampling, index, eos_token_ids)
+        if sampling.grammar is not None or self.num_known < self.length:
+            return SampleSpec(sampling, index, eos_token_ids, late=True)
+        return SampleSpec(sampling, index, eos_token_ids, *self.sampling_context(index))
 
     def sampling_context(self, output_tokens: int) -> tuple[TokenArray | None, TokenArray | None]:
         """Return prompt and the first ``output_tokens`` of the output if the sampling depends on them, else
@@ -278,8 +285,7 @@ class Request:
 
     def limit_reason(self, length: int, context_limit: int) -> FinishReason | None:
         """Return why the context may not grow beyond ``length`` tokens, output included; None when it may."""
-        most = self.sampling.max_output_tokens
-        if most is not None and length - self.prompt_tokens >= max(most, 1):
+        if length >= self.full_length:
             return FinishReason.LENGTH
         return FinishReason.CONTEXT_FULL if length >= context_limit else None
 
@@ -291,9 +297,7 @@ class Request:
 
     def most_drafts(self, context_limit: int) -> int:
         """Return how many drafts may follow the newest token, so that a token can be chosen after each."""
-        most = self.sampling.max_output_tokens
-        end = context_limit if most is None else min(context_limit, self.prompt_tokens + max(most, 1))
-        return max(end - self.length - 1, 0)
+        return max(min(context_limit, self.full_length) - self.length - 1, 0)
 
     def pages_as_fork(self, chunk_tokens: int) -> int:
         """Return the device pages that it does not share with its source. Its last token is never shared."""

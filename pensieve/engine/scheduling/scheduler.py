@@ -16,10 +16,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Final
 
+import msgspec
 import numpy as np
 
 from pensieve.config import SchedulerConfig
@@ -47,8 +47,7 @@ _Work = dict[Request, list[Range]]
 """The ranges of tokens without KV that a step computes, by request."""
 
 
-@dataclass(frozen=True, slots=True)
-class OutputToken:
+class OutputToken(msgspec.Struct, frozen=True):
     """An output token of a request. ``finished``: why it was the last. For a guided request, input of its driver."""
 
     request: RequestKey
@@ -253,7 +252,7 @@ class Scheduler:
             else:
                 prompt, output = request.sampling_context(span.sample.output_index)
                 mask = masks.get(request.key)
-                specs.append(replace(span.sample, prompt=prompt, output=output, mask=mask))
+                specs.append(msgspec.structs.replace(span.sample, prompt=prompt, output=output, mask=mask))
         return specs
 
     def commit(self, plan: Plan, result: StepResult, now: float) -> list[OutputToken]:
@@ -339,6 +338,8 @@ class Scheduler:
         price, gain = self.costs.price(len(work)), 0.0
         found: dict[Request, TokenArray] = {}
         for request in work:
+            if left <= 0:
+                break
             known = request.num_known == request.length and not request.missing
             most = min(request.most_drafts(self.context_limit), left)
             if known and most > 0 and request.may_draft:
@@ -517,7 +518,7 @@ class Scheduler:
                 # As many as there were free pages for.
                 guesses = guesses[: len(tables[-1]) * self.cache.config.chunk_tokens - request.length]
                 tokens = np.concatenate([spans[-1].tokens, guesses])
-                spans[-1] = replace(spans[-1], tokens=tokens, drafts=len(guesses))
+                spans[-1] = msgspec.structs.replace(spans[-1], tokens=tokens, drafts=len(guesses))
         return Plan(self._steps, tuple(spans), tuple(tables), *self.cache.take_copies(), memory=memory)
 
     def _plan_two_groups(self, work: _Work, memory: Ends | None) -> Plan:
@@ -555,8 +556,5 @@ class Scheduler:
             and request.finished is None
             and request.limit_reason(end, self.context_limit) is None
         ):
-            eos = self.config.eos_token_ids
-            index, late = request.output_tokens, request.chooses_late
-            context = (None, None) if late else request.sampling_context(index)
-            sample = SampleSpec(request.sampling, index, eos, *context, late=late)
+            sample = request.sample_spec(self.config.eos_token_ids)
         return Span(request.key, start, request.tokens[start:end], table, sample, stores)

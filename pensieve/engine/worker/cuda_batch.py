@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import msgspec
 import numpy as np
 
 from pensieve.core import Ints, RequestKey
@@ -67,7 +68,8 @@ def make_cuda_batch(
             plan,
             spans=tuple(plan.spans[index] for index in found.order.tolist()),
             chains=tuple(
-                replace(chain, first=place[chain.first], last=place[chain.last]) for chain in plan.chains
+                msgspec.structs.replace(chain, first=place[chain.first], last=place[chain.last])
+                for chain in plan.chains
             ),
         )
         columns = SpanColumns.from_plan(ordered, page_tokens)

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import msgspec
+
 from pensieve.engine.plan import PendingStep, Plan, Span, StepWorker
 
 
@@ -31,7 +33,7 @@ def shifted_positions(plan: Plan) -> Plan:
 
     def shift(span: Span) -> Span:
         moved = span.sample is None and span.start > 0
-        return replace(span, start=span.start - 1) if moved else span
+        return msgspec.structs.replace(span, start=span.start - 1) if moved else span
 
     return replace(plan, spans=tuple(shift(span) for span in plan.spans))
 
@@ -44,7 +46,7 @@ def repeated_page(plan: Plan) -> Plan:
     if len(plan.swap_in) < 2:
         return plan
     first, second, *rest = plan.swap_in
-    return replace(plan, swap_in=(first, replace(second, src=first.src), *rest))
+    return replace(plan, swap_in=(first, msgspec.structs.replace(second, src=first.src), *rest))
 
 
 PLAN_MUTANTS: dict[str, Callable[[Plan], Plan]] = {
