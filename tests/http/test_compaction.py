@@ -134,6 +134,31 @@ async def test_a_conversation_is_compacted_in_place() -> None:
         assert len(items.data) == 3, "summary, question and answer"
 
 
+async def test_sessions_made_on_the_way_expire_from_their_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A door that is killed at any moment leaves none that stays for ever."""
+    async with tool_door("Troy fell.", "They fought.", "Why not.") as rig:
+        first = await ask(rig, input=LONG)
+        made: list[float] = []
+        own = rig.service.conversations.sessions
+        fork = own.fork
+
+        async def seen(*given: Any, **named: Any) -> Any:
+            row = await fork(*given, **named)
+            made.append(row.config.ttl_s)
+            return row
+
+        monkeypatch.setattr(own, "fork", seen)
+        await rig.client.responses.compact(model="tiny", previous_response_id=first.id)
+        assert len(made) == 2, "one to compact, and its branch"
+        asked: Any = {"input": "Why?", "previous_response_id": first.id}
+        await ask(rig, **asked, context_management=ALWAYS)
+        await ask(rig, **asked, store=False)
+        await ask(rig, **asked, extra_body={"prompt_cache_options": {"prewarm": True}})
+        await rig.client.responses.input_tokens.count(**{"model": "tiny", "instructions": "No.", **asked})
+        assert len(made) == 7
+        assert set(made) == {600.0}
+
+
 async def test_a_retry_is_told_of_the_first_compaction() -> None:
     async with tool_door("Troy fell.", "They fought.", "Why not.", "They talked.") as rig:
         first = await ask(rig, input=LONG)

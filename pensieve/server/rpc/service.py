@@ -115,6 +115,7 @@ class ConversationService(pensieve_pb2_grpc.ConversationServiceServicer):
             session_id=request.session_id,
             expected_revision=convert.optional(request, "expected_revision"),
             candidate=convert.optional(request, "candidate"),
+            ttl_s=convert.seconds(request.ttl) if request.HasField("ttl") else None,
         )
         return pb.ForkSessionResponse(session=self._session(row))
 
