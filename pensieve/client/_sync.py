@@ -353,8 +353,8 @@ class Session(SessionView):
     ) -> Session:
         """Create a session with the history up to ``item`` (default: all of it).
 
-        If ``item`` is a turn's answer, ``candidate`` ends the copy with another candidate of that turn. ``ttl``: seconds
-        without use after which the copy is erased, 0 for never; by default those of this session.
+        If ``item`` is a turn's answer, ``candidate`` ends the copy with another candidate of that turn.
+        ``ttl``: seconds without use after which the copy is erased, 0 for never; by default those of this session.
         """
         info = self._link.run(
             self._core.fork(item, session_id, expected_revision, request_id, candidate, ttl)

@@ -168,6 +168,21 @@ class Sessions:
 
         return await self._apply(key, made, "", expected_revision)
 
+    async def set_lifetime(self, key: Key, ttl_s: float) -> None:
+        """Change the idle lifetime, whatever the tenant's quota. No effect if the session has this one."""
+        if (await self._store.load(key)).config.ttl_s == ttl_s:
+            return
+        change = SessionChange(config={"ttl_s": ttl_s})
+
+        async def made(base: History) -> PreparedChange:
+            return PreparedChange(
+                await session_records.update(
+                    self._renderer.for_tenant(key.tenant), base, change, self._served
+                )
+            )
+
+        await self._apply(key, made, "", None)
+
     async def rewind(
         self,
         key: Key,
