@@ -9,9 +9,9 @@ Three steps, each durable and found again by a repeated call with the same reque
 Until the third step the session is as before. A turn that was committed meanwhile makes it fail: the session goes on
 uncompacted, and the branch is deleted. Afterwards the new context is warmed, so that the next turn does not compute it.
 
-The branch of a finished compaction lives as long as its session: the old context stays available. That of a compaction
-which fails and is not repeated, as one by policy never is, expires: it would otherwise be a copy of the history for each
-turn that ends with a failure.
+The branch of a finished compaction lives as long as its session: the old context stays available. The branch of a
+compaction that fails expires. A repeated call finds it before that, but a compaction by policy is never repeated, and a
+session whose model writes no summary would gain a copy of its history with each turn.
 """
 
 from __future__ import annotations
