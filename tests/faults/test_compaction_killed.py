@@ -374,7 +374,7 @@ async def test_within_a_response(store: str, point: str, victim: str, tmp_path: 
     asked["context_management"] = [{"type": "compaction", "compact_threshold": 1}]
     key = uid()
     with fault_server(tmp_path, store, pace_s=0.003, device_cache="1024tokens", http="127.0.0.1:0") as server:
-        pause = CHANGING_S if point == "changing" else 30
+        pause = CHANGING_S if point == "changing" else 30 if victim == "server" else 0.7
         await asyncio.to_thread(server.start, f"{ARMED.get(point, point)}=stall({pause})")
         async with calling(server.grpc, server.admin) as caller:
             one = await _talked(caller)
@@ -407,7 +407,7 @@ async def test_apart_from_the_conversation(store: str, point: str, tmp_path: Pat
     """``/responses/compact`` leaves the conversation as it is, and nothing that stays for ever."""
     with fault_server(tmp_path, store, pace_s=0.003, device_cache="1024tokens", http="127.0.0.1:0") as server:
         point = point.replace(f"@{TURNS * OUTPUTS + 5}", f"@{(TURNS + 1) * OUTPUTS + 5}")
-        await asyncio.to_thread(server.start, f"{point}=stall(30)")
+        await asyncio.to_thread(server.start, f"{point}=stall(0.7)")
         async with calling(server.grpc, server.admin) as caller:
             one = await _talked(caller)
             asked: dict[str, Any] = {"input": "and then?", "max_output_tokens": OUTPUTS}
