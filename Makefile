@@ -126,7 +126,7 @@ $(VENV)/clients/.ready: tests/interop/python/requirements.txt
 .PHONY: frameworks
 # Those that CI tries: the others' packages are in more.txt. What it prints would be mixed with what the long tests print.
 frameworks: $(VENV)/.compiled ## LangChain, LiteLLM and the Agents SDK against the HTTP port: part of make test
-	@$(MAKE) --no-print-directory $(VENV)/clients/.ready || { \
+	@$(MAKE) -s --no-print-directory $(VENV)/clients/.ready || { \
 	  echo "NOTE: no LangChain, LiteLLM and Agents SDK: their tests are skipped. When there is network: make frameworks" >&2; exit 0; }; \
 	$(TEST_CLIENTS) -k 'not pydantic_ai and not agentic_api' >$(VENV)/frameworks 2>&1 || { cat $(VENV)/frameworks; exit 1; }; \
 	tail -n 1 $(VENV)/frameworks
