@@ -124,7 +124,9 @@ $(VENV)/clients/.ready: tests/interop/python/requirements.txt
 	@touch $@
 
 .PHONY: frameworks
-# Those that CI tries: the others' packages are in more.txt. What it prints would be mixed with what the long tests print.
+# Those that CI tries, beside the long tests. Of two cores (AMD EPYC, Python 3.11) the installation takes 25 s of processor time
+# and these tests 22 s, 16 s once their packages are compiled; the others of more.txt 11 s together, and 140 MB more to fetch.
+# Output goes to a file first: it would be mixed with that of the long tests.
 frameworks: $(VENV)/.compiled ## LangChain, LiteLLM and the Agents SDK against the HTTP port: part of make test
 	@$(MAKE) -s --no-print-directory $(VENV)/clients/.ready || { \
 	  echo "NOTE: no LangChain, LiteLLM and Agents SDK: their tests are skipped. When there is network: make frameworks" >&2; exit 0; }; \

@@ -1,7 +1,7 @@
 """LangChain, Pydantic AI, LiteLLM, the Agents SDK and agentic-api against the HTTP door, unchanged, each in a program.
 
-A Python that has them runs them. ``make frameworks``, a part of ``make test``, tries LangChain, LiteLLM and the Agents SDK;
-``make test-clients`` tries all.
+They need a Python that has them. ``make frameworks``, a part of ``make test``, tries LangChain, LiteLLM and the Agents
+SDK; ``make test-clients`` tries all.
 """
 
 from __future__ import annotations
