@@ -348,13 +348,15 @@ class AsyncSession(SessionView):
         expected_revision: int | None = None,
         request_id: str | None = None,
         candidate: int | None = None,
+        ttl: float | None = None,
     ) -> AsyncSession:
         """Create a session with the history up to ``item`` (default: all of it).
 
         If ``item`` is a turn's answer, ``candidate`` ends the copy with another candidate of that turn.
+        ``ttl``: seconds without use after which the copy is erased, 0 for never; by default those of this session.
         """
         info = await self._link.run(
-            self._core.fork(item, session_id, expected_revision, request_id, candidate)
+            self._core.fork(item, session_id, expected_revision, request_id, candidate, ttl)
         )
         return AsyncSession(self._link, info.name, info)
 

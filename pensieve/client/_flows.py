@@ -292,6 +292,7 @@ class SessionCore:
         expected_revision: int | None,
         request_id: str | None,
         candidate: int | None,
+        ttl: float | None,
     ) -> Flow[SessionInfo]:
         request = pb.ForkSessionRequest(
             name=self.name,
@@ -301,6 +302,7 @@ class SessionCore:
             expected_revision=expected_revision,
             candidate=candidate,
         )
+        _requests.set_field(request, "ttl", ttl)
         response = yield from self.call("ForkSession", request)
         return decode.session(response.session)
 

@@ -102,11 +102,11 @@ def sampling(options: Mapping[str, Any]) -> pb.SamplingParams:
             value = [value]
         elif key == "candidate_choice":
             value = enum_name("sampling.candidate_choice", value, CANDIDATE_CHOICES)
-        _set_field(params, key, value, option=f"sampling.{key}")
+        set_field(params, key, value, option=f"sampling.{key}")
     return params
 
 
-def _set_field(message: Message, field: str, value: object, *, option: str = "") -> None:
+def set_field(message: Message, field: str, value: object, *, option: str = "") -> None:
     """Set a field unless ``value`` is None. Raises InvalidArgument, which names ``option``, for a bad value."""
     if value is None:
         return
@@ -207,14 +207,14 @@ def stream_turn(
     tools = options.get("turn_tools")
     if tools is not None:
         spec.tools_json = tools if isinstance(tools, str) else tools_json(tools)
-    _set_field(spec.output, "token_ids", options.get("token_ids", True))
+    set_field(spec.output, "token_ids", options.get("token_ids", True))
     for key in ("top_logprobs", "max_chunk_tokens", "pad_chunks", "max_chunk_delay"):
-        _set_field(spec.output, key, options.get(key))
+        set_field(spec.output, key, options.get(key))
     for key in (
         "expected_revision", "replace_after_item", "priority", "annotations", "mark", "max_duration",
         "prediction",
     ):  # fmt: skip
-        _set_field(spec, key, options.get(key))
+        set_field(spec, key, options.get(key))
     return pb.StreamTurnRequest(
         session=session,
         turn=spec,
@@ -249,14 +249,14 @@ def choose_candidate(
 
 def _call_bounds(options: Mapping[str, Any]) -> pb.CallBounds | None:
     bounds = pb.CallBounds()
-    _set_field(bounds, "begin_with", options.get("must_call"), option="must_call")
-    _set_field(bounds, "one", options.get("single_call"), option="single_call")
-    _set_field(bounds, "none", options.get("no_calls"), option="no_calls")
+    set_field(bounds, "begin_with", options.get("must_call"), option="must_call")
+    set_field(bounds, "one", options.get("single_call"), option="single_call")
+    set_field(bounds, "none", options.get("no_calls"), option="no_calls")
     for field in ("allowed", "strict"):
         names = options.get(f"{field}_calls")
         if isinstance(names, str):
             raise InvalidArgument.field(f"{field}_calls", "must be names of functions, not one text")
-        _set_field(bounds, field, names, option=f"{field}_calls")
+        set_field(bounds, field, names, option=f"{field}_calls")
     return bounds if bounds.ListFields() else None
 
 
@@ -270,14 +270,14 @@ def answer_format(options: Mapping[str, Any]) -> pb.AnswerFormat | None:
         raise InvalidArgument.field(given[1], f"does not go with {name}: an answer has one form")
     form = pb.AnswerFormat()
     if name == "schema":
-        _set_field(form, "json_schema", _schema_text(value), option=name)
+        set_field(form, "json_schema", _schema_text(value), option=name)
     elif name == "choice":
         if isinstance(value, str):
             raise InvalidArgument.field(name, "must be several texts, not one")
-        _set_field(form.choice, "texts", value, option=name)
+        set_field(form.choice, "texts", value, option=name)
         form.choice.SetInParent()
     else:
-        _set_field(form, name, value, option=name)
+        set_field(form, name, value, option=name)
     return form
 
 
@@ -298,7 +298,7 @@ def _schema_text(value: Any) -> Any:
 def _hints(options: Mapping[str, Any]) -> pb.TurnHints | None:
     hints = pb.TurnHints()
     for key in ("next_turn_in", "importance", "session_finished"):
-        _set_field(hints, key, options.get(key))
+        set_field(hints, key, options.get(key))
     return hints if hints.ListFields() else None
 
 
@@ -319,7 +319,7 @@ def session_config(given: Mapping[str, Any]) -> pb.SessionConfig:
     if defaults:
         config.default_sampling.CopyFrom(sampling(defaults))
     for name in ("ttl", "compact_at", "keep_turns"):
-        _set_field(config, name, given.get(name))
+        set_field(config, name, given.get(name))
     return config
 
 

@@ -349,12 +349,16 @@ class Session(SessionView):
         expected_revision: int | None = None,
         request_id: str | None = None,
         candidate: int | None = None,
+        ttl: float | None = None,
     ) -> Session:
         """Create a session with the history up to ``item`` (default: all of it).
 
         If ``item`` is a turn's answer, ``candidate`` ends the copy with another candidate of that turn.
+        ``ttl``: seconds without use after which the copy is erased, 0 for never; by default those of this session.
         """
-        info = self._link.run(self._core.fork(item, session_id, expected_revision, request_id, candidate))
+        info = self._link.run(
+            self._core.fork(item, session_id, expected_revision, request_id, candidate, ttl)
+        )
         return Session(self._link, info.name, info)
 
     def compact(

@@ -414,20 +414,22 @@ class ImportSessionResponse(_message.Message):
     def __init__(self, session: _Optional[_Union[Session, _Mapping]] = ...) -> None: ...
 
 class ForkSessionRequest(_message.Message):
-    __slots__ = ("name", "request_id", "item", "session_id", "expected_revision", "candidate")
+    __slots__ = ("name", "request_id", "item", "session_id", "expected_revision", "candidate", "ttl")
     NAME_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ITEM_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_REVISION_FIELD_NUMBER: _ClassVar[int]
     CANDIDATE_FIELD_NUMBER: _ClassVar[int]
+    TTL_FIELD_NUMBER: _ClassVar[int]
     name: str
     request_id: str
     item: int
     session_id: str
     expected_revision: int
     candidate: int
-    def __init__(self, name: _Optional[str] = ..., request_id: _Optional[str] = ..., item: _Optional[int] = ..., session_id: _Optional[str] = ..., expected_revision: _Optional[int] = ..., candidate: _Optional[int] = ...) -> None: ...
+    ttl: _duration_pb2.Duration
+    def __init__(self, name: _Optional[str] = ..., request_id: _Optional[str] = ..., item: _Optional[int] = ..., session_id: _Optional[str] = ..., expected_revision: _Optional[int] = ..., candidate: _Optional[int] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class ForkSessionResponse(_message.Message):
     __slots__ = ("session",)

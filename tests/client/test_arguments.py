@@ -271,7 +271,7 @@ def test_every_call_takes_names() -> None:
     flows = [
         chat.append([("user", "x")], (), None, "n"),
         chat.rewind(1, None, "n"),
-        chat.fork(None, None, None, "n", None),
+        chat.fork(None, None, None, "n", None, None),
         chat.get_turn("n"),
         chat.cancel("n", "partial", None),
         chat.choose("n", 1, None),

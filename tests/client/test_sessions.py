@@ -98,6 +98,9 @@ def test_fork_and_rewind(client: Any) -> None:
     assert (branch.name, branch.info.forked_from) == ("sessions/branch", chat.name)
     assert len(branch.items()) == 2
     assert len(chat.fork().items()) == 4
+    assert [chat.fork(ttl=ttl).info.ttl_s for ttl in (None, 60, 0)] == [0, 60, 0]
+    with pytest.raises(InvalidArgument, match="ttl"):
+        chat.fork(ttl="soon")
     assert chat.rewind(to_item=2).revision == chat.revision == 4
     assert [one.item for one in chat.items()] == [1, 2]
 

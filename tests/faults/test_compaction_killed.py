@@ -10,11 +10,13 @@ import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import httpx2 as httpx
 import pytest
 from grpc import aio
 
+from pensieve.http.responses.ids import ResponseId
 from pensieve.server.sessions.compaction import HEADING
 from pensieve.v1 import pensieve_pb2 as pb
 from support.engine.hash_engine import expected_output
@@ -71,6 +73,11 @@ SHORT = (
 LONG = [("sqlite", point, VICTIMS) for point in POINTS]
 LONG += [("redis", point, (KILLED_SERVER, VICTIMS[2])) for point in POINTS]
 CASES = at_length(SHORT, LONG)
+THROUGH_DOOR = at_length(
+    [(POINTS[6], "door")], [(point, victim) for point in POINTS[:-1] for victim in ("door", "server")]
+)
+"""The door asks for the compaction, and ``warming`` is no step of its own: the door waits for it."""
+APART = at_length([POINTS[6]], [POINTS[0], POINTS[3], POINTS[6], DONE[0]])
 moments = Random(20261126)
 CONFLICTS = ("REVISION_MISMATCH", "TURN_IN_PROGRESS")
 
@@ -167,7 +174,7 @@ async def _check(caller: Caller, one: Compacted, extra: int) -> bool:
         assert summary == HEADING + words
         kept = items[1:]
         count = 2 * one.request.keep_turns
-        moved = zip(branch[-count:], kept, strict=False)
+        moved = zip(branch[len(branch) - count :], kept, strict=False)
         # Tokens between the first of them and what was before it are rendered anew.
         assert all(
             (old.role, old.text, old.request_id) == (new.role, new.text, new.request_id)
@@ -315,3 +322,108 @@ async def test_at_each_step(
             except BaseException as error:
                 error.add_note(f"killed: {victim or 'none'}, turn: {turn}\n{server.log[-2000:]}")
                 raise
+
+
+async def _post(server: FaultServer, path: str, key: str = "", **body: object) -> httpx.Response | None:
+    """None when the door or the server dies meanwhile."""
+    headers = {"Idempotency-Key": key} if key else {}
+    try:
+        async with httpx.AsyncClient(base_url=f"http://{server.http}/v1", timeout=PATIENCE_S) as http:
+            return await http.post(path, json={"model": "model", **body}, headers=headers)
+    except httpx.TransportError:
+        return None
+
+
+async def _until_told(server: FaultServer, path: str, key: str = "", **body: object) -> dict[str, Any]:
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            answer = await _post(server, path, key, **body)
+            if answer is not None and answer.status_code == 200:
+                told: dict[str, Any] = answer.json()
+                return told
+            assert answer is None or answer.status_code in (409, 429, 503), answer.text
+            await asyncio.sleep(0.05)
+
+
+async def _killed(
+    server: FaultServer, point: str, victim: str, call: asyncio.Task[httpx.Response | None]
+) -> None:
+    """Kill ``victim`` when the compaction that ``call`` began stands at ``point``."""
+    await _reached(server, ARMED.get(point, point))
+    if point == "changing":
+        await asyncio.sleep(moments.uniform(0, 2 * CHANGING_S))
+    await _kill(server, victim)
+    assert await call is None or point == "changing"
+    if victim == "server":
+        await asyncio.to_thread(server.start)
+
+
+async def _lasting(caller: Caller) -> int:
+    """The number of sessions that never expire."""
+    listed = await caller.data.ListSessions(pb.ListSessionsRequest(page_size=100))
+    return sum(not session.HasField("expire_time") for session in listed.sessions)
+
+
+@pytest.mark.fault(66)
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("store", ["sqlite"], indirect=True)
+@pytest.mark.parametrize(("point", "victim"), THROUGH_DOOR)
+async def test_within_a_response(store: str, point: str, victim: str, tmp_path: Path) -> None:
+    """``context_management`` compacts a conversation before its response. The repeated call gives both, once."""
+    asked: dict[str, Any] = {"input": "in between", "max_output_tokens": OUTPUTS}
+    asked["context_management"] = [{"type": "compaction", "compact_threshold": 1}]
+    key = uid()
+    with fault_server(tmp_path, store, pace_s=0.003, device_cache="1024tokens", http="127.0.0.1:0") as server:
+        pause = CHANGING_S if point == "changing" else 30 if victim == "server" else 0.7
+        await asyncio.to_thread(server.start, f"{ARMED.get(point, point)}=stall({pause})")
+        async with calling(server.grpc, server.admin) as caller:
+            one = await _talked(caller)
+            one.request.keep_turns = 0
+            asked["conversation"] = one.conversation
+            first = asyncio.create_task(_post(server, "/responses", key, **asked))
+            await _killed(server, point, victim, first)
+        async with calling(server.grpc, server.admin) as caller:
+            await caller.becomes(SERVING)
+            await caller.free(one.talk)
+            is_new = await _check(caller, one, extra=1 if point == "changing" else 0)
+            assert point == "changing" or is_new is (point in DONE)
+            told = await _until_told(server, "/responses", key, **asked)
+            again = await _until_told(server, "/responses", key, **asked)
+            assert (again["id"], again["output"]) == (told["id"], told["output"])
+            assert [item["type"] for item in told["output"]] == ["compaction", "message"]
+            assert await _check(caller, one, extra=1)
+            items, revision = await caller.items(one.talk)
+            assert [item.text for item in items[1:-1]] == ["in between"] and revision == 1 + TURNS + 2
+            _check_exact(items, OUTPUTS)
+            assert await _lasting(caller) == 2, "the conversation, and the fork with its old context"
+            await check_idle(caller)
+
+
+@pytest.mark.fault(66)
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("store", ["sqlite"], indirect=True)
+@pytest.mark.parametrize("point", APART)
+async def test_apart_from_the_conversation(store: str, point: str, tmp_path: Path) -> None:
+    """``/responses/compact`` leaves the conversation as it is, and nothing that stays for ever."""
+    with fault_server(tmp_path, store, pace_s=0.003, device_cache="1024tokens", http="127.0.0.1:0") as server:
+        point = point.replace(f"@{TURNS * OUTPUTS + 5}", f"@{(TURNS + 1) * OUTPUTS + 5}")
+        await asyncio.to_thread(server.start, f"{point}=stall(0.7)")
+        async with calling(server.grpc, server.admin) as caller:
+            one = await _talked(caller)
+            asked: dict[str, Any] = {"input": "and then?", "max_output_tokens": OUTPUTS}
+            last = await _until_told(server, "/responses", **asked, conversation=one.conversation)
+            before = await caller.items(one.talk)
+            call = asyncio.create_task(_post(server, "/responses/compact", previous_response_id=last["id"]))
+            await _killed(server, point, "door", call)
+            assert await caller.items(one.talk) == before
+            assert await _lasting(caller) == 1, "the conversation"
+            short = await _until_told(server, "/responses/compact", previous_response_id=last["id"])
+            asked["input"] = [*short["output"], {"role": "user", "content": "Go on."}]
+            response = await _until_told(server, "/responses", **asked)
+            found = ResponseId.parse(response["id"])
+            assert found is not None
+            items, _ = await caller.items(Talk(f"sessions/{found.session_id}"))
+            assert HEADING in items[0].text and items[-2].text == "Go on."
+            _check_exact(items, OUTPUTS)
+            assert await caller.items(one.talk) == before
+            await check_idle(caller)

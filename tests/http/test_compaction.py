@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,31 @@ async def test_a_conversation_is_compacted_in_place() -> None:
         assert len(items.data) == 3, "summary, question and answer"
 
 
+async def test_sessions_made_on_the_way_expire_from_their_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A door that is killed at any moment leaves none that stays for ever."""
+    async with tool_door("Troy fell.", "They fought.", "Why not.") as rig:
+        first = await ask(rig, input=LONG)
+        made: list[float] = []
+        own = rig.service.conversations.sessions
+        fork = own.fork
+
+        async def seen(*given: Any, **named: Any) -> Any:
+            row = await fork(*given, **named)
+            made.append(row.config.ttl_s)
+            return row
+
+        monkeypatch.setattr(own, "fork", seen)
+        await rig.client.responses.compact(model="tiny", previous_response_id=first.id)
+        assert len(made) == 2, "one to compact, and its branch"
+        asked: Any = {"input": "Why?", "previous_response_id": first.id}
+        await ask(rig, **asked, context_management=ALWAYS)
+        await ask(rig, **asked, store=False)
+        await ask(rig, **asked, extra_body={"prompt_cache_options": {"prewarm": True}})
+        await rig.client.responses.input_tokens.count(**{"model": "tiny", "instructions": "No.", **asked})
+        assert len(made) == 7
+        assert set(made) == {600.0}
+
+
 async def test_a_retry_is_told_of_the_first_compaction() -> None:
     async with tool_door("Troy fell.", "They fought.", "Why not.", "They talked.") as rig:
         first = await ask(rig, input=LONG)
@@ -177,6 +203,78 @@ async def test_what_cannot_be_compacted() -> None:
                 await compact(model="tiny", **asked)
             assert nothing.value.code == "nothing_to_compact"
         assert await sessions(rig) == before, "nothing is left behind"
+
+
+def made_by_hand(new: list[Any], summary: str = "They met.") -> Any:
+    content = base64.urlsafe_b64encode(json.dumps({"summary": summary, "new": new}).encode()).decode()
+    return {"type": "compaction", "encrypted_content": f"pensieve1.{content}"}
+
+
+USER: Any = {"role": "user", "content": "hi"}
+CALL: Any = {"type": "function_call", "name": "f", "arguments": "{}", "call_id": "c"}
+
+
+CARRIED: list[tuple[list[Any], str]] = [
+    ([USER, {"role": "tool", "content": "x"}], "[1].role"),
+    ([{"role": "bard", "content": "x"}], "[0].role"),
+    ([{"content": "x"}], "[0].role"),
+    ([{"role": "user"}], "[0].content"),
+    ([{"role": "user", "content": None}], "[0].content"),
+    ([{"role": "user", "content": [{"type": "input_image"}]}], "[0].content[0]"),
+    ([{"role": "user", "content": [{"type": "input_text"}]}], "[0].content[0].text"),
+    ([CALL | {"arguments": "["}], "[0].arguments"),
+    ([CALL | {"name": ""}], "[0].name"),
+    ([{"type": "function_call_output", "call_id": "c"}], "[0].output"),
+    ([{"type": "computer_call"}], "[0]"),
+]
+
+
+async def test_what_a_compaction_item_carries_is_checked_as_any_input() -> None:
+    async with door() as rig:
+        await ask(rig, input=[made_by_hand([USER]), USER])
+        before = await sessions(rig)
+        for new, where in CARRIED:
+            for given, field in (([made_by_hand(new), USER], "input[0].encrypted_content"), (new, "input")):
+                with pytest.raises(BadRequestError) as refused:
+                    await ask(rig, input=given)
+                assert refused.value.param == f"{field}{where}"
+        assert await sessions(rig) == before
+
+
+async def test_a_compaction_item_holds_a_summary_and_no_other() -> None:
+    reference: Any = {"type": "item_reference", "id": "msg_1"}
+    cases = [
+        (made_by_hand([made_by_hand([])]), ""),
+        (made_by_hand([reference]), "[0]"),
+        (made_by_hand([{"role": "user", "text": "x"}]), "[0].content"),
+        (made_by_hand([USER] * 16385), ""),
+        (made_by_hand([], ""), ""),
+        (made_by_hand([], " "), ""),
+    ]
+    async with door() as rig:
+        for item, where in cases:
+            with pytest.raises(BadRequestError) as refused:
+                await ask(rig, input=[item, USER])
+            assert refused.value.param == f"input[0].encrypted_content{where}"
+            with pytest.raises(BadRequestError) as refused:
+                await rig.client.conversations.create(items=[item, USER])
+            assert refused.value.param == f"items[0].encrypted_content{where}"
+            with pytest.raises(BadRequestError):
+                await rig.client.responses.compact(model="tiny", input=[item, USER])
+
+
+async def test_a_compaction_item_carries_calls_and_their_results() -> None:
+    async with tool_door("Troy fell.", "They fought.", "Why not.") as rig:
+        first = await ask(rig, input=LONG)
+        result: Any = {"type": "function_call_output", "call_id": "c", "output": "Rome"}
+        new = [USER, {"role": "developer", "content": "Go on."}, CALL, result]
+        asked: dict[str, Any] = {"input": new, "previous_response_id": first.id}
+        response = await ask(rig, **asked, context_management=ALWAYS)
+        expected = context_of(rig)
+        assert "Rome" in expected
+        given = [*new, *(one.to_dict() for one in response.output), {"role": "user", "content": "So?"}]
+        await ask(rig, input=given)
+        assert context_of(rig).startswith(expected), "the same context in either place"
 
 
 async def test_a_compacted_context_is_read_from_the_cache(tmp_path: Path) -> None:

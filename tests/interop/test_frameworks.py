@@ -1,6 +1,7 @@
 """LangChain, Pydantic AI, LiteLLM, the Agents SDK and agentic-api against the HTTP door, unchanged, each in a program.
 
-They are large, so they are run on demand, by a Python that has them: ``make test-clients``.
+They need a Python that has them. ``make frameworks``, a part of ``make test``, tries LangChain, LiteLLM and the Agents
+SDK; ``make test-clients`` tries all.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ import io
 from typing import Any
 
 import pytest
+from google.protobuf.duration_pb2 import Duration
 
 from pensieve import AsyncClient, Client
 from pensieve.cli import main as cli
@@ -43,6 +44,24 @@ async def test_the_older_turns_become_a_summary(store: HistoryStore) -> None:
         assert (await refusal(compact(rig, name, keep_turns=9))).reason == "NOTHING_TO_COMPACT"
 
 
+async def sessions(rig: Rig) -> list[pb.Session]:
+    return list((await rig.api.ListSessions(pb.ListSessionsRequest())).sessions)
+
+
+async def lasting(rig: Rig) -> list[str]:
+    """The names of the sessions that never expire."""
+    return sorted(one.name for one in await sessions(rig) if not one.HasField("expire_time"))
+
+
+async def test_a_branch_lives_as_long_as_its_session() -> None:
+    async with serving(context_limit=1000) as rig:
+        for seconds in (0, 60, 10**6):
+            name = await rig.create(config=pb.SessionConfig(ttl=Duration(seconds=seconds)))
+            await rig.run(name, "one")
+            done = await compact(rig, name, keep_turns=0)
+            assert (await rig.session(done.branch)).config.ttl.seconds == seconds
+
+
 @pytest.mark.parametrize("step", ["fork", "turn", "apply"])
 async def test_what_fails_leaves_the_old_context(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving(context_limit=1000, commit_retry_s=0.1) as rig:
@@ -62,7 +81,11 @@ async def test_what_fails_leaves_the_old_context(step: str, monkeypatch: pytest.
         assert (await refusal(compact(rig, name, request_id=request_id))).reason
         monkeypatch.undo()
         assert await rig.items(name, tokens=True) == before
-        assert (await compact(rig, name, request_id=request_id)).session.revision == 4
+        # A repeated call needs what is left over. Without one it goes away by itself.
+        assert await lasting(rig) == [name] and len(await sessions(rig)) == 1 + (step != "fork")
+        done = await compact(rig, name, request_id=request_id)
+        assert done.session.revision == 4
+        assert await lasting(rig) == sorted((name, done.branch))
 
 
 @pytest.mark.fault(66)
@@ -128,6 +151,7 @@ async def test_what_cannot_be_compacted(monkeypatch: pytest.MonkeyPatch) -> None
         name = await rig.create()
         await rig.run(name, "one")
         assert (await refusal(compact(rig, name, keep_turns=0))).reason == "SUMMARY_EMPTY"
+        assert await lasting(rig) == [name]
     async with serving(answer=None) as rig:
         name = await rig.create()
         call = rig.call(name, spec("hi"))

@@ -7,6 +7,8 @@ import itertools
 import time
 from typing import Any
 
+from google.protobuf.duration_pb2 import Duration
+
 from pensieve.store.memory_store import MemoryStore
 from pensieve.v1 import pensieve_pb2 as pb
 from support.service.service_rig import ANSWER, Rig, encode, refusal, says, serving, spec, uid, user
@@ -190,6 +192,23 @@ async def test_fork_of_everything_to_an_own_id() -> None:
         request.expected_revision = 2
         assert (await rig.api.ForkSession(request)).session.name == "sessions/branch-1"
         assert await context(rig, "sessions/branch-1") == await context(rig, name)
+
+
+async def test_a_fork_may_have_another_lifetime() -> None:
+    async with serving() as rig:
+        name = await rig.create(config=pb.SessionConfig(ttl=Duration(seconds=60)))
+        inherited = pb.ForkSessionRequest(name=name, request_id=uid())
+        shorter = pb.ForkSessionRequest(name=name, request_id=uid(), ttl=Duration(seconds=5))
+        lasting = pb.ForkSessionRequest(name=name, request_id=uid(), ttl=Duration())
+        for request, seconds in ((inherited, 60), (shorter, 5), (lasting, 0)):
+            copy = (await rig.api.ForkSession(request)).session
+            assert (copy.revision, copy.config.ttl.seconds) == (1, seconds)
+            assert copy.HasField("expire_time") is bool(seconds)
+            assert (await rig.api.ForkSession(request)).session.name == copy.name
+        shorter.ttl.seconds = 6
+        assert (await refusal(rig.api.ForkSession(shorter))).reason == "REQUEST_ID_REUSED"
+        shorter.ttl.nanos = -1
+        assert (await refusal(rig.api.ForkSession(shorter))).reason == "FIELD_INVALID"
 
 
 async def test_rewind_is_idempotent_and_keeps_the_prompt() -> None:

@@ -255,7 +255,7 @@ async def warm_ahead(
     client: AsyncClient, look_ahead: Callable[[str], Awaitable[Ahead]], ttl_s: float
 ) -> AsyncSession:
     """Have the context computed that a turn would start from, as far as there is room. ``look_ahead``: as in
-    ``count_ahead``.
+    ``count_ahead``; a session that it makes has this idle lifetime from the beginning.
 
     New items are computed in a session of their own, of this idle lifetime, which is returned. The turn then finds
     its beginning cached.
@@ -263,9 +263,7 @@ async def warm_ahead(
     async with _scratch_session(client, kept=True) as own:
         session, new = await look_ahead(own)
         if new and session.id != own:
-            session = await session.fork(session_id=own)
-        if session.id == own:
-            await session.update(ttl=ttl_s)
+            session = await session.fork(session_id=own, ttl=ttl_s)
         await append_items(session, new, Call(uuid.uuid4()))
         await session.warm()
         return session
@@ -276,12 +274,11 @@ async def compact_ahead(
 ) -> tuple[SessionInfo, Compaction, Sequence[Message]]:
     """Compact the context that a turn would start from, in a session of its own, of this idle lifetime. Return that
     session's metadata, with the summary, and the items that the turn would bring. ``with_new``: these are summarised,
-    too. ``look_ahead``: as in ``count_ahead``. Raises FailedPrecondition (NOTHING_TO_COMPACT, SUMMARY_EMPTY)."""
+    too. ``look_ahead``: as in ``warm_ahead``. Raises FailedPrecondition (NOTHING_TO_COMPACT, SUMMARY_EMPTY)."""
     async with _scratch_session(client, kept=True) as own:
         session, new = await look_ahead(own)
         if session.id != own:
-            session = await session.fork(session_id=own)
-        await session.update(ttl=ttl_s)
+            session = await session.fork(session_id=own, ttl=ttl_s)
         if with_new:
             await append_items(session, new, Call(uuid.uuid4()))
         done = await compact_session(session, str(uuid.uuid4()))

@@ -110,7 +110,7 @@ class TurnStarter:
     call: Call
     options: TurnOptions
     ttl_s: float | None
-    """Idle lifetime of a new session."""
+    """Idle lifetime of a new session. None: it never expires, or, as a branch, when its source does."""
 
     async def begin(self, family: str = "chat-") -> tuple[AsyncSession, AsyncTurnStream]:
         """Return the session and the turn, which the service has accepted there. A refusal leaves no session
@@ -209,6 +209,7 @@ class TurnStarter:
                     session_id=own,
                     request_id=str(uuid.uuid5(self.call.id, "fork")),
                     candidate=plan.source.candidate,
+                    ttl=self.ttl_s,
                 )
             return await append_items(session, early, self.call, follow=last)
         if transcript.summary and (made := await find_own_session(client, self.call, plan)) is not None:

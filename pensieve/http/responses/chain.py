@@ -77,6 +77,8 @@ class _Place:
     """Settings that differ from the session's."""
     head: ResponseId | None = None
     """The response that it follows; None: the end of a conversation."""
+    ttl_s: float | None = None
+    """Idle lifetime of a branch; None: the session's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +106,7 @@ class ResponseStarter:
         if head is None:
             return await self._in_conversation(place)
         if not self.body.stored:  # in a branch, which is deleted
-            place = replace(place, plan=CallPlan(own), changes={**place.changes, "ttl": unstored_ttl_s})
+            place = replace(place, plan=CallPlan(own), ttl_s=unstored_ttl_s)
         return await self._after_response(place, head)
 
     async def look_ahead(self, heads: HeadCache, ttl_s: float, own: str) -> Ahead:
@@ -119,8 +121,7 @@ class ResponseStarter:
         place = await self._find_place(own, is_checked=True)
         if place.plan.session and not (place.changes or early):
             return place.session, last
-        place.changes["ttl"] = ttl_s
-        return await self._branch(place, CallPlan(own)), last
+        return await self._branch(replace(place, ttl_s=ttl_s), CallPlan(own)), last
 
     async def _find_place(self, own: str, *, is_checked: bool) -> _Place:
         """Return where a turn begins that continues a response or a conversation. ``own``: id of a branch. If
@@ -204,7 +205,7 @@ class ResponseStarter:
     async def _fork(self, place: _Place, own: str) -> AsyncSession:
         source, head, request_id = place.session, place.head, str(uuid.uuid5(self.call.id, "fork"))
         if head is None:
-            return await source.fork(session_id=own, request_id=request_id)
+            return await source.fork(session_id=own, request_id=request_id, ttl=place.ttl_s)
         previous = str(self.body.previous_response_id)
         try:
             turn = await source.get_turn(head.turn_id)
@@ -218,7 +219,7 @@ class ResponseStarter:
             item = await answer_item(source, turn)
             if item is None:
                 raise _unknown_response(previous)
-            return await source.fork(item, session_id=own, request_id=request_id)
+            return await source.fork(item, session_id=own, request_id=request_id, ttl=place.ttl_s)
         except NotFound:
             raise _unknown_response(previous) from None
 

@@ -25,6 +25,7 @@ from pensieve.http.common.requests import (
 from pensieve.http.tools import OfferedTool, call_options, check_tools
 
 REFERENCE: Final = "item_reference"
+COMPACTION: Final = "compaction"
 DEFAULT_THRESHOLD: Final = 0.75
 """Share of the context limit at which ``context_management`` without a threshold compacts."""
 MAX_METADATA: Final = 16
@@ -275,7 +276,7 @@ def messages_of(items: Sequence[InputItem], param: str) -> list[Message]:
     """Parts of an answer. They are joined once: there may be thousands."""
     has_calls = False
     for number, item in enumerate(items):
-        if item.type == "compaction":
+        if item.type == COMPACTION:
             found, parts, has_calls = _compacted(item, found, f"{param}[{number}]"), [], False
             continue
         one = _said(item, f"{param}[{number}]")
@@ -322,13 +323,29 @@ def _said(item: InputItem, param: str) -> Message | None:
 _COMPACTED: Final = "pensieve1."
 
 
+class CarriedItem(InputItem, frozen=True, omit_defaults=True):
+    """An item of an input within a compaction item."""
+
+
+def _carried(message: Message) -> list[CarriedItem]:
+    """Return a message as the items that ``messages_of`` makes it from."""
+    if message.role is Role.TOOL:
+        return [CarriedItem("function_call_output", output=message.text, call_id=message.call_id)]
+    calls = [
+        CarriedItem("function_call", name=one.name, arguments=one.arguments, call_id=one.id)
+        for one in message.calls
+    ]
+    said = [CarriedItem(role=message.role.value, content=message.text)] if message.text or not calls else []
+    return said + calls
+
+
 class CompactedContext(msgspec.Struct, frozen=True, omit_defaults=True):
     """A conversation without its earlier messages: the content of a compaction item. It is encoded, not encrypted."""
 
     summary: str
     system: str = ""
     """The system messages of its input, for a client that keeps the item only."""
-    new: tuple[Message, ...] = ()
+    new: tuple[CarriedItem, ...] = ()
     """The input of the response that the item is returned with: clients have it before the item."""
 
     @classmethod
@@ -336,7 +353,8 @@ class CompactedContext(msgspec.Struct, frozen=True, omit_defaults=True):
         cls, prompt: str, instructions: str | None, summary: str, new: Sequence[Message] = ()
     ) -> CompactedContext:
         """``prompt``: the session's system prompt. ``instructions`` at its beginning belong to one response."""
-        return cls(summary, prompt.removeprefix(instructions or "").removeprefix("\n\n"), tuple(new))
+        carried = tuple(item for one in new for item in _carried(one))
+        return cls(summary, prompt.removeprefix(instructions or "").removeprefix("\n\n"), carried)
 
     @property
     def content(self) -> str:
@@ -344,29 +362,38 @@ class CompactedContext(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @classmethod
     def parse(cls, content: str | None, param: str) -> CompactedContext:
-        """Raises HttpFailure for any other content."""
+        """``param``: name of the content. Raises HttpFailure for any other content."""
         try:
             data = base64.b64decode((content or "").removeprefix(_COMPACTED), b"-_", validate=True)
-            return msgspec.json.decode(data, type=cls)
+            context = msgspec.json.decode(data, type=cls)
         except (binascii.Error, ValueError) as error:
-            raise invalid_field(
-                f"{param}.encrypted_content", "was not made by such a server: send the messages instead"
-            ) from error
+            raise invalid_field(param, "was not made by such a server: send the messages instead") from error
+        if not context.summary.strip():
+            raise invalid_field(param, "has no summary")
+        return context
+
+    def messages(self, param: str) -> list[Message]:
+        """Return ``new`` as messages. It comes from a client, and is checked as any input. Raises HttpFailure."""
+        check_count(self.new, param)
+        if any(one.type == COMPACTION for one in self.new):
+            raise invalid_field(param, "has a compaction item in it")
+        return messages_of(self.new, param)
 
 
 def compaction_item(name: str, content: str) -> dict[str, Any]:
     """Return the output item that stands for a conversation."""
-    return {"id": f"cmp_{name}", "type": "compaction", "encrypted_content": content}
+    return {"id": f"cmp_{name}", "type": COMPACTION, "encrypted_content": content}
 
 
 def _compacted(item: InputItem, before: Sequence[Message], param: str) -> list[Message]:
     """Return a compaction item as messages, given those before it: of these, only the system messages at the
     beginning are read."""
+    param = f"{param}.encrypted_content"
     context = CompactedContext.parse(item.encrypted_content, param)
     given = list(itertools.takewhile(lambda m: m.role is Role.SYSTEM and not m.is_summary, before))
     if context.system and not given:
         given.append(Message(Role.SYSTEM, context.system))
-    return [*given, Message(Role.SYSTEM, context.summary, is_summary=True), *context.new]
+    return [*given, Message(Role.SYSTEM, context.summary, is_summary=True), *context.messages(param)]
 
 
 def check_metadata(metadata: dict[str, str]) -> None:

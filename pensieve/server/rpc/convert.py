@@ -234,6 +234,11 @@ def optional(message: Any, field: str) -> int | None:
     return int(getattr(message, field)) if message.HasField(field) else None
 
 
+def optional_seconds(message: Any, field: str) -> float | None:
+    """Return the duration in a field in seconds, or None when it is unset."""
+    return seconds(getattr(message, field)) if message.HasField(field) else None
+
+
 # ---- values to messages
 
 

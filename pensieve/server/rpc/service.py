@@ -115,6 +115,7 @@ class ConversationService(pensieve_pb2_grpc.ConversationServiceServicer):
             session_id=request.session_id,
             expected_revision=convert.optional(request, "expected_revision"),
             candidate=convert.optional(request, "candidate"),
+            ttl_s=convert.optional_seconds(request, "ttl"),
         )
         return pb.ForkSessionResponse(session=self._session(row))
 

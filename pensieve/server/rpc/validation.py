@@ -474,7 +474,7 @@ RULES: dict[type[Any], tuple[Rule, ...]] = {
     pb.Session: (_may("config", _nested), _may("labels", labels)),
     pb.DeleteSessionRequest: (_SESSION_NAME,),
     pb.ExportSessionRequest: (_SESSION_NAME,),
-    pb.ForkSessionRequest: (_SESSION_NAME, _REQUEST_ID, _NEW_ID, _may("item", item_number)),
+    pb.ForkSessionRequest: (_SESSION_NAME, _REQUEST_ID, _NEW_ID, _may("item", item_number), _may("ttl", ttl)),
     pb.RewindSessionRequest: (_SESSION_NAME, _REQUEST_ID, _must("item", item_number)),
     pb.AppendItemsRequest: (
         _SESSION_NAME,

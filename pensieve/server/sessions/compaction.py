@@ -8,6 +8,10 @@ Three steps, each durable and found again by a repeated call with the same reque
 
 Until the third step the session is as before. A turn that was committed meanwhile makes it fail: the session goes on
 uncompacted, and the branch is deleted. Afterwards the new context is warmed, so that the next turn does not compute it.
+
+The branch of a finished compaction lives as long as its session: the old context stays available. The branch of a
+compaction that fails expires. A repeated call finds it before that, but a compaction by policy is never repeated, and a
+session whose model writes no summary would gain a copy of its history with each turn.
 """
 
 from __future__ import annotations
@@ -51,6 +55,8 @@ INSTRUCTION: Final = (
 )
 HEADING: Final = "Summary of the conversation so far:\n"
 MAX_SUMMARY_TOKENS: Final = 512
+UNFINISHED_TTL_S: Final = 24 * 3600.0
+"""Longest idle lifetime of a branch before the summary is there. A call that is repeated later begins anew."""
 _NAMES: Final = uuid.UUID("b7a3c1de-6f20-5b1c-9a44-2f6de0c4c6b5")
 
 
@@ -103,14 +109,23 @@ class Compactor:
         session_records.check_compactable(history, request.keep_turns)
         branch = Key(key.tenant, _branch_id(key, request.request_id, history.revision))
         await async_failpoint("before_compaction_fork")
+        lifetime = history.config.ttl_s
         await self._sessions.fork(
-            key, item=None, request_id="", session_id=branch.session_id, expected_revision=history.revision
+            key,
+            item=None,
+            request_id="",
+            session_id=branch.session_id,
+            expected_revision=history.revision,
+            ttl_s=min(lifetime or UNFINISHED_TTL_S, UNFINISHED_TTL_S),
         )
         try:
             view = await self._summarise(branch, request)
+            summary = self._words(view)
+            # Before the session refers to it. A kill in between leaves a branch that nothing needs, rather than a
+            # compacted session whose old context expires.
+            await self._sessions.set_lifetime(branch, lifetime)
         except NotFound:  # another call with this request id has deleted it, as below
             raise RevisionMismatch("the session has changed during its compaction") from None
-        summary = self._words(view)
         await async_failpoint("before_compaction_commit")
         try:
             row = await self._sessions.put_summary(

@@ -90,8 +90,10 @@ async def append(
     )
 
 
-def fork(source: History, item: int | None, request_id: str) -> Record:
-    """First record of a copy of ``source`` up to ``item``. Items keep their numbers and tokens."""
+def fork(source: History, item: int | None, request_id: str, ttl_s: float | None = None) -> Record:
+    """First record of a copy of ``source`` up to ``item``. Items keep their numbers and tokens. ``ttl_s``: another
+    idle lifetime than the source's."""
+    config = source.config if ttl_s is None else msgspec.structs.replace(source.config, ttl_s=ttl_s)
     base = source if item is None else truncated_to(source, item)
     return Record(
         revision=1,
@@ -99,7 +101,7 @@ def fork(source: History, item: int | None, request_id: str) -> Record:
         time_ms=now_ms(),
         request_id=request_id,
         items=base.items,
-        config=source.config,
+        config=config,
         labels=dict(source.labels),
         hidden_before=base.hidden_before or None,
     )

@@ -168,6 +168,21 @@ class Sessions:
 
         return await self._apply(key, made, "", expected_revision)
 
+    async def set_lifetime(self, key: Key, ttl_s: float) -> None:
+        """Change the idle lifetime, whatever the tenant's quota. No effect if the session has this one."""
+        if (await self._store.load(key)).config.ttl_s == ttl_s:
+            return
+        change = SessionChange(config={"ttl_s": ttl_s})
+
+        async def made(base: History) -> PreparedChange:
+            return PreparedChange(
+                await session_records.update(
+                    self._renderer.for_tenant(key.tenant), base, change, self._served
+                )
+            )
+
+        await self._apply(key, made, "", None)
+
     async def rewind(
         self,
         key: Key,
@@ -241,9 +256,11 @@ class Sessions:
         session_id: str,
         expected_revision: int | None,
         candidate: int | None = None,
+        ttl_s: float | None = None,
     ) -> SessionRow:
         """A new session with the live items up to ``item``, the last of them possibly another ``candidate``
-        of its turn. A repeated request returns the same session."""
+        of its turn. ``ttl_s``: its idle lifetime, 0 for none; None: the source's. A repeated request returns the same
+        session."""
         target_id = session_id or ids.derived_session_id("fork", key.tenant, request_id)
         target = Key(key.tenant, target_id)
         _, history = await self._transcript.read(key)
@@ -251,12 +268,13 @@ class Sessions:
             check_revision(history.revision, expected_revision)
             if item is not None:
                 session_records.check_item(history, item)
-        record = session_records.fork(history, item, request_id)
+        record = session_records.fork(history, item, request_id, ttl_s)
         if candidate is not None:
             record = await self._with_last_answer(key, record, candidate)
         copy = initial_history(record)
         other = () if candidate is None else (candidate,)
-        mark = fingerprint("fork", key.session_id, item, expected_revision, *other)
+        lifetime = () if ttl_s is None else ("ttl", ttl_s)
+        mark = fingerprint("fork", key.session_id, item, expected_revision, *other, *lifetime)
         source = (ids.session_name(key.session_id), copy.items[-1].number if copy.items else 0)
         row = await self._create(target, record, copy, mark, derived=not session_id, source=source)
         try:

@@ -126,6 +126,7 @@ class FakeConversations(pensieve_pb2_grpc.ConversationServiceServicer):
         source = await self._find(context, request.name)
         message = pb.Session(name=f"sessions/{request.session_id or f's{len(self.sessions)}'}")
         message.state, message.forked_from = pb.Session.STATE_ACTIVE, request.name
+        message.config.ttl.CopyFrom(request.ttl)
         last = request.item if request.HasField("item") else source.next_item
         fork = FakeSession(message, [one for one in source.items if one.item <= last])
         fork.next_item = source.next_item
