@@ -1,7 +1,7 @@
 """LangChain, Pydantic AI, LiteLLM, the Agents SDK and agentic-api against the HTTP door, unchanged, each in a program.
 
-They need a Python that has them. ``make frameworks``, a part of ``make test``, tries LangChain, LiteLLM and the Agents
-SDK; ``make test-clients`` tries all.
+Each is in a Python environment of its own. ``make frameworks``, a part of ``make test``, tries LangChain, LiteLLM and
+the Agents SDK; ``make test-clients`` tries all.
 """
 
 from __future__ import annotations
@@ -25,28 +25,37 @@ from support.http.tool_rig import ROME, context_of, tool_door
 from support.service.service_rig import ANSWER
 from support.tool_templates import WEATHER
 
-PYTHON = os.environ.get("PENSIEVE_TEST_CLIENTS", "")
+ENVIRONMENTS = Path(os.environ.get("PENSIEVE_TEST_CLIENTS", "/nowhere"))
+"""Folder of the environments, by the names of their files of packages."""
 FOLDER = Path(__file__).parent / "python"
+EXAMPLE = FOLDER.parents[2] / "examples" / "langchain_chat.py"
 
-pytestmark = [
-    pytest.mark.skipif(not PYTHON, reason="PENSIEVE_TEST_CLIENTS names no Python that has the clients"),
-    pytest.mark.timeout(400),
-]
+pytestmark = pytest.mark.timeout(400)
 
 
-async def seen_by(program: str, rig: HttpRig, model: str = "tiny") -> dict[str, Any]:
+def needs(client: str) -> pytest.MarkDecorator:
+    missing = not python_of(client).exists()
+    return pytest.mark.skipif(missing, reason=f"PENSIEVE_TEST_CLIENTS has no environment of {client}")
+
+
+def python_of(client: str) -> Path:
+    return ENVIRONMENTS / client / "bin" / "python"
+
+
+async def seen_by(client: str, rig: HttpRig, model: str = "tiny") -> dict[str, Any]:
     """What a client's program saw of the door."""
-    seen: dict[str, Any] = json.loads(await said_by(FOLDER / program, rig, rig.url, "acme", model))
+    program = FOLDER / f"{client}_client.py"
+    seen: dict[str, Any] = json.loads(await said_by(client, program, rig, rig.url, "acme", model))
     return seen
 
 
-async def said_by(program: Path, rig: HttpRig, *arguments: str) -> str:
+async def said_by(client: str, program: Path, rig: HttpRig, *arguments: str) -> str:
     settings = {"OPENAI_BASE_URL": f"{rig.url}/v1", "OPENAI_API_KEY": "acme", "MODEL": "tiny"}
     environment = {**os.environ, "no_proxy": "127.0.0.1", "PYTHONPATH": "", **settings}
     environment["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # otherwise LiteLLM fetches its list of prices
     done = await asyncio.to_thread(
         subprocess.run,
-        [PYTHON, program, *arguments],
+        [python_of(client), program, *arguments],
         capture_output=True,
         text=True,
         timeout=300,
@@ -67,9 +76,10 @@ async def said_in(rig: HttpRig, session: str) -> list[str]:
     return [item.text for item in await rig.service.items(f"sessions/{session}")]
 
 
+@needs("langchain")
 async def test_langchain() -> None:
     async with door() as rig:
-        seen = await seen_by("langchain_client.py", rig)
+        seen = await seen_by("langchain", rig)
         chat, chain = seen["chat"], seen["responses"]
         assert [chat["first"], chat["second"], chat["streamed"], *chat["batch"]] == [ANSWER] * 6
         assert chat["reason"] == "stop" and chat["tokens"][1] > chat["tokens"][0]
@@ -85,9 +95,10 @@ async def test_langchain() -> None:
         assert await said_in(rig, sessions.pop()) == turns
 
 
+@needs("pydantic_ai")
 async def test_pydantic_ai() -> None:
     async with door() as rig:
-        seen = await seen_by("pydantic_ai_client.py", rig)
+        seen = await seen_by("pydantic_ai", rig)
         for kind in ("chat", "responses"):
             assert [*seen[kind]["answers"], seen[kind]["streamed"]] == [ANSWER] * 3
             assert seen[kind]["tokens"][1] > seen[kind]["tokens"][0] > 0
@@ -101,10 +112,11 @@ LOOP = (ROME, "Blue.", "Bye.")
 """A call, the answer to its result, and the answer to one more question."""
 
 
+@needs("litellm")
 async def test_litellm() -> None:
     """As a provider of OpenAI's kind and of Anthropic's: each talk stays in one session."""
     async with tool_door(*LOOP * 4) as rig:
-        seen = await seen_by("litellm_client.py", rig)
+        seen = await seen_by("litellm", rig)
         assert set(seen) == {
             f"{kind} {streamed}" for kind in ("openai", "anthropic") for streamed in (False, True)
         }
@@ -115,12 +127,13 @@ async def test_litellm() -> None:
         assert list(sessions.values()) == [3, 3, 3, 3]
 
 
+@needs("agents")
 async def test_the_agents_sdk() -> None:
     """With its history at the client, in a conversation, at the end of a chain, and compacted. The SDK compacts only
     for models with a name of OpenAI's kind."""
     compacted = (ROME, "Blue.", "They talked.", "Bye.", "They parted.")
     async with tool_door(*LOOP * 4, *LOOP[:2], *compacted, model="gpt-tiny") as rig:
-        seen = await seen_by("agents_client.py", rig, model="gpt-tiny")
+        seen = await seen_by("agents", rig, model="gpt-tiny")
         assert seen.pop("streamed") == ["Blue.", "True"]
         assert (seen.pop("compacted"), seen.pop("items")) == (["Blue.", "Bye."], ["compaction"])
         assert set(seen) == {"chat", "responses", "conversation", "chained"}
@@ -131,17 +144,18 @@ async def test_the_agents_sdk() -> None:
         assert "They talked." in context_of(rig, -2) and "Rome" not in context_of(rig, -2)
 
 
+@needs("langchain")
 async def test_the_example_for_langchain() -> None:
     async with door() as rig:
-        example = Path(__file__).parents[2] / "examples" / "langchain_chat.py"
-        assert await said_by(example, rig) == f"{ANSWER}\n"
+        assert await said_by("langchain", EXAMPLE, rig) == f"{ANSWER}\n"
 
 
+@needs("agentic_api")
 async def test_under_agentic_api(tmp_path: Path) -> None:
     """Its Responses, with state and conversations of its own, on this server as the engine: a chain is one session."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    program = Path(PYTHON).parent / "agentic-server"
+    program = python_of("agentic_api").with_name("agentic-server")
     options = {"--gateway-host": "127.0.0.1", "--gateway-port": str(port), "--openai-api-key": "acme"}
     options |= {"--db-url": f"sqlite://{tmp_path}/responses.db?mode=rwc"}
     tool: Any = {"type": "function", "name": "weather", "parameters": WEATHER["function"]["parameters"]}
