@@ -14,7 +14,8 @@ A slice that is none of these is freed at once.
 Room for a request's slices is *promised* at admission, for its window and ``LEAST_SPAN`` tokens, because it takes
 their pages step by step. A longer span takes only pages that are free (``reach``). So a request that was admitted can
 always go on. In an elastic tier, which may give up all other pages, the promise is kept besides the slices that wait
-for positions far ahead (``claim``).
+for positions far ahead (``claim``). A running request that will branch off is promised what that takes before any
+branch of the plan is made (``promise_branch``).
 
 ==============  ==========================  ========================================================
 event           state of a slice after it   called by ``CacheManager`` when
