@@ -101,6 +101,12 @@ def test_a_tier_that_is_pinned_to_its_last_page(name: str, seeds: Sequence[int])
         play(name, seed, TIGHT)
 
 
+def test_a_host_page_is_written_once() -> None:
+    """A request was suspended whose chunks another had as well. Its own were freed, one of them while it was saved, and
+    the same plan saved another slice to that host page."""
+    play("window of 13, one layer", 258)
+
+
 def short_window(self: Tails, position: int) -> int:
     """A slice falls behind one position too early."""
     return reach(self, position + 1)

@@ -41,11 +41,13 @@ def counted_admit(self: RunningSet, request: Request, now: float) -> list[Reques
 def counted_branch(
     self: CacheManager, source: SessionKey, target: SessionKey, tokens: TokenArray, common: int, now: float
 ) -> tuple[Range, ...] | None:
-    """A request that branches off takes a page for its last chunk, and at most its claim on the second group."""
+    """A request that branches off takes a page for its last chunk, and at most its claim on the second group; one that
+    runs takes no more than it has or was promised."""
     is_new, before = target not in self._running, self._tiers.claimed
     ranges = BRANCH(self, source, target, tokens, common, now)
+    one, other = (after - had for after, had in zip(self._tiers.claimed, before, strict=True))
+    assert is_new or max(one, other) <= 0, f"a running request takes {one, other} pages more"
     if is_new and ranges is not None:
-        one, other = (after - had for after, had in zip(self._tiers.claimed, before, strict=True))
         most = 0 if self._tails is None else self._tails.claim(len(tokens))
         session = self._running[target]
         own = len(session.held) + session.promised
@@ -157,12 +159,18 @@ FOUND = [
     ("window", 0, False, True),
     ("window", 76, False, True),
     ("window", 168, True, True),
+    ("window", 329, True, False),
+    ("window", 371, True, False),
+    ("window", 41, True, True),
+    ("window", 83, True, True),
 ]
 """Schedules that have found faults: the page of a copied last chunk was not counted (58 and 9), a session took over
 chunks that it had not been admitted for (300076), a candidate loaded a state that the same plan saved (1174), a warm-up
 waited for room that nothing would make (52), and the worth of a shared run was stale (60023). With beam searches: one
 was let in whose windows had no room and never ended (0), a beam that branched off more than one token back let go of
-its window before it was read (76), and one was computed before the leader's restore that it read (168)."""
+its window before it was read (76), and one was computed before the leader's restore that it read (168). An elastic
+tier at its ceiling shrank so that one end had no room for pages that it had promised (329 and 371), and a beam that
+branched off at the end of a chunk took a page that no room was made for (41 and 83)."""
 
 
 @pytest.mark.parametrize(("kind", "seed", "elastic", "beams"), FOUND)

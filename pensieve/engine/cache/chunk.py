@@ -11,6 +11,7 @@ import enum
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import ClassVar
 
 import numpy as np
@@ -196,6 +197,11 @@ class CachedSession:
     def first_index(self) -> int:
         return self.shared
 
+    def common_chunks(self, origin: CachedSession, full: int) -> int:
+        """Return how many of the first ``full`` chunks of ``origin`` the session has."""
+        pairs = zip(self.chunks, origin.chunks[:full], strict=False)
+        return sum(1 for _ in takewhile(lambda pair: pair[0] is pair[1], pairs))
+
     @property
     def copying(self) -> bool:
         if self.two_groups:
@@ -274,13 +280,3 @@ def common_prefix(a: TokenArray, b: TokenArray) -> int:
     n = min(len(a), len(b))
     different = np.flatnonzero(a[:n] != b[:n])
     return int(different[0]) if len(different) else n
-
-
-def common_chunks(session: CachedSession, origin: CachedSession, full: int) -> int:
-    """Return how many of the first ``full`` chunks of ``origin`` a session has."""
-    common = 0
-    for mine, other in zip(session.chunks, origin.chunks[:full], strict=False):
-        if mine is not other:
-            break
-        common += 1
-    return common

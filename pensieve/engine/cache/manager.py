@@ -31,15 +31,7 @@ import numpy as np
 from pensieve.config import CacheConfig
 from pensieve.core import Hints, SessionKey, TokenArray
 from pensieve.engine.cache.check import check_cache
-from pensieve.engine.cache.chunk import (
-    NOWHERE,
-    CachedSession,
-    Chunk,
-    Range,
-    Restore,
-    TierTokens,
-    common_chunks,
-)
+from pensieve.engine.cache.chunk import NOWHERE, CachedSession, Chunk, Range, Restore, TierTokens
 from pensieve.engine.cache.eviction import EvictionIndex, reclaim_kind
 from pensieve.engine.cache.evictor import Evictor
 from pensieve.engine.cache.finding import NO_BRANCHES, Branches, Finder, RestoreCost, scope_of
@@ -362,15 +354,21 @@ class CacheManager:
 
     # -- a running request -------------------------------------------------------------------------------------------
 
+    def promise_branch(self, source: SessionKey, target: SessionKey, tokens: int, common: int) -> bool:
+        """Promise a running target the room of the second group that ``branch`` will take; False when there is none."""
+        origin, session, tails = self._running[source], self._running[target], self._tails
+        return tails is None or tails.promise_branch(session, origin, common // self._size, tokens)
+
     def branch(
         self, source: SessionKey, target: SessionKey, tokens: TokenArray, common: int, now: float
     ) -> tuple[Range, ...] | None:
         """Let another request, whose context is ``tokens``, go on from the first ``common`` of them, fewer than all,
         which a running one has too. Call ``extend`` next.
 
-        Full chunks are shared. The partly filled one is copied as far as the device has it. A running target frees its
-        other chunks. Call it before the plan being made takes any of the source's work. Returns what the target has to
-        compute once the source's work is computed; None, with nothing changed, when there is no page for the tail.
+        Full chunks are shared. The partly filled one is copied as far as the device has it. A running target, which
+        frees its other chunks, needs ``promise_branch`` before. Call it before the plan being made takes any of the
+        source's work. Returns what the target has to compute after that work; None, with nothing changed, when there is
+        no page for the tail.
         """
         origin, session = self._running[source], self._running.get(target)
         if session is None:
@@ -382,7 +380,7 @@ class CacheManager:
             session = self._running[target] = self._add(target, origin.scope, origin.tenant)
             session.is_candidate = session.running = True
         full, filled = divmod(common, self._size)
-        kept = common_chunks(session, origin, full)
+        kept = session.common_chunks(origin, full)
         if self._tails is not None:
             self._tails.let_go(session)
         self._tiers.unpin(session.chunks[kept:])

@@ -14,6 +14,8 @@ read it. Pinned pages are never evicted, so an end never has less than running r
 Growing takes one plan. The plan asks for memory, and its result says how much there is. Only later plans use it.
 
 At the ceiling all of the buffer is backed, so the ends have no limits: units change groups as in a tier of one size.
+Pages may then be promised in room that units of the first group still have. The plan that sets limits again makes that
+room first: with limits, an end gains room only a plan after the other has given it up.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from collections.abc import Callable
 from typing import Final
 
 from pensieve.engine.cache.evictor import Evictor
+from pensieve.engine.cache.tenants import NO_TENANT
 from pensieve.engine.cache.tiers import Pages, Tiers
 
 Ends = tuple[int, int]
@@ -73,6 +76,8 @@ class Resizer:
         needs pinned, besides those that are. ``most``: pages of each group that may be copied out or dropped, and may
         move. Call it last in a plan, before page tables are made.
         """
+        if self._pool.limits is None and target < self._pool.ceiling_bytes:
+            self._make_promised_room(now)
         self._adopt_units()
         if not growth:
             # Else each end may wait for memory that does not come, while the other has more than it needs.
@@ -130,11 +135,20 @@ class Resizer:
             assert extent <= backed, f"group {group}: units reach {extent} bytes, but {backed} are backed"
             assert limit <= backed, f"group {group}: pages are handed out up to {limit}, backed are {backed}"
 
+    def _make_promised_room(self, now: float) -> None:
+        """Before limits are set: free room in which the second end may grow to all pages that it has promised."""
+        pages = self._tiers.claimed[1] - self._tiers.pinned[1]
+        if pages:
+            self._evictor.reserve((0, pages), now, NO_TENANT)
+            self._on_evicted()
+
     def _adopt_units(self) -> None:
-        """Without limits, units change groups. Count backed memory to the ends as the units lie now."""
+        """Without limits, units change groups. Count backed memory to the ends as the units lie now, and as much as
+        they leave to the promises of the second end."""
         if self._pool.limits is None:
             ceiling, (low, high) = self._pool.ceiling_bytes, self._pool.extents
-            low = min(max(self.backed[0], low), ceiling - high)
+            claimed = self._pool.ends_for(*self._tiers.claimed)[1]
+            low = min(max(min(self.backed[0], ceiling - claimed), low), ceiling - high)
             self.backed = low, ceiling - low
 
     def _set_limits(self) -> None:

@@ -14,7 +14,8 @@ A slice that is none of these is freed at once.
 Room for a request's slices is *promised* at admission, for its window and ``LEAST_SPAN`` tokens, because it takes
 their pages step by step. A longer span takes only pages that are free (``reach``). So a request that was admitted can
 always go on. In an elastic tier, which may give up all other pages, the promise is kept besides the slices that wait
-for positions far ahead (``claim``).
+for positions far ahead (``claim``). A running request that will branch off is promised what that takes before any
+branch of the plan is made (``promise_branch``).
 
 ==============  ==========================  ========================================================
 event           state of a slice after it   called by ``CacheManager`` when
@@ -233,33 +234,52 @@ class Tails:
 
     def begin_branch(self, session: CachedSession, origin: CachedSession, tail: Chunk) -> None:
         """Hold what a request needs that goes on from the context of ``origin``, with ``tail`` as its last chunk. Call
-        it before room is made for the tail: a slice that is saved for that could not be loaded by the same plan.
-
-        The source computes what it lacks first, so its slices are pinned whether they have contents or not.
-        """
-        size, at = self._size, tail.index
-        for part in map(_other, session.chunks[:at]):
+        it before room is made for the tail: a slice that is saved for that could not be loaded by the same plan."""
+        chunks, start = session.chunks[: tail.index], tail.index * self._size
+        for part in map(_other, chunks):
             if part.saving and part.device == NOWHERE:
                 self._tiers.discard(part)  # this plan has already made room with it
         if self.has_states:
-            missing, parts = self.find(session.chunks[:at], at * size, session.length)
-            add_range(missing, at * size, session.length)
+            missing, parts = self.find(chunks, start, session.length)
+            add_range(missing, start, session.length)
             self.begin(session, missing, parts)
-            return
-        have = self._have(session.chunks[:at])
+        else:
+            missing, parts = self._branch_reads(chunks, origin, session.length)
+            self.begin(session, [*missing, (start, session.length)], [*parts, _other(tail)])
+
+    def _branch_reads(
+        self, chunks: Sequence[Chunk], origin: CachedSession, total: int
+    ) -> tuple[list[Range], list[OtherSlice]]:
+        """Like ``find``, for windows of a request that goes on from these chunks of ``origin``.
+
+        The source computes what it lacks first, so its slices are pinned whether they have contents or not.
+        """
+        size, keep = self._size, len(chunks) * self._size
+        have = self._have(chunks)
         for group in have:
             for low, high in origin.runs:
-                for index in range(low // size, min(high // size, at)):
+                for index in range(low // size, min(high // size, len(chunks))):
                     if low <= index * size + group[index]:
                         group[index] = size
-        missing = missing_set(at * size, size, self._needs, have)
-        found = reads(at * size, size, self._needs, missing)[1]
-        chunks = [
-            chunk for first, last in found for chunk in session.chunks[first:last] if have[1][chunk.index]
-        ]
-        if len(chunks) >= self.promise(session.length):  # more than is promised, with the tail: see ``find``
-            missing, chunks = [(0, at * size)], []
-        self.begin(session, [*missing, (at * size, session.length)], map(_other, [*chunks, tail]))
+        missing, found = missing_set(keep, size, self._needs, have), list[OtherSlice]()
+        for first, last in reads(keep, size, self._needs, missing)[1]:
+            found += [_other(chunk) for chunk in chunks[first:last] if have[1][chunk.index]]
+        # Not more than is promised, with the tail: see ``find``.
+        return (missing, found) if len(found) < self.promise(total) else ([(0, keep)], [])
+
+    def promise_branch(self, session: CachedSession, origin: CachedSession, full: int, total: int) -> bool:
+        """Promise a running request all that ``begin_branch`` will hold and promise, for ``full`` chunks of ``origin``
+        and ``total`` tokens in all; False: the device has no room."""
+        claim = self.claim(total)
+        if not self.has_states:
+            missing, parts = self._branch_reads(origin.chunks[:full], origin, total)
+            if not missing and all(part in origin.held for part in parts):  # else some may be gone by then
+                claim = max(len(parts) + 1, self.promise(total, decoding=True))
+        more = max(claim - len(session.held) - session.promised, 0)
+        if more and self._tiers.unpinned_bytes((0, more)) < 0:
+            return False
+        self._set_promise(session, session.promised + more)
+        return True
 
     def on_device(self, session: CachedSession) -> list[OtherSlice]:
         """Return the slices of a session on the device that an eviction may save."""
@@ -331,7 +351,8 @@ class Tails:
         pieces = self._cut(session, start, end)
         self._touched[session] = None
         self._pieces.setdefault(session, []).extend(pieces)
-        _advance(session.runs, start, end)
+        if session.runs and session.runs[0][0] == start:
+            take_front(session.runs, end - start)
         self._fill_first(session, pieces, chunks)
         if self.has_states:
             self._pass_state(session, start, end, now)
@@ -574,9 +595,3 @@ def _other(chunk: Chunk) -> OtherSlice:
 
 def _parts_of(chunks: Sequence[Chunk], piece: SpanPart, size: int) -> Sequence[Chunk]:
     return chunks[piece.start // size : -(-piece.end // size)]
-
-
-def _advance(runs: deque[Range], start: int, end: int) -> None:
-    """Remove ``[start, end)`` from the front of what a request has yet to compute."""
-    if runs and runs[0][0] == start:
-        take_front(runs, end - start)

@@ -367,9 +367,7 @@ class Tiers:
 
     def evict_from_host(self, part: Slice) -> None:
         """Free a slice's host page; without a device page the slice is dropped."""
-        self.host.put_back(part.host, part.group, part.holder.tenant)
-        part.host = NOWHERE
-        self.spare.pop(part, None)
+        self._leave_host(part)
         self._after_eviction(part)
 
     def drop(self, part: Slice) -> None:
@@ -383,10 +381,8 @@ class Tiers:
         if part.device != NOWHERE:
             self._leave_device(part)
         if part.host != NOWHERE:
-            self.host.put_back(part.host, part.group, part.holder.tenant)
-        part.host = NOWHERE
+            self._leave_host(part)
         part.filled = 0
-        self.spare.pop(part, None)
         if part.group:  # its chunk stays
             self._changed(part.holder)
 
@@ -415,6 +411,15 @@ class Tiers:
             if isinstance(part, OtherSlice) and part.leftover:
                 self._forget_leftover(part)
         part.device = NOWHERE
+
+    def _leave_host(self, part: Slice) -> None:
+        if part.saving:  # the page may be taken again at once: the plan being made must not write it twice
+            gone = part.group, part.host
+            self._swap_out = [one for one in self._swap_out if (one.group, one.dst) != gone]
+            part.saving = False
+        self.host.put_back(part.host, part.group, part.holder.tenant)
+        part.host = NOWHERE
+        self.spare.pop(part, None)
 
     def _forget_move(self, part: Slice) -> None:
         """Cancel the planned move of a slice whose page is given up: its target may be taken again."""

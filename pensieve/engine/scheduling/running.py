@@ -153,8 +153,9 @@ class RunningSet:
 
     def _branch(self, target: Request, now: float) -> None:
         assert target.source is not None
-        common = min(common_prefix(target.source.context, target.context), target.length - 1)
-        ranges = self._cache.branch(target.source.session, target.session, target.context, common, now)
+        ranges = self._cache.branch(
+            target.source.session, target.session, target.context, _in_common(target.source, target), now
+        )
         complete = ranges is not None and self._cache.extend(target.session, target.length, now)
         assert ranges is not None and complete, (
             f"{target.session}: no page to branch off, although one was reserved"
@@ -245,6 +246,16 @@ class RunningSet:
             self._make_leave(self._youngest(self._device_tokens()), now)
             if not request.in_batch:
                 return
+
+    def make_branch_room(self, now: float) -> None:
+        """Make room for all that running group members take when they branch off others, as ``make_room`` does."""
+        for target in list(self._branching):
+            source = target.source
+            assert source is not None
+            while target.in_batch and not self._cache.promise_branch(
+                source.session, target.session, target.length, _in_common(source, target)
+            ):
+                self._make_leave(self._youngest(self._device_tokens()), now)
 
     def make_batch_room(self, now: float) -> None:
         """Give the next tenant its share of the batch, by suspending requests of tenants with more than theirs.
@@ -342,3 +353,8 @@ class RunningSet:
         if running[1].missing:
             running[1].take_over_missing(leaver)
             self._cache.take_over(running[1].session, leaver.session)
+
+
+def _in_common(source: Request, target: Request) -> int:
+    """Return how many tokens of its context a target takes over from its source; its last one is computed."""
+    return min(common_prefix(source.context, target.context), target.length - 1)

@@ -362,6 +362,7 @@ class Scheduler:
         for request in decoding:
             if request.in_batch and request.source is None:
                 self._running.make_room(request, now)
+        self._running.make_branch_room(now)
         # Only now: a request suspended to make room computes nothing, and branches off nothing.
         if self._running.branch_all(now):
             decoding = self._decoding()

@@ -181,6 +181,7 @@ def with_groups(bench: Bench, cache: CacheConfig, rng: random.Random) -> CacheCo
         count * full.page_bytes + others * second.page_bytes
         for count, others in zip(chunks, pages, strict=True)
     ]
+    sizes[0] = max(sizes[0], sum(part.device_unit * part.page_bytes for part in parts))
     step = second.layer_page_bytes
     device, host = (-(-size // step) * step for size in sizes)
     return replace(cache, groups=parts, device_bytes=device, host_bytes=host)
