@@ -87,16 +87,10 @@ def decode(
 ) -> AttentionCall:
     """Queue the decoding of a plan's copies into ``scratch``; return the call that reads them. ``most``: copies that
     the plan can hold. ``programs``: on the device at once."""
-    pool, numbers = call.pool, scratch.numbers
-    constants = decode_constants(pool.shape[2], pool.shape[3], pool.shape[4])
-    blocks = triton.cdiv(int(constants["ROWS"]), ROWS_AT_ONCE)
-    _decode[(min(most * blocks, programs),)](
-        pool, call.tables, words, scratch.copies, len(pool), pool.stride(0), call.table_stride, **constants,
-        num_warps=4,
+    pool = call.pool
+    rows, dim = 2 * pool.shape[2] * pool.shape[3], pool.shape[4]
+    _decode[(min(most * triton.cdiv(rows, ROWS_AT_ONCE), programs),)](
+        pool, call.tables, words, scratch.copies, len(pool), pool.stride(0), call.table_stride,
+        ROWS=rows, DIM=dim, WIDTH=width_of(dim), AT_ONCE=ROWS_AT_ONCE, num_warps=4,
     )  # fmt: skip
-    return replace(call, pool=scratch.copies, tables=numbers)
-
-
-def decode_constants(kv_heads: int, page_tokens: int, dim: int) -> dict[str, int]:
-    """Compile-time arguments of ``_decode``."""
-    return {"ROWS": 2 * kv_heads * page_tokens, "DIM": dim, "WIDTH": width_of(dim), "AT_ONCE": ROWS_AT_ONCE}
+    return replace(call, pool=scratch.copies, tables=scratch.numbers)

@@ -102,7 +102,7 @@ ROWS: Final[dict[int, tuple[str, str]]] = {
         "Its commit is refused; the turn that overtook it stands",
     ),
     27: (
-        "The engine process is killed",
+        "SIGKILL ends the engine process",
         "The server ends running turns with ENGINE_RESTARTING and starts a new engine, which rebuilds sessions on "
         "demand. A repeated turn begins as before; with --invariant all of its tokens are the same",
     ),

@@ -168,9 +168,8 @@ class Tails:
         if self.has_states:
             # Decoding: the live state and the last boundary. Before: where two ranges begin, and both of these.
             return 2 if decoding else 4
-        span = (
-            self._size if decoding else max(LEAST_SPAN, self._size)
-        )  # decoding needs no more than was asked for
+        # A request that begins to decode needs no more than it was admitted for.
+        span = self._size if decoding else max(LEAST_SPAN, self._size)
         most = -(-(self._window - 1 + span) // self._size) + 1
         return min(most, self._chunks(tokens))
 
