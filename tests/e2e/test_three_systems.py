@@ -111,9 +111,8 @@ def test_one_page_has_it_all(sweep: Sweep) -> None:
 @pytest.mark.chromium
 def test_a_browser_shows_it(sweep: Sweep, artefacts: Path, tmp_path: Path) -> None:
     shown = measured(sweep.page, tmp_path, f"--window-size={PICTURE[0]},{PICTURE[1]}")
-    assert len(shown["curves"]) == len(SYSTEMS) and all(width > 5 for width in shown["curves"]), shown[
-        "curves"
-    ]
+    # Not how long: a system that carries no more at the higher rate has a short curve.
+    assert len(shown["curves"]) == len(SYSTEMS) and all(shown["curves"]), shown["curves"]
     assert all(width > 300 and height > 200 for _, width, height in shown["figures"]), shown["figures"]
     assert all(width > 200 and height > 20 for _, width, height in shown["tables"]), shown["tables"]
     assert shown["overflow"] == 0

@@ -23,7 +23,7 @@ def test_every_plot_and_table_is_laid_out(sweep_page: str, tmp_path: Path) -> No
     for name, width, height in light["figures"] + light["tables"]:
         assert width > 200 and height > 20, name
     assert all(width > 200 for width in light["drawn"]), light["drawn"]
-    assert len(light["curves"]) == len(SYSTEMS) and all(width > 50 for width in light["curves"]), light[
+    assert len(light["curves"]) == len(SYSTEMS) and all(length > 50 for length in light["curves"]), light[
         "curves"
     ]
     assert light["overflow"] == 0 and light["beyond"] == []

@@ -19,7 +19,7 @@ document.querySelectorAll("details").forEach(e => e.open = true);
 const found = {
   figures: [...document.querySelectorAll("figure")].map(box),
   drawn: [...document.querySelectorAll("figure svg")].map(e => e.getBBox().width),
-  curves: [...document.querySelectorAll("[id^=latency-mean-] > path")].map(e => e.getBBox().width),
+  curves: [...document.querySelectorAll("[id^=latency-mean-] > path")].map(e => e.getTotalLength()),
   tables: [...document.querySelectorAll("table")].map(box),
   beyond: [...document.querySelectorAll(".scroll")].map(
     e => [e.firstElementChild.id, e.scrollWidth - e.clientWidth]).filter(pair => pair[1] > 0),
