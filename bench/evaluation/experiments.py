@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import get_args
 
@@ -102,7 +102,8 @@ class Experiment:
 
 
 def experiments(scale: Scale) -> dict[str, Experiment]:
-    return {experiment.name: experiment for experiment in (*_systems(scale), *_ablations(scale))}
+    all_of_them = (*_systems(scale), *_bits(scale), *_ablations(scale))
+    return {experiment.name: experiment for experiment in all_of_them}
 
 
 def pensieve(scale: Scale, name: str, *arguments: str) -> System:
@@ -204,6 +205,26 @@ def _offered(
         (peer("vLLM CPU offload", "--enable-prefix-caching", offload=at_once), rates.offload or rates.both),
         (peer("vLLM lazy offload", "--enable-prefix-caching", offload=lazily), rates.both),
     )
+
+
+def _bits(scale: Scale) -> Iterable[Experiment]:
+    """Keys, values and weights in 8 bits, beside a peer with the same numbers."""
+    eight_bit_keys, eight_bit_weights = ("--kv-dtype", "fp8"), ("--weights", "fp8")
+    peer_options = ("--enable-prefix-caching", "--kv-cache-dtype", "fp8", "--quantization", "fp8")
+    for dataset, rates in scale.bits.items():
+        offered = (
+            (pensieve(scale, "Pensieve"), rates.bf16),
+            (pensieve(scale, "Pensieve, 8-bit KV", *eight_bit_keys), rates.kv),
+            (pensieve(scale, "Pensieve, FP8 weights", *eight_bit_weights), rates.weights),
+            (pensieve(scale, "Pensieve, both", *eight_bit_keys, *eight_bit_weights), rates.both),
+            (vllm(scale, "vLLM CPU offload, both", *peer_options, offload=at_once), rates.peer),
+        )
+        model = scale.shape(scale.gqa_heads)
+        loads = [replace(_workload(scale, "gqa", dataset, given), most=rates.highest) for _, given in offered]
+        yield Experiment(
+            f"bits-13b-{dataset}", f"8-bit KV and weights, {model}, {dataset}",
+            tuple(Line(system.name, system, model, load) for (system, _), load in zip(offered, loads, strict=True)),
+        )  # fmt: skip
 
 
 def _ablations(scale: Scale) -> Iterable[Experiment]:

@@ -32,6 +32,22 @@ class Rates:
 
 
 @dataclass(frozen=True, slots=True)
+class BitRates:
+    """Rates by what a server keeps in 8 bits."""
+
+    bf16: tuple[float, ...]
+    kv: tuple[float, ...]
+    weights: tuple[float, ...]
+    both: tuple[float, ...]
+    peer: tuple[float, ...]
+    """A peer with both."""
+
+    @property
+    def highest(self) -> float:
+        return max(*self.bf16, *self.kv, *self.weights, *self.both, *self.peer)
+
+
+@dataclass(frozen=True, slots=True)
 class Workload:
     """What is offered, and when it is measured."""
 
@@ -88,6 +104,8 @@ class Scale:
     host_bytes: int
     rates: Mapping[tuple[str, str], Rates]
     """(family of the model, dataset) → what is offered."""
+    bits: Mapping[str, BitRates]
+    """Dataset → what is offered to the model with grouped KV heads in 8 and in 16 bits."""
     window_s: float
     time_scale: float
     replay: tuple[str, ...]
@@ -127,6 +145,10 @@ FULL = Scale(
         ("gemma3", "sharegpt"): Rates((20, 16, 24), (14, 11, 17), (8, 6), (16, 12, 20)),
         ("qwen3next", "sharegpt"): Rates((8, 4, 16), (8, 4, 16), (8, 4), (16, 8, 24)),
     },
+    bits={
+        "sharegpt": BitRates((20, 16), (26, 21), (26, 21), (36, 28, 32), (26, 20, 23)),
+        "ultrachat": BitRates((26, 21), (34, 28), (34, 28), (46, 36, 41), (34, 26, 30)),
+    },
     window_s=60.0, time_scale=TIME_SCALE,
     replay=("--stop-after-window", "--processes", "4"), start_up_s=(40.0, 50.0),
 )  # fmt: skip
@@ -142,6 +164,7 @@ SMALL = Scale(
             ("gemma3", "sharegpt"), ("qwen3next", "sharegpt"),
         )
     },
+    bits={data: BitRates(*[(6, 3)] * 5) for data in ("sharegpt", "ultrachat")},
     window_s=3.0, time_scale=TIME_SCALE / 10,
     replay=("--stop-after-window", "--scale-lengths", "0.15", "--max-lag", "60"),
     start_up_s=(6.0, 10.0),

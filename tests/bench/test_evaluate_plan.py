@@ -58,7 +58,8 @@ def test_the_issue_is_covered() -> None:
     systems = {f"systems-{model}-{data}" for model in ("13b", "opt13b") for data in ("sharegpt", "ultrachat")}
     systems |= {"systems-gemma3-sharegpt", "systems-qwen3next-sharegpt"}
     ablations = ("tiers", "policy", "unified", "swap-in", "swap-out", "chunk", "think", "kv-heads")
-    assert set(found) == systems | {f"ablate-{name}" for name in ablations}
+    bits = {"bits-13b-sharegpt", "bits-13b-ultrachat"}
+    assert set(found) == systems | bits | {f"ablate-{name}" for name in ablations}
     for name in systems:
         assert len(found[name].lines) == 7
     for experiment in found.values():
@@ -109,6 +110,18 @@ def test_all_systems_of_an_experiment_have_the_same_memory(scale: str) -> None:
             assert option(command, "--store").startswith("sqlite:///{scratch}/"), "history is kept, and anew"
 
 
+@pytest.mark.parametrize("dataset", ["sharegpt", "ultrachat"])
+def test_the_peer_has_the_same_bits(dataset: str) -> None:
+    commands = [
+        line.system.command for line in table().experiments(scales().FULL)[f"bits-13b-{dataset}"].lines
+    ]
+    names = ("--kv-dtype", "--weights")
+    ours = [[option(command, name) for name in names if name in command] for command in commands[:-1]]
+    assert ours == [[], ["fp8"], ["fp8"], ["fp8", "fp8"]]
+    assert option(commands[-1], "--kv-cache-dtype") == option(commands[-1], "--quantization") == "fp8"
+    assert option(commands[-1], "--kv-offloading-size") == "32"
+
+
 @pytest.mark.parametrize("family", ["gemma3", "qwen3next"])
 def test_hybrids_fit_one_gpu_and_meet_the_same_conversations(family: str) -> None:
     limits = scales().FULL.of(family)
@@ -136,7 +149,7 @@ def test_pensieve_takes_every_command_line(scale: str, tmp_path: Path) -> None:
 
 def test_an_ablation_changes_one_thing() -> None:
     for name, experiment in table().experiments(scales().FULL).items():
-        if name in ("ablate-think", "ablate-kv-heads") or name.startswith("systems"):
+        if name in ("ablate-think", "ablate-kv-heads") or name.startswith(("systems", "bits")):
             continue
         common = table().pensieve(scales().FULL, "any").command
         assert all(line.system.command[: len(common)] == common for line in experiment.lines), name
