@@ -32,6 +32,7 @@ LEAVES: dict[str, set[str]] = {
     "feed": set(),
     "frames": set(),
     "gguf": set(),
+    "grpc_thread": set(),
     "hosts": set(),
     "kernels": set(),
     "lifeline": set(),

@@ -21,6 +21,7 @@ from starlette.applications import Starlette
 
 from pensieve.client import AsyncClient, RetryPolicy
 from pensieve.errors import PensieveError
+from pensieve.grpc_thread import end_grpc_thread
 from pensieve.http.app import make_app
 from pensieve.http.arrivals import Acceptor, PendingConnection
 from pensieve.http.common.admission import KEYLESS
@@ -141,9 +142,7 @@ def run_to_end(serving: Coroutine[Any, Any, None]) -> None:
     factory = uvicorn.Config("", log_config=None).get_loop_factory()
     with asyncio.Runner(loop_factory=factory) as runner:
         runner.run(serving)
-    # gRPC's thread ends with the last object that needs it, not while the process does.
-    gc.unfreeze()
-    gc.collect()
+    end_grpc_thread()
 
 
 def tune_gc() -> None:

@@ -5,6 +5,7 @@ without gRPC: ``turns``, admitted by ``admission``, and ``sessions`` over ``hist
 ``links``. ``operations`` runs beside the service: metrics, health, recordings. ``page`` is the web page of the admin
 port.
 
-May import: config, core, debug, engine.messages, engine.process, errors, feed, frames, hosts, lifeline, logs,
+May import: config, core, debug, engine.messages, engine.process, errors, feed, frames,
+grpc_thread, hosts, lifeline, logs,
 machine, model, options, pensieve, rpc_status, speech, store, tokenizer, tracing, v1.
 """

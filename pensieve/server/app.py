@@ -29,6 +29,7 @@ from pensieve.core import SamplingDefaults
 from pensieve.debug import debug_enabled
 from pensieve.engine.process.host import DEFAULT_BUILDER
 from pensieve.errors import InvalidArgument, PensieveError
+from pensieve.grpc_thread import end_grpc_thread
 from pensieve.logs import AcceptErrorFilter, configure_logging
 from pensieve.machine import service_manager
 from pensieve.model.arch import ModelError
@@ -346,8 +347,5 @@ def run(options: ServeOptions, *, builder: str = DEFAULT_BUILDER) -> int:
     except StartError as error:
         print_error(str(error), "pensieve serve")
         status = error.status
-    # gRPC's thread ends with the last object that needs it, and frozen cycles are never collected. A thread that
-    # runs on while the process ends may crash it: rarely, SIGSEGV after an orderly drain.
-    gc.unfreeze()
-    gc.collect()
+    end_grpc_thread()
     return status
