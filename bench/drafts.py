@@ -1,6 +1,7 @@
-"""Drafts on real answers: the index alone, and an engine that is made to give these answers.
+"""Drafts on real answers: the index alone, a simulated engine, and a real one that is made to give these answers.
 
     python bench/drafts.py sharegpt.json --tokenizer FOLDER
+    python bench/drafts.py tokens.json.gz --batch 8 --price 0.016 --lost 0.26 --lost 0.1
     python bench/drafts.py tokens.json.gz --device cuda --shape llama-2-13b-gqa10 --batch 1 --batch 64
 
 DATASET is in ShareGPT's form, also ``.gz``, or what ``--save`` wrote: a list of pairs of token ids, context and answer.
@@ -30,7 +31,7 @@ import dummy_model
 import numpy as np
 
 from pensieve.config import EngineOptions
-from pensieve.core import Sampling, pack_tokens
+from pensieve.core import Sampling, TokenArray, pack_tokens
 from pensieve.engine.build import build_engine
 from pensieve.engine.engine import Engine
 from pensieve.engine.messages import Finished, Submit
@@ -65,21 +66,36 @@ def _tokenised(conversations: Sequence[Any], tokenizer: Path | None) -> Iterator
             context += tokens
 
 
+@dataclass
+class _Answer:
+    """An answer under way: the first ``at`` tokens of context and answer are chosen."""
+
+    drafter: Drafter
+    text: TokenArray
+    at: int
+
+    def propose(self, known: int, price: float) -> tuple[list[int], list[float]]:
+        return self.drafter.propose(self.text[:known], len(self.text) - known - 1, price)
+
+    def right(self, drafts: Sequence[int]) -> int:
+        """Return how many of ``drafts`` are right."""
+        pairs = enumerate(zip(drafts, self.text[self.at : self.at + len(drafts)].tolist(), strict=False))
+        return next((number for number, (one, other) in pairs if one != other), len(drafts))
+
+
 def index_rows(turns: Sequence[Turn], prices: Sequence[float]) -> Iterator[dict[str, Any]]:
     """Replay answers against the index alone: at each step drafts are accepted as far as they are the answer."""
     for price in prices:
         steps = drafted = accepted = tokens = 0
         started = time.process_time()
         for context, answer in turns:
-            drafter, text = Drafter(len(context), ()), np.array(context + answer, np.int32)
-            at, end = len(context) + 1, len(text)
-            while at < end:
-                drafts = drafter.propose(text[:at], end - at - 1, price)[0]
-                pairs = enumerate(zip(drafts, answer[at - len(context) :], strict=False))
-                right = next((number for number, (one, other) in pairs if one != other), len(drafts))
-                drafter.learn(right, len(drafts))
+            one = _Answer(Drafter(len(context), ()), np.array(context + answer, np.int32), len(context) + 1)
+            while one.at < len(one.text):
+                drafts = one.propose(one.at, price)[0]
+                right = one.right(drafts)
+                one.drafter.learn(right, len(drafts))
                 steps, drafted, accepted = steps + 1, drafted + len(drafts), accepted + right
-                at += right + 1
+                one.at += right + 1
             tokens += len(answer)
         seconds = time.process_time() - started
         yield {
@@ -87,6 +103,44 @@ def index_rows(turns: Sequence[Turn], prices: Sequence[float]) -> Iterator[dict[
             "drafts a step": round(drafted / steps, 2), "us a step": round(seconds / steps * 1e6, 1),
             "us a token": round(seconds / tokens * 1e6, 1),
         }  # fmt: skip
+
+
+def gated_row(turns: Sequence[Turn], batch: int, lost: float, price: float, steps: int) -> dict[str, Any]:
+    """Return the tokens that ``batch`` requests would get in a time, divided by those without drafts, by an engine that
+    drafts when it expects to gain more than it loses.
+
+    In units of a step without drafts: a draft takes ``price`` ÷ ``batch`` more, and a step with drafts loses ``lost``.
+    The engine decides before it knows the newest tokens, as it does on a GPU.
+    """
+    waiting = itertools.cycle(turns)
+
+    def begin() -> _Answer:
+        context, answer = next(waiting)
+        return _Answer(Drafter(len(context), ()), np.array(context + answer, np.int32), len(context) + 1)
+
+    answers, spent, tokens, drafted, drafting = [begin() for _ in range(batch)], 0.0, 0, 0, 0
+    for _ in range(steps):
+        drafts: list[list[int]] = [[] for _ in answers]
+        guessed = (chance - price for one in answers for chance in one.propose(one.at - 1, price)[1][1:])
+        if sum(guessed) > batch * lost:
+            spent += lost
+            found = [one.propose(one.at, price) for one in answers]
+            if sum(chance - price for _, chances in found for chance in chances) > batch * lost:
+                drafts = [some for some, _ in found]
+        for number, (one, some) in enumerate(zip(answers, drafts, strict=True)):
+            right = one.right(some)
+            if some:
+                one.drafter.learn(right, len(some))
+            one.at, tokens = one.at + right + 1, tokens + right + 1
+            if one.at >= len(one.text):
+                answers[number] = begin()
+        new = sum(map(len, drafts))
+        spent, drafted, drafting = spent + 1 + price * new / batch, drafted + new, drafting + (new > 0)
+    return {
+        "batch": batch, "lost": lost, "÷ without": round(tokens / spent / batch, 3),
+        "tokens a step": round(tokens / steps / batch, 3), "drafts a step": round(drafted / steps / batch, 2),
+        "steps with drafts": round(drafting / steps, 2),
+    }  # fmt: skip
 
 
 @dataclass
@@ -248,6 +302,9 @@ def engine_rows(
 )
 @click.option("--turns", default=300, help="Turns that the index replays.")
 @click.option("--price", "prices", multiple=True, type=float, default=(0.02, 0.1, 0.2))
+@click.option("--lost", "losses", multiple=True, type=float, help="Part of a step that one with drafts loses: also "
+              "simulate an engine that loses as much, with each batch and the first price.")  # fmt: skip
+@click.option("--steps", default=2000, help="Steps of each simulation.")
 @click.option("--shape", default="", help="Also measure an engine of this shape.")
 @click.option("--device", default="cpu", type=click.Choice(["cpu", "cuda"]))
 @click.option("--batch", "batches", multiple=True, type=int, default=(1, 8))
@@ -255,8 +312,9 @@ def engine_rows(
 @click.option("--context", default=2048, help="Longest context.")
 @click.option("--repeats", default=2, help="Measurements of each kind.")
 def main(
-    dataset: Path, tokenizer: Path | None, save: Path | None, turns: int, prices: tuple[float, ...], shape: str,
-    device: str, batches: tuple[int, ...], want: int, context: int, repeats: int,
+    dataset: Path, tokenizer: Path | None, save: Path | None, turns: int, prices: tuple[float, ...],
+    losses: tuple[float, ...], steps: int, shape: str, device: str, batches: tuple[int, ...], want: int, context: int,
+    repeats: int,
 ) -> None:  # fmt: skip
     """Measure drafts on real answers."""
     found = read_turns(dataset, tokenizer, context)
@@ -264,12 +322,15 @@ def main(
         save.write_bytes(gzip.compress(json.dumps(found).encode()))
         return
     step = max(1, len(found) // turns)
-    report: dict[str, Any] = {"index": [], "engine": []}
+    report: dict[str, Any] = {"index": [], "simulated": [], "engine": []}
     for row in index_rows(found[::step][:turns], prices):
         report["index"].append(row)
         click.echo(row, err=True)
     long_enough = [turn for turn in found if len(turn[1]) >= 16]
     long_enough = long_enough[:: max(1, len(long_enough) // 384)]
+    for batch, lost in itertools.product(batches if losses else (), losses):
+        report["simulated"].append(gated_row(long_enough, batch, lost, prices[0], steps))
+        click.echo(report["simulated"][-1], err=True)
     with tempfile.TemporaryDirectory() as folder:
         if shape:
             options = EngineOptions(

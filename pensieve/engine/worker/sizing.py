@@ -177,7 +177,8 @@ def resolve_device(options: EngineOptions, arch: Arch) -> Placement:
 
 def _speculates(options: EngineOptions, device: str, dtype: str) -> bool:
     """Whether steps have drafts. By default only where the rounding of larger steps does not change answers: in 16 bits
-    near ties are frequent, and codes of 8 bits enlarge differences. Its worth on GPUs has not been measured."""
+    near ties are frequent, and codes of 8 bits enlarge differences. On GPUs it slows 8 and more requests down
+    (``bench/results/drafts.md``)."""
     if options.speculation is not None:
         return options.speculation
     return device == "cpu" and (dtype == "float32" or bool(options.invariant))
