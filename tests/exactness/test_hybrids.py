@@ -24,9 +24,9 @@ KINDS: dict[str, tuple[Family | recurrent_models.Family, ...]] = {
 }  # fmt: skip
 """Append: the position decides which random schedules a family gets."""
 SCHEDULES = at_length(1, 200)
-"""Each family plays so many."""
+"""Schedules that each family plays."""
 PART = at_length(SCHEDULES, 25)
-"""One test plays so many."""
+"""Schedules that one test plays."""
 MORE = 40
 """Schedules at most that the last family of a test plays on top, until every path was taken."""
 Case = tuple[str, tuple[Family | recurrent_models.Family, ...], int]
