@@ -31,6 +31,7 @@ from pensieve.store._rules import (
     CommittedRequest,
     Lease,
     Meta,
+    check_reached,
     check_revision,
     check_same_request,
     extend_expiry,
@@ -168,8 +169,7 @@ def check_not_regressed(meta: Meta, request: BeginRequest, hash_there: str) -> N
     row = meta.row
     if request.known_create_ms and request.known_create_ms != row.create_ms:
         return
-    if request.known_revision > row.revision:
-        raise _refusals.wrong_revision(row.revision, request.known_revision)
+    check_reached(row, request.known_revision)
     there = row.head_hash if request.known_revision == row.revision else hash_there
     if request.known_head and there and request.known_head != there:
         raise _refusals.diverged(request.known_revision)

@@ -248,6 +248,12 @@ def check_revision(meta: Meta, expected: int | None) -> None:
         raise _refusals.wrong_revision(meta.row.revision, expected)
 
 
+def check_reached(row: SessionRow, known_revision: int) -> None:
+    """Raise DataLoss (HISTORY_REGRESSED) if the session has not reached a revision that was seen."""
+    if known_revision > row.revision:
+        raise _refusals.wrong_revision(row.revision, known_revision)
+
+
 def extend_expiry(row: SessionRow, until_ms: int) -> SessionRow:
     """Extend the row's expiry: a session does not expire while a turn runs."""
     if 0 < row.expire_ms < until_ms:

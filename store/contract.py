@@ -196,7 +196,9 @@ class HistoryStore(Protocol):
         """
         ...
 
-    async def load(self, key: Key) -> SessionRow: ...
+    async def load(self, key: Key, *, known_revision: int = 0) -> SessionRow:
+        """Raises DataLoss (HISTORY_REGRESSED) if the session has not reached ``known_revision``."""
+        ...
 
     async def list_sessions(
         self, tenant: str, *, limit: int, cursor: str = "", labels: dict[str, str] | None = None

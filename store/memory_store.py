@@ -93,9 +93,11 @@ class MemoryStore:
         self._sessions[key] = session = _Session(meta)
         return self._append(session, meta, record, fingerprint=None, now=now)
 
-    async def load(self, key: Key) -> SessionRow:
+    async def load(self, key: Key, *, known_revision: int = 0) -> SessionRow:
         now = self._now()
-        return _rules.view(_rules.require_present(self._meta(key), now), now)
+        row = _rules.view(_rules.require_present(self._meta(key), now), now)
+        _rules.check_reached(row, known_revision)
+        return row
 
     async def list_sessions(
         self, tenant: str, *, limit: int, cursor: str = "", labels: dict[str, str] | None = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final, NoReturn
 
 from redis.exceptions import ResponseError
@@ -150,8 +150,8 @@ class RedisStore:
         reply = await self._acknowledged.change(scripts.CREATE, key, args)
         return await self._finish_change(key, reply)
 
-    async def load(self, key: Key) -> SessionRow:
-        values = await self._call(scripts.LOAD, key, [])
+    async def load(self, key: Key, *, known_revision: int = 0) -> SessionRow:
+        values = await self._call(scripts.LOAD, key, [known_revision])
         fields = as_fields(values[1])
         async with marking_damage(self, key):
             row = read_row(key, fields, int(values[0]))
@@ -240,20 +240,18 @@ class RedisStore:
             *(request.lease_ms, request.seed, request.start_ms),
             *(request.known_revision, request.known_head, request.known_create_ms, int(request.follows)),
         ]
-        outcome, *values = await self._link.call(scripts.BEGIN, session_keys(key), args)
-        if outcome in (b"BEHIND", b"DIVERGED") and await self._link.drop_idle_connections():
-            outcome, *values = await self._link.call(scripts.BEGIN, session_keys(key), args)
+        outcome, *values = await self._ask(
+            lambda: self._link.call(scripts.BEGIN, session_keys(key), args), expected_revision
+        )
         if outcome not in (b"OK", b"REPLAY", b"ELSEWHERE", b"CALLED_OFF"):
             if outcome in (b"BEHIND", b"DIVERGED"):
                 at = "is behind" if outcome == b"BEHIND" else "has another record at"
                 log.error(
-                    "%s %s revision %d, which this server has seen there",
+                    "%s %s revision %d, which this server or its client has seen there",
                     self._link.address,
                     at,
                     request.known_revision,
                 )
-            if outcome == b"BEHIND":
-                outcome, expected_revision = b"REVISION", request.known_revision
             await self._raise_refusal(key, outcome, values, request.request_id, expected_revision)
         now, fields = int(values[0]), as_fields(values[1])
         row = parse_row(key, fields, now)
@@ -311,7 +309,8 @@ class RedisStore:
         args.insert(0, "" if expected_revision is None else expected_revision)
         stored = [make_erased_record(one) for one in erased_records]
         reply = await self._append(
-            scripts.APPLY, key, [*args, len(stored), *(word for one in stored for word in one)]
+            *(scripts.APPLY, key, [*args, len(stored), *(word for one in stored for word in one)]),
+            expected_revision,
         )
         row = await self._finish_change(
             key, reply, request_id=record.request_id, expected=expected_revision, offered=record.revision
@@ -328,7 +327,9 @@ class RedisStore:
         self, key: Key, *, expected_revision: int | None = None, allow_missing: bool = False
     ) -> None:
         args = ["" if expected_revision is None else expected_revision, TOMBSTONE_MS]
-        outcome, *values = await self._acknowledged.change(scripts.DELETE, key, args)
+        outcome, *values = await self._ask(
+            lambda: self._acknowledged.change(scripts.DELETE, key, args), expected_revision
+        )
         if outcome == b"NOT_FOUND" and allow_missing:
             await self._link.check_marker()
         elif outcome not in (b"OK", b"DELETED"):
@@ -362,10 +363,30 @@ class RedisStore:
 
     async def _call(self, script: str, key: Key, args: list[Any]) -> list[Any]:
         """Return the values of an "OK" reply; else raise the reply's error."""
-        outcome, *values = await self._link.call(script, session_keys(key), args)
+        outcome, *values = await self._ask(lambda: self._link.call(script, session_keys(key), args))
         if outcome != b"OK":
             await self._raise_refusal(key, outcome, values)
         return values
+
+    async def _ask(
+        self, send: Callable[[], Awaitable[list[Any]]], expected_revision: int | None = None
+    ) -> list[Any]:
+        """Return a script's reply. One that contradicts what a client has seen is given by the present primary.
+
+        A primary that Sentinels have replaced answers, until they demote it, from a history that ends before
+        the fail-over. Raises Unavailable while the replicas do not confirm which server is the primary.
+        """
+        primary = self._link.primary
+        reply = await send()
+        is_behind = _is_behind(reply, expected_revision)
+        if not is_behind and reply[0] != b"NOT_FOUND":
+            return reply
+        if await self._link.has_moved(primary):
+            reply = await send()
+            is_behind = _is_behind(reply, expected_revision)
+        if is_behind:
+            await self._link.confirm_primary()
+        return reply
 
     async def _read_slice(
         self, key: Key, after_revision: int, head_hash: str, limit: int, *, requests: bool
@@ -394,9 +415,11 @@ class RedisStore:
             base = "" if head is None else head.decode()
         return append_args(record, fingerprint, base, make_stored_record(record, base), counts)
 
-    async def _append(self, script: Any, key: Key, args: list[Any]) -> list[Any]:
+    async def _append(
+        self, script: Any, key: Key, args: list[Any], expected_revision: int | None = None
+    ) -> list[Any]:
         try:
-            return await self._acknowledged.change(script, key, args)
+            return await self._ask(lambda: self._acknowledged.change(script, key, args), expected_revision)
         except ResponseError as error:
             if "equal or smaller" not in str(error):
                 raise
@@ -443,6 +466,13 @@ class RedisStore:
             if await self._acknowledged.is_lost(key, values[0]):
                 raise _refusals.lost()
         raise error_from_outcome(key, outcome, values, request_id, expected, offered)
+
+
+def _is_behind(reply: list[Any], expected_revision: int | None) -> bool:
+    """Whether a script found that its store lacks a record that was seen."""
+    if reply[0] == b"REVISION":
+        return expected_revision is not None and int(reply[1]) < expected_revision
+    return reply[0] in (b"BEHIND", b"DIVERGED")
 
 
 async def renew_all(link: RedisLink, leases: Sequence[HeldLease], lease_ms: int) -> list[RenewalAnswer]:
@@ -504,6 +534,8 @@ def error_from_outcome(
             return _refusals.request_reused(request_id)
         case b"BUSY":
             return _refusals.busy(values[0].decode(), int(values[1]))
+        case b"BEHIND":
+            return _refusals.wrong_revision(*map(int, values))
         case b"REVISION":
             return _refusals.wrong_revision(int(values[0]), expected or 0)
         case b"CORRUPT":

@@ -130,10 +130,12 @@ class SqliteStore:
 
         return await self._write(work)
 
-    async def load(self, key: Key) -> SessionRow:
+    async def load(self, key: Key, *, known_revision: int = 0) -> SessionRow:
         def work(rows: Rows) -> SessionRow:
             now = self._now()
-            return _rules.view(_rules.require_present(rows.meta(key), now), now)
+            row = _rules.view(_rules.require_present(rows.meta(key), now), now)
+            _rules.check_reached(row, known_revision)
+            return row
 
         return await self._read(work, key.tenant)
 

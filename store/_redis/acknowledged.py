@@ -91,8 +91,9 @@ class AcknowledgedChanges:
         kept, times_back = self._kept, self._times_back
         if not kept:
             return
+        primary = self._link.primary
         found = await self._number(count_errors)
-        if found < kept and await self._link.drop_idle_connections():
+        if found < kept and await self._link.has_moved(primary):
             found = await self._number(count_errors)
         if found >= kept:
             return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Final, Literal, NamedTuple, Protocol
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
 from redis import exceptions
@@ -13,7 +13,12 @@ from redis.asyncio import Redis
 from redis.asyncio.cluster import ClusterNode, RedisCluster
 from redis.asyncio.connection import ConnectionPool, SSLConnection, parse_url
 from redis.asyncio.retry import Retry
-from redis.asyncio.sentinel import Sentinel
+from redis.asyncio.sentinel import (
+    MasterNotFoundError,
+    Sentinel,
+    SentinelManagedConnection,
+    SentinelManagedSSLConnection,
+)
 from redis.backoff import ExponentialWithJitterBackoff, NoBackoff
 
 Kind = Literal["server", "sentinel", "cluster"]
@@ -135,6 +140,9 @@ BEATS = 4096
 _REDIRECTS = (exceptions.MovedError, exceptions.AskError, exceptions.TryAgainError)
 
 
+Address = tuple[str, int]
+
+
 class RedisClient(Protocol):
     """Commands to the servers that accept writes. Raises redis-py's errors."""
 
@@ -162,8 +170,13 @@ class RedisClient(Protocol):
         """Send one command to every server that holds keys."""
         ...
 
-    async def drop_idle_connections(self) -> None:
-        """Drop connections that are idle now, because the primary may have changed."""
+    @property
+    def primary(self) -> Address | None:
+        """The primary that the Sentinels named last; None without Sentinels."""
+        ...
+
+    async def has_moved(self, before: Address | None) -> bool:
+        """Ask the Sentinels whether another primary than ``before`` is in charge."""
         ...
 
     async def beats(self) -> list[str]:
@@ -199,6 +212,75 @@ def make_client(place: RedisAddress, *, timeout_s: float, retries: int, on_conne
 OnConnect = Callable[[Any], Awaitable[None]]
 
 
+class _BoundToPrimary(SentinelManagedConnection):
+    """A connection that gives no answer of a primary that was replaced, as far as its pool knows.
+
+    A paused or isolated primary takes itself for the primary, and accepts writes, until its Sentinels demote
+    it: some ten seconds after they have named another.
+    """
+
+    async def send_packed_command(self, *args: Any, **options: Any) -> None:
+        """As redis-py's, which connects to the last address again when it repeats a command."""
+        await self.connect()  # type: ignore[no-untyped-call]
+        await super().send_packed_command(*args, **options)
+
+    async def read_response(self, *args: Any, **options: Any) -> Any:
+        """As redis-py's. Raises ConnectionError for such an answer, and the command is sent again."""
+        response = await super().read_response(*args, **options)
+        if (self.host, self.port) != self.connection_pool.master_address:
+            await self.disconnect()
+            raise exceptions.ConnectionError("the primary was replaced before it answered")
+        return response
+
+
+class _BoundToPrimarySSL(_BoundToPrimary, SentinelManagedSSLConnection):
+    pass
+
+
+class _Sentinels(Sentinel):
+    """Finds the newest primary that any Sentinel names.
+
+    redis-py believes the first that answers. Sentinels hear of a fail-over up to 2 s after the one that leads
+    it, and that one lists the old primary as its service's until all replicas follow the new one.
+    """
+
+    async def discover_master(self, service_name: str) -> Address:
+        """As redis-py's; takes up to ``SENTINEL_TIMEOUT_S`` if one does not answer. Raises MasterNotFoundError."""
+        answers = await gather_all(*(self._named_by(one, service_name) for one in self.sentinels))
+        found: list[_Named] = [answer for answer in answers if answer is not None]
+        newest = max(found, default=None)
+        if newest is None or not newest.is_up:
+            raise MasterNotFoundError(
+                f"{len(found)} of {len(self.sentinels)} Sentinels know {service_name!r}, and none a primary that is up"
+            )
+        return newest.address
+
+    async def _named_by(self, sentinel: Any, service_name: str) -> _Named | None:
+        try:
+            states = await sentinel.sentinel_masters()
+            named = await sentinel.sentinel_get_master_addr_by_name(service_name)
+        except (exceptions.ConnectionError, exceptions.TimeoutError):
+            return None
+        state = states.get(service_name)
+        if state is None or named is None:
+            return None
+        address = named[0].decode() if isinstance(named[0], bytes) else named[0], named[1]
+        promoted = address != (state["ip"], state["port"])
+        is_up = promoted or self.check_master_state(state, service_name)
+        return _Named(state["config-epoch"], promoted, is_up, address)
+
+
+class _Named(NamedTuple):
+    """A Sentinel's answer, in the order of age."""
+
+    epoch: int
+    """Number of the service's configuration."""
+    promoted: bool
+    """Whether a fail-over is under way that has promoted this primary."""
+    is_up: bool
+    address: Address
+
+
 class ServerClient:
     """One server, or the primary that Sentinels name."""
 
@@ -206,7 +288,7 @@ class ServerClient:
         self._sentinel: Any = None
         self._client: Any
         if place.kind == "sentinel":
-            self._sentinel = Sentinel(  # type: ignore[no-untyped-call]
+            self._sentinel = _Sentinels(  # type: ignore[no-untyped-call]
                 place.nodes,
                 sentinel_kwargs={
                     **(place.sentinel_options or {}),
@@ -215,6 +297,9 @@ class ServerClient:
                     "retry": Retry(NoBackoff(), 0),
                 },
             )
+            # redis-py's default connection classes differ in this one thing.
+            secure = options.pop("ssl", False)
+            options["connection_class"] = _BoundToPrimarySSL if secure else _BoundToPrimary
             self._client = self._sentinel.master_for(
                 place.service, max_connections=MAX_CONNECTIONS, **options
             )
@@ -253,17 +338,23 @@ class ServerClient:
     async def run_on_all(self, *words: Any) -> list[Any]:
         return [await self.run(*words)]
 
-    async def drop_idle_connections(self) -> None:
-        if self._sentinel is not None:
-            # Connections in use when redis-py learned of a new primary stay with the old one, as long as that
-            # believes to be a primary: its Sentinels demote it some ten seconds after they have named
-            # another.
-            await self._client.connection_pool.disconnect(inuse_connections=False)
+    @property
+    def primary(self) -> Address | None:
+        return None if self._sentinel is None else self._pool.master_address
+
+    async def has_moved(self, before: Address | None) -> bool:
+        if self._sentinel is None:
+            return False
+        return bool(await self._pool.get_master_address() != before)
+
+    @property
+    def _pool(self) -> Any:
+        return self._client.connection_pool
 
     async def beats(self) -> list[str]:
         if self._sentinel is not None:
             # Drops idle connections to a former primary, even if it still accepts writes.
-            await self._client.connection_pool.get_master_address()
+            await self._pool.get_master_address()
         return [BEAT]
 
     async def names(self, pattern: str, kind: str) -> AsyncIterator[bytes]:
@@ -331,8 +422,13 @@ class ClusterClient:
             *(self._client.execute_command(*words, target_nodes=node) for node in primaries)
         )
 
-    async def drop_idle_connections(self) -> None:
-        """Do nothing: the client learns of changes from its servers' answers."""
+    @property
+    def primary(self) -> Address | None:
+        return None
+
+    async def has_moved(self, before: Address | None) -> bool:
+        """False: the client learns of changes from its servers' answers."""
+        return False
 
     async def beats(self) -> list[str]:
         await self._client.initialize()

@@ -15,7 +15,7 @@ from redis import exceptions
 from pensieve.errors import DataLoss, FailedPrecondition, PensieveError, Unavailable
 from pensieve.store import _refusals
 from pensieve.store._redis import scripts
-from pensieve.store._redis.clients import Command, gather_all, make_client, parse_address
+from pensieve.store._redis.clients import Address, Command, gather_all, make_client, parse_address
 
 log = logging.getLogger(__name__)
 
@@ -294,10 +294,24 @@ class RedisLink:
         with translate_errors(self.address):
             return [name async for name in self._client.names(pattern, kind)]
 
-    async def drop_idle_connections(self) -> bool:
-        """Drop idle connections; return whether the last answer may have come from a replaced primary."""
-        await self._client.drop_idle_connections()
-        return self._place.kind == "sentinel"
+    @property
+    def primary(self) -> Address | None:
+        """The primary that the Sentinels named last; None without Sentinels."""
+        return self._client.primary
+
+    async def has_moved(self, before: Address | None) -> bool:
+        """Ask the Sentinels whether another primary than ``before``, taken before a call, is in charge.
+
+        If so, the call may have been answered by a primary that was replaced; the next goes to the new one.
+        """
+        async with self._limited():
+            return await self._client.has_moved(before)
+
+    async def confirm_primary(self) -> None:
+        """Raise Unavailable if the required replicas do not follow the server that answers."""
+        if self.replicas and self._place.kind == "sentinel":
+            async with self._limited():
+                await gather_all(*map(self._beat, await self._client.beats()))
 
     async def open(self) -> None:
         """Check the servers' settings and the marker; write the marker into an empty store and make it durable."""
@@ -368,7 +382,7 @@ class RedisLink:
             if isinstance(answer, Exception):
                 raise answer
         if int(count) < self.replicas:
-            await self._client.drop_idle_connections()
+            await self._client.has_moved(None)  # the next call goes to the primary that is named now
             raise _refusals.unavailable(
                 f"Redis at {self.address}: {int(count)} of {self.replicas} replicas have the change: its outcome "
                 "is unknown"

@@ -152,6 +152,9 @@ local function reused(known_fp, fp) return known_fp ~= '' and known_fp ~= fp end
 local function wrong_revision(expected)
   if expected ~= '' and int(expected) ~= num('revision') then return {'REVISION', get('revision')} end
 end
+local function behind(known)
+  if int(known) > num('revision') then return {'BEHIND', get('revision'), known} end
+end
 
 local RUN = {'run_req', 'run_fp', 'run_token', 'run_owner', 'run_attempt', 'run_seed', 'run_start_ms',
   'run_lease_ms', 'run_until_ms', 'run_order', 'run_followed', 'run_off'}
@@ -244,10 +247,11 @@ return changed()
 """
 )
 
+# ARGV: the revision that the caller knows (0: none).
 LOAD: Final = (
     PRELUDE
     + """
-return absent() or ok()
+return absent() or behind(ARGV[1]) or ok()
 """
 )
 
@@ -331,7 +335,8 @@ if revision then
   return {'REPLAY', digits(now), redis.call('HGETALL', m), revision}
 end
 if known_revision > 0 and (known_create == 0 or known_create == num('create_ms')) then
-  if known_revision > num('revision') then return {'BEHIND', get('revision')} end
+  local refused = behind(ARGV[10])
+  if refused then return refused end
   local there = redis.call('XRANGE', l, ARGV[10] .. '-0', ARGV[10] .. '-0')[1]
   if known_head ~= '' and there and field(there, 'h') ~= known_head then return {'DIVERGED', ARGV[10]} end
 end

@@ -234,12 +234,12 @@ async def test_a_primary_that_was_replaced_is_not_believed(
             asked.append(words)
             return b"0" if len(asked) == 1 else await ask(*words, count_errors=count_errors)
 
-        async def look_again() -> bool:
+        async def moved(before: object) -> bool:
             return True
 
         ask = store._link.command
         monkeypatch.setattr(store._link, "command", command)
-        monkeypatch.setattr(store._link, "drop_idle_connections", look_again)
+        monkeypatch.setattr(store._link, "has_moved", moved)
         await store._acknowledged.check_for_regression()
         assert len(asked) == 2 and not told.times
 

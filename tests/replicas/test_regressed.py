@@ -11,6 +11,8 @@ from pensieve.errors import DataLoss
 from pensieve.store.memory_store import MemoryStore
 from pensieve.v1 import pensieve_pb2 as pb
 from support.service.service_rig import serving, spec
+from support.store.redis_groups import replace_primary, sentinel_group
+from support.store.store_bench import opened_redis
 
 
 async def test_a_turn_on_lost_history_is_refused_and_nothing_is_written() -> None:
@@ -59,3 +61,25 @@ async def test_what_is_known_is_not_part_of_the_turn() -> None:
         again = await rig.stream(name, turn)
         assert again.completed.revision == done.revision and again.accepted.replayed
         assert (await rig.session(name)).state == pb.Session.STATE_ACTIVE
+
+
+@pytest.mark.redis
+@pytest.mark.fault(48)
+async def test_a_client_has_seen_more_than_a_server_that_missed_a_fail_over() -> None:
+    """The old primary is alive and has not heard of it; the server's connections to it are open."""
+    with sentinel_group() as group:
+        url = group.url(replicas=1)
+        async with (
+            opened_redis(url) as store,
+            opened_redis(url) as late,
+            serving(store=store) as rig,
+            serving(store=late) as other,
+            AsyncClient(rig.target) as client,
+        ):
+            chat = await client.create_session()
+            assert (await other.session(chat.name)).revision == 1
+            old = await replace_primary(group)
+            for words in ("one", "two"):  # the first try of the first reached the old one, too
+                await chat.send(words)
+            assert late._link.primary == ("127.0.0.1", old.port)
+            assert (await other.run(chat.name, spec("again", known_revision=chat.revision))).revision == 4

@@ -225,9 +225,9 @@ async def test_a_change_between_the_look_and_the_record_is_seen(place: str) -> N
                 name, self.name = self.name, ""
                 await self.rig.run(name, "in between")
 
-        async def load(self, key: Key) -> Any:
+        async def load(self, key: Key, **fields: Any) -> Any:
             await self._race("load")
-            return await super().load(key)
+            return await super().load(key, **fields)
 
         async def apply(self, key: Key, fingerprint: str, record: Any, counts: Any, **fields: Any) -> Any:
             await self._race("apply")

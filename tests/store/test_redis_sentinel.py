@@ -11,12 +11,16 @@ from typing import Any
 
 import pytest
 import redis
+from redis.asyncio.sentinel import MasterNotFoundError
 
-from pensieve.errors import PensieveError, TurnFenced, TurnInProgress, Unavailable
+from pensieve.errors import DataLoss, PensieveError, TurnFenced, TurnInProgress, Unavailable
 from pensieve.store import Began, HistoryStore, Replay
 from pensieve.store._redis import link
+from pensieve.store._redis.clients import _Sentinels
+from pensieve.store._redis.rows import session_keys
+from pensieve.store.records import SessionRow
 from pensieve.store.redis_store import RedisStore
-from support.store.redis_groups import SERVICE, SentinelGroup, sentinel_group, until
+from support.store.redis_groups import SERVICE, SentinelGroup, replace_primary, sentinel_group
 from support.store.redis_server import RedisServer
 from support.store.store_bench import counts, first_record, key, opened_redis, request, row, turn_record
 
@@ -175,58 +179,147 @@ async def test_what_no_replica_has_is_not_acknowledged(
                     await asyncio.sleep(0.05)
 
 
-async def replace_primary(group: SentinelGroup, stores: list[RedisStore]) -> RedisServer:
-    """A planned fail-over, of which the old primary has not heard yet; its replicas have left it, the stores not."""
-    old = group.primary()
-    with contextlib.closing(redis.Redis(port=group.sentinel_ports[0], socket_timeout=5)) as sentinel:
-        sentinel.execute_command("SENTINEL", "FAILOVER", SERVICE)
-    await asyncio.to_thread(until, lambda: group.primary() is not old, "another primary is named")
-    with contextlib.closing(old.client()) as plain:
-        await asyncio.to_thread(
-            until, lambda: not plain.info("replication").get("connected_slaves"), "its replicas have left"
-        )
-    for store in stores:
-        # As if its connections had been in use when the pool heard of the other one.
-        pool(store).master_address = ("127.0.0.1", group.primary().port)
-    return old
-
-
 def pool(store: RedisStore) -> Any:
     client: Any = store._link._client
     return client._client.connection_pool
 
 
+def believes(store: RedisStore, server: RedisServer) -> bool:
+    """Whether the store takes this server for the primary."""
+    return bool(store._link.primary == ("127.0.0.1", server.port))
+
+
 @pytest.mark.fault(48)
-async def test_connections_to_a_primary_that_was_replaced_are_given_up(group: SentinelGroup) -> None:
-    """Of what is written to it no replica hears."""
+async def test_the_retry_of_a_command_goes_to_the_new_primary(group: SentinelGroup) -> None:
+    """The store's connections were in use when its pool heard of the new primary."""
     async with opened_redis(group.url(replicas=1)) as store:
         await store.create(row(KEY), first_record(), "fp")
-        old = await replace_primary(group, [store])
-        with pytest.raises(Unavailable):
-            await store.apply(KEY, "fp-r1", turn_record(1, "r1"), counts(2))
+        old = await replace_primary(group)
+        pool(store).master_address = ("127.0.0.1", group.primary().port)
+        await store.apply(KEY, "fp-r1", turn_record(1, "r1"), counts(2))
         left = [one.port for one in pool(store)._available_connections if one.is_connected]
-        assert old.port not in left, "the next call would go to it, too"
-        load = Load({})
-        await asyncio.wait_for(one_turn(store, "r2", "hello", load), LIMIT_S)
-        assert load.acknowledged == {"r2": 2}, "what was written to the old one is not there"
+        assert left and old.port not in left
+        with contextlib.closing(old.client()) as plain:
+            assert plain.hget(session_keys(KEY)[0], "revision") == b"1", "the old one has none of it"
+
+
+@pytest.mark.fault(48)
+async def test_an_answer_that_was_waited_for_too_long_is_not_believed(group: SentinelGroup) -> None:
+    """The old primary stands still with a read in its socket, and answers when another has taken its place."""
+    async with opened_redis(group.url(replicas=1)) as store, opened_redis(group.url(replicas=1)) as late:
+        await store.create(row(KEY), first_record(), "fp")
+        await late.load(KEY)
+        old = await replace_primary(group)
+        await asyncio.wait_for(one_turn(store, "r1", "hello", Load({})), LIMIT_S)
+        assert believes(late, old)
+        old.pause()
+        reading = asyncio.create_task(late.load(KEY))
+        await asyncio.sleep(0.1)
+        await pool(late).get_master_address()  # as another call of the same server does
+        old.resume()
+        assert (await reading).revision == 2
 
 
 @pytest.mark.fault(48)
 async def test_a_primary_that_was_replaced_is_no_store_that_went_back(group: SentinelGroup) -> None:
-    """It has an older state than was acknowledged: by the one that took its place."""
-    async with opened_redis(group.url(replicas=1)) as store, opened_redis(group.url()) as late:
+    """Another server has used the new primary. This one has not heard of it, but its client has seen more than it."""
+    new = key("new")
+
+    async def seen(late: RedisStore) -> SessionRow:
+        outcome = await late.begin(KEY, dataclasses.replace(request("r3", "t3"), known_revision=3))
+        await late.abort(KEY, "t3")
+        return outcome.row
+
+    async def expected(late: RedisStore) -> SessionRow:
+        outcome = await late.begin(KEY, request("r4", "t4", expected_revision=3))
+        await late.abort(KEY, "t4")
+        return outcome.row
+
+    async def loaded(late: RedisStore) -> SessionRow:
+        return await late.load(KEY, known_revision=3)
+
+    async def created(late: RedisStore) -> SessionRow:
+        return await late.load(new)
+
+    calls = (seen, expected, loaded, created)
+    async with contextlib.AsyncExitStack() as stack:
+        store, *others = [
+            await stack.enter_async_context(opened_redis(group.url(replicas=1))) for _ in (0, *calls)
+        ]
+        await store.create(row(KEY), first_record(), "fp")
+        for late in others:
+            await late.load(KEY)
+        old = await replace_primary(group)
+        for name in ("r1", "r2"):
+            await asyncio.wait_for(one_turn(store, name, "hello", Load({})), LIMIT_S)
+        await store.create(row(new), first_record(), "fp")
+        for late, call in zip(others, calls, strict=True):
+            assert believes(late, old), call.__name__
+            found = await call(late)
+            assert found.revision == (1 if call is created else 3), call.__name__
+
+
+@pytest.mark.fault(48)
+async def test_a_loss_is_believed_of_a_primary_with_replicas_only(
+    group: SentinelGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No Sentinel that this server reaches has heard of the new primary."""
+    async with opened_redis(group.url(replicas=1)) as store, opened_redis(group.url(replicas=1)) as late:
         await store.create(row(KEY), first_record(), "fp")
         await late.load(KEY)
-        await replace_primary(group, [late])
-        load = Load({})
-        async with asyncio.timeout(LIMIT_S):
-            for name in ("r1", "r2"):  # the first of them may have reached the old one, too
-                await one_turn(store, name, "hello", load)
-            wanted = dataclasses.replace(request("r3", "t3"), known_revision=3)
-            while True:
-                try:
-                    outcome = await late.begin(KEY, wanted)
-                    break
-                except Unavailable:  # the old one has heard of it by now
-                    await asyncio.sleep(0.02)
-        assert isinstance(outcome, Began) and outcome.row.revision == 3
+        wanted = dataclasses.replace(request("r3", "t3"), known_revision=3)
+        with pytest.raises(DataLoss):
+            await late.begin(KEY, wanted)
+        old = await replace_primary(group)
+
+        async def lagging(service: str) -> tuple[str, int]:
+            return "127.0.0.1", old.port
+
+        monkeypatch.setattr(pool(late).sentinel_manager, "discover_master", lagging)
+        assert believes(late, old)
+        with pytest.raises(Unavailable, match="0 of 1 replicas"):
+            await late.begin(KEY, wanted)
+
+
+class Told:
+    """A Sentinel with a fixed answer."""
+
+    def __init__(self, epoch: int, listed: int, named: int = 0, *, down: bool = False) -> None:
+        """``listed``: port of the primary; ``named``: of the one that a fail-over has promoted."""
+        self._state = {"ip": "10.0.0.1", "port": listed, "config-epoch": epoch, "is_master": True}
+        self._state |= {"is_sdown": down, "is_odown": False, "num-other-sentinels": 2}
+        self._named = named or listed
+
+    async def sentinel_masters(self) -> dict[str, dict[str, object]]:
+        return {SERVICE: self._state}
+
+    async def sentinel_get_master_addr_by_name(self, service: str) -> tuple[bytes, int]:
+        return b"10.0.0.1", self._named
+
+
+class Silent(Told):
+    async def sentinel_masters(self) -> dict[str, dict[str, object]]:
+        raise redis.TimeoutError
+
+
+@pytest.mark.parametrize(
+    ("told", "port"),
+    [
+        ([Told(1, 1), Told(1, 1), Told(1, 1)], 1),
+        ([Told(1, 1), Told(1, 1), Told(2, 2)], 2),  # the last has heard of the fail-over
+        ([Told(2, 1), Told(2, 1, 2), Told(2, 1)], 2),  # the second leads it
+        ([Silent(3, 3), Told(1, 1), Silent(3, 3)], 1),
+        ([Told(1, 1, down=True), Told(1, 1)], 1),  # opinions differ
+        ([Told(1, 1, down=True), Told(1, 1, down=True)], None),
+        ([Told(1, 1), Told(2, 2, down=True)], None),  # the old one is none again because the new one is down
+        ([Silent(1, 1)], None),
+    ],
+)
+async def test_the_newest_primary_that_any_sentinel_names(told: list[Told], port: int | None) -> None:
+    sentinels = _Sentinels([])  # type: ignore[no-untyped-call]
+    sentinels.sentinels = told
+    if port is None:
+        with pytest.raises(MasterNotFoundError, match="none a primary that is up"):
+            await sentinels.discover_master(SERVICE)
+    else:
+        assert await sentinels.discover_master(SERVICE) == ("10.0.0.1", port)

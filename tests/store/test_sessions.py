@@ -142,6 +142,10 @@ async def test_a_caller_ahead_of_the_store_or_on_another_branch_is_told(bench: B
         with pytest.raises(DataLoss) as caught:
             await bench.store.read(KEY, after_revision=revision, head_hash=known)
         assert caught.value.reason == "HISTORY_REGRESSED"
+    with pytest.raises(DataLoss) as caught:
+        await bench.store.load(KEY, known_revision=3)
+    assert (caught.value.reason, caught.value.metadata) == ("HISTORY_REGRESSED", {"current_revision": "2"})
+    assert (await bench.store.load(KEY, known_revision=2)).revision == 2
     assert (await bench.store.load(KEY)).state is State.ACTIVE, "the store itself is sound"
 
 

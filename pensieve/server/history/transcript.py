@@ -158,9 +158,10 @@ class Transcript:
         )
         """Locks, with their users, so that concurrent callers share one read of a log."""
 
-    async def read(self, key: Key) -> tuple[SessionRow, History]:
-        """The session as it is now. Raises the errors of ``HistoryStore.load`` and ``history_at``."""
-        row = await self.store.load(key)
+    async def read(self, key: Key, *, known_revision: int | None = None) -> tuple[SessionRow, History]:
+        """The session as it is now; ``known_revision``: one that a client has seen. Raises the errors of
+        ``HistoryStore.load`` and ``history_at``."""
+        row = await self.store.load(key, known_revision=known_revision or 0)
         return row, await self.history_at(key, row)
 
     async def create(

@@ -97,7 +97,7 @@ class Compactor:
         revision = await self._store.find_request(key, request.request_id)
         if revision is not None:
             return await self._done(key, request, revision, mark)
-        row, history = await self._transcript.read(key)
+        row, history = await self._transcript.read(key, known_revision=request.expected_revision)
         if row.running is not None:
             raise TurnInProgress(
                 "a turn is running in this session",

@@ -17,7 +17,6 @@ import msgspec
 from pensieve.core import Role
 from pensieve.errors import (
     AlreadyExists,
-    DataLoss,
     FailedPrecondition,
     InvalidArgument,
     NotFound,
@@ -263,7 +262,7 @@ class Sessions:
         session."""
         target_id = session_id or ids.derived_session_id("fork", key.tenant, request_id)
         target = Key(key.tenant, target_id)
-        _, history = await self._transcript.read(key)
+        _, history = await self._transcript.read(key, known_revision=expected_revision)
         if not await self._exists(target):
             check_revision(history.revision, expected_revision)
             if item is not None:
@@ -392,6 +391,8 @@ class Sessions:
     async def _unused_head(self, key: Key, expected_revision: int | None) -> str:
         """Chain hash of the session's newest record. Raises FailedPrecondition (SESSION_USED) if a record is
         a turn's, DataLoss (HISTORY_REGRESSED) when the store may have lost one."""
+        if expected_revision:
+            await self._store.load(key, known_revision=expected_revision)
         seen, revision, head = self._transcript.known.get(key), 0, ""
         while True:
             piece = await self._store.read_slice(key, after_revision=revision, head_hash=head)
@@ -456,7 +457,7 @@ class Sessions:
         expected_revision: int | None,
     ) -> SessionRow:
         for attempt in range(_MAX_TRIES):
-            _, base = await self._transcript.read(key)
+            _, base = await self._transcript.read(key, known_revision=expected_revision)
             change = await build(base)
             try:
                 return await self._append(key, base, change, mark, expected_revision)
@@ -498,14 +499,12 @@ class Sessions:
 
 
 def check_revision(current: int, expected: int | None) -> None:
-    """Raises RevisionMismatch, or DataLoss (HISTORY_REGRESSED) for a revision that the session has not reached."""
-    metadata = {"current_revision": str(current)}
-    if expected is not None and expected > current:
-        raise DataLoss(
-            "the history is behind the expected revision", reason="HISTORY_REGRESSED", metadata=metadata
-        )
+    """Raises RevisionMismatch."""
     if expected is not None and expected != current:
-        raise RevisionMismatch("the session has changed since the expected revision", metadata=metadata)
+        raise RevisionMismatch(
+            "the session has changed since the expected revision",
+            metadata={"current_revision": str(current)},
+        )
 
 
 class PageTokens:

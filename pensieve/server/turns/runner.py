@@ -89,6 +89,7 @@ class TurnRunner:
         await async_failpoint("before_begin")
         seed = sampling.explicit_seed(run.spec.sampling)
         known = self._transcript.known.get(run.key)
+        client_is_ahead = (run.spec.known_revision or 0) > known.revision
         request = BeginRequest(
             request_id=run.spec.request_id,
             fingerprint=run.fingerprint,
@@ -99,9 +100,9 @@ class TurnRunner:
             seed=ids.turn_seed(run.key, run.spec.request_id) if seed is None else seed,
             expected_revision=run.spec.expected_revision,
             start_ms=now_ms(),
-            known_revision=known.revision,
-            known_head=known.head_hash,
-            known_create_ms=known.create_ms,
+            known_revision=max(known.revision, run.spec.known_revision or 0),
+            known_head="" if client_is_ahead else known.head_hash,
+            known_create_ms=0 if client_is_ahead else known.create_ms,
         )
         try:
             outcome = await self._store.begin(run.key, request)
@@ -140,7 +141,6 @@ class TurnRunner:
         )
         with keeping:
             try:
-                _check_known(run, began)
                 await async_failpoint("after_begin")
                 return await self._generate(run, began)
             except BaseException:
@@ -334,22 +334,6 @@ class TurnRunner:
         )
         buffer.accept(accepted, *turn_record.replayed_outputs(view, self._renderer.tokenizer))
         return view
-
-
-def _check_known(run: TurnRun, began: Began) -> None:
-    """Raise DataLoss when this client has seen a newer revision than the store holds."""
-    known, current = run.spec.known_revision, began.row.revision
-    if known is None or known <= current:
-        return
-    log.warning(
-        "a client has seen a newer revision than the store has",
-        extra={"session": run.key.session_id, "known_revision": known, "current_revision": current},
-    )
-    raise DataLoss(
-        f"the store holds revision {current}, the caller has seen {known}: history went back in time",
-        reason="HISTORY_REGRESSED",
-        metadata={"current_revision": str(current)},
-    )
 
 
 def _keep_items(run: TurnRun, base: History) -> int | None:

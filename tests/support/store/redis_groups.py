@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import subprocess
 import tempfile
@@ -121,6 +122,22 @@ def sentinel_group() -> Iterator[SentinelGroup]:
             yield group
         finally:
             group.stop()
+
+
+async def replace_primary(group: SentinelGroup) -> RedisServer:
+    """Fail over to another primary; return the old one, which does not hear of it and still accepts writes."""
+    old = group.primary()
+    with contextlib.closing(old.client()) as plain:
+        # The Sentinels cannot demote it, so that no test depends on their pace.
+        plain.execute_command("ACL", "SETUSER", "default", "-replicaof", "-slaveof")
+    with contextlib.closing(redis.Redis(port=group.sentinel_ports[0], socket_timeout=5)) as sentinel:
+        sentinel.execute_command("SENTINEL", "FAILOVER", SERVICE)
+    await asyncio.to_thread(until, lambda: group.primary() is not old, "another primary is named")
+    with contextlib.closing(old.client()) as plain:
+        await asyncio.to_thread(
+            until, lambda: not plain.info("replication").get("connected_slaves"), "its replicas have left"
+        )
+    return old
 
 
 class ClusterGroup:
