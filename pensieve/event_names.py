@@ -10,7 +10,7 @@ from typing import Final
 
 EVENT_NAMES: Final[Mapping[str, str]] = {
     "%d log lines were dropped: stderr was blocked": "%d log lines were dropped: nothing took them",
-    "%s %s revision %d, which this server has seen there": "%s %s revision %d, which was seen there",
+    "%s %s revision %d, which this server or its client has seen there": "%s %s revision %d, which was seen there",
     "%s is large: run `pensieve store check` to check all of it": (
         "%s is large: `pensieve store check` looks over all of it"
     ),

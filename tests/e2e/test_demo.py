@@ -13,7 +13,7 @@ import pytest
 from support.processes import children
 
 SMALL = ["--context", "300", "--sessions", "4", "--turns", "4", "--device-cache", "160tokens"]
-SMALL += ["--host-cache", "192tokens"]
+SMALL += ["--host-cache", "96tokens"]
 
 
 @pytest.mark.timeout(300)
