@@ -125,7 +125,18 @@ class _Launch:
     time: float
     """When its planning began."""
     waited: bool
-    """The device had nothing to do until the launch, because of drafts in this step or in the one before."""
+    """The device had nothing to do until the launch, because its planning waited for the tokens of the step before."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Committed:
+    """A step that the scheduler has taken in, and the front end has not heard of."""
+
+    launch: _Launch
+    result: StepResult
+    output: list[OutputToken]
+    seconds: float
+    now: float
 
 
 class Engine:
@@ -163,8 +174,6 @@ class Engine:
         """Overlapped: the step that runs while the next is planned."""
         self._background = False
         """The latest plan was not empty, so the next may copy out more even if no request is left."""
-        self._had_drafts = False
-        """The latest launched step had drafts."""
         self._last_commit = -math.inf
         self._checks = debug_enabled()
 
@@ -213,22 +222,29 @@ class Engine:
         events: list[Event] = []
         if self._structured is not None:
             self._follow_grammars(self._structured, events)
-        if self._in_flight is not None and self._scheduler.wants_drafts():
-            self._commit_in_flight(events)  # drafts follow known tokens
-        launch = self._launch(events)
+        before, self._in_flight = self._in_flight, None
+        committed = None
+        if before is not None and (before.plan.has_drafts or self._scheduler.wants_drafts()):
+            # Drafts follow known tokens, and leave an unknown number of them. The device waits now: what the next
+            # plan does not need comes after its launch.
+            committed = self._commit(before)
+        waited = committed is not None
+        launch = self._launch(events, None if before is None or waited else before.plan, waited=waited)
         self._background = launch is not None
-        self._commit_in_flight(events)
+        if before is not None:
+            self._report(committed or self._commit(before), events)
         if launch is not None and launch.plan.chooses_late:
             self._choose_late(launch)
-        if self._overlapped and launch is not None and not launch.plan.has_drafts:
+        if self._overlapped:
             self._in_flight = launch  # it runs on
         elif launch is not None:
-            self._commit(launch, events)
+            self._report(self._commit(launch), events)
         if self._checks:
             self._cache.check()
         return events
 
-    def _launch(self, events: list[Event]) -> _Launch | None:
+    def _launch(self, events: list[Event], running: Plan | None, *, waited: bool) -> _Launch | None:
+        """``running``: of the step that runs meanwhile. ``waited``: see ``_Launch``."""
         started = self._clock()
         with self.announcer.attribute_failures(self._turns):
             plan = self._scheduler.plan(started)
@@ -239,9 +255,7 @@ class Engine:
             return None
         for request in self._scheduler.admitted:
             events.append(self._started(request))
-        self.announcer.announce_plan(plan, self._in_flight.plan if self._in_flight is not None else None)
-        waited = self._in_flight is None and (plan.has_drafts or self._had_drafts)
-        self._had_drafts = plan.has_drafts
+        self.announcer.announce_plan(plan, running)
         launch = _Launch(plan, self._worker.launch(plan), started, waited)
         self._scheduler.on_launched(plan)
         self._totals.parts["launch"] += self._clock() - planned
@@ -277,26 +291,29 @@ class Engine:
         launch.step.choose(self._scheduler.late_specs(plan, masks, started))
         self._totals.parts["choose"] += self._clock() - started
 
-    def _commit_in_flight(self, events: list[Event]) -> None:
-        before, self._in_flight = self._in_flight, None
-        if before is not None:
-            self._commit(before, events)
-
-    def _commit(self, launch: _Launch, events: list[Event]) -> None:
+    def _commit(self, launch: _Launch) -> _Committed:
+        """Wait for a step and take in its tokens, on which the next plan may build."""
         wait_started = self._clock()
         result = launch.step.result()
         now = self._clock()
         self._totals.parts["wait"] += now - wait_started
         tokens = self._scheduler.commit(launch.plan, result, now)
-        # Overlapped steps follow each other: each lasts from the end of the one before, not from its own launch.
-        self._count(launch, result, now - max(launch.time, self._last_commit))
-        self._last_commit = now
         if self._structured is not None:
             self._structured.on_tokens(tokens)
-        for token in self._beams.on_tokens(tokens, now):
-            self._output(token, events, now)
-        events.extend(self._progress())
+        output = list(self._beams.on_tokens(tokens, now))
+        # Overlapped steps follow each other: each lasts from the end of the one before, not from its own launch.
+        seconds, self._last_commit = now - max(launch.time, self._last_commit), now
         self._totals.parts["commit"] += self._clock() - now
+        return _Committed(launch, result, output, seconds, now)
+
+    def _report(self, committed: _Committed, events: list[Event]) -> None:
+        """Count a committed step, and report its tokens."""
+        started = self._clock()
+        self._count(committed.launch, committed.result, committed.seconds)
+        for token in committed.output:
+            self._output(token, events, committed.now)
+        events.extend(self._progress())
+        self._totals.parts["commit"] += self._clock() - started
 
     def stats(self) -> Stats:
         occupancy = self._cache.occupancy()
@@ -532,7 +549,7 @@ class Engine:
         totals.step_seconds += seconds
         totals.last_step_seconds = seconds
         totals.last_batch_tokens = plan.num_tokens
-        idle = result.timings.get("gap", 0.0) if launch.waited else 0.0
+        idle = result.timings.get("gap", 0.0) if launch.waited else None
         self._scheduler.on_timed(plan, result.timings.get("device", seconds), idle)
         for part, spent in result.timings.items():
             totals.parts[part] += spent

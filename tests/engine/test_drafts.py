@@ -312,7 +312,7 @@ def test_a_prediction_is_followed_from_the_first_token_and_found_again() -> None
     assert drafter.propose(np.array([1, 2, 3, 10, 11, 99, 27, 28], np.int32), 4, 0.0)[0] == [29]
 
 
-def decoded(costs: StepCosts, requests: int, drafts: int, idle: float = 0.0) -> None:
+def decoded(costs: StepCosts, requests: int, drafts: int, idle: float | None = None) -> None:
     costs.on_step(requests, drafts, 0.010 + 0.0004 * requests + 0.0001 * drafts, idle)
 
 
@@ -340,11 +340,12 @@ def test_the_price_outlasts_a_change_of_what_steps_have(without: bool) -> None:
     assert costs.price(8) == pytest.approx(0.0008 / 0.0132, rel=0.05)
 
 
-def test_what_a_step_with_drafts_loses_is_learnt_and_tried_again() -> None:
+def test_what_a_wait_loses_is_learnt_and_tried_again() -> None:
     costs = StepCosts()
     assert costs.lost_share(0.1) == 0.1
-    for _ in range(100):
-        decoded(costs, 8, 3, idle=0.3 * 0.0135)
+    for drafts in (3, 0) * 50:  # also a wait that brought no drafts
+        decoded(costs, 8, drafts, idle=0.3 * (0.0132 + 0.0001 * drafts))
+        decoded(costs, 8, 0)
     assert costs.lost_share(0.1) == pytest.approx(0.3, abs=0.01)
     for _ in range(50):
         decoded(costs, 8, 0)
@@ -379,6 +380,35 @@ def test_an_engine_drafts_if_that_is_worth_what_its_steps_lose(gap: float, least
         while engine.has_work:
             engine.step()
     assert least <= sum(plan.has_drafts for plan in worker.plans) <= most
+
+
+def test_a_device_that_waits_gets_its_next_step_before_tokens_are_reported() -> None:
+    """A step with drafts runs while its caller handles events, and its tokens are out only when the next step is on the
+    device."""
+    worker, order = HashWorker(60, 1, 8), list[str]()
+    engine = make_engine(
+        CacheConfig(60, 0, 8), SchedulerConfig(400, max_drafts=2), worker, Clock(), overlapped=True
+    )
+    engine._scheduler.sync_share = 0.0
+    launch, report, commit = worker.launch, engine._report, engine._commit
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Request, "propose", lambda request, most, price: ([5, 5][:most], [0.3, 0.3][:most]))
+        for owner, name, inner in (
+            (worker, "launch", launch), (engine, "_report", report), (engine, "_commit", commit),
+        ):  # fmt: skip
+            patch.setattr(
+                owner, name, lambda *args, inner=inner, name=name: (order.append(name), inner(*args))[1]
+            )
+        engine.handle(
+            Submit(1, "s", pack_tokens(range(20)), 20, Sampling(max_output_tokens=9, ignore_eos=True))
+        )
+        steps = 0
+        while engine.has_work:
+            before = len(order)
+            engine.step()
+            steps += order[before:] == ["_commit", "launch", "_report"]
+    assert steps >= 8
+    assert order.count("launch") == order.count("_report") == len(worker.plans)
 
 
 def test_a_known_answer_takes_few_steps() -> None:

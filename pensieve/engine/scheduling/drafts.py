@@ -42,8 +42,8 @@ MOST_PLACES: Final = 8
 SORTED_AT_ONCE: Final = 64
 """With this many new tokens all places are sorted again. Fewer are entered one by one."""
 SYNC_SHARE: Final = 0.1
-"""Part of an overlapped engine's step that drafts are expected to lose, until its own steps have shown how much: the
-next step is planned only when this one's tokens are known."""
+"""Part of an overlapped engine's step that a wait is expected to lose, until its own steps have shown how much: a step
+with drafts, and the one after it, are planned when the tokens of the one before are known."""
 _GAP: Final = -1
 """Stands between texts: no token equals it."""
 _HITS, _TRIES = 1.5, 2.0
@@ -184,35 +184,39 @@ class StepCosts:
     def __init__(self) -> None:
         self._sums = {False: np.zeros((4, 4)), True: np.zeros((4, 4))}
         """Sums of products of (1, requests, drafts, seconds), by whether the step had drafts."""
-        self._lost = self._tries = 0.0
-        """Sum of the parts of a step that the device waited, and number of the steps with drafts."""
+        self._lost = self._waits = 0.0
+        """Sum of the parts of a step that the device waited, and number of such waits."""
+        self._fit: tuple[float, float, float] | None = None
+        """The latest a, b and c; None: no step had drafts."""
 
-    def on_step(self, requests: int, drafts: int, seconds: float, idle: float = 0.0) -> None:
-        """Take in a step. ``seconds``: how long the device computed. ``idle``: how long it had waited for the step, if
-        drafts were why."""
+    def on_step(self, requests: int, drafts: int, seconds: float, idle: float | None = None) -> None:
+        """Take in a step. ``seconds``: how long the device computed. ``idle``: how long it had waited for the step,
+        because this was planned when the tokens of the one before were known; None: it was not."""
         sums, values = self._sums[drafts > 0], np.array((1.0, requests, drafts, seconds))
         sums *= _DECAY
         sums += np.outer(values, values)
-        self._tries, self._lost = self._tries * _DECAY + (drafts > 0), self._lost * _DECAY
-        if idle > 0.0 and seconds > 0.0:
+        self._waits, self._lost = self._waits * _DECAY + (idle is not None), self._lost * _DECAY
+        if idle is not None and seconds > 0.0:
             self._lost += min(idle / seconds, 1.0)
+        sums = self._sums[False] + self._sums[True]
+        products, results = sums[:3, :3], sums[:3, 3]
+        if products[2, 2] > 0.0:
+            # A little is added to the diagonal: with one number of requests, or of drafts, many solutions fit.
+            self._fit = tuple(
+                np.linalg.solve(products + np.diag(1e-6 * products.diagonal() + 1e-9), results).tolist()
+            )
 
     def price(self, requests: int) -> float:
         """Return the least chance that a draft must have in a step of ``requests`` requests: (seconds per draft) ÷
         (step seconds ÷ requests). 0 while the costs are unknown: trying teaches them."""
-        sums = self._sums[False] + self._sums[True]
-        products, results = sums[:3, :3], sums[:3, 3]
-        if products[2, 2] == 0.0:
+        if self._fit is None:
             return 0.0
-        # A little is added to the diagonal: with one number of requests, or of drafts, many solutions fit.
-        base, per_request, per_draft = np.linalg.solve(
-            products + np.diag(1e-6 * products.diagonal() + 1e-9), results
-        ).tolist()
+        base, per_request, per_draft = self._fit
         seconds = base + per_request * requests
         price = per_draft * requests / seconds if seconds > 0.0 else 0.0
         return max(price, 0.0) if math.isfinite(price) else 0.0
 
     def lost_share(self, expected: float) -> float:
-        """Return the part of a step that is lost when it has drafts. ``expected``: the answer at the start, and after
-        many steps without drafts, so that they are tried now and then."""
-        return (expected + self._lost) / (1.0 + self._tries)
+        """Return the part of a step that is lost by a wait. ``expected``: the answer at the start, and after many steps
+        without a wait, so that drafts are tried now and then."""
+        return (expected + self._lost) / (1.0 + self._waits)

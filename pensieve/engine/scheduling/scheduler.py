@@ -322,13 +322,13 @@ class Scheduler:
             gain += sum(chance - price for chance in request.propose(most, price)[1][pending:])
         return gain > self._least_gain(len(self._running.requests))
 
-    def on_timed(self, plan: Plan, seconds: float, idle: float) -> None:
+    def on_timed(self, plan: Plan, seconds: float, idle: float | None) -> None:
         """Learn the costs of drafts from a step: see ``StepCosts.on_step``."""
         if self._drafts and plan.spans and all(len(span.tokens) == span.num_chosen for span in plan.spans):
             self.costs.on_step(len(plan.spans), plan.num_tokens - len(plan.spans), seconds, idle)
 
     def _least_gain(self, requests: int) -> float:
-        """Tokens that a step with drafts must be expected to give more than their price, since it is not overlapped."""
+        """Return how many tokens the wait for those of a step with drafts costs."""
         return requests * self.costs.lost_share(self.sync_share) if self.sync_share else 0.0
 
     def _draft(self, work: _Work, budget: int, now: float) -> dict[Request, TokenArray]:
