@@ -273,7 +273,8 @@ def engine_rows(
     scheduler, loop = engine._scheduler, Loop(engine, turns, want)
     drafting = scheduler.config
     for batch in batches:
-        count = min(len(turns), batch + max(12, batch // 2))
+        # Answers differ much in how they repeat: few of them would measure which they are.
+        count = min(len(turns), max(24, min(8 * batch, 64), 4 * batch))
         places = [at * len(turns) // count for at in range(count)]
         for drafts in (False, True) * repeats:
             scheduler.config = drafting if drafts else replace(drafting, max_drafts=0)

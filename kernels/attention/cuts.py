@@ -27,6 +27,7 @@ from __future__ import annotations
 import heapq
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -99,14 +100,28 @@ def max_guided_pieces(steps: int, share: float, least: int, programs: float) -> 
 
 def narrow_pieces(steps: Ints, tile: Tile, geometry: Geometry) -> Ints:
     """Return the pieces of each narrow item, at least 1. ``steps`` [n]: key tiles of the items, longest first."""
+    shortest = tile.least_keys // tile.keys
+    return _narrow_pieces(steps.astype(np.int64).tobytes(), programs_per_head(tile, geometry), shortest)
+
+
+@lru_cache(maxsize=64)
+def _narrow_pieces(key: bytes, programs: float, shortest: int) -> Ints:
+    """``narrow_pieces``, read-only, with ``key``: the bytes of ``steps``. Steps that follow each other often have the
+    same: a request that decodes enters another tile of keys once in many steps."""
+    steps = np.frombuffer(key, np.int64)
+    best = _cheapest_pieces(steps, programs, shortest)
+    best.flags.writeable = False
+    return best
+
+
+def _cheapest_pieces(steps: Ints, programs: float, shortest: int) -> Ints:
     best = np.ones(len(steps), np.int64)
     total = int(steps.sum())
     if not total:
         return best
-    programs = programs_per_head(tile, geometry)
     least_cost = _cost(steps, best, programs)
     for limit in SPLIT_LIMITS:
-        longest = max(1, tile.least_keys // tile.keys, limit * total / programs)
+        longest = max(1, shortest, limit * total / programs)
         candidate = np.ceil(steps / longest).astype(np.int64).clip(1)
         if int(candidate.max()) == 1:
             break
@@ -115,7 +130,7 @@ def narrow_pieces(steps: Ints, tile: Tile, geometry: Geometry) -> Ints:
             best, least_cost = candidate, cost
     if int(best.sum()) <= programs:
         return best
-    limited, least = best, max(MIN_TAIL_PIECE, tile.least_keys // tile.keys)
+    limited, least = best, max(MIN_TAIL_PIECE, shortest)
     for share in TAIL_SHARES:
         candidate = np.maximum(limited, guided_pieces(steps, share, least, programs))
         cost = _cost(steps, candidate, programs)

@@ -7,6 +7,7 @@ The rules depend only on rows, items and the room on the device, not on a partic
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 
 WIDEST_HEAD = 256
 
@@ -62,6 +63,7 @@ def width_of(head_dim: int) -> int:
     return int(max(16, 1 << (head_dim - 1).bit_length()))
 
 
+@cache
 def choose_tiles(
     head_dim: int,
     element_bytes: int,

@@ -45,6 +45,8 @@ MERGE_FIRST, MERGE_END, MERGE_PARTIAL, MERGE_PIECES, MERGE_STRIDE = 1, 2, 3, 4, 
 pieces; partial rows from piece to piece."""
 COPY = 2
 """Words of a copy (``copies``): the ``TABLE`` of its page, and the page's place in that table."""
+NO_ITEMS = np.empty((0, ITEM), np.int64)
+NO_MERGES = np.empty((0, MERGE), np.int64)
 NO_COPIES = np.empty((0, COPY), np.int64)
 
 
@@ -78,12 +80,16 @@ def make_work_lists(
         if not lengths.all():
             spans = spans[lengths > 0]
     small, big = split_by_width(spans, narrow, geometry, kind)
-    items = make_blocks(small, narrow, geometry, window)
-    pieces = narrow_counts(items, narrow, geometry)
-    first, first_merges, used = split_items(items, pieces, narrow, 0, kind.merged_rows, geometry.piece)
-    items = make_blocks(big, wide, geometry, window)
-    pieces = wide_counts(items, wide, geometry)
-    second, second_merges, used = split_items(items, pieces, wide, used, kind.merged_rows, geometry.piece)
+    first, first_merges, used = NO_ITEMS, NO_MERGES, 0
+    if len(small):
+        items = make_blocks(small, narrow, geometry, window)
+        pieces = narrow_counts(items, narrow, geometry)
+        first, first_merges, used = split_items(items, pieces, narrow, 0, kind.merged_rows, geometry.piece)
+    second, second_merges = NO_ITEMS, NO_MERGES
+    if len(big):
+        items = make_blocks(big, wide, geometry, window)
+        pieces = wide_counts(items, wide, geometry)
+        second, second_merges, used = split_items(items, pieces, wide, used, kind.merged_rows, geometry.piece)
     programs = geometry.multiprocessors
     if len(second) and (kind.is_mixed or wide.hopper):
         second = longest_first(second)
@@ -200,7 +206,7 @@ def split_items(
     # Items to split; each piece gets a tile's rows of the scratch.
     whole = np.flatnonzero(pieces > 1)
     if not len(whole):
-        return items, np.empty((0, MERGE), np.int64), used
+        return items, NO_MERGES, used
     held = pieces[whole] * tile.rows
     first_partial = np.full(len(items), -1)
     first_partial[whole] = used + np.cumsum(held) - held
