@@ -82,6 +82,7 @@ class Drafter:
         """Length of the match behind the latest drafts; None: they follow the prediction."""
         self._hits = [_HITS] * _PREDICTED + [5 * _TRIES - 0.5]
         self._tries = [_TRIES] * _PREDICTED + [5 * _TRIES]
+        self._odds = [hits / tries for hits, tries in zip(self._hits, self._tries, strict=True)]
 
     def propose(self, context: TokenArray, most: int, price: float) -> tuple[list[int], list[float]]:
         """Return up to ``most`` drafts after ``context``, which begins like that of the call before, and the chance
@@ -89,19 +90,26 @@ class Drafter:
         self._take(context[len(self._text) - self._first :].tolist())
         if self._follows is not None and self._follows < len(self._predicted):
             self._match = None
-            drafts = self._predicted[self._follows :][: min(most, MOST_PREDICTED)]
+            chances = self._chances(min(most, MOST_PREDICTED), price)
+            drafts = self._predicted[self._follows : self._follows + len(chances)]
         else:
             self._match, place = self._find()
-            drafts = self._continuation(place, min(most, MOST_DRAFTS)) if self._match else []
+            if not self._match:
+                return [], []
+            chances = self._chances(min(most, MOST_DRAFTS), price)
+            drafts = self._continuation(place, len(chances))
+        return drafts, chances[: len(drafts)]
+
+    def _chances(self, most: int, price: float) -> list[float]:
+        """Return the chances of up to ``most`` drafts behind the match, as long as they are worth ``price``."""
         chance = 1.0
         chances: list[float] = []
-        for depth in range(len(drafts)):
-            bucket = self._bucket(depth)
-            chance *= self._hits[bucket] / self._tries[bucket]
+        for depth in range(most):
+            chance *= self._odds[self._bucket(depth)]
             if chance < price:
                 break
             chances.append(chance)
-        return drafts[: len(chances)], chances
+        return chances
 
     def learn(self, accepted: int, tested: int) -> None:
         """Take in what became of the latest drafts: the first ``accepted`` of ``tested`` were right."""
@@ -109,6 +117,7 @@ class Drafter:
             bucket = self._bucket(depth)
             self._tries[bucket] += 1
             self._hits[bucket] += depth < accepted
+            self._odds[bucket] = self._hits[bucket] / self._tries[bucket]
 
     def _bucket(self, depth: int) -> int:
         return _PREDICTED if self._match is None else _BUCKETS[min(self._match + depth, LONGEST_MATCH)]

@@ -53,9 +53,8 @@ class SpanColumns:
     def from_plan(cls, plan: Plan, page_tokens: int) -> SpanColumns:
         """Return the columns of a plan with at least one span. Raises ValueError when a span is empty or reaches past
         its page table, a window table is not as long as its page table, or a chain does not follow its spans."""
-        length = np.array([len(span.tokens) for span in plan.spans], dtype=np.int64)
-        start = np.array([span.start for span in plan.spans], dtype=np.int64)
-        table = np.array([span.page_table for span in plan.spans], dtype=np.int64)
+        rows = [(len(span.tokens), span.start, span.page_table) for span in plan.spans]
+        length, start, table = np.array(rows, dtype=np.int64).T
         pages_of = np.array([len(pages) for pages in plan.page_tables], dtype=np.int64)
         if (length < 1).any() or (start + length > pages_of[table] * page_tokens).any():
             raise ValueError(f"step {plan.step}: a span is empty or reaches past its page table")
