@@ -219,7 +219,10 @@ class RedisStore:
         return piece
 
     async def find_request(self, key: Key, request_id: str) -> int | None:
+        primary = self._link.primary
         values = await self._call(scripts.FIND, key, [request_id])
+        if not values[0] and await self._link.has_moved(primary):
+            values = await self._call(scripts.FIND, key, [request_id])
         if not values[0]:
             return None
         await self._safe.wait_for_replicas(key, int(values[0]), values[1])

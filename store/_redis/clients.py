@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
+import logging
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple, Protocol
 from urllib.parse import parse_qsl, urlencode, urlsplit
@@ -20,6 +22,8 @@ from redis.asyncio.sentinel import (
     SentinelManagedSSLConnection,
 )
 from redis.backoff import ExponentialWithJitterBackoff, NoBackoff
+
+log = logging.getLogger(__name__)
 
 Kind = Literal["server", "sentinel", "cluster"]
 
@@ -134,6 +138,11 @@ MAX_CONNECTIONS = 64
 """Per server; ``RedisLink`` allows fewer concurrent calls."""
 HEALTH_CHECK_S = 30
 SENTINEL_TIMEOUT_S = 0.5
+ASK_AGAIN_S = 0.5
+"""Age from which the Sentinels' answer is asked for again, beside the calls."""
+OLDEST_S = 1.0
+"""Age from which a change waits for a new answer. A fail-over takes longer: the primary must have been away for
+``down-after-milliseconds`` first."""
 BEAT = "pv1:beat"
 BEATS = 4096
 """Keys tried to find one on a given server of a Cluster."""
@@ -177,6 +186,10 @@ class RedisClient(Protocol):
 
     async def has_moved(self, before: Address | None) -> bool:
         """Ask the Sentinels whether another primary than ``before`` is in charge."""
+        ...
+
+    async def replicas_needed(self, least: int) -> int:
+        """Return how many replicas must have a change so that it survives a fail-over, at least ``least``."""
         ...
 
     async def beats(self) -> list[str]:
@@ -244,8 +257,15 @@ class _Sentinels(Sentinel):
     it, and that one lists the old primary as its service's until all replicas follow the new one.
     """
 
+    following = 0
+    """How many replicas follow the primary that was found last, and may take its place."""
+    asked_s = -math.inf
+    """When it was found, by the event loop's clock."""
+    _found: Address | None = None
+
     async def discover_master(self, service_name: str) -> Address:
         """As redis-py's; takes up to ``SENTINEL_TIMEOUT_S`` if one does not answer. Raises MasterNotFoundError."""
+        now = asyncio.get_running_loop().time()
         answers = await gather_all(*(self._named_by(one, service_name) for one in self.sentinels))
         found: list[_Named] = [answer for answer in answers if answer is not None]
         newest = max(found, default=None)
@@ -253,13 +273,19 @@ class _Sentinels(Sentinel):
             raise MasterNotFoundError(
                 f"{len(found)} of {len(self.sentinels)} Sentinels know {service_name!r}, and none a primary that is up"
             )
+        following = max(one.following for one in found if one.address == newest.address)
+        if newest.address == self._found and 2 * len(found) <= len(self.sentinels):
+            # The others may be cut off from us, and replace the primary by a replica that these do not reach.
+            following = max(following, self.following)
+        self._found, self.following, self.asked_s = newest.address, following, now
         return newest.address
 
     async def _named_by(self, sentinel: Any, service_name: str) -> _Named | None:
         try:
             states = await sentinel.sentinel_masters()
             named = await sentinel.sentinel_get_master_addr_by_name(service_name)
-        except (exceptions.ConnectionError, exceptions.TimeoutError):
+            replicas = await sentinel.sentinel_slaves(service_name) if named is not None else []
+        except (exceptions.ConnectionError, exceptions.TimeoutError, exceptions.ResponseError):
             return None
         state = states.get(service_name)
         if state is None or named is None:
@@ -267,7 +293,14 @@ class _Sentinels(Sentinel):
         address = named[0].decode() if isinstance(named[0], bytes) else named[0], named[1]
         promoted = address != (state["ip"], state["port"])
         is_up = promoted or self.check_master_state(state, service_name)
-        return _Named(state["config-epoch"], promoted, is_up, address)
+        following = 0 if promoted else sum(map(_follows, replicas))
+        return _Named(state["config-epoch"], promoted, is_up, address, following)
+
+
+def _follows(replica: Mapping[str, Any]) -> bool:
+    """Whether a Sentinel would let this replica take its primary's place."""
+    up = not (replica["is_sdown"] or replica["is_odown"] or replica["is_disconnected"])
+    return up and replica.get("role-reported") == "slave" and replica.get("master-link-status") == "ok"
 
 
 class _Named(NamedTuple):
@@ -279,6 +312,8 @@ class _Named(NamedTuple):
     """Whether a fail-over is under way that has promoted this primary."""
     is_up: bool
     address: Address
+    following: int
+    """See ``_Sentinels.following``; 0 while replicas leave the old primary for the promoted one."""
 
 
 class ServerClient:
@@ -286,6 +321,7 @@ class ServerClient:
 
     def __init__(self, place: RedisAddress, options: dict[str, Any]) -> None:
         self._sentinel: Any = None
+        self._asking: asyncio.Task[None] | None = None
         self._client: Any
         if place.kind == "sentinel":
             self._sentinel = _Sentinels(  # type: ignore[no-untyped-call]
@@ -311,6 +347,7 @@ class ServerClient:
             self._client = Redis.from_pool(pool)
 
     async def run(self, *words: Any) -> Any:
+        self._ask_again()
         try:
             return await self._client.execute_command(*words)
         except exceptions.ReadOnlyError:
@@ -319,6 +356,7 @@ class ServerClient:
             raise
 
     async def batch(self, commands: Iterable[Command]) -> list[Any]:
+        self._ask_again()
         # Never MULTI: a Redis whose memory is full refuses even reads inside it.
         async with self._client.pipeline(transaction=False) as pipeline:
             for words in commands:
@@ -347,6 +385,37 @@ class ServerClient:
             return False
         return bool(await self._pool.get_master_address() != before)
 
+    async def replicas_needed(self, least: int) -> int:
+        # Sentinels promote a replica without asking the others. If a change is not on each that may be promoted, a
+        # primary that stood still loses it: its other replicas still confirm what comes after the promotion.
+        if self._sentinel is None:
+            return least
+        asking = self._ask_again()
+        if asking is not None and self._age() > OLDEST_S:
+            await asyncio.wait({asking})
+        return max(least, int(self._sentinel.following))
+
+    def _age(self) -> float:
+        """Seconds since the Sentinels were asked."""
+        return float(asyncio.get_running_loop().time() - self._sentinel.asked_s)
+
+    def _ask_again(self) -> asyncio.Task[None] | None:
+        """Ask the Sentinels if their answer is old; return the task that asks now. So a server that did not see a
+        fail-over reads from the old primary for a moment only."""
+        if self._sentinel is not None and self._asking is None and self._age() > ASK_AGAIN_S:
+            self._asking = asyncio.create_task(self._ask(), name="sentinels")
+        return self._asking
+
+    async def _ask(self) -> None:
+        try:
+            await self._pool.get_master_address()
+        except (exceptions.ConnectionError, exceptions.TimeoutError) as error:
+            # Calls go on with the last answer, and show themselves whether the primary is there.
+            log.debug("no Sentinel names a primary: %s", error)
+            self._sentinel.asked_s = asyncio.get_running_loop().time()
+        finally:
+            self._asking = None
+
     @property
     def _pool(self) -> Any:
         return self._client.connection_pool
@@ -362,6 +431,9 @@ class ServerClient:
             yield name
 
     async def close(self) -> None:
+        if self._asking is not None:
+            self._asking.cancel()
+            await asyncio.wait({self._asking})
         await self._client.aclose(close_connection_pool=True)
         if self._sentinel is not None:
             await self._sentinel.aclose()
@@ -429,6 +501,9 @@ class ClusterClient:
     async def has_moved(self, before: Address | None) -> bool:
         """False: the client learns of changes from its servers' answers."""
         return False
+
+    async def replicas_needed(self, least: int) -> int:
+        return least
 
     async def beats(self) -> list[str]:
         await self._client.initialize()

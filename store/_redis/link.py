@@ -377,14 +377,15 @@ class RedisLink:
 
     async def _replicated(self, key: str, words: Command) -> Any:
         """Return the reply once enough replicas have the command's write."""
-        reply, count = await self._client.pair(key, (words, ("WAIT", self.replicas, WAIT_MS)))
+        needed = await self._client.replicas_needed(self.replicas)
+        reply, count = await self._client.pair(key, (words, ("WAIT", needed, WAIT_MS)))
         for answer in (reply, count):
             if isinstance(answer, Exception):
                 raise answer
-        if int(count) < self.replicas:
+        if int(count) < needed:
             await self._client.has_moved(None)  # the next call goes to the primary that is named now
             raise _refusals.unavailable(
-                f"Redis at {self.address}: {int(count)} of {self.replicas} replicas have the change: its outcome "
+                f"Redis at {self.address}: {int(count)} of {needed} replicas have the change: its outcome "
                 "is unknown"
             )
         return reply

@@ -8,6 +8,7 @@ import pytest
 
 from pensieve.client import AsyncClient
 from pensieve.errors import DataLoss
+from pensieve.store._redis import clients
 from pensieve.store.memory_store import MemoryStore
 from pensieve.v1 import pensieve_pb2 as pb
 from support.service.service_rig import serving, spec
@@ -65,8 +66,11 @@ async def test_what_is_known_is_not_part_of_the_turn() -> None:
 
 @pytest.mark.redis
 @pytest.mark.fault(48)
-async def test_a_client_has_seen_more_than_a_server_that_missed_a_fail_over() -> None:
+async def test_a_client_has_seen_more_than_a_server_that_missed_a_fail_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The old primary is alive and has not heard of it; the server's connections to it are open."""
+    monkeypatch.setattr(clients, "ASK_AGAIN_S", 60.0)
     with sentinel_group() as group:
         url = group.url(replicas=1)
         async with (

@@ -15,12 +15,12 @@ from redis.asyncio.sentinel import MasterNotFoundError
 
 from pensieve.errors import DataLoss, PensieveError, TurnFenced, TurnInProgress, Unavailable
 from pensieve.store import Began, HistoryStore, Replay
-from pensieve.store._redis import link
+from pensieve.store._redis import clients, link
 from pensieve.store._redis.clients import _Sentinels
 from pensieve.store._redis.rows import session_keys
 from pensieve.store.records import SessionRow
 from pensieve.store.redis_store import RedisStore
-from support.store.redis_groups import SERVICE, SentinelGroup, replace_primary, sentinel_group
+from support.store.redis_groups import SERVICE, SentinelGroup, replace_primary, sentinel_group, until
 from support.store.redis_server import RedisServer
 from support.store.store_bench import counts, first_record, key, opened_redis, request, row, turn_record
 
@@ -99,9 +99,10 @@ async def until_more(acknowledged: dict[str, int], count: int, *, limit_s: float
 
 
 @pytest.mark.fault(48)
-@pytest.mark.parametrize("how", ["hung", "lagging"])
+@pytest.mark.parametrize("how", ["hung", "slow", "lagging"])
 async def test_a_fail_over_loses_and_doubles_no_acknowledged_turn(group: SentinelGroup, how: str) -> None:
     """hung: the old primary comes back, takes itself for the primary still, and our connections to it are open.
+    slow: it comes back while a replica is promoted, and the other replica still follows it.
     lagging: no replica takes anything for a while before the primary is killed; more than sockets hold is under way.
     """
     acknowledged: dict[str, int] = {}
@@ -113,6 +114,11 @@ async def test_a_fail_over_loses_and_doubles_no_acknowledged_turn(group: Sentine
             old = group.primary()
             if how == "hung":
                 old.pause()
+            elif how == "slow":
+                old.pause()
+                await asyncio.to_thread(until, group.is_failing_over, "a fail-over begins")
+                old.resume()
+                await asyncio.to_thread(until, lambda: group.primary() is not old, "another primary is named")
             else:
                 load.text = "x" * LARGE
                 for server in group.servers[1:]:
@@ -163,7 +169,7 @@ async def test_what_no_replica_has_is_not_acknowledged(
             again.delete(KEY),
             store.ping(),
         ):
-            with pytest.raises(Unavailable, match="0 of 1 replicas"):
+            with pytest.raises(Unavailable, match=r"0 of \d replicas"):
                 await attempt
             if attempt.__name__ == "find_request":
                 assert await fresh.find_request(KEY, "r1") == 2, "it is there, and might be lost yet"
@@ -204,8 +210,11 @@ async def test_the_retry_of_a_command_goes_to_the_new_primary(group: SentinelGro
 
 
 @pytest.mark.fault(48)
-async def test_an_answer_that_was_waited_for_too_long_is_not_believed(group: SentinelGroup) -> None:
+async def test_an_answer_that_was_waited_for_too_long_is_not_believed(
+    group: SentinelGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The old primary stands still with a read in its socket, and answers when another has taken its place."""
+    monkeypatch.setattr(clients, "ASK_AGAIN_S", LIMIT_S)
     async with opened_redis(group.url(replicas=1)) as store, opened_redis(group.url(replicas=1)) as late:
         await store.create(row(KEY), first_record(), "fp")
         await late.load(KEY)
@@ -221,8 +230,11 @@ async def test_an_answer_that_was_waited_for_too_long_is_not_believed(group: Sen
 
 
 @pytest.mark.fault(48)
-async def test_a_primary_that_was_replaced_is_no_store_that_went_back(group: SentinelGroup) -> None:
+async def test_a_primary_that_was_replaced_is_no_store_that_went_back(
+    group: SentinelGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Another server has used the new primary. This one has not heard of it, but its client has seen more than it."""
+    monkeypatch.setattr(clients, "ASK_AGAIN_S", LIMIT_S)
     new = key("new")
 
     async def seen(late: RedisStore) -> SessionRow:
@@ -231,6 +243,7 @@ async def test_a_primary_that_was_replaced_is_no_store_that_went_back(group: Sen
         return outcome.row
 
     async def expected(late: RedisStore) -> SessionRow:
+        await asyncio.sleep(2.0)  # a lease that was taken at the old one ends
         outcome = await late.begin(KEY, request("r4", "t4", expected_revision=3))
         await late.abort(KEY, "t4")
         return outcome.row
@@ -241,7 +254,11 @@ async def test_a_primary_that_was_replaced_is_no_store_that_went_back(group: Sen
     async def created(late: RedisStore) -> SessionRow:
         return await late.load(new)
 
-    calls = (seen, expected, loaded, created)
+    async def asked_for(late: RedisStore) -> SessionRow:
+        assert await late.find_request(KEY, "r2") == 3
+        return await late.load(KEY)
+
+    calls = (seen, expected, loaded, created, asked_for)
     async with contextlib.AsyncExitStack() as stack:
         store, *others = [
             await stack.enter_async_context(opened_redis(group.url(replicas=1))) for _ in (0, *calls)
@@ -264,6 +281,7 @@ async def test_a_loss_is_believed_of_a_primary_with_replicas_only(
     group: SentinelGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No Sentinel that this server reaches has heard of the new primary."""
+    monkeypatch.setattr(clients, "ASK_AGAIN_S", LIMIT_S)
     async with opened_redis(group.url(replicas=1)) as store, opened_redis(group.url(replicas=1)) as late:
         await store.create(row(KEY), first_record(), "fp")
         await late.load(KEY)
@@ -277,15 +295,46 @@ async def test_a_loss_is_believed_of_a_primary_with_replicas_only(
 
         monkeypatch.setattr(pool(late).sentinel_manager, "discover_master", lagging)
         assert believes(late, old)
-        with pytest.raises(Unavailable, match="0 of 1 replicas"):
+        with pytest.raises(Unavailable, match=r"0 of \d replicas"):
             await late.begin(KEY, wanted)
+
+
+FOLLOWS: dict[str, object] = {
+    "is_sdown": False, "is_odown": False, "is_disconnected": False,
+    "role-reported": "slave", "master-link-status": "ok",
+}  # fmt: skip
+REPLICAS = {
+    "f": FOLLOWS,
+    "d": {**FOLLOWS, "is_sdown": True},
+    "o": {**FOLLOWS, "is_odown": True},
+    "c": {**FOLLOWS, "is_disconnected": True},
+    "m": {**FOLLOWS, "role-reported": "master"},
+    "l": {**FOLLOWS, "master-link-status": "err"},
+}
+
+
+@pytest.mark.fault(48)
+async def test_a_server_that_only_reads_hears_of_the_new_primary(group: SentinelGroup) -> None:
+    async with opened_redis(group.url(replicas=1)) as store, opened_redis(group.url(replicas=1)) as reader:
+        await store.create(row(KEY), first_record(), "fp")
+        await reader.load(KEY)
+        await replace_primary(group)
+        for name in ("r1", "r2"):
+            await asyncio.wait_for(one_turn(store, name, "hello", Load({})), LIMIT_S)
+        async with asyncio.timeout(LIMIT_S):  # the old one is not demoted in this test
+            while (await reader.load(KEY)).revision < 3:
+                await asyncio.sleep(0.05)
 
 
 class Told:
     """A Sentinel with a fixed answer."""
 
-    def __init__(self, epoch: int, listed: int, named: int = 0, *, down: bool = False) -> None:
-        """``listed``: port of the primary; ``named``: of the one that a fail-over has promoted."""
+    def __init__(
+        self, epoch: int, listed: int, named: int = 0, *, down: bool = False, replicas: str = ""
+    ) -> None:
+        """``listed``: port of the primary; ``named``: of the one that a fail-over has promoted. ``replicas``: a letter
+        for the state of each."""
+        self._replicas = [REPLICAS[letter] for letter in replicas]
         self._state = {"ip": "10.0.0.1", "port": listed, "config-epoch": epoch, "is_master": True}
         self._state |= {"is_sdown": down, "is_odown": False, "num-other-sentinels": 2}
         self._named = named or listed
@@ -295,6 +344,9 @@ class Told:
 
     async def sentinel_get_master_addr_by_name(self, service: str) -> tuple[bytes, int]:
         return b"10.0.0.1", self._named
+
+    async def sentinel_slaves(self, service: str) -> list[dict[str, object]]:
+        return self._replicas
 
 
 class Silent(Told):
@@ -323,3 +375,40 @@ async def test_the_newest_primary_that_any_sentinel_names(told: list[Told], port
             await sentinels.discover_master(SERVICE)
     else:
         assert await sentinels.discover_master(SERVICE) == ("10.0.0.1", port)
+
+
+@pytest.mark.parametrize(
+    ("told", "following"),
+    [
+        ([Told(1, 1, replicas="ffdocml")] * 3, 2),
+        (
+            [Told(1, 1, replicas="f"), Told(1, 1, replicas="ff"), Told(1, 1)],
+            2,
+        ),  # whom one of them may promote
+        (
+            [Told(2, 1, replicas="ff"), Told(2, 1, 2, replicas="ff"), Silent(2, 1)],
+            0,
+        ),  # they leave the old one
+        ([Told(1, 1, replicas="ff"), Told(2, 2, replicas="f"), Told(1, 1, replicas="ff")], 1),
+    ],
+)
+async def test_the_replicas_that_may_take_over(told: list[Told], following: int) -> None:
+    sentinels = _Sentinels([])  # type: ignore[no-untyped-call]
+    sentinels.sentinels = told
+    await sentinels.discover_master(SERVICE)
+    assert sentinels.following == following
+
+
+async def test_few_sentinels_take_no_replica_from_the_count() -> None:
+    """The others may be cut off, and promote a replica that these do not reach."""
+    sentinels = _Sentinels([])  # type: ignore[no-untyped-call]
+    counts = []
+    for told in (
+        [Told(1, 1, replicas="ff")] * 3,
+        [Told(1, 1, replicas="f"), Silent(1, 1), Silent(1, 1)],
+        [Told(1, 1, replicas="f"), Told(1, 1, replicas="f"), Silent(1, 1)],
+    ):
+        sentinels.sentinels = told
+        await sentinels.discover_master(SERVICE)
+        counts.append(sentinels.following)
+    assert counts == [2, 2, 1]

@@ -62,6 +62,14 @@ class SentinelGroup:
             _, port = sentinel.sentinel_get_master_addr_by_name(SERVICE)
         return next(server for server in self.servers if server.port == int(port))
 
+    def is_failing_over(self) -> bool:
+        """Whether a Sentinel replaces the primary now."""
+        for port in self.sentinel_ports:
+            with contextlib.closing(redis.Redis(port=port, socket_timeout=2)) as sentinel:
+                if "failover_in_progress" in sentinel.sentinel_masters()[SERVICE]["flags"]:
+                    return True
+        return False
+
     def start(self) -> None:
         for server in self.servers:
             server.start()
